@@ -1,0 +1,69 @@
+"""What a container holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
+from gpushare_agent.model.pods import ContainerKind
+
+
+class ContainerKey(NamedTuple):
+    """Names one container for the agent's whole life: a pod recreated under the same name has another UID."""
+
+    pod_uid: PodUid
+    container: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """The devices of one container.
+
+    `vcore_ids` and `vmemory_ids` are empty until the kubelet has allocated that resource. `cards` are the cards that the
+    vcore IDs name, else the planned ones, in order of index; the memory is charged to them. `is_whole` means whole
+    cards: their whole memory is the container's. `allocated_at` is seconds on the monotonic clock.
+    """
+
+    key: ContainerKey
+    namespace: str
+    pod_name: str
+    kind: ContainerKind
+    cards: tuple[GpuUuid, ...]
+    vcore_ids: frozenset[DeviceId] = frozenset()
+    vmemory_ids: frozenset[DeviceId] = frozenset()
+    is_whole: bool = False
+    allocated_at: float = 0.0
+
+    @property
+    def cores(self) -> int:
+        return len(self.vcore_ids)
+
+    @property
+    def memory_blocks(self) -> int:
+        return len(self.vmemory_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerMount:
+    host_path: str
+    container_path: str
+    read_only: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceNode:
+    host_path: str
+    container_path: str
+    permissions: str = "rwm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerEdits:
+    """What an Allocate answer changes in a container. Isolations and device-list strategies return these, merged."""
+
+    env: tuple[tuple[str, str], ...] = ()
+    mounts: tuple[ContainerMount, ...] = ()
+    devices: tuple[DeviceNode, ...] = ()
+    annotations: tuple[tuple[str, str], ...] = ()
+    cdi_devices: tuple[str, ...] = ()

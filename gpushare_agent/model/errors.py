@@ -1,0 +1,68 @@
+"""Errors, named for the caller's next move. Adapters rename foreign errors into these, once.
+
+A refusal that a decision reaches is a value (`Refused`), not an exception.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class AgentError(Exception):
+    """Base of every error that this project raises on purpose. Its text is for a person."""
+
+
+class Unavailable(AgentError):  # noqa: N818 - named for the caller's next move, see docs/glossary.md
+    """The other side cannot answer now: try again later."""
+
+
+class NotFound(AgentError):  # noqa: N818
+    """The named thing does not exist."""
+
+
+class Conflict(AgentError):  # noqa: N818
+    """The state moved on (HTTP 409, 410): read again, then decide again."""
+
+
+class Rejected(AgentError):  # noqa: N818
+    """The other side understood and said no: do not retry."""
+
+
+class Corrupt(AgentError):  # noqa: N818
+    """A file or message is not what its format says: stop, keep it for a person."""
+
+
+class StartupError(AgentError):
+    """The agent cannot start; the text says what to check. Ends in exit code 1."""
+
+
+class RefusalReason(StrEnum):
+    """Why a container gets no card. The values are metric labels and Event reasons: stable, CamelCase."""
+
+    INVALID_REQUEST = "InvalidRequest"
+    NO_HEALTHY_CARD = "NoHealthyCard"
+    NOT_ENOUGH_CORES = "NotEnoughCores"
+    NOT_ENOUGH_MEMORY = "NotEnoughMemory"
+    FRAGMENTED = "Fragmented"
+    SHARING_DISABLED = "SharingDisabled"
+    UNKNOWN_DEVICE = "UnknownDevice"
+    DEVICE_IN_USE = "DeviceInUse"
+    WRONG_CARDS = "WrongCards"
+    POD_UNKNOWN = "PodUnknown"
+    POD_AMBIGUOUS = "PodAmbiguous"
+    NOT_READY = "NotReady"
+
+
+TRANSIENT_REASONS = frozenset(
+    {RefusalReason.POD_UNKNOWN, RefusalReason.POD_AMBIGUOUS, RefusalReason.NOT_READY, RefusalReason.DEVICE_IN_USE}
+)
+"""Refusals that a second try may cure without any change of the pod (gRPC UNAVAILABLE)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A decision's no: why, and a text that says what was asked, what is free, and what to do."""
+
+    reason: RefusalReason
+    detail: str

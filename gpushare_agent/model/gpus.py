@@ -1,0 +1,66 @@
+"""Cards as the driver reports them, and their health."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.topology import Topology
+
+
+class Health(StrEnum):
+    """The device-plugin API's two words."""
+
+    HEALTHY = "Healthy"
+    UNHEALTHY = "Unhealthy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvLink:
+    """One NVLink of a card. `remote_bus_id` is the PCI bus ID of the other end: a card's or an NVSwitch's."""
+
+    number: int
+    remote_bus_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One GPU.
+
+    `index` is the driver's (NVML) index, 0..n-1, and the row in the topology; `minor` is the n of `/dev/nvidia<n>` and
+    need not equal it. `memory_mib` is the whole card's memory. `numa_node` is None where the host tells none.
+    `unhealthy_reason` is empty while the card is healthy.
+    """
+
+    index: int
+    minor: int
+    uuid: GpuUuid
+    bus_id: str
+    name: str
+    memory_mib: int
+    numa_node: int | None = None
+    nvlinks: tuple[NvLink, ...] = ()
+    health: Health = Health.HEALTHY
+    unhealthy_reason: str = ""
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.health is Health.HEALTHY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuInventory:
+    """What one look at the driver found: the cards by index and how they are connected.
+
+    A card whose details could not be read is left in the list, Unhealthy, where its UUID is known; otherwise it is only
+    in `unreadable` (index and reason), for it cannot be offered without a name.
+    """
+
+    cards: tuple[Card, ...]
+    topology: Topology
+    driver_version: str = ""
+    unreadable: tuple[tuple[int, str], ...] = field(default=())
+
+    def by_uuid(self) -> dict[GpuUuid, Card]:
+        return {card.uuid: card for card in self.cards}

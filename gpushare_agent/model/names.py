@@ -1,0 +1,52 @@
+"""Names that existing programs expect: resources, annotations, labels, environment variables.
+
+Source: TKEStack gpu-manager 1.1.5 and gpu-admission 1.0 (docs/formats.md). These are contracts: change none.
+"""
+
+from __future__ import annotations
+
+from typing import NewType
+
+PodUid = NewType("PodUid", str)
+GpuUuid = NewType("GpuUuid", str)
+DeviceId = NewType("DeviceId", str)
+"""A device-plugin device ID, `<GPU UUID>::<n>` for both resources."""
+
+VCORE_RESOURCE = "tencent.com/vcuda-core"
+VMEMORY_RESOURCE = "tencent.com/vcuda-memory"
+
+VCORE_SOCKET = "vcore.sock"
+VMEMORY_SOCKET = "vmemory.sock"
+
+CORES_PER_CARD = 100
+"""One vcore unit is 1/100 of a card's compute."""
+MEMORY_BLOCK_MIB = 256
+"""Default size of one vmemory unit, MiB."""
+
+CORE_LIMIT_ANNOTATION = "tencent.com/vcuda-core-limit"
+PREDICATE_TIME_ANNOTATION = "tencent.com/predicate-time"
+PREDICATE_NODE_ANNOTATION = "tencent.com/predicate-node"
+PREDICATE_GPU_INDEX_PREFIX = "tencent.com/predicate-gpu-idx-"
+"""Followed by the container's position in spec.containers; value "0" or "1,3"."""
+GPU_ASSIGNED_ANNOTATION = "tencent.com/gpu-assigned"
+
+DEVICE_CONTAINER_ANNOTATION = "tencent.com/vcuda-device"
+"""On the container, in the Allocate response: `/dev/nvidia0,/dev/nvidia1`."""
+
+GPU_MODEL_LABEL = "gaia.tencent.com/gpu-model"
+
+ENV_VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"
+ENV_LIBRARY_PATH = "LD_LIBRARY_PATH"
+
+
+def device_id(uuid: GpuUuid, number: int) -> DeviceId:
+    """The ID of unit `number` of a card."""
+    return DeviceId(f"{uuid}::{number}")
+
+
+def split_device_id(device: str) -> tuple[GpuUuid, int] | None:
+    """The card and the number that a device ID names, None where it is no ID of ours."""
+    uuid, separator, number = device.rpartition("::")
+    if not separator or not uuid or not number.isascii() or not number.isdigit() or len(number) > 6:
+        return None
+    return GpuUuid(uuid), int(number)

@@ -1,0 +1,72 @@
+"""Pods as the agent needs them, read once from the API server's JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from gpushare_agent.model.names import PodUid
+
+
+class ContainerKind(StrEnum):
+    """How the kubelet treats a container's devices: an init container's are reused by later ones of its pod."""
+
+    INIT = "init"
+    SIDECAR = "sidecar"
+    MAIN = "main"
+
+
+class PodPhase(StrEnum):
+    PENDING = "Pending"
+    RUNNING = "Running"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+    UNKNOWN = "Unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerSpec:
+    """One container. `position` counts within spec.containers resp. spec.initContainers.
+
+    `requests` holds the limits of extended resources (limits equal requests for them), by resource name, whole numbers.
+    `env` holds only literal values.
+    """
+
+    name: str
+    kind: ContainerKind
+    position: int
+    requests: Mapping[str, int] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """One pod of this node. `containers` are in the order in which the kubelet admits them: init containers first."""
+
+    uid: PodUid
+    namespace: str
+    name: str
+    phase: PodPhase
+    containers: tuple[ContainerSpec, ...]
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    resource_version: str = ""
+    node_name: str = ""
+    is_deleting: bool = False
+    reason: str = ""
+    message: str = ""
+    controller_kind: str = ""
+    """Kind of the controlling owner reference, empty where there is none."""
+    has_started: bool = False
+    """A container status says running, or restarted at least once: the pod was admitted long ago."""
+
+    @property
+    def is_terminal(self) -> bool:
+        return self.phase in (PodPhase.SUCCEEDED, PodPhase.FAILED)
+
+    def wants(self, resource: str) -> bool:
+        return any(c.requests.get(resource, 0) > 0 for c in self.containers)
+
+    def container(self, name: str) -> ContainerSpec | None:
+        return next((c for c in self.containers if c.name == name), None)
