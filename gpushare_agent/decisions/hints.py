@@ -1,0 +1,35 @@
+"""Reads the scheduler extender's annotations. Any tenant can write them, so they are hints: bounded, checked, else ignored.
+
+Format: docs/formats.md, predicate annotations of gpu-admission.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec
+
+MAX_CARDS = 64
+MAX_LENGTH = 256
+
+
+def predicted_cards(annotations: Mapping[str, str], container: ContainerSpec, node_name: str) -> tuple[int, ...]:
+    """The card indexes that the extender chose for the container on this node, empty where it did not or is wrong.
+
+    Whether those cards exist and fit is for placement to check.
+    """
+    if container.kind is not ContainerKind.MAIN:
+        return ()
+    if annotations.get(PREDICATE_NODE_ANNOTATION, node_name) != node_name:
+        return ()
+    text = annotations.get(f"{PREDICATE_GPU_INDEX_PREFIX}{container.position}", "")
+    if not text or len(text) > MAX_LENGTH:
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) <= 3 for part in parts):
+        return ()
+    indexes = tuple(int(part) for part in parts)
+    if len(indexes) > MAX_CARDS or len(set(indexes)) != len(indexes):
+        return ()
+    return indexes

@@ -1,0 +1,298 @@
+"""Serves the kubelet's admission calls: whom is it for, where does it go, is what was allocated right.
+
+State, all changed synchronously: the plans of GetPreferredAllocations whose Allocate has not come yet, the containers
+committed for the pod that is being admitted, and the pods that were refused. What containers hold is in the allocation
+cache (state/allocation_cache.py); this service is its only writer during admissions, and garbage collection between them.
+
+Decide and commit happen without an await between, so two Allocates can never book the same share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from gpushare_agent.decisions import admission as decide
+from gpushare_agent.decisions.admission import Books, Offer, Plan, Policy
+from gpushare_agent.decisions.container_edits import NodeDevices, container_edits
+from gpushare_agent.decisions.hints import predicted_cards
+from gpushare_agent.decisions.identity import Call, Known, Served, reusing
+from gpushare_agent.decisions.recovery import adopt
+from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
+from gpushare_agent.model.errors import AgentError, RefusalReason, Refused
+from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.kubelet import CheckpointEntry
+from gpushare_agent.model.names import CORES_PER_CARD, DeviceId, GpuUuid, PodUid
+from gpushare_agent.model.pods import ContainerKind, Pod
+from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.services.pod_resources_gate import InsideList, PodResourcesGate
+from gpushare_agent.state.allocation_cache import AllocationCache
+
+log = structlog.get_logger(__name__)
+
+PLAN_LIFETIME_S = 15.0
+"""An Allocate follows its GetPreferredAllocation within milliseconds; a plan this old belongs to a kubelet that went."""
+
+
+_MAY_PASS = frozenset(
+    {
+        RefusalReason.DEVICE_IN_USE,
+        RefusalReason.FRAGMENTED,
+        RefusalReason.NOT_ENOUGH_CORES,
+        RefusalReason.NOT_ENOUGH_MEMORY,
+    }
+)
+"""Refusals that the end of another pod, of which we are about to hear, would cure."""
+
+
+class Identifier(Protocol):
+    async def serve(self, call: Call, inside: InsideList) -> Served | Refused: ...
+    def known(self) -> Known: ...
+
+
+class KubeletRecords(Protocol):
+    async def read(self) -> Sequence[CheckpointEntry]:
+        """The kubelet's own checkpoint. Raises Unavailable, Corrupt."""
+
+
+class PodsByUid(Protocol):
+    def get(self, uid: PodUid) -> Pod | None: ...
+
+
+class AdmissionObserver(Protocol):
+    """Told of each outcome, synchronously; must not block."""
+
+    def allocated(self, served: Served, allocation: Allocation, kind: ResourceKind) -> None: ...
+    def refused(self, served: Served | None, kind: ResourceKind, refused: Refused) -> None: ...
+    def taken_ids_offered(self, kind: ResourceKind, count: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pending:
+    """A GetPreferredAllocation that was answered; its Allocate is to come."""
+
+    kind: ResourceKind
+    size: int
+    served: Served | None
+    outcome: Plan | Refused
+    planned_at: float
+
+
+class Admission:
+    """The handler of both device plugins."""
+
+    def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
+        self,
+        *,
+        gate: PodResourcesGate,
+        identification: Identifier,
+        cache: AllocationCache,
+        pods: PodsByUid,
+        inventory: Callable[[], GpuInventory],
+        policy: Policy,
+        devices: NodeDevices,
+        node_name: str,
+        refused_pods: set[PodUid],
+        observer: AdmissionObserver,
+        records: KubeletRecords,
+        settle: Callable[[], Awaitable[bool]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._gate = gate
+        self._identification = identification
+        self._cache = cache
+        self._pods = pods
+        self._inventory = inventory
+        self._policy = policy
+        self._devices = devices
+        self._node_name = node_name
+        self._refused_pods = refused_pods
+        self._observer = observer
+        self._records = records
+        self._settle = settle
+        self._clock = clock
+        self._pending: list[_Pending] = []
+        self._current: PodUid | None = None
+        self._committed: list[ContainerKey] = []
+
+    async def preferred(
+        self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
+    ) -> Sequence[str]:
+        """The IDs to prefer. Advice only: a refusal is kept for the Allocate, whose error reaches the user."""
+        kind = self._kind(resource)
+        async with self._gate.preferring() as inside:
+            found = await self._identification.serve(
+                Call(kind=kind, size=size, must_include=frozenset(must_include)), inside
+            )
+            if isinstance(found, Refused):
+                self._expect(_Pending(kind=kind, size=size, served=None, outcome=found, planned_at=self._clock()))
+                return list(must_include)
+            offer = Offer(kind=kind, available=available, must_include=must_include, size=size)
+            outcome = self._plan(found, offer)
+            if isinstance(outcome, Refused) and outcome.reason in _MAY_PASS and await self._settle():
+                outcome = self._plan(found, offer)
+        return outcome.ids if isinstance(outcome, Plan) else list(must_include)
+
+    async def allocate(self, resource: str, ids: Sequence[str]) -> ContainerEdits | Refused:
+        """Book the IDs for the container that they were planned for, and say what it gets. Does not wait."""
+        kind = self._kind(resource)
+        with self._gate.allocating():
+            pending = self._take_pending(kind, ids)
+            if pending is not None and isinstance(pending.outcome, Refused):
+                return self._refuse(pending.served, kind, pending.outcome)
+            if pending is not None and pending.served is not None and isinstance(pending.outcome, Plan):
+                return self._book(pending.served, kind, ids, pending.outcome.cards)
+            served = reusing(ids, kind, self._pods.get, self._identification.known())
+            if served is None:
+                return self._refuse(None, kind, _without_plan(kind, ids))
+            return self._book(served, kind, ids, self._initial_cards(served.pod.uid))
+
+    async def pre_start(self, resource: str, ids: Sequence[str]) -> Refused | None:
+        """Check that the container about to start holds these IDs; take over from the kubelet's checkpoint what is lost.
+
+        The kubelet calls this at each start of a container, also long after its admission.
+        """
+        wanted = frozenset(DeviceId(device) for device in ids)
+        if self._holders_of(wanted):
+            return None
+        try:
+            entries = await self._records.read()
+        except AgentError as e:
+            log.warning("kubelet_checkpoint_unreadable", error=str(e))
+            entries = ()
+        if self._holders_of(wanted):
+            return None
+        adopted = adopt(entries, wanted, self._cache.view(), self._policy.names, self._inventory(), self._clock())
+        if isinstance(adopted, Refused):
+            log.warning("pre_start_refused", reason=adopted.reason.value, detail=adopted.detail)
+            return adopted
+        for allocation in adopted:
+            self._cache.put(allocation)
+        log.info("allocation_taken_over", pod_uid=adopted[0].key.pod_uid, container=adopted[0].key.container)
+        return None
+
+    def kubelet_restarted(self) -> None:
+        """No Allocate will come for what was planned before."""
+        self._pending.clear()
+        self._current = None
+        self._committed.clear()
+
+    def _plan(self, served: Served, offer: Offer) -> Plan | Refused:
+        if self._current != served.pod.uid:
+            self._current = served.pod.uid
+            self._committed.clear()
+        books = self._books(served)
+        free = decide.free_ids(served, offer.kind, offer.available, books)
+        if len(free) < len(offer.available):
+            self._observer.taken_ids_offered(offer.kind, len(offer.available) - len(free))
+        hint = predicted_cards(served.pod.annotations, served.container, self._node_name)
+        outcome = decide.plan(served, offer, free, books, self._policy, hint)
+        self._expect(
+            _Pending(kind=offer.kind, size=offer.size, served=served, outcome=outcome, planned_at=self._clock())
+        )
+        return outcome
+
+    def _expect(self, pending: _Pending) -> None:
+        """Remember a plan; older ones of the same container, and those whose Allocate never came, go."""
+        oldest = pending.planned_at - PLAN_LIFETIME_S
+        key = pending.served.key if pending.served is not None else None
+        self._pending = [
+            p
+            for p in self._pending
+            if p.planned_at > oldest and (p.kind, p.served.key if p.served is not None else None) != (pending.kind, key)
+        ]
+        self._pending.append(pending)
+
+    def _take_pending(self, kind: ResourceKind, ids: Sequence[str]) -> _Pending | None:
+        """The plan that the IDs carry out: the newest with exactly these IDs, else the newest of this size.
+
+        Admissions are serial, so more than one can only wait when a container restarts beside an admission.
+        """
+        wanted = set(ids)
+        matches = [p for p in self._pending if p.kind is kind and p.size == len(wanted)]
+        if not matches:
+            return None
+        exact = [p for p in matches if isinstance(p.outcome, Plan) and set(p.outcome.ids) == wanted]
+        chosen = (exact or matches)[-1]
+        self._pending.remove(chosen)
+        return chosen
+
+    def _book(
+        self, served: Served, kind: ResourceKind, ids: Sequence[str], planned: tuple[GpuUuid, ...]
+    ) -> ContainerEdits | Refused:
+        books = self._books(served)
+        cards = decide.check(served, kind, ids, books, self._policy, planned)
+        if isinstance(cards, Refused):
+            return self._refuse(served, kind, cards)
+        old = self._cache.get(served.key)
+        own = frozenset(DeviceId(device) for device in ids)
+        kept = frozenset() if old is None else old.vmemory_ids if kind is ResourceKind.VCORE else old.vcore_ids
+        allocation = Allocation(
+            key=served.key,
+            namespace=served.pod.namespace,
+            pod_name=served.pod.name,
+            kind=served.container.kind,
+            cards=cards,
+            vcore_ids=own if kind is ResourceKind.VCORE else kept,
+            vmemory_ids=own if kind is ResourceKind.VMEMORY else kept,
+            is_whole=self._policy.names.wanted(served.container, ResourceKind.VCORE) >= CORES_PER_CARD,
+            allocated_at=self._clock(),
+        )
+        self._cache.put(allocation)
+        if self._current != served.pod.uid:
+            self._current = served.pod.uid
+            self._committed.clear()
+        self._committed.append(served.key)
+        self._observer.allocated(served, allocation, kind)
+        if kind is ResourceKind.VMEMORY:
+            return ContainerEdits()
+        known = books.inventory.by_uuid()
+        return container_edits(served.container, [known[c] for c in cards], self._policy.names, self._devices)
+
+    def _refuse(self, served: Served | None, kind: ResourceKind, refused: Refused) -> Refused:
+        """Undo what this admission has booked for the pod: the kubelet frees all of it without a word."""
+        if served is not None:
+            if self._current == served.pod.uid:
+                for key in self._committed:
+                    self._cache.release(key)
+                self._committed.clear()
+            if not served.pod.has_started:
+                self._refused_pods.add(served.pod.uid)
+        self._observer.refused(served, kind, refused)
+        return refused
+
+    def _books(self, served: Served) -> Books:
+        return Books(
+            inventory=self._inventory(),
+            used_cores=self._cache.used_cores(without=served.key),
+            used_blocks=self._cache.used_blocks(without=served.key),
+            holders={kind: self._cache.holders(kind) for kind in ResourceKind},
+            allocations=self._cache.view(),
+        )
+
+    def _initial_cards(self, uid: PodUid) -> tuple[GpuUuid, ...]:
+        return next((a.cards for a in self._cache.of_pod(uid) if a.kind is ContainerKind.INIT and a.cards), ())
+
+    def _holders_of(self, ids: frozenset[DeviceId]) -> bool:
+        if not ids:
+            return False
+        keys = self._cache.holders(ResourceKind.VCORE).get(next(iter(ids)), frozenset())
+        return any(held.vcore_ids == ids for key in keys if (held := self._cache.get(key)) is not None)
+
+    def _kind(self, resource: str) -> ResourceKind:
+        kind = self._policy.names.kind(resource)
+        if kind is None:
+            raise AssertionError(f"a plugin serves {resource!r}, which is neither resource of the settings")
+        return kind
+
+
+def _without_plan(kind: ResourceKind, ids: Sequence[str]) -> Refused:
+    return Refused(
+        reason=RefusalReason.NOT_READY,
+        detail=f"{len(ids)} {kind} units were allocated without asking for a preference first, and they are no init "
+        "container's of a known pod. This happens when the agent restarts during a pod's admission. Nothing was "
+        "allocated. Create the pod again.",
+    )

@@ -1,0 +1,116 @@
+"""Which kubelet this is: its version (from the Node object), and since when it has been up.
+
+On 1.29 and older a PodResources List inside GetPreferredAllocation can panic the kubelet (measured), so the version must
+be known before the first one; until then admissions wait, within their bound. State: the version last read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import structlog
+
+from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
+
+log = structlog.get_logger(__name__)
+
+OLDEST = (1, 30)
+RETRY_S = 2.0
+_VERSION = re.compile(r"v?(\d{1,3})\.(\d{1,4})")
+
+
+class ReadsNodes(Protocol):
+    async def get_node(self, name: str) -> dict[str, Any]: ...
+
+
+class KubeletFacts:
+    """Ask `wait_lists_inside` before a List; run `run` once an API connection may come."""
+
+    def __init__(
+        self,
+        *,
+        node_name: str,
+        kubelet_socket: Path,
+        allow_unsupported: bool,
+        retry_s: float = RETRY_S,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._node_name = node_name
+        self._socket = kubelet_socket
+        self._allow_unsupported = allow_unsupported
+        self._retry_s = retry_s
+        self._wall_clock = wall_clock
+        self._version: tuple[int, int] | None = None
+        self._text = ""
+        self._is_known = asyncio.Event()
+        self._again = asyncio.Event()
+        self._trouble = "the API server has not been asked yet"
+
+    @property
+    def version(self) -> str:
+        """As the Node object says it, empty while unknown."""
+        return self._text
+
+    def age_s(self) -> float | None:
+        """Seconds since the kubelet made its socket, None where there is none."""
+        try:
+            return max(0.0, self._wall_clock() - self._socket.stat().st_ctime)
+        except OSError:
+            return None
+
+    def kubelet_restarted(self) -> None:
+        """It may be another version now: read the Node again. What is known stays until then."""
+        self._again.set()
+
+    async def wait_lists_inside(self, *, timeout_s: float) -> bool:
+        """Whether a List inside GetPreferredAllocation is safe. Raises Unavailable while the version is unknown."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._is_known.wait()
+        except TimeoutError as e:
+            raise Unavailable(
+                f"the kubelet's version is not known yet, because node {self._node_name} could not be read: "
+                f"{self._trouble}"
+            ) from e
+        return self._version is None or self._version >= OLDEST
+
+    async def run(self, api: ReadsNodes) -> NoReturn:
+        """Until cancelled. Raises StartupError on a kubelet that is too old, unless the operator insists."""
+        while True:
+            try:
+                async with asyncio.timeout(10):
+                    node = await api.get_node(self._node_name)
+            except (AgentError, TimeoutError) as e:
+                self._trouble = str(e) or "no answer within 10 s"
+                log.warning("kubelet_version_unknown", node=self._node_name, error=self._trouble)
+                await asyncio.sleep(self._retry_s)
+                continue
+            self._learn(node)
+            await self._again.wait()
+            self._again.clear()
+
+    def _learn(self, node: dict[str, Any]) -> None:
+        status = node.get("status")
+        info = status.get("nodeInfo") if isinstance(status, dict) else None
+        text = info.get("kubeletVersion") if isinstance(info, dict) else None
+        match = _VERSION.match(text) if isinstance(text, str) else None
+        version = (int(match[1]), int(match[2])) if match else None
+        if version is None:
+            log.warning("kubelet_version_unreadable", node=self._node_name, version=str(text)[:64], assumed="supported")
+        elif version < OLDEST:
+            if not self._allow_unsupported:
+                raise StartupError(
+                    f"kubelet {text} on node {self._node_name} is older than {OLDEST[0]}.{OLDEST[1]}: asking it whom an "
+                    "admission is for can crash it. Upgrade the kubelet, or insist with --kubelet.allow-unsupported=true "
+                    "(pods are then told apart by the API server alone, and refused where two would fit)."
+                )
+            log.warning("kubelet_unsupported", version=text, identified_by="pod store alone")
+        if text != self._text:
+            log.info("kubelet_version", version=text)
+        self._version, self._text = version, str(text)
+        self._is_known.set()

@@ -1,0 +1,354 @@
+"""The replay of a real kubelet's calls (tests/data/kubelet) against the agent's device plugins, over real sockets."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpclib import GRPCError, Status
+from grpclib.client import Channel
+from grpclib.const import Cardinality, Handler
+from grpclib.server import Server, Stream
+
+from gpushare_agent.adapters.kube.pods import parse_pod
+from gpushare_agent.adapters.kubelet_checkpoint import KubeletCheckpoint
+from gpushare_agent.adapters.pod_resources import PodResourcesClient
+from gpushare_agent.decisions.admission import Policy
+from gpushare_agent.decisions.container_edits import NodeDevices
+from gpushare_agent.decisions.identity import Served
+from gpushare_agent.kit.grpc_server import GrpcServer
+from gpushare_agent.kit.sockets import bind_unix_socket
+from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.model.errors import NotFound, RefusalReason, Refused
+from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid
+from gpushare_agent.model.pods import Pod, PodPhase
+from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.services.admission import Admission
+from gpushare_agent.services.device_plugin import FAST_DECODERS, DevicePlugin
+from gpushare_agent.services.identification import Identification, Patience
+from gpushare_agent.services.pod_resources_gate import PodResourcesGate
+from gpushare_agent.state.allocation_cache import AllocationCache
+from gpushare_agent.state.device_table import DeviceTable
+from gpushare_agent.state.pod_store import PodStore
+from gpushare_agent.wire import v1beta1
+from tests.support_core import NAMES, container, inventory, pod
+
+DATA = Path(__file__).parent.parent / "data" / "kubelet"
+CARDS = ("GPU-4404041a-04cf-1ccf-9e70-f139a9b1e23c", "GPU-79a2ba02-")
+
+EXPECTED = {
+    "create pod share-a": [("share-a", "main")],
+    "create pod two": [("two", "a"), ("two", "b")],
+    "create pod chain": [("chain", "i"), ("chain", "s"), ("chain", "m")],
+    "create pod whole": [("whole", "main")],
+    "create pods b1 b2 b3": [("b3", "main"), ("b1", "main"), ("b2", "main")],
+}
+"""The containers that each note names, in the order in which the recorded kubelet served them."""
+
+
+@dataclass
+class Recorder:
+    """Remembers what each call was resolved to."""
+
+    allocated_to: list[tuple[str, str, ResourceKind]] = field(default_factory=list)
+    refusals: list[tuple[str, str, Refused]] = field(default_factory=list)
+    taken: int = 0
+
+    def allocated(self, served: Served, allocation: Allocation, kind: ResourceKind) -> None:
+        self.allocated_to.append((served.pod.name, served.container.name, kind))
+
+    def refused(self, served: Served | None, kind: ResourceKind, refused: Refused) -> None:
+        name = (served.pod.name, served.container.name) if served is not None else ("", "")
+        self.refusals.append((*name, refused))
+
+    def taken_ids_offered(self, kind: ResourceKind, count: int) -> None:
+        self.taken += count
+
+    def rpc_finished(self, resource: str, method: str, code: str, duration_s: float) -> None:
+        pass
+
+
+class RecordedLists:
+    """A PodResources server that answers each List with the one recorded inside the same GetPreferredAllocation."""
+
+    def __init__(self) -> None:
+        self.next_answer: bytes | None = None
+        self.unexpected = 0
+
+    def __mapping__(self) -> dict[str, Handler]:
+        async def serve(stream: Stream[Any, Any]) -> None:
+            await stream.recv_message()
+            answer, self.next_answer = self.next_answer, None
+            if answer is None:
+                self.unexpected += 1
+                raise GRPCError(Status.INTERNAL, "a List outside GetPreferredAllocation")
+            await stream.send_message(answer)
+
+        return {"/v1.PodResourcesLister/List": Handler(serve, Cardinality.UNARY_UNARY, bytes, bytes)}
+
+
+class NoFetch:
+    async def fetch(self, namespace: str, name: str, *, timeout_s: float) -> Pod | None:
+        raise NotFound(f"{namespace}/{name}")
+
+
+class ModernKubelet:
+    async def wait_lists_inside(self, *, timeout_s: float) -> bool:
+        return True
+
+
+async def nothing_ends() -> bool:
+    return False
+
+
+@dataclass
+class Agent:
+    store: PodStore
+    cache: AllocationCache
+    recorder: Recorder
+    lists: RecordedLists
+    channels: dict[str, Channel]
+    admission: Admission
+
+    async def call(self, resource: str, method: str, request: bytes, answer: type[Any]) -> Any:
+        path = f"/v1beta1.DevicePlugin/{method}"
+        request_type = {
+            "GetPreferredAllocation": v1beta1.PreferredAllocationRequest,
+            "Allocate": v1beta1.AllocateRequest,
+            "PreStartContainer": v1beta1.PreStartContainerRequest,
+        }[method]
+        stream = self.channels[resource].request(path, Cardinality.UNARY_UNARY, request_type, answer)
+        async with stream:
+            await stream.send_message(request_type.parse(request), end=True)
+            return await stream.recv_message()
+
+
+def recorded() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (DATA / "trace-1.36.jsonl").read_text().splitlines()]
+
+
+def recorded_inventory() -> GpuInventory:
+    """The two cards whose IDs the trace offers, 320 blocks each."""
+    request = v1beta1.PreferredAllocationRequest.parse(
+        next(base64.b64decode(e["request"]) for e in recorded() if e.get("call") == "GetPreferredAllocation")
+    )
+    uuids = sorted({i.split("::")[0] for i in request.container_requests[0].available_device_ids})
+    base = inventory(len(uuids), memory_mib=320 * 256)
+    return replace(base, cards=tuple(replace(c, uuid=GpuUuid(u)) for c, u in zip(base.cards, uuids, strict=True)))
+
+
+def recorded_pods() -> dict[str, Pod]:
+    """The pods as the API server gave them; b1 to b3 came after that dump and are made from their note."""
+    raw_pods = json.loads((DATA / "pods-1.36.json").read_text())["items"]
+    pods = {p.name: p for p in (parse_pod(raw) for raw in raw_pods)}
+    pods |= {name: pod(name, container(cores=10, blocks=4)) for name in ("b1", "b2", "b3")}
+    return {name: replace(p, phase=PodPhase.PENDING, has_started=False) for name, p in pods.items()}
+
+
+@asynccontextmanager
+async def open_agent(directory: Path) -> AsyncIterator[Agent]:
+    cards = recorded_inventory()
+    store, cache, recorder, lists = PodStore(), AllocationCache(), Recorder(), RecordedLists()
+    store.replace_all([])
+    lister = Server([lists], codec=_Raw())
+    await lister.start(path=str(directory / "pr.sock"))
+    client = PodResourcesClient(directory / "pr.sock")
+    gate = PodResourcesGate(client, clock=time.monotonic)
+    refused: set[PodUid] = set()
+    identification = Identification(
+        pods=store,
+        fetcher=NoFetch(),
+        kubelet=ModernKubelet(),
+        allocations=cache.view,
+        refused=refused,
+        names=NAMES,
+        clock=time.monotonic,
+        patience=Patience(look_again_s=0.0),
+    )
+    admission = Admission(
+        gate=gate,
+        identification=identification,
+        cache=cache,
+        pods=store,
+        inventory=lambda: cards,
+        policy=Policy(names=NAMES),
+        devices=NodeDevices(),
+        node_name="rig",
+        refused_pods=refused,
+        observer=recorder,
+        records=KubeletCheckpoint(directory),
+        settle=nothing_ends,
+        clock=time.monotonic,
+    )
+    servers, channels = [], {}
+    for resource in (VCORE_RESOURCE, VMEMORY_RESOURCE):
+        plugin = DevicePlugin(resource, DeviceTable(), admission, resource == VCORE_RESOURCE, recorder)
+        server = GrpcServer([plugin], decoders=FAST_DECODERS)
+        path = directory / f"{len(servers)}.sock"
+        await server.serve(bind_unix_socket(path, mode=0o600))
+        servers.append(server)
+        channels[resource] = Channel(path=str(path))
+    try:
+        yield Agent(store, cache, recorder, lists, channels, admission)
+    finally:
+        for channel in channels.values():
+            channel.close()
+        for server in servers:
+            await server.stop()
+        client.close()
+        lister.close()
+        await lister.wait_closed()
+
+
+class _Raw:
+    __content_subtype__ = "proto"
+
+    def encode(self, message: bytes, message_type: object) -> bytes:
+        return message
+
+    def decode(self, data: bytes, message_type: object) -> bytes:
+        return data
+
+
+def created(note: str) -> list[str]:
+    words = note.split(":")[0].removesuffix(" at once").split()
+    return words[2:] if words[:2] == ["create", "pods"] else words[2:3]
+
+
+def names_in(note: str) -> list[str]:
+    head = note.partition(":")[0].partition(" at once")[0]
+    words = head.split()
+    return words[2:] if words[0] in ("create", "delete") else []
+
+
+async def replay(agent: Agent, translate: Callable[[dict[str, Any], bytes], bytes]) -> list[tuple[str, Any]]:
+    """Send every recorded request in order; returns (method, answer or GRPCError) of each."""
+    pods, outcomes = recorded_pods(), []
+    events = recorded()
+    for number, event in enumerate(events):
+        if "note" in event:
+            names = names_in(event["note"])
+            if event["note"].startswith("create"):
+                for name in names:
+                    agent.store.upsert(pods[name])
+            elif event["note"].startswith("delete"):
+                agent.store.remove(pods[names[0]].uid)
+                agent.cache.release_pod(pods[names[0]].uid)
+        elif event["call"] in ("GetPreferredAllocation", "Allocate", "PreStartContainer"):
+            request = translate(event, base64.b64decode(event["request"]))
+            if event["call"] == "GetPreferredAllocation":
+                assert events[number - 1]["call"] == "PodResources.List"
+                agent.lists.next_answer = base64.b64decode(events[number - 1]["response"])
+            answer_type = getattr(
+                v1beta1,
+                {"GetPreferredAllocation": "PreferredAllocationResponse", "Allocate": "AllocateResponse"}.get(
+                    event["call"], "PreStartContainerResponse"
+                ),
+            )
+            try:
+                outcome = await agent.call(event["resource"], event["call"], request, answer_type)
+            except GRPCError as e:
+                outcome = e
+            if event["call"] == "GetPreferredAllocation":
+                check_preference(request, outcome)
+            outcomes.append((event["call"], outcome))
+    return outcomes
+
+
+def check_preference(request: bytes, answer: Any) -> None:
+    """A valid answer has the asked number of distinct IDs, all of them offered, those to include among them."""
+    asked = v1beta1.PreferredAllocationRequest.parse(request).container_requests[0]
+    ids = answer.container_responses[0].device_ids
+    assert len(ids) == len(set(ids)) == asked.allocation_size
+    assert set(ids) <= set(asked.available_device_ids)
+    assert set(asked.must_include_device_ids) <= set(ids)
+
+
+EXPECTED_CALLS = [
+    (name, inner, kind)
+    for served in EXPECTED.values()
+    for name, inner in served
+    for kind in ResourceKind
+    if not (name == "whole" and kind is ResourceKind.VMEMORY)
+]
+
+
+@pytest.fixture
+def directory() -> Any:
+    import shutil
+    import tempfile
+
+    path = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
+async def test_every_call_is_resolved_to_the_pod_and_container_of_its_note(directory: Path) -> None:
+    """The recorded requests as they are. The recorder spread the whole card over two: that one Allocate is refused."""
+    async with open_agent(directory) as agent:
+        outcomes = await replay(agent, lambda event, request: request)
+        refused = [("whole", "main")]
+        served = [(n, c, k) for n, c, k in EXPECTED_CALLS if (n, c) not in refused]
+        assert agent.recorder.allocated_to == served
+        assert [(n, c, r.reason) for n, c, r in agent.recorder.refusals] == [
+            ("whole", "main", RefusalReason.WRONG_CARDS)
+        ]
+        errors = [(method, o) for method, o in outcomes if isinstance(o, GRPCError)]
+        # ... and the PreStartContainer of that card, which the real kubelet then never sends.
+        assert [method for method, _ in errors] == ["Allocate", "PreStartContainer"]
+        assert errors[0][1].status is Status.INVALID_ARGUMENT and "default/whole" in errors[0][1].message
+        assert agent.lists.unexpected == 0
+
+
+async def test_a_kubelet_that_follows_our_preference_gets_every_pod_running(directory: Path) -> None:
+    """The whole card's Allocate carries the IDs that we preferred; then no call at all is refused."""
+    preferred: list[str] = []
+    async with open_agent(directory) as agent:
+
+        def follow(event: dict[str, Any], request: bytes) -> bytes:
+            if event["call"] == "GetPreferredAllocation":
+                asked = v1beta1.PreferredAllocationRequest.parse(request).container_requests[0]
+                if asked.allocation_size == 100:
+                    card = next(
+                        c.uuid
+                        for c in recorded_inventory().cards
+                        if sum(i.startswith(c.uuid) for i in asked.available_device_ids) == 100
+                    )
+                    preferred[:] = [f"{card}::{n}" for n in range(100)]
+            if event["call"] == "Allocate":
+                ids = v1beta1.AllocateRequest.parse(request).container_requests[0].device_ids
+                if len(ids) == 100:
+                    made = v1beta1.ContainerAllocateRequest(device_ids=preferred)
+                    return bytes(v1beta1.AllocateRequest(container_requests=[made]))
+            if event["call"] == "PreStartContainer":
+                if len(v1beta1.PreStartContainerRequest.parse(request).device_ids) == 100:
+                    return bytes(v1beta1.PreStartContainerRequest(device_ids=preferred))
+            return request
+
+        outcomes = await replay(agent, follow)
+        assert [o for _, o in outcomes if isinstance(o, GRPCError)] == []
+        assert agent.recorder.allocated_to == EXPECTED_CALLS
+        for method, answer in outcomes:
+            if method == "Allocate":
+                assert len(answer.container_responses) == 1
+        cores = [o for m, o in outcomes if m == "Allocate" and o.container_responses[0].envs]
+        assert len(cores) == sum(1 for _, _, kind in EXPECTED_CALLS if kind is ResourceKind.VCORE)
+        for answer in cores:
+            response = answer.container_responses[0]
+            assert response.envs["NVIDIA_VISIBLE_DEVICES"] in {c.uuid for c in recorded_inventory().cards}
+            assert {d.host_path for d in response.devices} >= {"/dev/nvidiactl", "/dev/nvidia-uvm"}
+        held = {(a.pod_name, a.key.container): (a.cores, a.memory_blocks) for a in agent.cache}
+        assert held == {
+            ("share-a", "main"): (30, 10), ("whole", "main"): (100, 0),
+            ("chain", "i"): (5, 2), ("chain", "s"): (5, 2), ("chain", "m"): (10, 4),
+            ("b1", "main"): (10, 4), ("b2", "main"): (10, 4), ("b3", "main"): (10, 4),
+        }  # fmt: skip
+        assert agent.lists.unexpected == 0

@@ -1,0 +1,96 @@
+"""Builders for the tests of the admission core."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from gpushare_agent.decisions.identity import Known
+from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.gpus import Card, GpuInventory
+from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid, device_id
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
+from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.topology import Link, LinkKind
+from gpushare_agent.model.topology_tree import build_topology
+
+NAMES = ResourceNames()
+
+
+def container(
+    name: str = "main", cores: int = 0, blocks: int = 0, kind: ContainerKind = ContainerKind.MAIN, position: int = 0
+) -> ContainerSpec:
+    """A container that asks for cores and memory blocks."""
+    asked = {VCORE_RESOURCE: cores, VMEMORY_RESOURCE: blocks}
+    return ContainerSpec(name=name, kind=kind, position=position, requests={k: v for k, v in asked.items() if v})
+
+
+def pod(name: str, *containers: ContainerSpec, uid: str = "", **changes: object) -> Pod:
+    """A pending pod of namespace default."""
+    made = Pod(
+        uid=PodUid(uid or f"uid-{name}"),
+        namespace="default",
+        name=name,
+        phase=PodPhase.PENDING,
+        containers=containers,
+        node_name="node",
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def inventory(cards: int = 2, memory_mib: int = 24 * 1024) -> GpuInventory:
+    """Healthy cards named GPU-0, GPU-1, … all PIX apart."""
+    links = [[Link(kind=LinkKind.SELF if a == b else LinkKind.PIX) for b in range(cards)] for a in range(cards)]
+    return GpuInventory(
+        cards=tuple(
+            Card(
+                index=i, minor=i, uuid=GpuUuid(f"GPU-{i}"), bus_id=f"0000:0{i}:00.0", name="Test", memory_mib=memory_mib
+            )
+            for i in range(cards)
+        ),
+        topology=build_topology(links, [None] * cards),
+    )
+
+
+def ids(card: int, numbers: range) -> list[str]:
+    return [device_id(GpuUuid(f"GPU-{card}"), n) for n in numbers]
+
+
+def allocation(
+    owner: Pod, name: str, cores: list[str], memory: list[str], kind: ContainerKind = ContainerKind.MAIN
+) -> Allocation:
+    """What a container holds; its cards are those of its vcore IDs."""
+    return Allocation(
+        key=ContainerKey(owner.uid, name),
+        namespace=owner.namespace,
+        pod_name=owner.name,
+        kind=kind,
+        cards=tuple(sorted({GpuUuid(i.split("::")[0]) for i in cores})),
+        vcore_ids=frozenset(cores),  # type: ignore[arg-type]
+        vmemory_ids=frozenset(memory),  # type: ignore[arg-type]
+        is_whole=len(cores) >= 100,
+    )
+
+
+class Listing:
+    """A pod of a PodResources answer, given as counts by container and resource."""
+
+    def __init__(self, name: str, holds: Mapping[str, Mapping[str, int]], namespace: str = "default") -> None:
+        self.namespace = namespace
+        self.name = name
+        self._holds = holds
+
+    def count_ids(self, resource: str) -> int:
+        return sum(counts.get(resource, 0) for counts in self._holds.values())
+
+    def holds(self, resource: str) -> Mapping[str, int]:
+        return {name: counts[resource] for name, counts in self._holds.items() if counts.get(resource)}
+
+
+def known(*pods: Pod, allocations: tuple[Allocation, ...] = (), refused: frozenset[PodUid] = frozenset()) -> Known:
+    return Known(
+        pods={(p.namespace, p.name): p for p in pods},
+        allocations={a.key: a for a in allocations},
+        refused=refused,
+        names=NAMES,
+    )
