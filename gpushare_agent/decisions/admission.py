@@ -83,7 +83,12 @@ def plan(
         cores=reached.cores, blocks=reached.blocks, hint=hint, must_cards=_must_cards(served, offer, books)
     )
     placed = place(
-        request, states, books.inventory.topology, share_policy=policy.share_policy, share_mode=policy.share_mode
+        request,
+        states,
+        books.inventory.topology,
+        share_policy=policy.share_policy,
+        share_mode=policy.share_mode,
+        memory_block_mib=policy.names.memory_block_mib,
     )
     if isinstance(placed, Refused):
         return _named(served, placed, policy.names)
@@ -188,17 +193,19 @@ def _own_initial(served: Served, books: Books) -> tuple[dict[GpuUuid, int], dict
         for device in held.vmemory_ids if held.cards and not held.is_whole else ():
             if _may_take_over(served, books.holders[ResourceKind.VMEMORY].get(device, frozenset()), books):
                 blocks.setdefault(held.cards[0], set()).add(device)
-    for device in initial_ids(served.pod.uid, ResourceKind.VCORE, books.allocations):
-        keys = books.holders[ResourceKind.VCORE].get(DeviceId(device), frozenset())
+    for core in initial_ids(served.pod.uid, ResourceKind.VCORE, books.allocations):
+        keys = books.holders[ResourceKind.VCORE].get(DeviceId(core), frozenset())
         if keys != {served.key} and _may_take_over(served, keys, books):
-            card = GpuUuid(device.partition("::")[0])
+            card = GpuUuid(core.partition("::")[0])
             cores[card] = cores.get(card, 0) + 1
     return cores, {card: len(ids) for card, ids in blocks.items()}
 
 
 def _must_cards(served: Served, offer: Offer, books: Books) -> tuple[GpuUuid, ...]:
     """Cards that the container cannot avoid: of the IDs to include, and of what init containers leave to it."""
-    ids = set(offer.must_include) if offer.kind is ResourceKind.VCORE else set()
+    ids: set[str] = set()
+    if offer.kind is ResourceKind.VCORE:
+        ids.update(offer.must_include)
     held = books.allocations.get(served.key)
     if held is not None:
         ids |= held.vcore_ids

@@ -28,9 +28,10 @@ class NvLink:
 class Card:
     """One GPU.
 
-    `index` is the driver's (NVML) index, 0..n-1, and the row in the topology; `minor` is the n of `/dev/nvidia<n>` and
-    need not equal it. `memory_mib` is the whole card's memory. `numa_node` is None where the host tells none.
-    `unhealthy_reason` is empty while the card is healthy.
+    `index` is the driver's (NVML) index when the card was first seen, and the row in the topology; it does not change
+    while the agent runs. `minor` is the n of `/dev/nvidia<n>` and need not equal it. `memory_mib` is the whole card's
+    memory. `numa_node` is None where the host tells none. `unhealthy_reason` is empty while the card is healthy.
+    An unhealthy card of which the driver only ever told the UUID has minor -1 and 0 MiB.
     """
 
     index: int

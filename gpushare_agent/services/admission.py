@@ -223,6 +223,7 @@ class Admission:
     def _book(
         self, served: Served, kind: ResourceKind, ids: Sequence[str], planned: tuple[GpuUuid, ...]
     ) -> ContainerEdits | Refused:
+        _name_in_log(served)
         books = self._books(served)
         cards = decide.check(served, kind, ids, books, self._policy, planned)
         if isinstance(cards, Refused):
@@ -255,6 +256,7 @@ class Admission:
     def _refuse(self, served: Served | None, kind: ResourceKind, refused: Refused) -> Refused:
         """Undo what this admission has booked for the pod: the kubelet frees all of it without a word."""
         if served is not None:
+            _name_in_log(served)
             if self._current == served.pod.uid:
                 for key in self._committed:
                     self._cache.release(key)
@@ -287,6 +289,13 @@ class Admission:
         if kind is None:
             raise AssertionError(f"a plugin serves {resource!r}, which is neither resource of the settings")
         return kind
+
+
+def _name_in_log(served: Served) -> None:
+    """The line that the device plugin writes for this call then says whom it was for."""
+    structlog.contextvars.bind_contextvars(
+        namespace=served.pod.namespace, pod=served.pod.name, pod_uid=served.pod.uid, container=served.container.name
+    )
 
 
 def _without_plan(kind: ResourceKind, ids: Sequence[str]) -> Refused:

@@ -7,12 +7,14 @@ Unhealthy; both come back by themselves. Owns no state (state/gpu_inventory.py).
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import NoReturn, Protocol
 
 import structlog
 
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import Card, GpuInventory
+from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.state.gpu_inventory import GpuInventoryState
 
 log = structlog.get_logger(__name__)
@@ -53,10 +55,9 @@ class GpuWatch:
         if self._inventory.read(found):
             self._report(before)
 
-    def _report(self, before: dict[str, Card] | dict[object, Card]) -> None:
-        known = {str(uuid): card for uuid, card in before.items()}
+    def _report(self, before: Mapping[GpuUuid, Card]) -> None:
         for card in self._inventory.current.cards:
-            old = known.get(card.uuid)
+            old = before.get(card.uuid)
             if old is None:
                 log.info("card_found", index=card.index, uuid=card.uuid, name=card.name, memory_mib=card.memory_mib)
             elif old.is_healthy and not card.is_healthy:

@@ -94,6 +94,13 @@ class PodResourcesGate:
             self._is_outside = False
             self._notify()
 
+    @asynccontextmanager
+    async def quiet(self) -> AsyncIterator[None]:
+        """The time between admissions, without a List."""
+        while not self._is_quiet():
+            await self._wait(self._quiet_s)
+        yield
+
     def _is_quiet(self) -> bool:
         return self.is_idle and not self._is_outside and self._clock() - self._last_call_at >= self._quiet_s
 

@@ -103,11 +103,14 @@ class Refusals:
         return sorted(ordered[:count], key=lambda card: card.index)
 
     def _best_free(self) -> CardState:
-        """The card nearest to having room: first by enough cores, then by free memory, then by free cores."""
-        return min(
-            self.healthy,
-            key=lambda card: (card.free_cores < self.request.cores, -card.free_blocks, -card.free_cores, card.index),
-        )
+        """The card that lacks least of the request, cores and memory weighed by their parts of it."""
+        wanted = self.request
+
+        def lack(card: CardState) -> int:
+            cores, blocks = max(0, wanted.cores - card.free_cores), max(0, wanted.blocks - card.free_blocks)
+            return cores * wanted.blocks + blocks * wanted.cores
+
+        return min(self.healthy, key=lambda card: (lack(card), -card.free_cores, -card.free_blocks, card.index))
 
     def _blocks(self, blocks: int) -> str:
         return describe_blocks(blocks, self.memory_block_mib)

@@ -1,0 +1,217 @@
+"""What the agent asks of the API server, as raw JSON. Sessions, credentials and errors: session.py, configuration.py.
+
+All methods raise Unavailable (try again), NotFound, Conflict (read again), Rejected (do not retry) or Corrupt. All are
+bounded in time and size, and may be cancelled at any await.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from gpushare_agent.adapters.kube.configuration import find_configuration
+from gpushare_agent.adapters.kube.session import (
+    MERGE_PATCH,
+    KubeSession,
+    Request,
+    error_for_status,
+    excerpt,
+    renamed,
+)
+from gpushare_agent.model.errors import Corrupt, Rejected, Unavailable
+from gpushare_agent.model.names import PodUid
+
+if TYPE_CHECKING:
+    from aiohttp import ClientResponse
+
+MAX_LIST_BYTES = 64 << 20
+MAX_LINE_BYTES = 2 << 20
+"""One watch event is one line: an object of at most 1.5 MiB and its frame."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubeTimeouts:
+    """`watch_s` is what the server is asked for; `watch_idle_s` ends a watch on which not even a bookmark (one a minute)
+    came, for a half-open connection looks exactly like that."""
+
+    connect_s: float = 5.0
+    request_s: float = 15.0
+    list_s: float = 60.0
+    watch_s: float = 290.0
+    watch_idle_s: float = 120.0
+
+
+def open_kube_api(
+    *, kubeconfig: Path | None, timeouts: KubeTimeouts | None = None
+) -> AbstractAsyncContextManager[KubeApi]:
+    """The API server named by the kubeconfig, else the pod's own cluster, else $KUBECONFIG. Connects on first use.
+
+    Entering raises StartupError where there is no usable configuration, Unavailable where credentials are not there yet.
+    """
+    return _open_kube_api(kubeconfig, timeouts or KubeTimeouts())
+
+
+@asynccontextmanager
+async def _open_kube_api(kubeconfig: Path | None, timeouts: KubeTimeouts) -> AsyncIterator[KubeApi]:
+    session = KubeSession(find_configuration(kubeconfig, os.environ), connect_s=timeouts.connect_s)
+    try:
+        await session.open()
+        yield KubeApi(session, timeouts)
+    finally:
+        await session.close()
+
+
+class KubeApi:
+    """The API server. Holds no state of its own: any number of calls may run at once."""
+
+    def __init__(self, session: KubeSession, timeouts: KubeTimeouts) -> None:
+        self._session = session
+        self._timeouts = timeouts
+
+    async def list_pods(self, node_name: str) -> tuple[list[dict[str, Any]], str]:
+        """The node's pods and the resourceVersion to watch from; from the watch cache, so it may lag a little."""
+        what = f"list the pods of node {node_name}"
+        query = (("fieldSelector", f"spec.nodeName={node_name}"), ("resourceVersion", "0"))
+        raw_list = await self._session.fetch_json(
+            Request(what=what, method="GET", path="/api/v1/pods", query=query),
+            timeout_s=self._timeouts.list_s,
+            limit_bytes=MAX_LIST_BYTES,
+        )
+        # Servers send null for an empty list at times.
+        raw_pods, raw_metadata = raw_list.get("items") or [], raw_list.get("metadata")
+        version = raw_metadata.get("resourceVersion") if isinstance(raw_metadata, dict) else None
+        if not isinstance(raw_pods, list) or not isinstance(version, str) or not version:
+            raise Corrupt(f"cannot {what}: the answer is no PodList with a resourceVersion")
+        return [raw_pod for raw_pod in raw_pods if isinstance(raw_pod, dict)], version
+
+    @asynccontextmanager
+    async def watch_pods(self, node_name: str, resource_version: str) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+        """Events {"type", "object"} of ADDED, MODIFIED, DELETED and BOOKMARK, from after `resource_version`.
+
+        The iterator ends when the server ends the watch. Entering or iterating raises Conflict where the version is too
+        old (HTTP or ERROR event 410), Unavailable for silence or a cut line, Corrupt for a line that is no event.
+        """
+        what = f"watch the pods of node {node_name}"
+        watch_s = int(self._timeouts.watch_s * random.uniform(1.0, 1.1))  # noqa: S311 - spreads load, no secret
+        query = (
+            ("fieldSelector", f"spec.nodeName={node_name}"),
+            ("watch", "true"),
+            ("allowWatchBookmarks", "true"),
+            ("resourceVersion", resource_version),
+            ("timeoutSeconds", str(max(watch_s, 1))),
+        )
+        request = Request(what=what, method="GET", path="/api/v1/pods", query=query)
+        stream = self._session.stream(request)
+        with renamed(what):
+            async with asyncio.timeout(self._timeouts.request_s):
+                response = await stream.__aenter__()
+        try:
+            async with aclosing(self._events(response, what)) as events:
+                yield events
+        finally:
+            await stream.__aexit__(None, None, None)
+
+    async def _events(self, response: ClientResponse, what: str) -> AsyncGenerator[dict[str, Any], None]:
+        while True:
+            with renamed(what):
+                async with asyncio.timeout(self._timeouts.watch_idle_s):
+                    line = await response.content.readuntil(b"\n", max_size=MAX_LINE_BYTES)
+            if not line:
+                return
+            if not line.endswith(b"\n"):
+                raise Unavailable(f"cannot {what}: the stream ended inside a line")
+            if line.strip():
+                yield _event(line, what)
+
+    async def get_pod(self, namespace: str, name: str, *, timeout_s: float) -> dict[str, Any]:
+        request = Request(what=f"get pod {namespace}/{name}", method="GET", path=_pod_path(namespace, name))
+        return await self._session.fetch_json(request, timeout_s=timeout_s)
+
+    async def patch_pod_annotations(
+        self, namespace: str, name: str, uid: PodUid, annotations: Mapping[str, str | None]
+    ) -> None:
+        """Set the annotations, remove those that are None. Conflict where another pod bears the name now."""
+        request = Request(
+            what=f"patch the annotations of pod {namespace}/{name}",
+            method="PATCH",
+            path=_pod_path(namespace, name),
+            body={"metadata": {"uid": uid, "annotations": dict(sorted(annotations.items()))}},
+            content_type=MERGE_PATCH,
+        )
+        await self._session.fetch_json(request, timeout_s=self._timeouts.request_s)
+
+    async def delete_pod(self, namespace: str, name: str, uid: PodUid, *, grace_s: int | None = None) -> None:
+        """Delete this very pod. Conflict where another pod bears the name now."""
+        body: dict[str, Any] = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
+        if grace_s is not None:
+            body["gracePeriodSeconds"] = grace_s
+        request = Request(
+            what=f"delete pod {namespace}/{name}", method="DELETE", path=_pod_path(namespace, name), body=body
+        )
+        await self._session.fetch_json(request, timeout_s=self._timeouts.request_s)
+
+    async def create_event(self, raw: dict[str, Any]) -> None:
+        """Create an Event in the namespace that its metadata names."""
+        namespace = str(raw.get("metadata", {}).get("namespace", ""))
+        request = Request(
+            what=f"create an Event in namespace {namespace}",
+            method="POST",
+            path=f"/api/v1/namespaces/{_segment(namespace)}/events",
+            body=raw,
+        )
+        await self._session.fetch_json(request, timeout_s=self._timeouts.request_s)
+
+    async def get_node(self, name: str) -> dict[str, Any]:
+        request = Request(what=f"get node {name}", method="GET", path=f"/api/v1/nodes/{_segment(name)}")
+        return await self._session.fetch_json(request, timeout_s=self._timeouts.request_s)
+
+    async def can_i(self, verb: str, resource: str, namespace: str = "") -> bool:
+        """Whether our credentials allow this; `resource` may be "pods" or "pods/status"; no namespace means all."""
+        resource_name, _, subresource = resource.partition("/")
+        attributes = {"verb": verb, "resource": resource_name, "subresource": subresource, "namespace": namespace}
+        request = Request(
+            what=f"ask whether we may {verb} {resource}",
+            method="POST",
+            path="/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
+            body={
+                "apiVersion": "authorization.k8s.io/v1",
+                "kind": "SelfSubjectAccessReview",
+                "spec": {"resourceAttributes": {key: value for key, value in attributes.items() if value}},
+            },
+        )
+        raw_review = await self._session.fetch_json(request, timeout_s=self._timeouts.request_s)
+        raw_status = raw_review.get("status")
+        return isinstance(raw_status, dict) and raw_status.get("allowed") is True
+
+
+def _event(line: bytes, what: str) -> dict[str, Any]:
+    try:
+        raw_event = json.loads(line)
+    except (ValueError, RecursionError) as e:
+        raise Corrupt(f"cannot {what}: a line of the stream is no JSON ({excerpt(line)})") from e
+    if not isinstance(raw_event, dict) or not isinstance(raw_event.get("object"), dict):
+        raise Corrupt(f"cannot {what}: a line of the stream is no event ({excerpt(line)})")
+    if raw_event.get("type") == "ERROR":
+        raw_status = raw_event["object"]
+        code = raw_status.get("code")
+        raise error_for_status(code if isinstance(code, int) else 500, what, str(raw_status.get("message", ""))[:500])
+    return raw_event
+
+
+def _pod_path(namespace: str, name: str) -> str:
+    return f"/api/v1/namespaces/{_segment(namespace)}/pods/{_segment(name)}"
+
+
+def _segment(name: str) -> str:
+    """One element of a path. Empty, "." and ".." would name another thing than meant."""
+    if not name or name in (".", "..") or len(name) > 253:
+        raise Rejected(f"cannot ask the API server about {name[:300]!r}: it is no object's name")
+    return quote(name, safe="")

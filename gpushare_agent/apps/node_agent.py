@@ -1,0 +1,236 @@
+"""The node agent: its order of start, its tasks, its end.
+
+Start: read the cards, rebuild the allocation cache from the kubelet's records, serve and register. Only then the slow
+libraries are loaded (the Kubernetes client alone costs a third of a second) and the API server, the web endpoints and the
+periodic work begin. One TaskGroup holds everything; a task that ends unexpectedly ends the process with its error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from enum import Enum
+
+import structlog
+
+from gpushare_agent.apps.node_parts import NodeParts, build, check_message_size, open_driver
+from gpushare_agent.kit.supervision import forever
+from gpushare_agent.kit.systemd import sd_notify
+from gpushare_agent.model.errors import AgentError, StartupError
+from gpushare_agent.settings import Settings, SettingsError
+
+log = structlog.get_logger(__name__)
+
+REGISTER_FIRST_S = 1.0
+"""How long the slow libraries wait for the first registration: a kubelet that is down must not keep the rest away."""
+IDLE_WAIT_S = 2.0
+DRIVER_CLOSE_S = 1.0
+
+
+class _Wish(Enum):
+    STOP = "stop"
+    RELOAD = "reload"
+
+
+class _WishedEnd(Exception):  # noqa: N818 - not an error
+    def __init__(self, wish: _Wish) -> None:
+        super().__init__(wish.value)
+        self.wish = wish
+
+
+class _Signals:
+    """SIGTERM and SIGINT stop, SIGHUP reloads. The last word wins, but a stop stays a stop."""
+
+    def __init__(self) -> None:
+        self._wish: _Wish | None = None
+        self._changed = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number, wish in ((signal.SIGTERM, _Wish.STOP), (signal.SIGINT, _Wish.STOP), (signal.SIGHUP, _Wish.RELOAD)):
+            loop.add_signal_handler(number, self._note, wish)
+
+    def close(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.remove_signal_handler(number)
+
+    async def wait(self) -> _Wish:
+        await self._changed.wait()
+        self._changed.clear()
+        wish, self._wish = self._wish, None
+        return wish or _Wish.STOP
+
+    def _note(self, wish: _Wish) -> None:
+        if self._wish is not _Wish.STOP:
+            self._wish = wish
+        self._changed.set()
+
+
+async def run(settings: Settings, *, reload: Callable[[], Settings]) -> int:
+    """Run until a signal ends it; the exit code. `reload` reads the settings again, for SIGHUP.
+
+    Raises AgentError (StartupError and others) for the caller to print in one line, and lets bugs through.
+    """
+    signals = _Signals()
+    try:
+        while True:
+            next_settings = await _run_once(settings, reload, signals)
+            if next_settings is None:
+                return 0
+            settings = next_settings
+    finally:
+        signals.close()
+
+
+async def _run_once(settings: Settings, reload: Callable[[], Settings], signals: _Signals) -> Settings | None:
+    """One life between two reloads; the settings of the next one, None to end."""
+    driver = open_driver(settings)
+    parts = build(settings, driver)
+    chosen: list[Settings] = []
+
+    async def obey() -> None:
+        while True:
+            if await signals.wait() is _Wish.STOP:
+                sd_notify("STOPPING=1", os.environ)
+                log.info("stopping")
+                raise _WishedEnd(_Wish.STOP)
+            try:
+                chosen[:] = [reload()]
+            except SettingsError as e:
+                log.error("settings_not_reloaded", problems=list(e.problems), then="the old ones stay in force")
+                continue
+            await _wait_idle(parts)
+            log.info("restarting_with_new_settings")
+            raise _WishedEnd(_Wish.RELOAD)
+
+    error: BaseException | None = None
+    wishes: list[_Wish] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(forever("obey signals", obey), name="obey signals")
+            await _read_cards(parts)
+            containers = await parts.garbage.recover()
+            log.info("allocations_recovered", containers=containers)
+            group.create_task(forever("registration", parts.registrar.run), name="registration")
+            group.create_task(forever("garbage collection", parts.garbage.run), name="garbage collection")
+            group.create_task(forever("gpu watch", parts.gpu_watch.run), name="gpu watch")
+            await _wait_registered(parts)
+            group.create_task(forever("kubernetes", lambda: _run_kubernetes(parts)), name="kubernetes")
+            group.create_task(forever("web", parts.web.run), name="web")
+            group.create_task(_announce(parts), name="announce readiness")
+    except* _WishedEnd as ended:
+        wishes = [e.wish for e in ended.exceptions if isinstance(e, _WishedEnd)]
+    except* Exception as failed:  # noqa: BLE001 - the process's edge: the first error is raised below, bugs too
+        error = _first(failed)
+    finally:
+        parts.pod_resources.close()
+        await _close(parts)
+    if error is not None:
+        raise error
+    return chosen[0] if _Wish.STOP not in wishes and chosen else None
+
+
+async def _read_cards(parts: NodeParts) -> None:
+    """The first look at the driver. Raises StartupError unless the node may wait for one."""
+    try:
+        found = await parts.driver.read()
+    except StartupError:
+        raise
+    except AgentError as e:
+        if parts.settings.fail_on_init_error:
+            raise StartupError(
+                f"{e} (To keep the agent running on nodes without a usable driver: --fail-on-init-error=false.)"
+            ) from e
+        log.error("gpus_unreadable", error=str(e), then="no device is offered; looked at again every 30 s")
+        return
+    if not found.cards and found.unreadable and parts.settings.fail_on_init_error:
+        index, reason = found.unreadable[0]
+        raise StartupError(
+            f"none of the {len(found.unreadable)} cards can be read (card {index}: {reason}). Look at nvidia-smi and the "
+            "kernel log on this node; --fail-on-init-error=false keeps the agent waiting for them"
+        )
+    check_message_size(parts, found)
+    parts.inventory.read(found)
+    for card in found.cards:
+        log.info(
+            "card",
+            index=card.index,
+            minor=card.minor,
+            uuid=card.uuid,
+            name=card.name,
+            memory_mib=card.memory_mib,
+            numa=card.numa_node,
+            health=card.health.value,
+            reason=card.unhealthy_reason,
+        )
+    for index, reason in found.unreadable:
+        log.error("card_unreadable", index=index, reason=reason)
+
+
+async def _wait_registered(parts: NodeParts) -> None:
+    try:
+        async with asyncio.timeout(REGISTER_FIRST_S):
+            await parts.registered.wait()
+    except TimeoutError:
+        log.warning("kubelet_not_there_yet", directory=str(parts.settings.kubelet.device_plugin_path))
+
+
+async def _run_kubernetes(parts: NodeParts) -> None:
+    """Everything that needs the API server. It may be away: then all of this waits."""
+    from gpushare_agent.adapters.kube.client import open_kube_api
+
+    async with open_kube_api(kubeconfig=parts.settings.kubeconfig) as api, asyncio.TaskGroup() as group:
+        parts.informer.attach(api)
+        parts.annotations.attach(api)
+        parts.events.attach(api)
+        group.create_task(forever("pod informer", parts.informer.run), name="pod informer")
+        group.create_task(forever("kubelet facts", lambda: parts.facts.run(api)), name="kubelet facts")
+        group.create_task(forever("pod annotations", parts.annotations.run), name="pod annotations")
+        group.create_task(forever("pod events", parts.events.run), name="pod events")
+        if parts.settings.allocation.cleanup_rejected_pods:
+            parts.rejected.attach(api)
+            group.create_task(forever("rejected pods", parts.rejected.run), name="rejected pods")
+
+
+async def _announce(parts: NodeParts) -> None:
+    """Once the pods are listed: compare the books with them, and say READY when all is in place. Then it is done."""
+    version = parts.store.version
+    while not parts.store.is_synced:
+        version = await parts.store.wait_change(version)
+    parts.garbage.look_now()
+    await parts.registered.wait()
+    await parts.web.wait_listening()
+    sd_notify("READY=1", os.environ)
+    log.info("ready", pods=len(parts.store.pods()), containers=len(parts.cache))
+
+
+async def _wait_idle(parts: NodeParts) -> None:
+    """Let an admission that is under way end, so that its Allocate meets the plan that it follows."""
+    try:
+        async with asyncio.timeout(IDLE_WAIT_S):
+            async with parts.gate.quiet():
+                return
+    except TimeoutError:
+        return
+
+
+async def _close(parts: NodeParts) -> None:
+    try:
+        async with asyncio.timeout(DRIVER_CLOSE_S):
+            await parts.driver.close()
+    except TimeoutError:
+        log.warning("driver_not_closed", then="left to the end of the process")
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to show: the first that a person can act on, else the first at all."""
+    flat: list[BaseException] = []
+    pending: list[BaseException] = [group]
+    while pending:
+        one = pending.pop(0)
+        if isinstance(one, BaseExceptionGroup):
+            pending = [*one.exceptions, *pending]
+        else:
+            flat.append(one)
+    return next((e for e in flat if isinstance(e, AgentError)), flat[0])

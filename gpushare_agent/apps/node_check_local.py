@@ -1,0 +1,202 @@
+"""The probes of `gpushare-agent check` that need nothing but the node: driver, sockets, cgroups, directories, files."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from gpushare_agent.adapters import node_probes
+from gpushare_agent.apps.node_finding import Finding, Level, error, ok, warning
+from gpushare_agent.model.errors import AgentError, Unavailable
+from gpushare_agent.model.gpus import Card, GpuInventory
+from gpushare_agent.model.names import VCORE_SOCKET, VMEMORY_SOCKET
+from gpushare_agent.settings import Settings
+
+DRIVER_TIMEOUT_S = 5.0
+_MIB = 1 << 20
+
+
+async def check_driver(settings: Settings) -> list[Finding]:
+    """The cards, and with NVML the device nodes that containers need."""
+    try:
+        inventory = await _read_cards(settings)
+    except AgentError as failure:
+        cure = "make `nvidia-smi` work on the host; a node without cards can rehearse with --driver simulated"
+        if settings.driver == "simulated":
+            cure = "check --topology, --cards and --card-memory-mib"
+        level = Level.ERROR if settings.fail_on_init_error else Level.WARNING
+        return [Finding(level=level, what="driver", detail=str(failure), cure=cure)]
+    findings = [_cards_finding(settings, inventory)]
+    findings += [_card_trouble(card) for card in inventory.cards if not card.is_healthy]
+    findings += [
+        warning(
+            "card",
+            f"number {index} cannot be read: {reason}",
+            "see `nvidia-smi -q` and the kernel log; it is not offered",
+        )
+        for index, reason in inventory.unreadable
+    ]
+    if settings.driver == "nvml":
+        findings.append(_device_nodes_finding(inventory))
+    return findings
+
+
+async def _read_cards(settings: Settings) -> GpuInventory:
+    if settings.driver == "nvml":
+        from gpushare_agent.adapters.nvml import NvmlDriver
+
+        driver = NvmlDriver(timeout_s=DRIVER_TIMEOUT_S)
+        try:
+            return await driver.read()
+        finally:
+            await driver.close()
+    from gpushare_agent.adapters.simulated_gpus import SimulatedDriver
+
+    simulated = settings.simulated
+    return await SimulatedDriver(
+        cards=simulated.cards,
+        card_memory_mib=simulated.card_memory_mib,
+        topology_text=None if simulated.topology is None else _topology_text(simulated.topology),
+        card_name=simulated.card_name,
+        seed=settings.node_name,
+    ).read()
+
+
+def _topology_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as failure:
+        raise Unavailable(f"cannot read the topology file {path}: {failure}") from failure
+
+
+def _cards_finding(settings: Settings, inventory: GpuInventory) -> Finding:
+    if not inventory.cards:
+        return warning(
+            "driver", "it answers, but there is no card", "the node will offer nothing; is a card plugged in?"
+        )
+    memory = sum(card.memory_mib for card in inventory.cards)
+    kind = "simulated cards" if settings.driver == "simulated" else f"cards, driver {inventory.driver_version}"
+    return ok("driver", f"{len(inventory.cards)} {kind}, {memory} MiB in all")
+
+
+def _card_trouble(card: Card) -> Finding:
+    detail = f"number {card.index} ({card.uuid}) is unhealthy: {card.unhealthy_reason}"
+    return warning("card", detail, "see `nvidia-smi -q` and the kernel log; it is not given to pods until it recovers")
+
+
+def _device_nodes_finding(inventory: GpuInventory) -> Finding:
+    paths = [
+        Path("/dev/nvidiactl"),
+        Path("/dev/nvidia-uvm"),
+        *(Path(f"/dev/nvidia{card.minor}") for card in inventory.cards),
+    ]
+    missing: list[str] = []
+    for path in paths:
+        try:
+            node_probes.require_device_node(path)
+        except Unavailable as failure:
+            missing.append(str(failure))
+    if missing:
+        cure = "run `nvidia-modprobe -c 0 -u` on the host (or nvidia-persistenced), and mount /dev into the agent's pod"
+        return error("device nodes", "; ".join(missing), cure)
+    return ok("device nodes", f"{len(paths)} present")
+
+
+async def check_kubelet(settings: Settings) -> list[Finding]:
+    """The device-plugin directory, the kubelet's socket in it, and room for the names of our own."""
+    directory = settings.kubelet.device_plugin_path
+    findings: list[Finding] = []
+    try:
+        await node_probes.connect_to_socket(directory / "kubelet.sock")
+        findings.append(ok("kubelet socket", f"{directory / 'kubelet.sock'} answers"))
+    except Unavailable as failure:
+        cure = "start the kubelet, or set --device-plugin-path to its device-plugins directory (mounted into the pod)"
+        findings.append(error("kubelet socket", str(failure), cure))
+    longest = max((str(directory / name) for name in (VCORE_SOCKET, VMEMORY_SOCKET)), key=len)
+    length, limit = len(longest.encode()), node_probes.UNIX_PATH_LIMIT_BYTES
+    if length > limit:
+        detail = f"{longest} has {length} bytes, a socket's path may have {limit}"
+        findings.append(error("socket path", detail, "mount the kubelet's directory at a shorter path"))
+    else:
+        findings.append(ok("socket path", f"{length} of {limit} bytes used"))
+    return findings
+
+
+async def check_pod_resources(settings: Settings) -> list[Finding]:
+    """Connects and hangs up: asking it for a List here could harm an admission under way."""
+    path = settings.kubelet.pod_resources_socket
+    try:
+        await node_probes.connect_to_socket(path)
+    except Unavailable as failure:
+        cure = "mount the kubelet's pod-resources directory into the pod, or set --kubelet.pod-resources-socket"
+        return [error("pod resources", str(failure), cure)]
+    return [ok("pod resources", f"{path} answers (not asked for its list: that could disturb an admission)")]
+
+
+async def check_runtime(settings: Settings) -> list[Finding]:
+    """The configured CRI socket, or the first known one that answers."""
+    endpoint = settings.runtime.endpoint
+    if endpoint:
+        path = Path(endpoint.removeprefix("unix://"))
+        try:
+            await node_probes.connect_to_socket(path)
+        except Unavailable as failure:
+            return [error("container runtime", str(failure), "correct --container-runtime-endpoint, or leave it empty")]
+        return [ok("container runtime", f"{path} answers")]
+    for path in node_probes.RUNTIME_SOCKETS:
+        try:
+            await node_probes.connect_to_socket(path)
+        except Unavailable:
+            continue
+        return [ok("container runtime", f"{path} answers")]
+    known = ", ".join(map(str, node_probes.RUNTIME_SOCKETS))
+    cure = "mount the runtime's socket into the pod and set --container-runtime-endpoint; allocation works without it"
+    return [warning("container runtime", f"none of {known} answers", cure)]
+
+
+async def check_cgroups(settings: Settings) -> list[Finding]:
+    root = settings.runtime.cgroup_root
+    try:
+        version = node_probes.cgroup_version(root)
+    except Unavailable as failure:
+        cure = "mount the host's /sys/fs/cgroup into the pod, or set --runtime.cgroup-root"
+        return [error("cgroups", str(failure), cure)]
+    return [ok("cgroups", f"{version} at {root}")]
+
+
+async def check_directories(settings: Settings) -> list[Finding]:
+    """The directories that the agent writes in. The kubelet makes its own, the agent the other."""
+    return await asyncio.to_thread(
+        lambda: [
+            _directory_finding(settings.kubelet.device_plugin_path, "--device-plugin-path", must_exist=True),
+            _directory_finding(settings.virtual_manager.path, "--virtual-manager-path", must_exist=False),
+        ]
+    )
+
+
+def _directory_finding(directory: Path, flag: str, *, must_exist: bool) -> Finding:
+    try:
+        found = node_probes.require_writable(directory)
+    except Unavailable as failure:
+        cure = f"run the agent as root with the directory mounted for writing and room on its disk, or set {flag}"
+        return error("directory", str(failure), cure)
+    if found.directory == directory:
+        return ok("directory", f"{directory} writable, {found.free_bytes // _MIB} MiB free")
+    if must_exist:
+        return error("directory", f"{directory}: not there", f"start the kubelet, mount the directory, or set {flag}")
+    return ok("directory", f"{directory} will be made in {found.directory}, {found.free_bytes // _MIB} MiB free")
+
+
+async def check_files(settings: Settings) -> list[Finding]:
+    """Files that settings name."""
+    named = {"--extra-config": settings.extra_config, "--volume-config": settings.volume_config}
+    findings: list[Finding] = []
+    for flag, path in named.items():
+        if path is None:
+            continue
+        try:
+            node_probes.require_readable_file(path)
+            findings.append(ok("file", f"{path} is readable ({flag})"))
+        except Unavailable as failure:
+            findings.append(error("file", f"{failure} ({flag})", f"create the file, mount it, or leave {flag} out"))
+    return findings

@@ -1,0 +1,230 @@
+"""A gRPC server that stays usable under cancelled calls, unknown methods, oversized and malformed requests, and stop.
+
+grpclib 0.4.9 has defects that the tests of this module reproduce; they are cured here, with the help of names that
+grpclib keeps to itself: hence `grpclib<0.5` in pyproject.toml.
+
+| defect | without this module |
+|---|---|
+| a call cancelled before its task first ran never gives its bytes back | every later call of the connection hangs |
+| an unknown method is answered without content-type | the client reads UNKNOWN, not UNIMPLEMENTED |
+| close() leaves connections open | on Python 3.12 wait_closed() hangs while a client stays |
+| a request has no size limit, and faults in it are "Internal Server Error" | memory grows; the peer learns nothing |
+
+State owned: the open connections of one server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import structlog
+from grpclib import GRPCError, Status
+from grpclib.config import Configuration
+from grpclib.const import Cardinality
+from grpclib.const import Handler as RpcHandler
+from grpclib.exceptions import ProtocolError, StreamTerminatedError
+from grpclib.protocol import Buffer, H2Protocol
+from grpclib.protocol import Stream as H2Stream
+from grpclib.server import Handler, Server, Stream
+from h2.config import H2Configuration
+from h2.exceptions import ProtocolError as H2ProtocolError
+
+from gpushare_agent.kit.grpc_codec import Decoder, StrictCodec
+from gpushare_agent.kit.wire_scan import MalformedMessageError
+
+if TYPE_CHECKING:
+    from grpclib._typing import IServable, IServerMethodFunc
+
+log = structlog.get_logger(__name__)
+
+MAX_REQUEST_BYTES = 4 * 1024 * 1024
+"""The limit that gRPC implementations agree on."""
+
+_PREFIX_BYTES = 5
+"""Before each message: one byte "compressed", four bytes length, big end first."""
+
+
+class GrpcServer(Server):
+    """Serves `handlers`. `decoders` maps generated request classes to faster decoders of their bytes.
+
+    Start it with `serve(sock)`; end streaming handlers before `stop()`.
+    """
+
+    def __init__(
+        self,
+        handlers: Collection[IServable],
+        *,
+        decoders: Mapping[type, Decoder] | None = None,
+        max_request_bytes: int = MAX_REQUEST_BYTES,
+    ) -> None:
+        super().__init__(handlers, codec=StrictCodec(decoders))
+        self._mapping = _Methods(
+            {path: rpc._replace(func=_guarded(path, rpc.func)) for path, rpc in self._mapping.items()}
+        )
+        self._max_request_bytes = max_request_bytes
+        self._connections: set[_Connection] = set()
+
+    async def serve(self, sock: socket.socket) -> None:
+        """Listens on a bound unix socket, which the server owns from here on."""
+        # Server.start() takes a unix socket for none of its two ways: path= needs a path that fits an address.
+        self._server = await asyncio.get_running_loop().create_unix_server(self._protocol_factory, sock=sock)
+        self._server_closed_fut = asyncio.get_running_loop().create_future()
+
+    @property
+    def connections(self) -> int:
+        return len(self._connections)
+
+    async def stop(self, grace_s: float = 0.5) -> None:
+        """Cancels the calls, sends GOAWAY and closes every connection; after `grace_s` what is left is cut off."""
+        if self._server is None:
+            return
+        self.close()
+        for connection in self._connections:
+            connection.say_goodbye()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.wait_closed()
+                for connection in list(self._connections):
+                    await connection.lost.wait()
+        except TimeoutError:
+            log.warning("grpc_server_cut_off", connections=len(self._connections), grace_s=grace_s)
+        finally:
+            for connection in self._connections:
+                connection.abort()
+        await asyncio.sleep(0)  # the loop closes aborted transports on its next turn
+
+    def _protocol_factory(self) -> H2Protocol:
+        self.__gc_step__()
+        handler = _Calls(self._mapping, self._codec, None, self.__dispatch__)
+        handler.max_request_bytes = self._max_request_bytes
+        self._handlers.add(handler)
+        return _Connection(handler, self._config, self._h2_config, self._connections)
+
+
+class _Connection(H2Protocol):
+    """One client's connection, from connection_made to connection_lost in `registry`."""
+
+    def __init__(
+        self, handler: Handler, config: Configuration, h2_config: H2Configuration, registry: set[_Connection]
+    ) -> None:
+        super().__init__(handler, config, h2_config)
+        self.lost = asyncio.Event()
+        self._registry = registry
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._registry.add(self)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._registry.discard(self)
+        self._transport = None
+        self.lost.set()
+        super().connection_lost(exc)
+
+    def say_goodbye(self) -> None:
+        """Sends GOAWAY and closes once what is buffered has left."""
+        if self.connection.is_closing():
+            return
+        try:
+            self.connection._connection.close_connection()
+            self.connection.flush()
+        except H2ProtocolError:
+            pass  # the peer broke the protocol: there is nobody to say it to
+        self.connection.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class _Calls(Handler):
+    """The calls of one connection."""
+
+    max_request_bytes = MAX_REQUEST_BYTES
+
+    def accept(self, stream: H2Stream, headers: list[tuple[str, str]], release_stream: Callable[[], Any]) -> None:
+        is_released = False
+
+        def release_once(_task: object = None) -> None:
+            nonlocal is_released
+            if not is_released:
+                is_released = True
+                release_stream()
+
+        method = self.mapping.get(dict(headers).get(":path", ""))
+        needs_message = method is not None and not method.cardinality.client_streaming
+        stream.buffer = _RequestBuffer(stream.buffer._ack_callback, self.max_request_bytes, needs_message=needs_message)
+        super().accept(stream, headers, release_once)
+        self._tasks[stream].add_done_callback(release_once)
+
+
+class _RequestBuffer(Buffer):
+    """Reads prefix and message in turn, as grpclib asks for them, and refuses what must not be read."""
+
+    def __init__(self, ack_callback: Callable[[int], None], limit: int, *, needs_message: bool) -> None:
+        super().__init__(ack_callback)
+        self._limit = limit
+        self._needs_message = needs_message
+        self._is_at_prefix = True
+
+    async def read(self, size: int) -> bytes:
+        is_prefix, self._is_at_prefix = self._is_at_prefix, not self._is_at_prefix
+        try:
+            content = await super().read(size)
+        except AssertionError as e:  # grpclib's word for a request that ends early
+            raise GRPCError(Status.INVALID_ARGUMENT, f"the request ended before its {size} bytes were there") from e
+        if is_prefix:
+            self._check_prefix(content)
+        return content
+
+    def _check_prefix(self, prefix: bytes) -> None:
+        if not prefix:
+            if self._needs_message:
+                raise GRPCError(Status.INVALID_ARGUMENT, "the request holds no message")
+            return
+        self._needs_message = False
+        is_compressed, length = struct.unpack(">BI", prefix)
+        if is_compressed:
+            raise GRPCError(Status.UNIMPLEMENTED, "compressed requests are not supported: send them uncompressed")
+        if length > self._limit:
+            raise GRPCError(
+                Status.RESOURCE_EXHAUSTED, f"the request of {length} bytes is over the limit of {self._limit} bytes"
+            )
+
+
+class _Methods(dict[str, RpcHandler]):
+    """The methods by path; a path that is not there is answered UNIMPLEMENTED by a handler of its own."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return super().get(key) or RpcHandler(_refuse_unknown(key), Cardinality.UNARY_UNARY, bytes, bytes)
+
+
+def _refuse_unknown(path: str) -> IServerMethodFunc:
+    async def refuse(stream: Stream[Any, Any]) -> None:
+        raise GRPCError(Status.UNIMPLEMENTED, f"unknown method {path[:200]}")
+
+    return refuse
+
+
+def _guarded(path: str, method: IServerMethodFunc) -> IServerMethodFunc:
+    """Answers every fault with a text: grpclib alone says "Internal Server Error"."""
+
+    async def call(stream: Stream[Any, Any]) -> None:
+        try:
+            await method(stream)
+        except (GRPCError, StreamTerminatedError, ProtocolError, H2ProtocolError):
+            raise
+        except MalformedMessageError as e:
+            raise GRPCError(Status.INVALID_ARGUMENT, str(e)) from e
+        except Exception as e:  # the servicer's edge: the peer gets an answer, the log the traceback
+            log.exception("rpc_failed", method=path)
+            text = f"{path} failed unexpectedly; the agent's log has the traceback (event rpc_failed)"
+            raise GRPCError(Status.INTERNAL, text) from e
+
+    return call

@@ -1,0 +1,70 @@
+"""Logging for the whole process: structlog and the standard library's records through one handler on standard error.
+
+Console text on a terminal, one JSON object a line elsewhere. Tracebacks never show local variables: they may hold a
+token, and they bury the message.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+import structlog
+
+if TYPE_CHECKING:
+    from structlog.typing import Processor
+
+_LIBRARY_LEVELS = {
+    "aiohttp.access": logging.WARNING,
+    "asyncio": logging.WARNING,
+    "grpclib.server": logging.INFO,
+    "hpack": logging.WARNING,
+    "kubernetes_asyncio": logging.WARNING,
+}
+"""Libraries whose debug lines are louder than the agent's own."""
+
+
+def setup_logging(level: str = "info", format: str = "auto") -> None:
+    """Sets up the root logger; a second call replaces the first. `format`: auto, json or console."""
+    is_terminal = sys.stderr.isatty()
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.ExtraAdder(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                *_rendering(as_json=format == "json" or (format == "auto" and not is_terminal), colors=is_terminal),
+            ],
+        )
+    )
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    for name, least in _LIBRARY_LEVELS.items():
+        logging.getLogger(name).setLevel(least)
+    logging.captureWarnings(True)
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.PositionalArgumentsFormatter(),
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,  # SIGHUP may change the level; a cached logger would keep the old chain
+    )
+
+
+def _rendering(*, as_json: bool, colors: bool) -> list[Processor]:
+    if not as_json:
+        return [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback)]
+    tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+    return [structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer()]

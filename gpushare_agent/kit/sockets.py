@@ -1,0 +1,116 @@
+"""Unix sockets in the file system: binding, stale files, long paths, identities.
+
+A socket address holds 107 bytes of path, and the kubelet's directory may lie deeper than that (a test, a sandbox, a
+container's volume). Longer paths go through a descriptor of the directory, which also keeps every step in the same
+directory if its name is given to another one meanwhile. Not for listening or accepting: the servers do that. No state.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+MAX_ADDRESS_BYTES = 107
+"""sizeof(sockaddr_un.sun_path) less the terminating zero (unix(7))."""
+
+FileIdentity = tuple[int, int, int]
+"""Device, inode and time of the last inode change in ns. Inode numbers are reused at once; the time tells them apart."""
+
+
+def file_identity(path: Path) -> FileIdentity | None:
+    """What lies at `path` now (a symbolic link itself, not its target), None where nothing can be seen."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_ctime_ns
+
+
+def bind_unix_socket(path: Path, *, mode: int) -> socket.socket:
+    """Binds a non-blocking stream socket at `path`, in place of a stale socket; it does not listen yet.
+
+    The file never has more permissions than `mode`, not even for a moment. Only a socket is replaced: any other file,
+    and a symbolic link to whatever, is left alone.
+
+    Raises:
+        FileExistsError: something that is no socket lies at `path`.
+        OSError: the directory is missing or not writable, or the name is too long.
+    """
+    with _open_directory(path) as directory:
+        _remove_stale(path, directory)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            os.fchmod(sock.fileno(), mode)  # the kernel creates the file with these bits, less the umask
+            sock.bind(_address(path, directory))
+            _grant(path.name, directory, mode)
+        except BaseException:
+            sock.close()
+            raise
+    return sock
+
+
+def remove_socket(path: Path, *, inode: int) -> bool:
+    """Removes the socket at `path` if it still is the one with this inode number; whether it was removed."""
+    try:
+        with _open_directory(path) as directory:
+            status = os.lstat(path.name, dir_fd=directory)
+            if not stat.S_ISSOCK(status.st_mode) or status.st_ino != inode:
+                return False
+            os.unlink(path.name, dir_fd=directory)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+@contextmanager
+def connectable_path(path: Path) -> Iterator[str]:
+    """A name of the socket at `path` that fits a socket address; valid inside the `with` block only.
+
+    Raises:
+        OSError: the path is long and its directory cannot be opened.
+    """
+    if len(os.fsencode(path)) <= MAX_ADDRESS_BYTES:
+        yield str(path)
+        return
+    with _open_directory(path) as directory:
+        yield _address(path, directory)
+
+
+@contextmanager
+def _open_directory(path: Path) -> Iterator[int]:
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield directory
+    finally:
+        os.close(directory)
+
+
+def _address(path: Path, directory: int) -> str:
+    if len(os.fsencode(path)) <= MAX_ADDRESS_BYTES:
+        return str(path)
+    return f"/proc/self/fd/{directory}/{path.name}"
+
+
+def _remove_stale(path: Path, directory: int) -> None:
+    try:
+        status = os.lstat(path.name, dir_fd=directory)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(status.st_mode):
+        raise FileExistsError(f"{path} exists and is not a socket: it is left alone; remove it or choose another path")
+    os.unlink(path.name, dir_fd=directory)
+
+
+def _grant(name: str, directory: int, mode: int) -> None:
+    """Adds the bits that the umask took away, on the file itself and not on what a link may point to."""
+    file = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        status = os.fstat(file)
+        if stat.S_ISSOCK(status.st_mode) and stat.S_IMODE(status.st_mode) != mode:
+            Path(f"/proc/self/fd/{file}").chmod(mode)
+    finally:
+        os.close(file)

@@ -1,0 +1,58 @@
+"""Small rules for tasks in a TaskGroup: bodies that must not end, cycles that may fail, and stopping one task.
+
+No state. What starts and what stops the tasks is the composition's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn
+
+import structlog
+
+from gpushare_agent.model.errors import AgentError
+
+log = structlog.get_logger(__name__)
+
+
+class EndedUnexpectedlyError(Exception):
+    """A body that runs for the life of the process has returned. A TaskGroup alone would not notice."""
+
+
+async def forever(name: str, body: Callable[[], Awaitable[object]]) -> NoReturn:
+    """Runs `body`, which is expected to run until it is cancelled.
+
+    `body` is a function, not a coroutine: one that is cancelled before it starts would never be awaited.
+
+    Raises:
+        EndedUnexpectedlyError: it returned.
+    """
+    await body()
+    raise EndedUnexpectedlyError(
+        f"{name} ended although it runs for the life of the process; this is a bug, please report it"
+    )
+
+
+async def periodic(name: str, interval_s: float, cycle: Callable[[], Awaitable[object]]) -> NoReturn:
+    """Runs `cycle` now and again `interval_s` after each end. A failing cycle is logged and costs one interval.
+
+    This is one of the two edges where every exception is caught: one cycle must not end the others.
+    """
+    while True:
+        try:
+            await cycle()
+        except AgentError as error:
+            log.warning("cycle_failed", cycle=name, error=str(error), next_in_s=interval_s)
+        except Exception:
+            log.exception("cycle_failed", cycle=name, next_in_s=interval_s)
+        await asyncio.sleep(interval_s)
+
+
+async def stop_task(task: asyncio.Task[Any]) -> None:
+    """Cancels a task and waits until it has ended. Its result or error stays with its TaskGroup.
+
+    Unlike `suppress(CancelledError)` around `await task`, this does not swallow a cancellation of the caller.
+    """
+    task.cancel()
+    await asyncio.wait({task})

@@ -1,0 +1,117 @@
+"""The agent as a child process of the sandbox: started, its output kept in a file, started again when it ends.
+
+State owned: the running process. Only this process is ever signalled, by its PID.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import structlog
+
+from gpushare_agent.model.errors import StartupError
+
+log = structlog.get_logger(__name__)
+
+_STOP_TIMEOUT_S = 5.0
+_QUICK_END_S = 5.0
+_QUICK_ENDS = 3
+_FIRST_DELAY_S, _LAST_DELAY_S = 0.1, 5.0
+_LAST_LINES = 15
+_PR_SET_PDEATHSIG = 1
+
+
+def last_lines(log_file: Path, count: int = _LAST_LINES) -> str:
+    try:
+        lines = log_file.read_text(errors="replace").splitlines()
+    except OSError as error:
+        return f"(the log {log_file} cannot be read: {error.strerror})"
+    return "\n".join(f"  | {line}" for line in lines[-count:]) or "  | (no output)"
+
+
+class AgentProcess:
+    """`run` keeps the agent running until it is cancelled. `tell` gets a line for people at every unexpected end."""
+
+    def __init__(self, arguments: Sequence[str], log_file: Path, tell: Callable[[str], None]) -> None:
+        self._command = [sys.executable, "-m", "gpushare_agent", "run", *arguments]
+        self._log_file = log_file
+        self._tell = tell
+        self._process: asyncio.subprocess.Process | None = None
+        self.started_at = 0.0
+        """Monotonic time of the newest start."""
+
+    @property
+    def pid(self) -> int | None:
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
+    def kill(self) -> bool:
+        """SIGKILL; `run` starts the next one. Whether there was one."""
+        pid = self.pid
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+        return pid is not None
+
+    async def run(self) -> None:
+        """Endless. Raises StartupError, with the agent's last lines, where it ends again and again right after its start."""
+        quick_ends, delay_s = 0, _FIRST_DELAY_S
+        try:
+            while True:
+                self.started_at = time.monotonic()
+                code = await self._run_once()
+                if code < 0:  # killed by a signal, as kill-agent does: no fault of its own
+                    self._tell(f"the agent was killed by signal {-code}; starting it again")
+                    quick_ends, delay_s = 0, _FIRST_DELAY_S
+                else:
+                    is_quick = time.monotonic() - self.started_at < _QUICK_END_S
+                    quick_ends = quick_ends + 1 if is_quick else 1
+                    self._report_end(code, is_last=quick_ends >= _QUICK_ENDS or code == 2)
+                    delay_s = min(delay_s * 2, _LAST_DELAY_S)
+                await asyncio.sleep(delay_s)
+        finally:
+            await self._stop()
+
+    async def _run_once(self) -> int:
+        with self._log_file.open("ab") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )  # fmt: skip
+        return await self._process.wait()
+
+    def _report_end(self, code: int, *, is_last: bool) -> None:
+        text = f"the agent ended with exit code {code}; the last lines of its log:\n{last_lines(self._log_file)}"
+        if is_last:
+            raise StartupError(f"{text}\nit is not started again: change what it complains about")
+        self._tell(f"{text}\nstarting it again")
+
+    async def _stop(self) -> None:
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            log.warning("agent_stop_slow", pid=process.pid, waited_s=_STOP_TIMEOUT_S, next="SIGKILL")
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def _end_with_parent() -> None:
+    """In the child, before exec: the kernel ends it if the sandbox is killed and cannot do it."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,47 @@
+"""One wake-up for everything that happens on the embedded node.
+
+Whoever changes something calls `notify`; whoever waits looks at the state again. Nothing is carried by the signal
+itself, so a lost or doubled wake-up costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class ChangeSignal:
+    """`count` grows with every change; `wait` returns when it is no longer the one seen."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        self.count += 1
+        event, self._event = self._event, asyncio.Event()
+        event.set()
+
+    async def wait(self, seen: int) -> int:
+        """Returns the new count; the caller bounds it."""
+        while self.count == seen:
+            await self._event.wait()
+        return self.count
+
+    async def wait_until(self, found: Callable[[], T], deadline_s: float, what: str = "") -> T:
+        """The first true value of `found`, which is asked again after every change.
+
+        Raises TimeoutError, naming `what`, after `deadline_s` seconds.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                while True:
+                    seen = self.count
+                    if value := found():
+                        return value
+                    await self.wait(seen)
+        except TimeoutError as error:
+            raise TimeoutError(f"after {deadline_s:g} s: {what or 'the awaited state'} did not come about") from error

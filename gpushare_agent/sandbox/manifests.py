@@ -1,0 +1,123 @@
+"""Pod manifests from YAML files, directories of them, and the samples shipped with the package.
+
+Everything is checked before anything is created: a mistake names the file, the document and the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gpushare_agent.model.errors import Rejected
+from gpushare_agent.sandbox.api_store import RawObject
+from gpushare_agent.sandbox.pod_manifest import completed_manifest
+
+EXPECTATION_ANNOTATION = "sandbox.gpushare/expect"
+"""On a sample that is not meant to run: what it shows."""
+SAMPLE_SETS = ("all", "fitting", "none")
+
+
+class ManifestError(Rejected):
+    """A file cannot be applied. Ends in exit code 2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A Pod as written; `origin` says where, for messages."""
+
+    raw: RawObject
+    origin: str
+
+
+def read_manifests(paths: Sequence[Path]) -> list[Manifest]:
+    """In the given order, a directory's files by name, a file's documents as they stand. Raises ManifestError."""
+    found = [manifest for path in paths for file in _files(path) for manifest in parse_manifests(_text(file), str(file))]
+    if paths and not found:
+        raise ManifestError(f"no pods in {', '.join(map(str, paths))}: a file needs at least one Pod manifest")
+    _check_names(found)
+    return found
+
+
+def sample_manifests(which: str) -> list[Manifest]:
+    """One of SAMPLE_SETS; "fitting" leaves out what is not meant to run."""
+    if which == "none":
+        return []
+    files = sorted((f for f in resources.files(__package__).joinpath("samples").iterdir()), key=lambda f: f.name)
+    found = [m for f in files if f.name.endswith(".yaml") for m in parse_manifests(f.read_text(), f.name)]
+    return [m for m in found if which == "all" or expectation(m.raw) is None]
+
+
+def expectation(raw: RawObject) -> str | None:
+    text = (raw["metadata"].get("annotations") or {}).get(EXPECTATION_ANNOTATION)
+    return None if text is None else str(text)
+
+
+def _files(path: Path) -> Iterable[Path]:
+    if path.is_dir():
+        files = sorted(f for f in path.iterdir() if f.suffix in (".yaml", ".yml", ".json") and f.is_file())
+        if not files:
+            raise ManifestError(f"{path}: no .yaml, .yml or .json file in this directory")
+        return files
+    return [path]
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ManifestError(f"{file}: cannot be read: {reason}") from error
+
+
+def parse_manifests(text: str, origin: str) -> list[Manifest]:
+    """The Pods of a YAML text; documents of kind List are taken apart. Raises ManifestError."""
+    try:
+        documents = list(yaml.safe_load_all(text))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        raise ManifestError(f"{origin}{where}: no valid YAML: {getattr(error, 'problem', None) or error}") from error
+    found = []
+    for number, document in enumerate(documents, start=1):
+        where = f"{origin}, document {number}" if len(documents) > 1 else origin
+        for item in _items(document, where):
+            found.append(_checked(item, where))
+    return found
+
+
+def _items(document: Any, where: str) -> list[Any]:
+    if document is None:
+        return []
+    if isinstance(document, dict) and document.get("kind") in ("List", "PodList"):
+        items = document.get("items") or []
+        return items if isinstance(items, list) else [items]
+    if not isinstance(document, dict):
+        raise ManifestError(f"{where}: not a manifest: expected a mapping with kind: Pod, got {type(document).__name__}")
+    return [document]
+
+
+def _checked(raw: Any, where: str) -> Manifest:
+    kind = raw.get("kind") if isinstance(raw, dict) else None
+    if kind != "Pod":
+        raise ManifestError(f"{where}: kind {kind!r} cannot be applied: the embedded node knows Pods only")
+    try:
+        completed_manifest(raw, namespace="default", uid="", suffix="")
+    except Rejected as error:
+        name = (raw.get("metadata") or {}).get("name", "") if isinstance(raw.get("metadata"), dict) else ""
+        raise ManifestError(f"{where}: Pod {name!r} is not valid: {error}") from error
+    return Manifest(raw=raw, origin=where)
+
+
+def _check_names(manifests: list[Manifest]) -> None:
+    seen: dict[tuple[str, str], str] = {}
+    for manifest in manifests:
+        metadata = manifest.raw["metadata"]
+        key = (metadata.get("namespace") or "default", metadata.get("name") or "")
+        if key[1] and key in seen:
+            raise ManifestError(f"{manifest.origin}: Pod {key[0]}/{key[1]} is there already, in {seen[key]}")
+        seen[key] = manifest.origin

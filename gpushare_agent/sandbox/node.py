@@ -1,0 +1,167 @@
+"""The embedded node put together: API server, scheduler and kubelet in one state directory.
+
+The agent itself is not part of it: give `agent_arguments()` to `gpushare-agent run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpushare_agent.kit.supervision import forever
+from gpushare_agent.model.errors import StartupError
+from gpushare_agent.model.names import VMEMORY_SOCKET
+from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from gpushare_agent.sandbox.change_signal import ChangeSignal
+from gpushare_agent.sandbox.kubelet import EmbeddedKubelet
+from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
+from gpushare_agent.sandbox.scheduler import EmbeddedScheduler
+
+UNIX_ADDRESS_LIMIT = 107
+"""Bytes of a unix socket's path on Linux."""
+
+_KUBECONFIG = """\
+apiVersion: v1
+kind: Config
+clusters:
+- name: sandbox
+  cluster: {{server: "{url}"}}
+users:
+- name: sandbox
+  user: {{}}
+contexts:
+- name: sandbox
+  context: {{cluster: sandbox, user: sandbox}}
+current-context: sandbox
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePaths:
+    """Where things are, all below the state directory."""
+
+    state: Path
+
+    @property
+    def device_plugin_path(self) -> Path:
+        return self.state / "device-plugins"
+
+    @property
+    def pod_resources_socket(self) -> Path:
+        return self.state / "pod-resources" / "kubelet.sock"
+
+    @property
+    def virtual_manager(self) -> Path:
+        return self.state / "vm"
+
+    @property
+    def cgroup_root(self) -> Path:
+        return self.state / "cgroup"
+
+    @property
+    def kubeconfig(self) -> Path:
+        return self.state / "kubeconfig"
+
+    @property
+    def agent_log(self) -> Path:
+        return self.state / "agent.log"
+
+    @property
+    def control_socket(self) -> Path:
+        return self.state / "control.sock"
+
+    @property
+    def owner(self) -> Path:
+        """Locked by the process that runs the node, whose PID it holds."""
+        return self.state / "owner"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedNode:
+    """A running node. `signal` wakes up after every change of its API objects, kubelet and containers."""
+
+    name: str
+    paths: NodePaths
+    api: EmbeddedApiServer
+    kubelet: EmbeddedKubelet
+    scheduler: EmbeddedScheduler
+
+    @property
+    def signal(self) -> ChangeSignal:
+        return self.api.signal
+
+    def agent_arguments(self) -> list[str]:
+        """Flags of `gpushare-agent run` for an agent of this node with simulated cards."""
+        flags = {
+            "driver": "simulated",
+            "simulated.device-nodes": "true",
+            "node-name": self.name,
+            "kubeconfig": self.paths.kubeconfig,
+            "kubelet.device-plugin-path": self.paths.device_plugin_path,
+            "kubelet.pod-resources-socket": self.paths.pod_resources_socket,
+            "virtual-manager.path": self.paths.virtual_manager,
+            "runtime.cgroup-root": self.paths.cgroup_root,
+        }
+        return [f"--{flag}={value}" for flag, value in flags.items()]
+
+
+def prepare_state_directory(state: Path) -> NodePaths:
+    """Makes the directory. Raises StartupError where it cannot serve."""
+    paths = NodePaths(state=state.absolute())
+    longest = max(len(os.fsencode(p)) for p in (paths.device_plugin_path / VMEMORY_SOCKET, paths.pod_resources_socket))
+    if longest > UNIX_ADDRESS_LIMIT:
+        raise StartupError(
+            f"the state directory {paths.state} cannot hold sockets: a socket's path would have {longest} bytes, "
+            f"{UNIX_ADDRESS_LIMIT} are possible; choose a shorter one with --state-dir, such as /tmp/gpushare"
+        )
+    try:
+        paths.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        paths.virtual_manager.mkdir(exist_ok=True)
+        probe = paths.state / f".probe-{os.getpid()}"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise StartupError(
+            f"the state directory {paths.state} cannot be used: {error.strerror or error}; "
+            "it must be a directory, or not exist, and be writable: choose another with --state-dir"
+        ) from error
+    return paths
+
+
+@asynccontextmanager
+async def open_embedded_node(
+    state: Path,
+    *,
+    node_name: str = "sandbox",
+    kubelet_version: str = "1.36",
+    api_port: int = 0,
+    seed: int = 0,
+    times: KubeletTimes | None = None,
+) -> AsyncIterator[EmbeddedNode]:
+    """A node whose kubelet listens; it runs until the block ends, which also removes the pretended cgroups.
+
+    Raises StartupError. What the block leaves of files in `state` stays there.
+    """
+    paths = prepare_state_directory(state)
+    async with EmbeddedApiServer(port=api_port, version=kubelet_version, seed=seed) as api:
+        paths.kubeconfig.write_text(_KUBECONFIG.format(url=api.url))
+        kubelet = EmbeddedKubelet(
+            directory=paths.state, node_name=node_name, api=api, version=kubelet_version, seed=seed, times=times
+        )
+        scheduler = EmbeddedScheduler(api=api, node_name=node_name)
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(forever("kubelet", kubelet.run), name="kubelet"),
+                group.create_task(forever("scheduler", scheduler.run), name="scheduler"),
+            ]
+            try:
+                await kubelet.start()
+                yield EmbeddedNode(name=node_name, paths=paths, api=api, kubelet=kubelet, scheduler=scheduler)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)

@@ -1,0 +1,155 @@
+"""What is on the embedded node: cards with their use, pods with what they got. One JSON document, also behind the tables.
+
+Computed from the kubelet's side alone (its records, the device IDs, the Allocate answers) and the cards' identities; the
+agent is not asked. Memory is charged to the card that the container's vcore IDs name, as the agent charges it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.names import GpuUuid, split_device_id
+from gpushare_agent.model.pods import ContainerSpec
+from gpushare_agent.sandbox.api_store import RawObject
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.sandbox.pod_manifest import containers_of
+from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
+
+_AGENT_AWAY = "Unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedNode:
+    """A node, the cards of its agent, and the names of the agent's two resources."""
+
+    node: EmbeddedNode
+    cards: Sequence[Card]
+    vcore: str
+    vmemory: str
+
+
+def cards_of(ids: Iterable[str], cards: Sequence[Card]) -> list[Card]:
+    """The cards that these IDs name, by index."""
+    uuids = {parts[0] for parts in map(split_device_id, ids) if parts is not None}
+    return [card for card in cards if card.uuid in uuids]
+
+
+def report(shown: ReportedNode) -> dict[str, Any]:
+    """The document of `gpushare-agent sandbox --format json`."""
+    raw = shown.node.api.object_of("nodes", ("", shown.node.name)) or {}
+    capacity = raw.get("status", {}).get("capacity", {})
+    return {
+        "node": {
+            "name": shown.node.name,
+            "capacity": {name: int(count) for name, count in sorted(capacity.items()) if "/" in name},
+            "cards": _cards(shown),
+        },
+        "pods": [_pod(shown, pod) for pod in shown.node.api.pods()],
+    }
+
+
+def _cards(shown: ReportedNode) -> list[dict[str, Any]]:
+    cores, blocks = _use(shown)
+    health: dict[GpuUuid, str] = {}
+    for device, is_healthy in shown.node.kubelet.devices(shown.vcore).items():
+        if (parts := split_device_id(device)) is not None:
+            health[parts[0]] = "Healthy" if is_healthy and health.get(parts[0]) != "Unhealthy" else "Unhealthy"
+    return [
+        {
+            "index": card.index, "minor": card.minor, "uuid": card.uuid, "name": card.name, "memory_mib": card.memory_mib,
+            "numa": card.numa_node, "cores_allocated": cores.get(card.uuid, 0),
+            "memory_blocks_allocated": blocks.get(card.uuid, 0), "health": health.get(card.uuid, _AGENT_AWAY),
+        }
+        for card in shown.cards
+    ]  # fmt: skip
+
+
+def _use(shown: ReportedNode) -> tuple[dict[GpuUuid, int], dict[GpuUuid, int]]:
+    """Cores and memory blocks in use on each card. IDs that containers of one pod share count once."""
+    ids: dict[tuple[str, str], dict[str, set[str]]] = {}
+    for record in shown.node.kubelet.active_records():
+        ids.setdefault((record.pod_uid, record.container), {})[record.resource] = set(record.ids)
+    used_cores: set[str] = set()
+    charged: dict[str, GpuUuid] = {}
+    for _, by_resource in sorted(ids.items()):
+        vcore = by_resource.get(shown.vcore, set())
+        used_cores |= vcore
+        cards = cards_of(vcore, shown.cards)
+        for position, block in enumerate(sorted(by_resource.get(shown.vmemory, set()) - set(charged))):
+            if cards:
+                charged[block] = cards[position % len(cards)].uuid
+    cores = [parts[0] for parts in map(split_device_id, used_cores) if parts is not None]
+    return _counted(cores), _counted(charged.values())
+
+
+def _counted(uuids: Iterable[GpuUuid]) -> dict[GpuUuid, int]:
+    counts: dict[GpuUuid, int] = {}
+    for uuid in uuids:
+        counts[uuid] = counts.get(uuid, 0) + 1
+    return counts
+
+
+def reason_and_message(pod: RawObject) -> tuple[str, str]:
+    """Why a pod is where it is: from its status, else from the scheduler, else from a container that waits."""
+    status = pod.get("status") or {}
+    if status.get("reason") or status.get("message"):
+        return status.get("reason", ""), status.get("message", "")
+    if status.get("phase") != "Pending":
+        return "", ""
+    for condition in status.get("conditions", ()):
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return condition.get("reason", ""), condition.get("message", "")
+    for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
+        waiting = container["state"].get("waiting", {})
+        if waiting.get("message"):
+            return waiting["reason"], waiting["message"]
+    return "", ""
+
+
+def _pod(shown: ReportedNode, pod: RawObject) -> dict[str, Any]:
+    metadata = pod["metadata"]
+    reason, message = reason_and_message(pod)
+    given = _given(shown, metadata["uid"]) if pod["status"]["phase"] != "Failed" or not reason else {}
+    return {
+        "namespace": metadata["namespace"], "name": metadata["name"], "uid": metadata["uid"],
+        "phase": pod["status"]["phase"], "reason": reason, "message": message,
+        "annotations": dict(sorted((metadata.get("annotations") or {}).items())),
+        "containers": [_container(shown, spec, given.get(spec.name, {})) for spec in containers_of(pod)],
+    }  # fmt: skip
+
+
+def _given(shown: ReportedNode, pod_uid: str) -> dict[str, dict[str, tuple[tuple[str, ...], bytes]]]:
+    """By container and resource: the IDs and the raw answer of its newest Allocate."""
+    found: dict[str, dict[str, tuple[tuple[str, ...], bytes]]] = {}
+    for call in shown.node.kubelet.log.of("Allocate", pod_uid=pod_uid):
+        if not call.error:
+            found.setdefault(call.container, {})[call.resource] = (call.device_ids, call.response)
+    return found
+
+
+def _container(
+    shown: ReportedNode, spec: ContainerSpec, given: Mapping[str, tuple[tuple[str, ...], bytes]]
+) -> dict[str, Any]:
+    answers = [ContainerAllocateResponse.parse(raw) for _, (_, raw) in sorted(given.items())]
+    ids = given.get(shown.vcore, ((), b""))[0]
+    mounts = {m.container_path: m for answer in answers for m in answer.mounts}
+    devices = {d.container_path: d for answer in answers for d in answer.devices}
+    return {
+        "name": spec.name,
+        "cards": [card.index for card in cards_of(ids, shown.cards)],
+        "vcore": spec.requests.get(shown.vcore, 0),
+        "vmemory": spec.requests.get(shown.vmemory, 0),
+        "env": {k: v for answer in answers for k, v in sorted(answer.envs.items())},
+        "mounts": [
+            {"host_path": m.host_path, "container_path": m.container_path, "read_only": m.read_only}
+            for _, m in sorted(mounts.items())
+        ],
+        "devices": [
+            {"host_path": d.host_path, "container_path": d.container_path, "permissions": d.permissions}
+            for _, d in sorted(devices.items())
+        ],
+        "annotations": {k: v for answer in answers for k, v in sorted(answer.annotations.items())},
+    }

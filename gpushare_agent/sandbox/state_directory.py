@@ -1,0 +1,74 @@
+"""The sandbox's state directory: one live owner, leftovers of dead ones removed, everything removed at the end.
+
+Ownership is a lock on the file `owner`, which the kernel gives back when its holder dies; the file's text, the PID, is
+only for the reader of a message.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gpushare_agent.model.errors import StartupError
+from gpushare_agent.sandbox.node import NodePaths, prepare_state_directory
+
+
+def default_state_directory() -> Path:
+    return Path(f"/tmp/gpushare-sandbox-{os.getuid()}")  # noqa: S108 - short for unix addresses; ownership is checked
+
+
+@contextmanager
+def owned_state_directory(state: Path) -> Iterator[NodePaths]:
+    """Raises StartupError where the directory cannot serve, is another's, or is in use."""
+    is_new = not state.exists()
+    if not is_new:
+        _check_is_ours(state)
+    paths = prepare_state_directory(state)
+    with paths.owner.open("a+") as owner:
+        try:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner.seek(0)
+            raise StartupError(
+                f"another sandbox (PID {owner.read().strip() or 'unknown'}) runs in {paths.state}; speak to it with "
+                f"`gpushare-agent sandbox status --state-dir {paths.state}`, end it with Ctrl-C in its terminal, or "
+                "choose another directory with --state-dir and another --port"
+            ) from error
+        _clear(paths, keep=paths.owner)
+        paths.virtual_manager.mkdir()
+        owner.truncate(0)
+        owner.write(f"{os.getpid()}\n")
+        owner.flush()
+        try:
+            yield paths
+        finally:
+            _clear(paths, keep=paths.owner)
+            paths.owner.unlink(missing_ok=True)
+            if is_new and not any(paths.state.iterdir()):
+                paths.state.rmdir()
+
+
+def _check_is_ours(state: Path) -> None:
+    """A directory with other things in it is somebody's: nothing in it may be removed."""
+    if not state.is_dir():
+        return  # prepare_state_directory words this
+    if state.is_symlink() or state.stat().st_uid != os.getuid():
+        raise StartupError(f"the state directory {state} belongs to another user or is a link; choose another with --state-dir")
+    if any(state.iterdir()) and not (state / "owner").is_file():
+        raise StartupError(
+            f"the state directory {state} holds files that no sandbox left there; choose an empty or a new one with --state-dir"
+        )
+
+
+def _clear(paths: NodePaths, *, keep: Path) -> None:
+    for path in paths.state.iterdir():
+        if path == keep:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,85 @@
+"""A running sandbox: the node, its agent, and what people do with them (apply, delete, restart, look).
+
+State owned: none but the running parts. The printing is the app's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gpushare_agent.model.errors import AgentError, Rejected
+from gpushare_agent.sandbox.agent_process import AgentProcess
+from gpushare_agent.sandbox.control import Answer, Request
+from gpushare_agent.sandbox.manifests import Manifest
+from gpushare_agent.sandbox.node_report import ReportedNode, report
+
+READY_TIMEOUT_S = 30.0
+_UNSCHEDULABLE = "Unschedulable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workbench:
+    shown: ReportedNode
+    agent: AgentProcess
+
+    def document(self) -> dict[str, Any]:
+        return report(self.shown)
+
+    def is_registered(self) -> bool:
+        """Both resources are in the Node object with devices, as the scheduler sees it."""
+        node = self.shown.node
+        raw = node.api.object_of("nodes", ("", node.name)) or {}
+        allocatable = raw.get("status", {}).get("allocatable", {})
+        return all(int(allocatable.get(name, 0)) > 0 for name in (self.shown.vcore, self.shown.vmemory))
+
+    async def wait_registered(self) -> bool:
+        """False after READY_TIMEOUT_S: pods are then created all the same, and stay Pending."""
+        try:
+            return await self.shown.node.signal.wait_until(self.is_registered, READY_TIMEOUT_S)
+        except TimeoutError:
+            return False
+
+    def create(self, manifests: list[Manifest]) -> list[str]:
+        """In order; returns their names with namespace. Raises Conflict for a name in use."""
+        created = []
+        for manifest in manifests:
+            metadata = self.shown.node.api.create_pod(manifest.raw)["metadata"]
+            created.append(f"{metadata['namespace']}/{metadata['name']}")
+        return created
+
+    def is_settled(self) -> bool:
+        """Every pod runs, has ended, or waits because nothing fits."""
+        for pod in self.document()["pods"]:
+            is_waiting = pod["phase"] == "Pending" and pod["reason"] != _UNSCHEDULABLE
+            if is_waiting or pod["phase"] not in ("Pending", "Running", "Succeeded", "Failed"):
+                return False
+        return True
+
+    async def handle(self, request: Request) -> Answer:
+        """A request from another terminal. Raises AgentError."""
+        command = request.get("command")
+        if command == "apply":
+            return _done([f"pod {name} created" for name in self.create(_manifests(request))])
+        if command == "delete":
+            namespace, name = str(request.get("namespace")), str(request.get("name"))
+            self.shown.node.api.delete_pod(namespace, name)
+            return _done([f"pod {namespace}/{name} deleted"])
+        if command == "restart-kubelet":
+            await self.shown.node.kubelet.restart()
+            return _done(["the kubelet has restarted; it admits pods again in about a second"])
+        if command == "kill-agent":
+            if not self.agent.kill():
+                raise AgentError("no agent runs at the moment; it is being started")
+            return _done(["the agent was killed; the sandbox starts it again"])
+        if command == "status":
+            return {**_done([]), "document": self.document()}
+        raise Rejected(f"unknown command {command!r}")
+
+
+def _done(lines: list[str]) -> Answer:
+    return {"ok": True, "lines": lines}
+
+
+def _manifests(request: Request) -> list[Manifest]:
+    return [Manifest(raw=raw, origin=str(raw.get("metadata", {}).get("name"))) for raw in request.get("pods", ())]

@@ -1,0 +1,161 @@
+"""What ListAndWatch says for one resource: every device ID with its health and NUMA node.
+
+The only owner of that list. One frame per device is kept encoded: protobuf messages that hold only repeated fields
+merge when they are put one after another, so a change of one device encodes one device.
+
+State owned: the devices of one resource, their frames, and a version that grows with every change.
+Format: ListAndWatchResponse of protos/deviceplugin.proto.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from gpushare_agent.kit.wire_build import bytes_field, integer_field
+from gpushare_agent.model.errors import StartupError
+from gpushare_agent.model.gpus import Card, GpuInventory, Health
+from gpushare_agent.model.names import CORES_PER_CARD, MEMORY_BLOCK_MIB, device_id
+from gpushare_agent.model.resources import ResourceKind
+
+MAX_LIST_BYTES = 4 * 1024 * 1024 - 1024
+"""The kubelet's gRPC client takes 4 MiB (measured: RESOURCE_EXHAUSTED above); a little is left for the framing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRow:
+    """One device ID as the kubelet sees it. `numa` is None where the node tells none."""
+
+    id: str
+    healthy: bool
+    numa: int | None = None
+
+
+class DeviceTable:
+    """The devices of one resource. Changed by its owner through `set_devices`, read by any number of streams."""
+
+    def __init__(self, devices: Sequence[DeviceRow] = ()) -> None:
+        self._rows: dict[str, DeviceRow] = {}
+        self._frames: dict[str, bytes] = {}
+        self._encoded = b""
+        self._version = 0
+        self._changed = asyncio.Event()
+        if devices:
+            self.set_devices(devices)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def encoded_size(self) -> int:
+        return len(self._encoded)
+
+    @property
+    def devices(self) -> tuple[DeviceRow, ...]:
+        """The devices, in the order in which they are sent."""
+        return tuple(self._rows.values())
+
+    def set_devices(self, devices: Sequence[DeviceRow]) -> bool:
+        """Replaces the list; true if anything differs from before, order included. Then every waiter wakes."""
+        rows = {row.id: row for row in devices}
+        if rows == self._rows and list(rows) == list(self._rows):
+            return False
+        self._frames = {
+            row.id: self._frames[row.id] if self._rows.get(row.id) == row else _frame(row) for row in rows.values()
+        }
+        self._rows = rows
+        self._encoded = b"".join(self._frames.values())
+        self._version += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+        return True
+
+    def encode(self) -> bytes:
+        """The whole ListAndWatchResponse."""
+        return self._encoded
+
+    async def wait_change(self, seen: int) -> int:
+        """Waits until the version is another than `seen` and returns it; several changes at once are one."""
+        while self._version == seen:
+            await self._changed.wait()
+        return self._version
+
+
+def device_rows(
+    inventory: GpuInventory, kind: ResourceKind, memory_block_mib: int = MEMORY_BLOCK_MIB
+) -> list[DeviceRow]:
+    """The device IDs of every card, in order of card index, then number; a card's health is that of all its IDs."""
+    return [
+        DeviceRow(id=device_id(card.uuid, number), healthy=card.is_healthy, numa=card.numa_node)
+        for card in sorted(inventory.cards, key=lambda card: card.index)
+        for number in range(_units(card, kind, memory_block_mib))
+    ]
+
+
+def check_size(
+    inventory: GpuInventory, resource: str, memory_block_mib: int, *, limit_bytes: int = MAX_LIST_BYTES
+) -> None:
+    """Checks that the kubelet can receive the list of memory blocks.
+
+    Raises:
+        StartupError: it cannot; the text names the smallest block size that works.
+    """
+    size = vmemory_list_bytes(inventory.cards, memory_block_mib)
+    if size <= limit_bytes:
+        return
+    blocks = sum(_units(card, ResourceKind.VMEMORY, memory_block_mib) for card in inventory.cards)
+    workable = smallest_block_mib(inventory.cards, limit_bytes=limit_bytes)
+    raise StartupError(
+        f"cannot announce {resource}: {blocks} blocks of {memory_block_mib} MiB make a ListAndWatch message of {size} "
+        f"bytes, and the kubelet takes at most {limit_bytes}. The agent does not start. Set the memory block size "
+        f"(resources.memory_block_mib) to {workable} MiB or more"
+    )
+
+
+def smallest_block_mib(cards: Sequence[Card], *, limit_bytes: int = MAX_LIST_BYTES) -> int:
+    """The smallest power of two, in MiB, whose blocks of all cards fit one message of `limit_bytes`.
+
+    A block that is larger than every card always fits, for then there is none.
+    """
+    block_mib = 1
+    while vmemory_list_bytes(cards, block_mib) > limit_bytes:
+        block_mib *= 2
+    return block_mib
+
+
+def vmemory_list_bytes(cards: Iterable[Card], memory_block_mib: int) -> int:
+    """The size of the ListAndWatch message for blocks of this size, without building it."""
+    return sum(
+        count * max(_frame_bytes(card, number, Health.HEALTHY), _frame_bytes(card, number, Health.UNHEALTHY))
+        for card in cards
+        for number, count in _digit_groups(_units(card, ResourceKind.VMEMORY, memory_block_mib))
+    )
+
+
+def _units(card: Card, kind: ResourceKind, memory_block_mib: int) -> int:
+    return CORES_PER_CARD if kind is ResourceKind.VCORE else card.memory_mib // memory_block_mib
+
+
+def _digit_groups(count: int) -> Iterator[tuple[int, int]]:
+    """Splits 0..count-1 by number of digits: one member of each group, and how many there are."""
+    first, limit = 0, 10
+    while first < count:
+        yield first, min(count, limit) - first
+        first, limit = limit, limit * 10
+
+
+def _frame_bytes(card: Card, number: int, health: Health) -> int:
+    row = DeviceRow(id=device_id(card.uuid, number), healthy=health is Health.HEALTHY, numa=card.numa_node)
+    return len(_frame(row))
+
+
+def _frame(row: DeviceRow) -> bytes:
+    """A ListAndWatchResponse with this one device. NUMA node 0 is an empty NUMANode, as proto3 writes it."""
+    health = Health.HEALTHY if row.healthy else Health.UNHEALTHY
+    device = bytes_field(1, row.id.encode()) + bytes_field(2, health.encode())
+    if row.numa is not None:
+        node = integer_field(1, row.numa) if row.numa else b""
+        device += bytes_field(3, bytes_field(1, node))
+    return bytes_field(1, device)

@@ -1,0 +1,114 @@
+"""Every check of the project, each in an environment of its own: `nox -s NAME`, `nox -l` lists them."""
+
+from __future__ import annotations
+
+import difflib
+import filecmp
+import shutil
+import tempfile
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2"
+nox.options.sessions = ["tests", "lint", "types", "protos"]
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = False  # tests-3.13 passes over a machine that has only 3.11
+
+RUFF = "ruff>=0.17.5,<0.18"
+IMPORT_LINTER = "import-linter>=2.16,<3"
+MYPY = "mypy>=2.4,<3"
+YAML_TYPES = "types-PyYAML>=6.0.12,<7"
+GRPC_TOOLS = "grpcio-tools==1.85.1"
+BETTERPROTO_COMPILER = "betterproto2-compiler==0.10.1"  # its minor must be the library's
+
+ROOT = Path(__file__).parent
+WIRE = ROOT / "gpushare_agent" / "wire"
+SAMPLES = ROOT / "manifests" / "samples"
+
+
+@nox.session
+def sandbox(session: nox.Session) -> None:
+    """Install everything and run the main job once on the embedded node: pods get their share of a card."""
+    session.install(".")
+    samples = [] if "--apply" in session.posargs else ["--apply", str(SAMPLES)]
+    session.run("gpushare-agent", "sandbox", "--once", *samples, *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Pass the tests on the Python that runs nox."""
+    session.install(".[dev]")
+    session.run("python", "-m", "pytest", *session.posargs)
+
+
+@nox.session(name="tests-on", python=["3.11", "3.12", "3.13"])
+def tests_on(session: nox.Session) -> None:
+    """Pass the tests on one more Python: `nox -s tests-on-3.13`. Skipped where the machine lacks it."""
+    tests(session)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, formatting, and the direction of imports."""
+    session.install(RUFF, IMPORT_LINTER, ".")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy, strict."""
+    session.install(MYPY, YAML_TYPES, ".")
+    session.run("mypy")
+
+
+@nox.session
+def protos(session: nox.Session) -> None:
+    """Generate the messages again and compare with the committed ones; `-- --write` takes them over."""
+    session.install(GRPC_TOOLS, BETTERPROTO_COMPILER, RUFF)  # the compiler formats with whatever ruff there is
+    with tempfile.TemporaryDirectory(prefix="gpushare-protos-") as directory:
+        made = Path(directory)
+        sources = sorted(map(str, (ROOT / "protos").glob("*.proto")))
+        options = "server_generation=async,client_generation=async"
+        with session.chdir(directory):  # outside the project, whose ruff settings are for written code
+            session.run(
+                *("python", "-m", "grpc_tools.protoc", "-I", str(ROOT / "protos")),
+                *(f"--python_betterproto2_out={made}", f"--python_betterproto2_opt={options}", *sources),
+            )
+        if "--write" in session.posargs:
+            shutil.rmtree(WIRE)
+            shutil.copytree(made, WIRE)
+        elif differences := _differences(made, WIRE):
+            session.error(
+                "gpushare_agent/wire is not what protos/ generate; run `nox -s protos -- --write`\n" + differences
+            )
+
+
+def _differences(made: Path, committed: Path) -> str:
+    """A unified diff of two trees of text files, empty where they are the same."""
+    names = {
+        path.relative_to(tree)
+        for tree in (made, committed)
+        for path in tree.rglob("*")
+        if path.suffix in (".py", ".typed")
+    }
+    found: list[str] = []
+    for name in sorted(names):
+        before, after = committed / name, made / name
+        if before.exists() and after.exists() and filecmp.cmp(before, after, shallow=False):
+            continue
+        lines = [path.read_text(encoding="utf-8").splitlines() if path.exists() else [] for path in (before, after)]
+        found += [
+            f"{name}: {'missing' if not before.exists() else 'no longer generated' if not after.exists() else 'differs'}"
+        ]
+        found += list(difflib.unified_diff(*lines, f"committed/{name}", f"generated/{name}", lineterm=""))[:200]
+    return "\n".join(found)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure against the targets; prints a table."""
+    session.install(".[dev]")
+    session.run("python", "-m", "bench", *session.posargs)

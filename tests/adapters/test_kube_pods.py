@@ -1,0 +1,179 @@
+"""A pod is read from the API server's JSON exactly, or refused as Corrupt; nothing else."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare_agent.adapters.kube.pods import parse_pod
+from gpushare_agent.adapters.kube.quantities import whole_number
+from gpushare_agent.model.errors import Corrupt
+from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
+from tests.support_kube import raw_pod
+
+FULL: dict[str, Any] = raw_pod(
+    "web-7d9f-abcde",
+    version="17",
+    metadata={
+        "annotations": {"tencent.com/gpu-assigned": "false", "number": 3},
+        "labels": {"app": "web"},
+        "ownerReferences": [
+            {"kind": "Other", "name": "o"},
+            {"kind": "ReplicaSet", "name": "web-7d9f", "controller": True},
+        ],
+        "deletionTimestamp": "2026-01-01T00:00:00Z",
+    },
+    spec={
+        "initContainers": [
+            {"name": "load", "resources": {"limits": {VCORE_RESOURCE: "1k"}}},
+            {"name": "proxy", "restartPolicy": "Always"},
+        ],
+        "containers": [
+            {
+                "name": "main",
+                "resources": {
+                    "limits": {VCORE_RESOURCE: "30", VMEMORY_RESOURCE: 4, "cpu": "500m", "example.com/foo": "2"}
+                },
+                "env": [
+                    {"name": "A", "value": "1"},
+                    {"name": "B", "valueFrom": {"fieldRef": {}}},
+                    {"name": "A", "value": "2"},
+                ],
+            }
+        ],
+    },
+    status={"phase": "Running", "reason": "r", "message": "m", "containerStatuses": [{"state": {"running": {}}}]},
+)
+
+
+def test_every_part_that_the_agent_needs_is_read() -> None:
+    """A pod with init container, sidecar, owner and statuses comes out with all of them."""
+    read = parse_pod(FULL)
+    assert [(c.name, c.kind, c.position) for c in read.containers] == [
+        ("load", ContainerKind.INIT, 0),
+        ("proxy", ContainerKind.SIDECAR, 1),
+        ("main", ContainerKind.MAIN, 0),
+    ]
+    assert read.containers[0].requests == {VCORE_RESOURCE: 1000}
+    assert read.containers[2].requests == {VCORE_RESOURCE: 30, VMEMORY_RESOURCE: 4, "example.com/foo": 2}
+    assert read.containers[2].env == {"A": "2"}
+    assert (read.phase, read.reason, read.message, read.controller_kind) == (PodPhase.RUNNING, "r", "m", "ReplicaSet")
+    assert read.annotations == {"tencent.com/gpu-assigned": "false"}
+    assert read.is_deleting and read.has_started and read.resource_version == "17" and read.node_name == "node-1"
+
+
+def test_only_the_named_resources_are_read() -> None:
+    """Garbage in another plugin's limit does not matter where only ours are asked for."""
+    raw = copy.deepcopy(FULL)
+    raw["spec"]["containers"][0]["resources"]["limits"]["example.com/foo"] = "garbage"
+    assert parse_pod(raw, resources=[VCORE_RESOURCE]).containers[2].requests == {VCORE_RESOURCE: 30}
+    with pytest.raises(Corrupt, match=r"default/web-7d9f-abcde, container main, limit example.com/foo: 'garbage'"):
+        parse_pod(raw)
+
+
+@pytest.mark.parametrize(
+    ("quantity", "number"),
+    [
+        ("30", 30),
+        ("1k", 1000),
+        ("1Ki", 1024),
+        ("2000m", 2),
+        ("3e2", 300),
+        ("1.5k", 1500),
+        ("+7", 7),
+        (100, 100),
+        (8.0, 8),
+        ("0", 0),
+    ],
+)
+def test_whole_quantities_are_numbers(quantity: Any, number: int) -> None:
+    """Every suffix of a quantity is understood as long as the number is whole."""
+    assert whole_number(quantity, "x") == number
+
+
+@pytest.mark.parametrize(
+    "quantity",
+    [
+        "",
+        "-1",
+        "1500m",
+        "30%",
+        " 30",
+        "1e999",
+        "9" * 50,
+        "1.2.3",
+        "0x10",
+        "∞",
+        "٣",
+        None,
+        True,
+        [],
+        {},
+        float("nan"),
+        -5,
+        2**70,
+    ],
+)
+def test_what_is_no_whole_quantity_is_corrupt(quantity: Any) -> None:
+    """Garbage, fractions, negative and huge numbers are refused with their text."""
+    with pytest.raises(Corrupt, match=r"^pod a/b, container c:"):
+        whole_number(quantity, "pod a/b, container c")
+
+
+@pytest.mark.parametrize(
+    ("status", "has_started"),
+    [
+        ({}, False),
+        ({"containerStatuses": [{"state": {"waiting": {"reason": "PodInitializing"}}, "restartCount": 0}]}, False),
+        ({"containerStatuses": [{"state": {"waiting": {}}, "restartCount": 2}]}, True),
+        ({"initContainerStatuses": [{"state": {"terminated": {"exitCode": 0}}}]}, True),
+        ({"containerStatuses": [{"state": {"waiting": {}}, "lastState": {"terminated": {"exitCode": 1}}}]}, True),
+    ],
+)
+def test_a_pod_has_started_once_a_container_ran(status: dict[str, Any], has_started: bool) -> None:
+    """Running, restarted or ended containers tell of an admission long past; waiting ones do not."""
+    assert parse_pod(raw_pod(status=status)).has_started is has_started
+
+
+def test_huge_annotations_are_cut_visibly() -> None:
+    """A value beyond the limit ends in an ellipsis, so that it is not taken for a whole one."""
+    read = parse_pod(raw_pod(metadata={"annotations": {"a": "1," * 100_000}}))
+    assert len(read.annotations["a"]) == 4096
+    assert read.annotations["a"].endswith("…")
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    if isinstance(value, dict):
+        return [path, *(p for key, item in value.items() for p in _paths(item, (*path, key)))]
+    if isinstance(value, list):
+        return [path, *(p for index, item in enumerate(value) for p in _paths(item, (*path, index)))]
+    return [path]
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(path=st.sampled_from(_paths(FULL)), junk=JUNK)
+def test_junk_anywhere_is_read_or_corrupt(path: tuple[Any, ...], junk: Any) -> None:
+    """Whatever stands in whatever place, the outcome is a Pod or Corrupt."""
+    raw: Any = copy.deepcopy(FULL)
+    if not path:
+        raw = junk
+    else:
+        parent = raw
+        for step in path[:-1]:
+            parent = parent[step]
+        parent[path[-1]] = junk
+    try:
+        assert isinstance(parse_pod(raw), Pod)
+    except Corrupt as e:
+        assert len(str(e)) < 2000

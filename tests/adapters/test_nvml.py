@@ -1,0 +1,340 @@
+"""The NVML driver with the real nvidia-ml-py, in a process of its own, on a scripted libnvidia-ml.so.1."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 30
+
+TWO_PAIRS = """\
+count 4
+card 0 GPU-aaaa 2 00000000:3B:00.0 24576 0 Tesla P40
+card 1 GPU-bbbb 0 00000000:3C:00.0 24576 0 Tesla P40
+card 2 GPU-cccc 3 00000000:AF:00.0 16384 0 NVIDIA A10
+card 3 GPU-dddd 1 00000000:D8:00.0 16384 0 NVIDIA A10
+ancestor 0 1 10
+ancestor 2 3 30
+"""
+
+
+@pytest.fixture(scope="module")
+def library_directory() -> Iterator[Path]:
+    """A directory with the fake as libnvidia-ml.so.1."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler (cc) to build the fake libnvidia-ml.so.1 with")
+    directory = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
+    source = ROOT / "tests" / "native" / "fake_nvml.c"
+    command = [compiler, "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", "libnvidia-ml.so.1", str(source)]
+    subprocess.run(command, cwd=directory, check=True)
+    yield directory
+    shutil.rmtree(directory)
+
+
+@dataclass
+class Probe:
+    """The probe process and the machine that it sees."""
+
+    process: asyncio.subprocess.Process
+    directory: Path
+
+    def becomes(self, script: str) -> None:
+        """Changes the machine, at once for every call that follows."""
+        fresh = self.directory / "script.new"
+        fresh.write_text(script)
+        fresh.replace(self.directory / "script")
+
+    async def ask(self, command: str) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{command}\n".encode())
+        await self.process.stdin.drain()
+        return json.loads(await self.process.stdout.readline())
+
+    async def read(self) -> Any:
+        return await self.ask("read")
+
+
+@asynccontextmanager
+async def running_probe(library: Path | None, script: str, *, timeout_s: float = 10.0) -> AsyncIterator[Probe]:
+    """A probe on this machine; without a library on one that has no NVML. It must end by itself in the end."""
+    directory = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
+    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    environment |= {"PYTHONPATH": str(ROOT), "FAKE_NVML_SCRIPT": str(directory / "script")}
+    if library is not None:
+        environment["LD_LIBRARY_PATH"] = str(library)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-W", "error", str(ROOT / "tests" / "support_nvml_probe.py")),
+                *(str(directory / "pci"), str(timeout_s)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+            )
+            probe = Probe(process=process, directory=directory)
+            try:
+                probe.becomes(script)
+                yield probe
+                assert process.stdin is not None
+                process.stdin.close()
+                assert await process.wait() == 0
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+    finally:
+        shutil.rmtree(directory)
+
+
+async def test_cards_are_read_with_their_minor_numbers_names_and_memory(library_directory: Path) -> None:
+    """The minor number is the driver's and not the index; names, memory, bus IDs and the version come along."""
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        inventory = await probe.read()
+    cards = inventory["cards"]
+    assert [(card["index"], card["minor"], card["uuid"]) for card in cards] == [
+        (0, 2, "GPU-aaaa"),
+        (1, 0, "GPU-bbbb"),
+        (2, 3, "GPU-cccc"),
+        (3, 1, "GPU-dddd"),
+    ]
+    assert [card["name"] for card in cards] == ["Tesla P40", "Tesla P40", "NVIDIA A10", "NVIDIA A10"]
+    assert [card["memory_mib"] for card in cards] == [24576, 24576, 16384, 16384]
+    assert cards[2]["bus_id"] == "00000000:AF:00.0"
+    assert {card["health"] for card in cards} == {"Healthy"}
+    assert inventory["driver_version"] == "580.1.2"
+
+
+async def test_the_tree_follows_the_common_ancestors(library_directory: Path) -> None:
+    """Single switch, internal board switch, host bridge and system become PIX, PIX, PHB and SYS."""
+    async with running_probe(library_directory, TWO_PAIRS.replace("ancestor 0 1 10", "ancestor 0 1 0")) as probe:
+        inventory = await probe.read()
+    assert inventory["links"][0] == ["SELF", "PIX", "SYS", "SYS"]
+    assert inventory["links"][3] == ["SYS", "SYS", "PHB", "SELF"]
+    assert inventory["tree"].splitlines() == [
+        "ROOT:4",
+        "|--SYS:4",
+        "|  |--PIX:2",
+        "|  |  |--GPU0",
+        "|  |  |--GPU1",
+        "|  |--PHB:2",
+        "|  |  |--GPU2",
+        "|  |  |--GPU3",
+    ]
+
+
+async def test_nvlinks_between_two_cards_are_counted(library_directory: Path) -> None:
+    """Two active links to the same card are NV2, whatever form the remote bus ID has; PCIe still shapes the tree."""
+    links = (
+        "nvlink 0 0 0 0000:3c:00.0\nnvlink 0 3 0 0000:3c:00.0\n"
+        "nvlink 1 0 0 00000000:3B:00.0\nnvlink 1 1 0 00000000:3B:00.0\n"
+        "nvlink 1 2 0 00000000:AF:00.0\nnvlink 2 5 0 00000000:3C:00.0\n"
+    )
+    async with running_probe(library_directory, TWO_PAIRS + links) as probe:
+        inventory = await probe.read()
+    assert inventory["links"][0] == ["SELF", "NVLINK2", "SYS", "SYS"]
+    assert inventory["links"][1] == ["NVLINK2", "SELF", "NVLINK1", "SYS"]
+    assert inventory["links"][2] == ["SYS", "NVLINK1", "SELF", "PHB"]
+    assert inventory["cards"][0]["nvlinks"] == [
+        {"number": 0, "remote_bus_id": "00000000:3C:00.0"},
+        {"number": 3, "remote_bus_id": "00000000:3C:00.0"},
+    ]
+    assert "PIX:2" in inventory["tree"]
+
+
+async def test_links_through_an_nvswitch_join_all_cards_that_have_them(library_directory: Path) -> None:
+    """Cards whose links end at switches reach each other with all of them; a card without keeps its PCIe links."""
+    links = "".join(f"nvlink {card} {n} 2 00000000:{5 + n:02X}:00.0\n" for card in (0, 1, 2) for n in range(6))
+    async with running_probe(library_directory, TWO_PAIRS + links) as probe:
+        inventory = await probe.read()
+    assert inventory["links"][0] == ["SELF", "NVLINK6", "NVLINK6", "SYS"]
+    assert inventory["links"][2] == ["NVLINK6", "NVLINK6", "SELF", "PHB"]
+
+
+async def test_numa_nodes_come_from_the_kernel(library_directory: Path) -> None:
+    """A number is the node; -1 and an absent file mean that the host tells none."""
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        for bus_id, text in (("0000:3b:00.0", "0\n"), ("0000:3c:00.0", "-1\n"), ("0000:af:00.0", "1\n")):
+            (probe.directory / "pci" / bus_id).mkdir(parents=True)
+            (probe.directory / "pci" / bus_id / "numa_node").write_text(text)
+        inventory = await probe.read()
+    assert [card["numa_node"] for card in inventory["cards"]] == [0, None, 1, None]
+
+
+async def test_one_lost_card_leaves_the_others_working(library_directory: Path) -> None:
+    """A card lost between two looks stays in the list, Unhealthy with NVML's reason, its place in the tree unchanged."""
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        before = await probe.read()
+        probe.becomes(TWO_PAIRS + "error 1 15\n")
+        after = await probe.read()
+        probe.becomes(TWO_PAIRS)
+        back = await probe.read()
+    assert [card["health"] for card in after["cards"]] == ["Healthy", "Unhealthy", "Healthy", "Healthy"]
+    assert after["cards"][1]["unhealthy_reason"] == "NVML: GPU is lost"
+    assert after["cards"][1]["minor"] == 0
+    assert after["tree"] == before["tree"]
+    assert back == before
+
+
+async def test_a_card_lost_from_the_start_is_unhealthy_under_its_uuid(library_directory: Path) -> None:
+    """With a UUID but nothing else it is listed with unknown minor and no memory."""
+    async with running_probe(library_directory, TWO_PAIRS + "error 1 15\n") as probe:
+        inventory = await probe.read()
+    lost = inventory["cards"][1]
+    assert (lost["uuid"], lost["health"], lost["minor"], lost["memory_mib"]) == ("GPU-bbbb", "Unhealthy", -1, 0)
+
+
+async def test_a_card_without_a_name_is_reported_as_unreadable(library_directory: Path) -> None:
+    """No handle and never seen: only its index and the reason are known, and the others keep their indexes."""
+    async with running_probe(library_directory, TWO_PAIRS + "handle_error 1 15\n") as probe:
+        inventory = await probe.read()
+    assert inventory["unreadable"] == [[1, "NVML: GPU is lost"]]
+    assert [card["index"] for card in inventory["cards"]] == [0, 2, 3]
+    assert inventory["links"][0][1] == "SYS"
+
+
+async def test_a_card_whose_handle_fails_later_is_still_known(library_directory: Path) -> None:
+    """Its UUID is remembered from the earlier look, so it is Unhealthy and not unreadable."""
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        await probe.read()
+        probe.becomes(TWO_PAIRS + "handle_error 2 15\n")
+        inventory = await probe.read()
+    assert inventory["unreadable"] == []
+    assert inventory["cards"][2]["unhealthy_reason"] == "NVML: GPU is lost"
+
+
+async def test_cards_keep_their_index_when_the_driver_numbers_them_anew(library_directory: Path) -> None:
+    """A card off the bus shifts NVML's indexes; ours stay, and the card that is gone is Unhealthy."""
+    fewer = """\
+count 3
+card 0 GPU-aaaa 2 00000000:3B:00.0 24576 0 Tesla P40
+card 1 GPU-cccc 3 00000000:AF:00.0 16384 0 NVIDIA A10
+card 2 GPU-dddd 1 00000000:D8:00.0 16384 0 NVIDIA A10
+ancestor 1 2 30
+"""
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        before = await probe.read()
+        probe.becomes(fewer)
+        after = await probe.read()
+    assert [(card["index"], card["uuid"]) for card in after["cards"]] == [
+        (card["index"], card["uuid"]) for card in before["cards"]
+    ]
+    assert [card["health"] for card in after["cards"]] == ["Healthy", "Unhealthy", "Healthy", "Healthy"]
+    assert "does not list it" in after["cards"][1]["unhealthy_reason"]
+    assert after["links"] == before["links"]
+
+
+async def test_all_cards_lost_are_unhealthy_and_come_back(library_directory: Path) -> None:
+    """While all are lost NVML is opened anew at each look; the first look after the recovery sees them healthy."""
+    script = TWO_PAIRS + "nvlink 0 0 0 00000000:3C:00.0\nnvlink 1 0 0 00000000:3B:00.0\n"
+    async with running_probe(library_directory, script) as probe:
+        calls = probe.directory / "calls"
+        before = await probe.read()
+        probe.becomes(script + "".join(f"error {card} 15\n" for card in range(4)) + f"log {calls}\n")
+        lost = await probe.read()
+        assert calls.read_text().split() == ["shutdown", "init", "shutdown"]
+        probe.becomes(script)
+        back = await probe.read()
+    assert lost["links"] == before["links"]
+    assert lost["links"][0][1] == "NVLINK1"
+    assert [card["health"] for card in lost["cards"]] == ["Unhealthy"] * 4
+    assert back == before
+
+
+async def test_a_driver_that_is_gone_is_unavailable_and_comes_back(library_directory: Path) -> None:
+    """Driver unloaded: the look fails and says what to check. Loaded again: the next look opens NVML and works."""
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        before = await probe.read()
+        probe.becomes("init 9\ndriver 9\n")
+        gone = await probe.read()
+        still_gone = await probe.read()
+        probe.becomes(TWO_PAIRS)
+        back = await probe.read()
+    assert "opening NVML failed: Driver Not Loaded" in gone["unavailable"]
+    assert still_gone == gone
+    assert back == before
+
+
+async def test_a_driver_lost_under_an_open_nvml_is_opened_again_at_once(library_directory: Path) -> None:
+    """NVML that answers Uninitialized after a driver restart costs no look: it is opened again within the same one."""
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        before = await probe.read()
+        calls = probe.directory / "calls"
+        probe.becomes(TWO_PAIRS + f"driver 1\nlog {calls}\n")
+        failing = await probe.read()
+        assert calls.read_text().split() == ["shutdown", "init", "shutdown"]
+        probe.becomes(TWO_PAIRS)
+        back = await probe.read()
+    assert "NVML opens, but does not answer: Uninitialized" in failing["unavailable"]
+    assert back == before
+
+
+async def test_an_absent_library_is_unavailable_with_a_checklist() -> None:
+    """Without libnvidia-ml.so.1 the error names the library, the device nodes and the runtime class."""
+    async with running_probe(None, TWO_PAIRS) as probe:
+        answer = await probe.read()
+        if "unavailable" not in answer:
+            pytest.skip("this machine has a real libnvidia-ml.so.1")
+    assert "NVML Shared Library Not Found" in answer["unavailable"]
+    for hint in ("nvidia-smi", "libnvidia-ml.so.1", "/dev/nvidiactl", "runtime class"):
+        assert hint in answer["unavailable"]
+
+
+async def test_a_card_in_mig_mode_is_unhealthy_and_says_why(library_directory: Path) -> None:
+    """A card divided by MIG is listed but never given; the reason tells what to do."""
+    script = TWO_PAIRS.replace("24576 0 Tesla", "24576 1 Tesla", 1)
+    async with running_probe(library_directory, script) as probe:
+        inventory = await probe.read()
+    assert inventory["cards"][0]["health"] == "Unhealthy"
+    assert inventory["cards"][0]["unhealthy_reason"].startswith("MIG mode is enabled")
+    assert inventory["cards"][0]["memory_mib"] == 24576
+    assert inventory["cards"][1]["health"] == "Healthy"
+
+
+async def test_a_hung_driver_costs_one_thread_and_is_unavailable(library_directory: Path) -> None:
+    """The first look times out, later ones are refused without a further thread, and all is well when it returns."""
+    async with running_probe(library_directory, TWO_PAIRS + "hang\n", timeout_s=0.5) as probe:
+        first = await probe.read()
+        second = await probe.read()
+        threads = await probe.ask("threads")
+        probe.becomes(TWO_PAIRS)
+        while "unavailable" in (answer := await probe.read()):
+            assert "still hangs" in answer["unavailable"]
+    assert "no answer within 0.5 s" in first["unavailable"]
+    assert "still hangs" in second["unavailable"]
+    assert threads == 1
+    assert len(answer["cards"]) == 4
+
+
+async def test_a_hung_driver_does_not_keep_the_process_from_ending(library_directory: Path) -> None:
+    """The process ends by itself with exit code 0 while an NVML call hangs, also after a close that could not be done."""
+    async with running_probe(library_directory, TWO_PAIRS + "hang\n", timeout_s=0.2) as probe:
+        assert "unavailable" in await probe.read()
+        await probe.ask("close")
+        process = probe.process
+    assert process.returncode == 0
+
+
+async def test_reading_after_a_close_opens_nvml_again(library_directory: Path) -> None:
+    """Close shuts NVML down; the next look initialises it once more."""
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        calls = probe.directory / "calls"
+        probe.becomes(TWO_PAIRS + f"log {calls}\n")
+        before = await probe.read()
+        await probe.ask("close")
+        after = await probe.read()
+        assert calls.read_text().split() == ["init", "shutdown", "init"]
+    assert after == before

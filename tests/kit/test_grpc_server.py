@@ -1,0 +1,369 @@
+"""kit/grpc_server.py and kit/grpc_codec.py over real unix sockets, with grpclib's, grpcio's and a raw HTTP/2 client."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpclib import GRPCError, Status
+from grpclib.client import Channel
+from grpclib.const import Cardinality, Handler
+from grpclib.encoding.base import CodecBase
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import ConnectionTerminated, Event, ResponseReceived, StreamEnded, TrailersReceived
+
+from gpushare_agent.kit.grpc_codec import StrictCodec, decode_generated
+from gpushare_agent.kit.grpc_server import GrpcServer
+from gpushare_agent.kit.sockets import bind_unix_socket
+from gpushare_agent.kit.wire_build import bytes_field, integer_field, string_list
+from gpushare_agent.kit.wire_scan import MalformedMessageError, decode_allocate
+from gpushare_agent.wire import v1, v1beta1
+from tests.support_plugin import DEADLINE_S, Recorder, serving, short_directory
+
+ECHO = "/test.Echo/Echo"
+FAIL = "/test.Echo/Fail"
+WAIT = "/test.Echo/Wait"
+
+
+class Echo:
+    """Answers a PreStartContainerRequest with its IDs, fails on demand, or waits until it is cancelled."""
+
+    def __init__(self) -> None:
+        self.happened = Recorder()
+
+    def __mapping__(self) -> dict[str, Handler]:
+        request, answer = v1beta1.PreStartContainerRequest, v1beta1.ContainerPreferredAllocationResponse
+        return {
+            ECHO: Handler(self._echo, Cardinality.UNARY_UNARY, request, answer),
+            FAIL: Handler(self._fail, Cardinality.UNARY_UNARY, request, answer),
+            WAIT: Handler(self._wait, Cardinality.UNARY_STREAM, request, answer),
+        }
+
+    async def _echo(self, stream: Any) -> None:
+        message = await stream.recv_message()
+        await stream.send_message(v1beta1.ContainerPreferredAllocationResponse(device_ids=message.device_ids))
+
+    async def _fail(self, stream: Any) -> None:
+        await stream.recv_message()
+        raise TimeoutError("a fault that nobody expected")
+
+    async def _wait(self, stream: Any) -> None:
+        await stream.recv_message()
+        await stream.send_message(b"")
+        self.happened.record("waiting")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.happened.record("ended")
+
+
+class RawCodec(CodecBase):
+    """Bytes as they are, in both directions."""
+
+    __content_subtype__ = "proto"
+
+    def encode(self, message: Any, message_type: Any) -> bytes:
+        return bytes(message)
+
+    def decode(self, data: bytes, message_type: Any) -> bytes:
+        return data
+
+
+async def call_on(channel: Channel, method: str, request: bytes) -> bytes:
+    """One unary call with raw bytes."""
+    async with channel.request(method, Cardinality.UNARY_UNARY, bytes, bytes, timeout=DEADLINE_S) as stream:
+        await stream.send_message(request, end=True)
+        answer = await stream.recv_message()
+    assert isinstance(answer, bytes)
+    return answer
+
+
+async def call(path: Path, method: str, request: bytes) -> bytes:
+    """The same on a connection of its own."""
+    async with Channel(path=str(path), codec=RawCodec()) as channel:
+        return await call_on(channel, method, request)
+
+
+async def refused(path: Path, method: str, request: bytes) -> GRPCError:
+    with pytest.raises(GRPCError) as caught:
+        await call(path, method, request)
+    return caught.value
+
+
+class RawClient:
+    """An HTTP/2 client that sends exactly the frames it is told to, several in one write."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self.h2 = H2Connection(H2Configuration(client_side=True))
+        self.h2.initiate_connection()
+        self.events: list[Event] = []
+
+    def begin(self, method: str, headers: Sequence[tuple[str, str]] = ()) -> int:
+        stream_id = self.h2.get_next_available_stream_id()
+        fixed = [(":method", "POST"), (":scheme", "http"), (":path", method), (":authority", "x")]
+        self.h2.send_headers(stream_id, [*fixed, ("te", "trailers"), ("content-type", "application/grpc"), *headers])
+        return stream_id
+
+    def flush(self) -> None:
+        self._writer.write(self.h2.data_to_send())
+
+    async def read(self) -> None:
+        """Reads what is there and answers settings and pings."""
+        async with asyncio.timeout(DEADLINE_S):
+            data = await self._reader.read(65536)
+        assert data, "the server closed the connection"
+        self.events += self.h2.receive_data(data)
+        self.flush()
+
+    async def headers_of(self, stream_id: int) -> dict[bytes, bytes]:
+        """All headers and trailers of a stream, once it has ended."""
+        while not any(isinstance(e, StreamEnded) and e.stream_id == stream_id for e in self.events):
+            await self.read()
+        found: dict[bytes, bytes] = {}
+        for event in self.events:
+            if isinstance(event, ResponseReceived | TrailersReceived) and event.stream_id == stream_id:
+                found.update(event.headers or ())  # type: ignore[arg-type]
+        return found
+
+
+@asynccontextmanager
+async def raw_client(path: Path) -> AsyncIterator[RawClient]:
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    try:
+        yield RawClient(reader, writer)
+    finally:
+        writer.transport.abort()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def test_a_call_is_answered() -> None:
+    """The plain case: a generated message in, a generated message out."""
+    async with serving(Echo()) as path:
+        assert await call(path, ECHO, string_list(1, ["a", "b"])) == string_list(1, ["a", "b"])
+
+
+async def test_a_storm_of_cancelled_calls_leaves_the_connection_usable() -> None:
+    """HEADERS, DATA and RST_STREAM in one read, more bytes than the connection's window: the next call is answered."""
+    async with serving(Echo()) as path, raw_client(path) as client:
+        part = struct.pack(">BI", 0, 60_000) + bytes(16_000)
+        sent = 0
+        while sent < 3 * 4 * 1024 * 1024:
+            stream_id = client.begin(ECHO)
+            while client.h2.local_flow_control_window(stream_id) < len(part):
+                client.flush()
+                await client.read()
+            client.h2.send_data(stream_id, part)
+            client.h2.reset_stream(stream_id)
+            client.flush()
+            sent += len(part)
+        stream_id = client.begin(ECHO)
+        client.h2.send_data(stream_id, struct.pack(">BI", 0, 3) + string_list(1, ["a"]), end_stream=True)
+        client.flush()
+        assert (await client.headers_of(stream_id))[b"grpc-status"] == b"0"
+
+
+async def test_an_unknown_method_is_answered_unimplemented_with_its_name() -> None:
+    """The answer carries content-type and gRPC status, so that every client reads UNIMPLEMENTED."""
+    async with serving(Echo()) as path:
+        error = await refused(path, "/test.Echo/Nothing", b"")
+        assert (error.status, error.message) == (Status.UNIMPLEMENTED, "unknown method /test.Echo/Nothing")
+        async with raw_client(path) as client:
+            stream_id = client.begin("/test.Echo/Nothing")
+            client.h2.end_stream(stream_id)
+            client.flush()
+            headers = await client.headers_of(stream_id)
+            assert headers[b"content-type"].startswith(b"application/grpc")
+            assert headers[b"grpc-status"] == b"12"
+
+
+async def test_a_request_of_5_mib_is_refused_with_both_sizes_and_the_connection_lives() -> None:
+    """RESOURCE_EXHAUSTED with a text; the next call on the same connection is answered."""
+    async with serving(Echo()) as path, Channel(path=str(path), codec=RawCodec()) as channel:
+        with pytest.raises(GRPCError) as caught:
+            await call_on(channel, ECHO, bytes(5 * 1024 * 1024))
+        assert caught.value.status is Status.RESOURCE_EXHAUSTED
+        assert caught.value.message == "the request of 5242880 bytes is over the limit of 4194304 bytes"
+        assert await call_on(channel, ECHO, string_list(1, ["a"])) == string_list(1, ["a"])
+
+
+async def test_a_long_request_is_refused_before_its_bytes_are_read() -> None:
+    """A prefix that announces 4 GiB is answered at once; nothing waits for the bytes."""
+    async with serving(Echo()) as path, raw_client(path) as client:
+        stream_id = client.begin(ECHO)
+        client.h2.send_data(stream_id, struct.pack(">BI", 0, 2**32 - 1))
+        client.flush()
+        assert (await client.headers_of(stream_id))[b"grpc-status"] == b"8"
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "says"),
+    [
+        (struct.pack(">BI", 0, 50) + bytes(10), b"3", b"the request ended before its 50 bytes were there"),
+        (b"\x00\x00", b"3", b"the request ended before its 5 bytes were there"),
+        (b"", b"3", b"the request holds no message"),
+        (struct.pack(">BI", 1, 1) + b"x", b"12", b"compressed requests are not supported: send them uncompressed"),
+    ],
+)
+async def test_a_broken_frame_is_answered_with_what_is_wrong(data: bytes, status: bytes, says: bytes) -> None:
+    """Cut off, empty and compressed requests each get a status and a text."""
+    async with serving(Echo()) as path, raw_client(path) as client:
+        stream_id = client.begin(ECHO)
+        client.h2.send_data(stream_id, data, end_stream=True)
+        client.flush()
+        headers = await client.headers_of(stream_id)
+        assert (headers[b"grpc-status"], headers[b"grpc-message"]) == (status, says)
+
+
+@pytest.mark.parametrize("data", [b"\x0a\x7fshort", b"\x08\x01", b"\x0a\x02\xff\xfe", b"\xff" * 12, b"\x0b"])
+@pytest.mark.parametrize("decoders", [None, {v1beta1.PreStartContainerRequest: decode_allocate}])
+async def test_malformed_protobuf_is_answered_invalid_argument(data: bytes, decoders: Any) -> None:
+    """The text names the message and the fault, with generated classes and with fast decoders alike."""
+    async with serving(Echo(), decoders=decoders) as path:
+        error = await refused(path, ECHO, data if decoders is None else bytes_field(1, data))
+        assert error.status is Status.INVALID_ARGUMENT
+        assert error.message is not None
+        assert error.message.startswith("malformed PreStartContainerRequest of ")
+
+
+async def test_a_fault_of_a_handler_is_answered_with_where_to_look() -> None:
+    """An unexpected exception, a TimeoutError too, is INTERNAL, and the text names the log, not the exception."""
+    async with serving(Echo()) as path:
+        error = await refused(path, FAIL, b"")
+        assert error.status is Status.INTERNAL
+        assert error.message == f"{FAIL} failed unexpectedly; the agent's log has the traceback (event rpc_failed)"
+
+
+async def test_stop_ends_a_call_says_goaway_and_closes_while_the_client_stays() -> None:
+    """A client that never leaves keeps stop() from nothing; it reads GOAWAY and then the end."""
+    echo = Echo()
+    with short_directory() as directory:
+        server = GrpcServer([echo])
+        await server.serve(bind_unix_socket(directory / "s.sock", mode=0o600))
+        async with raw_client(directory / "s.sock") as client:
+            stream_id = client.begin(WAIT)
+            client.h2.send_data(stream_id, struct.pack(">BI", 0, 0), end_stream=True)
+            client.flush()
+            await echo.happened.wait_for("waiting")
+            assert server.connections == 1
+            async with asyncio.timeout(DEADLINE_S):
+                await server.stop()
+            await echo.happened.wait_for("ended")
+            assert server.connections == 0
+            with pytest.raises(AssertionError, match="closed the connection"):
+                while True:
+                    await client.read()
+            assert any(isinstance(event, ConnectionTerminated) for event in client.events)
+
+
+async def until_stuck(server: GrpcServer) -> None:
+    """Waits until the kernel takes no more of what the server's only connection sends."""
+    (connection,) = server._connections
+    sizes = [-1]
+    async with asyncio.timeout(DEADLINE_S):
+        while len(sizes) < 20 or len(set(sizes[-20:])) > 1 or sizes[-1] == 0:
+            await asyncio.sleep(0)  # a turn of the loop: if the kernel had taken anything, the size would differ
+            assert connection._transport is not None
+            sizes.append(connection._transport.get_write_buffer_size())
+
+
+async def test_stop_cuts_off_a_client_that_does_not_read() -> None:
+    """Bytes that nobody takes do not hold the server: its connection is gone after the grace."""
+    with short_directory() as directory:
+        table = bytes(50_000_000)
+
+        class Flood:
+            def __init__(self) -> None:
+                self.happened = Recorder()
+
+            def __mapping__(self) -> dict[str, Handler]:
+                return {WAIT: Handler(self._flood, Cardinality.UNARY_STREAM, v1beta1.Empty, v1beta1.Empty)}
+
+            async def _flood(self, stream: Any) -> None:
+                await stream.recv_message()
+                try:
+                    self.happened.record("sending")
+                    await stream.send_message(table)
+                finally:
+                    self.happened.record("ended")
+
+        flood = Flood()
+        server = GrpcServer([flood])
+        await server.serve(bind_unix_socket(directory / "s.sock", mode=0o600))
+        async with raw_client(directory / "s.sock") as client:
+            client.h2.increment_flow_control_window(2**30)
+            stream_id = client.begin(WAIT)
+            client.h2.increment_flow_control_window(2**30, stream_id)
+            client.h2.send_data(stream_id, struct.pack(">BI", 0, 0), end_stream=True)
+            client.flush()
+            await flood.happened.wait_for("sending")
+            await until_stuck(server)
+            async with asyncio.timeout(DEADLINE_S):
+                await server.stop(grace_s=0.05)
+            await flood.happened.wait_for("ended")
+            assert server.connections == 0
+
+
+async def test_stop_before_serve_does_nothing() -> None:
+    """A server that never listened can be stopped."""
+    await GrpcServer([Echo()]).stop()
+
+
+async def test_grpcio_reads_the_same_statuses_and_texts() -> None:
+    """A second implementation of the client agrees on success, unknown methods, size and malformed requests."""
+    grpc = pytest.importorskip("grpc")
+    aio = pytest.importorskip("grpc.aio")
+    async with serving(Echo()) as path:
+        limits = [("grpc.max_send_message_length", -1)]
+        async with aio.insecure_channel(f"unix:{path}", options=limits) as channel:
+
+            async def status(method: str, request: bytes) -> Any:
+                try:
+                    await channel.unary_unary(method)(request, timeout=DEADLINE_S)
+                except aio.AioRpcError as e:
+                    return e.code(), e.details()
+                return grpc.StatusCode.OK, ""
+
+            assert await status(ECHO, string_list(1, ["a"])) == (grpc.StatusCode.OK, "")
+            assert (await status("/x/Y", b""))[0] is grpc.StatusCode.UNIMPLEMENTED
+            assert await status(ECHO, bytes(5 * 1024 * 1024)) == (
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "the request of 5242880 bytes is over the limit of 4194304 bytes",
+            )
+            assert (await status(ECHO, b"\x0a\x7fshort"))[0] is grpc.StatusCode.INVALID_ARGUMENT
+            assert await status(ECHO, string_list(1, ["b"])) == (grpc.StatusCode.OK, "")
+
+
+def test_generated_messages_are_checked_to_their_depth() -> None:
+    """A fault inside a submessage, which the generated class would accept silently, is found."""
+    good = v1.PodResources(name="p", containers=[v1.ContainerResources(name="c", cpu_ids=[1, 300])])
+    assert decode_generated(bytes(v1.ListPodResourcesResponse([good])), v1.ListPodResourcesResponse).pod_resources == [
+        good
+    ]
+    for fault in (
+        string_list(3, ["x"]) + b"\x0a\x05x",
+        bytes_field(3, integer_field(1, 7)),
+        bytes_field(3, b"\x0a\x09"),
+    ):
+        with pytest.raises(MalformedMessageError):
+            decode_generated(bytes_field(1, fault), v1.ListPodResourcesResponse)
+
+
+def test_unpacked_and_packed_numbers_are_both_accepted() -> None:
+    """Protobuf lets a repeated number come either way."""
+    packed = decode_generated(bytes_field(3, b"\x01\x02"), v1.ContainerResources)
+    unpacked = decode_generated(integer_field(3, 1) + integer_field(3, 2), v1.ContainerResources)
+    assert packed.cpu_ids == unpacked.cpu_ids == [1, 2]
+
+
+def test_an_answer_of_the_wrong_type_is_a_type_error() -> None:
+    """A handler's mistake is not sent."""
+    with pytest.raises(TypeError, match="must be Empty or bytes, not AllocateRequest"):
+        StrictCodec().encode(v1beta1.AllocateRequest(), v1beta1.Empty)

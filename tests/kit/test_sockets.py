@@ -1,0 +1,114 @@
+"""kit/sockets.py on a real file system."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from gpushare_agent.kit.sockets import bind_unix_socket, connectable_path, file_identity, remove_socket
+from tests.support_plugin import short_directory
+
+
+def connects(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client, connectable_path(path) as address:
+        try:
+            client.connect(address)
+        except ConnectionRefusedError:
+            return False
+        return True
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_socket_is_bound_and_reached_at_short_and_long_paths(depth: int) -> None:
+    """A path of more than 107 bytes works like any other."""
+    with short_directory() as top:
+        directory = top / ("d" * 150) if depth else top
+        directory.mkdir(exist_ok=True)
+        with bind_unix_socket(directory / "s.sock", mode=0o600) as sock:
+            sock.listen()
+            assert connects(directory / "s.sock")
+            assert sock.getblocking() is False
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o660, 0o666])
+def test_the_file_has_the_mode_asked_for_whatever_the_umask(mode: int) -> None:
+    """Neither more nor less."""
+    with short_directory() as directory:
+        old = os.umask(0o077)
+        try:
+            with bind_unix_socket(directory / "s.sock", mode=mode):
+                assert stat.S_IMODE((directory / "s.sock").stat().st_mode) == mode
+        finally:
+            os.umask(old)
+
+
+def test_a_stale_socket_is_replaced() -> None:
+    """What a killed process left behind does not block the next one."""
+    with short_directory() as directory:
+        bind_unix_socket(directory / "s.sock", mode=0o600).close()
+        assert not connects(directory / "s.sock")
+        with bind_unix_socket(directory / "s.sock", mode=0o600) as sock:
+            sock.listen()
+            assert connects(directory / "s.sock")
+
+
+def test_a_file_a_directory_and_a_link_are_left_alone() -> None:
+    """Only a socket is replaced; the text names the path."""
+    with short_directory() as directory:
+        bind_unix_socket(directory / "target", mode=0o600).close()
+        (directory / "file").write_text("precious")
+        (directory / "sub").mkdir()
+        (directory / "link").symlink_to("target")
+        for name in ("file", "sub", "link"):
+            with pytest.raises(FileExistsError, match=f"{name} exists and is not a socket"):
+                bind_unix_socket(directory / name, mode=0o600)
+        assert (directory / "file").read_text() == "precious"
+        assert (directory / "link").is_symlink()
+        assert (directory / "target").is_socket()
+
+
+def test_a_missing_directory_is_file_not_found() -> None:
+    """The caller can tell it from other faults."""
+    with short_directory() as directory, pytest.raises(FileNotFoundError):
+        bind_unix_socket(directory / "missing" / "s.sock", mode=0o600)
+
+
+def test_only_the_socket_with_our_inode_is_removed() -> None:
+    """A successor's socket at the same path stays."""
+    with short_directory() as directory:
+        path = directory / "s.sock"
+        bind_unix_socket(path, mode=0o600).close()
+        inode = path.stat().st_ino
+        assert remove_socket(path, inode=inode + 1) is False
+        assert path.is_socket()
+        assert remove_socket(path, inode=inode) is True
+        assert file_identity(path) is None
+        assert remove_socket(path, inode=inode) is False
+        path.write_text("a file")
+        assert remove_socket(path, inode=path.stat().st_ino) is False
+
+
+def test_the_identity_changes_when_a_file_is_made_anew() -> None:
+    """The inode number may be the same again; the identity is not."""
+    with short_directory() as directory:
+        path = directory / "s.sock"
+        seen = set()
+        for mode in (0o600, 0o600, 0o600):
+            bind_unix_socket(path, mode=mode).close()
+            identity = file_identity(path)
+            assert identity is not None
+            seen.add(identity)
+            while file_identity(_touch(directory / "clock"))[2] == identity[2]:  # type: ignore[index]
+                pass  # until the file system's clock has ticked: a few milliseconds
+            path.unlink()
+        assert len(seen) == 3
+
+
+def _touch(path: Path) -> Path:
+    path.unlink(missing_ok=True)
+    path.touch()
+    return path

@@ -1,0 +1,130 @@
+"""kit/watch_path.py on a real file system. The poll is so slow here that only an event can end a wait in time."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpushare_agent.kit.watch_path import DirectoryWatch, open_directory_watch
+from tests.support_plugin import DEADLINE_S, short_directory
+
+NEVER_S = 3600.0
+
+
+async def until(watch: DirectoryWatch, condition: Callable[[], bool]) -> None:
+    """Waits for changes until the condition holds when one is told."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            await watch.wait_change()
+            if condition():
+                return
+
+
+async def next_event(watch: DirectoryWatch, act: Callable[[], object]) -> None:
+    """Starts waiting, acts, and expects the wait to end."""
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(watch.wait_change())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        act()
+        await waiting
+
+
+async def drain(watch: DirectoryWatch) -> None:
+    """Reads what earlier acts have queued."""
+    try:
+        async with asyncio.timeout(0.05):
+            while True:
+                await watch.wait_change()
+    except TimeoutError:
+        pass
+
+
+async def test_the_first_wait_ends_at_once() -> None:
+    """What happened before the watch began is not known, so the caller is told to look."""
+    with short_directory() as directory:
+        async with open_directory_watch(directory, poll_s=NEVER_S) as watch, asyncio.timeout(DEADLINE_S):
+            await watch.wait_change()
+
+
+async def test_creating_moving_and_deleting_a_file_each_end_a_wait() -> None:
+    """Every change of a name in the directory is told."""
+    with short_directory() as directory:
+        outside = directory.parent / f"{directory.name}-x"
+        outside.touch()
+        async with open_directory_watch(directory, poll_s=NEVER_S) as watch:
+            await watch.wait_change()
+            for act in (
+                (directory / "a").touch,
+                lambda: (directory / "a").rename(directory / "b"),
+                (directory / "b").unlink,
+                lambda: outside.rename(directory / "c"),
+                lambda: (directory / "c").rename(outside),
+            ):
+                await drain(watch)
+                await next_event(watch, act)
+        outside.unlink()
+
+
+async def test_a_directory_that_is_made_later_is_noticed_and_then_watched() -> None:
+    """While it is missing it is polled; once it is there, events count."""
+    with short_directory() as top:
+        directory = top / "later"
+        async with open_directory_watch(directory, poll_s=NEVER_S, fast_poll_s=0.01) as watch:
+            await watch.wait_change()
+            directory.mkdir()
+            await drain(watch)
+            await next_event(watch, (directory / "a").touch)
+
+
+@pytest.mark.parametrize("is_moved", [True, False])
+async def test_a_replaced_directory_is_watched_in_place_of_the_old_one(is_moved: bool) -> None:
+    """Renamed away or removed, and made anew under the same name: files in the new one are told."""
+    with short_directory() as top:
+        directory = top / "dp"
+        directory.mkdir()
+        async with open_directory_watch(directory, poll_s=NEVER_S, fast_poll_s=0.01) as watch:
+            await watch.wait_change()
+            if is_moved:
+                directory.rename(top / "old")
+            else:
+                directory.rmdir()
+            directory.mkdir()
+            await drain(watch)
+            await next_event(watch, (directory / "a").touch)
+
+
+async def test_without_inotify_the_directory_is_polled() -> None:
+    """A process that may open no more files still notices."""
+    with short_directory() as directory:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        manager = open_directory_watch(directory, poll_s=NEVER_S, fast_poll_s=0.01)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            watch = await manager.__aenter__()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        try:
+            (directory / "a").touch()
+            await until(watch, (directory / "a").exists)
+            await until(watch, lambda: True)
+        finally:
+            await manager.__aexit__(None, None, None)
+
+
+async def test_the_descriptor_is_closed_with_the_block() -> None:
+    """Nothing is left open."""
+
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    with short_directory() as directory:
+        before = open_files()
+        async with open_directory_watch(directory) as watch:
+            await watch.wait_change()
+            assert open_files() > before
+        assert open_files() == before

@@ -1,0 +1,52 @@
+"""Helpers for the tests of GPUs, topology and placement."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from gpushare_agent.adapters.topology_text import parse_topology
+from gpushare_agent.decisions.placement import CardState
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.topology import Topology
+from gpushare_agent.model.topology_tree import build_topology
+
+TOPOLOGY_DIRECTORY = Path(__file__).parent / "data" / "topology"
+TOPOLOGY_NAMES = tuple(sorted(path.stem for path in TOPOLOGY_DIRECTORY.glob("*.txt")))
+BLOCKS = 96
+"""Memory blocks of a test card: 24 GiB in blocks of 256 MiB."""
+
+
+def topology_text(name: str) -> str:
+    return (TOPOLOGY_DIRECTORY / f"{name}.txt").read_text()
+
+
+def read_topology(name: str) -> Topology:
+    parsed = parse_topology(topology_text(name))
+    return build_topology(parsed.links, parsed.numa)
+
+
+def uuid_of(index: int) -> GpuUuid:
+    return GpuUuid(f"GPU-{index:08d}")
+
+
+def indexes_of(uuids: Collection[GpuUuid]) -> tuple[int, ...]:
+    return tuple(int(uuid.removeprefix("GPU-")) for uuid in uuids)
+
+
+def card(index: int, *, cores: int = 100, blocks: int = BLOCKS, total: int = BLOCKS, healthy: bool = True) -> CardState:
+    """A card with this much free; as it is by default, wholly free."""
+    return CardState(
+        index=index, uuid=uuid_of(index), healthy=healthy, free_cores=cores, free_blocks=blocks, total_blocks=total
+    )
+
+
+def node(
+    topology: Topology, *, used: Collection[int] = (), shared: Mapping[int, tuple[int, int]] | None = None
+) -> list[CardState]:
+    """Every card of a topology: wholly free, except those wholly `used` and those with (cores, blocks) left."""
+    left = dict(shared or {}) | dict.fromkeys(used, (0, 0))
+    return [
+        card(index, cores=left[index][0], blocks=left[index][1]) if index in left else card(index)
+        for index in range(len(topology.links))
+    ]

@@ -1,0 +1,229 @@
+"""Fakes for the device-plugin side: a small kubelet, an admission handler that is told what to answer, a recorder.
+
+`FakeKubelet` behaves as measured on real ones where it matters here: it removes every socket of its directory when it
+starts, dials back inside Register, then opens ListAndWatch, and leaves its socket behind when it stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import stat
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from grpclib import GRPCError, Status
+from grpclib.client import Channel
+from grpclib.exceptions import StreamTerminatedError
+
+from gpushare_agent.kit.grpc_server import GrpcServer
+from gpushare_agent.kit.sockets import bind_unix_socket
+from gpushare_agent.model.allocations import ContainerEdits
+from gpushare_agent.model.errors import Refused
+from gpushare_agent.wire import v1beta1
+
+DEADLINE_S = 10.0
+"""For every wait in a test. Nothing here takes long: whoever waits this long waits in vain."""
+
+
+@contextmanager
+def short_directory() -> Iterator[Path]:
+    """A directory whose sockets fit a socket address."""
+    path = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class Recorder:
+    """What happened, in order; `wait_for` waits until it has happened."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self._news = asyncio.Event()
+
+    def record(self, event: Any) -> None:
+        self.events.append(event)
+        self._news.set()
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits until `condition` holds; it is looked at after each event."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                self._news.clear()
+                await self._news.wait()
+
+    async def wait_for(self, event: Any, count: int = 1) -> None:
+        await self.wait_until(lambda: self.events.count(event) >= count)
+
+
+class FakeAdmission:
+    """Answers as its fields say and records what it was asked."""
+
+    def __init__(self) -> None:
+        self.calls = Recorder()
+        self.preferred_answer: Callable[[Sequence[str], Sequence[str], int], Sequence[str]] = lambda a, m, n: a[:n]
+        self.allocate_answer: Callable[[Sequence[str]], ContainerEdits | Refused] = lambda ids: ContainerEdits()
+        self.pre_start_answer: Refused | None = None
+        self.hangs = False
+
+    async def preferred(
+        self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
+    ) -> Sequence[str]:
+        self.calls.record(("preferred", resource, list(available), list(must_include), size))
+        await self._maybe_hang()
+        return self.preferred_answer(available, must_include, size)
+
+    async def allocate(self, resource: str, ids: Sequence[str]) -> ContainerEdits | Refused:
+        self.calls.record(("allocate", resource, list(ids)))
+        await self._maybe_hang()
+        return self.allocate_answer(ids)
+
+    async def pre_start(self, resource: str, ids: Sequence[str]) -> Refused | None:
+        self.calls.record(("pre_start", resource, list(ids)))
+        return self.pre_start_answer
+
+    async def _maybe_hang(self) -> None:
+        if self.hangs:
+            await asyncio.Event().wait()
+
+
+class RpcLog:
+    """A metrics observer that keeps what it is told: resource, method, code."""
+
+    def __init__(self) -> None:
+        self.finished: list[tuple[str, str, str]] = []
+
+    def rpc_finished(self, resource: str, method: str, code: str, duration_s: float) -> None:
+        assert duration_s >= 0
+        self.finished.append((resource, method, code))
+
+
+class FakeKubelet(v1beta1.RegistrationBase):
+    """Registration, dial-back and ListAndWatch. Events: ("register", resource), ("refused", resource),
+    ("list", resource, number of devices), ("stream-ended", resource)."""
+
+    def __init__(self, directory: Path, tasks: asyncio.TaskGroup) -> None:
+        self.directory = directory
+        self.happened = Recorder()
+        self.requests: list[v1beta1.RegisterRequest] = []
+        self.options: dict[str, v1beta1.DevicePluginOptions] = {}
+        self.lists: dict[str, list[v1beta1.ListAndWatchResponse]] = {}
+        self.refuse_next: dict[str, int] = {}
+        self.stalls: set[str] = set()
+        self._tasks = tasks
+        self._channels: dict[str, Channel] = {}
+        self._watchers: set[asyncio.Task[None]] = set()
+        self._server: GrpcServer | None = None
+
+    @property
+    def socket(self) -> Path:
+        return self.directory / "kubelet.sock"
+
+    def plugin(self, resource: str) -> v1beta1.DevicePluginStub:
+        """The client that the last registration of this resource opened."""
+        return v1beta1.DevicePluginStub(self._channels[resource])
+
+    def registrations(self, resource: str) -> int:
+        return self.happened.events.count(("register", resource))
+
+    async def wait_listed(self, resource: str, *, times: int = 1) -> None:
+        """Waits until ListAndWatch has sent a message for this resource so often."""
+        await self.happened.wait_until(lambda: len(self.lists.get(resource, ())) >= times)
+
+    async def start(self) -> None:
+        self.directory.mkdir(exist_ok=True)
+        for path in self.directory.iterdir():
+            if stat.S_ISSOCK(path.lstat().st_mode):
+                path.unlink()
+        self._server = GrpcServer([self])
+        await self._server.serve(bind_unix_socket(self.socket, mode=0o600))
+
+    async def stop(self) -> None:
+        """Like a stopped kubelet: every connection ends, every socket stays."""
+        server, self._server = self._server, None
+        watchers, self._watchers = self._watchers, set()
+        for task in watchers:
+            task.cancel()
+        if watchers:
+            await asyncio.wait(watchers)
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+        if server is not None:
+            await server.stop()
+
+    async def restart(self) -> None:
+        await self.stop()
+        await self.start()
+
+    def drop_streams(self) -> None:
+        """Ends the connections to the plugins while going on to serve."""
+        for channel in self._channels.values():
+            channel.close()
+
+    async def register(self, message: v1beta1.RegisterRequest) -> v1beta1.Empty:
+        resource = message.resource_name
+        self.requests.append(message)
+        if self.refuse_next.get(resource, 0) > 0:
+            self.refuse_next[resource] -= 1
+            self.happened.record(("refused", resource))
+            raise GRPCError(Status.UNKNOWN, f"no room for {resource} today")
+        if resource in self.stalls:
+            self.happened.record(("stalled", resource))
+            await asyncio.Event().wait()
+        channel = Channel(path=str(self.directory / message.endpoint))
+        stub = v1beta1.DevicePluginStub(channel)
+        try:
+            self.options[resource] = await stub.get_device_plugin_options(timeout=DEADLINE_S)
+        except BaseException:
+            channel.close()
+            raise
+        old = self._channels.pop(resource, None)
+        if old is not None:
+            old.close()
+        self._channels[resource] = channel
+        watcher = self._tasks.create_task(self._watch(resource, stub))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+        self.happened.record(("register", resource))
+        return v1beta1.Empty()
+
+    async def _watch(self, resource: str, stub: v1beta1.DevicePluginStub) -> None:
+        try:
+            async for answer in stub.list_and_watch():
+                self.lists.setdefault(resource, []).append(answer)
+                self.happened.record(("list", resource, len(answer.devices)))
+        except (GRPCError, StreamTerminatedError, OSError):
+            pass  # the plugin's server went away, as it does in these tests
+        finally:
+            self.happened.record(("stream-ended", resource))
+
+
+@asynccontextmanager
+async def fake_kubelet(directory: Path, *, started: bool = True) -> AsyncIterator[FakeKubelet]:
+    async with asyncio.TaskGroup() as tasks:
+        kubelet = FakeKubelet(directory, tasks)
+        try:
+            if started:
+                await kubelet.start()
+            yield kubelet
+        finally:
+            await kubelet.stop()
+
+
+@asynccontextmanager
+async def serving(*services: Any, **options: Any) -> AsyncIterator[Path]:
+    """Serves on a GrpcServer; gives the path of its socket."""
+    with short_directory() as directory:
+        path = directory / "s.sock"
+        server = GrpcServer(services, **options)
+        await server.serve(bind_unix_socket(path, mode=0o600))
+        try:
+            yield path
+        finally:
+            await server.stop()

@@ -1,0 +1,272 @@
+"""The embedded node for tests: short times, a state directory of its own, and a small device plugin to talk to it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpclib.client import Channel
+from grpclib.server import Server
+
+from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
+from gpushare_agent.sandbox.node import EmbeddedNode, open_embedded_node
+from gpushare_agent.wire import v1
+from gpushare_agent.wire.v1beta1 import (
+    AllocateRequest,
+    AllocateResponse,
+    ContainerAllocateResponse,
+    ContainerPreferredAllocationResponse,
+    Device,
+    DevicePluginBase,
+    DevicePluginOptions,
+    Empty,
+    ListAndWatchResponse,
+    NumaNode,
+    PreferredAllocationRequest,
+    PreferredAllocationResponse,
+    PreStartContainerRequest,
+    PreStartContainerResponse,
+    RegisterRequest,
+    RegistrationStub,
+    TopologyInfo,
+)
+
+CORE = "tencent.com/vcuda-core"
+MEMORY = "tencent.com/vcuda-memory"
+DEADLINE_S = 10.0
+SHORT_TIMES = KubeletTimes(
+    admission_delay_s=0.05, status_interval_s=0.03, first_status_s=0.01, container_start_s=0.0, start_retry_s=0.1
+)
+
+
+@asynccontextmanager
+async def open_test_node(
+    *, kubelet_version: str = "1.36", seed: int = 0, times: KubeletTimes = SHORT_TIMES, node_name: str = "node-a"
+) -> AsyncIterator[EmbeddedNode]:
+    """An embedded node in a short directory below /tmp, which is removed afterwards. Use it inside a test, not as a fixture:
+    a TaskGroup must be left by the task that entered it.
+    """
+    state = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
+    try:
+        async with open_embedded_node(
+            state, node_name=node_name, kubelet_version=kubelet_version, seed=seed, times=times
+        ) as node:
+            yield node
+    finally:
+        shutil.rmtree(state)
+
+
+def pod(name: str, *containers: dict[str, Any], init: tuple[dict[str, Any], ...] = (), **extra: Any) -> dict[str, Any]:
+    """A Pod manifest; `extra` are fields of its spec, `annotations` those of its metadata."""
+    metadata: dict[str, Any] = {"name": name, "annotations": extra.pop("annotations", {})}
+    spec = {"containers": list(containers) or [container("main")], **extra}
+    if init:
+        spec["initContainers"] = list(init)
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def container(name: str = "main", **limits: int) -> dict[str, Any]:
+    """`cores`, `blocks`, or any resource by its `_`-less name through `limits_of`."""
+    names = {"cores": CORE, "blocks": MEMORY}
+    return limits_of(name, {names[key]: count for key, count in limits.items()})
+
+
+def limits_of(name: str, limits: dict[str, int], **extra: Any) -> dict[str, Any]:
+    return {"name": name, "image": "busybox", "resources": {"limits": {k: str(v) for k, v in limits.items()}}, **extra}
+
+
+@dataclass
+class SmallPlugin(DevicePluginBase):
+    """A device plugin that prefers the first IDs, answers with `answer`, and notes what it was asked.
+
+    `on_allocate` and `on_preferred` run inside the handlers, before the answer.
+    """
+
+    resource: str
+    devices: dict[str, tuple[str, int | None]]
+    """ID -> health, NUMA node."""
+    prefers: bool = True
+    wants_pre_start: bool = False
+    answer: ContainerAllocateResponse = field(default_factory=ContainerAllocateResponse)
+    preferred: Callable[[list[str], list[str], int], list[str]] | None = None
+    on_preferred: Callable[[], Awaitable[None]] | None = None
+    on_allocate: Callable[[list[str]], Awaitable[None]] | None = None
+    on_pre_start: Callable[[list[str]], Awaitable[None]] | None = None
+    seen: list[tuple[str, list[str]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._changed = asyncio.Condition()
+        self._version = 0
+        self.streams_ended = asyncio.Event()
+
+    async def set_devices(self, devices: dict[str, tuple[str, int | None]]) -> None:
+        async with self._changed:
+            self.devices, self._version = devices, self._version + 1
+            self._changed.notify_all()
+
+    async def get_device_plugin_options(self, message: Empty) -> DevicePluginOptions:
+        self.seen.append(("GetDevicePluginOptions", []))
+        return DevicePluginOptions(
+            pre_start_required=self.wants_pre_start, get_preferred_allocation_available=self.prefers
+        )
+
+    async def list_and_watch(self, message: Empty) -> AsyncIterator[ListAndWatchResponse]:
+        self.seen.append(("ListAndWatch", []))
+        sent = -1
+        try:
+            while True:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._version != sent)  # noqa: B023 - evaluated at once
+                    sent, devices = self._version, dict(self.devices)
+                yield ListAndWatchResponse(devices=[_device(name, *state) for name, state in devices.items()])
+        finally:
+            self.streams_ended.set()
+
+    async def get_preferred_allocation(self, message: PreferredAllocationRequest) -> PreferredAllocationResponse:
+        request = message.container_requests[0]
+        self.seen.append(("GetPreferredAllocation", list(request.available_device_ids)))
+        if self.on_preferred is not None:
+            await self.on_preferred()
+        must, available = request.must_include_device_ids, request.available_device_ids
+        if self.preferred is not None:
+            ids = self.preferred(available, must, request.allocation_size)
+        else:
+            order = {name: position for position, name in enumerate(self.devices)}
+            free = sorted(set(available) - set(must), key=order.__getitem__)
+            ids = [*must, *free][: request.allocation_size]
+        return PreferredAllocationResponse(container_responses=[ContainerPreferredAllocationResponse(device_ids=ids)])
+
+    async def allocate(self, message: AllocateRequest) -> AllocateResponse:
+        ids = list(message.container_requests[0].device_ids)
+        self.seen.append(("Allocate", ids))
+        if self.on_allocate is not None:
+            await self.on_allocate(ids)
+        return AllocateResponse(container_responses=[self.answer])
+
+    async def pre_start_container(self, message: PreStartContainerRequest) -> PreStartContainerResponse:
+        self.seen.append(("PreStartContainer", list(message.device_ids)))
+        if self.on_pre_start is not None:
+            await self.on_pre_start(list(message.device_ids))
+        return PreStartContainerResponse()
+
+
+def _device(name: str, health: str, numa: int | None) -> Device:
+    topology = None if numa is None else TopologyInfo(nodes=[NumaNode(id=numa)])
+    return Device(id=name, health=health, topology=topology)
+
+
+def device_ids(*cards: str, count: int, numa: int | None = 0) -> dict[str, tuple[str, int | None]]:
+    return {f"{card}::{n}": ("Healthy", numa) for card in cards for n in range(count)}
+
+
+async def register(node: EmbeddedNode, plugin: SmallPlugin, socket_name: str, *, version: str = "v1beta1") -> None:
+    channel = Channel(path=str(node.paths.device_plugin_path / "kubelet.sock"))
+    try:
+        request = RegisterRequest(version=version, endpoint=socket_name, resource_name=plugin.resource)
+        async with asyncio.timeout(DEADLINE_S):
+            await RegistrationStub(channel).register(request)
+    finally:
+        channel.close()
+
+
+@asynccontextmanager
+async def serving(node: EmbeddedNode, plugin: SmallPlugin, socket_name: str) -> AsyncIterator[SmallPlugin]:
+    """The plugin on its socket, not registered. Leaving the block cuts its connections, as the end of its process does."""
+    server = _CuttingServer([plugin])
+    await server.start(path=str(node.paths.device_plugin_path / socket_name))
+    try:
+        yield plugin
+    finally:
+        server.cut()
+        server.close()
+        async with asyncio.timeout(DEADLINE_S):
+            await server.wait_closed()
+        (node.paths.device_plugin_path / socket_name).unlink(missing_ok=True)
+
+
+@asynccontextmanager
+async def open_plugin(node: EmbeddedNode, plugin: SmallPlugin, socket_name: str = "") -> AsyncIterator[SmallPlugin]:
+    """Serving, registered, and its devices known to the kubelet and in the Node object."""
+    socket_name = socket_name or f"{plugin.resource.rpartition('/')[2]}.sock"
+    async with serving(node, plugin, socket_name):
+        await register(node, plugin, socket_name)
+        await wait_allocatable(node, plugin.resource, sum(health == "Healthy" for health, _ in plugin.devices.values()))
+        yield plugin
+
+
+class _CuttingServer(Server):
+    """Remembers its connections, so that they can be closed."""
+
+    def __init__(self, handlers: list[Any]) -> None:
+        super().__init__(handlers)
+        self._made: list[Any] = []
+
+    def _protocol_factory(self) -> Any:
+        protocol = super()._protocol_factory()
+        self._made.append(protocol)
+        return protocol
+
+    def cut(self) -> None:
+        for protocol in self._made:
+            connection = getattr(protocol, "connection", None)
+            if connection is not None and not connection.is_closing():
+                connection.close()
+
+
+# --- waiting ---
+
+
+async def wait_allocatable(node: EmbeddedNode, resource: str, count: int) -> None:
+    def is_shown() -> bool:
+        raw = node.api.object_of("nodes", ("", node.name)) or {}
+        return raw.get("status", {}).get("allocatable", {}).get(resource) == str(count)
+
+    await node.kubelet.wait_for(is_shown, DEADLINE_S, f"{count} {resource} allocatable on the node")
+
+
+async def wait_phase(node: EmbeddedNode, name: str, *phases: str, namespace: str = "default") -> dict[str, Any]:
+    def settled() -> dict[str, Any] | None:
+        raw = node.api.find_pod(namespace, name)
+        return raw if raw is not None and raw["status"]["phase"] in phases else None
+
+    found = await node.kubelet.wait_for(settled, DEADLINE_S, f"pod {name} in phase {' or '.join(phases)}")
+    assert found is not None
+    return found
+
+
+async def wait_gone(node: EmbeddedNode, name: str, *, namespace: str = "default") -> None:
+    await node.kubelet.wait_for(lambda: node.api.find_pod(namespace, name) is None, DEADLINE_S, f"pod {name} gone")
+
+
+# --- PodResources ---
+
+
+@asynccontextmanager
+async def pod_resources(node: EmbeddedNode) -> AsyncIterator[v1.PodResourcesListerStub]:
+    channel = Channel(path=str(node.paths.pod_resources_socket))
+    try:
+        yield v1.PodResourcesListerStub(channel, timeout=DEADLINE_S)
+    finally:
+        channel.close()
+
+
+def by_container(answer: v1.ListPodResourcesResponse) -> dict[str, dict[str, set[str]]]:
+    """`pod/container` -> resource -> IDs, the entries of one resource merged."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for listed in answer.pod_resources:
+        for item in listed.containers:
+            devices = found.setdefault(f"{listed.name}/{item.name}", {})
+            for entry in item.devices:
+                devices.setdefault(entry.resource_name, set()).update(entry.device_ids)
+    return found
+
+
+async def list_pods(node: EmbeddedNode) -> dict[str, dict[str, set[str]]]:
+    async with pod_resources(node) as stub:
+        return by_container(await stub.list())
