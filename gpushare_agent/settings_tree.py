@@ -183,7 +183,7 @@ class VirtualManagerSettings(_Section):
 
     path: GivenPath = Field(
         default=Path("/etc/gpu-manager/vm"),
-        description="Directory with one directory per pod and container. The default is where gpu-manager keeps it.",
+        description="Directory with one directory per pod and container, as gpu-manager keeps it. Not used yet.",
     )
 
 
@@ -192,10 +192,14 @@ class RuntimeSettings(_Section):
 
     endpoint: str = Field(
         default="",
-        description="Socket of the container runtime (CRI), with or without unix://. Empty: the first known one.",
+        description="Socket of the container runtime (CRI), with or without unix://. Empty: the first known one."
+        " Only `check` uses it yet.",
     )
     request_timeout_s: Seconds = Field(
-        default=5.0, ge=0.1, le=120, description="Limit of one question to the runtime, seconds."
+        default=5.0,
+        ge=0.1,
+        le=120,
+        description="Limit of one question to the runtime, seconds. Accepted, not used yet.",
     )
     cgroup_driver: Literal["", "cgroupfs", "systemd"] = Field(
         default="",
@@ -249,7 +253,7 @@ class Settings(BaseSettings):
         description="Name of this node in the API server. Empty: the variable NODE_NAME, else the host's name.",
     )
     node_labels: Annotated[dict[str, str], BeforeValidator(pairs_of)] = Field(
-        default_factory=dict, description="Labels to put on the node, k=v,k=v. Empty: none."
+        default_factory=dict, description="Labels for the node, k=v,k=v. Empty: none. Accepted, not used yet."
     )
     driver: Annotated[Literal["nvml", "simulated"], BeforeValidator(lambda v: "nvml" if v == "nvidia" else v)] = Field(
         default="nvml",
@@ -273,12 +277,14 @@ class Settings(BaseSettings):
         default=None,
         description="Kubeconfig for the API server. Empty: the pod's service account, else the user's default file.",
     )
-    sample_period_s: Seconds = Field(default=1.0, ge=0.05, le=3600, description="How often usage is sampled, seconds.")
+    sample_period_s: Seconds = Field(
+        default=1.0, ge=0.05, le=3600, description="How often usage is sampled, seconds. Accepted, not used yet."
+    )
     wait_timeout_s: Seconds = Field(
         default=60.0,
         ge=0.05,
         le=3600,
-        description="How long the start waits for the API server and the kubelet, seconds.",
+        description="Accepted for gpu-manager's manifests and not used: the agent waits as long as it takes.",
     )
     simulated: SimulatedSettings = SimulatedSettings()
     resources: ResourceSettings = ResourceSettings()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from gpushare_agent.decisions.identity import Known
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Card, GpuInventory
+from gpushare_agent.model.kubelet import CheckpointEntry, ListedContainer, ListedPod
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceNames
@@ -70,6 +71,27 @@ def allocation(
         vmemory_ids=frozenset(memory),  # type: ignore[arg-type]
         is_whole=len(cores) >= 100,
     )
+
+
+def listed(name: str, **containers: tuple[list[str], list[str]]) -> ListedPod:
+    """A pod of a PodResources answer: vcore and vmemory IDs by container."""
+    return ListedPod(
+        namespace="default",
+        name=name,
+        containers=tuple(
+            ListedContainer(name=inner, devices={VCORE_RESOURCE: frozenset(cores), VMEMORY_RESOURCE: frozenset(memory)})
+            for inner, (cores, memory) in containers.items()
+        ),
+    )
+
+
+def written(uid: str, inner: str, cores: list[str], memory: list[str]) -> list[CheckpointEntry]:
+    """A container's entries in the kubelet's checkpoint."""
+    return [
+        CheckpointEntry(pod_uid=PodUid(uid), container=inner, resource=resource, device_ids=frozenset(given))
+        for resource, given in ((VCORE_RESOURCE, cores), (VMEMORY_RESOURCE, memory))
+        if given
+    ]
 
 
 class Listing:

@@ -135,9 +135,9 @@ class FakeKubelet(v1beta1.RegistrationBase):
         """Waits until ListAndWatch has sent a message for this resource so often."""
         await self.happened.wait_until(lambda: len(self.lists.get(resource, ())) >= times)
 
-    async def start(self) -> None:
+    async def start(self, *, removes_sockets: bool = True) -> None:
         self.directory.mkdir(exist_ok=True)
-        for path in self.directory.iterdir():
+        for path in self.directory.iterdir() if removes_sockets else ():
             if stat.S_ISSOCK(path.lstat().st_mode):
                 path.unlink()
         self._server = GrpcServer([self])

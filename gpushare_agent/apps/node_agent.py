@@ -11,15 +11,20 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import structlog
 
 from gpushare_agent.apps.node_parts import NodeParts, build, check_message_size, open_driver
 from gpushare_agent.kit.supervision import forever
 from gpushare_agent.kit.systemd import sd_notify
-from gpushare_agent.model.errors import AgentError, StartupError
+from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
 from gpushare_agent.settings import Settings, SettingsError
+
+if TYPE_CHECKING:
+    from gpushare_agent.adapters.kube.client import KubeApi
 
 log = structlog.get_logger(__name__)
 
@@ -27,6 +32,7 @@ REGISTER_FIRST_S = 1.0
 """How long the slow libraries wait for the first registration: a kubelet that is down must not keep the rest away."""
 IDLE_WAIT_S = 2.0
 DRIVER_CLOSE_S = 1.0
+API_RETRY_S = 2.0
 
 
 class _Wish(Enum):
@@ -109,6 +115,23 @@ async def _run_once(settings: Settings, reload: Callable[[], Settings], signals:
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(forever("obey signals", obey), name="obey signals")
+            await live(parts)
+    except* _WishedEnd as ended:
+        wishes = [e.wish for e in ended.exceptions if isinstance(e, _WishedEnd)]
+    except* Exception as failed:  # noqa: BLE001 - the process's edge: the first error is raised below, bugs too
+        error = _first(failed)
+    if error is not None:
+        raise error
+    return chosen[0] if _Wish.STOP not in wishes and chosen else None
+
+
+async def live(parts: NodeParts) -> None:
+    """One life of the agent, without signals: until it is cancelled, or a task of it fails (an exception group).
+
+    Raises StartupError where the cards cannot be used.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
             await _read_cards(parts)
             containers = await parts.garbage.recover()
             log.info("allocations_recovered", containers=containers)
@@ -119,16 +142,9 @@ async def _run_once(settings: Settings, reload: Callable[[], Settings], signals:
             group.create_task(forever("kubernetes", lambda: _run_kubernetes(parts)), name="kubernetes")
             group.create_task(forever("web", parts.web.run), name="web")
             group.create_task(_announce(parts), name="announce readiness")
-    except* _WishedEnd as ended:
-        wishes = [e.wish for e in ended.exceptions if isinstance(e, _WishedEnd)]
-    except* Exception as failed:  # noqa: BLE001 - the process's edge: the first error is raised below, bugs too
-        error = _first(failed)
     finally:
         parts.pod_resources.close()
         await _close(parts)
-    if error is not None:
-        raise error
-    return chosen[0] if _Wish.STOP not in wishes and chosen else None
 
 
 async def _read_cards(parts: NodeParts) -> None:
@@ -178,9 +194,9 @@ async def _wait_registered(parts: NodeParts) -> None:
 
 async def _run_kubernetes(parts: NodeParts) -> None:
     """Everything that needs the API server. It may be away: then all of this waits."""
-    from gpushare_agent.adapters.kube.client import open_kube_api
-
-    async with open_kube_api(kubeconfig=parts.settings.kubeconfig) as api, asyncio.TaskGroup() as group:
+    async with AsyncExitStack() as stack:
+        api = await _open_api(parts, stack)
+        group = await stack.enter_async_context(asyncio.TaskGroup())
         parts.informer.attach(api)
         parts.annotations.attach(api)
         parts.events.attach(api)
@@ -191,6 +207,18 @@ async def _run_kubernetes(parts: NodeParts) -> None:
         if parts.settings.allocation.cleanup_rejected_pods:
             parts.rejected.attach(api)
             group.create_task(forever("rejected pods", parts.rejected.run), name="rejected pods")
+
+
+async def _open_api(parts: NodeParts, stack: AsyncExitStack) -> KubeApi:
+    """The API server's client. Credentials that are not there yet are waited for; a wrong configuration is not."""
+    from gpushare_agent.adapters.kube.client import open_kube_api
+
+    while True:
+        try:
+            return await stack.enter_async_context(open_kube_api(kubeconfig=parts.settings.kubeconfig))
+        except Unavailable as e:
+            log.warning("kubernetes_not_ready", error=str(e), retried_in_s=API_RETRY_S)
+        await asyncio.sleep(API_RETRY_S)
 
 
 async def _announce(parts: NodeParts) -> None:

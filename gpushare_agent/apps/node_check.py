@@ -22,7 +22,7 @@ API_TIMEOUT_S = 20.0
 Probe = Callable[[Settings], Awaitable[list[Finding]]]
 
 _PROBES: tuple[tuple[str, Probe, float], ...] = (
-    ("driver", node_check_local.check_driver, PROBE_TIMEOUT_S + node_check_local.DRIVER_TIMEOUT_S),
+    ("driver", node_check_local.check_driver, node_check_local.DRIVER_TIMEOUT_S),
     ("kubelet", node_check_local.check_kubelet, PROBE_TIMEOUT_S),
     ("pod resources", node_check_local.check_pod_resources, PROBE_TIMEOUT_S),
     ("container runtime", node_check_local.check_runtime, PROBE_TIMEOUT_S),

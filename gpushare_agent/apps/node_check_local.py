@@ -7,12 +7,14 @@ from pathlib import Path
 
 from gpushare_agent.adapters import node_probes
 from gpushare_agent.apps.node_finding import Finding, Level, error, ok, warning
+from gpushare_agent.apps.node_parts import open_driver
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.gpus import Card, GpuInventory
 from gpushare_agent.model.names import VCORE_SOCKET, VMEMORY_SOCKET
 from gpushare_agent.settings import Settings
 
-DRIVER_TIMEOUT_S = 5.0
+DRIVER_TIMEOUT_S = 15.0
+"""Without persistence mode a card takes a second or two to wake."""
 _MIB = 1 << 20
 
 
@@ -42,31 +44,11 @@ async def check_driver(settings: Settings) -> list[Finding]:
 
 
 async def _read_cards(settings: Settings) -> GpuInventory:
-    if settings.driver == "nvml":
-        from gpushare_agent.adapters.nvml import NvmlDriver
-
-        driver = NvmlDriver(timeout_s=DRIVER_TIMEOUT_S)
-        try:
-            return await driver.read()
-        finally:
-            await driver.close()
-    from gpushare_agent.adapters.simulated_gpus import SimulatedDriver
-
-    simulated = settings.simulated
-    return await SimulatedDriver(
-        cards=simulated.cards,
-        card_memory_mib=simulated.card_memory_mib,
-        topology_text=None if simulated.topology is None else _topology_text(simulated.topology),
-        card_name=simulated.card_name,
-        seed=settings.node_name,
-    ).read()
-
-
-def _topology_text(path: Path) -> str:
+    driver = open_driver(settings)
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as failure:
-        raise Unavailable(f"cannot read the topology file {path}: {failure}") from failure
+        return await driver.read()
+    finally:
+        await driver.close()
 
 
 def _cards_finding(settings: Settings, inventory: GpuInventory) -> Finding:
@@ -150,7 +132,7 @@ async def check_runtime(settings: Settings) -> list[Finding]:
             continue
         return [ok("container runtime", f"{path} answers")]
     known = ", ".join(map(str, node_probes.RUNTIME_SOCKETS))
-    cure = "mount the runtime's socket into the pod and set --container-runtime-endpoint; allocation works without it"
+    cure = "mount the runtime's socket into the pod and set --container-runtime-endpoint; this release works without it"
     return [warning("container runtime", f"none of {known} answers", cure)]
 
 

@@ -36,7 +36,9 @@ class Manifest:
 
 def read_manifests(paths: Sequence[Path]) -> list[Manifest]:
     """In the given order, a directory's files by name, a file's documents as they stand. Raises ManifestError."""
-    found = [manifest for path in paths for file in _files(path) for manifest in parse_manifests(_text(file), str(file))]
+    found = [
+        manifest for path in paths for file in _files(path) for manifest in parse_manifests(_text(file), str(file))
+    ]
     if paths and not found:
         raise ManifestError(f"no pods in {', '.join(map(str, paths))}: a file needs at least one Pod manifest")
     _check_names(found)
@@ -47,7 +49,7 @@ def sample_manifests(which: str) -> list[Manifest]:
     """One of SAMPLE_SETS; "fitting" leaves out what is not meant to run."""
     if which == "none":
         return []
-    files = sorted((f for f in resources.files(__package__).joinpath("samples").iterdir()), key=lambda f: f.name)
+    files = sorted(resources.files(__package__).joinpath("samples").iterdir(), key=lambda f: f.name)
     found = [m for f in files if f.name.endswith(".yaml") for m in parse_manifests(f.read_text(), f.name)]
     return [m for m in found if which == "all" or expectation(m.raw) is None]
 
@@ -82,11 +84,10 @@ def parse_manifests(text: str, origin: str) -> list[Manifest]:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
         raise ManifestError(f"{origin}{where}: no valid YAML: {getattr(error, 'problem', None) or error}") from error
-    found = []
+    found: list[Manifest] = []
     for number, document in enumerate(documents, start=1):
         where = f"{origin}, document {number}" if len(documents) > 1 else origin
-        for item in _items(document, where):
-            found.append(_checked(item, where))
+        found.extend(_checked(item, where) for item in _items(document, where))
     return found
 
 
@@ -97,7 +98,9 @@ def _items(document: Any, where: str) -> list[Any]:
         items = document.get("items") or []
         return items if isinstance(items, list) else [items]
     if not isinstance(document, dict):
-        raise ManifestError(f"{where}: not a manifest: expected a mapping with kind: Pod, got {type(document).__name__}")
+        raise ManifestError(
+            f"{where}: not a manifest: expected a mapping with kind: Pod, got {type(document).__name__}"
+        )
     return [document]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -12,6 +14,7 @@ from gpushare_agent.sandbox.manifests import EXPECTATION_ANNOTATION
 
 _PHASE_STYLES = {"Running": "green", "Succeeded": "cyan", "Pending": "yellow", "Failed": "red"}
 _CORES = 100
+_PIPE_WIDTH = 160
 
 
 def card_text(container: dict[str, Any]) -> str:
@@ -26,6 +29,8 @@ def cards_table(document: dict[str, Any], block_mib: int) -> Table:
         numa = "-" if card["numa"] is None else str(card["numa"])
         used = f"{card['cores_allocated']} / {_CORES}"
         memory = f"{card['memory_blocks_allocated'] * block_mib} / {card['memory_mib']}"
+        if card["cores_allocated"] >= _CORES and not card["memory_blocks_allocated"]:
+            memory = "with the cores"  # a whole card comes with its whole memory, and no block is asked for
         style = "" if card["health"] == "Healthy" else "red"
         values = (str(card["index"]), card["name"], str(card["memory_mib"]), numa, used, memory)
         table.add_row(*values, Text(card["health"], style=style))
@@ -41,9 +46,10 @@ def pods_table(document: dict[str, Any]) -> Table:
         for position, container in enumerate(pod["containers"]):
             is_first = position == 0
             phase = Text(pod["phase"], style=_PHASE_STYLES.get(pod["phase"], ""))
+            name, reason = f"{pod['namespace']}/{pod['name']}", reason_text(pod)
             table.add_row(
-                f"{pod['namespace']}/{pod['name']}" if is_first else "", phase if is_first else "", container["name"],
-                str(container["vcore"]), str(container["vmemory"]), card_text(container), reason_text(pod) if is_first else "",
+                name if is_first else "", phase if is_first else "", container["name"], str(container["vcore"]),
+                str(container["vmemory"]), card_text(container), reason if is_first else "",
             )  # fmt: skip
     return table
 
@@ -59,9 +65,12 @@ def tables(document: dict[str, Any], block_mib: int, notes: list[str]) -> Render
     return Group(cards_table(document, block_mib), pods_table(document), *(Text(note) for note in notes))
 
 
-def print_tables(document: dict[str, Any], block_mib: int) -> None:
-    console = Console(soft_wrap=False)
-    width = None if console.is_terminal else 160
+def print_document(document: dict[str, Any], form: str, block_mib: int) -> None:
+    """`form` is "json" or "table". Wide enough for whole reasons where no terminal sets the width."""
+    if form == "json":
+        print(json.dumps(document, indent=2))
+        return
+    width = None if sys.stdout.isatty() else _PIPE_WIDTH
     Console(width=width, highlight=False).print(tables(document, block_mib, []))
 
 

@@ -57,10 +57,12 @@ def _check_is_ours(state: Path) -> None:
     if not state.is_dir():
         return  # prepare_state_directory words this
     if state.is_symlink() or state.stat().st_uid != os.getuid():
-        raise StartupError(f"the state directory {state} belongs to another user or is a link; choose another with --state-dir")
+        raise StartupError(
+            f"the state directory {state} belongs to another user or is a link; choose another with --state-dir"
+        )
     if any(state.iterdir()) and not (state / "owner").is_file():
         raise StartupError(
-            f"the state directory {state} holds files that no sandbox left there; choose an empty or a new one with --state-dir"
+            f"the state directory {state} holds files that no sandbox left there; choose a new or empty one (--state-dir)"
         )
 
 

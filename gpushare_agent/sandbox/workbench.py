@@ -5,6 +5,7 @@ State owned: none but the running parts. The printing is the app's.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ _UNSCHEDULABLE = "Unschedulable"
 class Workbench:
     shown: ReportedNode
     agent: AgentProcess
+    memory_block_mib: int
 
     def document(self) -> dict[str, Any]:
         return report(self.shown)
@@ -40,7 +42,7 @@ class Workbench:
         except TimeoutError:
             return False
 
-    def create(self, manifests: list[Manifest]) -> list[str]:
+    def create(self, manifests: Iterable[Manifest]) -> list[str]:
         """In order; returns their names with namespace. Raises Conflict for a name in use."""
         created = []
         for manifest in manifests:
@@ -73,7 +75,7 @@ class Workbench:
                 raise AgentError("no agent runs at the moment; it is being started")
             return _done(["the agent was killed; the sandbox starts it again"])
         if command == "status":
-            return {**_done([]), "document": self.document()}
+            return {**_done([]), "document": self.document(), "memory_block_mib": self.memory_block_mib}
         raise Rejected(f"unknown command {command!r}")
 
 

@@ -29,8 +29,9 @@ from gpushare_agent.kit.wire_scan import (
     decode_preferred_allocation,
 )
 from gpushare_agent.model.allocations import ContainerEdits
-from gpushare_agent.model.errors import TRANSIENT_REASONS, RefusalReason, Refused
+from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import split_device_id
+from gpushare_agent.services.device_plugin_answers import container_response, refusal
 from gpushare_agent.wire import v1beta1
 
 log = structlog.get_logger(__name__)
@@ -40,8 +41,6 @@ CALL_TIMEOUT_S = 5.0
 """The kubelet sets no deadline for GetPreferredAllocation and Allocate, and the whole node waits for them."""
 PRE_START_TIMEOUT_S = 20.0
 """The kubelet gives PreStartContainer 30 s; this leaves time for the answer to say what was slow."""
-_MAX_DETAIL = 2000
-"""Characters of a refusal. The text ends up in the pod's status, and HTTP/2 peers limit their headers."""
 
 FAST_DECODERS: Mapping[type, Decoder] = {
     v1beta1.PreferredAllocationRequest: decode_preferred_allocation,
@@ -169,19 +168,20 @@ class DevicePlugin:
     async def _serve_preferred(self, stream: Stream[Any, Any]) -> None:
         request: PreferredRequest = await _request(stream)
         started = time.perf_counter()
+        deadline = asyncio.get_running_loop().time() + self._call_timeout_s
         answers = []
         code = Status.OK.name
         for container in request.container_requests:
-            ids, code = await self._prefer(container)
+            ids, code = await self._prefer(container, deadline)
             answers.append(bytes_field(1, string_list(1, ids)))
         await stream.send_message(b"".join(answers))
         self._metrics.rpc_finished(self.resource, "GetPreferredAllocation", code, time.perf_counter() - started)
 
-    async def _prefer(self, container: PreferredContainer) -> tuple[Sequence[str], str]:
+    async def _prefer(self, container: PreferredContainer, deadline: float) -> tuple[Sequence[str], str]:
         """The handler's advice; empty where it fails, because an error here rejects the pod with a worse message."""
         fields = {"resource": self.resource, "offered": len(container.available), "asked": container.size}
         try:
-            async with asyncio.timeout(self._call_timeout_s):
+            async with asyncio.timeout_at(deadline):
                 ids = await self._handler.preferred(
                     self.resource, container.available, container.must_include, container.size
                 )
@@ -273,39 +273,6 @@ class DevicePlugin:
 async def _request(stream: Stream[Any, Any]) -> Any:
     """The request as FAST_DECODERS left it; a call without one never gets here (kit/grpc_server.py)."""
     return await stream.recv_message()
-
-
-def refusal(refused: Refused) -> GRPCError:
-    """A refusal as the kubelet gets it: the code says whether to try again, the text goes into the pod's status."""
-    return GRPCError(status_of(refused.reason), f"{refused.reason}: {refused.detail}"[:_MAX_DETAIL])
-
-
-def status_of(reason: RefusalReason) -> Status:
-    if reason in TRANSIENT_REASONS:
-        return Status.UNAVAILABLE
-    match reason:
-        case RefusalReason.INVALID_REQUEST | RefusalReason.UNKNOWN_DEVICE | RefusalReason.WRONG_CARDS:
-            return Status.INVALID_ARGUMENT
-        case RefusalReason.SHARING_DISABLED:
-            return Status.FAILED_PRECONDITION
-        case _:
-            return Status.RESOURCE_EXHAUSTED
-
-
-def container_response(edits: ContainerEdits) -> v1beta1.ContainerAllocateResponse:
-    return v1beta1.ContainerAllocateResponse(
-        envs=dict(sorted(edits.env)),
-        mounts=[
-            v1beta1.Mount(container_path=m.container_path, host_path=m.host_path, read_only=m.read_only)
-            for m in sorted(edits.mounts, key=lambda m: m.container_path)
-        ],
-        devices=[
-            v1beta1.DeviceSpec(container_path=d.container_path, host_path=d.host_path, permissions=d.permissions)
-            for d in sorted(edits.devices, key=lambda d: d.container_path)
-        ],
-        annotations=dict(sorted(edits.annotations)),
-        cdi_devices=[v1beta1.CdiDevice(name=name) for name in sorted(edits.cdi_devices)],
-    )
 
 
 def _cards(containers: Sequence[Sequence[str]]) -> list[str]:

@@ -12,6 +12,7 @@ import structlog
 
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, file_identity, remove_socket
+from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.services.device_plugin import FAST_DECODERS, DevicePlugin
 
 log = structlog.get_logger(__name__)
@@ -50,10 +51,16 @@ class PluginEndpoint:
         """Serves at the path, anew if need be; a socket that lies there is replaced.
 
         Raises:
-            OSError: the directory is missing or not writable, or something that is no socket lies at the path.
+            Unavailable: the directory is missing or not writable, or something that is no socket lies at the path.
         """
         await self.stop()
-        sock = bind_unix_socket(self.path, mode=_SOCKET_MODE)
+        try:
+            sock = bind_unix_socket(self.path, mode=_SOCKET_MODE)
+        except OSError as e:
+            raise Unavailable(
+                f"serving {self.resource} at {self.path} failed: {e}; it is tried again. Check that the kubelet's "
+                f"device-plugin directory (kubelet.device_plugin_path) exists and can be written to"
+            ) from e
         self._identity = file_identity(self.path)
         self._server = GrpcServer([self.plugin], decoders=FAST_DECODERS)
         try:
@@ -74,9 +81,11 @@ class PluginEndpoint:
             if self.plugin.open_streams:
                 self.plugin.end_streams()
                 await asyncio.sleep(_STREAMS_END_S)
-            await server.stop()
-        finally:
-            self._remove_file()
+        finally:  # also when cancelled: an open socket must not outlive its endpoint
+            try:
+                await server.stop()
+            finally:
+                self._remove_file()
 
     def _remove_file(self) -> None:
         identity, self._identity = self._identity, None

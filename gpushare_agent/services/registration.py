@@ -219,7 +219,7 @@ class _Keeper:
                 await self._serve()
             if self._kubelet is not None and not self._is_accepted:
                 await self._register(self._kubelet)
-        except (OSError, Unavailable, Rejected) as e:
+        except (Unavailable, Rejected) as e:
             return self._failed(e)
         if self.registered_with is None or self.endpoint.plugin.open_streams:
             return None
@@ -288,7 +288,7 @@ class _Keeper:
 
     def _streams_changed(self) -> None:
         if not self.endpoint.plugin.open_streams:
-            self._stream_due_at = max(self._stream_due_at, _now() + _NEXT_STREAM_S)
+            self._stream_due_at = _now() + _NEXT_STREAM_S
         self._wake.set()
 
     def _interrupt(self) -> None:

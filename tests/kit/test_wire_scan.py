@@ -234,6 +234,27 @@ def test_a_message_over_the_size_limit_is_refused_unread() -> None:
             decode(data)
 
 
+def test_fields_in_any_order_are_read() -> None:
+    """Protobuf fixes no order: IDs behind the topology, and a name behind the devices, count too."""
+    topology = bytes_field(3, b"")
+    entry = string_list(1, ["r"]) + string_list(2, ["a"]) + topology + string_list(2, ["b"])
+    container = bytes_field(2, entry) + string_list(1, ["c"]) + bytes_field(2, topology + string_list(2, ["d"]))
+    assert decode_pod_containers(bytes_field(3, container)) == [
+        ("c", {"r": frozenset({"a", "b"}), "": frozenset({"d"})}),
+    ]
+
+
+def test_an_entry_that_reaches_beyond_its_container_is_malformed() -> None:
+    """Also where the bytes behind the container would fit."""
+    entry = bytes_field(2, string_list(1, ["resource"]) + string_list(2, ["device"]))
+    body = bytes_field(3, entry[:-3]) + bytes_field(9, bytes(20))
+    with pytest.raises(MalformedMessageError):
+        decode_pod_containers(body)
+    ids = string_list(1, ["device"])
+    with pytest.raises(MalformedMessageError):
+        decode_allocate(bytes_field(1, ids[:-3]) + bytes_field(9, bytes(20)))
+
+
 def test_the_last_of_several_names_counts() -> None:
     """Protobuf lets a scalar come twice; the last one is the value."""
     entry = scan_pod_entry(string_list(1, ["old", "new"]) + string_list(2, ["a", "b"]))

@@ -132,6 +132,17 @@ async def test_a_restarted_kubelet_is_registered_with_again() -> None:
                 assert a.registrar.is_registered(CORES)
 
 
+async def test_a_new_kubelet_socket_alone_is_enough_to_register_again() -> None:
+    """Our own socket may still be there, for instance when it was served again before kubelet.sock came."""
+    with short_directory() as directory:
+        async with fake_kubelet(directory) as kubelet, agent(directory) as a:
+            await both_registered(kubelet)
+            async with fake_kubelet(directory, started=False) as second:
+                await second.start(removes_sockets=False)  # the first one goes on following ListAndWatch
+                await both_registered(second)
+                await a.told.wait_for("kubelet-restart")
+
+
 async def test_a_kubelet_that_stopped_is_not_registered_with() -> None:
     """Its socket stays behind, but nobody follows ListAndWatch; the next kubelet is noticed."""
     with short_directory() as directory:

@@ -85,8 +85,29 @@ class Counted:
                 await self._changed.wait()
 
 
-def _store(count: int) -> PodStore:
-    store = PodStore()
+class LookedAt(PodStore):
+    """A store that tells how often it was looked at, which is once a cycle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._looks = 0
+        self._looked = asyncio.Event()
+
+    def pods(self) -> tuple[Pod, ...]:
+        self._looks += 1
+        self._looked.set()
+        return super().pods()
+
+    async def wait_cycles(self, count: int) -> None:
+        end = self._looks + count
+        async with asyncio.timeout(DEADLINE_S):
+            while self._looks < end:
+                self._looked.clear()
+                await self._looked.wait()
+
+
+def _store(count: int) -> LookedAt:
+    store = LookedAt()
     for number in range(count):
         store.upsert(_rejected(f"web-7d9f-{number}", number + 1))
     return store
@@ -113,9 +134,12 @@ async def test_deletions_are_bounded_per_minute() -> None:
         )
         async with running(cleaner.run):
             await counted.wait(4)
+            await store.wait_cycles(3)
             assert len(server.requests) == 4
             now[0] = 60.0
             await counted.wait(8)
+            await store.wait_cycles(3)
+            assert len(server.requests) == 8
             now[0] = 120.0
             await counted.wait(9)
     assert [left.name for left in store.pods()] == ["web-7d9f-10", "web-7d9f-11", "web-7d9f-9"]

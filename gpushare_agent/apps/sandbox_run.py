@@ -1,0 +1,195 @@
+"""One run of the sandbox: embedded node and agent put together, pods created, shown until they settle or Ctrl-C comes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from gpushare_agent.apps.node_parts import open_driver
+from gpushare_agent.kit.logs import setup_logging
+from gpushare_agent.kit.supervision import forever, stop_task
+from gpushare_agent.sandbox.agent_process import AgentProcess, last_lines
+from gpushare_agent.sandbox.control import open_control
+from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
+from gpushare_agent.sandbox.manifests import Manifest
+from gpushare_agent.sandbox.node import EmbeddedNode, open_embedded_node
+from gpushare_agent.sandbox.node_report import ReportedNode
+from gpushare_agent.sandbox.node_view import pod_line, print_document, reason_text, tables
+from gpushare_agent.sandbox.state_directory import default_state_directory, owned_state_directory
+from gpushare_agent.sandbox.workbench import Workbench
+from gpushare_agent.settings import LoadedSettings, load_settings
+
+SETTLE_TIMEOUT_S = 60.0
+_INTERRUPTED = 130
+_NODE_NAME = "sandbox"
+_TIMES = KubeletTimes(status_interval_s=1.0, container_start_s=0.2)
+_REDRAW_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What was asked for. `flags` go to the agent as they are; `form` is "table" or "json"."""
+
+    state: Path
+    kubelet_version: str
+    flags: tuple[str, ...]
+    manifests: tuple[Manifest, ...]
+    is_once: bool
+    form: str
+
+
+async def run(plan: Plan) -> int:
+    """Returns the exit code. Raises AgentError for what a person must change."""
+    loaded = load_settings(plan.flags, os.environ)
+    setup_logging("warning", loaded.settings.log.format)  # of the embedded parts; the agent has its own log
+    tell = _teller(sys.stderr if plan.is_once or plan.form == "json" else sys.stdout)
+    stop = _stop_on_signals()
+    with owned_state_directory(plan.state) as paths:
+        async with open_embedded_node(
+            paths.state, node_name=_node_name(loaded), kubelet_version=plan.kubelet_version, times=_TIMES
+        ) as node:
+            bench, notes = await _set_up(node, plan, tell)
+            async with _running_agent(bench):
+                work = _once(bench, plan, tell) if plan.is_once else _live(bench, plan, tell, notes)
+                return await _until_stopped(work, stop, _INTERRUPTED if plan.is_once else 0)
+
+
+async def _set_up(node: EmbeddedNode, plan: Plan, tell: Callable[[str], None]) -> tuple[Workbench, list[str]]:
+    """The workbench, not yet running, and what a person should know about it."""
+    arguments = [*node.agent_arguments(), *plan.flags]
+    settings = load_settings(arguments, os.environ).settings
+    resources, log_file = settings.resources, node.paths.agent_log
+    inventory = await open_driver(settings).read()
+    shown = ReportedNode(node=node, cards=inventory.cards, vcore=resources.vcore, vmemory=resources.vmemory)
+    agent = AgentProcess(arguments, log_file, tell)
+    bench = Workbench(shown=shown, agent=agent, memory_block_mib=resources.memory_block_mib)
+    web = f"http://{settings.web.addr}:{settings.web.port}"
+    tell(
+        f"embedded node {node.name}, kubelet {plan.kubelet_version}, in {node.paths.state}\n"
+        f"stand-ins: {settings.driver} cards, containers that run nothing\n"
+        f"web {web}  API server {node.api.url}  agent's log {log_file}"
+    )
+    where = "" if plan.state == default_state_directory() else f" --state-dir {plan.state}"
+    commands = ("apply -f FILE", "delete NAME", "restart-kubelet", "kill-agent", "status")
+    return bench, [
+        f"web {web}  API server {node.api.url}  agent's log {log_file}",
+        "from another terminal: gpushare-agent sandbox " + " | ".join(f"{command}{where}" for command in commands),
+        "Ctrl-C ends the sandbox and removes everything",
+    ]
+
+
+def _node_name(loaded: LoadedSettings) -> str:
+    """The agent's node name where a person has given one; the host's name would say nothing here."""
+    source = loaded.sources["node_name"]
+    is_given = source.startswith(("flag", "variable GPUSHARE")) or source.endswith((".yaml", ".yml"))
+    return loaded.settings.node_name if is_given else _NODE_NAME
+
+
+def _teller(stream: Any) -> Callable[[str], None]:
+    def tell(text: str) -> None:
+        print(text, file=stream, flush=True)
+
+    return tell
+
+
+def _stop_on_signals() -> asyncio.Event:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _until_stopped(work: Coroutine[Any, Any, int], stop: asyncio.Event, interrupted: int) -> int:
+    async with asyncio.TaskGroup() as group:
+        tasks = {group.create_task(work, name="sandbox"), group.create_task(stop.wait(), name="signals")}
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+    results = [task.result() for task in done if not task.cancelled() and task.get_name() == "sandbox"]
+    return results[0] if results else interrupted
+
+
+@asynccontextmanager
+async def _running_agent(bench: Workbench) -> AsyncIterator[None]:
+    async with open_control(bench.shown.node.paths.control_socket, bench.handle), asyncio.TaskGroup() as group:
+        task = group.create_task(forever("agent process", bench.agent.run), name="agent-process")
+        try:
+            yield
+        finally:
+            await stop_task(task)
+
+
+async def _create(bench: Workbench, plan: Plan, tell: Callable[[str], None]) -> None:
+    """When the agent has registered: until then the scheduler would turn every pod away."""
+    if not await bench.wait_registered():
+        tell(
+            "the agent has not registered its resources; pods that want them will stay Pending. The agent's last words:\n"
+            f"{last_lines(bench.shown.node.paths.agent_log)}"
+        )
+    for name in bench.create(plan.manifests):
+        tell(f"pod {name} created")
+
+
+async def _once(bench: Workbench, plan: Plan, tell: Callable[[str], None]) -> int:
+    await _create(bench, plan, tell)
+    try:
+        await bench.shown.node.signal.wait_until(bench.is_settled, SETTLE_TIMEOUT_S)
+    except TimeoutError:
+        tell(f"not every pod has settled after {SETTLE_TIMEOUT_S:g} s; this is how they stand")
+    document = bench.document()
+    print_document(document, plan.form, bench.memory_block_mib)
+    others = [pod for pod in document["pods"] if pod["phase"] not in ("Running", "Succeeded")]
+    for pod in others:
+        tell(f"{pod['namespace']}/{pod['name']} is {pod['phase']}: {reason_text(pod) or 'no reason given'}")
+    if others:
+        tell("exit code 1: not every pod is Running or Succeeded")
+    return 1 if others else 0
+
+
+async def _live(bench: Workbench, plan: Plan, tell: Callable[[str], None], notes: list[str]) -> int:
+    """Endless."""
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_create(bench, plan, tell), name="create-pods")
+        if sys.stdout.isatty() and plan.form == "table":
+            await _draw(bench, notes)
+        else:
+            for note in notes[1:]:
+                tell(note)
+            await _print_changes(bench)
+    return 0
+
+
+async def _draw(bench: Workbench, notes: list[str]) -> None:
+    signal_ = bench.shown.node.signal
+    with Live(console=Console(), auto_refresh=False, redirect_stdout=True, redirect_stderr=True) as live:
+        while True:
+            seen = signal_.count
+            live.update(tables(bench.document(), bench.memory_block_mib, notes), refresh=True)
+            await signal_.wait(seen)
+            await asyncio.sleep(_REDRAW_S)
+
+
+async def _print_changes(bench: Workbench) -> None:
+    """A line for every pod that is new, has changed, or has gone."""
+    signal_, shown = bench.shown.node.signal, dict[str, str]()
+    while True:
+        seen = signal_.count
+        lines = {pod["uid"]: pod_line(pod) for pod in bench.document()["pods"]}
+        for uid, line in lines.items():
+            if shown.get(uid) != line:
+                print(line, flush=True)
+        for uid in shown.keys() - lines.keys():
+            print(f"gone: {shown[uid]}", flush=True)
+        shown = lines
+        await signal_.wait(seen)
+        await asyncio.sleep(_REDRAW_S)

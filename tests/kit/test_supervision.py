@@ -1,0 +1,210 @@
+"""Bodies that must not end, cycles that may fail, stopping a task; delays; the service manager; logs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from gpushare_agent.kit.backoff import Backoff
+from gpushare_agent.kit.logs import setup_logging
+from gpushare_agent.kit.supervision import EndedUnexpectedlyError, forever, periodic, stop_task
+from gpushare_agent.kit.systemd import sd_notify
+from gpushare_agent.model.errors import Unavailable
+
+DEADLINE_S = 10.0
+
+
+async def test_a_body_that_returns_is_an_error_that_names_it() -> None:
+    """A TaskGroup would not notice."""
+
+    async def body() -> None:
+        return
+
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+            group.create_task(forever("the informer", body))
+            group.create_task(asyncio.Event().wait())
+    (error,) = caught.value.exceptions
+    assert isinstance(error, EndedUnexpectedlyError)
+    assert "the informer" in str(error)
+
+
+async def test_a_body_that_is_cancelled_ends_without_an_error() -> None:
+    """Cancellation is how it is meant to end."""
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+        task = group.create_task(forever("waiting", asyncio.Event().wait))
+        await asyncio.sleep(0)
+        task.cancel()
+    assert task.cancelled()
+
+
+async def test_a_failing_cycle_is_logged_and_the_next_one_comes() -> None:
+    """Known errors are warnings, bugs are errors; neither ends the cycles."""
+    done = asyncio.Event()
+    outcomes = iter([Unavailable("try later"), ValueError("a bug"), None])
+
+    async def cycle() -> None:
+        outcome = next(outcomes)
+        if outcome is not None:
+            raise outcome
+        done.set()
+        await asyncio.Event().wait()
+
+    with capture_logs() as logs:
+        async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+            task = group.create_task(periodic("looking", 0.0, cycle))
+            await done.wait()
+            await stop_task(task)
+    assert [(entry["event"], entry["log_level"], entry["cycle"]) for entry in logs] == [
+        ("cycle_failed", "warning", "looking"),
+        ("cycle_failed", "error", "looking"),
+    ]
+
+
+async def test_stopping_waits_until_the_task_has_cleaned_up() -> None:
+    """After stop_task the task is done, also when its end took some steps."""
+    started, cleaned = asyncio.Event(), False
+
+    async def body() -> None:
+        nonlocal cleaned
+        try:
+            started.set()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            cleaned = True
+
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+        task = group.create_task(body())
+        await started.wait()
+        await stop_task(task)
+        assert cleaned
+        assert task.cancelled()
+
+
+async def test_stopping_does_not_swallow_the_callers_own_cancellation() -> None:
+    """A caller that is cancelled while it waits for a slow task is cancelled."""
+    release, waiting = asyncio.Event(), asyncio.Event()
+
+    async def slow_to_end() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            waiting.set()
+            await release.wait()
+
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+        task = group.create_task(slow_to_end())
+        await asyncio.sleep(0)
+        caller = group.create_task(stop_task(task))
+        await waiting.wait()
+        caller.cancel()
+        await asyncio.wait({caller})
+        assert caller.cancelled()
+        assert not task.done()
+        release.set()
+
+
+@given(st.integers(-5, 10_000), st.floats(0, 0.999), st.floats(0.001, 10), st.floats(1, 1000))
+def test_a_delay_lies_between_half_and_all_of_the_doubled_base_and_below_the_cap(
+    failures: int, random: float, base_s: float, factor: float
+) -> None:
+    """Also after ten thousand failures, and never longer than the cap."""
+    cap_s = base_s * factor
+    delay_s = Backoff(base_s=base_s, cap_s=cap_s, random=lambda: random).delay_s(failures)
+    full = min(cap_s, base_s * 2 ** min(max(failures, 1) - 1, 40))
+    assert full / 2 <= delay_s <= full
+
+
+def test_delays_double_until_the_cap() -> None:
+    """With the jitter at its top: 1, 2, 4, 5, 5."""
+    backoff = Backoff(base_s=1, cap_s=5, random=lambda: 1.0)
+    assert [backoff.delay_s(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 5, 5]
+
+
+@pytest.mark.parametrize("is_abstract", [False, True])
+def test_the_service_manager_is_told(short_dir: Path, is_abstract: bool) -> None:
+    """One datagram on the socket that NOTIFY_SOCKET names, as a path or an abstract name."""
+    name = f"{short_dir}/notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind("\0" + name if is_abstract else name)
+        manager.settimeout(DEADLINE_S)
+        assert sd_notify("READY=1", {"NOTIFY_SOCKET": "@" + name if is_abstract else name})
+        assert manager.recv(100) == b"READY=1"
+
+
+def test_no_service_manager_is_no_error(short_dir: Path) -> None:
+    """Without one nothing is sent; with one that is gone it is logged."""
+    assert sd_notify("READY=1", {}) is False
+    with capture_logs() as logs:
+        assert sd_notify("READY=1", {"NOTIFY_SOCKET": f"{short_dir}/none"}) is False
+    assert [entry["event"] for entry in logs] == ["service_manager_not_notified"]
+
+
+@pytest.fixture
+def logging_is_restored() -> Iterator[None]:
+    """setup_logging changes the process; this puts back what was."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    root.handlers = []  # basicConfig(force=True) would close them
+    yield
+    root.handlers, root.level = handlers, level
+    logging.captureWarnings(False)
+    structlog.reset_defaults()
+
+
+def raise_with_a_secret() -> None:
+    secret = "hunter2"
+    raise ValueError(f"bad thing of length {len(secret)}")
+
+
+@pytest.mark.usefixtures("logging_is_restored")
+def test_json_logs_are_one_object_a_line_for_ours_and_for_libraries(capsys: pytest.CaptureFixture[str]) -> None:
+    """Event name, fields, level and logger are keys; a traceback is data without local variables."""
+    setup_logging("info", "json")
+    log = structlog.get_logger("gpushare_agent.x")
+    log.info("allocated", pod="default/p", cores=30)
+    log.debug("not_shown")
+    logging.getLogger("some.library").warning("odd %s", "thing")
+    logging.getLogger("aiohttp.access").info("not shown")
+    try:
+        raise_with_a_secret()
+    except ValueError:
+        log.exception("failed")
+    entries = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [entry["event"] for entry in entries] == ["allocated", "odd thing", "failed"]
+    assert (entries[0]["cores"], entries[0]["level"], entries[0]["logger"]) == (30, "info", "gpushare_agent.x")
+    assert entries[2]["exception"][0]["exc_type"] == "ValueError"
+    assert "hunter2" not in json.dumps(entries)
+
+
+@pytest.mark.usefixtures("logging_is_restored")
+def test_console_logs_show_no_local_variables_and_a_second_setup_replaces_the_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """SIGHUP may change level and format: the next line follows."""
+    setup_logging("error", "json")
+    log = structlog.get_logger("gpushare_agent.x")
+    log.info("not_shown")
+    setup_logging("debug", "console")
+    log.debug("shown", n=1)
+    try:
+        raise_with_a_secret()
+    except ValueError:
+        log.exception("failed")
+    text = capsys.readouterr().err
+    assert "not_shown" not in text
+    assert "shown" in text
+    assert "Traceback" in text
+    assert "hunter2" not in text

@@ -1,0 +1,277 @@
+"""The whole agent on the embedded node, for tests of faults: opened in this process or as a child, killed at any moment
+of the kubelet's conversation, and compared with what the kubelet has on record and what containers really hold."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpushare_agent.apps.node_agent import live
+from gpushare_agent.apps.node_parts import NodeParts, build, open_driver
+from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.sandbox.calls import PluginCall
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.settings import load_settings
+from tests.support_sandbox import CORE, MEMORY, wait_phase
+from tests.support_settings import clean_environment
+
+DEADLINE_S = 15.0
+CORES = 100
+BLOCKS = 96
+"""Memory blocks of a simulated card."""
+
+Held = dict[tuple[str, str], tuple[frozenset[str], frozenset[str]]]
+"""(pod UID, container) -> vcore IDs, vmemory IDs."""
+
+
+@dataclass(frozen=True, slots=True)
+class InnerAgent:
+    """An agent in this process. `task` is its life: to cancel it is to end the agent."""
+
+    parts: NodeParts
+    task: asyncio.Task[None]
+
+    def count(self, name: str, **labels: str) -> float:
+        """A counter of /metrics, 0 where it was never counted."""
+        return self.parts.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    def held(self) -> Held:
+        """The books: what each container holds."""
+        return {
+            (a.key.pod_uid, a.key.container): (frozenset(a.vcore_ids), frozenset(a.vmemory_ids))
+            for a in self.parts.cache
+        }
+
+
+def arguments(node: EmbeddedNode, *flags: str) -> list[str]:
+    """Flags of an agent for this node: no fixed port, everything periodic often."""
+    fast = ["--web.port=0", "--allocation.check-period-s=0.2", "--health.check-period-s=0.05"]
+    return [*node.agent_arguments(), *fast, *flags]
+
+
+@asynccontextmanager
+async def open_agent(node: EmbeddedNode, *flags: str, wait: bool = True) -> AsyncIterator[InnerAgent]:
+    """An agent in this process, registered, its pods listed and its devices allocatable, unless `wait` is false."""
+    settings = load_settings(arguments(node, *flags), {}).settings
+    parts = build(settings, open_driver(settings))
+    parts.cache.subscribe(lambda old, new: node.signal.notify())
+    parts.store.subscribe(lambda old, new: node.signal.notify())
+    async with asyncio.TaskGroup() as group:
+        agent = InnerAgent(parts, group.create_task(live(parts), name="agent"))
+        try:
+            if wait:
+                await wait_registered(node)
+                await wait_until(node, lambda: parts.store.is_synced, "the pods listed")
+            yield agent
+        finally:
+            agent.task.cancel()
+            await asyncio.wait({agent.task})
+
+
+@asynccontextmanager
+async def open_child(node: EmbeddedNode, *flags: str, wait: bool = True) -> AsyncIterator[asyncio.subprocess.Process]:
+    """An agent as a process of its own, its log in the node's `agent.log`; killed at the end if it still runs."""
+    with node.paths.agent_log.open("ab") as log:
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "gpushare_agent", "run", *arguments(node, *flags)),
+            env=clean_environment(),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        if wait:
+            await wait_registered(node)
+        yield child
+    finally:
+        if child.returncode is None:
+            child.kill()
+        async with asyncio.timeout(DEADLINE_S):
+            await child.wait()
+
+
+def log_lines(node: EmbeddedNode, event: str) -> list[dict[str, Any]]:
+    """What a child said under this name."""
+    lines = (json.loads(line) for line in node.paths.agent_log.read_text().splitlines() if line.startswith("{"))
+    return [line for line in lines if line.get("event") == event]
+
+
+# --- moments ---
+
+
+class _Told(list[Any]):
+    """A list that tells of each entry at once, before whoever made it goes on."""
+
+    def __init__(self, before: Sequence[Any], tell: Callable[[Any], None]) -> None:
+        super().__init__(before)
+        self._tell = tell
+
+    def append(self, entry: Any) -> None:
+        super().append(entry)
+        self._tell(entry)
+
+
+class Moments:
+    """Names the moments of the kubelet's conversation as they come, and does something at one of them.
+
+    `Method asked` is before a call is sent, `Method answered` before the kubelet goes on with the answer, `List` after a
+    List has come and before it is answered. Only calls about pods named in `pods` count, all where it is empty.
+    """
+
+    def __init__(self, node: EmbeddedNode, *pods: str) -> None:
+        self.seen: list[str] = []
+        self._pods = pods
+        self._acts: dict[int, Callable[[], object]] = {}
+        calls = node.kubelet.log
+        calls.open_calls = _Told(calls.open_calls, lambda call: self._note(call.subject.pod_name, call.method, "asked"))
+        calls.calls = _Told(calls.calls, lambda call: self._note(call.subject.pod_name, call.method, "answered"))
+        calls.pod_resources_calls = _Told(calls.pod_resources_calls, self._listed)
+
+    def at(self, number: int, act: Callable[[], object]) -> None:
+        """Do this at the moment of that number, counted from 0."""
+        self._acts[number] = act
+
+    def at_next(self, moment: str, act: Callable[[], object]) -> None:
+        """Do this when a moment of that name comes next."""
+        self._next = (moment, act)
+
+    _next: tuple[str, Callable[[], object]] | None = None
+
+    def _listed(self, call: Any) -> None:
+        inside = [c for c in call.inside if not self._pods or c.subject.pod_name in self._pods]
+        if inside and call.method == "List":
+            self._tell("List")
+
+    def _note(self, pod: str, method: str, what: str) -> None:
+        if not self._pods or pod in self._pods:
+            self._tell(f"{method} {what}")
+
+    def _tell(self, moment: str) -> None:
+        number = len(self.seen)
+        self.seen.append(moment)
+        if (act := self._acts.pop(number, None)) is not None:
+            act()
+        if self._next is not None and self._next[0] == moment:
+            act, self._next = self._next[1], None
+            act()
+
+
+# --- waiting ---
+
+
+async def wait_until(node: EmbeddedNode, condition: Callable[[], Any], what: str) -> Any:
+    return await node.kubelet.wait_for(condition, DEADLINE_S, what)
+
+
+async def wait_registered(node: EmbeddedNode) -> None:
+    """The kubelet has healthy devices of both resources, and the scheduler knows it."""
+
+    def is_shown() -> bool:
+        raw = (node.api.object_of("nodes", ("", node.name)) or {}).get("status", {}).get("allocatable", {})
+        healthy = {name: str(count) for name, (_, count) in node.kubelet.capacity().items() if count}
+        return all(name in healthy and raw.get(name) == healthy[name] for name in (CORE, MEMORY))
+
+    await wait_until(node, is_shown, "both resources allocatable")
+
+
+async def wait_books_equal(node: EmbeddedNode, agent: InnerAgent) -> None:
+    """The books of the agent are the kubelet's records of the pods that live."""
+    try:
+        await wait_until(node, lambda: agent.held() == kubelet_held(node), "books like the kubelet's records")
+    except TimeoutError as error:
+        raise AssertionError(f"agent: {_brief(agent.held())}\nkubelet: {_brief(kubelet_held(node))}") from error
+
+
+async def wait_running(node: EmbeddedNode, *names: str) -> None:
+    for name in names:
+        await wait_settled(node, name)
+        found = node.api.pod("default", name)["status"]
+        assert found["phase"] == "Running", (name, found)
+
+
+async def wait_settled(node: EmbeddedNode, name: str) -> str:
+    """Running or Failed; the message of the status."""
+    raw = await wait_phase(node, name, "Running", "Failed")
+    return str(raw["status"].get("message", ""))
+
+
+# --- what is held ---
+
+
+def kubelet_held(node: EmbeddedNode) -> Held:
+    """The kubelet's records of pods that live, as the books have them."""
+    found: dict[tuple[str, str], dict[str, frozenset[str]]] = {}
+    for record in node.kubelet.active_records():
+        found.setdefault((record.pod_uid, record.container), {})[record.resource] = frozenset(record.ids)
+    return {key: (ids.get(CORE, frozenset()), ids.get(MEMORY, frozenset())) for key, ids in found.items()}
+
+
+def given(node: EmbeddedNode) -> Held:
+    """What living containers have been given by the answered Allocates, whatever anybody has noted of it."""
+    last: dict[tuple[str, str, str], PluginCall] = {}
+    for call in node.kubelet.calls:
+        if call.method == "Allocate" and not call.error:
+            last[call.pod_uid, call.container, call.resource] = call
+    found: dict[tuple[str, str], dict[str, frozenset[str]]] = {}
+    for (uid, container, resource), call in last.items():
+        if node.kubelet.runtime.is_running(uid, container):
+            found.setdefault((uid, container), {})[resource] = frozenset(call.device_ids)
+    return {key: (ids.get(CORE, frozenset()), ids.get(MEMORY, frozenset())) for key, ids in found.items()}
+
+
+def assert_nothing_shared(node: EmbeddedNode, *, blocks: int = BLOCKS) -> None:
+    """No ID is held by two live containers, each container is on one card or on whole ones, and no card is overfull."""
+    held = given(node)
+    for kind in (0, 1):
+        ids = [device for both in held.values() for device in both[kind]]
+        assert len(ids) == len(set(ids)), f"held twice: {sorted({d for d in ids if ids.count(d) > 1})[:5]}"
+    used: dict[str, int] = {}
+    for key, (vcores, vmemory) in sorted(held.items()):
+        per_card: dict[str, int] = {}
+        for device in vcores:
+            per_card[device.partition("::")[0]] = per_card.get(device.partition("::")[0], 0) + 1
+        assert len(per_card) == 1 or set(per_card.values()) == {CORES}, (key, per_card)
+        if len(vcores) < CORES:
+            card = next(iter(per_card))
+            used[card] = used.get(card, 0) + len(vmemory)
+    assert all(count <= blocks for count in used.values()), used
+
+
+def cards_of(node: EmbeddedNode, name: str, container: str = "main") -> set[str]:
+    """The UUIDs of the cards whose vcore IDs a running container was given."""
+    uid = node.api.pod("default", name)["metadata"]["uid"]
+    return {device.partition("::")[0] for device in given(node)[uid, container][0]}
+
+
+def calls_of(node: EmbeddedNode, name: str, method: str = "Allocate") -> list[PluginCall]:
+    return [c for c in node.kubelet.calls if c.subject.pod_name == name and c.method == method]
+
+
+def uuid_of(agent: InnerAgent, index: int) -> str:
+    return str(agent.parts.inventory.current.cards[index].uuid)
+
+
+def used_by_card(agent: InnerAgent) -> dict[str, int]:
+    return {str(card): cores for card, cores in agent.parts.cache.used_cores().items()}
+
+
+def holders_of(agent: InnerAgent, kind: ResourceKind = ResourceKind.VCORE) -> int:
+    """How many IDs of the resource are held."""
+    return len(agent.parts.cache.holders(kind))
+
+
+def write_faults(path: Path, *, lost: dict[str, str] | None = None, all_lost: str = "") -> None:
+    """The simulated driver's faults, replaced in one step."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps({"lost": lost or {}, "all_lost": all_lost}))
+    new.replace(path)
+
+
+def _brief(held: Held) -> dict[str, tuple[int, int]]:
+    return {f"{uid[:8]}/{name}": (len(both[0]), len(both[1])) for (uid, name), both in sorted(held.items())}

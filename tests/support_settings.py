@@ -1,0 +1,80 @@
+"""Runs the command line as a user does, and a node directory with listening sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """This process's environment without what would set anything of the agent."""
+    names = ("GPUSHARE_", "NODE_NAME", "KUBE", "NOTIFY_SOCKET")
+    return {k: v for k, v in os.environ.items() if not k.startswith(names)} | {"PYTHONPATH": str(ROOT)} | more
+
+
+async def run_program(
+    *argv: str, environ: dict[str, str] | None = None, stdout: int = asyncio.subprocess.PIPE
+) -> Ended:
+    """`python -m gpushare_agent ARGV`, waited for."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "gpushare_agent", *argv),
+        env=environ if environ is not None else clean_environment(),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            out, err = await process.communicate()
+    except BaseException:
+        process.kill()
+        await process.wait()
+        raise
+    assert process.returncode is not None
+    return Ended(process.returncode, (out or b"").decode(), err.decode())
+
+
+@dataclass
+class ListeningSocket:
+    """A unix server that notes how many guests came and everything they said, and never answers."""
+
+    path: Path
+    guests: int = 0
+    heard: bytearray = field(default_factory=bytearray)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.guests += 1
+        while content := await reader.read(1024):
+            self.heard += content
+        writer.close()
+
+
+@asynccontextmanager
+async def listening(path: Path) -> AsyncIterator[ListeningSocket]:
+    found = ListeningSocket(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    server = await asyncio.start_unix_server(found._serve, path)
+    try:
+        yield found
+    finally:
+        server.close()
+        async with asyncio.timeout(DEADLINE_S):
+            await server.wait_closed()
+        path.unlink(missing_ok=True)

@@ -1,0 +1,277 @@
+"""`gpushare-agent check`: what is in place is ok, what is not is an error with its cure, and nothing is disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare_agent.adapters import node_probes
+from gpushare_agent.apps.node_check import check_node, run
+from gpushare_agent.apps.node_finding import Finding, Level
+from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.settings import Settings, load_settings
+from tests.support_kube import Connection, FakeApiServer, Seen, answers, fake_api, raw_status, write_kubeconfig
+from tests.support_settings import ListeningSocket, clean_environment, listening, run_program
+
+NODE = "node-1"
+REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+
+
+@dataclass
+class Node:
+    """A directory that is complete, its sockets, and the flags that point the check there."""
+
+    path: Path
+    kubelet: ListeningSocket
+    pod_resources: ListeningSocket
+    runtime: ListeningSocket
+    api: FakeApiServer
+
+    def flags(self, *more: str) -> list[str]:
+        kubeconfig = write_kubeconfig(self.path, self.api.url, {"token": "t"})
+        return [
+            f"--node-name={NODE}",
+            "--driver=simulated",
+            f"--device-plugin-path={self.kubelet.path.parent}",
+            f"--kubelet.pod-resources-socket={self.pod_resources.path}",
+            f"--container-runtime-endpoint=unix://{self.runtime.path}",
+            f"--runtime.cgroup-root={self.path / 'cgroup'}",
+            f"--virtual-manager-path={self.path / 'gpu-manager' / 'vm'}",
+            f"--kubeconfig={kubeconfig}",
+            *more,
+        ]
+
+    def settings(self, *more: str) -> Settings:
+        return load_settings(self.flags(*more), {}).settings
+
+
+def node_api(version: str = "v1.34.2", forbidden: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """Answers for the node, and access reviews that allow all but the named verbs."""
+
+    async def behave(server: FakeApiServer, request: Seen, connection: Connection) -> None:
+        if request.path == REVIEWS:
+            attributes = request.body["spec"]["resourceAttributes"]
+            allowed = f"{attributes['verb']} {attributes['resource']}" not in forbidden
+            await answers(201, {"status": {"allowed": allowed}})(server, request, connection)
+        elif request.path == f"/api/v1/nodes/{NODE}":
+            raw_node = {"metadata": {"name": NODE}, "status": {"nodeInfo": {"kubeletVersion": version}}}
+            await answers(200, raw_node)(server, request, connection)
+        else:
+            await answers(404, raw_status(404, "not found"))(server, request, connection)
+
+    return behave
+
+
+@asynccontextmanager
+async def complete_node(directory: Path, behaviour: Callable[..., Any] | None = None) -> AsyncIterator[Node]:
+    (directory / "cgroup").mkdir()
+    (directory / "cgroup" / "cgroup.controllers").touch()
+    async with (
+        listening(directory / "device-plugins" / "kubelet.sock") as kubelet,
+        listening(directory / "pod-resources" / "kubelet.sock") as pod_resources,
+        listening(directory / "runtime.sock") as runtime,
+        fake_api(others=[behaviour or node_api()]) as api,
+    ):
+        yield Node(path=directory, kubelet=kubelet, pod_resources=pod_resources, runtime=runtime, api=api)
+
+
+def not_ok(findings: list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.level is not Level.OK]
+
+
+async def test_a_complete_node_is_ready(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every line is ok and the exit code 0."""
+    async with complete_node(short_dir) as node:
+        assert await run(node.settings(), output="text") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "This node is ready: errors 0, warnings 0."
+    assert all(line.startswith("ok ") for line in lines[:-1])
+    for what in (
+        "driver",
+        "kubelet socket",
+        "pod resources",
+        "container runtime",
+        "cgroups",
+        "directory",
+        "api server",
+    ):
+        assert any(f" {what} " in line for line in lines), what
+
+
+async def test_the_pod_resources_socket_is_connected_to_but_never_asked(short_dir: Path) -> None:
+    """A List while an Allocate is open makes the kubelet give a device twice: not one byte is sent."""
+    async with complete_node(short_dir) as node:
+        await check_node(node.settings())
+        assert node.pod_resources.guests == 1
+        assert bytes(node.pod_resources.heard) == b""
+        assert bytes(node.kubelet.heard) == b""
+
+
+async def test_the_check_leaves_the_node_as_it_was(short_dir: Path) -> None:
+    """No probe file stays, and what is not there is not made."""
+    async with complete_node(short_dir) as node:
+        settings = node.settings()
+        before = sorted(path.relative_to(short_dir) for path in short_dir.rglob("*"))
+        await check_node(settings)
+        assert sorted(path.relative_to(short_dir) for path in short_dir.rglob("*")) == before
+
+
+async def test_a_bare_directory_is_all_errors_each_with_a_cure(short_dir: Path) -> None:
+    """Nothing is there: each probe tells its own, and none hides another."""
+    async with complete_node(short_dir) as node:
+        flags = node.flags()
+    for name in ("device-plugins", "pod-resources"):
+        (short_dir / name).rmdir()
+    (short_dir / "cgroup" / "cgroup.controllers").unlink()
+    findings = await check_node(load_settings(flags, {}).settings)
+    errors = {finding.what for finding in findings if finding.level is Level.ERROR}
+    expected = {"kubelet socket", "pod resources", "container runtime", "cgroups", "directory", "api server"}
+    assert errors == expected
+    assert all(finding.cure for finding in not_ok(findings))
+    assert all(not finding.cure for finding in findings if finding.level is Level.OK)
+
+
+async def test_a_dead_socket_file_is_told_from_a_missing_one_and_from_a_plain_file(short_dir: Path) -> None:
+    """The three have different cures."""
+    plain, dead = short_dir / "plain", short_dir / "dead"
+    plain.touch()
+    async with listening(dead):
+        os.link(dead, short_dir / "kept")
+    for path, words in (
+        (plain, "not a socket"),
+        (short_dir / "kept", "nobody listens"),
+        (short_dir / "no", "not there"),
+    ):
+        with pytest.raises(Unavailable, match=words):
+            await node_probes.connect_to_socket(path)
+    with pytest.raises(Unavailable, match="107 bytes"):
+        await node_probes.connect_to_socket(short_dir / ("x" * 120))
+
+
+@pytest.mark.parametrize(
+    ("version", "flags", "level"),
+    [
+        ("v1.30.0", [], Level.OK),
+        ("v1.36.2+k3s1", [], Level.OK),
+        ("v1.29.14", [], Level.ERROR),
+        ("v1.29.14", ["--kubelet.allow-unsupported"], Level.WARNING),
+        ("v1.9.0", [], Level.ERROR),
+        ("", [], Level.WARNING),
+    ],
+)
+async def test_kubelets_before_1_30_are_errors_unless_insisted(
+    short_dir: Path, version: str, flags: list[str], level: Level
+) -> None:
+    """Versions are compared as numbers."""
+    async with complete_node(short_dir, node_api(version)) as node:
+        findings = await check_node(node.settings(*flags))
+    (found,) = [finding for finding in findings if finding.what == "kubelet version"]
+    assert found.level is level
+
+
+async def test_a_missing_right_is_named(short_dir: Path) -> None:
+    """Without a needed right it is an error; without the right to clean up, a warning while cleaning is on."""
+    forbidden = ("watch pods", "delete pods")
+    async with complete_node(short_dir, node_api(forbidden=forbidden)) as node:
+        error, warning = not_ok(await check_node(node.settings()))
+        assert (error.level, error.what) == (Level.ERROR, "permissions")
+        assert "watch pods" in error.detail
+        assert (warning.level, warning.what) == (Level.WARNING, "permissions")
+        (only,) = not_ok(await check_node(node.settings("--allocation.cleanup-rejected-pods=false")))
+        assert only == error
+
+
+async def test_a_wrong_node_name_is_told(short_dir: Path) -> None:
+    """The API server knows no such node: the cure names the flag."""
+    async with complete_node(short_dir) as node:
+        (found,) = not_ok(await check_node(node.settings("--node-name=other")))
+    assert "other" in found.detail
+    assert "--node-name" in found.cure
+
+
+async def test_the_driver_without_cards_is_an_error_unless_the_agent_would_stay(short_dir: Path) -> None:
+    """With fail_on_init_error off, the agent starts without cards: a warning."""
+    async with complete_node(short_dir) as node:
+        missing = f"--topology={short_dir}/none"
+        (found,) = not_ok(await check_node(node.settings(missing)))
+        assert (found.what, found.level) == ("driver", Level.ERROR)
+        (found,) = not_ok(await check_node(node.settings(missing, "--fail-on-init-error=false")))
+        assert (found.what, found.level) == ("driver", Level.WARNING)
+
+
+async def test_named_files_are_read(short_dir: Path) -> None:
+    """A file that a setting names must be readable."""
+    async with complete_node(short_dir) as node:
+        (found,) = not_ok(await check_node(node.settings(f"--extra-config={short_dir}/none.json")))
+    assert (found.what, found.level) == ("file", Level.ERROR)
+    assert "--extra-config" in found.cure
+
+
+async def test_a_long_device_plugin_path_is_told(short_dir: Path) -> None:
+    """A socket's path has room for 107 bytes."""
+    long = short_dir / ("x" * 100)
+    long.mkdir()
+    async with complete_node(short_dir) as node:
+        findings = not_ok(await check_node(node.settings(f"--device-plugin-path={long}")))
+    assert "socket path" in {finding.what for finding in findings}
+
+
+def test_a_directory_that_is_a_file_is_not_writable(short_dir: Path) -> None:
+    """Nor is one below a file."""
+    file = short_dir / "file"
+    file.touch()
+    for path in (file, file / "below"):
+        with pytest.raises(Unavailable, match="is no directory"):
+            node_probes.require_writable(path)
+
+
+def test_a_directory_that_takes_no_file_is_told() -> None:
+    """What cannot be written to is found by writing, not by reading its mode: root may do anything but this."""
+    with pytest.raises(Unavailable, match="cannot write"):
+        node_probes.require_writable(Path("/sys/kernel"))
+
+
+def test_device_nodes_must_be_character_devices(short_dir: Path) -> None:
+    """A regular file of that name is what a wrong mount leaves behind."""
+    node_probes.require_device_node(Path("/dev/null"))
+    file = short_dir / "nvidia0"
+    file.touch()
+    with pytest.raises(Unavailable, match="not a character device"):
+        node_probes.require_device_node(file)
+    with pytest.raises(Unavailable, match="not there"):
+        node_probes.require_device_node(short_dir / "nvidia1")
+
+
+@pytest.mark.parametrize(
+    ("made", "version"),
+    [
+        (["cgroup.controllers"], "v2"),
+        (["memory/x", "pids/x"], "v1"),
+        (["memory/x", "unified/cgroup.controllers"], "hybrid"),
+    ],
+)
+def test_the_cgroup_version_is_seen_from_the_mounts(short_dir: Path, made: list[str], version: str) -> None:
+    """v2 alone, v1 controllers, or both."""
+    for name in made:
+        (short_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (short_dir / name).touch()
+    assert node_probes.cgroup_version(short_dir) == version
+
+
+async def test_the_program_prints_json_and_exits_1_on_an_error(short_dir: Path) -> None:
+    """The whole program, on a node whose kubelet is gone."""
+    async with complete_node(short_dir) as node:
+        flags = node.flags(f"--device-plugin-path={short_dir}/gone")
+        ended = await run_program("check", "-o", "json", *flags, environ=clean_environment())
+    assert ended.code == 1, ended.err
+    document = json.loads(ended.out)
+    assert document["node"] == NODE
+    assert document["errors"] == sum(finding["level"] == "error" for finding in document["findings"]) == 2
+    assert {f["what"] for f in document["findings"] if f["level"] == "error"} == {"kubelet socket", "directory"}
