@@ -67,7 +67,7 @@ async def open_agent(node: EmbeddedNode, *flags: str, wait: bool = True) -> Asyn
         try:
             if wait:
                 await wait_registered(node)
-                await wait_until(node, lambda: parts.store.is_synced, "the pods listed")
+                await wait_synced(parts)
             yield agent
         finally:
             agent.task.cancel()
@@ -178,6 +178,14 @@ async def wait_registered(node: EmbeddedNode) -> None:
         return all(name in healthy and raw.get(name) == healthy[name] for name in (CORE, MEMORY))
 
     await wait_until(node, is_shown, "both resources allocatable")
+
+
+async def wait_synced(parts: NodeParts) -> None:
+    """The API server has listed the node's pods once."""
+    async with asyncio.timeout(DEADLINE_S):
+        version = parts.store.version
+        while not parts.store.is_synced:
+            version = await parts.store.wait_change(version)
 
 
 async def wait_books_equal(node: EmbeddedNode, agent: InnerAgent) -> None:

@@ -253,7 +253,7 @@ def build(settings: Settings, driver: GpuDriver) -> NodeParts:
             metrics=metrics,
         ),
         metrics=metrics,
-        web=WebServer(settings.web.addr, settings.web.port, metrics=metrics, ready=lambda: ready[0].not_ready()),
+        web=WebServer(settings.web.addr, settings.web.port, metrics=metrics, ready=ready[0].not_ready),
     )
     ready.append(parts)
     metrics.show_containers(lambda: container_views(parts))

@@ -219,7 +219,7 @@ class _Raw:
 
 
 def created(note: str) -> list[str]:
-    words = note.split(":")[0].removesuffix(" at once").split()
+    words = note.split(":", maxsplit=1)[0].removesuffix(" at once").split()
     return words[2:] if words[:2] == ["create", "pods"] else words[2:3]
 
 

@@ -116,9 +116,9 @@ def test_allocated_ids_bind_the_card() -> None:
     [
         (ids(0, range(9)), RefusalReason.INVALID_REQUEST),
         (ids(0, range(9)) + ids(0, range(1)), RefusalReason.INVALID_REQUEST),
-        (ids(0, range(9)) + ["GPU-9::1"], RefusalReason.UNKNOWN_DEVICE),
-        (ids(0, range(9)) + ["GPU-0::100"], RefusalReason.UNKNOWN_DEVICE),
-        (ids(0, range(9)) + ["nonsense"], RefusalReason.UNKNOWN_DEVICE),
+        ([*ids(0, range(9)), "GPU-9::1"], RefusalReason.UNKNOWN_DEVICE),
+        ([*ids(0, range(9)), "GPU-0::100"], RefusalReason.UNKNOWN_DEVICE),
+        ([*ids(0, range(9)), "nonsense"], RefusalReason.UNKNOWN_DEVICE),
         (ids(0, range(5)) + ids(1, range(5)), RefusalReason.WRONG_CARDS),
     ],
 )

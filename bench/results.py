@@ -1,0 +1,102 @@
+"""What was measured, beside its target: the table, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measurement in the unit that is shown. A target of None is none. `failed` says what was wrong besides time."""
+
+    name: str
+    unit: str
+    runs: int
+    median: float
+    p99: float
+    target_median: float | None = None
+    target_p99: float | None = None
+    failed: str = ""
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        if self.failed:
+            return f"missed: {self.failed}"
+        targets = ((self.median, self.target_median), (self.p99, self.target_p99))
+        if all(target is None for _, target in targets):
+            return ""
+        return "met" if all(target is None or value <= target for value, target in targets) else "missed"
+
+
+def row(  # noqa: PLR0913 - the columns of the table, each by name
+    name: str,
+    values: Sequence[float],
+    *,
+    unit: str = "ms",
+    target_median: float | None = None,
+    target_p99: float | None = None,
+    failed: str = "",
+    note: str = "",
+) -> Row:
+    """The row of `values`, of which there must be one at least."""
+    return Row(
+        name=name,
+        unit=unit,
+        runs=len(values),
+        median=statistics.median(values),
+        p99=percentile(values, 0.99),
+        target_median=target_median,
+        target_p99=target_p99,
+        failed=failed,
+        note=note,
+    )
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that `share` of the values do not exceed: the worst one, where there are below 100."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def print_table(rows: Sequence[Row], console: Console, title: str) -> None:
+    table = Table(title=title, title_justify="left", pad_edge=False)
+    table.add_column("what", overflow="fold")
+    for heading in ("runs", "median", "p99", "target median", "target p99"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for one in rows:
+        style = "red" if one.verdict.startswith("missed") else None
+        table.add_row(
+            one.name,
+            str(one.runs),
+            _shown(one.median, one.unit),
+            _shown(one.p99, one.unit) if one.runs > 1 else "",
+            _shown(one.target_median, one.unit),
+            _shown(one.target_p99, one.unit),
+            one.verdict,
+            style=style,
+        )
+    console.print(table)
+    for note in dict.fromkeys(one.note for one in rows if one.note):
+        names = "; ".join(one.name for one in rows if one.note == note)
+        console.print(f"- {names}: {note}", soft_wrap=True, highlight=False)
+
+
+def as_json(rows: Sequence[Row], machine: str) -> str:
+    measurements = [{**asdict(one), "verdict": one.verdict} for one in rows]
+    return json.dumps({"machine": machine, "measurements": measurements}, indent=2) + "\n"
+
+
+def _shown(value: float | None, unit: str) -> str:
+    if value is None:
+        return ""
+    digits = 0 if unit == "bytes" else 3 if value < 0.1 else 2 if value < 10 else 1
+    return f"{value:,.{digits}f} {unit}"

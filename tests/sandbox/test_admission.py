@@ -1,0 +1,327 @@
+"""Admission on the embedded kubelet, against what was measured on a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+from grpclib import GRPCError, Status
+
+from gpushare_agent.sandbox.node import EmbeddedNode
+from tests.support_sandbox import (
+    CORE,
+    MEMORY,
+    SmallPlugin,
+    container,
+    device_ids,
+    limits_of,
+    list_pods,
+    open_plugin,
+    open_test_node,
+    pod,
+    register,
+    serving,
+    wait_allocatable,
+    wait_gone,
+    wait_phase,
+)
+
+FOO = "example.com/foo"
+
+
+def foo(name: str = "main", count: int = 1, **extra: Any) -> dict[str, Any]:
+    return limits_of(name, {FOO: count}, **extra)
+
+
+def foo_plugin(count: int = 10, **extra: Any) -> SmallPlugin:
+    return SmallPlugin(FOO, {f"foo-{n}": ("Healthy", None) for n in range(count)}, **extra)
+
+
+def bound(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Past the scheduler, as a pod with a node name is."""
+    return {**manifest, "spec": {**manifest["spec"], "nodeName": "node-a"}}
+
+
+async def rejected(node: EmbeddedNode, manifest: dict[str, Any]) -> str:
+    node.api.create_pod(bound(manifest))
+    raw = await wait_phase(node, manifest["metadata"]["name"], "Failed")
+    assert raw["status"]["reason"] == "UnexpectedAdmissionError"
+    assert "containerStatuses" not in raw["status"]
+    return str(raw["status"]["message"])
+
+
+async def test_containers_come_in_spec_order_and_their_resources_in_random_order() -> None:
+    """Ten pods of two containers with two resources: always c1 before c2, both resource orders seen, all serial."""
+    async with open_test_node(seed=1) as node:
+        core, memory = (SmallPlugin(name, device_ids("a", count=100)) for name in (CORE, MEMORY))
+        async with open_plugin(node, core), open_plugin(node, memory):
+            for n in range(10):
+                node.api.create_pod(
+                    pod(f"p{n}", container("c1", cores=1, blocks=1), container("c2", cores=1, blocks=1))
+                )
+            for n in range(10):
+                await wait_phase(node, f"p{n}", "Running")
+        calls = [c for c in node.kubelet.calls if c.method == "Allocate"]
+        assert [(c.subject.pod_name, c.container) for c in calls[::2]] == [
+            (f"p{n}", c) for n in range(10) for c in ("c1", "c2")
+        ]
+        assert {c.resource for c in calls[::2]} == {CORE, MEMORY}
+        ordered = sorted(node.kubelet.calls, key=lambda c: c.started_at)
+        assert all(a.finished_at <= b.started_at for a, b in itertools.pairwise(ordered))
+
+
+async def test_an_init_containers_ids_are_used_again_and_a_sidecars_are_not() -> None:
+    """init 2, sidecar 1 (from init's, without a GetPreferredAllocation), main 3 (must-include the one left): as measured."""
+    async with open_test_node() as node:
+        async with open_plugin(node, foo_plugin()):
+            sidecar = foo("s", 1, restartPolicy="Always")
+            node.api.create_pod(pod("chain", foo("m", 3), init=(foo("i", 2), sidecar)))
+            await wait_phase(node, "chain", "Running")
+        calls = {(c.method[0], c.container): c for c in node.kubelet.calls}
+        assert [(c.method[0], c.container) for c in node.kubelet.calls] == [
+            ("G", "i"), ("A", "i"), ("A", "s"), ("G", "m"), ("A", "m"),
+        ]  # fmt: skip
+        init, side, main = (set(calls["A", name].device_ids) for name in ("i", "s", "m"))
+        assert side < init
+        assert set(calls["G", "m"].must_include) == init - side
+        assert calls["G", "m"].size == 3
+        assert set(calls["G", "m"].device_ids) == {f"foo-{n}" for n in range(10)} - side
+        assert main > init - side
+        assert not main & side
+
+
+async def test_a_second_init_container_reuses_the_first_ones_ids() -> None:
+    """Init containers of one pod use each other's devices; with enough of them the plugin is not asked what it prefers."""
+    async with open_test_node() as node:
+        async with open_plugin(node, foo_plugin()):
+            node.api.create_pod(pod("p", foo("m", 2), init=(foo("i1", 2), foo("i2", 2))))
+            await wait_phase(node, "p", "Running")
+        assert [c.method for c in node.kubelet.calls] == ["GetPreferredAllocation", *["Allocate"] * 3]
+        assert len({frozenset(c.device_ids) for c in node.kubelet.calls[1:]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("preferred", "wanted"),
+    [
+        (lambda _a, _m, _s: ["foo-3"], {"foo-3"}),
+        (lambda _a, _m, _s: ["nope", "none"], set()),
+        (lambda _a, _m, _s: [], set()),
+    ],
+    ids=["short", "unknown", "empty"],
+)
+async def test_a_preference_is_advice(preferred: Any, wanted: set[str]) -> None:
+    """A short answer is filled up from anything free, unknown IDs are passed over; the pod runs."""
+    async with open_test_node() as node:
+        async with open_plugin(node, foo_plugin(preferred=preferred)):
+            node.api.create_pod(pod("p", foo(count=3)))
+            await wait_phase(node, "p", "Running")
+        ids = set(node.kubelet.log.of("Allocate")[0].device_ids)
+        assert len(ids) == 3
+        assert wanted <= ids <= {f"foo-{n}" for n in range(10)}
+
+
+async def test_without_the_option_the_plugin_is_not_asked() -> None:
+    """No GetPreferredAllocation for a plugin that does not offer it."""
+    async with open_test_node() as node:
+        async with open_plugin(node, foo_plugin(prefers=False)):
+            node.api.create_pod(pod("p", foo(count=3)))
+            await wait_phase(node, "p", "Running")
+        assert [c.method for c in node.kubelet.calls] == ["Allocate"]
+
+
+async def test_asking_for_all_that_is_left_is_asked_too() -> None:
+    """GetPreferredAllocation comes even when asked equals available."""
+    async with open_test_node() as node:
+        async with open_plugin(node, foo_plugin()):
+            node.api.create_pod(pod("p", foo(count=10)))
+            await wait_phase(node, "p", "Running")
+        assert [c.method for c in node.kubelet.calls] == ["GetPreferredAllocation", "Allocate"]
+
+
+async def refuse(*_ids: Any) -> None:
+    raise GRPCError(Status.INTERNAL, "no é / 50% of it")
+
+
+async def test_a_failed_allocate_rejects_the_pod_with_the_plugins_text() -> None:
+    """Failed, UnexpectedAdmissionError, the measured message, an Event; an earlier container's devices are free at once."""
+    async with open_test_node() as node:
+        core = SmallPlugin(CORE, device_ids("a", count=10))
+        async with open_plugin(node, core), open_plugin(node, foo_plugin(on_allocate=refuse)):
+            message = await rejected(node, pod("bad", container("c1", cores=10), foo("c2", 1)))
+            expected = "Allocate failed due to rpc error: code = Internal desc = no é / 50% of it, which is unexpected"
+            assert message == f"Pod was rejected: {expected}"
+            event = next(e for e in node.api.events() if e["reason"] == "UnexpectedAdmissionError")
+            assert (event["message"], event["involvedObject"]["name"]) == (expected, "bad")
+            node.api.create_pod(pod("next", container("main", cores=10)))
+            await wait_phase(node, "next", "Running")
+            assert len(node.kubelet.log.of("Allocate")) == 3  # not retried
+
+
+async def test_a_failed_preference_rejects_the_pod_without_an_allocate() -> None:
+    """The message names GetPreferredAllocation, as measured."""
+
+    async def fail() -> None:
+        await refuse()
+
+    async with open_test_node() as node, open_plugin(node, foo_plugin(on_preferred=fail)):
+        message = await rejected(node, pod("bad", foo()))
+        assert (
+            "device plugin GetPreferredAllocation rpc failed with err: rpc error: code = Internal desc = no" in message
+        )
+        assert node.kubelet.log.of("Allocate") == []
+
+
+async def test_past_the_scheduler_too_few_devices_reject_the_pod() -> None:
+    """The measured message with what was asked and what is there."""
+    async with open_test_node() as node, open_plugin(node, foo_plugin(2)):
+        message = await rejected(node, pod("big", foo(count=3)))
+        assert f"requested number of devices unavailable for {FOO}. Requested: 3, Available: 2" in message
+
+
+async def test_an_unknown_resource_does_not_hinder_a_pod_that_the_scheduler_has_not_seen() -> None:
+    """A resource the node never heard of: the pod runs without any device."""
+    async with open_test_node() as node:
+        node.api.create_pod(bound(pod("p", foo())))
+        await wait_phase(node, "p", "Running")
+        assert node.kubelet.calls == []
+
+
+async def test_a_resource_that_became_known_later_is_allocated_at_the_containers_restart() -> None:
+    """Not every call belongs to an admission: the pod worker asks when the container starts again."""
+    async with open_test_node() as node:
+        node.api.create_pod(bound(pod("p", foo())))
+        await wait_phase(node, "p", "Running")
+        async with open_plugin(node, foo_plugin()):
+            node.kubelet.kill_container("default", "p", "main")
+            await node.kubelet.wait_for(lambda: node.kubelet.log.of("Allocate"), what="the late Allocate")
+            await node.kubelet.wait_for(lambda: _restarts(node, "p") == 1, what="the restart in the status")
+
+
+def _restarts(node: EmbeddedNode, name: str) -> int:
+    status = node.api.pod("default", name)["status"]
+    return int(status["containerStatuses"][0]["restartCount"]) if status["containerStatuses"][0]["ready"] else -1
+
+
+async def test_a_hanging_allocate_holds_up_every_pod_and_deletion() -> None:
+    """A plain pod, a foo pod and a deletion all wait for the open Allocate; PodResources goes on answering."""
+    release = asyncio.Event()
+
+    async def hang(_ids: list[str]) -> None:
+        await release.wait()
+
+    async with open_test_node() as node:
+        plugin = foo_plugin()
+        async with open_plugin(node, plugin):
+            node.api.create_pod(pod("runs", foo()))
+            await wait_phase(node, "runs", "Running")
+            plugin.on_allocate = hang
+            node.api.create_pod(pod("hangs", foo()))
+            await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.kubelet.open_calls))
+            node.api.create_pod(pod("plain"))
+            node.api.delete_pod("default", "runs")
+            await node.kubelet.wait_for(lambda: node.api.pod("default", "plain")["spec"].get("nodeName"))
+            assert set(await list_pods(node)) == {"runs/main", "hangs/main"}
+            assert node.api.pod("default", "plain")["status"]["phase"] == "Pending"
+            assert node.api.find_pod("default", "runs") is not None
+            release.set()
+            await wait_gone(node, "runs")
+            await wait_phase(node, "plain", "Running")
+
+
+async def test_prestart_comes_at_every_start_of_a_container_and_allocate_only_once() -> None:
+    """A container that dies is started again with its devices: PreStartContainer yes, Allocate no."""
+    async with open_test_node() as node:
+        plugin = foo_plugin(wants_pre_start=True)
+        async with open_plugin(node, plugin):
+            node.api.create_pod(pod("p", foo(count=2)))
+            await wait_phase(node, "p", "Running")
+            node.kubelet.kill_container("default", "p", "main")
+            await node.kubelet.wait_for(lambda: _restarts(node, "p") == 1)
+        methods = [m for m, _ in plugin.seen if m in ("Allocate", "PreStartContainer")]
+        assert methods == ["Allocate", "PreStartContainer", "PreStartContainer"]
+
+
+async def test_a_failed_prestart_keeps_the_container_waiting_and_is_tried_again() -> None:
+    """The pod stays Pending with CreateContainerConfigError, and runs when the plugin agrees."""
+    plugin = foo_plugin(wants_pre_start=True, on_pre_start=refuse)
+    async with open_test_node() as node, open_plugin(node, plugin):
+        node.api.create_pod(pod("p", foo()))
+
+        def waiting() -> dict[str, Any]:
+            statuses = node.api.pod("default", "p")["status"].get("containerStatuses", [{}])
+            found: dict[str, Any] = statuses[0].get("state", {}).get("waiting", {})
+            return found if found.get("message") else {}
+
+        shown = await node.kubelet.wait_for(waiting)
+        assert shown["reason"] == "CreateContainerConfigError"
+        assert "PreStartContainer rpc failed with err: rpc error: code = Internal" in shown["message"]
+        plugin.on_pre_start = None
+        await wait_phase(node, "p", "Running")
+
+
+async def test_registration_with_another_version_is_refused() -> None:
+    """The kubelet's own text comes back, with code UNKNOWN."""
+    async with open_test_node() as node, serving(node, foo_plugin(), "foo.sock") as plugin:
+        with pytest.raises(GRPCError, match="not supported by kubelet") as refusal:
+            await register(node, plugin, "foo.sock", version="v2")
+        assert refusal.value.status is Status.UNKNOWN
+        assert plugin.seen == []
+
+
+async def test_registration_of_a_socket_that_nobody_serves_is_refused() -> None:
+    """The dial-back fails inside Register."""
+    async with open_test_node() as node:
+        with pytest.raises(GRPCError, match="failed to get device plugin options"):
+            await register(node, foo_plugin(), "absent.sock")
+
+
+async def test_a_plugin_that_ends_leaves_capacity_without_allocatable() -> None:
+    """Its devices are unhealthy, a pod past the scheduler is rejected, running pods are not touched."""
+    async with open_test_node() as node:
+        async with open_plugin(node, foo_plugin()):
+            node.api.create_pod(pod("runs", foo()))
+            await wait_phase(node, "runs", "Running")
+        await wait_allocatable(node, FOO, 0)
+        assert node.api.node("node-a")["status"]["capacity"][FOO] == "10"
+        message = await rejected(node, pod("late", foo()))
+        assert f"no healthy devices present; cannot allocate unhealthy devices {FOO}" in message
+        assert node.api.pod("default", "runs")["status"]["phase"] == "Running"
+        assert set(await list_pods(node)) == {"runs/main"}
+
+
+async def test_a_second_registration_takes_over_and_the_first_is_not_used_again() -> None:
+    """The newest plugin's devices count; when it ends nothing is allocatable, though the first stream stayed open."""
+    async with open_test_node() as node, open_plugin(node, foo_plugin(10), "one.sock") as first:
+        async with open_plugin(node, foo_plugin(4), "two.sock"):
+            assert node.api.node("node-a")["status"]["capacity"][FOO] == "4"
+        await wait_allocatable(node, FOO, 0)
+        assert not first.streams_ended.is_set()
+        await register(node, first, "one.sock")
+        await wait_allocatable(node, FOO, 10)
+
+
+async def test_an_unhealthy_device_leaves_allocatable_and_its_pod_goes_on() -> None:
+    """9 of 10 allocatable; the unhealthy ID is not offered any more."""
+    async with open_test_node() as node, open_plugin(node, foo_plugin()) as plugin:
+        node.api.create_pod(pod("runs", foo()))
+        await wait_phase(node, "runs", "Running")
+        await plugin.set_devices({**plugin.devices, "foo-0": ("Unhealthy", None)})
+        await wait_allocatable(node, FOO, 9)
+        assert node.api.pod("default", "runs")["status"]["phase"] == "Running"
+        node.api.create_pod(pod("next", foo(count=2)))
+        await wait_phase(node, "next", "Running")
+        assert "foo-0" not in node.kubelet.log.of("GetPreferredAllocation")[-1].device_ids
+
+
+async def test_a_device_list_beyond_four_mebibytes_ends_the_stream() -> None:
+    """grpc-go's limit on what the kubelet receives: the plugin's devices never come to the node."""
+    async with open_test_node() as node:
+        plugin = SmallPlugin(FOO, {f"{'x' * 200}-{n}": ("Healthy", None) for n in range(20_000)})
+        async with serving(node, plugin, "foo.sock"):
+            await register(node, plugin, "foo.sock")
+            await wait_allocatable(node, FOO, 0)
+            async with asyncio.timeout(10):
+                await plugin.streams_ended.wait()
+        assert node.kubelet.capacity() == {FOO: (0, 0)}

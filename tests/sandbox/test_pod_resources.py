@@ -1,0 +1,213 @@
+"""PodResources of the embedded kubelet: what it lists, its limits, its versions, and the fault that it shares with real ones."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from grpclib import GRPCError, Status
+
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.wire import v1
+from tests.support_sandbox import (
+    CORE,
+    MEMORY,
+    SmallPlugin,
+    container,
+    device_ids,
+    limits_of,
+    list_pods,
+    open_plugin,
+    open_test_node,
+    pod,
+    pod_resources,
+    wait_gone,
+    wait_phase,
+)
+
+FOO = "example.com/foo"
+VERSIONS = ("1.31", "1.34", "1.36")
+
+
+def foo_plugin(count: int = 10) -> SmallPlugin:
+    return SmallPlugin(FOO, {f"foo-{n}": ("Healthy", 0) for n in range(count)})
+
+
+async def test_each_id_has_an_entry_of_its_own_with_its_topology() -> None:
+    """Three devices are three ContainerDevices of one ID; a device without a NUMA node has no topology."""
+    async with open_test_node() as node:
+        near = SmallPlugin(CORE, device_ids("a", count=3, numa=1))
+        nowhere = SmallPlugin(MEMORY, device_ids("a", count=2, numa=None))
+        async with open_plugin(node, near), open_plugin(node, nowhere), pod_resources(node) as stub:
+            node.api.create_pod(pod("p", container("main", cores=3, blocks=2)))
+            await wait_phase(node, "p", "Running")
+            entries = (await stub.list()).pod_resources[0].containers[0].devices
+    assert sorted((e.resource_name, e.device_ids) for e in entries) == [
+        *((CORE, [f"a::{n}"]) for n in range(3)),
+        *((MEMORY, [f"a::{n}"]) for n in range(2)),
+    ]
+    nodes = {e.resource_name: e.topology for e in entries}
+    assert nodes == {CORE: v1.TopologyInfo(nodes=[v1.NumaNode(id=1)]), MEMORY: None}
+
+
+async def test_plain_pods_are_listed_without_devices_and_init_containers_not_at_all() -> None:
+    """A reader must look at the spec to tell a plain pod from one under admission."""
+    async with open_test_node() as node, open_plugin(node, foo_plugin()):
+        init = limits_of("i", {FOO: 1})
+        sidecar = limits_of("s", {FOO: 1}, restartPolicy="Always")
+        node.api.create_pod(pod("p", container("m"), init=(init, sidecar)))
+        await wait_phase(node, "p", "Running")
+        assert await list_pods(node) == {"p/s": {FOO: {"foo-0"}}, "p/m": {}}
+
+
+async def test_more_than_a_hundred_calls_a_second_are_refused() -> None:
+    """The bucket holds ten: of thirty calls at once some are RESOURCE_EXHAUSTED, with the measured text."""
+    async with open_test_node() as node, pod_resources(node) as stub:
+        results: list[str] = []
+
+        async def call() -> None:
+            try:
+                await stub.list()
+                results.append("ok")
+            except GRPCError as error:
+                assert error.status is Status.RESOURCE_EXHAUSTED
+                results.append(str(error.message))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(60):
+                group.create_task(call())
+        assert results.count("ok") >= 10
+        assert "rejected by rate limit" in results
+
+
+async def test_allocatable_resources_are_the_healthy_devices() -> None:
+    """GetAllocatableResources has one entry per healthy ID, used or not."""
+    async with open_test_node() as node:
+        plugin = SmallPlugin(FOO, {"foo-0": ("Healthy", 0), "foo-1": ("Unhealthy", 0), "foo-2": ("Healthy", None)})
+        async with open_plugin(node, plugin), pod_resources(node) as stub:
+            answer = await stub.get_allocatable_resources()
+    assert sorted(i for e in answer.devices for i in e.device_ids) == ["foo-0", "foo-2"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+async def test_get_exists_from_1_34_on(version: str) -> None:
+    """Before it is switched off; an unknown pod is an error."""
+    async with (
+        open_test_node(kubelet_version=version) as node,
+        open_plugin(node, foo_plugin()),
+        pod_resources(node) as stub,
+    ):
+        node.api.create_pod(pod("p", limits_of("main", {FOO: 2})))
+        await wait_phase(node, "p", "Running")
+        request = v1.GetPodResourcesRequest(pod_name="p", pod_namespace="default")
+        if version == "1.31":
+            with pytest.raises(GRPCError, match="Get method disabled"):
+                await stub.get(request)
+            return
+        answer = await stub.get(request)
+        assert answer.pod_resources is not None
+        assert sorted(i for e in answer.pod_resources.containers[0].devices for i in e.device_ids) == ["foo-0", "foo-1"]
+        with pytest.raises(GRPCError, match="pod q in namespace default not found"):
+            await stub.get(v1.GetPodResourcesRequest(pod_name="q", pod_namespace="default"))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+async def test_ended_pods_are_listed_up_to_1_33_only(version: str) -> None:
+    """Succeeded and rejected pods stay in the list of an old kubelet until their object is deleted."""
+    async with open_test_node(kubelet_version=version) as node, open_plugin(node, foo_plugin(2)):
+        done = {"sandbox.gpushare/run-seconds": "0"}
+        node.api.create_pod(pod("done", limits_of("main", {FOO: 1}), annotations=done))
+        await wait_phase(node, "done", "Succeeded")
+        node.api.create_pod(pod("bad", limits_of("main", {FOO: 3}), nodeName="node-a"))
+        await wait_phase(node, "bad", "Failed")
+        expected = {"done/main", "bad/main"} if version == "1.31" else set()
+        assert set(await list_pods(node)) == expected
+        for name in ("done", "bad"):
+            node.api.delete_pod("default", name)
+            await wait_gone(node, name)
+        await node.kubelet.wait_for(lambda: not node.kubelet.listed_pods())
+
+
+async def test_a_partly_allocated_rejected_pod_keeps_its_devices_in_an_old_list() -> None:
+    """On 1.31 it is listed with them until the next device admission, which gives them away."""
+    async with open_test_node(kubelet_version="1.31") as node, open_plugin(node, foo_plugin(2)):
+        node.api.create_pod(pod("bad", limits_of("a", {FOO: 1}), limits_of("b", {FOO: 2}), nodeName="node-a"))
+        await wait_phase(node, "bad", "Failed")
+        assert await list_pods(node) == {"bad/a": {FOO: {"foo-0"}}, "bad/b": {}}
+        node.api.create_pod(pod("next", limits_of("main", {FOO: 2})))
+        await wait_phase(node, "next", "Running")
+        assert await list_pods(node) == {"bad/a": {}, "bad/b": {}, "next/main": {FOO: {"foo-0", "foo-1"}}}
+
+
+class Gate:
+    """Holds a plugin's Allocate open until it is told."""
+
+    def __init__(self) -> None:
+        self.is_shut = False
+        self.opened = asyncio.Event()
+
+    async def __call__(self, _ids: list[str]) -> None:
+        if self.is_shut:
+            await self.opened.wait()
+
+
+async def _admit_two_around(node: EmbeddedNode, plugin: SmallPlugin, *, during: str) -> tuple[set[str], set[str]]:
+    """Admits two pods; while the first's `during` call is open a device pod ends and somebody calls List. Their IDs."""
+    gate = Gate()
+    if during == "Allocate":
+        plugin.on_allocate = gate
+    else:
+        plugin.on_preferred = lambda: gate([])
+    node.api.create_pod(pod("old", limits_of("main", {FOO: 1}), restartPolicy="Never"))
+    await wait_phase(node, "old", "Running")
+    gate.is_shut = True
+    node.api.create_pod(pod("first", limits_of("main", {FOO: 2})))
+    await node.kubelet.wait_for(lambda: any(c.method == during for c in node.kubelet.open_calls))
+    node.kubelet.kill_container("default", "old", "main")
+    await wait_phase(node, "old", "Failed")
+    await list_pods(node)
+    assert node.kubelet.pod_resources_calls[-1].is_inside_allocate is (during == "Allocate")
+    gate.is_shut = False
+    gate.opened.set()
+    await wait_phase(node, "first", "Running")
+    node.api.create_pod(pod("second", limits_of("main", {FOO: 2})))
+    await wait_phase(node, "second", "Running")
+    calls = {c.subject.pod_name: set(c.device_ids) for c in node.kubelet.log.of("Allocate")}
+    return calls["first"], calls["second"]
+
+
+async def test_a_list_during_an_open_allocate_gives_the_same_ids_out_twice() -> None:
+    """A device pod has ended since: List forgets the IDs in flight, and the next admission is offered and takes them."""
+    async with open_test_node() as node, open_plugin(node, foo_plugin(4)) as plugin:
+        plugin.preferred = lambda available, must, size: sorted(available)[-size:]
+        first, second = await _admit_two_around(node, plugin, during="Allocate")
+        assert first & second
+        assert (await list_pods(node))["first/main"] == {FOO: first}
+
+
+async def test_a_list_during_a_preference_does_no_harm() -> None:
+    """The same play with the List in GetPreferredAllocation: no ID goes out twice."""
+    async with open_test_node() as node, open_plugin(node, foo_plugin(5)) as plugin:
+        first, second = await _admit_two_around(node, plugin, during="GetPreferredAllocation")
+        assert not first & second
+
+
+async def test_get_during_an_open_allocate_does_no_harm() -> None:
+    """Get does not rebuild anything."""
+    gate = Gate()
+    async with open_test_node() as node, open_plugin(node, foo_plugin(5)) as plugin, pod_resources(node) as stub:
+        plugin.on_allocate = gate
+        node.api.create_pod(pod("old", limits_of("main", {FOO: 1}), restartPolicy="Never"))
+        await wait_phase(node, "old", "Running")
+        gate.is_shut = True
+        node.api.create_pod(pod("first", limits_of("main", {FOO: 2})))
+        await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.kubelet.open_calls))
+        node.kubelet.kill_container("default", "old", "main")
+        await wait_phase(node, "old", "Failed")
+        await stub.get(v1.GetPodResourcesRequest(pod_name="first", pod_namespace="default"))
+        gate.is_shut = False
+        gate.opened.set()
+        node.api.create_pod(pod("second", limits_of("main", {FOO: 2})))
+        await wait_phase(node, "second", "Running")
+        first, second = (set(c.device_ids) for c in node.kubelet.log.of("Allocate")[-2:])
+        assert not first & second
