@@ -253,13 +253,17 @@ def build(settings: Settings, driver: GpuDriver) -> NodeParts:
             metrics=metrics,
         ),
         metrics=metrics,
-        web=WebServer(settings.web.addr, settings.web.port, metrics=metrics, ready=ready[0].not_ready),
+        web=WebServer(settings.web.addr, settings.web.port, metrics=metrics, ready=lambda: _not_ready(ready)),
     )
     ready.append(parts)
     metrics.show_containers(lambda: container_views(parts))
     metrics.show_cards(lambda: card_views(parts))
     metrics.show_pod_event_age(lambda: _age(store.last_event_at))
     return parts
+
+
+def _not_ready(built: list[NodeParts]) -> list[str]:
+    return built[0].not_ready() if built else ["the agent is still being put together"]
 
 
 def check_message_size(parts: NodeParts, found: GpuInventory) -> None:

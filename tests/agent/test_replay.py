@@ -328,9 +328,11 @@ async def test_a_kubelet_that_follows_our_preference_gets_every_pod_running(dire
                 if len(ids) == 100:
                     made = v1beta1.ContainerAllocateRequest(device_ids=preferred)
                     return bytes(v1beta1.AllocateRequest(container_requests=[made]))
-            if event["call"] == "PreStartContainer":
-                if len(v1beta1.PreStartContainerRequest.parse(request).device_ids) == 100:
-                    return bytes(v1beta1.PreStartContainerRequest(device_ids=preferred))
+            if (
+                event["call"] == "PreStartContainer"
+                and len(v1beta1.PreStartContainerRequest.parse(request).device_ids) == 100
+            ):
+                return bytes(v1beta1.PreStartContainerRequest(device_ids=preferred))
             return request
 
         outcomes = await replay(agent, follow)
