@@ -39,10 +39,8 @@ def _literal(name: str, value: str) -> bytes:
     return b"\0" + b"".join(bytes((len(text),)) + text.encode() for text in (name, value))
 
 
-_REQUEST_HEADERS = b"\x83\x86" + b"".join(
-    _literal(*pair)
-    for pair in ((":authority", "localhost"), ("content-type", "application/grpc"), ("te", "trailers"))
-)
+_REQUEST_START = b"\x83\x86" + _literal(":authority", "localhost")
+_REQUEST_END = _literal("content-type", "application/grpc") + _literal("te", "trailers")
 _RESPONSE_HEADERS = b"\x88" + _literal("content-type", "application/grpc")
 _TRAILERS_OK = _literal("grpc-status", "0")
 
@@ -133,7 +131,8 @@ class Http2Connection(asyncio.Protocol):
     def _open(self, path: str) -> tuple[int, _Stream]:
         number, self._next_stream = self._next_stream, self._next_stream + 2
         stream = self._streams[number] = _Stream(window=self._stream_window)
-        self._write(_frame(_HEADERS, _END_HEADERS, number, _REQUEST_HEADERS + _literal(":path", path)))
+        headers = _REQUEST_START + _literal(":path", path) + _REQUEST_END
+        self._write(_frame(_HEADERS, _END_HEADERS, number, headers))
         return number, stream
 
     async def _send(self, number: int, stream: _Stream, message: bytes, *, ends: bool) -> None:

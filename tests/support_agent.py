@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -56,10 +57,16 @@ def arguments(node: EmbeddedNode, *flags: str) -> list[str]:
 
 
 @asynccontextmanager
-async def open_agent(node: EmbeddedNode, *flags: str, wait: bool = True) -> AsyncIterator[InnerAgent]:
-    """An agent in this process, registered, its pods listed and its devices allocatable, unless `wait` is false."""
+async def open_agent(
+    node: EmbeddedNode, *flags: str, wait: bool = True, kubelet_age_s: float = 0.0
+) -> AsyncIterator[InnerAgent]:
+    """An agent in this process, registered, its pods listed and its devices allocatable, unless `wait` is false.
+
+    `kubelet_age_s` makes the kubelet older than it is: the agent trusts its answers from 10 s on.
+    """
     settings = load_settings(arguments(node, *flags), {}).settings
     parts = build(settings, open_driver(settings))
+    parts.facts._wall_clock = lambda: time.time() + kubelet_age_s
     parts.cache.subscribe(lambda old, new: node.signal.notify())
     parts.store.subscribe(lambda old, new: node.signal.notify())
     async with asyncio.TaskGroup() as group:
@@ -167,6 +174,16 @@ class Moments:
 
 async def wait_until(node: EmbeddedNode, condition: Callable[[], Any], what: str) -> Any:
     return await node.kubelet.wait_for(condition, DEADLINE_S, what)
+
+
+async def poll_until(condition: Callable[[], Any], what: str) -> None:
+    """For a state of the agent that it tells nobody: looked at every few milliseconds, under the deadline."""
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0.005)
+    except TimeoutError as error:
+        raise TimeoutError(f"after {DEADLINE_S:g} s: {what} did not come about") from error
 
 
 async def wait_registered(node: EmbeddedNode) -> None:

@@ -52,7 +52,7 @@ async def run(plan: Plan) -> int:
     """Returns the exit code. Raises AgentError for what a person must change."""
     loaded = load_settings(plan.flags, os.environ)
     setup_logging("warning", loaded.settings.log.format)  # of the embedded parts; the agent has its own log
-    tell = _teller(sys.stderr if plan.is_once or plan.form == "json" else sys.stdout)
+    tell = _teller(to_stderr=plan.is_once or plan.form == "json")
     stop = _stop_on_signals()
     with owned_state_directory(plan.state) as paths:
         async with open_embedded_node(
@@ -95,9 +95,11 @@ def _node_name(loaded: LoadedSettings) -> str:
     return loaded.settings.node_name if is_given else _NODE_NAME
 
 
-def _teller(stream: Any) -> Callable[[str], None]:
+def _teller(*, to_stderr: bool) -> Callable[[str], None]:
+    """The stream is looked up at each line: the live view puts its own in the place of stdout."""
+
     def tell(text: str) -> None:
-        print(text, file=stream, flush=True)
+        print(text, file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
     return tell
 

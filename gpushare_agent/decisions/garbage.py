@@ -1,8 +1,8 @@
 """Compares the allocation cache with the kubelet's records and says what to change. Pure.
 
-What counts as ended: the pod is gone or terminal in the pod store, or a kubelet that has had time to look lists the pod
-without the container's devices, or has not listed the pod twice in a row. Doubt keeps the allocation: an ID freed too
-early goes to two containers, one freed late costs room for a moment.
+What counts as ended: the pod is gone or terminal in the pod store, or a kubelet that has had time to look lists the pod,
+which has not started, without the container's devices, or has not listed the pod twice in a row. Doubt keeps the
+allocation: an ID freed too early goes to two containers, one freed late costs room for a moment.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def _verdict(key: ContainerKey, held: Allocation, listed: Collection[tuple[str, 
     if not evidence.is_trusted or (is_listed and held.kind is ContainerKind.INIT):
         return ""
     if is_listed:
-        return "unlisted"
+        # A kubelet that lost its checkpoint lists running containers without their devices; they use them all the same.
+        return "" if pod.has_started else "unlisted"
     if not evidence.listed and evidence.scope is None:
         return ""  # an empty answer means "not known yet"
     return "unlisted" if key in evidence.missing_before else "missing"

@@ -162,21 +162,21 @@ def initial_ids(uid: PodUid, kind: ResourceKind, allocations: Mapping[ContainerK
 
 def _is_explained(pod: Pod, entry: ListedHoldings, call: Call, known: Known) -> bool:
     """Nothing of this resource is owed to the pod. Cheap: most pods of a node end here."""
-    if not pod.wants(known.names.name(call.kind)):
-        return True
+    resource = known.names.name(call.kind)
+    is_vcore = call.kind is ResourceKind.VCORE
+    is_wanted = False
     expected = 0
     for container in pod.containers:
-        if not known.names.wanted(container, call.kind):
+        if not container.requests.get(resource):
             continue
+        is_wanted = True
         held = known.allocations.get(ContainerKey(pod.uid, container.name))
-        if held is None:
-            return False
-        count = held.cores if call.kind is ResourceKind.VCORE else held.memory_blocks
+        count = 0 if held is None else len(held.vcore_ids if is_vcore else held.vmemory_ids)
         if not count:
             return False
         if container.kind is not ContainerKind.INIT:
             expected += count
-    return expected > 0 and entry.count_ids(known.names.name(call.kind)) == expected
+    return not is_wanted or (expected > 0 and entry.count_ids(resource) == expected)
 
 
 def _is_out(pod: Pod, known: Known) -> bool:

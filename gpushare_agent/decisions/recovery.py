@@ -58,7 +58,13 @@ def rebuild(records: Records, names: ResourceNames, inventory: GpuInventory, now
             continue
         found[key] = _Held(ids=ids)
     by_uid = {pod.uid: pod for pod in records.pods or ()}
-    return [_allocation(key, found[key], by_uid.get(key.pod_uid), inventory, now) for key in sorted(found)]
+    # A pod that ended, or was refused half-way, holds nothing, though kubelets go on showing devices in it for a while.
+    ended = {uid for uid, pod in by_uid.items() if pod.is_terminal}
+    return [
+        _allocation(key, found[key], by_uid.get(key.pod_uid), inventory, now)
+        for key in sorted(found)
+        if key.pod_uid not in ended
+    ]
 
 
 def adopt(

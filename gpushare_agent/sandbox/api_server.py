@@ -72,6 +72,11 @@ class EmbeddedApiServer:
         """Version of the newest change."""
         return self.store.version
 
+    async def wait_change(self, version: int) -> None:
+        """Until there is a newer version."""
+        while self.store.version == version:
+            await self.signal.wait(self.signal.count)
+
     async def __aenter__(self) -> Self:
         await self.start_listening()
         return self

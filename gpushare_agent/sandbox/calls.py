@@ -74,6 +74,7 @@ class PodResourcesCall:
 
     @property
     def is_inside_allocate(self) -> bool:
+        """A List then may lose the IDs in flight; a Get does no harm."""
         return any(call.method == "Allocate" for call in self.inside)
 
 

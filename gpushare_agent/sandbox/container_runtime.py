@@ -46,6 +46,7 @@ class ContainerRuntime:
         self._signal = signal
         self._containers: dict[tuple[str, str], Container] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._pod_signals: dict[str, ChangeSignal] = {}
         self._started = 0
         (cgroup_root / "kubepods" / "burstable").mkdir(parents=True, exist_ok=True)
 
@@ -56,6 +57,10 @@ class ContainerRuntime:
     def is_running(self, pod_uid: str, name: str) -> bool:
         container = self.find(pod_uid, name)
         return container is not None and container.is_running
+
+    def signal_of(self, pod_uid: str) -> ChangeSignal:
+        """Wakes up for this pod's containers only: a hundred pod workers need not look after every call of the node."""
+        return self._pod_signals.setdefault(pod_uid, ChangeSignal())
 
     def pods(self) -> set[str]:
         return {uid for uid, _ in self._containers}
@@ -76,7 +81,7 @@ class ContainerRuntime:
             self._exit(container, 0)
         elif run_s is not None:
             self._exit_later(container, run_s, 0)
-        self._signal.notify()
+        self._notify(container)
         return container
 
     def stop(self, container: Container, grace_s: float) -> None:
@@ -99,6 +104,8 @@ class ContainerRuntime:
         """Drops the ended containers of a pod."""
         for key in [k for k, c in self._containers.items() if k[0] == pod_uid and not c.is_running]:
             del self._containers[key]
+        if not any(uid == pod_uid for uid, _ in self._containers):
+            self._pod_signals.pop(pod_uid, None)
 
     def close(self) -> None:
         for timer in self._timers.values():
@@ -120,6 +127,10 @@ class ContainerRuntime:
             shutil.rmtree(container.cgroup, ignore_errors=True)
             if not any(container.cgroup.parent.iterdir()):
                 container.cgroup.parent.rmdir()
+        self._notify(container)
+
+    def _notify(self, container: Container) -> None:
+        self.signal_of(container.pod_uid).notify()
         self._signal.notify()
 
     def _make_cgroup(self, container: Container) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Collection, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from gpushare_agent.sandbox.registration import RegistrationService
 log = structlog.get_logger(__name__)
 
 REJECTED_REASON = "UnexpectedAdmissionError"
+_CANCEL_AGAIN_S = 0.5
 _PLAIN_CAPACITY = {"cpu": "8", "memory": "32Gi", "pods": "110"}
 
 
@@ -99,15 +100,14 @@ class KubeletBoot:
             await self._end([pod_resources, registration])
 
     async def _end(self, servers: list[UnixServer]) -> None:
-        """Cuts every connection at once, as the end of the process does. A second call does nothing."""
+        """Everything stops at once, as the process does: calls first, for a closed connection would let them fail and go
+        on with a rejection. A second call does nothing.
+        """
         self.is_listening = False
+        await _cancel(self._tasks)
+        self.devices.close()
         for server in servers:
             await server.stop()
-        self.devices.close()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
 
     def _spawn(self, body: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         task = self._group.create_task(body, name=name)
@@ -116,6 +116,9 @@ class KubeletBoot:
         return task
 
     def _accept(self, endpoint: PluginEndpoint) -> None:
+        if not self.is_listening:
+            endpoint.close()
+            return
         self.devices.add_endpoint(endpoint)
         self._spawn(self.devices.follow(endpoint), f"device-stream {endpoint.resource}")
 
@@ -141,13 +144,13 @@ class KubeletBoot:
         await asyncio.sleep(self._times.admission_delay_s)
         self._stop_orphans()
         while True:
-            seen = self._signal.count
+            version = self._api.version
             if await self._sync_step():
                 continue
             if not self.devices.is_ready:
                 self.devices.is_ready = True
                 self._signal.notify()
-            await self._signal.wait(seen)
+            await self._api.wait_change(version)
 
     async def _sync_step(self) -> bool:
         """Whether something was done."""
@@ -193,7 +196,7 @@ class KubeletBoot:
 
     async def _remove(self, pod: KnownPod) -> None:
         """The object has gone. After a forced deletion the processes live on for a while, without their devices."""
-        await _cancel(pod.worker)
+        await _cancel({pod.worker} if pod.worker is not None else ())
         if self._runtime.living(pod.identity.uid):
             self._start(pod, self._workers.stop_processes(pod, FORCED_GRACE_S))
         self._runtime.forget(pod.identity.uid)
@@ -204,7 +207,7 @@ class KubeletBoot:
             self._workers.confirm_deletion(pod)
             return
         pod.state = PodState.STOPPING
-        await _cancel(pod.worker)
+        await _cancel({pod.worker} if pod.worker is not None else ())
         pod.worker = self._start(pod, self._workers.terminate(pod, grace_s(pod.raw)))
 
     def _start(self, pod: KnownPod, body: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -253,7 +256,9 @@ def _listed(pod: KnownPod) -> ListedPodSpec:
     return ListedPodSpec(uid=where.uid, namespace=where.namespace, name=where.name, containers=names)
 
 
-async def _cancel(task: asyncio.Task[None] | None) -> None:
-    if task is not None and not task.done():
-        task.cancel()
-        await asyncio.wait({task})
+async def _cancel(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Again, where it was swallowed: grpclib turns a cancellation into its own error when the connection breaks then."""
+    while running := {task for task in tasks if not task.done()}:
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running, timeout=_CANCEL_AGAIN_S)

@@ -89,11 +89,12 @@ class PodWorkers:
         for spec in pod.containers:
             await self._bring_up(pod, spec)
         self.report(pod, "Running")
+        signal = self._runtime.signal_of(pod.identity.uid)
         while pod.state is PodState.ADMITTED:
-            seen = self._signal.count
+            seen = signal.count
             await self._look_after(pod)
             if pod.state is PodState.ADMITTED:
-                await self._signal.wait(seen)
+                await signal.wait(seen)
 
     async def terminate(self, pod: KnownPod, grace_s: float) -> None:
         """Stops the processes; the devices are free once they have gone. Then the API object may go."""
@@ -108,8 +109,9 @@ class PodWorkers:
         uid = pod.identity.uid
         for container in self._runtime.living(uid):
             self._runtime.stop(container, grace_s)
+        signal = self._runtime.signal_of(uid)
         while self._runtime.living(uid):
-            await self._signal.wait(self._signal.count)
+            await signal.wait(signal.count)
 
     def confirm_deletion(self, pod: KnownPod) -> None:
         where = pod.identity

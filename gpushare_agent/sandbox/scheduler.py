@@ -23,9 +23,9 @@ class EmbeddedScheduler:
     async def run(self) -> None:
         """Endless; looks again after every change."""
         while True:
-            seen = self._api.signal.count
+            version = self._api.version
             self.schedule()
-            await self._api.signal.wait(seen)
+            await self._api.wait_change(version)
 
     def schedule(self) -> None:
         try:

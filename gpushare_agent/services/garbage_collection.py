@@ -1,7 +1,8 @@
 """Frees what ended, and keeps the allocation cache equal to the kubelet's records.
 
 Level, not edge: a pod's end is noticed by its event at once, and by the next reconcile in any case. State: the pods that
-are gone but may still have processes, and the containers that the last reconcile missed.
+are gone but may still have processes, the containers that the last reconcile missed, and the pods whose books changed
+since the present one began.
 
 The kubelet is asked by Get where it has it (1.34 and later); else by List, through the gate, between admissions.
 """
@@ -90,6 +91,7 @@ class GarbageCollection:
         self._missing: frozenset[ContainerKey] = frozenset()
         self._wake = asyncio.Event()
         self._freed = asyncio.Event()
+        self._touched: set[PodUid] = set()
         self._is_due = True
         cache.subscribe(self._cache_changed)
 
@@ -177,11 +179,12 @@ class GarbageCollection:
         if not self._pods.is_synced:
             return False
         listed: list[ListedPod] = []
-        before: dict[PodUid, tuple[Allocation, ...]] = {}
+        asked: set[PodUid] = set()
+        self._touched.clear()
         for pod in self._pods.pods():
             if not self._names.wants_any(pod) and not self._cache.of_pod(pod.uid):
                 continue
-            before[pod.uid] = self._cache.of_pod(pod.uid)
+            asked.add(pod.uid)
             try:
                 entry: PodListing = await self._pod_resources.get_pod(pod.namespace, pod.name, timeout_s=2.0)
                 listed.append(entry.decoded())
@@ -193,7 +196,7 @@ class GarbageCollection:
         if not self._gate.is_idle:
             return True  # an admission is under way: the books and the kubelet may differ for a moment
         gone = {a.key.pod_uid for a in self._cache if self._pods.get(a.key.pod_uid) is None}
-        scope = {uid for uid, held in before.items() if self._cache.of_pod(uid) == held} | gone
+        scope = (asked - self._touched) | gone
         in_scope = {(p.namespace, p.name) for uid in scope if (p := self._pods.get(uid)) is not None}
         kept = [p for p in listed if (p.namespace, p.name) in in_scope]
         self._apply(self._decide(kept, checkpoint, scope))
@@ -248,6 +251,7 @@ class GarbageCollection:
             )
 
     def _cache_changed(self, old: Allocation | None, new: Allocation | None) -> None:
+        self._touched.update(a.key.pod_uid for a in (old, new) if a is not None)
         if new is None:
             self._freed.set()
 

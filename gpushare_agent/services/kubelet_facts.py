@@ -21,6 +21,8 @@ log = structlog.get_logger(__name__)
 
 OLDEST = (1, 30)
 RETRY_S = 2.0
+ASKED_RETRY_S = 0.1
+"""Between two readings of the Node while an admission waits for the version."""
 _VERSION = re.compile(r"v?(\d{1,3})\.(\d{1,4})")
 
 
@@ -49,6 +51,8 @@ class KubeletFacts:
         self._text = ""
         self._is_known = asyncio.Event()
         self._again = asyncio.Event()
+        self._asked = asyncio.Event()
+        self._waiting = 0
         self._trouble = "the API server has not been asked yet"
 
     @property
@@ -69,6 +73,8 @@ class KubeletFacts:
 
     async def wait_lists_inside(self, *, timeout_s: float) -> bool:
         """Whether a List inside GetPreferredAllocation is safe. Raises Unavailable while the version is unknown."""
+        self._waiting += 1
+        self._asked.set()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._is_known.wait()
@@ -77,6 +83,8 @@ class KubeletFacts:
                 f"the kubelet's version is not known yet, because node {self._node_name} could not be read: "
                 f"{self._trouble}"
             ) from e
+        finally:
+            self._waiting -= 1
         return self._version is None or self._version >= OLDEST
 
     async def run(self, api: ReadsNodes) -> NoReturn:
@@ -88,11 +96,22 @@ class KubeletFacts:
             except (AgentError, TimeoutError) as e:
                 self._trouble = str(e) or "no answer within 10 s"
                 log.warning("kubelet_version_unknown", node=self._node_name, error=self._trouble)
-                await asyncio.sleep(self._retry_s)
+                await self._pause()
                 continue
             self._learn(node)
             await self._again.wait()
             self._again.clear()
+
+    async def _pause(self) -> None:
+        """Until the next reading; an admission that waits makes it a short one."""
+        await asyncio.sleep(min(ASKED_RETRY_S, self._retry_s))
+        if not self._waiting:
+            self._asked.clear()
+            try:
+                async with asyncio.timeout(self._retry_s):
+                    await self._asked.wait()
+            except TimeoutError:
+                pass
 
     def _learn(self, node: dict[str, Any]) -> None:
         status = node.get("status")

@@ -2,7 +2,8 @@
 
 State: `_allocations` by container, and for each resource the holders of each device ID. An ID may have several holders,
 all of one pod: the kubelet hands an init container's IDs to the containers after it without any release (measured,
-docs/architecture.md), so use is counted by distinct IDs.
+docs/architecture.md), so use is counted by distinct IDs. The counts by card are kept along, because every call of an
+admission asks for them and a node has thousands of IDs.
 
 The kubelet's records are the truth; this cache is rebuilt from them at start and reconciled with them afterwards. It
 exists because the kubelet may offer an ID that it has forgotten to be taken.
@@ -12,10 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.resources import ResourceKind
+
+K = TypeVar("K", GpuUuid, DeviceId)
 
 
 class AllocationCache:
@@ -25,6 +29,8 @@ class AllocationCache:
         self._allocations: dict[ContainerKey, Allocation] = {}
         self._pods: dict[PodUid, dict[ContainerKey, None]] = {}
         self._holders: dict[ResourceKind, dict[DeviceId, frozenset[ContainerKey]]] = {kind: {} for kind in ResourceKind}
+        self._cores: dict[GpuUuid, int] = {}
+        self._charges: dict[GpuUuid, dict[DeviceId, int]] = {}
         self._on_change: list[Callable[[Allocation | None, Allocation | None], None]] = []
         self.version = 0
 
@@ -57,10 +63,15 @@ class AllocationCache:
         old = self._drop(allocation.key)
         self._allocations[allocation.key] = allocation
         self._pods.setdefault(allocation.key.pod_uid, {})[allocation.key] = None
+        own = frozenset({allocation.key})
         for kind, ids in _ids(allocation):
             holders = self._holders[kind]
             for device in ids:
-                holders[device] = holders.get(device, frozenset()) | {allocation.key}
+                others = holders.get(device)
+                holders[device] = own if others is None else others | own
+                if others is None and kind is ResourceKind.VCORE:
+                    _add(self._cores, _card(device), 1)
+        self._charge(allocation, 1)
         self._changed(old, allocation)
 
     def release(self, key: ContainerKey) -> Allocation | None:
@@ -94,21 +105,31 @@ class AllocationCache:
 
     def used_cores(self, *, without: ContainerKey | None = None) -> dict[GpuUuid, int]:
         """Distinct vcore IDs held on each card, those that only `without` holds left out."""
-        used: dict[GpuUuid, int] = {}
-        alone = frozenset({without}) if without is not None else None
-        for device, keys in self._holders[ResourceKind.VCORE].items():
-            if keys != alone:
-                card = GpuUuid(device.partition("::")[0])
-                used[card] = used.get(card, 0) + 1
+        used = dict(self._cores)
+        left_out = self._allocations.get(without) if without is not None else None
+        for device in left_out.vcore_ids if left_out is not None else ():
+            if len(self._holders[ResourceKind.VCORE][device]) == 1:
+                _add(used, _card(device), -1)
         return used
 
     def used_blocks(self, *, without: ContainerKey | None = None) -> dict[GpuUuid, int]:
         """Memory blocks charged to each card that is shared: distinct vmemory IDs of the containers on it."""
-        charged: dict[GpuUuid, set[DeviceId]] = {}
-        for key, allocation in self._allocations.items():
-            if key != without and not allocation.is_whole and allocation.cards:
-                charged.setdefault(allocation.cards[0], set()).update(allocation.vmemory_ids)
-        return {card: len(ids) for card, ids in charged.items()}
+        used = {card: len(charges) for card, charges in self._charges.items()}
+        left_out = self._allocations.get(without) if without is not None else None
+        if left_out is not None and (card := _charged_card(left_out)) is not None:
+            charges = self._charges[card]
+            _add(used, card, -sum(charges[device] == 1 for device in left_out.vmemory_ids))
+        return used
+
+    def _charge(self, allocation: Allocation, by: int) -> None:
+        card = _charged_card(allocation)
+        if card is None:
+            return
+        charges = self._charges.setdefault(card, {})
+        for device in allocation.vmemory_ids:
+            _add(charges, device, by)
+        if not charges:
+            del self._charges[card]
 
     def _drop(self, key: ContainerKey) -> Allocation | None:
         old = self._allocations.pop(key, None)
@@ -124,8 +145,11 @@ class AllocationCache:
                 left = holders[device] - {key}
                 if left:
                     holders[device] = left
-                else:
-                    del holders[device]
+                    continue
+                del holders[device]
+                if kind is ResourceKind.VCORE:
+                    _add(self._cores, _card(device), -1)
+        self._charge(old, -1)
         return old
 
     def _changed(self, old: Allocation | None, new: Allocation | None) -> None:
@@ -136,3 +160,22 @@ class AllocationCache:
 
 def _ids(allocation: Allocation) -> tuple[tuple[ResourceKind, frozenset[DeviceId]], ...]:
     return ((ResourceKind.VCORE, allocation.vcore_ids), (ResourceKind.VMEMORY, allocation.vmemory_ids))
+
+
+def _card(device: DeviceId) -> GpuUuid:
+    return GpuUuid(device.partition("::")[0])
+
+
+def _charged_card(allocation: Allocation) -> GpuUuid | None:
+    """The card to which its memory is charged block by block; None for whole cards, which come with all of it."""
+    has_charge = allocation.cards and allocation.vmemory_ids and not allocation.is_whole
+    return allocation.cards[0] if has_charge else None
+
+
+def _add(counts: dict[K, int], key: K, by: int) -> None:
+    """Entries that come down to zero go."""
+    count = counts.get(key, 0) + by
+    if count:
+        counts[key] = count
+    else:
+        counts.pop(key, None)

@@ -119,3 +119,11 @@ def test_an_init_container_stays_while_its_pod_is_listed() -> None:
     main = allocation(chain, "m", ids(0, range(10)), ids(0, range(1)))
     shown = listed("chain", m=(ids(0, range(10)), ids(0, range(1))))
     assert kinds(look((init, main), [shown], [chain])) == []
+
+
+def test_devices_shown_in_a_pod_that_ended_are_not_adopted() -> None:
+    """Kubelets show a half-refused pod's devices until the next device admission."""
+    failed = pod("one", container(cores=10, blocks=4), phase=PodPhase.FAILED)
+    shown = listed("one", main=(ids(0, range(10)), ids(0, range(4))))
+    assert kinds(look((), [shown], [failed])) == []
+    assert kinds(look((HELD,), [shown], [failed])) == [("ended", ONE.uid)]

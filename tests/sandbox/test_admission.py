@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -159,6 +160,15 @@ async def test_a_failed_allocate_rejects_the_pod_with_the_plugins_text() -> None
             assert len(node.kubelet.log.of("Allocate")) == 3  # not retried
 
 
+async def test_the_ids_of_a_failed_allocate_are_free_again() -> None:
+    """All of them, at once, for the next pod."""
+    async with open_test_node() as node, open_plugin(node, foo_plugin(on_allocate=refuse)) as plugin:
+        await rejected(node, pod("bad", foo(count=10)))
+        plugin.on_allocate = None
+        node.api.create_pod(pod("next", foo(count=10)))
+        await wait_phase(node, "next", "Running")
+
+
 async def test_a_failed_preference_rejects_the_pod_without_an_allocate() -> None:
     """The message names GetPreferredAllocation, as measured."""
 
@@ -300,6 +310,18 @@ async def test_a_second_registration_takes_over_and_the_first_is_not_used_again(
         assert not first.streams_ended.is_set()
         await register(node, first, "one.sock")
         await wait_allocatable(node, FOO, 10)
+
+
+async def test_the_end_of_a_replaced_plugin_changes_nothing() -> None:
+    """The first stream ends after the second registration: the second one's devices stay."""
+    async with open_test_node() as node, AsyncExitStack() as until_replaced:
+        first = await until_replaced.enter_async_context(open_plugin(node, foo_plugin(10), "one.sock"))
+        async with open_plugin(node, foo_plugin(4), "two.sock"):
+            await until_replaced.aclose()
+            async with asyncio.timeout(10):
+                await first.streams_ended.wait()
+            node.api.create_pod(pod("p", foo(count=4)))
+            await wait_phase(node, "p", "Running")
 
 
 async def test_an_unhealthy_device_leaves_allocatable_and_its_pod_goes_on() -> None:

@@ -1,4 +1,4 @@
-"""PodResources of the embedded kubelet: what it lists, its limits, its versions, and the fault that it shares with real ones."""
+"""PodResources of the embedded kubelet: what it lists, its limits and versions, and the fault it shares with real ones."""
 
 from __future__ import annotations
 

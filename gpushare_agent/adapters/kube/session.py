@@ -159,6 +159,11 @@ def renamed(what: str) -> Iterator[None]:
         raise Unavailable(f"cannot {what}: the API server did not answer in time") from e
     except ConfigException as e:
         raise Unavailable(f"cannot {what}: the credentials cannot be read: {e}") from e
+    except RuntimeError as e:
+        # aiohttp says so of a session that was closed: the agent is shutting down while an admission still asks.
+        if "closed" not in str(e):
+            raise
+        raise Unavailable(f"cannot {what}: the connection to the API server is being closed") from e
     except (ClientError, HttpProcessingError, OSError, ValueError) as e:
         raise Unavailable(f"cannot {what}: {e or type(e).__name__}") from e
 

@@ -1,0 +1,89 @@
+"""The agent as a child process of the benchmark: start, readiness, memory, processor time, stop.
+
+State owned: the running process. Only this process is ever signalled, by its PID.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_STOP_TIMEOUT_S = 10.0
+_ROOT = Path(__file__).parents[1]
+
+
+class BenchAgent:
+    """`start`, then `wait_ready`, then `stop`. Says where its log is when it fails."""
+
+    def __init__(self, arguments: Sequence[str], state: Path) -> None:
+        self._command = [sys.executable, "-m", "gpushare_agent", "run", *arguments]
+        self._log = state / "agent.log"
+        self._notify_path = state / "notify.sock"
+        self._process: asyncio.subprocess.Process | None = None
+        self._notify: socket.socket | None = None
+
+    async def start(self) -> float:
+        """The time at which the process was asked for."""
+        self._notify_path.unlink(missing_ok=True)
+        self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._notify.bind(str(self._notify_path))
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("GPUSHARE_")}
+        environment = {**kept, "NOTIFY_SOCKET": str(self._notify_path)}
+        with self._log.open("ab") as log:
+            started = time.perf_counter()
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, cwd=_ROOT, env=environment, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        return started
+
+    async def wait_ready(self, timeout_s: float = 20.0) -> None:
+        """Until the agent says that it is registered, synced and listening. Raises RuntimeError."""
+        assert self._notify is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.get_running_loop().sock_recv(self._notify, 64)
+        except TimeoutError:
+            raise RuntimeError(f"the agent is not ready after {timeout_s:g} s; its log:\n{self.log_tail()}") from None
+
+    async def stop(self) -> float:
+        """SIGTERM; seconds until the process has ended."""
+        process, self._process = self._process, None
+        if self._notify is not None:
+            self._notify.close()
+        if process is None or process.returncode is not None:
+            return 0.0
+        started = time.perf_counter()
+        process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+            raise RuntimeError(f"the agent did not end within {_STOP_TIMEOUT_S:g} s") from None
+        return time.perf_counter() - started
+
+    @property
+    def _pid(self) -> int:
+        if self._process is None or self._process.returncode is not None:
+            raise RuntimeError(f"the agent has ended; its log:\n{self.log_tail()}")
+        return self._process.pid
+
+    def resident_mib(self) -> float:
+        for line in Path(f"/proc/{self._pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) / 1024
+        raise RuntimeError("the kernel tells no VmRSS")
+
+    def processor_s(self) -> float:
+        """Processor time of all its threads so far, by the process's own clock (clock_getcpuclockid(3))."""
+        return time.clock_gettime((~self._pid << 3) | 2)
+
+    def log_tail(self, lines: int = 15) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])

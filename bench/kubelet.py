@@ -1,0 +1,243 @@
+"""The kubelet of the benchmark: registration with dial-back, PodResources with its rate limit, admissions one at a time.
+
+It does what a kubelet does towards a device plugin and nothing else, with everything encoded ahead. Not the embedded
+kubelet of gpushare_agent/sandbox, whose own work (records, checkpoint, pod workers) would be measured along.
+State owned: the pods that it lists, the free devices, and the times of what happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.http2 import CallError, Handler, Http2Connection, dial
+from bench.pods import BenchPod, Device, device
+from gpushare_agent.kit.wire_build import bytes_field, integer_field, string_list
+from gpushare_agent.sandbox.wire_frames import fields, numa_nodes, submessages, texts
+from gpushare_agent.wire.v1 import GetPodResourcesRequest
+from gpushare_agent.wire.v1beta1 import RegisterRequest
+
+_PLUGIN = "/v1beta1.DevicePlugin"
+_CALLS_PER_S, _BURST = 100.0, 10.0
+"""The kubelet's rate limit of PodResources."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Plugin:
+    """One registered plugin. Times are of time.perf_counter."""
+
+    connection: Http2Connection
+    registered_at: float
+    stream_opened_at: float = 0.0
+    listed_at: float = 0.0
+    list_bytes: int = 0
+    devices: dict[str, Device] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTimes:
+    """Seconds of the two calls of one resource, and within the first those of the kubelet's own List."""
+
+    preferred_s: float
+    allocate_s: float
+    list_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.preferred_s + self.allocate_s
+
+
+class RefusedPod(Exception):
+    """The plugin failed a call, or its answer cannot be used."""
+
+
+class BenchKubelet:
+    """Open with `async with`. `start` and `restart` make the sockets; calls and answers run in its task group."""
+
+    def __init__(self, state: Path) -> None:
+        self.plugin_directory = state / "device-plugins"
+        self.pod_resources_socket = state / "pod-resources" / "kubelet.sock"
+        for path in (self.plugin_directory, self.pod_resources_socket.parent):
+            path.mkdir(parents=True)
+        self.plugins: dict[str, Plugin] = {}
+        self.pods: dict[str, BenchPod] = {}
+        self.calls = 0
+        self.last_call_at = 0.0
+        self.changed = asyncio.Condition()
+        self._list_s = 0.0
+        self._rng = random.Random(1)  # noqa: S311 - the order of an offer is no secret
+        self._tokens, self._filled_at = _BURST, time.monotonic()
+        self._servers: list[asyncio.Server] = []
+        self._connections: list[Http2Connection] = []
+        self._group = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> BenchKubelet:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self.stop()
+        await self._group.__aexit__(*exception)  # type: ignore[arg-type]  # the three arguments, passed on
+
+    # --- start and stop ---
+
+    async def start(self) -> float:
+        """Makes both sockets; the time at which kubelet.sock was there."""
+        answers: dict[str, Handler] = {
+            "/v1.PodResourcesLister/List": self._list,
+            "/v1.PodResourcesLister/Get": self._get,
+        }
+        await self._serve(self.pod_resources_socket, answers)
+        at = time.perf_counter()
+        await self._serve(self.plugin_directory / "kubelet.sock", {"/v1beta1.Registration/Register": self._register})
+        return at
+
+    def stop(self) -> None:
+        """Cuts every connection, as the end of the process does; socket files stay."""
+        for server in self._servers:
+            server.close()
+        for connection in self._connections:
+            connection.close()
+        for plugin in self.plugins.values():
+            plugin.connection.close()
+        self._servers, self._connections = [], []
+        self.plugins = {}
+
+    async def restart(self) -> float:
+        """Ends, removes every socket of the directory, as a starting kubelet does, and starts again."""
+        self.stop()
+        await asyncio.sleep(0.05)
+        for path in self.plugin_directory.iterdir():
+            if path.is_socket():
+                path.unlink()
+        return await self.start()
+
+    async def _serve(self, path: Path, handlers: Mapping[str, Handler]) -> None:
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(path))
+
+        def accept() -> Http2Connection:
+            connection = Http2Connection(handlers, self._group)
+            self._connections.append(connection)
+            return connection
+
+        self._servers.append(await asyncio.get_running_loop().create_unix_server(accept, sock=listener))
+
+    async def wait(self, resources: tuple[str, ...], timeout_s: float) -> None:
+        """Until the plugins of `resources` are registered and their first lists have come. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s), self.changed:
+            await self.changed.wait_for(
+                lambda: all(name in self.plugins and self.plugins[name].listed_at for name in resources)
+            )
+
+    # --- registration ---
+
+    async def _register(self, message: bytes) -> bytes:
+        request = RegisterRequest.parse(message)
+        connection = await dial(self.plugin_directory / request.endpoint)
+        await connection.call(f"{_PLUGIN}/GetDevicePluginOptions", b"")
+        plugin = Plugin(connection=connection, registered_at=time.perf_counter())
+        self.plugins[request.resource_name] = plugin
+        self._group.create_task(self._follow(request.resource_name, plugin), name=f"list {request.resource_name}")
+        return b""
+
+    async def _follow(self, resource: str, plugin: Plugin) -> None:
+        def receive(message: bytes) -> None:
+            if not plugin.listed_at:
+                plugin.listed_at = time.perf_counter()
+            plugin.list_bytes = len(message)
+            plugin.devices = _devices(resource, message)
+            self._group.create_task(self._tell(), name="tell of devices")
+
+        plugin.stream_opened_at = time.perf_counter()
+        try:
+            await plugin.connection.subscribe(f"{_PLUGIN}/ListAndWatch", receive)
+        except CallError:
+            return  # the plugin, or this kubelet, ended
+
+    async def _tell(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    # --- PodResources ---
+
+    async def _list(self, _message: bytes) -> bytes:
+        started = time.perf_counter()
+        self._spend_token()
+        answer = b"".join([pod.listed for pod in self.pods.values()])
+        self._list_s += time.perf_counter() - started
+        return answer
+
+    async def _get(self, message: bytes) -> bytes:
+        self._spend_token()
+        pod = self.pods.get(GetPodResourcesRequest.parse(message).pod_name)
+        if pod is None:
+            raise CallError("pod not found")
+        return pod.listed
+
+    def _spend_token(self) -> None:
+        self.calls += 1
+        now = self.last_call_at = time.monotonic()
+        self._tokens = min(_BURST, self._tokens + (now - self._filled_at) * _CALLS_PER_S)
+        self._filled_at = now
+        if self._tokens < 1.0:
+            raise CallError("rejected by rate limit")
+        self._tokens -= 1.0
+
+    @property
+    def list_bytes(self) -> int:
+        """The size of a List answer now."""
+        return sum(len(pod.listed) for pod in self.pods.values())
+
+    # --- admission ---
+
+    async def admit(self, pod: BenchPod, resources: tuple[str, ...]) -> dict[str, CallTimes]:
+        """Lists the pod and asks for its resources in this order. Raises RefusedPod."""
+        self.pods[pod.name] = pod
+        return {resource: await self._allocate(pod, resource) for resource in resources}
+
+    def remove(self, name: str) -> None:
+        del self.pods[name]
+
+    async def _allocate(self, pod: BenchPod, resource: str) -> CallTimes:
+        plugin, count = self.plugins[resource], pod.requests[resource]
+        taken = {one.id for other in self.pods.values() for one in other.held.get(resource, ())}
+        free = [one for one in plugin.devices.values() if one.id not in taken]
+        self._rng.shuffle(free)
+        offer = bytes_field(1, b"".join([one.offer for one in free]) + integer_field(3, count))
+        self._list_s = 0.0
+        try:
+            started = time.perf_counter()
+            answer = await plugin.connection.call(f"{_PLUGIN}/GetPreferredAllocation", offer)
+            preferred_at = time.perf_counter()
+            preferred = texts(submessages(answer, 1)[0], 1)
+            offered_ids = {one.id for one in free}
+            if len(set(preferred)) != count or not offered_ids.issuperset(preferred):
+                preferred = [one.id for one in free[:count]]  # as a kubelet does: the refusal comes from Allocate
+            asked_at = time.perf_counter()
+            answer = await plugin.connection.call(
+                f"{_PLUGIN}/Allocate", bytes_field(1, string_list(1, self._rng.sample(preferred, count)))
+            )
+            ended = time.perf_counter()
+        except CallError as error:
+            raise RefusedPod(f"{pod.name}, {resource}: {error}") from error
+        pod.hold(resource, [plugin.devices[name] for name in preferred])
+        return CallTimes(preferred_s=preferred_at - started, allocate_s=ended - asked_at, list_s=self._list_s)
+
+
+def _devices(resource: str, message: bytes) -> dict[str, Device]:
+    """The healthy devices of a ListAndWatchResponse."""
+    found = {}
+    for body in submessages(message, 1):
+        parts = {number: value for number, value in fields(body) if isinstance(value, bytes)}
+        if parts.get(2) == b"Healthy":
+            name = parts[1].decode()
+            nodes = numa_nodes(parts[3]) if 3 in parts else ()
+            found[name] = device(resource, name, nodes[0] if nodes else 0)
+    return found

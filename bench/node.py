@@ -1,0 +1,135 @@
+"""The benchmark's node: a state directory, an API server, the lean kubelet, and the agent that serves them."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.agent import BenchAgent
+from bench.kubelet import BenchKubelet
+from bench.pods import FOREIGN_RESOURCE, NAMESPACE, BenchPod, bench_pod, device, manifest, running_status
+from gpushare_agent.adapters.simulated_gpus import CARDS_PER_NUMA_NODE, simulated_uuid
+from gpushare_agent.model.names import CORES_PER_CARD, VCORE_RESOURCE, VMEMORY_RESOURCE, device_id
+from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+
+NODE_NAME = "bench"
+CARDS, CARD_MEMORY_MIB, BLOCK_MIB = 8, 81920, 256
+BLOCKS_PER_CARD = CARD_MEMORY_MIB // BLOCK_MIB
+RESOURCES = (VCORE_RESOURCE, VMEMORY_RESOURCE)
+PODS, POD_CORES, POD_BLOCKS, POD_FOREIGN = 100, 5, 20, 25
+"""100 pods that hold 50 IDs each: 5,000 listed, with 300 cores and 560 memory blocks left to offer."""
+
+_KUBECONFIG = """\
+apiVersion: v1
+kind: Config
+clusters: [{{name: bench, cluster: {{server: "{url}"}}}}]
+users: [{{name: bench, user: {{}}}}]
+contexts: [{{name: bench, context: {{cluster: bench, user: bench}}}}]
+current-context: bench
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchNode:
+    api: EmbeddedApiServer
+    kubelet: BenchKubelet
+    agent: BenchAgent
+
+    async def start_agent(self) -> None:
+        """Returns when it is ready and its first comparison with the kubelet is over."""
+        await self.agent.start()
+        await self.agent.wait_ready()
+        await self.kubelet.wait(RESOURCES, 5.0)
+        await asyncio.sleep(0.3)
+        await self.wait_until(lambda: time.monotonic() - self.kubelet.last_call_at > 0.3, 20.0)
+
+    async def wait_until(self, is_true: Callable[[], bool], timeout_s: float) -> None:
+        """Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            while not is_true():
+                await asyncio.sleep(0.005)
+
+    def create(self, pod: BenchPod) -> None:
+        """In the API server only; the agent hears of it by its watch."""
+        pod.raw = self.api.create_pod(manifest(pod, NODE_NAME), namespace=NAMESPACE)
+
+    def delete(self, pod: BenchPod) -> None:
+        self.kubelet.remove(pod.name)
+        self.api.delete_pod(NAMESPACE, pod.name, grace_period_s=0)
+
+    def fill(self) -> None:
+        """The 100 pods that hold 5,000 IDs, spread over the cards in turn."""
+        left = {card: [0, 0] for card in range(CARDS)}
+        for number in range(PODS):
+            pod = bench_pod(f"filled-{number:03d}", POD_CORES, POD_BLOCKS)
+            card = number % CARDS
+            uuid, numa = simulated_uuid(NODE_NAME, card), card // CARDS_PER_NUMA_NODE
+            for index, (resource, count) in enumerate(pod.requests.items()):
+                first = left[card][index]
+                left[card][index] += count
+                pod.held[resource] = [device(resource, device_id(uuid, n), numa) for n in range(first, first + count)]
+            ports = range(number * POD_FOREIGN, (number + 1) * POD_FOREIGN)
+            pod.hold(FOREIGN_RESOURCE, [device(FOREIGN_RESOURCE, f"fabric-port-{n:029d}", numa) for n in ports])
+            self.create(pod)
+            self.api.set_pod_status(NAMESPACE, pod.name, running_status())
+            self.kubelet.pods[pod.name] = pod
+
+    def wrong_cards(self) -> list[str]:
+        """What is wrong in where pods are, by the kubelet's own records: nothing, one hopes."""
+        wrong = [f"{pod.name} has cores of several cards or none" for pod in self.kubelet.pods.values() if not pod.card]
+        for card in range(CARDS):
+            uuid = simulated_uuid(NODE_NAME, card)
+            pods = [pod for pod in self.kubelet.pods.values() if pod.card == uuid]
+            cores = sum(len(pod.held[VCORE_RESOURCE]) for pod in pods)
+            blocks = sum(pod.blocks for pod in pods)
+            if cores > CORES_PER_CARD or blocks > BLOCKS_PER_CARD:
+                wrong.append(f"card {card} carries {cores} cores and {blocks} blocks")
+        return wrong
+
+
+@asynccontextmanager
+async def open_node() -> AsyncIterator[BenchNode]:
+    """A node whose kubelet listens, without the agent; at the end the agent is stopped and the directory removed."""
+    state = Path(tempfile.mkdtemp(prefix="gsb", dir="/tmp"))  # noqa: S108 - sockets need a short path
+    try:
+        async with EmbeddedApiServer() as api, BenchKubelet(state) as kubelet:
+            api.apply_node({
+                "apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE_NAME}, "spec": {},
+                "status": {"nodeInfo": {"kubeletVersion": api.release}},
+            })  # fmt: skip
+            kubeconfig = state / "kubeconfig"
+            kubeconfig.write_text(_KUBECONFIG.format(url=api.url))
+            (state / "cgroup").mkdir()
+            agent = BenchAgent(_arguments(state, kubelet), state)
+            await kubelet.start()
+            try:
+                yield BenchNode(api=api, kubelet=kubelet, agent=agent)
+            finally:
+                await agent.stop()
+    finally:
+        shutil.rmtree(state, ignore_errors=True)
+
+
+def _arguments(state: Path, kubelet: BenchKubelet) -> list[str]:
+    flags = {
+        "driver": "simulated",
+        "simulated.cards": CARDS,
+        "simulated.card-memory-mib": CARD_MEMORY_MIB,
+        "simulated.device-nodes": "true",
+        "resources.memory-block-mib": BLOCK_MIB,
+        "node-name": NODE_NAME,
+        "kubeconfig": state / "kubeconfig",
+        "kubelet.device-plugin-path": kubelet.plugin_directory,
+        "kubelet.pod-resources-socket": kubelet.pod_resources_socket,
+        "virtual-manager.path": state / "vm",
+        "runtime.cgroup-root": state / "cgroup",
+        "web.port": 0,
+    }
+    return [f"--{flag}={value}" for flag, value in flags.items()]
+

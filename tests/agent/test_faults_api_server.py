@@ -1,0 +1,121 @@
+"""The API server is gone, stalls, and comes back: at the agent's start and later."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gpushare_agent.sandbox.node import EmbeddedNode
+from tests.support_agent import (
+    assert_nothing_shared,
+    calls_of,
+    holders_of,
+    open_agent,
+    wait_books_equal,
+    wait_registered,
+    wait_running,
+    wait_settled,
+    wait_synced,
+    wait_until,
+)
+from tests.support_sandbox import container, open_test_node, pod
+
+SHORT_LOOKUP = "--kubelet.pod-lookup-timeout-s=0.4"
+
+
+async def _refused(node: EmbeddedNode, name: str) -> str:
+    """The message of a pod that must have been refused as UNAVAILABLE."""
+    message = await wait_settled(node, name)
+    assert node.api.pod("default", name)["status"]["phase"] == "Failed", message
+    assert "code = Unavailable" in message, message
+    return message
+
+
+async def test_without_an_api_server_the_agent_registers_and_says_why_it_refuses() -> None:
+    """Nobody can be told apart before the kubelet's version is known; then everything goes on."""
+    async with open_test_node() as node:
+        await node.api.stop_listening()
+        async with open_agent(node, SHORT_LOOKUP, wait=False) as agent:
+            await wait_registered(node)
+            node.api.create_pod(pod("early", container(cores=30, blocks=10)))
+            message = await _refused(node, "early")
+            assert "version is not known" in message and "Create the pod again" in message
+            assert holders_of(agent) == 0
+            await node.api.start_listening()
+            await wait_synced(agent.parts)
+            node.api.create_pod(pod("late", container(cores=30, blocks=10)))
+            await wait_running(node, "late")
+            await wait_books_equal(node, agent)
+
+
+async def test_an_api_server_that_is_back_while_an_admission_waits_still_serves_it() -> None:
+    """The admission that found no API server is answered as soon as there is one, within its two seconds."""
+    async with open_test_node() as node:
+        await node.api.stop_listening()
+        async with open_agent(node, "--kubelet.pod-lookup-timeout-s=5", wait=False) as agent:
+            await wait_registered(node)
+            node.api.create_pod(pod("patient", container(cores=30, blocks=10)))
+            await wait_until(node, lambda: node.kubelet.open_calls, "the admission to begin")
+            await node.api.start_listening()
+            await wait_running(node, "patient")
+            await wait_books_equal(node, agent)
+
+
+async def test_pods_known_before_the_api_server_went_are_served_without_it() -> None:
+    """What the agent has heard of needs no second word from the API server: admission, restart of a container."""
+    async with open_test_node() as node, open_agent(node, SHORT_LOOKUP) as agent:
+        await node.kubelet.stop()
+        node.api.create_pod(pod("known", container("a", cores=30, blocks=10), container("b", cores=20, blocks=5)))
+        await wait_until(node, lambda: agent.parts.store.by_name("default", "known"), "the agent to hear of the pod")
+        await node.api.stop_listening()
+        await node.kubelet.start()
+        await wait_running(node, "known")
+        node.kubelet.kill_container("default", "known", "a")
+        await wait_until(node, lambda: len(calls_of(node, "known", "PreStartContainer")) == 3, "the container's restart")
+        assert not calls_of(node, "known", "PreStartContainer")[-1].error
+        await wait_books_equal(node, agent)
+        assert_nothing_shared(node)
+
+
+async def test_pods_unknown_while_the_api_server_is_gone_are_refused_and_come_in_when_it_is_back() -> None:
+    """The text names the API server; what ended meanwhile is freed when it is back."""
+    async with open_test_node() as node, open_agent(node, SHORT_LOOKUP, "--simulated.cards=1") as agent:
+        node.api.create_pod(pod("before", container(cores=60, blocks=40)))
+        await wait_running(node, "before")
+        await node.api.stop_listening()
+        node.api.create_pod(pod("unheard", container(cores=40, blocks=10)))
+        assert "API server did not tell" in await _refused(node, "unheard")
+        node.api.delete_pod("default", "before", grace_period_s=0)
+        await node.api.start_listening()
+        await wait_until(node, lambda: holders_of(agent) == 0, "the ended pod's share freed")
+        node.api.create_pod(pod("after", container(cores=100)))
+        await wait_running(node, "after")
+        await wait_books_equal(node, agent)
+
+
+async def test_an_api_server_that_stalls_costs_an_admission_its_bound_and_no_more() -> None:
+    """Connections that are accepted and never answered: refused in time, and the node goes on."""
+    async with open_test_node() as node, open_agent(node, SHORT_LOOKUP) as agent:
+        node.api.stall()
+        node.api.create_pod(pod("stuck", container(cores=30, blocks=10)))
+        assert "API server did not tell" in await _refused(node, "stuck")
+        node.api.unstall()
+        await wait_until(node, lambda: agent.parts.store.by_name("default", "stuck"), "the watch to go on")
+        node.api.create_pod(pod("after", container(cores=30, blocks=10)))
+        await wait_running(node, "after")
+        await wait_books_equal(node, agent)
+
+
+async def test_an_api_server_that_forgets_its_history_loses_the_agent_nothing() -> None:
+    """410 Gone in the middle of the watch, deletions unheard: the next list mends it."""
+    async with open_test_node() as node, open_agent(node) as agent:
+        for name in ("one", "two", "three"):
+            node.api.create_pod(pod(name, container(cores=60, blocks=40)))
+        await wait_running(node, "one", "two", "three")
+        await node.api.stop_listening()
+        node.api.delete_pod("default", "two", grace_period_s=0)
+        node.api.compact()
+        await node.api.start_listening()
+        await wait_until(node, lambda: agent.parts.store.by_name("default", "two") is None, "a new list")
+        await wait_books_equal(node, agent)
+        async with asyncio.timeout(10):
+            assert holders_of(agent) == 120

@@ -1,0 +1,196 @@
+"""The kubelet restarts, at the worst moments and in peace; its directory and our sockets in it are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.sandbox.node import EmbeddedNode
+from tests.support_agent import (
+    CORES,
+    InnerAgent,
+    Moments,
+    assert_nothing_shared,
+    calls_of,
+    kubelet_held,
+    open_agent,
+    poll_until,
+    wait_books_equal,
+    wait_registered,
+    wait_running,
+    wait_settled,
+    wait_until,
+)
+from tests.support_sandbox import CORE, SHORT_TIMES, SmallPlugin, container, device_ids, open_test_node, pod
+from tests.support_sandbox import register as register_plugin
+from tests.support_sandbox import serving
+
+SLOW_ADMISSION = replace(SHORT_TIMES, admission_delay_s=0.2)
+"""A kubelet that admits pods a while after its start, as real ones do."""
+ADMISSION = 20
+"""Moments of the admission of two containers: see test_faults_agent_killed.py."""
+
+
+def _container_ids(node: EmbeddedNode, name: str) -> list[str]:
+    uid = node.api.pod("default", name)["metadata"]["uid"]
+    return [c.id for c in node.kubelet.runtime.living(uid)]
+
+
+def _note_releases(agent: InnerAgent) -> list[Allocation]:
+    freed: list[Allocation] = []
+
+    def note(old: Allocation | None, new: Allocation | None) -> None:
+        if old is not None and new is None:
+            freed.append(old)
+
+    agent.parts.cache.subscribe(note)
+    return freed
+
+
+async def _wait_kubelet_knows(node: EmbeddedNode, *names: str) -> None:
+    """The kubelet has taken these pods up again."""
+    uids = {node.api.pod("default", name)["metadata"]["uid"] for name in names}
+    await wait_until(node, lambda: uids <= {uid for uid, _ in kubelet_held(node)}, f"{names} admitted again")
+
+
+@pytest.mark.parametrize("number", range(ADMISSION))
+async def test_a_kubelet_restarted_at_any_moment_of_an_admission_admits_again_what_it_had_begun(number: int) -> None:
+    """The pod under admission comes back to a kubelet that has forgotten half of it; nothing is given twice."""
+    async with open_test_node(seed=number, times=SLOW_ADMISSION) as node, open_agent(node) as agent:
+        node.api.create_pod(pod("before", container(cores=40, blocks=16)))
+        await wait_running(node, "before")
+        ids = _container_ids(node, "before")
+        moments = Moments(node, "during")
+        async with asyncio.TaskGroup() as group:
+            moments.at(number, lambda: group.create_task(node.kubelet.restart()))
+            node.api.create_pod(
+                pod("during", container("a", cores=30, blocks=10), container("b", cores=20, blocks=5))
+            )
+            await wait_until(node, lambda: len(moments.seen) > number, "the moment of the restart")
+        await wait_registered(node)
+        message = await wait_settled(node, "during")
+        assert node.api.pod("default", "during")["status"]["phase"] == "Running", message
+        node.api.create_pod(pod("after", container(cores=50, blocks=20)))
+        await wait_running(node, "before", "during", "after")
+        assert _container_ids(node, "before") == ids
+        assert_nothing_shared(node)
+        await wait_books_equal(node, agent)
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.36"])
+async def test_running_pods_survive_a_kubelet_restart_and_nothing_of_theirs_is_freed(version: str) -> None:
+    """While the new kubelet lists nothing, the books stay; the plugins are back in time, and no container restarts."""
+    async with open_test_node(kubelet_version=version, times=SLOW_ADMISSION) as node, open_agent(node) as agent:
+        node.api.create_pod(pod("share", container(cores=30, blocks=10)))
+        node.api.create_pod(pod("whole", container(cores=200)))
+        await wait_running(node, "share", "whole")
+        before, ids = agent.held(), _container_ids(node, "share") + _container_ids(node, "whole")
+        freed = _note_releases(agent)
+        for _ in range(3):
+            await node.kubelet.restart()
+            asked = len(node.kubelet.pod_resources_calls)
+            agent.parts.garbage.look_now()
+            await wait_until(node, lambda: len(node.kubelet.pod_resources_calls) > asked, "a look at an empty answer")  # noqa: B023 - evaluated in this turn
+            assert not kubelet_held(node)
+            await wait_registered(node)
+            await _wait_kubelet_knows(node, "share", "whole")
+        assert agent.held() == before and not freed
+        assert _container_ids(node, "share") + _container_ids(node, "whole") == ids
+        assert len(calls_of(node, "share")) == 2
+        node.api.create_pod(pod("next", container(cores=70, blocks=80)))
+        await wait_running(node, "share", "whole", "next")
+        await wait_books_equal(node, agent)
+        assert_nothing_shared(node)
+
+
+async def test_an_agent_started_while_the_kubelet_lists_nothing_yet_knows_its_pods_all_the_same() -> None:
+    """Both restart at once: the kubelet's checkpoint tells what its List does not."""
+    async with open_test_node(times=replace(SHORT_TIMES, admission_delay_s=1.0)) as node:
+        async with open_agent(node) as agent:
+            node.api.create_pod(pod("share", container(cores=30, blocks=10)))
+            node.api.create_pod(
+                pod("init", container(cores=60, blocks=10), init=(container("prepare", cores=20, blocks=20),))
+            )
+            await wait_running(node, "share", "init")
+            before = agent.held()
+        await node.kubelet.restart()
+        async with open_agent(node) as agent:
+            assert not kubelet_held(node), "the kubelet has admitted its pods before the agent was there"
+            assert agent.held() == before
+            await _wait_kubelet_knows(node, "share", "init")
+            node.api.create_pod(pod("next", container(cores=100)))
+            await wait_running(node, "share", "init", "next")
+            await wait_books_equal(node, agent)
+            assert_nothing_shared(node)
+
+
+async def test_the_agent_serves_again_in_a_directory_that_was_removed_and_made_anew() -> None:
+    """Everything in it is lost, the kubelet's checkpoint too: what runs keeps its cards by our books."""
+    async with open_test_node(times=SLOW_ADMISSION) as node, open_agent(
+        node, "--simulated.cards=1", kubelet_age_s=60
+    ) as agent:
+        node.api.create_pod(pod("before", container(cores=60, blocks=40)))
+        await wait_running(node, "before")
+        before = agent.held()
+        await node.kubelet.stop()
+        shutil.rmtree(node.paths.device_plugin_path)
+        await poll_until(lambda: not any(k.endpoint.is_serving for k in agent.parts.registrar._keepers), "nothing served")
+        node.paths.device_plugin_path.mkdir()
+        await node.kubelet.start()
+        await wait_registered(node)
+        await wait_until(node, lambda: any(p.name == "before" for p in node.kubelet.listed_pods()), "pods taken up again")
+        agent.parts.garbage._fresh_s = 0.0
+        for _ in range(2):
+            await agent.parts.garbage.reconcile()
+        assert agent.held() == before
+        node.api.create_pod(pod("fits", container(cores=40, blocks=50)))
+        await wait_running(node, "before", "fits")
+        assert before.items() <= agent.held().items()
+        assert_nothing_shared(node)
+
+
+@pytest.mark.parametrize("names", [["vcore.sock"], ["vmemory.sock"], ["vcore.sock", "vmemory.sock"]])
+async def test_a_socket_that_someone_deletes_is_served_and_registered_again(names: list[str]) -> None:
+    """Without a socket the kubelet could not come back; pods are admitted as before."""
+    async with open_test_node() as node, open_agent(node) as agent:
+        node.api.create_pod(pod("before", container(cores=60, blocks=40)))
+        await wait_running(node, "before")
+        done = agent.parts.registrar
+        for name in names:
+            (node.paths.device_plugin_path / name).unlink()
+        await wait_until(
+            node,
+            lambda: all((node.paths.device_plugin_path / name).is_socket() for name in names)
+            and all(done.is_registered(resource) for resource in (agent.parts.names.vcore, agent.parts.names.vmemory)),
+            "both sockets back",
+        )
+        await wait_registered(node)
+        node.api.create_pod(pod("after", container(cores=60, blocks=40)))
+        await wait_running(node, "before", "after")
+        await wait_books_equal(node, agent)
+        assert_nothing_shared(node)
+
+
+async def test_the_agent_takes_its_socket_back_from_another_process() -> None:
+    """A second program that replaces our socket and registers our resource does not keep it."""
+    async with open_test_node() as node, open_agent(node) as agent:
+        node.api.create_pod(pod("before", container(cores=60, blocks=40)))
+        await wait_running(node, "before")
+        registered = agent.count("gpushare_registrations_total", resource=CORE)
+        rival = SmallPlugin(CORE, device_ids("GPU-rival", count=4))
+        async with serving(node, rival, "vcore.sock"):
+            await register_plugin(node, rival, "vcore.sock")
+            await poll_until(
+                lambda: agent.count("gpushare_registrations_total", resource=CORE) > registered, "registered again"
+            )
+            await wait_until(node, lambda: node.kubelet.capacity()[CORE] == (8 * CORES, 8 * CORES), "our devices again")
+            await wait_registered(node)
+            node.api.create_pod(pod("after", container(cores=60, blocks=40)))
+            await wait_running(node, "before", "after")
+        await wait_books_equal(node, agent)
+        assert_nothing_shared(node)
+        assert not [ids for method, ids in rival.seen if method == "Allocate"]

@@ -1,0 +1,276 @@
+"""PodResources refuses, stalls, is absent or empty; and other programs call it at the worst moment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from grpclib import GRPCError, Status
+from grpclib.client import UnaryUnaryMethod
+from grpclib.const import Cardinality, Handler
+
+from gpushare_agent.sandbox.grpc_bytes import UnixServer, open_channel
+from gpushare_agent.sandbox.node import EmbeddedNode
+from tests.support_agent import (
+    DEADLINE_S,
+    InnerAgent,
+    Moments,
+    assert_nothing_shared,
+    calls_of,
+    given,
+    holders_of,
+    log_lines,
+    open_agent,
+    open_child,
+    poll_until,
+    wait_books_equal,
+    wait_running,
+    wait_settled,
+    wait_until,
+)
+from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod, pod_resources, wait_gone
+
+LIST = "/v1.PodResourcesLister/List"
+GET = "/v1.PodResourcesLister/Get"
+
+
+@dataclass
+class StandsBetween:
+    """A PodResources server that passes calls on to the kubelet's, unless it is told otherwise."""
+
+    target: Path
+    refusals: int = 0
+    """So many calls are refused by the rate limit before the next one passes."""
+    answers: list[bytes] = field(default_factory=list)
+    """When not empty, every List is answered with the first entry."""
+    refused: int = 0
+
+    def __post_init__(self) -> None:
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self._left = 0
+
+    def __mapping__(self) -> dict[str, Handler]:
+        return {name: Handler(self._handler(name), Cardinality.UNARY_UNARY, bytes, bytes) for name in (LIST, GET)}
+
+    def _handler(self, name: str) -> Any:
+        async def handle(stream: Any) -> None:
+            request = await stream.recv_message() or b""
+            await self.may_answer.wait()
+            if self._left < self.refusals:
+                self._left += 1
+                self.refused += 1
+                raise GRPCError(Status.RESOURCE_EXHAUSTED, "rejected by rate limit")
+            self._left = 0
+            await stream.send_message(self.answers[0] if self.answers and name == LIST else await self._ask(name, request))
+
+        return handle
+
+    async def _ask(self, name: str, request: bytes) -> bytes:
+        channel = open_channel(self.target)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                answer: bytes = await UnaryUnaryMethod(channel, name, bytes, bytes)(request)
+            return answer
+        finally:
+            channel.close()
+
+
+@asynccontextmanager
+async def _between(node: EmbeddedNode) -> AsyncIterator[tuple[StandsBetween, str]]:
+    """The server, and the flag that makes an agent ask it."""
+    service = StandsBetween(node.paths.pod_resources_socket)
+    server = UnixServer([service])
+    path = node.paths.state / "between.sock"
+    await server.start_at(path)
+    try:
+        yield service, f"--kubelet.pod-resources-socket={path}"
+    finally:
+        service.may_answer.set()
+        await server.stop()
+
+
+def _share(name: str, cores: int = 30, blocks: int = 10, **extra: Any) -> dict[str, Any]:
+    return pod(name, container(cores=cores, blocks=blocks), **extra)
+
+
+async def test_a_list_refused_by_the_rate_limit_is_asked_again_and_the_pod_is_served() -> None:
+    """Five refusals before each answer cost a few milliseconds and nothing else."""
+    async with open_test_node() as node, _between(node) as (between, flag), open_agent(node, flag) as agent:
+        between.refusals = 5
+        node.api.create_pod(_share("one"))
+        node.api.create_pod(_share("two"))
+        await wait_running(node, "one", "two")
+        assert between.refused >= 20
+        await wait_books_equal(node, agent)
+
+
+async def test_forty_pods_at_once_are_all_served_within_the_kubelets_rate_limit() -> None:
+    """More Lists than the kubelet's burst of ten: none of the pods is refused for it."""
+    async with open_test_node() as node, open_agent(node) as agent:
+        names = [f"p{n}" for n in range(40)]
+        for name in names:
+            node.api.create_pod(_share(name, cores=20, blocks=15))
+        await wait_running(node, *names)
+        assert_nothing_shared(node)
+        await wait_books_equal(node, agent)
+
+
+async def test_a_pod_resources_api_that_stalls_refuses_the_pod_in_time_with_the_reason() -> None:
+    """The whole node waits for the answer, so it comes, and says what is wrong; afterwards pods run again."""
+    async with open_test_node() as node, _between(node) as (between, flag), open_agent(node, flag) as agent:
+        between.may_answer.clear()
+        node.api.create_pod(_share("stuck"))
+        message = await wait_settled(node, "stuck")
+        assert "code = Unavailable" in message and "did not answer within" in message
+        assert "gpushare-agent check" in message
+        between.may_answer.set()
+        node.api.create_pod(_share("after"))
+        await wait_running(node, "after")
+        await wait_books_equal(node, agent)
+
+
+async def test_without_a_pod_resources_socket_the_error_names_the_path() -> None:
+    """A wrong setting shows in the first refused pod."""
+    async with open_test_node() as node:
+        missing = node.paths.state / "nowhere.sock"
+        async with open_agent(node, f"--kubelet.pod-resources-socket={missing}") as agent:
+            node.api.create_pod(_share("lost"))
+            message = await wait_settled(node, "lost")
+            assert str(missing) in message and "code = Unavailable" in message
+            assert holders_of(agent) == 0
+
+
+@pytest.mark.parametrize("garbage", [b"\x0a\xff\xff\xff\xff\x0f", b"\xff" * 64])
+async def test_a_pod_resources_answer_that_is_no_message_is_an_error_and_no_crash(garbage: bytes) -> None:
+    """The pod is refused with the reason; the agent stays, and serves when answers can be read again."""
+    async with open_test_node() as node, _between(node) as (between, flag), open_agent(node, flag):
+        between.answers = [garbage]
+        node.api.create_pod(_share("unread"))
+        assert "no valid message" in await wait_settled(node, "unread")
+        between.answers = []
+        node.api.create_pod(_share("after"))
+        await wait_running(node, "after")
+
+
+async def test_an_empty_list_frees_nothing() -> None:
+    """An old kubelet that lists nothing, though it has been up for long: what runs keeps its share, look after look."""
+    async with (
+        open_test_node(kubelet_version="1.31") as node,
+        _between(node) as (between, flag),
+        open_agent(node, flag, kubelet_age_s=60) as agent,
+    ):
+        agent.parts.garbage._fresh_s = 0.0
+        node.api.create_pod(_share("one"))
+        node.api.create_pod(_share("two", cores=100))
+        await wait_running(node, "one", "two")
+        before = agent.held()
+        between.answers = [b"\x12\x00"]  # an unknown field and no pod
+        for _ in range(3):
+            await agent.parts.garbage.reconcile()
+        assert agent.held() == before
+
+
+# --- another program's List ---
+
+
+def _taken_offered(agent: InnerAgent) -> float:
+    return sum(agent.count("gpushare_taken_ids_offered_total", resource=resource) for resource in (CORE, MEMORY))
+
+
+async def test_pods_come_and_go_while_another_program_lists_all_the_time() -> None:
+    """Whatever the kubelet forgets by it, no container gets an ID that a living one holds."""
+    async with open_test_node(seed=3) as node, open_agent(node) as agent, asyncio.TaskGroup() as group:
+        lists = group.create_task(_list_for_ever(node))
+        for number in range(30):
+            node.api.create_pod(_share(f"p{number}", cores=25, blocks=20, restartPolicy="Never"))
+            if number >= 6:
+                node.api.delete_pod("default", f"p{number - 6}", grace_period_s=number % 2)
+            await wait_settled(node, f"p{number}")
+            assert_nothing_shared(node)
+        await wait_running(node, *(f"p{number}" for number in range(24, 30)))
+        await wait_books_equal(node, agent)
+        lists.cancel()
+
+
+async def _list_for_ever(node: EmbeddedNode) -> None:
+    """As fast as the kubelet lets it while leaving the agent some of its rate."""
+    async with pod_resources(node) as stub:
+        while True:
+            try:
+                await stub.list()
+            except GRPCError:
+                pass
+            await asyncio.sleep(0.015)  # the pace of the load, not a wait for anything
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+async def test_ids_that_the_kubelet_forgot_by_another_programs_list_are_not_given_twice(seed: int) -> None:
+    """A List while our Allocate is open, after another pod's end: the next pod is offered what this one got, and the agent
+    counts the offer and gives it other IDs."""
+    async with open_test_node(seed=seed) as node, open_child(node) as child:
+        node.api.create_pod(_share("ended", restartPolicy="Never"))
+        await wait_running(node, "ended")
+        moments = Moments(node, "victim")
+        moments.at_next("Allocate asked", lambda: os.kill(child.pid, signal.SIGSTOP))
+        node.api.create_pod(_share("victim", cores=40, blocks=20))
+        await wait_until(node, lambda: "Allocate asked" in moments.seen, "the victim's Allocate")
+        try:
+            node.kubelet.kill_container("default", "ended", "main")
+            await wait_until(
+                node, lambda: node.api.pod("default", "ended")["status"]["phase"] == "Failed", "the first pod's end"
+            )
+            async with pod_resources(node) as stub:
+                await stub.list()
+        finally:
+            os.kill(child.pid, signal.SIGCONT)
+        await wait_running(node, "victim")
+        resource = calls_of(node, "victim")[0].resource
+        forgotten = set(calls_of(node, "victim")[0].device_ids)
+        assert not forgotten & node.kubelet.allocated(resource), "the kubelet has not forgotten anything"
+        node.api.create_pod(_share("next", cores=40, blocks=20))
+        await wait_running(node, "victim", "next")
+        asked = next(c for c in calls_of(node, "next", "GetPreferredAllocation") if c.resource == resource)
+        assert forgotten <= set(asked.device_ids), "the kubelet did not offer what it forgot"
+        assert len(given(node)) == 2
+        assert_nothing_shared(node)
+        assert await _metric(node, f'gpushare_taken_ids_offered_total{{resource="{resource}"}}') == len(forgotten)
+
+
+async def _metric(node: EmbeddedNode, series: str) -> float:
+    await poll_until(lambda: log_lines(node, "web_listening"), "the agent's web address")
+    port = log_lines(node, "web_listening")[-1]["port"]
+    async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession() as session:
+        async with session.get(f"http://localhost:{port}/metrics") as answer:
+            text = await answer.text()
+    return next((float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(series)), 0.0)
+
+
+async def test_a_pod_that_only_fits_on_forgotten_ids_is_refused_with_advice() -> None:
+    """One card, fully held by a container that the kubelet has forgotten: nobody else gets it."""
+    async with open_test_node() as node, open_agent(node, "--simulated.cards=1") as agent:
+        node.api.create_pod(_share("holder", cores=80, blocks=50))
+        await wait_running(node, "holder")
+        boot = node.kubelet._boot
+        assert boot is not None
+        for taken in boot.devices._allocated.values():  # as after a List at the wrong moment
+            taken.clear()
+        node.api.create_pod({**_share("second", cores=60, blocks=50), "spec": _share("second", 60, 50)["spec"]})
+        node.api.bind_pod("default", "second", node.name)
+        message = await wait_settled(node, "second")
+        assert node.api.pod("default", "second")["status"]["phase"] == "Failed"
+        assert "default/second" in message and ("free" in message)
+        assert_nothing_shared(node)
+        node.api.delete_pod("default", "holder")
+        await wait_gone(node, "holder")
+        node.api.create_pod(_share("third", cores=100))
+        await wait_running(node, "third")
+        await wait_books_equal(node, agent)

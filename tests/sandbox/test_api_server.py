@@ -1,0 +1,368 @@
+"""The embedded API server over HTTP, as a client of a real one would meet it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from gpushare_agent.model.errors import StartupError
+from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from tests.support_sandbox import pod
+
+PODS = "/api/v1/namespaces/default/pods"
+MERGE = "application/merge-patch+json"
+STRATEGIC = "application/strategic-merge-patch+json"
+JSON_PATCH = "application/json-patch+json"
+DEADLINE_S = 10.0
+
+
+class Client:
+    def __init__(self, api: EmbeddedApiServer, session: aiohttp.ClientSession) -> None:
+        self.api = api
+        self.session = session
+
+    async def call(
+        self, method: str, path: str, body: Any = None, content_type: str = "application/json", **query: str
+    ) -> Any:
+        """Status and JSON body."""
+        text = None if body is None else json.dumps(body)
+        headers = {"Content-Type": content_type} if text is not None else {}
+        async with self.session.request(
+            method, self.api.url + path, data=text, headers=headers, params=query
+        ) as answer:
+            return answer.status, await answer.json()
+
+    @asynccontextmanager
+    async def watch(self, path: str = "/api/v1/pods", **query: str) -> AsyncIterator[Watch]:
+        async with self.session.get(self.api.url + path, params={"watch": "true", **query}) as answer:
+            assert answer.status == 200
+            yield Watch(answer)
+
+
+class Watch:
+    def __init__(self, answer: aiohttp.ClientResponse) -> None:
+        self._answer = answer
+
+    async def next(self) -> tuple[str, dict[str, Any]]:
+        async with asyncio.timeout(DEADLINE_S):
+            event = json.loads(await self._answer.content.readline())
+        return event["type"], event["object"]
+
+    async def rest(self) -> list[tuple[str, dict[str, Any]]]:
+        async with asyncio.timeout(DEADLINE_S):
+            events = [json.loads(line) async for line in self._answer.content]
+        return [(e["type"], e["object"]) for e in events]
+
+
+@asynccontextmanager
+async def open_client(**settings: Any) -> AsyncIterator[Client]:
+    async with (
+        EmbeddedApiServer(**settings) as api,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as session,
+    ):
+        yield Client(api, session)
+
+
+async def test_a_created_pod_has_identity_defaults_and_a_pending_status() -> None:
+    """UID, resourceVersion, timestamps as text; requests follow limits; 201."""
+    async with open_client() as client:
+        status, raw = await client.call("POST", PODS, pod("a"))
+        assert status == 201
+        assert raw["status"]["phase"] == "Pending"
+        assert isinstance(raw["metadata"]["resourceVersion"], str)
+        assert raw["metadata"]["uid"]
+        assert raw["spec"]["terminationGracePeriodSeconds"] == 30
+        assert (await client.call("GET", f"{PODS}/a"))[1] == raw
+
+
+@pytest.mark.parametrize(
+    ("manifest", "code", "reason"),
+    [
+        ({"kind": "Pod", "metadata": {"name": "a"}, "spec": {"containers": []}}, 422, "Invalid"),
+        ({"kind": "Pod", "metadata": {"name": "No!"}, "spec": {"containers": [{"name": "x"}]}}, 422, "Invalid"),
+        ({"kind": "Service", "metadata": {"name": "a"}, "spec": {}}, 422, "Invalid"),
+        ({**pod("a"), "metadata": {"name": "a", "namespace": "other"}}, 400, "BadRequest"),
+        ([], 400, "BadRequest"),
+    ],
+)
+async def test_a_bad_manifest_is_refused_with_a_status_body(manifest: Any, code: int, reason: str) -> None:
+    """kind Status, the HTTP code in it, a reason and a message that names the field."""
+    async with open_client() as client:
+        status, body = await client.call("POST", PODS, manifest)
+        assert (status, body["kind"], body["code"], body["reason"]) == (code, "Status", code, reason)
+        assert body["message"]
+
+
+async def test_missing_and_duplicate_objects_have_their_reasons() -> None:
+    """404 NotFound and 409 AlreadyExists."""
+    async with open_client() as client:
+        client.api.create_pod(pod("a"))
+        assert (await client.call("POST", PODS, pod("a")))[1]["reason"] == "AlreadyExists"
+        status, body = await client.call("GET", f"{PODS}/b")
+        assert (status, body["reason"], body["details"]) == (404, "NotFound", {"name": "b", "kind": "pods"})
+
+
+async def test_lists_are_filtered_by_fields_and_namespace() -> None:
+    """spec.nodeName=, metadata.name=, status.phase!=; an absent field counts as empty."""
+    async with open_client() as client:
+        for name in ("a", "b", "c"):
+            client.api.create_pod(pod(name))
+        client.api.create_pod(pod("d"), "other")
+        client.api.bind_pod("default", "a", "node-a")
+        client.api.set_pod_status("default", "b", {"phase": "Failed"})
+
+        async def names(path: str, selector: str) -> list[str]:
+            _, body = await client.call("GET", path, fieldSelector=selector)
+            assert (body["kind"], body["apiVersion"]) == ("PodList", "v1")
+            return [item["metadata"]["name"] for item in body["items"]]
+
+        assert await names("/api/v1/pods", "spec.nodeName=node-a") == ["a"]
+        assert await names("/api/v1/pods", "spec.nodeName=") == ["b", "c", "d"]
+        assert await names(PODS, "status.phase!=Failed") == ["a", "c"]
+        assert await names(PODS, "metadata.name==c,status.phase!=Failed") == ["c"]
+        assert (await client.call("GET", PODS, fieldSelector="nonsense"))[0] == 400
+
+
+async def test_a_watch_goes_on_where_the_list_ended() -> None:
+    """Every change after the list's version, once, in order; a deletion carries a newer version."""
+    async with open_client() as client:
+        client.api.create_pod(pod("a"))
+        _, listed = await client.call("GET", "/api/v1/pods")
+        client.api.create_pod(pod("b"))
+        async with client.watch(resourceVersion=listed["metadata"]["resourceVersion"]) as watch:
+            assert (await watch.next())[1]["metadata"]["name"] == "b"
+            client.api.set_pod_status("default", "b", {"phase": "Running"})
+            kind, modified = await watch.next()
+            assert (kind, modified["status"]["phase"]) == ("MODIFIED", "Running")
+            client.api.delete_pod("default", "b", grace_period_s=0)
+            kind, deleted = await watch.next()
+            assert kind == "DELETED"
+            assert int(deleted["metadata"]["resourceVersion"]) > int(modified["metadata"]["resourceVersion"])
+
+
+async def test_a_watch_without_a_version_begins_with_what_is_there() -> None:
+    """ADDED for every object."""
+    async with open_client() as client:
+        client.api.create_pod(pod("a"))
+        async with client.watch() as watch:
+            assert (await watch.next())[0] == "ADDED"
+
+
+async def test_a_pod_that_enters_or_leaves_the_selector_is_added_or_deleted() -> None:
+    """Binding brings a pod into a node's watch as ADDED; a phase selector lets it go as DELETED."""
+    async with open_client() as client:
+        client.api.create_pod(pod("a"))
+        selector = "spec.nodeName=node-a,status.phase!=Failed"
+        async with client.watch(fieldSelector=selector, resourceVersion=str(client.api.version)) as watch:
+            client.api.bind_pod("default", "a", "node-a")
+            assert (await watch.next())[0] == "ADDED"
+            assert (await watch.next())[0] == "MODIFIED"
+            client.api.set_pod_status("default", "a", {"phase": "Failed"})
+            assert (await watch.next())[0] == "DELETED"
+
+
+async def test_a_version_that_is_forgotten_is_gone() -> None:
+    """410 as an ERROR event, after compact() and when the bounded history has run over."""
+    async with open_client(history_limit=3) as client:
+        first = str(client.api.version)
+        for name in "abcde":
+            client.api.create_pod(pod(name))
+        for forget in (lambda: None, client.api.compact):
+            forget()
+            async with client.watch(resourceVersion=first) as watch:
+                [(kind, body)] = await watch.rest()
+                assert (kind, body["code"], body["reason"]) == ("ERROR", 410, "Expired")
+        async with client.watch(resourceVersion=str(client.api.version), timeoutSeconds="0") as watch:
+            assert await watch.rest() == []
+
+
+async def test_open_watches_can_be_expired() -> None:
+    """The 410 comes in the middle of a stream."""
+    async with open_client() as client, client.watch() as watch:
+        client.api.expire_watches()
+        [(kind, body)] = await watch.rest()
+        assert (kind, body["code"]) == ("ERROR", 410)
+
+
+async def test_bookmarks_come_where_asked_for_and_at_the_end() -> None:
+    """With the newest version; never without allowWatchBookmarks."""
+    async with open_client(bookmark_interval_s=0.02) as client:
+        client.api.create_pod(pod("a"))
+        version = str(client.api.version)
+        async with client.watch(resourceVersion=version, allowWatchBookmarks="true", timeoutSeconds="1") as watch:
+            kind, body = await watch.next()
+            assert (kind, body["kind"], body["metadata"]["resourceVersion"]) == ("BOOKMARK", "Pod", version)
+            assert {kind for kind, _ in await watch.rest()} == {"BOOKMARK"}
+        async with client.watch(resourceVersion=version, timeoutSeconds="0") as watch:
+            assert await watch.rest() == []
+
+
+@pytest.mark.parametrize("kind", [MERGE, STRATEGIC])
+async def test_merge_patches_change_and_remove_annotations(kind: str) -> None:
+    """null removes; the rest stays; an equal patch makes no new version."""
+    async with open_client() as client:
+        client.api.create_pod(pod("a", annotations={"keep": "1", "drop": "2"}))
+        patch = {"metadata": {"annotations": {"drop": None, "new": "3"}}}
+        status, raw = await client.call("PATCH", f"{PODS}/a", patch, kind)
+        assert (status, raw["metadata"]["annotations"]) == (200, {"keep": "1", "new": "3"})
+        version = client.api.version
+        assert (await client.call("PATCH", f"{PODS}/a", patch, kind))[1]["metadata"] == raw["metadata"]
+        assert client.api.version == version
+
+
+async def test_json_patches_work_on_annotations() -> None:
+    """add, replace, remove and test, with ~1 for a slash; what cannot be applied is refused whole."""
+    async with open_client() as client:
+        client.api.create_pod(pod("a", annotations={"x/y": "1", "z": "2"}))
+        path = "/metadata/annotations/x~1y"
+        operations = [
+            {"op": "test", "path": path, "value": "1"},
+            {"op": "replace", "path": path, "value": "9"},
+            {"op": "remove", "path": "/metadata/annotations/z"},
+            {"op": "add", "path": "/metadata/annotations/n", "value": "3"},
+        ]
+        _, raw = await client.call("PATCH", f"{PODS}/a", operations, JSON_PATCH)
+        assert raw["metadata"]["annotations"] == {"x/y": "9", "n": "3"}
+        status, _ = await client.call("PATCH", f"{PODS}/a", [{"op": "remove", "path": "/nope"}], JSON_PATCH)
+        assert status == 422
+
+
+async def test_a_patch_with_an_old_version_or_another_uid_conflicts() -> None:
+    """409 Conflict, and nothing is changed."""
+    async with open_client() as client:
+        raw = client.api.create_pod(pod("a"))
+        client.api.set_pod_status("default", "a", {"phase": "Running"})
+        for guard in ({"resourceVersion": raw["metadata"]["resourceVersion"]}, {"uid": "other"}):
+            patch = {"metadata": {**guard, "annotations": {"n": "1"}}}
+            status, body = await client.call("PATCH", f"{PODS}/a", patch, MERGE)
+            assert (status, body["reason"]) == (409, "Conflict")
+        assert client.api.pod("default", "a")["metadata"]["annotations"] == {}
+
+
+async def test_status_and_spec_have_their_own_doors() -> None:
+    """A patch of the pod leaves the status; one of /status leaves the spec; a changed pod spec is refused."""
+    async with open_client() as client:
+        client.api.create_pod(pod("a"))
+        _, raw = await client.call("PATCH", f"{PODS}/a", {"status": {"phase": "Failed"}}, MERGE)
+        assert raw["status"]["phase"] == "Pending"
+        change = {"status": {"phase": "Running"}, "spec": {"nodeName": "x"}}
+        status, _ = await client.call("PATCH", f"{PODS}/a", {"spec": {"nodeName": "x"}}, MERGE)
+        assert status == 422
+        _, raw = await client.call("PATCH", f"{PODS}/a/status", {"status": change["status"]}, MERGE)
+        assert raw["status"]["phase"] == "Running"
+
+
+async def test_strategic_patches_merge_conditions_by_type() -> None:
+    """Other conditions stay."""
+    async with open_client() as client:
+        client.api.create_pod(pod("a"))
+        for kind in ("X", "Y", "X"):
+            patch = {"status": {"conditions": [{"type": kind, "status": "True"}]}}
+            _, raw = await client.call("PATCH", f"{PODS}/a/status", patch, STRATEGIC)
+        assert [c["type"] for c in raw["status"]["conditions"]] == ["X", "Y"]
+
+
+async def test_an_unknown_patch_type_is_unsupported() -> None:
+    """415, with the accepted ones in the message."""
+    async with open_client() as client:
+        client.api.create_pod(pod("a"))
+        status, body = await client.call("PATCH", f"{PODS}/a", {}, "application/apply-patch+yaml")
+        assert (status, body["reason"]) == (415, "UnsupportedMediaType")
+
+
+async def test_deletion_is_graceful_for_a_bound_pod_only() -> None:
+    """Bound: marked, and left to the kubelet; grace 0, unbound or ended: gone at once; another UID: 409."""
+    async with open_client() as client:
+        for name in ("bound", "loose", "done"):
+            client.api.create_pod(pod(name))
+        for name in ("bound", "done"):
+            client.api.bind_pod("default", name, "node-a")
+        client.api.set_pod_status("default", "done", {"phase": "Succeeded"})
+        wrong = {"preconditions": {"uid": "other"}}
+        assert (await client.call("DELETE", f"{PODS}/bound", wrong))[0] == 409
+        _, raw = await client.call("DELETE", f"{PODS}/bound", {"gracePeriodSeconds": 7})
+        assert raw["metadata"]["deletionTimestamp"]
+        assert raw["metadata"]["deletionGracePeriodSeconds"] == 7
+        for name in ("loose", "done"):
+            assert (await client.call("DELETE", f"{PODS}/{name}"))[0] == 200
+        assert [p["metadata"]["name"] for p in client.api.pods()] == ["bound"]
+        options = {"gracePeriodSeconds": 0, "preconditions": {"uid": raw["metadata"]["uid"]}}
+        assert (await client.call("DELETE", f"{PODS}/bound", options))[0] == 200
+        assert client.api.pods() == []
+
+
+async def test_events_and_nodes_are_served() -> None:
+    """Events with generateName; nodes are cluster-wide and take status patches."""
+    async with open_client() as client:
+        event = {"metadata": {"generateName": "e."}, "reason": "R", "message": "m", "involvedObject": {"name": "a"}}
+        status, raw = await client.call("POST", "/api/v1/namespaces/default/events", event)
+        assert (status, raw["metadata"]["name"][:2], raw["kind"]) == (201, "e.", "Event")
+        assert [e["reason"] for e in client.api.events()] == ["R"]
+        client.api.apply_node({"metadata": {"name": "n"}, "status": {"capacity": {"x/y": "1"}}})
+        patch = {"metadata": {"labels": {"a": "b"}}}
+        assert (await client.call("PATCH", "/api/v1/nodes/n", patch, STRATEGIC))[1]["metadata"]["labels"] == {"a": "b"}
+        assert (await client.call("GET", "/api/v1/nodes/n"))[1]["status"]["capacity"] == {"x/y": "1"}
+
+
+async def test_version_health_and_access_reviews_answer() -> None:
+    """gitVersion of the embedded release; every access is allowed."""
+    async with open_client(version="1.34") as client:
+        assert (await client.call("GET", "/version"))[1]["gitVersion"] == "v1.34.9"
+        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+        status, body = await client.call("POST", path, {"spec": {"resourceAttributes": {"verb": "list"}}})
+        assert (status, body["status"]["allowed"]) == (201, True)
+        async with client.session.get(client.api.url + "/readyz") as answer:
+            assert await answer.text() == "ok"
+
+
+async def test_failures_to_order_come_and_pass() -> None:
+    """The next n requests fail with the given status."""
+    async with open_client() as client:
+        client.api.fail_next(2, 503)
+        assert [(await client.call("GET", PODS))[0] for _ in range(3)] == [503, 503, 200]
+
+
+async def test_a_stalled_server_accepts_and_answers_later() -> None:
+    """Requests hang until unstall; an open watch falls silent."""
+    async with open_client() as client, client.watch() as watch:
+        client.api.stall()
+        client.api.create_pod(pod("a"))
+        async with asyncio.TaskGroup() as group:
+            held = group.create_task(client.call("GET", PODS))
+            while ("GET", PODS) not in client.api.requests:
+                await asyncio.sleep(0)
+            assert not held.done()
+            client.api.unstall()
+        assert held.result()[0] == 200
+        assert (await watch.next())[0] == "ADDED"
+
+
+async def test_a_server_that_stops_listening_comes_back_on_its_port_with_its_objects() -> None:
+    """Open watches break, new connections are refused, versions go on."""
+    async with open_client() as client:
+        client.api.create_pod(pod("a"))
+        url, version = client.api.url, client.api.version
+        async with client.watch(resourceVersion=str(version)) as watch:
+            await client.api.stop_listening()
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await watch.rest()
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await client.call("GET", PODS)
+        await client.api.start_listening()
+        assert client.api.url == url
+        _, body = await client.call("GET", PODS)
+        assert (len(body["items"]), body["metadata"]["resourceVersion"]) == (1, str(version))
+
+
+async def test_a_taken_port_is_a_readable_start_error() -> None:
+    """It names the address and what to do."""
+    async with EmbeddedApiServer() as api:
+        with pytest.raises(StartupError, match=f"127.0.0.1:{api.port}.*choose another port"):
+            async with EmbeddedApiServer(port=api.port):
+                pass

@@ -1,0 +1,186 @@
+"""`gpushare-agent sandbox` as a person runs it: processes, exit codes, output, clean-up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpushare_agent.sandbox.control import ask
+from tests.support_sandbox import container, pod
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+async def start(*arguments: str | Path) -> asyncio.subprocess.Process:
+    pipe = asyncio.subprocess.PIPE
+    command = [sys.executable, "-m", "gpushare_agent", "sandbox", *map(str, arguments)]
+    return await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+
+
+async def ended(process: asyncio.subprocess.Process) -> Ended:
+    async with asyncio.timeout(DEADLINE_S):
+        out, err = await process.communicate()
+    assert process.returncode is not None
+    return Ended(code=process.returncode, out=out.decode(), err=err.decode())
+
+
+async def sandbox(*arguments: str | Path) -> Ended:
+    return await ended(await start(*arguments))
+
+
+@asynccontextmanager
+async def live(state: Path, *arguments: str | Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await start("--state-dir", state, "--port", "0", *arguments)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            await ended(process)
+
+
+async def read_until(process: asyncio.subprocess.Process, words: str) -> None:
+    assert process.stdout is not None
+    async with asyncio.timeout(DEADLINE_S):
+        while words not in (line := (await process.stdout.readline()).decode()):
+            assert line, f"the sandbox ended before it said {words!r}"
+
+
+async def test_the_fitting_samples_run_and_the_document_is_complete(folder: Path) -> None:
+    """--once --format json: exit 0, one document on stdout, nothing left behind."""
+    state = folder / "s"
+    done = await sandbox(
+        "--state-dir", state, "--port", "0", "--once", "--format", "json", "--samples", "fitting", "--cards", "4"
+    )
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    cards = document["node"]["cards"]
+    assert [card["index"] for card in cards] == [0, 1, 2, 3]
+    assert sum(card["cores_allocated"] for card in cards) == 25 + 60 + 200
+    pods = {p["name"]: p for p in document["pods"]}
+    assert {p["phase"] for p in pods.values()} == {"Running"}
+    assert (
+        pods["share"]["containers"][0]["env"]["NVIDIA_VISIBLE_DEVICES"]
+        == cards[pods["share"]["containers"][0]["cards"][0]]["uuid"]
+    )
+    assert len(pods["pair"]["containers"][0]["cards"]) == 2
+    assert not state.exists()
+
+
+async def test_pods_that_do_not_run_make_exit_code_one(folder: Path) -> None:
+    """One is refused by the agent, one fits nowhere: both are told with their reasons, in file order."""
+    manifest = folder / "pods.yaml"
+    bad, large = pod("bad", container("main", cores=50)), pod("large", container("main", cores=900))
+    manifest.write_text(yaml.safe_dump_all([bad, large, pod("fine", container("main", cores=50, blocks=4))]))
+    done = await sandbox("--state-dir", folder / "s", "--port", "0", "--once", "--apply", manifest)
+    assert done.code == 1
+    created = [line for line in done.err.splitlines() if line.endswith("created")]
+    assert created == ["pod default/bad created", "pod default/large created", "pod default/fine created"]
+    assert (
+        "default/bad is Failed: UnexpectedAdmissionError: Pod was rejected: Allocate failed due to rpc error"
+        in done.err
+    )
+    assert "default/large is Pending: Unschedulable: 0/1 nodes are available" in done.err
+    assert "default/fine" in done.out
+
+
+@pytest.mark.parametrize("command", [("--once", "--apply"), ("apply", "-f")])
+async def test_a_bad_manifest_is_one_readable_line_and_exit_code_two(folder: Path, command: tuple[str, ...]) -> None:
+    """Nothing is started for it."""
+    (folder / "bad.yaml").write_text("kind: Job\n")
+    done = await sandbox(*command, folder / "bad.yaml", "--state-dir", folder / "s")
+    assert done.code == 2
+    assert done.err == (
+        f"gpushare-agent sandbox: {folder}/bad.yaml: kind 'Job' cannot be applied: the embedded node knows Pods only\n"
+    )
+
+
+async def test_a_wrong_setting_is_exit_code_two(folder: Path) -> None:
+    """The agent's settings are checked before anything starts."""
+    done = await sandbox("--state-dir", folder / "s", "--once", "--cards", "many")
+    assert done.code == 2
+    assert "many" in done.err
+    assert "Traceback" not in done.err
+
+
+async def test_a_state_directory_that_is_a_file_is_exit_code_one(folder: Path) -> None:
+    """With what to do."""
+    (folder / "file").write_text("")
+    done = await sandbox("--state-dir", folder / "file", "--once")
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert "--state-dir" in done.err
+
+
+async def test_an_agent_that_cannot_start_is_told_with_its_last_lines(folder: Path) -> None:
+    """A wrong setting that only the agent meets: exit 1, its own words, and no sandbox left."""
+    done = await sandbox("--state-dir", folder / "s", "--once", "--port", "0", "--extra-config", folder / "absent.json")
+    assert done.code == 1
+    assert "absent.json" in done.err
+    assert not (folder / "s").exists()
+
+
+async def test_a_live_sandbox_obeys_from_another_terminal_and_cleans_up_at_the_end(folder: Path) -> None:
+    """apply, delete, kill-agent, restart-kubelet, status; SIGINT ends it with nothing left."""
+    state = folder / "s"
+    (folder / "p.yaml").write_text(yaml.safe_dump(pod("mine", container("main", cores=20, blocks=2))))
+    async with live(state, "--samples", "none") as process:
+        await read_until(process, "Ctrl-C ends")
+        where = ("--state-dir", state)
+        assert (await sandbox("apply", "-f", folder / "p.yaml", *where)).out == "pod default/mine created\n"
+        await read_until(process, "pod default/mine Running")
+        assert (await sandbox("kill-agent", *where)).code == 0
+        await read_until(process, "the agent was killed by signal 9; starting it again")
+        assert (await sandbox("restart-kubelet", *where)).code == 0
+        await registered(state)
+        shown = json.loads((await sandbox("status", *where, "--format", "json")).out)
+        assert [p["phase"] for p in shown["pods"]] == ["Running"]
+        twice = await sandbox("apply", "-f", folder / "p.yaml", *where)
+        assert (twice.code, twice.err) == (1, 'pods "mine" already exists\n')
+        assert (await sandbox("delete", "mine", *where)).out == "pod default/mine deleted\n"
+        await read_until(process, "gone: pod default/mine")
+        second = await sandbox("--once", *where)
+        assert second.code == 1
+        assert "another sandbox" in second.err
+        process.send_signal(signal.SIGINT)
+        done = await ended(process)
+        assert done.code == 0, done.err
+    assert not state.exists()
+    assert (await sandbox("status", *where)).code == 1
+
+
+async def registered(state: Path) -> dict[str, Any]:
+    """The report once both resources are healthy again."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            document: dict[str, Any] = (await ask(state / "control.sock", {"command": "status"}))["document"]
+            if {card["health"] for card in document["node"]["cards"]} == {"Healthy"}:
+                return document
+            await asyncio.sleep(0.05)  # another process: it can only be asked again

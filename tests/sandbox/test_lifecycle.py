@@ -1,0 +1,317 @@
+"""Pods ending, deletions, the kubelet's restart, pretended containers: against what was measured on a real kubelet."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare_agent.sandbox.node import EmbeddedNode
+from tests.support_sandbox import (
+    SmallPlugin,
+    limits_of,
+    list_pods,
+    open_plugin,
+    open_test_node,
+    pod,
+    pod_resources,
+    register,
+    serving,
+    wait_allocatable,
+    wait_gone,
+    wait_phase,
+)
+
+FOO = "example.com/foo"
+
+
+def foo(name: str = "main", count: int = 1, **extra: Any) -> dict[str, Any]:
+    return limits_of(name, {FOO: count}, **extra)
+
+
+def foo_plugin(count: int = 2, **extra: Any) -> SmallPlugin:
+    return SmallPlugin(FOO, {f"foo-{n}": ("Healthy", None) for n in range(count)}, **extra)
+
+
+def bound(manifest: dict[str, Any]) -> dict[str, Any]:
+    return {**manifest, "spec": {**manifest["spec"], "nodeName": "node-a"}}
+
+
+def container_of(node: EmbeddedNode, name: str, container: str = "main") -> Any:
+    return node.kubelet.runtime.find(node.api.pod("default", name)["metadata"]["uid"], container)
+
+
+async def test_a_deletion_keeps_the_devices_until_the_processes_have_gone() -> None:
+    """TERM ignored: the pod is listed with its devices, and "Available: 0", until its process dies."""
+    async with open_test_node() as node, open_plugin(node, foo_plugin()):
+        slow = {"sandbox.gpushare/ignore-term-seconds": "60"}
+        node.api.create_pod(pod("slow", foo(count=2), annotations=slow, terminationGracePeriodSeconds=60))
+        await wait_phase(node, "slow", "Running")
+        process = container_of(node, "slow")
+        node.api.delete_pod("default", "slow")
+        node.api.create_pod(bound(pod("early", foo())))
+        await wait_phase(node, "early", "Failed")
+        assert "Available: 0" in node.api.pod("default", "early")["status"]["message"]
+        assert await list_pods(node) == {"slow/main": {FOO: {"foo-0", "foo-1"}}}
+        node.kubelet.runtime.kill(process)
+        await wait_gone(node, "slow")
+        node.api.create_pod(bound(pod("later", foo(count=2))))
+        await wait_phase(node, "later", "Running")
+
+
+async def test_a_forced_deletion_gives_the_devices_away_while_the_process_lives() -> None:
+    """Two pods on the same devices, as measured; the cgroup tells that the first one's process is still there."""
+    async with open_test_node() as node, open_plugin(node, foo_plugin()):
+        slow = {"sandbox.gpushare/ignore-term-seconds": "60"}
+        node.api.create_pod(pod("slow", foo(count=2), annotations=slow))
+        await wait_phase(node, "slow", "Running")
+        process = container_of(node, "slow")
+        node.api.delete_pod("default", "slow", grace_period_s=0)
+        node.api.create_pod(bound(pod("next", foo(count=2))))
+        await wait_phase(node, "next", "Running")
+        assert process.is_running
+        assert (process.cgroup / "cgroup.events").read_text().startswith("populated 1\n")
+        assert set(await list_pods(node)) == {"next/main"}
+        await node.kubelet.wait_for(lambda: not process.is_running, what="the kill after the kubelet's two seconds")
+        assert not process.cgroup.exists()
+
+
+async def test_a_succeeded_pods_devices_are_free_while_its_object_stands() -> None:
+    """The next pod gets them at once."""
+    async with open_test_node() as node, open_plugin(node, foo_plugin()):
+        node.api.create_pod(pod("done", foo(count=2), annotations={"sandbox.gpushare/run-seconds": "0.05"}))
+        await wait_phase(node, "done", "Succeeded")
+        node.api.create_pod(pod("next", foo(count=2)))
+        await wait_phase(node, "next", "Running")
+        assert node.api.find_pod("default", "done") is not None
+
+
+async def test_the_checkpoint_keeps_ended_pods_until_the_next_allocation() -> None:
+    """Whoever reads it as truth believes in devices that are free."""
+    async with open_test_node() as node, open_plugin(node, foo_plugin()):
+        checkpoint = node.paths.device_plugin_path / "kubelet_internal_checkpoint"
+        raw = node.api.create_pod(pod("done", foo(count=2), annotations={"sandbox.gpushare/run-seconds": "0"}))
+        await wait_phase(node, "done", "Succeeded")
+        assert await list_pods(node) == {}
+        assert raw["metadata"]["uid"] in checkpoint.read_text()
+        node.api.create_pod(pod("next", foo()))
+        await wait_phase(node, "next", "Running")
+        assert raw["metadata"]["uid"] not in checkpoint.read_text()
+
+
+async def test_running_containers_have_a_cgroup_with_a_process_that_cannot_exist() -> None:
+    """The v2 tree below kubepods/burstable, and a PID above the kernel's largest."""
+    async with open_test_node() as node:
+        raw = node.api.create_pod(pod("p"))
+        status = (await wait_phase(node, "p", "Running"))["status"]
+        identity = status["containerStatuses"][0]["containerID"].removeprefix("containerd://")
+        path = node.paths.cgroup_root / "kubepods" / "burstable" / f"pod{raw['metadata']['uid']}" / identity
+        assert int((path / "cgroup.procs").read_text()) > 2**22
+        node.api.delete_pod("default", "p")
+        await wait_gone(node, "p")
+        assert not path.parent.exists()
+
+
+async def test_a_dead_container_of_a_never_restarting_pod_fails_it() -> None:
+    """restartPolicy Never: Failed, with the exit code in the status."""
+    async with open_test_node() as node:
+        node.api.create_pod(pod("p", restartPolicy="Never"))
+        await wait_phase(node, "p", "Running")
+        node.kubelet.kill_container("default", "p", "main")
+        status = (await wait_phase(node, "p", "Failed"))["status"]
+        assert status["containerStatuses"][0]["state"]["terminated"]["exitCode"] == 137
+
+
+# --- restart of the kubelet ---
+
+
+def _leftovers(directory: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(directory / "stale.sock"))
+    (directory / "file").write_text("")
+    (directory / "folder").mkdir()
+    (directory / "link").symlink_to("file")
+
+
+@pytest.mark.parametrize(("version", "kept"), [("1.31", {"folder"}), ("1.36", {"file", "folder", "link"})])
+async def test_a_kubelet_start_removes_sockets(version: str, kept: set[str]) -> None:
+    """All sockets, live plugins' too; before 1.34 also files and links; never directories and the checkpoint."""
+    async with open_test_node(kubelet_version=version) as node, open_plugin(node, foo_plugin(), "foo.sock") as plugin:
+        before = (node.paths.device_plugin_path / "kubelet.sock").stat().st_ctime_ns
+        await node.kubelet.stop()
+        await plugin.streams_ended.wait()
+        assert (node.paths.device_plugin_path / "foo.sock").is_socket()
+        assert (node.paths.device_plugin_path / "kubelet.sock").is_socket()
+        _leftovers(node.paths.device_plugin_path)
+        await node.kubelet.start()
+        names = {p.name for p in node.paths.device_plugin_path.iterdir()}
+        assert names == {"kubelet.sock", "kubelet_internal_checkpoint", *kept}
+        assert (node.paths.device_plugin_path / "kubelet.sock").stat().st_ctime_ns != before
+
+
+async def test_running_pods_are_taken_up_again_without_a_call() -> None:
+    """Same container, same devices in List, which is empty until the first admission; no RPC to the plugin."""
+    async with open_test_node() as node:
+        async with open_plugin(node, foo_plugin(4)):
+            for name in ("a", "b"):
+                node.api.create_pod(pod(name, foo(count=2)))
+                await wait_phase(node, name, "Running")
+            before, calls = await list_pods(node), len(node.kubelet.calls)
+            process = container_of(node, "a")
+        await node.kubelet.restart()
+        assert await list_pods(node) == {}
+        await node.kubelet.wait_for(lambda: len(node.kubelet.listed_pods()) == 2)
+        assert await list_pods(node) == before
+        assert len(node.kubelet.calls) == calls
+        assert container_of(node, "a") is process
+        assert process.is_running
+        node.kubelet.push_node_status()
+        assert node.api.node("node-a")["status"]["allocatable"][FOO] == "0"
+
+
+async def test_a_completed_gpu_init_container_and_a_late_plugin_kill_the_pod() -> None:
+    """The plugin has not come back when the running pod is admitted again: rejected, and its container is killed."""
+    async with open_test_node() as node:
+        async with open_plugin(node, foo_plugin()):
+            node.api.create_pod(pod("p", foo("m"), init=(foo("i"),)))
+            await wait_phase(node, "p", "Running")
+            process = container_of(node, "p", "m")
+        await node.kubelet.restart()
+        status = (await wait_phase(node, "p", "Failed"))["status"]
+        assert "cannot allocate unhealthy devices" in status["message"]
+        await node.kubelet.wait_for(lambda: not process.is_running)
+
+
+async def test_a_completed_gpu_init_container_and_a_plugin_in_time_leave_the_pod_alone() -> None:
+    """Registered again before the first admission: the same pod goes on."""
+    async with open_test_node() as node:
+        plugin = foo_plugin()
+        async with serving(node, plugin, "foo.sock"):
+            await register(node, plugin, "foo.sock")
+            await wait_allocatable(node, FOO, 2)
+            node.api.create_pod(pod("p", foo("m"), init=(foo("i"),)))
+            await wait_phase(node, "p", "Running")
+        await node.kubelet.stop()
+        await node.kubelet.start()
+        async with serving(node, plugin, "foo.sock"):
+            await register(node, plugin, "foo.sock")
+            await node.kubelet.wait_for(node.kubelet.listed_pods)
+            assert node.api.pod("default", "p")["status"]["phase"] == "Running"
+            assert set(await list_pods(node)) == {"p/m"}
+
+
+async def _reboot(node: EmbeddedNode, name: str) -> None:
+    """The kubelet stopped, the container killed, the kubelet started."""
+    process = container_of(node, name)
+    await node.kubelet.stop()
+    node.kubelet.runtime.kill(process)
+    await node.kubelet.start()
+
+
+async def test_after_a_reboot_without_the_plugin_the_pod_is_rejected_for_good() -> None:
+    """It does not recover when the plugin comes later."""
+    async with open_test_node() as node:
+        async with open_plugin(node, foo_plugin()):
+            node.api.create_pod(pod("p", foo()))
+            await wait_phase(node, "p", "Running")
+        await _reboot(node, "p")
+        status = (await wait_phase(node, "p", "Failed"))["status"]
+        assert "no healthy devices present" in status["message"]
+        async with open_plugin(node, foo_plugin()):
+            assert node.api.pod("default", "p")["status"]["phase"] == "Failed"
+
+
+async def test_after_a_reboot_with_the_plugin_in_time_the_pod_gets_its_old_ids_without_an_allocate() -> None:
+    """It comes back Running with a new container."""
+    async with open_test_node() as node:
+        plugin = foo_plugin()
+        async with open_plugin(node, plugin, "foo.sock"):
+            node.api.create_pod(pod("p", foo()))
+            await wait_phase(node, "p", "Running")
+            before = await list_pods(node)
+        await _reboot(node, "p")
+        async with serving(node, plugin, "foo.sock"):
+            await register(node, plugin, "foo.sock")
+            await node.kubelet.wait_for(
+                lambda: node.api.pod("default", "p")["status"]["containerStatuses"][0]["restartCount"] == 1
+            )
+            assert await list_pods(node) == before
+            assert len(node.kubelet.log.of("Allocate")) == 1
+
+
+async def test_a_failed_pod_is_not_admitted_again() -> None:
+    """After a kubelet restart: no call for it, and it is not listed."""
+    async with open_test_node() as node:
+        plugin = foo_plugin(1)
+        async with open_plugin(node, plugin, "foo.sock"):
+            node.api.create_pod(bound(pod("bad", foo(count=2))))
+            await wait_phase(node, "bad", "Failed")
+        await node.kubelet.restart()
+        node.api.create_pod(pod("plain"))
+        await wait_phase(node, "plain", "Running")
+        assert set(await list_pods(node)) == {"plain/main"}
+        assert node.kubelet.calls == []
+
+
+async def test_a_pod_deleted_while_the_kubelet_was_down_is_ended_at_its_start() -> None:
+    """Gracefully deleted: confirmed then. Force-deleted: its orphaned container is stopped."""
+    async with open_test_node() as node:
+        for name in ("soft", "hard"):
+            node.api.create_pod(pod(name))
+            await wait_phase(node, name, "Running")
+        orphan = container_of(node, "hard")
+        await node.kubelet.stop()
+        node.api.delete_pod("default", "soft")
+        node.api.delete_pod("default", "hard", grace_period_s=0)
+        assert node.api.find_pod("default", "soft") is not None
+        assert orphan.is_running
+        await node.kubelet.start()
+        await wait_gone(node, "soft")
+        await node.kubelet.wait_for(lambda: not orphan.is_running)
+
+
+async def test_a_kubelet_stop_during_an_open_allocate_ends_the_call() -> None:
+    """The call is noted as broken off, nothing is recorded, and the pod is admitted anew after the start."""
+    async with open_test_node() as node:
+        plugin = foo_plugin()
+
+        async def hang(_ids: list[str]) -> None:
+            await node.kubelet.wait_for(lambda: False, 60)
+
+        plugin.on_allocate = hang
+        async with open_plugin(node, plugin, "foo.sock"):
+            node.api.create_pod(pod("p", foo()))
+            await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.kubelet.open_calls))
+            await node.kubelet.stop()
+        assert node.kubelet.open_calls == []
+        assert node.kubelet.calls[-1].error
+        plugin.on_allocate = None
+        await node.kubelet.start()
+        async with serving(node, plugin, "foo.sock"):
+            await register(node, plugin, "foo.sock")
+            await wait_phase(node, "p", "Running")
+
+
+async def test_the_sockets_of_a_stopped_kubelet_refuse() -> None:
+    """The files stay and nobody listens."""
+    async with open_test_node() as node:
+        await node.kubelet.stop()
+        assert node.paths.pod_resources_socket.is_socket()
+        async with pod_resources(node) as stub:
+            with pytest.raises(ConnectionRefusedError):
+                await stub.list()
+
+
+async def test_a_same_named_pod_made_anew_is_another_pod() -> None:
+    """StatefulSet-like recreation: the old one's devices go with it, the new one is admitted for itself."""
+    async with open_test_node() as node, open_plugin(node, foo_plugin()):
+        old = node.api.create_pod(pod("p", foo(count=2)))["metadata"]["uid"]
+        await wait_phase(node, "p", "Running")
+        node.api.delete_pod("default", "p", grace_period_s=0)
+        new = node.api.create_pod(pod("p", foo(count=2)))["metadata"]["uid"]
+        await wait_phase(node, "p", "Running")
+        assert [c.pod_uid for c in node.kubelet.log.of("Allocate")] == [old, new]
+        assert os.listdir(node.paths.cgroup_root / "kubepods" / "burstable") == [f"pod{new}"]

@@ -1,0 +1,254 @@
+"""Scheduler, manifests, state directory, control socket and report of the embedded node."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpushare_agent.model.errors import Rejected, StartupError, Unavailable
+from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
+from gpushare_agent.sandbox.manifests import ManifestError, parse_manifests, read_manifests, sample_manifests
+from gpushare_agent.sandbox.node_report import ReportedNode, report
+from gpushare_agent.sandbox.node_view import card_text, pod_line
+from gpushare_agent.sandbox.pod_manifest import containers_of, pod_requests
+from gpushare_agent.sandbox.state_directory import owned_state_directory
+from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec, Mount
+from tests.support_sandbox import (
+    CORE,
+    MEMORY,
+    SmallPlugin,
+    container,
+    device_ids,
+    open_plugin,
+    open_test_node,
+    pod,
+    wait_gone,
+    wait_phase,
+)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
+# --- scheduler ---
+
+
+async def test_a_pod_that_fits_no_node_says_what_is_missing_and_runs_when_there_is_room() -> None:
+    """Pending, Unschedulable, with the resource's name and an Event; bound when another pod goes."""
+    async with open_test_node() as node, open_plugin(node, SmallPlugin(CORE, device_ids("a", count=100))):
+        node.api.create_pod(pod("first", container("main", cores=80)))
+        await wait_phase(node, "first", "Running")
+        node.api.create_pod(pod("second", container("main", cores=30)))
+
+        def condition() -> dict[str, Any] | None:
+            found = node.api.pod("default", "second")["status"].get("conditions", [])
+            return next((c for c in found if c["reason"] == "Unschedulable"), None)
+
+        shown = await node.kubelet.wait_for(condition)
+        assert shown is not None
+        assert shown["message"] == f"0/1 nodes are available: 1 Insufficient {CORE}."
+        assert [e["message"] for e in node.api.events() if e["reason"] == "FailedScheduling"] == [shown["message"]]
+        node.api.create_pod(pod("small", container("main", cores=20)))
+        await wait_phase(node, "small", "Running")
+        node.api.delete_pod("default", "first")
+        await wait_gone(node, "first")
+        await wait_phase(node, "second", "Running")
+
+
+def test_init_containers_count_only_where_they_need_more() -> None:
+    """The scheduler's sum: main and sidecars together, or an init container with the sidecars before it."""
+    sidecar = {**container("s", cores=5), "restartPolicy": "Always"}
+    raw = pod("p", container("m", cores=10), init=(container("i", cores=4), sidecar, container("j", cores=20)))
+    assert pod_requests(raw) == {CORE: 25}
+    assert [c.kind for c in containers_of(raw)] == ["init", "sidecar", "init", "main"]
+
+
+# --- manifests ---
+
+
+def test_a_file_may_hold_several_documents_and_lists() -> None:
+    """In the order in which they stand."""
+    text = "---\n".join(yaml.safe_dump(pod(name)) for name in ("b", "a"))
+    text += "---\n" + yaml.safe_dump({"kind": "List", "apiVersion": "v1", "items": [pod("c")]}) + "---\n"
+    assert [m.raw["metadata"]["name"] for m in parse_manifests(text, "x.yaml")] == ["b", "a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: [", "x.yaml, line 1: no valid YAML"),
+        ("- just\n- a list", "x.yaml: not a manifest"),
+        ("kind: Deployment\n", "x.yaml: kind 'Deployment' cannot be applied"),
+        (
+            yaml.safe_dump(pod("a")) + "---\nkind: Pod\nmetadata: {name: b}\n",
+            "x.yaml, document 2: Pod 'b' is not valid: spec",
+        ),
+        (yaml.safe_dump(pod("a", {"name": "m", "resources": {"limits": {CORE: "half"}}})), "must be an integer"),
+        (
+            yaml.safe_dump(pod("a", {"name": "m", "resources": {"limits": {CORE: 5}, "requests": {CORE: 4}}})),
+            r"containers\[0\].resources.requests\[tencent.com/vcuda-core\]: Invalid value: 4: must be equal",
+        ),
+        (yaml.safe_dump(pod("a", container("x"), container("x"))), "Duplicate value: 'x'"),
+    ],
+)
+def test_a_bad_manifest_is_named_with_file_document_and_field(text: str, words: str) -> None:
+    """One readable error, nothing applied."""
+    with pytest.raises(ManifestError, match=words):
+        parse_manifests(text, "x.yaml")
+
+
+def test_a_directory_is_read_by_file_name_and_a_name_given_twice_is_refused(folder: Path) -> None:
+    """Other files are passed over; the second origin names the first."""
+    (folder / "2.yaml").write_text(yaml.safe_dump(pod("b")))
+    (folder / "1.yml").write_text(yaml.safe_dump(pod("a")))
+    (folder / "notes.txt").write_text("no manifest")
+    assert [m.raw["metadata"]["name"] for m in read_manifests([folder])] == ["a", "b"]
+    with pytest.raises(ManifestError, match=r"1.yml: Pod default/a is there already, in .*1.yml"):
+        read_manifests([folder, folder / "1.yml"])
+    with pytest.raises(ManifestError, match=r"absent\.yaml: cannot be read: No such file"):
+        read_manifests([folder / "absent.yaml"])
+
+
+def test_the_samples_are_valid_and_one_of_them_cannot_fit() -> None:
+    """A share, two shares, a pair, and with "all" a pod that stays Pending."""
+    assert [m.raw["metadata"]["name"] for m in sample_manifests("fitting")] == ["share", "two-shares", "pair"]
+    assert [m.raw["metadata"]["name"] for m in sample_manifests("all")] == ["share", "two-shares", "pair", "too-large"]
+    assert sample_manifests("none") == []
+
+
+# --- state directory ---
+
+
+def test_a_state_directory_is_removed_with_what_the_sandbox_made(folder: Path) -> None:
+    """A new one goes; one that was there stays, empty."""
+    with owned_state_directory(folder / "new") as paths:
+        assert stat.S_IMODE(paths.state.stat().st_mode) == 0o700
+        (paths.state / "device-plugins").mkdir()
+    assert not (folder / "new").exists()
+    (folder / "old").mkdir()
+    with owned_state_directory(folder / "old"):
+        pass
+    assert list((folder / "old").iterdir()) == []
+
+
+def test_leftovers_of_a_dead_owner_are_taken_over(folder: Path) -> None:
+    """The kernel has given its lock back."""
+    state = folder / "state"
+    (state / "device-plugins").mkdir(parents=True)
+    (state / "device-plugins" / "stale").write_text("")
+    (state / "owner").write_text("12345\n")
+    with owned_state_directory(state) as paths:
+        assert not (state / "device-plugins").exists()
+        assert paths.owner.read_text() == f"{os.getpid()}\n"
+
+
+def test_a_state_directory_in_use_is_refused_with_advice(folder: Path) -> None:
+    """The owner's PID, and how to speak to it."""
+    with (
+        owned_state_directory(folder / "s"),
+        pytest.raises(StartupError, match=rf"PID {os.getpid()}\).*sandbox status --state-dir"),
+        owned_state_directory(folder / "s"),
+    ):
+        pass
+
+
+def test_somebodys_directory_is_not_touched(folder: Path) -> None:
+    """Files that no sandbox left: refused, and still there."""
+    (folder / "thesis.txt").write_text("x")
+    with pytest.raises(StartupError, match="holds files that no sandbox left there"), owned_state_directory(folder):
+        pass
+    assert (folder / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "below a file", "too long"])
+def test_a_state_directory_that_cannot_serve_is_refused(folder: Path, kind: str) -> None:
+    """A file, an impossible path, or a path too long for sockets: named, with what to do."""
+    (folder / "file").write_text("")
+    state = {"file": folder / "file", "below a file": folder / "file" / "x", "too long": folder / ("x" * 90)}[kind]
+    with pytest.raises(StartupError, match=r"state directory .*--state-dir"), owned_state_directory(state):
+        pass
+
+
+# --- control socket ---
+
+
+async def test_the_control_socket_answers_its_owner_only(folder: Path) -> None:
+    """Mode 0600; errors come back as text; it goes with its sandbox."""
+
+    async def handle(request: Request) -> Answer:
+        if request["command"] == "fail":
+            raise Rejected("that cannot be")
+        return {"ok": True, "lines": [request["command"]]}
+
+    path = folder / "control.sock"
+    async with open_control(path, handle):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert await ask(path, {"command": "hello"}) == {"ok": True, "lines": ["hello"]}
+        assert await ask(path, {"command": "fail"}) == {"ok": False, "lines": ["that cannot be"]}
+    with pytest.raises(Unavailable, match=r"no sandbox runs in .*start one with"):
+        await ask(path, {"command": "hello"})
+
+
+# --- report ---
+
+
+def _card(index: int, uuid: str) -> Card:
+    return Card(
+        index=index, minor=index + 3, uuid=GpuUuid(uuid), bus_id="", name="Test", memory_mib=1024, numa_node=index
+    )
+
+
+async def test_the_report_charges_memory_to_the_card_of_the_cores() -> None:
+    """vmemory IDs name another card: their blocks count where the container's vcore IDs are."""
+    answer = ContainerAllocateResponse(
+        envs={"NVIDIA_VISIBLE_DEVICES": "b"},
+        mounts=[Mount(host_path="/h", container_path="/c", read_only=True)],
+        devices=[DeviceSpec(host_path="/dev/x", container_path="/dev/x", permissions="rwm")],
+        annotations={"k": "v"},
+    )
+    async with open_test_node() as node:
+        core = SmallPlugin(CORE, device_ids("b", "a", count=100, numa=None), answer=answer)
+        memory = SmallPlugin(MEMORY, device_ids("a", "b", count=4, numa=None))
+        async with open_plugin(node, core), open_plugin(node, memory):
+            node.api.create_pod(pod("p", container("main", cores=30, blocks=3), annotations={"n": "1"}))
+            await wait_phase(node, "p", "Running")
+            node.api.create_pod(pod("q", container("main", cores=300)))
+            await node.kubelet.wait_for(lambda: node.api.pod("default", "q")["status"].get("conditions"))
+            shown = ReportedNode(node=node, cards=(_card(0, "a"), _card(1, "b")), vcore=CORE, vmemory=MEMORY)
+            document = report(shown)
+    first, second = document["node"]["cards"]
+    assert (first["cores_allocated"], first["memory_blocks_allocated"]) == (0, 0)
+    assert second == {
+        "index": 1, "minor": 4, "uuid": "b", "name": "Test", "memory_mib": 1024, "numa": 1, "cores_allocated": 30,
+        "memory_blocks_allocated": 3, "health": "Healthy",
+    }  # fmt: skip
+    assert document["node"]["capacity"] == {CORE: 200, MEMORY: 8}
+    p, q = document["pods"]
+    assert (p["phase"], p["annotations"], q["phase"], q["reason"]) == (
+        "Running",
+        {"n": "1"},
+        "Pending",
+        "Unschedulable",
+    )
+    assert p["containers"] == [{
+        "name": "main", "cards": [1], "vcore": 30, "vmemory": 3, "env": {"NVIDIA_VISIBLE_DEVICES": "b"},
+        "mounts": [{"host_path": "/h", "container_path": "/c", "read_only": True}],
+        "devices": [{"host_path": "/dev/x", "container_path": "/dev/x", "permissions": "rwm"}], "annotations": {"k": "v"},
+    }]  # fmt: skip
+    assert card_text(p["containers"][0]) == "1"
+    assert "q Pending" in pod_line(q)
+    assert f"1 Insufficient {CORE}" in pod_line(q)
