@@ -92,7 +92,7 @@ class GarbageCollection:
         self._wake = asyncio.Event()
         self._freed = asyncio.Event()
         self._touched: set[PodUid] = set()
-        self._is_due = True
+        self._is_due = False
         cache.subscribe(self._cache_changed)
 
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:

@@ -21,7 +21,6 @@ from gpushare_agent.sandbox.grpc_bytes import UnixServer, open_channel
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import (
     DEADLINE_S,
-    InnerAgent,
     Moments,
     assert_nothing_shared,
     calls_of,
@@ -149,7 +148,7 @@ async def test_without_a_pod_resources_socket_the_error_names_the_path() -> None
             assert holders_of(agent) == 0
 
 
-@pytest.mark.parametrize("garbage", [b"\x0a\xff\xff\xff\xff\x0f", b"\xff" * 64])
+@pytest.mark.parametrize("garbage", [b"\x0a\xff\xff\xff\xff\x0f", b"\xff" * 64], ids=["too-long", "no-tag"])
 async def test_a_pod_resources_answer_that_is_no_message_is_an_error_and_no_crash(garbage: bytes) -> None:
     """The pod is refused with the reason; the agent stays, and serves when answers can be read again."""
     async with open_test_node() as node, _between(node) as (between, flag), open_agent(node, flag):
@@ -180,10 +179,6 @@ async def test_an_empty_list_frees_nothing() -> None:
 
 
 # --- another program's List ---
-
-
-def _taken_offered(agent: InnerAgent) -> float:
-    return sum(agent.count("gpushare_taken_ids_offered_total", resource=resource) for resource in (CORE, MEMORY))
 
 
 async def test_pods_come_and_go_while_another_program_lists_all_the_time() -> None:
@@ -263,8 +258,7 @@ async def test_a_pod_that_only_fits_on_forgotten_ids_is_refused_with_advice() ->
         assert boot is not None
         for taken in boot.devices._allocated.values():  # as after a List at the wrong moment
             taken.clear()
-        node.api.create_pod({**_share("second", cores=60, blocks=50), "spec": _share("second", 60, 50)["spec"]})
-        node.api.bind_pod("default", "second", node.name)
+        node.api.create_pod(_share("second", cores=60, blocks=50, nodeName=node.name))
         message = await wait_settled(node, "second")
         assert node.api.pod("default", "second")["status"]["phase"] == "Failed"
         assert "default/second" in message and ("free" in message)

@@ -1,7 +1,7 @@
 """Where the API server is and how to prove who we are: in-cluster service account or kubeconfig.
 
 kubernetes-asyncio reads both (tokens, client certificates, exec plugins); this module chooses the source, keeps the
-library's import in a thread (350 ms, so never before the kubelet knows us) and renames its errors. It holds no state.
+library's import in a thread (never before the kubelet knows us) and renames its errors. It holds no state.
 What can never work by waiting is a StartupError; what may appear later (a projected token, a plugin's answer) is
 Unavailable.
 """
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpushare_agent.adapters.kube.library import KubeLibrary, load_library
 from gpushare_agent.model.errors import StartupError, Unavailable
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -64,12 +65,13 @@ async def open_api_client(source: ConfigurationSource) -> Any:
         StartupError: the kubeconfig is malformed.
         Unavailable: credentials cannot be had at present.
     """
-    client, config, kube_config = await asyncio.to_thread(_import_library)
+    library = await asyncio.to_thread(load_library)
+    client, config = library.client, library.config
     configuration = client.Configuration()
     try:
         async with asyncio.timeout(LOAD_TIMEOUT_S):
             if source.kubeconfig:
-                loader = await asyncio.to_thread(_read_kubeconfig, config, kube_config, source.kubeconfig)
+                loader = await asyncio.to_thread(_read_kubeconfig, library, source.kubeconfig)
                 await loader.load_and_set(configuration)
             else:
                 config.load_incluster_config(
@@ -86,21 +88,13 @@ async def open_api_client(source: ConfigurationSource) -> Any:
         ) from e
 
 
-def _import_library() -> tuple[Any, Any, Any]:
-    return (
-        importlib.import_module("kubernetes_asyncio.client"),
-        importlib.import_module("kubernetes_asyncio.config"),
-        importlib.import_module("kubernetes_asyncio.config.kube_config"),
-    )
-
-
-def _read_kubeconfig(config: Any, kube_config: Any, paths: str) -> Any:
+def _read_kubeconfig(library: KubeLibrary, paths: str) -> Any:
     """The library's loader for the current context; never writes the file back (load_kube_config would)."""
     yaml_error = importlib.import_module("yaml").YAMLError
     try:
-        merged = kube_config.KubeConfigMerger(paths).config
-        return kube_config.KubeConfigLoader(config_dict=merged, config_base_path=None)
-    except (config.ConfigException, yaml_error, KeyError, TypeError, AttributeError, AssertionError) as e:
+        merged = library.kube_config.KubeConfigMerger(paths).config
+        return library.kube_config.KubeConfigLoader(config_dict=merged, config_base_path=None)
+    except (library.config.ConfigException, yaml_error, KeyError, TypeError, AttributeError, AssertionError) as e:
         raise StartupError(f"cannot use kubeconfig {paths}: {_one_line(e)}; check it with `kubectl config view`") from e
 
 

@@ -1,0 +1,156 @@
+"""NVML is lost, for one card and for all, while pods run and while new ones come."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gpushare_agent.sandbox.node import EmbeddedNode
+from tests.support_agent import (
+    BLOCKS,
+    CORES,
+    InnerAgent,
+    Moments,
+    assert_nothing_shared,
+    cards_of,
+    log_lines,
+    open_agent,
+    open_child,
+    uuid_of,
+    wait_books_equal,
+    wait_running,
+    wait_settled,
+    wait_until,
+    write_faults,
+)
+from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod, wait_phase
+
+
+def _faults(node: EmbeddedNode) -> str:
+    return f"--simulated.faults={node.paths.state / 'faults.json'}"
+
+
+def _healthy(node: EmbeddedNode, uuid: str) -> set[bool]:
+    """The states of a card's IDs, of both resources, as the kubelet has them."""
+    return {
+        state
+        for resource in (CORE, MEMORY)
+        for device, state in node.kubelet.devices(resource).items()
+        if device.startswith(uuid)
+    }
+
+
+async def _wait_healthy(node: EmbeddedNode, cards: int) -> None:
+    wanted = {CORE: cards * CORES, MEMORY: cards * BLOCKS}
+
+    def is_shown() -> bool:
+        status = node.api.node(node.name)["status"]["allocatable"]
+        return all(
+            node.kubelet.capacity()[name][1] == count and status.get(name) == str(count)
+            for name, count in wanted.items()
+        )
+
+    await wait_until(node, is_shown, f"{cards} healthy cards")
+
+
+async def test_a_lost_card_is_unhealthy_in_both_resources_and_new_pods_go_elsewhere() -> None:
+    """Who runs on it stays and keeps its share; when the card is back, it is used again."""
+    async with open_test_node() as node:
+        faults = node.paths.state / "faults.json"
+        async with open_agent(node, "--simulated.cards=2", _faults(node)) as agent:
+            node.api.create_pod(pod("first", container(cores=30, blocks=10)))
+            await wait_running(node, "first")
+            lost, other = uuid_of(agent, 0), uuid_of(agent, 1)
+            assert cards_of(node, "first") == {lost}
+            write_faults(faults, lost={"0": "fell off the bus"})
+            await _wait_healthy(node, 1)
+            assert _healthy(node, lost) == {False} and _healthy(node, other) == {True}
+            node.api.create_pod(pod("second", container(cores=30, blocks=10)))
+            await wait_running(node, "first", "second")
+            assert cards_of(node, "second") == {other}
+            await wait_books_equal(node, agent)
+            write_faults(faults)
+            await _wait_healthy(node, 2)
+            node.api.create_pod(pod("third", container(cores=70, blocks=80)))
+            node.api.create_pod(pod("fourth", container(cores=70, blocks=80)))
+            await wait_running(node, "first", "second", "third", "fourth")
+            await wait_books_equal(node, agent)
+            assert_nothing_shared(node)
+
+
+async def test_with_all_cards_lost_pods_wait_and_running_ones_stay() -> None:
+    """The whole driver gone: nothing can be allocated, nothing is taken away; back, the waiting pod runs."""
+    async with open_test_node() as node:
+        faults = node.paths.state / "faults.json"
+        async with open_agent(node, "--simulated.cards=2", _faults(node)) as agent:
+            node.api.create_pod(pod("first", container(cores=30, blocks=10)))
+            await wait_running(node, "first")
+            before = agent.held()
+            write_faults(faults, all_lost="driver/library version mismatch")
+            await _wait_healthy(node, 0)
+            assert node.kubelet.capacity()[CORE] == (2 * CORES, 0)
+            node.api.create_pod(pod("waits", container(cores=30, blocks=10)))
+            node.api.create_pod(pod("bypass", container(cores=30, blocks=10), nodeName=node.name))
+            assert "no healthy devices" in await wait_settled(node, "bypass")
+            assert agent.held() == before and await wait_phase(node, "waits", "Pending")
+            write_faults(faults)
+            await _wait_healthy(node, 2)
+            await wait_running(node, "first", "waits")
+            await wait_books_equal(node, agent)
+            assert_nothing_shared(node)
+
+
+async def test_a_card_lost_between_preference_and_allocate_is_not_given() -> None:
+    """The plan is made and the card fails: the pod is refused and told that it will be placed elsewhere."""
+    async with open_test_node() as node, open_agent(node, "--simulated.cards=2") as agent:
+
+        def lose() -> None:
+            _lose_card(agent, 0)
+
+        Moments(node, "unlucky").at_next("GetPreferredAllocation answered", lose)
+        node.api.create_pod(pod("unlucky", container(cores=30, blocks=10)))
+        message = await wait_settled(node, "unlucky")
+        assert "NoHealthyCard" in message and "Create the pod again" in message
+        await _wait_unhealthy_told(node, uuid_of(agent, 0))
+        node.api.create_pod(pod("again", container(cores=30, blocks=10)))
+        await wait_running(node, "again")
+        await wait_books_equal(node, agent)
+
+
+def _lose_card(agent: InnerAgent, index: int) -> None:
+    """What the next look at the driver would find, found at this very moment."""
+    from dataclasses import replace
+
+    from gpushare_agent.model.gpus import Health
+
+    found = agent.parts.inventory.current
+    cards = tuple(
+        replace(card, health=Health.UNHEALTHY, unhealthy_reason="lost") if card.index == index else card
+        for card in found.cards
+    )
+    agent.parts.inventory.read(replace(found, cards=cards))
+
+
+async def _wait_unhealthy_told(node: EmbeddedNode, uuid: str) -> None:
+    await wait_until(node, lambda: _healthy(node, uuid) in ({False}, {True}), "the kubelet's view")
+
+
+async def test_without_a_driver_the_agent_ends_with_the_reason() -> None:
+    """fail_on_init_error is the default: exit code 1, one line that says what to check."""
+    async with open_test_node() as node:
+        write_faults(node.paths.state / "faults.json", all_lost="driver not loaded")
+        async with open_child(node, _faults(node), wait=False) as child:
+            async with asyncio.timeout(15):
+                assert await child.wait() == 1
+        text = node.paths.agent_log.read_text()
+        assert "driver not loaded" in text and "--fail-on-init-error=false" in text
+        assert "Traceback" not in text
+
+
+async def test_without_a_driver_and_told_to_stay_the_agent_serves_no_device() -> None:
+    """Registered with zero devices; it goes on looking."""
+    async with open_test_node() as node:
+        write_faults(node.paths.state / "faults.json", all_lost="driver not loaded")
+        async with open_child(node, _faults(node), "--fail-on-init-error=false", wait=False):
+            await wait_until(node, lambda: {CORE, MEMORY} <= node.kubelet.capacity().keys(), "both resources")
+            assert node.kubelet.capacity()[CORE] == (0, 0)
+        assert log_lines(node, "gpus_unreadable")

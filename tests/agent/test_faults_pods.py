@@ -1,0 +1,119 @@
+"""Pods that go at the wrong moment: during their admission, under a name that is used again, before their processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpushare_agent.sandbox.pod_manifest import IGNORE_TERM_ANNOTATION
+from tests.support_agent import (
+    Moments,
+    assert_nothing_shared,
+    calls_of,
+    cards_of,
+    holders_of,
+    open_agent,
+    uuid_of,
+    wait_books_equal,
+    wait_running,
+    wait_settled,
+    wait_until,
+)
+from tests.support_sandbox import container, open_test_node, pod, wait_gone
+
+ADMISSION = 10
+"""Moments of the admission of one container with two resources: see test_faults_agent_killed.py."""
+
+
+def _share(name: str, cores: int = 60, blocks: int = 40, **extra: Any) -> dict[str, Any]:
+    return pod(name, container(cores=cores, blocks=blocks), **extra)
+
+
+@pytest.mark.parametrize("grace_s", [0, 5], ids=["force", "grace"])
+@pytest.mark.parametrize("number", range(ADMISSION))
+async def test_a_pod_deleted_at_any_moment_of_its_admission_leaves_nothing_behind(number: int, grace_s: int) -> None:
+    """Whether the admission then succeeds or fails: its share is free in the end, and the next pod gets the card."""
+    async with open_test_node(seed=number) as node, open_agent(node, "--simulated.cards=1") as agent:
+        moments = Moments(node, "brief")
+        moments.at(number, lambda: node.api.delete_pod("default", "brief", grace_period_s=grace_s))
+        node.api.create_pod(_share("brief"))
+        await wait_until(node, lambda: len(moments.seen) > number, "the moment of the deletion")
+        await wait_gone(node, "brief")
+        await wait_until(node, lambda: holders_of(agent) == 0, "the share freed")
+        node.api.create_pod(_share("next", cores=100, blocks=0))
+        await wait_running(node, "next")
+        await wait_books_equal(node, agent)
+
+
+async def test_pods_recreated_under_one_name_at_once_never_inherit_and_never_lose() -> None:
+    """As a StatefulSet's pod that is deleted by force: each bearer of the name has its own books."""
+    async with open_test_node() as node, open_agent(node, "--simulated.cards=2") as agent:
+        node.api.create_pod(_share("other", cores=30, blocks=20))
+        await wait_running(node, "other")
+        for turn in range(8):
+            cores = 40 + turn
+            node.api.create_pod(_share("web-0", cores=cores, blocks=20 + turn))
+            if turn % 2:  # every second one does not live to be admitted
+                await wait_running(node, "web-0")
+            node.api.delete_pod("default", "web-0", grace_period_s=0)
+        node.api.create_pod(_share("web-0", cores=66, blocks=33))
+        await wait_running(node, "other", "web-0")
+        await wait_books_equal(node, agent)
+        assert holders_of(agent) == 96
+        assert_nothing_shared(node)
+
+
+async def test_a_pod_recreated_when_its_name_is_free_waits_for_nobody() -> None:
+    """As a StatefulSet's pod that is deleted in peace, on a card that holds only one of them."""
+    async with open_test_node() as node, open_agent(node, "--simulated.cards=1") as agent:
+        for _ in range(4):
+            node.api.create_pod(_share("web-0"))
+            await wait_running(node, "web-0")
+            node.api.delete_pod("default", "web-0")
+            await wait_gone(node, "web-0")
+        node.api.create_pod(_share("web-0"))
+        await wait_running(node, "web-0")
+        await wait_books_equal(node, agent)
+        assert holders_of(agent) == 60
+
+
+async def test_a_force_deleted_pods_share_is_kept_until_its_processes_are_gone() -> None:
+    """The kubelet gives its devices away at once; the agent does not, and frees them when the process has ended."""
+    async with open_test_node() as node, open_agent(node, "--simulated.cards=2") as agent:
+        node.api.create_pod(_share("stays", cores=80, annotations={IGNORE_TERM_ANNOTATION: "30"}))
+        await wait_running(node, "stays")
+        uid = node.api.pod("default", "stays")["metadata"]["uid"]
+        assert cards_of(node, "stays") == {uuid_of(agent, 0)}
+        node.api.delete_pod("default", "stays", grace_period_s=0)
+        await wait_until(node, lambda: uid not in node.kubelet.runtime.pods() or not node.kubelet.active_records(), "gone")
+        node.api.create_pod(_share("next"))
+        await wait_running(node, "next")
+        assert node.kubelet.runtime.is_running(uid, "main"), "the lingering process ended too early for this test"
+        assert cards_of(node, "next") == {uuid_of(agent, 1)}
+        assert_nothing_shared(node)
+        node.api.create_pod(_share("refused"))
+        assert "free" in await wait_settled(node, "refused")
+        await wait_until(node, lambda: holders_of(agent) == 60, "the lingering share freed")
+        assert not node.kubelet.runtime.is_running(uid, "main")
+        node.api.create_pod(_share("last", cores=80))
+        await wait_running(node, "next", "last")
+        assert cards_of(node, "last") == {uuid_of(agent, 0)}
+        await wait_books_equal(node, agent)
+
+
+async def test_a_container_that_crashes_again_and_again_keeps_its_devices() -> None:
+    """Each start is checked by PreStartContainer; nothing is allocated anew."""
+    async with open_test_node() as node, open_agent(node) as agent:
+        node.api.create_pod(_share("crashes"))
+        await wait_running(node, "crashes")
+        before = agent.held()
+        for starts in range(2, 6):
+            node.kubelet.kill_container("default", "crashes", "main")
+            await wait_until(
+                node,
+                lambda: len(calls_of(node, "crashes", "PreStartContainer")) == starts  # noqa: B023 - asked in this turn
+                and node.kubelet.runtime.is_running(next(iter(before))[0], "main"),
+                "the next start",
+            )
+        assert len(calls_of(node, "crashes")) == 2 and agent.held() == before
