@@ -132,4 +132,3 @@ def _arguments(state: Path, kubelet: BenchKubelet) -> list[str]:
         "web.port": 0,
     }
     return [f"--{flag}={value}" for flag, value in flags.items()]
-

@@ -13,9 +13,22 @@ def main() -> int:
     time (measured), and the start until registration is short of time. cli.py turns collection on again.
     """
     gc.disable()
+    _import_structlog()
     from gpushare_agent.cli import main as run_command_line
 
     return run_command_line()
+
+
+def _import_structlog() -> None:
+    """Without rich, which it would import for coloured tracebacks: 50 ms and 5 MiB (docs/measurements.md) for nothing
+    that the agent prints. Commands that want rich import it as ever."""
+    if "rich" in sys.modules:
+        return
+    sys.modules["rich"] = None  # type: ignore[assignment]  # Python's own way to say "not to be had"
+    try:
+        import structlog  # noqa: F401 - imported for what it remembers of rich
+    finally:
+        del sys.modules["rich"]
 
 
 if __name__ == "__main__":

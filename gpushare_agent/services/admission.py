@@ -224,6 +224,8 @@ class Admission:
         self, served: Served, kind: ResourceKind, ids: Sequence[str], planned: tuple[GpuUuid, ...]
     ) -> ContainerEdits | Refused:
         _name_in_log(served)
+        if self._pods.get(served.pod.uid) is None:
+            return self._refuse(served, kind, _deleted(served))  # its end has been told: nobody would free the share
         books = self._books(served)
         cards = decide.check(served, kind, ids, books, self._policy, planned)
         if isinstance(cards, Refused):
@@ -295,6 +297,13 @@ def _name_in_log(served: Served) -> None:
     """The line that the device plugin writes for this call then says whom it was for."""
     structlog.contextvars.bind_contextvars(
         namespace=served.pod.namespace, pod=served.pod.name, pod_uid=served.pod.uid, container=served.container.name
+    )
+
+
+def _deleted(served: Served) -> Refused:
+    return Refused(
+        reason=RefusalReason.POD_UNKNOWN,
+        detail=f"pod {served.pod.namespace}/{served.pod.name} was deleted during its admission. Nothing was allocated.",
     )
 
 

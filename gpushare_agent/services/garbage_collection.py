@@ -127,18 +127,20 @@ class GarbageCollection:
 
     async def run(self) -> NoReturn:
         """Until cancelled: collect what ended when told, reconcile every period."""
+        due_at = self._clock() + self._period_s
         while True:
-            timeout_s = GONE_RETRY_S if self._gone else self._period_s
+            wait_s = max(0.0, due_at - self._clock())
             try:
-                async with asyncio.timeout(0 if self._is_due else timeout_s):
+                async with asyncio.timeout(min(wait_s, GONE_RETRY_S) if self._gone else wait_s):
                     await self._wake.wait()
             except TimeoutError:
-                self._is_due = self._is_due or not self._gone
+                pass
             self._wake.clear()
             await self.collect_gone()
-            if self._is_due:
+            if self._is_due or self._clock() >= due_at:
                 self._is_due = False
                 await self.reconcile()
+                due_at = self._clock() + self._period_s
 
     async def collect_gone(self) -> None:
         """Free the pods that are gone, unless their processes run on."""

@@ -47,9 +47,7 @@ class GpuInventoryState:
 
     def lost(self, reason: str) -> bool:
         """The driver cannot be read at all: every card is Unhealthy until it can."""
-        cards = tuple(
-            replace(card, health=Health.UNHEALTHY, unhealthy_reason=reason) for card in self._inventory.cards
-        )
+        cards = tuple(replace(card, health=Health.UNHEALTHY, unhealthy_reason=reason) for card in self._inventory.cards)
         return self._set(replace(self._inventory, cards=cards))
 
     def _set(self, inventory: GpuInventory) -> bool:

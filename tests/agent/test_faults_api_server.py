@@ -70,7 +70,9 @@ async def test_pods_known_before_the_api_server_went_are_served_without_it() -> 
         await node.kubelet.start()
         await wait_running(node, "known")
         node.kubelet.kill_container("default", "known", "a")
-        await wait_until(node, lambda: len(calls_of(node, "known", "PreStartContainer")) == 3, "the container's restart")
+        await wait_until(
+            node, lambda: len(calls_of(node, "known", "PreStartContainer")) == 3, "the container's restart"
+        )
         assert not calls_of(node, "known", "PreStartContainer")[-1].error
         await wait_books_equal(node, agent)
         assert_nothing_shared(node)

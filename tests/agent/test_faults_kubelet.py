@@ -67,9 +67,7 @@ async def test_a_kubelet_restarted_at_any_moment_of_an_admission_admits_again_wh
         moments = Moments(node, "during")
         async with asyncio.TaskGroup() as group:
             moments.at(number, lambda: group.create_task(node.kubelet.restart()))
-            node.api.create_pod(
-                pod("during", container("a", cores=30, blocks=10), container("b", cores=20, blocks=5))
-            )
+            node.api.create_pod(pod("during", container("a", cores=30, blocks=10), container("b", cores=20, blocks=5)))
             await wait_until(node, lambda: len(moments.seen) > number, "the moment of the restart")
         await wait_registered(node)
         message = await wait_settled(node, "during")
@@ -130,19 +128,24 @@ async def test_an_agent_started_while_the_kubelet_lists_nothing_yet_knows_its_po
 
 async def test_the_agent_serves_again_in_a_directory_that_was_removed_and_made_anew() -> None:
     """Everything in it is lost, the kubelet's checkpoint too: what runs keeps its cards by our books."""
-    async with open_test_node(times=SLOW_ADMISSION) as node, open_agent(
-        node, "--simulated.cards=1", kubelet_age_s=60
-    ) as agent:
+    async with (
+        open_test_node(times=SLOW_ADMISSION) as node,
+        open_agent(node, "--simulated.cards=1", kubelet_age_s=60) as agent,
+    ):
         node.api.create_pod(pod("before", container(cores=60, blocks=40)))
         await wait_running(node, "before")
         before = agent.held()
         await node.kubelet.stop()
         shutil.rmtree(node.paths.device_plugin_path)
-        await poll_until(lambda: not any(k.endpoint.is_serving for k in agent.parts.registrar._keepers), "nothing served")
+        await poll_until(
+            lambda: not any(k.endpoint.is_serving for k in agent.parts.registrar._keepers), "nothing served"
+        )
         node.paths.device_plugin_path.mkdir()
         await node.kubelet.start()
         await wait_registered(node)
-        await wait_until(node, lambda: any(p.name == "before" for p in node.kubelet.listed_pods()), "pods taken up again")
+        await wait_until(
+            node, lambda: any(p.name == "before" for p in node.kubelet.listed_pods()), "pods taken up again"
+        )
         agent.parts.garbage._fresh_s = 0.0
         for _ in range(2):
             await agent.parts.garbage.reconcile()
@@ -164,8 +167,12 @@ async def test_a_socket_that_someone_deletes_is_served_and_registered_again(name
             (node.paths.device_plugin_path / name).unlink()
         await wait_until(
             node,
-            lambda: all((node.paths.device_plugin_path / name).is_socket() for name in names)
-            and all(done.is_registered(resource) for resource in (agent.parts.names.vcore, agent.parts.names.vmemory)),
+            lambda: (
+                all((node.paths.device_plugin_path / name).is_socket() for name in names)
+                and all(
+                    done.is_registered(resource) for resource in (agent.parts.names.vcore, agent.parts.names.vmemory)
+                )
+            ),
             "both sockets back",
         )
         await wait_registered(node)

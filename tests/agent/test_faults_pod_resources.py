@@ -69,7 +69,9 @@ class StandsBetween:
                 self.refused += 1
                 raise GRPCError(Status.RESOURCE_EXHAUSTED, "rejected by rate limit")
             self._left = 0
-            await stream.send_message(self.answers[0] if self.answers and name == LIST else await self._ask(name, request))
+            await stream.send_message(
+                self.answers[0] if self.answers and name == LIST else await self._ask(name, request)
+            )
 
         return handle
 

@@ -40,7 +40,7 @@ async def test_a_pod_deleted_at_any_moment_of_its_admission_leaves_nothing_behin
         node.api.create_pod(_share("brief"))
         await wait_until(node, lambda: len(moments.seen) > number, "the moment of the deletion")
         await wait_gone(node, "brief")
-        await wait_until(node, lambda: holders_of(agent) == 0, "the share freed")
+        await wait_until(node, lambda: not node.kubelet.listed_pods(), "the kubelet to forget the pod")
         node.api.create_pod(_share("next", cores=100, blocks=0))
         await wait_running(node, "next")
         await wait_books_equal(node, agent)
@@ -86,7 +86,9 @@ async def test_a_force_deleted_pods_share_is_kept_until_its_processes_are_gone()
         uid = node.api.pod("default", "stays")["metadata"]["uid"]
         assert cards_of(node, "stays") == {uuid_of(agent, 0)}
         node.api.delete_pod("default", "stays", grace_period_s=0)
-        await wait_until(node, lambda: uid not in node.kubelet.runtime.pods() or not node.kubelet.active_records(), "gone")
+        await wait_until(
+            node, lambda: uid not in node.kubelet.runtime.pods() or not node.kubelet.active_records(), "gone"
+        )
         node.api.create_pod(_share("next"))
         await wait_running(node, "next")
         assert node.kubelet.runtime.is_running(uid, "main"), "the lingering process ended too early for this test"
@@ -112,8 +114,10 @@ async def test_a_container_that_crashes_again_and_again_keeps_its_devices() -> N
             node.kubelet.kill_container("default", "crashes", "main")
             await wait_until(
                 node,
-                lambda: len(calls_of(node, "crashes", "PreStartContainer")) == starts  # noqa: B023 - asked in this turn
-                and node.kubelet.runtime.is_running(next(iter(before))[0], "main"),
+                lambda: (
+                    len(calls_of(node, "crashes", "PreStartContainer")) == starts  # noqa: B023 - asked in this turn
+                    and node.kubelet.runtime.is_running(next(iter(before))[0], "main")
+                ),
                 "the next start",
             )
         assert len(calls_of(node, "crashes")) == 2 and agent.held() == before

@@ -26,7 +26,7 @@ _LIBRARY = "kubernetes_asyncio"
 _HOLLOW = (_LIBRARY, f"{_LIBRARY}.client", f"{_LIBRARY}.client.models")
 """Packages whose `__init__` is passed over, parents first."""
 _OFFERED = {"Configuration": f"{_LIBRARY}.client.configuration", "ApiClient": f"{_LIBRARY}.client.api_client"}
-"""What the library's own modules import from its client package, and where it is. Configuration first: the other needs it."""
+"""What the library's own modules import from its client package, in the order in which they need each other."""
 
 _lock = threading.Lock()
 
