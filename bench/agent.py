@@ -44,7 +44,8 @@ class BenchAgent:
 
     async def wait_ready(self, timeout_s: float = 20.0) -> None:
         """Until the agent says that it is registered, synced and listening. Raises RuntimeError."""
-        assert self._notify is not None
+        if self._notify is None:
+            raise RuntimeError("the agent was not started")
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.get_running_loop().sock_recv(self._notify, 64)

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import hpack
 
@@ -59,12 +60,12 @@ class _Stream:
 
 
 class Http2Connection(asyncio.Protocol):
-    """One connection. `handlers` maps gRPC paths to what answers them; answers run as tasks of `tasks`."""
+    """One connection. A server's has both arguments: `handlers` by gRPC path, and `tasks` in which answers are made."""
 
     def __init__(self, handlers: Mapping[str, Handler] | None = None, tasks: asyncio.TaskGroup | None = None) -> None:
         self._handlers = handlers or {}
         self._tasks = tasks
-        self._is_client = not self._handlers
+        self._is_client = tasks is None
         self._transport: asyncio.Transport | None = None
         self._decoder = hpack.Decoder()
         self._input = bytearray()
@@ -79,9 +80,8 @@ class Http2Connection(asyncio.Protocol):
     # --- the transport's side ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.set_write_buffer_limits(high=1 << 24)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=1 << 24)
         settings = struct.pack(">HI", _INITIAL_WINDOW_SIZE, _RECEIVE_WINDOW_BYTES)
         grant = struct.pack(">I", _RECEIVE_WINDOW_BYTES - _DEFAULT_WINDOW_BYTES)
         start = _PREFACE if self._is_client else b""
@@ -170,7 +170,7 @@ class Http2Connection(asyncio.Protocol):
 
     def _receive(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         if flags & _PADDED and kind in (_DATA, _HEADERS):
-            raise AssertionError("padded frames are not expected here")
+            raise AssertionError("the agent's library pads no frames, so this module cannot read padded ones")
         if kind == _DATA:
             self._receive_data(number, payload)
         elif kind == _HEADERS:
@@ -229,8 +229,7 @@ class Http2Connection(asyncio.Protocol):
         stream = self._streams.get(number)
         if stream is None:
             return
-        if not self._is_client:
-            assert self._tasks is not None
+        if self._tasks is not None:
             self._tasks.create_task(self._answer(number, stream), name=f"answer {stream.headers.get(':path')}")
             return
         status = stream.headers.get("grpc-status")

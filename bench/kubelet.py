@@ -52,7 +52,7 @@ class CallTimes:
         return self.preferred_s + self.allocate_s
 
 
-class RefusedPod(Exception):
+class RefusedPodError(Exception):
     """The plugin failed a call, or its answer cannot be used."""
 
 
@@ -198,12 +198,25 @@ class BenchKubelet:
     # --- admission ---
 
     async def admit(self, pod: BenchPod, resources: tuple[str, ...]) -> dict[str, CallTimes]:
-        """Lists the pod and asks for its resources in this order. Raises RefusedPod."""
+        """Lists the pod and asks for its resources in this order. Raises RefusedPodError."""
         self.pods[pod.name] = pod
-        return {resource: await self._allocate(pod, resource) for resource in resources}
+        try:
+            return {resource: await self._allocate(pod, resource) for resource in resources}
+        except RefusedPodError:
+            self.remove(pod.name)
+            raise
 
     def remove(self, name: str) -> None:
-        del self.pods[name]
+        self.pods.pop(name, None)
+
+    async def wait_quiet(self, quiet_s: float, timeout_s: float) -> None:
+        """Until nobody has called PodResources for so long. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                left = self.last_call_at + quiet_s - time.monotonic()
+                if left <= 0:
+                    return
+                await asyncio.sleep(left)
 
     async def _allocate(self, pod: BenchPod, resource: str) -> CallTimes:
         plugin, count = self.plugins[resource], pod.requests[resource]
@@ -226,7 +239,8 @@ class BenchKubelet:
             )
             ended = time.perf_counter()
         except CallError as error:
-            raise RefusedPod(f"{pod.name}, {resource}: {error}") from error
+            raise RefusedPodError(f"{pod.name}, {resource}: {error}") from error
+        pod.answers[resource] = answer
         pod.hold(resource, [plugin.devices[name] for name in preferred])
         return CallTimes(preferred_s=preferred_at - started, allocate_s=ended - asked_at, list_s=self._list_s)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,13 +46,7 @@ class BenchNode:
         await self.agent.wait_ready()
         await self.kubelet.wait(RESOURCES, 5.0)
         await asyncio.sleep(0.3)
-        await self.wait_until(lambda: time.monotonic() - self.kubelet.last_call_at > 0.3, 20.0)
-
-    async def wait_until(self, is_true: Callable[[], bool], timeout_s: float) -> None:
-        """Raises TimeoutError."""
-        async with asyncio.timeout(timeout_s):
-            while not is_true():
-                await asyncio.sleep(0.005)
+        await self.kubelet.wait_quiet(0.3, 20.0)
 
     def create(self, pod: BenchPod) -> None:
         """In the API server only; the agent hears of it by its watch."""
@@ -90,13 +83,18 @@ class BenchNode:
             blocks = sum(pod.blocks for pod in pods)
             if cores > CORES_PER_CARD or blocks > BLOCKS_PER_CARD:
                 wrong.append(f"card {card} carries {cores} cores and {blocks} blocks")
+            wrong += [
+                f"{pod.name} has cores of card {card} and was not given its device node"
+                for pod in pods
+                if f"/dev/nvidia{card}".encode() not in pod.answers.get(VCORE_RESOURCE, b"/dev/nvidia%d" % card)
+            ]
         return wrong
 
 
 @asynccontextmanager
 async def open_node() -> AsyncIterator[BenchNode]:
     """A node whose kubelet listens, without the agent; at the end the agent is stopped and the directory removed."""
-    state = Path(tempfile.mkdtemp(prefix="gsb", dir="/tmp"))  # noqa: S108 - sockets need a short path
+    state = Path(tempfile.mkdtemp(prefix="gsb", dir="/tmp"))
     try:
         async with EmbeddedApiServer() as api, BenchKubelet(state) as kubelet:
             api.apply_node({

@@ -45,6 +45,8 @@ class BenchPod:
     requests: dict[str, int]
     raw: dict[str, Any] = field(default_factory=dict)
     held: dict[str, list[Device]] = field(default_factory=dict)
+    answers: dict[str, bytes] = field(default_factory=dict)
+    """What Allocate answered."""
     listed: bytes = b""
 
     def hold(self, resource: str, devices: list[Device]) -> None:

@@ -36,7 +36,7 @@ class Row:
         return "met" if all(target is None or value <= target for value, target in targets) else "missed"
 
 
-def row(  # noqa: PLR0913 - the columns of the table, each by name
+def row(
     name: str,
     values: Sequence[float],
     *,

@@ -143,14 +143,19 @@ class KubeletBoot:
     async def _sync_forever(self) -> None:
         await asyncio.sleep(self._times.admission_delay_s)
         self._stop_orphans()
+        first = {raw["metadata"]["uid"] for raw in self._api.pods() if self._is_ours(raw)}
         while True:
+            self._note_ready(first)
             version = self._api.version
-            if await self._sync_step():
-                continue
-            if not self.devices.is_ready:
-                self.devices.is_ready = True
-                self._signal.notify()
-            await self._api.wait_change(version)
+            if not await self._sync_step():
+                await self._api.wait_change(version)
+
+    def _note_ready(self, first: set[str]) -> None:
+        """The pods that were there at the start have been taken up or are gone; later ones need not be waited for."""
+        if not self.devices.is_ready:
+            left = {raw["metadata"]["uid"] for raw in self._api.pods()} & first
+            self.devices.is_ready = left <= self._pods.keys()
+            self._signal.notify()
 
     async def _sync_step(self) -> bool:
         """Whether something was done."""

@@ -140,15 +140,19 @@ class Admission:
         """Book the IDs for the container that they were planned for, and say what it gets. Does not wait."""
         kind = self._kind(resource)
         with self._gate.allocating():
-            pending = self._take_pending(kind, ids)
-            if pending is not None and isinstance(pending.outcome, Refused):
-                return self._refuse(pending.served, kind, pending.outcome)
-            if pending is not None and pending.served is not None and isinstance(pending.outcome, Plan):
-                return self._book(pending.served, kind, ids, pending.outcome.cards)
-            served = reusing(ids, kind, self._pods.get, self._identification.known())
-            if served is None:
+            pending = self._take_pending(kind, ids, exactly=True)
+            if pending is None:
+                # Without a GetPreferredAllocation of its own: an init container's IDs are handed on.
+                heir = reusing(ids, kind, self._pods.get, self._identification.known())
+                if heir is not None:
+                    return self._book(heir, kind, ids, self._initial_cards(heir.pod.uid))
+                pending = self._take_pending(kind, ids, exactly=False)
+            if pending is None:
                 return self._refuse(None, kind, _without_plan(kind, ids))
-            return self._book(served, kind, ids, self._initial_cards(served.pod.uid))
+            if isinstance(pending.outcome, Refused) or pending.served is None:
+                outcome = pending.outcome if isinstance(pending.outcome, Refused) else _without_plan(kind, ids)
+                return self._refuse(pending.served, kind, outcome)
+            return self._book(pending.served, kind, ids, pending.outcome.cards)
 
     async def pre_start(self, resource: str, ids: Sequence[str]) -> Refused | None:
         """Check that the container about to start holds these IDs; take over from the kubelet's checkpoint what is lost.
@@ -206,19 +210,22 @@ class Admission:
         ]
         self._pending.append(pending)
 
-    def _take_pending(self, kind: ResourceKind, ids: Sequence[str]) -> _Pending | None:
-        """The plan that the IDs carry out: the newest with exactly these IDs, else the newest of this size.
+    def _take_pending(self, kind: ResourceKind, ids: Sequence[str], *, exactly: bool) -> _Pending | None:
+        """The newest plan for exactly these IDs, or, where the kubelet chose others, the newest of this size.
 
         Admissions are serial, so more than one can only wait when a container restarts beside an admission.
         """
         wanted = set(ids)
-        matches = [p for p in self._pending if p.kind is kind and p.size == len(wanted)]
-        if not matches:
-            return None
-        exact = [p for p in matches if isinstance(p.outcome, Plan) and set(p.outcome.ids) == wanted]
-        chosen = (exact or matches)[-1]
-        self._pending.remove(chosen)
-        return chosen
+        matches = [
+            p
+            for p in self._pending
+            if p.kind is kind
+            and p.size == len(wanted)
+            and (not exactly or (isinstance(p.outcome, Plan) and set(p.outcome.ids) == wanted))
+        ]
+        if matches:
+            self._pending.remove(matches[-1])
+        return matches[-1] if matches else None
 
     def _book(
         self, served: Served, kind: ResourceKind, ids: Sequence[str], planned: tuple[GpuUuid, ...]

@@ -128,10 +128,10 @@ async def test_a_refusal_at_a_restart_frees_no_other_container_of_the_pod() -> N
     owner = pod(
         "a", container("first", cores=30, blocks=10), container("second", cores=90, blocks=10), has_started=True
     )
-    agent = Scripted(owner)
+    blocker = pod("b", container(cores=100), container("x", cores=60, blocks=1))
+    agent = Scripted(owner, blocker)
     await agent.admit(owner, "first", CORE)
     agent.admission.kubelet_restarted()
-    blocker = pod("b", container(cores=100), container("x", cores=60, blocks=1))
     await agent.admit(blocker, "main", CORE)
     result = await agent.admit(owner, "second", CORE)
     assert isinstance(result, Refused)
@@ -229,3 +229,21 @@ async def test_a_container_starts_with_the_ids_of_the_cache_or_of_the_checkpoint
     agent.checkpoint = None
     assert isinstance(await agent.admission.pre_start(CORE, ids(1, range(40, 50))), Refused)
     assert isinstance(await agent.admission.pre_start(CORE, []), Refused)
+
+
+async def test_a_plan_left_over_does_not_claim_an_heirs_ids() -> None:
+    """A GetPreferredAllocation whose Allocate never came asked for as many units as a sidecar now takes over."""
+    stale = pod("stale", container(cores=5, blocks=2))
+    owner = pod(
+        "chain",
+        container("i", cores=5, blocks=2, kind=ContainerKind.INIT),
+        container("s", cores=5, blocks=2, kind=ContainerKind.SIDECAR, position=1),
+    )
+    agent = Scripted(stale, owner)
+    await agent.admit(owner, "i", CORE)
+    agent.next = Served(pod=stale, container=stale.containers[0])
+    await agent.admission.preferred(CORE, ids(1, range(100)), (), 5)
+    held = agent.cache.get(ContainerKey(owner.uid, "i"))
+    assert held is not None
+    assert isinstance(await agent.admission.allocate(CORE, sorted(held.vcore_ids)), ContainerEdits)
+    assert agent.outcomes[-1] == "chain/s vcore"

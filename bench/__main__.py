@@ -1,0 +1,98 @@
+"""`python -m bench [--quick] [--json FILE]`: measures, and prints the table.
+
+Exit code 0, also where a target is missed: the table says so. 1 where something could not be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.admissions import admit_pods, burst_row, empty_rows, filled_rows
+from bench.lifecycle import again_rows, idle_rows, start_rows
+from bench.node import open_node
+from bench.pure import list_rows, placement_rows
+from bench.results import Row, as_json, print_table, row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How often each thing is measured."""
+
+    starts: int = 20
+    restarts: int = 60
+    filled: int = 400
+    empty: int = 150
+    bursts: int = 3
+    pure: int = 200
+    idle_s: float = 30.0
+
+
+_QUICK = Extent(starts=3, restarts=8, filled=40, empty=15, bursts=1, pure=20, idle_s=5.0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer runs: half a minute, and p99 means the worst one")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the measurements there")
+    options = parser.parse_args()
+    load_before = os.getloadavg()[0]
+    try:
+        rows = asyncio.run(_measure(_QUICK if options.quick else Extent()))
+    except (OSError, RuntimeError, TimeoutError, ExceptionGroup) as error:
+        _say(f"could not measure: {_reason(error)}")
+        return 1
+    machine = f"{os.cpu_count()} CPUs, Python {platform.python_version()}, load {load_before:.1f} before"
+    machine += f" and {os.getloadavg()[0]:.1f} after"
+    width = None if sys.stdout.isatty() else 150
+    print_table(rows, Console(width=width), f"gpushare-agent beside its targets ({machine})")
+    if options.json is not None:
+        options.json.write_text(as_json(rows, machine))
+    return 0
+
+
+async def _measure(extent: Extent) -> list[Row]:
+    _say("placement")
+    rows = placement_rows(extent.pure)
+    async with open_node() as node:
+        node.fill()
+        answer = b"".join(pod.listed for pod in node.kubelet.pods.values())
+        rows += list_rows(answer, extent.pure)
+        _say(f"{extent.starts} starts")
+        rows += await start_rows(node, extent.starts)
+        await node.start_agent()
+        _say(f"{extent.idle_s:g} s of idleness")
+        rows += await idle_rows(node, extent.idle_s)
+        _say(f"{extent.filled} admissions on the filled node")
+        rows += filled_rows(await admit_pods(node, extent.filled, "filled"))
+        rows.append(row("resident memory after them", [node.agent.resident_mib()], unit="MiB"))
+        _say(f"{extent.restarts} restarts of the kubelet")
+        rows += await again_rows(node, extent.restarts)
+    async with open_node() as node:
+        await node.start_agent()
+        _say(f"{extent.empty} admissions on an empty node")
+        rows += empty_rows(await admit_pods(node, extent.empty, "empty"))
+        _say(f"{extent.bursts} times 100 pods at once")
+        rows.append(await burst_row(node, extent.bursts))
+    return rows
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(_reason(one) for one in error.exceptions)
+    return str(error) or type(error).__name__
+
+
+def _say(text: str) -> None:
+    print(f"bench: {text}", file=sys.stderr, flush=True)  # noqa: T201 - progress, on the terminal
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Start, registration anew after a kubelet's restart, stop, and what the agent costs while nothing happens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from bench.node import RESOURCES, BenchNode
+from bench.results import Row, row
+
+_START_MS, _AGAIN_MS, _STOP_MS = 600.0, 300.0, 2000.0
+_MEMORY_MIB, _PROCESSOR_PERCENT = 96.0, 0.5
+_STARTED_TIMEOUT_S = 20.0
+_BETWEEN_RESTARTS_S = 0.25
+
+
+async def start_rows(node: BenchNode, runs: int) -> list[Row]:
+    """Each run starts the process on the filled node and stops it when it says READY."""
+    registered, ready, stopped = [], [], []
+    for number in range(runs + 1):
+        started = await node.agent.start()
+        await node.kubelet.wait(RESOURCES, _STARTED_TIMEOUT_S)
+        registered_at = max(plugin.registered_at for plugin in node.kubelet.plugins.values())
+        await node.agent.wait_ready()
+        ready_at = time.perf_counter()
+        stop_s = await node.agent.stop()
+        node.kubelet.plugins.clear()
+        if number:  # the first one compiles what is not compiled yet
+            registered.append((registered_at - started) * 1000)
+            ready.append((ready_at - started) * 1000)
+            stopped.append(stop_s * 1000)
+    note = (
+        "on the filled node: the allocation cache is rebuilt from 5,000 listed IDs before; until the kubelet has dialled "
+        "back for the second resource"
+    )
+    return [
+        row(
+            "process start to both resources registered", registered, target_median=_START_MS, target_p99=_START_MS,
+            note=note,
+        ),
+        row("process start to READY (pods listed, web up)", ready),
+        row("SIGTERM to the end of the process", stopped, target_median=_STOP_MS, target_p99=_STOP_MS),
+    ]  # fmt: skip
+
+
+async def again_rows(node: BenchNode, runs: int) -> list[Row]:
+    """Each run is a kubelet that ends, removes the sockets and makes its own anew, as a starting one does."""
+    times: list[float] = []
+    streams: dict[str, list[float]] = {resource: [] for resource in RESOURCES}
+    for _ in range(runs):
+        there_at = await node.kubelet.restart()
+        await node.kubelet.wait(RESOURCES, _STARTED_TIMEOUT_S)
+        plugins = node.kubelet.plugins
+        times.append((max(plugin.listed_at for plugin in plugins.values()) - there_at) * 1000)
+        for resource, plugin in plugins.items():
+            streams[resource].append((plugin.listed_at - plugin.stream_opened_at) * 1000)
+        await asyncio.sleep(_BETWEEN_RESTARTS_S)
+    rows = [
+        row(
+            "kubelet.sock anew to both first device lists sent", times, target_median=_AGAIN_MS, target_p99=_AGAIN_MS,
+            note="both plugins served and registered anew; until the last byte of the second ListAndWatch message",
+        )
+    ]  # fmt: skip
+    for resource, values in streams.items():
+        plugin = node.kubelet.plugins[resource]
+        name = f"  ListAndWatch of {len(plugin.devices):,} IDs, {plugin.list_bytes / 1000:,.0f} kB, from its opening"
+        rows.append(row(name, values))
+    return rows
+
+
+async def idle_rows(node: BenchNode, window_s: float) -> list[Row]:
+    """The filled node with nobody calling."""
+    started, before = time.perf_counter(), node.agent.processor_s()
+    await asyncio.sleep(window_s)
+    share = (node.agent.processor_s() - before) / (time.perf_counter() - started) * 100
+    window = f"over {window_s:g} s on the filled node; a full period of the comparison with the kubelet takes 30 s"
+    return [
+        row("resident memory, idle", [node.agent.resident_mib()], unit="MiB", target_median=_MEMORY_MIB, note="VmRSS"),
+        row("processor time, idle", [share], unit="%", target_median=_PROCESSOR_PERCENT, note=f"of one core, {window}"),
+    ]

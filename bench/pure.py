@@ -1,0 +1,80 @@
+"""What needs no process: placement on a large machine, and reading a long List answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.results import Row, row
+from gpushare_agent.adapters.pod_resources_wire import decode_pod_entry
+from gpushare_agent.adapters.topology_text import parse_topology
+from gpushare_agent.decisions.placement import CardRequest, CardState, place
+from gpushare_agent.kit.wire_scan import scan_pod_entries
+from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.names import CORES_PER_CARD, GpuUuid
+from gpushare_agent.model.topology import Topology
+from gpushare_agent.model.topology_tree import build_topology
+
+_TREE = Path(__file__).parents[1] / "tests" / "data" / "topology" / "a10-x16-deep-tree.txt"
+_CARDS, _BLOCKS = 16, 96
+_PLACEMENT_TARGET_MS = 50.0
+
+
+def placement_rows(runs: int) -> list[Row]:
+    """8 of 16 cards, and the slowest number of cards that can be asked for."""
+    parsed = parse_topology(_TREE.read_text())
+    topology = build_topology(parsed.links, parsed.numa)
+    times = {count: _milliseconds(lambda count=count: _place(topology, count), runs) for count in range(1, _CARDS + 1)}  # type: ignore[misc]  # mypy does not infer a lambda's default
+    slowest = max(times, key=lambda count: max(times[count]))
+    note = "in the benchmark's process, on the tree of a10-x16-deep-tree.txt, every card free"
+    target = _PLACEMENT_TARGET_MS
+    return [
+        row("place 8 of 16 cards", times[8], target_median=target, target_p99=target, note=note),
+        row(
+            f"place {slowest} of 16 cards, the slowest",
+            times[slowest],
+            target_median=target,
+            target_p99=target,
+            note=note,
+        ),
+    ]
+
+
+def list_rows(answer: bytes, runs: int) -> list[Row]:
+    """Splitting a List answer into pods, as each admission does, and decoding it wholly, as recovery does."""
+    size = f"{len(answer) / 1000:,.0f} kB"
+    note = "in the benchmark's process, the answer of the filled node"
+    return [
+        row(
+            f"split a List answer of {size} into pods", _milliseconds(lambda: scan_pod_entries(answer), runs), note=note
+        ),
+        row(
+            "decode every device ID of it",
+            _milliseconds(lambda: [decode_pod_entry(entry.body) for entry in scan_pod_entries(answer)], runs),
+            note=note,
+        ),
+    ]
+
+
+def _place(topology: Topology, count: int) -> None:
+    cards = [
+        CardState(
+            index=index, uuid=GpuUuid(f"GPU-{index}"), healthy=True, free_cores=CORES_PER_CARD, free_blocks=_BLOCKS,
+            total_blocks=_BLOCKS,
+        )
+        for index in range(_CARDS)
+    ]  # fmt: skip
+    placed = place(CardRequest(cores=count * CORES_PER_CARD, blocks=0), cards, topology, share_policy="binpack")
+    if isinstance(placed, Refused):
+        raise AssertionError(placed.detail)
+
+
+def _milliseconds(body: Callable[[], object], runs: int) -> list[float]:
+    body()
+    times = []
+    for _ in range(runs):
+        started = time.perf_counter()
+        body()
+        times.append((time.perf_counter() - started) * 1000)
+    return times
