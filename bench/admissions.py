@@ -62,7 +62,7 @@ async def admit_pods(node: BenchNode, runs: int, label: str) -> Samples:
 
 def filled_rows(samples: Samples) -> list[Row]:
     calls = (
-        "from the first byte of the request to the last of the answer, with the measuring kubelet's own time (some 1 ms "
+        "from the first byte of the request to the last of the answer, with the measuring kubelet's own time (below 1 ms "
         "for List: 390 kB through a unix socket); half of the runs are the pod's first resource, half its second"
     )
     rows = [

@@ -135,6 +135,7 @@ class Moments:
         self.seen: list[str] = []
         self._pods = pods
         self._acts: dict[int, Callable[[], object]] = {}
+        self._next: tuple[str, Callable[[], object]] | None = None
         calls = node.kubelet.log
         calls.open_calls = _Told(calls.open_calls, lambda call: self._note(call.subject.pod_name, call.method, "asked"))
         calls.calls = _Told(calls.calls, lambda call: self._note(call.subject.pod_name, call.method, "answered"))
@@ -147,8 +148,6 @@ class Moments:
     def at_next(self, moment: str, act: Callable[[], object]) -> None:
         """Do this when a moment of that name comes next."""
         self._next = (moment, act)
-
-    _next: tuple[str, Callable[[], object]] | None = None
 
     def _listed(self, call: Any) -> None:
         inside = [c for c in call.inside if not self._pods or c.subject.pod_name in self._pods]

@@ -143,10 +143,15 @@ class PodResourcesClient:
     async def _unary(self, method: str, request: bytes) -> bytes:
         if self._channel is None:
             self._channel = Channel(path=str(self._path), codec=_BytesCodec())
-        stream = self._channel.request(f"{SERVICE}/{method}", Cardinality.UNARY_UNARY, bytes, bytes)
-        async with stream:
-            await stream.send_message(request, end=True)
-            answer = await stream.recv_message()
+        channel = self._channel
+        stream = channel.request(f"{SERVICE}/{method}", Cardinality.UNARY_UNARY, bytes, bytes)
+        try:
+            async with stream:
+                await stream.send_message(request, end=True)
+                answer = await stream.recv_message()
+        finally:
+            if channel is not self._channel:  # dropped meanwhile, maybe before its connection was made
+                channel.close()
         return answer if answer is not None else b""
 
 

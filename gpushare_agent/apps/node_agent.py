@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from gpushare_agent.apps.node_parts import NodeParts, build, check_message_size, open_driver
+from gpushare_agent.kit.h2_frames import omit_data_texts
 from gpushare_agent.kit.supervision import forever
 from gpushare_agent.kit.systemd import sd_notify
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
@@ -78,6 +79,7 @@ async def run(settings: Settings, *, reload: Callable[[], Settings]) -> int:
 
     Raises AgentError (StartupError and others) for the caller to print in one line, and lets bugs through.
     """
+    omit_data_texts()
     signals = _Signals()
     try:
         while True:

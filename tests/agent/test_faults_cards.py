@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
+from gpushare_agent.model.gpus import Health
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import (
     BLOCKS,
@@ -102,15 +104,11 @@ async def test_with_all_cards_lost_pods_wait_and_running_ones_stay() -> None:
 async def test_a_card_lost_between_preference_and_allocate_is_not_given() -> None:
     """The plan is made and the card fails: the pod is refused and told that it will be placed elsewhere."""
     async with open_test_node() as node, open_agent(node, "--simulated.cards=2") as agent:
-
-        def lose() -> None:
-            _lose_card(agent, 0)
-
-        Moments(node, "unlucky").at_next("GetPreferredAllocation answered", lose)
+        Moments(node, "unlucky").at_next("GetPreferredAllocation answered", lambda: _lose_card(agent, 0))
         node.api.create_pod(pod("unlucky", container(cores=30, blocks=10)))
         message = await wait_settled(node, "unlucky")
         assert "NoHealthyCard" in message and "Create the pod again" in message
-        await _wait_unhealthy_told(node, uuid_of(agent, 0))
+        await _wait_healthy(node, 2)
         node.api.create_pod(pod("again", container(cores=30, blocks=10)))
         await wait_running(node, "again")
         await wait_books_equal(node, agent)
@@ -118,20 +116,12 @@ async def test_a_card_lost_between_preference_and_allocate_is_not_given() -> Non
 
 def _lose_card(agent: InnerAgent, index: int) -> None:
     """What the next look at the driver would find, found at this very moment."""
-    from dataclasses import replace
-
-    from gpushare_agent.model.gpus import Health
-
     found = agent.parts.inventory.current
     cards = tuple(
         replace(card, health=Health.UNHEALTHY, unhealthy_reason="lost") if card.index == index else card
         for card in found.cards
     )
     agent.parts.inventory.read(replace(found, cards=cards))
-
-
-async def _wait_unhealthy_told(node: EmbeddedNode, uuid: str) -> None:
-    await wait_until(node, lambda: _healthy(node, uuid) in ({False}, {True}), "the kubelet's view")
 
 
 async def test_without_a_driver_the_agent_ends_with_the_reason() -> None:

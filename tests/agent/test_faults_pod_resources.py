@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from tests.support_agent import (
     wait_settled,
     wait_until,
 )
-from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod, pod_resources, wait_gone
+from tests.support_sandbox import container, open_test_node, pod, pod_resources, wait_gone
 
 LIST = "/v1.PodResourcesLister/List"
 GET = "/v1.PodResourcesLister/Get"
@@ -202,10 +202,8 @@ async def _list_for_ever(node: EmbeddedNode) -> None:
     """As fast as the kubelet lets it while leaving the agent some of its rate."""
     async with pod_resources(node) as stub:
         while True:
-            try:
+            with suppress(GRPCError):
                 await stub.list()
-            except GRPCError:
-                pass
             await asyncio.sleep(0.015)  # the pace of the load, not a wait for anything
 
 
@@ -245,9 +243,12 @@ async def test_ids_that_the_kubelet_forgot_by_another_programs_list_are_not_give
 async def _metric(node: EmbeddedNode, series: str) -> float:
     await poll_until(lambda: log_lines(node, "web_listening"), "the agent's web address")
     port = log_lines(node, "web_listening")[-1]["port"]
-    async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession() as session:
-        async with session.get(f"http://localhost:{port}/metrics") as answer:
-            text = await answer.text()
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        aiohttp.ClientSession() as session,
+        session.get(f"http://localhost:{port}/metrics") as answer,
+    ):
+        text = await answer.text()
     return next((float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(series)), 0.0)
 
 

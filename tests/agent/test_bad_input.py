@@ -1,0 +1,332 @@
+"""What users, kubelets, tenants and disks can do wrong: a clear error each time, and nothing lost by it."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpclib import GRPCError, Status
+from grpclib.client import UnaryStreamMethod, UnaryUnaryMethod
+from grpclib.const import Cardinality, Handler
+
+from gpushare_agent.kit.wire_build import bytes_field, string_list
+from gpushare_agent.kit.wire_scan import decode_allocate
+from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION
+from gpushare_agent.sandbox.grpc_bytes import UnixServer, open_channel
+from gpushare_agent.sandbox.node import EmbeddedNode
+from tests.support_agent import (
+    DEADLINE_S,
+    arguments,
+    assert_nothing_shared,
+    calls_of,
+    cards_of,
+    holders_of,
+    log_lines,
+    open_agent,
+    open_child,
+    poll_until,
+    uuid_of,
+    wait_books_equal,
+    wait_registered,
+    wait_running,
+    wait_settled,
+    wait_until,
+)
+from tests.support_sandbox import CORE, MEMORY, SmallPlugin, container, open_test_node, pod, wait_phase
+from tests.support_sandbox import register as register_plugin
+from tests.support_settings import clean_environment, run_program
+
+SERVICE = "/v1beta1.DevicePlugin"
+METHODS = ("GetDevicePluginOptions", "GetPreferredAllocation", "Allocate", "PreStartContainer")
+
+
+# --- requests that make no sense ---
+
+
+@pytest.mark.parametrize(
+    ("cores", "blocks", "says"),
+    [
+        (150, 10, "150"),
+        (250, 0, "250"),
+        (30, 0, MEMORY),
+        (0, 10, CORE),
+        (30, 97, "97 memory blocks"),
+        (100, 97, "97 memory blocks"),
+    ],
+    ids=["150", "250", "cores-alone", "memory-alone", "too-much-memory", "too-much-memory-for-a-whole-card"],
+)
+async def test_a_request_that_cannot_be_granted_is_refused_with_what_is_valid(
+    cores: int, blocks: int, says: str
+) -> None:
+    """The status and an Event of the pod say what was asked; nothing is held, and the next pod runs."""
+    async with open_test_node() as node, open_agent(node) as agent:
+        node.api.create_pod(pod("wrong", container(cores=cores, blocks=blocks)))
+        message = await wait_settled(node, "wrong")
+        assert node.api.pod("default", "wrong")["status"]["phase"] == "Failed"
+        assert "default/wrong" in message and says in message
+        await wait_until(
+            node,
+            lambda: [e for e in node.api.events() if e["involvedObject"]["name"] == "wrong" and says in e["message"]
+                     and e["reason"] != "UnexpectedAdmissionError"],
+            "the agent's Event",
+        )  # fmt: skip
+        assert holders_of(agent) == 0
+        node.api.create_pod(pod("right", container(cores=30, blocks=10)))
+        await wait_running(node, "right")
+        await wait_books_equal(node, agent)
+
+
+async def test_a_pod_that_asks_for_zero_cores_is_a_plain_pod() -> None:
+    """The kubelet asks nobody about a zero."""
+    async with open_test_node() as node, open_agent(node) as agent:
+        node.api.create_pod(pod("zero", container(cores=0, blocks=0)))
+        await wait_running(node, "zero")
+        assert not calls_of(node, "zero") and holders_of(agent) == 0
+
+
+HOSTILE = [
+    "garbage", "-1", "1e9", "99999999999999999999", "0x1", "0;1", "0,0", ",", " ", "0" * 5000, "7,", "٣", "64", "\u0000",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+async def test_a_predicate_annotation_that_makes_no_sense_is_ignored(text: str) -> None:
+    """Any tenant can write it: the pod is placed as if it were not there."""
+    async with open_test_node() as node, open_agent(node) as agent:
+        annotations = {f"{PREDICATE_GPU_INDEX_PREFIX}0": text}
+        node.api.create_pod(pod("tenant", container(cores=30, blocks=10), annotations=annotations))
+        await wait_running(node, "tenant")
+        assert cards_of(node, "tenant") == {uuid_of(agent, 0)}
+
+
+async def test_a_predicate_annotation_counts_on_its_node_only_and_where_it_fits() -> None:
+    """Feasible on this node: honoured. For another node, or on a card that is full: not."""
+    async with open_test_node() as node, open_agent(node) as agent:
+        for name, where, cores, expected in (
+            ("elsewhere", "another-node", 30, 0),
+            ("mine", node.name, 80, 3),
+            ("full", node.name, 65, 0),
+        ):
+            annotations = {PREDICATE_NODE_ANNOTATION: where, f"{PREDICATE_GPU_INDEX_PREFIX}0": "3"}
+            node.api.create_pod(pod(name, container(cores=cores, blocks=10), annotations=annotations))
+            await wait_running(node, name)
+            assert cards_of(node, name) == {uuid_of(agent, expected)}, name
+        assert_nothing_shared(node)
+        await wait_books_equal(node, agent)
+
+
+# --- a kubelet that does not do what it is advised ---
+
+
+class IgnoresAdvice:
+    """Stands between the kubelet and our plugin, and changes the IDs of each Allocate."""
+
+    def __init__(self, target: Path, change: Callable[[list[str]], list[str]]) -> None:
+        self._channel = open_channel(target)
+        self._change = change
+
+    def __mapping__(self) -> dict[str, Handler]:
+        unary = {
+            f"{SERVICE}/{name}": Handler(self._passed(name), Cardinality.UNARY_UNARY, bytes, bytes) for name in METHODS
+        }
+        return unary | {f"{SERVICE}/ListAndWatch": Handler(self._list, Cardinality.UNARY_STREAM, bytes, bytes)}
+
+    def _passed(self, name: str) -> Any:
+        async def handle(stream: Any) -> None:
+            request = await stream.recv_message() or b""
+            if name == "Allocate":
+                (ids,) = decode_allocate(request)
+                request = bytes_field(1, string_list(1, self._change(list(ids))))
+            method = UnaryUnaryMethod(self._channel, f"{SERVICE}/{name}", bytes, bytes)
+            await stream.send_message(await method(request))
+
+        return handle
+
+    async def _list(self, stream: Any) -> None:
+        await stream.recv_message()
+        async with UnaryStreamMethod(self._channel, f"{SERVICE}/ListAndWatch", bytes, bytes).open() as ours:
+            await ours.send_message(b"", end=True)
+            async for message in ours:
+                await stream.send_message(message)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+@asynccontextmanager
+async def _ignoring_advice(node: EmbeddedNode, change: Callable[[list[str]], list[str]]) -> AsyncIterator[None]:
+    """The vcore plugin as the kubelet knows it is not ours any more."""
+    service = IgnoresAdvice(node.paths.device_plugin_path / "vcore.sock", change)
+    server = UnixServer([service])
+    path = node.paths.device_plugin_path / "between.sock"
+    await server.start_at(path)
+    try:
+        await register_plugin(node, SmallPlugin(CORE, {}), path.name)
+        await wait_registered(node)
+        yield
+    finally:
+        await server.stop()
+        service.close()
+
+
+def _card(ids: list[str]) -> str:
+    return ids[0].partition("::")[0]
+
+
+CHANGES: dict[str, tuple[Callable[[list[str]], list[str]], str]] = {
+    "unknown-card": (lambda ids: [f"GPU-nobody::{n}" for n in range(len(ids))], "names no card"),
+    "unknown-number": (lambda ids: [*ids[1:], f"{_card(ids)}::100"], "names no card"),
+    "no-id-at-all": (lambda ids: [*ids[1:], "what\nis this"], "names no card"),
+    "two-cards": (lambda ids: [*ids[1:], "GPU-401624a8-3bbf-5047-8f24-740787bab347::99"], "on 2"),
+    "too-few": (lambda ids: ids[1:], "29 vcore units"),
+    "twice": (lambda ids: [*ids[1:], ids[1]], "30 vcore units"),
+    "taken": (lambda ids: [f"{_card(ids)}::{n}" for n in range(30)], "still holds"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+async def test_ids_that_are_not_what_was_planned_are_refused(case: str) -> None:
+    """Whatever the kubelet allocates is checked against cards, request and books; the text says what is wrong."""
+    change, says = CHANGES[case]
+    async with open_test_node() as node, open_agent(node) as agent:
+        holder = {f"{PREDICATE_GPU_INDEX_PREFIX}0": "2"}
+        node.api.create_pod(pod("holder", container(cores=30, blocks=10), annotations=holder))
+        await wait_running(node, "holder")
+        before = agent.held()
+        assert uuid_of(agent, 0) == "GPU-401624a8-3bbf-5047-8f24-740787bab347"
+        async with _ignoring_advice(node, change):
+            node.api.create_pod(pod("wrong", container(cores=30, blocks=10)))
+            message = await wait_settled(node, "wrong")
+            assert "code = " in message and says in message, message
+            await wait_until(node, lambda: agent.held() == before, "nothing but the holder's share held")
+
+
+# --- messages that are none ---
+
+
+async def _call(node: EmbeddedNode, socket: str, method: str, request: bytes) -> GRPCError | bytes:
+    channel = open_channel(node.paths.device_plugin_path / socket)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            answer: bytes = await UnaryUnaryMethod(channel, f"{SERVICE}/{method}", bytes, bytes)(request)
+        return answer
+    except GRPCError as error:
+        return error
+    finally:
+        channel.close()
+
+
+@pytest.mark.parametrize("method", ["GetPreferredAllocation", "Allocate", "PreStartContainer"])
+@pytest.mark.parametrize("socket", ["vcore.sock", "vmemory.sock"])
+async def test_messages_that_are_none_are_answered_with_an_error(socket: str, method: str) -> None:
+    """Too large, cut off, no UTF-8, no message at all: an error each, and the next pod is served."""
+    async with open_test_node() as node, open_agent(node) as agent:
+        too_large = await _call(node, socket, method, string_list(1, ["x" * 1000] * 5300))
+        assert isinstance(too_large, GRPCError) and too_large.status is Status.RESOURCE_EXHAUSTED, too_large
+        for malformed in (
+            b"\x0a\xff\xff\xff\xff\x0f",
+            b"\x0a\x05\x0a",
+            b"\xff\xff\xff",
+            bytes_field(1, b"\x0a\x02\xff\xfe"),
+        ):
+            answer = await _call(node, socket, method, malformed)
+            assert isinstance(answer, GRPCError), (malformed, answer)
+            assert "Traceback" not in (answer.message or "")
+        if method != "GetPreferredAllocation":  # which advises only
+            stranger = await _call(node, socket, method, bytes_field(1, string_list(1, [f"{uuid_of(agent, 0)}::0"])))
+            assert isinstance(stranger, GRPCError) or method == "PreStartContainer"
+        node.api.create_pod(pod("after", container(cores=30, blocks=10)))
+        await wait_running(node, "after")
+        await wait_books_equal(node, agent)
+
+
+# --- files and disks ---
+
+
+async def test_a_topology_file_with_a_missing_row_ends_the_agent_with_the_file_named(short_dir: Path) -> None:
+    """Exit code 1 and one line; no card is guessed."""
+    whole = (Path(__file__).parent.parent / "data" / "topology" / "v100-x8-cube-mesh.txt").read_text()
+    cut = "\n".join(line for line in whole.splitlines() if not line.startswith("GPU3"))
+    path = short_dir / "topo.txt"
+    path.write_text(cut)
+    ended = await run_program("run", "--driver=simulated", f"--topology={path}", f"--device-plugin-path={short_dir}")
+    assert ended.code == 1 and str(path) in ended.err and "GPU3" in ended.err, ended.err
+    assert "Traceback" not in ended.err
+
+
+async def test_a_missing_topology_file_ends_the_agent_with_the_file_named(short_dir: Path) -> None:
+    """Exit code 1, what was expected in it, no traceback."""
+    path = short_dir / "none.txt"
+    ended = await run_program("run", "--driver=simulated", f"--topology={path}", f"--device-plugin-path={short_dir}")
+    assert ended.code in (1, 2) and str(path) in ended.err and "Traceback" not in ended.err, ended.err
+
+
+@asynccontextmanager
+async def _child_on_a_full_disk(node: EmbeddedNode) -> AsyncIterator[asyncio.subprocess.Process]:
+    """No file can grow, and every line of log fails with "no space left on device"."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    with Path("/dev/full").open("wb") as full:
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "gpushare_agent", "run", *arguments(node)),
+            env=clean_environment(), stdin=asyncio.subprocess.DEVNULL, stdout=full, stderr=full, preexec_fn=limit,
+        )  # fmt: skip
+    try:
+        await wait_registered(node)
+        yield child
+    finally:
+        if child.returncode is None:
+            child.kill()
+        async with asyncio.timeout(DEADLINE_S):
+            await child.wait()
+
+
+async def test_on_a_full_disk_the_agent_goes_on() -> None:
+    """It writes nothing but sockets and its log, and a log that cannot be written stops nobody."""
+    async with open_test_node() as node, _child_on_a_full_disk(node) as child:
+        node.api.create_pod(pod("share", container(cores=30, blocks=10)))
+        node.api.create_pod(pod("wrong", container(cores=150, blocks=10)))
+        await wait_running(node, "share")
+        assert "150" in await wait_settled(node, "wrong")
+        await node.kubelet.restart()
+        await wait_registered(node)
+        node.api.create_pod(pod("next", container(cores=70, blocks=10)))
+        await wait_running(node, "share", "next")
+        assert_nothing_shared(node)
+        child.terminate()
+        async with asyncio.timeout(DEADLINE_S):
+            assert await child.wait() == 0
+
+
+async def test_a_state_directory_that_is_a_file_ends_the_sandbox_with_advice(short_dir: Path) -> None:
+    """Exit code 1, the path, what to do, no traceback."""
+    path = short_dir / "state"
+    path.write_text("precious")
+    ended = await run_program("sandbox", "--once", f"--state-dir={path}")
+    assert ended.code == 1 and str(path) in ended.err and "--state-dir" in ended.err, ended.err
+    assert "Traceback" not in ended.err and path.read_text() == "precious"
+
+
+async def test_a_device_plugin_path_that_is_a_file_is_named_and_waited_for() -> None:
+    """The agent stays up, says what is wrong and serves as soon as there is a directory."""
+    async with open_test_node() as node:
+        wrong = node.paths.state / "wrong"
+        wrong.write_text("precious")
+        async with open_child(node, f"--kubelet.device-plugin-path={wrong}", wait=False) as child:
+            await poll_until(lambda: log_lines(node, "device_plugin_not_registered"), "the complaint")
+            assert child.returncode is None
+            assert str(wrong) in log_lines(node, "device_plugin_not_registered")[0]["error"]
+            assert wrong.read_text() == "precious"
+            wrong.unlink()
+            wrong.symlink_to(node.paths.device_plugin_path)
+            await wait_registered(node)
+            node.api.create_pod(pod("after", container(cores=30, blocks=10)))
+            assert await wait_phase(node, "after", "Running")

@@ -1,0 +1,148 @@
+"""A standard workload on each kubelet that the embedded node knows, and kubelets that are too old."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpushare_agent.sandbox.api_server import KUBERNETES_VERSIONS
+from gpushare_agent.sandbox.node import EmbeddedNode
+from tests.support_agent import (
+    assert_nothing_shared,
+    calls_of,
+    cards_of,
+    given,
+    holders_of,
+    open_agent,
+    open_child,
+    wait_books_equal,
+    wait_running,
+    wait_settled,
+    wait_until,
+)
+from tests.support_sandbox import CORE, MEMORY, SHORT_TIMES, container, limits_of, open_test_node, pod, wait_gone
+
+
+def _sidecar(name: str, cores: int, blocks: int) -> dict[str, Any]:
+    return limits_of(name, {CORE: cores, MEMORY: blocks}, restartPolicy="Always")
+
+
+WORKLOAD = [
+    pod("share", container(cores=30, blocks=10)),
+    pod("plain", limits_of("main", {})),
+    pod("two", container("a", cores=20, blocks=10), limits_of("between", {}), container("b", cores=20, blocks=10)),
+    pod("reject-1", container(cores=150, blocks=10)),
+    pod(
+        "steps",
+        container("main", cores=30, blocks=12),
+        init=(container("first", cores=20, blocks=8), _sidecar("beside", 10, 4)),
+    ),
+    pod("reject-2", container("good", cores=10, blocks=5), container("bad", cores=30, blocks=97)),
+    pod("whole", container(cores=200)),
+    pod("same-1", container(cores=25, blocks=20)),
+    pod("same-2", container(cores=25, blocks=20)),
+]
+RUNNING = ["share", "plain", "two", "steps", "whole", "same-1", "same-2"]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
+async def test_a_standard_workload_runs_on_every_kubelet(version: str, seed: int) -> None:
+    """Shares, several containers, init and sidecar, whole cards, plain pods, rejected ones that old kubelets go on listing:
+    all created at once, each container gets its own, and everything is free in the end."""
+    async with (
+        open_test_node(kubelet_version=version, seed=seed) as node,
+        open_agent(node, "--allocation.cleanup-rejected-pods=false") as agent,
+    ):
+        for raw in WORKLOAD:
+            node.api.create_pod(raw)
+        await wait_running(node, *RUNNING)
+        for name, says in (("reject-1", "150"), ("reject-2", "97")):
+            assert says in await wait_settled(node, name), name
+        _assert_given_what_was_asked(node)
+        assert len(cards_of(node, "whole")) == 2
+        await wait_books_equal(node, agent)
+        for name, cores, blocks in (("late-1", 10, 5), ("late-2", 30, 20)):  # as the rejected pods of before asked
+            node.api.create_pod(pod(name, container(cores=cores, blocks=blocks)))
+            await wait_running(node, name)
+        _assert_given_what_was_asked(node)
+        for raw in node.api.pods():
+            node.api.delete_pod("default", raw["metadata"]["name"])
+        for raw in WORKLOAD:
+            await wait_gone(node, raw["metadata"]["name"])
+        await wait_until(node, lambda: holders_of(agent) == 0, "everything freed")
+
+
+def _assert_given_what_was_asked(node: EmbeddedNode) -> None:
+    assert_nothing_shared(node)
+    held = given(node)
+    for raw in node.api.pods():
+        if raw["status"]["phase"] != "Running":
+            continue
+        for spec in (*raw["spec"].get("initContainers", ()), *raw["spec"]["containers"]):
+            limits = spec["resources"].get("limits", {})
+            vcores, blocks = held.get((raw["metadata"]["uid"], spec["name"]), (frozenset(), frozenset()))
+            if spec["name"] != "first":  # an init container, which has ended
+                assert (len(vcores), len(blocks)) == (int(limits.get(CORE, 0)), int(limits.get(MEMORY, 0)))
+
+
+# --- too old ---
+
+SILENT = replace(SHORT_TIMES, first_status_s=0.0, status_interval_s=3600.0)
+"""A kubelet that writes the Node object once; the test writes it from then on."""
+
+
+async def _make_old(node: EmbeddedNode) -> None:
+    await wait_until(node, lambda: node.api.object_of("nodes", ("", node.name)), "the Node object")
+    raw = node.api.node(node.name)
+    status = {**raw["status"], "nodeInfo": {**raw["status"]["nodeInfo"], "kubeletVersion": "v1.29.14"}}
+    node.api.apply_node({**raw, "status": status})
+
+
+async def _tell_allocatable(node: EmbeddedNode) -> None:
+    await wait_until(node, lambda: all(node.kubelet.capacity().get(r, (0, 0))[1] for r in (CORE, MEMORY)), "devices")
+    raw = node.api.node(node.name)
+    healthy = {name: str(count) for name, (_, count) in node.kubelet.capacity().items()}
+    node.api.apply_node({**raw, "status": {**raw["status"], "allocatable": healthy, "capacity": healthy}})
+
+
+async def test_a_kubelet_that_is_too_old_ends_the_agent_with_the_reason() -> None:
+    """Exit code 1, both versions, how to insist, no traceback."""
+    async with open_test_node(times=SILENT) as node:
+        await _make_old(node)
+        async with open_child(node, wait=False) as child:
+            async with asyncio.timeout(15):
+                assert await child.wait() == 1
+        text = node.paths.agent_log.read_text()
+        assert "v1.29.14" in text and "1.30" in text and "--kubelet.allow-unsupported=true" in text
+        assert "Traceback" not in text
+        assert not node.kubelet.pod_resources_calls or not any(c.inside for c in node.kubelet.pod_resources_calls)
+
+
+async def test_an_old_kubelet_on_which_the_operator_insists_is_never_asked_inside_an_admission() -> None:
+    """Pods are told apart by the pod store alone, and where two would fit, refused."""
+    async with open_test_node(times=SILENT) as node:
+        await _make_old(node)
+        async with open_agent(node, "--kubelet.allow-unsupported=true", wait=False) as agent:
+            await _tell_allocatable(node)
+            for cores in (30, 40):
+                node.api.create_pod(pod(f"p{cores}", container(cores=cores, blocks=10)))
+                await wait_running(node, f"p{cores}")
+            await wait_books_equal(node, agent)
+            assert_nothing_shared(node)
+            node.kubelet._times = replace(SILENT, first_status_s=3600.0)  # the Node object stays as the test wrote it
+            await node.kubelet.stop()
+            for name in ("twin-1", "twin-2"):
+                node.api.create_pod(pod(name, container(cores=20, blocks=10)))
+            await wait_until(node, lambda: agent.parts.store.by_name("default", "twin-2"), "both heard of")
+            await node.kubelet.start()
+            await wait_settled(node, "twin-1")
+            await wait_settled(node, "twin-2")
+            refused = [n for n in ("twin-1", "twin-2") if node.api.pod("default", n)["status"]["phase"] == "Failed"]
+            assert refused and "does not guess" in node.api.pod("default", refused[0])["status"]["message"]
+            assert not any(call.inside for call in node.kubelet.pod_resources_calls if call.method == "List")
+            assert len(calls_of(node, "p30")) == 2
+            await wait_books_equal(node, agent)

@@ -1,0 +1,103 @@
+"""SIGTERM and SIGHUP to the agent as a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+from gpushare_agent.sandbox.node import EmbeddedNode
+from tests.support_agent import (
+    BLOCKS,
+    CORES,
+    assert_nothing_shared,
+    log_lines,
+    open_child,
+    poll_until,
+    wait_registered,
+    wait_running,
+    wait_until,
+)
+from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod
+
+STOP_S = 5.0
+"""Generous: two seconds are promised."""
+
+
+def _sockets(node: EmbeddedNode) -> list[str]:
+    return sorted(path.name for path in node.paths.device_plugin_path.glob("v*.sock"))
+
+
+async def _terminate(node: EmbeddedNode, child: asyncio.subprocess.Process) -> None:
+    child.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(STOP_S):
+        assert await child.wait() == 0
+    assert not _sockets(node), "the agent left its sockets behind"
+
+
+async def test_sigterm_ends_the_agent_well_and_removes_its_sockets() -> None:
+    """Exit code 0; the pods that run are left alone."""
+    async with open_test_node() as node, open_child(node) as child:
+        node.api.create_pod(pod("runs", container(cores=30, blocks=10)))
+        await wait_running(node, "runs")
+        assert _sockets(node) == ["vcore.sock", "vmemory.sock"]
+        await _terminate(node, child)
+        await wait_running(node, "runs")
+
+
+async def test_sigterm_ends_the_agent_while_kubelet_and_api_server_are_gone() -> None:
+    """Nobody answers, and it still ends in time."""
+    async with open_test_node() as node, open_child(node) as child:
+        await node.kubelet.stop()
+        node.api.stall()
+        await _terminate(node, child)
+        node.api.unstall()
+
+
+async def test_sigterm_ends_the_agent_while_an_admission_waits() -> None:
+    """A stalled API server keeps the admission open; the end does not wait for it."""
+    async with open_test_node() as node, open_child(node, "--kubelet.pod-lookup-timeout-s=10") as child:
+        await poll_until(lambda: log_lines(node, "ready"), "the agent ready")
+        node.api.stall()
+        node.api.create_pod(pod("waits", container(cores=30, blocks=10)))
+        await wait_until(node, lambda: node.kubelet.open_calls, "the admission")
+        await _terminate(node, child)
+        node.api.unstall()
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+async def _wait_blocks(node: EmbeddedNode, blocks: int) -> None:
+    wanted = {CORE: (2 * CORES, 2 * CORES), MEMORY: (2 * blocks, 2 * blocks)}
+    await wait_until(node, lambda: node.kubelet.capacity() == wanted, f"{blocks} blocks a card")
+
+
+async def test_sighup_takes_the_changed_settings_file_into_effect_and_a_broken_one_keeps_the_old() -> None:
+    """The servers restart with the new block size; running pods stay; a mistake in the file changes nothing."""
+    async with open_test_node() as node:
+        path = node.paths.state / "settings.yaml"
+        _write(path, "simulated: {cards: 2}\nlog: {level: info}\n")
+        async with open_child(node, f"--config={path}") as child:
+            await _wait_blocks(node, BLOCKS)
+            node.api.create_pod(pod("runs", container(cores=100)))
+            await wait_running(node, "runs")
+            _write(path, "simulated: {cards: 2}\nresources: {memory_block_mib: 1024}\n")
+            child.send_signal(signal.SIGHUP)
+            await _wait_blocks(node, BLOCKS // 4)
+            await wait_registered(node)
+            for broken in ("resources: {memory_block_mib: none}\n", "resources: [\n", "unheard_of: 1\n"):
+                said = len(log_lines(node, "settings_not_reloaded"))
+                _write(path, broken)
+                child.send_signal(signal.SIGHUP)
+                await poll_until(
+                    lambda: len(log_lines(node, "settings_not_reloaded")) > said,  # noqa: B023 - asked in this turn
+                    "the complaint",
+                )
+                assert child.returncode is None
+            await _wait_blocks(node, BLOCKS // 4)
+            node.api.create_pod(pod("next", container(cores=30, blocks=20)))
+            await wait_running(node, "runs", "next")
+            assert_nothing_shared(node)
+            await _terminate(node, child)
