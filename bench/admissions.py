@@ -62,19 +62,19 @@ async def admit_pods(node: BenchNode, runs: int, label: str) -> Samples:
 
 def filled_rows(samples: Samples) -> list[Row]:
     calls = (
-        "from the first byte of the request to the last of the answer, with the measuring kubelet's own time (below 1 ms "
-        "for List: 390 kB through a unix socket); half of the runs are the pod's first resource, half its second"
+        "from the first byte of the request to the last of the answer, the measuring kubelet's own time and the transport of "
+        "the 388 kB List included; half of the runs are the pod's first resource, half its second"
     )
     rows = [
         row(
-            f"{_SHORT[resource]}: GetPreferredAllocation + Allocate, {listed}",
+            f"{_SHORT[resource]}: GetPreferredAllocation + Allocate, List inside",
             samples.of(resource, lambda times: times.total_s),
             target_median=_MEDIAN_MS,
             target_p99=_P99_MS,
             failed=samples.wrong,
             note=calls,
         )
-        for resource, listed in ((VCORE_RESOURCE, "List inside"), (VMEMORY_RESOURCE, "List inside"))
+        for resource in RESOURCES
     ]
     for resource in RESOURCES:
         name = _SHORT[resource]
@@ -85,7 +85,11 @@ def filled_rows(samples: Samples) -> list[Row]:
     return [
         *rows,
         row("whole pod: both resources, four calls", samples.whole),
-        row("  the agent's processor time in it", samples.processor, note="all its threads, by its processor clock"),
+        row(
+            "  the agent's processor time in it",
+            samples.processor,
+            note="all its threads; what it does beside counts too",
+        ),
     ]
 
 

@@ -29,23 +29,34 @@ _CALLS_PER_S, _BURST = 100.0, 10.0
 
 @dataclass(slots=True, kw_only=True)
 class Plugin:
-    """One registered plugin. Times are of time.perf_counter."""
+    """One registered plugin. Times are of time.perf_counter, `message` is its newest device list."""
 
+    resource: str
     connection: Http2Connection
     registered_at: float
     stream_opened_at: float = 0.0
     listed_at: float = 0.0
-    list_bytes: int = 0
-    devices: dict[str, Device] = field(default_factory=dict)
+    message: bytes = b""
+    _devices: dict[str, Device] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> dict[str, Device]:
+        """Decoded when first asked for: while lists are awaited, decoding one would hold up the other."""
+        if not self._devices:
+            self._devices = _devices(self.resource, self.message)
+        return self._devices
+
+    def receive(self, message: bytes) -> None:
+        self.listed_at = self.listed_at or time.perf_counter()
+        self.message, self._devices = message, {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTimes:
-    """Seconds of the two calls of one resource, and within the first those of the kubelet's own List."""
+    """Seconds of the two calls of one resource."""
 
     preferred_s: float
     allocate_s: float
-    list_s: float
 
     @property
     def total_s(self) -> float:
@@ -66,10 +77,8 @@ class BenchKubelet:
             path.mkdir(parents=True)
         self.plugins: dict[str, Plugin] = {}
         self.pods: dict[str, BenchPod] = {}
-        self.calls = 0
         self.last_call_at = 0.0
         self.changed = asyncio.Condition()
-        self._list_s = 0.0
         self._rng = random.Random(1)  # noqa: S311 - the order of an offer is no secret
         self._tokens, self._filled_at = _BURST, time.monotonic()
         self._servers: list[asyncio.Server] = []
@@ -142,17 +151,15 @@ class BenchKubelet:
         request = RegisterRequest.parse(message)
         connection = await dial(self.plugin_directory / request.endpoint)
         await connection.call(f"{_PLUGIN}/GetDevicePluginOptions", b"")
-        plugin = Plugin(connection=connection, registered_at=time.perf_counter())
-        self.plugins[request.resource_name] = plugin
-        self._group.create_task(self._follow(request.resource_name, plugin), name=f"list {request.resource_name}")
+        name = request.resource_name
+        plugin = Plugin(resource=name, connection=connection, registered_at=time.perf_counter())
+        self.plugins[name] = plugin
+        self._group.create_task(self._follow(plugin), name=f"list {name}")
         return b""
 
-    async def _follow(self, resource: str, plugin: Plugin) -> None:
+    async def _follow(self, plugin: Plugin) -> None:
         def receive(message: bytes) -> None:
-            if not plugin.listed_at:
-                plugin.listed_at = time.perf_counter()
-            plugin.list_bytes = len(message)
-            plugin.devices = _devices(resource, message)
+            plugin.receive(message)
             self._group.create_task(self._tell(), name="tell of devices")
 
         plugin.stream_opened_at = time.perf_counter()
@@ -168,11 +175,8 @@ class BenchKubelet:
     # --- PodResources ---
 
     async def _list(self, _message: bytes) -> bytes:
-        started = time.perf_counter()
         self._spend_token()
-        answer = b"".join([pod.listed for pod in self.pods.values()])
-        self._list_s += time.perf_counter() - started
-        return answer
+        return b"".join([pod.listed for pod in self.pods.values()])
 
     async def _get(self, message: bytes) -> bytes:
         self._spend_token()
@@ -182,18 +186,12 @@ class BenchKubelet:
         return pod.listed
 
     def _spend_token(self) -> None:
-        self.calls += 1
         now = self.last_call_at = time.monotonic()
         self._tokens = min(_BURST, self._tokens + (now - self._filled_at) * _CALLS_PER_S)
         self._filled_at = now
         if self._tokens < 1.0:
             raise CallError("rejected by rate limit")
         self._tokens -= 1.0
-
-    @property
-    def list_bytes(self) -> int:
-        """The size of a List answer now."""
-        return sum(len(pod.listed) for pod in self.pods.values())
 
     # --- admission ---
 
@@ -224,7 +222,6 @@ class BenchKubelet:
         free = [one for one in plugin.devices.values() if one.id not in taken]
         self._rng.shuffle(free)
         offer = bytes_field(1, b"".join([one.offer for one in free]) + integer_field(3, count))
-        self._list_s = 0.0
         try:
             started = time.perf_counter()
             answer = await plugin.connection.call(f"{_PLUGIN}/GetPreferredAllocation", offer)
@@ -242,7 +239,7 @@ class BenchKubelet:
             raise RefusedPodError(f"{pod.name}, {resource}: {error}") from error
         pod.answers[resource] = answer
         pod.hold(resource, [plugin.devices[name] for name in preferred])
-        return CallTimes(preferred_s=preferred_at - started, allocate_s=ended - asked_at, list_s=self._list_s)
+        return CallTimes(preferred_s=preferred_at - started, allocate_s=ended - asked_at)
 
 
 def _devices(resource: str, message: bytes) -> dict[str, Device]:

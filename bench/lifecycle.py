@@ -63,7 +63,7 @@ async def again_rows(node: BenchNode, runs: int) -> list[Row]:
     ]  # fmt: skip
     for resource, values in streams.items():
         plugin = node.kubelet.plugins[resource]
-        name = f"  ListAndWatch of {len(plugin.devices):,} IDs, {plugin.list_bytes / 1000:,.0f} kB, from its opening"
+        name = f"  ListAndWatch of {len(plugin.devices):,} IDs, {len(plugin.message) / 1000:,.0f} kB, from its opening"
         rows.append(row(name, values))
     return rows
 
