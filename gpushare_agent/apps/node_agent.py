@@ -130,10 +130,11 @@ async def _run_once(settings: Settings, reload: Callable[[], Settings], signals:
 async def live(parts: NodeParts) -> None:
     """One life of the agent, without signals: until it is cancelled, or a task of it fails (an exception group).
 
-    Raises StartupError where the cards cannot be used.
+    Raises StartupError where the web address is taken or the cards cannot be used: then the kubelet hears of nothing.
     """
     try:
         async with asyncio.TaskGroup() as group:
+            await parts.web.bind()
             await _read_cards(parts)
             containers = await parts.garbage.recover()
             log.info("allocations_recovered", containers=containers)
@@ -145,6 +146,7 @@ async def live(parts: NodeParts) -> None:
             group.create_task(forever("web", parts.web.run), name="web")
             group.create_task(_announce(parts), name="announce readiness")
     finally:
+        parts.web.close()
         parts.pod_resources.close()
         await _close(parts)
 

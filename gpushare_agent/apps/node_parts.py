@@ -14,10 +14,11 @@ from gpushare_agent.adapters.pod_resources import PodResourcesClient
 from gpushare_agent.adapters.simulated_gpus import SimulatedDriver
 from gpushare_agent.decisions.admission import Policy
 from gpushare_agent.decisions.container_edits import NodeDevices
+from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import Corrupt, StartupError
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import VCORE_SOCKET, VMEMORY_SOCKET, PodUid
-from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.services.admission import Admission
 from gpushare_agent.services.admission_news import AdmissionNews
@@ -288,7 +289,14 @@ def container_views(parts: NodeParts) -> list[ContainerView]:
             cards=tuple(index[card] for card in a.cards if card in index),
         )
         for a in parts.cache
+        if a.pod_name and not _is_over(parts, a)
     ]
+
+
+def _is_over(parts: NodeParts, held: Allocation) -> bool:
+    """An init container that has run: what it held is counted with the containers that took it over."""
+    pod = parts.store.get(held.key.pod_uid)
+    return held.kind is ContainerKind.INIT and pod is not None and pod.has_started
 
 
 def card_views(parts: NodeParts) -> list[CardView]:

@@ -38,7 +38,8 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """One difference, named for its metric label: `adopted`, `changed`, `ended`, `unlisted`."""
+    """One difference, named for its metric label: `adopted`, `changed`, `ended`, `unlisted`; or `named`, where the IDs
+    were right and only the pod's name or the container's kind was not known yet."""
 
     kind: str
     key: ContainerKey
@@ -93,7 +94,7 @@ def _compare(present: Mapping[ContainerKey, Allocation], found: Allocation, evid
         return None
     if found.kind is ContainerKind.INIT and not same:
         return None  # an init container's record comes from the checkpoint, which lags behind
-    return Correction(kind="adopted" if same else "changed", key=found.key, allocation=found)
+    return Correction(kind="named" if same else "changed", key=found.key, allocation=found)
 
 
 def _verdict(key: ContainerKey, held: Allocation, listed: Collection[tuple[str, str]], evidence: Evidence) -> str:

@@ -17,7 +17,8 @@ _MAX_DETAIL = 2000
 
 def refusal(refused: Refused) -> GRPCError:
     """A refusal as the kubelet gets it: the code says whether to try again, the text goes into the pod's status."""
-    return GRPCError(status_of(refused.reason), f"{refused.reason}: {refused.detail}"[:_MAX_DETAIL])
+    text = f"{refused.reason}: {refused.detail}"[:_MAX_DETAIL]
+    return GRPCError(status_of(refused.reason), text.removesuffix("."))  # the kubelet goes on: ", which is unexpected"
 
 
 def status_of(reason: RefusalReason) -> Status:

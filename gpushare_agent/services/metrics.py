@@ -11,7 +11,7 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -50,6 +50,7 @@ class AgentMetrics:
     """`registry` is what /metrics shows."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter that nobody reads
         registry = self.registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         build = Gauge(

@@ -54,12 +54,27 @@ class WebServer:
         self._ready = ready
         self._extra_routes = tuple(routes)
         self._is_listening = asyncio.Event()
+        self._listeners: list[socket.socket] = []
         self.bound_port = 0
 
     async def wait_listening(self) -> int:
         """Wait until requests are served; the port (another than asked for where that was 0)."""
         await self._is_listening.wait()
         return self.bound_port
+
+    async def bind(self) -> None:
+        """Take the port now, so that a busy one is told before anything else starts. `run` does it where nobody did.
+
+        Raises:
+            StartupError: the address cannot be listened on.
+        """
+        if not self._listeners:
+            self._listeners = await self._listen()
+
+    def close(self) -> None:
+        """Give up what `bind` took and `run` did not get to serve."""
+        _close_all(self._listeners)
+        self._listeners = []
 
     async def run(self) -> NoReturn:
         """Serve until cancelled.
@@ -82,8 +97,10 @@ class WebServer:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
         await runner.setup()
         try:
-            for listener in await self._listen():
-                await web.SockSite(runner, listener).start()
+            await self.bind()
+            while self._listeners:
+                await web.SockSite(runner, self._listeners[0]).start()
+                self._listeners.pop(0)  # the site's from here on
             self._is_listening.set()
             log.info("web_listening", addr=self._addr, port=self.bound_port)
             yield

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gpushare_agent.decisions.garbage import Evidence, Reconciliation, reconcile
 from gpushare_agent.decisions.recovery import UNNAMED, Records, rebuild
 from gpushare_agent.model.allocations import Allocation
@@ -127,3 +129,11 @@ def test_devices_shown_in_a_pod_that_ended_are_not_adopted() -> None:
     shown = listed("one", main=(ids(0, range(10)), ids(0, range(4))))
     assert kinds(look((), [shown], [failed])) == []
     assert kinds(look((HELD,), [shown], [failed])) == [("ended", ONE.uid)]
+
+
+def test_learning_a_name_is_no_correction_of_the_books() -> None:
+    """After a restart the checkpoint gives IDs without names; the pod list brings them."""
+    unnamed = replace(OTHER_HELD, pod_name="", namespace="")
+    result = look((unnamed,), [OTHER], [OTHER_POD])
+    assert [c.kind for c in result.corrections] == ["named"]
+    assert result.corrections[0].allocation is not None and result.corrections[0].allocation.pod_name == "other"
