@@ -32,7 +32,8 @@ class Extent:
     empty: int = 150
     bursts: int = 3
     pure: int = 200
-    idle_s: float = 30.0
+    idle_s: float = 33.0
+    """A period of the comparison with the kubelet, and the comparison itself."""
 
 
 _QUICK = Extent(starts=3, restarts=8, filled=40, empty=15, bursts=1, pure=20, idle_s=5.0)

@@ -62,8 +62,8 @@ async def admit_pods(node: BenchNode, runs: int, label: str) -> Samples:
 
 def filled_rows(samples: Samples) -> list[Row]:
     calls = (
-        "from the first byte of the request to the last of the answer, the measuring kubelet's own time and the transport of "
-        "the 388 kB List included; half of the runs are the pod's first resource, half its second"
+        "from the first byte of the request to the last of the answer, the measuring kubelet's own time and the "
+        "transport of the 388 kB List included; half of the runs are the pod's first resource, half its second"
     )
     rows = [
         row(

@@ -77,6 +77,8 @@ class BenchKubelet:
             path.mkdir(parents=True)
         self.plugins: dict[str, Plugin] = {}
         self.pods: dict[str, BenchPod] = {}
+        self.calls = 0
+        """Of PodResources, refused ones included."""
         self.last_call_at = 0.0
         self.changed = asyncio.Condition()
         self._rng = random.Random(1)  # noqa: S311 - the order of an offer is no secret
@@ -186,6 +188,7 @@ class BenchKubelet:
         return pod.listed
 
     def _spend_token(self) -> None:
+        self.calls += 1
         now = self.last_call_at = time.monotonic()
         self._tokens = min(_BURST, self._tokens + (now - self._filled_at) * _CALLS_PER_S)
         self._filled_at = now

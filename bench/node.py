@@ -40,11 +40,19 @@ class BenchNode:
     kubelet: BenchKubelet
     agent: BenchAgent
 
+    async def wait_registered(self, timeout_s: float = 20.0) -> None:
+        """Until both plugins are registered and have sent their lists. Raises RuntimeError with the agent's last words."""
+        try:
+            await self.kubelet.wait(RESOURCES, timeout_s)
+        except TimeoutError:
+            text = f"the agent is not registered after {timeout_s:g} s; its log:\n{self.agent.log_tail()}"
+            raise RuntimeError(text) from None
+
     async def start_agent(self) -> None:
         """Returns when it is ready and its first comparison with the kubelet is over."""
         await self.agent.start()
         await self.agent.wait_ready()
-        await self.kubelet.wait(RESOURCES, 5.0)
+        await self.wait_registered()
         await asyncio.sleep(0.3)
         await self.kubelet.wait_quiet(0.3, 20.0)
 

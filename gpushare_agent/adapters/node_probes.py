@@ -34,6 +34,9 @@ RUNTIME_SOCKETS = tuple(
 
 _FILE_SYSTEM_ROOM_BYTES = 1 << 20
 
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC
+"""The inode number of the PID namespace that the kernel starts with (PROC_PID_INIT_INO)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritableDirectory:
@@ -98,6 +101,14 @@ def cgroup_version(root: Path) -> str:
     if has_v1:
         return "hybrid" if (root / "unified" / "cgroup.controllers").exists() else "v1"
     raise Unavailable(f"{root}: " + ("no cgroup hierarchy is mounted there" if root.is_dir() else "not there"))
+
+
+def is_host_pid_namespace() -> bool:
+    """Whether this process sees the PIDs of the whole machine; False where that cannot be told."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino == _FIRST_PID_NAMESPACE
+    except OSError:
+        return False
 
 
 def require_writable(directory: Path) -> WritableDirectory:

@@ -74,12 +74,18 @@ def _kubelet_version(raw_node: dict[str, Any], settings: Settings) -> Finding:
 
 async def _check_rights(api: KubeApi, settings: Settings) -> list[Finding]:
     missing = [f"{verb} {resource}" for verb, resource in NEEDED_RIGHTS if not await api.can_i(verb, resource)]
+    allowed = ", ".join(f"{verb} {resource}" for verb, resource in NEEDED_RIGHTS)
+    cleanup, may_clean_up = settings.allocation.cleanup_rejected_pods, await api.can_i(*CLEANUP_RIGHT)
+    if cleanup and may_clean_up:
+        allowed += ", delete pods (rejected ones that have a controller)"
+    elif may_clean_up:
+        allowed += "; delete pods too, which is not needed: allocation.cleanup_rejected_pods is false"
     findings = [
         error("permissions", f"not allowed: {', '.join(missing)}", _ROLE_CURE)
         if missing
-        else ok("permissions", ", ".join(f"{verb} {resource}" for verb, resource in NEEDED_RIGHTS))
+        else ok("permissions", allowed)
     ]
-    if settings.allocation.cleanup_rejected_pods and not await api.can_i(*CLEANUP_RIGHT):
+    if cleanup and not may_clean_up:
         detail = "not allowed: delete pods; rejected pods of controllers will pile up"
         findings.append(
             warning("permissions", detail, f"{_ROLE_CURE}; or set --allocation.cleanup-rejected-pods=false")

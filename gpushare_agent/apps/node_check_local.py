@@ -79,7 +79,7 @@ def _device_nodes_finding(inventory: GpuInventory) -> Finding:
         except Unavailable as failure:
             missing.append(str(failure))
     if missing:
-        cure = "run `nvidia-modprobe -c 0 -u` on the host (or nvidia-persistenced), and mount /dev into the agent's pod"
+        cure = "run `nvidia-modprobe -c 0 -u` on the host; in a pod, set NVIDIA_DRIVER_CAPABILITIES to compute,utility"
         return error("device nodes", "; ".join(missing), cure)
     return ok("device nodes", f"{len(paths)} present")
 
@@ -116,14 +116,15 @@ async def check_pod_resources(settings: Settings) -> list[Finding]:
 
 
 async def check_runtime(settings: Settings) -> list[Finding]:
-    """The configured CRI socket, or the first known one that answers."""
+    """The configured CRI socket, or the first known one that answers. Nothing else uses it in this release."""
     endpoint = settings.runtime.endpoint
     if endpoint:
         path = Path(endpoint.removeprefix("unix://"))
         try:
             await node_probes.connect_to_socket(path)
         except Unavailable as failure:
-            return [error("container runtime", str(failure), "correct --container-runtime-endpoint, or leave it empty")]
+            cure = "correct --container-runtime-endpoint, or leave it empty: it is not needed in this release"
+            return [warning("container runtime", str(failure), cure)]
         return [ok("container runtime", f"{path} answers")]
     for path in node_probes.RUNTIME_SOCKETS:
         try:
@@ -131,9 +132,7 @@ async def check_runtime(settings: Settings) -> list[Finding]:
         except Unavailable:
             continue
         return [ok("container runtime", f"{path} answers")]
-    known = ", ".join(map(str, node_probes.RUNTIME_SOCKETS))
-    cure = "mount the runtime's socket into the pod and set --container-runtime-endpoint; this release works without it"
-    return [warning("container runtime", f"none of {known} answers", cure)]
+    return [ok("container runtime", "no known socket answers: not needed in this release")]
 
 
 async def check_cgroups(settings: Settings) -> list[Finding]:
@@ -143,30 +142,25 @@ async def check_cgroups(settings: Settings) -> list[Finding]:
     except Unavailable as failure:
         cure = "mount the host's /sys/fs/cgroup into the pod, or set --runtime.cgroup-root"
         return [error("cgroups", str(failure), cure)]
-    return [ok("cgroups", f"{version} at {root}")]
+    if version == "v2" or node_probes.is_host_pid_namespace():
+        return [ok("cgroups", f"{version} at {root}")]
+    detail = f"{version} at {root}, which leaves out the processes of other PID namespaces: shares of force-deleted pods"
+    cure = "add manifests/components/cgroup-v1 (the host's PID namespace), or move the node to cgroup v2"
+    return [warning("cgroups", f"{detail} are freed while their processes may run on", cure)]
 
 
 async def check_directories(settings: Settings) -> list[Finding]:
-    """The directories that the agent writes in. The kubelet makes its own, the agent the other."""
-    return await asyncio.to_thread(
-        lambda: [
-            _directory_finding(settings.kubelet.device_plugin_path, "--device-plugin-path", must_exist=True),
-            _directory_finding(settings.virtual_manager.path, "--virtual-manager-path", must_exist=False),
-        ]
-    )
-
-
-def _directory_finding(directory: Path, flag: str, *, must_exist: bool) -> Finding:
+    """The one directory that the agent writes in; the kubelet makes it."""
+    directory, flag = settings.kubelet.device_plugin_path, "--device-plugin-path"
     try:
-        found = node_probes.require_writable(directory)
+        found = await asyncio.to_thread(node_probes.require_writable, directory)
     except Unavailable as failure:
         cure = f"run the agent as root with the directory mounted for writing and room on its disk, or set {flag}"
-        return error("directory", str(failure), cure)
-    if found.directory == directory:
-        return ok("directory", f"{directory} writable, {found.free_bytes // _MIB} MiB free")
-    if must_exist:
-        return error("directory", f"{directory}: not there", f"start the kubelet, mount the directory, or set {flag}")
-    return ok("directory", f"{directory} will be made in {found.directory}, {found.free_bytes // _MIB} MiB free")
+        return [error("directory", str(failure), cure)]
+    if found.directory != directory:
+        cure = f"start the kubelet, mount the directory, or set {flag}"
+        return [error("directory", f"{directory}: not there", cure)]
+    return [ok("directory", f"{directory} writable, {found.free_bytes // _MIB} MiB free")]
 
 
 async def check_files(settings: Settings) -> list[Finding]:

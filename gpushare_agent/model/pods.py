@@ -60,6 +60,8 @@ class Pod:
     """Kind of the controlling owner reference, empty where there is none."""
     has_started: bool = False
     """A container status says running, or restarted at least once: the pod was admitted long ago."""
+    running: frozenset[str] = frozenset()
+    """Names of the containers that run now by their statuses: a call of the kubelet cannot be for one of them."""
 
     @property
     def is_terminal(self) -> bool:
