@@ -32,7 +32,8 @@ def sandbox(session: nox.Session) -> None:
     """Install everything and run the main job once on the embedded node: pods get their share of a card."""
     session.install(".")
     samples = [] if "--apply" in session.posargs else ["--apply", str(SAMPLES)]
-    session.run("gpushare-agent", "sandbox", "--once", *samples, *session.posargs)
+    # stderr=None: nox would mix the progress into standard output, where --format json has its document
+    session.run("gpushare-agent", "sandbox", "--once", *samples, *session.posargs, stderr=None)
 
 
 @nox.session

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpushare_agent import __version__
+from gpushare_agent.kit.log_writer import say
 from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.settings import LoadedSettings, Settings, SettingsError, load_settings
@@ -72,7 +73,7 @@ def _run_app(app: Coroutine[Any, Any, int]) -> int:
 
 def _complain(problems: Sequence[str], code: int) -> int:
     for problem in problems:
-        print(f"{PROGRAM}: {problem}", file=sys.stderr)
+        say(f"{PROGRAM}: {problem}\n")
     return code
 
 

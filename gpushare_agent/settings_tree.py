@@ -39,6 +39,8 @@ ALIASES = {
 """Flag name -> dotted key, beside the flag that every key has: gpu-manager's names, and short ones for the simulation."""
 
 _RESOURCE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+MAX_RESOURCE_NAME_CHARS = 127
+"""Kubernetes allows longer ones; the scanner of the kubelet's answers (kit/wire_scan.py) reads a one-byte length."""
 _NODE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
 
@@ -105,6 +107,11 @@ class ResourceSettings(_Section):
     def _is_resource_name(cls, value: str) -> str:
         if not _RESOURCE_NAME.fullmatch(value):
             raise ValueError("is no resource name such as tencent.com/vcuda-core")
+        if len(value) > MAX_RESOURCE_NAME_CHARS:
+            raise ValueError(
+                f"is a resource name of {len(value)} characters, but this agent takes at most {MAX_RESOURCE_NAME_CHARS};"
+                " choose a shorter one"
+            )
         return value
 
     @model_validator(mode="after")

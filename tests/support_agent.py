@@ -82,15 +82,17 @@ async def open_agent(
 
 
 @asynccontextmanager
-async def open_child(node: EmbeddedNode, *flags: str, wait: bool = True) -> AsyncIterator[asyncio.subprocess.Process]:
-    """An agent as a process of its own, its log in the node's `agent.log`; killed at the end if it still runs."""
+async def open_child(
+    node: EmbeddedNode, *flags: str, wait: bool = True, stderr: int | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """An agent as a process of its own, its log in the node's `agent.log` or `stderr`; killed at the end if it runs."""
     with node.paths.agent_log.open("ab") as log:
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "gpushare_agent", "run", *arguments(node, *flags)),
             env=clean_environment(),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
-            stderr=log,
+            stderr=log if stderr is None else stderr,
         )
     try:
         if wait:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from gpushare_agent.adapters.kube.client import KubeApi, KubeTimeouts, open_kube_api
+from gpushare_agent.adapters.kube.client import KubeApi, KubeTimeouts, ListLimits, open_kube_api
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
@@ -263,13 +263,17 @@ async def fake_api(**behaviour: Any) -> AsyncIterator[FakeApiServer]:
 
 @asynccontextmanager
 async def opened(
-    url: str, *, timeouts: KubeTimeouts | None = None, user: dict[str, Any] | None = None
+    url: str,
+    *,
+    timeouts: KubeTimeouts | None = None,
+    user: dict[str, Any] | None = None,
+    limits: ListLimits | None = None,
 ) -> AsyncIterator[KubeApi]:
     """Our client, configured by a kubeconfig file for that URL."""
     with_kubeconfig = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
     try:
         kubeconfig = write_kubeconfig(with_kubeconfig, url, user or {"token": "secret"})
-        async with open_kube_api(kubeconfig=kubeconfig, timeouts=timeouts) as api:
+        async with open_kube_api(kubeconfig=kubeconfig, timeouts=timeouts, limits=limits) as api:
             yield api
     finally:
         shutil.rmtree(with_kubeconfig)

@@ -6,15 +6,26 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from gpushare_agent import __version__
 from gpushare_agent.cli import COMMANDS
+from gpushare_agent.model.errors import RefusalReason
+from gpushare_agent.services.metrics import AgentMetrics, CardView, ContainerView
 from gpushare_agent.settings_reference import all_keys, markdown, text_of
 from gpushare_agent.settings_sources import read_flags
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-OWN_DOCUMENTS = ["README.md", "CHANGELOG.md", "docs/settings.md", "docs/formats.md", "docs/glossary.md"]
+OWN_DOCUMENTS = [
+    "README.md",
+    "CHANGELOG.md",
+    "docs/settings.md",
+    "docs/formats.md",
+    "docs/glossary.md",
+    "docs/metrics.md",
+    "docs/migration.md",
+]
 
 COMMAND = "python3 -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s {}"
 
@@ -67,7 +78,73 @@ def test_every_relative_link_leads_somewhere(document: str) -> None:
         assert (path.parent / target).exists(), target
 
 
+def eventful_metrics() -> AgentMetrics:
+    """Every event has happened once, so that every series is there."""
+    metrics = AgentMetrics()
+    metrics.admission("r", "refused", "Fragmented")
+    metrics.rpc_finished("r", "Allocate", "OK", 0.1)
+    metrics.registered("r")
+    metrics.pod_resources_listed("admission")
+    metrics.taken_ids_offered("r", 1)
+    metrics.reconcile_corrected("adopted")
+    metrics.pod_watch_ended("ended")
+    metrics.pod_annotated("patched")
+    metrics.pod_event("sent")
+    container = ContainerView(namespace="d", pod="p", container="c", node="n", cores=40, memory_mib=1, cards=(0,))
+    card = CardView(index=0, uuid="GPU-0", memory_mib=1, cores_allocated=40, memory_mib_allocated=1, is_healthy=True)
+    metrics.show_containers(lambda: [container])
+    metrics.show_cards(lambda: [card])
+    metrics.show_pod_event_age(lambda: 1.0)
+    return metrics
+
+
+def test_the_metrics_document_lists_every_metric_with_its_type_and_labels() -> None:
+    """No more, no fewer, and no family is without a series to read the labels from."""
+    expected: dict[str, tuple[str, list[str]]] = {}
+    for family in eventful_metrics().registry.collect():
+        if family.name.startswith("process_"):
+            continue
+        samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+        assert samples, f"nothing has happened yet for {family.name}"
+        labels = sorted({label for sample in samples for label in sample.labels} - {"le"})
+        expected[family.name + ("_total" if family.type == "counter" else "")] = (family.type, labels)
+    text = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z_]+)` \| (\w+) \| ([a-z_, ]*)\| ", text, flags=re.M)
+    assert {name: (kind, sorted(labels.replace(",", " ").split())) for name, kind, labels in rows} == expected
+    assert len(rows) == len(expected)
+
+
+def test_the_metrics_document_names_every_reason_of_a_refusal() -> None:
+    """They are labels that somebody alerts on."""
+    text = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    assert all(f"`{reason.value}`" in text for reason in RefusalReason)
+
+
+def test_docker_leaves_out_what_podman_leaves_out() -> None:
+    """Docker does not read .containerignore: both files are the same."""
+    assert (ROOT / ".dockerignore").read_bytes() == (ROOT / ".containerignore").read_bytes()
+
+
+def test_the_readme_leads_to_every_document() -> None:
+    """A document that nothing links is not found."""
+    for path in (ROOT / "docs").glob("*.md"):
+        assert f"](docs/{path.name})" in README, path.name
+
+
+def test_the_readmes_pod_is_the_sample() -> None:
+    """The one that a reader copies is the one that the tests check."""
+    block = re.findall(r"^```yaml\n(.*?)^```$", README, flags=re.M | re.S)[0]
+    sample = (ROOT / "manifests/samples/share.yaml").read_text(encoding="utf-8")
+    assert yaml.safe_load(block) == yaml.safe_load(sample)
+
+
 def test_the_documents_name_this_version() -> None:
     """Changelog, image and manifests agree with the package."""
-    for path in ("CHANGELOG.md", "README.md", "Containerfile", "manifests/base/kustomization.yaml"):
+    for path in (
+        "CHANGELOG.md",
+        "README.md",
+        "Containerfile",
+        "manifests/base/kustomization.yaml",
+        "manifests/check/kustomization.yaml",
+    ):
         assert __version__ in (ROOT / path).read_text(encoding="utf-8"), path

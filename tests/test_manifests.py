@@ -62,10 +62,12 @@ def test_every_path_that_the_agent_uses_is_mounted_from_the_host() -> None:
         return next(mounts[parent] for parent in (path, *path.parents) if parent in mounts)
 
     assert not mount_of(settings.kubelet.device_plugin_path).get("readOnly")
-    assert mount_of(settings.kubelet.device_plugin_path)["mountPath"] == "/var/lib/kubelet"
-    assert mount_of(settings.kubelet.pod_resources_socket)
-    assert not mount_of(settings.virtual_manager.path).get("readOnly")
+    assert mount_of(settings.kubelet.pod_resources_socket)["readOnly"]
     assert mount_of(settings.runtime.cgroup_root)["readOnly"]
+    used = (settings.kubelet.device_plugin_path, settings.kubelet.pod_resources_socket, settings.runtime.cgroup_root)
+    assert {mount_of(path)["mountPath"] for path in used} == {str(path) for path in mounts}, "mounted for nothing"
+    assert Path("/var/lib/kubelet") not in mounts
+    assert "hostPID" not in pod_spec()
 
 
 def test_the_container_is_not_privileged_and_has_no_capability() -> None:
@@ -112,6 +114,70 @@ def test_every_file_of_the_base_and_the_overlay_is_listed() -> None:
         assert volume["configMap"]["name"] == base["configMapGenerator"][0]["name"]
 
 
+def test_every_file_of_a_component_is_listed_and_patches_what_the_base_has() -> None:
+    """A patch for an object that is not there would be an error of kustomize."""
+    base = {
+        (item["kind"], item["metadata"]["name"])
+        for file in ("daemonset.yaml", "rbac.yaml")
+        for item in documents(f"base/{file}")
+    }
+    components = sorted((MANIFESTS / "components").iterdir())
+    assert [path.name for path in components] == ["cgroup-v1", "whole-kubelet-directory", "without-cleanup"]
+    for directory in components:
+        (component,) = documents(f"components/{directory.name}/kustomization.yaml")
+        assert component["kind"] == "Component"
+        files = {patch["path"] for patch in component["patches"]}
+        assert files | {"kustomization.yaml"} == {path.name for path in directory.iterdir()}
+        for file in files:
+            (patch,) = documents(f"components/{directory.name}/{file}")
+            assert (patch["kind"], patch["metadata"]["name"]) in base
+
+
+def test_without_cleanup_takes_the_right_and_the_setting_away_together() -> None:
+    """One without the other would be a warning of `check`, or a right that nothing uses."""
+    role, binding, setting = (
+        documents(f"components/without-cleanup/{name}.yaml")[0] for name in ("no-role", "no-binding", "setting")
+    )
+    assert role["$patch"] == binding["$patch"] == "delete"
+    given = [item for item in documents("base/rbac.yaml") if item["kind"] == "ClusterRole"]
+    (removed,) = [item for item in given if item["metadata"]["name"] == role["metadata"]["name"]]
+    rights = [(verb, resource) for rule in removed["rules"] for verb in rule["verbs"] for resource in rule["resources"]]
+    assert rights == [CLEANUP_RIGHT]
+    (container,) = setting["spec"]["template"]["spec"]["containers"]
+    assert load_settings([], variables(container)).settings.allocation.cleanup_rejected_pods is False
+
+
+def test_the_whole_directory_component_replaces_every_mount_below_it() -> None:
+    """Nothing of the narrow mounts stays behind the wide one."""
+    (patch,) = documents("components/whole-kubelet-directory/mounts.yaml")
+    spec = patch["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    removed = {mount["mountPath"] for mount in container["volumeMounts"] if mount.get("$patch") == "delete"}
+    (agent,) = pod_spec()["containers"]
+    assert removed == {m["mountPath"] for m in agent["volumeMounts"] if m["mountPath"].startswith("/var/lib/kubelet/")}
+    gone = {volume["name"] for volume in spec["volumes"] if volume.get("$patch") == "delete"}
+    assert gone == {m["name"] for m in agent["volumeMounts"] if m["mountPath"] in removed}
+
+
+def test_the_check_job_is_the_daemon_sets_pod() -> None:
+    """What it finds holds for the agent: same account, runtime, rights, host paths and cgroup root."""
+    (job,) = documents("check/job.yaml")
+    spec = job["spec"]["template"]["spec"]
+    (checker,), (agent,) = spec["containers"], pod_spec()["containers"]
+    for name in ("serviceAccountName", "runtimeClassName", "tolerations", "enableServiceLinks"):
+        assert spec[name] == pod_spec()[name]
+    assert (checker["image"], checker["securityContext"]) == (agent["image"], agent["securityContext"])
+    assert all(item in agent["env"] for item in checker["env"])
+    assert all(mount in agent["volumeMounts"] for mount in checker["volumeMounts"])
+    assert spec["volumes"] == [volume for volume in pod_spec()["volumes"] if "configMap" not in volume]
+    program, command, *flags = checker["command"]
+    assert (program, command) == ("gpushare-agent", "check")
+    deployed = load_settings([], {"GPUSHARE_CONFIG": str(MANIFESTS / "base/settings.yaml")}).settings
+    assert load_settings(flags, {}).settings.runtime == deployed.runtime
+    (kustomization,) = documents("check/kustomization.yaml")
+    assert kustomization["images"] == documents("base/kustomization.yaml")[0]["images"]
+
+
 def test_the_simulated_overlay_needs_no_driver() -> None:
     """It sets the simulated driver with settings that exist, on the same container, without NVIDIA's runtime."""
     (patch,) = documents("overlays/simulated/simulated.yaml")
@@ -129,6 +195,7 @@ def test_a_sample_is_a_pod_that_fits_the_default_simulated_node(path: Path) -> N
     blocks_per_card = settings.simulated.card_memory_mib[0] // settings.resources.memory_block_mib
     for pod in documents(f"samples/{path.name}"):
         assert pod["kind"] == "Pod"
+        assert pod["spec"]["runtimeClassName"] == "nvidia", "without it there is neither nvidia-smi nor libcuda"
         for container in pod["spec"]["containers"]:
             limits = container["resources"]["limits"]
             cores = limits[VCORE_RESOURCE]

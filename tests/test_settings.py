@@ -172,6 +172,7 @@ def test_the_node_name_is_the_flag_else_node_name_else_the_host() -> None:
         (["--cards=2", "--card-memory-mib=1,2,3"], ["3 values for 2 cards", "--card-memory-mib"]),
         (["--node-labels", "novalue"], ["'novalue'", "zone=a"]),
         (["--resources.vcore", "x y"], ["'x y'", "tencent.com/vcuda-core"]),
+        (["--resources.vcore", "a." * 60 + "b/vcore-x"], ["of 129 characters", "at most 127"]),
         (["--resources.vcore=a.b/c", "--resources.vmemory=a.b/c"], ["two resources", "--resources.vcore"]),
         (["--node-name", "UPPER_case"], ["'UPPER_case'", "small letters"]),
         (["--device-plugin-path="], ["flag --device-plugin-path", "a path"]),
@@ -291,3 +292,10 @@ def test_splitting_takes_the_settings_flags_with_their_values_and_leaves_the_res
     mine, others = split_flags(argv, leave=frozenset({"--topology"}))
     assert mine == ["--cards", "4", "--share-mode", "--query-port=1"]
     assert others == ["apply", "-f", "x.yaml", "--once", "--topology", "t"]
+
+
+def test_a_resource_name_of_127_characters_is_taken() -> None:
+    """The longest name that the kubelet's answers can be scanned for is no error."""
+    name = "a." * 60 + "b/vcore"
+    assert len(name) == 127
+    assert load_settings(["--resources.vcore", name], {}).settings.resources.vcore == name

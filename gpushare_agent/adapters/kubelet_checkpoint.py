@@ -8,17 +8,20 @@ Format: docs/formats.md, section on the kubelet. DeviceIDs is a map from NUMA no
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import Corrupt, Unavailable
 from gpushare_agent.model.kubelet import CheckpointEntry
 from gpushare_agent.model.names import PodUid
 
 FILE_NAME = "kubelet_internal_checkpoint"
 MAX_BYTES = 64 * 1024 * 1024
+READ_TIMEOUT_S = 1.0
+"""A kubelet's file is read in milliseconds; a stalled disk holds up neither the start nor an admission nor the end."""
 
 
 class KubeletCheckpoint:
@@ -26,10 +29,17 @@ class KubeletCheckpoint:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / FILE_NAME
+        self._thread = DaemonThread("kubelet-checkpoint", advice="Check the disk; the file is read again when needed.")
 
     async def read(self) -> Sequence[CheckpointEntry]:
-        """All entries, in file order. Raises Unavailable (no such file, not readable), Corrupt (not the format)."""
-        return await asyncio.to_thread(read_checkpoint, self._path)
+        """All entries, in file order.
+
+        Raises:
+            Unavailable: no such file, not readable, or not within a second.
+            Corrupt: not the format.
+        """
+        what = f"reading the kubelet checkpoint {self._path}"
+        return await self._thread.call(partial(read_checkpoint, self._path), what, READ_TIMEOUT_S)
 
 
 def read_checkpoint(path: Path) -> Sequence[CheckpointEntry]:

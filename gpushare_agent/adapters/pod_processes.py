@@ -7,14 +7,16 @@ cgroup directory carries its UID whatever the driver, version, QoS class or nest
 
 from __future__ import annotations
 
-import asyncio
 import os
+from functools import partial
 from pathlib import Path
 
+from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.names import PodUid
 
 MAX_DEPTH = 8
 MAX_DIRECTORIES = 20_000
+LOOK_TIMEOUT_S = 2.0
 
 
 class PodProcesses:
@@ -22,10 +24,16 @@ class PodProcesses:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._thread = DaemonThread("pod-cgroups", advice="Check the file system; it is looked at again.")
 
     async def are_running(self, uid: PodUid) -> bool | None:
-        """True while a process is in one of the pod's cgroups, None where that cannot be known."""
-        return await asyncio.to_thread(_are_running, self._root, uid)
+        """True while a process is in one of the pod's cgroups, None where that cannot be known here.
+
+        Raises:
+            Unavailable: the file system does not answer now, so that it must be asked again.
+        """
+        what = f"looking for processes of pod {uid} below {self._root}"
+        return await self._thread.call(partial(_are_running, self._root, uid), what, LOOK_TIMEOUT_S)
 
 
 def _are_running(root: Path, uid: str) -> bool | None:

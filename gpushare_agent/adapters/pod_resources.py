@@ -72,11 +72,11 @@ class _BytesCodec(CodecBase):
 
 
 class PodResourcesClient:
-    """One connection, opened at the first call and again after each fault."""
+    """A connection for each method, so that a stalled Get cuts off no List of an admission; opened anew after a fault."""
 
     def __init__(self, socket_path: Path) -> None:
         self._path = socket_path
-        self._channel: Channel | None = None
+        self._channels: dict[str, Channel] = {}
         self._has_get: bool | None = None
 
     @property
@@ -119,9 +119,13 @@ class PodResourcesClient:
         self.close()
 
     def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        for method in list(self._channels):
+            self._drop(method)
+
+    def _drop(self, method: str) -> None:
+        channel = self._channels.pop(method, None)
+        if channel is not None:
+            channel.close()
 
     async def _call(self, method: str, request: bytes, timeout_s: float) -> bytes:
         try:
@@ -134,23 +138,23 @@ class PodResourcesClient:
                             raise _renamed(e, method, self._path) from e
                     await asyncio.sleep(RATE_LIMIT_PAUSE_S)
         except TimeoutError as e:
-            self.close()
+            self._drop(method)
             raise Unavailable(f"PodResources {method} at {self._path} did not answer within {timeout_s:g} s") from e
         except (OSError, StreamTerminatedError, ssl.SSLError) as e:
-            self.close()
+            self._drop(method)
             raise Unavailable(f"PodResources {method} at {self._path} failed: {e or type(e).__name__}") from e
 
     async def _unary(self, method: str, request: bytes) -> bytes:
-        if self._channel is None:
-            self._channel = Channel(path=str(self._path), codec=_BytesCodec())
-        channel = self._channel
+        channel = self._channels.get(method)
+        if channel is None:
+            channel = self._channels[method] = Channel(path=str(self._path), codec=_BytesCodec())
         stream = channel.request(f"{SERVICE}/{method}", Cardinality.UNARY_UNARY, bytes, bytes)
         try:
             async with stream:
                 await stream.send_message(request, end=True)
                 answer = await stream.recv_message()
         finally:
-            if channel is not self._channel:  # dropped meanwhile, maybe before its connection was made
+            if channel is not self._channels.get(method):  # dropped meanwhile, maybe before its connection was made
                 channel.close()
         return answer if answer is not None else b""
 

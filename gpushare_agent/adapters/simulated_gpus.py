@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import stat
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -107,7 +109,7 @@ class SimulatedDriver:
 
     def _read_faults(self, path: Path) -> _Faults:
         try:
-            text = path.read_text(encoding="utf-8")
+            text = _read_regular(path)
         except FileNotFoundError:
             return _Faults()
         except (OSError, UnicodeDecodeError) as error:
@@ -168,6 +170,14 @@ def _nvlinks(row: Sequence[Link]) -> tuple[NvLink, ...]:
     if len(remotes) > _MAX_NVLINKS_OF_A_CARD:
         remotes = [_NVSWITCH_BUS_ID] * max(nvlinks for _, nvlinks in counts)
     return tuple(NvLink(number=number, remote_bus_id=remote) for number, remote in enumerate(remotes))
+
+
+def _read_regular(path: Path) -> str:
+    """A pipe in the file's place would block its reader for ever."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is no regular file")
+        return file.read()
 
 
 def _parse_faults(text: str) -> _Faults:

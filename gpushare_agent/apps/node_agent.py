@@ -104,10 +104,15 @@ async def _run_once(settings: Settings, reload: Callable[[], Settings], signals:
                 log.info("stopping")
                 raise _WishedEnd(_Wish.STOP)
             try:
-                chosen[:] = [reload()]
-            except SettingsError as e:
-                log.error("settings_not_reloaded", problems=list(e.problems), then="the old ones stay in force")
+                wished = reload()
+                build(
+                    wished, open_driver(wished)
+                )  # files that the settings name are read here: a bad one changes nothing
+            except AgentError as e:
+                problems = list(e.problems) if isinstance(e, SettingsError) else [str(e)]
+                log.error("settings_not_reloaded", problems=problems, then="the old ones stay in force")
                 continue
+            chosen[:] = [wished]
             await _wait_idle(parts)
             log.info("restarting_with_new_settings")
             raise _WishedEnd(_Wish.RELOAD)

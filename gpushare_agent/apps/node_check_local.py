@@ -144,9 +144,12 @@ async def check_cgroups(settings: Settings) -> list[Finding]:
         return [error("cgroups", str(failure), cure)]
     if version == "v2" or node_probes.is_host_pid_namespace():
         return [ok("cgroups", f"{version} at {root}")]
-    detail = f"{version} at {root}, which leaves out the processes of other PID namespaces: shares of force-deleted pods"
+    detail = (
+        f"{version} at {root}, which leaves out the processes of other PID namespaces: "
+        f"shares of force-deleted pods are freed while their processes may run on"
+    )
     cure = "add manifests/components/cgroup-v1 (the host's PID namespace), or move the node to cgroup v2"
-    return [warning("cgroups", f"{detail} are freed while their processes may run on", cure)]
+    return [warning("cgroups", detail, cure)]
 
 
 async def check_directories(settings: Settings) -> list[Finding]:

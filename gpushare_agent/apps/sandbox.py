@@ -1,12 +1,13 @@
 """`gpushare-agent sandbox`: the agent on an embedded node, for a person to try or for a script to check.
 
 The arguments, and the commands for a sandbox that runs already; apps/sandbox_run.py runs one. Exit codes: 0 done, 1 not
-every pod runs or a part failed, 2 a manifest is wrong.
+every pod runs or a part failed, 2 a manifest or a setting is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
 from pathlib import Path
@@ -19,13 +20,14 @@ from gpushare_agent.sandbox.manifests import SAMPLE_SETS, ManifestError, read_ma
 from gpushare_agent.sandbox.node import NodePaths
 from gpushare_agent.sandbox.node_view import print_document
 from gpushare_agent.sandbox.state_directory import default_state_directory
+from gpushare_agent.settings import load_settings
 
 _SETTINGS_OPTIONS = ("cards", "topology", "card_memory_mib")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--cards", metavar="N", help="simulated cards (default 8)")
+    add("--cards", metavar="N", help="simulated cards (default 8, or one for each memory size)")
     add("--topology", metavar="FILE", help="text of `nvidia-smi topo -m` that gives the cards and their links")
     add("--card-memory-mib", metavar="M[,M...]", help="memory of the cards, MiB: one value, or one for each")
     add(
@@ -34,13 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=Path,
         default=[],
-        help="Pod manifests, created in file order",
+        help="Pod manifests, created in file order; - is standard input",
     )
     add("--samples", choices=SAMPLE_SETS, help="sample pods; fitting leaves out the one that cannot run (default: all, "
         "with --apply none)")  # fmt: skip
     add("--once", action="store_true", help="wait until every pod is settled, print, clean up; exit 0 if all of them are "
         "Running or Succeeded, else 1 (with the sample pod that cannot fit: 1)")  # fmt: skip
-    add("--format", choices=("table", "json"), default="table", help="what --once and status print")
+    add("--format", choices=("table", "json"), default="table", help="what --once and status print to standard output; "
+        "progress goes to standard error then (%(default)s)")  # fmt: skip
     add(
         "--state-dir",
         metavar="DIR",
@@ -56,16 +59,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands for a sandbox that runs")
     apply = commands.add_parser("apply", help="create the pods of a manifest")
-    apply.add_argument("-f", "--file", dest="files", metavar="FILE|DIR", action="append", type=Path, required=True)
-    delete = commands.add_parser("delete", help="delete a pod")
-    delete.add_argument("name")
-    delete.add_argument("-n", "--namespace", default="default")
+    apply.add_argument("-f", "--file", dest="files", metavar="FILE|DIR", action="append", type=Path, required=True,
+        help="Pod manifests; a directory's files by name; - is standard input; again for more")  # fmt: skip
+    delete = commands.add_parser("delete", help="delete pods")
+    delete.add_argument("names", metavar="NAME", nargs="+", help="a pod's name")
+    delete.add_argument("-n", "--namespace", default="default", help="of the pods (%(default)s)")
     commands.add_parser("restart-kubelet", help="stop and start the embedded kubelet; containers run on")
     commands.add_parser("kill-agent", help="SIGKILL the agent; the sandbox starts it again")
     commands.add_parser("status", help="print cards and pods")
     for command in commands.choices.values():
         command.add_argument("--state-dir", type=Path, default=argparse.SUPPRESS, help="of the running sandbox")
-    commands.choices["status"].add_argument("--format", choices=("table", "json"), default=argparse.SUPPRESS)
+    commands.choices["status"].add_argument("--format", choices=("table", "json"), default=argparse.SUPPRESS,
+        help="table for people, json for scripts (table)")  # fmt: skip
 
 
 async def run(args: argparse.Namespace, extra_agent_flags: list[str]) -> int:
@@ -81,8 +86,12 @@ async def run(args: argparse.Namespace, extra_agent_flags: list[str]) -> int:
         )  # fmt: skip
         return await sandbox_run.run(plan)
     except ManifestError as error:
-        print(f"gpushare-agent sandbox: {error}", file=sys.stderr)
+        _complain(str(error))
         return 2
+
+
+def _complain(text: str) -> None:
+    print(f"gpushare-agent sandbox: {text}", file=sys.stderr)
 
 
 def _agent_flags(args: argparse.Namespace, extra: list[str]) -> list[str]:
@@ -93,7 +102,17 @@ def _agent_flags(args: argparse.Namespace, extra: list[str]) -> list[str]:
     ]
     if args.port is not None:
         flags.append(f"--web.port={args.port or _free_port()}")
-    return [*flags, *extra]
+    return [*flags, *_implied_cards(args, extra), *extra]
+
+
+def _implied_cards(args: argparse.Namespace, extra: list[str]) -> list[str]:
+    """Several memory sizes are as many cards, where nothing else says how many there are."""
+    count = len((args.card_memory_mib or "").split(","))
+    if count == 1 or args.cards is not None or args.topology is not None:
+        return []
+    sources = load_settings(extra, os.environ).sources
+    is_said = any(sources[name] != "default" for name in ("simulated.cards", "simulated.topology"))
+    return [] if is_said else [f"--cards={count}"]
 
 
 def _free_port() -> int:
@@ -113,10 +132,12 @@ async def _run_command(args: argparse.Namespace, extra: list[str]) -> int:
     if args.command == "apply":
         request["pods"] = [manifest.raw for manifest in read_manifests(args.files)]
     elif args.command == "delete":
-        request |= {"name": args.name, "namespace": args.namespace}
+        request |= {"names": args.names, "namespace": args.namespace}
     answer: Answer = await ask(NodePaths(state=args.state_dir.absolute()).control_socket, request)
     if args.command == "status" and answer["ok"]:
-        print_document(answer["document"], args.format, answer["memory_block_mib"])
+        print_document(answer["document"], args.format)
     for line in answer["lines"]:
-        print(line, file=sys.stdout if answer["ok"] else sys.stderr)
+        print(line, flush=True)  # before the complaints, where both go to one place
+    for error in answer["errors"]:
+        _complain(error)
     return 0 if answer["ok"] else 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -18,22 +20,26 @@ from rich.live import Live
 from gpushare_agent.apps.node_parts import open_driver
 from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.kit.supervision import forever, stop_task
+from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.sandbox.agent_process import AgentProcess, last_lines
 from gpushare_agent.sandbox.control import open_control
 from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
 from gpushare_agent.sandbox.manifests import Manifest
 from gpushare_agent.sandbox.node import EmbeddedNode, open_embedded_node
+from gpushare_agent.sandbox.node_live_view import live_view
 from gpushare_agent.sandbox.node_report import ReportedNode
-from gpushare_agent.sandbox.node_view import pod_line, print_document, reason_text, tables
+from gpushare_agent.sandbox.node_view import pod_line, print_document, reason_text
 from gpushare_agent.sandbox.state_directory import default_state_directory, owned_state_directory
 from gpushare_agent.sandbox.workbench import Workbench
-from gpushare_agent.settings import LoadedSettings, load_settings
+from gpushare_agent.services.gpu_watch import GpuDriver
+from gpushare_agent.settings import LoadedSettings, Settings, SettingsError, load_settings
 
 SETTLE_TIMEOUT_S = 60.0
 _INTERRUPTED = 130
 _NODE_NAME = "sandbox"
 _TIMES = KubeletTimes(status_interval_s=1.0, container_start_s=0.2)
 _REDRAW_S = 0.25
+_CARDS_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,38 +58,69 @@ async def run(plan: Plan) -> int:
     """Returns the exit code. Raises AgentError for what a person must change."""
     loaded = load_settings(plan.flags, os.environ)
     setup_logging("warning", loaded.settings.log.format)  # of the embedded parts; the agent has its own log
+    shown_as = ("--driver=simulated", f"--node-name={_node_name(loaded)}")  # what the node gives its agent
+    driver = _driver(load_settings((*shown_as, *plan.flags), os.environ).settings)
     tell = _teller(to_stderr=plan.is_once or plan.form == "json")
     stop = _stop_on_signals()
     with owned_state_directory(plan.state) as paths:
+        _check_port(loaded.settings.web.addr, loaded.settings.web.port)
         async with open_embedded_node(
             paths.state, node_name=_node_name(loaded), kubelet_version=plan.kubelet_version, times=_TIMES
         ) as node:
-            bench, notes = await _set_up(node, plan, tell)
-            async with _running_agent(bench):
+            bench, notes = await _set_up(node, plan, driver, tell)
+            async with _running_agent(bench, driver):
                 work = _once(bench, plan, tell) if plan.is_once else _live(bench, plan, tell, notes)
                 return await _until_stopped(work, stop, _INTERRUPTED if plan.is_once else 0)
 
 
-async def _set_up(node: EmbeddedNode, plan: Plan, tell: Callable[[str], None]) -> tuple[Workbench, list[str]]:
+def _driver(settings: Settings) -> GpuDriver:
+    """Raises SettingsError for a topology file that cannot be used: a mistake of the command line, as any other setting."""
+    try:
+        return open_driver(settings)
+    except StartupError as error:
+        raise SettingsError([str(error)]) from error
+
+
+def _check_port(host: str, port: int) -> None:
+    """Now, and not when the agent meets it a second later, and again."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the agent does
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise StartupError(
+                    f"port {port} of {host}, for the agent's web server, is in use: choose another with --port (0: any free)"
+                ) from error
+            raise StartupError(f"the agent's web server cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+async def _set_up(
+    node: EmbeddedNode, plan: Plan, driver: GpuDriver, tell: Callable[[str], None]
+) -> tuple[Workbench, list[str]]:
     """The workbench, not yet running, and what a person should know about it."""
     arguments = [*node.agent_arguments(), *plan.flags]
     settings = load_settings(arguments, os.environ).settings
     resources, log_file = settings.resources, node.paths.agent_log
-    inventory = await open_driver(settings).read()
-    shown = ReportedNode(node=node, cards=inventory.cards, vcore=resources.vcore, vmemory=resources.vmemory)
+    inventory = await driver.read()
+    shown = ReportedNode(
+        node=node, cards=inventory.cards, vcore=resources.vcore, vmemory=resources.vmemory,
+        memory_block_mib=resources.memory_block_mib,
+    )  # fmt: skip
     agent = AgentProcess(arguments, log_file, tell)
-    bench = Workbench(shown=shown, agent=agent, memory_block_mib=resources.memory_block_mib)
-    web = f"http://{settings.web.addr}:{settings.web.port}"
+    bench = Workbench(shown=shown, agent=agent)
+    places = f"web http://{settings.web.addr}:{settings.web.port}  API server {node.api.url}  agent's log {log_file}"
     tell(
         f"embedded node {node.name}, kubelet {plan.kubelet_version}, in {node.paths.state}\n"
-        f"stand-ins: {settings.driver} cards, containers that run nothing\n"
-        f"web {web}  API server {node.api.url}  agent's log {log_file}"
+        f"stand-ins: {settings.driver} cards, containers that run nothing"
+        + ("" if plan.is_once else f"\n{places}")  # they are gone when the prompt is back
     )
     where = "" if plan.state == default_state_directory() else f" --state-dir {plan.state}"
-    commands = ("apply -f FILE", "delete NAME", "restart-kubelet", "kill-agent", "status")
     return bench, [
-        f"web {web}  API server {node.api.url}  agent's log {log_file}",
-        "from another terminal: gpushare-agent sandbox " + " | ".join(f"{command}{where}" for command in commands),
+        places,
+        f"from another terminal: gpushare-agent sandbox{where} "
+        "apply -f FILE | delete NAME | restart-kubelet | kill-agent | status",
         "Ctrl-C ends the sandbox and removes everything",
     ]
 
@@ -122,20 +159,38 @@ async def _until_stopped(work: Coroutine[Any, Any, int], stop: asyncio.Event, in
 
 
 @asynccontextmanager
-async def _running_agent(bench: Workbench) -> AsyncIterator[None]:
+async def _running_agent(bench: Workbench, driver: GpuDriver) -> AsyncIterator[None]:
     async with open_control(bench.shown.node.paths.control_socket, bench.handle), asyncio.TaskGroup() as group:
         task = group.create_task(forever("agent process", bench.agent.run), name="agent-process")
+        cards = group.create_task(forever("cards", lambda: _watch_cards(bench, driver)), name="cards")
         try:
             yield
         finally:
+            await stop_task(cards)
             await stop_task(task)
+
+
+async def _watch_cards(bench: Workbench, driver: GpuDriver) -> None:
+    """Why a card is not well: the kubelet is only told that it is not. Endless."""
+    shown = bench.shown
+    while True:
+        try:
+            read = (await driver.read()).cards
+            found = {card.uuid: card.unhealthy_reason for card in read if card.unhealthy_reason}
+        except Unavailable as error:
+            found = {card.uuid: str(error) for card in shown.cards}
+        if found != shown.ailments:
+            shown.ailments.clear()
+            shown.ailments.update(found)
+            shown.node.signal.notify()
+        await asyncio.sleep(_CARDS_INTERVAL_S)
 
 
 async def _create(bench: Workbench, plan: Plan, tell: Callable[[str], None]) -> None:
     """When the agent has registered: until then the scheduler would turn every pod away."""
     if not await bench.wait_registered():
         tell(
-            "the agent has not registered its resources; pods that want them will stay Pending. The agent's last words:\n"
+            "the agent has not registered its resources; pods that want them will stay Pending. The end of its log:\n"
             f"{last_lines(bench.shown.node.paths.agent_log)}"
         )
     for name in bench.create(plan.manifests):
@@ -149,7 +204,7 @@ async def _once(bench: Workbench, plan: Plan, tell: Callable[[str], None]) -> in
     except TimeoutError:
         tell(f"not every pod has settled after {SETTLE_TIMEOUT_S:g} s; this is how they stand")
     document = bench.document()
-    print_document(document, plan.form, bench.memory_block_mib)
+    print_document(document, plan.form)
     others = [pod for pod in document["pods"] if pod["phase"] not in ("Running", "Succeeded")]
     for pod in others:
         tell(f"{pod['namespace']}/{pod['name']} is {pod['phase']}: {reason_text(pod) or 'no reason given'}")
@@ -167,21 +222,23 @@ async def _live(bench: Workbench, plan: Plan, tell: Callable[[str], None], notes
         else:
             for note in notes[1:]:
                 tell(note)
-            await _print_changes(bench)
+            await _print_changes(bench, tell)
     return 0
 
 
 async def _draw(bench: Workbench, notes: list[str]) -> None:
     signal_ = bench.shown.node.signal
-    with Live(console=Console(), auto_refresh=False, redirect_stdout=True, redirect_stderr=True) as live:
+    console = Console()
+    with Live(console=console, auto_refresh=False, redirect_stdout=True, redirect_stderr=True) as live:
         while True:
             seen = signal_.count
-            live.update(tables(bench.document(), bench.memory_block_mib, notes), refresh=True)
+            width, height = console.size
+            live.update(live_view(bench.document(), notes, width=width, height=height), refresh=True)
             await signal_.wait(seen)
             await asyncio.sleep(_REDRAW_S)
 
 
-async def _print_changes(bench: Workbench) -> None:
+async def _print_changes(bench: Workbench, tell: Callable[[str], None]) -> None:
     """A line for every pod that is new, has changed, or has gone."""
     signal_, shown = bench.shown.node.signal, dict[str, str]()
     while True:
@@ -189,9 +246,9 @@ async def _print_changes(bench: Workbench) -> None:
         lines = {pod["uid"]: pod_line(pod) for pod in bench.document()["pods"]}
         for uid, line in lines.items():
             if shown.get(uid) != line:
-                print(line, flush=True)
+                tell(line)
         for uid in shown.keys() - lines.keys():
-            print(f"gone: {shown[uid]}", flush=True)
+            tell(f"gone: {shown[uid]}")
         shown = lines
         await signal_.wait(seen)
         await asyncio.sleep(_REDRAW_S)

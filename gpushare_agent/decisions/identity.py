@@ -74,12 +74,17 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What the agent knows when it decides: pods by (namespace, name), the cache, pods that it has refused."""
+    """What the agent knows when it decides: pods by (namespace, name), the cache, pods that it has refused.
+
+    `verified` are the names that the API server has told about since the call came: what the pod store says of the others
+    may be older than what the kubelet sees.
+    """
 
     pods: Mapping[tuple[str, str], Pod]
     allocations: Mapping[ContainerKey, Allocation]
     refused: Collection[PodUid]
     names: ResourceNames
+    verified: Collection[tuple[str, str]] = ()
 
 
 def identify(call: Call, listed: Sequence[ListedHoldings], known: Known) -> Served | Unresolved:
@@ -99,7 +104,9 @@ def identify(call: Call, listed: Sequence[ListedHoldings], known: Known) -> Serv
             suspects.append((entry.namespace, entry.name))
             continue
         served = _lacking(pod, entry, call, known)
-        if served is None:
+        if (entry.namespace, entry.name) not in known.verified and _is_doubtful(pod, served, call, known):
+            unknown.append((entry.namespace, entry.name))
+        elif served is None:
             suspects.append((entry.namespace, entry.name))
         else:
             candidates.append(served)
@@ -184,6 +191,16 @@ def _is_out(pod: Pod, known: Known) -> bool:
     return pod.is_terminal or (pod.uid in known.refused and not pod.has_started)
 
 
+def _is_doubtful(pod: Pod, served: Served | None, call: Call, known: Known) -> bool:
+    """By what we know the kubelet should list the pod with devices. Either it lost them, or the name is a new pod's, of
+    which the watch has not told yet: then these books and this UID are the old one's."""
+    return (
+        pod.has_started
+        or pod.is_deleting
+        or (served is not None and not lacks(pod, served.container, call.kind, known))
+    )
+
+
 def _lacking(pod: Pod, entry: ListedHoldings, call: Call, known: Known) -> Served | None:
     holds = entry.holds(known.names.name(call.kind))
     for container in pod.containers:
@@ -194,8 +211,8 @@ def _lacking(pod: Pod, entry: ListedHoldings, call: Call, known: Known) -> Serve
             # A pod that has started is called for again only when a container restarts; its init containers are over.
             if pod.has_started or not lacks(pod, container, call.kind, known):
                 continue
-        elif holds.get(container.name):
-            continue
+        elif holds.get(container.name) or container.name in pod.running:
+            continue  # a container that runs needs nothing: one admitted before the resource was known runs without
         if wanted == call.size:
             return Served(pod=pod, container=container)
         if not pod.has_started:

@@ -47,6 +47,7 @@ def rebuild(records: Records, names: ResourceNames, inventory: GpuInventory, now
     found = {key: held for pod in records.listed for key, held in _from_listed(pod, records, names, written).items()}
     live = None if records.pods is None else {pod.uid: pod for pod in records.pods if not pod.is_terminal}
     listed_uids = {key.pod_uid for key in found}
+    listed_ids = {kind: {d for held in found.values() for d in held.ids.get(kind, ())} for kind in ResourceKind}
     for key, ids in written.items():
         if key in found:
             continue
@@ -54,8 +55,9 @@ def rebuild(records: Records, names: ResourceNames, inventory: GpuInventory, now
         # or one that has ended. The pod store decides where it can; without it the entry stays until it can.
         if live is not None and key.pod_uid not in live:
             continue
-        if live is None and records.listed and key.pod_uid not in listed_uids:
-            continue
+        is_reused = any(ids_of & listed_ids[kind] for kind, ids_of in ids.items())
+        if live is None and key.pod_uid not in listed_uids and is_reused:
+            continue  # the kubelet has given them to another pod since
         found[key] = _Held(ids=ids)
     by_uid = {pod.uid: pod for pod in records.pods or ()}
     # A pod that ended, or was refused half-way, holds nothing, though kubelets go on showing devices in it for a while.

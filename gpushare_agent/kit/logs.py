@@ -1,16 +1,20 @@
 """Logging for the whole process: structlog and the standard library's records through one handler on standard error.
 
-Console text on a terminal, one JSON object a line elsewhere. Tracebacks never show local variables: they may hold a
-token, and they bury the message.
+Console text on a terminal, one JSON object a line elsewhere. Whoever logs never waits (log_writer.py). Tracebacks never
+show local variables: they may hold a token, and they bury the message.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import traceback
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import structlog
+
+from gpushare_agent.kit.log_writer import QueuedHandler, say
 
 if TYPE_CHECKING:
     from structlog.typing import Processor
@@ -36,7 +40,7 @@ def setup_logging(level: str = "info", format: str = "auto") -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.StackInfoRenderer(),
     ]
-    handler = logging.StreamHandler(sys.stderr)
+    handler = QueuedHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
@@ -50,6 +54,7 @@ def setup_logging(level: str = "info", format: str = "auto") -> None:
     for name, least in _LIBRARY_LEVELS.items():
         logging.getLogger(name).setLevel(least)
     logging.captureWarnings(True)
+    sys.excepthook = _say_uncaught
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
@@ -61,6 +66,11 @@ def setup_logging(level: str = "info", format: str = "auto") -> None:
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,  # SIGHUP may change the level; a cached logger would keep the old chain
     )
+
+
+def _say_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The interpreter's own way would wait for whoever reads standard error, and the process would not end."""
+    say("".join(traceback.format_exception(kind, error, trace)))
 
 
 def _rendering(*, as_json: bool, colors: bool) -> list[Processor]:

@@ -72,3 +72,8 @@ class Pod:
 
     def container(self, name: str) -> ContainerSpec | None:
         return next((c for c in self.containers if c.name == name), None)
+
+
+def version_number(text: str) -> int:
+    """A resourceVersion as a number to compare by, 0 where it is none: opaque, or too long for the 64 bits of etcd."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else 0

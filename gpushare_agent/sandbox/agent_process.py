@@ -11,12 +11,14 @@ import ctypes
 import os
 import signal
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
 
+import gpushare_agent
 from gpushare_agent.model.errors import StartupError
 
 log = structlog.get_logger(__name__)
@@ -27,6 +29,8 @@ _QUICK_ENDS = 3
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.1, 5.0
 _LAST_LINES = 15
 _PR_SET_PDEATHSIG = 1
+_COMPLAINT = "gpushare-agent: "
+"""How the command line begins the sentence with which it ends."""
 
 
 def last_lines(log_file: Path, count: int = _LAST_LINES) -> str:
@@ -37,11 +41,31 @@ def last_lines(log_file: Path, count: int = _LAST_LINES) -> str:
     return "\n".join(f"  | {line}" for line in lines[-count:]) or "  | (no output)"
 
 
+def last_complaint(log_file: Path, offset: int = 0) -> str | None:
+    """The newest sentence behind `offset` with which the agent told why it ends; None where it told nothing."""
+    try:
+        text = log_file.read_bytes()[offset:].decode(errors="replace")
+    except OSError:
+        return None
+    told = [line.removeprefix(_COMPLAINT) for line in text.splitlines() if line.startswith(_COMPLAINT)]
+    return told[-1] if told else None
+
+
+def _environment() -> dict[str, str]:
+    """The child imports this very package: from a source checkout it is told where; an installed one it finds itself."""
+    root = str(Path(gpushare_agent.__file__).resolve().parents[1])
+    if root == str(Path(sysconfig.get_path("purelib")).resolve()):
+        return dict(os.environ)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+
+
 class AgentProcess:
     """`run` keeps the agent running until it is cancelled. `tell` gets a line for people at every unexpected end."""
 
     def __init__(self, arguments: Sequence[str], log_file: Path, tell: Callable[[str], None]) -> None:
-        self._command = [sys.executable, "-m", "gpushare_agent", "run", *arguments]
+        # -P: code in the caller's directory is not the agent. The directory itself stays, for paths are relative to it.
+        self._command = [sys.executable, "-P", "-m", "gpushare_agent", "run", *arguments]
+        self._log_start = 0
         self._log_file = log_file
         self._tell = tell
         self._process: asyncio.subprocess.Process | None = None
@@ -61,7 +85,7 @@ class AgentProcess:
         return pid is not None
 
     async def run(self) -> None:
-        """Endless. Raises StartupError, with the agent's last lines, where it ends again and again right after its start."""
+        """Endless. Raises StartupError, with the agent's own reason, where it ends again and again right after its start."""
         quick_ends, delay_s = 0, _FIRST_DELAY_S
         try:
             while True:
@@ -70,6 +94,9 @@ class AgentProcess:
                 if code < 0:  # killed by a signal, as kill-agent does: no fault of its own
                     self._tell(f"the agent was killed by signal {-code}; starting it again")
                     quick_ends, delay_s = 0, _FIRST_DELAY_S
+                elif code == 0:  # asked to end, as SIGTERM does
+                    self._tell("the agent has ended as it was asked to; starting it again")
+                    quick_ends = 0
                 else:
                     is_quick = time.monotonic() - self.started_at < _QUICK_END_S
                     quick_ends = quick_ends + 1 if is_quick else 1
@@ -81,17 +108,22 @@ class AgentProcess:
 
     async def _run_once(self) -> int:
         with self._log_file.open("ab") as output:
+            self._log_start = output.tell()
             self._process = await asyncio.create_subprocess_exec(
                 *self._command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=_end_with_parent, env=_environment(),
             )  # fmt: skip
         return await self._process.wait()
 
     def _report_end(self, code: int, *, is_last: bool) -> None:
-        text = f"the agent ended with exit code {code}; the last lines of its log:\n{last_lines(self._log_file)}"
-        if is_last:
-            raise StartupError(f"{text}\nit is not started again: change what it complains about")
-        self._tell(f"{text}\nstarting it again")
+        """The whole end of the log only where the agent itself gave no reason, and once: the log goes with the sandbox."""
+        reason = last_complaint(self._log_file, self._log_start)
+        text = f"the agent ended with exit code {code}: {reason or 'it gave no reason'}"
+        if not is_last:
+            self._tell(f"{text}; starting it again")
+            return
+        lines = "" if reason else f"; the last lines of its log:\n{last_lines(self._log_file)}"
+        raise StartupError(f"{text}; it is not started again{lines}")
 
     async def _stop(self) -> None:
         process = self._process

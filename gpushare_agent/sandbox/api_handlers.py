@@ -16,6 +16,7 @@ from aiohttp import web
 
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected
 from gpushare_agent.sandbox import api_patch
+from gpushare_agent.sandbox.api_discovery import discovery
 from gpushare_agent.sandbox.api_selectors import Selector, parse_field_selector, seen_by
 from gpushare_agent.sandbox.api_store import CLUSTER_WIDE, KINDS, AlreadyExists, Expired, ObjectKey, RawObject
 from gpushare_agent.sandbox.pod_manifest import timestamp
@@ -49,6 +50,13 @@ def _status_body(code: int, reason: str, message: str, details: dict[str, str] |
     return {**body, **({"details": details} if details else {}), "code": code}
 
 
+def _constant(document: RawObject) -> Handler:
+    async def handle(_request: web.Request) -> web.StreamResponse:
+        return web.json_response(document)
+
+    return handle
+
+
 def _bad_request(message: str) -> NoReturn:
     raise web.HTTPBadRequest(text=json.dumps(_status_body(400, "BadRequest", message)), content_type="application/json")
 
@@ -72,6 +80,8 @@ class ApiHandlers:
             for suffix in ("", "/status"):
                 app.router.add_patch(f"{base}/{{name}}{suffix}", self._bound(self._patch, resource))
                 app.router.add_put(f"{base}/{{name}}{suffix}", self._bound(self._put, resource))
+        for path, document in discovery(resources).items():
+            app.router.add_get(path, _constant(document))
         app.router.add_get("/version", self._version)
         for path in ("/healthz", "/livez", "/readyz"):
             app.router.add_get(path, self._healthy)

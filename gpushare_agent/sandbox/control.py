@@ -1,7 +1,7 @@
 """The way from another terminal to a running sandbox: one JSON line each way on a unix socket of mode 0600.
 
-Request: {"command": "apply"|"delete"|"restart-kubelet"|"kill-agent"|"status", …}; answer: {"ok": bool, "lines": [text],
-"document": the report, for status}. No state.
+Request: {"command": "apply"|"delete"|"restart-kubelet"|"kill-agent"|"status", …}; answer: {"ok": bool,
+"lines": [what was done], "errors": [what was not], "document": the report, for status}. No state.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ async def _answer(line: bytes, handle: Callable[[Request], Awaitable[Answer]]) -
     try:
         request = json.loads(line)
     except ValueError as error:
-        return {"ok": False, "lines": [f"the request is not JSON: {error}"]}
+        return {"ok": False, "lines": [], "errors": [f"the request is not JSON: {error}"]}
     try:
         return await handle(request)
     except AgentError as error:
-        return {"ok": False, "lines": [str(error)]}
+        return {"ok": False, "lines": [], "errors": [str(error)]}
 
 
 async def ask(path: Path, request: Request) -> Answer:

@@ -5,6 +5,7 @@ Everything is checked before anything is created: a mistake names the file, the 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -19,6 +20,7 @@ from gpushare_agent.sandbox.pod_manifest import completed_manifest
 
 EXPECTATION_ANNOTATION = "sandbox.gpushare/expect"
 """On a sample that is not meant to run: what it shows."""
+STANDARD_INPUT = Path("-")
 SAMPLE_SETS = ("all", "fitting", "none")
 
 
@@ -37,10 +39,10 @@ class Manifest:
 def read_manifests(paths: Sequence[Path]) -> list[Manifest]:
     """In the given order, a directory's files by name, a file's documents as they stand. Raises ManifestError."""
     found = [
-        manifest for path in paths for file in _files(path) for manifest in parse_manifests(_text(file), str(file))
+        manifest for path in paths for file in _files(path) for manifest in parse_manifests(_text(file), _origin(file))
     ]
     if paths and not found:
-        raise ManifestError(f"no pods in {', '.join(map(str, paths))}: a file needs at least one Pod manifest")
+        raise ManifestError(f"no pods in {', '.join(map(_origin, paths))}: a file needs at least one Pod manifest")
     _check_names(found)
     return found
 
@@ -59,8 +61,12 @@ def expectation(raw: RawObject) -> str | None:
     return None if text is None else str(text)
 
 
+def _origin(path: Path) -> str:
+    return "standard input" if path == STANDARD_INPUT else str(path)
+
+
 def _files(path: Path) -> Iterable[Path]:
-    if path.is_dir():
+    if path != STANDARD_INPUT and path.is_dir():
         files = sorted(f for f in path.iterdir() if f.suffix in (".yaml", ".yml", ".json") and f.is_file())
         if not files:
             raise ManifestError(f"{path}: no .yaml, .yml or .json file in this directory")
@@ -70,10 +76,10 @@ def _files(path: Path) -> Iterable[Path]:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return sys.stdin.read() if file == STANDARD_INPUT else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ManifestError(f"{file}: cannot be read: {reason}") from error
+        raise ManifestError(f"{_origin(file)}: cannot be read: {reason}") from error
 
 
 def parse_manifests(text: str, origin: str) -> list[Manifest]:

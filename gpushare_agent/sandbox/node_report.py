@@ -7,11 +7,11 @@ agent is not asked. Memory is charged to the card that the container's vcore IDs
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpushare_agent.model.gpus import Card
-from gpushare_agent.model.names import GpuUuid, split_device_id
+from gpushare_agent.model.names import CORES_PER_CARD, GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerSpec
 from gpushare_agent.sandbox.api_store import RawObject
 from gpushare_agent.sandbox.node import EmbeddedNode
@@ -23,12 +23,15 @@ _AGENT_AWAY = "Unknown"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedNode:
-    """A node, the cards of its agent, and the names of the agent's two resources."""
+    """A node, the cards of its agent, and the agent's two resources. `ailments` says, per card, what the driver told of it;
+    whoever asks the driver fills it in."""
 
     node: EmbeddedNode
     cards: Sequence[Card]
     vcore: str
     vmemory: str
+    memory_block_mib: int
+    ailments: dict[GpuUuid, str] = field(default_factory=dict)
 
 
 def cards_of(ids: Iterable[str], cards: Sequence[Card]) -> list[Card]:
@@ -52,7 +55,7 @@ def report(shown: ReportedNode) -> dict[str, Any]:
 
 
 def _cards(shown: ReportedNode) -> list[dict[str, Any]]:
-    cores, blocks = _use(shown)
+    cores, blocks, whole = _use(shown)
     health: dict[GpuUuid, str] = {}
     for device, is_healthy in shown.node.kubelet.devices(shown.vcore).items():
         if (parts := split_device_id(device)) is not None:
@@ -61,28 +64,40 @@ def _cards(shown: ReportedNode) -> list[dict[str, Any]]:
         {
             "index": card.index, "minor": card.minor, "uuid": card.uuid, "name": card.name, "memory_mib": card.memory_mib,
             "numa": card.numa_node, "cores_allocated": cores.get(card.uuid, 0),
-            "memory_blocks_allocated": blocks.get(card.uuid, 0), "health": health.get(card.uuid, _AGENT_AWAY),
+            **_memory_use(card, blocks.get(card.uuid, 0), shown.memory_block_mib, is_whole=card.uuid in whole),
+            "health": health.get(card.uuid, _AGENT_AWAY), "health_reason": shown.ailments.get(card.uuid, ""),
         }
         for card in shown.cards
     ]  # fmt: skip
 
 
-def _use(shown: ReportedNode) -> tuple[dict[GpuUuid, int], dict[GpuUuid, int]]:
-    """Cores and memory blocks in use on each card. IDs that containers of one pod share count once."""
+def _memory_use(card: Card, blocks: int, block_mib: int, *, is_whole: bool) -> dict[str, int]:
+    """A card given as a whole comes with all of its memory, of which no block was asked for."""
+    if is_whole:
+        return {"memory_blocks_allocated": card.memory_mib // block_mib, "memory_mib_allocated": card.memory_mib}
+    return {"memory_blocks_allocated": blocks, "memory_mib_allocated": blocks * block_mib}
+
+
+def _use(shown: ReportedNode) -> tuple[dict[GpuUuid, int], dict[GpuUuid, int], set[GpuUuid]]:
+    """Cores and memory blocks in use on each card, and the cards given as a whole. IDs that containers of one pod share
+    count once."""
     ids: dict[tuple[str, str], dict[str, set[str]]] = {}
     for record in shown.node.kubelet.active_records():
         ids.setdefault((record.pod_uid, record.container), {})[record.resource] = set(record.ids)
     used_cores: set[str] = set()
     charged: dict[str, GpuUuid] = {}
+    whole: set[GpuUuid] = set()
     for _, by_resource in sorted(ids.items()):
         vcore = by_resource.get(shown.vcore, set())
         used_cores |= vcore
         cards = cards_of(vcore, shown.cards)
+        if len(vcore) >= CORES_PER_CARD:
+            whole |= {card.uuid for card in cards}
         for position, block in enumerate(sorted(by_resource.get(shown.vmemory, set()) - set(charged))):
             if cards:
                 charged[block] = cards[position % len(cards)].uuid
     cores = [parts[0] for parts in map(split_device_id, used_cores) if parts is not None]
-    return _counted(cores), _counted(charged.values())
+    return _counted(cores), _counted(charged.values()), whole
 
 
 def _counted(uuids: Iterable[GpuUuid]) -> dict[GpuUuid, int]:
@@ -115,7 +130,8 @@ def _pod(shown: ReportedNode, pod: RawObject) -> dict[str, Any]:
     given = _given(shown, metadata["uid"]) if pod["status"]["phase"] != "Failed" or not reason else {}
     return {
         "namespace": metadata["namespace"], "name": metadata["name"], "uid": metadata["uid"],
-        "phase": pod["status"]["phase"], "reason": reason, "message": message,
+        "phase": pod["status"]["phase"], "is_terminating": "deletionTimestamp" in metadata,
+        "reason": reason, "message": message,
         "annotations": dict(sorted((metadata.get("annotations") or {}).items())),
         "containers": [_container(shown, spec, given.get(spec.name, {})) for spec in containers_of(pod)],
     }  # fmt: skip

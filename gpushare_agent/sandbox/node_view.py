@@ -1,4 +1,7 @@
-"""The report for people: tables for a terminal, lines for a pipe. Reads the document of node_report only."""
+"""The report for people: tables for a terminal, lines for a pipe. Reads the document of node_report only.
+
+The live view is node_live_view.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +9,57 @@ import json
 import sys
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gpushare_agent.model.names import CORES_PER_CARD
 from gpushare_agent.sandbox.manifests import EXPECTATION_ANNOTATION
 
-_PHASE_STYLES = {"Running": "green", "Succeeded": "cyan", "Pending": "yellow", "Failed": "red"}
-_CORES = 100
+_PHASE_STYLES = {
+    "Running": "green",
+    "Succeeded": "cyan",
+    "Pending": "yellow",
+    "Failed": "red",
+    "Terminating": "magenta",
+}
 _PIPE_WIDTH = 160
+_NARROW = 100
+"""Below this width a card's name would take the place of what changes."""
 
 
 def card_text(container: dict[str, Any]) -> str:
     return ",".join(map(str, container["cards"])) or "-"
 
 
-def cards_table(document: dict[str, Any], block_mib: int) -> Table:
+def health_text(card: dict[str, Any]) -> Text:
+    """With the driver's reason for a card that is not well."""
+    text = ": ".join(filter(None, (card["health"], card["health_reason"])))
+    return Text(text, style="" if card["health"] == "Healthy" else "red")
+
+
+def card_use(card: dict[str, Any]) -> tuple[str, str]:
+    """Cores and memory, each used and whole."""
+    return (
+        f"{card['cores_allocated']} / {CORES_PER_CARD}",
+        f"{card['memory_mib_allocated']} / {card['memory_mib']}",
+    )
+
+
+def status_of(pod: dict[str, Any]) -> Text:
+    word = "Terminating" if pod["is_terminating"] else pod["phase"]
+    return Text(word, style=_PHASE_STYLES.get(word, ""))
+
+
+def cards_table(document: dict[str, Any], *, is_narrow: bool) -> Table:
     table = Table(title=f"Cards of {document['node']['name']}", title_justify="left")
-    for column in ("card", "name", "memory MiB", "NUMA", "cores used", "memory used MiB", "health"):
+    names = ("card", *(() if is_narrow else ("name",)), "NUMA", "cores used", "memory used MiB", "health")
+    for column in names:
         table.add_column(column, justify="left" if column in ("name", "health") else "right")
     for card in document["node"]["cards"]:
         numa = "-" if card["numa"] is None else str(card["numa"])
-        used = f"{card['cores_allocated']} / {_CORES}"
-        memory = f"{card['memory_blocks_allocated'] * block_mib} / {card['memory_mib']}"
-        if card["cores_allocated"] >= _CORES and not card["memory_blocks_allocated"]:
-            memory = "with the cores"  # a whole card comes with its whole memory, and no block is asked for
-        style = "" if card["health"] == "Healthy" else "red"
-        values = (str(card["index"]), card["name"], str(card["memory_mib"]), numa, used, memory)
-        table.add_row(*values, Text(card["health"], style=style))
+        name = () if is_narrow else (card["name"],)
+        table.add_row(str(card["index"]), *name, numa, *card_use(card), health_text(card))
     return table
 
 
@@ -45,7 +71,7 @@ def pods_table(document: dict[str, Any]) -> Table:
     for pod in document["pods"]:
         for position, container in enumerate(pod["containers"]):
             is_first = position == 0
-            phase = Text(pod["phase"], style=_PHASE_STYLES.get(pod["phase"], ""))
+            phase = status_of(pod)
             name, reason = f"{pod['namespace']}/{pod['name']}", reason_text(pod)
             table.add_row(
                 name if is_first else "", phase if is_first else "", container["name"], str(container["vcore"]),
@@ -61,17 +87,14 @@ def reason_text(pod: dict[str, Any]) -> str:
     return f"{text} (as intended: {expected})" if expected and text else text
 
 
-def tables(document: dict[str, Any], block_mib: int, notes: list[str]) -> RenderableType:
-    return Group(cards_table(document, block_mib), pods_table(document), *(Text(note) for note in notes))
-
-
-def print_document(document: dict[str, Any], form: str, block_mib: int) -> None:
+def print_document(document: dict[str, Any], form: str) -> None:
     """`form` is "json" or "table". Wide enough for whole reasons where no terminal sets the width."""
     if form == "json":
         print(json.dumps(document, indent=2))
         return
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
-    Console(width=width, highlight=False).print(tables(document, block_mib, []))
+    console = Console(width=width, highlight=False)
+    console.print(cards_table(document, is_narrow=console.width < _NARROW), pods_table(document))
 
 
 def pod_line(pod: dict[str, Any]) -> str:
@@ -80,4 +103,4 @@ def pod_line(pod: dict[str, Any]) -> str:
         f"{c['name']}: {c['vcore']} cores, {c['vmemory']} blocks on card {card_text(c)}" for c in pod["containers"]
     )
     reason = reason_text(pod)
-    return f"pod {pod['namespace']}/{pod['name']} {pod['phase']} [{containers}]{f' - {reason}' if reason else ''}"
+    return f"pod {pod['namespace']}/{pod['name']} {status_of(pod)} [{containers}]{f' - {reason}' if reason else ''}"

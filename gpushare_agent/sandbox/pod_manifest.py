@@ -6,6 +6,7 @@ Only what concerns extended resources is checked as strictly as in a real API se
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -114,6 +115,7 @@ def completed_manifest(raw: Any, *, namespace: str, uid: str, suffix: str) -> Ra
     name = metadata.get("name") or (f"{metadata['generateName']}{suffix}" if metadata.get("generateName") else "")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise Rejected(f"metadata.name: Invalid value: {name!r}: must be lower case letters, digits, '-' or '.'")
+    _check_annotations(metadata)
     _check_spec(_section(pod, "spec"))
     metadata.update(
         {"name": name, "namespace": metadata.get("namespace") or namespace or "default", "uid": uid, "generation": 1}
@@ -131,6 +133,23 @@ def _section(pod: RawObject, name: str) -> dict[str, Any]:
     if not isinstance(section, dict):
         raise Rejected(f"{name}: Required value: the pod has no {name}")
     return section
+
+
+def _check_annotations(metadata: dict[str, Any]) -> None:
+    annotations = metadata.get("annotations") or {}
+    if not isinstance(annotations, dict):
+        raise Rejected("metadata.annotations: Invalid value: must be a mapping")
+    for name in (RUN_SECONDS_ANNOTATION, IGNORE_TERM_ANNOTATION):
+        if name not in annotations:
+            continue
+        try:
+            seconds = float(annotations[name])
+        except (TypeError, ValueError):
+            seconds = math.nan
+        if not math.isfinite(seconds) or seconds < 0:
+            raise Rejected(
+                f"metadata.annotations[{name}]: Invalid value: {annotations[name]!r}: must be seconds, such as '5'"
+            )
 
 
 def _check_spec(spec: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """The sandbox's state directory: one live owner, leftovers of dead ones removed, everything removed at the end.
 
-Ownership is a lock on the file `owner`, which the kernel gives back when its holder dies; the file's text, the PID, is
-only for the reader of a message.
+Ownership is a lock on the file `owner`, which the kernel gives back when its holder dies; the file's text is the PID, for
+messages, and whether the directory itself was made by a sandbox.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from pathlib import Path
 
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.sandbox.node import NodePaths, prepare_state_directory
+
+_MADE = "this sandbox made the directory"
+"""Second line of the file `owner` where the directory is to go with the sandbox."""
 
 
 def default_state_directory() -> Path:
@@ -34,14 +37,16 @@ def owned_state_directory(state: Path) -> Iterator[NodePaths]:
         except BlockingIOError as error:
             owner.seek(0)
             raise StartupError(
-                f"another sandbox (PID {owner.read().strip() or 'unknown'}) runs in {paths.state}; speak to it with "
+                f"another sandbox (PID {owner.readline().strip() or 'unknown'}) runs in {paths.state}; speak to it with "
                 f"`gpushare-agent sandbox status --state-dir {paths.state}`, end it with Ctrl-C in its terminal, or "
                 "choose another directory with --state-dir and another --port"
             ) from error
+        owner.seek(0)
+        is_new = is_new or _MADE in owner.read().splitlines()  # by the dead sandbox whose leftovers these are
         _clear(paths, keep=paths.owner)
         paths.virtual_manager.mkdir()
         owner.truncate(0)
-        owner.write(f"{os.getpid()}\n")
+        owner.write(f"{os.getpid()}\n" + (f"{_MADE}\n" if is_new else ""))
         owner.flush()
         try:
             yield paths

@@ -5,9 +5,9 @@ State owned: none but the running parts. The printing is the app's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from gpushare_agent.model.errors import AgentError, Rejected
 from gpushare_agent.sandbox.agent_process import AgentProcess
@@ -17,13 +17,13 @@ from gpushare_agent.sandbox.node_report import ReportedNode, report
 
 READY_TIMEOUT_S = 30.0
 _UNSCHEDULABLE = "Unschedulable"
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workbench:
     shown: ReportedNode
     agent: AgentProcess
-    memory_block_mib: int
 
     def document(self) -> dict[str, Any]:
         return report(self.shown)
@@ -58,15 +58,18 @@ class Workbench:
                 return False
         return True
 
+    def _delete(self, namespace: str, name: str) -> str:
+        self.shown.node.api.delete_pod(namespace, name)
+        return f"pod {namespace}/{name} deleted"
+
     async def handle(self, request: Request) -> Answer:
         """A request from another terminal. Raises AgentError."""
         command = request.get("command")
         if command == "apply":
-            return _done([f"pod {name} created" for name in self.create(_manifests(request))])
+            return _each(lambda m: f"pod {self.create([m])[0]} created", _manifests(request))
         if command == "delete":
-            namespace, name = str(request.get("namespace")), str(request.get("name"))
-            self.shown.node.api.delete_pod(namespace, name)
-            return _done([f"pod {namespace}/{name} deleted"])
+            namespace = str(request.get("namespace"))
+            return _each(lambda name: self._delete(namespace, name), list(map(str, request.get("names", ()))))
         if command == "restart-kubelet":
             await self.shown.node.kubelet.restart()
             return _done(["the kubelet has restarted; it admits pods again in about a second"])
@@ -75,12 +78,24 @@ class Workbench:
                 raise AgentError("no agent runs at the moment; it is being started")
             return _done(["the agent was killed; the sandbox starts it again"])
         if command == "status":
-            return {**_done([]), "document": self.document(), "memory_block_mib": self.memory_block_mib}
+            return {**_done([]), "document": self.document()}
         raise Rejected(f"unknown command {command!r}")
 
 
 def _done(lines: list[str]) -> Answer:
-    return {"ok": True, "lines": lines}
+    return {"ok": True, "lines": lines, "errors": []}
+
+
+def _each(act: Callable[[_Item], str], items: Iterable[_Item]) -> Answer:
+    """Goes on after a failure: one name in use does not keep the other pods away."""
+    lines: list[str] = []
+    errors: list[str] = []
+    for item in items:
+        try:
+            lines.append(act(item))
+        except AgentError as error:
+            errors.append(str(error))
+    return {"ok": not errors, "lines": lines, "errors": errors}
 
 
 def _manifests(request: Request) -> list[Manifest]:

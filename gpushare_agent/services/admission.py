@@ -148,7 +148,8 @@ class Admission:
                     return self._book(heir, kind, ids, self._initial_cards(heir.pod.uid))
                 pending = self._take_pending(kind, ids, exactly=False)
             if pending is None:
-                return self._refuse(None, kind, _without_plan(kind, ids))
+                repeated = self._answer_again(kind, ids)
+                return repeated if repeated is not None else self._refuse(None, kind, _without_plan(kind, ids))
             if isinstance(pending.outcome, Refused) or pending.served is None:
                 outcome = pending.outcome if isinstance(pending.outcome, Refused) else _without_plan(kind, ids)
                 return self._refuse(pending.served, kind, outcome)
@@ -179,7 +180,8 @@ class Admission:
         return None
 
     def kubelet_restarted(self) -> None:
-        """No Allocate will come for what was planned before."""
+        """No Allocate will come for what was planned before, and a pod refused just before may be admitted anew."""
+        self._refused_pods.clear()
         self._pending.clear()
         self._current = None
         self._committed.clear()
@@ -231,7 +233,8 @@ class Admission:
         self, served: Served, kind: ResourceKind, ids: Sequence[str], planned: tuple[GpuUuid, ...]
     ) -> ContainerEdits | Refused:
         _name_in_log(served)
-        if self._pods.get(served.pod.uid) is None:
+        pod = self._pods.get(served.pod.uid)
+        if pod is None or pod.is_terminal:
             return self._refuse(served, kind, _deleted(served))  # its end has been told: nobody would free the share
         books = self._books(served)
         cards = decide.check(served, kind, ids, books, self._policy, planned)
@@ -270,7 +273,7 @@ class Admission:
                 for key in self._committed:
                     self._cache.release(key)
                 self._committed.clear()
-            if not served.pod.has_started:
+            if not served.pod.has_started and self._pods.get(served.pod.uid) is not None:
                 self._refused_pods.add(served.pod.uid)
         self._observer.refused(served, kind, refused)
         return refused
@@ -283,6 +286,23 @@ class Admission:
             holders={kind: self._cache.holders(kind) for kind in ResourceKind},
             allocations=self._cache.view(),
         )
+
+    def _answer_again(self, kind: ResourceKind, ids: Sequence[str]) -> ContainerEdits | None:
+        """The same answer as before for IDs that exactly one container holds; nothing changes."""
+        wanted = frozenset(DeviceId(device) for device in ids)
+        keys = self._cache.holders(kind).get(next(iter(wanted)), frozenset()) if wanted else frozenset()
+        held = self._cache.get(next(iter(keys))) if len(keys) == 1 else None
+        if held is None or (held.vcore_ids if kind is ResourceKind.VCORE else held.vmemory_ids) != wanted:
+            return None
+        pod = self._pods.get(held.key.pod_uid)
+        container = pod.container(held.key.container) if pod is not None else None
+        if pod is None or container is None or held.key.container in pod.running:
+            return None  # whoever this is for, it is not a container that runs
+        known = self._inventory().by_uuid()
+        if kind is ResourceKind.VMEMORY:
+            return ContainerEdits()
+        cards = [known[card] for card in held.cards if card in known]
+        return container_edits(container, cards, self._policy.names, self._devices)
 
     def _initial_cards(self, uid: PodUid) -> tuple[GpuUuid, ...]:
         return next((a.cards for a in self._cache.of_pod(uid) if a.kind is ContainerKind.INIT and a.cards), ())

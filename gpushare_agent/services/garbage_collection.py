@@ -18,8 +18,9 @@ import structlog
 from gpushare_agent.adapters.pod_resources import PodListing, PodResourcesClient
 from gpushare_agent.decisions.garbage import Evidence, Reconciliation, reconcile
 from gpushare_agent.decisions.recovery import Records, rebuild
+from gpushare_agent.kit.supervision import forever
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.errors import AgentError, NotFound, Rejected
+from gpushare_agent.model.errors import AgentError, NotFound, Rejected, Unavailable
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.kubelet import CheckpointEntry, ListedPod
 from gpushare_agent.model.names import PodUid
@@ -34,6 +35,8 @@ GETS_AT_ONCE = 5
 GET_PAUSE_S = 0.1
 """So many Gets, then a pause: the kubelet allows 100 calls a second, ten of them at once, and admissions need theirs.
 One at a time they would take twice the processor time, for each wakes the process up anew (docs/measurements.md)."""
+QUIET_WAIT_S = 10.0
+"""How long a reconcile waits for admissions to pause before it leaves it to the next period."""
 GONE_RETRY_S = 1.0
 _LONG_AGO = float("-inf")
 """When what the kubelet has on record was allocated: not in the last moment, which is all that is asked."""
@@ -92,11 +95,13 @@ class GarbageCollection:
         self._fresh_s = fresh_s
         self._on_correction = on_correction
         self._gone: set[PodUid] = set()
+        self._is_blind = False
         self._missing: frozenset[ContainerKey] = frozenset()
         self._wake = asyncio.Event()
         self._freed = asyncio.Event()
         self._touched: set[PodUid] = set()
-        self._is_due = False
+        self._due = asyncio.Event()
+        self._is_listing = False
         cache.subscribe(self._cache_changed)
 
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
@@ -109,8 +114,7 @@ class GarbageCollection:
 
     def look_now(self) -> None:
         """Reconcile as soon as possible: the pod store has listed, or the kubelet is back."""
-        self._is_due = True
-        self._wake.set()
+        self._due.set()
 
     async def recover(self) -> int:
         """Rebuild the cache from what the kubelet has on record; returns the number of containers.
@@ -121,7 +125,7 @@ class GarbageCollection:
         checkpoint = await self._read_checkpoint()
         listed: list[ListedPod] = []
         try:
-            async with self._gate.quiet_list("recovery") as entries:
+            async with self._gate.quiet_list("recovery", wait_s=1.0) as entries:
                 listed = [entry.decoded() for entry in entries]
         except AgentError as e:
             log.warning("pod_resources_unavailable", purpose="recovery", error=str(e))
@@ -131,30 +135,54 @@ class GarbageCollection:
 
     async def run(self) -> NoReturn:
         """Until cancelled: collect what ended when told, reconcile every period."""
-        due_at = self._clock() + self._period_s
+        async with asyncio.TaskGroup() as group:
+            # Two tasks: an admission may wait for what is gone to be freed, and a reconcile waits for admissions to pause.
+            group.create_task(forever("collecting", self._collect_when_told), name="collect what is gone")
+            group.create_task(forever("reconciling", self._reconcile_when_due), name="reconcile")
+        raise AssertionError("unreachable: neither task ends")
+
+    async def _collect_when_told(self) -> NoReturn:
         while True:
-            wait_s = max(0.0, due_at - self._clock())
             try:
-                async with asyncio.timeout(min(wait_s, GONE_RETRY_S) if self._gone else wait_s):
+                async with asyncio.timeout(GONE_RETRY_S if self._gone else None):
                     await self._wake.wait()
             except TimeoutError:
                 pass
             self._wake.clear()
             await self.collect_gone()
-            if self._is_due or self._clock() >= due_at:
-                self._is_due = False
-                await self.reconcile()
-                due_at = self._clock() + self._period_s
+
+    async def _reconcile_when_due(self) -> NoReturn:
+        while True:
+            try:
+                async with asyncio.timeout(self._period_s):
+                    await self._due.wait()
+            except TimeoutError:
+                pass
+            self._due.clear()
+            await self.reconcile()
 
     async def collect_gone(self) -> None:
         """Free the pods that are gone, unless their processes run on."""
         for uid in sorted(self._gone):
-            if self._pods.get(uid) is None and await self._processes.are_running(uid):
-                log.info("share_kept", pod_uid=uid, because="processes of the deleted pod still run")
+            if self._pods.get(uid) is None and await self._runs_on(uid):
                 continue
             self._gone.discard(uid)
             if self._pods.get(uid) is None:
                 self._release(uid, "deleted")
+
+    async def _runs_on(self, uid: PodUid) -> bool:
+        """Whether the gone pod's share must be kept: while its processes run, or while that is not told."""
+        try:
+            runs = await self._processes.are_running(uid)
+        except Unavailable as e:
+            if not self._is_blind:  # asked every second, told once
+                log.warning("share_kept", pod_uid=uid, because="its processes cannot be looked for", error=str(e))
+            self._is_blind = True
+            return True
+        self._is_blind = False
+        if runs:
+            log.info("share_kept", pod_uid=uid, because="processes of the deleted pod still run")
+        return bool(runs)
 
     async def settle(self, at_most_s: float = 0.3) -> bool:
         """Wait a moment for shares that are about to be freed; True when one was."""
@@ -175,7 +203,7 @@ class GarbageCollection:
         checkpoint = await self._read_checkpoint()
         try:
             if self._pod_resources.has_get is False or not await self._reconcile_by_get(checkpoint):
-                async with self._gate.quiet_list("reconcile") as entries:
+                async with self._gate.quiet_list("reconcile", wait_s=QUIET_WAIT_S) as entries:
                     self._apply(self._decide([entry.decoded() for entry in entries], checkpoint, None))
         except AgentError as e:
             log.warning("reconcile_failed", error=str(e))
@@ -184,9 +212,16 @@ class GarbageCollection:
         """False where the kubelet has no Get. Pods whose books change meanwhile are left for the next time."""
         if not self._pods.is_synced:
             return False
+        self._touched.clear()
+        self._is_listing = True
+        try:
+            return await self._get_and_compare(checkpoint)
+        finally:
+            self._is_listing = False
+
+    async def _get_and_compare(self, checkpoint: Sequence[CheckpointEntry]) -> bool:
         listed: list[ListedPod] = []
         asked: set[PodUid] = set()
-        self._touched.clear()
         for pod in self._pods.pods():
             if not self._names.wants_any(pod) and not self._cache.of_pod(pod.uid):
                 continue
@@ -259,7 +294,8 @@ class GarbageCollection:
             )
 
     def _cache_changed(self, old: Allocation | None, new: Allocation | None) -> None:
-        self._touched.update(a.key.pod_uid for a in (old, new) if a is not None)
+        if self._is_listing:
+            self._touched.update(a.key.pod_uid for a in (old, new) if a is not None)
         if new is None:
             self._freed.set()
 

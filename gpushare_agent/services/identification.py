@@ -14,15 +14,19 @@ import structlog
 
 from gpushare_agent.decisions.identity import Call, Doubt, Known, ListedHoldings, Served, Unresolved, identify
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.errors import AgentError, NotFound, RefusalReason, Refused, Unavailable
+from gpushare_agent.model.errors import AgentError, NotFound, RefusalReason, Refused, Rejected, Unavailable
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.pods import Pod, version_number
 from gpushare_agent.model.resources import ResourceNames
 
 log = structlog.get_logger(__name__)
 
 MAX_FETCHES = 16
+"""Pods fetched at once."""
+MAX_FETCHES_IN_ALL = 64
 """Pods fetched for one call; a kubelet that lists more strangers than this is waited for, not chased."""
+RETRY_S = 0.1
+"""After a fetch that found the API server away, while there is time left."""
 
 
 class InsideLister(Protocol):
@@ -78,19 +82,26 @@ class Identification:
         self._clock = clock
         self._patience = patience
 
-    def known(self) -> Known:
+    def known(self, verified: Collection[tuple[str, str]] = ()) -> Known:
         """What is known now. Of several pods of one name the live one counts, then the newest."""
         by_name: dict[tuple[str, str], Pod] = {}
         for pod in self._pods.pods():
             other = by_name.get((pod.namespace, pod.name))
             if other is None or _liveliness(pod) >= _liveliness(other):
                 by_name[pod.namespace, pod.name] = pod
-        return Known(pods=by_name, allocations=self._allocations(), refused=self._refused, names=self._names)
+        return Known(
+            pods=by_name,
+            allocations=self._allocations(),
+            refused=self._refused,
+            names=self._names,
+            verified=verified,
+        )
 
     async def serve(self, call: Call, inside: InsideLister) -> Served | Refused:
         """The container of the call, or a refusal that says why it cannot be told. Never raises for outside faults."""
         started_at = self._clock()
         fetched: set[tuple[str, str]] = set()
+        count = 0
         is_second_look = False
         while True:
             try:
@@ -101,13 +112,25 @@ class Identification:
                     detail=f"The kubelet could not be asked which pod it is admitting: {e}. Nothing was allocated. "
                     "Create the pod again; if it persists, see `gpushare-agent check` on this node.",
                 )
-            result = identify(call, listed, self.known())
-            while isinstance(result, Unresolved) and (strangers := _to_fetch(result, fetched)):
-                fetched.update(strangers)
+            result = identify(call, listed, self.known(fetched))
+            failed: Refused | None = None
+            while (
+                isinstance(result, Unresolved)
+                and count < MAX_FETCHES_IN_ALL
+                and self._clock() - started_at < self._patience.lookup_s
+                and (strangers := _to_fetch(result, fetched))
+            ):
+                count += len(strangers)
                 failed = await self._fetch(strangers, self._left(started_at))
                 if failed is not None:
+                    break
+                fetched.update(strangers)
+                result = identify(call, listed, self.known(fetched))
+            if failed is not None:
+                if self._clock() - started_at + RETRY_S >= self._patience.lookup_s:
                     return failed
-                result = identify(call, listed, self.known())
+                await asyncio.sleep(RETRY_S)
+                continue
             if isinstance(result, Unresolved) and is_second_look:
                 result = _settle(result, fetched)
             if isinstance(result, Served):
@@ -135,7 +158,7 @@ class Identification:
                 await self._fetcher.fetch(namespace, name, timeout_s=timeout_s)
             except NotFound:
                 pass
-            except Unavailable as e:
+            except (Unavailable, Rejected) as e:
                 failures.append(f"pod {namespace}/{name}: {e}")
             except AgentError as e:
                 log.warning("pod_unreadable", namespace=namespace, pod=name, error=str(e))
@@ -192,8 +215,7 @@ class _Believed:
 
 
 def _liveliness(pod: Pod) -> tuple[bool, bool, int]:
-    version = int(pod.resource_version) if pod.resource_version.isdigit() and len(pod.resource_version) < 20 else 0
-    return (not pod.is_terminal, not pod.is_deleting, version)
+    return (not pod.is_terminal, not pod.is_deleting, version_number(pod.resource_version))
 
 
 def _to_fetch(result: Unresolved, fetched: set[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -203,7 +225,7 @@ def _to_fetch(result: Unresolved, fetched: set[tuple[str, str]]) -> list[tuple[s
 
 def _settle(result: Unresolved, fetched: set[tuple[str, str]]) -> Served | Unresolved:
     """A listed pod that the API server no longer has is being deleted; it does not stand in a known pod's way."""
-    if len(result.candidates) == 1 and set(result.unknown) <= fetched:
+    if len(result.candidates) == 1 and set(result.unknown) <= fetched and not result.candidates[0].pod.has_started:
         return result.candidates[0]
     return result
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import structlog
 
@@ -20,16 +20,18 @@ from gpushare_agent.adapters.kube.pods import parse_pod, pod_uid, resource_versi
 from gpushare_agent.adapters.kube.slot import ApiSlot
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Rejected, Unavailable
-from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.pods import Pod, version_number
 from gpushare_agent.state.pod_store import PodStore
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 
 class ReadsPods(Protocol):
     """The part of the API server that is needed here (adapters/kube/client.py)."""
 
-    async def list_pods(self, node_name: str) -> tuple[list[dict[str, Any]], str]: ...
+    async def list_pods(self, node_name: str, read: Callable[[dict[str, Any]], T | None]) -> tuple[list[T], str]: ...
 
     def watch_pods(
         self, node_name: str, resource_version: str
@@ -102,22 +104,28 @@ class PodInformer:
             await asyncio.sleep(delay_s)
 
     async def fetch(self, namespace: str, name: str, *, timeout_s: float) -> Pod | None:
-        """The pod as the API server has it now, also put into the store; None where this node has no such pod.
+        """The pod as the API server has it now, also put into the store; None where this node has no such pod, and then
+        the store forgets the pods that it knew by that name.
 
         Raises:
-            Unavailable: no usable answer within `timeout_s`, the text says why.
+            Unavailable: no answer within `timeout_s`, the text says why.
+            Rejected: the API server does not let us read pods.
+            Corrupt: the API server has the pod, but what it asks for cannot be read.
         """
+        former = [p.uid for p in self._store.pods() if (p.namespace, p.name) == (namespace, name)]
         try:
             async with asyncio.timeout(timeout_s):
                 api = await self._api.get()
                 pod = parse_pod(await api.get_pod(namespace, name, timeout_s=timeout_s), resources=self._resources)
         except NotFound:
+            for uid in former:  # known before the question: a pod that came after the answer is not among them
+                self._store.remove(uid)
             return None
         except TimeoutError as e:
             raise Unavailable(
                 f"cannot get pod {namespace}/{name}: no connection to the API server within {timeout_s:g} s"
             ) from e
-        except (Conflict, Rejected, Corrupt) as e:
+        except Conflict as e:
             raise Unavailable(str(e)) from e
         if pod.node_name != self._node_name:
             return None
@@ -138,14 +146,14 @@ class PodInformer:
                     self._apply(raw_event)
         except AgentError as e:
             error = e
-            if isinstance(e, Conflict | Corrupt):
-                self._version = ""  # too old, or unreadable from here on: only a new list helps
+            is_version_odd = isinstance(e, Rejected) and not version_number(self._version)
+            if isinstance(e, Conflict | Corrupt) or is_version_odd:
+                self._version = ""  # too old, unreadable from here on, or no version at all: only a new list helps
         lasted_s = 0.0 if began_at is None else self._clock() - began_at
         return _Watched(events=events, lasted_s=lasted_s, error=error)
 
     async def _list(self, api: ReadsPods) -> None:
-        raw_pods, version = await api.list_pods(self._node_name)
-        pods = [pod for raw_pod in raw_pods if (pod := self._read(raw_pod)) is not None]
+        pods, version = await api.list_pods(self._node_name, self._read)
         self._store.replace_all(pods, resource_version=version)
         self._version = version
         if self._metrics is not None:
@@ -153,7 +161,7 @@ class PodInformer:
         log.info("pods_listed", node=self._node_name, pods=len(pods), resource_version=version)
 
     def _apply(self, raw_event: dict[str, Any]) -> None:
-        kind, raw_object = raw_event["type"], raw_event["object"]
+        kind, raw_object = raw_event.get("type"), raw_event["object"]
         if kind == "BOOKMARK":
             self._store.touch()
         elif kind == "DELETED":

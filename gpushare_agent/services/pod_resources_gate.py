@@ -82,11 +82,16 @@ class PodResourcesGate:
             self._call_ended()
 
     @asynccontextmanager
-    async def quiet_list(self, purpose: str) -> AsyncIterator[Sequence[PodListing]]:
+    async def quiet_list(self, purpose: str, *, wait_s: float) -> AsyncIterator[Sequence[PodListing]]:
         """A List between admissions. Until the block ends no GetPreferredAllocation goes on, so keep it short and free
-        of awaits: what is read is then still true. Waits for quiet without limit. Raises Unavailable, Corrupt."""
-        while not self._is_quiet():
-            await self._wait(self._quiet_s)
+        of awaits: what is read is then still true. Raises Unavailable (also where admissions do not pause within
+        `wait_s`), Corrupt."""
+        try:
+            async with asyncio.timeout(wait_s):
+                while not self._is_quiet():
+                    await self._wait(self._quiet_s)
+        except TimeoutError as e:
+            raise Unavailable(f"admissions did not pause for {self._quiet_s:g} s within {wait_s:g} s") from e
         self._is_outside = True
         try:
             yield await self._list(purpose)

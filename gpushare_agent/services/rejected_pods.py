@@ -20,7 +20,7 @@ import structlog
 from gpushare_agent.adapters.kube.slot import ApiSlot
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import Pod, PodPhase
+from gpushare_agent.model.pods import Pod, PodPhase, version_number
 
 log = structlog.get_logger(__name__)
 
@@ -133,5 +133,4 @@ def is_rejected_over(pod: Pod, resources: Collection[str]) -> bool:
 
 def _age(pod: Pod) -> tuple[int, str, str]:
     """Old before new: a rejected pod's resourceVersion is that of its rejection."""
-    version = pod.resource_version
-    return (int(version) if version.isascii() and version.isdigit() else 0, pod.namespace, pod.name)
+    return (version_number(pod.resource_version), pod.namespace, pod.name)

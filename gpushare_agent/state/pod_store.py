@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.pods import Pod, version_number
 
 PodChange = Callable[[Pod | None, Pod | None], None]
 """Told (old, new) after the store has changed: (None, pod) is new, (pod, None) is gone."""
@@ -62,12 +62,27 @@ class PodStore:
         self._publish(changes, always=is_first)
 
     def upsert(self, pod: Pod) -> None:
-        """Take a pod from a watch event or a GET, unless a later state of it is known."""
+        """Take a pod from a watch event or a GET, unless a later state of it is known.
+
+        A name has one bearer at a time: an older pod of this name is gone, though the watch has not told of it yet.
+        """
         self.last_event_at = self._clock()
-        if self._is_news(pod):
-            old = self._pods.get(pod.uid)
-            self._put(old, pod)
-            self._publish([(old, pod)])
+        if not self._is_news(pod):
+            return
+        former = [
+            other
+            for other in self._pods.values()
+            if (other.name, other.namespace) == (pod.name, pod.namespace)
+            and other.uid != pod.uid
+            and _is_newer(pod.resource_version, other.resource_version)
+        ]
+        old = self._pods.get(pod.uid)
+        changes = [*((other, None) for other in former), (old, pod)]
+        for other in former:
+            self._gone[other.uid] = self.last_event_at
+        for before, after in changes:
+            self._put(before, after)
+        self._publish(changes)
 
     def remove(self, uid: PodUid, *, gone_at: float | None = None) -> None:
         """The API server said that this pod is deleted, at `gone_at` (now, if not given)."""
@@ -141,8 +156,7 @@ class PodStore:
 
     def _age_rank(self, pod: Pod) -> tuple[int, int]:
         """A name is free only when its former bearer is gone: the higher resourceVersion is the later pod."""
-        number = _number(pod.resource_version)
-        return (-1 if number is None else number, self._order[pod.uid])
+        return (version_number(pod.resource_version), self._order[pod.uid])
 
     def _forget_gone(self, now: float) -> None:
         for uid, gone_at in list(self._gone.items()):
@@ -154,10 +168,5 @@ class PodStore:
 def _is_newer(resource_version: str, than: str) -> bool:
     """Whether the first is surely the newer one: both are numbers. Opaque ones cannot be compared: then the later
     message counts."""
-    first, second = _number(resource_version), _number(than)
-    return first is not None and second is not None and first > second
-
-
-def _number(resource_version: str) -> int | None:
-    is_number = resource_version.isascii() and resource_version.isdigit() and len(resource_version) <= 20
-    return int(resource_version) if is_number else None
+    first, second = version_number(resource_version), version_number(than)
+    return second > 0 and first > second

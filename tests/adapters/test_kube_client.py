@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.adapters.kube.client import KubeApi, KubeTimeouts, open_kube_api
+from gpushare_agent.adapters.kube.client import KubeApi, KubeTimeouts, ListLimits, open_kube_api
 from gpushare_agent.adapters.kube.configuration import ConfigurationSource, find_configuration, open_api_client
 from gpushare_agent.adapters.kube.session import KubeSession
 from gpushare_agent.model.errors import Conflict, Corrupt, NotFound, Rejected, StartupError, Unavailable
@@ -22,7 +22,9 @@ from tests.support_kube import (
     DATA,
     NODE,
     Behaviour,
+    Connection,
     FakeApiServer,
+    Seen,
     added,
     answers,
     answers_garbage,
@@ -47,6 +49,11 @@ SHORT = KubeTimeouts(request_s=0.2, list_s=0.2, watch_idle_s=0.2)
 UID = PodUid("u1")
 
 
+def whole(raw: dict[str, Any]) -> dict[str, Any]:
+    """Reads a listed pod as it is."""
+    return raw
+
+
 async def _watch_all(api: KubeApi) -> list[dict[str, Any]]:
     async with api.watch_pods(NODE, "7") as events:
         return [event async for event in events]
@@ -55,7 +62,7 @@ async def _watch_all(api: KubeApi) -> list[dict[str, Any]]:
 async def test_list_asks_the_watch_cache_for_this_node() -> None:
     """A list selects the node, takes any version, carries the token, and returns items and version."""
     async with fake_api(pods=[raw_pod("a")], version="42") as server, opened(server.url) as api:
-        raw_pods, version = await api.list_pods(NODE)
+        raw_pods, version = await api.list_pods(NODE, whole)
     assert ([raw["metadata"]["name"] for raw in raw_pods], version) == (["a"], "42")
     assert server.requests[0].query == {"fieldSelector": "spec.nodeName=node-1", "resourceVersion": "0"}
     assert server.requests[0].headers["authorization"] == "Bearer secret"
@@ -110,15 +117,95 @@ async def test_no_server_is_unavailable() -> None:
         url = server.url
     async with opened(url) as api:
         with pytest.raises(Unavailable):
-            await api.list_pods(NODE)
+            await api.list_pods(NODE, whole)
 
 
-@pytest.mark.parametrize("body", [{"items": 3, "metadata": {"resourceVersion": "1"}}, {"items": []}, {"metadata": []}])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"items": 3, "metadata": {"resourceVersion": "1"}},
+        {"items": []},
+        {"metadata": []},
+        {"items": [], "metadata": {"resourceVersion": "1", "continue": 7}},
+    ],
+)
 async def test_a_list_without_its_parts_is_corrupt(body: dict[str, Any]) -> None:
     """No list of items, or no version to watch from, is no PodList."""
     async with fake_api(lists=[answers(200, body)]) as server, opened(server.url) as api:
         with pytest.raises(Corrupt, match="no PodList"):
-            await api.list_pods(NODE)
+            await api.list_pods(NODE, whole)
+
+
+SMALL = ListLimits(list_bytes=2000, page_bytes=2000)
+
+
+def _fat(name: str) -> dict[str, Any]:
+    return raw_pod(name, metadata={"annotations": {"fat": "x" * 1000}})
+
+
+def pages(*, gone_at: int = -1) -> Behaviour:
+    """Lists in pages of the asked size; a continue token is the number of the next pod; `gone_at` is refused once."""
+    refused: list[int] = []
+
+    async def behave(server: FakeApiServer, request: Seen, connection: Connection) -> None:
+        begin = int(request.query.get("continue", "0"))
+        if begin == gone_at and not refused:
+            refused.append(begin)
+            await answers_gone(server, request, connection)
+            return
+        end = begin + int(request.query.get("limit", "1000"))
+        metadata = {"resourceVersion": "77"} | ({"continue": str(end)} if end < len(server.pods) else {})
+        await answers(200, {"items": server.pods[begin:end], "metadata": metadata})(server, request, connection)
+
+    return behave
+
+
+@pytest.mark.parametrize("gone_at", [-1, 2])
+async def test_a_list_that_is_too_long_is_read_in_pages(gone_at: int) -> None:
+    """Fat pods are all listed, in order and once, in pages that fit, also when a continue token expires on the way."""
+    fat = [_fat(name) for name in "abcd"]
+    async with (
+        fake_api(pods=fat, lists=[pages(gone_at=gone_at)]) as server,
+        opened(server.url, limits=SMALL) as api,
+    ):
+        names, version = await api.list_pods(NODE, lambda raw: str(raw["metadata"]["name"]))
+    assert (names, version) == (["a", "b", "c", "d"], "77")
+    first, second, *_, last = [request.query for request in server.requests]
+    assert (first.get("limit"), first["resourceVersion"]) == (None, "0")
+    assert (second["limit"], "resourceVersion" in second, second["fieldSelector"]) == (
+        "500",
+        False,
+        f"spec.nodeName={NODE}",
+    )
+    assert (last["limit"], last["continue"]) == ("1", "3")
+
+
+async def test_a_list_whose_tokens_never_live_is_a_conflict() -> None:
+    """After a few new starts the caller is told, instead of asking for ever."""
+
+    async def always_gone(server: FakeApiServer, request: Seen, connection: Connection) -> None:
+        behaviour = answers_gone if "continue" in request.query else pages()
+        await behaviour(server, request, connection)
+
+    async with (
+        fake_api(pods=[_fat(name) for name in "abcd"], lists=[always_gone]) as server,
+        opened(server.url, limits=SMALL) as api,
+    ):
+        with pytest.raises(Conflict):
+            await api.list_pods(NODE, whole)
+    assert sum("continue" in request.query for request in server.requests) == 3
+
+
+async def test_one_pod_that_fits_no_page_is_corrupt() -> None:
+    """The smallest page is one pod; what is longer still is refused, not read."""
+    async with (
+        fake_api(
+            pods=[_fat("a"), raw_pod("b", metadata={"annotations": {"fat": "x" * 3000}})], lists=[pages()]
+        ) as server,
+        opened(server.url, limits=SMALL) as api,
+    ):
+        with pytest.raises(Corrupt, match="longer than 2000 bytes"):
+            await api.list_pods(NODE, whole)
 
 
 async def test_watch_yields_events_and_bookmarks_in_order() -> None:
@@ -316,11 +403,11 @@ async def test_a_rotated_certificate_authority_is_read_again(tmp_path: Path, mon
         session = KubeSession(ConfigurationSource(service_account=tmp_path), connect_s=5)
         await session.open()
         try:
-            api = KubeApi(session, KubeTimeouts())
+            api = KubeApi(session, KubeTimeouts(), ListLimits())
             shutil.copy(DATA / "kube-ca.pem", tmp_path / "ca.crt")
             with pytest.raises(Unavailable, match="certificate verify failed"):
-                await api.list_pods(NODE)
-            await api.list_pods(NODE)
+                await api.list_pods(NODE, whole)
+            await api.list_pods(NODE, whole)
         finally:
             await session.close()
     assert [request.headers["authorization"] for request in server.requests] == ["Bearer t"]
@@ -357,9 +444,9 @@ async def test_the_client_and_the_embedded_api_server_agree() -> None:
     async with EmbeddedApiServer() as server, opened(server.url) as api:
         raw = server.create_pod(raw_pod("p"))
         uid = PodUid(raw["metadata"]["uid"])
-        raw_pods, version = await api.list_pods(NODE)
+        raw_pods, version = await api.list_pods(NODE, whole)
         assert [pod["metadata"]["uid"] for pod in raw_pods] == [uid]
-        assert (await api.list_pods("other"))[0] == []
+        assert (await api.list_pods("other", whole))[0] == []
         await api.patch_pod_annotations("default", "p", uid, {"a": "1"})
         assert (await api.get_pod("default", "p", timeout_s=5))["metadata"]["annotations"] == {"a": "1"}
         await _conflicts(lambda: api.patch_pod_annotations("default", "p", PodUid("other"), {"a": "2"}))

@@ -13,7 +13,7 @@ from gpushare_agent.adapters.kube.pods import parse_pod
 from gpushare_agent.adapters.kube.quantities import whole_number
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
-from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
+from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase, version_number
 from tests.support_kube import raw_pod
 
 FULL: dict[str, Any] = raw_pod(
@@ -40,9 +40,10 @@ FULL: dict[str, Any] = raw_pod(
                     "limits": {VCORE_RESOURCE: "30", VMEMORY_RESOURCE: 4, "cpu": "500m", "example.com/foo": "2"}
                 },
                 "env": [
-                    {"name": "A", "value": "1"},
-                    {"name": "B", "valueFrom": {"fieldRef": {}}},
-                    {"name": "A", "value": "2"},
+                    {"name": "compat32", "value": "false"},
+                    {"name": "SUBMITTER", "valueFrom": {"fieldRef": {}}},
+                    {"name": "OTHER", "value": "1"},
+                    {"name": "compat32", "value": "true"},
                 ],
             }
         ],
@@ -61,7 +62,7 @@ def test_every_part_that_the_agent_needs_is_read() -> None:
     ]
     assert read.containers[0].requests == {VCORE_RESOURCE: 1000}
     assert read.containers[2].requests == {VCORE_RESOURCE: 30, VMEMORY_RESOURCE: 4, "example.com/foo": 2}
-    assert read.containers[2].env == {"A": "2"}
+    assert read.containers[2].env == {"compat32": "true"}
     assert (read.phase, read.reason, read.message, read.controller_kind) == (PodPhase.RUNNING, "r", "m", "ReplicaSet")
     assert read.annotations == {"tencent.com/gpu-assigned": "false"}
     assert read.is_deleting and read.has_started and read.resource_version == "17" and read.node_name == "node-1"
@@ -140,11 +141,107 @@ def test_a_pod_has_started_once_a_container_ran(status: dict[str, Any], has_star
     assert parse_pod(raw_pod(status=status)).has_started is has_started
 
 
-def test_huge_annotations_are_cut_visibly() -> None:
-    """A value beyond the limit ends in an ellipsis, so that it is not taken for a whole one."""
-    read = parse_pod(raw_pod(metadata={"annotations": {"a": "1," * 100_000}}))
-    assert len(read.annotations["a"]) == 4096
-    assert read.annotations["a"].endswith("…")
+def test_only_what_the_agent_reads_is_kept_and_bounded() -> None:
+    """Of a fat pod stay our annotations, cut visibly, and two variables; no labels, and nobody else's words."""
+    ours = {f"tencent.com/a{number:03}": "1," * 100_000 for number in range(100)}
+    theirs = {f"example.com/{number}": "x" * 5000 for number in range(100)}
+    raw = raw_pod(metadata={"annotations": ours | theirs | {"clusterName": "c"}, "labels": {"app": "x"}})
+    raw["spec"]["containers"][0]["env"] = [
+        *({"name": f"E{number}", "value": "x" * 100} for number in range(5000)),
+        {"name": "SUBMITTER", "value": "s" * 5000},
+    ]
+    read = parse_pod(raw)
+    assert len(read.annotations) == 64 and read.annotations["clusterName"] == "c"
+    assert {name.partition("/")[0] for name in read.annotations} == {"clusterName", "tencent.com"}
+    assert len(read.annotations["tencent.com/a000"]) == 1024 and read.annotations["tencent.com/a000"].endswith("…")
+    assert dict(read.containers[0].env) == {"SUBMITTER": "s" * 1023 + "…"}
+    assert read.labels == {}
+
+
+MANY = [{"x": 1}] * 5000
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"metadata": {"ownerReferences": MANY}},
+        {"metadata": {"ownerReferences": "mine", "annotations": 7, "labels": []}},
+        {"metadata": {"ownerReferences": [3, {"controller": True, "kind": []}], "resourceVersion": 5}},
+        {"status": {"containerStatuses": MANY, "initContainerStatuses": [None, 3]}},
+        {"status": {"containerStatuses": "running", "phase": ["Failed"], "reason": 3, "message": {}}},
+        {"status": {"phase": "Rebooting"}},
+    ],
+)
+def test_a_pod_is_known_whatever_stands_where_nobody_reads(parts: dict[str, Any]) -> None:
+    """Long lists and garbage outside of identity and resources leave a pod with its resources."""
+    assert parse_pod(raw_pod(**parts)).wants(VCORE_RESOURCE)
+
+
+@pytest.mark.parametrize("env", [MANY, "garbage", [None, 3, {"name": [], "value": {}}]])
+def test_a_pod_is_known_whatever_its_environment(env: Any) -> None:
+    """More than a thousand variables, or none that is one, do not hide the pod."""
+    raw = raw_pod(cores=None)
+    raw["spec"]["containers"][0]["env"] = env
+    read = parse_pod(raw)
+    assert not read.wants(VCORE_RESOURCE) and [c.name for c in read.containers] == ["main"]
+
+
+def test_of_very_many_containers_those_that_ask_are_kept() -> None:
+    """Thousands of containers are cut, but none that asks for our resources, and positions stay true."""
+    raw = raw_pod(cores=None)
+    asking = {"name": "asks", "resources": {"limits": {VCORE_RESOURCE: "10"}}}
+    raw["spec"]["containers"] = [*({"name": f"c{number}"} for number in range(3000)), asking]
+    read = parse_pod(raw)
+    assert len(read.containers) == 1001
+    assert (read.containers[-1].name, read.containers[-1].position) == ("asks", 3000)
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        None,
+        {"name": "main", "resources": "many"},
+        {"name": "main", "resources": {"limits": [1]}},
+        {"resources": {"limits": {VCORE_RESOURCE: "1"}}},
+    ],
+)
+def test_a_pod_whose_resources_are_unreadable_is_corrupt(container: Any) -> None:
+    """What a pod asks for is never guessed."""
+    with pytest.raises(Corrupt, match="pod default/p"):
+        parse_pod(raw_pod(spec={"containers": [container]}))
+
+
+@pytest.mark.parametrize(
+    ("statuses", "running"),
+    [
+        ([{"name": "main", "state": {"running": {"startedAt": "x"}}}], {"main"}),
+        ([{"name": "main", "state": {"running": {}}}, {"name": "gone", "state": {"running": {}}}], {"main"}),
+        ([{"name": "main", "state": {"waiting": {}}, "lastState": {"running": {}}}], set()),
+        ([{"name": "main", "state": {"running": None, "terminated": {}}}], set()),
+        ([{"name": ["main"], "state": {"running": {}}}, None, {"name": "main", "state": "running"}], set()),
+        ([{"name": "main", "state": {"running": 1}}], set()),
+        ({"main": {"running": {}}}, set()),
+    ],
+)
+def test_the_containers_that_run_are_told(statuses: Any, running: set[str]) -> None:
+    """A container of the pod runs when its present state says so; garbage says nothing."""
+    assert parse_pod(raw_pod(status={"containerStatuses": statuses})).running == running
+
+
+def test_init_containers_run_too() -> None:
+    """A sidecar's status stands among those of init containers."""
+    spec = {"initContainers": [{"name": "proxy", "restartPolicy": "Always"}]}
+    statuses = {"initContainerStatuses": [{"name": "proxy", "state": {"running": {}}}]}
+    assert parse_pod(raw_pod(spec=spec, status=statuses)).running == {"proxy"}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("", 0), ("17", 17), ("0", 0), ("9" * 5000, 0), ("²", 0), ("٣", 0), ("-5", 0), ("1.5", 0), (" 7", 0), ("abc", 0)],
+)
+def test_a_garbage_version_counts_as_none(text: str, number: int) -> None:
+    """Only plain digits of at most 64 bits are a version to compare by; nothing raises."""
+    assert version_number(text) == number
 
 
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

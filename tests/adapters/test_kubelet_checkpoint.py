@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from gpushare_agent.adapters.kubelet_checkpoint import read_checkpoint
+from gpushare_agent.adapters.kubelet_checkpoint import FILE_NAME, KubeletCheckpoint, read_checkpoint
 from gpushare_agent.model.errors import Corrupt, Unavailable
 
+DEADLINE_S = 10.0
 DATA = Path(__file__).parent.parent / "data" / "kubelet"
 
 
@@ -60,3 +63,15 @@ def test_an_absent_file_is_unavailable(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(Unavailable):
             read_checkpoint(path)
+
+
+async def test_a_stalled_disk_is_unavailable(tmp_path: Path) -> None:
+    """A pipe without a writer stands for it; what waits in it is let go at the end."""
+    path = tmp_path / FILE_NAME
+    os.mkfifo(path)
+    checkpoint = KubeletCheckpoint(tmp_path)
+    async with asyncio.timeout(DEADLINE_S):
+        for reason in ("got no answer within 1 s", "an earlier call still hangs"):
+            with pytest.raises(Unavailable, match=reason):
+                await checkpoint.read()
+        os.close(os.open(path, os.O_WRONLY))

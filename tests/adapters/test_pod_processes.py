@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from pathlib import Path
 
 import pytest
 
 from gpushare_agent.adapters.pod_processes import PodProcesses
+from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.names import PodUid
 
+DEADLINE_S = 10.0
 UID = PodUid("0e7a3f2c-1111-2222-3333-444455556666")
 SYSTEMD = f"kubepods-burstable-pod{UID.replace('-', '_')}.slice"
 
@@ -52,3 +56,16 @@ async def test_links_are_not_followed(tmp_path: Path) -> None:
     root.mkdir()
     (root / f"pod{UID}").symlink_to(target)
     assert await PodProcesses(root).are_running(UID) is False
+
+
+async def test_a_stalled_file_system_is_unavailable(tmp_path: Path) -> None:
+    """A pipe in the place of cgroup.procs stands for it: not known now is not the same as no process."""
+    directory = tmp_path / f"kubepods/pod{UID}"
+    directory.mkdir(parents=True)
+    os.mkfifo(directory / "cgroup.procs")
+    processes = PodProcesses(tmp_path)
+    async with asyncio.timeout(DEADLINE_S):
+        for reason in ("got no answer within 2 s", "an earlier call still hangs"):
+            with pytest.raises(Unavailable, match=reason):
+                await processes.are_running(UID)
+        os.close(os.open(directory / "cgroup.procs", os.O_WRONLY))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from structlog.testing import capture_logs
 
 from gpushare_agent.adapters.simulated_gpus import SimulatedDriver
 from gpushare_agent.model.errors import Corrupt, StartupError, Unavailable
-from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.gpus import GpuInventory, Health
 from gpushare_agent.model.topology_tree import render_tree
 from tests.support_gpus import topology_text
 
@@ -156,3 +157,13 @@ async def test_a_malformed_faults_file_is_ignored_with_one_warning(tmp_path: Pat
         inventories = [await driver.read(), await driver.read()]
     assert all(card.is_healthy for inventory in inventories for card in inventory.cards)
     assert [entry["event"] for entry in logs] == ["faults_file_ignored"]
+
+
+async def test_a_faults_file_that_is_no_file_is_ignored(tmp_path: Path) -> None:
+    """A pipe would block its reader for ever."""
+    faults = tmp_path / "faults.json"
+    os.mkfifo(faults)
+    with capture_logs() as logs:
+        inventory = await simulated(faults=faults).read()
+    assert all(card.health is Health.HEALTHY for card in inventory.cards)
+    assert ["no regular file" in entry["reason"] for entry in logs] == [True]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
+from gpushare_agent.adapters.kubelet_checkpoint import FILE_NAME
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import (
     BLOCKS,
@@ -63,6 +66,34 @@ async def test_sigterm_ends_the_agent_while_an_admission_waits() -> None:
         await wait_until(node, lambda: node.kubelet.open_calls, "the admission")
         await _terminate(node, child)
         node.api.unstall()
+
+
+async def test_a_stalled_disk_below_the_kubelets_checkpoint_stops_neither_the_start_nor_the_end() -> None:
+    """A pipe without a writer in the file's place: the agent registers and ends in time."""
+    async with open_test_node() as node:
+        checkpoint = node.paths.device_plugin_path / FILE_NAME
+        checkpoint.unlink(missing_ok=True)
+        os.mkfifo(checkpoint)
+        async with open_child(node) as child:
+            await _terminate(node, child)
+
+
+async def test_a_log_that_nobody_reads_stops_neither_admissions_nor_the_end() -> None:
+    """The agent's standard error is a pipe that is full from the start."""
+    read_end, write_end = os.pipe()
+    try:
+        os.set_blocking(write_end, False)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(write_end, b"x")
+        os.set_blocking(write_end, True)
+        async with open_test_node() as node, open_child(node, stderr=write_end) as child:
+            node.api.create_pod(pod("runs", container(cores=30, blocks=10)))
+            await wait_running(node, "runs")
+            await _terminate(node, child)
+    finally:
+        os.close(read_end)
+        os.close(write_end)
 
 
 def _write(path: Path, text: str) -> None:

@@ -150,7 +150,9 @@ def recorded_pods() -> dict[str, Pod]:
     raw_pods = json.loads((DATA / "pods-1.36.json").read_text())["items"]
     pods = {p.name: p for p in (parse_pod(raw) for raw in raw_pods)}
     pods |= {name: pod(name, container(cores=10, blocks=4)) for name in ("b1", "b2", "b3")}
-    return {name: replace(p, phase=PodPhase.PENDING, has_started=False) for name, p in pods.items()}
+    return {
+        name: replace(p, phase=PodPhase.PENDING, has_started=False, running=frozenset()) for name, p in pods.items()
+    }
 
 
 @asynccontextmanager

@@ -35,12 +35,15 @@ def test_containers_are_served_in_spec_order() -> None:
 
 
 def test_the_kubelet_is_believed_over_our_cache() -> None:
-    """A container that we think served, but that the kubelet lists without devices, is served again."""
+    """A container that we think served, but that the kubelet lists without devices, is served again, once the API server
+    has confirmed that it is the same pod and not a new one of its name."""
     one = pod("one", container(cores=10))
     held = allocation(one, "main", ids(0, range(10)), [])
-    assert (
-        served_name(identify(VCORE_10, [Listing("one", {"main": {}})], known(one, allocations=(held,)))) == "one/main"
-    )
+    facts = known(one, allocations=(held,))
+    listed = [Listing("one", {"main": {}})]
+    doubtful = identify(VCORE_10, listed, facts)
+    assert isinstance(doubtful, Unresolved) and doubtful.unknown == (("default", "one"),)
+    assert served_name(identify(VCORE_10, listed, replace(facts, verified={("default", "one")}))) == "one/main"
 
 
 def test_an_init_container_is_known_by_our_cache_alone() -> None:
@@ -65,7 +68,7 @@ def test_pods_that_ended_or_were_refused_are_out() -> None:
 def test_a_refused_pod_that_runs_after_all_may_be_served() -> None:
     """A refusal at a container's restart does not end the pod."""
     back = pod("back", container(cores=10), has_started=True)
-    facts = known(back, refused=frozenset({back.uid}))
+    facts = replace(known(back, refused=frozenset({back.uid})), verified={("default", "back")})
     assert served_name(identify(VCORE_10, [Listing("back", {"main": {}})], facts)) == "back/main"
 
 
@@ -140,3 +143,14 @@ def test_an_allocate_without_preference_belongs_to_the_heir() -> None:
     assert found is not None and found.container.name == "s"
     assert reusing(ids(0, range(5, 10)), ResourceKind.VCORE, {chain.uid: chain}.get, facts) is None
     assert reusing(ids(0, range(4)), ResourceKind.VCORE, {chain.uid: chain}.get, facts) is None
+
+
+def test_a_container_that_runs_is_not_called_for() -> None:
+    """Admitted while the resource was unknown, it runs without devices; a new pod of the same size is the one."""
+    bare = pod("bare", container(cores=10), has_started=True, running=frozenset({"main"}))
+    new = pod("new", container(cores=10))
+    listed = [Listing("bare", {"main": {}}), Listing("new", {"main": {}})]
+    facts = known(bare, new)
+    doubtful = identify(VCORE_10, listed, facts)
+    assert isinstance(doubtful, Unresolved) and doubtful.unknown == (("default", "bare"),)
+    assert served_name(identify(VCORE_10, listed, replace(facts, verified={("default", "bare")}))) == "new/main"

@@ -60,9 +60,17 @@ def test_entries_of_ended_pods_are_left_out() -> None:
     entries = written("gone", "main", ids(1, range(10)), []) + written(
         "u1", "main", ids(0, range(10)), ids(0, range(4))
     )
-    for pods in (None, [pod("one", container(cores=10), uid="u1")]):
-        found = rebuilt(Records(listed=[ONE], checkpoint=entries, pods=pods))
-        assert set(found) == {ContainerKey(PodUid("u1"), "main")}
+    pods = [pod("one", container(cores=10), uid="u1")]
+    found = rebuilt(Records(listed=[ONE], checkpoint=entries, pods=pods))
+    assert set(found) == {ContainerKey(PodUid("u1"), "main")}
+
+
+def test_before_the_pods_are_known_only_what_was_given_again_is_left_out() -> None:
+    """A kubelet that is still starting lists only some of its pods: the others' IDs must not be given away."""
+    entries = written("u1", "main", ids(0, range(10)), ids(0, range(4)))
+    entries += written("later", "main", ids(1, range(10)), []) + written("gone", "main", ids(0, range(5, 15)), [])
+    found = rebuilt(Records(listed=[ONE], checkpoint=entries, pods=None))
+    assert {key.pod_uid for key in found} == {"u1", "later"}
 
 
 def test_an_empty_list_means_not_known_yet() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from gpushare_agent.kit.backoff import Backoff
+from gpushare_agent.kit.log_writer import WRITER
 from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.kit.supervision import EndedUnexpectedlyError, forever, periodic, stop_task
 from gpushare_agent.kit.systemd import sd_notify
@@ -156,10 +158,10 @@ def test_no_service_manager_is_no_error(short_dir: Path) -> None:
 def logging_is_restored() -> Iterator[None]:
     """setup_logging changes the process; this puts back what was."""
     root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
+    handlers, level, hook = list(root.handlers), root.level, sys.excepthook
     root.handlers = []  # basicConfig(force=True) would close them
     yield
-    root.handlers, root.level = handlers, level
+    root.handlers, root.level, sys.excepthook = handlers, level, hook
     logging.captureWarnings(False)
     structlog.reset_defaults()
 
@@ -182,6 +184,7 @@ def test_json_logs_are_one_object_a_line_for_ours_and_for_libraries(capsys: pyte
         raise_with_a_secret()
     except ValueError:
         log.exception("failed")
+    assert WRITER.flush(DEADLINE_S)
     entries = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert [entry["event"] for entry in entries] == ["allocated", "odd thing", "failed"]
     assert (entries[0]["cores"], entries[0]["level"], entries[0]["logger"]) == (30, "info", "gpushare_agent.x")
@@ -203,6 +206,7 @@ def test_console_logs_show_no_local_variables_and_a_second_setup_replaces_the_fi
         raise_with_a_secret()
     except ValueError:
         log.exception("failed")
+    assert WRITER.flush(DEADLINE_S)
     text = capsys.readouterr().err
     assert "not_shown" not in text
     assert "shown" in text

@@ -13,6 +13,7 @@ import pytest
 
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from gpushare_agent.sandbox.api_store import KINDS
 from tests.support_sandbox import pod
 
 PODS = "/api/v1/namespaces/default/pods"
@@ -319,6 +320,30 @@ async def test_version_health_and_access_reviews_answer() -> None:
         assert (status, body["status"]["allowed"]) == (201, True)
         async with client.session.get(client.api.url + "/readyz") as answer:
             assert await answer.text() == "ok"
+
+
+async def test_discovery_names_the_resources_for_kubectl() -> None:
+    """Versions, no groups, and pods, nodes and events with what can be done to them."""
+    async with open_client() as client:
+        assert (await client.call("GET", "/api"))[1]["versions"] == ["v1"]
+        groups = (await client.call("GET", "/apis"))[1]
+        assert (groups["kind"], groups["groups"]) == ("APIGroupList", [])
+        found = (await client.call("GET", "/api/v1"))[1]
+    assert (found["kind"], found["groupVersion"]) == ("APIResourceList", "v1")
+    by_name = {entry["name"]: entry for entry in found["resources"]}
+    assert sorted(by_name) == ["events", "nodes", "nodes/status", "pods", "pods/status"]
+    assert {name: by_name[name]["namespaced"] for name in KINDS} == {"pods": True, "nodes": False, "events": True}
+    assert all({"get", "list", "watch", "delete"} <= set(by_name[name]["verbs"]) for name in KINDS)
+
+
+@pytest.mark.parametrize("seconds", ["soon", "-1", "nan", ""])
+async def test_an_annotation_that_is_no_time_is_refused(seconds: str) -> None:
+    """At creation, by name: later nobody would hear of it."""
+    async with open_client() as client:
+        raw = pod("a", annotations={"sandbox.gpushare/run-seconds": seconds})
+        status, answer = await client.call("POST", PODS, raw)
+    assert status == 422
+    assert "sandbox.gpushare/run-seconds" in answer["message"]
 
 
 async def test_failures_to_order_come_and_pass() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
+import io
 import json
+import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -17,11 +21,15 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
+from gpushare_agent.apps import sandbox as app
 from gpushare_agent.sandbox.control import ask
+from gpushare_agent.sandbox.node_live_view import live_view
 from tests.support_sandbox import container, pod
 
 DEADLINE_S = 60.0
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -38,21 +46,24 @@ class Ended:
     err: str
 
 
-async def start(*arguments: str | Path) -> asyncio.subprocess.Process:
+async def start(*arguments: str | Path, cwd: Path = ROOT) -> asyncio.subprocess.Process:
     pipe = asyncio.subprocess.PIPE
-    command = [sys.executable, "-m", "gpushare_agent", "sandbox", *map(str, arguments)]
-    return await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    command = [sys.executable, "-P", "-m", "gpushare_agent", "sandbox", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return await asyncio.create_subprocess_exec(
+        *command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=cwd, env=environment
+    )
 
 
-async def ended(process: asyncio.subprocess.Process) -> Ended:
+async def ended(process: asyncio.subprocess.Process, text: str = "") -> Ended:
     async with asyncio.timeout(DEADLINE_S):
-        out, err = await process.communicate()
+        out, err = await process.communicate(text.encode())
     assert process.returncode is not None
     return Ended(code=process.returncode, out=out.decode(), err=err.decode())
 
 
-async def sandbox(*arguments: str | Path) -> Ended:
-    return await ended(await start(*arguments))
+async def sandbox(*arguments: str | Path, cwd: Path = ROOT, text: str = "") -> Ended:
+    return await ended(await start(*arguments, cwd=cwd), text)
 
 
 @asynccontextmanager
@@ -139,6 +150,105 @@ async def test_a_state_directory_that_is_a_file_is_exit_code_one(folder: Path) -
     assert "--state-dir" in done.err
 
 
+def documented_commands() -> list[list[str]]:
+    """Arguments of the command lines in the first code block of docs/sandbox.md; a remark stands behind three blanks."""
+    block = (ROOT / "docs" / "sandbox.md").read_text().split("```")[1]
+    lines = [line.partition("   ")[0].split() for line in block.splitlines() if line]
+    assert all(words[:2] == ["gpushare-agent", "sandbox"] for words in lines)
+    return [words[2:] for words in lines]
+
+
+@pytest.mark.parametrize("arguments", [c for c in documented_commands() if "--once" in c], ids=" ".join)
+async def test_the_documented_runs_work(folder: Path, arguments: list[str]) -> None:
+    """As they stand in docs/sandbox.md, beside a pods.yaml and a folder with the name of the package."""
+    (folder / "pods.yaml").write_text(yaml.safe_dump(pod("mine", container("main", cores=100))))
+    (folder / "gpushare_agent").mkdir()
+    (folder / "gpushare_agent" / "__init__.py").write_text("raise RuntimeError('the wrong code')")
+    done = await sandbox(*arguments, "--state-dir", folder / "s", "--port", "0", cwd=folder)
+    assert done.code == 0, done.err
+    assert "web http" not in done.err
+    if "json" in arguments:
+        cards = json.loads(done.out)["node"]["cards"]
+        assert [card["memory_mib"] for card in cards] == [24576, 16384]
+        whole = next(card for card in cards if card["cores_allocated"])
+        assert whole["memory_blocks_allocated"] == whole["memory_mib"] // 256
+        assert whole["memory_mib_allocated"] == whole["memory_mib"]
+
+
+async def test_every_documented_command_is_known() -> None:
+    """The argument parser takes each line of the block."""
+    parser = argparse.ArgumentParser()
+    app.add_arguments(parser)
+    commands = {parser.parse_args(arguments).command for arguments in documented_commands()}
+    assert commands == {None, "apply", "delete", "restart-kubelet", "kill-agent", "status"}
+
+
+async def test_a_busy_port_is_one_line_that_names_the_flag(folder: Path) -> None:
+    """Found before the agent starts: exit 1."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = await sandbox("--state-dir", folder / "s", "--once", "--port", str(taken.getsockname()[1]))
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert "--port" in done.err
+
+
+async def test_a_topology_file_that_is_absent_is_exit_code_two(folder: Path) -> None:
+    """A mistake of the command line like any other setting."""
+    done = await sandbox("--state-dir", folder / "s", "--once", "--topology", folder / "absent.txt")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "absent.txt" in done.err
+
+
+async def test_leftovers_of_a_dead_sandbox_go_with_the_next_one(folder: Path) -> None:
+    """SIGKILL leaves the directory; --once takes it over and removes it."""
+    state = folder / "s"
+    async with live(state, "--samples", "none") as process:
+        await read_until(process, "Ctrl-C ends")
+        process.kill()
+        await ended(process)
+    assert state.exists()
+    assert (await sandbox("--state-dir", state, "--port", "0", "--once", "--samples", "none")).code == 0
+    assert not state.exists()
+
+
+async def test_an_agent_ended_by_sigterm_is_started_again_without_a_complaint(folder: Path) -> None:
+    """A short note, and the next agent registers."""
+    async with live(folder / "s", "--samples", "fitting") as process:
+        await read_until(process, "default/share Running")
+        assert process.pid is not None
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(children) == 1
+        os.kill(int(children[0]), signal.SIGTERM)
+        await read_until(process, "the agent has ended as it was asked to; starting it again")
+        await registered(folder / "s")
+
+
+@pytest.mark.parametrize("count", [0, 4, 30])
+def test_the_live_view_fits_a_small_terminal(count: int) -> None:
+    """80 by 24: pods first, one line each, the rest counted, the notes at the end whole."""
+    one = {"vcore": 40, "vmemory": 8, "cards": [0]}
+    pods = [
+        {
+            "namespace": "default", "name": f"pod-{n}-with-a-name-that-is-rather-long", "phase": "Failed",
+            "is_terminating": False, "reason": "Refused", "message": "far too long\n" * 20, "annotations": {},
+            "containers": [one, one],
+        }
+        for n in range(count)
+    ]  # fmt: skip
+    card = {"name": "T", "cores_allocated": 80, "memory_mib": 24576, "memory_mib_allocated": 4096, "health": "Healthy"}
+    cards = [{**card, "index": n, "health_reason": ""} for n in range(8)]
+    notes = ["web " + "x " * 50, "Ctrl-C ends the sandbox"]
+    console = Console(width=80, height=24, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(live_view({"pods": pods, "node": {"cards": cards}}, notes, width=80, height=24))
+    lines = captured.get().splitlines()
+    assert len(lines) < 24
+    assert lines[0].startswith("pod")
+    assert lines[-1].startswith(notes[-1])
+    shown = sum(line.startswith("pod-") for line in lines)
+    assert shown == count or f"{count - shown} more pods, see `gpushare-agent sandbox status`" in captured.get()
+    assert shown >= min(count, 4)
+
+
 async def test_an_agent_that_cannot_start_is_told_with_its_last_lines(folder: Path) -> None:
     """A wrong setting that only the agent meets: exit 1, its own words, and no sandbox left."""
     done = await sandbox("--state-dir", folder / "s", "--once", "--port", "0", "--extra-config", folder / "absent.json")
@@ -156,6 +266,10 @@ async def test_a_live_sandbox_obeys_from_another_terminal_and_cleans_up_at_the_e
         where = ("--state-dir", state)
         assert (await sandbox("apply", "-f", folder / "p.yaml", *where)).out == "pod default/mine created\n"
         await read_until(process, "pod default/mine Running")
+        again = await sandbox("apply", "-f", "-", *where, text=yaml.safe_dump(pod("piped", container("main"))))
+        assert again.out == "pod default/piped created\n", again.err
+        assert (await sandbox("delete", "piped", *where)).code == 0
+        await read_until(process, "gone: pod default/piped")
         assert (await sandbox("kill-agent", *where)).code == 0
         await read_until(process, "the agent was killed by signal 9; starting it again")
         assert (await sandbox("restart-kubelet", *where)).code == 0
@@ -163,8 +277,10 @@ async def test_a_live_sandbox_obeys_from_another_terminal_and_cleans_up_at_the_e
         shown = json.loads((await sandbox("status", *where, "--format", "json")).out)
         assert [p["phase"] for p in shown["pods"]] == ["Running"]
         twice = await sandbox("apply", "-f", folder / "p.yaml", *where)
-        assert (twice.code, twice.err) == (1, 'pods "mine" already exists\n')
-        assert (await sandbox("delete", "mine", *where)).out == "pod default/mine deleted\n"
+        assert (twice.code, twice.err) == (1, 'gpushare-agent sandbox: pods "mine" already exists\n')
+        deleted = await sandbox("delete", "mine", "absent", *where)
+        assert (deleted.code, deleted.out) == (1, "pod default/mine deleted\n")
+        assert deleted.err == 'gpushare-agent sandbox: pods "absent" not found\n'
         await read_until(process, "gone: pod default/mine")
         second = await sandbox("--once", *where)
         assert second.code == 1

@@ -192,13 +192,13 @@ async def test_the_control_socket_answers_its_owner_only(folder: Path) -> None:
     async def handle(request: Request) -> Answer:
         if request["command"] == "fail":
             raise Rejected("that cannot be")
-        return {"ok": True, "lines": [request["command"]]}
+        return {"ok": True, "lines": [request["command"]], "errors": []}
 
     path = folder / "control.sock"
     async with open_control(path, handle):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert await ask(path, {"command": "hello"}) == {"ok": True, "lines": ["hello"]}
-        assert await ask(path, {"command": "fail"}) == {"ok": False, "lines": ["that cannot be"]}
+        assert await ask(path, {"command": "hello"}) == {"ok": True, "lines": ["hello"], "errors": []}
+        assert await ask(path, {"command": "fail"}) == {"ok": False, "lines": [], "errors": ["that cannot be"]}
     with pytest.raises(Unavailable, match=r"no sandbox runs in .*start one with"):
         await ask(path, {"command": "hello"})
 
@@ -228,13 +228,15 @@ async def test_the_report_charges_memory_to_the_card_of_the_cores() -> None:
             await wait_phase(node, "p", "Running")
             node.api.create_pod(pod("q", container("main", cores=300)))
             await node.kubelet.wait_for(lambda: node.api.pod("default", "q")["status"].get("conditions"))
-            shown = ReportedNode(node=node, cards=(_card(0, "a"), _card(1, "b")), vcore=CORE, vmemory=MEMORY)
+            shown = ReportedNode(
+                node=node, cards=(_card(0, "a"), _card(1, "b")), vcore=CORE, vmemory=MEMORY, memory_block_mib=256
+            )
             document = report(shown)
     first, second = document["node"]["cards"]
     assert (first["cores_allocated"], first["memory_blocks_allocated"]) == (0, 0)
     assert second == {
         "index": 1, "minor": 4, "uuid": "b", "name": "Test", "memory_mib": 1024, "numa": 1, "cores_allocated": 30,
-        "memory_blocks_allocated": 3, "health": "Healthy",
+        "memory_blocks_allocated": 3, "memory_mib_allocated": 768, "health": "Healthy", "health_reason": "",
     }  # fmt: skip
     assert document["node"]["capacity"] == {CORE: 200, MEMORY: 8}
     p, q = document["pods"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpushare_agent.adapters.kube.client import KubeApi, KubeTimeouts
-from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.errors import Corrupt, Rejected, Unavailable
 from gpushare_agent.model.names import VCORE_RESOURCE, PodUid
 from gpushare_agent.model.pods import PodPhase
 from gpushare_agent.sandbox.api_server import EmbeddedApiServer
@@ -145,6 +145,7 @@ async def test_gone_leads_to_a_new_list_that_tells_what_vanished(gone: Behaviour
         (streams_bytes(b"<html>\n"), 2),
         (streams_bytes(b"x" * (3 << 20)), 2),
         (streams({"type": "SURPRISE", "object": {}}), 2),
+        (streams({"object": {}}), 2),
         (streams({"type": "DELETED", "object": {"metadata": 7}}), 2),
     ],
 )
@@ -261,18 +262,62 @@ async def test_fetch_of_a_pod_that_is_not_here_is_none(behaviour: Behaviour) -> 
     "behaviour",
     [
         answers_html_502,
-        answers(403, raw_status(403)),
+        answers_gone,
         stalls_after_headers,
         stalls_before_headers,
-        answers(200, {}),
-        answers(200, raw_pod("a", cores="many")),
     ],
 )
-async def test_fetch_without_a_usable_answer_is_unavailable(behaviour: Behaviour) -> None:
+async def test_fetch_without_an_answer_is_unavailable(behaviour: Behaviour) -> None:
     """Whatever is wrong with the answer, the admission is told to try again, and why."""
     async with fake_api(others=[behaviour]) as server, opened(server.url) as api:
         with pytest.raises(Unavailable):
             await _informer(api).fetch("default", "a", timeout_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "error"),
+    [
+        (answers(403, raw_status(403)), Rejected),
+        (answers_garbage, Corrupt),
+        (answers(200, {}), Corrupt),
+        (answers(200, raw_pod("a", cores="many")), Corrupt),
+    ],
+)
+async def test_fetch_tells_a_no_and_an_unreadable_pod_from_silence(
+    behaviour: Behaviour, error: type[Exception]
+) -> None:
+    """A refusal and an unreadable pod are no reason to wait for the API server, and the caller can tell."""
+    async with fake_api(others=[behaviour]) as server, opened(server.url) as api:
+        with pytest.raises(error):
+            await _informer(api).fetch("default", "a", timeout_s=DEADLINE_S)
+
+
+def _plain_with_large_env() -> dict[str, Any]:
+    raw = raw_pod("plain", cores=None)
+    raw["spec"]["containers"][0]["env"] = [{"name": f"E{number}", "value": "1"} for number in range(1001)]
+    return raw
+
+
+async def test_a_pod_with_a_large_environment_is_known() -> None:
+    """More than a thousand variables do not keep a pod out of the store, by list or by name."""
+    counted = Counted()
+    async with informed(counted=counted, pods=[_plain_with_large_env()]) as (server, store, informer):
+        await wait_store(store, lambda store: list(_phases(store)) == ["plain"])
+        server.others = [answers(200, _plain_with_large_env())]
+        assert await informer.fetch("default", "plain", timeout_s=DEADLINE_S) is not None
+    assert counted.unreadable == 0
+
+
+@pytest.mark.parametrize("version", ["9" * 5000, "²", "-5"])
+async def test_garbage_versions_do_not_stop_the_informer(version: str) -> None:
+    """Pods and a list of garbage versions are held, and a watch refused for one is preceded by a new list next time."""
+    counted = Counted()
+    pods = [raw_pod("a", version=version), raw_pod("a", uid="other", version=version)]
+    behaviour: dict[str, Any] = {"pods": pods, "version": version, "watches": [answers(400, raw_status(400))]}
+    async with informed(counted=counted, **behaviour) as (_, store, _):
+        await counted.wait_ends("rejected", 2)
+        assert len(store.pods()) == 2 and store.by_name("default", "a") is not None
+    assert counted.lists >= 2
 
 
 async def test_fetch_before_the_api_is_there_waits_and_gives_up() -> None:

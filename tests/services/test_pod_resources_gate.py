@@ -75,7 +75,7 @@ async def test_a_list_outside_waits_until_admissions_are_over_and_quiet() -> Non
     done = asyncio.Event()
 
     async def look() -> None:
-        async with gate.quiet_list("reconcile"):
+        async with gate.quiet_list("reconcile", wait_s=5):
             done.set()
 
     async with asyncio.TaskGroup() as group:
@@ -100,7 +100,7 @@ async def test_a_preference_waits_for_a_list_outside() -> None:
     order: list[str] = []
 
     async def look() -> None:
-        async with gate.quiet_list("reconcile"):
+        async with gate.quiet_list("reconcile", wait_s=5):
             order.append("listed")
 
     async def prefer() -> None:
@@ -123,7 +123,7 @@ async def test_an_allocate_that_meets_a_list_is_counted() -> None:
     gate = PodResourcesGate(lister, clock=Clock(), quiet_s=0.0, on_overlap=lambda: met.append(1))
 
     async def look() -> None:
-        async with gate.quiet_list("reconcile"):
+        async with gate.quiet_list("reconcile", wait_s=5):
             pass
 
     async with asyncio.TaskGroup() as group:
@@ -141,7 +141,7 @@ async def test_a_cancelled_list_frees_the_gate() -> None:
     gate = PodResourcesGate(lister, clock=Clock(), quiet_s=0.0)
 
     async def look() -> None:
-        async with gate.quiet_list("reconcile"):
+        async with gate.quiet_list("reconcile", wait_s=5):
             pass
 
     async with asyncio.TaskGroup() as group:
@@ -151,3 +151,12 @@ async def test_a_cancelled_list_frees_the_gate() -> None:
     async with asyncio.timeout(5), gate.preferring():
         assert not gate.is_idle
     assert gate.is_idle
+
+
+async def test_admissions_without_a_pause_are_not_waited_for_for_ever() -> None:
+    """A storm of rejected pods never leaves the quiet time."""
+    gate = PodResourcesGate(SlowLister(), clock=Clock(), quiet_s=0.01)
+    async with gate.preferring():
+        with pytest.raises(Unavailable, match="did not pause"):
+            async with gate.quiet_list("reconcile", wait_s=0.02):
+                pass

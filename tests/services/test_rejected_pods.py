@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, PodUid
 from gpushare_agent.model.pods import Pod, PodPhase
@@ -65,6 +68,14 @@ def test_only_pods_that_we_rejected_and_others_replace_are_deleted() -> None:
     )
     assert _planned(no_resource, *others) == []
     assert _planned(kubelets_own, _rejected("i-x", 2, controller_kind="StatefulSet")) == ["h-x", "i-x"]
+
+
+@pytest.mark.parametrize("version", ["9" * 5000, "²", "-5", ""])
+def test_a_garbage_version_counts_as_the_oldest(version: str) -> None:
+    """A version that is no number of etcd's does not raise, and its pod goes first."""
+    odd = _rejected("web-7d9f-z", 1)
+    odd = replace(odd, resource_version=version)
+    assert _planned(_rejected("web-7d9f-a", 3), odd, _rejected("web-7d9f-b", 2), keep=2) == ["web-7d9f-z"]
 
 
 class Counted:

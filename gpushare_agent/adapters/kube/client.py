@@ -10,11 +10,12 @@ import asyncio
 import json
 import os
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote
 
 from gpushare_agent.adapters.kube.configuration import find_configuration
@@ -22,17 +23,22 @@ from gpushare_agent.adapters.kube.session import (
     MERGE_PATCH,
     KubeSession,
     Request,
+    TooLong,
     error_for_status,
     excerpt,
     renamed,
 )
-from gpushare_agent.model.errors import Corrupt, Rejected, Unavailable
+from gpushare_agent.model.errors import Conflict, Corrupt, Rejected, Unavailable
 from gpushare_agent.model.names import PodUid
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse
 
-MAX_LIST_BYTES = 64 << 20
+T = TypeVar("T")
+
+PAGE_SIZES = (500, 50, 5, 1)
+"""Pods in one page, the next smaller where a page is too long: a pod has up to 1.5 MiB."""
+PAGED_TRIES = 3
 MAX_LINE_BYTES = 2 << 20
 """One watch event is one line: an object of at most 1.5 MiB and its frame."""
 
@@ -49,22 +55,41 @@ class KubeTimeouts:
     watch_idle_s: float = 120.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListLimits:
+    """A list of the watch cache that is longer than `list_bytes` is read in pages of at most `page_bytes`.
+
+    Reading an answer takes about four times its size for a moment. 250 pods of 20 KiB, which is much, are 5 MiB.
+    """
+
+    list_bytes: int = 16 << 20
+    page_bytes: int = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Page(Generic[T]):
+    items: list[T]
+    version: str
+    token: str
+    """Where the next page begins, empty on the last."""
+
+
 def open_kube_api(
-    *, kubeconfig: Path | None, timeouts: KubeTimeouts | None = None
+    *, kubeconfig: Path | None, timeouts: KubeTimeouts | None = None, limits: ListLimits | None = None
 ) -> AbstractAsyncContextManager[KubeApi]:
     """The API server named by the kubeconfig, else the pod's own cluster, else $KUBECONFIG. Connects on first use.
 
     Entering raises StartupError where there is no usable configuration, Unavailable where credentials are not there yet.
     """
-    return _open_kube_api(kubeconfig, timeouts or KubeTimeouts())
+    return _open_kube_api(kubeconfig, timeouts or KubeTimeouts(), limits or ListLimits())
 
 
 @asynccontextmanager
-async def _open_kube_api(kubeconfig: Path | None, timeouts: KubeTimeouts) -> AsyncIterator[KubeApi]:
+async def _open_kube_api(kubeconfig: Path | None, timeouts: KubeTimeouts, limits: ListLimits) -> AsyncIterator[KubeApi]:
     session = KubeSession(find_configuration(kubeconfig, os.environ), connect_s=timeouts.connect_s)
     try:
         await session.open()
-        yield KubeApi(session, timeouts)
+        yield KubeApi(session, timeouts, limits)
     finally:
         await session.close()
 
@@ -72,25 +97,72 @@ async def _open_kube_api(kubeconfig: Path | None, timeouts: KubeTimeouts) -> Asy
 class KubeApi:
     """The API server. Holds no state of its own: any number of calls may run at once."""
 
-    def __init__(self, session: KubeSession, timeouts: KubeTimeouts) -> None:
+    def __init__(self, session: KubeSession, timeouts: KubeTimeouts, limits: ListLimits) -> None:
         self._session = session
         self._timeouts = timeouts
+        self._limits = limits
 
-    async def list_pods(self, node_name: str) -> tuple[list[dict[str, Any]], str]:
-        """The node's pods and the resourceVersion to watch from; from the watch cache, so it may lag a little."""
+    async def list_pods(self, node_name: str, read: Callable[[dict[str, Any]], T | None]) -> tuple[list[T], str]:
+        """What `read` makes of the node's pods (None is left out) and the resourceVersion to watch from.
+
+        From the watch cache, so it may lag a little; the cache answers whole. An answer that is too long is read again
+        in pages, each of which is let go before the next, so that fat pods do not keep the others from being known.
+        """
         what = f"list the pods of node {node_name}"
-        query = (("fieldSelector", f"spec.nodeName={node_name}"), ("resourceVersion", "0"))
-        raw_list = await self._session.fetch_json(
-            Request(what=what, method="GET", path="/api/v1/pods", query=query),
-            timeout_s=self._timeouts.list_s,
-            limit_bytes=MAX_LIST_BYTES,
-        )
+        selector = ("fieldSelector", f"spec.nodeName={node_name}")
+        request = Request(what=what, method="GET", path="/api/v1/pods", query=(selector, ("resourceVersion", "0")))
+        with suppress(TooLong):  # left before going on: the error's frames hold what was read
+            page = await self._page(request, read, timeout_s=self._timeouts.list_s, limit_bytes=self._limits.list_bytes)
+            return page.items, page.version
+        return await self._list_paged(replace(request, query=(selector,)), read)
+
+    async def _list_paged(self, request: Request, read: Callable[[dict[str, Any]], T | None]) -> tuple[list[T], str]:
+        ends_at = time.monotonic() + self._timeouts.list_s
+        for _ in range(PAGED_TRIES - 1):
+            with suppress(Conflict):  # the place to go on from is compacted away: start over
+                return await self._pages(request, read, ends_at)
+        return await self._pages(request, read, ends_at)
+
+    async def _pages(
+        self, request: Request, read: Callable[[dict[str, Any]], T | None], ends_at: float
+    ) -> tuple[list[T], str]:
+        items: list[T] = []
+        sizes, token = list(PAGE_SIZES), ""
+        while True:
+            place = (("limit", str(sizes[0])), *((("continue", token),) if token else ()))
+            left_s = max(ends_at - time.monotonic(), 0.0)
+            try:
+                page = await self._page(
+                    replace(request, query=(*request.query, *place)),
+                    read,
+                    timeout_s=left_s,
+                    limit_bytes=self._limits.page_bytes,
+                )
+            except TooLong:
+                if len(sizes) == 1:
+                    raise
+                del sizes[0]
+                continue
+            items += page.items
+            token = page.token
+            if not token:
+                return items, page.version
+
+    async def _page(
+        self, request: Request, read: Callable[[dict[str, Any]], T | None], *, timeout_s: float, limit_bytes: int
+    ) -> _Page[T]:
+        raw_list = await self._session.fetch_json(request, timeout_s=timeout_s, limit_bytes=limit_bytes)
         # Servers send null for an empty list at times.
         raw_pods, raw_metadata = raw_list.get("items") or [], raw_list.get("metadata")
-        version = raw_metadata.get("resourceVersion") if isinstance(raw_metadata, dict) else None
-        if not isinstance(raw_pods, list) or not isinstance(version, str) or not version:
-            raise Corrupt(f"cannot {what}: the answer is no PodList with a resourceVersion")
-        return [raw_pod for raw_pod in raw_pods if isinstance(raw_pod, dict)], version
+        version, token = (
+            (raw_metadata.get("resourceVersion"), raw_metadata.get("continue") or "")
+            if isinstance(raw_metadata, dict)
+            else (None, "")
+        )
+        if not isinstance(raw_pods, list) or not isinstance(version, str) or not version or not isinstance(token, str):
+            raise Corrupt(f"cannot {request.what}: the answer is no PodList with a resourceVersion")
+        items = [item for raw in raw_pods if isinstance(raw, dict) and (item := read(raw)) is not None]
+        return _Page(items=items, version=version, token=token)
 
     @asynccontextmanager
     async def watch_pods(self, node_name: str, resource_version: str) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:

@@ -1,12 +1,13 @@
 """A Pod from the API server's JSON, read once and never trusted.
 
-Only what the agent needs is kept, bounded in size. Whatever is not what the Kubernetes API says it is raises Corrupt
-with the pod, the container and the field: never AttributeError or TypeError. Format: Kubernetes core/v1 Pod.
+Only what the agent needs is kept, bounded in size: the store holds every pod of the node. A pod is refused as Corrupt,
+with the pod, the container and the field, only where its identity or what it asks for cannot be read; anything else that
+is not what the Kubernetes API says it is, reads as absent. Format: Kubernetes core/v1 Pod.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from gpushare_agent.adapters.kube.quantities import whole_number
@@ -14,8 +15,15 @@ from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 
-MAX_ENTRIES = 1000
-MAX_VALUE_CHARS = 4096
+KEPT_ANNOTATION_PREFIX = "tencent.com/"
+KEPT_ANNOTATIONS = ("clusterName",)
+KEPT_ENV = ("compat32", "SUBMITTER")
+MAX_ANNOTATIONS = 64
+MAX_CONTAINERS = 1000
+"""Containers beyond this count only where they ask for something."""
+MAX_NAME_CHARS = 320
+"""Of an annotation: 253 of its prefix, a slash, 63 of its name."""
+MAX_VALUE_CHARS = 1024
 MAX_MESSAGE_CHARS = 2048
 CUT = "…"
 """Ends what was cut, so that a cut value is never taken for a whole one."""
@@ -25,7 +33,7 @@ def parse_pod(raw: Mapping[str, Any], *, resources: Collection[str] | None = Non
     """`resources` limits whose limits are read; None reads those of every extended resource.
 
     Raises:
-        Corrupt: a part that the agent needs is missing, of the wrong type, or no number where one belongs.
+        Corrupt: name, UID, node or what the containers ask for is missing, of the wrong type, or no number.
     """
     metadata = _mapping(raw, "metadata", "pod")
     namespace, name = _text(metadata, "namespace", "pod"), _text(metadata, "name", "pod")
@@ -33,22 +41,25 @@ def parse_pod(raw: Mapping[str, Any], *, resources: Collection[str] | None = Non
     uid = _text(metadata, "uid", what)
     if not (uid and name and namespace):
         raise Corrupt(f"{what}: namespace, name or UID is missing")
-    spec, status = _mapping(raw, "spec", what), _mapping(raw, "status", what)
+    spec = _mapping(raw, "spec", what)
+    status = _mapping_or_empty(raw.get("status"))
+    containers = tuple(_containers(spec, what, resources))
+    statuses = _items_or_none(status, "initContainerStatuses") + _items_or_none(status, "containerStatuses")
     return Pod(
         uid=PodUid(uid),
         namespace=namespace,
         name=name,
-        phase=_phase(status, what),
-        containers=tuple(_containers(spec, what, resources)),
-        annotations=_texts(metadata.get("annotations")),
-        labels=_texts(metadata.get("labels")),
-        resource_version=_text(metadata, "resourceVersion", what),
+        phase=_phase(status),
+        containers=containers,
+        annotations=_annotations(metadata.get("annotations")),
+        resource_version=_text_or_empty(metadata, "resourceVersion"),
         node_name=_text(spec, "nodeName", what),
         is_deleting=metadata.get("deletionTimestamp") is not None,
-        reason=_cut(_text(status, "reason", what), MAX_MESSAGE_CHARS),
-        message=_cut(_text(status, "message", what), MAX_MESSAGE_CHARS),
-        controller_kind=_controller_kind(metadata, what),
-        has_started=any(_has_started(raw_status) for raw_status in _container_statuses(status, what)),
+        reason=_cut(_text_or_empty(status, "reason"), MAX_MESSAGE_CHARS),
+        message=_cut(_text_or_empty(status, "message"), MAX_MESSAGE_CHARS),
+        controller_kind=_controller_kind(metadata),
+        has_started=any(_has_started(raw_status) for raw_status in statuses),
+        running=frozenset(c.name for c in containers) & frozenset(_running(statuses)),
     )
 
 
@@ -68,19 +79,20 @@ def resource_version(raw: Mapping[str, Any]) -> str:
 def _containers(spec: Mapping[str, Any], what: str, resources: Collection[str] | None) -> Iterator[ContainerSpec]:
     for field in ("initContainers", "containers"):
         for position, raw in enumerate(_items(spec, field, what)):
-            kind = ContainerKind.MAIN
-            if field == "initContainers":
-                kind = ContainerKind.SIDECAR if raw.get("restartPolicy") == "Always" else ContainerKind.INIT
-            name = _text(raw, "name", f"{what}, {field}[{position}]")
-            if not name:
-                raise Corrupt(f"{what}, {field}[{position}]: the container has no name")
-            yield ContainerSpec(
-                name=name,
-                kind=kind,
-                position=position,
-                requests=_requests(raw, f"{what}, container {name}", resources),
-                env=_literal_env(raw, f"{what}, container {name}"),
-            )
+            where = f"{what}, {field}[{position}]"
+            name = _text_or_empty(raw, "name")
+            requests = _requests(raw, f"{what}, container {name}" if name else where, resources)
+            if not name and requests:
+                raise Corrupt(f"{where}: the container has no name")
+            if requests or (name and position < MAX_CONTAINERS):
+                kind = _kind(raw, field)
+                yield ContainerSpec(name=name, kind=kind, position=position, requests=requests, env=_literal_env(raw))
+
+
+def _kind(raw: Mapping[str, Any], field: str) -> ContainerKind:
+    if field == "containers":
+        return ContainerKind.MAIN
+    return ContainerKind.SIDECAR if raw.get("restartPolicy") == "Always" else ContainerKind.INIT
 
 
 def _requests(raw: Mapping[str, Any], what: str, resources: Collection[str] | None) -> dict[str, int]:
@@ -94,32 +106,34 @@ def _is_extended(name: str) -> bool:
     return "/" in name and "kubernetes.io/" not in name
 
 
-def _literal_env(raw: Mapping[str, Any], what: str) -> dict[str, str]:
-    """Literal values by name; a later entry wins, as in the kubelet."""
-    pairs = ((entry.get("name"), entry.get("value")) for entry in _items(raw, "env", what)[:MAX_ENTRIES])
+def _literal_env(raw: Mapping[str, Any]) -> dict[str, str]:
+    """The literal values that the agent reads, by name; a later entry wins, as in the kubelet."""
+    pairs = ((entry.get("name"), entry.get("value")) for entry in _items_or_none(raw, "env"))
     return {
-        _cut(name, MAX_VALUE_CHARS): _cut(value, MAX_VALUE_CHARS)
+        name: _cut(value, MAX_VALUE_CHARS)
         for name, value in pairs
-        if isinstance(name, str) and isinstance(value, str)
+        if isinstance(name, str) and name in KEPT_ENV and isinstance(value, str)
     }
 
 
-def _phase(status: Mapping[str, Any], what: str) -> PodPhase:
-    phase = _text(status, "phase", what)
-    try:
-        return PodPhase(phase) if phase else PodPhase.PENDING
-    except ValueError as e:
-        raise Corrupt(f"{what}: status.phase {_cut(phase, 80)!r} is no pod phase") from e
+def _phase(status: Mapping[str, Any]) -> PodPhase:
+    phase = status.get("phase")
+    if not phase:
+        return PodPhase.PENDING
+    return next((known for known in PodPhase if known.value == phase), PodPhase.UNKNOWN)
 
 
-def _controller_kind(metadata: Mapping[str, Any], what: str) -> str:
-    owners = _items(metadata, "ownerReferences", what)
-    return next((_text(owner, "kind", what) for owner in owners if owner.get("controller") is True), "")
+def _controller_kind(metadata: Mapping[str, Any]) -> str:
+    owners = _items_or_none(metadata, "ownerReferences")
+    kind = next((_text_or_empty(owner, "kind") for owner in owners if owner.get("controller") is True), "")
+    return _cut(kind, MAX_NAME_CHARS)
 
 
-def _container_statuses(status: Mapping[str, Any], what: str) -> Iterator[Mapping[str, Any]]:
-    for field in ("initContainerStatuses", "containerStatuses"):
-        yield from _items(status, field, what)
+def _running(statuses: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    for raw_status in statuses:
+        name, state = raw_status.get("name"), raw_status.get("state")
+        if isinstance(name, str) and isinstance(state, Mapping) and isinstance(state.get("running"), Mapping):
+            yield name
 
 
 def _has_started(raw_status: Mapping[str, Any]) -> bool:
@@ -146,9 +160,13 @@ def _items(raw: Mapping[str, Any], field: str, what: str) -> list[Mapping[str, A
         return []
     if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
         _no(f"{what}, {field}", "a list of objects")
-    if len(value) > MAX_ENTRIES:
-        raise Corrupt(f"{what}, {field}: more than {MAX_ENTRIES} entries")
-    return list(value)
+    return value
+
+
+def _items_or_none(raw: Mapping[str, Any], field: str) -> list[Mapping[str, Any]]:
+    """The objects of a list; whatever else stands there is passed over."""
+    value = raw.get(field)
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
 def _text(raw: Mapping[str, Any], field: str, what: str) -> str:
@@ -158,12 +176,24 @@ def _text(raw: Mapping[str, Any], field: str, what: str) -> str:
     return value if isinstance(value, str) else _no(f"{what}, {field}", "text")
 
 
-def _texts(value: Any) -> dict[str, str]:
-    """Annotations or labels, the pairs of text among them, by name."""
-    if not isinstance(value, Mapping):
-        return {}
-    names = sorted(name for name in value if isinstance(name, str) and isinstance(value[name], str))
-    return {name: _cut(value[name], MAX_VALUE_CHARS) for name in names[:MAX_ENTRIES]}
+def _text_or_empty(raw: Mapping[str, Any], field: str) -> str:
+    value = raw.get(field)
+    return value if isinstance(value, str) else ""
+
+
+def _mapping_or_empty(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _annotations(value: Any) -> dict[str, str]:
+    """Those that the agent reads, the pairs of text among them, by name."""
+    raw = _mapping_or_empty(value)
+    names = sorted(name for name in raw if isinstance(name, str) and _is_kept(name) and isinstance(raw[name], str))
+    return {name: _cut(raw[name], MAX_VALUE_CHARS) for name in names[:MAX_ANNOTATIONS]}
+
+
+def _is_kept(name: str) -> bool:
+    return name in KEPT_ANNOTATIONS or (name.startswith(KEPT_ANNOTATION_PREFIX) and len(name) <= MAX_NAME_CHARS)
 
 
 def _cut(text: str, limit: int) -> str:

@@ -31,6 +31,10 @@ RELOAD_INTERVAL_S = 30.0
 MERGE_PATCH = "application/merge-patch+json"
 
 
+class TooLong(Corrupt):
+    """The answer is longer than the caller allows: ask for less."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """`what` completes the sentence "cannot …" and names the thing. `query` is in the order sent."""
@@ -67,7 +71,7 @@ class KubeSession:
     async def fetch_json(
         self, request: Request, *, timeout_s: float, limit_bytes: int = MAX_OBJECT_BYTES
     ) -> dict[str, Any]:
-        """The answer, a JSON object. Raises: every error of `renamed`, and Corrupt for what is no JSON object."""
+        """The answer, a JSON object. Raises: every error of `renamed`, TooLong, and Corrupt for what is no JSON object."""
         with renamed(request.what):
             async with asyncio.timeout(timeout_s), self.stream(request) as response:
                 content = await _read_bounded(response, request.what, limit_bytes)
@@ -168,15 +172,13 @@ def renamed(what: str) -> Iterator[None]:
         raise Unavailable(f"cannot {what}: {e or type(e).__name__}") from e
 
 
-async def _read_bounded(response: ClientResponse, what: str, limit_bytes: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
+async def _read_bounded(response: ClientResponse, what: str, limit_bytes: int) -> bytearray:
+    content = bytearray()
     async for part in response.content.iter_any():
-        parts.append(part)
-        size += len(part)
-        if size > limit_bytes:
-            raise Corrupt(f"cannot {what}: the API server's answer is longer than {limit_bytes} bytes")
-    return b"".join(parts)
+        content += part
+        if len(content) > limit_bytes:
+            raise TooLong(f"cannot {what}: the API server's answer is longer than {limit_bytes} bytes")
+    return content
 
 
 async def _status_error(response: ClientResponse, what: str) -> AgentError:
@@ -208,6 +210,6 @@ def status_message(content: bytes) -> str:
     return message[:500] if isinstance(message, str) else ""
 
 
-def excerpt(content: bytes) -> str:
+def excerpt(content: bytes | bytearray) -> str:
     """The first words of what a server sent, printable on one line."""
     return " ".join(content[:160].decode("utf-8", "replace").split())

@@ -1,0 +1,77 @@
+"""Blocking calls for asyncio, each bounded, none able to keep the process from ending.
+
+A sick driver or a stalled disk can block a call for ever. asyncio's own pool is no place for it: the pool's threads are
+joined when the loop closes. So a call gets a daemon thread of its own, one at a time per worker. While one is overdue,
+further ones are refused at once, so that neither threads nor waiting times pile up.
+
+State owned: the call that is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from gpushare_agent.model.errors import Unavailable
+
+T = TypeVar("T")
+
+
+class DaemonThread:
+    """One worker, for calls that may hang on the same thing. `advice` ends every complaint: what to check."""
+
+    def __init__(self, name: str, *, advice: str) -> None:
+        self._name = name
+        self._advice = advice
+        self._turn = asyncio.Lock()
+        self._under_way: asyncio.Future[Any] | None = None
+        self._overdue_at = 0.0
+
+    async def call(self, blocking: Callable[[], T], what: str, timeout_s: float) -> T:
+        """What `blocking` returns or raises. Cancelled, the call goes on in its thread and nobody hears of it.
+
+        Raises:
+            Unavailable: no answer in time, or an earlier call is overdue. `what` names the call in the message.
+        """
+        try:
+            async with asyncio.timeout(timeout_s), self._turn:
+                await self._wait_for_earlier(what)
+                answer = self._start(blocking, what)
+                self._overdue_at = time.monotonic() + timeout_s
+                await asyncio.wait({answer})  # leaves the call alone when this waiting is cancelled
+        except TimeoutError as error:
+            raise Unavailable(f"{what} got no answer within {timeout_s:g} s. {self._advice}") from error
+        return answer.result()
+
+    async def _wait_for_earlier(self, what: str) -> None:
+        """An earlier call that nobody waits for any more may yet be quick; one whose time is over is not waited for."""
+        if self._under_way is None or self._under_way.done():
+            return
+        if time.monotonic() >= self._overdue_at:
+            raise Unavailable(f"{what} was not tried: an earlier call still hangs. {self._advice}")
+        await asyncio.wait({self._under_way})
+
+    def _start(self, blocking: Callable[[], T], what: str) -> asyncio.Future[T]:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+        answer.add_done_callback(lambda done: done.exception())  # one that nobody waits for is no news for the log
+
+        def work() -> None:
+            try:
+                settle: Callable[[], None] = partial(answer.set_result, blocking())
+            except BaseException as error:  # noqa: BLE001 - handed to the waiting coroutine, whatever it is
+                settle = partial(answer.set_exception, error)
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(settle)
+
+        try:
+            threading.Thread(target=work, name=self._name, daemon=True).start()
+        except RuntimeError as error:
+            raise Unavailable(f"{what} was not tried: no thread could be started ({error})") from error
+        self._under_way = answer
+        return answer

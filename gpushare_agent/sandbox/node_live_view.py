@@ -1,0 +1,83 @@
+"""The report on a terminal that is drawn again and again: it must fit, or the terminal would scroll away what matters.
+
+One line for each pod, then one for each card, then the notes; what has no room is counted. `status` shows everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gpushare_agent.sandbox.node_view import card_text, card_use, health_text, reason_text, status_of
+
+_NARROW = 100
+_LINES_BETWEEN = 5
+"""Two headings, two empty lines, and the line of the cursor."""
+
+
+def live_view(document: dict[str, Any], notes: Sequence[str], *, width: int, height: int) -> RenderableType:
+    """At most `height` - 1 lines, where that has room for the notes, one pod and one card."""
+    pods, cards = document["pods"], document["node"]["cards"]
+    room = height - _LINES_BETWEEN - sum(_line_count(note, width) for note in notes)
+    for_pods, for_cards = _shared_room(room, len(pods), len(cards))
+    return Group(
+        *_cut(_pods_table, pods, for_pods, "pods", width),
+        Text(""),
+        *_cut(_cards_table, cards, for_cards, "cards", width),
+        Text(""),
+        *(Text(note) for note in notes),
+    )
+
+
+def _line_count(note: str, width: int) -> int:
+    return len(Text(note).wrap(Console(width=width), width))
+
+
+def _shared_room(room: int, pods: int, cards: int) -> tuple[int, int]:
+    """Lines for pods and for cards. The cards give way first, down to a third of the room."""
+    for_cards = min(cards, max(room - pods, room // 3, 1))
+    return max(1, room - for_cards), for_cards
+
+
+def _cut(make: Any, rows: list[dict[str, Any]], lines: int, what: str, width: int) -> list[RenderableType]:
+    if len(rows) <= lines:
+        return [make(rows, width)]
+    shown = rows[: max(0, lines - 1)]
+    more = f"{len(rows) - len(shown)} more {what}, see `gpushare-agent sandbox status`"
+    return [make(shown, width), Text(more, style="dim", no_wrap=True, overflow="ellipsis")]
+
+
+def _table(*columns: str, longest: dict[str, int]) -> Table:
+    """No lines around it; the last column takes what is left and is cut there."""
+    table = Table(box=None, expand=True, padding=(0, 2, 0, 0))
+    for column in columns[:-1]:
+        table.add_column(column, no_wrap=True, overflow="ellipsis", max_width=longest.get(column))
+    table.add_column(columns[-1], no_wrap=True, overflow="ellipsis", ratio=1)
+    return table
+
+
+def _pods_table(pods: list[dict[str, Any]], width: int) -> Table:
+    """The containers of a pod stand side by side, in the order of the manifest."""
+    name_width = max(12, width // 4)
+    table = _table("pod", "status", "cores", "blocks", "cards", "reason", longest={"pod": name_width, "cards": 12})
+    for pod in pods:
+        namespace = "" if pod["namespace"] == "default" else f"{pod['namespace']}/"
+        containers = pod["containers"]
+        table.add_row(
+            f"{namespace}{pod['name']}", status_of(pod), "+".join(str(c["vcore"]) for c in containers),
+            "+".join(str(c["vmemory"]) for c in containers), " ".join(map(card_text, containers)),
+            " ".join(reason_text(pod).split()),
+        )  # fmt: skip
+    return table
+
+
+def _cards_table(cards: list[dict[str, Any]], width: int) -> Table:
+    name = ("name",) if width >= _NARROW else ()
+    table = _table("card", *name, "cores used", "memory used MiB", "health", longest={"name": width // 4})
+    for card in cards:
+        table.add_row(str(card["index"]), *(card[key] for key in name), *card_use(card), health_text(card))
+    return table

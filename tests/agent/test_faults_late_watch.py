@@ -1,0 +1,96 @@
+"""The agent's watch is behind the kubelet's: what the pod store says of a name may be another pod's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.support_agent import (
+    InnerAgent,
+    assert_nothing_shared,
+    cards_of,
+    open_agent,
+    wait_books_equal,
+    wait_running,
+    wait_settled,
+    wait_until,
+)
+from tests.support_sandbox import container, open_test_node, pod
+
+SHARE = (container(cores=60, blocks=80),)
+
+
+@contextmanager
+def late_watch(agent: InnerAgent) -> Iterator[None]:
+    """Watch events are kept back, in order, until the block ends: the connection is slow, not broken."""
+    informer: Any = agent.parts.informer
+    told, kept = informer._apply, []
+    informer._apply = kept.append
+    try:
+        yield
+    finally:
+        informer._apply = told
+        for event in kept:
+            told(event)
+
+
+@pytest.mark.parametrize("grace_s", [0, None])
+async def test_a_pod_recreated_under_its_name_is_the_new_one(grace_s: int | None) -> None:
+    """Same name, same size, and the store still shows the former bearer running: the API server is asked first."""
+    flags = ("--cards=2", "--allocation.check-period-s=60")
+    async with open_test_node(seed=1) as node, open_agent(node, *flags) as agent:
+        node.api.create_pod(pod("web-0", *SHARE))
+        await wait_running(node, "web-0")
+        former = node.api.pod("default", "web-0")["metadata"]["uid"]
+        await wait_until(node, lambda: agent.parts.store.get(former).has_started, "the store sees it running")
+        with late_watch(agent):
+            node.api.delete_pod("default", "web-0", grace_period_s=grace_s)
+            await wait_until(node, lambda: node.api.find_pod("default", "web-0") is None, "the name free")
+            node.api.create_pod(pod("web-0", *SHARE))
+            await wait_running(node, "web-0")
+        await wait_books_equal(node, agent)
+        assert former not in {a.key.pod_uid for a in agent.parts.cache}
+        node.api.create_pod(pod("next", container(cores=30, blocks=80)))
+        await wait_running(node, "web-0", "next")
+        assert cards_of(node, "web-0") != cards_of(node, "next")
+        assert_nothing_shared(node)
+
+
+async def test_a_pod_that_runs_without_devices_stands_in_nobodys_way() -> None:
+    """Admitted while the resource was unknown, it is listed without devices for ever; others of its size are served."""
+    async with open_test_node() as node:
+        node.api.create_pod(pod("bare", *SHARE, nodeName=node.name))
+        await wait_running(node, "bare")
+        async with open_agent(node) as agent:
+            for name in ("one", "two"):
+                node.api.create_pod(pod(name, *SHARE))
+                await wait_running(node, name)
+            await wait_books_equal(node, agent)
+            assert {a.pod_name for a in agent.parts.cache} == {"one", "two"}
+
+
+async def test_a_storm_of_refusals_keeps_nothing_from_being_freed() -> None:
+    """On a kubelet without Get a reconcile waits for a pause that never comes; what is gone is freed all the same."""
+    flags = ("--cards=1", "--allocation.cleanup-rejected-pods=false", "--allocation.check-period-s=0.05")
+    async with open_test_node(kubelet_version="1.31") as node, open_agent(node, *flags) as agent:
+        node.api.create_pod(pod("old", *SHARE))
+        await wait_running(node, "old")
+        stop = asyncio.Event()
+
+        async def storm(name: str) -> None:
+            number = 0
+            while not stop.is_set():
+                number += 1
+                node.api.create_pod(pod(f"{name}-{number}", container(cores=150, blocks=1), nodeName=node.name))
+                await wait_settled(node, f"{name}-{number}")
+
+        async with asyncio.TaskGroup() as group:
+            for name in ("a", "b"):
+                group.create_task(storm(name))
+            node.api.delete_pod("default", "old", grace_period_s=0)
+            await wait_until(node, lambda: not list(agent.parts.cache), "the share freed amid the storm")
+            stop.set()

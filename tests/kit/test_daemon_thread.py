@@ -1,0 +1,78 @@
+"""Blocking calls in a daemon thread: bounded, one at a time, refused while one is overdue."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from gpushare_agent.kit.daemon_thread import DaemonThread
+from gpushare_agent.model.errors import Unavailable
+
+DEADLINE_S = 10.0
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """What the blocking function waits for; opened at the end, so that no thread is left."""
+    event = threading.Event()
+    yield event
+    event.set()
+    for thread in threading.enumerate():
+        if thread.name == "worker":
+            thread.join(DEADLINE_S)
+
+
+async def test_results_and_errors_come_through() -> None:
+    """Whatever the function returns or raises, also a TimeoutError of its own."""
+    worker = DaemonThread("worker", advice="Check it.")
+    assert await worker.call(lambda: 5, "counting", DEADLINE_S) == 5
+
+    def fails() -> None:
+        raise TimeoutError("of the file system")
+
+    with pytest.raises(TimeoutError, match="of the file system"):
+        await worker.call(fails, "counting", DEADLINE_S)
+
+
+async def test_while_a_call_hangs_further_ones_are_refused_without_a_thread(gate: threading.Event) -> None:
+    """The first is given up after its time; when it returns at last, calls are made again."""
+    worker = DaemonThread("worker", advice="Check it.")
+    with pytest.raises(Unavailable, match=r"waiting got no answer within 0\.01 s\. Check it\."):
+        await worker.call(gate.wait, "waiting", 0.01)
+    with pytest.raises(Unavailable, match=r"again was not tried: an earlier call still hangs\. Check it\."):
+        await worker.call(lambda: 5, "again", DEADLINE_S)
+    assert sum(thread.name == "worker" for thread in threading.enumerate()) == 1
+    gate.set()
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            try:
+                assert await worker.call(lambda: 5, "again", DEADLINE_S) == 5
+                break
+            except Unavailable:
+                await asyncio.sleep(0)
+
+
+async def test_a_call_that_was_cancelled_is_waited_for_by_the_next(gate: threading.Event) -> None:
+    """Nobody listens to it any more, but it is not overdue: the next call has its turn after it."""
+    worker = DaemonThread("worker", advice="Check it.")
+    started = threading.Event()
+
+    def slow() -> None:
+        started.set()
+        gate.wait()
+
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+        first = group.create_task(worker.call(slow, "first", DEADLINE_S))
+        while not started.is_set():
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait({first})
+        second = group.create_task(worker.call(lambda: 5, "second", DEADLINE_S))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not second.done()
+        gate.set()
+        assert await second == 5

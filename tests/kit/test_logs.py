@@ -1,0 +1,119 @@
+"""Log lines and whoever does not read them: the program goes on, ends, and tells what it could not say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tests.support_settings import clean_environment
+
+DEADLINE_S = 20.0
+PREAMBLE = """
+import logging, sys, threading
+import structlog
+from gpushare_agent.kit.log_writer import MAX_LINES
+from gpushare_agent.kit.logs import setup_logging
+setup_logging("info", "json")
+log = structlog.get_logger("x")
+def told(word):
+    print(word, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@asynccontextmanager
+async def running(code: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A program that logs into a pipe with nobody at its end; asyncio's own reader stops at 2 bytes."""
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PREAMBLE + code),
+        env=clean_environment(),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        limit=1,
+    )
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield child
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.communicate()
+
+
+async def said(child: asyncio.subprocess.Process) -> None:
+    """Waits for the word on standard output, then lets the program go on."""
+    assert child.stdout is not None and child.stdin is not None
+    while await child.stdout.read(1) != b"\n":
+        pass
+    child.stdin.write(b"\n")
+
+
+async def test_a_program_whose_log_nobody_reads_goes_on_and_ends() -> None:
+    """Far more than the pipe holds, an uncaught error behind it, and the exit code is the program's own."""
+    code = "for n in range(3000): log.info('line', n=n, pad='x' * 200)\ntold('on')\nraise KeyError"
+    async with running(code) as child:
+        await said(child)
+        while child.returncode is None:  # wait() would also wait for the end of the unread pipe
+            await asyncio.sleep(0.01)
+        assert child.returncode == 1
+
+
+async def test_lines_that_found_no_room_are_counted_once_the_log_moves_again() -> None:
+    """What was read and what was dropped are together what was logged."""
+    code = "for n in range(3 * MAX_LINES): log.info('line', n=n)\ntold('on')"
+    async with running(code) as child:
+        assert child.stdout is not None and child.stderr is not None and child.stdin is not None
+        while await child.stdout.read(1) != b"\n":
+            pass
+        text = b""
+        while b"log_lines_dropped" not in text or not text.endswith(b"\n"):
+            text += await child.stderr.read(65536)
+        child.stdin.write(b"\n")
+    entries = [json.loads(line) for line in text.splitlines()]
+    dropped = [entry for entry in entries if entry["event"] == "log_lines_dropped"]
+    assert [entry["level"] for entry in dropped] == ["error"]
+    assert dropped[0]["lines"] > 0
+    assert len(entries) - 1 + dropped[0]["lines"] == 30_000
+    numbers = [entry["n"] for entry in entries if entry["event"] == "line"]
+    assert numbers == sorted(numbers)
+
+
+async def test_the_last_lines_and_an_uncaught_error_are_written_before_the_end() -> None:
+    """In their order, with names bound where the line was made; also a library's line carries them."""
+    code = """
+structlog.contextvars.bind_contextvars(pod="p")
+log.info("ours")
+logging.getLogger("library").warning("theirs")
+raise KeyError("the end")
+"""
+    async with running(code) as child:
+        _, err = await child.communicate()
+    lines = err.decode().splitlines()
+    assert [(json.loads(line)["event"], json.loads(line)["pod"]) for line in lines[:2]] == [
+        ("ours", "p"),
+        ("theirs", "p"),
+    ]
+    assert lines[2].startswith("Traceback")
+    assert lines[-1] == "KeyError: 'the end'"
+
+
+async def test_a_second_setup_changes_the_level_and_starts_no_second_thread() -> None:
+    """As SIGHUP does."""
+    code = """
+log.debug("hidden")
+log.info("first")
+for _ in range(5):
+    setup_logging("debug", "json")
+    log.debug("shown")
+setup_logging("error", "json")
+log.info("hidden")
+print(sorted(t.name for t in threading.enumerate()), len(logging.getLogger().handlers))
+"""
+    async with running(code) as child:
+        out, err = await child.communicate()
+    assert out.decode().strip() == "['MainThread', 'log-writer'] 1"
+    assert [json.loads(line)["event"] for line in err.splitlines()] == ["first", *["shown"] * 5]
