@@ -83,17 +83,19 @@ def _driver(settings: Settings) -> GpuDriver:
 
 def _check_port(host: str, port: int) -> None:
     """Now, and not when the agent meets it a second later, and again."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the agent does
-        try:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the agent does
             probe.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise StartupError(
-                    f"port {port} of {host}, for the agent's web server, is in use: choose another with --port (0: any free)"
-                ) from error
-            raise StartupError(f"the agent's web server cannot listen on {host}:{port}: {error.strerror}") from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise StartupError(
+                f"port {port} of {host}, for the agent's web server, is in use: choose another with --port (0: any free)"
+            ) from error
+        raise StartupError(
+            f"the agent's web server cannot listen on {host}:{port}: {error.strerror}; change --web.addr or --port"
+        ) from error
 
 
 async def _set_up(

@@ -38,6 +38,7 @@ class DaemonThread:
         Raises:
             Unavailable: no answer in time, or an earlier call is overdue. `what` names the call in the message.
         """
+        answer: asyncio.Future[T] | None = None
         try:
             async with asyncio.timeout(timeout_s), self._turn:
                 await self._wait_for_earlier(what)
@@ -45,6 +46,8 @@ class DaemonThread:
                 self._overdue_at = time.monotonic() + timeout_s
                 await asyncio.wait({answer})  # leaves the call alone when this waiting is cancelled
         except TimeoutError as error:
+            if answer is not None:
+                self._overdue_at = 0.0  # not left to two clocks that may differ by a moment
             raise Unavailable(f"{what} got no answer within {timeout_s:g} s. {self._advice}") from error
         return answer.result()
 
