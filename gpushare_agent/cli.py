@@ -112,7 +112,7 @@ def _overview() -> str:
         "",
         f"usage: {PROGRAM} COMMAND [FLAGS]",
         "",
-        *(f"  {command.name:<9} {command.summary}" for command in COMMANDS),
+        *(f"  {command.name:<13} {command.summary}" for command in COMMANDS),
         "",
         f"`{PROGRAM} COMMAND --help` tells more; `{PROGRAM} run --help` explains every setting.",
     ]
@@ -186,6 +186,21 @@ def _check(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return _run_app(node_check.run(settings, output=options.output))
 
 
+def _driver_volume(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    parser = _parser("driver-volume", "Collects the driver's libraries and programs for containers to mount.", argv)
+    parser.add_argument("--check", action="store_true", help="tell what would be done, and change nothing")
+    parser.add_argument("--prune", action="store_true", help="remove old versions that no container has mounted")
+    parser.add_argument(
+        "-o", "--output", choices=("text", "json"), default="text", help="text for people, or one JSON document"
+    )
+    options, flags = _parse(parser, argv)
+    settings = load_settings(flags, environ).settings
+    setup_logging(settings.log.level, settings.log.format)
+    from gpushare_agent.apps import driver_volume
+
+    return driver_volume.run(settings, check=options.check, prune=options.prune, output=options.output)
+
+
 def _sandbox(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     from gpushare_agent.apps import sandbox
 
@@ -205,6 +220,7 @@ COMMANDS = (
     Command(name="run", summary="run the node agent", run=_run),
     Command(name="config", summary="print the settings in effect and where each came from", run=_config),
     Command(name="check", summary="tell what of this node is in place, and the cure for what is not", run=_check),
+    Command(name="driver-volume", summary="collect the driver's files for containers to mount", run=_driver_volume),
     Command(name="sandbox", summary="try the agent on an embedded node, without a cluster or a GPU", run=_sandbox),
     Command(name="version", summary="print the version", run=_version),
 )

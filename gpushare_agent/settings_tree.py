@@ -194,6 +194,21 @@ class VirtualManagerSettings(_Section):
     )
 
 
+class DriverVolumeSettings(_Section):
+    """The driver's libraries and programs that containers get mounted (command driver-volume)."""
+
+    root: GivenPath = Field(
+        default=Path("/"),
+        description="Where the host's file system is. In a pod the place of its mount, such as /host; with the driver in a"
+        " container of its own, that container's root, such as /run/nvidia/driver.",
+    )
+    control_library: GivenPath = Field(
+        default=Path("/usr/lib64/libcuda-control.so"),
+        description="The library that limits shares (vcuda-control), as this process sees it, not below root. The default is"
+        " its place in gpu-manager's image.",
+    )
+
+
 class RuntimeSettings(_Section):
     """The container runtime and its cgroups."""
 
@@ -266,6 +281,12 @@ class Settings(BaseSettings):
         default="nvml",
         description="Where cards come from: NVML (also called nvidia), or simulated for nodes without any.",
     )
+    isolation: Literal["vcuda", "none"] = Field(
+        default="none",
+        description="What keeps a container to its share. none: nothing, containers see their cards and are trusted."
+        " vcuda: TKEStack's library in the driver directory, which reads its limits from /etc/vcuda; for trying, it is not"
+        " in the manifests yet.",
+    )
     fail_on_init_error: bool = Field(
         default=True,
         description="Exit when the driver cannot be read at start. false: stay, offer no device, look again every 30 s.",
@@ -278,7 +299,9 @@ class Settings(BaseSettings):
         description='JSON file with device nodes for every container, {"default": {"devices": ["/dev/..."]}}. Empty: none.',
     )
     volume_config: OptionalPath = Field(
-        default=None, description="gpu-manager's volume.conf, the driver files to collect. Accepted, not used yet."
+        default=None,
+        description="gpu-manager's volume.conf, the driver files to collect (docs/driver-volume.md). Empty: its place there,"
+        " /etc/gpu-manager/volume.conf. Only `driver-volume` uses it yet.",
     )
     kubeconfig: OptionalPath = Field(
         default=None,
@@ -299,6 +322,7 @@ class Settings(BaseSettings):
     placement: PlacementSettings = PlacementSettings()
     allocation: AllocationSettings = AllocationSettings()
     virtual_manager: VirtualManagerSettings = VirtualManagerSettings()
+    driver_volume: DriverVolumeSettings = DriverVolumeSettings()
     runtime: RuntimeSettings = RuntimeSettings()
     web: WebSettings = WebSettings()
     health: HealthSettings = HealthSettings()

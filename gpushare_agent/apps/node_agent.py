@@ -146,6 +146,8 @@ async def live(parts: NodeParts) -> None:
             group.create_task(forever("registration", parts.registrar.run), name="registration")
             group.create_task(forever("garbage collection", parts.garbage.run), name="garbage collection")
             group.create_task(forever("gpu watch", parts.gpu_watch.run), name="gpu watch")
+            if parts.virtual_manager is not None:
+                group.create_task(forever("virtual manager", parts.virtual_manager.run), name="virtual manager")
             await _wait_registered(parts)
             group.create_task(forever("kubernetes", lambda: _run_kubernetes(parts)), name="kubernetes")
             group.create_task(forever("web", parts.web.run), name="web")
@@ -153,6 +155,7 @@ async def live(parts: NodeParts) -> None:
     finally:
         parts.web.close()
         parts.pod_resources.close()
+        parts.runtime.close()
         await _close(parts)
 
 

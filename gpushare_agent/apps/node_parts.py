@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from gpushare_agent.adapters.cgroups import Cgroups
 from gpushare_agent.adapters.extra_config import read_extra_devices
 from gpushare_agent.adapters.kubelet import register
 from gpushare_agent.adapters.kubelet_checkpoint import KubeletCheckpoint
+from gpushare_agent.adapters.node_probes import RUNTIME_SOCKETS
 from gpushare_agent.adapters.pod_processes import PodProcesses
 from gpushare_agent.adapters.pod_resources import PodResourcesClient
+from gpushare_agent.adapters.runtime import RuntimeClient, runtime_endpoints
 from gpushare_agent.adapters.simulated_gpus import SimulatedDriver
+from gpushare_agent.adapters.vdevice_files import VDeviceFiles
+from gpushare_agent.adapters.volume_config import read_volume_config
 from gpushare_agent.decisions.admission import Policy
 from gpushare_agent.decisions.container_edits import NodeDevices
-from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.errors import Corrupt, StartupError
+from gpushare_agent.decisions.isolation import ISOLATIONS, IsolationPaths
+from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.driver_volumes import VolumeName
+from gpushare_agent.model.errors import Corrupt, Refused, Rejected, StartupError
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import VCORE_SOCKET, VMEMORY_SOCKET, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
@@ -35,6 +43,7 @@ from gpushare_agent.services.pod_informer import PodInformer
 from gpushare_agent.services.pod_resources_gate import PodResourcesGate
 from gpushare_agent.services.registration import Registrar
 from gpushare_agent.services.rejected_pods import RejectedPods
+from gpushare_agent.services.virtual_manager import VirtualManager
 from gpushare_agent.services.web import WebServer
 from gpushare_agent.settings import Settings
 from gpushare_agent.state.allocation_cache import AllocationCache
@@ -69,6 +78,8 @@ class NodeParts:
     rejected: RejectedPods
     metrics: AgentMetrics
     web: WebServer
+    runtime: RuntimeClient
+    virtual_manager: VirtualManager | None
 
     def not_ready(self) -> list[str]:
         """Why the agent is not ready, nothing when it is."""
@@ -152,6 +163,21 @@ def build(settings: Settings, driver: GpuDriver) -> NodeParts:
         period_s=settings.allocation.check_period_s,
         on_correction=metrics.reconcile_corrected,
     )
+    runtime = _runtime(settings)
+    virtual_manager = None
+    if settings.isolation == "vcuda":
+        virtual_manager = VirtualManager(
+            files=VDeviceFiles(settings.virtual_manager.path),
+            allocations=cache.view,
+            pods=store,
+            inventory=lambda: inventory.current,
+            memory_block_mib=names.memory_block_mib,
+            runtime=runtime,
+            cgroups=Cgroups(settings.runtime.cgroup_root),
+            metrics=metrics,
+            complain=lambda pod, text: events.warned(pod, "CoreLimitIgnored", text),
+            clock=time.monotonic,
+        )
     refused_pods: set[PodUid] = set()
     admission = Admission(
         gate=gate,
@@ -187,6 +213,9 @@ def build(settings: Settings, driver: GpuDriver) -> NodeParts:
         ),
         records=checkpoint,
         settle=garbage.settle,
+        isolation=ISOLATIONS[settings.isolation],
+        paths=_isolation_paths(settings),
+        prepare=virtual_manager.prepare if virtual_manager is not None else _prepare_nothing,
         clock=time.monotonic,
     )
     tables = {kind: DeviceTable() for kind in ResourceKind}
@@ -254,6 +283,8 @@ def build(settings: Settings, driver: GpuDriver) -> NodeParts:
             metrics=metrics,
         ),
         metrics=metrics,
+        runtime=runtime,
+        virtual_manager=virtual_manager,
         web=WebServer(settings.web.addr, settings.web.port, metrics=metrics, ready=lambda: _not_ready(ready)),
     )
     ready.append(parts)
@@ -261,6 +292,31 @@ def build(settings: Settings, driver: GpuDriver) -> NodeParts:
     metrics.show_cards(lambda: card_views(parts))
     metrics.show_pod_event_age(lambda: _age(store.last_event_at))
     return parts
+
+
+async def _prepare_nothing(keys: Collection[ContainerKey]) -> Refused | None:
+    return None
+
+
+def _runtime(settings: Settings) -> RuntimeClient:
+    try:
+        endpoints = runtime_endpoints(settings.runtime.endpoint, RUNTIME_SOCKETS)
+    except Rejected as e:
+        raise StartupError(str(e)) from e
+    return RuntimeClient(endpoints, timeout_s=settings.runtime.request_timeout_s)
+
+
+def _isolation_paths(settings: Settings) -> IsolationPaths:
+    """The driver directory is mounted where volume.conf says it is; without the setting it is not mounted."""
+    manager = settings.virtual_manager.path
+    if settings.volume_config is None or settings.isolation != "vcuda":
+        return IsolationPaths(virtual_manager=manager)
+    volumes = {volume.name: volume.directory for volume in read_volume_config(settings.volume_config)}
+    return IsolationPaths(
+        virtual_manager=manager,
+        shared_driver=volumes.get(VolumeName.SHARED),
+        whole_driver=volumes.get(VolumeName.ORIGIN),
+    )
 
 
 def _not_ready(built: list[NodeParts]) -> list[str]:

@@ -11,11 +11,15 @@ from dataclasses import dataclass
 
 from gpushare_agent.model.allocations import ContainerEdits, DeviceNode
 from gpushare_agent.model.gpus import Card
-from gpushare_agent.model.names import DEVICE_CONTAINER_ANNOTATION, ENV_LIBRARY_PATH, ENV_VISIBLE_DEVICES
+from gpushare_agent.model.names import (
+    DEVICE_CONTAINER_ANNOTATION,
+    ENV_LIBRARY_PATH,
+    ENV_VISIBLE_DEVICES,
+    LIBRARY_DIRECTORY,
+)
 from gpushare_agent.model.pods import ContainerSpec
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
-LIBRARY_DIRECTORY = "/usr/local/nvidia"
 CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
 MIB = 1024 * 1024
 
@@ -56,4 +60,15 @@ def container_edits(
             (names.vmemory, str(blocks * names.memory_block_mib * MIB)),
             (DEVICE_CONTAINER_ANNOTATION, ",".join(nodes)),
         ),
+    )
+
+
+def merged(*parts: ContainerEdits) -> ContainerEdits:
+    """All of them together; of one variable or annotation the last counts."""
+    return ContainerEdits(
+        env=tuple(sorted({name: value for part in parts for name, value in part.env}.items())),
+        mounts=tuple(dict.fromkeys(mount for part in parts for mount in part.mounts)),
+        devices=tuple(dict.fromkeys(device for part in parts for device in part.devices)),
+        annotations=tuple(sorted({name: value for part in parts for name, value in part.annotations}.items())),
+        cdi_devices=tuple(dict.fromkeys(device for part in parts for device in part.cdi_devices)),
     )

@@ -37,6 +37,8 @@ GPU_MODEL_LABEL = "gaia.tencent.com/gpu-model"
 
 ENV_VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"
 ENV_LIBRARY_PATH = "LD_LIBRARY_PATH"
+LIBRARY_DIRECTORY = "/usr/local/nvidia"
+"""Where a container finds the driver's libraries and programs."""
 
 
 def device_id(uuid: GpuUuid, number: int) -> DeviceId:

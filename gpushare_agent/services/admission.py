@@ -9,7 +9,7 @@ Decide and commit happen without an await between, so two Allocates can never bo
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,13 +17,14 @@ import structlog
 
 from gpushare_agent.decisions import admission as decide
 from gpushare_agent.decisions.admission import Books, Offer, Plan, Policy
-from gpushare_agent.decisions.container_edits import NodeDevices, container_edits
+from gpushare_agent.decisions.container_edits import NodeDevices, container_edits, merged
 from gpushare_agent.decisions.hints import predicted_cards
 from gpushare_agent.decisions.identity import Call, Known, Served, reusing
+from gpushare_agent.decisions.isolation import IsolationPaths, IsolationRequest
 from gpushare_agent.decisions.recovery import adopt
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused
-from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.gpus import Card, GpuInventory
 from gpushare_agent.model.kubelet import CheckpointEntry
 from gpushare_agent.model.names import CORES_PER_CARD, DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
@@ -99,6 +100,9 @@ class Admission:
         observer: AdmissionObserver,
         records: KubeletRecords,
         settle: Callable[[], Awaitable[bool]],
+        isolation: Callable[[IsolationRequest], ContainerEdits],
+        paths: IsolationPaths,
+        prepare: Callable[[Collection[ContainerKey]], Awaitable[Refused | None]],
         clock: Callable[[], float],
     ) -> None:
         self._gate = gate
@@ -113,6 +117,9 @@ class Admission:
         self._observer = observer
         self._records = records
         self._settle = settle
+        self._isolation = isolation
+        self._paths = paths
+        self._prepare = prepare
         self._clock = clock
         self._pending: list[_Pending] = []
         self._current: PodUid | None = None
@@ -156,13 +163,17 @@ class Admission:
             return self._book(pending.served, kind, ids, pending.outcome.cards)
 
     async def pre_start(self, resource: str, ids: Sequence[str]) -> Refused | None:
-        """Check that the container about to start holds these IDs; take over from the kubelet's checkpoint what is lost.
+        """Check that the container about to start holds these IDs, and prepare what its isolation needs on the host.
 
-        The kubelet calls this at each start of a container, also long after its admission.
+        What the cache has lost is taken over from the kubelet's checkpoint. The kubelet calls this at each start of a
+        container, also long after its admission.
         """
         wanted = frozenset(DeviceId(device) for device in ids)
-        if self._holders_of(wanted):
-            return None
+        refused = await self._take_over(wanted) if not self._holders_of(wanted) else None
+        return refused if refused is not None else await self._prepare(self._holders_of(wanted))
+
+    async def _take_over(self, wanted: frozenset[DeviceId]) -> Refused | None:
+        """Put what the kubelet's checkpoint says of these IDs into the cache."""
         try:
             entries = await self._records.read()
         except AgentError as e:
@@ -262,8 +273,23 @@ class Admission:
         self._observer.allocated(served, allocation, kind)
         if kind is ResourceKind.VMEMORY:
             return ContainerEdits()
-        known = books.inventory.by_uuid()
-        return container_edits(served.container, [known[c] for c in cards], self._policy.names, self._devices)
+        return self._edits(served, [books.inventory.by_uuid()[card] for card in cards])
+
+    def _edits(self, served: Served, cards: Sequence[Card]) -> ContainerEdits:
+        names = self._policy.names
+        cores = names.wanted(served.container, ResourceKind.VCORE)
+        isolated = self._isolation(
+            IsolationRequest(
+                pod_uid=served.pod.uid,
+                container=served.container,
+                cards=tuple(cards),
+                cores=cores,
+                memory_mib=names.wanted(served.container, ResourceKind.VMEMORY) * names.memory_block_mib,
+                is_whole=cores >= CORES_PER_CARD,
+                paths=self._paths,
+            )
+        )
+        return merged(container_edits(served.container, cards, names, self._devices), isolated)
 
     def _refuse(self, served: Served | None, kind: ResourceKind, refused: Refused) -> Refused:
         """Undo what this admission has booked for the pod: the kubelet frees all of it without a word."""
@@ -307,11 +333,12 @@ class Admission:
     def _initial_cards(self, uid: PodUid) -> tuple[GpuUuid, ...]:
         return next((a.cards for a in self._cache.of_pod(uid) if a.kind is ContainerKind.INIT and a.cards), ())
 
-    def _holders_of(self, ids: frozenset[DeviceId]) -> bool:
+    def _holders_of(self, ids: frozenset[DeviceId]) -> list[ContainerKey]:
+        """The containers that hold exactly these: several where an init container's IDs were handed on."""
         if not ids:
-            return False
+            return []
         keys = self._cache.holders(ResourceKind.VCORE).get(next(iter(ids)), frozenset())
-        return any(held.vcore_ids == ids for key in keys if (held := self._cache.get(key)) is not None)
+        return sorted(key for key in keys if (held := self._cache.get(key)) is not None and held.vcore_ids == ids)
 
     def _kind(self, resource: str) -> ResourceKind:
         kind = self._policy.names.kind(resource)

@@ -73,6 +73,9 @@ class AgentMetrics:
         self._rpcs = Counter(
             "gpushare_rpcs", "Calls of the kubelet by gRPC status.", ["resource", "method", "code"], registry=registry
         )
+        self._vdevice_registrations = _counter(
+            registry, "vdevice_registrations", "RegisterVDevice calls of containers by gRPC status.", "code"
+        )
         self._registrations = _counter(registry, "registrations", "Registrations with the kubelet.", "resource")
         self._lists = _counter(
             registry, "pod_resources_lists", "List calls to the kubelet's PodResources API.", "purpose"
@@ -130,6 +133,10 @@ class AgentMetrics:
 
     def pod_event(self, outcome: str) -> None:
         self._events.labels(outcome).inc()
+
+    def vdevice_registered(self, code: str) -> None:
+        """`code` is the gRPC status name."""
+        self._vdevice_registrations.labels(code).inc()
 
     def rejected_pod_deleted(self) -> None:
         self._deletions.inc()

@@ -18,7 +18,7 @@ import structlog
 
 from gpushare_agent.adapters.kube.slot import ApiSlot
 from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.model.errors import AgentError, RefusalReason, Refused, Unavailable
+from gpushare_agent.model.errors import AgentError, Refused, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 
@@ -65,7 +65,7 @@ class PodEvents:
         self._backoff = backoff or Backoff(base_s=0.5, cap_s=10.0)
         self._clock = clock
         self._queue: deque[dict[str, Any]] = deque()
-        self._told: OrderedDict[tuple[PodUid, RefusalReason], float] = OrderedDict()
+        self._told: OrderedDict[tuple[PodUid, str], float] = OrderedDict()
         self._is_wanted = asyncio.Event()
 
     def attach(self, api: CreatesEvents) -> None:
@@ -74,18 +74,22 @@ class PodEvents:
 
     def refused(self, pod: Pod, refused: Refused) -> None:
         """Note a Warning on the pod, once in ten minutes per pod and reason."""
+        self.warned(pod, refused.reason.value, refused.detail)
+
+    def warned(self, pod: Pod, reason: str, detail: str) -> None:
+        """The same for what is no refusal: something of the pod's is ignored."""
         now = self._clock()
-        told_at = self._told.get((pod.uid, refused.reason))
+        told_at = self._told.get((pod.uid, reason))
         if told_at is not None and now - told_at < REPEAT_AFTER_S:
             return
         if len(self._queue) >= QUEUE_LIMIT:
             self._count("dropped")
             return
-        self._told[pod.uid, refused.reason] = now
-        self._told.move_to_end((pod.uid, refused.reason))
+        self._told[pod.uid, reason] = now
+        self._told.move_to_end((pod.uid, reason))
         while len(self._told) > TOLD_LIMIT:
             self._told.popitem(last=False)
-        self._queue.append(refusal_event(pod, refused, node_name=self._node_name, now=datetime.now(UTC)))
+        self._queue.append(warning_event(pod, reason, detail, node_name=self._node_name, now=datetime.now(UTC)))
         self._is_wanted.set()
 
     async def run(self) -> NoReturn:
@@ -128,10 +132,9 @@ class PodEvents:
             self._metrics.pod_event(outcome)
 
 
-def refusal_event(pod: Pod, refused: Refused, *, node_name: str, now: datetime) -> dict[str, Any]:
+def warning_event(pod: Pod, reason: str, detail: str, *, node_name: str, now: datetime) -> dict[str, Any]:
     """A core/v1 Event; its name is unique by time, as kubectl and the kubelet make theirs."""
     at = now.strftime("%Y-%m-%dT%H:%M:%SZ")
-    detail = refused.detail
     return {
         "apiVersion": "v1",
         "kind": "Event",
@@ -147,7 +150,7 @@ def refusal_event(pod: Pod, refused: Refused, *, node_name: str, now: datetime) 
             "uid": pod.uid,
             "resourceVersion": pod.resource_version,
         },
-        "reason": refused.reason.value,
+        "reason": reason,
         "message": detail if len(detail) <= MAX_MESSAGE_CHARS else detail[: MAX_MESSAGE_CHARS - 1] + "…",
         "type": "Warning",
         "source": {"component": COMPONENT, "host": node_name},

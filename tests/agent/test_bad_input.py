@@ -268,7 +268,7 @@ async def test_a_missing_topology_file_ends_the_agent_with_the_file_named(short_
 
 
 @asynccontextmanager
-async def _child_on_a_full_disk(node: EmbeddedNode) -> AsyncIterator[asyncio.subprocess.Process]:
+async def _child_on_a_full_disk(node: EmbeddedNode, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """No file can grow, and every line of log fails with "no space left on device"."""
 
     def limit() -> None:
@@ -276,7 +276,7 @@ async def _child_on_a_full_disk(node: EmbeddedNode) -> AsyncIterator[asyncio.sub
 
     with Path("/dev/full").open("wb") as full:
         child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "gpushare_agent", "run", *arguments(node)),
+            *(sys.executable, "-m", "gpushare_agent", "run", *arguments(node, *flags)),
             env=clean_environment(), stdin=asyncio.subprocess.DEVNULL, stdout=full, stderr=full, preexec_fn=limit,
         )  # fmt: skip
     try:
@@ -290,7 +290,7 @@ async def _child_on_a_full_disk(node: EmbeddedNode) -> AsyncIterator[asyncio.sub
 
 
 async def test_on_a_full_disk_the_agent_goes_on() -> None:
-    """It writes nothing but sockets and its log, and a log that cannot be written stops nobody."""
+    """Without vDevice files it writes nothing but sockets and its log, and a log that cannot be written stops nobody."""
     async with open_test_node() as node, _child_on_a_full_disk(node) as child:
         node.api.create_pod(pod("share", container(cores=30, blocks=10)))
         node.api.create_pod(pod("wrong", container(cores=150, blocks=10)))
@@ -304,6 +304,18 @@ async def test_on_a_full_disk_the_agent_goes_on() -> None:
         child.terminate()
         async with asyncio.timeout(DEADLINE_S):
             assert await child.wait() == 0
+
+
+async def test_on_a_full_disk_a_share_does_not_start_without_its_limits() -> None:
+    """PreStartContainer says why, and the kubelet goes on trying; the admission itself stands."""
+    async with open_test_node() as node, _child_on_a_full_disk(node, "--isolation=vcuda"):
+        node.api.create_pod(pod("share", container(cores=30, blocks=10)))
+
+        def is_refused() -> bool:
+            return any("vDevice directory" in c.error for c in calls_of(node, "share", "PreStartContainer"))
+
+        await wait_until(node, is_refused, "the start refused")
+        assert not calls_of(node, "share")[0].error
 
 
 async def test_a_state_directory_that_is_a_file_ends_the_sandbox_with_advice(short_dir: Path) -> None:

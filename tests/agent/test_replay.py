@@ -23,6 +23,8 @@ from gpushare_agent.adapters.pod_resources import PodResourcesClient
 from gpushare_agent.decisions.admission import Policy
 from gpushare_agent.decisions.container_edits import NodeDevices
 from gpushare_agent.decisions.identity import Served
+from gpushare_agent.decisions.isolation import IsolationPaths
+from gpushare_agent.decisions.isolation.none import edit_none
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.allocations import Allocation
@@ -103,6 +105,10 @@ class NoFetch:
 class ModernKubelet:
     async def wait_lists_inside(self, *, timeout_s: float) -> bool:
         return True
+
+
+async def nothing_to_prepare(keys: object) -> None:
+    return None
 
 
 async def nothing_ends() -> bool:
@@ -188,6 +194,9 @@ async def open_agent(directory: Path) -> AsyncIterator[Agent]:
         observer=recorder,
         records=KubeletCheckpoint(directory),
         settle=nothing_ends,
+        isolation=edit_none,
+        paths=IsolationPaths(virtual_manager=directory),
+        prepare=nothing_to_prepare,
         clock=time.monotonic,
     )
     servers, channels = [], {}

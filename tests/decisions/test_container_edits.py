@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpushare_agent.decisions.container_edits import NodeDevices, container_edits
+from gpushare_agent.decisions.container_edits import NodeDevices, container_edits, merged
+from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, DeviceNode
 from tests.support_core import NAMES, container, inventory
 
 CARDS = tuple(replace(card, minor=card.index + 4) for card in inventory().cards)
@@ -42,3 +43,15 @@ def test_simulated_cards_have_no_device_nodes_on_a_real_node() -> None:
     """A container that names a device node which does not exist cannot start; the annotation still tells the card."""
     edits = container_edits(container(cores=30, blocks=1), CARDS[:1], NAMES, NodeDevices(has_card_nodes=False))
     assert edits.devices == () and dict(edits.annotations)["tencent.com/vcuda-device"] == "/dev/nvidia4"
+
+
+def test_edits_are_merged_and_the_last_word_on_a_name_counts() -> None:
+    """Mounts and device nodes that several parts ask for come once."""
+    mount = ContainerMount(host_path="/a", container_path="/b")
+    first = ContainerEdits(env=(("A", "1"), ("B", "1")), mounts=(mount,), annotations=(("x", "1"),))
+    second = ContainerEdits(
+        env=(("A", "2"),), mounts=(mount,), devices=(DeviceNode(host_path="/d", container_path="/d"),)
+    )
+    both = merged(first, second)
+    assert dict(both.env) == {"A": "2", "B": "1"} and both.mounts == (mount,) and len(both.devices) == 1
+    assert dict(both.annotations) == {"x": "1"}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from gpushare_agent.adapters.pod_resources import PodListing
 from gpushare_agent.decisions.admission import Policy
 from gpushare_agent.decisions.container_edits import NodeDevices
 from gpushare_agent.decisions.identity import Call, Known, Served
+from gpushare_agent.decisions.isolation import IsolationPaths
+from gpushare_agent.decisions.isolation.none import edit_none
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused, Unavailable
 from gpushare_agent.model.kubelet import CheckpointEntry
@@ -34,6 +37,8 @@ class Scripted:
         self.refused_pods: set[PodUid] = set()
         self.outcomes: list[str] = []
         self.settles = 0
+        self.prepared: list[ContainerKey] = []
+        self.not_prepared: Refused | None = None
         self.on_settle = lambda: False
         self.cards = inventory()
         gate = PodResourcesGate(self, clock=time.monotonic)
@@ -50,6 +55,9 @@ class Scripted:
             observer=self,
             records=self,
             settle=self.settle,
+            isolation=edit_none,
+            paths=IsolationPaths(virtual_manager=Path("/vm")),
+            prepare=self.prepare,
             clock=time.monotonic,
         )
 
@@ -71,6 +79,10 @@ class Scripted:
         if self.checkpoint is None:
             raise Unavailable("no checkpoint")
         return self.checkpoint
+
+    async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
+        self.prepared.extend(keys)
+        return self.not_prepared
 
     async def settle(self) -> bool:
         self.settles += 1
@@ -247,3 +259,21 @@ async def test_a_plan_left_over_does_not_claim_an_heirs_ids() -> None:
     assert held is not None
     assert isinstance(await agent.admission.allocate(CORE, sorted(held.vcore_ids)), ContainerEdits)
     assert agent.outcomes[-1] == "chain/s vcore"
+
+
+async def test_what_the_isolation_needs_is_prepared_before_a_container_starts() -> None:
+    """Init container and sidecar hold the same IDs: which of them starts cannot be told, so both are prepared."""
+    owner = pod(
+        "chain",
+        container("i", cores=5, blocks=2, kind=ContainerKind.INIT),
+        container("s", cores=5, blocks=2, kind=ContainerKind.SIDECAR, position=1),
+    )
+    agent = Scripted(owner)
+    await agent.admit(owner, "i", CORE)
+    held = agent.cache.get(ContainerKey(owner.uid, "i"))
+    assert held is not None
+    await agent.admission.allocate(CORE, sorted(held.vcore_ids))
+    assert await agent.admission.pre_start(CORE, sorted(held.vcore_ids)) is None
+    assert agent.prepared == [ContainerKey(owner.uid, "i"), ContainerKey(owner.uid, "s")]
+    agent.not_prepared = Refused(reason=RefusalReason.NOT_READY, detail="no room")
+    assert await agent.admission.pre_start(CORE, sorted(held.vcore_ids)) == agent.not_prepared

@@ -1,0 +1,35 @@
+"""Who is at the other end of a unix socket: the kernel's word (SO_PEERCRED, unix(7)), fixed when the peer connected.
+
+Not for what that process is: its container is found from the PID, elsewhere. No state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from dataclasses import dataclass
+
+_UCRED = struct.Struct("=iII")
+"""struct ucred: pid_t, uid_t, gid_t."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerCredentials:
+    """`pid` is 0 where the peer lives in a PID namespace that this process cannot see into."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+def peer_credentials(transport: asyncio.BaseTransport) -> PeerCredentials | None:
+    """None where the transport has no unix socket (any more)."""
+    sock = transport.get_extra_info("socket")
+    if sock is None or sock.family != socket.AF_UNIX:
+        return None
+    try:
+        pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    except OSError:  # the connection is closed
+        return None
+    return PeerCredentials(pid=pid, uid=uid, gid=gid)

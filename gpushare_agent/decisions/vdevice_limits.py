@@ -1,0 +1,73 @@
+"""What vcuda.config says of a container: from what it holds, the pod's vcuda-core-limit, and the driver. Pure.
+
+Source: docs/formats.md, the vDevice protocol.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, CORES_PER_CARD, GpuUuid
+
+MIB = 1024 * 1024
+_DRIVER = re.compile(r"(\d{1,6})\.(\d{1,6})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VDeviceShare:
+    """The numbers of one vcuda.config. `core_limit` is 0 where the share is not elastic."""
+
+    cores: int
+    memory_bytes: int
+    core_limit: int
+    is_limited: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreLimit:
+    """The elastic ceiling that counts, and, where the annotation cannot count, why."""
+
+    percent: int = 0
+    complaint: str = ""
+
+
+def core_limit(annotations: Mapping[str, str], cores: int) -> CoreLimit:
+    """Reads the pod's vcuda-core-limit for a container of `cores`. A tenant's text: checked, else ignored with a reason."""
+    text = annotations.get(CORE_LIMIT_ANNOTATION)
+    if text is None:
+        return CoreLimit()
+    shown = text[:16]
+    if not (text.isascii() and text.isdigit() and len(text) <= 3 and int(text) <= CORES_PER_CARD):
+        return CoreLimit(complaint=f"{CORE_LIMIT_ANNOTATION} is {shown!r}, but must be a whole number from 0 to 100")
+    limit = int(text)
+    if limit and limit < cores:
+        return CoreLimit(
+            complaint=f"{CORE_LIMIT_ANNOTATION} is {limit}, below the {cores} cores that the container asks for: it is "
+            "a ceiling and must be at least as high"
+        )
+    return CoreLimit(percent=limit)
+
+
+def vdevice_share(
+    held: Allocation, annotations: Mapping[str, str], cards: Mapping[GpuUuid, Card], memory_block_mib: int
+) -> VDeviceShare:
+    """The limits of a container. Whole cards are not limited: the library is told so, and shows their whole memory."""
+    if held.is_whole:
+        memory_mib = sum(cards[uuid].memory_mib for uuid in held.cards if uuid in cards)
+        return VDeviceShare(cores=held.cores, memory_bytes=memory_mib * MIB, core_limit=0, is_limited=False)
+    return VDeviceShare(
+        cores=held.cores,
+        memory_bytes=held.memory_blocks * memory_block_mib * MIB,
+        core_limit=core_limit(annotations, held.cores).percent,
+        is_limited=True,
+    )
+
+
+def driver_numbers(version: str) -> tuple[int, int]:
+    """Major and minor of a driver version such as 580.159.04; (0, 0) where it says none (simulated cards)."""
+    match = _DRIVER.match(version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)

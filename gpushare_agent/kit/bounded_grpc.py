@@ -1,0 +1,196 @@
+"""A gRPC server for peers that may be hostile: what one socket costs is bounded, whatever comes through it.
+
+| attack | bound |
+|---|---|
+| many connections, idle or half-open | `max_connections`, more are closed at accept; `idle_s` without a call cuts off |
+| floods of calls, pings or settings | `bytes_per_s` for all connections of the socket together, read 4 KiB at a time |
+| peers that send and never read | nothing is read from a peer while answers to it wait |
+| large requests, many calls at once | windows of 64 KiB, 16 calls a connection, 8 KiB of headers, `max_request_bytes` |
+
+The answers must be small: a handler that sends more than a window waits for a peer that may not come. Limits of calls are
+the handler's business. It uses names that grpclib and h2 keep to themselves, as kit/grpc_server.py does. State owned: the
+connections and the byte budget of one server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import structlog
+from grpclib.config import Configuration
+from grpclib.protocol import H2Protocol
+from h2.settings import SettingCodes
+
+from gpushare_agent.kit.grpc_server import GrpcServer
+from gpushare_agent.kit.rate import TokenBucket
+
+if TYPE_CHECKING:
+    from grpclib._typing import IServable
+
+log = structlog.get_logger(__name__)
+
+_WINDOW_BYTES = 2**16 - 1
+"""The smallest that HTTP/2 starts with and grpclib takes."""
+_CALLS_PER_CONNECTION = 16
+_HEADER_BYTES = 8 * 1024
+_READ_BYTES = 4 * 1024
+"""A ping has 17 bytes: at most 240 of them are handled before other sockets have their turn."""
+_BACKLOG = 16
+"""asyncio accepts so many connections of one socket before it looks at the others."""
+_COMPLAIN_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """Of one socket. `byte_burst` may be read at once, then `bytes_per_s`."""
+
+    max_request_bytes: int = 4096
+    max_connections: int = 64
+    idle_s: float = 60.0
+    bytes_per_s: float = 64 * 1024
+    byte_burst: float = 256 * 1024
+
+
+class BoundedGrpcServer(GrpcServer):
+    """Serves `handlers` within `limits`. `fields` go into its log lines."""
+
+    def __init__(self, handlers: Collection[IServable], *, limits: ServerLimits, fields: dict[str, str]) -> None:
+        super().__init__(handlers, max_request_bytes=limits.max_request_bytes)
+        self._config = Configuration(
+            http2_connection_window_size=_WINDOW_BYTES, http2_stream_window_size=_WINDOW_BYTES
+        ).__for_server__()
+        self.limits = limits
+        self._fields = fields
+        clock = asyncio.get_running_loop().time
+        self.budget = TokenBucket(rate=limits.bytes_per_s, burst=limits.byte_burst, clock=clock)
+        self._complaints = TokenBucket(rate=1 / _COMPLAIN_EVERY_S, burst=1, clock=clock)
+        self._refused = 0
+        self._is_stopping = False
+        self._listener: socket.socket | None = None
+
+    async def serve(self, sock: socket.socket) -> None:
+        """As GrpcServer.serve; the socket's file is the caller's to remove, on every version of Python."""
+        options: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(lambda: _Bounded(self), sock=sock, backlog=_BACKLOG, **options)
+        self._server_closed_fut = loop.create_future()
+        self._listener = sock
+
+    async def stop(self, grace_s: float = 0.5) -> None:
+        """As GrpcServer.stop. A connection that was accepted just now is closed too: asyncio would leave its socket open."""
+        if self._server is None:
+            return
+        self._is_stopping = True
+        if self._listener is not None and self._listener.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+        # asyncio attaches an accepted connection one turn later, and leaks it if its server is closed by then
+        try:
+            await asyncio.sleep(0)
+        finally:
+            await super().stop(grace_s)
+
+    def admit(self) -> H2Protocol | None:
+        """What handles one more connection; None where it is one too many, or was accepted while the server stopped."""
+        if self._is_stopping:
+            return None
+        if self.connections < self.limits.max_connections:
+            return self._protocol_factory()
+        self._refused += 1
+        if self._complaints.take():
+            log.warning("grpc_connections_refused", refused=self._refused, open=self.connections, **self._fields)
+            self._refused = 0
+        return None
+
+
+class _Bounded(asyncio.BufferedProtocol):
+    """Stands between a transport and the connection that handles it: reads little, and only when it may."""
+
+    _inner: H2Protocol
+    _transport: asyncio.Transport
+
+    def __init__(self, server: BoundedGrpcServer) -> None:
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._made_at = self._loop.time()
+        self._buffer = bytearray()
+        self._is_admitted = False
+        self._idle: asyncio.TimerHandle | None = None
+        self._pause: asyncio.TimerHandle | None = None
+        self._is_clogged = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        inner = self._server.admit()
+        if inner is None:
+            self._transport.abort()
+            return
+        self._is_admitted = True
+        self._buffer = bytearray(_READ_BYTES)
+        self._inner = inner
+        inner.connection_made(transport)
+        h2 = inner.connection._connection
+        h2.decoder.max_header_list_size = _HEADER_BYTES
+        h2.update_settings({SettingCodes.MAX_CONCURRENT_STREAMS: _CALLS_PER_CONNECTION})
+        h2.local_settings.acknowledge()  # in force from the start: a hostile peer would never acknowledge
+        inner.connection.flush()
+        self._watch(self._server.limits.idle_s)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        for timer in (self._idle, self._pause):
+            if timer is not None:
+                timer.cancel()
+        if self._is_admitted:
+            self._inner.connection_lost(cast(Exception | None, exc))
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._inner.data_received(bytes(memoryview(self._buffer)[:nbytes]))
+        wait_s = self._server.budget.owe(nbytes)
+        if wait_s > 0 and self._pause is None:
+            self._pause = self._loop.call_later(wait_s, self._resume)
+            self._set_reading()
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received() if self._is_admitted else None
+
+    def pause_writing(self) -> None:
+        self._is_clogged = True
+        self._set_reading()
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._is_clogged = False
+        self._set_reading()
+        self._inner.resume_writing()
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._set_reading()
+
+    def _set_reading(self) -> None:
+        if self._transport.is_closing():
+            return
+        if self._is_clogged or self._pause is not None:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+    def _watch(self, after_s: float) -> None:
+        self._idle = self._loop.call_later(after_s, self._cut_off_if_idle)
+
+    def _cut_off_if_idle(self) -> None:
+        """Only a new call counts as life: pings and pieces of a request come for nothing."""
+        # grpclib notes it in time.monotonic(), which is the loop's clock too
+        last = self._inner.connection.last_stream_created or self._made_at
+        left_s = last + self._server.limits.idle_s - self._loop.time()
+        if left_s > 0:
+            self._watch(left_s)
+        else:
+            self._transport.abort()  # not close(): it would wait for a peer that does not read

@@ -1,0 +1,124 @@
+"""Directories and whole files, relative to directory descriptors: no step follows a symbolic link.
+
+What lies where something of another kind is wanted is replaced (`make_room`, which says so in the log); a link itself is
+removed, never what it leads to. Errors are OSErrors, for the adapter to rename. No state.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+DIRECTORY_MODE = 0o755
+FILE_MODE = 0o644
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+NEW_PREFIX = ".new-"
+"""Begins the name under which a file is written before it is renamed; a killed writer leaves one behind."""
+
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_MAX_DEPTH = 8
+
+
+@contextmanager
+def opened(name: str | Path, directory: int | None, flags: int) -> Iterator[int]:
+    descriptor = os.open(name, flags, dir_fd=directory)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def made_directory(parent: int, name: str) -> Iterator[int]:
+    """The directory `name`, made if need be and in place of anything else, with its mode."""
+    status = status_of(parent, name)
+    if status is not None and not stat.S_ISDIR(status.st_mode):
+        make_room(parent, name)
+        status = None
+    if status is None:
+        os.mkdir(name, DIRECTORY_MODE, dir_fd=parent)
+    with opened(name, parent, DIRECTORY) as directory:
+        if stat.S_IMODE(os.fstat(directory).st_mode) != DIRECTORY_MODE:
+            os.fchmod(directory, DIRECTORY_MODE)  # the umask, or somebody else's hand
+        yield directory
+
+
+def make_room(directory: int, name: str) -> None:
+    """Makes room where something of another kind lies."""
+    log.warning("vdevice_path_replaced", name=name, directory=str(Path(f"/proc/self/fd/{directory}").readlink()))
+    remove_tree(directory, name)
+
+
+def replace_file(directory: int, name: str, content: bytes) -> bool:
+    """Puts `content` at `name` by rename; False where it already is there."""
+    status = status_of(directory, name)
+    if status is not None and stat.S_ISREG(status.st_mode) and _holds(directory, name, content):
+        return False
+    if status is not None and not stat.S_ISREG(status.st_mode):
+        make_room(directory, name)
+    new = f"{NEW_PREFIX}{secrets.token_hex(8)}"
+    file = os.open(new, _NEW_FILE, FILE_MODE, dir_fd=directory)
+    try:
+        try:
+            os.fchmod(file, FILE_MODE)
+            if os.write(file, content) != len(content):
+                raise OSError(
+                    errno.ENOSPC, os.strerror(errno.ENOSPC)
+                )  # a file takes part of a write only when it is full
+        finally:
+            os.close(file)
+        os.rename(new, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(new, dir_fd=directory)
+        raise
+    return True
+
+
+def _holds(directory: int, name: str, content: bytes) -> bool:
+    with opened(name, directory, _FILE) as file:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or stat.S_IMODE(status.st_mode) != FILE_MODE:
+            return False
+        return status.st_size == len(content) and os.read(file, len(content) + 1) == content
+
+
+def read_content(directory: int, name: str, limit: int) -> bytes:
+    """A file's first `limit` bytes."""
+    with opened(name, directory, _FILE) as file:
+        return os.read(file, limit)
+
+
+def names_in(directory: int) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+def status_of(directory: int, name: str) -> os.stat_result | None:
+    try:
+        return os.lstat(name, dir_fd=directory)
+    except FileNotFoundError:
+        return None
+
+
+def remove_tree(parent: int, name: str, depth: int = 0) -> None:
+    """Removes what lies at `name`, a link itself; neither into another file system nor deeper than the agent builds."""
+    status = os.lstat(name, dir_fd=parent)
+    if not stat.S_ISDIR(status.st_mode):
+        os.unlink(name, dir_fd=parent)
+        return
+    if status.st_dev != os.fstat(parent).st_dev or depth >= _MAX_DEPTH:
+        raise OSError(errno.EBUSY, f"{name} is a mount, or nested deeper than {_MAX_DEPTH} directories")
+    with opened(name, parent, DIRECTORY) as directory:
+        for entry in names_in(directory):
+            remove_tree(directory, entry, depth + 1)
+    os.rmdir(name, dir_fd=parent)

@@ -1,0 +1,35 @@
+"""A token bucket. Not thread-safe; the clock is the caller's. State owned: one level."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class TokenBucket:
+    """Holds `burst` tokens at most and regains `rate` a second."""
+
+    def __init__(self, *, rate: float, burst: float, clock: Callable[[], float]) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._clock = clock
+        self._level = burst
+        self._at = clock()
+
+    def take(self, tokens: float = 1.0) -> bool:
+        """Takes the tokens if they are there."""
+        self._refill()
+        if self._level < tokens:
+            return False
+        self._level -= tokens
+        return True
+
+    def owe(self, tokens: float) -> float:
+        """Takes them in any case; the seconds after which none is owed any more."""
+        self._refill()
+        self._level -= tokens
+        return max(0.0, -self._level / self._rate)
+
+    def _refill(self) -> None:
+        now = self._clock()
+        self._level = min(self._burst, self._level + (now - self._at) * self._rate)
+        self._at = now

@@ -1,0 +1,109 @@
+"""Values of the driver directory: what volume.conf asks for, what the host has, and what shall lie where.
+
+Paths are values here; nothing in this module touches a file. Format of volume.conf: docs/driver-volume.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Literal
+
+DIRECTORY_OF_CLASS = {32: "lib", 64: "lib64"}
+"""ELF class -> the directory of a volume that holds such libraries."""
+
+ElfClass = Literal[32, 64]
+
+CONTROL_LIBRARY_NAME = "libcuda-control.so"
+
+
+class VolumeName(StrEnum):
+    """The two volumes there are. Containers with a share get the first, containers with whole cards the second."""
+
+    SHARED = "nvidia"
+    ORIGIN = "origin"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverVolume:
+    """One entry of volume.conf: `binaries` are file names, `libraries` beginnings of sonames."""
+
+    name: VolumeName
+    base: Path
+    binaries: tuple[str, ...]
+    libraries: tuple[str, ...]
+
+    @property
+    def directory(self) -> Path:
+        """What containers mount at /usr/local/nvidia: a symbolic link, resolved when the mount is made."""
+        return self.base / self.name.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundLibrary:
+    """A shared object of the host. `path` is the file itself, `found_as` the name that led to it, `soname` may be empty.
+
+    `is_baseline` is False for a build that only some processors can run.
+    """
+
+    path: Path
+    found_as: str
+    elf_class: ElfClass
+    machine: str
+    soname: str
+    is_baseline: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def link_name(self) -> str:
+        """The name that the dynamic loader asks for."""
+        return self.soname or self.path.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostDriver:
+    """What was found for one volume, and where it was looked for."""
+
+    libraries: tuple[FoundLibrary, ...]
+    programs: dict[str, Path]
+    library_places: tuple[str, ...]
+    program_places: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFile:
+    """`target` is relative to the volume, such as lib64/libcuda.so.535.104.05."""
+
+    target: str
+    source: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedLink:
+    """`points_to` is a name in the same directory."""
+
+    target: str
+    points_to: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VolumePlan:
+    """All of a volume's content, sorted by target. `driver_version` is None where libcuda's name does not tell it."""
+
+    name: VolumeName
+    files: tuple[PlannedFile, ...]
+    links: tuple[PlannedLink, ...]
+    driver_version: tuple[int, ...] | None
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VolumeRefused:
+    """Why a volume cannot be made, for a person."""
+
+    detail: str

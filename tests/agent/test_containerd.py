@@ -1,0 +1,122 @@
+"""The real containerd and runc: containers, their cgroups, processes and identities as the agent sees them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpushare_agent.adapters.cgroups import Cgroups
+from gpushare_agent.adapters.pod_processes import PodProcesses
+from gpushare_agent.adapters.runtime import RuntimeState, open_runtime
+from gpushare_agent.model.cgroup_paths import PeerIdentity
+from gpushare_agent.model.errors import NotFound, Unavailable
+from tests.support_containerd import CGROUP_ROOT, Containerd, running_container, running_containerd, why_not
+
+TIMEOUT_S = 20.0
+FORKS = ("/bin/sh", "-c", "sleep 86400 & sleep 86400 & wait")
+
+
+@pytest.fixture(scope="module")
+def containerd() -> Iterator[Containerd]:
+    if (reason := why_not()) is not None:
+        pytest.skip(f"no real container can run here: {reason}")
+    with running_containerd() as started:
+        yield started
+
+
+async def test_a_running_container_is_listed_with_its_pod_and_pid(containerd: Containerd) -> None:
+    """The labels of the kubelet come back; the PID is the host's."""
+    async with (
+        running_container(containerd, FORKS) as made,
+        open_runtime(str(containerd.socket), timeout_s=TIMEOUT_S) as client,
+    ):
+        assert (await client.version()).name == "containerd"
+        (listed,) = [c for c in await client.containers() if c.id == made.id]
+        assert (listed.pod_uid, listed.pod_name, listed.pod_namespace) == (made.pod_uid, made.pod_name, "default")
+        assert (listed.container_name, listed.attempt, listed.state) == (made.container_name, 0, RuntimeState.RUNNING)
+        status = await client.status(made.id)
+        assert status.container == listed
+        assert status.pid is not None
+        assert Path(f"/proc/{status.pid}/cmdline").read_bytes().startswith(b"/bin/sh\0-c\0")
+        with pytest.raises(NotFound):
+            await client.status("0" * 64)
+
+
+async def test_every_process_of_a_container_is_found_and_known(containerd: Containerd) -> None:
+    """Forked children, what is executed in it later, and what moves to a cgroup below; nobody else is taken for it."""
+    cgroups = Cgroups()
+    async with (
+        running_container(containerd, FORKS) as made,
+        running_container(containerd, FORKS) as other,
+        open_runtime(str(containerd.socket), timeout_s=TIMEOUT_S) as client,
+    ):
+        await made.wait_processes(3)
+        first = (await client.status(made.id)).pid
+        found = await cgroups.find_in_thread(made.id, made.pod_uid)
+        assert found is not None
+        assert first is not None
+        pids = await cgroups.pids_in_thread(found)
+        assert first in pids
+        assert len(pids) == 3
+        expected = PeerIdentity(pod_uid=made.pod_uid, container_id=made.id)
+        assert [cgroups.identify(pid) for pid in pids] == [expected] * 3
+
+        await made.execute("/bin/sh", "-c", "sleep 86400 >/dev/null 2>&1 &")
+        later = await cgroups.pids_in_thread(found)
+        assert len(later) == 4
+        assert set(pids) < set(later)
+
+        below = found.path / "below"
+        below.mkdir()
+        (below / "cgroup.procs").write_text(str(pids[-1]))
+        assert cgroups.pids(found) == later
+        assert cgroups.identify(pids[-1]) == expected
+
+        assert cgroups.find(made.id, other.pod_uid) is None
+        assert set(cgroups.pids_round(cgroups.find_many([(made.id, None), (other.id, None)]).values())) == {
+            made.id,
+            other.id,
+        }
+        assert cgroups.check_driver("cgroupfs") is None
+        assert cgroups.identify(os.getpid()) != expected
+        assert await PodProcesses(CGROUP_ROOT).are_running(made.pod_uid) is True
+
+
+async def test_a_container_that_ends_has_no_processes_any_more(containerd: Containerd) -> None:
+    """Its cgroup goes, its state is exited, and its PID is not told."""
+    cgroups = Cgroups()
+    async with (
+        running_container(containerd, FORKS) as made,
+        open_runtime(str(containerd.socket), timeout_s=TIMEOUT_S) as client,
+    ):
+        found = cgroups.find(made.id, made.pod_uid)
+        assert found is not None
+        await made.stop()
+        status = await client.status(made.id)
+        assert (status.container.state, status.pid) == (RuntimeState.EXITED, None)
+        with pytest.raises(NotFound):
+            cgroups.pids(found)
+        assert cgroups.find(made.id, made.pod_uid) is None
+
+
+async def test_containers_outlive_the_runtime_and_are_found_after_it(containerd: Containerd) -> None:
+    """While containerd is away calls are Unavailable and cgroups are read; then the same container is listed again."""
+    cgroups = Cgroups()
+    async with open_runtime(str(containerd.socket), timeout_s=TIMEOUT_S) as client:
+        async with running_container(containerd, FORKS) as made:
+            before = await client.status(made.id)
+            containerd.stop()
+            try:
+                with pytest.raises(Unavailable):
+                    await client.containers()
+                found = cgroups.find(made.id, made.pod_uid)
+                assert found is not None
+                assert before.pid in cgroups.pids(found)
+            finally:
+                containerd.start()
+                await made.cri.wait_ready()
+            assert await client.status(made.id) == before
+        assert [c for c in await client.containers() if c.id == made.id] == []

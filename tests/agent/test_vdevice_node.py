@@ -1,0 +1,73 @@
+"""The virtual manager in the whole agent, on the embedded node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from aiohttp import ClientSession
+
+from gpushare_agent.model.vdevice import decode_config, decode_pids
+from gpushare_agent.sandbox.node import EmbeddedNode
+from tests.support_agent import calls_of, open_agent, poll_until, wait_running, wait_until
+from tests.support_sandbox import container, open_test_node, pod
+
+
+def directory_of(node: EmbeddedNode, name: str, inner: str = "main") -> Path:
+    uid = node.api.pod("default", name)["metadata"]["uid"]
+    return node.paths.virtual_manager / uid / inner
+
+
+async def test_a_share_finds_its_limits_and_its_socket_before_it_starts() -> None:
+    """The mount is of its own directory; a whole card's says that nothing is limited."""
+    async with open_test_node() as node, open_agent(node, "--isolation=vcuda"):
+        node.api.create_pod(pod("share", container(cores=30, blocks=10)))
+        node.api.create_pod(pod("whole", container(cores=100)))
+        await wait_running(node, "share", "whole")
+        own = directory_of(node, "share")
+        config = decode_config((own / "vcuda.config").read_bytes())
+        assert (config.utilization, config.memory_bytes, config.enable) == (30, 10 * 256 * 1024 * 1024, True)
+        assert config.hard_limit and decode_pids((own / "pids.config").read_bytes()) == ()
+        assert (own / "vcuda.sock").is_socket()
+        answer = next(c for c in calls_of(node, "share") if b"/etc/vcuda" in c.response)
+        assert str(own).encode() in answer.response
+        assert not decode_config((directory_of(node, "whole") / "vcuda.config").read_bytes()).enable
+
+
+async def test_an_elastic_limit_is_followed_and_a_bad_one_told() -> None:
+    """The annotation may change while the pod runs; one below the cores is ignored, with an Event."""
+    async with open_test_node() as node, open_agent(node, "--isolation=vcuda"):
+        node.api.create_pod(
+            pod("share", container(cores=30, blocks=10), annotations={"tencent.com/vcuda-core-limit": "60"})
+        )
+        await wait_running(node, "share")
+        path = directory_of(node, "share") / "vcuda.config"
+        assert (decode_config(path.read_bytes()).limit, decode_config(path.read_bytes()).hard_limit) == (60, False)
+        url = f"{node.api.url}/api/v1/namespaces/default/pods/share"
+        body = {"metadata": {"annotations": {"tencent.com/vcuda-core-limit": "20"}}}
+        headers = {"Content-Type": "application/merge-patch+json"}
+        async with ClientSession() as session, session.patch(url, json=body, headers=headers) as answer:
+            assert answer.status == 200
+
+        def is_ignored() -> bool:
+            reasons = {raw.get("reason") for raw in node.api.events()}
+            return decode_config(path.read_bytes()).limit == 0 and "CoreLimitIgnored" in reasons
+
+        await poll_until(is_ignored, "the limit below the cores ignored and told")
+
+
+async def test_after_a_restart_every_live_share_has_its_socket_again() -> None:
+    """With the same files; directories of pods that are gone are removed."""
+    async with open_test_node() as node:
+        async with open_agent(node, "--isolation=vcuda"):
+            node.api.create_pod(pod("share", container(cores=30, blocks=10)))
+            node.api.create_pod(pod("gone", container(cores=30, blocks=10)))
+            await wait_running(node, "share", "gone")
+            own, other = directory_of(node, "share"), directory_of(node, "gone")
+            before = (own / "vcuda.config").read_bytes()
+        assert not (own / "vcuda.sock").exists()
+        node.api.delete_pod("default", "gone")
+        await wait_until(node, lambda: node.api.find_pod("default", "gone") is None, "the pod gone")
+        async with open_agent(node, "--isolation=vcuda"):
+            await poll_until((own / "vcuda.sock").is_socket, "the socket back")
+            assert (own / "vcuda.config").read_bytes() == before
+            await poll_until(lambda: not other.exists(), "the directory of the gone pod removed")

@@ -1,0 +1,60 @@
+"""Installs a driver volume and kills itself at a chosen step, for tests/adapters/test_driver_directory.py.
+
+Run as a module: ROOT BASE CONTROL. Each line on stdin is a number; a forked child installs and sends itself SIGKILL right
+before its operation of that number (audit events of files: open, link, rename, …). The answer is "killed" or "done".
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from gpushare_agent.adapters.driver_directory import DriverDirectory
+from gpushare_agent.adapters.driver_libraries import DriverLibraries, host_machine, read_control_library
+from gpushare_agent.decisions.driver_volume import plan_volume
+from gpushare_agent.model.driver_volumes import DriverVolume, VolumeName, VolumePlan
+
+EVENTS = ("open", "os.", "shutil.", "fcntl.", "tempfile.", "ctypes.")
+LISTED = ("libcuda.so", "libnvidia-ml.so", "libnvidia-ptxjitcompiler.so")
+
+
+def install(root: Path, base: Path, control: Path) -> None:
+    volume = DriverVolume(name=VolumeName.SHARED, base=base, binaries=("nvidia-smi",), libraries=LISTED)
+    plan = plan_volume(volume, DriverLibraries(root).find(volume), host_machine(), read_control_library(control))
+    assert isinstance(plan, VolumePlan), plan
+    directory = DriverDirectory(base)
+    kill_at(int(sys.argv.pop()))
+    directory.install(plan, lambda what, done, total: None)
+
+
+def kill_at(step: int) -> None:
+    seen = 0
+
+    def hook(event: str, _: object) -> None:
+        nonlocal seen
+        if event.startswith(EVENTS):
+            seen += 1
+            if seen == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def main() -> None:
+    root, base, control = (Path(argument) for argument in sys.argv[1:4])
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            sys.argv.append(line.strip())
+            install(root, base, control)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        sys.stdout.write("killed\n" if killed else "done\n" if status == 0 else f"failed {status}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""For the tests of the vDevice socket: names, a server with fakes that are told what to say, and clients."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from grpclib.client import Channel
+
+from gpushare_agent.adapters.vdevice_files import VDeviceFiles
+from gpushare_agent.kit.sockets import connectable_path
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.cgroup_paths import PeerIdentity
+from gpushare_agent.model.errors import AgentError
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.vdevice import encode_config
+from gpushare_agent.services.vdevice_server import VDeviceLimits, VDeviceServer
+from gpushare_agent.wire.vcuda import VcudaServiceStub, VDeviceRequest
+
+POD = PodUid("0f9c4f0e-5a0b-4b8e-9d38-0d4a3f7b6c11")
+OTHER_POD = PodUid("9e1d7c52-1111-4222-8333-444455556666")
+KEY = ContainerKey(POD, "cuda")
+OTHER = ContainerKey(OTHER_POD, "cuda")
+ID = "ab" * 32
+OTHER_ID = "cd" * 32
+MIB = 1024 * 1024
+
+
+def share_config(key: ContainerKey = KEY, *, limit: int = 0, cores: int = 20) -> bytes:
+    """A share of 2 GiB."""
+    return encode_config(
+        pod_uid=key.pod_uid,
+        container=key.container,
+        limit=limit,
+        memory_bytes=2048 * MIB,
+        utilization=cores,
+        hard_limit=limit == 0,
+        driver=(535, 161),
+        enable=True,
+    )
+
+
+@dataclass
+class FakeNode:
+    """The outside of a VDeviceServer: who runs where, and what was asked and counted."""
+
+    peers: dict[int, PeerIdentity | None] = field(default_factory=dict)
+    """By PID; a PID that is missing cannot be known."""
+    containers: dict[str, ContainerKey] = field(default_factory=lambda: {ID: KEY, OTHER_ID: OTHER})
+    refreshed: list[tuple[ContainerKey, str | None]] = field(default_factory=list)
+    codes: list[str] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+    fails: AgentError | Exception | None = None
+    refresh_hangs: bool = False
+    runtime_fails: AgentError | None = None
+
+    async def identify(self, pid: int) -> PeerIdentity | None:
+        self.asked.append(pid)
+        return self.peers.get(pid)
+
+    async def find_container(self, container_id: str) -> ContainerKey | None:
+        if self.runtime_fails is not None:
+            raise self.runtime_fails
+        return self.containers.get(container_id)
+
+    async def refresh(self, key: ContainerKey, container_id: str | None) -> None:
+        if self.fails is not None:
+            raise self.fails
+        if self.refresh_hangs:
+            await asyncio.Event().wait()
+        self.refreshed.append((key, container_id))
+
+    def vdevice_registered(self, code: str) -> None:
+        self.codes.append(code)
+
+    def we_are(self, pod_uid: str | None, container_id: str | None) -> None:
+        """What the cgroup of this process, the peer of its own servers, says."""
+        self.peers[os.getpid()] = PeerIdentity(pod_uid=pod_uid, container_id=container_id)
+
+
+def server_of(
+    files: VDeviceFiles, node: FakeNode, key: ContainerKey = KEY, limits: VDeviceLimits | None = None
+) -> VDeviceServer:
+    return VDeviceServer(
+        key,
+        sockets=files,
+        identify=node.identify,
+        find_container=node.find_container,
+        refresh=node.refresh,
+        metrics=node,
+        limits=limits,
+    )
+
+
+@asynccontextmanager
+async def serving(
+    root: Path, node: FakeNode, key: ContainerKey = KEY, limits: VDeviceLimits | None = None
+) -> AsyncIterator[Path]:
+    """A prepared container with its server; gives the path of its socket."""
+    files = VDeviceFiles(root)
+    files.prepare(key)
+    server = server_of(files, node, key, limits)
+    await server.start()
+    try:
+        yield files.path(key) / "vcuda.sock"
+    finally:
+        await server.stop()
+
+
+async def register(
+    path: Path, *, pod_uid: str = POD, name: str = "", container_id: str = "", bus_id: str = "", timeout_s: float = 10.0
+) -> None:
+    """One registration on a connection of its own; the server's refusal comes as a GRPCError."""
+    with connectable_path(path) as address:
+        async with Channel(path=address) as channel:
+            request = VDeviceRequest(bus_id=bus_id, pod_uid=pod_uid, container_name=name, container_id=container_id)
+            await VcudaServiceStub(channel).register_v_device(request, timeout=timeout_s)
