@@ -90,6 +90,7 @@ def eventful_metrics() -> AgentMetrics:
     metrics.pod_watch_ended("ended")
     metrics.pod_annotated("patched")
     metrics.pod_event("sent")
+    metrics.vdevice_registered("OK")
     container = ContainerView(namespace="d", pod="p", container="c", node="n", cores=40, memory_mib=1, cards=(0,))
     card = CardView(index=0, uuid="GPU-0", memory_mib=1, cores_allocated=40, memory_mib_allocated=1, is_healthy=True)
     metrics.show_containers(lambda: [container])
