@@ -123,7 +123,10 @@ def open_driver(settings: Settings) -> GpuDriver:
 
 
 def build(settings: Settings, driver: GpuDriver) -> NodeParts:
-    """The parts, joined but not started. Raises StartupError."""
+    """The parts, joined but not started. Raises StartupError.
+
+    Long and straight on purpose: this is the one place that shows what is joined to what, and nothing in it decides.
+    """
     names = ResourceNames(
         vcore=settings.resources.vcore,
         vmemory=settings.resources.vmemory,
