@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from gpushare_agent.adapters.kube.configuration import find_configuration
 from gpushare_agent.apps.node_parts import NodeParts, build, check_message_size, open_driver
 from gpushare_agent.kit.h2_frames import omit_data_texts
 from gpushare_agent.kit.supervision import forever
@@ -135,12 +136,14 @@ async def _run_once(settings: Settings, reload: Callable[[], Settings], signals:
 async def live(parts: NodeParts) -> None:
     """One life of the agent, without signals: until it is cancelled, or a task of it fails (an exception group).
 
-    Raises StartupError where the web address is taken or the cards cannot be used: then the kubelet hears of nothing.
+    Raises StartupError where the web address is taken, the cards cannot be used, or nothing says where the API server is:
+    then the kubelet hears of nothing.
     """
     try:
         async with asyncio.TaskGroup() as group:
             await parts.web.bind()
             await _read_cards(parts)
+            find_configuration(parts.settings.kubeconfig, os.environ)
             containers = await parts.garbage.recover()
             log.info("allocations_recovered", containers=containers)
             group.create_task(forever("registration", parts.registrar.run), name="registration")

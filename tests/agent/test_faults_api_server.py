@@ -6,10 +6,12 @@ import asyncio
 
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import (
+    DEADLINE_S,
     assert_nothing_shared,
     calls_of,
     holders_of,
     open_agent,
+    open_child,
     wait_books_equal,
     wait_registered,
     wait_running,
@@ -121,3 +123,12 @@ async def test_an_api_server_that_forgets_its_history_loses_the_agent_nothing() 
         await wait_books_equal(node, agent)
         async with asyncio.timeout(10):
             assert holders_of(agent) == 120
+
+
+async def test_an_agent_that_is_told_of_no_api_server_ends_before_the_kubelet_hears_of_it() -> None:
+    """Exit code 1 with the cure; registering first would make the resources come and go with every restart."""
+    async with open_test_node() as node, open_child(node, "--kubeconfig=/none", wait=False) as child:
+        async with asyncio.timeout(DEADLINE_S):
+            assert await child.wait() == 1
+        assert "--kubeconfig" in node.paths.agent_log.read_text()
+        assert not node.kubelet.capacity()

@@ -103,11 +103,13 @@ async def test_with_all_cards_lost_pods_wait_and_running_ones_stay() -> None:
 
 async def test_a_card_lost_between_preference_and_allocate_is_not_given() -> None:
     """The plan is made and the card fails: the pod is refused and told that it will be placed elsewhere."""
-    async with open_test_node() as node, open_agent(node, "--simulated.cards=2") as agent:
+    flags = ("--simulated.cards=2", "--health.check-period-s=3600")  # no look of its own finds the card well in between
+    async with open_test_node() as node, open_agent(node, *flags) as agent:
         Moments(node, "unlucky").at_next("GetPreferredAllocation answered", lambda: _lose_card(agent, 0))
         node.api.create_pod(pod("unlucky", container(cores=30, blocks=10)))
         message = await wait_settled(node, "unlucky")
         assert "NoHealthyCard" in message and "Create the pod again" in message
+        await agent.parts.gpu_watch.look()
         await _wait_healthy(node, 2)
         node.api.create_pod(pod("again", container(cores=30, blocks=10)))
         await wait_running(node, "again")
