@@ -328,7 +328,7 @@ class Admission:
         if kind is ResourceKind.VMEMORY:
             return ContainerEdits()
         cards = [known[card] for card in held.cards if card in known]
-        return container_edits(container, cards, self._policy.names, self._devices)
+        return self._edits(Served(pod=pod, container=container), cards)
 
     def _initial_cards(self, uid: PodUid) -> tuple[GpuUuid, ...]:
         return next((a.cards for a in self._cache.of_pod(uid) if a.kind is ContainerKind.INIT and a.cards), ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from gpushare_agent.adapters.pod_resources import PodListing
@@ -12,6 +13,7 @@ from gpushare_agent.decisions.container_edits import NodeDevices
 from gpushare_agent.decisions.identity import Call, Known, Served
 from gpushare_agent.decisions.isolation import IsolationPaths
 from gpushare_agent.decisions.isolation.none import edit_none
+from gpushare_agent.decisions.isolation.vcuda import edit_vcuda
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused, Unavailable
 from gpushare_agent.model.kubelet import CheckpointEntry
@@ -171,6 +173,19 @@ async def test_a_chain_of_init_sidecar_and_main_is_followed_without_being_asked(
     # The sidecar has taken the five IDs for good: offering them again counts as a fault of the kubelet.
     assert agent.outcomes[2:] == ["chain/s vmemory", "chain/s vcore", "taken 5", "chain/m vcore"]
     assert agent.cache.used_cores() == {"GPU-0": 15}
+
+
+async def test_the_same_allocate_again_gets_the_same_answer() -> None:
+    """Isolation included, and the books as they were; once the container runs it is refused."""
+    owner = pod("a", container(cores=10, blocks=1))
+    agent = Scripted(owner)
+    agent.admission._isolation = edit_vcuda
+    first = await agent.admit(owner, "main", CORE)
+    (held,) = agent.cache
+    assert isinstance(first, ContainerEdits) and [m.container_path for m in first.mounts] == ["/etc/vcuda"]
+    assert await agent.admission.allocate(CORE, sorted(held.vcore_ids)) == first and list(agent.cache) == [held]
+    agent.pods[owner.uid] = replace(owner, running=frozenset({"main"}))
+    assert isinstance(await agent.admission.allocate(CORE, sorted(held.vcore_ids)), Refused)
 
 
 async def test_an_allocate_out_of_nowhere_is_refused() -> None:
