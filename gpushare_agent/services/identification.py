@@ -99,19 +99,23 @@ class Identification:
 
     async def serve(self, call: Call, inside: InsideLister) -> Served | Refused:
         """The container of the call, or a refusal that says why it cannot be told. Never raises for outside faults."""
+        try:
+            return await self._serve(call, inside)
+        except AgentError as e:
+            return Refused(
+                reason=RefusalReason.NOT_READY,
+                detail=f"The kubelet could not be asked which pod it is admitting: {e}. Nothing was allocated. "
+                "Create the pod again; if it persists, see `gpushare-agent check` on this node.",
+            )
+
+    async def _serve(self, call: Call, inside: InsideLister) -> Served | Refused:
+        """Raises Unavailable, Corrupt: what the kubelet lists cannot be had or read, as a whole or of one pod."""
         started_at = self._clock()
         fetched: set[tuple[str, str]] = set()
         count = 0
         is_second_look = False
         while True:
-            try:
-                listed = await self._listed(inside, self._left(started_at))
-            except AgentError as e:
-                return Refused(
-                    reason=RefusalReason.NOT_READY,
-                    detail=f"The kubelet could not be asked which pod it is admitting: {e}. Nothing was allocated. "
-                    "Create the pod again; if it persists, see `gpushare-agent check` on this node.",
-                )
+            listed = await self._listed(inside, self._left(started_at))
             result = identify(call, listed, self.known(fetched))
             failed: Refused | None = None
             while (
