@@ -190,7 +190,8 @@ class VirtualManagerSettings(_Section):
 
     path: GivenPath = Field(
         default=Path("/etc/gpu-manager/vm"),
-        description="Directory with one directory per pod and container, as gpu-manager keeps it. Not used yet.",
+        description="Directory with one directory per pod and container, as gpu-manager keeps it. Used with"
+        " isolation vcuda.",
     )
 
 
@@ -215,13 +216,13 @@ class RuntimeSettings(_Section):
     endpoint: str = Field(
         default="",
         description="Socket of the container runtime (CRI), with or without unix://. Empty: the first known one."
-        " Only `check` uses it yet.",
+        " Used by `check`, and with isolation vcuda.",
     )
     request_timeout_s: Seconds = Field(
         default=5.0,
         ge=0.1,
         le=120,
-        description="Limit of one question to the runtime, seconds. Accepted, not used yet.",
+        description="Limit of one question to the runtime, seconds. Used with isolation vcuda.",
     )
     cgroup_driver: Literal["", "cgroupfs", "systemd"] = Field(
         default="",
@@ -301,7 +302,8 @@ class Settings(BaseSettings):
     volume_config: OptionalPath = Field(
         default=None,
         description="gpu-manager's volume.conf, the driver files to collect (docs/driver-volume.md). Empty: its place there,"
-        " /etc/gpu-manager/volume.conf. Only `driver-volume` uses it yet.",
+        " /etc/gpu-manager/volume.conf. Used by `driver-volume`, and with isolation vcuda, which"
+        " then mounts the driver directory into containers.",
     )
     kubeconfig: OptionalPath = Field(
         default=None,

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpclib import GRPCError, Status
@@ -166,13 +165,3 @@ def _renamed(error: GRPCError, method: str, path: Path) -> Exception:
     if error.status is Status.NOT_FOUND or "not found" in text:
         return NotFound(text)
     return Unavailable(f"PodResources {method} at {path} answered {error.status.name}: {text}")
-
-
-@asynccontextmanager
-async def open_pod_resources(socket_path: Path) -> AsyncIterator[PodResourcesClient]:
-    """The client, closed at the end."""
-    client = PodResourcesClient(socket_path)
-    try:
-        yield client
-    finally:
-        client.close()

@@ -278,7 +278,7 @@ class GarbageCollection:
                 self._cache.release(correction.key)
         self._missing = result.missing
         self._gone |= result.gone
-        if result.gone or result.missing:
+        if result.gone:
             self._wake.set()
 
     def _release(self, uid: PodUid, reason: str) -> None:

@@ -12,7 +12,6 @@ exists because the kubelet may offer an ID that it has forgotten to be taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import TypeVar
 
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -80,18 +79,6 @@ class AllocationCache:
         if old is not None:
             self._changed(old, None)
         return old
-
-    def release_resource(self, key: ContainerKey, kind: ResourceKind) -> None:
-        """Forget one resource of a container, and the container with its last one."""
-        old = self._allocations.get(key)
-        if old is None:
-            return
-        none: frozenset[DeviceId] = frozenset()
-        new = replace(old, vcore_ids=none) if kind is ResourceKind.VCORE else replace(old, vmemory_ids=none)
-        if new.vcore_ids or new.vmemory_ids:
-            self.put(new)
-        else:
-            self.release(key)
 
     def release_pod(self, uid: PodUid) -> tuple[Allocation, ...]:
         return tuple(old for key in sorted(self._pods.get(uid, ())) if (old := self.release(key)) is not None)

@@ -46,19 +46,6 @@ def test_whole_cards_charge_no_blocks() -> None:
     assert cache.used_cores() == {CARD: 100} and cache.used_blocks() == {}
 
 
-def test_one_resource_can_be_released() -> None:
-    """The other one stays; with the last the container goes."""
-    one = pod("one")
-    key = ContainerKey(one.uid, "main")
-    cache = AllocationCache()
-    cache.put(allocation(one, "main", ids(0, range(10)), ids(0, range(3))))
-    cache.release_resource(key, ResourceKind.VMEMORY)
-    held = cache.get(key)
-    assert held is not None and held.cores == 10 and not held.vmemory_ids
-    cache.release_resource(key, ResourceKind.VCORE)
-    assert cache.get(key) is None and len(cache) == 0
-
-
 def test_changes_are_told() -> None:
     """A subscriber sees old and new of each container."""
     seen: list[tuple[bool, bool]] = []

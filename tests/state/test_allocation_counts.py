@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.names import GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.state.allocation_cache import AllocationCache
 
 CARDS = [GpuUuid("GPU-0"), GpuUuid("GPU-1")]
@@ -25,9 +24,7 @@ ALLOCATIONS = st.builds(
     vmemory_ids=DEVICES,
     is_whole=st.booleans(),
 )
-CHANGES = st.lists(
-    ALLOCATIONS | st.sampled_from(KEYS) | st.tuples(st.sampled_from(KEYS), st.sampled_from(ResourceKind))
-)
+CHANGES = st.lists(ALLOCATIONS | st.sampled_from(KEYS))
 
 
 def _cores(cache: AllocationCache, without: ContainerKey | None) -> dict[GpuUuid, int]:
@@ -48,17 +45,15 @@ def _blocks(cache: AllocationCache, without: ContainerKey | None) -> dict[GpuUui
 
 @given(CHANGES)
 def test_counts_by_card_equal_a_count_of_everything_after_any_changes(
-    changes: list[Allocation | ContainerKey | tuple[ContainerKey, ResourceKind]],
+    changes: list[Allocation | ContainerKey],
 ) -> None:
     """However containers come, change, share IDs and go, the counts kept along are those of counting anew."""
     cache = AllocationCache()
     for change in changes:
         if isinstance(change, Allocation):
             cache.put(change)
-        elif isinstance(change, ContainerKey):
-            cache.release(change)
         else:
-            cache.release_resource(*change)
+            cache.release(change)
         for without in (None, *KEYS):
             assert cache.used_cores(without=without) == _cores(cache, without)
             assert cache.used_blocks(without=without) == _blocks(cache, without)
