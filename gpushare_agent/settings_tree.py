@@ -216,7 +216,7 @@ class RuntimeSettings(_Section):
     endpoint: str = Field(
         default="",
         description="Socket of the container runtime (CRI), with or without unix://. Empty: the first known one."
-        " Used by `check`, and with isolation vcuda.",
+        " Used with isolation vcuda, to learn container IDs; where none answers they come from the pods' statuses.",
     )
     request_timeout_s: Seconds = Field(
         default=5.0,
@@ -226,9 +226,14 @@ class RuntimeSettings(_Section):
     )
     cgroup_driver: Literal["", "cgroupfs", "systemd"] = Field(
         default="",
-        description="Accepted for gpu-manager's manifests. Empty: seen from the paths themselves, so it is never needed.",
+        description="Never needed: it is seen from the paths themselves. If given, it is compared with them at the start,"
+        " and a disagreement is logged.",
     )
     cgroup_root: GivenPath = Field(default=Path("/sys/fs/cgroup"), description="Where the host's cgroups are mounted.")
+    proc_root: GivenPath = Field(
+        default=Path("/proc"),
+        description="The /proc that shows the host's processes: the pod's own where it has the host's PID namespace.",
+    )
 
 
 class WebSettings(_Section):
@@ -283,10 +288,9 @@ class Settings(BaseSettings):
         description="Where cards come from: NVML (also called nvidia), or simulated for nodes without any.",
     )
     isolation: Literal["vcuda", "none"] = Field(
-        default="none",
-        description="What keeps a container to its share. none: nothing, containers see their cards and are trusted."
-        " vcuda: TKEStack's library in the driver directory, which reads its limits from /etc/vcuda; for trying, it is not"
-        " in the manifests yet.",
+        default="vcuda",
+        description="What keeps a container to its share (docs/isolation.md). vcuda: TKEStack's library in the driver"
+        " directory, which reads its limits from /etc/vcuda. none: nothing, containers see their cards and are trusted.",
     )
     fail_on_init_error: bool = Field(
         default=True,

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.apps.driver_volume import configured_volumes, installed_driver_version
+from gpushare_agent.apps.driver_volume import configured_volumes
+from gpushare_agent.apps.installed_driver import installed_driver_version
 from gpushare_agent.settings import load_settings
 from tests.support_driver import FakeHost
 from tests.support_settings import Ended, run_program

@@ -2,7 +2,7 @@
 
 Works under cgroup v1, v2 and hybrid mounts without being told the driver: the directories' names say it. The plain methods
 block (a read below /sys/fs/cgroup or /proc can wait for the kernel's lock) and are for a thread that does a whole round;
-`…_in_thread` are the same for the event loop. They may run in several threads at a time.
+`…_in_thread` are the same for the event loop, each bounded in time. They may run in several threads at a time.
 
 Not for asking the container runtime: adapters/runtime.py does that.
 
@@ -12,7 +12,6 @@ anew where a container is not in it.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import stat
@@ -20,10 +19,12 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from gpushare_agent.adapters.cgroup_walk import CgroupWalk, FoundDirectory, subdirectories
+from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.cgroup_paths import MAX_TEXT_BYTES, NOBODY, PeerIdentity, container_id_of, parse_proc_cgroup
 from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
@@ -40,6 +41,9 @@ _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _LEAF_LINKS = 2
 """A directory without subdirectories has two links in the kernel's cgroup file system: no need to list it."""
 
+
+ROUND_TIMEOUT_S = 5.0
+PEER_TIMEOUT_S = 2.0
 
 _GONE = (errno.ENOENT, errno.ENODEV, errno.ENOTDIR)
 
@@ -69,6 +73,8 @@ class Cgroups:
         self._own_text: str | None = None
         self._known: Mapping[str, CgroupDir] = {}
         self._walk_lock = threading.Lock()
+        self._rounds = DaemonThread("cgroups", advice=f"Check {root}; it is looked at again.")
+        self._peers = DaemonThread("peers", advice=f"Check {proc}; register again.")
 
     @property
     def kind(self) -> CgroupKind:
@@ -139,22 +145,27 @@ class Cgroups:
         )
 
     async def find_in_thread(self, container_id: str, pod_uid: PodUid | None = None) -> CgroupDir | None:
-        return await asyncio.to_thread(self.find, container_id, pod_uid)
+        return (await self.find_many_in_thread([(container_id, pod_uid)])).get(container_id)
 
     async def find_many_in_thread(self, wanted: Iterable[tuple[str, PodUid | None]]) -> Mapping[str, CgroupDir]:
-        return await asyncio.to_thread(self.find_many, tuple(wanted))
+        """Like every `…_in_thread`: raises Unavailable where the file system does not answer in time."""
+        return await self._rounds.call(partial(self.find_many, tuple(wanted)), "looking for cgroups", ROUND_TIMEOUT_S)
 
     async def pids_in_thread(self, directory: CgroupDir) -> list[int]:
-        return await asyncio.to_thread(self.pids, directory)
+        return await self._rounds.call(partial(self.pids, directory), f"reading {directory.path}", ROUND_TIMEOUT_S)
 
     async def pids_round_in_thread(self, directories: Iterable[CgroupDir]) -> Mapping[str, list[int] | None]:
-        return await asyncio.to_thread(self.pids_round, tuple(directories))
+        return await self._rounds.call(
+            partial(self.pids_round, tuple(directories)), "reading the containers' cgroups", ROUND_TIMEOUT_S
+        )
 
     async def identify_in_thread(self, pid: int) -> PeerIdentity | None:
-        return await asyncio.to_thread(self.identify, pid)
+        return await self._peers.call(partial(self.identify, pid), f"looking at process {pid}", PEER_TIMEOUT_S)
 
     async def check_driver_in_thread(self, setting: str) -> str | None:
-        return await asyncio.to_thread(self.check_driver, setting)
+        return await self._rounds.call(
+            partial(self.check_driver, setting), "looking at the pods' cgroups", ROUND_TIMEOUT_S
+        )
 
     def _walk_for(self, wanted: Iterable[str]) -> None:
         """Learns where every container is; goes on to the next hierarchy while one of the wanted is missing."""

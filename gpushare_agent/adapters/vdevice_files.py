@@ -17,7 +17,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -113,6 +113,22 @@ class VDeviceFiles:
             log.warning("vdevice_pids_dropped", pod_uid=key.pod_uid, container=key.container, dropped=dropped)
         return is_written
 
+    def write_pids_if_none(self, key: ContainerKey) -> None:
+        """An empty pids.config where there is none that can be read as one; a list that is there stays."""
+        with self._step("writing", self.path(key) / PIDS_NAME), self._open(key) as directory:
+            if _content(directory, PIDS_NAME, _is_pids) is None:
+                replace_file(directory, PIDS_NAME, b"")
+
+    def read_config(self, key: ContainerKey) -> bytes | None:
+        """What vcuda.config holds, None where there is none of the right size. Raises as `write_config` does."""
+        with self._step("reading", self.path(key) / CONFIG_NAME), self._open(key) as directory:
+            return _content(directory, CONFIG_NAME, lambda content: len(content) == CONFIG_BYTES)
+
+    def stamps(self, key: ContainerKey) -> tuple[FileIdentity | None, FileIdentity | None]:
+        """What lies at vcuda.config and pids.config: the same as at the last look, if nobody else has been there. Cheap."""
+        path = self.path(key)
+        return file_identity(path / CONFIG_NAME), file_identity(path / PIDS_NAME)
+
     def copy_for_id(self, key: ContainerKey, container_id: str) -> None:
         """Makes `<container id>/` with the same two files, which later writes keep up; an earlier instance's is removed.
 
@@ -189,12 +205,8 @@ class VDeviceFiles:
             return sock, identity
 
     def has_socket(self, key: ContainerKey, identity: FileIdentity) -> bool:
-        """Whether vcuda.sock still is this one: whoever connects to it reaches its server."""
-        try:
-            with self._open(key) as directory:
-                return file_identity(_socket_path(directory)) == identity
-        except (OSError, NotFound):
-            return False
+        """Whether vcuda.sock still is this one: whoever connects to it reaches its server. Cheap: asked every second."""
+        return file_identity(self.path(key) / SOCKET_NAME) == identity
 
     def remove_socket(self, key: ContainerKey, identity: FileIdentity) -> None:
         """Removes vcuda.sock if it still is this one.
@@ -264,6 +276,19 @@ def _check(key: ContainerKey) -> None:
 
 def _socket_path(directory: int) -> Path:
     return Path(f"/proc/self/fd/{directory}/{SOCKET_NAME}")
+
+
+def _content(directory: int, name: str, is_sound: Callable[[bytes], bool]) -> bytes | None:
+    """A regular file's bytes where they are sound."""
+    status = status_of(directory, name)
+    if status is None or not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_BYTES:
+        return None
+    content = read_content(directory, name, _LARGEST_BYTES)
+    return content if is_sound(content) else None
+
+
+def _is_pids(content: bytes) -> bool:
+    return len(content) % 4 == 0
 
 
 def _copies(directory: int) -> list[str]:

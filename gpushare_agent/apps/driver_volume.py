@@ -18,12 +18,12 @@ from gpushare_agent.adapters.driver_directory import DriverDirectory
 from gpushare_agent.adapters.driver_libraries import DriverLibraries, host_machine, read_control_library
 from gpushare_agent.adapters.mounts import read_mounted_directories
 from gpushare_agent.adapters.volume_config import read_volume_config
-from gpushare_agent.decisions.driver_volume import driver_version, plan_volume
+from gpushare_agent.decisions.driver_volume import plan_volume
 from gpushare_agent.model.driver_volumes import DriverVolume, VolumeName, VolumePlan, VolumeRefused
 from gpushare_agent.model.errors import AgentError, StartupError
 from gpushare_agent.settings import Settings
 
-_USUAL_CONFIG = Path("/etc/gpu-manager/volume.conf")
+USUAL_CONFIG = Path("/etc/gpu-manager/volume.conf")
 _PROGRESS_PERIOD_S = 2.0
 _MIB = 1024 * 1024
 
@@ -65,7 +65,7 @@ def configured_volumes(settings: Settings) -> tuple[DriverVolume, ...]:
     Raises:
         StartupError: there is no such file, or it is wrong.
     """
-    return read_volume_config(settings.volume_config or _USUAL_CONFIG)
+    return read_volume_config(settings.volume_config or USUAL_CONFIG)
 
 
 def plan_of(settings: Settings, volume: DriverVolume) -> VolumePlan:
@@ -80,15 +80,6 @@ def plan_of(settings: Settings, volume: DriverVolume) -> VolumePlan:
     if isinstance(plan, VolumeRefused):
         raise StartupError(plan.detail)
     return plan
-
-
-def installed_driver_version(volume: DriverVolume) -> tuple[int, ...] | None:
-    """The driver version of the volume in force; None if there is none, or its libcuda's name does not tell."""
-    try:
-        names = [path.name for path in (volume.directory / "lib64").iterdir()]
-    except OSError:
-        return None
-    return max((version for name in names if (version := driver_version(name)) is not None), default=None)
 
 
 def _volume_report(settings: Settings, volume: DriverVolume, *, check: bool, prune: bool) -> VolumeReport:

@@ -150,6 +150,7 @@ async def live(parts: NodeParts) -> None:
             group.create_task(forever("garbage collection", parts.garbage.run), name="garbage collection")
             group.create_task(forever("gpu watch", parts.gpu_watch.run), name="gpu watch")
             if parts.virtual_manager is not None:
+                group.create_task(_tell_isolation(parts), name="tell isolation")
                 group.create_task(forever("virtual manager", parts.virtual_manager.run), name="virtual manager")
             await _wait_registered(parts)
             group.create_task(forever("kubernetes", lambda: _run_kubernetes(parts)), name="kubernetes")
@@ -197,6 +198,23 @@ async def _read_cards(parts: NodeParts) -> None:
         )
     for index, reason in found.unreadable:
         log.error("card_unreadable", index=index, reason=reason)
+
+
+async def _tell_isolation(parts: NodeParts) -> None:
+    """What keeps shares from being real on this node, once, in the log. Then it is done."""
+    settings = parts.settings
+    if settings.driver == "nvml":
+        missing = [volume.directory for _, volume in sorted(parts.volumes.items()) if not volume.directory.is_dir()]
+        if not parts.volumes:
+            log.warning("shares_not_enforced", why="volume_config is not set, so no library limits anybody")
+        elif missing:
+            log.error("driver_directory_missing", directories=list(map(str, missing)), cure="run driver-volume")
+    try:
+        complaint = await parts.cgroups.check_driver_in_thread(settings.runtime.cgroup_driver)
+    except Unavailable as e:
+        complaint = str(e)
+    if complaint:
+        log.warning("cgroup_driver_differs", detail=complaint)
 
 
 async def _wait_registered(parts: NodeParts) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from gpushare_agent.adapters.cgroups import Cgroups
@@ -18,11 +18,12 @@ from gpushare_agent.adapters.runtime import RuntimeClient, runtime_endpoints
 from gpushare_agent.adapters.simulated_gpus import SimulatedDriver
 from gpushare_agent.adapters.vdevice_files import VDeviceFiles
 from gpushare_agent.adapters.volume_config import read_volume_config
+from gpushare_agent.apps.installed_driver import installed_driver_version
 from gpushare_agent.decisions.admission import Policy
 from gpushare_agent.decisions.container_edits import NodeDevices
 from gpushare_agent.decisions.isolation import ISOLATIONS, IsolationPaths
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.driver_volumes import VolumeName
+from gpushare_agent.model.driver_volumes import DriverVolume, VolumeName
 from gpushare_agent.model.errors import Corrupt, Refused, Rejected, StartupError
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import VCORE_SOCKET, VMEMORY_SOCKET, PodUid
@@ -30,6 +31,7 @@ from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.services.admission import Admission
 from gpushare_agent.services.admission_news import AdmissionNews
+from gpushare_agent.services.container_ids import ContainerIds
 from gpushare_agent.services.device_plugin import DevicePlugin
 from gpushare_agent.services.garbage_collection import GarbageCollection
 from gpushare_agent.services.gpu_watch import GpuDriver, GpuWatch
@@ -79,6 +81,8 @@ class NodeParts:
     metrics: AgentMetrics
     web: WebServer
     runtime: RuntimeClient
+    cgroups: Cgroups
+    volumes: Mapping[VolumeName, DriverVolume]
     virtual_manager: VirtualManager | None
 
     def not_ready(self) -> list[str]:
@@ -166,8 +170,9 @@ def build(settings: Settings, driver: GpuDriver) -> NodeParts:
         period_s=settings.allocation.check_period_s,
         on_correction=metrics.reconcile_corrected,
     )
-    runtime = _runtime(settings)
+    runtime, volumes = _runtime(settings), _volumes(settings)
     virtual_manager = None
+    cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
     if settings.isolation == "vcuda":
         virtual_manager = VirtualManager(
             files=VDeviceFiles(settings.virtual_manager.path),
@@ -175,8 +180,9 @@ def build(settings: Settings, driver: GpuDriver) -> NodeParts:
             pods=store,
             inventory=lambda: inventory.current,
             memory_block_mib=names.memory_block_mib,
-            runtime=runtime,
-            cgroups=Cgroups(settings.runtime.cgroup_root),
+            driver_version=_driver_version(volumes, inventory),
+            ids=ContainerIds(runtime, store),
+            cgroups=cgroups,
             metrics=metrics,
             complain=lambda pod, text: events.warned(pod, "CoreLimitIgnored", text),
             clock=time.monotonic,
@@ -217,7 +223,7 @@ def build(settings: Settings, driver: GpuDriver) -> NodeParts:
         records=checkpoint,
         settle=garbage.settle,
         isolation=ISOLATIONS[settings.isolation],
-        paths=_isolation_paths(settings),
+        paths=_isolation_paths(settings, volumes),
         prepare=virtual_manager.prepare if virtual_manager is not None else _prepare_nothing,
         clock=time.monotonic,
     )
@@ -287,6 +293,8 @@ def build(settings: Settings, driver: GpuDriver) -> NodeParts:
         ),
         metrics=metrics,
         runtime=runtime,
+        cgroups=cgroups,
+        volumes=volumes,
         virtual_manager=virtual_manager,
         web=WebServer(settings.web.addr, settings.web.port, metrics=metrics, ready=lambda: _not_ready(ready)),
     )
@@ -309,17 +317,28 @@ def _runtime(settings: Settings) -> RuntimeClient:
     return RuntimeClient(endpoints, timeout_s=settings.runtime.request_timeout_s)
 
 
-def _isolation_paths(settings: Settings) -> IsolationPaths:
-    """The driver directory is mounted where volume.conf says it is; without the setting it is not mounted."""
-    manager = settings.virtual_manager.path
+def _volumes(settings: Settings) -> Mapping[VolumeName, DriverVolume]:
+    """The driver volumes of volume.conf; none without the setting, and none are mounted then."""
     if settings.volume_config is None or settings.isolation != "vcuda":
-        return IsolationPaths(virtual_manager=manager)
-    volumes = {volume.name: volume.directory for volume in read_volume_config(settings.volume_config)}
+        return {}
+    return {volume.name: volume for volume in read_volume_config(settings.volume_config)}
+
+
+def _isolation_paths(settings: Settings, volumes: Mapping[VolumeName, DriverVolume]) -> IsolationPaths:
+    """The driver directory is mounted where volume.conf says it is."""
+    shared, whole = volumes.get(VolumeName.SHARED), volumes.get(VolumeName.ORIGIN)
     return IsolationPaths(
-        virtual_manager=manager,
-        shared_driver=volumes.get(VolumeName.SHARED),
-        whole_driver=volumes.get(VolumeName.ORIGIN),
+        virtual_manager=settings.virtual_manager.path,
+        shared_driver=shared.directory if shared is not None else None,
+        whole_driver=whole.directory if whole is not None else None,
     )
+
+
+def _driver_version(volumes: Mapping[VolumeName, DriverVolume], inventory: GpuInventoryState) -> Callable[[], str]:
+    """Of the libraries that containers get, as they are at the agent's start, else as the driver says."""
+    found = [version for volume in volumes.values() if (version := installed_driver_version(volume)) is not None]
+    installed = ".".join(map(str, max(found))) if found else ""
+    return lambda: installed or inventory.current.driver_version
 
 
 def _not_ready(built: list[NodeParts]) -> list[str]:

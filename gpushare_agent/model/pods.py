@@ -62,6 +62,8 @@ class Pod:
     """A container status says running, or restarted at least once: the pod was admitted long ago."""
     running: frozenset[str] = frozenset()
     """Names of the containers that run now by their statuses: a call of the kubelet cannot be for one of them."""
+    container_ids: Mapping[str, str] = field(default_factory=dict)
+    """The runtime's IDs of the running containers by name, without the runtime's prefix; 64 hexadecimal digits each."""
 
     @property
     def is_terminal(self) -> bool:

@@ -103,6 +103,11 @@ class VDeviceServer:
         return self._identity is not None and self._sockets.has_socket(self.key, self._identity)
 
     @property
+    def identity(self) -> FileIdentity | None:
+        """Of the socket it serves on; None while it does not."""
+        return self._identity
+
+    @property
     def connections(self) -> int:
         return 0 if self._server is None else self._server.connections
 

@@ -274,3 +274,24 @@ def test_junk_anywhere_is_read_or_corrupt(path: tuple[Any, ...], junk: Any) -> N
         assert isinstance(parse_pod(raw), Pod)
     except Corrupt as e:
         assert len(str(e)) < 2000
+
+
+def test_the_ids_of_running_containers_are_kept_without_the_runtimes_name() -> None:
+    """Only of containers that want something, and only what is 64 hexadecimal digits: it is looked for below the cgroups."""
+    limits = {"limits": {"tencent.com/vcuda-core": "10"}}
+    names = ("main", "other", "ended", "odd", "long")
+    raw = {
+        "metadata": {"namespace": "n", "name": "p", "uid": "u"},
+        "spec": {"containers": [{"name": name, "resources": {} if name == "other" else limits} for name in names]},
+        "status": {
+            "containerStatuses": [
+                {"name": "main", "containerID": "containerd://" + "ab" * 32, "state": {"running": {}}},
+                {"name": "other", "containerID": "containerd://" + "cd" * 32, "state": {"running": {}}},
+                {"name": "ended", "containerID": "containerd://" + "ef" * 32, "state": {"terminated": {}}},
+                {"name": "odd", "containerID": "containerd://../../" + "ab" * 32, "state": {"running": {}}},
+                {"name": "long", "containerID": 7, "state": {"running": {}}},
+                {"name": "stranger", "containerID": "cri-o://" + "ab" * 32, "state": {"running": {}}},
+            ]
+        },
+    }
+    assert parse_pod(raw).container_ids == {"main": "ab" * 32}

@@ -14,6 +14,7 @@ from gpushare_agent.adapters.kube.quantities import whole_number
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
+from gpushare_agent.model.vdevice import is_container_id
 
 KEPT_ANNOTATION_PREFIX = "tencent.com/"
 KEPT_ANNOTATIONS = ("clusterName",)
@@ -59,7 +60,8 @@ def parse_pod(raw: Mapping[str, Any], *, resources: Collection[str] | None = Non
         message=_cut(_text_or_empty(status, "message"), MAX_MESSAGE_CHARS),
         controller_kind=_controller_kind(metadata),
         has_started=any(_has_started(raw_status) for raw_status in statuses),
-        running=frozenset(c.name for c in containers) & frozenset(_running(statuses)),
+        running=frozenset(c.name for c in containers) & frozenset(name for name, _ in _running(statuses)),
+        container_ids=_container_ids(containers, statuses),
     )
 
 
@@ -129,11 +131,20 @@ def _controller_kind(metadata: Mapping[str, Any]) -> str:
     return _cut(kind, MAX_NAME_CHARS)
 
 
-def _running(statuses: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def _running(statuses: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Names and statuses of the containers that run."""
     for raw_status in statuses:
         name, state = raw_status.get("name"), raw_status.get("state")
         if isinstance(name, str) and isinstance(state, Mapping) and isinstance(state.get("running"), Mapping):
-            yield name
+            yield name, raw_status
+
+
+def _container_ids(containers: Iterable[ContainerSpec], statuses: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """`containerd://<ID>` without the runtime's name, of the containers that want something."""
+    wanted = {c.name for c in containers if c.requests}
+    found = {name: _text_or_empty(status, "containerID") for name, status in _running(statuses) if name in wanted}
+    bare = {name: text.rpartition("://")[2] for name, text in found.items()}
+    return {name: container_id for name, container_id in sorted(bare.items()) if is_container_id(container_id)}
 
 
 def _has_started(raw_status: Mapping[str, Any]) -> bool:

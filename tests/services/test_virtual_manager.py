@@ -1,0 +1,320 @@
+"""The virtual manager over real files and sockets and trees of files for cgroups and /proc; store and IDs are the test's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from grpclib import GRPCError, Status
+
+from gpushare_agent.adapters.cgroups import Cgroups
+from gpushare_agent.adapters.runtime import RuntimeContainer, RuntimeState
+from gpushare_agent.adapters.vdevice_files import VDeviceFiles
+from gpushare_agent.kit.supervision import stop_task
+from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, PodUid
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.vdevice import decode_config, decode_pids
+from gpushare_agent.services.container_ids import ContainerIds
+from gpushare_agent.services.virtual_manager import VirtualManager
+from tests.support_core import allocation, container, ids, inventory, pod
+from tests.support_vdevice import ID, KEY, OTHER_ID, POD, register
+
+MIB = 1024 * 1024
+
+
+class World:
+    """What the manager sees: pods, allocations, IDs and cgroups, all changed by the test."""
+
+    def __init__(self, directory: Path) -> None:
+        self.files = VDeviceFiles(directory / "vm")
+        self.pod = pod("share", container(name="cuda", cores=30, blocks=8), uid=POD)
+        self.pods: dict[str, Pod] = {POD: self.pod}
+        held = allocation(self.pod, "cuda", ids(0, range(30)), ids(0, range(8)))
+        self.allocations: dict[ContainerKey, Allocation] = {held.key: held}
+        self.known: dict[ContainerKey, str] | None = {KEY: ID}
+        self.complaints: list[str] = []
+        self.codes: list[str] = []
+        self.driver = "535.104.05"
+        self.is_synced = True
+        self.cgroup_root, self.proc = directory / "cgroup", directory / "proc"
+        me = self.proc / str(os.getpid())  # the test itself registers: it is the container's process
+        me.mkdir(parents=True)
+        (me / "cgroup").write_text(f"0::/kubepods/burstable/pod{POD}/{ID}\n")
+        self.now = 0.0
+        self.set_pids(ID, 11, 7)
+
+    def set_pids(self, container_id: str, *pids: int) -> None:
+        place = self.cgroup_root / "kubepods" / "burstable" / f"pod{POD}" / container_id
+        place.mkdir(parents=True, exist_ok=True)
+        (self.cgroup_root / "cgroup.controllers").touch()
+        (place / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in pids))
+
+    def get(self, uid: PodUid) -> Pod | None:
+        return self.pods.get(uid)
+
+    async def running(self) -> Mapping[ContainerKey, str]:
+        if self.known is None:
+            raise Unavailable("nobody knows")
+        return self.known
+
+    async def owner_of(self, container_id: str) -> ContainerKey | None:
+        return next((key for key, known in (await self.running()).items() if known == container_id), None)
+
+    def vdevice_registered(self, code: str) -> None:
+        self.codes.append(code)
+
+    def manager(self) -> VirtualManager:
+        return VirtualManager(
+            files=self.files,
+            allocations=lambda: self.allocations,
+            pods=self,
+            inventory=inventory,
+            driver_version=lambda: self.driver,
+            memory_block_mib=256,
+            ids=self,
+            cgroups=Cgroups(self.cgroup_root, self.proc),
+            metrics=self,
+            complain=lambda _, text: self.complaints.append(text),
+            clock=lambda: self.now,
+        )
+
+    @property
+    def directory(self) -> Path:
+        return self.files.path(KEY)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(decode_pids((self.directory / "pids.config").read_bytes()))
+
+    @property
+    def limit(self) -> int:
+        return decode_config((self.directory / "vcuda.config").read_bytes()).limit
+
+
+class Running:
+    """A manager whose servers are stopped at the end, as its `run` does when it is cancelled."""
+
+    def __init__(self, world: World) -> None:
+        self.manager = world.manager()
+
+    async def __aenter__(self) -> VirtualManager:
+        return self.manager
+
+    async def __aexit__(self, *_: object) -> None:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(self.manager.run(), name="virtual manager")
+            await asyncio.sleep(0)
+            await stop_task(task)
+
+
+async def test_a_container_about_to_start_finds_no_process_of_its_earlier_life(short_dir: Path) -> None:
+    """prepare writes an empty list, also where the look that is under way has read the old one."""
+    world = World(short_dir)
+    async with Running(world) as manager:
+        await manager.learn_ids()
+        await manager.look()
+        assert world.pids == (7, 11)
+        assert await manager.prepare([KEY]) is None
+        assert world.pids == ()
+        await manager.look()  # its new ID is not known yet
+        assert world.pids == ()
+        world.known = {KEY: OTHER_ID}
+        world.set_pids(OTHER_ID, 99)
+        await manager.learn_ids()
+        await manager.look()
+        assert world.pids == (99,)
+
+
+async def test_a_list_read_before_a_restart_is_not_written_after_it(short_dir: Path) -> None:
+    """The container is prepared anew while a round reads the cgroup of its last life."""
+    world = World(short_dir)
+    async with Running(world) as manager:
+        await manager.learn_ids()
+        read = manager._pids
+
+        async def read_and_be_overtaken(wanted: Mapping[ContainerKey, str]) -> dict[ContainerKey, list[int]]:
+            found = await read(wanted)
+            assert await manager.prepare([KEY]) is None
+            return found
+
+        manager._pids = read_and_be_overtaken  # type: ignore[method-assign]
+        await manager.look()
+        assert world.pids == ()
+
+
+async def test_a_new_agent_leaves_what_it_does_not_know_yet_as_it_is(short_dir: Path) -> None:
+    """The processes and the elastic limit of a running container outlive an agent whose pods and IDs come later."""
+    world = World(short_dir)
+    world.pods[POD] = replace(world.pod, annotations={CORE_LIMIT_ANNOTATION: "60"})
+    async with Running(world) as manager:
+        await manager.learn_ids()
+        await manager.look()
+    assert (world.pids, world.limit) == ((7, 11), 60)
+    known, world.known = world.known, None
+    kept = world.pods.pop(POD)
+    async with Running(world) as manager:
+        await manager.learn_ids()
+        await manager.look()
+        assert (world.pids, world.limit) == ((7, 11), 60)
+        with pytest.raises(GRPCError, match="nobody knows") as refused:
+            await register(world.directory / "vcuda.sock", name="cuda")
+        assert refused.value.status is Status.UNAVAILABLE
+        world.known, world.pods[POD] = known, replace(kept, annotations={})
+        world.set_pids(ID, 5)
+        await manager.learn_ids()
+        await manager.look()
+        assert (world.pids, world.limit) == ((5,), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("pids.config", b"\1\0\0"), ("vcuda.config", b"short"), ("vcuda.config", b"\377" * 8240)]
+)
+async def test_a_torn_file_of_an_earlier_agent_is_written_anew(short_dir: Path, name: str, content: bytes) -> None:
+    """Nothing known yet, but what lies there cannot be right."""
+    world = World(short_dir)
+    world.known = None
+    world.pods.clear()
+    world.files.prepare(KEY)
+    (world.directory / name).write_bytes(content)
+    async with Running(world) as manager:
+        await manager.look()
+        assert world.pids == ()
+        assert decode_config((world.directory / "vcuda.config").read_bytes()).utilization == 30
+
+
+@pytest.mark.parametrize("name", ["vcuda.config", "pids.config", "vcuda.sock"])
+async def test_what_somebody_took_away_is_back_after_a_round(short_dir: Path, name: str) -> None:
+    """Each of the three, and the directory as a whole."""
+    world = World(short_dir)
+    async with Running(world) as manager:
+        await manager.learn_ids()
+        await manager.look()
+        (world.directory / name).unlink()
+        await manager.look()
+        assert (world.directory / name).exists()
+        assert world.pids == (7, 11)
+        await register(world.directory / "vcuda.sock", name="cuda")
+
+
+async def test_a_directory_that_vanished_is_made_again_and_served(short_dir: Path) -> None:
+    """For the next container of this name; the one that runs has the old one mounted."""
+    world = World(short_dir)
+    async with Running(world) as manager:
+        await manager.learn_ids()
+        await manager.look()
+        world.files.remove_pod(POD)
+        await manager.look()
+        await register(world.directory / "vcuda.sock", name="cuda")
+
+
+async def test_unchanged_files_are_not_written_again(short_dir: Path) -> None:
+    """Neither at a second look nor at a registration: their inodes stay."""
+    world = World(short_dir)
+    async with Running(world) as manager:
+        await manager.learn_ids()
+        await manager.look()
+        before = world.files.stamps(KEY)
+        await manager.look()
+        await register(world.directory / "vcuda.sock", name="cuda")
+        assert world.files.stamps(KEY) == before
+
+
+async def test_a_share_that_is_given_back_is_no_longer_served(short_dir: Path) -> None:
+    """The socket goes with the allocation, the directory with the pod."""
+    world = World(short_dir)
+    async with Running(world) as manager:
+        await manager.look()
+        world.allocations.clear()
+        await manager.look()
+        assert not (world.directory / "vcuda.sock").exists()
+        await manager.clean()
+        assert world.directory.exists()
+        world.pods.clear()
+        await manager.clean()
+        assert not world.directory.parent.exists()
+
+
+async def test_one_container_that_cannot_be_kept_does_not_keep_others_from_theirs(short_dir: Path) -> None:
+    """What lies in its place is deeper than the agent ever builds and stays; its start is refused with the reason."""
+    world = World(short_dir)
+    other = pod("other", container(name="cuda", cores=30, blocks=8), uid="0" * 32)
+    held = allocation(other, "cuda", ids(1, range(30)), ids(1, range(8)))
+    world.allocations[held.key] = held
+    (world.files.root / other.uid / "cuda" / "vcuda.config" / "/".join("d" * 12)).mkdir(parents=True)
+    async with Running(world) as manager:
+        await manager.look()
+        assert (world.directory / "vcuda.sock").is_socket()
+        refused = await manager.prepare([held.key])
+        assert refused is not None and "nested deeper" in refused.detail
+
+
+async def test_a_whole_tree_that_cannot_be_written_refuses_the_start_with_the_reason(short_dir: Path) -> None:
+    """A plain file lies where the root of all directories should be."""
+    world = World(short_dir)
+    world.files.root.write_text("")
+    async with Running(world) as manager:
+        refused = await manager.prepare([KEY])
+        assert refused is not None
+        assert str(world.files.root) in refused.detail and "tries again" in refused.detail
+        await manager.look()  # the round tells it and goes on
+        world.files.root.unlink()
+        await manager.look()
+        assert (world.directory / "vcuda.sock").is_socket()
+
+
+class Told:
+    """A runtime."""
+
+    def __init__(self, *containers: RuntimeContainer, error: Unavailable | None = None) -> None:
+        self.containers_told, self.error = list(containers), error
+
+    async def containers(self) -> list[RuntimeContainer]:
+        if self.error is not None:
+            raise self.error
+        return self.containers_told
+
+
+class Store:
+    def __init__(self, *pods: Pod) -> None:
+        self._pods = pods
+
+    def pods(self) -> tuple[Pod, ...]:
+        return self._pods
+
+
+def told(container_id: str, state: RuntimeState = RuntimeState.RUNNING) -> RuntimeContainer:
+    return RuntimeContainer(
+        id=container_id,
+        pod_uid=POD,
+        pod_namespace="default",
+        pod_name="share",
+        container_name="cuda",
+        attempt=0,
+        state=state,
+        created_at=0.0,
+    )
+
+
+async def test_the_runtime_is_believed_before_the_statuses() -> None:
+    """A restarted container's new ID is there before the kubelet has written it; ended ones do not count."""
+    runtime = Told(told(ID, RuntimeState.EXITED), told(OTHER_ID))
+    found = ContainerIds(runtime, Store(pod("share", uid=POD, container_ids={"cuda": ID})))
+    assert await found.running() == {KEY: OTHER_ID}
+    assert await found.owner_of(ID) == KEY
+    assert await found.owner_of("00" * 32) is None
+
+
+async def test_without_a_runtime_the_pods_statuses_tell() -> None:
+    """An ID in no status is not refused for ever but asked for again: the kubelet writes it soon."""
+    away = Told(error=Unavailable("no socket there"))
+    found = ContainerIds(away, Store(pod("share", uid=POD, container_ids={"cuda": ID})))
+    assert await found.running() == {KEY: ID}
+    assert await found.owner_of(ID) == KEY
+    with pytest.raises(Unavailable, match="not known yet"):
+        await found.owner_of(OTHER_ID)
