@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import structlog
 from grpclib.config import Configuration
@@ -70,29 +69,10 @@ class BoundedGrpcServer(GrpcServer):
         self.budget = TokenBucket(rate=limits.bytes_per_s, burst=limits.byte_burst, clock=clock)
         self._complaints = TokenBucket(rate=1 / _COMPLAIN_EVERY_S, burst=1, clock=clock)
         self._refused = 0
-        self._is_stopping = False
-        self._listener: socket.socket | None = None
 
     async def serve(self, sock: socket.socket) -> None:
-        """As GrpcServer.serve; the socket's file is the caller's to remove, on every version of Python."""
-        options: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: _Bounded(self), sock=sock, backlog=_BACKLOG, **options)
-        self._server_closed_fut = loop.create_future()
-        self._listener = sock
-
-    async def stop(self, grace_s: float = 0.5) -> None:
-        """As GrpcServer.stop. A connection that was accepted just now is closed too: asyncio would leave its socket open."""
-        if self._server is None:
-            return
-        self._is_stopping = True
-        if self._listener is not None and self._listener.fileno() >= 0:
-            asyncio.get_running_loop().remove_reader(self._listener.fileno())
-        # asyncio attaches an accepted connection one turn later, and leaks it if its server is closed by then
-        try:
-            await asyncio.sleep(0)
-        finally:
-            await super().stop(grace_s)
+        """As GrpcServer.serve."""
+        await self._listen(sock, lambda: _Bounded(self), backlog=_BACKLOG)
 
     def admit(self) -> H2Protocol | None:
         """What handles one more connection; None where it is one too many, or was accepted while the server stopped."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -67,21 +68,43 @@ class GrpcServer(Server):
         )
         self._max_request_bytes = max_request_bytes
         self._connections: set[_Connection] = set()
+        self._listener: socket.socket | None = None
+        self._is_stopping = False
 
     async def serve(self, sock: socket.socket) -> None:
-        """Listens on a bound unix socket, which the server owns from here on."""
+        """Listens on a bound unix socket, which the server owns from here on; its file is the caller's to remove."""
+        await self._listen(sock, self._protocol_factory)
+
+    async def _listen(self, sock: socket.socket, make: Callable[[], asyncio.BaseProtocol], **options: Any) -> None:
         # Server.start() takes a unix socket for none of its two ways: path= needs a path that fits an address.
-        self._server = await asyncio.get_running_loop().create_unix_server(self._protocol_factory, sock=sock)
-        self._server_closed_fut = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        if sys.version_info >= (3, 13):
+            options["cleanup_socket"] = False  # as on every earlier version
+        self._server = await loop.create_unix_server(make, sock=sock, **options)
+        self._server_closed_fut = loop.create_future()
+        self._listener, self._is_stopping = sock, False
 
     @property
     def connections(self) -> int:
         return len(self._connections)
 
     async def stop(self, grace_s: float = 0.5) -> None:
-        """Cancels the calls, sends GOAWAY and closes every connection; after `grace_s` what is left is cut off."""
+        """Cancels the calls, sends GOAWAY and closes every connection; after `grace_s` what is left is cut off.
+
+        A connection that was accepted just now is closed too: asyncio would leave its socket open.
+        """
         if self._server is None:
             return
+        self._is_stopping = True
+        if self._listener is not None and self._listener.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+        # asyncio attaches an accepted connection one turn later, and leaks it if its server is closed by then
+        try:
+            await asyncio.sleep(0)
+        finally:
+            await self._stop(grace_s)
+
+    async def _stop(self, grace_s: float) -> None:
         self.close()
         for connection in self._connections:
             connection.say_goodbye()
@@ -102,26 +125,37 @@ class GrpcServer(Server):
         handler = _Calls(self._mapping, self._codec, None, self.__dispatch__)
         handler.max_request_bytes = self._max_request_bytes
         self._handlers.add(handler)
-        return _Connection(handler, self._config, self._h2_config, self._connections)
+        return _Connection(handler, self._config, self._h2_config, self._connections, lambda: self._is_stopping)
 
 
 class _Connection(H2Protocol):
     """One client's connection, from connection_made to connection_lost in `registry`."""
 
     def __init__(
-        self, handler: Handler, config: Configuration, h2_config: H2Configuration, registry: set[_Connection]
+        self,
+        handler: Handler,
+        config: Configuration,
+        h2_config: H2Configuration,
+        registry: set[_Connection],
+        is_stopping: Callable[[], bool],
     ) -> None:
         super().__init__(handler, config, h2_config)
+        self._is_stopping = is_stopping
         self.lost = asyncio.Event()
         self._registry = registry
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self._is_stopping():
+            cast(asyncio.Transport, transport).abort()
+            return
         self._transport = cast(asyncio.Transport, transport)
         self._registry.add(self)
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        if self._transport is None:
+            return  # it was not let in
         self._registry.discard(self)
         self._transport = None
         self.lost.set()

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import structlog
 from grpclib import GRPCError, Status
@@ -34,6 +35,7 @@ from gpushare_agent.services.vdevice_claim import Claim, InvalidClaim, read_clai
 from gpushare_agent.wire.vcuda import VDeviceRequest, VDeviceResponse
 
 log = structlog.get_logger(__name__)
+T = TypeVar("T")
 
 METHOD = "/vcuda.VCUDAService/RegisterVDevice"
 _TOLD_LIMIT = 256
@@ -61,6 +63,12 @@ class CountsRegistrations(Protocol):
     def vdevice_registered(self, code: str) -> None: ...
 
 
+class RunsBlocking(Protocol):
+    """Runs what may block, somewhere else and bounded; `what` names it. Raises Unavailable where there is no answer."""
+
+    async def __call__(self, blocking: Callable[[], T], what: str) -> T: ...
+
+
 class HoldsSockets(Protocol):
     def bind_socket(self, key: ContainerKey) -> tuple[socket.socket, FileIdentity]: ...
     def has_socket(self, key: ContainerKey, identity: FileIdentity) -> bool: ...
@@ -80,7 +88,7 @@ class VDeviceLimits:
 class VDeviceServer:
     """`start` and `stop` by one caller, in turn. `is_serving` is False once the directory or the socket was taken away."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the manager hands in every collaborator by name
         self,
         key: ContainerKey,
         *,
@@ -90,9 +98,11 @@ class VDeviceServer:
         refresh: Refresh,
         metrics: CountsRegistrations,
         limits: VDeviceLimits | None = None,
+        run_blocking: RunsBlocking | None = None,
     ) -> None:
         self.key = key
         self._sockets = sockets
+        self._run_blocking = run_blocking or _run_here
         self._limits = limits or VDeviceLimits()
         self._registration = _Registration(key, identify, find_container, refresh, metrics, self._limits)
         self._server: BoundedGrpcServer | None = None
@@ -121,7 +131,9 @@ class VDeviceServer:
         await self.stop()
         fields = {"pod_uid": self.key.pod_uid, "container": self.key.container}
         server = BoundedGrpcServer([self._registration], limits=self._limits.server, fields=fields)
-        sock, identity = self._sockets.bind_socket(self.key)
+        sock, identity = await self._run_blocking(
+            partial(self._sockets.bind_socket, self.key), f"binding the socket of {self.key.container}"
+        )
         try:
             await server.serve(sock)
         except BaseException:
@@ -131,7 +143,11 @@ class VDeviceServer:
         self._server, self._identity = server, identity
 
     async def stop(self) -> None:
-        """Closes the connections and removes the socket if it still is this server's. Takes at most half a second."""
+        """Closes the connections and removes the socket if it still is this server's: half a second, and the disk's time.
+
+        Raises:
+            Unavailable: the connections are closed, the socket could not be removed.
+        """
         server, self._server = self._server, None
         identity, self._identity = self._identity, None
         if server is None or identity is None:
@@ -139,7 +155,13 @@ class VDeviceServer:
         try:
             await server.stop()
         finally:
-            self._sockets.remove_socket(self.key, identity)
+            await self._run_blocking(
+                partial(self._sockets.remove_socket, self.key, identity), f"removing the socket of {self.key.container}"
+            )
+
+
+async def _run_here(blocking: Callable[[], T], what: str) -> T:
+    return blocking()
 
 
 class _Registration:

@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeVar
 
 import structlog
 
@@ -35,6 +35,7 @@ from gpushare_agent.services.vdevice_server import CountsRegistrations, VDeviceS
 from gpushare_agent.services.vdevice_upkeep import Upkeep, Upkept, Written, keep_up
 
 log = structlog.get_logger(__name__)
+T = TypeVar("T")
 
 FILES_TIMEOUT_S = 5.0
 """One round over all containers, or the preparing of one pod's; the kubelet waits 30 s for PreStartContainer."""
@@ -131,7 +132,7 @@ class VirtualManager:
         )
 
     async def run(self) -> None:
-        """Until cancelled (its tasks are endless); then every server stops. A round that fails is logged and the next one tries again."""
+        """Until cancelled (its tasks are endless); then every server stops. A round that fails is logged and tried again."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(forever("vdevice rounds", self._rounds), name="vdevice rounds")
@@ -139,9 +140,7 @@ class VirtualManager:
         finally:
             self._is_closed = True
             async with self._lock:  # a container that is being prepared right now is not left with a server
-                for server in list(self._servers.values()):
-                    await server.stop()
-                self._servers.clear()
+                await self._stop(list(self._servers))
 
     async def _rounds(self) -> NoReturn:
         cleaned_at = float("-inf")
@@ -175,8 +174,7 @@ class VirtualManager:
             Unavailable: the file system does not answer.
         """
         wanted = self._wanted()
-        for key in [key for key in self._servers if key not in wanted]:
-            await self._servers.pop(key).stop()
+        await self._stop([key for key in self._servers if key not in wanted])
         for known in (self._ids, self._written, self._faults):
             for key in [key for key in known if key not in wanted]:
                 del known[key]
@@ -189,12 +187,12 @@ class VirtualManager:
 
     async def clean(self) -> None:
         """Remove the directories of pods that are gone, by the pod store's word. Raises Unavailable."""
-        there = await self._thread.call(self._files.list_pods, f"listing {self._files.root}", FILES_TIMEOUT_S)
+        there = await self._in_thread(self._files.list_pods, f"listing {self._files.root}")
         living = {key.pod_uid for key in self._allocations()}
         for uid in sorted(there):
             if uid in living or self._pods.get(uid) is not None:
                 continue
-            if await self._thread.call(partial(self._files.remove_pod, uid), f"removing {uid}", FILES_TIMEOUT_S):
+            if await self._in_thread(partial(self._files.remove_pod, uid), f"removing {uid}"):
                 log.info("vdevice_directory_removed", pod_uid=uid)
 
     async def refresh(self, key: ContainerKey, container_id: str | None) -> None:
@@ -211,9 +209,7 @@ class VirtualManager:
             if one.error is not None:
                 raise one.error
         if container_id is not None:
-            await self._thread.call(
-                partial(self._files.copy_for_id, key, container_id), f"copying for {container_id}", FILES_TIMEOUT_S
-            )
+            await self._in_thread(partial(self._files.copy_for_id, key, container_id), f"copying for {container_id}")
 
     async def find_container(self, container_id: str) -> ContainerKey | None:
         """Whose container this is. Raises Unavailable."""
@@ -237,9 +233,7 @@ class VirtualManager:
             if self._is_closed:
                 raise Unavailable("the agent is shutting down")
             work = [self._upkeep(held, pids.get(key)) for key, held in sorted(wanted.items())]
-            kept = await self._thread.call(
-                partial(keep_up, self._files, work), f"keeping {self._files.root}", FILES_TIMEOUT_S
-            )
+            kept = await self._in_thread(partial(keep_up, self._files, work), f"keeping {self._files.root}")
             return [await self._served(one) for one in kept]
 
     async def _served(self, one: Upkept) -> Upkept:
@@ -256,6 +250,7 @@ class VirtualManager:
             find_container=self.find_container,
             refresh=self.refresh,
             metrics=self._metrics,
+            run_blocking=self._in_thread,
         )
         self._servers[one.key] = server  # before it starts: whatever is in here is stopped at the end
         try:
@@ -263,6 +258,21 @@ class VirtualManager:
         except AgentError as e:
             return Upkept(key=one.key, written=one.written, is_served=False, error=e)
         return one
+
+    async def _stop(self, keys: Iterable[ContainerKey]) -> None:
+        """All at once: each may take half a second."""
+        async with asyncio.TaskGroup() as group:
+            for key in keys:
+                group.create_task(self._stop_one(self._servers.pop(key)), name=f"stop {key.container}")
+
+    async def _stop_one(self, server: VDeviceServer) -> None:
+        try:
+            await server.stop()
+        except AgentError as e:
+            log.warning("vdevice_socket_left", error=str(e), pod_uid=server.key.pod_uid, container=server.key.container)
+
+    async def _in_thread(self, blocking: Callable[[], T], what: str) -> T:
+        return await self._thread.call(blocking, what, FILES_TIMEOUT_S)
 
     def _note_faults(self, kept: Iterable[Upkept]) -> None:
         """In the log once for each text, and when it is over."""

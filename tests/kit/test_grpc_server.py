@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -367,3 +368,23 @@ def test_an_answer_of_the_wrong_type_is_a_type_error() -> None:
     """A handler's mistake is not sent."""
     with pytest.raises(TypeError, match="must be Empty or bytes, not AllocateRequest"):
         StrictCodec().encode(v1beta1.AllocateRequest(), v1beta1.Empty)
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_connection_accepted_while_the_server_stops_is_closed(turns: int) -> None:
+    """However far asyncio has come with it: the client reads the end, and no socket is left open."""
+    with short_directory() as directory:
+        path = directory / "s"
+        server = GrpcServer([Echo()])
+        await server.serve(bind_unix_socket(path, mode=0o600))
+        with socket.socket(socket.AF_UNIX) as client:
+            client.setblocking(False)
+            client.connect(str(path))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await server.stop()
+            async with asyncio.timeout(DEADLINE_S):
+                with suppress(ConnectionResetError):  # an end too: it was never attached
+                    while await asyncio.get_running_loop().sock_recv(client, 4096):
+                        pass
+        assert server.connections == 0
