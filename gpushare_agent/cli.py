@@ -201,13 +201,21 @@ def _driver_volume(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return driver_volume.run(settings, check=options.check, prune=options.prune, output=options.output)
 
 
+def _vdevice(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Needs no settings: it runs inside a container that has a share."""
+    from gpushare_agent import vdevice_client
+
+    return vdevice_client.run(argv, environ, program=f"{PROGRAM} vdevice")
+
+
 def _sandbox(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     from gpushare_agent.apps import sandbox
 
-    parser = _parser("sandbox", "Runs the agent on an embedded node: no cluster, no GPU, no root.", argv)
+    words, inner_command = sandbox.split_inner_command(argv)
+    parser = _parser("sandbox", "Runs the agent on an embedded node: no cluster, no GPU, no root.", words)
     sandbox.add_arguments(parser)
-    options, flags = _parse(parser, argv)
-    return _run_app(sandbox.run(options, flags))
+    options, flags = _parse(parser, words)
+    return _run_app(sandbox.run(options, flags, inner_command))
 
 
 def _version(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -221,6 +229,7 @@ COMMANDS = (
     Command(name="config", summary="print the settings in effect and where each came from", run=_config),
     Command(name="check", summary="tell what of this node is in place, and the cure for what is not", run=_check),
     Command(name="driver-volume", summary="collect the driver's files for containers to mount", run=_driver_volume),
+    Command(name="vdevice", summary="inside a container: register, and print its limits and PIDs", run=_vdevice),
     Command(name="sandbox", summary="try the agent on an embedded node, without a cluster or a GPU", run=_sandbox),
     Command(name="version", summary="print the version", run=_version),
 )

@@ -17,6 +17,8 @@ from gpushare_agent.settings_reference import ENVIRONMENT_PREFIX, Key, all_keys
 _BOOLEAN_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
 _FILE_LIMIT_BYTES = 1 << 20
 
+_OF_COMMANDS = frozenset({"GPUSHARE_VDEVICE"})
+"""Read by commands that have no settings (vdevice)."""
 _SERVICE_LINK = re.compile(r".*_SERVICE_HOST|.*_SERVICE_PORT(_.+)?|(.+_)?PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?")
 """Variables that Kubernetes sets in every pod for each Service of the namespace: a Service named gpushare-… makes some
 that begin like ours. They must not stop the agent."""
@@ -136,7 +138,7 @@ def read_variables(environ: Mapping[str, str]) -> Layer:
         key = known.get(name)
         if key is not None:
             layer.given[key.name] = Given(value=environ[name], source=f"variable {name}")
-        elif not _is_service_link(name, environ[name]):
+        elif name not in _OF_COMMANDS and not _is_service_link(name, environ[name]):
             layer.problems.append(
                 f"variable {name} is unknown{_nearest(name, known)}; docs/settings.md lists all variables"
             )

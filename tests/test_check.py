@@ -4,85 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gpushare_agent.adapters import node_probes
+from gpushare_agent.apps import node_check_local
 from gpushare_agent.apps.node_check import check_node, run
-from gpushare_agent.apps.node_finding import Finding, Level
+from gpushare_agent.apps.node_finding import Level
 from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.settings import Settings, load_settings
-from tests.support_kube import Connection, FakeApiServer, Seen, answers, fake_api, raw_status, write_kubeconfig
-from tests.support_settings import ListeningSocket, clean_environment, listening, run_program
-
-NODE = "node-1"
-REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+from gpushare_agent.settings import load_settings
+from tests.support_check import NODE, Node, complete_node, node_api, not_ok
+from tests.support_settings import clean_environment, listening, run_program
 
 
-@dataclass
-class Node:
-    """A directory that is complete, its sockets, and the flags that point the check there."""
-
-    path: Path
-    kubelet: ListeningSocket
-    pod_resources: ListeningSocket
-    runtime: ListeningSocket
-    api: FakeApiServer
-
-    def flags(self, *more: str) -> list[str]:
-        kubeconfig = write_kubeconfig(self.path, self.api.url, {"token": "t"})
-        return [
-            f"--node-name={NODE}",
-            "--driver=simulated",
-            f"--device-plugin-path={self.kubelet.path.parent}",
-            f"--kubelet.pod-resources-socket={self.pod_resources.path}",
-            f"--container-runtime-endpoint=unix://{self.runtime.path}",
-            f"--runtime.cgroup-root={self.path / 'cgroup'}",
-            f"--kubeconfig={kubeconfig}",
-            *more,
-        ]
-
-    def settings(self, *more: str) -> Settings:
-        return load_settings(self.flags(*more), {}).settings
-
-
-def node_api(version: str = "v1.34.2", forbidden: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """Answers for the node, and access reviews that allow all but the named verbs."""
-
-    async def behave(server: FakeApiServer, request: Seen, connection: Connection) -> None:
-        if request.path == REVIEWS:
-            attributes = request.body["spec"]["resourceAttributes"]
-            allowed = f"{attributes['verb']} {attributes['resource']}" not in forbidden
-            await answers(201, {"status": {"allowed": allowed}})(server, request, connection)
-        elif request.path == f"/api/v1/nodes/{NODE}":
-            raw_node = {"metadata": {"name": NODE}, "status": {"nodeInfo": {"kubeletVersion": version}}}
-            await answers(200, raw_node)(server, request, connection)
-        else:
-            await answers(404, raw_status(404, "not found"))(server, request, connection)
-
-    return behave
-
-
-@asynccontextmanager
-async def complete_node(directory: Path, behaviour: Callable[..., Any] | None = None) -> AsyncIterator[Node]:
-    (directory / "cgroup").mkdir()
-    (directory / "cgroup" / "cgroup.controllers").touch()
-    async with (
-        listening(directory / "device-plugins" / "kubelet.sock") as kubelet,
-        listening(directory / "pod-resources" / "kubelet.sock") as pod_resources,
-        listening(directory / "runtime.sock") as runtime,
-        fake_api(others=[behaviour or node_api()]) as api,
-    ):
-        yield Node(path=directory, kubelet=kubelet, pod_resources=pod_resources, runtime=runtime, api=api)
-
-
-def not_ok(findings: list[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.level is not Level.OK]
+@pytest.fixture(autouse=True)
+def may_open_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever limit the tests themselves run under."""
+    monkeypatch.setattr(node_check_local, "read_open_files_limit", lambda: (1024, 65_536))
 
 
 async def test_a_complete_node_is_ready(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +37,11 @@ async def test_a_complete_node_is_ready(short_dir: Path, capsys: pytest.CaptureF
         "pod resources",
         "container runtime",
         "cgroups",
+        "host processes",
         "directory",
+        "virtual manager",
+        "driver directory",
+        "open files",
         "api server",
     ):
         assert any(f" {what} " in line for line in lines), what
@@ -200,32 +143,6 @@ async def test_the_permissions_line_tells_whether_pods_may_be_deleted(short_dir:
     (short_dir / "bare").mkdir()
     async with complete_node(short_dir / "bare", node_api(forbidden=("delete pods",))) as node:
         assert "delete" not in await permissions(node, off)
-
-
-async def test_a_runtime_socket_that_is_not_mounted_is_no_warning(
-    short_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing needs it in this release; one that was named and is not there is a mistake worth a warning."""
-    monkeypatch.setattr(node_probes, "RUNTIME_SOCKETS", (short_dir / "none.sock",))
-    async with complete_node(short_dir) as node:
-        findings = await check_node(node.settings("--container-runtime-endpoint="))
-        assert not not_ok(findings)
-        assert "not needed" in next(f.detail for f in findings if f.what == "container runtime")
-        (found,) = not_ok(await check_node(node.settings(f"--container-runtime-endpoint={short_dir}/none.sock")))
-    assert (found.what, found.level) == ("container runtime", Level.WARNING)
-
-
-@pytest.mark.parametrize("sees_all", [True, False])
-async def test_cgroup_v1_without_the_hosts_pids_is_a_warning(
-    short_dir: Path, monkeypatch: pytest.MonkeyPatch, sees_all: bool
-) -> None:
-    """There cgroup.procs leaves out the processes of other PID namespaces."""
-    monkeypatch.setattr(node_probes, "is_host_pid_namespace", lambda: sees_all)
-    async with complete_node(short_dir) as node:
-        (short_dir / "cgroup" / "cgroup.controllers").unlink()
-        (short_dir / "cgroup" / "memory").mkdir()
-        found = not_ok(await check_node(node.settings()))
-    assert [(f.what, f.level) for f in found] == ([] if sees_all else [("cgroups", Level.WARNING)])
 
 
 async def test_a_wrong_node_name_is_told(short_dir: Path) -> None:

@@ -54,6 +54,17 @@ def test_help_teaches_and_ends_with_0(argv: list[str], capsys: pytest.CaptureFix
             assert key.variable in out
 
 
+def test_the_help_of_vdevice_tells_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no settings, and its variable disturbs no command that has: those belong to the agent."""
+    assert main(["vdevice", "--help"], {}) == 0
+    out = capsys.readouterr().out
+    for words in ("exit codes:", "  3    the agent did not answer", "GPUSHARE_VDEVICE", "--no-register", "--watch"):
+        assert words in out
+    assert "--virtual-manager-path" not in out
+    assert main(["vdevice", "--driver=nvml"], {}) == 2
+    assert main(["config"], {"GPUSHARE_VDEVICE": "/etc/vcuda/vcuda.sock"}) == 0
+
+
 def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     """`version` and `--version` are the same."""
     assert main(["version"], {}) == main(["--version"], {}) == 0

@@ -15,6 +15,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpushare_agent.adapters.peer_credentials import peer_credentials
+from gpushare_agent.kit.pid_namespaces import is_host_pid_namespace
 from gpushare_agent.model.errors import Unavailable
 
 UNIX_PATH_LIMIT_BYTES = 107
@@ -33,9 +35,6 @@ RUNTIME_SOCKETS = tuple(
 """Where the known container runtimes listen by default, in the order in which they are tried."""
 
 _FILE_SYSTEM_ROOM_BYTES = 1 << 20
-
-_FIRST_PID_NAMESPACE = 0xEFFFFFFC
-"""The inode number of the PID namespace that the kernel starts with (PROC_PID_INIT_INO)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +55,10 @@ async def connect_to_socket(path: Path) -> None:
         _, writer = await asyncio.open_unix_connection(str(path))
     except OSError as error:
         raise Unavailable(f"{path}: {_socket_reason(path, error)}") from error
+    await _hang_up(writer)
+
+
+async def _hang_up(writer: asyncio.StreamWriter) -> None:
     writer.close()
     try:
         await writer.wait_closed()
@@ -103,12 +106,44 @@ def cgroup_version(root: Path) -> str:
     raise Unavailable(f"{root}: " + ("no cgroup hierarchy is mounted there" if root.is_dir() else "not there"))
 
 
-def is_host_pid_namespace() -> bool:
-    """Whether this process sees the PIDs of the whole machine; False where that cannot be told."""
+async def sees_processes_of_node(node_socket: Path) -> bool:
+    """Whether PIDs of this process's namespace are the node's. `node_socket` is one on which the kubelet listens.
+
+    On a node that is itself a container the namespace is not the machine's: there it tells that the kernel has a PID here
+    for the process behind the kubelet's socket. Opens and closes a connection at most.
+    """
+    if is_host_pid_namespace():
+        return True
     try:
-        return Path("/proc/self/ns/pid").stat().st_ino == _FIRST_PID_NAMESPACE
+        _, writer = await asyncio.open_unix_connection(str(node_socket))
     except OSError:
         return False
+    credentials = peer_credentials(writer.transport)
+    await _hang_up(writer)
+    return credentials is not None and credentials.pid > 0
+
+
+def require_proc(proc_root: Path) -> None:
+    """Checks that `proc_root` is the /proc of this process's PID namespace and readable.
+
+    Raises:
+        Unavailable: it is not there, no /proc, or shows the PIDs of another namespace.
+    """
+    try:
+        shown = (proc_root / "self").readlink()
+    except OSError as error:
+        if (proc_root / "self").is_symlink() or (proc_root / "1").exists():
+            raise Unavailable(f"{proc_root}: it shows another PID namespace, in which this process is not") from error
+        reason = "there, but no /proc" if proc_root.is_dir() else _missing_or(error)
+        raise Unavailable(f"{proc_root}: {reason}") from error
+    if str(shown) != str(os.getpid()):
+        raise Unavailable(
+            f"{proc_root}: it shows another PID namespace (this process is {os.getpid()} here, {shown} there)"
+        )
+    try:
+        (proc_root / "self" / "cgroup").read_bytes()
+    except OSError as error:
+        raise Unavailable(f"{proc_root}/self/cgroup: {_missing_or(error)}") from error
 
 
 def require_writable(directory: Path) -> WritableDirectory:

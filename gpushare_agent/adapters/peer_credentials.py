@@ -29,7 +29,12 @@ def peer_credentials(transport: asyncio.BaseTransport) -> PeerCredentials | None
     if sock is None or sock.family != socket.AF_UNIX:
         return None
     try:
-        pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        return socket_peer(sock)
     except OSError:  # the connection is closed
         return None
+
+
+def socket_peer(sock: socket.socket) -> PeerCredentials:
+    """The same of a connected unix socket; of a client's, the one who listens. Raises OSError where it is closed."""
+    pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return PeerCredentials(pid=pid, uid=uid, gid=gid)

@@ -20,6 +20,7 @@ import structlog
 from gpushare_agent.adapters.kube.configuration import find_configuration
 from gpushare_agent.apps.node_parts import NodeParts, build, check_message_size, open_driver
 from gpushare_agent.kit.h2_frames import omit_data_texts
+from gpushare_agent.kit.open_files import raise_open_files_limit
 from gpushare_agent.kit.supervision import forever
 from gpushare_agent.kit.systemd import sd_notify
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
@@ -81,6 +82,8 @@ async def run(settings: Settings, *, reload: Callable[[], Settings]) -> int:
     Raises AgentError (StartupError and others) for the caller to print in one line, and lets bugs through.
     """
     omit_data_texts()
+    soft, hard = raise_open_files_limit()
+    log.debug("open_files", most=soft, hard=hard)
     signals = _Signals()
     try:
         while True:

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
-from gpushare_agent.apps import node_check_api, node_check_local
+from gpushare_agent.apps import node_check_api, node_check_containers, node_check_isolation, node_check_local
 from gpushare_agent.apps.node_finding import Finding, Level, as_json, as_text, error
 from gpushare_agent.settings import Settings
 
@@ -25,9 +25,13 @@ _PROBES: tuple[tuple[str, Probe, float], ...] = (
     ("driver", node_check_local.check_driver, node_check_local.DRIVER_TIMEOUT_S),
     ("kubelet", node_check_local.check_kubelet, PROBE_TIMEOUT_S),
     ("pod resources", node_check_local.check_pod_resources, PROBE_TIMEOUT_S),
-    ("container runtime", node_check_local.check_runtime, PROBE_TIMEOUT_S),
-    ("cgroups", node_check_local.check_cgroups, PROBE_TIMEOUT_S),
+    ("container runtime", node_check_containers.check_runtime, PROBE_TIMEOUT_S),
+    ("cgroups", node_check_containers.check_cgroups, PROBE_TIMEOUT_S),
+    ("host processes", node_check_containers.check_processes, PROBE_TIMEOUT_S),
     ("directories", node_check_local.check_directories, PROBE_TIMEOUT_S),
+    ("virtual manager", node_check_isolation.check_virtual_manager, PROBE_TIMEOUT_S),
+    ("driver directory", node_check_isolation.check_driver_directory, node_check_isolation.PLAN_TIMEOUT_S),
+    ("open files", node_check_local.check_open_files, PROBE_TIMEOUT_S),
     ("files", node_check_local.check_files, PROBE_TIMEOUT_S),
     ("api server", node_check_api.check_api, API_TIMEOUT_S),
 )

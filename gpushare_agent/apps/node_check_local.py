@@ -1,13 +1,19 @@
-"""The probes of `gpushare-agent check` that need nothing but the node: driver, sockets, cgroups, directories, files."""
+"""The probes of `gpushare-agent check` that need nothing but the node: driver, the kubelet's sockets, directories, files.
+
+What containers' shares need besides is looked at in node_check_containers.py and node_check_isolation.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 
 from gpushare_agent.adapters import node_probes
 from gpushare_agent.apps.node_finding import Finding, Level, error, ok, warning
 from gpushare_agent.apps.node_parts import open_driver
+from gpushare_agent.kit.bounded_grpc import ServerLimits
+from gpushare_agent.kit.open_files import read_open_files_limit
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.gpus import Card, GpuInventory
 from gpushare_agent.model.names import VCORE_SOCKET, VMEMORY_SOCKET
@@ -15,6 +21,10 @@ from gpushare_agent.settings import Settings
 
 DRIVER_TIMEOUT_S = 15.0
 """Without persistence mode a card takes a second or two to wake."""
+_CONTAINERS = 100
+"""A full node; with 64 connections each they need more descriptors than the usual limits allow."""
+_CONNECTIONS = ServerLimits().max_connections
+NEEDED_OPEN_FILES = _CONTAINERS * (_CONNECTIONS + 1)
 _MIB = 1 << 20
 
 
@@ -115,45 +125,8 @@ async def check_pod_resources(settings: Settings) -> list[Finding]:
     return [ok("pod resources", f"{path} answers (not asked for its list: that could disturb an admission)")]
 
 
-async def check_runtime(settings: Settings) -> list[Finding]:
-    """The configured CRI socket, or the first known one that answers. Nothing else uses it in this release."""
-    endpoint = settings.runtime.endpoint
-    if endpoint:
-        path = Path(endpoint.removeprefix("unix://"))
-        try:
-            await node_probes.connect_to_socket(path)
-        except Unavailable as failure:
-            cure = "correct --container-runtime-endpoint, or leave it empty: it is not needed in this release"
-            return [warning("container runtime", str(failure), cure)]
-        return [ok("container runtime", f"{path} answers")]
-    for path in node_probes.RUNTIME_SOCKETS:
-        try:
-            await node_probes.connect_to_socket(path)
-        except Unavailable:
-            continue
-        return [ok("container runtime", f"{path} answers")]
-    return [ok("container runtime", "no known socket answers: not needed in this release")]
-
-
-async def check_cgroups(settings: Settings) -> list[Finding]:
-    root = settings.runtime.cgroup_root
-    try:
-        version = node_probes.cgroup_version(root)
-    except Unavailable as failure:
-        cure = "mount the host's /sys/fs/cgroup into the pod, or set --runtime.cgroup-root"
-        return [error("cgroups", str(failure), cure)]
-    if version == "v2" or node_probes.is_host_pid_namespace():
-        return [ok("cgroups", f"{version} at {root}")]
-    detail = (
-        f"{version} at {root}, which leaves out the processes of other PID namespaces: "
-        f"shares of force-deleted pods are freed while their processes may run on"
-    )
-    cure = "add manifests/components/cgroup-v1 (the host's PID namespace), or move the node to cgroup v2"
-    return [warning("cgroups", detail, cure)]
-
-
 async def check_directories(settings: Settings) -> list[Finding]:
-    """The one directory that the agent writes in; the kubelet makes it."""
+    """The directory of the device-plugin sockets; the kubelet makes it."""
     directory, flag = settings.kubelet.device_plugin_path, "--device-plugin-path"
     try:
         found = await asyncio.to_thread(node_probes.require_writable, directory)
@@ -179,3 +152,21 @@ async def check_files(settings: Settings) -> list[Finding]:
         except Unavailable as failure:
             findings.append(error("file", f"{failure} ({flag})", f"create the file, mount it, or leave {flag} out"))
     return findings
+
+
+async def check_open_files(settings: Settings) -> list[Finding]:
+    """The hard limit, which is given to the agent; the soft one it raises itself."""
+    if settings.isolation != "vcuda":
+        return []
+    _, hard = read_open_files_limit()
+    if hard >= NEEDED_OPEN_FILES:
+        given = "unlimited" if hard == sys.maxsize else str(hard)
+        return [ok("open files", f"{given} allowed, {NEEDED_OPEN_FILES} needed at most by {_CONTAINERS} containers")]
+    detail = (
+        f"the hard limit is {hard}, but {_CONTAINERS} containers with all {_CONNECTIONS} connections to their vDevice"
+        f" sockets need {NEEDED_OPEN_FILES}: a few hostile ones could keep others from registering"
+    )
+    cure = (
+        f"start the agent with a limit of {NEEDED_OPEN_FILES} or more (LimitNOFILE= of its unit, or of the runtime's)"
+    )
+    return [warning("open files", detail, cure)]

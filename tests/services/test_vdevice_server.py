@@ -1,13 +1,11 @@
-"""services/vdevice_server.py over real sockets, with grpclib's client, grpcio's, and the in-container client."""
+"""services/vdevice_server.py over real sockets, with grpclib's client and grpcio's."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import stat
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +24,6 @@ from gpushare_agent.wire.vcuda import VDeviceRequest
 from tests.support_vdevice import (
     ID,
     KEY,
-    OTHER,
     OTHER_ID,
     OTHER_POD,
     POD,
@@ -34,7 +31,6 @@ from tests.support_vdevice import (
     register,
     server_of,
     serving,
-    share_config,
 )
 
 DOCKER_NAME = f"/k8s_cuda_my-pod_default_{POD}_0"
@@ -333,65 +329,3 @@ async def test_the_kernel_says_who_is_at_the_other_end(short_dir: Path) -> None:
     async with await asyncio.start_server(accepted, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         assert await connect(asyncio.open_connection, "127.0.0.1", port) is None
-
-
-async def run_client(*arguments: str) -> tuple[int | None, str, str]:
-    """The in-container client as a process of its own: code, output, errors."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "gpushare_agent.vdevice_client",
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    async with asyncio.timeout(30):
-        out, err = await process.communicate()
-    return process.returncode, out.decode(), err.decode()
-
-
-async def test_the_client_registers_and_prints_what_it_reads_back(short_dir: Path) -> None:
-    """By the names in vcuda.config as text, and with gpu-client's flags by ID as JSON from the copy for that ID."""
-    node, files = FakeNode(), VDeviceFiles(short_dir)
-    async with serving(short_dir, node) as path:
-        files.write_config(KEY, share_config(limit=60))
-        files.write_pids(KEY, [77, 12])
-        files.copy_for_id(KEY, ID)
-        code, out, err = await run_client("--addr", str(path))
-        assert (code, err) == (0, "")
-        rows = dict(line.split(maxsplit=1) for line in out.replace(" limit ", "-limit ").splitlines())
-        assert {"cores": "20 %", "core-limit": "60 %", "memory": "2048 MiB", "pids": "12 77"}.items() <= rows.items()
-        code, out, _ = await run_client(
-            "--addr", str(path), "--bus-id", "", "--pod-uid", POD, "--cont-id", ID, "-o", "json"
-        )
-    assert (code, node.refreshed) == (0, [(KEY, None), (KEY, ID)])
-    assert json.loads(out) == {
-        "bus_id": "",
-        "container": "cuda",
-        "driver": [535, 161],
-        "enable": True,
-        "hard_limit": False,
-        "limit": 60,
-        "memory_bytes": 2048 * 1024 * 1024,
-        "pids": [12, 77],
-        "pod_uid": POD,
-        "utilization": 20,
-    }
-
-
-async def test_the_client_says_why_it_could_not_register(short_dir: Path) -> None:
-    """Refused, nobody there, nothing to read: exit code 1 and a line; a wrong command line: 2."""
-    node, files = FakeNode(), VDeviceFiles(short_dir)
-    async with serving(short_dir, node) as path:
-        code, out, err = await run_client("--addr", str(path), "--pod-uid", POD, "--cont-name", "other")
-        assert (code, out) == (1, "")
-        assert err.startswith("vdevice_client: the agent refused to register: PERMISSION_DENIED: ")
-        code, _, err = await run_client("--addr", str(path))
-        assert code == 1
-        assert f"reading {path.parent}/vcuda.config failed" in err
-    code, _, err = await run_client("--addr", str(path), "--pod-uid", POD, "--cont-name", "cuda")
-    assert code == 1
-    assert f"registering through {path} failed" in err
-    assert (await run_client("--cont-id", "xyz"))[0] == 2
-    assert files.list_pods() == {POD: ("cuda",)}
-    assert OTHER.container == "cuda"

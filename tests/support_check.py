@@ -1,0 +1,107 @@
+"""For the tests of `gpushare-agent check`: a node that is complete, and its findings."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpushare_agent.apps.node_check import check_node
+from gpushare_agent.apps.node_finding import Finding, Level
+from gpushare_agent.kit.grpc_server import GrpcServer
+from gpushare_agent.kit.sockets import bind_unix_socket
+from gpushare_agent.settings import Settings, load_settings
+from gpushare_agent.wire.runtime import v1
+from tests.support_kube import Connection, FakeApiServer, Seen, answers, fake_api, raw_status, write_kubeconfig
+from tests.support_settings import ListeningSocket, listening
+
+NODE = "node-1"
+REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+
+
+class Runtime(v1.RuntimeServiceBase):
+    """A container runtime that tells its version, and is asked for nothing else."""
+
+    async def version(self, message: v1.VersionRequest) -> v1.VersionResponse:
+        return v1.VersionResponse(runtime_name="containerd", runtime_version="v2.1.0")
+
+
+@asynccontextmanager
+async def runtime_at(path: Path) -> AsyncIterator[Path]:
+    server = GrpcServer([Runtime()])
+    await server.serve(bind_unix_socket(path, mode=0o660))
+    try:
+        yield path
+    finally:
+        await server.stop()
+        path.unlink(missing_ok=True)
+
+
+@dataclass
+class Node:
+    """A directory that is complete, its sockets, and the flags that point the check there."""
+
+    path: Path
+    kubelet: ListeningSocket
+    pod_resources: ListeningSocket
+    runtime: Path
+    api: FakeApiServer
+
+    def flags(self, *more: str) -> list[str]:
+        kubeconfig = write_kubeconfig(self.path, self.api.url, {"token": "t"})
+        return [
+            f"--node-name={NODE}",
+            "--driver=simulated",
+            f"--device-plugin-path={self.kubelet.path.parent}",
+            f"--kubelet.pod-resources-socket={self.pod_resources.path}",
+            f"--container-runtime-endpoint=unix://{self.runtime}",
+            f"--virtual-manager-path={self.path / 'vm'}",
+            f"--runtime.cgroup-root={self.path / 'cgroup'}",
+            f"--kubeconfig={kubeconfig}",
+            *more,
+        ]
+
+    def settings(self, *more: str) -> Settings:
+        return load_settings(self.flags(*more), {}).settings
+
+
+def node_api(version: str = "v1.34.2", forbidden: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """Answers for the node, and access reviews that allow all but the named verbs."""
+
+    async def behave(server: FakeApiServer, request: Seen, connection: Connection) -> None:
+        if request.path == REVIEWS:
+            attributes = request.body["spec"]["resourceAttributes"]
+            allowed = f"{attributes['verb']} {attributes['resource']}" not in forbidden
+            await answers(201, {"status": {"allowed": allowed}})(server, request, connection)
+        elif request.path == f"/api/v1/nodes/{NODE}":
+            raw_node = {"metadata": {"name": NODE}, "status": {"nodeInfo": {"kubeletVersion": version}}}
+            await answers(200, raw_node)(server, request, connection)
+        else:
+            await answers(404, raw_status(404, "not found"))(server, request, connection)
+
+    return behave
+
+
+@asynccontextmanager
+async def complete_node(directory: Path, behaviour: Callable[..., Any] | None = None) -> AsyncIterator[Node]:
+    (directory / "cgroup").mkdir()
+    (directory / "cgroup" / "cgroup.controllers").touch()
+    async with (
+        listening(directory / "device-plugins" / "kubelet.sock") as kubelet,
+        listening(directory / "pod-resources" / "kubelet.sock") as pod_resources,
+        runtime_at(directory / "runtime.sock") as runtime,
+        fake_api(others=[behaviour or node_api()]) as api,
+    ):
+        yield Node(path=directory, kubelet=kubelet, pod_resources=pod_resources, runtime=runtime, api=api)
+
+
+def not_ok(findings: list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.level is not Level.OK]
+
+
+async def only(what: str, node: Node, *flags: str) -> Finding:
+    """The finding about one thing, alone of its kind."""
+    (found,) = [finding for finding in await check_node(node.settings(*flags)) if finding.what == what]
+    return found
