@@ -10,8 +10,10 @@ import yaml
 
 from gpushare_agent import __version__
 from gpushare_agent.cli import COMMANDS
+from gpushare_agent.decisions.isolation import ISOLATIONS
 from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.services.metrics import AgentMetrics, CardView, ContainerView
+from gpushare_agent.settings import Settings
 from gpushare_agent.settings_reference import all_keys, markdown, text_of
 from gpushare_agent.settings_sources import read_flags
 
@@ -70,7 +72,9 @@ def test_every_flag_that_a_document_names_exists(document: str) -> None:
             assert read_flags([f"{flag}=x"]).given, flag
 
 
-@pytest.mark.parametrize("document", OWN_DOCUMENTS)
+@pytest.mark.parametrize(
+    "document", ["README.md", "CHANGELOG.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+)
 def test_every_relative_link_leads_somewhere(document: str) -> None:
     """Links inside the repository name files that exist."""
     path = ROOT / document
@@ -119,6 +123,20 @@ def test_the_metrics_document_names_every_reason_of_a_refusal() -> None:
     """They are labels that somebody alerts on."""
     text = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     assert all(f"`{reason.value}`" in text for reason in RefusalReason)
+
+
+def test_the_isolation_document_has_a_row_for_each_isolation() -> None:
+    """Who adds one says what it holds to and what it needs."""
+    text = (ROOT / "docs/isolation.md").read_text(encoding="utf-8")
+    assert re.findall(r"^[|] `([a-z]+)`(?: .the default.)? [|]", text, flags=re.M) == ["vcuda", "none"]
+    assert set(ISOLATIONS) == {"vcuda", "none"}
+    assert f"`{Settings().isolation}` (the default)" in text
+
+
+def test_the_readme_lists_every_component_of_the_manifests() -> None:
+    """One that nobody mentions is not found."""
+    for directory in (ROOT / "manifests/components").iterdir():
+        assert f"| `{directory.name}` |" in README, directory.name
 
 
 def test_docker_leaves_out_what_podman_leaves_out() -> None:

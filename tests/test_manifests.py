@@ -6,30 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from gpushare_agent.adapters.node_probes import RUNTIME_SOCKETS
+from gpushare_agent.adapters.volume_config import read_volume_config
 from gpushare_agent.apps.node_check_api import CLEANUP_RIGHT, NEEDED_RIGHTS
 from gpushare_agent.model.names import CORES_PER_CARD, VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.settings import Settings, load_settings
-
-MANIFESTS = Path(__file__).parent.parent / "manifests"
-
-
-def documents(path: str) -> list[dict[str, Any]]:
-    return [item for item in yaml.safe_load_all((MANIFESTS / path).read_text(encoding="utf-8")) if item]
-
-
-def daemon_set() -> dict[str, Any]:
-    (found,) = documents("base/daemonset.yaml")
-    return found
-
-
-def pod_spec() -> dict[str, Any]:
-    return daemon_set()["spec"]["template"]["spec"]
-
-
-def variables(container: dict[str, Any]) -> dict[str, str]:
-    return {item["name"]: str(item.get("value", "a-node")) for item in container["env"] if "$patch" not in item}
+from tests.support_manifests import (
+    MANIFESTS,
+    SETTINGS_DIRECTORY,
+    by_name,
+    daemon_set,
+    deployed,
+    documents,
+    host_mounts,
+    in_sources,
+    mount_of,
+    pod_spec,
+    variables,
+)
 
 
 def rules() -> list[dict[str, Any]]:
@@ -52,32 +47,79 @@ def test_the_daemon_sets_settings_are_accepted_by_the_agent() -> None:
 
 
 def test_every_path_that_the_agent_uses_is_mounted_from_the_host() -> None:
-    """Each directory of the settings lies below a host path, writable where the agent writes."""
+    """Each directory of the settings lies below a host path, writable where the agent writes, and no other is mounted."""
     (container,) = pod_spec()["containers"]
-    settings = load_settings([], {"GPUSHARE_CONFIG": str(MANIFESTS / "base/settings.yaml")}).settings
-    host_paths = {volume["name"] for volume in pod_spec()["volumes"] if "hostPath" in volume}
-    mounts = {Path(m["mountPath"]): m for m in container["volumeMounts"] if m["name"] in host_paths}
-
-    def mount_of(path: Path) -> dict[str, Any]:
-        return next(mounts[parent] for parent in (path, *path.parents) if parent in mounts)
-
-    assert not mount_of(settings.kubelet.device_plugin_path).get("readOnly")
-    assert mount_of(settings.kubelet.pod_resources_socket)["readOnly"]
-    assert mount_of(settings.runtime.cgroup_root)["readOnly"]
-    used = (settings.kubelet.device_plugin_path, settings.kubelet.pod_resources_socket, settings.runtime.cgroup_root)
-    assert {mount_of(path)["mountPath"] for path in used} == {str(path) for path in mounts}, "mounted for nothing"
+    settings, mounts = deployed(), host_mounts(container, pod_spec())
+    driver = {volume.directory for volume in read_volume_config(in_sources(settings.volume_config))}
+    writable = {settings.kubelet.device_plugin_path, settings.virtual_manager.path}
+    only_read = {settings.kubelet.pod_resources_socket, settings.runtime.cgroup_root, *driver}
+    assert all(not mount_of(path, mounts).get("readOnly") for path in writable)
+    assert all(mount_of(path, mounts)["readOnly"] for path in only_read)
+    used = {mount_of(path, mounts)["mountPath"] for path in writable | only_read}
+    assert used == {str(path) for path in mounts}, "mounted for nothing"
     assert Path("/var/lib/kubelet") not in mounts
-    assert "hostPID" not in pod_spec()
 
 
-def test_the_container_is_not_privileged_and_has_no_capability() -> None:
+def test_no_base_container_can_reach_the_runtimes_socket() -> None:
+    """Whoever can is root on the node; the component runtime-socket is for who wants it."""
+    for container in (*pod_spec()["initContainers"], *pod_spec()["containers"]):
+        for mount in host_mounts(container, pod_spec()).values():
+            reached = [socket for socket in RUNTIME_SOCKETS if socket.is_relative_to(mount["host"])]
+            assert not reached, f"{mount['host']} holds {reached}"
+
+
+def test_what_containers_get_mounted_has_the_same_path_inside_and_outside() -> None:
+    """The answer to an Allocate names the host's paths, but the agent makes what lies there."""
+    settings = deployed()
+    assert settings.isolation == "vcuda"
+    paths = [settings.virtual_manager.path]
+    paths += [volume.directory for volume in read_volume_config(in_sources(settings.volume_config))]
+    for container in (*pod_spec()["initContainers"], *pod_spec()["containers"]):
+        mounts = host_mounts(container, pod_spec())
+        for mount in (mounts[parent] for path in paths for parent in path.parents if parent in mounts):
+            assert mount["host"] == mount["mountPath"]
+
+
+def test_the_init_container_makes_every_driver_volume_from_the_hosts_files() -> None:
+    """It runs the command with the agent's settings; what it reads is below driver_volume.root, what it writes is not."""
+    (container,) = pod_spec()["initContainers"]
+    settings, mounts = deployed(), host_mounts(container, pod_spec())
+    assert container["command"] == ["gpushare-agent", "driver-volume"]
+    assert variables(container)["GPUSHARE_CONFIG"] == str(SETTINGS_DIRECTORY / "settings.yaml")
+    for volume in read_volume_config(in_sources(settings.volume_config)):
+        assert not mount_of(volume.directory, mounts).get("readOnly")
+    below = {path for path in mounts if path.is_relative_to(settings.driver_volume.root)}
+    assert all(mounts[path]["readOnly"] for path in below)
+    assert all(path == settings.driver_volume.root / mounts[path]["host"].lstrip("/") for path in below)
+    assert settings.driver_volume.root / "etc" not in mounts, "root reads keys and passwords there"
+    assert len(mounts) == len(below) + 1
+    assert "NVIDIA_VISIBLE_DEVICES" not in variables(container), "NVIDIA's runtime would add a second driver"
+
+
+def test_the_image_has_the_control_library_where_the_settings_look() -> None:
+    """The Containerfile takes it from the same place of the image that it is given, and puts it there."""
+    path = deployed().driver_volume.control_library
+    text = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8")
+    assert f"COPY --from=vcuda {path} /control/" in text
+    assert f"COPY --from=build /control/ {path.parent}/" in text
+
+
+def test_the_agent_sees_the_hosts_processes_and_not_its_network() -> None:
+    """pids.config holds host PIDs, and SO_PEERCRED tells the caller's."""
+    assert pod_spec()["hostPID"] is True
+    assert not {"hostNetwork", "hostIPC"} & pod_spec().keys()
+    assert deployed().runtime.proc_root == Path("/proc")
+
+
+def test_the_containers_are_not_privileged_and_have_no_capability() -> None:
     """Root is needed for the kubelet's files, nothing beyond."""
-    (container,) = pod_spec()["containers"]
-    context = container["securityContext"]
-    assert not context.get("privileged")
-    assert context["capabilities"] == {"drop": ["ALL"]}
-    assert context["allowPrivilegeEscalation"] is False
-    assert context["readOnlyRootFilesystem"] is True
+    for container in (*pod_spec()["initContainers"], *pod_spec()["containers"]):
+        context = container["securityContext"]
+        assert not context.get("privileged")
+        assert context["capabilities"] == {"drop": ["ALL"]}
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["readOnlyRootFilesystem"] is True
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
     assert pod_spec()["priorityClassName"] == "system-node-critical"
     assert pod_spec()["enableServiceLinks"] is False
 
@@ -109,83 +151,32 @@ def test_every_file_of_the_base_and_the_overlay_is_listed() -> None:
     (overlay,) = documents("overlays/simulated/kustomization.yaml")
     assert (MANIFESTS / "overlays/simulated" / overlay["resources"][0]).resolve() == MANIFESTS / "base"
     assert all((MANIFESTS / "overlays/simulated" / patch["path"]).exists() for patch in overlay["patches"])
-    for mount in ("settings",):
-        (volume,) = [v for v in pod_spec()["volumes"] if v["name"] == mount]
-        assert volume["configMap"]["name"] == base["configMapGenerator"][0]["name"]
-
-
-def test_every_file_of_a_component_is_listed_and_patches_what_the_base_has() -> None:
-    """A patch for an object that is not there would be an error of kustomize."""
-    base = {
-        (item["kind"], item["metadata"]["name"])
-        for file in ("daemonset.yaml", "rbac.yaml")
-        for item in documents(f"base/{file}")
-    }
-    components = sorted((MANIFESTS / "components").iterdir())
-    assert [path.name for path in components] == ["cgroup-v1", "whole-kubelet-directory", "without-cleanup"]
-    for directory in components:
-        (component,) = documents(f"components/{directory.name}/kustomization.yaml")
-        assert component["kind"] == "Component"
-        files = {patch["path"] for patch in component["patches"]}
-        assert files | {"kustomization.yaml"} == {path.name for path in directory.iterdir()}
-        for file in files:
-            (patch,) = documents(f"components/{directory.name}/{file}")
-            assert (patch["kind"], patch["metadata"]["name"]) in base
-
-
-def test_without_cleanup_takes_the_right_and_the_setting_away_together() -> None:
-    """One without the other would be a warning of `check`, or a right that nothing uses."""
-    role, binding, setting = (
-        documents(f"components/without-cleanup/{name}.yaml")[0] for name in ("no-role", "no-binding", "setting")
-    )
-    assert role["$patch"] == binding["$patch"] == "delete"
-    given = [item for item in documents("base/rbac.yaml") if item["kind"] == "ClusterRole"]
-    (removed,) = [item for item in given if item["metadata"]["name"] == role["metadata"]["name"]]
-    rights = [(verb, resource) for rule in removed["rules"] for verb in rule["verbs"] for resource in rule["resources"]]
-    assert rights == [CLEANUP_RIGHT]
-    (container,) = setting["spec"]["template"]["spec"]["containers"]
-    assert load_settings([], variables(container)).settings.allocation.cleanup_rejected_pods is False
-
-
-def test_the_whole_directory_component_replaces_every_mount_below_it() -> None:
-    """Nothing of the narrow mounts stays behind the wide one."""
-    (patch,) = documents("components/whole-kubelet-directory/mounts.yaml")
-    spec = patch["spec"]["template"]["spec"]
-    (container,) = spec["containers"]
-    removed = {mount["mountPath"] for mount in container["volumeMounts"] if mount.get("$patch") == "delete"}
-    (agent,) = pod_spec()["containers"]
-    assert removed == {m["mountPath"] for m in agent["volumeMounts"] if m["mountPath"].startswith("/var/lib/kubelet/")}
-    gone = {volume["name"] for volume in spec["volumes"] if volume.get("$patch") == "delete"}
-    assert gone == {m["name"] for m in agent["volumeMounts"] if m["mountPath"] in removed}
+    (volume,) = [v for v in pod_spec()["volumes"] if v["name"] == "settings"]
+    assert volume["configMap"]["name"] == base["configMapGenerator"][0]["name"]
 
 
 def test_the_check_job_is_the_daemon_sets_pod() -> None:
-    """What it finds holds for the agent: same account, runtime, rights, host paths and cgroup root."""
+    """What it finds holds for the agent: same account, runtime, rights, settings, and the mounts of both containers."""
     (job,) = documents("check/job.yaml")
     spec = job["spec"]["template"]["spec"]
-    (checker,), (agent,) = spec["containers"], pod_spec()["containers"]
-    for name in ("serviceAccountName", "runtimeClassName", "tolerations", "enableServiceLinks"):
+    (checker,), (agent,), (init,) = spec["containers"], pod_spec()["containers"], pod_spec()["initContainers"]
+    for name in ("serviceAccountName", "runtimeClassName", "tolerations", "enableServiceLinks", "hostPID"):
         assert spec[name] == pod_spec()[name]
     assert (checker["image"], checker["securityContext"]) == (agent["image"], agent["securityContext"])
-    assert all(item in agent["env"] for item in checker["env"])
-    assert all(mount in agent["volumeMounts"] for mount in checker["volumeMounts"])
-    assert spec["volumes"] == [volume for volume in pod_spec()["volumes"] if "configMap" not in volume]
-    program, command, *flags = checker["command"]
-    assert (program, command) == ("gpushare-agent", "check")
-    deployed = load_settings([], {"GPUSHARE_CONFIG": str(MANIFESTS / "base/settings.yaml")}).settings
-    assert load_settings(flags, {}).settings.runtime == deployed.runtime
+    assert checker["env"] == agent["env"]
+    expected = {m["mountPath"]: m for m in (*init["volumeMounts"], *agent["volumeMounts"])}
+    assert {m["mountPath"]: m for m in checker["volumeMounts"]} == expected
+    assert checker["command"] == ["gpushare-agent", "check"]
+    volumes, deployed_volumes = by_name(spec["volumes"]), by_name(pod_spec()["volumes"])
+    config_map = volumes["settings"].pop("configMap")["name"]
+    deployed_volumes["settings"].pop("configMap")
+    assert volumes == deployed_volumes
+    base_map, check_map = documents("base/kustomization.yaml")[0]["configMapGenerator"]
+    assert config_map == check_map["name"], "one whose name does not change with its content"
+    assert check_map["options"] == {"disableNameSuffixHash": True}
+    assert check_map["files"] == base_map["files"]
     (kustomization,) = documents("check/kustomization.yaml")
     assert kustomization["images"] == documents("base/kustomization.yaml")[0]["images"]
-
-
-def test_the_simulated_overlay_needs_no_driver() -> None:
-    """It sets the simulated driver with settings that exist, on the same container, without NVIDIA's runtime."""
-    (patch,) = documents("overlays/simulated/simulated.yaml")
-    spec = patch["spec"]["template"]["spec"]
-    assert spec["runtimeClassName"] is None
-    (container,) = spec["containers"]
-    assert container["name"] == pod_spec()["containers"][0]["name"]
-    assert load_settings([], variables(container)).settings.driver == "simulated"
 
 
 @pytest.mark.parametrize("path", sorted((MANIFESTS / "samples").glob("*.yaml")), ids=lambda path: path.name)
@@ -195,7 +186,7 @@ def test_a_sample_is_a_pod_that_fits_the_default_simulated_node(path: Path) -> N
     blocks_per_card = settings.simulated.card_memory_mib[0] // settings.resources.memory_block_mib
     for pod in documents(f"samples/{path.name}"):
         assert pod["kind"] == "Pod"
-        assert pod["spec"]["runtimeClassName"] == "nvidia", "without it there is neither nvidia-smi nor libcuda"
+        assert "runtimeClassName" not in pod["spec"], "it would add a libcuda without limits to the container"
         for container in pod["spec"]["containers"]:
             limits = container["resources"]["limits"]
             cores = limits[VCORE_RESOURCE]

@@ -1,0 +1,105 @@
+"""Reads the manifests for tests, and applies patches as kustomize does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gpushare_agent.settings import Settings, load_settings
+
+MANIFESTS = Path(__file__).parent.parent / "manifests"
+SETTINGS_DIRECTORY = Path("/etc/gpushare-agent")
+Merge = dict[str, Any]
+
+
+def documents(path: str) -> list[dict[str, Any]]:
+    return [item for item in yaml.safe_load_all((MANIFESTS / path).read_text(encoding="utf-8")) if item]
+
+
+def daemon_set() -> dict[str, Any]:
+    (found,) = documents("base/daemonset.yaml")
+    return found
+
+
+def pod_spec() -> dict[str, Any]:
+    return daemon_set()["spec"]["template"]["spec"]
+
+
+def variables(container: dict[str, Any]) -> dict[str, str]:
+    return {item["name"]: str(item.get("value", "a-node")) for item in container["env"] if "$patch" not in item}
+
+
+def deployed() -> Settings:
+    """The settings file as the pods see it, with volume.conf at its place beside it."""
+    return load_settings([], {"GPUSHARE_CONFIG": str(MANIFESTS / "base/settings.yaml")}).settings
+
+
+def in_sources(path: Path) -> Path:
+    """The file of this repository that the ConfigMap shows at `path`."""
+    assert path.parent == SETTINGS_DIRECTORY
+    return MANIFESTS / "base" / path.name
+
+
+def host_mounts(container: dict[str, Any], spec: dict[str, Any]) -> dict[Path, dict[str, Any]]:
+    """mountPath -> the mount, with the host's path under `host`."""
+    host = {volume["name"]: volume["hostPath"]["path"] for volume in spec["volumes"] if "hostPath" in volume}
+    return {Path(m["mountPath"]): m | {"host": host[m["name"]]} for m in container["volumeMounts"] if m["name"] in host}
+
+
+def mount_of(path: Path, mounts: dict[Path, dict[str, Any]]) -> dict[str, Any]:
+    return next(mounts[parent] for parent in (path, *path.parents) if parent in mounts)
+
+
+def by_name(items: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {item["name"]: item for item in items}
+
+
+def merged(base: Merge, patch: Merge) -> Merge:
+    """A strategic merge of the kind that the patches here use: lists of named things, `$patch: delete`, null removes."""
+    result = dict(base)
+    for key, value in patch.items():
+        if value is None:
+            result.pop(key, None)
+        elif isinstance(value, dict):
+            result[key] = merged(base.get(key, {}), value)
+        elif isinstance(value, list) and all(isinstance(item, dict) for item in value):
+            result[key] = list(
+                _merged_items(base.get(key, []), value, "mountPath" if key == "volumeMounts" else "name")
+            )
+        else:
+            result[key] = value
+    return result
+
+
+def _merged_items(base: list[Merge], patch: list[Merge], key: str) -> Iterator[Merge]:
+    patches = {item[key]: item for item in patch}
+    assert all(name in {item[key] for item in base} for name, item in patches.items() if "$patch" in item)
+    for item in base:
+        one = patches.pop(item[key], {})
+        if one.get("$patch") != "delete":
+            yield merged(item, one)
+    yield from patches.values()
+
+
+def patched(*files: str) -> dict[str, Any]:
+    """The DaemonSet's pod after the patches."""
+    found = daemon_set()
+    for file in files:
+        (patch,) = documents(file)
+        found = merged(found, patch)
+    return found["spec"]["template"]["spec"]
+
+
+def effective_settings(spec: dict[str, Any]) -> Settings:
+    """The settings of the agent's container: its variables over the file."""
+    (container,) = spec["containers"]
+    environ = variables(container) | {"GPUSHARE_CONFIG": str(MANIFESTS / "base/settings.yaml")}
+    return load_settings(container.get("args", []), environ).settings
+
+
+def volumes_are_those_mounted(spec: dict[str, Any]) -> bool:
+    containers = (*spec.get("initContainers", []), *spec["containers"])
+    return {v["name"] for v in spec["volumes"]} == {m["name"] for c in containers for m in c["volumeMounts"]}

@@ -1,0 +1,198 @@
+"""The manifests' components and overlay fit the base, with settings that exist, and take away or add all that they say."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpushare_agent.adapters.node_probes import RUNTIME_SOCKETS
+from gpushare_agent.apps.node_check_api import CLEANUP_RIGHT
+from gpushare_agent.settings import load_settings
+from tests.support_manifests import (
+    MANIFESTS,
+    by_name,
+    documents,
+    effective_settings,
+    host_mounts,
+    mount_of,
+    patched,
+    pod_spec,
+    variables,
+    volumes_are_those_mounted,
+)
+
+COMPONENTS = {
+    "cgroup-v1",
+    "isolation-none",
+    "prune-driver-volume",
+    "runtime-socket",
+    "whole-kubelet-directory",
+    "without-cleanup",
+}
+
+
+def test_every_file_of_a_component_is_listed_and_patches_what_the_base_has() -> None:
+    """A patch for an object that is not there would be an error of kustomize."""
+    base = {
+        (item["kind"], item["metadata"]["name"])
+        for file in ("daemonset.yaml", "rbac.yaml")
+        for item in documents(f"base/{file}")
+    }
+    components = sorted((MANIFESTS / "components").iterdir())
+    assert {path.name for path in components} == COMPONENTS
+    for directory in components:
+        (component,) = documents(f"components/{directory.name}/kustomization.yaml")
+        assert component["kind"] == "Component"
+        files = {patch["path"] for patch in component["patches"]}
+        assert files | {"kustomization.yaml"} == {path.name for path in directory.iterdir()}
+        for file in files:
+            (patch,) = documents(f"components/{directory.name}/{file}")
+            assert (patch["kind"], patch["metadata"]["name"]) in base
+
+
+def test_without_cleanup_takes_the_right_and_the_setting_away_together() -> None:
+    """One without the other would be a warning of `check`, or a right that nothing uses."""
+    role, binding, setting = (
+        documents(f"components/without-cleanup/{name}.yaml")[0] for name in ("no-role", "no-binding", "setting")
+    )
+    assert role["$patch"] == binding["$patch"] == "delete"
+    given = [item for item in documents("base/rbac.yaml") if item["kind"] == "ClusterRole"]
+    (removed,) = [item for item in given if item["metadata"]["name"] == role["metadata"]["name"]]
+    rights = [(verb, resource) for rule in removed["rules"] for verb in rule["verbs"] for resource in rule["resources"]]
+    assert rights == [CLEANUP_RIGHT]
+    (container,) = setting["spec"]["template"]["spec"]["containers"]
+    assert load_settings([], variables(container)).settings.allocation.cleanup_rejected_pods is False
+
+
+def test_the_whole_directory_component_replaces_every_mount_below_it() -> None:
+    """Nothing of the narrow mounts stays behind the wide one."""
+    (patch,) = documents("components/whole-kubelet-directory/mounts.yaml")
+    spec = patch["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    removed = {mount["mountPath"] for mount in container["volumeMounts"] if mount.get("$patch") == "delete"}
+    (agent,) = pod_spec()["containers"]
+    assert removed == {m["mountPath"] for m in agent["volumeMounts"] if m["mountPath"].startswith("/var/lib/kubelet/")}
+    gone = {volume["name"] for volume in spec["volumes"] if volume.get("$patch") == "delete"}
+    assert gone == {m["name"] for m in agent["volumeMounts"] if m["mountPath"] in removed}
+
+
+def test_every_volume_is_mounted_and_every_mount_has_its_volume() -> None:
+    """In the base and with each component: the API server refuses the one, the other is forgotten."""
+    assert volumes_are_those_mounted(pod_spec())
+    for file in sorted(path.relative_to(MANIFESTS) for path in MANIFESTS.glob("components/*/*.yaml")):
+        found = documents(str(file))[0]
+        if found["kind"] == "DaemonSet":
+            assert volumes_are_those_mounted(patched(str(file))), file
+
+
+def test_the_component_isolation_none_takes_away_all_that_isolation_brought() -> None:
+    """The setting, the host's PID namespace, /etc/gpu-manager, the init container and the host's directories."""
+    spec = patched("components/isolation-none/none.yaml")
+    assert effective_settings(spec).isolation == "none"
+    assert "hostPID" not in spec
+    assert spec["initContainers"] == []
+    assert volumes_are_those_mounted(spec)
+    mounts = host_mounts(spec["containers"][0], spec)
+    assert not [path for path in mounts if path.is_relative_to("/etc/gpu-manager")]
+    assert set(mounts) == {
+        Path("/var/lib/kubelet/device-plugins"),
+        Path("/var/lib/kubelet/pod-resources"),
+        Path("/host/sys/fs/cgroup"),
+    }
+
+
+def test_the_component_cgroup_v1_gives_the_host_pids_back_behind_isolation_none() -> None:
+    """Under cgroup v1 a force-deleted pod's processes are seen in no other way."""
+    spec = patched("components/isolation-none/none.yaml", "components/cgroup-v1/host-pid.yaml")
+    assert spec["hostPID"] is True
+    assert spec["initContainers"] == []
+
+
+def test_the_component_runtime_socket_mounts_the_directory_of_a_socket_that_the_agent_knows() -> None:
+    """No setting is needed, and a socket that the runtime makes anew is seen."""
+    spec = patched("components/runtime-socket/socket.yaml")
+    added = (
+        host_mounts(spec["containers"][0], spec).keys() - host_mounts(pod_spec()["containers"][0], pod_spec()).keys()
+    )
+    (directory,) = added
+    assert RUNTIME_SOCKETS[0].parent == directory
+    assert mount_of(directory, host_mounts(spec["containers"][0], spec))["host"] == str(directory)
+    assert effective_settings(spec).runtime.endpoint == ""
+    comment = (MANIFESTS / "components/runtime-socket/kustomization.yaml").read_text(encoding="utf-8")
+    for socket in RUNTIME_SOCKETS[1:]:
+        assert str(socket) in comment or f" {socket.parent}\n" in comment, socket
+
+
+def test_the_component_prune_gives_one_capability_to_the_init_container_alone() -> None:
+    """The agent, which lives long and listens, has none."""
+    spec = patched("components/prune-driver-volume/prune.yaml")
+    (init,), (agent,) = spec["initContainers"], spec["containers"]
+    assert init["command"] == ["gpushare-agent", "driver-volume", "--prune"]
+    assert init["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["SYS_PTRACE"]}
+    assert agent == pod_spec()["containers"][0]
+
+
+def test_the_simulated_overlay_needs_no_driver() -> None:
+    """It sets the simulated driver on the same container, without NVIDIA's runtime, a driver directory or what makes one."""
+    spec = patched("overlays/simulated/simulated.yaml")
+    settings = effective_settings(spec)
+    assert (settings.driver, settings.isolation, settings.volume_config) == ("simulated", "vcuda", None)
+    assert "runtimeClassName" not in spec
+    assert spec["initContainers"] == []
+    assert volumes_are_those_mounted(spec)
+    assert not [name for name in variables(spec["containers"][0]) if name.startswith("NVIDIA_")]
+    mounts = host_mounts(spec["containers"][0], spec)
+    assert not mount_of(settings.virtual_manager.path, mounts).get("readOnly"), (
+        "containers find /etc/vcuda all the same"
+    )
+    assert not [path for path in mounts if path.is_relative_to("/etc/gpu-manager/vdriver")]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl, which has kustomize in it, is not installed")
+@pytest.mark.parametrize("components", [(), ("isolation-none", "cgroup-v1"), ("runtime-socket", "prune-driver-volume")])
+def test_kustomize_makes_the_pod_that_these_tests_looked_at(components: tuple[str, ...], tmp_path: Path) -> None:
+    """The merge above is ours; where kustomize is at hand it must say the same."""
+    shutil.copytree(MANIFESTS, tmp_path / "manifests")
+    own = tmp_path / "manifests/own"
+    own.mkdir()
+    named = [f"../components/{name}" for name in components]
+    (own / "kustomization.yaml").write_text(yaml.safe_dump({"resources": ["../base"], "components": named}))
+    made = subprocess.run(
+        ["kubectl", "kustomize", str(own)],
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    (found,) = [item for item in yaml.safe_load_all(made.stdout) if item["kind"] == "DaemonSet"]
+    patches = [
+        f"components/{name}/{patch['path']}"
+        for name in components
+        for patch in documents(f"components/{name}/kustomization.yaml")[0]["patches"]
+    ]
+    expected = patched(*patches)
+    rendered = found["spec"]["template"]["spec"]
+    assert without_order(rendered, is_rendered=True) == without_order(expected, is_rendered=False)
+
+
+def without_order(spec: dict[str, Any], *, is_rendered: bool) -> dict[str, Any]:
+    """kustomize orders lists in its own way, gives images their tag and ConfigMaps their hash."""
+    tag = documents("base/kustomization.yaml")[0]["images"][0]["newTag"]
+    result = spec | {"volumes": by_name(spec["volumes"])}
+    for kind in ("initContainers", "containers"):
+        result[kind] = by_name(
+            container
+            | {
+                "env": by_name(container["env"]),
+                "volumeMounts": {mount["mountPath"]: mount for mount in container["volumeMounts"]},
+                "image": container["image"] if is_rendered else f"{container['image']}:{tag}",
+            }
+            for container in spec[kind]
+        )
+    name = result["volumes"]["settings"]["configMap"]["name"]
+    result["volumes"]["settings"] = name.rpartition("-")[0] if is_rendered else name
+    return result
