@@ -16,7 +16,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -102,6 +102,18 @@ class Cgroups:
         known = self._known
         return {i: known[i] for i, uid in uids.items() if i in known and uid in (None, known[i].pod_uid or uid)}
 
+    def find_pods(self, uids: Collection[PodUid]) -> Mapping[PodUid, list[CgroupDir]]:
+        """The containers' cgroups of these pods, the pod's own sandbox among them, in the first hierarchy that has any."""
+        for hierarchy in self._hierarchies():
+            found: dict[PodUid, list[CgroupDir]] = {}
+            for place in CgroupWalk(hierarchy).containers():
+                if place.pod_uid is not None and place.pod_uid in uids and place.container_id is not None:
+                    directory = CgroupDir(path=Path(place.path), container_id=place.container_id, pod_uid=place.pod_uid)
+                    found.setdefault(place.pod_uid, []).append(directory)
+            if found:
+                return found
+        return {}
+
     def pids(self, directory: CgroupDir) -> list[int]:
         """Host PIDs of the container's cgroup and all below, ascending. Raises NotFound (it is gone), Unavailable."""
         return sorted(_read_tree(str(directory.path)))
@@ -150,6 +162,9 @@ class Cgroups:
     async def find_many_in_thread(self, wanted: Iterable[tuple[str, PodUid | None]]) -> Mapping[str, CgroupDir]:
         """Like every `…_in_thread`: raises Unavailable where the file system does not answer in time."""
         return await self._rounds.call(partial(self.find_many, tuple(wanted)), "looking for cgroups", ROUND_TIMEOUT_S)
+
+    async def find_pods_in_thread(self, uids: Collection[PodUid]) -> Mapping[PodUid, list[CgroupDir]]:
+        return await self._rounds.call(partial(self.find_pods, uids), "looking for pods' cgroups", ROUND_TIMEOUT_S)
 
     async def pids_in_thread(self, directory: CgroupDir) -> list[int]:
         return await self._rounds.call(partial(self.pids, directory), f"reading {directory.path}", ROUND_TIMEOUT_S)

@@ -32,6 +32,7 @@ from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.services.admission import Admission
 from gpushare_agent.services.admission_news import AdmissionNews
 from gpushare_agent.services.container_ids import ContainerIds
+from gpushare_agent.services.container_processes import ContainerProcesses
 from gpushare_agent.services.device_plugin import DevicePlugin
 from gpushare_agent.services.garbage_collection import GarbageCollection
 from gpushare_agent.services.gpu_watch import GpuDriver, GpuWatch
@@ -181,8 +182,8 @@ def build(settings: Settings, driver: GpuDriver) -> NodeParts:
             inventory=lambda: inventory.current,
             memory_block_mib=names.memory_block_mib,
             driver_version=_driver_version(volumes, inventory),
-            ids=ContainerIds(runtime, store),
-            cgroups=cgroups,
+            processes=ContainerProcesses(ContainerIds(runtime, store), cgroups, clock=time.monotonic),
+            identify=cgroups.identify_in_thread,
             metrics=metrics,
             complain=lambda pod, text: events.warned(pod, "CoreLimitIgnored", text),
             clock=time.monotonic,

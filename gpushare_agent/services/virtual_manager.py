@@ -5,33 +5,32 @@ is prepared before it starts (PreStartContainer waits for it); containers that r
 back in the first round. Nothing here waits for the runtime or the API server but the learning of container IDs, which has
 a task of its own; what touches files or cgroups runs in threads and is bounded.
 
-State owned: the servers by container, the container IDs as last told, and what was last written.
+State owned: the servers by container, and what was last written.
 Format: docs/formats.md, the vDevice protocol.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import structlog
 
-from gpushare_agent.adapters.cgroups import CgroupDir
 from gpushare_agent.adapters.vdevice_files import VDeviceFiles
 from gpushare_agent.decisions.vdevice_limits import core_limit, driver_numbers, vdevice_share
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import forever
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.cgroup_paths import PeerIdentity
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused, Unavailable
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.vdevice import encode_config, is_container_name, is_pod_uid
-from gpushare_agent.services.vdevice_server import CountsRegistrations, VDeviceServer
+from gpushare_agent.services.container_processes import ContainerProcesses, Processes
+from gpushare_agent.services.vdevice_server import CountsRegistrations, IdentifyPeer, VDeviceServer
 from gpushare_agent.services.vdevice_upkeep import Upkeep, Upkept, Written, keep_up
 
 log = structlog.get_logger(__name__)
@@ -47,27 +46,14 @@ class Pods(Protocol):
     def get(self, uid: PodUid) -> Pod | None: ...
 
 
-class Ids(Protocol):
-    """Container IDs; services/container_ids.py."""
-
-    async def running(self) -> Mapping[ContainerKey, str]: ...
-    async def owner_of(self, container_id: str) -> ContainerKey | None: ...
-
-
-class ContainerCgroups(Protocol):
-    """Every method raises Unavailable where the file system does not answer."""
-
-    async def find_many_in_thread(self, wanted: Iterable[tuple[str, PodUid | None]]) -> Mapping[str, CgroupDir]: ...
-    async def pids_round_in_thread(self, directories: Iterable[CgroupDir]) -> Mapping[str, list[int] | None]: ...
-    async def identify_in_thread(self, pid: int) -> PeerIdentity | None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualManagerPace:
-    """Seconds: between two looks at the processes, between two questions for container IDs that are not known, and
-    between two looks for directories of pods that are gone."""
+    """Seconds: between two looks at the processes, also of a container prepared less than `young_for_s` ago; between two
+    questions for container IDs that are not known; and between two looks for directories of pods that are gone."""
 
     round_s: float = 1.0
+    young_round_s: float = 0.2
+    young_for_s: float = 5.0
     ids_s: float = 1.0
     cleaning_s: float = 30.0
 
@@ -84,8 +70,8 @@ class VirtualManager:
         inventory: Callable[[], GpuInventory],
         driver_version: Callable[[], str],
         memory_block_mib: int,
-        ids: Ids,
-        cgroups: ContainerCgroups,
+        processes: ContainerProcesses,
+        identify: IdentifyPeer,
         metrics: CountsRegistrations,
         complain: Callable[[Pod, str], None],
         clock: Callable[[], float],
@@ -97,15 +83,16 @@ class VirtualManager:
         self._inventory = inventory
         self._driver_version = driver_version
         self._memory_block_mib = memory_block_mib
-        self._ask_ids = ids
-        self._cgroups = cgroups
+        self._processes = processes
+        self._identify = identify
         self._metrics = metrics
         self._complain = complain
         self._clock = clock
         self._pace = pace or VirtualManagerPace()
         self._thread = DaemonThread("vdevice-files", advice=f"Check the disk of {files.root}; it is tried again.")
         self._servers: dict[ContainerKey, VDeviceServer] = {}
-        self._ids: dict[ContainerKey, str] = {}
+        self._prepared_at: dict[ContainerKey, float] = {}
+        self._has_young = asyncio.Event()
         self._written: dict[ContainerKey, Written] = {}
         self._faults: dict[ContainerKey, str] = {}
         self._lock = asyncio.Lock()
@@ -114,12 +101,19 @@ class VirtualManager:
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         """Make directory, files and socket of containers that are about to start. Nothing of an earlier life is left in
         the list of processes."""
-        allocations = self._allocations()
-        held = [allocations[key] for key in sorted(keys) if key in allocations]
+        wanted = self._wanted()
+        if strange := sorted(key for key in keys if not _is_nameable(key)):
+            return Refused(
+                reason=RefusalReason.NOT_READY,
+                detail=f"no directory can be named after pod {strange[0].pod_uid!r}, container {strange[0].container!r}.",
+            )
+        held = [wanted[key] for key in sorted(keys) if key in wanted]
         for one in held:
-            self._ids.pop(one.key, None)
+            self._processes.begin_life(one.key)
+            self._prepared_at[one.key] = self._clock()
+            self._has_young.set()
         try:
-            kept = await self._keep({one.key: one for one in held}, {one.key: () for one in held})
+            kept = await self._keep({one.key: one for one in held}, None)
             error = next((one.error for one in kept if one.error is not None), None)
         except AgentError as e:
             error = e
@@ -145,27 +139,41 @@ class VirtualManager:
     async def _rounds(self) -> NoReturn:
         cleaned_at = float("-inf")
         while True:
+            await self._try(self.look)
+            if self._pods.is_synced and self._clock() - cleaned_at >= self._pace.cleaning_s:
+                cleaned_at = self._clock()
+                await self._try(self.clean)
+            await self._rest()
+
+    async def _try(self, step: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await step()
+        except AgentError as e:
+            log.warning("vdevice_round_failed", error=str(e), then="the next round tries again")
+
+    async def _rest(self) -> None:
+        """Until the next round; meanwhile those that have just been prepared are looked at more often: the library
+        counts only processes that are in the list."""
+        until = self._clock() + self._pace.round_s
+        while (left_s := until - self._clock()) > 0:
+            young = [key for key, at in self._prepared_at.items() if self._clock() - at < self._pace.young_for_s]
+            if young:
+                await asyncio.sleep(min(left_s, self._pace.young_round_s))
+                await self._try(partial(self._look_at, young))
+                continue
+            self._prepared_at.clear()
+            self._has_young.clear()
             try:
-                await self.look()
-                if self._pods.is_synced and self._clock() - cleaned_at >= self._pace.cleaning_s:
-                    cleaned_at = self._clock()
-                    await self.clean()
-            except AgentError as e:
-                log.warning("vdevice_round_failed", error=str(e), retried_in_s=self._pace.round_s)
-            await asyncio.sleep(self._pace.round_s)
+                async with asyncio.timeout(left_s):
+                    await self._has_young.wait()
+            except TimeoutError:
+                return
 
     async def _learn(self) -> NoReturn:
         while True:
-            if any(key not in self._ids for key in self._wanted()):
-                await self.learn_ids()
+            if not all(map(self._processes.is_known, self._wanted())):
+                await self._processes.learn()
             await asyncio.sleep(self._pace.ids_s)
-
-    async def learn_ids(self) -> None:
-        """Take over the running containers' IDs. A source that is away delays, and loses nothing."""
-        try:
-            self._ids = dict(await self._ask_ids.running())
-        except AgentError as e:
-            log.warning("container_ids_unknown", error=str(e), retried_in_s=self._pace.ids_s)
 
     async def look(self) -> None:
         """One round: every container with cores is served and its files say what is so now; all others are not.
@@ -175,14 +183,17 @@ class VirtualManager:
         """
         wanted = self._wanted()
         await self._stop([key for key in self._servers if key not in wanted])
-        for known in (self._ids, self._written, self._faults):
+        known: dict[ContainerKey, Any]
+        for known in (self._prepared_at, self._written, self._faults):
             for key in [key for key in known if key not in wanted]:
                 del known[key]
-        ids = {key: self._ids[key] for key in wanted if key in self._ids}
-        pids = await self._pids(ids)
-        # Whatever was prepared meanwhile has begun a new life: what was read is of the one before.
+        self._processes.keep_only(wanted)
+        await self._look_at(wanted)
+
+    async def _look_at(self, keys: Collection[ContainerKey]) -> None:
+        processes = await self._processes.read(keys)
         self._note_faults(
-            await self._keep(wanted, {key: found for key, found in pids.items() if self._ids.get(key) == ids[key]})
+            await self._keep({key: held for key, held in self._wanted().items() if key in keys}, processes)
         )
 
     async def clean(self) -> None:
@@ -201,38 +212,30 @@ class VirtualManager:
         if held is None:
             raise Unavailable(f"container {key.container} of pod {key.pod_uid} holds nothing any more")
         if container_id is not None:
-            self._ids[key] = container_id
-        elif key not in self._ids:
-            await self.learn_ids()
-        pids = await self._pids({key: self._ids[key]} if key in self._ids else {})
-        for one in await self._keep({key: held}, pids):
+            self._processes.note(key, container_id)
+        elif not self._processes.is_known(key):
+            await self._processes.learn()
+        for one in await self._keep({key: held}, await self._processes.read([key])):
             if one.error is not None:
                 raise one.error
         if container_id is not None:
             await self._in_thread(partial(self._files.copy_for_id, key, container_id), f"copying for {container_id}")
 
-    async def find_container(self, container_id: str) -> ContainerKey | None:
-        """Whose container this is. Raises Unavailable."""
-        for key, known in self._ids.items():
-            if known == container_id:
-                return key
-        return await self._ask_ids.owner_of(container_id)
-
     def _wanted(self) -> dict[ContainerKey, Allocation]:
-        return {
-            key: held
-            for key, held in self._allocations().items()
-            if held.vcore_ids and is_pod_uid(key.pod_uid) and is_container_name(key.container)
-        }
+        return {key: held for key, held in self._allocations().items() if held.vcore_ids and _is_nameable(key)}
 
     async def _keep(
-        self, wanted: Mapping[ContainerKey, Allocation], pids: Mapping[ContainerKey, Collection[int]]
+        self, wanted: Mapping[ContainerKey, Allocation], processes: Mapping[ContainerKey, Processes] | None
     ) -> list[Upkept]:
-        """Files first, then the servers of those that have none. Raises Unavailable where the disk does not answer."""
+        """Files first, then the servers of those that have none. `processes` None: there are none yet.
+
+        Raises:
+            Unavailable: the disk does not answer, or the agent is shutting down.
+        """
         async with self._lock:
             if self._is_closed:
                 raise Unavailable("the agent is shutting down")
-            work = [self._upkeep(held, pids.get(key)) for key, held in sorted(wanted.items())]
+            work = [self._upkeep(held, self._pids_of(key, processes)) for key, held in sorted(wanted.items())]
             kept = await self._in_thread(partial(keep_up, self._files, work), f"keeping {self._files.root}")
             return [await self._served(one) for one in kept]
 
@@ -246,8 +249,8 @@ class VirtualManager:
         server = self._servers.get(one.key) or VDeviceServer(
             one.key,
             sockets=self._files,
-            identify=self._cgroups.identify_in_thread,
-            find_container=self.find_container,
+            identify=self._identify,
+            find_container=self._processes.owner_of,
             refresh=self.refresh,
             metrics=self._metrics,
             run_blocking=self._in_thread,
@@ -285,13 +288,20 @@ class VirtualManager:
                 self._faults[one.key] = str(one.error)
                 log.warning("vdevice_not_kept", error=str(one.error), **fields)
 
-    def _upkeep(self, held: Allocation, pids: Collection[int] | None) -> Upkeep:
+    def _pids_of(self, key: ContainerKey, processes: Mapping[ContainerKey, Processes] | None) -> tuple[int, ...] | None:
+        """None where they are not known: what was read of a container that has been prepared anew since does not count."""
+        if processes is None:
+            return ()
+        found = processes.get(key)
+        return found.pids if found is not None and self._processes.is_current(key, found) else None
+
+    def _upkeep(self, held: Allocation, pids: tuple[int, ...] | None) -> Upkeep:
         pod, server = self._pods.get(held.key.pod_uid), self._servers.get(held.key)
         return Upkeep(
             key=held.key,
             config=self._config(held, pod),
             is_config_sure=pod is not None,
-            pids=None if pids is None else tuple(sorted(pids)),
+            pids=pids,
             before=self._written.get(held.key),
             socket=server.identity if server is not None else None,
         )
@@ -312,17 +322,6 @@ class VirtualManager:
             enable=share.is_limited,
         )
 
-    async def _pids(self, ids: Mapping[ContainerKey, str]) -> dict[ContainerKey, list[int]]:
-        """Host PIDs of the containers whose cgroup is there; one that went takes its ID with it."""
-        if not ids:
-            return {}
-        places = await self._cgroups.find_many_in_thread([(id_, key.pod_uid) for key, id_ in ids.items()])
-        found = await self._cgroups.pids_round_in_thread(places.values())
-        result: dict[ContainerKey, list[int]] = {}
-        for key, id_ in ids.items():
-            pids = found.get(id_)
-            if pids is not None:
-                result[key] = pids
-            elif self._ids.get(key) == id_:
-                del self._ids[key]
-        return result
+
+def _is_nameable(key: ContainerKey) -> bool:
+    return is_pod_uid(key.pod_uid) and is_container_name(key.container)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -253,3 +254,20 @@ def test_this_process_is_seen_in_the_real_proc() -> None:
     """The kernel's own files are read as they are, and a PID that cannot exist is nobody's."""
     assert Cgroups().identify(os.getpid()) is not None
     assert Cgroups().identify(2**31 - 1) == NOBODY
+
+
+@pytest.mark.parametrize("make", [make_v1, make_v2, make_hybrid])
+def test_a_pods_containers_are_found_without_their_ids(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    """All of the wanted pods, whatever the driver; of no other, and neither monitors nor what a container made below."""
+    root = make(tmp_path)
+    base = root if make is make_v2 else root / "pids"
+    made = {
+        make_cgroup(base / f"kubepods/burstable/pod{UID}/{ID}", 1),
+        make_cgroup(base / f"kubepods.slice/kubepods-{SLICE}/cri-containerd-{OTHER_ID}.scope", 2),
+    }
+    make_cgroup(base / f"kubepods.slice/kubepods-{SLICE}/crio-conmon-{NODE}.scope", 3)
+    make_cgroup(base / f"kubepods/burstable/pod{UID}/{ID}/{NODE}", 4)
+    make_cgroup(base / f"kubepods/burstable/pod{OTHER_UID}/{NODE}", 5)
+    found = Cgroups(root).find_pods({UID})
+    assert {place.path for place in found[UID]} == made and found.keys() == {UID}
+    assert Cgroups(root).find_pods({PodUid("0" * 32)}) == {}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,9 @@ from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.vdevice import decode_config, decode_pids
 from gpushare_agent.services.container_ids import ContainerIds
-from gpushare_agent.services.virtual_manager import VirtualManager
+from gpushare_agent.services.container_processes import ContainerProcesses, Processes
+from gpushare_agent.services.virtual_manager import VirtualManager, VirtualManagerPace
+from tests.support_agent import poll_until
 from tests.support_core import allocation, container, ids, inventory, pod
 from tests.support_vdevice import ID, KEY, OTHER_ID, POD, register
 
@@ -69,7 +72,10 @@ class World:
     def vdevice_registered(self, code: str) -> None:
         self.codes.append(code)
 
-    def manager(self) -> VirtualManager:
+    def manager(
+        self, pace: VirtualManagerPace | None = None, clock: Callable[[], float] | None = None
+    ) -> VirtualManager:
+        cgroups = Cgroups(self.cgroup_root, self.proc)
         return VirtualManager(
             files=self.files,
             allocations=lambda: self.allocations,
@@ -77,11 +83,12 @@ class World:
             inventory=inventory,
             driver_version=lambda: self.driver,
             memory_block_mib=256,
-            ids=self,
-            cgroups=Cgroups(self.cgroup_root, self.proc),
+            processes=ContainerProcesses(self, cgroups, clock=lambda: self.now),
+            identify=cgroups.identify_in_thread,
             metrics=self,
             complain=lambda _, text: self.complaints.append(text),
-            clock=lambda: self.now,
+            clock=clock or (lambda: self.now),
+            pace=pace,
         )
 
     @property
@@ -117,16 +124,17 @@ async def test_a_container_about_to_start_finds_no_process_of_its_earlier_life(s
     """prepare writes an empty list, also where the look that is under way has read the old one."""
     world = World(short_dir)
     async with Running(world) as manager:
-        await manager.learn_ids()
+        await manager._processes.learn()
         await manager.look()
         assert world.pids == (7, 11)
         assert await manager.prepare([KEY]) is None
         assert world.pids == ()
-        await manager.look()  # its new ID is not known yet
+        await manager._processes.learn()
+        await manager.look()  # the ID that is told is still the old one
         assert world.pids == ()
         world.known = {KEY: OTHER_ID}
         world.set_pids(OTHER_ID, 99)
-        await manager.learn_ids()
+        await manager._processes.learn()
         await manager.look()
         assert world.pids == (99,)
 
@@ -135,17 +143,66 @@ async def test_a_list_read_before_a_restart_is_not_written_after_it(short_dir: P
     """The container is prepared anew while a round reads the cgroup of its last life."""
     world = World(short_dir)
     async with Running(world) as manager:
-        await manager.learn_ids()
-        read = manager._pids
+        await manager._processes.learn()
+        read = manager._processes.read
 
-        async def read_and_be_overtaken(wanted: Mapping[ContainerKey, str]) -> dict[ContainerKey, list[int]]:
+        async def read_and_be_overtaken(wanted: Collection[ContainerKey]) -> dict[ContainerKey, Processes]:
             found = await read(wanted)
             assert await manager.prepare([KEY]) is None
             return found
 
-        manager._pids = read_and_be_overtaken  # type: ignore[method-assign]
+        manager._processes.read = read_and_be_overtaken  # type: ignore[method-assign]
         await manager.look()
         assert world.pids == ()
+
+
+async def test_until_its_id_is_known_a_container_has_the_processes_of_its_pod(short_dir: Path) -> None:
+    """Less those of another container that is known: too many rather than too few limit a share."""
+    world = World(short_dir)
+    other = ContainerKey(POD, "other")
+    world.allocations[other] = replace(world.allocations[KEY], key=other)
+    world.set_pids(OTHER_ID, 21)
+    world.known = {other: OTHER_ID}
+    world.set_pids("ef" * 32, 3)  # the pod's sandbox
+    async with Running(world) as manager:
+        assert await manager.prepare([KEY]) is None
+        await manager._processes.learn()
+        await manager.look()
+        assert world.pids == (3, 7, 11)
+        world.known[KEY] = ID
+        await manager._processes.learn()
+        await manager.look()
+        assert world.pids == (7, 11)
+
+
+async def test_an_id_that_nobody_tells_for_long_is_done_without(short_dir: Path) -> None:
+    """A new agent leaves the list of before for five seconds; then the pod's processes are nearer to the truth."""
+    world = World(short_dir)
+    world.known = None
+    world.files.prepare(KEY)
+    world.files.write_pids(KEY, [1, 2])
+    async with Running(world) as manager:
+        await manager.look()
+        world.now = 4.9
+        await manager.look()
+        assert world.pids == (1, 2)
+        world.now = 5.0
+        await manager.look()
+        assert world.pids == (7, 11)
+
+
+async def test_a_container_just_prepared_is_looked_at_more_often(short_dir: Path) -> None:
+    """Its first processes are in its list long before the next round of all, which here never comes."""
+    world = World(short_dir)
+    world.set_pids(ID)
+    pace = VirtualManagerPace(round_s=3600.0, young_round_s=0.001, young_for_s=3600.0)
+    manager = world.manager(pace=pace, clock=time.monotonic)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(manager.run(), name="virtual manager")
+        assert await manager.prepare([KEY]) is None
+        world.set_pids(ID, 77)
+        await poll_until(lambda: world.pids == (77,), "the new process in the list")
+        await stop_task(task)
 
 
 async def test_a_new_agent_leaves_what_it_does_not_know_yet_as_it_is(short_dir: Path) -> None:
@@ -153,13 +210,13 @@ async def test_a_new_agent_leaves_what_it_does_not_know_yet_as_it_is(short_dir: 
     world = World(short_dir)
     world.pods[POD] = replace(world.pod, annotations={CORE_LIMIT_ANNOTATION: "60"})
     async with Running(world) as manager:
-        await manager.learn_ids()
+        await manager._processes.learn()
         await manager.look()
     assert (world.pids, world.limit) == ((7, 11), 60)
     known, world.known = world.known, None
     kept = world.pods.pop(POD)
     async with Running(world) as manager:
-        await manager.learn_ids()
+        await manager._processes.learn()
         await manager.look()
         assert (world.pids, world.limit) == ((7, 11), 60)
         with pytest.raises(GRPCError, match="nobody knows") as refused:
@@ -167,7 +224,7 @@ async def test_a_new_agent_leaves_what_it_does_not_know_yet_as_it_is(short_dir: 
         assert refused.value.status is Status.UNAVAILABLE
         world.known, world.pods[POD] = known, replace(kept, annotations={})
         world.set_pids(ID, 5)
-        await manager.learn_ids()
+        await manager._processes.learn()
         await manager.look()
         assert (world.pids, world.limit) == ((5,), 0)
 
@@ -193,7 +250,7 @@ async def test_what_somebody_took_away_is_back_after_a_round(short_dir: Path, na
     """Each of the three, and the directory as a whole."""
     world = World(short_dir)
     async with Running(world) as manager:
-        await manager.learn_ids()
+        await manager._processes.learn()
         await manager.look()
         (world.directory / name).unlink()
         await manager.look()
@@ -206,7 +263,7 @@ async def test_a_directory_that_vanished_is_made_again_and_served(short_dir: Pat
     """For the next container of this name; the one that runs has the old one mounted."""
     world = World(short_dir)
     async with Running(world) as manager:
-        await manager.learn_ids()
+        await manager._processes.learn()
         await manager.look()
         world.files.remove_pod(POD)
         await manager.look()
@@ -217,7 +274,7 @@ async def test_unchanged_files_are_not_written_again(short_dir: Path) -> None:
     """Neither at a second look nor at a registration: their inodes stay."""
     world = World(short_dir)
     async with Running(world) as manager:
-        await manager.learn_ids()
+        await manager._processes.learn()
         await manager.look()
         before = world.files.stamps(KEY)
         await manager.look()
