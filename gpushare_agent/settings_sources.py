@@ -17,8 +17,8 @@ from gpushare_agent.settings_reference import ENVIRONMENT_PREFIX, Key, all_keys
 _BOOLEAN_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
 _FILE_LIMIT_BYTES = 1 << 20
 
-_OF_COMMANDS = frozenset({"GPUSHARE_VDEVICE"})
-"""Read by commands that have no settings (vdevice)."""
+_OF_COMMANDS = frozenset({"GPUSHARE_SANDBOX_CGROUPS", "GPUSHARE_VDEVICE"})
+"""No settings: read by the sandbox, and by the command vdevice in a container."""
 _SERVICE_LINK = re.compile(r".*_SERVICE_HOST|.*_SERVICE_PORT(_.+)?|(.+_)?PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?")
 """Variables that Kubernetes sets in every pod for each Service of the namespace: a Service named gpushare-… makes some
 that begin like ours. They must not stop the agent."""

@@ -47,7 +47,12 @@ SHORT_TIMES = KubeletTimes(
 
 @asynccontextmanager
 async def open_test_node(
-    *, kubelet_version: str = "1.36", seed: int = 0, times: KubeletTimes = SHORT_TIMES, node_name: str = "node-a"
+    *,
+    kubelet_version: str = "1.36",
+    seed: int = 0,
+    times: KubeletTimes = SHORT_TIMES,
+    node_name: str = "node-a",
+    cgroups: str | None = None,
 ) -> AsyncIterator[EmbeddedNode]:
     """An embedded node in a short directory below /tmp, which is removed afterwards. Use it inside a test, not as a fixture:
     a TaskGroup must be left by the task that entered it.
@@ -55,7 +60,7 @@ async def open_test_node(
     state = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
     try:
         async with open_embedded_node(
-            state, node_name=node_name, kubelet_version=kubelet_version, seed=seed, times=times
+            state, node_name=node_name, kubelet_version=kubelet_version, seed=seed, times=times, cgroups=cgroups
         ) as node:
             yield node
     finally:

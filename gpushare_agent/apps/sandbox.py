@@ -1,7 +1,7 @@
 """`gpushare-agent sandbox`: the agent on an embedded node, for a person to try or for a script to check.
 
 The arguments, and the commands for a sandbox that runs already; apps/sandbox_run.py runs one. Exit codes: 0 done, 1 not
-every pod runs or a part failed, 2 a manifest or a setting is wrong.
+every pod runs or a part failed, 2 a manifest or a setting is wrong; `exec` ends as its command does (sandbox_exec.py).
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import argparse
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gpushare_agent.apps import sandbox_run
+from gpushare_agent.apps.sandbox_exec import add_exec_arguments, become, exec_request, split_inner_command
 from gpushare_agent.sandbox.api_server import KUBERNETES_VERSIONS
 from gpushare_agent.sandbox.control import Answer, ask
 from gpushare_agent.sandbox.manifests import SAMPLE_SETS, ManifestError, read_manifests, sample_manifests
@@ -21,6 +23,8 @@ from gpushare_agent.sandbox.node import NodePaths
 from gpushare_agent.sandbox.node_view import print_document
 from gpushare_agent.sandbox.state_directory import default_state_directory
 from gpushare_agent.settings import load_settings
+
+__all__ = ["add_arguments", "run", "split_inner_command"]
 
 _SETTINGS_OPTIONS = ("cards", "topology", "card_memory_mib")
 
@@ -64,6 +68,7 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
     delete = commands.add_parser("delete", help="delete pods")
     delete.add_argument("names", metavar="NAME", nargs="+", help="a pod's name")
     delete.add_argument("-n", "--namespace", default="default", help="of the pods (%(default)s)")
+    add_exec_arguments(commands.add_parser("exec", help="run one more process in a container"))
     commands.add_parser("restart-kubelet", help="stop and start the embedded kubelet; containers run on")
     commands.add_parser("kill-agent", help="SIGKILL the agent; the sandbox starts it again")
     commands.add_parser("status", help="print cards and pods")
@@ -73,11 +78,14 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
         help="table for people, json for scripts (table)")  # fmt: skip
 
 
-async def run(args: argparse.Namespace, extra_agent_flags: list[str]) -> int:
-    """Returns the exit code. Raises AgentError for what a person must change."""
+async def run(args: argparse.Namespace, extra_agent_flags: list[str], inner_command: Sequence[str] = ()) -> int:
+    """Returns the exit code; `exec` does not return where it works. Raises AgentError for what a person must change.
+
+    `inner_command` is what sandbox_exec.split_inner_command set apart.
+    """
     try:
         if args.command is not None:
-            return await _run_command(args, extra_agent_flags)
+            return await _run_command(args, extra_agent_flags, inner_command)
         manifests = read_manifests(args.apply)
         manifests += sample_manifests(args.samples or ("none" if args.apply else "all"))
         plan = sandbox_run.Plan(
@@ -125,7 +133,7 @@ def _free_port() -> int:
 # --- a command for a running sandbox ---
 
 
-async def _run_command(args: argparse.Namespace, extra: list[str]) -> int:
+async def _run_command(args: argparse.Namespace, extra: list[str], inner_command: Sequence[str]) -> int:
     if extra:
         raise ManifestError(f"unknown arguments for {args.command}: {' '.join(extra)}")
     request: dict[str, Any] = {"command": args.command}
@@ -133,6 +141,10 @@ async def _run_command(args: argparse.Namespace, extra: list[str]) -> int:
         request["pods"] = [manifest.raw for manifest in read_manifests(args.files)]
     elif args.command == "delete":
         request |= {"names": args.names, "namespace": args.namespace}
+    elif args.command == "exec":
+        if not inner_command:
+            raise ManifestError("exec: no command: say what to run behind the pod's name, such as `exec POD -- sh`")
+        request = exec_request(args)
     answer: Answer = await ask(NodePaths(state=args.state_dir.absolute()).control_socket, request)
     if args.command == "status" and answer["ok"]:
         print_document(answer["document"], args.format)
@@ -140,4 +152,8 @@ async def _run_command(args: argparse.Namespace, extra: list[str]) -> int:
         print(line, flush=True)  # before the complaints, where both go to one place
     for error in answer["errors"]:
         _complain(error)
+    if args.command == "exec" and answer["ok"]:
+        for note in answer["notes"]:
+            print(note, file=sys.stderr)
+        return become(inner_command, answer["env"])
     return 0 if answer["ok"] else 1

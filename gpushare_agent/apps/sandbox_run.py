@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import signal
@@ -22,6 +23,7 @@ from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.sandbox.agent_process import AgentProcess, last_lines
+from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.control import open_control
 from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
 from gpushare_agent.sandbox.manifests import Manifest
@@ -39,6 +41,8 @@ _INTERRUPTED = 130
 _NODE_NAME = "sandbox"
 _TIMES = KubeletTimes(status_interval_s=1.0, container_start_s=0.2)
 _REDRAW_S = 0.25
+_LOOK_AGAIN_S = 1.0
+"""Processes come and go, and the agent writes its files, without a word to the node."""
 _CARDS_INTERVAL_S = 1.0
 
 
@@ -115,14 +119,14 @@ async def _set_up(
     places = f"web http://{settings.web.addr}:{settings.web.port}  API server {node.api.url}  agent's log {log_file}"
     tell(
         f"embedded node {node.name}, kubelet {plan.kubelet_version}, in {node.paths.state}\n"
-        f"stand-ins: {settings.driver} cards, containers that run nothing"
-        + ("" if plan.is_once else f"\n{places}")  # they are gone when the prompt is back
+        f"stand-ins: {settings.driver} cards; each container is a real process, which only waits unless its image is "
+        "sandbox/host" + ("" if plan.is_once else f"\n{places}")  # they are gone when the prompt is back
     )
     where = "" if plan.state == default_state_directory() else f" --state-dir {plan.state}"
     return bench, [
         places,
         f"from another terminal: gpushare-agent sandbox{where} "
-        "apply -f FILE | delete NAME | restart-kubelet | kill-agent | status",
+        "apply -f FILE | delete NAME | exec POD -- COMMAND | restart-kubelet | kill-agent | status",
         "Ctrl-C ends the sandbox and removes everything",
     ]
 
@@ -231,13 +235,15 @@ async def _live(bench: Workbench, plan: Plan, tell: Callable[[str], None], notes
 async def _draw(bench: Workbench, notes: list[str]) -> None:
     signal_ = bench.shown.node.signal
     console = Console()
+    drawn: tuple[dict[str, Any], int, int] | None = None
     with Live(console=console, auto_refresh=False, redirect_stdout=True, redirect_stderr=True) as live:
         while True:
             seen = signal_.count
-            width, height = console.size
-            live.update(live_view(bench.document(), notes, width=width, height=height), refresh=True)
-            await signal_.wait(seen)
-            await asyncio.sleep(_REDRAW_S)
+            document, (width, height) = bench.document(), console.size
+            if (document, width, height) != drawn:  # to draw costs as much as to look
+                live.update(live_view(document, notes, width=width, height=height), refresh=True)
+                drawn = document, width, height
+            await _next_look(signal_, seen)
 
 
 async def _print_changes(bench: Workbench, tell: Callable[[str], None]) -> None:
@@ -252,5 +258,12 @@ async def _print_changes(bench: Workbench, tell: Callable[[str], None]) -> None:
         for uid in shown.keys() - lines.keys():
             tell(f"gone: {shown[uid]}")
         shown = lines
-        await signal_.wait(seen)
-        await asyncio.sleep(_REDRAW_S)
+        await _next_look(signal_, seen)
+
+
+async def _next_look(changes: ChangeSignal, seen: int) -> None:
+    """After the next change, or a while; never at once."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LOOK_AGAIN_S):
+            await changes.wait(seen)
+    await asyncio.sleep(_REDRAW_S)

@@ -1,37 +1,81 @@
-"""Pretended containers: they have IDs, start and exit times, an exit code and a cgroup, and run nothing.
+"""The embedded node's container runtime: each container is a child process of the sandbox, in a cgroup of its own.
 
-State owned: the containers, and the tree `kubepods/burstable/pod<uid>/<id>/` with `cgroup.procs` and `cgroup.events` of
-cgroup v2. Containers live on while the kubelet is stopped, as real ones do.
+There are no namespaces, no images and no root file system: a container sees the machine. By default its process is a
+stand-in that sleeps; an image of the name `sandbox/host` runs its command (container_config.py). Containers live on while
+the kubelet is stopped, as real ones do, and end with the sandbox.
+
+A container has ended once no process is left in its cgroup: those that its first process leaves behind are killed, as a
+runtime does without a PID namespace. State owned: the containers, their processes, and the cgroup tree (cgroup_tree.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import shutil
-from dataclasses import dataclass
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
+import structlog
+
+from gpushare_agent.model.errors import NotFound, Unavailable
+from gpushare_agent.sandbox.cgroup_tree import CgroupTreeKind, open_cgroup_tree
 from gpushare_agent.sandbox.change_signal import ChangeSignal
+from gpushare_agent.sandbox.container_processes import ContainerProcess
 from gpushare_agent.sandbox.pod_manifest import timestamp
 
-_FIRST_PID = 5_000_000
-"""Above the kernel's largest PID (4,194,304): no pretended process can be mistaken for a real one."""
-KILLED, TERMINATED = 137, 143
+log = structlog.get_logger(__name__)
+
+KILLED = 137
+MAX_LOG_BYTES = 10 * 1024 * 1024
+"""A container's log that has grown over this begins anew when the container starts again."""
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.001, 0.05
+_CLOSE_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerConfig:
+    """What to start. Without a command it is a stand-in, which ends well after `run_s`, None for never.
+
+    `ignore_term_s` is how long it does not get its TERM.
+    """
+
+    pod_uid: str
+    pod_namespace: str
+    pod_name: str
+    name: str
+    command: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    run_s: float | None = None
+    ignore_term_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
 class Container:
-    """One run of one container. `exit_code` is None while its process lives."""
+    """One run of one container. `exit_code` is None while a process of it lives; `pid` is the first one's."""
 
     id: str
     pod_uid: str
+    pod_namespace: str
+    pod_name: str
     name: str
+    attempt: int
+    pid: int
+    env: Mapping[str, str]
+    created_at: float
+    """Seconds since the epoch."""
     started_at: str
     ignore_term_s: float
+    cgroup: Path
     finished_at: str = ""
+    ended_at: float = 0.0
     exit_code: int | None = None
-    cgroup: Path | None = None
 
     @property
     def is_running(self) -> bool:
@@ -39,16 +83,29 @@ class Container:
 
 
 class ContainerRuntime:
-    """Synchronous; exits happen by the loop's timers."""
+    """Directories below `state`: `logs/`, and where the cgroups are files `cgroup/` and `proc/`.
 
-    def __init__(self, cgroup_root: Path, signal: ChangeSignal) -> None:
-        self._root = cgroup_root
-        self._signal = signal
+    Synchronous, within an event loop, which tells of the processes' ends. Raises StartupError (see open_cgroup_tree).
+    """
+
+    def __init__(self, state: Path, change: ChangeSignal, cgroups: str | None = None) -> None:
+        self.kind: CgroupTreeKind
+        self.kind, self._tree = open_cgroup_tree(state, cgroups)
+        self.cgroup_root = self._tree.root
+        self.proc_root = self._tree.proc_root
+        self.logs = state / "logs"
+        self.logs.mkdir(exist_ok=True)
+        self._change = change
+        self._salt = secrets.token_hex(8)
         self._containers: dict[tuple[str, str], Container] = {}
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._processes: dict[str, ContainerProcess] = {}
+        self._timers: dict[str, list[asyncio.TimerHandle]] = {}
         self._pod_signals: dict[str, ChangeSignal] = {}
+        self._forgotten: set[str] = set()
         self._started = 0
-        (cgroup_root / "kubepods" / "burstable").mkdir(parents=True, exist_ok=True)
+        self._is_closed = False
+
+    # --- what there is ---
 
     def find(self, pod_uid: str, name: str) -> Container | None:
         """The newest run."""
@@ -68,74 +125,168 @@ class ContainerRuntime:
     def living(self, pod_uid: str) -> list[Container]:
         return [c for (uid, _), c in sorted(self._containers.items()) if uid == pod_uid and c.is_running]
 
-    def start(self, pod_uid: str, name: str, *, run_s: float | None, ignore_term_s: float) -> Container:
-        """`run_s` is the time after which it ends well, None for never; with 0 it has ended at once."""
-        self._started += 1
-        identity = hashlib.sha256(f"{pod_uid}/{name}/{self._started}".encode()).hexdigest()
-        container = Container(
-            id=identity, pod_uid=pod_uid, name=name, started_at=timestamp(), ignore_term_s=ignore_term_s
-        )
-        self._containers[pod_uid, name] = container
-        container.cgroup = self._make_cgroup(container)
-        if run_s is not None and run_s <= 0:
-            self._exit(container, 0)
-        elif run_s is not None:
-            self._exit_later(container, run_s, 0)
+    def containers(self) -> list[Container]:
+        """The newest run of each that is not forgotten, by namespace, pod and name."""
+        return sorted(self._containers.values(), key=lambda c: (c.pod_namespace, c.pod_name, c.name, c.id))
+
+    def pids(self, container: Container) -> list[int]:
+        """Of its cgroup and all below, ascending; none once it has ended."""
+        return self._tree.pids(container.cgroup) if container.is_running else []
+
+    def log_of(self, container: Container | ContainerConfig) -> Path:
+        return self.logs / f"{container.pod_namespace}_{container.pod_name}_{container.name}.log"
+
+    def join(self, container: Container, pid: int) -> None:
+        """Moves a running process, and its later children, into the container.
+
+        Raises:
+            NotFound: no such process, or the container has ended.
+            Unavailable: this user may not move it.
+        """
+        where = f"container {container.name} of pod {container.pod_namespace}/{container.pod_name}"
+        if not container.is_running:
+            raise NotFound(f"{where} does not run: it ended with exit code {container.exit_code}")
+        if pid <= 1 or pid == os.getpid():
+            raise Unavailable(f"process {pid} cannot be put into {where}: only a process started for it can")
+        try:
+            self._tree.attach(container.cgroup, pid)
+        except ProcessLookupError as error:
+            raise NotFound(f"process {pid} cannot be put into {where}: there is no such process here") from error
+        except OSError as error:
+            raise Unavailable(f"process {pid} cannot be put into {where}: {error.strerror or error}") from error
+        self._notify(container)
+
+    # --- starting and ending ---
+
+    def start(self, config: ContainerConfig) -> Container:
+        """Raises Unavailable where the machine gives no process or no cgroup."""
+        where = f"container {config.name} of pod {config.pod_namespace}/{config.pod_name}"
+        if self._is_closed:
+            raise Unavailable(f"{where} cannot start: the node has ended")
+        before = self.find(config.pod_uid, config.name)
+        attempt = before.attempt + 1 if before is not None else 0
+        try:
+            container = self._create(config, attempt)
+        except OSError as error:
+            raise Unavailable(f"{where} cannot start: {error.strerror or error}") from error
+        self._forgotten.discard(config.pod_uid)
+        self._containers[config.pod_uid, config.name] = container
+        self._processes[container.id].release(partial(self._settle, container, _FIRST_RETRY_S))
         self._notify(container)
         return container
 
+    def _create(self, config: ContainerConfig, attempt: int) -> Container:
+        """With its first process in its cgroup, waiting for its release."""
+        self._started += 1
+        identity = hashlib.sha256(f"{self._salt}/{config.pod_uid}/{config.name}/{self._started}".encode()).hexdigest()
+        cgroup = self._tree.add(config.pod_uid, identity)
+        try:
+            process = ContainerProcess(
+                config.command or _stand_in(config.run_s), env=config.env, cwd=Path("/"),
+                output=self._new_log(config, attempt),
+            )  # fmt: skip
+        except OSError:
+            self._tree.remove(cgroup)
+            raise
+        try:
+            self._tree.attach(cgroup, process.pid)
+        except OSError:
+            process.end()
+            self._tree.remove(cgroup)
+            raise
+        self._processes[identity] = process
+        return Container(
+            id=identity, pod_uid=config.pod_uid, pod_namespace=config.pod_namespace, pod_name=config.pod_name,
+            name=config.name, attempt=attempt, pid=process.pid, env=config.env, created_at=time.time(),
+            started_at=timestamp(), ignore_term_s=config.ignore_term_s, cgroup=cgroup,
+        )  # fmt: skip
+
+    def _new_log(self, config: ContainerConfig, attempt: int) -> Path:
+        path = self.log_of(config)
+        if path.exists() and (attempt == 0 or path.stat().st_size > MAX_LOG_BYTES):
+            path.unlink()
+        return path
+
     def stop(self, container: Container, grace_s: float) -> None:
-        """TERM, and KILL after the grace period; returns before the process has gone."""
+        """TERM, and KILL after the grace period; returns before the process has gone. The last call's times count."""
         if not container.is_running:
             return
+        self._cancel_timers(container)
         if container.ignore_term_s <= 0:
-            self._exit(container, TERMINATED)
-        elif container.ignore_term_s >= grace_s:
-            self._exit_later(container, grace_s, KILLED)
-        else:
-            self._exit_later(container, container.ignore_term_s, TERMINATED)
+            self._terminate(container)
+        elif container.ignore_term_s < grace_s:
+            self._later(container, container.ignore_term_s, self._terminate)
+        self._later(container, grace_s, self.kill)
 
     def kill(self, container: Container) -> None:
-        """Ends the process as a crash would."""
+        """Ends all its processes as a crash would; returns before they have gone."""
         if container.is_running:
-            self._exit(container, KILLED)
+            self._tree.kill(container.cgroup)
 
     def forget(self, pod_uid: str) -> None:
-        """Drops the ended containers of a pod."""
+        """Drops the ended containers of a pod; those that still live once they have ended, unless one starts again."""
         for key in [k for k, c in self._containers.items() if k[0] == pod_uid and not c.is_running]:
             del self._containers[key]
-        if not any(uid == pod_uid for uid, _ in self._containers):
+        if any(uid == pod_uid for uid, _ in self._containers):
+            self._forgotten.add(pod_uid)
+        else:
+            self._forgotten.discard(pod_uid)
             self._pod_signals.pop(pod_uid, None)
 
     def close(self) -> None:
-        for timer in self._timers.values():
+        """Ends everything, blocking for the moment that killed processes need. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for timer in [timer for timers in self._timers.values() for timer in timers]:
             timer.cancel()
         self._timers.clear()
-        shutil.rmtree(self._root, ignore_errors=True)
+        for identity, process in sorted(self._processes.items()):
+            if process.end() is None:
+                log.warning("container_process_stays", container=identity, pid=process.pid)
+        self._processes.clear()
+        for container in self._containers.values():
+            if container.is_running:
+                container.exit_code, container.finished_at, container.ended_at = KILLED, timestamp(), time.time()
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        while not self._tree.close():
+            if time.monotonic() > deadline:
+                log.warning("cgroups_stay", path=str(self.cgroup_root), next="the next sandbox removes them")
+                return
+            time.sleep(_FIRST_RETRY_S)
 
-    def _exit_later(self, container: Container, delay_s: float, code: int) -> None:
-        if (timer := self._timers.pop(container.id, None)) is not None:
-            timer.cancel()
-        loop = asyncio.get_running_loop()
-        self._timers[container.id] = loop.call_later(delay_s, self._exit, container, code)
+    def _terminate(self, container: Container) -> None:
+        if (process := self._processes.get(container.id)) is not None:
+            process.send_signal(signal.SIGTERM)
 
-    def _exit(self, container: Container, code: int) -> None:
-        if (timer := self._timers.pop(container.id, None)) is not None:
-            timer.cancel()
-        container.exit_code, container.finished_at = code, timestamp()
-        if container.cgroup is not None:
-            shutil.rmtree(container.cgroup, ignore_errors=True)
-            if not any(container.cgroup.parent.iterdir()):
-                container.cgroup.parent.rmdir()
+    def _settle(self, container: Container, retry_s: float, code: int) -> None:
+        """The first process has ended: nothing of the container may stay."""
+        self._processes.pop(container.id, None)
+        if self._is_closed:
+            return
+        self._tree.kill(container.cgroup)
+        if not self._tree.remove(container.cgroup):
+            next_s = min(retry_s * 2, _LAST_RETRY_S)
+            self._later(container, retry_s, lambda ended: self._settle(ended, next_s, code))
+            return
+        self._cancel_timers(container)
+        container.exit_code, container.finished_at, container.ended_at = code, timestamp(), time.time()
         self._notify(container)
+        if container.pod_uid in self._forgotten:
+            self.forget(container.pod_uid)
+
+    def _later(self, container: Container, delay_s: float, act: Callable[[Container], None]) -> None:
+        timer = asyncio.get_running_loop().call_later(delay_s, act, container)
+        self._timers.setdefault(container.id, []).append(timer)
+
+    def _cancel_timers(self, container: Container) -> None:
+        for timer in self._timers.pop(container.id, ()):
+            timer.cancel()
 
     def _notify(self, container: Container) -> None:
         self.signal_of(container.pod_uid).notify()
-        self._signal.notify()
+        self._change.notify()
 
-    def _make_cgroup(self, container: Container) -> Path:
-        path = self._root / "kubepods" / "burstable" / f"pod{container.pod_uid}" / container.id
-        path.mkdir(parents=True)
-        (path / "cgroup.procs").write_text(f"{_FIRST_PID + self._started}\n")
-        (path / "cgroup.events").write_text("populated 1\nfrozen 0\n")
-        return path
+
+def _stand_in(run_s: float | None) -> tuple[str, str]:
+    return ("sleep", "infinity" if run_s is None else f"{run_s:.3f}")

@@ -1,7 +1,8 @@
 """The way from another terminal to a running sandbox: one JSON line each way on a unix socket of mode 0600.
 
-Request: {"command": "apply"|"delete"|"restart-kubelet"|"kill-agent"|"status", …}; answer: {"ok": bool,
-"lines": [what was done], "errors": [what was not], "document": the report, for status}. No state.
+Request: {"command": "apply"|"delete"|"exec"|"restart-kubelet"|"kill-agent"|"status", …}; answer: {"ok": bool,
+"lines": [what was done], "errors": [what was not], "document": the report, for status; "env" and "notes", for exec}.
+Who asks is known by the kernel's word (SO_PEERCRED), never by the message. No state.
 """
 
 from __future__ import annotations
@@ -13,24 +14,29 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from gpushare_agent.adapters.peer_credentials import peer_credentials
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.errors import AgentError, Unavailable
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
+Handler = Callable[[Request, int], Awaitable[Answer]]
+"""Gets the request and the asker's PID, 0 where that cannot be seen from here. May raise AgentError: its text is the
+answer."""
 
 _LINE_LIMIT = 8 * 2**20
 _TIMEOUT_S = 60.0
 
 
 @asynccontextmanager
-async def open_control(path: Path, handle: Callable[[Request], Awaitable[Answer]]) -> AsyncIterator[None]:
-    """Serves until the block ends. `handle` may raise AgentError: its text is the answer."""
+async def open_control(path: Path, handle: Handler) -> AsyncIterator[None]:
+    """Serves until the block ends."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                answer = await _answer(await reader.readline(), handle)
+                asker = peer_credentials(writer.transport)
+                answer = await _answer(await reader.readline(), handle, asker.pid if asker is not None else 0)
                 writer.write(json.dumps(answer).encode() + b"\n")
                 await writer.drain()
         except (TimeoutError, OSError, ValueError):
@@ -46,13 +52,13 @@ async def open_control(path: Path, handle: Callable[[Request], Awaitable[Answer]
         path.unlink(missing_ok=True)
 
 
-async def _answer(line: bytes, handle: Callable[[Request], Awaitable[Answer]]) -> Answer:
+async def _answer(line: bytes, handle: Handler, asker_pid: int) -> Answer:
     try:
         request = json.loads(line)
     except ValueError as error:
         return {"ok": False, "lines": [], "errors": [f"the request is not JSON: {error}"]}
     try:
-        return await handle(request)
+        return await handle(request, asker_pid)
     except AgentError as error:
         return {"ok": False, "lines": [], "errors": [str(error)]}
 

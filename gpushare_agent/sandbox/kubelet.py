@@ -1,7 +1,7 @@
 """An embedded kubelet: it admits the pods of its node, one at a time, and keeps the node's status.
 
 It behaves towards device plugins and PodResources clients as a real one was measured to (docs/sandbox.md); its containers
-are pretended (container_runtime). State owned: the known pods, and what one start of the kubelet needs (`_Boot`).
+are child processes of this one (container_runtime). State owned: the known pods, and what one start of it needs (`_boot`).
 
 `run` is the only task that its opener starts; `start`, `stop` and `restart` tell it what to do and wait until it is done.
 """
@@ -32,7 +32,10 @@ _SWITCH_TIMEOUT_S = 30.0
 
 
 class EmbeddedKubelet:
-    """Files below `directory`: `device-plugins/`, `pod-resources/kubelet.sock`, `cgroup/`."""
+    """Files below `directory`: `device-plugins/`, `pod-resources/kubelet.sock`, and those of the container runtime.
+
+    `cgroups` insists on a kind of them (cgroup_tree.py). Raises StartupError where it cannot be had.
+    """
 
     def __init__(
         self,
@@ -43,21 +46,21 @@ class EmbeddedKubelet:
         version: str = "1.36",
         seed: int = 0,
         times: KubeletTimes | None = None,
+        cgroups: str | None = None,
     ) -> None:
         self.release = release_of(version)
         self.version = version
         self.node_name = node_name
         self.device_plugin_path = directory / "device-plugins"
         self.pod_resources_socket = directory / "pod-resources" / "kubelet.sock"
-        self.cgroup_root = directory / "cgroup"
         self.signal = api.signal
         self.log = CallLog()
         self._api = api
         self._rng = random.Random(seed)
         self._times = times or KubeletTimes()
-        for path in (self.device_plugin_path, self.pod_resources_socket.parent, self.cgroup_root):
+        for path in (self.device_plugin_path, self.pod_resources_socket.parent):
             path.mkdir(parents=True, exist_ok=True)
-        self.runtime = ContainerRuntime(self.cgroup_root, self.signal)
+        self.runtime = ContainerRuntime(directory, self.signal, cgroups)
         self._boot: KubeletBoot | None = None
         self._is_wanted = False
 

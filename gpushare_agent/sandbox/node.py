@@ -17,6 +17,7 @@ from gpushare_agent.model.errors import StartupError
 from gpushare_agent.model.names import VMEMORY_SOCKET
 from gpushare_agent.sandbox.api_server import EmbeddedApiServer
 from gpushare_agent.sandbox.change_signal import ChangeSignal
+from gpushare_agent.sandbox.cri_server import CriServer
 from gpushare_agent.sandbox.kubelet import EmbeddedKubelet
 from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
 from gpushare_agent.sandbox.scheduler import EmbeddedScheduler
@@ -59,8 +60,14 @@ class NodePaths:
         return self.state / "vm"
 
     @property
-    def cgroup_root(self) -> Path:
-        return self.state / "cgroup"
+    def runtime_socket(self) -> Path:
+        """Where the container runtime answers CRI."""
+        return self.state / "containerd.sock"
+
+    @property
+    def logs(self) -> Path:
+        """What containers print: `<namespace>_<pod>_<container>.log`."""
+        return self.state / "logs"
 
     @property
     def kubeconfig(self) -> Path:
@@ -89,6 +96,7 @@ class EmbeddedNode:
     api: EmbeddedApiServer
     kubelet: EmbeddedKubelet
     scheduler: EmbeddedScheduler
+    cri: CriServer
 
     @property
     def signal(self) -> ChangeSignal:
@@ -104,7 +112,9 @@ class EmbeddedNode:
             "kubelet.device-plugin-path": self.paths.device_plugin_path,
             "kubelet.pod-resources-socket": self.paths.pod_resources_socket,
             "virtual-manager.path": self.paths.virtual_manager,
-            "runtime.cgroup-root": self.paths.cgroup_root,
+            "runtime.endpoint": self.paths.runtime_socket,
+            "runtime.cgroup-root": self.kubelet.runtime.cgroup_root,
+            "runtime.proc-root": self.kubelet.runtime.proc_root,
         }
         return [f"--{flag}={value}" for flag, value in flags.items()]
 
@@ -141,27 +151,37 @@ async def open_embedded_node(
     api_port: int = 0,
     seed: int = 0,
     times: KubeletTimes | None = None,
+    cgroups: str | None = None,
 ) -> AsyncIterator[EmbeddedNode]:
-    """A node whose kubelet listens; it runs until the block ends, which also removes the pretended cgroups.
+    """A node whose kubelet listens; it runs until the block ends, which also ends its containers and their cgroups.
 
-    Raises StartupError. What the block leaves of files in `state` stays there.
+    `cgroups` insists on a kind: v2, v1 or files. Raises StartupError. What the block leaves of files in `state` stays there.
     """
     paths = prepare_state_directory(state)
     async with EmbeddedApiServer(port=api_port, version=kubelet_version, seed=seed) as api:
         paths.kubeconfig.write_text(_KUBECONFIG.format(url=api.url))
         kubelet = EmbeddedKubelet(
-            directory=paths.state, node_name=node_name, api=api, version=kubelet_version, seed=seed, times=times
-        )
+            directory=paths.state, node_name=node_name, api=api, version=kubelet_version, seed=seed, times=times,
+            cgroups=cgroups,
+        )  # fmt: skip
         scheduler = EmbeddedScheduler(api=api, node_name=node_name)
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(forever("kubelet", kubelet.run), name="kubelet"),
-                group.create_task(forever("scheduler", scheduler.run), name="scheduler"),
-            ]
-            try:
-                await kubelet.start()
-                yield EmbeddedNode(name=node_name, paths=paths, api=api, kubelet=kubelet, scheduler=scheduler)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
+        cri = CriServer(kubelet.runtime, paths.runtime_socket)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(forever("kubelet", kubelet.run), name="kubelet"),
+                    group.create_task(forever("scheduler", scheduler.run), name="scheduler"),
+                ]
+                try:
+                    await cri.start()
+                    await kubelet.start()
+                    yield EmbeddedNode(
+                        name=node_name, paths=paths, api=api, kubelet=kubelet, scheduler=scheduler, cri=cri
+                    )
+                finally:
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.wait(tasks)
+        finally:
+            await cri.stop()
+            kubelet.runtime.close()

@@ -12,9 +12,16 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gpushare_agent.sandbox.node_view import card_text, card_use, health_text, reason_text, status_of
+from gpushare_agent.sandbox.node_view import (
+    NARROW,
+    card_text,
+    card_use,
+    health_text,
+    reason_text,
+    short_limit_text,
+    status_of,
+)
 
-_NARROW = 100
 _LINES_BETWEEN = 5
 """Two headings, two empty lines, and the line of the cursor."""
 
@@ -61,22 +68,33 @@ def _table(*columns: str, longest: dict[str, int]) -> Table:
 
 
 def _pods_table(pods: list[dict[str, Any]], width: int) -> Table:
-    """The containers of a pod stand side by side, in the order of the manifest."""
-    name_width = max(12, width // 4)
-    table = _table("pod", "status", "cores", "blocks", "cards", "reason", longest={"pod": name_width, "cards": 12})
+    """The containers of a pod stand side by side, in the order of the manifest. Where there is no room for what was asked
+    and what is told, it is what the containers are told."""
+    is_narrow = width < NARROW
+    asked = () if is_narrow else ("cores", "blocks")
+    longest = {"pod": max(12, width // 4), "cards": 12, "limit": max(14, width // 5), "PIDs": max(6, width // 6)}
+    table = _table("pod", "status", *asked, "cards", "limit", "PIDs", "reason", longest=longest)
     for pod in pods:
         namespace = "" if pod["namespace"] == "default" else f"{pod['namespace']}/"
         containers = pod["containers"]
+        requests = ["+".join(str(c[key]) for c in containers) for key in ("vcore", "vmemory")]
         table.add_row(
-            f"{namespace}{pod['name']}", status_of(pod), "+".join(str(c["vcore"]) for c in containers),
-            "+".join(str(c["vmemory"]) for c in containers), " ".join(map(card_text, containers)),
-            " ".join(reason_text(pod).split()),
+            f"{namespace}{pod['name']}", status_of(pod), *(() if is_narrow else requests),
+            " ".join(map(card_text, containers)), " ".join(map(short_limit_text, containers)),
+            _pids(containers, is_narrow=is_narrow), " ".join(reason_text(pod).split()),
         )  # fmt: skip
     return table
 
 
+def _pids(containers: list[dict[str, Any]], *, is_narrow: bool) -> str:
+    """How many in each container, and all of them, as far as there is room."""
+    counts = "+".join(str(len(c["pids"])) for c in containers)
+    pids = " ".join(str(pid) for c in containers for pid in c["pids"])
+    return counts if is_narrow or not pids else f"{counts}: {pids}"
+
+
 def _cards_table(cards: list[dict[str, Any]], width: int) -> Table:
-    name = ("name",) if width >= _NARROW else ()
+    name = ("name",) if width >= NARROW else ()
     table = _table("card", *name, "cores used", "memory used MiB", "health", longest={"name": width // 4})
     for card in cards:
         table.add_row(str(card["index"]), *(card[key] for key in name), *card_use(card), health_text(card))

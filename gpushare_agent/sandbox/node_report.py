@@ -1,24 +1,30 @@
 """What is on the embedded node: cards with their use, pods with what they got. One JSON document, also behind the tables.
 
-Computed from the kubelet's side alone (its records, the device IDs, the Allocate answers) and the cards' identities; the
-agent is not asked. Memory is charged to the card that the container's vcore IDs name, as the agent charges it.
+Computed from the kubelet's side alone (its records, the device IDs, the Allocate answers, the containers' processes), the
+cards' identities and what a container itself would read at /etc/vcuda; the agent is not asked. Memory is charged to the
+card that the container's vcore IDs name, as the agent charges it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+from gpushare_agent.decisions.isolation.vcuda import VDEVICE_DIRECTORY
 from gpushare_agent.model.gpus import Card
 from gpushare_agent.model.names import CORES_PER_CARD, GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerSpec
 from gpushare_agent.sandbox.api_store import RawObject
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import containers_of
+from gpushare_agent.sandbox.vdevice_view import VDeviceReader
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 
 _AGENT_AWAY = "Unknown"
+_ANSWERS_KEPT = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +38,7 @@ class ReportedNode:
     vmemory: str
     memory_block_mib: int
     ailments: dict[GpuUuid, str] = field(default_factory=dict)
+    vdevices: VDeviceReader = field(default_factory=VDeviceReader)
 
 
 def cards_of(ids: Iterable[str], cards: Sequence[Card]) -> list[Card]:
@@ -133,7 +140,7 @@ def _pod(shown: ReportedNode, pod: RawObject) -> dict[str, Any]:
         "phase": pod["status"]["phase"], "is_terminating": "deletionTimestamp" in metadata,
         "reason": reason, "message": message,
         "annotations": dict(sorted((metadata.get("annotations") or {}).items())),
-        "containers": [_container(shown, spec, given.get(spec.name, {})) for spec in containers_of(pod)],
+        "containers": [_container(shown, metadata["uid"], spec, given.get(spec.name, {})) for spec in containers_of(pod)],
     }  # fmt: skip
 
 
@@ -146,10 +153,16 @@ def _given(shown: ReportedNode, pod_uid: str) -> dict[str, dict[str, tuple[tuple
     return found
 
 
+@lru_cache(maxsize=_ANSWERS_KEPT)
+def _parsed(answer: bytes) -> ContainerAllocateResponse:
+    """Read only. The same answers are shown again and again."""
+    return ContainerAllocateResponse.parse(answer)
+
+
 def _container(
-    shown: ReportedNode, spec: ContainerSpec, given: Mapping[str, tuple[tuple[str, ...], bytes]]
+    shown: ReportedNode, pod_uid: str, spec: ContainerSpec, given: Mapping[str, tuple[tuple[str, ...], bytes]]
 ) -> dict[str, Any]:
-    answers = [ContainerAllocateResponse.parse(raw) for _, (_, raw) in sorted(given.items())]
+    answers = [_parsed(raw) for _, (_, raw) in sorted(given.items())]
     ids = given.get(shown.vcore, ((), b""))[0]
     mounts = {m.container_path: m for answer in answers for m in answer.mounts}
     devices = {d.container_path: d for answer in answers for d in answer.devices}
@@ -168,4 +181,25 @@ def _container(
             for _, d in sorted(devices.items())
         ],
         "annotations": {k: v for answer in answers for k, v in sorted(answer.annotations.items())},
+        **_processes(shown, pod_uid, spec.name),
+        "vdevice": shown.vdevices.read(Path(told.host_path)) if (told := mounts.get(VDEVICE_DIRECTORY)) else None,
     }
+
+
+def _processes(shown: ReportedNode, pod_uid: str, name: str) -> dict[str, Any]:
+    """The first process and all of them, as this machine counts them; none of a container that does not run."""
+    runtime = shown.node.kubelet.runtime
+    container = runtime.find(pod_uid, name)
+    if container is None or not container.is_running:
+        return {"pid": None, "pids": []}
+    if runtime.kind == "files":  # to be asked it would look through all processes of the machine, for each container
+        return {"pid": container.pid, "pids": _listed_pids(container.cgroup)}
+    return {"pid": container.pid, "pids": sorted(runtime.pids(container))}
+
+
+def _listed_pids(cgroup: Path) -> list[int]:
+    """As the runtime found them last, at most half a second ago; none of a container that ends just now."""
+    try:
+        return sorted(map(int, (cgroup / "cgroup.procs").read_text().split()))
+    except OSError:
+        return []

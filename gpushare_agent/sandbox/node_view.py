@@ -24,12 +24,39 @@ _PHASE_STYLES = {
     "Terminating": "magenta",
 }
 _PIPE_WIDTH = 160
-_NARROW = 100
-"""Below this width a card's name would take the place of what changes."""
+NARROW = 100
+"""Below this width a card's name, a request or a PID would take the place of what changes."""
+_ROOM_FOR_PIDS = 130
+_PIDS_SHOWN = 3
 
 
 def card_text(container: dict[str, Any]) -> str:
     return ",".join(map(str, container["cards"])) or "-"
+
+
+def limit_text(container: dict[str, Any]) -> str:
+    """What the container is told of its share: `30 %, 4096 MiB`, elastic `30–60 %, 4096 MiB`; on whole cards `none`."""
+    told = container["vdevice"]
+    if told is None:
+        return "-"
+    if not told["is_limited"]:
+        return "none"
+    ceiling = f"–{told['core_limit']}" if told["core_limit"] else ""
+    return f"{told['cores']}{ceiling} %, {told['memory_mib']} MiB"
+
+
+def short_limit_text(container: dict[str, Any]) -> str:
+    """`30%/4096M`, with no blank in it."""
+    return limit_text(container).replace(" %, ", "%/").replace(" MiB", "M")
+
+
+def pids_text(container: dict[str, Any], *, is_short: bool) -> str:
+    """How many processes, and the first of them where there is room."""
+    pids = container["pids"]
+    if is_short or not pids:
+        return str(len(pids))
+    more = ", …" if len(pids) > _PIDS_SHOWN else ""
+    return f"{len(pids)}: {', '.join(map(str, pids[:_PIDS_SHOWN]))}{more}"
 
 
 def health_text(card: dict[str, Any]) -> Text:
@@ -63,21 +90,27 @@ def cards_table(document: dict[str, Any], *, is_narrow: bool) -> Table:
     return table
 
 
-def pods_table(document: dict[str, Any]) -> Table:
+def pods_table(document: dict[str, Any], width: int) -> Table:
+    """A line for each container. What was asked for and the PIDs give way to what the containers are told."""
+    is_narrow = width < NARROW
+    asked = () if is_narrow else ("cores", "blocks")
     table = Table(title="Pods", title_justify="left")
-    for column in ("pod", "phase", "container", "cores", "memory blocks", "cards"):
-        table.add_column(column, justify="right" if column in ("cores", "memory blocks") else "left")
-    table.add_column("reason", overflow="fold", ratio=1)
+    for column in ("pod", "phase", "container", *asked, "cards", "limit", "PIDs"):
+        table.add_column(column, justify="right" if column in asked else "left")
     for pod in document["pods"]:
         for position, container in enumerate(pod["containers"]):
-            is_first = position == 0
-            phase = status_of(pod)
-            name, reason = f"{pod['namespace']}/{pod['name']}", reason_text(pod)
-            table.add_row(
-                name if is_first else "", phase if is_first else "", container["name"], str(container["vcore"]),
-                str(container["vmemory"]), card_text(container), reason if is_first else "",
-            )  # fmt: skip
+            name, phase = (f"{pod['namespace']}/{pod['name']}", status_of(pod)) if position == 0 else ("", "")
+            requests = () if is_narrow else (str(container["vcore"]), str(container["vmemory"]))
+            limit = short_limit_text(container) if is_narrow else limit_text(container)
+            pids = pids_text(container, is_short=width < _ROOM_FOR_PIDS)
+            table.add_row(name, phase, container["name"], *requests, card_text(container), limit, pids)
     return table
+
+
+def reason_lines(document: dict[str, Any]) -> list[Text]:
+    """Below the table, where they have the whole width."""
+    pods = [(f"{pod['namespace']}/{pod['name']}", reason_text(pod)) for pod in document["pods"]]
+    return [Text(f"{name}: {reason}") for name, reason in pods if reason]
 
 
 def reason_text(pod: dict[str, Any]) -> str:
@@ -94,13 +127,25 @@ def print_document(document: dict[str, Any], form: str) -> None:
         return
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
     console = Console(width=width, highlight=False)
-    console.print(cards_table(document, is_narrow=console.width < _NARROW), pods_table(document))
+    console.print(
+        cards_table(document, is_narrow=console.width < NARROW),
+        pods_table(document, console.width),
+        *reason_lines(document),
+        sep="\n",
+    )
 
 
 def pod_line(pod: dict[str, Any]) -> str:
     """One pod in one line, for a log or a pipe."""
     containers = "; ".join(
-        f"{c['name']}: {c['vcore']} cores, {c['vmemory']} blocks on card {card_text(c)}" for c in pod["containers"]
+        f"{c['name']}: {c['vcore']} cores, {c['vmemory']} blocks on card {card_text(c)}{_told(pod, c)}"
+        for c in pod["containers"]
     )
     reason = reason_text(pod)
     return f"pod {pod['namespace']}/{pod['name']} {status_of(pod)} [{containers}]{f' - {reason}' if reason else ''}"
+
+
+def _told(pod: dict[str, Any], container: dict[str, Any]) -> str:
+    """Only of a pod that runs: the limit is written just before the start and would make a line of its own."""
+    is_known = pod["phase"] == "Running" and container["vdevice"] is not None
+    return f", limit {limit_text(container)}" if is_known else ""

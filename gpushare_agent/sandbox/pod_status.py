@@ -17,11 +17,15 @@ _CONDITIONS = ("PodReadyToStartContainers", "Initialized", "Ready", "ContainersR
 
 
 def _state(container: Container | None, waiting: str) -> dict[str, Any]:
-    if container is None:
+    if container is None or (waiting and not container.is_running):
         reason, _, message = waiting.partition(": ")
         return {"waiting": {"reason": reason or "PodInitializing", **({"message": message} if message else {})}}
     if container.exit_code is None:
         return {"running": {"startedAt": container.started_at}}
+    return _terminated(container)
+
+
+def _terminated(container: Container) -> dict[str, Any]:
     return {
         "terminated": {
             "containerID": f"containerd://{container.id}", "exitCode": container.exit_code,
@@ -41,6 +45,8 @@ def container_status(
         "ready": is_running or is_done, "started": is_running, "state": _state(container, waiting),
         "allocatedResources": {name: str(count) for name, count in spec.requests.items()},
     }  # fmt: skip
+    if container is not None and waiting and not container.is_running:
+        status["lastState"] = _terminated(container)
     if container is not None:
         status["containerID"] = f"containerd://{container.id}"
     return status

@@ -6,21 +6,27 @@ State owned: each known pod's state. Admission is the kubelet's (kubelet.py); de
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from gpushare_agent.model.errors import Conflict, NotFound
+from gpushare_agent.model.errors import AgentError, Conflict, NotFound
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.sandbox import pod_manifest, pod_status
 from gpushare_agent.sandbox.api_server import EmbeddedApiServer
 from gpushare_agent.sandbox.api_store import RawObject
 from gpushare_agent.sandbox.change_signal import ChangeSignal
-from gpushare_agent.sandbox.container_runtime import ContainerRuntime
+from gpushare_agent.sandbox.container_config import container_config
+from gpushare_agent.sandbox.container_runtime import Container, ContainerRuntime
 from gpushare_agent.sandbox.device_manager import AllocationFailed, DeviceManager, PodIdentity
 
 FORCED_GRACE_S = 2.0
 """A kubelet gives the processes of a force-deleted pod so long between TERM and KILL."""
+LAST_DELAY_S = 300.0
+STABLE_S = 600.0
+"""A container that ran so long before it ended is restarted at once, as after its first end."""
 
 
 class PodState(Enum):
@@ -36,6 +42,15 @@ class PodState(Enum):
 ACTIVE_STATES = frozenset({PodState.ADMITTING, PodState.ADMITTED, PodState.STOPPING})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Delay:
+    """When the run `container_id`, which has ended, may be followed by the next; `ends` counts the ends in a row."""
+
+    container_id: str
+    ends: int
+    due_at: float
+
+
 @dataclass(slots=True, kw_only=True)
 class KnownPod:
     """A pod that the kubelet has taken up from the API server."""
@@ -47,6 +62,7 @@ class KnownPod:
     started_at: str = field(default_factory=pod_manifest.timestamp)
     restarts: dict[str, int] = field(default_factory=dict)
     waiting: dict[str, str] = field(default_factory=dict)
+    delays: dict[str, _Delay] = field(default_factory=dict)
     worker: asyncio.Task[None] | None = None
 
     @classmethod
@@ -88,13 +104,18 @@ class PodWorkers:
         """Until the pod has ended by itself. Containers that run already are left alone."""
         for spec in pod.containers:
             await self._bring_up(pod, spec)
+            if spec.kind is ContainerKind.INIT and not await self._complete(pod, spec):
+                await self._end(pod)
+                return
         self.report(pod, "Running")
         signal = self._runtime.signal_of(pod.identity.uid)
         while pod.state is PodState.ADMITTED:
             seen = signal.count
-            await self._look_after(pod)
+            due_s = await self._look_after(pod)
             if pod.state is PodState.ADMITTED:
-                await signal.wait(seen)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(due_s):
+                        await signal.wait(seen)
 
     async def terminate(self, pod: KnownPod, grace_s: float) -> None:
         """Stops the processes; the devices are free once they have gone. Then the API object may go."""
@@ -153,25 +174,47 @@ class PodWorkers:
         while True:
             try:
                 await self._devices.prepare_start(pod.identity, spec)
+                await asyncio.sleep(self._start_delay_s)
+                records = self._devices.records.of_container(pod.identity.uid, spec.name)
+                config = container_config(pod.raw, spec, [records[name].response for name in sorted(records)])
+                self._runtime.start(config)
                 break
             except AllocationFailed as error:
-                pod.waiting[spec.name] = f"CreateContainerConfigError: {error}"
-                self.report(pod, "Pending" if not self._runtime.living(pod.identity.uid) else "Running")
-                await asyncio.sleep(self._retry_s)
+                reason = f"CreateContainerConfigError: {error}"
+            except AgentError as error:
+                reason = f"CreateContainerError: {error}"
+            pod.waiting[spec.name] = reason
+            self.report(pod, "Pending" if not self._runtime.living(pod.identity.uid) else "Running")
+            await asyncio.sleep(self._retry_s)
         pod.waiting.pop(spec.name, None)
-        await asyncio.sleep(self._start_delay_s)
-        run_s = 0.0 if spec.kind is ContainerKind.INIT else None
-        if spec.kind is ContainerKind.MAIN:
-            run_s = pod_manifest.annotation_seconds(pod.raw, pod_manifest.RUN_SECONDS_ANNOTATION)
-        ignore_term_s = pod_manifest.annotation_seconds(pod.raw, pod_manifest.IGNORE_TERM_ANNOTATION) or 0.0
-        self._runtime.start(pod.identity.uid, spec.name, run_s=run_s, ignore_term_s=ignore_term_s)
 
-    async def _look_after(self, pod: KnownPod) -> None:
-        """Restarts what died and may be restarted; ends the pod when its main containers are done."""
+    async def _complete(self, pod: KnownPod, spec: ContainerSpec) -> bool:
+        """Waits until an init container has ended well; whether it has. Until then it is started again and again."""
+        uid = pod.identity.uid
+        signal = self._runtime.signal_of(uid)
+        while (container := self._runtime.find(uid, spec.name)) is not None:
+            seen = signal.count
+            if container.is_running:
+                self.report(pod, "Pending")
+                await signal.wait(seen)
+            elif container.exit_code == 0:
+                return True
+            elif pod.raw["spec"].get("restartPolicy") == "Never":
+                return False
+            else:
+                await asyncio.sleep(self._delay_s(pod, container))
+                await self._bring_up(pod, spec)
+        return False
+
+    async def _look_after(self, pod: KnownPod) -> float | None:
+        """Restarts what died and may be restarted; ends the pod when its main containers are done.
+
+        Returns in how many seconds the next restart is due, None where none is waited for.
+        """
         uid, policy = pod.identity.uid, pod.raw["spec"].get("restartPolicy", "Always")
         is_timed = pod_manifest.annotation_seconds(pod.raw, pod_manifest.RUN_SECONDS_ANNOTATION) is not None
         main = [spec for spec in pod.containers if spec.kind is ContainerKind.MAIN]
-        codes = []
+        codes, dues = [], []
         for spec in pod.containers:
             container = self._runtime.find(uid, spec.name)
             if spec.kind is ContainerKind.INIT or container is None or container.exit_code is None:
@@ -179,14 +222,36 @@ class PodWorkers:
             is_over = policy == "Never" or (container.exit_code == 0 and (policy == "OnFailure" or is_timed))
             if spec.kind is ContainerKind.MAIN and is_over:
                 codes.append(container.exit_code)
-                continue
-            await self._bring_up(pod, spec)
-            self.report(pod, "Running")
+            elif (delay_s := self._delay_s(pod, container)) > 0:
+                dues.append(delay_s)
+            else:
+                await self._bring_up(pod, spec)
+                self.report(pod, "Running")
         if len(codes) == len(main):
-            await self.stop_processes(pod, pod_manifest.grace_s(pod.raw))
-            pod.state = PodState.ENDED
-            self.report(pod, self._final_phase(pod))
-            self._signal.notify()
+            await self._end(pod)
+        return min(dues, default=None)
+
+    def _delay_s(self, pod: KnownPod, container: Container) -> float:
+        """How long the ended container has still to wait: not after its first end, then twice as long each time."""
+        known = pod.delays.get(container.name)
+        if known is None or known.container_id != container.id:
+            is_stable = container.ended_at - container.created_at >= STABLE_S
+            ends = 0 if known is None or is_stable else known.ends + 1
+            delay_s = min(self._retry_s * 2 ** min(ends - 1, 16), LAST_DELAY_S) if ends else 0.0
+            known = _Delay(container_id=container.id, ends=ends, due_at=time.monotonic() + delay_s)
+            pod.delays[container.name] = known
+            if delay_s:
+                text = f"back-off {delay_s:g}s restarting failed container={container.name}"
+                pod.waiting[container.name] = f"CrashLoopBackOff: {text}"
+                self.report(pod, "Running")
+        return max(0.0, known.due_at - time.monotonic())
+
+    async def _end(self, pod: KnownPod) -> None:
+        """The main containers are done, or an init container has failed."""
+        await self.stop_processes(pod, pod_manifest.grace_s(pod.raw))
+        pod.state = PodState.ENDED
+        self.report(pod, self._final_phase(pod))
+        self._signal.notify()
 
     def _final_phase(self, pod: KnownPod) -> str:
         runs = [self._runtime.find(pod.identity.uid, s.name) for s in pod.containers if s.kind is ContainerKind.MAIN]

@@ -1,4 +1,4 @@
-"""A running sandbox: the node, its agent, and what people do with them (apply, delete, restart, look).
+"""A running sandbox: the node, its agent, and what people do with them (apply, delete, exec, restart, look).
 
 State owned: none but the running parts. The printing is the app's.
 """
@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 from gpushare_agent.model.errors import AgentError, Rejected
 from gpushare_agent.sandbox.agent_process import AgentProcess
+from gpushare_agent.sandbox.container_entry import enter_container
 from gpushare_agent.sandbox.control import Answer, Request
 from gpushare_agent.sandbox.manifests import Manifest
-from gpushare_agent.sandbox.node_report import ReportedNode, report
+from gpushare_agent.sandbox.node_report import ReportedNode, reason_and_message, report
 
 READY_TIMEOUT_S = 30.0
 _UNSCHEDULABLE = "Unschedulable"
@@ -52,9 +53,10 @@ class Workbench:
 
     def is_settled(self) -> bool:
         """Every pod runs, has ended, or waits because nothing fits."""
-        for pod in self.document()["pods"]:
-            is_waiting = pod["phase"] == "Pending" and pod["reason"] != _UNSCHEDULABLE
-            if is_waiting or pod["phase"] not in ("Pending", "Running", "Succeeded", "Failed"):
+        for raw in self.shown.node.api.pods():
+            phase = raw["status"]["phase"]
+            is_waiting = phase == "Pending" and reason_and_message(raw)[0] != _UNSCHEDULABLE
+            if is_waiting or phase not in ("Pending", "Running", "Succeeded", "Failed"):
                 return False
         return True
 
@@ -62,7 +64,7 @@ class Workbench:
         self.shown.node.api.delete_pod(namespace, name)
         return f"pod {namespace}/{name} deleted"
 
-    async def handle(self, request: Request) -> Answer:
+    async def handle(self, request: Request, asker_pid: int) -> Answer:
         """A request from another terminal. Raises AgentError."""
         command = request.get("command")
         if command == "apply":
@@ -70,6 +72,15 @@ class Workbench:
         if command == "delete":
             namespace = str(request.get("namespace"))
             return _each(lambda name: self._delete(namespace, name), list(map(str, request.get("names", ()))))
+        if command == "exec":
+            entered = enter_container(
+                self.shown.node,
+                str(request.get("namespace")),
+                str(request.get("pod")),
+                request.get("container"),
+                asker_pid,
+            )
+            return {**_done([]), "notes": entered.notes, "env": entered.environment}
         if command == "restart-kubelet":
             await self.shown.node.kubelet.restart()
             return _done(["the kubelet has restarted; it admits pods again in about a second"])

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -30,7 +31,7 @@ from gpushare_agent.kit.sockets import FileIdentity
 from gpushare_agent.kit.wire_scan import MalformedMessageError
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.cgroup_paths import PeerIdentity
-from gpushare_agent.model.errors import NotFound, Unavailable
+from gpushare_agent.model.errors import AgentError, NotFound, Unavailable
 from gpushare_agent.services.vdevice_claim import Claim, InvalidClaim, read_claim
 from gpushare_agent.wire.vcuda import VDeviceRequest, VDeviceResponse
 
@@ -131,9 +132,12 @@ class VDeviceServer:
         await self.stop()
         fields = {"pod_uid": self.key.pod_uid, "container": self.key.container}
         server = BoundedGrpcServer([self._registration], limits=self._limits.server, fields=fields)
-        sock, identity = await self._run_blocking(
-            partial(self._sockets.bind_socket, self.key), f"binding the socket of {self.key.container}"
-        )
+        binding = _Binding(self._sockets, self.key)
+        try:
+            sock, identity = await self._run_blocking(binding.bind, f"binding the socket of {self.key.container}")
+        except BaseException:
+            binding.give_up()
+            raise
         try:
             await server.serve(sock)
         except BaseException:
@@ -158,6 +162,38 @@ class VDeviceServer:
             await self._run_blocking(
                 partial(self._sockets.remove_socket, self.key, identity), f"removing the socket of {self.key.container}"
             )
+
+
+class _Binding:
+    """A socket that is bound in another thread: where nobody waits for it any more it is closed and removed."""
+
+    def __init__(self, sockets: HoldsSockets, key: ContainerKey) -> None:
+        self._sockets = sockets
+        self._key = key
+        self._lock = threading.Lock()
+        self._bound: tuple[socket.socket, FileIdentity] | None = None
+        self._is_given_up = False
+
+    def bind(self) -> tuple[socket.socket, FileIdentity]:
+        bound = self._sockets.bind_socket(self._key)
+        with self._lock:
+            self._bound = bound
+            is_given_up = self._is_given_up
+        if is_given_up:
+            self._discard(bound)
+        return bound
+
+    def give_up(self) -> None:
+        with self._lock:
+            self._is_given_up = True
+            bound = self._bound
+        if bound is not None:
+            self._discard(bound)
+
+    def _discard(self, bound: tuple[socket.socket, FileIdentity]) -> None:
+        bound[0].close()
+        with suppress(AgentError):  # a socket that nobody serves: the next start replaces it
+            self._sockets.remove_socket(self._key, bound[1])
 
 
 async def _run_here(blocking: Callable[[], T], what: str) -> T:

@@ -291,7 +291,7 @@ async def _child_on_a_full_disk(node: EmbeddedNode, *flags: str) -> AsyncIterato
 
 async def test_on_a_full_disk_the_agent_goes_on() -> None:
     """Without vDevice files it writes nothing but sockets and its log, and a log that cannot be written stops nobody."""
-    async with open_test_node() as node, _child_on_a_full_disk(node) as child:
+    async with open_test_node() as node, _child_on_a_full_disk(node, "--isolation=none") as child:
         node.api.create_pod(pod("share", container(cores=30, blocks=10)))
         node.api.create_pod(pod("wrong", container(cores=150, blocks=10)))
         await wait_running(node, "share")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import (
@@ -19,7 +20,7 @@ from tests.support_agent import (
     wait_synced,
     wait_until,
 )
-from tests.support_sandbox import container, open_test_node, pod
+from tests.support_sandbox import SHORT_TIMES, container, open_test_node, pod
 
 SHORT_LOOKUP = "--kubelet.pod-lookup-timeout-s=0.4"
 
@@ -64,7 +65,8 @@ async def test_an_api_server_that_is_back_while_an_admission_waits_still_serves_
 
 async def test_pods_known_before_the_api_server_went_are_served_without_it() -> None:
     """What the agent has heard of needs no second word from the API server: admission, restart of a container."""
-    async with open_test_node() as node, open_agent(node, SHORT_LOOKUP) as agent:
+    in_time = replace(SHORT_TIMES, admission_delay_s=0.5)  # the agent registers again first
+    async with open_test_node(times=in_time) as node, open_agent(node, SHORT_LOOKUP) as agent:
         await node.kubelet.stop()
         node.api.create_pod(pod("known", container("a", cores=30, blocks=10), container("b", cores=20, blocks=5)))
         await wait_until(node, lambda: agent.parts.store.by_name("default", "known"), "the agent to hear of the pod")

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import io
 import json
 import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from rich.console import Console
 
 from gpushare_agent.apps import sandbox as app
-from gpushare_agent.sandbox.control import ask
 from gpushare_agent.sandbox.node_live_view import live_view
 from tests.support_sandbox import container, pod
-
-DEADLINE_S = 60.0
-ROOT = Path(__file__).parents[2]
+from tests.support_sandbox_cli import ROOT, ended, live, read_until, registered, sandbox
 
 
 @pytest.fixture
@@ -37,52 +28,6 @@ def folder() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
     yield path
     shutil.rmtree(path)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    code: int
-    out: str
-    err: str
-
-
-async def start(*arguments: str | Path, cwd: Path = ROOT) -> asyncio.subprocess.Process:
-    pipe = asyncio.subprocess.PIPE
-    command = [sys.executable, "-P", "-m", "gpushare_agent", "sandbox", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return await asyncio.create_subprocess_exec(
-        *command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=cwd, env=environment
-    )
-
-
-async def ended(process: asyncio.subprocess.Process, text: str = "") -> Ended:
-    async with asyncio.timeout(DEADLINE_S):
-        out, err = await process.communicate(text.encode())
-    assert process.returncode is not None
-    return Ended(code=process.returncode, out=out.decode(), err=err.decode())
-
-
-async def sandbox(*arguments: str | Path, cwd: Path = ROOT, text: str = "") -> Ended:
-    return await ended(await start(*arguments, cwd=cwd), text)
-
-
-@asynccontextmanager
-async def live(state: Path, *arguments: str | Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await start("--state-dir", state, "--port", "0", *arguments)
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
-            await ended(process)
-
-
-async def read_until(process: asyncio.subprocess.Process, words: str) -> None:
-    assert process.stdout is not None
-    async with asyncio.timeout(DEADLINE_S):
-        while words not in (line := (await process.stdout.readline()).decode()):
-            assert line, f"the sandbox ended before it said {words!r}"
 
 
 async def test_the_fitting_samples_run_and_the_document_is_complete(folder: Path) -> None:
@@ -179,8 +124,9 @@ async def test_every_documented_command_is_known() -> None:
     """The argument parser takes each line of the block."""
     parser = argparse.ArgumentParser()
     app.add_arguments(parser)
-    commands = {parser.parse_args(arguments).command for arguments in documented_commands()}
-    assert commands == {None, "apply", "delete", "restart-kubelet", "kill-agent", "status"}
+    outer = [app.split_inner_command(arguments)[0] for arguments in documented_commands()]
+    commands = {parser.parse_args(words).command for words in outer}
+    assert commands == {None, "apply", "delete", "exec", "restart-kubelet", "kill-agent", "status"}
 
 
 async def test_a_busy_port_is_one_line_that_names_the_flag(folder: Path) -> None:
@@ -216,8 +162,9 @@ async def test_an_agent_ended_by_sigterm_is_started_again_without_a_complaint(fo
         await read_until(process, "default/share Running")
         assert process.pid is not None
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        assert len(children) == 1
-        os.kill(int(children[0]), signal.SIGTERM)
+        agents = [pid for pid in children if b"gpushare_agent\0run" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(agents) == 1
+        os.kill(int(agents[0]), signal.SIGTERM)
         await read_until(process, "the agent has ended as it was asked to; starting it again")
         await registered(folder / "s")
 
@@ -225,7 +172,8 @@ async def test_an_agent_ended_by_sigterm_is_started_again_without_a_complaint(fo
 @pytest.mark.parametrize("count", [0, 4, 30])
 def test_the_live_view_fits_a_small_terminal(count: int) -> None:
     """80 by 24: pods first, one line each, the rest counted, the notes at the end whole."""
-    one = {"vcore": 40, "vmemory": 8, "cards": [0]}
+    told = {"cores": 40, "memory_mib": 2048, "core_limit": 0, "is_limited": True, "pids": [4711]}
+    one = {"vcore": 40, "vmemory": 8, "cards": [0], "pids": [4711], "vdevice": told}
     pods = [
         {
             "namespace": "default", "name": f"pod-{n}-with-a-name-that-is-rather-long", "phase": "Failed",
@@ -247,6 +195,7 @@ def test_the_live_view_fits_a_small_terminal(count: int) -> None:
     shown = sum(line.startswith("pod-") for line in lines)
     assert shown == count or f"{count - shown} more pods, see `gpushare-agent sandbox status`" in captured.get()
     assert shown >= min(count, 4)
+    assert sum("40%/2048M" in line and "1+1" in line for line in lines) == shown
 
 
 async def test_an_agent_that_cannot_start_is_told_with_its_last_lines(folder: Path) -> None:
@@ -290,13 +239,3 @@ async def test_a_live_sandbox_obeys_from_another_terminal_and_cleans_up_at_the_e
         assert done.code == 0, done.err
     assert not state.exists()
     assert (await sandbox("status", *where)).code == 1
-
-
-async def registered(state: Path) -> dict[str, Any]:
-    """The report once both resources are healthy again."""
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            document: dict[str, Any] = (await ask(state / "control.sock", {"command": "status"}))["document"]
-            if {card["health"] for card in document["node"]["cards"]} == {"Healthy"}:
-                return document
-            await asyncio.sleep(0.05)  # another process: it can only be asked again

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_sandbox import (
+    SHORT_TIMES,
     SmallPlugin,
     limits_of,
     list_pods,
@@ -102,14 +103,14 @@ async def test_the_checkpoint_keeps_ended_pods_until_the_next_allocation() -> No
         assert raw["metadata"]["uid"] not in checkpoint.read_text()
 
 
-async def test_running_containers_have_a_cgroup_with_a_process_that_cannot_exist() -> None:
-    """The v2 tree below kubepods/burstable, and a PID above the kernel's largest."""
+async def test_running_containers_have_a_cgroup_with_their_process_in_it() -> None:
+    """Below kubepods/burstable, as the kubelet names it; it goes with the pod."""
     async with open_test_node() as node:
         raw = node.api.create_pod(pod("p"))
         status = (await wait_phase(node, "p", "Running"))["status"]
         identity = status["containerStatuses"][0]["containerID"].removeprefix("containerd://")
-        path = node.paths.cgroup_root / "kubepods" / "burstable" / f"pod{raw['metadata']['uid']}" / identity
-        assert int((path / "cgroup.procs").read_text()) > 2**22
+        path = node.kubelet.runtime.cgroup_root / "kubepods" / "burstable" / f"pod{raw['metadata']['uid']}" / identity
+        assert int((path / "cgroup.procs").read_text()) == container_of(node, "p").pid
         node.api.delete_pod("default", "p")
         await wait_gone(node, "p")
         assert not path.parent.exists()
@@ -226,7 +227,7 @@ async def test_after_a_reboot_without_the_plugin_the_pod_is_rejected_for_good() 
 
 async def test_after_a_reboot_with_the_plugin_in_time_the_pod_gets_its_old_ids_without_an_allocate() -> None:
     """It comes back Running with a new container."""
-    async with open_test_node() as node:
+    async with open_test_node(times=replace(SHORT_TIMES, admission_delay_s=0.5)) as node:
         plugin = foo_plugin()
         async with open_plugin(node, plugin, "foo.sock"):
             node.api.create_pod(pod("p", foo()))
@@ -314,4 +315,6 @@ async def test_a_same_named_pod_made_anew_is_another_pod() -> None:
         new = node.api.create_pod(pod("p", foo(count=2)))["metadata"]["uid"]
         await wait_phase(node, "p", "Running")
         assert [c.pod_uid for c in node.kubelet.log.of("Allocate")] == [old, new]
-        assert os.listdir(node.paths.cgroup_root / "kubepods" / "burstable") == [f"pod{new}"]
+        burstable = node.kubelet.runtime.cgroup_root / "kubepods" / "burstable"
+        pods = [path.name for path in burstable.iterdir() if path.is_dir()]
+        assert pods == [f"pod{new}"]

@@ -189,7 +189,8 @@ def test_a_state_directory_that_cannot_serve_is_refused(folder: Path, kind: str)
 async def test_the_control_socket_answers_its_owner_only(folder: Path) -> None:
     """Mode 0600; errors come back as text; it goes with its sandbox."""
 
-    async def handle(request: Request) -> Answer:
+    async def handle(request: Request, asker_pid: int) -> Answer:
+        assert asker_pid == os.getpid()
         if request["command"] == "fail":
             raise Rejected("that cannot be")
         return {"ok": True, "lines": [request["command"]], "errors": []}
@@ -232,6 +233,8 @@ async def test_the_report_charges_memory_to_the_card_of_the_cores() -> None:
                 node=node, cards=(_card(0, "a"), _card(1, "b")), vcore=CORE, vmemory=MEMORY, memory_block_mib=256
             )
             document = report(shown)
+            process = node.kubelet.runtime.find(node.api.pod("default", "p")["metadata"]["uid"], "main")
+            assert process is not None
     first, second = document["node"]["cards"]
     assert (first["cores_allocated"], first["memory_blocks_allocated"]) == (0, 0)
     assert second == {
@@ -250,6 +253,7 @@ async def test_the_report_charges_memory_to_the_card_of_the_cores() -> None:
         "name": "main", "cards": [1], "vcore": 30, "vmemory": 3, "env": {"NVIDIA_VISIBLE_DEVICES": "b"},
         "mounts": [{"host_path": "/h", "container_path": "/c", "read_only": True}],
         "devices": [{"host_path": "/dev/x", "container_path": "/dev/x", "permissions": "rwm"}], "annotations": {"k": "v"},
+        "pid": process.pid, "pids": [process.pid], "vdevice": None,
     }]  # fmt: skip
     assert card_text(p["containers"][0]) == "1"
     assert "q Pending" in pod_line(q)

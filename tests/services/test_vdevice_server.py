@@ -19,7 +19,7 @@ from gpushare_agent.adapters.peer_credentials import PeerCredentials, peer_crede
 from gpushare_agent.adapters.vdevice_files import VDeviceFiles
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import NotFound, Unavailable
-from gpushare_agent.services.vdevice_server import METHOD, VDeviceLimits
+from gpushare_agent.services.vdevice_server import METHOD, VDeviceLimits, VDeviceServer
 from gpushare_agent.wire.vcuda import VDeviceRequest
 from tests.support_vdevice import (
     ID,
@@ -329,3 +329,34 @@ async def test_the_kernel_says_who_is_at_the_other_end(short_dir: Path) -> None:
     async with await asyncio.start_server(accepted, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         assert await connect(asyncio.open_connection, "127.0.0.1", port) is None
+
+
+@pytest.mark.parametrize("is_bound_first", [True, False])
+async def test_a_start_that_is_given_up_leaves_no_socket(short_dir: Path, is_bound_first: bool) -> None:
+    """The binding runs in a thread and may end before or after the one who waits has gone; both times it is undone."""
+    files, node = VDeviceFiles(short_dir), FakeNode()
+    files.prepare(KEY)
+    late: list[Callable[[], object]] = []
+
+    async def cut_off(blocking: Callable[[], Any], what: str) -> Any:
+        if is_bound_first:
+            blocking()
+        else:
+            late.append(blocking)
+        raise Unavailable(f"{what}: no answer")
+
+    server = VDeviceServer(
+        KEY,
+        sockets=files,
+        identify=node.identify,
+        find_container=node.find_container,
+        refresh=node.refresh,
+        metrics=node,
+        run_blocking=cut_off,
+    )
+    with pytest.raises(Unavailable):
+        await server.start()
+    for blocking in late:
+        blocking()
+    assert not (files.path(KEY) / "vcuda.sock").exists()
+    assert not server.is_serving

@@ -1,0 +1,213 @@
+"""Pods of the embedded node as the processes that they are: what runs, with which environment, how it ends and restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare_agent.model.vdevice import decode_pids
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse, Mount
+from tests.support_agent import open_agent, wait_running
+from tests.support_containers import KINDS, host_container, is_alive, wait_true
+from tests.support_sandbox import CORE, SmallPlugin, container, open_plugin, open_test_node, pod, wait_gone, wait_phase
+
+FOO = "example.com/foo"
+
+
+def process_of(node: EmbeddedNode, name: str, inner: str = "main") -> Any:
+    return node.kubelet.runtime.find(node.api.pod("default", name)["metadata"]["uid"], inner)
+
+
+def printed(node: EmbeddedNode, name: str, inner: str = "main") -> str:
+    path = node.paths.logs / f"default_{name}_{inner}.log"
+    return path.read_text() if path.exists() else ""
+
+
+async def test_a_host_container_runs_its_command_with_the_manifests_and_the_plugins_environment() -> None:
+    """Nothing of the sandbox's own; GPUSHARE_VDEVICE names the socket that would be mounted at /etc/vcuda."""
+    answer = ContainerAllocateResponse(
+        envs={"FROM": "plugin", "CARD": "0"}, mounts=[Mount(container_path="/etc/vcuda", host_path="/vm/u/main")]
+    )
+    plugin = SmallPlugin(FOO, {"foo-0": ("Healthy", None)}, answer=answer)
+    async with open_test_node() as node, open_plugin(node, plugin):
+        env = [{"name": "FROM", "value": "manifest"}, {"name": "OWN", "value": "a b\nc"}, {"name": "EMPTY"}]
+        inner = host_container("main", "sh", args=["-c", "env; pwd; readlink /proc/self/fd/0"], env=env)
+        node.api.create_pod(pod("p", {**inner, "resources": {"limits": {FOO: "1"}}}, restartPolicy="Never"))
+        await wait_phase(node, "p", "Succeeded")
+        lines = printed(node, "p").splitlines()
+        assert lines[-2:] == ["/", "/dev/null"]
+        names = {line.partition("=")[0] for line in lines[:-2]} - {"PWD", "SHLVL", "_", "OLDPWD"}  # the shell's own
+        assert names == {"PATH", "HOME", "LANG", "FROM", "CARD", "OWN", "c", "EMPTY", "GPUSHARE_VDEVICE"}
+        assert {"FROM=plugin", "CARD=0", "OWN=a b", "EMPTY=", "GPUSHARE_VDEVICE=/vm/u/main/vcuda.sock"} <= set(lines)
+        assert process_of(node, "p").env["GPUSHARE_VDEVICE"] == "/vm/u/main/vcuda.sock"
+
+
+async def test_other_images_only_sleep() -> None:
+    """Their command is not for this machine."""
+    async with open_test_node() as node:
+        node.api.create_pod(pod("p", {"name": "main", "image": "busybox", "command": ["false"]}))
+        await wait_phase(node, "p", "Running")
+        found = process_of(node, "p")
+        await wait_true(lambda: Path(f"/proc/{found.pid}/cmdline").read_bytes() == b"sleep\0infinity\0", "the stand-in")
+
+
+async def test_a_host_container_without_a_command_waits_with_the_reason() -> None:
+    """As a runtime refuses an image without an entry point."""
+    async with open_test_node() as node:
+        node.api.create_pod(pod("p", {"name": "main", "image": "sandbox/host"}))
+
+        def waiting() -> dict[str, str]:
+            [status] = node.api.pod("default", "p")["status"].get("containerStatuses") or [{"state": {}}]
+            found: dict[str, str] = status["state"].get("waiting", {})
+            return found if found.get("reason") == "CreateContainerError" else {}
+
+        assert "no command specified" in (await node.kubelet.wait_for(waiting))["message"]
+        assert node.api.pod("default", "p")["status"]["phase"] == "Pending"
+
+
+async def test_exit_codes_reach_the_pods_status() -> None:
+    """Of a main container, and of an init container, after which no main one starts."""
+    async with open_test_node() as node:
+        node.api.create_pod(pod("p", host_container("main", "sh", "-c", "exit 3"), restartPolicy="Never"))
+        status = (await wait_phase(node, "p", "Failed"))["status"]["containerStatuses"][0]
+        assert (status["state"]["terminated"]["exitCode"], status["containerID"]) == (
+            3,
+            f"containerd://{process_of(node, 'p').id}",
+        )
+        init = host_container("setup", "sh", "-c", "exit 4")
+        node.api.create_pod(pod("q", container("main"), init=(init,), restartPolicy="Never"))
+        raw = (await wait_phase(node, "q", "Failed"))["status"]
+        assert raw["initContainerStatuses"][0]["state"]["terminated"]["exitCode"] == 4
+        assert process_of(node, "q") is None
+
+
+async def test_main_containers_wait_for_the_init_containers_end(short_dir: Path) -> None:
+    """And an init container that fails is run again until it ends well."""
+    async with open_test_node() as node:
+        script = f"test -e {short_dir}/once || {{ : > {short_dir}/once; exit 1; }}; cat {short_dir}/gate"
+        gate = short_dir / "gate"
+        init = host_container("setup", "sh", "-c", f"mkfifo {gate} 2>/dev/null; {script}")
+        node.api.create_pod(pod("p", container("main"), init=(init,)))
+        await node.kubelet.wait_for(lambda: (found := process_of(node, "p", "setup")) and found.attempt == 1)
+        assert process_of(node, "p") is None
+        assert node.api.pod("default", "p")["status"]["phase"] == "Pending"
+        await wait_true(lambda: _open_gate(gate), "the init container at the gate")
+        await wait_phase(node, "p", "Running")
+        assert node.api.pod("default", "p")["status"]["initContainerStatuses"][0]["restartCount"] == 1
+
+
+def _open_gate(gate: Path) -> bool:
+    """Whether somebody reads there, who then reads the end."""
+    try:
+        os.close(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True
+
+
+async def test_a_container_that_ends_again_and_again_is_started_later_and_later() -> None:
+    """At once after its first end; then it is in CrashLoopBackOff, with its last end beside."""
+    async with open_test_node() as node:
+        node.api.create_pod(pod("p", host_container("main", "sh", "-c", "echo run; exit 5")))
+
+        def crashing() -> dict[str, Any]:
+            [status] = node.api.pod("default", "p")["status"].get("containerStatuses") or [{"state": {}}]
+            found: dict[str, Any] = status
+            return found if found["state"].get("waiting", {}).get("reason") == "CrashLoopBackOff" else {}
+
+        status = await node.kubelet.wait_for(crashing)
+        assert status["lastState"]["terminated"]["exitCode"] == 5
+        assert status["state"]["waiting"]["message"] == "back-off 0.1s restarting failed container=main"
+        await node.kubelet.wait_for(lambda: process_of(node, "p").attempt >= 3)
+        assert printed(node, "p").count("run\n") >= 3
+        node.api.delete_pod("default", "p")
+        await wait_gone(node, "p")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_processes_live_on_while_the_kubelet_restarts_and_end_with_the_node(kind: str) -> None:
+    """The same process before and after."""
+    async with open_test_node(cgroups=kind) as node:
+        node.api.create_pod(pod("p", container("main"), container("other")))
+        await wait_phase(node, "p", "Running")
+        before = process_of(node, "p")
+        await node.kubelet.restart()
+        await node.kubelet.wait_for(node.kubelet.listed_pods)
+        assert process_of(node, "p") is before and is_alive(before.pid)
+        pids = [c.pid for c in node.kubelet.runtime.containers()]
+        assert len(pids) == 2
+    assert not any(is_alive(pid) for pid in pids)
+
+
+async def test_a_deleted_pods_processes_have_gone_before_its_object_does() -> None:
+    """Also those that ignore TERM."""
+    async with open_test_node() as node:
+        script = "trap '' TERM; (trap '' TERM; sleep 600) & echo ready; while :; do sleep 600; done"
+        node.api.create_pod(pod("p", host_container("main", "sh", "-c", script)))
+        await wait_phase(node, "p", "Running")
+        found = process_of(node, "p")
+        await wait_true(
+            lambda: printed(node, "p") == "ready\n" and len(node.kubelet.runtime.pids(found)) > 2, "children"
+        )
+        pids = node.kubelet.runtime.pids(found)
+        node.api.delete_pod("default", "p", grace_period_s=1)
+        await wait_gone(node, "p")
+        assert found.exit_code == 137
+        assert not any(is_alive(pid) for pid in pids)
+        await node.kubelet.wait_for(lambda: not node.kubelet.runtime.containers(), what="the pod forgotten")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_agent_writes_the_real_pids_of_a_share(kind: str) -> None:
+    """All processes of its container and no others, also those that it forks later."""
+    async with open_test_node(cgroups=kind) as node, open_agent(node, "--isolation=vcuda"):
+        shared = {"limits": {CORE: "30", "tencent.com/vcuda-memory": "10"}}
+        go = node.paths.state / "go"
+        script = f"mkfifo {go}; sleep 600 & cat {go}; sleep 600 & wait"
+        node.api.create_pod(pod("share", {**host_container("main", "sh", "-c", script), "resources": shared}))
+        node.api.create_pod(pod("other", container(cores=20, blocks=10)))
+        await wait_running(node, "share", "other")
+        for name, count in (("share", 3), ("other", 1)):
+            found = process_of(node, name)
+            path = node.paths.virtual_manager / found.pod_uid / "main" / "pids.config"
+
+            def is_right(found: Any = found, path: Path = path, count: int = count) -> bool:
+                pids = list(decode_pids(path.read_bytes()))
+                return len(pids) == count and pids == node.kubelet.runtime.pids(found)
+
+            await wait_true(is_right, f"the {count} PIDs of {name}")
+            assert found.env["GPUSHARE_VDEVICE"] == str(path.with_name("vcuda.sock"))
+        await wait_true(lambda: _open_gate(go), "the container at the gate")
+        path = node.paths.virtual_manager / process_of(node, "share").pod_uid / "main" / "pids.config"
+        sleeps = lambda: [p for p in decode_pids(path.read_bytes()) if _name(p) == "sleep"]  # noqa: E731
+        await wait_true(lambda: len(sleeps()) == 2, "the PID of the second child")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_container_registers_at_its_own_socket(kind: str) -> None:
+    """The agent knows the process by its cgroup; what it reads back are its own limits and PIDs."""
+    async with open_test_node(cgroups=kind) as node, open_agent(node, "--isolation=vcuda") as agent:
+        shared = {"limits": {CORE: "30", "tencent.com/vcuda-memory": "10"}}
+        command = [sys.executable, "-P", "-m", "gpushare_agent.vdevice_client", "-o", "json"]
+        env = [{"name": "PYTHONPATH", "value": str(Path(__file__).parents[2])}]
+        raw = {**host_container("main", *command, env=env), "resources": shared}
+        node.api.create_pod(pod("share", raw, restartPolicy="Never"))
+        await wait_phase(node, "share", "Succeeded", "Failed")
+        found = process_of(node, "share")
+        assert found.exit_code == 0, printed(node, "share")
+        said = json.loads(printed(node, "share"))
+        assert found.pid in said["pids"], said
+        assert agent.parts.store is not None
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""

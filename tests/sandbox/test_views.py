@@ -1,0 +1,175 @@
+"""Limits and processes in the sandbox's report: what is read of a container's files, and how it is shown."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gpushare_agent.model.vdevice import encode_pids
+from gpushare_agent.sandbox.node_live_view import live_view
+from gpushare_agent.sandbox.node_view import limit_text, pids_text, pod_line, pods_table, reason_lines
+from gpushare_agent.sandbox.vdevice_view import VDeviceReader
+from tests.support_vdevice import share_config
+
+SHARE = {"cores": 30, "memory_mib": 4096, "core_limit": 0, "is_limited": True, "pids": [4711]}
+
+
+def shown_container(pids: int = 1, **told: Any) -> dict[str, Any]:
+    """Of a document, as far as the views read it."""
+    return {
+        "name": "main", "vcore": 30, "vmemory": 16, "cards": [0], "pids": list(range(4711, 4711 + pids)),
+        "vdevice": {**SHARE, **told},
+    }  # fmt: skip
+
+
+def shown_pod(*containers: dict[str, Any], phase: str = "Running") -> dict[str, Any]:
+    return {
+        "namespace": "default", "name": "share", "phase": phase, "is_terminating": False, "reason": "", "message": "",
+        "annotations": {}, "containers": list(containers),
+    }  # fmt: skip
+
+
+def printed(renderable: Any, width: int) -> str:
+    console = Console(width=width, height=24, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(renderable)
+    return captured.get()
+
+
+# --- the files ---
+
+
+def write(directory: Path, pids: list[int], *, limit: int = 0) -> None:
+    """As the agent does it: by rename."""
+    contents = {"pids.config": encode_pids(pids)[0], "vcuda.config": share_config(limit=limit)}
+    for name, content in contents.items():
+        (directory / ".new").write_bytes(content)
+        (directory / ".new").rename(directory / name)
+
+
+def test_a_containers_files_are_shown_as_it_reads_them(short_dir: Path) -> None:
+    """Percent, MiB, and the PIDs that it was told."""
+    write(short_dir, [12, 7], limit=60)
+    assert VDeviceReader().read(short_dir) == {
+        "cores": 20, "memory_mib": 2048, "core_limit": 60, "is_limited": True, "pids": [7, 12],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["vcuda.config", "pids.config"])
+@pytest.mark.parametrize("harm", ["missing", "torn", "a directory"])
+def test_files_that_are_not_whole_show_nothing(short_dir: Path, name: str, harm: str) -> None:
+    """None, whichever of the two it is, and again the limits once it is whole."""
+    reader = VDeviceReader()
+    write(short_dir, [7])
+    (short_dir / name).unlink()
+    if harm == "torn":
+        (short_dir / name).write_bytes(b"xyz")
+    elif harm == "a directory":
+        (short_dir / name).mkdir()
+    assert reader.read(short_dir) is None
+    if harm == "a directory":
+        (short_dir / name).rmdir()
+    write(short_dir, [7])
+    assert reader.read(short_dir) is not None
+
+
+def test_unchanged_files_are_not_read_again_and_changed_ones_are(short_dir: Path) -> None:
+    """The time of the last reading stays; each of the two files counts."""
+    reader = VDeviceReader()
+    write(short_dir, [7])
+    first = reader.read(short_dir)
+    assert reader.read(short_dir) is first
+    write(short_dir, [7, 8])
+    second = reader.read(short_dir)
+    assert second is not None
+    assert second["pids"] == [7, 8]
+    (short_dir / ".new").write_bytes(share_config(limit=90))
+    (short_dir / ".new").rename(short_dir / "vcuda.config")
+    third = reader.read(short_dir)
+    assert third is not None
+    assert third["core_limit"] == 90
+
+
+# --- how it is shown ---
+
+
+@pytest.mark.parametrize(
+    ("told", "text"),
+    [({}, "30 %, 4096 MiB"), ({"core_limit": 60}, "30–60 %, 4096 MiB"), ({"is_limited": False, "cores": 100}, "none")],
+    ids=["share", "elastic", "whole"],
+)
+def test_a_limit_reads_as_it_binds(told: dict[str, Any], text: str) -> None:
+    """A share, one that may rise, and a whole card, which is not limited."""
+    assert limit_text(shown_container(**told)) == text
+
+
+def test_a_container_that_is_told_nothing_has_no_limit_to_show() -> None:
+    """A dash in a table; in a line for a pipe nothing at all."""
+    untold = {**shown_container(), "vdevice": None}
+    assert limit_text(untold) == "-"
+    assert "limit" not in pod_line(shown_pod(untold))
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0"), (2, "2: 4711, 4712"), (9, "9: 4711, 4712, 4713, …")])
+def test_processes_are_counted_and_the_first_ones_named(count: int, text: str) -> None:
+    """Where there is little room, the count alone."""
+    assert pids_text(shown_container(count), is_short=False) == text
+    assert pids_text(shown_container(count), is_short=True) == str(count)
+
+
+@pytest.mark.parametrize(
+    ("width", "cells"),
+    [
+        (160, ["default/share", "Running", "main", "30", "16", "0", "30 %, 4096 MiB", "2: 4711, 4712"]),
+        (110, ["default/share", "Running", "main", "30", "16", "0", "30 %, 4096 MiB", "2"]),
+        (80, ["default/share", "Running", "main", "0", "30%/4096M", "2"]),
+    ],
+)
+def test_the_table_of_pods_names_limits_and_processes(width: int, cells: list[str]) -> None:
+    """One line for the container; with less room fewer PIDs, then no requests, but always the limit."""
+    text = printed(pods_table({"pods": [shown_pod(shown_container(2))]}, width), width)
+    row = next(line for line in text.splitlines() if "default/share" in line)
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == cells
+
+
+def test_why_a_pod_waits_stands_below_the_table() -> None:
+    """With the whole width, and only for pods that have a reason."""
+    waits = {**shown_pod(shown_container(), phase="Pending"), "reason": "Unschedulable", "message": "no [room]"}
+    lines = reason_lines({"pods": [shown_pod(shown_container()), waits]})
+    assert [str(line) for line in lines] == ["default/share: Unschedulable: no [room]"]
+
+
+def test_the_live_view_names_limits_and_processes_within_its_width() -> None:
+    """From 100 columns on what was asked for stands beside what is told, and PIDs are named; below, counts."""
+    document = {"pods": [shown_pod(shown_container(2), shown_container(1, core_limit=60))], "node": {"cards": []}}
+    wide = printed(live_view(document, [], width=120, height=24), 120).splitlines()
+    assert wide[0].split() == ["pod", "status", "cores", "blocks", "cards", "limit", "PIDs", "reason"]
+    assert "30%/4096M 30–60%/4096M" in wide[1]
+    assert "2+1: 4711 4712 4711" in wide[1]
+    narrow = printed(live_view(document, [], width=80, height=24), 80).splitlines()
+    assert narrow[0].split() == ["pod", "status", "cards", "limit", "PIDs", "reason"]
+    assert "30%/4096M" in narrow[1]
+    assert "2+1 " in narrow[1]
+    assert max(map(len, (*wide, *narrow))) <= 120
+
+
+def test_a_line_for_a_pipe_tells_the_limit_of_a_pod_that_runs() -> None:
+    """And no PIDs, for each change of a line is a new line."""
+    line = pod_line(shown_pod(shown_container(2)))
+    assert line == "pod default/share Running [main: 30 cores, 16 blocks on card 0, limit 30 %, 4096 MiB]"
+    assert "limit" not in pod_line(shown_pod(shown_container(), phase="Pending"))
+
+
+def test_a_reader_keeps_nothing_of_a_directory_that_has_gone(short_dir: Path) -> None:
+    """A pod of the same name comes with other files."""
+    reader = VDeviceReader()
+    write(short_dir, [7])
+    assert reader.read(short_dir) is not None
+    for name in os.listdir(short_dir):
+        (short_dir / name).unlink()
+    assert reader.read(short_dir) is None

@@ -1,0 +1,104 @@
+"""The embedded container runtime for tests: on every kind of cgroups that this machine allows, with real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare_agent.model.errors import StartupError
+from gpushare_agent.sandbox.cgroup_tree import open_cgroup_tree
+from gpushare_agent.sandbox.change_signal import ChangeSignal
+from gpushare_agent.sandbox.container_config import HOST_IMAGE
+from gpushare_agent.sandbox.container_runtime import Container, ContainerConfig, ContainerRuntime
+
+DEADLINE_S = 10.0
+UID = "0e7a3f2c-1b5d-4c3e-9f10-44aa55bb6c77"
+ENV = {"PATH": os.environ["PATH"]}
+
+
+def _why_not(kind: str) -> str:
+    state = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
+    try:
+        open_cgroup_tree(state, kind)[1].close()
+    except StartupError as error:
+        return str(error)
+    finally:
+        shutil.rmtree(state)
+    return ""
+
+
+_REASONS = {kind: _why_not(kind) for kind in ("v2", "v1", "files")}
+KINDS = [pytest.param(k, marks=pytest.mark.skipif(bool(r), reason=r)) for k, r in _REASONS.items()]
+KERNEL_KINDS = KINDS[:2]
+
+
+@asynccontextmanager
+async def open_containers(kind: str | None = None) -> AsyncIterator[ContainerRuntime]:
+    """A container runtime alone, with nothing left of it afterwards."""
+    state = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
+    try:
+        runtime = ContainerRuntime(state, ChangeSignal(), kind)
+        try:
+            yield runtime
+        finally:
+            runtime.close()
+            assert not runtime.cgroup_root.exists()
+    finally:
+        shutil.rmtree(state)
+
+
+def config(*command: str, name: str = "main", env: dict[str, str] | None = None, **extra: Any) -> ContainerConfig:
+    return ContainerConfig(
+        pod_uid=UID,
+        pod_namespace="default",
+        pod_name="train",
+        name=name,
+        command=command,
+        env=ENV | (env or {}),
+        **extra,
+    )
+
+
+def shell(script: str, **extra: Any) -> ContainerConfig:
+    return config("sh", "-c", script, **extra)
+
+
+def host_container(name: str, *command: str, **extra: Any) -> dict[str, Any]:
+    """A container of a manifest that is run."""
+    return {"name": name, "image": HOST_IMAGE, "command": list(command), **extra}
+
+
+async def wait_ended(runtime: ContainerRuntime, container: Container) -> int:
+    """The exit code."""
+    signal = runtime.signal_of(container.pod_uid)
+    async with asyncio.timeout(DEADLINE_S):
+        while container.exit_code is None:
+            await signal.wait(signal.count)
+    return container.exit_code
+
+
+async def wait_true(condition: Callable[[], Any], what: str) -> Any:
+    """For what tells nobody of its change, such as a process: looked at every few milliseconds, under a deadline."""
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            while not (found := condition()):
+                await asyncio.sleep(0.005)
+            return found
+    except TimeoutError as error:
+        raise TimeoutError(f"after {DEADLINE_S:g} s: {what} did not come about") from error
+
+
+def is_alive(pid: int) -> bool:
+    """Not even dead and waiting for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
