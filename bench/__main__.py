@@ -10,6 +10,7 @@ import asyncio
 import os
 import platform
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +18,10 @@ from rich.console import Console
 
 from bench.admissions import admit_pods, burst_row, empty_rows, filled_rows
 from bench.lifecycle import again_rows, idle_rows, start_rows
-from bench.node import open_node
+from bench.node import PODS, open_node
 from bench.pure import list_rows, placement_rows
 from bench.results import Row, as_json, print_table, row
+from bench.vdevice import memory_rows, pre_start_rows, register_rows, round_rows, wait_sockets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +34,17 @@ class Extent:
     empty: int = 150
     bursts: int = 3
     pure: int = 200
+    rounds: int = 60
+    pre_starts: int = 150
+    registrations: int = 150
+    """By name, and as many by ID."""
     idle_s: float = 33.0
     """A period of the comparison with the kubelet, and the comparison itself."""
 
 
-_QUICK = Extent(starts=3, restarts=8, filled=40, empty=15, bursts=1, pure=20, idle_s=5.0)
+_QUICK = Extent(
+    starts=3, restarts=8, filled=40, empty=15, bursts=1, pure=20, idle_s=5.0, rounds=10, pre_starts=20, registrations=20
+)
 
 
 def main() -> int:
@@ -82,7 +90,23 @@ async def _measure(extent: Extent) -> list[Row]:
         rows += empty_rows(await admit_pods(node, extent.empty, "empty"))
         _say(f"{extent.bursts} times 100 pods at once")
         rows.append(await burst_row(node, extent.bursts))
-    return rows
+    return rows + await _measure_vdevices(extent)
+
+
+async def _measure_vdevices(extent: Extent) -> list[Row]:
+    _say(f"{2 * extent.rounds} rounds over 100 containers")
+    with tempfile.TemporaryDirectory(prefix="gsb", dir="/tmp") as state:
+        rows = await round_rows(Path(state), extent.rounds)
+    async with open_node() as node:
+        node.fill()
+        await node.start_agent()
+        await wait_sockets(node, PODS)
+        _say(f"{extent.pre_starts} containers that start")
+        rows += await pre_start_rows(node, extent.pre_starts)
+        _say(f"{2 * extent.registrations} registrations")
+        rows += await register_rows(node, extent.registrations)
+    _say("200 vDevice servers")
+    return rows + await memory_rows()
 
 
 def _reason(error: BaseException) -> str:

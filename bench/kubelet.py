@@ -207,6 +207,13 @@ class BenchKubelet:
             self.remove(pod.name)
             raise
 
+    async def pre_start(self, pod: BenchPod, resource: str) -> float:
+        """Says that the pod's container is about to start; seconds until the plugin agreed. Raises CallError."""
+        ids = string_list(1, [one.id for one in pod.held[resource]])
+        started = time.perf_counter()
+        await self.plugins[resource].connection.call(f"{_PLUGIN}/PreStartContainer", ids)
+        return time.perf_counter() - started
+
     def remove(self, name: str) -> None:
         self.pods.pop(name, None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -36,6 +37,7 @@ current-context: bench
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchNode:
+    state: Path
     api: EmbeddedApiServer
     kubelet: BenchKubelet
     agent: BenchAgent
@@ -64,11 +66,18 @@ class BenchNode:
         self.kubelet.remove(pod.name)
         self.api.delete_pod(NAMESPACE, pod.name, grace_period_s=0)
 
-    def fill(self) -> None:
-        """The 100 pods that hold 5,000 IDs, spread over the cards in turn."""
+    def run(self, pod: BenchPod, container_id: str, cgroup_text: str) -> None:
+        """The container runs by the pod's status, and this process is in it by what the agent finds in its /proc."""
+        self.api.set_pod_status(NAMESPACE, pod.name, running_status(container_id))
+        own = self.state / "proc" / str(os.getpid())
+        own.mkdir(parents=True, exist_ok=True)
+        (own / "cgroup").write_text(cgroup_text)
+
+    def fill(self, pods: int = PODS, cores: int = POD_CORES, blocks: int = POD_BLOCKS) -> None:
+        """The 100 pods that hold 5,000 IDs, spread over the cards in turn; or others."""
         left = {card: [0, 0] for card in range(CARDS)}
-        for number in range(PODS):
-            pod = bench_pod(f"filled-{number:03d}", POD_CORES, POD_BLOCKS)
+        for number in range(pods):
+            pod = bench_pod(f"filled-{number:03d}", cores, blocks)
             card = number % CARDS
             uuid, numa = simulated_uuid(NODE_NAME, card), card // CARDS_PER_NUMA_NODE
             for index, (resource, count) in enumerate(pod.requests.items()):
@@ -100,7 +109,7 @@ class BenchNode:
 
 
 @asynccontextmanager
-async def open_node() -> AsyncIterator[BenchNode]:
+async def open_node(*, isolation: str = "vcuda") -> AsyncIterator[BenchNode]:
     """A node whose kubelet listens, without the agent; at the end the agent is stopped and the directory removed."""
     state = Path(tempfile.mkdtemp(prefix="gsb", dir="/tmp"))
     try:
@@ -112,10 +121,12 @@ async def open_node() -> AsyncIterator[BenchNode]:
             kubeconfig = state / "kubeconfig"
             kubeconfig.write_text(_KUBECONFIG.format(url=api.url))
             (state / "cgroup").mkdir()
-            agent = BenchAgent(_arguments(state, kubelet), state)
+            (state / "proc" / "self").mkdir(parents=True)
+            (state / "proc" / "self" / "cgroup").write_text("0::/\n")
+            agent = BenchAgent([*_arguments(state, kubelet), f"--isolation={isolation}"], state)
             await kubelet.start()
             try:
-                yield BenchNode(api=api, kubelet=kubelet, agent=agent)
+                yield BenchNode(state=state, api=api, kubelet=kubelet, agent=agent)
             finally:
                 await agent.stop()
     finally:
@@ -135,6 +146,8 @@ def _arguments(state: Path, kubelet: BenchKubelet) -> list[str]:
         "kubelet.pod-resources-socket": kubelet.pod_resources_socket,
         "virtual-manager.path": state / "vm",
         "runtime.cgroup-root": state / "cgroup",
+        "runtime.proc-root": state / "proc",
+        "runtime.endpoint": state / "no-runtime.sock",
         "web.port": 0,
     }
     return [f"--{flag}={value}" for flag, value in flags.items()]

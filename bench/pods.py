@@ -62,6 +62,11 @@ class BenchPod:
         self.listed = bytes_field(1, body)
 
     @property
+    def uid(self) -> str:
+        """The API server's; once it is created there."""
+        return str(self.raw["metadata"]["uid"])
+
+    @property
     def card(self) -> str:
         """The card of its cores; empty where it has none, or several."""
         cards = {one.card for one in self.held.get(VCORE_RESOURCE, ())}
@@ -91,6 +96,8 @@ def manifest(pod: BenchPod, node_name: str) -> dict[str, Any]:
     }
 
 
-def running_status() -> dict[str, Any]:
+def running_status(container_id: str = "") -> dict[str, Any]:
     state = {"name": CONTAINER, "ready": True, "restartCount": 0, "state": {"running": {}}}
+    if container_id:
+        state["containerID"] = f"containerd://{container_id}"
     return {"phase": "Running", "containerStatuses": [state]}

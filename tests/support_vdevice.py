@@ -57,6 +57,8 @@ class FakeNode:
     fails: AgentError | Exception | None = None
     refresh_hangs: bool = False
     runtime_fails: AgentError | None = None
+    files: VDeviceFiles | None = None
+    """Where a refresh writes, as the virtual manager would."""
 
     async def identify(self, pid: int) -> PeerIdentity | None:
         self.asked.append(pid)
@@ -72,6 +74,11 @@ class FakeNode:
             raise self.fails
         if self.refresh_hangs:
             await asyncio.Event().wait()
+        if self.files is not None:
+            self.files.write_pids(key, [os.getpid()])
+            self.files.write_config(key, share_config(key))
+            if container_id is not None:
+                self.files.copy_for_id(key, container_id)
         self.refreshed.append((key, container_id))
 
     def vdevice_registered(self, code: str) -> None:

@@ -91,9 +91,10 @@ class VDeviceFiles:
                 made_directory(root, key.pod_uid) as pod,
                 made_directory(pod, key.container) as directory,
             ):
-                for entry in names_in(directory):
-                    if entry.startswith(NEW_PREFIX):
-                        remove_tree(directory, entry)
+                _clear_half_written(directory)
+                for copy_name in _copies(directory):
+                    with made_directory(directory, copy_name) as copy:
+                        _clear_half_written(copy)
 
     def write_config(self, key: ContainerKey, content: bytes) -> bool:
         """Writes vcuda.config (model.vdevice.encode_config) where it does not hold `content`; whether it was written.
@@ -289,6 +290,12 @@ def _content(directory: int, name: str, is_sound: Callable[[bytes], bool]) -> by
 
 def _is_pids(content: bytes) -> bool:
     return len(content) % 4 == 0
+
+
+def _clear_half_written(directory: int) -> None:
+    for entry in names_in(directory):
+        if entry.startswith(NEW_PREFIX):
+            remove_tree(directory, entry)
 
 
 def _copies(directory: int) -> list[str]:

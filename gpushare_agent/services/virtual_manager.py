@@ -55,7 +55,7 @@ class VirtualManagerPace:
     young_round_s: float = 0.2
     young_for_s: float = 5.0
     ids_s: float = 1.0
-    cleaning_s: float = 30.0
+    cleaning_s: float = 5.0
 
 
 class VirtualManager:

@@ -292,12 +292,17 @@ def test_the_copies_for_an_id_are_kept_up_and_replaced_by_the_next_id(files: VDe
 
 
 def test_what_a_killed_writer_left_is_cleared(files: VDeviceFiles) -> None:
-    """Half-written files under their first names go when the container is prepared again; the rest stays."""
+    """Half-written files under their first names go when the container is prepared again, in its copy by ID too."""
     files.prepare(KEY)
     files.write_pids(KEY, [1])
-    (files.path(KEY) / ".new-0123").write_bytes(b"half")
+    files.write_config(KEY, share_config())
+    files.copy_for_id(KEY, ID)
+    own = files.path(KEY)
+    for directory in (own, own / ID):
+        (directory / ".new-0123").write_bytes(b"half")
     files.prepare(KEY)
-    assert sorted(p.name for p in files.path(KEY).iterdir()) == ["pids.config"]
+    assert sorted(p.name for p in own.iterdir()) == sorted([ID, "pids.config", "vcuda.config"])
+    assert sorted(p.name for p in (own / ID).iterdir()) == ["pids.config", "vcuda.config"]
 
 
 @pytest.mark.parametrize("expected", [POD, f"{POD}/cuda", f"{POD}/cuda/{ID}"])

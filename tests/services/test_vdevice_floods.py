@@ -1,0 +1,142 @@
+"""Floods through one container's socket, at full size: what they cost is bounded, and others are served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from time import monotonic
+
+import pytest
+import structlog
+from grpclib import GRPCError
+
+from gpushare_agent.kit.bounded_grpc import ServerLimits
+from gpushare_agent.services.vdevice_server import VDeviceLimits
+from tests.support_vdevice import POD, register
+from tests.support_vdevice_raw import (
+    CALLS_AT_ONCE,
+    DEADLINE_S,
+    ENDLESS,
+    NEVER,
+    OPENING,
+    Node,
+    canned_calls,
+    connect_many,
+    flood,
+    half_a_call,
+    node_with,
+    read_to_end,
+    resident_mib,
+)
+
+REGISTRATIONS = 10_000
+CONNECTIONS = 1_000
+GROWTH_MIB = 48
+"""Far more than is seen, and far less than the floods would take where nothing bounds them."""
+
+
+@asynccontextmanager
+async def neighbour_served_all_the_time(node: Node) -> AsyncIterator[None]:
+    """Its registrations go on while the block runs; each one is answered OK."""
+    is_over = False
+
+    async def go_on() -> None:
+        while not is_over:
+            await node.neighbour_is_served()
+            await asyncio.sleep(0.02)  # well below its own rate
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(go_on())
+        yield
+        is_over = True
+    codes = Counter(node.neighbours_outside.codes)
+    assert codes["OK"] >= 1
+    assert set(codes) == {"OK"}
+
+
+async def test_of_10000_registrations_in_a_row_the_allowed_burst_is_refreshed(short_dir: Path) -> None:
+    """Exactly 100 are refreshed, the others RESOURCE_EXHAUSTED; two lines in the log; memory does not grow with them."""
+    limits = VDeviceLimits(
+        calls_per_s=NEVER, call_burst=100, server=ServerLimits(bytes_per_s=ENDLESS, byte_burst=ENDLESS)
+    )
+    before = resident_mib()
+    with structlog.testing.capture_logs() as logs:
+        async with (
+            node_with(short_dir, limits) as node,
+            neighbour_served_all_the_time(node),
+            asyncio.TaskGroup() as tasks,
+        ):
+            for _ in range(10):
+                tasks.create_task(flood(node.socket, REGISTRATIONS // 10))
+    assert Counter(node.outside.codes) == {"OK": 100, "RESOURCE_EXHAUSTED": REGISTRATIONS - 100}
+    assert len(node.outside.refreshed) == 100
+    assert Counter(entry["event"] for entry in logs if entry["pod_uid"] == POD) == {
+        "vdevice_rate_limited": 1,
+        "vdevice_peer_unknown": 1,
+    }
+    assert resident_mib() - before < GROWTH_MIB
+
+
+async def test_10000_registrations_in_one_second_meet_the_default_bounds(short_dir: Path) -> None:
+    """Sent as fast as the socket takes them, on 625 connections: at most 64 are let in, at most 100 and 50 a second are
+    refreshed; then the container itself is served again."""
+    before = resident_mib()
+    async with node_with(short_dir) as node, neighbour_served_all_the_time(node):
+        started = monotonic()
+        content = OPENING + canned_calls(range(CALLS_AT_ONCE))
+        opened = await asyncio.to_thread(connect_many, node.socket, REGISTRATIONS // CALLS_AT_ONCE, content)
+        try:
+            assert len(opened) * CALLS_AT_ONCE == REGISTRATIONS
+            assert node.attacked.connections <= 64
+            assert resident_mib() - before < GROWTH_MIB
+            await wait_answered(node, monotonic() + DEADLINE_S)
+        finally:
+            for sock in opened:
+                sock.close()
+        allowed = 100 + 50 * (monotonic() - started) + 1
+        await node.wait_empty()
+        codes = Counter(node.outside.codes)
+        assert 100 <= codes["OK"] <= allowed
+        assert codes == {"OK": codes["OK"], "RESOURCE_EXHAUSTED": 64 * CALLS_AT_ONCE - codes["OK"]}
+        await wait_served_again(node)
+
+
+async def wait_answered(node: Node, until: float) -> None:
+    """Every call of the connections that were let in."""
+    while len(node.outside.codes) < node.attacked.connections * CALLS_AT_ONCE:
+        assert monotonic() < until, "not every call that was let in was answered"
+        await asyncio.sleep(0.01)
+
+
+async def wait_served_again(node: Node) -> None:
+    """The rate gives back one registration every 20 ms."""
+    before = node.outside.codes.count("OK")
+    async with asyncio.timeout(DEADLINE_S):
+        while node.outside.codes.count("OK") == before:
+            with suppress(GRPCError):
+                await register(node.socket, name="cuda")
+
+
+@pytest.mark.parametrize("content", [b"", OPENING + half_a_call()], ids=["idle", "half a request"])
+async def test_of_1000_connections_the_allowed_ones_stay_until_they_are_idle_too_long(
+    short_dir: Path, content: bytes
+) -> None:
+    """Those beyond 64 are closed at accept; the rest is cut off; then the container itself is served again."""
+    limits = VDeviceLimits(server=ServerLimits(idle_s=0.5))
+    before = resident_mib()
+    async with node_with(short_dir, limits) as node, neighbour_served_all_the_time(node):
+        opened = await asyncio.to_thread(connect_many, node.socket, CONNECTIONS, content)
+        try:
+            assert len(opened) == CONNECTIONS
+            assert node.attacked.connections <= 64
+            assert resident_mib() - before < GROWTH_MIB
+            greeted = await asyncio.to_thread(lambda: [sock for sock in opened if read_to_end(sock)])
+            assert 1 <= len(greeted) <= 64 * 2  # the first ones may be idle too long before the last is accepted
+            await node.wait_empty()
+        finally:
+            for sock in opened:
+                sock.close()
+        await register(node.socket, name="cuda")

@@ -1,0 +1,245 @@
+"""For the tests of hostile peers at the vDevice socket: two served containers, and clients that send what they like.
+
+Canned calls are HTTP/2 frames made once, with headers that need no state: any number of them costs a client next to nothing,
+so that what is measured is the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import stat
+import struct
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import hpack
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import Event, ResponseReceived, StreamEnded, TrailersReceived
+
+from gpushare_agent.adapters.vdevice_files import VDeviceFiles
+from gpushare_agent.services.vdevice_server import METHOD, VDeviceLimits
+from gpushare_agent.wire.vcuda import VDeviceRequest
+from tests.support_vdevice import KEY, OTHER, OTHER_POD, POD, FakeNode, register, server_of, share_config
+
+DEADLINE_S = 20.0
+NEVER = 1e-6
+"""A rate that gives nothing back within a test."""
+ENDLESS = 1e12
+REQUEST = bytes(VDeviceRequest(pod_uid=POD, container_name="cuda"))
+CALLS_AT_ONCE = 16
+"""So many a connection may have open."""
+
+_HEADERS_FRAME, _DATA_FRAME, _SETTINGS_FRAME = 1, 0, 4
+_END_STREAM, _END_HEADERS = 1, 4
+_FIELDS = (
+    (":method", "POST"), (":scheme", "http"), (":path", METHOD), (":authority", "x"), ("te", "trailers"),
+    ("content-type", "application/grpc"),
+)  # fmt: skip
+_BLOCK = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*field) for field in _FIELDS])
+OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0])
+"""What a client begins its connection with."""
+
+
+def _frame(kind: int, flags: int, stream_id: int, content: bytes) -> bytes:
+    return struct.pack(">I", len(content))[1:] + struct.pack(">BBI", kind, flags, stream_id) + content
+
+
+def canned_calls(numbers: Iterable[int], message: bytes = REQUEST) -> bytes:
+    """One whole call for each number, which is the connection's how many-th call it is, from 0."""
+    content = struct.pack(">BI", 0, len(message)) + message
+    return b"".join(
+        _frame(_HEADERS_FRAME, _END_HEADERS, 2 * n + 1, _BLOCK) + _frame(_DATA_FRAME, _END_STREAM, 2 * n + 1, content)
+        for n in numbers
+    )
+
+
+def half_a_call() -> bytes:
+    """Its headers, and no message."""
+    return _frame(_HEADERS_FRAME, _END_HEADERS, 1, _BLOCK)
+
+
+class EndsCounter:
+    """Counts the calls that ended in what a server sends: frames that carry END_STREAM."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._left = b""
+
+    def feed(self, content: bytes) -> None:
+        self._left += content
+        while len(self._left) >= 9:
+            size = int.from_bytes(self._left[:3], "big")
+            if len(self._left) < 9 + size:
+                return
+            kind, flags = self._left[3], self._left[4]
+            self.count += kind in (_HEADERS_FRAME, _DATA_FRAME) and bool(flags & _END_STREAM)
+            self._left = self._left[9 + size :]
+
+
+def connect_many(path: Path, count: int, content: bytes) -> list[socket.socket]:
+    """Opens connections as fast as they are accepted and sends `content` on each; for a thread of its own.
+
+    The server may close one at once: it is in the result like the others. Blocking sockets: with a time limit Python takes
+    a full backlog for a connection that is under way.
+    """
+    opened: list[socket.socket] = []
+    for _ in range(count):
+        sock = socket.socket(socket.AF_UNIX)
+        opened.append(sock)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(DEADLINE_S), 0))
+        sock.connect(str(path))
+        with suppress(ConnectionError):
+            sock.sendall(content)
+    return opened
+
+
+def read_to_end(sock: socket.socket) -> bytes:
+    """What the server sent before it closed the connection, which it must; for a thread of its own."""
+    sock.settimeout(DEADLINE_S)
+    content = b""
+    with suppress(ConnectionError):
+        while part := sock.recv(65536):
+            content += part
+    return content
+
+
+async def flood(path: Path, calls: int, *, at_once: int = CALLS_AT_ONCE) -> None:
+    """So many calls on one connection, some at a time, whatever the answers are."""
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    try:
+        writer.write(OPENING)
+        ended = EndsCounter()
+        for first in range(0, calls, at_once):
+            batch = range(first, min(first + at_once, calls))
+            writer.write(canned_calls(batch))
+            async with asyncio.timeout(DEADLINE_S):
+                while ended.count < batch.stop:
+                    content = await reader.read(65536)
+                    assert content, "the server closed the connection"
+                    ended.feed(content)
+    finally:
+        await hang_up(writer)
+
+
+async def hang_up(writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+    with suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+def resident_mib() -> float:
+    """Of this process, now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 2**20
+
+
+class Node:
+    """The attacker's server (KEY) and a neighbour's (OTHER) below one root."""
+
+    def __init__(self, root: Path, limits: VDeviceLimits, outside: type[FakeNode] = FakeNode) -> None:
+        self.root = root
+        self.files = VDeviceFiles(root)
+        self.outside = outside(files=self.files)
+        self.neighbours_outside = FakeNode(files=self.files)
+        self.attacked = server_of(self.files, self.outside, KEY, limits)
+        self.neighbour = server_of(self.files, self.neighbours_outside, OTHER, limits)
+        self.socket = self.files.path(KEY) / "vcuda.sock"
+
+    async def start(self) -> None:
+        for server in (self.attacked, self.neighbour):
+            self.files.prepare(server.key)
+            self.files.write_config(server.key, share_config(server.key))
+            self.files.write_pids(server.key, [1])
+            await server.start()
+
+    async def stop(self) -> None:
+        await self.attacked.stop()
+        await self.neighbour.stop()
+
+    async def neighbour_is_served(self) -> None:
+        await register(self.files.path(OTHER) / "vcuda.sock", pod_uid=OTHER_POD, name="cuda")
+
+    async def wait_empty(self) -> None:
+        """Until the attacked server has no connection."""
+        async with asyncio.timeout(DEADLINE_S):
+            while self.attacked.connections:
+                await asyncio.sleep(0.01)  # the server has no event for the end of a connection
+
+    def tree(self) -> dict[str, tuple[str, bytes]]:
+        """Everything around the root with kind and content."""
+        return {
+            str(path): (stat.filemode(path.lstat().st_mode), path.read_bytes() if path.is_file() else b"")
+            for path in sorted(self.root.parent.rglob("*"))
+        }
+
+
+@asynccontextmanager
+async def node_with(
+    short_dir: Path, limits: VDeviceLimits | None = None, outside: type[FakeNode] = FakeNode
+) -> AsyncIterator[Node]:
+    node = Node(short_dir / "vm", limits or VDeviceLimits(), outside)
+    await node.start()
+    try:
+        yield node
+    finally:
+        await node.stop()
+
+
+class RawClient:
+    """An HTTP/2 client that sends the frames it is told to and reads only when it is told to."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.h2 = H2Connection(H2Configuration(client_side=True))
+        self.h2.initiate_connection()
+        self.events: list[Event] = []
+
+    def begin(self, *headers: tuple[str, str]) -> int:
+        stream_id = self.h2.get_next_available_stream_id()
+        self.h2.send_headers(stream_id, [*_FIELDS, *headers])
+        return stream_id
+
+    def call(self, message: bytes = REQUEST) -> int:
+        stream_id = self.begin()
+        self.h2.send_data(stream_id, struct.pack(">BI", 0, len(message)) + message, end_stream=True)
+        return stream_id
+
+    def flush(self) -> None:
+        self.writer.write(self.h2.data_to_send())
+
+    async def read(self) -> bool:
+        """Whether there was something to read before the end of the connection."""
+        async with asyncio.timeout(DEADLINE_S):
+            try:
+                content = await self.reader.read(65536)
+            except ConnectionError:
+                return False
+        self.events += self.h2.receive_data(content)
+        self.flush()
+        return bool(content)
+
+    async def status_of(self, stream_id: int) -> tuple[str, str]:
+        """gRPC code and text of a call, once it has ended."""
+        while not any(isinstance(e, StreamEnded) and e.stream_id == stream_id for e in self.events):
+            assert await self.read(), "the server closed the connection"
+        found: dict[bytes, bytes] = {}
+        for event in self.events:
+            if isinstance(event, ResponseReceived | TrailersReceived) and event.stream_id == stream_id:
+                found.update(event.headers or ())  # type: ignore[arg-type]
+        return found[b"grpc-status"].decode(), found.get(b"grpc-message", b"").decode()
+
+    async def wait_closed_by_server(self) -> None:
+        while await self.read():
+            pass
+
+
+@asynccontextmanager
+async def raw_client(path: Path) -> AsyncIterator[RawClient]:
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    try:
+        yield RawClient(reader, writer)
+    finally:
+        await hang_up(writer)
