@@ -36,7 +36,7 @@ class Extent:
     pure: int = 200
     rounds: int = 60
     pre_starts: int = 150
-    registrations: int = 150
+    registrations: int = 100
     """By name, and as many by ID."""
     idle_s: float = 33.0
     """A period of the comparison with the kubelet, and the comparison itself."""

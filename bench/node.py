@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import tempfile
@@ -12,27 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.agent import BenchAgent
+from bench.containers import Containers
 from bench.kubelet import BenchKubelet
-from bench.pods import FOREIGN_RESOURCE, NAMESPACE, BenchPod, bench_pod, device, manifest, running_status
+from bench.pods import CONTAINER, FOREIGN_RESOURCE, NAMESPACE, BenchPod, bench_pod, device, manifest, running_status
 from gpushare_agent.adapters.simulated_gpus import CARDS_PER_NUMA_NODE, simulated_uuid
 from gpushare_agent.model.names import CORES_PER_CARD, VCORE_RESOURCE, VMEMORY_RESOURCE, device_id
+from gpushare_agent.sandbox.api_access import write_kubeconfig
 from gpushare_agent.sandbox.api_server import EmbeddedApiServer
 
 NODE_NAME = "bench"
 CARDS, CARD_MEMORY_MIB, BLOCK_MIB = 8, 81920, 256
 BLOCKS_PER_CARD = CARD_MEMORY_MIB // BLOCK_MIB
+FIRST_PID, PROCESSES = 200_000, 20
 RESOURCES = (VCORE_RESOURCE, VMEMORY_RESOURCE)
 PODS, POD_CORES, POD_BLOCKS, POD_FOREIGN = 100, 5, 20, 25
 """100 pods that hold 50 IDs each: 5,000 listed, with 300 cores and 560 memory blocks left to offer."""
-
-_KUBECONFIG = """\
-apiVersion: v1
-kind: Config
-clusters: [{{name: bench, cluster: {{server: "{url}"}}}}]
-users: [{{name: bench, user: {{}}}}]
-contexts: [{{name: bench, context: {{cluster: bench, user: bench}}}}]
-current-context: bench
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +69,9 @@ class BenchNode:
         (own / "cgroup").write_text(cgroup_text)
 
     def fill(self, pods: int = PODS, cores: int = POD_CORES, blocks: int = POD_BLOCKS) -> None:
-        """The 100 pods that hold 5,000 IDs, spread over the cards in turn; or others."""
+        """The 100 pods that hold 5,000 IDs, spread over the cards in turn; or others. Each has a container with 20
+        processes."""
+        containers = Containers(self.state / "cgroup")
         left = {card: [0, 0] for card in range(CARDS)}
         for number in range(pods):
             pod = bench_pod(f"filled-{number:03d}", cores, blocks)
@@ -87,8 +84,23 @@ class BenchNode:
             ports = range(number * POD_FOREIGN, (number + 1) * POD_FOREIGN)
             pod.hold(FOREIGN_RESOURCE, [device(FOREIGN_RESOURCE, f"fabric-port-{n:029d}", numa) for n in ports])
             self.create(pod)
-            self.api.set_pod_status(NAMESPACE, pod.name, running_status())
+            containers.put(pod.uid, range(FIRST_PID + PROCESSES * number, FIRST_PID + PROCESSES * (number + 1)))
+            self.api.set_pod_status(NAMESPACE, pod.name, running_status(containers.id_of(pod.uid)))
             self.kubelet.pods[pod.name] = pod
+        self._write_checkpoint()
+
+    def _write_checkpoint(self) -> None:
+        """What the kubelet has on record: only there does it name pods by UID."""
+        entries = [
+            {
+                "PodUID": pod.uid, "ContainerName": CONTAINER, "ResourceName": resource,
+                "DeviceIDs": {"0": [one.id for one in devices]}, "AllocResp": "",
+            }
+            for pod in self.kubelet.pods.values()
+            for resource, devices in pod.held.items()
+        ]  # fmt: skip
+        text = json.dumps({"Data": {"PodDeviceEntries": entries, "RegisteredDevices": {}}, "Checksum": 0})
+        (self.kubelet.plugin_directory / "kubelet_internal_checkpoint").write_text(text)
 
     def wrong_cards(self) -> list[str]:
         """What is wrong in where pods are, by the kubelet's own records: nothing, one hopes."""
@@ -118,8 +130,7 @@ async def open_node(*, isolation: str = "vcuda") -> AsyncIterator[BenchNode]:
                 "apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE_NAME}, "spec": {},
                 "status": {"nodeInfo": {"kubeletVersion": api.release}},
             })  # fmt: skip
-            kubeconfig = state / "kubeconfig"
-            kubeconfig.write_text(_KUBECONFIG.format(url=api.url))
+            write_kubeconfig(state / "kubeconfig", api.url, api.token)
             (state / "cgroup").mkdir()
             (state / "proc" / "self").mkdir(parents=True)
             (state / "proc" / "self" / "cgroup").write_text("0::/\n")

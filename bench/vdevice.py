@@ -7,11 +7,11 @@ processes are whatever a run needs; sockets, peer credentials and the agent are 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from bench.containers import Containers
 from bench.http2 import dial
 from bench.node import BLOCK_MIB, BLOCKS_PER_CARD, CARDS, POD_BLOCKS, POD_CORES, RESOURCES, BenchNode, open_node
 from bench.pods import CONTAINER, NAMESPACE, BenchPod, bench_pod
@@ -22,6 +22,7 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import CORES_PER_CARD, VCORE_RESOURCE, DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.topology_tree import build_topology
 from gpushare_agent.model.vdevice import decode_config, decode_pids
 from gpushare_agent.services.container_processes import ContainerProcesses
@@ -31,31 +32,12 @@ from gpushare_agent.wire.vcuda import VDeviceRequest
 
 _PRE_START_MS, _REGISTER_MS, _ROUND_MS, _SERVERS_MIB = 10.0, 5.0, 20.0, 20.0
 _SEEN_S, _FREED_S = 0.03, 0.05
-_BETWEEN_CALLS_S = 0.03
-"""A container may register 50 times a second."""
+_BETWEEN_CALLS_S = 0.11
+"""A container may register 10 times a second."""
 _KNOWN_S, _SERVED_S = 5.0, 15.0
 _PROCESSES, _SHARES, _SERVERS = 20, 100, 200
 _FIRST_PID = 100_000
 _NEVER_S = 3600.0
-
-
-class Containers:
-    """The cgroups of containers below `root`, as a runtime names them, with their processes."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def id_of(self, uid: str) -> str:
-        return hashlib.sha256(uid.encode()).hexdigest()
-
-    def text_of(self, uid: str) -> str:
-        """What /proc says of a process in it."""
-        return f"0::/kubepods/burstable/pod{uid}/{self.id_of(uid)}\n"
-
-    def put(self, uid: str, pids: Iterable[int]) -> None:
-        directory = self._root / "kubepods" / "burstable" / f"pod{uid}" / self.id_of(uid)
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in pids))
 
 
 async def pre_start_rows(node: BenchNode, runs: int) -> list[Row]:
@@ -168,7 +150,7 @@ async def round_rows(state: Path, runs: int) -> list[Row]:
         pods=world,
         inventory=lambda: world.inventory,
         driver_version=lambda: "550.54.14",
-        memory_block_mib=BLOCK_MIB,
+        names=ResourceNames(memory_block_mib=BLOCK_MIB),
         processes=processes,
         identify=cgroups.identify_in_thread,
         metrics=world,

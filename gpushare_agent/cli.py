@@ -26,6 +26,14 @@ from gpushare_agent.settings_sources import split_flags
 
 PROGRAM = "gpushare-agent"
 _INTERRUPTED = 130
+_DRIVER_VOLUME_SETTINGS = f"""\
+settings that it uses, each also a variable and a key of the YAML file:
+  --volume-config                  what to collect, and where the volumes go
+  --driver-volume.root             where the host's file system is
+  --driver-volume.control-library  the library that limits shares
+
+All other settings are accepted too; `{PROGRAM} run --help` explains them.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +195,8 @@ def _check(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def _driver_volume(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    parser = _parser("driver-volume", "Collects the driver's libraries and programs for containers to mount.", argv)
+    parser = _parser("driver-volume", "Collects the driver's libraries and programs for containers to mount.", ())
+    parser.epilog = _DRIVER_VOLUME_SETTINGS
     parser.add_argument("--check", action="store_true", help="tell what would be done, and change nothing")
     parser.add_argument("--prune", action="store_true", help="remove old versions that no container has mounted")
     parser.add_argument(
@@ -201,11 +210,33 @@ def _driver_volume(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return driver_volume.run(settings, check=options.check, prune=options.prune, output=options.output)
 
 
+def _cdi(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    from gpushare_agent.apps import cdi
+
+    parser = _parser("cdi", "Names the node's cards for container runtimes by CDI, and tells who names them.", argv)
+    cdi.add_arguments(parser)
+    options, flags = _parse(parser, argv)
+    settings = load_settings(flags, environ).settings
+    setup_logging("error", settings.log.format)  # the report says it all
+    return _run_app(cdi.run(settings, action=options.action, check=options.check, output=options.output))
+
+
 def _vdevice(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Needs no settings: it runs inside a container that has a share."""
     from gpushare_agent import vdevice_client
 
     return vdevice_client.run(argv, environ, program=f"{PROGRAM} vdevice")
+
+
+def _mps(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    parser = _parser("mps", "Keeps NVIDIA's MPS control daemon on this node until SIGTERM or SIGINT.", argv)
+    parser.add_argument("--check", action="store_true", help="ask the daemon once, whoever keeps it: 0 when it serves")
+    options, flags = _parse(parser, argv)
+    settings = load_settings(flags, environ).settings
+    setup_logging("error" if options.check else settings.log.level, settings.log.format)
+    from gpushare_agent.apps import mps_supervisor
+
+    return _run_app(mps_supervisor.check(settings) if options.check else mps_supervisor.run(settings))
 
 
 def _sandbox(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -229,7 +260,9 @@ COMMANDS = (
     Command(name="config", summary="print the settings in effect and where each came from", run=_config),
     Command(name="check", summary="tell what of this node is in place, and the cure for what is not", run=_check),
     Command(name="driver-volume", summary="collect the driver's files for containers to mount", run=_driver_volume),
+    Command(name="cdi", summary="name the cards for container runtimes by CDI, and tell who names them", run=_cdi),
     Command(name="vdevice", summary="inside a container: register, and print its limits and PIDs", run=_vdevice),
+    Command(name="mps", summary="keep NVIDIA's MPS control daemon on this node", run=_mps),
     Command(name="sandbox", summary="try the agent on an embedded node, without a cluster or a GPU", run=_sandbox),
     Command(name="version", summary="print the version", run=_version),
 )

@@ -121,7 +121,7 @@ def _allowed(key: Key, reason: str) -> str:
     """Some fields' rules are in their validator's words, which say more than the type."""
     return (
         reason.removeprefix("is no ")
-        if reason.startswith("is no node name") or "resource name" in reason
+        if reason.startswith(("is no node name", "is no CDI kind")) or "resource name" in reason
         else allowed_text(key)
     )
 

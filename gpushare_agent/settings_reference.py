@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -97,15 +98,34 @@ def allowed_text(key: Key) -> str:
         return "true or false"
     if kind is int:
         return "a whole number" + _bounds(key.field.metadata)
+    if kind is float and not key.name.endswith("_s"):
+        return "a number" + _bounds(key.field.metadata)
     if kind is float:
         return "seconds" + _bounds(key.field.metadata) + ", such as 2, 0.5, 500ms or 1m30s"
+    if words := _words(kind):
+        return "one of " + ", ".join(words)
     if get_origin(kind) is tuple:
+        item = _item(kind)
+        if words := _words(item):
+            return "a comma list of " + ", ".join(words)
+        if item is Path:
+            return "a path, or a comma list of them"
         return "a whole number" + _bounds(_item_metadata(kind)) + ", or a comma list of them"
     if get_origin(kind) is dict:
         return "pairs such as zone=a,rack=7"
     if kind is Path or Path in get_args(kind):
         return "a path"
     return "text"
+
+
+def _words(kind: Any) -> list[str]:
+    """The values of an enumeration."""
+    return [str(word.value) for word in kind] if isinstance(kind, type) and issubclass(kind, StrEnum) else []
+
+
+def _item(kind: Any) -> Any:
+    item = get_args(kind)[0]
+    return get_args(item)[0] if get_origin(item) is Annotated else item
 
 
 def _item_metadata(kind: Any) -> list[Any]:
@@ -127,8 +147,14 @@ def kind_word(key: Key) -> str:
     kind = key.field.annotation
     if get_origin(kind) is Literal:
         return "|".join(word for word in get_args(kind) if word)
+    if words := _words(kind):
+        return "|".join(words)
+    if get_origin(kind) is tuple and (_words(_item(kind)) or _item(kind) is Path):
+        return "PATH[,PATH…]" if _item(kind) is Path else "NAME[,NAME…]"
     if get_origin(kind) in (Union, UnionType) or kind is Path:
         return "PATH"
+    if kind is float and not key.name.endswith("_s"):
+        return "NUMBER"
     names: dict[object, str] = {bool: "true|false", int: "N", float: "SECONDS", tuple: "N[,N…]", dict: "K=V[,K=V…]"}
     return names.get(get_origin(kind) or kind, "TEXT")
 

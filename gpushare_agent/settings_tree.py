@@ -16,8 +16,10 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
 from gpushare_agent.model.names import MEMORY_BLOCK_MIB, VCORE_RESOURCE, VMEMORY_RESOURCE
-from gpushare_agent.settings_values import Count, GivenPath, OptionalPath, Seconds, comma_list, pairs_of
+from gpushare_agent.settings_isolation import CdiSettings, GpushareSettings, HamiCoreSettings, MpsSettings
+from gpushare_agent.settings_values import Count, GivenPath, OptionalPath, Seconds, comma_list, pairs_of, resource_name
 
 ALIASES = {
     "hostname-override": "node_name",
@@ -33,14 +35,12 @@ ALIASES = {
     "container-runtime-endpoint": "runtime.endpoint",
     "runtime-request-timeout": "runtime.request_timeout_s",
     "cgroup-driver": "runtime.cgroup_driver",
+    "mps-pipe": "mps.pipe_directory",
     "query-addr": "web.addr",
     "query-port": "web.port",
 }
-"""Flag name -> dotted key, beside the flag that every key has: gpu-manager's names, and short ones for the simulation."""
+"""Flag name -> dotted key, beside the flag that every key has: gpu-manager's and GPUShare's names, and short ones."""
 
-_RESOURCE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
-MAX_RESOURCE_NAME_CHARS = 127
-"""Kubernetes allows longer ones; the scanner of the kubelet's answers (kit/wire_scan.py) reads a one-byte length."""
 _NODE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
 
@@ -105,14 +105,7 @@ class ResourceSettings(_Section):
     @field_validator("vcore", "vmemory")
     @classmethod
     def _is_resource_name(cls, value: str) -> str:
-        if not _RESOURCE_NAME.fullmatch(value):
-            raise ValueError("is no resource name such as tencent.com/vcuda-core")
-        if len(value) > MAX_RESOURCE_NAME_CHARS:
-            raise ValueError(
-                f"is a resource name of {len(value)} characters, but this agent takes at most {MAX_RESOURCE_NAME_CHARS};"
-                " choose a shorter one"
-            )
-        return value
+        return resource_name(value)
 
     @model_validator(mode="after")
     def _differ(self) -> Self:
@@ -287,10 +280,22 @@ class Settings(BaseSettings):
         default="nvml",
         description="Where cards come from: NVML (also called nvidia), or simulated for nodes without any.",
     )
-    isolation: Literal["vcuda", "none"] = Field(
-        default="vcuda",
+    isolation: IsolationName = Field(
+        default=IsolationName.VCUDA,
         description="What keeps a container to its share (docs/isolation.md). vcuda: TKEStack's library in the driver"
-        " directory, which reads its limits from /etc/vcuda. none: nothing, containers see their cards and are trusted.",
+        " directory, which reads its limits from /etc/vcuda. mps: NVIDIA MPS. hami-core: HAMi-core's library. none: nothing,"
+        " containers see their cards and are trusted.",
+    )
+    isolations_allowed: Annotated[tuple[IsolationName, ...], BeforeValidator(comma_list)] = Field(
+        default=(),
+        description="Further isolations that a pod may choose with the annotation tencent.com/gpu-isolation, comma list."
+        " Empty: none but the node's own.",
+    )
+    device_list_strategy: Annotated[tuple[DeviceListStrategy, ...], BeforeValidator(comma_list)] = Field(
+        default=(DeviceListStrategy.ENVVAR, DeviceListStrategy.DEVICE_NODES),
+        min_length=1,
+        description="How containers get their cards' devices, comma list (docs/device-lists.md): envvar, volume-mounts,"
+        " device-nodes, cdi-annotations, cdi-cri.",
     )
     fail_on_init_error: bool = Field(
         default=True,
@@ -329,10 +334,26 @@ class Settings(BaseSettings):
     allocation: AllocationSettings = AllocationSettings()
     virtual_manager: VirtualManagerSettings = VirtualManagerSettings()
     driver_volume: DriverVolumeSettings = DriverVolumeSettings()
+    mps: MpsSettings = MpsSettings()
+    hami_core: HamiCoreSettings = HamiCoreSettings()
+    cdi: CdiSettings = CdiSettings()
+    gpushare: GpushareSettings = GpushareSettings()
     runtime: RuntimeSettings = RuntimeSettings()
     web: WebSettings = WebSettings()
     health: HealthSettings = HealthSettings()
     log: LogSettings = LogSettings()
+
+    @property
+    def isolations_in_use(self) -> frozenset[IsolationName]:
+        """The node's own, and those that pods may choose."""
+        return frozenset({self.isolation, *self.isolations_allowed})
+
+    @model_validator(mode="after")
+    def _resources_differ(self) -> Self:
+        shared, count = self.gpushare.resource, self.gpushare.count_resource
+        if len({self.resources.vcore, self.resources.vmemory, shared, count}) < 4:
+            raise ValueError("the names of gpushare and of resources must all differ")
+        return self
 
     @field_validator("node_name")
     @classmethod

@@ -61,6 +61,23 @@ def pairs_of(value: object) -> object:
     return {key.strip(): item.strip() for key, _, item in pairs}
 
 
+_RESOURCE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+MAX_RESOURCE_NAME_CHARS = 127
+"""Kubernetes allows longer ones; the scanner of the kubelet's answers (kit/wire_scan.py) reads a one-byte length."""
+
+
+def resource_name(value: str) -> str:
+    """A qualified name. Raises ValueError."""
+    if not _RESOURCE_NAME.fullmatch(value):
+        raise ValueError("is no resource name such as tencent.com/vcuda-core")
+    if len(value) > MAX_RESOURCE_NAME_CHARS:
+        raise ValueError(
+            f"is a resource name of {len(value)} characters, but this agent takes at most {MAX_RESOURCE_NAME_CHARS};"
+            " choose a shorter one"
+        )
+    return value
+
+
 def _empty_is_none(value: object) -> object:
     return None if value == "" else value
 

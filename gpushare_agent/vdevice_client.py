@@ -125,7 +125,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str], *, program: str) -> int
     if options.output == "json":
         _print(as_json(found, own_pid=pid, is_registered=is_registered))
     else:
-        _print(as_text(found, own_pid=pid, is_registered=is_registered))
+        _print(as_text(found, own_pid=pid, is_registered=is_registered if options.register else None))
     if options.watch is not None:
         _watch(directory, found, interval_s=options.watch, is_json=options.output == "json", own_pid=pid)
     return code
@@ -154,8 +154,8 @@ def _parse(argv: Sequence[str], environ: Mapping[str, str], program: str) -> arg
     )
     parser.add_argument(
         "--addr",
-        type=Path,
-        default=Path(environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS),
+        type=_address,
+        default=environ.get(ADDRESS_VARIABLE) or str(DEFAULT_ADDRESS),  # a text, so that it is checked as a flag is
         help=f"the vDevice socket, or its directory (default: {ADDRESS_VARIABLE}, else {DEFAULT_ADDRESS})",
     )
     parser.add_argument("--bus-id", default="", help="PCI bus ID; usually empty")
@@ -182,8 +182,34 @@ def _parse(argv: Sequence[str], environ: Mapping[str, str], program: str) -> arg
     if options.cont_id and not is_container_id(options.cont_id):
         parser.error("--cont-id must be 64 hexadecimal digits in lower case")
     if options.addr.is_dir():
+        if containers := _containers_in(options.addr):
+            parser.error(f"{options.addr} is a pod's directory; name one of its containers: {', '.join(containers)}")
         options.addr /= SOCKET_NAME
+    elif options.addr.is_file():
+        parser.error(f"{options.addr} is a plain file; --addr names the vDevice socket, or the directory that it is in")
     return options
+
+
+def _address(text: str) -> Path:
+    if not text or "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no path; it names the vDevice socket or its directory, such as {DEFAULT_ADDRESS}"
+        )
+    return Path(text)
+
+
+def _containers_in(directory: Path) -> list[str]:
+    """Of a pod's directory; a container's own has the files, and none but copies for container IDs below."""
+    try:
+        if (directory / CONFIG_NAME).exists():
+            return []
+        return sorted(
+            child.name
+            for child in directory.iterdir()
+            if (child / CONFIG_NAME).exists() and not is_container_id(child.name)
+        )
+    except OSError:  # reading the files tells it better
+        return []
 
 
 def _interval(text: str) -> float:

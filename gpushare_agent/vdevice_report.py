@@ -32,7 +32,8 @@ def as_json(found: VDevice, *, own_pid: int | None, is_registered: bool | None) 
     return json.dumps(document, sort_keys=True) + "\n"
 
 
-def as_text(found: VDevice, *, own_pid: int | None, is_registered: bool) -> str:
+def as_text(found: VDevice, *, own_pid: int | None, is_registered: bool | None) -> str:
+    """`is_registered` is None where that was not tried, False where it failed."""
     rows = (*_limits(found.config), ("pids", _numbers(found.pids)), ("own pid", _own(found, own_pid, is_registered)))
     return "".join(f"{name:<11} {value}\n" for name, value in rows)
 
@@ -55,7 +56,7 @@ def _limits(config: VDeviceConfig) -> tuple[tuple[str, str], ...]:
         ("container", config.container),
         ("bus id", config.bus_id or "-"),
         ("cores", f"{config.utilization} %"),
-        ("core limit", f"{config.limit} %" if config.limit else "none"),
+        ("core limit", _ceiling(config)),
         ("hard limit", "yes" if config.hard_limit else "no"),
         ("memory", f"{config.memory_bytes / _MIB:g} MiB"),
         ("driver", f"{config.driver[0]}.{config.driver[1]}"),
@@ -63,7 +64,13 @@ def _limits(config: VDeviceConfig) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _own(found: VDevice, own_pid: int | None, is_registered: bool) -> str:
+def _ceiling(config: VDeviceConfig) -> str:
+    if not config.limit:
+        return "none"
+    return f"{config.limit} %" + (", no more than its cores" if config.limit == config.utilization else "")
+
+
+def _own(found: VDevice, own_pid: int | None, is_registered: bool | None) -> str:
     if own_pid is None:
         return "not to be known: this process is in a PID namespace of its own, and the PIDs above are the host's"
     if own_pid in found.pids:
@@ -72,7 +79,9 @@ def _own(found: VDevice, own_pid: int | None, is_registered: bool) -> str:
         return (
             f"{own_pid}, NOT listed: it is not in this container's cgroup, or the agent cannot see the host's processes"
         )
-    return f"{own_pid}, not listed: the agent looks every second, and at once when a process registers"
+    if is_registered is None:
+        return f"{own_pid}, not listed: it is no process of this container, or began within the last second"
+    return f"{own_pid}, not listed: it could not be registered (above), and the agent that keeps the list may be away"
 
 
 def _numbers(pids: Iterable[int]) -> str:

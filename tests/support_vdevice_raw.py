@@ -34,11 +34,11 @@ CALLS_AT_ONCE = 16
 
 _HEADERS_FRAME, _DATA_FRAME, _SETTINGS_FRAME = 1, 0, 4
 _END_STREAM, _END_HEADERS = 1, 4
-_FIELDS = (
+FIELDS = (
     (":method", "POST"), (":scheme", "http"), (":path", METHOD), (":authority", "x"), ("te", "trailers"),
     ("content-type", "application/grpc"),
 )  # fmt: skip
-_BLOCK = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*field) for field in _FIELDS])
+_BLOCK = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*field) for field in FIELDS])
 OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0])
 """What a client begins its connection with."""
 
@@ -199,7 +199,7 @@ class RawClient:
 
     def begin(self, *headers: tuple[str, str]) -> int:
         stream_id = self.h2.get_next_available_stream_id()
-        self.h2.send_headers(stream_id, [*_FIELDS, *headers])
+        self.h2.send_headers(stream_id, [*FIELDS, *headers])
         return stream_id
 
     def call(self, message: bytes = REQUEST) -> int:

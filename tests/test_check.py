@@ -171,6 +171,16 @@ async def test_named_files_are_read(short_dir: Path) -> None:
     assert "--extra-config" in found.cure
 
 
+async def test_a_volume_config_that_cannot_be_read_is_told_once(short_dir: Path) -> None:
+    """And the cure is not to do without it, for then shares would not be kept."""
+    async with complete_node(short_dir) as node:
+        (found,) = not_ok(await check_node(node.settings(f"--volume-config={short_dir}/none.conf")))
+        assert (found.what, found.level) == ("driver directory", Level.ERROR)
+        assert "cannot be left out" in found.cure
+        named = node.settings(f"--volume-config={short_dir}/none.conf", "--isolation=none")
+        assert [found.what for found in not_ok(await check_node(named))] == ["file"]
+
+
 async def test_a_long_device_plugin_path_is_told(short_dir: Path) -> None:
     """A socket's path has room for 107 bytes."""
     long = short_dir / ("x" * 100)

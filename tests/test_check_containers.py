@@ -168,8 +168,8 @@ async def test_an_installed_driver_directory_is_ok_with_its_version(short_dir: P
     install(short_dir, "origin", libcuda="libcuda.so.535.104.05")
     shared, whole = await driver_directory(short_dir, write_volumes(short_dir, "nvidia", "origin"))
     assert (shared.level, whole.level) == (Level.OK, Level.OK)
-    assert shared.detail.endswith("driver 535.104.5, behind libcuda-control.so")
-    assert whole.detail.endswith("driver 535.104.5")
+    assert shared.detail.endswith("driver 535.104.05, behind libcuda-control.so")
+    assert whole.detail.endswith("driver 535.104.05")
 
 
 async def test_what_driver_volume_installs_is_found_ok(short_dir: Path) -> None:
@@ -183,7 +183,7 @@ async def test_what_driver_volume_installs_is_found_ok(short_dir: Path) -> None:
     ended = await run_program(*host.arguments())
     assert ended.code == 0, ended.err
     after = await driver_directory(short_dir, *flags)
-    assert [(found.level, "driver 535.104.5" in found.detail) for found in after] == [(Level.OK, True)] * 2
+    assert [(found.level, "driver 535.104.05" in found.detail) for found in after] == [(Level.OK, True)] * 2
 
 
 async def test_a_driver_directory_that_is_not_installed_tells_whether_it_can_be(short_dir: Path) -> None:
@@ -195,6 +195,7 @@ async def test_a_driver_directory_that_is_not_installed_tells_whether_it_can_be(
     (short_dir / "volume.conf").write_text("{")
     (found,) = await driver_directory(short_dir, f"--volume-config={short_dir / 'volume.conf'}")
     assert found.level is Level.ERROR
+    assert "it cannot be left out: without it shares are not enforced" in found.cure
     for flags in ([], [write_volumes(short_dir, "nvidia")]):
         (found,) = await driver_directory(short_dir, "--driver=simulated", *flags)
         assert (found.level, "simulated cards" in found.detail) == (Level.OK, True)

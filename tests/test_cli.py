@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from gpushare_agent import __version__
 from gpushare_agent.cli import main
 from gpushare_agent.settings import load_settings
 from gpushare_agent.settings_reference import all_keys
+from gpushare_agent.settings_sources import read_flags
 from tests.support_settings import DEADLINE_S, clean_environment, run_program
 
 SLOW_LIBRARIES = ("kubernetes_asyncio", "aiohttp", "pynvml", "yaml", "rich.live", "grpclib")
@@ -52,6 +54,20 @@ def test_help_teaches_and_ends_with_0(argv: list[str], capsys: pytest.CaptureFix
         for key in all_keys():
             assert f"--{key.flag}" in out
             assert key.variable in out
+
+
+def test_the_help_of_driver_volume_tells_the_settings_that_it_uses(capsys: pytest.CaptureFixture[str]) -> None:
+    """And not all of them: its own three options would be lost in between."""
+    assert main(["driver-volume", "--help"], {}) == 0
+    text = capsys.readouterr().out
+    (used,) = re.findall(r"settings that it uses.*?\n\n", text, flags=re.S)
+    assert read_flags([f"{flag}=x" for flag in re.findall(r"--[a-z.-]+", used)]).given.keys() == {
+        "volume_config",
+        "driver_volume.root",
+        "driver_volume.control_library",
+    }
+    assert "--prune" in text
+    assert len(text.splitlines()) < 30
 
 
 def test_the_help_of_vdevice_tells_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from gpushare_agent.apps.driver_volume import configured_volumes
 from gpushare_agent.apps.installed_driver import installed_driver_version
 from gpushare_agent.settings import load_settings
-from tests.support_driver import FakeHost
+from tests.support_driver import FakeHost, tree_of
 from tests.support_settings import Ended, run_program
 
 
@@ -39,7 +39,7 @@ async def test_both_volumes_are_made_and_the_report_says_what_was_linked(host: F
     document = await run_json(host)
     assert document["errors"] == 0
     shared, origin = document["volumes"]
-    assert (shared["name"], shared["state"], shared["driver_version"]) == ("nvidia", "made", "535.104.5")
+    assert (shared["name"], shared["state"], shared["driver_version"]) == ("nvidia", "made", "535.104.05")
     assert shared["links"]["lib64/libcuda.so.1"] == "libcuda-control.so"
     assert origin["links"]["lib64/libcuda.so.1"] == "libcuda.so.535.104.05"
     assert shared["files"]["lib64/libcuda-control.so"] == str(host.control)
@@ -57,7 +57,7 @@ async def test_the_text_says_the_same_and_the_second_run_changes_nothing(host: F
     """One line a file; `unchanged` when all is in force."""
     first = await run(host)
     assert first.code == 0, first.err
-    assert "volume nvidia: made, driver 535.104.5" in first.out
+    assert "volume nvidia: made, driver 535.104.05" in first.out
     assert f"lib64/libcuda.so.535.104.05 <- {host.library('libcuda')}" in first.out
     assert "link       lib64/libcuda.so.1 <- libcuda-control.so" in first.out
     second = await run(host)
@@ -129,6 +129,39 @@ async def test_prune_removes_the_versions_before(host: FakeHost) -> None:
         assert Path(old["version"]).exists() == bool(report["kept"])
         assert bool(report["kept"]) == any("no old version was removed" in warning for warning in report["warnings"])
     assert all(Path(report["version"]).is_dir() for report in second["volumes"])
+
+
+async def test_prune_works_where_a_volume_cannot_be_made_and_check_tells_what_it_would_do(host: FakeHost) -> None:
+    """As on a host, which has no control library: exit code 1 for that volume, and the old version goes all the same."""
+    old = (await run_json(host))["volumes"][0]
+    host.library("libcuda").unlink()
+    host.add_library("libcuda", "550.54.14")
+    new = (await run_json(host))["volumes"][0]
+    host.control.unlink()
+    looked = (await run_json(host, "--check", "--prune", code=1))["volumes"][0]
+    name = Path(old["version"]).name
+    assert (looked["state"], looked["removed"]) == ("failed", [])
+    assert Path(old["version"]).is_dir()
+    pruned = (await run_json(host, "--prune", code=1))["volumes"][0]
+    assert str(host.control) in pruned["error"]
+    assert (looked["would_remove"], looked["kept"]) == (pruned["removed"], pruned["kept"])
+    assert (pruned["removed"], pruned["kept"]) in (([name], []), ([], [name])), "the latter where mounts are hidden"
+    assert Path(old["version"]).exists() == bool(pruned["kept"])
+    assert Path(new["version"]).is_dir()
+
+
+async def test_check_and_prune_together_write_nothing(host: FakeHost) -> None:
+    """What would go has a line of its own."""
+    old = (await run_json(host))["volumes"][0]
+    host.library("libcuda").unlink()
+    host.add_library("libcuda", "550.54.14")
+    await run_json(host)
+    before = tree_of(host.base)
+    ended = await run(host, "--check", "--prune")
+    assert ended.code == 0, ended.err
+    name = Path(old["version"]).name
+    assert f"  to remove  {name}\n" in ended.out or f"  in use     {name}\n" in ended.out
+    assert tree_of(host.base) == before
 
 
 async def test_a_mistake_in_the_volume_config_is_one_line(host: FakeHost) -> None:

@@ -28,7 +28,11 @@ from tests.support_manifests import (
 
 COMPONENTS = {
     "cgroup-v1",
+    "driver-container",
+    "gpushare",
+    "hami-core",
     "isolation-none",
+    "mps",
     "prune-driver-volume",
     "runtime-socket",
     "whole-kubelet-directory",
@@ -49,7 +53,8 @@ def test_every_file_of_a_component_is_listed_and_patches_what_the_base_has() -> 
         (component,) = documents(f"components/{directory.name}/kustomization.yaml")
         assert component["kind"] == "Component"
         files = {patch["path"] for patch in component["patches"]}
-        assert files | {"kustomization.yaml"} == {path.name for path in directory.iterdir()}
+        added = set(component.get("resources", ()))
+        assert files | added | {"kustomization.yaml"} == {path.name for path in directory.iterdir()}
         for file in files:
             (patch,) = documents(f"components/{directory.name}/{file}")
             assert (patch["kind"], patch["metadata"]["name"]) in base
@@ -106,6 +111,66 @@ def test_the_component_isolation_none_takes_away_all_that_isolation_brought() ->
     }
 
 
+def test_the_component_hami_core_mounts_what_its_settings_name_and_takes_vcuda_away() -> None:
+    """The library for reading, the caches for writing, both under the host's paths, which Allocate answers name."""
+    spec = patched("components/hami-core/hami-core.yaml")
+    settings = effective_settings(spec)
+    assert settings.isolation == "hami-core"
+    assert "hostPID" not in spec and spec["initContainers"] == []
+    assert volumes_are_those_mounted(spec)
+    mounts = host_mounts(spec["containers"][0], spec)
+    library, own = mount_of(settings.hami_core.library, mounts), mounts[settings.hami_core.directory]
+    assert library["readOnly"] and library["host"] == str(settings.hami_core.library.parent)
+    assert not own.get("readOnly") and own["host"] == str(settings.hami_core.directory)
+    assert [path for path in mounts if path.is_relative_to("/etc/gpu-manager")] == [settings.hami_core.directory]
+
+
+def test_the_component_mps_mounts_the_daemons_directory_and_takes_vcuda_away() -> None:
+    """Under the host's path, which Allocate answers name."""
+    spec = patched("components/mps/mps.yaml")
+    settings = effective_settings(spec)
+    assert settings.isolation == "mps"
+    assert "hostPID" not in spec and spec["initContainers"] == []
+    assert volumes_are_those_mounted(spec)
+    mounts = host_mounts(spec["containers"][0], spec)
+    directory = settings.mps.pipe_directory.parent
+    assert mount_of(settings.mps.pipe_directory, mounts)["host"] == str(directory) and directory in mounts
+    assert not [path for path in mounts if path.is_relative_to("/etc/gpu-manager")]
+
+
+def test_the_mps_daemon_is_at_the_place_where_the_component_looks_for_it() -> None:
+    """Same directories, the host's shared memory, the user and the PIDs that it needs, and no update that ends clients."""
+    (found,) = documents("mps-daemon/daemonset.yaml")
+    spec = found["spec"]["template"]["spec"]
+    assert found["spec"]["updateStrategy"] == {"type": "OnDelete"} and spec["hostPID"] is True
+    (container,) = spec["containers"]
+    environ = {name: value for name, value in variables(container).items() if name.startswith("GPUSHARE_")}
+    settings = load_settings([], environ).settings
+    mounts = host_mounts(container, spec)
+    for path in (settings.mps.pipe_directory, settings.mps.log_directory, settings.mps.shm_directory):
+        mount = mount_of(path, mounts)
+        assert mount["mountPath"] == mount["host"] and not mount.get("readOnly")
+    assert settings.mps == effective_settings(patched("components/mps/mps.yaml")).mps
+    assert spec["terminationGracePeriodSeconds"] >= settings.mps.drain_timeout_s + 3 * settings.mps.command_timeout_s
+    assert volumes_are_those_mounted(spec)
+    (own,) = documents("mps-daemon/kustomization.yaml")
+    (base,) = documents("base/kustomization.yaml")
+    assert own["images"] == base["images"] and own["namespace"] == base["namespace"]
+
+
+def test_the_component_driver_container_collects_from_the_drivers_own_root() -> None:
+    """The init container's setting names the only place of the host that it still reads; the agent is as before."""
+    spec = patched("components/driver-container/driver-root.yaml")
+    assert volumes_are_those_mounted(spec)
+    (init,), (agent,) = spec["initContainers"], spec["containers"]
+    environ = variables(init) | {"GPUSHARE_CONFIG": str(MANIFESTS / "base/settings.yaml")}
+    root = load_settings([], environ).settings.driver_volume.root
+    mounts = host_mounts(init, spec)
+    assert set(mounts) == {root, Path("/etc/gpu-manager/vdriver")}
+    assert (mounts[root]["host"], mounts[root]["readOnly"]) == ("/run/nvidia/driver", True)
+    assert agent == pod_spec()["containers"][0]
+
+
 def test_the_component_cgroup_v1_gives_the_host_pids_back_behind_isolation_none() -> None:
     """Under cgroup v1 a force-deleted pod's processes are seen in no other way."""
     spec = patched("components/isolation-none/none.yaml", "components/cgroup-v1/host-pid.yaml")
@@ -154,7 +219,15 @@ def test_the_simulated_overlay_needs_no_driver() -> None:
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl, which has kustomize in it, is not installed")
-@pytest.mark.parametrize("components", [(), ("isolation-none", "cgroup-v1"), ("runtime-socket", "prune-driver-volume")])
+@pytest.mark.parametrize(
+    "components",
+    [
+        (),
+        ("isolation-none", "cgroup-v1"),
+        ("runtime-socket", "prune-driver-volume"),
+        ("driver-container", "prune-driver-volume"),
+    ],
+)
 def test_kustomize_makes_the_pod_that_these_tests_looked_at(components: tuple[str, ...], tmp_path: Path) -> None:
     """The merge above is ours; where kustomize is at hand it must say the same."""
     shutil.copytree(MANIFESTS, tmp_path / "manifests")

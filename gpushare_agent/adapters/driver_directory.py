@@ -114,19 +114,35 @@ class DriverDirectory:
                 return (), ()
             with self._locked():
                 self._clear_leftovers()
-                current = self._current(name)
-                old = [
-                    path.name
-                    for path in sorted(self._versions.iterdir())
-                    if path.name.startswith(f"{name.value}-") and (current is None or path.name != current.name)
-                ]
-                kept = tuple(version for version in old if is_in_use(version))
-                removed = tuple(version for version in old if version not in kept)
+                removed, kept = self._sorted_out(name, is_in_use)
                 for version in removed:
                     aside = self._versions / f"{_REMOVED}{version}"
                     (self._versions / version).rename(aside)  # a version has its name only while it is whole
                     shutil.rmtree(aside)
                 return removed, kept
+
+    def would_prune(
+        self, name: VolumeName, is_in_use: Callable[[str], bool]
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What prune() would remove now, and keep as in use. Only looks.
+
+        Raises:
+            StartupError: the directory cannot be read.
+        """
+        with _named_errors(f"looking for old versions below {self._versions}"):
+            return self._sorted_out(name, is_in_use) if self._versions.is_dir() else ((), ())
+
+    def _sorted_out(
+        self, name: VolumeName, is_in_use: Callable[[str], bool]
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        current = self._current(name)
+        old = [
+            path.name
+            for path in sorted(self._versions.iterdir())
+            if path.name.startswith(f"{name.value}-") and (current is None or path.name != current.name)
+        ]
+        kept = tuple(version for version in old if is_in_use(version))
+        return tuple(version for version in old if version not in kept), kept
 
     def _current(self, name: VolumeName) -> Path | None:
         """The version in force; None before the first, and for a directory that is not ours."""

@@ -98,15 +98,19 @@ class RuntimeClient:
         endpoint, answer = await self._call("Version", v1.VersionRequest(version="v1"), v1.VersionResponse)
         return RuntimeVersion(name=answer.runtime_name, version=answer.runtime_version, endpoint=str(endpoint))
 
-    async def containers(self) -> list[RuntimeContainer]:
-        """Containers of pods in every state, by namespace, pod, container, attempt; those of no pod are left out.
+    async def containers(self, *, only_running: bool = False) -> list[RuntimeContainer]:
+        """Containers of pods, all or the running ones, by namespace, pod, container, attempt; those of no pod are left out.
 
         Raises:
             Unavailable: the runtime is away or does not answer in time.
             Rejected: no CRI v1 there.
             Corrupt: the answer is no such message, too large, or names what cannot be an ID.
         """
-        endpoint, answer = await self._call("ListContainers", v1.ListContainersRequest(), v1.ListContainersResponse)
+        request = v1.ListContainersRequest()
+        if only_running:
+            running = v1.ContainerStateValue(state=v1.ContainerState.CONTAINER_RUNNING)
+            request.filter = v1.ContainerFilter(state=running)
+        endpoint, answer = await self._call("ListContainers", request, v1.ListContainersResponse)
         if len(answer.containers) > MAX_CONTAINERS:
             raise Corrupt(f"the runtime at {endpoint} lists {len(answer.containers)} containers, over {MAX_CONTAINERS}")
         found = [_container(raw, endpoint) for raw in answer.containers if LABEL_POD_UID in raw.labels]

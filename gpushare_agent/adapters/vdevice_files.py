@@ -7,7 +7,7 @@ the old content or the new, never a part. No fsync: after a reboot the PIDs are 
 what they should hold before the container starts again, so a torn file is rewritten, and the disk is spared.
 
 The calls block for some system calls each and may come from several threads; a lock keeps them apart. State owned: none
-but the files. Source of the layout: docs/formats.md, section 2.
+but the files. Source of the layout: docs/formats.md, section 5.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import stat
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 
 import structlog
@@ -66,6 +67,7 @@ class VDeviceFiles:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._root_text = str(root)
         self._lock = threading.Lock()
 
     def path(self, key: ContainerKey) -> Path:
@@ -76,6 +78,10 @@ class VDeviceFiles:
         """
         _check(key)
         return self.root / key.pod_uid / key.container
+
+    def _text_path(self, key: ContainerKey) -> str:
+        """As `path`, for what is done for every container every second."""
+        return f"{self._root_text}/{_below_root(key)}"
 
     def prepare(self, key: ContainerKey) -> None:
         """Makes the container's directory and clears what a killed agent left half-written in it.
@@ -127,8 +133,8 @@ class VDeviceFiles:
 
     def stamps(self, key: ContainerKey) -> tuple[FileIdentity | None, FileIdentity | None]:
         """What lies at vcuda.config and pids.config: the same as at the last look, if nobody else has been there. Cheap."""
-        path = self.path(key)
-        return file_identity(path / CONFIG_NAME), file_identity(path / PIDS_NAME)
+        directory = self._text_path(key)
+        return file_identity(f"{directory}/{CONFIG_NAME}"), file_identity(f"{directory}/{PIDS_NAME}")
 
     def copy_for_id(self, key: ContainerKey, container_id: str) -> None:
         """Makes `<container id>/` with the same two files, which later writes keep up; an earlier instance's is removed.
@@ -152,16 +158,22 @@ class VDeviceFiles:
                     replace_file(copy, name, content)
 
     def remove_pod(self, uid: PodUid) -> bool:
-        """Removes all of a pod; whether there was anything. A link is removed, not what it leads to.
+        """Removes all of a pod; whether there was anything. A link is removed, not what it leads to. Where something lies in
+        there that the agent never makes, it is not the agent's directory and stays as it is.
 
         Raises:
-            Rejected: no pod UID.
+            Rejected: no pod UID, or a foreign entry.
             Unavailable: the file system refuses, or something is mounted in there; what is left is tried again.
         """
         _check(ContainerKey(uid, "x"))
         with self._step("removing", self.root / uid):
             try:
                 with self._open_root() as root:
+                    if foreign := _foreign_entry(root, uid):
+                        raise Rejected(
+                            f"{self.root / foreign} is nothing that the agent makes, so {uid} is not removed: is the "
+                            "setting virtual_manager.path right?"
+                        )
                     remove_tree(root, uid)
             except FileNotFoundError:
                 return False
@@ -182,6 +194,15 @@ class VDeviceFiles:
             except FileNotFoundError:
                 return {}
         return found
+
+    def pod_names(self) -> tuple[PodUid, ...]:
+        """The pods that have an entry. Raises Unavailable."""
+        with self._step("listing", self.root):
+            try:
+                with self._open_root() as root:
+                    return tuple(PodUid(name) for name in names_in(root) if is_pod_uid(name))
+            except FileNotFoundError:
+                return ()
 
     def bind_socket(self, key: ContainerKey) -> tuple[socket.socket, FileIdentity]:
         """Binds vcuda.sock, open to all, in place of whatever lies there; the socket (not listening yet) and its identity.
@@ -207,7 +228,7 @@ class VDeviceFiles:
 
     def has_socket(self, key: ContainerKey, identity: FileIdentity) -> bool:
         """Whether vcuda.sock still is this one: whoever connects to it reaches its server. Cheap: asked every second."""
-        return file_identity(self.path(key) / SOCKET_NAME) == identity
+        return file_identity(f"{self._text_path(key)}/{SOCKET_NAME}") == identity
 
     def remove_socket(self, key: ContainerKey, identity: FileIdentity) -> None:
         """Removes vcuda.sock if it still is this one.
@@ -267,6 +288,13 @@ class VDeviceFiles:
                 ) from e
 
 
+@lru_cache(maxsize=8192)
+def _below_root(key: ContainerKey) -> str:
+    """Raises Rejected."""
+    _check(key)
+    return f"{key.pod_uid}/{key.container}"
+
+
 def _check(key: ContainerKey) -> None:
     if not is_pod_uid(key.pod_uid) or not is_container_name(key.container):
         raise Rejected(
@@ -300,6 +328,37 @@ def _clear_half_written(directory: int) -> None:
 
 def _copies(directory: int) -> list[str]:
     return sorted(filter(is_container_id, names_in(directory)))
+
+
+def _foreign_entry(root: int, pod: str) -> str | None:
+    """The first entry of a pod's directory that the agent never makes, as a path below the root."""
+    own = {SOCKET_NAME, CONFIG_NAME, PIDS_NAME}
+    for container, entry in _entries(root, pod):
+        path = f"{pod}/{container}" + (f"/{entry}" if entry else "")
+        if not is_container_name(container):
+            return path
+        if entry and entry not in own and not entry.startswith(NEW_PREFIX) and not is_container_id(entry):
+            return path
+    return None
+
+
+def _entries(root: int, pod: str) -> Iterator[tuple[str, str]]:
+    """What lies in a pod's directory and one below; nothing where the pod's own entry is no directory."""
+    try:
+        with opened(pod, root, DIRECTORY) as directory:
+            for container in names_in(directory):
+                status = status_of(directory, container)
+                if status is not None and stat.S_ISREG(status.st_mode):
+                    yield f"{container} (a file)", ""
+                yield container, ""
+                with suppress(NotADirectoryError, OSError), opened(container, directory, DIRECTORY) as inner:
+                    for entry in names_in(inner):
+                        yield container, entry
+    except NotADirectoryError:
+        return
+    except OSError as e:
+        if e.errno != errno.ELOOP:  # a link is no directory either
+            raise
 
 
 def _containers(root: int, pod: str) -> tuple[str, ...]:

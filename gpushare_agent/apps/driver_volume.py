@@ -1,11 +1,13 @@
 """`gpushare-agent driver-volume`: collects the driver's files of this host into the volumes that containers mount.
 
 Runs before the agent serves (as an init container, say) and after each update of the driver. A volume that cannot be made
-does not keep the other from being made; what was in force before stays. docs/driver-volume.md tells operators more.
+does not keep the other from being made, nor old versions from being removed; what was in force before stays.
+docs/driver-volume.md tells operators more.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -18,7 +20,7 @@ from gpushare_agent.adapters.driver_directory import DriverDirectory
 from gpushare_agent.adapters.driver_libraries import DriverLibraries, host_machine, read_control_library
 from gpushare_agent.adapters.mounts import read_mounted_directories
 from gpushare_agent.adapters.volume_config import read_volume_config
-from gpushare_agent.decisions.driver_volume import plan_volume
+from gpushare_agent.decisions.driver_volume import driver_version_text, plan_volume
 from gpushare_agent.model.driver_volumes import DriverVolume, VolumeName, VolumePlan, VolumeRefused
 from gpushare_agent.model.errors import AgentError, StartupError
 from gpushare_agent.settings import Settings
@@ -42,6 +44,7 @@ class VolumeReport:
     files: dict[str, str] = field(default_factory=dict)
     links: dict[str, str] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
+    would_remove: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     error: str = ""
@@ -85,35 +88,51 @@ def plan_of(settings: Settings, volume: DriverVolume) -> VolumePlan:
 def _volume_report(settings: Settings, volume: DriverVolume, *, check: bool, prune: bool) -> VolumeReport:
     report = VolumeReport(name=volume.name.value, directory=str(volume.directory))
     directory = DriverDirectory(volume.base)
+    errors: list[str] = []
     try:
-        plan = plan_of(settings, volume)
-        report.warnings += plan.warnings
-        report.driver_version = ".".join(map(str, plan.driver_version or ()))
-        report.files = {file.target: str(file.source) for file in plan.files}
-        report.links = {link.target: link.points_to for link in plan.links}
-        if check:
-            report.state = "unchanged" if directory.is_in_force(plan, _progress(volume)) else "would change"
-            return report
-        installed = directory.install(plan, _progress(volume))
-        report.version = str(installed.version)
-        report.hard_linked, report.copied = list(installed.taken.hard_linked), list(installed.taken.copied)
-        report.state = "made" if installed.changed else "unchanged"
-        if prune:
-            _prune(directory, volume, report)
+        _make(settings, directory, volume, report, check=check)
     except AgentError as error:
-        report.error = str(error)
+        errors.append(str(error))
+    if prune:  # also where making failed, as on the host itself, which has no control library: what is in force stays
+        try:
+            _prune(directory, volume, report, check=check)
+        except AgentError as error:
+            errors.append(str(error))
+    report.error = "; ".join(errors)
     return report
 
 
-def _prune(directory: DriverDirectory, volume: DriverVolume, report: VolumeReport) -> None:
-    mounted = read_mounted_directories()
-    blind = mounted.unreadable_processes
-    removed, kept = directory.prune(volume.name, lambda version: bool(blind) or mounted.has(f".versions/{version}"))
-    report.removed, report.kept = list(removed), list(kept)
-    if blind and kept:
+def _make(
+    settings: Settings, directory: DriverDirectory, volume: DriverVolume, report: VolumeReport, *, check: bool
+) -> None:
+    plan = plan_of(settings, volume)
+    report.warnings += plan.warnings
+    report.driver_version = driver_version_text(Path(file.target).name for file in plan.files)
+    report.files = {file.target: str(file.source) for file in plan.files}
+    report.links = {link.target: link.points_to for link in plan.links}
+    if check:
+        report.state = "unchanged" if directory.is_in_force(plan, _progress(volume)) else "would change"
+        return
+    installed = directory.install(plan, _progress(volume))
+    report.version = str(installed.version)
+    report.hard_linked, report.copied = list(installed.taken.hard_linked), list(installed.taken.copied)
+    report.state = "made" if installed.changed else "unchanged"
+
+
+def _prune(directory: DriverDirectory, volume: DriverVolume, report: VolumeReport, *, check: bool) -> None:
+    """With `check`, after the making was only looked at, what is in force now is not among those that would go."""
+    mounted = functools.cache(read_mounted_directories)  # read at the first question, when no other run works here
+
+    def is_in_use(version: str) -> bool:
+        return bool(mounted().unreadable_processes) or mounted().has(f".versions/{version}")
+
+    found, kept = (directory.would_prune if check else directory.prune)(volume.name, is_in_use)
+    report.kept = list(kept)
+    report.would_remove, report.removed = (list(found), []) if check else ([], list(found))
+    if kept and (blind := mounted().unreadable_processes):
         report.warnings.append(
-            f"volume {volume.name}: no old version was removed, for the mounts of {blind} processes cannot be read and one"
-            " may use it; run this as the host's root, with the capability SYS_PTRACE"
+            f"volume {volume.name}: no old version {'would be' if check else 'was'} removed, for the mounts of {blind}"
+            " processes cannot be read and one may use it; run this as the host's root, with the capability SYS_PTRACE"
         )
 
 
@@ -145,7 +164,9 @@ def _as_text(reports: Sequence[VolumeReport]) -> str:
         rows = [(target, how.get(target, "file"), source) for target, source in report.files.items()]
         rows += [(target, "link", points_to) for target, points_to in report.links.items()]
         lines += [f"  {kind:<9}  {target} <- {source}" for target, kind, source in sorted(rows)]
-        lines += [f"  removed    {name}" for name in report.removed] + [f"  in use     {name}" for name in report.kept]
+        lines += [f"  removed    {name}" for name in report.removed]
+        lines += [f"  to remove  {name}" for name in report.would_remove]
+        lines += [f"  in use     {name}" for name in report.kept]
         lines += [f"  warning    {warning}" for warning in report.warnings]
         lines += [f"  error      {report.error}"] if report.error else []
     return "\n".join(lines)

@@ -19,11 +19,13 @@ import structlog
 
 from gpushare_agent.adapters.kube.configuration import find_configuration
 from gpushare_agent.apps.node_parts import NodeParts, build, check_message_size, open_driver
+from gpushare_agent.decisions.device_lists import strategy_warnings
 from gpushare_agent.kit.h2_frames import omit_data_texts
 from gpushare_agent.kit.open_files import raise_open_files_limit
 from gpushare_agent.kit.supervision import forever
 from gpushare_agent.kit.systemd import sd_notify
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
+from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
@@ -147,14 +149,28 @@ async def live(parts: NodeParts) -> None:
             await parts.web.bind()
             await _read_cards(parts)
             find_configuration(parts.settings.kubeconfig, os.environ)
+            if parts.isolation.private_caches is not None:
+                await parts.isolation.private_caches.install()
+            if parts.isolation.mps_watch is not None:  # first, or the kubelet would hear that no share can be had
+                await parts.isolation.mps_watch.look()
+                group.create_task(forever("mps watch", parts.isolation.mps_watch.run), name="mps watch")
+            if parts.isolation.cdi_watch is not None:  # before a container can name a card by it
+                await parts.isolation.cdi_watch.look()
+                group.create_task(forever("cdi specs", parts.isolation.cdi_watch.run), name="cdi specs")
+            _tell_strategies(parts)
             containers = await parts.garbage.recover()
             log.info("allocations_recovered", containers=containers)
             group.create_task(forever("registration", parts.registrar.run), name="registration")
+            group.create_task(forever("device tables", parts.tables.run), name="device tables")
             group.create_task(forever("garbage collection", parts.garbage.run), name="garbage collection")
             group.create_task(forever("gpu watch", parts.gpu_watch.run), name="gpu watch")
-            if parts.virtual_manager is not None:
+            if parts.isolation.virtual_manager is not None:
                 group.create_task(_tell_isolation(parts), name="tell isolation")
-                group.create_task(forever("virtual manager", parts.virtual_manager.run), name="virtual manager")
+                group.create_task(
+                    forever("virtual manager", parts.isolation.virtual_manager.run), name="virtual manager"
+                )
+            if parts.isolation.private_caches is not None:
+                group.create_task(forever("private caches", parts.isolation.private_caches.run), name="private caches")
             await _wait_registered(parts)
             group.create_task(forever("kubernetes", lambda: _run_kubernetes(parts)), name="kubernetes")
             group.create_task(forever("web", parts.web.run), name="web")
@@ -203,6 +219,15 @@ async def _read_cards(parts: NodeParts) -> None:
         log.error("card_unreadable", index=index, reason=reason)
 
 
+def _tell_strategies(parts: NodeParts) -> None:
+    """What of the device lists contradicts itself or does nothing, once, in the log."""
+    settings = parts.settings
+    has_nodes = settings.driver == "nvml" or settings.simulated.device_nodes
+    mounts_driver = settings.isolation is IsolationName.VCUDA and bool(parts.volumes)
+    for text in strategy_warnings(settings.device_list_strategy, mounts_driver=mounts_driver, has_card_nodes=has_nodes):
+        log.warning("device_list_strategy", detail=text)
+
+
 async def _tell_isolation(parts: NodeParts) -> None:
     """What keeps shares from being real on this node, once, in the log. Then it is done."""
     settings = parts.settings
@@ -213,7 +238,7 @@ async def _tell_isolation(parts: NodeParts) -> None:
         elif missing:
             log.error("driver_directory_missing", directories=list(map(str, missing)), cure="run driver-volume")
     try:
-        complaint = await parts.cgroups.check_driver_in_thread(settings.runtime.cgroup_driver)
+        complaint = await parts.isolation.cgroups.check_driver_in_thread(settings.runtime.cgroup_driver)
     except Unavailable as e:
         complaint = str(e)
     if complaint:
@@ -240,6 +265,9 @@ async def _run_kubernetes(parts: NodeParts) -> None:
         group.create_task(forever("kubelet facts", lambda: parts.facts.run(api)), name="kubelet facts")
         group.create_task(forever("pod annotations", parts.annotations.run), name="pod annotations")
         group.create_task(forever("pod events", parts.events.run), name="pod events")
+        if parts.node_capacity is not None:
+            parts.node_capacity.attach(api)
+            group.create_task(forever("node capacity", parts.node_capacity.run), name="node capacity")
         if parts.settings.allocation.cleanup_rejected_pods:
             parts.rejected.attach(api)
             group.create_task(forever("rejected pods", parts.rejected.run), name="rejected pods")

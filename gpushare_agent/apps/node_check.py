@@ -11,11 +11,19 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
-from gpushare_agent.apps import node_check_api, node_check_containers, node_check_isolation, node_check_local
+from gpushare_agent.apps import (
+    node_check_api,
+    node_check_containers,
+    node_check_isolation,
+    node_check_local,
+    node_check_shares,
+)
 from gpushare_agent.apps.node_finding import Finding, Level, as_json, as_text, error
 from gpushare_agent.settings import Settings
 
 PROBE_TIMEOUT_S = 5.0
+MPS_TIMEOUT_S = 130.0
+"""Over the longest time limit of one command that can be set."""
 API_TIMEOUT_S = 20.0
 """Several questions, after a library that alone takes most of a second to load."""
 
@@ -31,6 +39,9 @@ _PROBES: tuple[tuple[str, Probe, float], ...] = (
     ("directories", node_check_local.check_directories, PROBE_TIMEOUT_S),
     ("virtual manager", node_check_isolation.check_virtual_manager, PROBE_TIMEOUT_S),
     ("driver directory", node_check_isolation.check_driver_directory, node_check_isolation.PLAN_TIMEOUT_S),
+    ("mps", node_check_shares.check_mps, MPS_TIMEOUT_S),
+    ("hami-core", node_check_shares.check_hami_core, PROBE_TIMEOUT_S),
+    ("device lists", node_check_shares.check_device_lists, node_check_local.DRIVER_TIMEOUT_S),
     ("open files", node_check_local.check_open_files, PROBE_TIMEOUT_S),
     ("files", node_check_local.check_files, PROBE_TIMEOUT_S),
     ("api server", node_check_api.check_api, API_TIMEOUT_S),

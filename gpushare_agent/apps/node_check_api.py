@@ -90,4 +90,7 @@ async def _check_rights(api: KubeApi, settings: Settings) -> list[Finding]:
         findings.append(
             warning("permissions", detail, f"{_ROLE_CURE}; or set --allocation.cleanup-rejected-pods=false")
         )
+    if settings.gpushare.enabled and not await api.can_i("patch", "nodes/status"):
+        detail = f"not allowed: patch nodes/status; the capacity will lack {settings.gpushare.count_resource}"
+        findings.append(warning("permissions", detail, "add manifests/components/gpushare"))
     return findings

@@ -8,6 +8,7 @@ from gpushare_agent.adapters.runtime import open_runtime
 from gpushare_agent.apps.node_finding import Finding, error, ok, warning
 from gpushare_agent.apps.node_parts import KUBELET_SOCKET
 from gpushare_agent.model.errors import AgentError, Unavailable
+from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.settings import Settings
 
 RUNTIME_TIMEOUT_S = 4.0
@@ -18,7 +19,7 @@ _FROM_STATUSES = "containers' IDs come from the pods' statuses in the API server
 
 async def check_runtime(settings: Settings) -> list[Finding]:
     """Asks the configured CRI socket for its version, or those known that are there."""
-    if settings.isolation != "vcuda":
+    if IsolationName.VCUDA not in settings.isolations_in_use:
         return [ok("container runtime", f"not asked: isolation {settings.isolation} does not use it")]
     endpoint, known = settings.runtime.endpoint, node_probes.RUNTIME_SOCKETS
     tried = [endpoint] if endpoint else [str(path) for path in known if path.is_socket()]
@@ -71,7 +72,7 @@ async def _check_driver_setting(settings: Settings) -> list[Finding]:
 
 async def check_processes(settings: Settings) -> list[Finding]:
     """Whether the containers' processes have PIDs here, and the /proc that shows whose they are."""
-    if settings.isolation != "vcuda":
+    if IsolationName.VCUDA not in settings.isolations_in_use:
         return []
     proc_root = settings.runtime.proc_root
     if not await _sees_processes(settings):

@@ -12,11 +12,12 @@ from pathlib import Path
 from gpushare_agent.adapters import node_probes
 from gpushare_agent.adapters.volume_config import read_volume_config
 from gpushare_agent.apps.driver_volume import USUAL_CONFIG, plan_of
-from gpushare_agent.apps.installed_driver import installed_driver_version
+from gpushare_agent.apps.installed_driver import installed_driver_text
 from gpushare_agent.apps.node_finding import Finding, error, ok, warning
 from gpushare_agent.decisions.driver_volume import LIBCUDA
 from gpushare_agent.model.driver_volumes import CONTROL_LIBRARY_NAME, DriverVolume, VolumeName
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
+from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.settings import Settings
 
 PLAN_TIMEOUT_S = 15.0
@@ -31,7 +32,7 @@ _MIB = 1 << 20
 
 async def check_virtual_manager(settings: Settings) -> list[Finding]:
     """The tree with a directory for each container, mounted there at /etc/vcuda."""
-    if settings.isolation != "vcuda":
+    if IsolationName.VCUDA not in settings.isolations_in_use:
         return []
     path = settings.virtual_manager.path
     try:
@@ -48,14 +49,15 @@ async def check_virtual_manager(settings: Settings) -> list[Finding]:
 
 async def check_driver_directory(settings: Settings) -> list[Finding]:
     """What volume.conf names is installed, and the control library is in libcuda's place where shares look."""
-    if settings.isolation != "vcuda":
+    if IsolationName.VCUDA not in settings.isolations_in_use:
         return []
     if settings.volume_config is None:
         return [_no_config(settings)]
     try:
         volumes = await asyncio.to_thread(read_volume_config, settings.volume_config)
     except StartupError as failure:
-        return [error("driver directory", str(failure), "mend the file (docs/driver-volume.md), or leave it out")]
+        cure = f"mount or mend the file (docs/driver-volume.md); it cannot be left out: without it {_NOT_ENFORCED}"
+        return [error("driver directory", str(failure), cure)]
     if settings.driver == "simulated":
         return [ok("driver directory", f"{settings.volume_config} is right; simulated cards need no driver files")]
     findings = [await asyncio.to_thread(_volume_finding, settings, volume) for volume in volumes]
@@ -79,7 +81,7 @@ def _volume_finding(settings: Settings, volume: DriverVolume) -> Finding:
     libcuda = _loaded_libcuda(volume)
     if libcuda is None:
         return _not_installed(settings, volume, name)
-    version = ".".join(map(str, installed_driver_version(volume) or ("of an unknown version",)))
+    version = installed_driver_text(volume) or "of an unknown version"
     is_controlled = libcuda.name == CONTROL_LIBRARY_NAME
     if volume.name is VolumeName.SHARED and not is_controlled:
         detail = f"{name}: {LIBCUDA}.1 is {libcuda.name}, not {CONTROL_LIBRARY_NAME}: {_NOT_ENFORCED}"

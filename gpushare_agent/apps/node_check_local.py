@@ -16,6 +16,7 @@ from gpushare_agent.kit.bounded_grpc import ServerLimits
 from gpushare_agent.kit.open_files import read_open_files_limit
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.gpus import Card, GpuInventory
+from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import VCORE_SOCKET, VMEMORY_SOCKET
 from gpushare_agent.settings import Settings
 
@@ -140,8 +141,10 @@ async def check_directories(settings: Settings) -> list[Finding]:
 
 
 async def check_files(settings: Settings) -> list[Finding]:
-    """Files that settings name."""
-    named = {"--extra-config": settings.extra_config, "--volume-config": settings.volume_config}
+    """Files that settings name. Where volume.conf is read for the driver directory, that line tells of it."""
+    named = {"--extra-config": settings.extra_config}
+    if IsolationName.VCUDA not in settings.isolations_in_use:
+        named["--volume-config"] = settings.volume_config
     findings: list[Finding] = []
     for flag, path in named.items():
         if path is None:
@@ -156,7 +159,7 @@ async def check_files(settings: Settings) -> list[Finding]:
 
 async def check_open_files(settings: Settings) -> list[Finding]:
     """The hard limit, which is given to the agent; the soft one it raises itself."""
-    if settings.isolation != "vcuda":
+    if IsolationName.VCUDA not in settings.isolations_in_use:
         return []
     _, hard = read_open_files_limit()
     if hard >= NEEDED_OPEN_FILES:

@@ -66,7 +66,7 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
     apply.add_argument("-f", "--file", dest="files", metavar="FILE|DIR", action="append", type=Path, required=True,
         help="Pod manifests; a directory's files by name; - is standard input; again for more")  # fmt: skip
     delete = commands.add_parser("delete", help="delete pods")
-    delete.add_argument("names", metavar="NAME", nargs="+", help="a pod's name")
+    delete.add_argument("names", metavar="NAME", nargs="+", help="a pod's name, or NAMESPACE/NAME")
     delete.add_argument("-n", "--namespace", default="default", help="of the pods (%(default)s)")
     add_exec_arguments(commands.add_parser("exec", help="run one more process in a container"))
     commands.add_parser("restart-kubelet", help="stop and start the embedded kubelet; containers run on")

@@ -24,7 +24,7 @@ _LONE_OPTIONS = frozenset({"--once", "--help", "--stdin", "--tty", "-h", "-i", "
 def add_exec_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "gpushare-agent sandbox exec [-n NAMESPACE] [-c CONTAINER] POD [--] COMMAND [ARGUMENT...]"
     add = parser.add_argument
-    add("pod", metavar="POD", help="its name")
+    add("pod", metavar="POD", help="its name, or NAMESPACE/NAME")
     add("-c", "--container", help="default: the pod's first main container")
     add("-n", "--namespace", default="default", help="of the pod (%(default)s)")
     add("-i", "--stdin", action="store_true", help="as with kubectl; the command has this terminal in any case")

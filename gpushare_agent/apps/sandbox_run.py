@@ -22,11 +22,13 @@ from gpushare_agent.apps.node_parts import open_driver
 from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.model.errors import StartupError, Unavailable
+from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.sandbox.agent_process import AgentProcess, last_lines
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.control import open_control
 from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
 from gpushare_agent.sandbox.manifests import Manifest
+from gpushare_agent.sandbox.mps_stand_in import open_mps_stand_in
 from gpushare_agent.sandbox.node import EmbeddedNode, open_embedded_node
 from gpushare_agent.sandbox.node_live_view import live_view
 from gpushare_agent.sandbox.node_report import ReportedNode
@@ -37,6 +39,7 @@ from gpushare_agent.services.gpu_watch import GpuDriver
 from gpushare_agent.settings import LoadedSettings, Settings, SettingsError, load_settings
 
 SETTLE_TIMEOUT_S = 60.0
+_WAIT_TOLD_AFTER_S = 2.0
 _INTERRUPTED = 130
 _NODE_NAME = "sandbox"
 _TIMES = KubeletTimes(status_interval_s=1.0, container_start_s=0.2)
@@ -72,7 +75,7 @@ async def run(plan: Plan) -> int:
             paths.state, node_name=_node_name(loaded), kubelet_version=plan.kubelet_version, times=_TIMES
         ) as node:
             bench, notes = await _set_up(node, plan, driver, tell)
-            async with _running_agent(bench, driver):
+            async with _mps_stand_in(node, plan), _running_agent(bench, driver):
                 work = _once(bench, plan, tell) if plan.is_once else _live(bench, plan, tell, notes)
                 return await _until_stopped(work, stop, _INTERRUPTED if plan.is_once else 0)
 
@@ -120,7 +123,7 @@ async def _set_up(
     tell(
         f"embedded node {node.name}, kubelet {plan.kubelet_version}, in {node.paths.state}\n"
         f"stand-ins: {settings.driver} cards; each container is a real process, which only waits unless its image is "
-        "sandbox/host" + ("" if plan.is_once else f"\n{places}")  # they are gone when the prompt is back
+        f"sandbox/host{_kept(settings)}" + ("" if plan.is_once else f"\n{places}")  # gone when the prompt is back
     )
     where = "" if plan.state == default_state_directory() else f" --state-dir {plan.state}"
     return bench, [
@@ -129,6 +132,26 @@ async def _set_up(
         "apply -f FILE | delete NAME | exec POD -- COMMAND | restart-kubelet | kill-agent | status",
         "Ctrl-C ends the sandbox and removes everything",
     ]
+
+
+def _kept(settings: Settings) -> str:
+    """Only where it is not what people expect of a share: that of the default is in every table."""
+    if settings.isolation != IsolationName.NONE:
+        return ""
+    return "\nisolation none: shares are booked and not kept; containers are told no limit"
+
+
+@asynccontextmanager
+async def _mps_stand_in(node: EmbeddedNode, plan: Plan) -> AsyncIterator[None]:
+    """A daemon for isolation mps, unless a person has named the directory of one."""
+    settings = load_settings([*node.agent_arguments(), *plan.flags], os.environ).settings
+    paths = node.paths
+    is_used = IsolationName.MPS in (settings.isolation, *settings.isolations_allowed)
+    if not is_used or settings.mps.pipe_directory != paths.mps_pipe:
+        yield
+        return
+    async with open_mps_stand_in(paths.mps_pipe, paths.mps_logs, paths.mps_control):
+        yield
 
 
 def _node_name(loaded: LoadedSettings) -> str:
@@ -194,13 +217,25 @@ async def _watch_cards(bench: Workbench, driver: GpuDriver) -> None:
 
 async def _create(bench: Workbench, plan: Plan, tell: Callable[[str], None]) -> None:
     """When the agent has registered: until then the scheduler would turn every pod away."""
-    if not await bench.wait_registered():
+    async with told_after(_WAIT_TOLD_AFTER_S, "waiting for the agent to register its resources…"):
+        is_registered = await bench.wait_registered()
+    if not is_registered:
         tell(
             "the agent has not registered its resources; pods that want them will stay Pending. The end of its log:\n"
             f"{last_lines(bench.shown.node.paths.agent_log)}"
         )
     for name in bench.create(plan.manifests):
         tell(f"pod {name} created")
+
+
+@asynccontextmanager
+async def told_after(seconds: float, text: str) -> AsyncIterator[None]:
+    """Says on standard error what is waited for, where it takes that long."""
+    timer = asyncio.get_running_loop().call_later(seconds, lambda: print(text, file=sys.stderr, flush=True))
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 async def _once(bench: Workbench, plan: Plan, tell: Callable[[str], None]) -> int:

@@ -10,49 +10,27 @@ the kubelet shows it to the user.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from gpushare_agent.decisions.identity import Served, initial_ids
+from gpushare_agent.decisions import memory_share
+from gpushare_agent.decisions.books import (
+    Books,
+    Offer,
+    Policy,
+    card_states,
+    free_ids,
+    full_of_shares,
+    memory_states,
+    must_cards,
+)
+from gpushare_agent.decisions.identity import Served
 from gpushare_agent.decisions.placement import CardRequest, CardState, Placed, place, validate_request
 from gpushare_agent.decisions.reuse import reach
-from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import Card, GpuInventory
+from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import CORES_PER_CARD, DeviceId, GpuUuid, split_device_id
-from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """The settings that bear on placement."""
-
-    names: ResourceNames
-    share_policy: Literal["binpack", "spread"] = "binpack"
-    share_mode: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Books:
-    """What is taken, as seen by one container: use by others on each card, and who holds each ID."""
-
-    inventory: GpuInventory
-    used_cores: Mapping[GpuUuid, int]
-    used_blocks: Mapping[GpuUuid, int]
-    holders: Mapping[ResourceKind, Mapping[DeviceId, frozenset[ContainerKey]]]
-    allocations: Mapping[ContainerKey, Allocation]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """What the kubelet offers in one GetPreferredAllocation. Its "available" is a claim to check."""
-
-    kind: ResourceKind
-    available: Sequence[str]
-    must_include: Sequence[str]
-    size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +46,8 @@ def plan(
     served: Served, offer: Offer, free: Sequence[DeviceId], books: Books, policy: Policy, hint: tuple[int, ...]
 ) -> Plan | Refused:
     """Place the container and choose the IDs of the offered resource from `free` (see `free_ids`)."""
+    if policy.names.wanted(served.container, ResourceKind.GPU_MEM):
+        return _plan_memory(served, offer, free, books, policy, hint)
     cores = policy.names.wanted(served.container, ResourceKind.VCORE)
     blocks = policy.names.wanted(served.container, ResourceKind.VMEMORY)
     refused = validate_request(
@@ -80,7 +60,7 @@ def plan(
         return reached
     states = card_states(served, books, policy, offered=free if offer.kind is ResourceKind.VCORE else None)
     request = CardRequest(
-        cores=reached.cores, blocks=reached.blocks, hint=hint, must_cards=_must_cards(served, offer, books)
+        cores=reached.cores, blocks=reached.blocks, hint=hint, must_cards=must_cards(served, offer, books)
     )
     placed = place(
         request,
@@ -91,7 +71,7 @@ def plan(
         memory_block_mib=policy.names.memory_block_mib,
     )
     if isinstance(placed, Refused):
-        return _named(served, placed, policy.names)
+        return _named(served, _with_full_cards(served, placed, books, policy), policy.names)
     ids = _choose(offer, free, placed.cards)
     if len(ids) < offer.size:
         return _too_few(served, offer, len(ids))
@@ -108,6 +88,8 @@ def check(
     refused = _check_ids(served, kind, ids, books, policy)
     if refused is not None:
         return refused
+    if policy.names.wanted(served.container, ResourceKind.GPU_MEM):
+        return _check_memory(served, _named_cards(ids, books.inventory), ids, books, policy)
     held = books.allocations.get(served.key)
     if kind is ResourceKind.VCORE:
         cards = _named_cards(ids, books.inventory)
@@ -118,107 +100,65 @@ def check(
     return _check_cards(served, cards, books, policy, has_ids=kind is ResourceKind.VCORE, ids=ids) or cards
 
 
-def card_states(
-    served: Served | None, books: Books, policy: Policy, *, offered: Collection[DeviceId] | None = None
-) -> list[CardState]:
-    """Each card as `served` may use it: what the pod's own init containers hold counts as free for it.
-
-    `offered`, where given, are the vcore IDs that the kubelet can hand out: a card has no more room than that.
-    """
-    per_card: dict[GpuUuid, int] | None = None
-    if offered is not None:
-        per_card = {}
-        for device in offered:
-            uuid = GpuUuid(device.partition("::")[0])
-            per_card[uuid] = per_card.get(uuid, 0) + 1
-    own_cores, own_blocks = _own_initial(served, books) if served is not None else ({}, {})
-    states = []
-    for card in books.inventory.cards:
-        total = blocks_of(card, policy.names)
-        free = CORES_PER_CARD - books.used_cores.get(card.uuid, 0) + own_cores.get(card.uuid, 0)
-        if per_card is not None:
-            free = min(free, per_card.get(card.uuid, 0))
-        left = total - books.used_blocks.get(card.uuid, 0) + own_blocks.get(card.uuid, 0)
-        states.append(
-            CardState(
-                index=card.index,
-                uuid=card.uuid,
-                healthy=card.is_healthy,
-                free_cores=max(0, free),
-                free_blocks=max(0, min(total, left)),
-                total_blocks=total,
-            )
-        )
-    return states
-
-
-def blocks_of(card: Card, names: ResourceNames) -> int:
-    """Whole memory blocks of a card."""
-    return card.memory_mib // names.memory_block_mib
-
-
-def free_ids(served: Served, kind: ResourceKind, available: Sequence[str], books: Books) -> list[DeviceId]:
-    """The offered IDs that no other container holds by our books, whatever the kubelet says.
-
-    The rest of the offer is taken: the kubelet forgot a holder, which is the fault that this check exists to catch.
-    """
-    holders = books.holders[kind]
-    return [
-        DeviceId(device)
-        for device in available
-        if (keys := holders.get(DeviceId(device))) is None or _may_take_over(served, keys, books)
-    ]
-
-
-def _may_take_over(served: Served, keys: frozenset[ContainerKey], books: Books) -> bool:
-    """All holders are the container itself or init containers of its pod, whose IDs the kubelet hands on."""
-    return all(
-        key == served.key
-        or (
-            key.pod_uid == served.pod.uid
-            and (held := books.allocations.get(key)) is not None
-            and held.kind is ContainerKind.INIT
-        )
-        for key in keys
+def _with_full_cards(served: Served, refused: Refused, books: Books, policy: Policy) -> Refused:
+    full = full_of_shares(served, books, policy)
+    if not full:
+        return refused
+    return replace(
+        refused,
+        detail=f"{refused.detail} {len(full)} cards count as full, for they have {policy.max_shares_of_card} sharing "
+        "containers, the most that one serves (setting mps.max_clients).",
     )
 
 
-def _own_initial(served: Served, books: Books) -> tuple[dict[GpuUuid, int], dict[GpuUuid, int]]:
-    """Cores and blocks by card that only the pod's init containers hold: the kubelet hands them on."""
-    cores: dict[GpuUuid, int] = {}
-    blocks: dict[GpuUuid, set[DeviceId]] = {}
-    for key, held in books.allocations.items():
-        if key.pod_uid != served.pod.uid or held.kind is not ContainerKind.INIT or key == served.key:
-            continue
-        for device in held.vmemory_ids if held.cards and not held.is_whole else ():
-            if _may_take_over(served, books.holders[ResourceKind.VMEMORY].get(device, frozenset()), books):
-                blocks.setdefault(held.cards[0], set()).add(device)
-    for core in initial_ids(served.pod.uid, ResourceKind.VCORE, books.allocations):
-        keys = books.holders[ResourceKind.VCORE].get(DeviceId(core), frozenset())
-        if keys != {served.key} and _may_take_over(served, keys, books):
-            card = GpuUuid(core.partition("::")[0])
-            cores[card] = cores.get(card, 0) + 1
-    return cores, {card: len(ids) for card, ids in blocks.items()}
+def _plan_memory(
+    served: Served, offer: Offer, free: Sequence[DeviceId], books: Books, policy: Policy, hint: tuple[int, ...]
+) -> Plan | Refused:
+    names = policy.names
+    refused = memory_share.validate(served.container, names, books.inventory, share_mode=policy.share_mode)
+    if refused is not None:
+        return _named(served, refused, names)
+    placed = memory_share.place_memory(
+        memory_share.reach(served.pod, served.container, names),
+        memory_states(served, books, policy),
+        names,
+        share_policy=policy.share_policy,
+        hint=hint,
+        must_cards=must_cards(served, offer, books, ResourceKind.GPU_MEM),
+    )
+    if isinstance(placed, Refused):
+        return _named(served, _with_full_cards(served, placed, books, policy), names)
+    card, why = placed
+    ids = _choose(offer, free, (card,))
+    if len(ids) < offer.size:
+        return _too_few(served, offer, len(ids))
+    return Plan(cards=(card,), ids=ids, placed=Placed(cards=(card,), policy="memory", explanation=why))
 
 
-def _must_cards(served: Served, offer: Offer, books: Books) -> tuple[GpuUuid, ...]:
-    """Cards that the container cannot avoid: of the IDs to include, and of what init containers leave to it."""
-    ids: set[str] = set()
-    if offer.kind is ResourceKind.VCORE:
-        ids.update(offer.must_include)
-    held = books.allocations.get(served.key)
-    if held is not None:
-        ids |= held.vcore_ids
-    if not ids and served.container.kind is not ContainerKind.INIT:
-        holders = books.holders[ResourceKind.VCORE]
-        ids |= {
-            device
-            for device in initial_ids(served.pod.uid, ResourceKind.VCORE, books.allocations)
-            if _may_take_over(served, holders.get(DeviceId(device), frozenset()), books)
-        }
-    known = books.inventory.by_uuid()
-    found = {split[0] for device in ids if (split := split_device_id(device)) is not None and split[0] in known}
-    return tuple(sorted(found, key=lambda uuid: known[uuid].index))
+def _check_memory(
+    served: Served, cards: tuple[GpuUuid, ...], ids: Sequence[str], books: Books, policy: Policy
+) -> tuple[GpuUuid, ...] | Refused:
+    names = policy.names
+    refused = memory_share.validate(served.container, names, books.inventory, share_mode=policy.share_mode)
+    if refused is not None:
+        return _named(served, refused, names)
+    if len(cards) != 1:
+        return Refused(
+            reason=RefusalReason.WRONG_CARDS,
+            detail=f"{_who(served)} asks for memory of one card, but the allocated IDs are on {len(cards)}: {_spread(ids)}. "
+            "The kubelet did not follow the preferred allocation (a reused init container's devices or the topology "
+            "manager can cause this). Give init containers the same amount as the main container, or none.",
+        )
+    state = next(state for state in memory_states(served, books, policy) if state.uuid == cards[0])
+    if not state.is_healthy:
+        return _unhealthy(served, state)
+    if state.free_units < len(ids):
+        return Refused(
+            reason=RefusalReason.NOT_ENOUGH_MEMORY,
+            detail=f"{_who(served)} asks for {memory_share.describe(len(ids), names)}; card {state.index} has "
+            f"{memory_share.describe(state.free_units, names)} free. Ask for less, or wait until a pod on this node ends.",
+        )
+    return cards
 
 
 def _choose(offer: Offer, free: Sequence[DeviceId], cards: tuple[GpuUuid, ...]) -> tuple[DeviceId, ...]:
@@ -265,11 +205,8 @@ def _check_ids(served: Served, kind: ResourceKind, ids: Sequence[str], books: Bo
     cards = books.inventory.by_uuid()
     for device in ids:
         split = split_device_id(device)
-        limit = CORES_PER_CARD
         card = cards.get(split[0]) if split is not None else None
-        if card is not None and kind is ResourceKind.VMEMORY:
-            limit = blocks_of(card, policy.names)
-        if split is None or card is None or split[1] >= limit:
+        if split is None or card is None or split[1] >= policy.names.units(card, kind):
             return Refused(
                 reason=RefusalReason.UNKNOWN_DEVICE,
                 detail=f"{_who(served)}: device ID {device[:80]!r} of {policy.names.name(kind)} names no card of this "
@@ -358,7 +295,7 @@ def _check_whole(served: Served, states: list[CardState], blocks: int) -> Refuse
     return None
 
 
-def _unhealthy(served: Served, state: CardState) -> Refused:
+def _unhealthy(served: Served, state: CardState | memory_share.MemoryState) -> Refused:
     return Refused(
         reason=RefusalReason.NO_HEALTHY_CARD,
         detail=f"{_who(served)}: card {state.index} ({state.uuid}) became unhealthy during the admission. Create the "
@@ -382,7 +319,10 @@ def _spread(ids: Sequence[str]) -> str:
 
 def _named(served: Served, refused: Refused, names: ResourceNames) -> Refused:
     """Placement knows numbers; the user knows the pod and the resources by name."""
-    asked = ", ".join(f"{names.wanted(served.container, kind)} {names.name(kind)}" for kind in ResourceKind)
+    wanted = {kind: names.wanted(served.container, kind) for kind in names.kinds}
+    asked = ", ".join(
+        f"{count} {names.name(kind)}" for kind, count in wanted.items() if count or kind is not ResourceKind.GPU_MEM
+    )
     return Refused(reason=refused.reason, detail=f"{_who(served)} (asks for {asked}): {refused.detail}")
 
 

@@ -38,6 +38,9 @@ MACHINES_OF_HOST = {
 """What a kernel of this name (uname -m) runs: a host may also have libraries for cross-compiling."""
 
 _DRIVER_VERSION = re.compile(r"libcuda\.so\.([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?")
+_OF_A_DRIVER = re.compile(r"lib.+\.so\.([0-9]{3,6}\.[0-9]{1,6}(?:\.[0-9]{1,6})?)")
+"""File names with a driver's version in them; libraries of a version of their own (libGL.so.1.7.0) begin lower."""
+_NAMED = 3
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
@@ -45,6 +48,12 @@ def driver_version(name: str) -> tuple[int, ...] | None:
     """`libcuda.so.535.104.05` -> (535, 104, 5). None for every other name, also for the soname libcuda.so.1."""
     found = _DRIVER_VERSION.fullmatch(name)
     return tuple(int(part) for part in found.groups() if part is not None) if found else None
+
+
+def driver_version_text(names: Iterable[str]) -> str:
+    """As the libcuda among these file names writes it, with its zeros: 535.104.05. Empty where there is none."""
+    libcudas = [(version, name) for name in names if (version := driver_version(name)) is not None]
+    return max(libcudas)[1].removeprefix(f"{LIBCUDA}.") if libcudas else ""
 
 
 def is_listed(name: str, listed: Iterable[str]) -> bool:
@@ -104,7 +113,7 @@ def plan_volume(
     version = driver_version(libcuda.name)
     if version is None:
         layout.warn(f"the name of {libcuda.path} tells no driver version; it must come from NVML")
-    layout.warnings += _missing(volume, libraries, host, layout)
+    layout.warnings += [*_mixed_versions(layout.files), *_missing(volume, libraries, host, layout)]
     return layout.plan(volume.name, version)
 
 
@@ -142,17 +151,37 @@ def _control_refusal(volume: DriverVolume, libcuda: FoundLibrary, control: Found
 
 def _missing(volume: DriverVolume, libraries: Sequence[FoundLibrary], host: HostDriver, layout: _Layout) -> list[str]:
     names = {library.link_name for library in libraries} | {target.partition("/")[2] for target in layout.files}
-    looked = ", ".join(host.library_places)
-    missing = [
-        f"no library whose soname begins with {listed} was found (looked in {looked}); containers go without it"
-        for listed in volume.libraries
-        if not any(name.startswith(listed) for name in names)
-    ]
-    looked = ", ".join(host.program_places)
-    return missing + [
-        f"no program {name} was found (looked in {looked}); containers go without it"
-        for name in volume.binaries
-        if name not in host.programs
+    libraries_missing = [listed for listed in volume.libraries if not any(name.startswith(listed) for name in names)]
+    programs_missing = [name for name in volume.binaries if name not in host.programs]
+    warnings = []
+    if libraries_missing:
+        warnings.append(
+            f"no library whose soname begins with {_or(libraries_missing)} was found (looked in"
+            f" {', '.join(host.library_places)}); containers go without"
+        )
+    if programs_missing:
+        warnings.append(
+            f"no program {_or(programs_missing)} was found (looked in {', '.join(host.program_places)}); containers go"
+            " without"
+        )
+    return warnings
+
+
+def _or(names: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _mixed_versions(targets: Iterable[str]) -> list[str]:
+    """One warning where files of two drivers lie side by side: they fail in the program that loads them, or worse."""
+    files = [target.partition("/")[2] for target in targets]
+    driver = driver_version_text(files)
+    others = sorted({name for name in files if (found := _OF_A_DRIVER.fullmatch(name)) and found[1] != driver})
+    if not driver or not others:
+        return []
+    more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+    return [
+        f"libcuda is of driver {driver}, but {', '.join(others[:_NAMED])}{more} of another: leftovers of an update, or"
+        " one that is under way. Programs that load them may fail; reinstall the driver"
     ]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from gpushare_agent.decisions.recovery import UNNAMED
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.kubelet import ListedPod
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.names import DeviceId, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
 
 
@@ -84,12 +84,10 @@ def _compare(present: Mapping[ContainerKey, Allocation], found: Allocation, evid
     if held is None:
         if found.kind is ContainerKind.INIT and not _is_live(found.key.pod_uid, evidence):
             return None
-        if found.key.pod_uid.startswith(UNNAMED) and any(
-            a.vcore_ids == found.vcore_ids and a.vmemory_ids == found.vmemory_ids for a in present.values()
-        ):
+        if found.key.pod_uid.startswith(UNNAMED) and any(_ids(a) == _ids(found) for a in present.values()):
             return None
         return Correction(kind="adopted", key=found.key, allocation=found)
-    same = (held.vcore_ids, held.vmemory_ids) == (found.vcore_ids, found.vmemory_ids)
+    same = _ids(held) == _ids(found)
     if same and (held.pod_name or not found.pod_name) and held.kind is found.kind:
         return None
     if found.kind is ContainerKind.INIT and not same:
@@ -116,6 +114,10 @@ def _verdict(key: ContainerKey, held: Allocation, listed: Collection[tuple[str, 
     if not evidence.listed and evidence.scope is None:
         return ""  # an empty answer means "not known yet"
     return "unlisted" if key in evidence.missing_before else "missing"
+
+
+def _ids(held: Allocation) -> tuple[frozenset[DeviceId], ...]:
+    return held.vcore_ids, held.vmemory_ids, held.gpu_mem_ids
 
 
 def _is_live(uid: PodUid, evidence: Evidence) -> bool:

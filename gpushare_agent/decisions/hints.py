@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION
+from gpushare_agent.model.names import (
+    GPUSHARE_INDEX_ANNOTATION,
+    PREDICATE_GPU_INDEX_PREFIX,
+    PREDICATE_NODE_ANNOTATION,
+)
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 
 MAX_CARDS = 64
@@ -33,3 +37,9 @@ def predicted_cards(annotations: Mapping[str, str], container: ContainerSpec, no
     if len(indexes) > MAX_CARDS or len(set(indexes)) != len(indexes):
         return ()
     return indexes
+
+
+def gpushare_card(annotations: Mapping[str, str]) -> tuple[int, ...]:
+    """The card index that GPUShare's extender chose for the pod, empty where it did not or is wrong."""
+    text = annotations.get(GPUSHARE_INDEX_ANNOTATION, "")
+    return (int(text),) if text.isascii() and text.isdigit() and len(text) <= 3 else ()

@@ -128,7 +128,7 @@ def lacks(pod: Pod, container: ContainerSpec, kind: ResourceKind, known: Known) 
     held = known.allocations.get(ContainerKey(pod.uid, container.name))
     if held is None:
         return True
-    return not (held.vcore_ids if kind is ResourceKind.VCORE else held.vmemory_ids)
+    return not held.ids(kind)
 
 
 def reusing(
@@ -143,8 +143,7 @@ def reusing(
     owners = {
         key.pod_uid
         for key, allocation in known.allocations.items()
-        if allocation.kind is ContainerKind.INIT
-        and wanted & (allocation.vcore_ids if kind is ResourceKind.VCORE else allocation.vmemory_ids)
+        if allocation.kind is ContainerKind.INIT and wanted & allocation.ids(kind)
     }
     if len(owners) != 1:
         return None
@@ -163,14 +162,13 @@ def initial_ids(uid: PodUid, kind: ResourceKind, allocations: Mapping[ContainerK
         device
         for key, allocation in allocations.items()
         if key.pod_uid == uid and allocation.kind is ContainerKind.INIT
-        for device in (allocation.vcore_ids if kind is ResourceKind.VCORE else allocation.vmemory_ids)
+        for device in allocation.ids(kind)
     )
 
 
 def _is_explained(pod: Pod, entry: ListedHoldings, call: Call, known: Known) -> bool:
     """Nothing of this resource is owed to the pod. Cheap: most pods of a node end here."""
     resource = known.names.name(call.kind)
-    is_vcore = call.kind is ResourceKind.VCORE
     is_wanted = False
     expected = 0
     for container in pod.containers:
@@ -178,7 +176,7 @@ def _is_explained(pod: Pod, entry: ListedHoldings, call: Call, known: Known) -> 
             continue
         is_wanted = True
         held = known.allocations.get(ContainerKey(pod.uid, container.name))
-        count = 0 if held is None else len(held.vcore_ids if is_vcore else held.vmemory_ids)
+        count = 0 if held is None else len(held.ids(call.kind))
         if not count:
             return False
         if container.kind is not ContainerKind.INIT:

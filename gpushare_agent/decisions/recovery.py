@@ -71,35 +71,36 @@ def rebuild(records: Records, names: ResourceNames, inventory: GpuInventory, now
 
 def adopt(
     entries: Sequence[CheckpointEntry],
+    kind: ResourceKind,
     ids: frozenset[DeviceId],
     present: Mapping[ContainerKey, Allocation],
     names: ResourceNames,
     inventory: GpuInventory,
     now: float,
 ) -> list[Allocation] | Refused:
-    """The allocation of the container that the kubelet's checkpoint says holds exactly these vcore IDs."""
+    """The allocation of the container that the kubelet's checkpoint says holds exactly these IDs of one resource."""
     written = _from_checkpoint(entries, names)
-    keys = sorted(key for key, held in written.items() if held.get(ResourceKind.VCORE) == ids)
+    keys = sorted(key for key, held in written.items() if held.get(kind) == ids)
     if not keys:
         return Refused(
             reason=RefusalReason.NOT_READY,
-            detail=f"a container is to start with {len(ids)} vcore units that neither this agent nor the kubelet's "
+            detail=f"a container is to start with {len(ids)} {kind} units that neither this agent nor the kubelet's "
             "checkpoint knows. The kubelet will try again; if it persists, delete the pod.",
         )
     others = sorted(
-        k for k, a in present.items() if a.vcore_ids & ids and k.pod_uid not in {key.pod_uid for key in keys}
+        k for k, a in present.items() if a.ids(kind) & ids and k.pod_uid not in {key.pod_uid for key in keys}
     )
     if others:
         return Refused(
             reason=RefusalReason.DEVICE_IN_USE,
-            detail=f"a container is to start with vcore units that container {others[0].container} of pod "
+            detail=f"a container is to start with {kind} units that container {others[0].container} of pod "
             f"{others[0].pod_uid} holds. Nothing was given twice: delete the pod and create it again.",
         )
     return [_allocation(key, _Held(ids=written[key]), None, inventory, now) for key in keys]
 
 
 def cards_of(ids: frozenset[DeviceId], inventory: GpuInventory) -> tuple[GpuUuid, ...]:
-    """The cards that vcore IDs name, by index; cards that are gone come last."""
+    """The cards that vcore or gpu-mem IDs name, by index; cards that are gone come last."""
     index = {card.uuid: card.index for card in inventory.cards}
     found = {split[0] for device in ids if (split := split_device_id(device)) is not None}
     return tuple(sorted(found, key=lambda uuid: (index.get(uuid, len(index)), uuid)))
@@ -156,6 +157,7 @@ def _uid(
 
 def _allocation(key: ContainerKey, held: _Held, pod: Pod | None, inventory: GpuInventory, now: float) -> Allocation:
     vcore_ids = held.ids.get(ResourceKind.VCORE, frozenset())
+    gpu_mem_ids = held.ids.get(ResourceKind.GPU_MEM, frozenset())
     spec = pod.container(key.container) if pod is not None else None
     assumed = ContainerKind.MAIN if held.is_listed else ContainerKind.INIT
     return Allocation(
@@ -163,8 +165,9 @@ def _allocation(key: ContainerKey, held: _Held, pod: Pod | None, inventory: GpuI
         namespace=pod.namespace if pod is not None else held.namespace,
         pod_name=pod.name if pod is not None else held.pod_name,
         kind=spec.kind if spec is not None else assumed,
-        cards=cards_of(vcore_ids, inventory),
+        cards=cards_of(vcore_ids or gpu_mem_ids, inventory),
         vcore_ids=vcore_ids,
+        gpu_mem_ids=gpu_mem_ids,
         vmemory_ids=held.ids.get(ResourceKind.VMEMORY, frozenset()),
         is_whole=bool(vcore_ids) and len(vcore_ids) % CORES_PER_CARD == 0,
         allocated_at=now,

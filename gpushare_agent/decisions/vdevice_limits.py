@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.gpus import Card
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, CORES_PER_CARD, GpuUuid
+from gpushare_agent.model.resources import ResourceNames
 
 MIB = 1024 * 1024
 _DRIVER = re.compile(r"(\d{1,6})\.(\d{1,6})")
@@ -53,18 +54,29 @@ def core_limit(annotations: Mapping[str, str], cores: int) -> CoreLimit:
 
 
 def vdevice_share(
-    held: Allocation, annotations: Mapping[str, str], cards: Mapping[GpuUuid, Card], memory_block_mib: int
+    held: Allocation, annotations: Mapping[str, str], cards: Mapping[GpuUuid, Card], names: ResourceNames
 ) -> VDeviceShare:
     """The limits of a container. Whole cards are not limited: the library is told so, and shows their whole memory."""
     if held.is_whole:
         memory_mib = sum(cards[uuid].memory_mib for uuid in held.cards if uuid in cards)
         return VDeviceShare(cores=held.cores, memory_bytes=memory_mib * MIB, core_limit=0, is_limited=False)
+    cores = share_cores(held, cards, names)
+    memory_mib = held.memory_blocks * names.memory_block_mib + len(held.gpu_mem_ids) * names.gpu_mem_unit_mib
     return VDeviceShare(
-        cores=held.cores,
-        memory_bytes=held.memory_blocks * memory_block_mib * MIB,
-        core_limit=core_limit(annotations, held.cores).percent,
+        cores=cores,
+        memory_bytes=memory_mib * MIB,
+        core_limit=core_limit(annotations, cores).percent,
         is_limited=True,
     )
+
+
+def share_cores(held: Allocation, cards: Mapping[GpuUuid, Card], names: ResourceNames) -> int:
+    """Percent of the card's compute. Who holds memory alone gets as much of it as of the memory (GPUShare's rule)."""
+    card = cards.get(held.cards[0]) if held.gpu_mem_ids and held.cards else None
+    if card is None:
+        return held.cores
+    cores = CORES_PER_CARD * len(held.gpu_mem_ids) * names.gpu_mem_unit_mib // card.memory_mib
+    return min(CORES_PER_CARD - 1, max(1, cores))
 
 
 def driver_numbers(version: str) -> tuple[int, int]:

@@ -3,7 +3,8 @@
 | attack | bound |
 |---|---|
 | many connections, idle or half-open | `max_connections`, more are closed at accept; `idle_s` without a call cuts off |
-| floods of calls, pings or settings | `bytes_per_s` for all connections of the socket together, read 4 KiB at a time |
+| floods of pings or settings | `bytes_per_s` for all connections of the socket together, read in small pieces |
+| whatever costs time (calls begun and reset) | `busy_share` of the processor for the socket, and of `SharedBudget` for all |
 | peers that send and never read | nothing is read from a peer while answers to it wait |
 | large requests, many calls at once | windows of 64 KiB, 16 calls a connection, 8 KiB of headers, `max_request_bytes` |
 
@@ -16,7 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -37,8 +39,10 @@ _WINDOW_BYTES = 2**16 - 1
 """The smallest that HTTP/2 starts with and grpclib takes."""
 _CALLS_PER_CONNECTION = 16
 _HEADER_BYTES = 8 * 1024
-_READ_BYTES = 4 * 1024
-"""A ping has 17 bytes: at most 240 of them are handled before other sockets have their turn."""
+_READ_BYTES = 256
+"""A call that is begun and reset has 32 bytes: at most 8 of them are handled before other sockets have their turn."""
+_CALL_COST_S = 0.0002
+"""What a call costs besides the reading: its task, and the end of it."""
 _BACKLOG = 16
 """asyncio accepts so many connections of one socket before it looks at the others."""
 _COMPLAIN_EVERY_S = 60.0
@@ -46,19 +50,37 @@ _COMPLAIN_EVERY_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """Of one socket. `byte_burst` may be read at once, then `bytes_per_s`."""
+    """Of one socket. `byte_burst` may be read at once, then `bytes_per_s`; the same for the time that it takes, where
+    `busy_share` is a share of one processor."""
 
     max_request_bytes: int = 4096
     max_connections: int = 64
     idle_s: float = 60.0
     bytes_per_s: float = 64 * 1024
     byte_burst: float = 256 * 1024
+    busy_share: float = 0.05
+    busy_burst_s: float = 0.05
+
+
+class SharedBudget:
+    """Of all sockets together: the share of the processor that reading from them may take. A socket that has kept within
+    half of its own burst is not held back for what others do."""
+
+    def __init__(self, *, busy_share: float = 0.2, busy_burst_s: float = 0.2, clock: Callable[[], float]) -> None:
+        self.busy = TokenBucket(rate=busy_share, burst=busy_burst_s, clock=clock)
 
 
 class BoundedGrpcServer(GrpcServer):
     """Serves `handlers` within `limits`. `fields` go into its log lines."""
 
-    def __init__(self, handlers: Collection[IServable], *, limits: ServerLimits, fields: dict[str, str]) -> None:
+    def __init__(
+        self,
+        handlers: Collection[IServable],
+        *,
+        limits: ServerLimits,
+        fields: dict[str, str],
+        shared: SharedBudget | None = None,
+    ) -> None:
         super().__init__(handlers, max_request_bytes=limits.max_request_bytes)
         self._config = Configuration(
             http2_connection_window_size=_WINDOW_BYTES, http2_stream_window_size=_WINDOW_BYTES
@@ -66,13 +88,52 @@ class BoundedGrpcServer(GrpcServer):
         self.limits = limits
         self._fields = fields
         clock = asyncio.get_running_loop().time
-        self.budget = TokenBucket(rate=limits.bytes_per_s, burst=limits.byte_burst, clock=clock)
+        self._shared = shared
+        self._bytes = TokenBucket(rate=limits.bytes_per_s, burst=limits.byte_burst, clock=clock)
+        self._busy = TokenBucket(rate=limits.busy_share, burst=limits.busy_burst_s, clock=clock)
+        self._bounded: set[_Bounded] = set()
+        self._pause: asyncio.TimerHandle | None = None
         self._complaints = TokenBucket(rate=1 / _COMPLAIN_EVERY_S, burst=1, clock=clock)
         self._refused = 0
 
     async def serve(self, sock: socket.socket) -> None:
         """As GrpcServer.serve."""
         await self._listen(sock, lambda: _Bounded(self), backlog=_BACKLOG)
+
+    @property
+    def is_paused(self) -> bool:
+        return self._pause is not None
+
+    def register(self, connection: _Bounded) -> None:
+        self._bounded.add(connection)
+
+    def forget(self, connection: _Bounded) -> None:
+        self._bounded.discard(connection)
+
+    def charge(self, nbytes: int, seconds: float) -> None:
+        """What one reading has cost. Whoever owes is not read from, on no connection of the socket, until it has paid."""
+        wait_s = max(self._bytes.owe(nbytes), self._busy.owe(seconds))
+        if self._shared is not None:
+            shared_s = self._shared.busy.owe(seconds)
+            if self._busy.level < self.limits.busy_burst_s / 2:
+                wait_s = max(wait_s, shared_s)
+        if wait_s <= 0 or self._pause is not None or self._is_stopping:
+            return
+        self._pause = asyncio.get_running_loop().call_later(wait_s, self._resume)
+        for connection in self._bounded:
+            connection.set_reading()
+
+    def _resume(self) -> None:
+        self._pause = None
+        for connection in self._bounded:
+            connection.set_reading()
+
+    async def stop(self, grace_s: float = 0.5) -> None:
+        """As GrpcServer.stop."""
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+        await super().stop(grace_s)
 
     def admit(self) -> H2Protocol | None:
         """What handles one more connection; None where it is one too many, or was accepted while the server stopped."""
@@ -100,11 +161,11 @@ class _Bounded(asyncio.BufferedProtocol):
         self._buffer = bytearray()
         self._is_admitted = False
         self._idle: asyncio.TimerHandle | None = None
-        self._pause: asyncio.TimerHandle | None = None
         self._is_clogged = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        started_at = time.perf_counter()
         inner = self._server.admit()
         if inner is None:
             self._transport.abort()
@@ -119,11 +180,15 @@ class _Bounded(asyncio.BufferedProtocol):
         h2.local_settings.acknowledge()  # in force from the start: a hostile peer would never acknowledge
         inner.connection.flush()
         self._watch(self._server.limits.idle_s)
+        self._server.register(self)
+        if self._server.is_paused:
+            asyncio.get_running_loop().call_soon(self.set_reading)  # the transport begins to read after this call
+        self._server.charge(0, time.perf_counter() - started_at)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        for timer in (self._idle, self._pause):
-            if timer is not None:
-                timer.cancel()
+        if self._idle is not None:
+            self._idle.cancel()
+        self._server.forget(self)
         if self._is_admitted:
             self._inner.connection_lost(cast(Exception | None, exc))
 
@@ -131,33 +196,32 @@ class _Bounded(asyncio.BufferedProtocol):
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
+        started_at, calls = time.perf_counter(), self._calls
         self._inner.data_received(bytes(memoryview(self._buffer)[:nbytes]))
-        wait_s = self._server.budget.owe(nbytes)
-        if wait_s > 0 and self._pause is None:
-            self._pause = self._loop.call_later(wait_s, self._resume)
-            self._set_reading()
+        self._server.charge(nbytes, time.perf_counter() - started_at + (self._calls - calls) * _CALL_COST_S)
+
+    @property
+    def _calls(self) -> int:
+        return cast(int, self._inner.handler.accepted)  # type: ignore[attr-defined]  # kit/grpc_server.py's handler
 
     def eof_received(self) -> bool | None:
         return self._inner.eof_received() if self._is_admitted else None
 
     def pause_writing(self) -> None:
         self._is_clogged = True
-        self._set_reading()
+        self.set_reading()
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
         self._is_clogged = False
-        self._set_reading()
+        self.set_reading()
         self._inner.resume_writing()
 
-    def _resume(self) -> None:
-        self._pause = None
-        self._set_reading()
-
-    def _set_reading(self) -> None:
+    def set_reading(self) -> None:
+        """Reads, or not, as the answers' way out and the socket's budget allow."""
         if self._transport.is_closing():
             return
-        if self._is_clogged or self._pause is not None:
+        if self._is_clogged or self._server.is_paused:
             self._transport.pause_reading()
         else:
             self._transport.resume_reading()

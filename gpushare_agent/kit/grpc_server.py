@@ -80,7 +80,15 @@ class GrpcServer(Server):
         loop = asyncio.get_running_loop()
         if sys.version_info >= (3, 13):
             options["cleanup_socket"] = False  # as on every earlier version
-        self._server = await loop.create_unix_server(make, sock=sock, **options)
+        try:
+            self._server = await loop.create_unix_server(make, sock=sock, **options)
+        except (
+            BaseException
+        ):  # cancelled while it begins to accept: a reader would stay for a descriptor that is closed
+            if sock.fileno() >= 0:
+                loop.remove_reader(sock.fileno())
+            sock.close()
+            raise
         self._server_closed_fut = loop.create_future()
         self._listener, self._is_stopping = sock, False
 
@@ -181,8 +189,10 @@ class _Calls(Handler):
     """The calls of one connection."""
 
     max_request_bytes = MAX_REQUEST_BYTES
+    accepted = 0
 
     def accept(self, stream: H2Stream, headers: list[tuple[str, str]], release_stream: Callable[[], Any]) -> None:
+        self.accepted += 1
         is_released = False
 
         def release_once(_task: object = None) -> None:

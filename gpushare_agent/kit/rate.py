@@ -29,6 +29,12 @@ class TokenBucket:
         self._level -= tokens
         return max(0.0, -self._level / self._rate)
 
+    @property
+    def level(self) -> float:
+        """Tokens that are there; below zero what is owed."""
+        self._refill()
+        return self._level
+
     def _refill(self) -> None:
         now = self._clock()
         self._level = min(self._burst, self._level + (now - self._at) * self._rate)

@@ -21,10 +21,10 @@ FileIdentity = tuple[int, int, int]
 """Device, inode and time of the last inode change in ns. Inode numbers are reused at once; the time tells them apart."""
 
 
-def file_identity(path: Path) -> FileIdentity | None:
+def file_identity(path: Path | str) -> FileIdentity | None:
     """What lies at `path` now (a symbolic link itself, not its target), None where nothing can be seen."""
     try:
-        status = path.lstat()
+        status = os.lstat(path)
     except OSError:
         return None
     return status.st_dev, status.st_ino, status.st_ctime_ns

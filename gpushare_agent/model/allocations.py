@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.model.resources import ResourceKind
 
 
 class ContainerKey(NamedTuple):
@@ -20,9 +21,9 @@ class ContainerKey(NamedTuple):
 class Allocation:
     """The devices of one container.
 
-    `vcore_ids` and `vmemory_ids` are empty until the kubelet has allocated that resource. `cards` are the cards that the
-    vcore IDs name, else the planned ones, in order of index; the memory is charged to them. `is_whole` means whole
-    cards: their whole memory is the container's. `allocated_at` is seconds on the monotonic clock.
+    The IDs of a resource are empty until the kubelet has allocated it. `cards` are the cards that the vcore or gpu-mem IDs
+    name, else the planned ones, in order of index; the memory is charged to them. `is_whole` means whole cards: their
+    whole memory is the container's. `allocated_at` is seconds on the monotonic clock.
     """
 
     key: ContainerKey
@@ -32,8 +33,28 @@ class Allocation:
     cards: tuple[GpuUuid, ...]
     vcore_ids: frozenset[DeviceId] = frozenset()
     vmemory_ids: frozenset[DeviceId] = frozenset()
+    gpu_mem_ids: frozenset[DeviceId] = frozenset()
     is_whole: bool = False
     allocated_at: float = 0.0
+
+    def ids(self, kind: ResourceKind) -> frozenset[DeviceId]:
+        """Of one resource."""
+        match kind:
+            case ResourceKind.VCORE:
+                return self.vcore_ids
+            case ResourceKind.VMEMORY:
+                return self.vmemory_ids
+            case ResourceKind.GPU_MEM:
+                return self.gpu_mem_ids
+
+    def with_ids(self, kind: ResourceKind, ids: frozenset[DeviceId]) -> Allocation:
+        match kind:
+            case ResourceKind.VCORE:
+                return replace(self, vcore_ids=ids)
+            case ResourceKind.VMEMORY:
+                return replace(self, vmemory_ids=ids)
+            case ResourceKind.GPU_MEM:
+                return replace(self, gpu_mem_ids=ids)
 
     @property
     def cores(self) -> int:

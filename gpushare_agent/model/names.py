@@ -17,6 +17,7 @@ VMEMORY_RESOURCE = "tencent.com/vcuda-memory"
 
 VCORE_SOCKET = "vcore.sock"
 VMEMORY_SOCKET = "vmemory.sock"
+GPU_MEM_SOCKET = "gpumem.sock"
 
 CORES_PER_CARD = 100
 """One vcore unit is 1/100 of a card's compute."""
@@ -24,11 +25,23 @@ MEMORY_BLOCK_MIB = 256
 """Default size of one vmemory unit, MiB."""
 
 CORE_LIMIT_ANNOTATION = "tencent.com/vcuda-core-limit"
+ISOLATION_ANNOTATION = "tencent.com/gpu-isolation"
+"""Our own: which of the isolations that the node allows the pod wants."""
 PREDICATE_TIME_ANNOTATION = "tencent.com/predicate-time"
 PREDICATE_NODE_ANNOTATION = "tencent.com/predicate-node"
 PREDICATE_GPU_INDEX_PREFIX = "tencent.com/predicate-gpu-idx-"
 """Followed by the container's position in spec.containers; value "0" or "1,3"."""
 GPU_ASSIGNED_ANNOTATION = "tencent.com/gpu-assigned"
+
+GPUSHARE_INDEX_ANNOTATION = "ALIYUN_COM_GPU_MEM_IDX"
+"""GPUShare's, on the pod: the index of the card that its extender chose, or that the agent gave."""
+GPUSHARE_ASSIGNED_ANNOTATION = "ALIYUN_COM_GPU_MEM_ASSIGNED"
+GPUSHARE_ASSUME_TIME_ANNOTATION = "ALIYUN_COM_GPU_MEM_ASSUME_TIME"
+ENV_GPUSHARE_INDEX = "ALIYUN_COM_GPU_MEM_IDX"
+ENV_GPUSHARE_POD = "ALIYUN_COM_GPU_MEM_POD"
+ENV_GPUSHARE_CONTAINER = "ALIYUN_COM_GPU_MEM_CONTAINER"
+ENV_GPUSHARE_CARD = "ALIYUN_COM_GPU_MEM_DEV"
+"""In the container: card index; units asked by the pod, by the container, and those of the card."""
 
 DEVICE_CONTAINER_ANNOTATION = "tencent.com/vcuda-device"
 """On the container, in the Allocate response: `/dev/nvidia0,/dev/nvidia1`."""

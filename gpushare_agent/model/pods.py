@@ -60,6 +60,8 @@ class Pod:
     """Kind of the controlling owner reference, empty where there is none."""
     has_started: bool = False
     """A container status says running, or restarted at least once: the pod was admitted long ago."""
+    is_static: bool = False
+    """A static pod's shadow in the API server: the kubelet and the runtime know the pod under another UID."""
     running: frozenset[str] = frozenset()
     """Names of the containers that run now by their statuses: a call of the kubelet cannot be for one of them."""
     container_ids: Mapping[str, str] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """What an in-container library reads of its share, and the names that may come into a path or a request.
 
-Not for files: adapters/vdevice_files.py. No state. Source of the formats: docs/formats.md, section 2 (they are the
+Not for files: adapters/vdevice_files.py. No state. Source of the formats: docs/formats.md, section 5 (they are the
 library's own C structs: native, little-endian, fixed sizes).
 
 | offset | size | vcuda.config |
@@ -40,8 +40,8 @@ MAX_BUS_ID_BYTES = 15
 _CONFIG = struct.Struct("<48si4044x4096s16sQiiiii4x")
 _MAX_INT32 = 2**31 - 1
 
-_POD_UID = re.compile(r"[0-9A-Za-z](?:[0-9A-Za-z-]{0,45}[0-9A-Za-z])?")
-"""A UUID, or the 32 digits of a static pod's hash. Neither a dot nor a slash."""
+_POD_UID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{32}")
+"""A UUID, or the 32 digits of a static pod's hash. Strict, for directories of such names are removed with their pods."""
 _CONTAINER_NAME = re.compile(r"[0-9a-z](?:[0-9a-z-]{0,61}[0-9a-z])?")
 """A DNS label, as the API server demands of container names."""
 _CONTAINER_ID = re.compile(r"[0-9a-f]{64}")

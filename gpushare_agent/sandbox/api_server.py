@@ -1,8 +1,8 @@
 """An API server for one node: pods, nodes and events of core/v1 on a real TCP port.
 
 The kubelet and the scheduler of the embedded node, and tests, use its methods in process; the agent speaks HTTP to it
-(api_handlers). State owned: the object store, and the fault switches that tests turn. Not for admission plugins,
-authorization, other resources, label selectors or paged lists.
+(api_handlers) and needs the server's token (api_access). State owned: the object store, and the fault switches that tests
+turn. Not for admission plugins, authorization of single verbs, other resources, label selectors or paged lists.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Self
 from aiohttp import web
 
 from gpushare_agent.model.errors import Conflict, StartupError
+from gpushare_agent.sandbox.api_access import ApiAccess
 from gpushare_agent.sandbox.api_handlers import ApiHandlers
 from gpushare_agent.sandbox.api_store import KINDS, ObjectKey, ObjectStore, RawObject
 from gpushare_agent.sandbox.change_signal import ChangeSignal
@@ -52,9 +53,10 @@ class EmbeddedApiServer:
         self.signal = ChangeSignal()
         self.store = ObjectStore(signal=self.signal, history_limit=history_limit)
         self.port = port
+        self.access = ApiAccess()
         self.bookmark_interval_s = bookmark_interval_s
         self.requests: list[tuple[str, str]] = []
-        """Method and path of every request, in order of arrival."""
+        """Method and path of every request that was let in, in order of arrival."""
         self.watch_epoch = 0
         self.is_stopping = False
         self._rng = random.Random(seed)
@@ -66,6 +68,15 @@ class EmbeddedApiServer:
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What a client must send."""
+        return self.access.headers
+
+    @property
+    def token(self) -> str:
+        return self.access.token
 
     @property
     def version(self) -> int:
@@ -201,7 +212,7 @@ class EmbeddedApiServer:
     async def start_listening(self) -> None:
         """On the port of the first start. Raises StartupError where the port is taken."""
         self.is_stopping = False
-        app = web.Application(client_max_size=3 * 2**20, middlewares=[self._with_faults])
+        app = web.Application(client_max_size=3 * 2**20, middlewares=[self._with_access, self._with_faults])
         ApiHandlers(self).add_routes(app, tuple(KINDS))
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2)
         await runner.setup()
@@ -251,6 +262,14 @@ class EmbeddedApiServer:
         """Ends every open watch with a 410 Gone event."""
         self.watch_epoch += 1
         self.signal.notify()
+
+    @web.middleware
+    async def _with_access(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        refusal = self.access.refusal(request, self.port)
+        if refusal is not None:
+            return refusal
+        response: web.StreamResponse = await handler(request)
+        return response
 
     @web.middleware
     async def _with_faults(self, request: web.Request, handler: Any) -> web.StreamResponse:

@@ -5,7 +5,8 @@ writing a number into a file: membership is followed by looking at the processes
 each question. Who belongs to a container: what was attached, its descendants as long as they can be seen as such, and the
 first process's session. A process that leaves the session and loses its parent within half a second gets away.
 
-State owned: `<root>`, `<proc>`, and who is in which cgroup. Format of the files: cgroups(7), proc(5).
+State owned: `<root>`, `<proc>`, and who is in which cgroup, of which `<proc>/.members` tells the next sandbox if this one
+is killed (process_records.py). Format of the files: cgroups(7), proc(5).
 """
 
 from __future__ import annotations
@@ -15,23 +16,32 @@ import contextlib
 import os
 import shutil
 import signal
-from dataclasses import dataclass
 from pathlib import Path
+
+from gpushare_agent.sandbox.process_records import (
+    descendants,
+    end_recorded,
+    read_process,
+    read_processes,
+    replace_file,
+    write_book,
+)
 
 LOOK_INTERVAL_S = 0.5
 _PODS = Path("kubepods", "burstable")
 
 
-@dataclass(frozen=True, slots=True)
-class _Process:
-    parent: int
-    session: int
-    started: int
-    """In clock ticks since the boot: with the PID it names a process for good."""
+def end_leftovers(proc_root: Path) -> int:
+    """Kills what a sandbox that was killed has left of its tree's processes: how many. Before its files are removed."""
+    return end_recorded(_book(proc_root))
+
+
+def _book(proc_root: Path) -> Path:
+    return proc_root / ".members"
 
 
 class FileCgroups:
-    """`root` and `proc_root` are made anew."""
+    """`root` and `proc_root` are made anew, and what a dead sandbox left there is ended."""
 
     def __init__(self, root: Path, proc_root: Path) -> None:
         self.root = root
@@ -39,6 +49,7 @@ class FileCgroups:
         self._members: dict[Path, dict[int, int]] = {}
         self._sessions: dict[int, Path] = {}
         self._timer: asyncio.TimerHandle | None = None
+        end_leftovers(proc_root)
         for path in (root, proc_root):
             shutil.rmtree(path, ignore_errors=True)
         (root / _PODS).mkdir(parents=True)
@@ -57,7 +68,7 @@ class FileCgroups:
     def attach(self, cgroup: Path, pid: int) -> None:
         if cgroup not in self._members:
             raise FileNotFoundError(f"no cgroup {cgroup}")
-        process = _read_process(pid)
+        process = read_process(pid)
         if process is None:
             raise ProcessLookupError(f"no process {pid}")
         for other, members in self._members.items():
@@ -68,6 +79,7 @@ class FileCgroups:
             self._sessions[pid] = cgroup
         self._show(cgroup, pid)
         self._write(cgroup)
+        self._record()
         self._look_later()
 
     def pids(self, cgroup: Path) -> list[int]:
@@ -118,7 +130,7 @@ class FileCgroups:
         """Who is in which cgroup now; writes what has changed."""
         if not any(self._members.values()):
             return
-        processes = {pid: p for pid in _all_pids() if (p := _read_process(pid)) is not None}
+        processes = read_processes()
         owners = {
             pid: cgroup
             for cgroup, members in self._members.items()
@@ -128,7 +140,7 @@ class FileCgroups:
         for pid, process in processes.items():
             if pid not in owners and process.session in self._sessions:
                 owners[pid] = self._sessions[process.session]
-        self._add_descendants(owners, processes)
+        owners |= {pid: owners[origin] for pid, origin in descendants(owners, processes).items()}
         now: dict[Path, dict[int, int]] = {cgroup: {} for cgroup in self._members}
         for pid, cgroup in owners.items():
             now[cgroup][pid] = processes[pid].started
@@ -140,46 +152,18 @@ class FileCgroups:
                 for pid in before[cgroup].keys() - owners.keys():
                     shutil.rmtree(self.proc_root / str(pid), ignore_errors=True)
                 self._write(cgroup)
-
-    def _add_descendants(self, owners: dict[int, Path], processes: dict[int, _Process]) -> None:
-        children: dict[int, list[int]] = {}
-        for pid, process in processes.items():
-            children.setdefault(process.parent, []).append(pid)
-        pending = list(owners)
-        while pending:
-            parent = pending.pop()
-            for pid in children.get(parent, ()):
-                if pid not in owners:
-                    owners[pid] = owners[parent]
-                    pending.append(pid)
+        if now != before:
+            self._record()
 
     def _show(self, cgroup: Path, pid: int) -> None:
         (self.proc_root / str(pid)).mkdir(exist_ok=True)
-        _replace(self.proc_root / str(pid) / "cgroup", f"0::/{cgroup.relative_to(self.root)}\n")
+        replace_file(self.proc_root / str(pid) / "cgroup", f"0::/{cgroup.relative_to(self.root)}\n")
 
     def _write(self, cgroup: Path) -> None:
         pids = sorted(self._members[cgroup])
-        _replace(cgroup / "cgroup.procs", "".join(f"{pid}\n" for pid in pids))
-        _replace(cgroup / "cgroup.events", f"populated {int(bool(pids))}\nfrozen 0\n")
+        replace_file(cgroup / "cgroup.procs", "".join(f"{pid}\n" for pid in pids))
+        replace_file(cgroup / "cgroup.events", f"populated {int(bool(pids))}\nfrozen 0\n")
 
-
-def _replace(path: Path, text: str) -> None:
-    """Nobody reads half of it."""
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text)
-    temporary.replace(path)
-
-
-def _all_pids() -> list[int]:
-    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-
-
-def _read_process(pid: int) -> _Process | None:
-    """None where it is gone, or dead and not yet waited for."""
-    try:
-        fields = Path("/proc", str(pid), "stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    if not fields or fields[0] in (b"Z", b"X"):
-        return None
-    return _Process(parent=int(fields[1]), session=int(fields[3]), started=int(fields[19]))
+    def _record(self) -> None:
+        members = {pid: started for group in self._members.values() for pid, started in group.items()}
+        write_book(_book(self.proc_root), members, self._sessions)

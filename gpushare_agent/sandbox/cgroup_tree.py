@@ -5,7 +5,8 @@ process can really be moved there, else a hierarchy of v1, else a tree of plain 
 rights. The environment variable GPUSHARE_SANDBOX_CGROUPS (v2, v1, files) insists on one of them.
 
 State owned: the directory `gpushare-sandbox-<pid>-<PID namespace>-<random>`, removed by `close`. A sandbox that was killed
-leaves its own behind; the next one of its PID namespace removes what belongs to no living process.
+leaves its own behind; the next one of its PID namespace removes what belongs to no living process. Of plain files that is
+done by the next one in the state directory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Literal, Protocol
 import structlog
 
 from gpushare_agent.model.errors import StartupError
-from gpushare_agent.sandbox.cgroup_files import FileCgroups
+from gpushare_agent.sandbox.cgroup_files import FileCgroups, end_leftovers
 
 log = structlog.get_logger(__name__)
 
@@ -36,6 +37,7 @@ _V1_CONTROLLERS = ("pids", "freezer", "memory", "cpu", "blkio", "devices", "name
 """`pids` is mounted nearly everywhere; cpuset is left out, as it takes no process before it has been set up."""
 _NAME = re.compile(r"gpushare-sandbox-(\d+)-([0-9a-f]+)-[0-9a-f]{8}")
 _REMOVE_TIMEOUT_S = 0.5
+_FILES_PROC = "proc"
 _PROBE = ("/bin/sh", "-c", "read -r _")
 
 
@@ -126,7 +128,7 @@ def open_cgroup_tree(state: Path, kind: str | None = None) -> tuple[CgroupTreeKi
         raise StartupError(f"{KIND_VARIABLE} is {wanted!r}: it can be {', '.join(_KINDS)}, or not set")
     for candidate in _KINDS if wanted is None else (wanted,):
         if candidate == "files":
-            return candidate, FileCgroups(state / "cgroup", state / "proc")
+            return candidate, FileCgroups(state / "cgroup", state / _FILES_PROC)
         for parent in _parents(candidate):
             try:
                 return candidate, KernelCgroups(parent)
@@ -136,6 +138,11 @@ def open_cgroup_tree(state: Path, kind: str | None = None) -> tuple[CgroupTreeKi
         f"no cgroup {wanted} can be made for the sandbox's containers: none is mounted, or this process may not move "
         f"processes there; run it with the rights, or unset {KIND_VARIABLE}"
     )
+
+
+def end_stale_files(state: Path) -> None:
+    """The processes of a dead sandbox whose tree of files lies in this directory. Call it before that is removed."""
+    end_leftovers(state / _FILES_PROC)
 
 
 def remove_stale(parent: Path) -> None:

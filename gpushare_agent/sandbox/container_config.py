@@ -1,16 +1,17 @@
 """What the embedded kubelet asks its container runtime to run, from a pod's manifest and the device plugins' answers.
 
-The environment: a few variables of our own, the manifest's literal `env`, then what the Allocate answers set. As there is
-no mount namespace, GPUSHARE_VDEVICE says where the vDevice socket lies that a container would find at
-/etc/vcuda/vcuda.sock. `valueFrom`, `envFrom` and `$(VAR)` are not followed, and the shell that becomes the command passes
-on no variable whose name a shell does not know as one. Pure functions.
+The environment: a few variables of our own, the manifest's literal `env`, then what the Allocate answers set, then what
+their CDI devices set. As there is no mount namespace, GPUSHARE_VDEVICE says where the vDevice socket lies that one would
+find at /etc/vcuda/vcuda.sock, and SANDBOX_DEVICE_NODES lists the device nodes that there would be. `valueFrom`, `envFrom`
+and `$(VAR)` are not followed, and the shell that becomes the command passes on no variable whose name a shell does not
+know as one. Pure, but for the CDI specs.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,25 @@ from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.model.vdevice import SOCKET_NAME
 from gpushare_agent.sandbox import pod_manifest, wire_frames
 from gpushare_agent.sandbox.api_store import RawObject
+from gpushare_agent.sandbox.cdi_resolver import CdiResolver, requested_names
 from gpushare_agent.sandbox.container_runtime import ContainerConfig
 
 HOST_IMAGE = "sandbox/host"
 """A container of this image runs its command as a process of the machine; any other one sleeps."""
 VDEVICE_VARIABLE = "GPUSHARE_VDEVICE"
+DEVICE_NODES_VARIABLE = "SANDBOX_DEVICE_NODES"
+"""Comma list of paths in the container: the answers' own device nodes, then those of their CDI devices."""
 _VCUDA_DIRECTORY = "/etc/vcuda"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-def container_config(raw: RawObject, spec: ContainerSpec, answers: Iterable[bytes]) -> ContainerConfig:
+def container_config(
+    raw: RawObject, spec: ContainerSpec, answers: Sequence[bytes], cdi: CdiResolver
+) -> ContainerConfig:
     """`answers` are the plugins' ContainerAllocateResponse messages for it.
 
     Raises:
-        Rejected: an image that is run has no command.
+        Rejected: an image that is run has no command; an answer names a CDI device that no spec has.
         Corrupt: an answer is no such message.
     """
     container = _find(raw, spec.name)
@@ -43,7 +49,7 @@ def container_config(raw: RawObject, spec: ContainerSpec, answers: Iterable[byte
         pod_name=metadata["name"],
         name=spec.name,
         command=_command(container),
-        env=environment(container, answers),
+        env=environment(container, answers) | _injected(answers, cdi),
         run_s=_run_s(raw, spec.kind),
         ignore_term_s=pod_manifest.annotation_seconds(raw, pod_manifest.IGNORE_TERM_ANNOTATION) or 0.0,
     )
@@ -60,6 +66,20 @@ def environment(container: Mapping[str, Any], answers: Iterable[bytes]) -> dict[
             if _text(mount, 1).rstrip("/") == _VCUDA_DIRECTORY:
                 env[VDEVICE_VARIABLE] = f"{_text(mount, 2)}/{SOCKET_NAME}"
     return env
+
+
+def _injected(answers: Sequence[bytes], cdi: CdiResolver) -> dict[str, str]:
+    """What CDI sets, which is stronger than all before, and the device nodes."""
+    nodes: list[str] = []
+    names: list[str] = []
+    for answer in answers:
+        nodes += [_text(device, 1) for device in wire_frames.submessages(answer, 3)]
+        annotations = [(_text(entry, 1), _text(entry, 2)) for entry in wire_frames.submessages(answer, 4)]
+        names += requested_names([_text(device, 1) for device in wire_frames.submessages(answer, 5)], annotations)
+    edits = cdi.resolve(names)
+    nodes += edits.device_nodes
+    listed = {DEVICE_NODES_VARIABLE: ",".join(dict.fromkeys(nodes))} if nodes else {}
+    return dict(edits.env) | listed
 
 
 def _run_s(raw: RawObject, kind: ContainerKind) -> float | None:

@@ -95,6 +95,7 @@ class ContainerRuntime:
         self.proc_root = self._tree.proc_root
         self.logs = state / "logs"
         self.logs.mkdir(exist_ok=True)
+        self.cdi_directory = state / "cdi"
         self._change = change
         self._salt = secrets.token_hex(8)
         self._containers: dict[tuple[str, str], Container] = {}

@@ -2,21 +2,28 @@
 
 Request: {"command": "apply"|"delete"|"exec"|"restart-kubelet"|"kill-agent"|"status", …}; answer: {"ok": bool,
 "lines": [what was done], "errors": [what was not], "document": the report, for status; "env" and "notes", for exec}.
-Who asks is known by the kernel's word (SO_PEERCRED), never by the message. No state.
+Who asks is known by the kernel's word (SO_PEERCRED), never by the message; and so is who answers: `exec` runs what it is
+told, with the environment of the answer. No state.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from gpushare_agent.adapters.peer_credentials import peer_credentials
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.errors import AgentError, Unavailable
+from gpushare_agent.sandbox.state_directory import why_not_private
+
+log = structlog.get_logger(__name__)
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
@@ -36,11 +43,11 @@ async def open_control(path: Path, handle: Handler) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 asker = peer_credentials(writer.transport)
-                answer = await _answer(await reader.readline(), handle, asker.pid if asker is not None else 0)
+                answer = await _answer(reader, handle, asker.pid if asker is not None else 0)
                 writer.write(json.dumps(answer).encode() + b"\n")
                 await writer.drain()
-        except (TimeoutError, OSError, ValueError):
-            return  # the other side has gone, is too slow, or sent a line too long
+        except (TimeoutError, OSError):
+            return  # the other side has gone or is too slow
         finally:
             writer.close()
 
@@ -52,24 +59,38 @@ async def open_control(path: Path, handle: Handler) -> AsyncIterator[None]:
         path.unlink(missing_ok=True)
 
 
-async def _answer(line: bytes, handle: Handler, asker_pid: int) -> Answer:
+async def _answer(reader: asyncio.StreamReader, handle: Handler, asker_pid: int) -> Answer:
     try:
-        request = json.loads(line)
-    except ValueError as error:
-        return {"ok": False, "lines": [], "errors": [f"the request is not JSON: {error}"]}
+        request = json.loads(await reader.readline())
+    except (ValueError, RecursionError) as error:  # of a line too long, too
+        return _refused(f"the request is not JSON on one line of at most {_LINE_LIMIT} bytes: {error}")
+    if not isinstance(request, dict):
+        return _refused(f"the request is not a JSON object but {type(request).__name__}")
     try:
         return await handle(request, asker_pid)
     except AgentError as error:
-        return {"ok": False, "lines": [], "errors": [str(error)]}
+        return _refused(str(error))
+    except Exception as error:  # the asker is owed an answer, and the sandbox lives on
+        log.warning("control_request_failed", command=str(request.get("command")), exc_info=error)
+        return _refused(f"the sandbox has failed at the request: {error!r}; its terminal shows where")
+
+
+def _refused(why: str) -> Answer:
+    return {"ok": False, "lines": [], "errors": [why]}
 
 
 async def ask(path: Path, request: Request) -> Answer:
-    """Sends one request to the sandbox behind `path`. Raises Unavailable where none answers."""
+    """Sends one request to the sandbox behind `path`. Raises Unavailable where none answers that is this user's."""
     advice = "start one with `gpushare-agent sandbox`, or name its directory with --state-dir"
+    if problem := why_not_private(path.parent):
+        raise Unavailable(
+            f"nothing was asked of a sandbox in {path.parent}, which cannot be trusted: {problem}; {advice}"
+        )
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             reader, writer = await asyncio.open_unix_connection(str(path), limit=_LINE_LIMIT)
             try:
+                _check_is_ours(writer, path)
                 writer.write(json.dumps(request).encode() + b"\n")
                 line = await reader.readline()
             finally:
@@ -82,3 +103,13 @@ async def ask(path: Path, request: Request) -> Answer:
         raise Unavailable(f"the sandbox in {path.parent} ended during the request")
     answer: Answer = json.loads(line)
     return answer
+
+
+def _check_is_ours(writer: asyncio.StreamWriter, path: Path) -> None:
+    peer = peer_credentials(writer.transport)
+    if peer is None or peer.uid != os.geteuid():
+        who = "cannot be told" if peer is None else f"is user {peer.uid}, and you are user {os.geteuid()}"
+        raise Unavailable(
+            f"nothing was asked of the sandbox in {path.parent}: who runs it {who}; name the directory of your own with "
+            "--state-dir"
+        )

@@ -71,6 +71,7 @@ class KubeletBoot:
         self._api = api
         self._signal = api.signal
         self._runtime = runtime
+        self._others_capacity: set[str] = set()
         self._times = times
         self._pods: dict[str, KnownPod] = {}
         self._group = asyncio.TaskGroup()
@@ -235,12 +236,15 @@ class KubeletBoot:
             await asyncio.sleep(self._times.status_interval_s)
 
     def push_node_status(self) -> None:
-        """A key once reported stays, with zero, when its resource is no longer known."""
+        """A key once reported stays, with zero, when its resource is no longer known. What somebody else has put into the
+        capacity is taken over into what can be allocated."""
         capacity, allocatable = dict(_PLAIN_CAPACITY), dict(_PLAIN_CAPACITY)
-        known = self._api.object_of("nodes", ("", self._node_name))
-        for name in (known or {}).get("status", {}).get("capacity", ()):
+        known = (self._api.object_of("nodes", ("", self._node_name)) or {}).get("status", {})
+        for name, count in known.get("capacity", {}).items():
+            if name not in known.get("allocatable", {}):
+                self._others_capacity.add(name)
             if name not in _PLAIN_CAPACITY:
-                capacity[name] = allocatable[name] = "0"
+                capacity[name] = allocatable[name] = count if name in self._others_capacity else "0"
         for name, (count, healthy) in self.devices.capacity().items():
             capacity[name], allocatable[name] = str(count), str(healthy)
         ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "lastHeartbeatTime": timestamp()}

@@ -15,6 +15,7 @@ from pathlib import Path
 from gpushare_agent.kit.supervision import forever
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.model.names import VMEMORY_SOCKET
+from gpushare_agent.sandbox.api_access import write_kubeconfig
 from gpushare_agent.sandbox.api_server import EmbeddedApiServer
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.cri_server import CriServer
@@ -24,21 +25,6 @@ from gpushare_agent.sandbox.scheduler import EmbeddedScheduler
 
 UNIX_ADDRESS_LIMIT = 107
 """Bytes of a unix socket's path on Linux."""
-
-_KUBECONFIG = """\
-apiVersion: v1
-kind: Config
-clusters:
-- name: sandbox
-  cluster: {{server: "{url}"}}
-users:
-- name: sandbox
-  user: {{}}
-contexts:
-- name: sandbox
-  context: {{cluster: sandbox, user: sandbox}}
-current-context: sandbox
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +46,20 @@ class NodePaths:
         return self.state / "vm"
 
     @property
+    def mps_pipe(self) -> Path:
+        """The pipe directory of the stand-in for the MPS control daemon, which runs where isolation mps is in use."""
+        return self.state / "mps" / "pipe"
+
+    @property
+    def mps_logs(self) -> Path:
+        return self.state / "mps" / "log"
+
+    @property
+    def mps_control(self) -> Path:
+        """The stand-in's control program, under the real one's name."""
+        return self.state / "mps" / "nvidia-cuda-mps-control"
+
+    @property
     def runtime_socket(self) -> Path:
         """Where the container runtime answers CRI."""
         return self.state / "containerd.sock"
@@ -70,7 +70,13 @@ class NodePaths:
         return self.state / "logs"
 
     @property
+    def cdi(self) -> Path:
+        """The only directory where the container runtime looks for CDI specs."""
+        return self.state / "cdi"
+
+    @property
     def kubeconfig(self) -> Path:
+        """Holds the API server's token: mode 0600."""
         return self.state / "kubeconfig"
 
     @property
@@ -112,6 +118,10 @@ class EmbeddedNode:
             "kubelet.device-plugin-path": self.paths.device_plugin_path,
             "kubelet.pod-resources-socket": self.paths.pod_resources_socket,
             "virtual-manager.path": self.paths.virtual_manager,
+            "mps.pipe-directory": self.paths.mps_pipe,
+            "mps.log-directory": self.paths.mps_logs,
+            "mps.control": self.paths.mps_control,
+            "cdi.spec-directories": self.paths.cdi,
             "runtime.endpoint": self.paths.runtime_socket,
             "runtime.cgroup-root": self.kubelet.runtime.cgroup_root,
             "runtime.proc-root": self.kubelet.runtime.proc_root,
@@ -159,7 +169,7 @@ async def open_embedded_node(
     """
     paths = prepare_state_directory(state)
     async with EmbeddedApiServer(port=api_port, version=kubelet_version, seed=seed) as api:
-        paths.kubeconfig.write_text(_KUBECONFIG.format(url=api.url))
+        write_kubeconfig(paths.kubeconfig, api.url, api.token)
         kubelet = EmbeddedKubelet(
             directory=paths.state, node_name=node_name, api=api, version=kubelet_version, seed=seed, times=times,
             cgroups=cgroups,

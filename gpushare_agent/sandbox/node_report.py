@@ -115,33 +115,54 @@ def _counted(uuids: Iterable[GpuUuid]) -> dict[GpuUuid, int]:
 
 
 def reason_and_message(pod: RawObject) -> tuple[str, str]:
-    """Why a pod is where it is: from its status, else from the scheduler, else from a container that waits."""
+    """Why a pod is where it is: from its status, else from the scheduler, else from a container that waits or has failed,
+    also in a pod that runs: a container that ends again and again would show in nothing else."""
     status = pod.get("status") or {}
     if status.get("reason") or status.get("message"):
         return status.get("reason", ""), status.get("message", "")
-    if status.get("phase") != "Pending":
-        return "", ""
-    for condition in status.get("conditions", ()):
+    for condition in status.get("conditions", ()) if status.get("phase") == "Pending" else ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return condition.get("reason", ""), condition.get("message", "")
-    for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
-        waiting = container["state"].get("waiting", {})
+    return _container_trouble((*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())))
+
+
+def _container_trouble(statuses: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Of the first container that waits, else of the first that has failed."""
+    for status in statuses:
+        waiting = status["state"].get("waiting", {})
         if waiting.get("message"):
-            return waiting["reason"], waiting["message"]
+            last = status.get("lastState", {}).get("terminated")
+            ended = f", exit code {last['exitCode']}" if last else ""
+            return waiting["reason"], f"{waiting['message']}{ended}"
+    for status in statuses:
+        ended_now = status["state"].get("terminated", {})
+        if ended_now.get("exitCode"):
+            return ended_now["reason"], f"container {status['name']} ended with exit code {ended_now['exitCode']}"
     return "", ""
 
 
 def _pod(shown: ReportedNode, pod: RawObject) -> dict[str, Any]:
     metadata = pod["metadata"]
     reason, message = reason_and_message(pod)
-    given = _given(shown, metadata["uid"]) if pod["status"]["phase"] != "Failed" or not reason else {}
+    is_refused = pod["status"]["phase"] == "Failed" and bool(
+        pod["status"].get("reason") or pod["status"].get("message")
+    )
+    given = {} if is_refused else _given(shown, metadata["uid"])
     return {
         "namespace": metadata["namespace"], "name": metadata["name"], "uid": metadata["uid"],
         "phase": pod["status"]["phase"], "is_terminating": "deletionTimestamp" in metadata,
         "reason": reason, "message": message,
         "annotations": dict(sorted((metadata.get("annotations") or {}).items())),
-        "containers": [_container(shown, metadata["uid"], spec, given.get(spec.name, {})) for spec in containers_of(pod)],
+        "containers": [
+            _container(shown, metadata["uid"], spec, given.get(spec.name, {})) | _of_phase(pod)
+            for spec in containers_of(pod)
+        ],
     }  # fmt: skip
+
+
+def _of_phase(pod: RawObject) -> dict[str, Any]:
+    """What holds whatever the answers said: a pod that has ended holds no card, and is told no limit."""
+    return {"cards": [], "vdevice": None} if pod["status"]["phase"] in ("Succeeded", "Failed") else {}
 
 
 def _given(shown: ReportedNode, pod_uid: str) -> dict[str, dict[str, tuple[tuple[str, ...], bytes]]]:

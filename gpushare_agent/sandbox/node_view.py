@@ -41,7 +41,7 @@ def limit_text(container: dict[str, Any]) -> str:
         return "-"
     if not told["is_limited"]:
         return "none"
-    ceiling = f"–{told['core_limit']}" if told["core_limit"] else ""
+    ceiling = f"–{told['core_limit']}" if told["core_limit"] > told["cores"] else ""
     return f"{told['cores']}{ceiling} %, {told['memory_mib']} MiB"
 
 

@@ -17,6 +17,7 @@ from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.sandbox import pod_manifest, pod_status
 from gpushare_agent.sandbox.api_server import EmbeddedApiServer
 from gpushare_agent.sandbox.api_store import RawObject
+from gpushare_agent.sandbox.cdi_resolver import CdiResolver
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.container_config import container_config
 from gpushare_agent.sandbox.container_runtime import Container, ContainerRuntime
@@ -95,6 +96,7 @@ class PodWorkers:
     ) -> None:
         self._api = api
         self._runtime = runtime
+        self._cdi = CdiResolver([runtime.cdi_directory])
         self._devices = devices
         self._signal = signal
         self._start_delay_s = start_delay_s
@@ -176,7 +178,8 @@ class PodWorkers:
                 await self._devices.prepare_start(pod.identity, spec)
                 await asyncio.sleep(self._start_delay_s)
                 records = self._devices.records.of_container(pod.identity.uid, spec.name)
-                config = container_config(pod.raw, spec, [records[name].response for name in sorted(records)])
+                answers = [records[name].response for name in sorted(records)]
+                config = container_config(pod.raw, spec, answers, self._cdi)
                 self._runtime.start(config)
                 break
             except AllocationFailed as error:

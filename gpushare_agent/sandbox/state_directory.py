@@ -2,6 +2,11 @@
 
 Ownership is a lock on the file `owner`, which the kernel gives back when its holder dies; the file's text is the PID, for
 messages, and whether the directory itself was made by a sandbox.
+
+Whoever writes to the directory is obeyed: by the agent, and by who runs `sandbox exec`. So it must be this user's alone. The
+default is the same in every terminal, unlike one that follows $XDG_RUNTIME_DIR, which a login's end removes, and which
+cron, sudo and containers do not have. Its name can be guessed: who takes it first keeps a sandbox from starting there, and
+no more than that.
 """
 
 from __future__ import annotations
@@ -9,11 +14,13 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from gpushare_agent.model.errors import StartupError
+from gpushare_agent.sandbox.cgroup_tree import end_stale_files
 from gpushare_agent.sandbox.node import NodePaths, prepare_state_directory
 
 _MADE = "this sandbox made the directory"
@@ -21,7 +28,7 @@ _MADE = "this sandbox made the directory"
 
 
 def default_state_directory() -> Path:
-    return Path(f"/tmp/gpushare-sandbox-{os.getuid()}")  # noqa: S108 - short for unix addresses; ownership is checked
+    return Path(f"/tmp/gpushare-sandbox-{os.geteuid()}")  # noqa: S108 - short for unix addresses; ownership is checked
 
 
 @contextmanager
@@ -31,6 +38,7 @@ def owned_state_directory(state: Path) -> Iterator[NodePaths]:
     if not is_new:
         _check_is_ours(state)
     paths = prepare_state_directory(state)
+    _check_is_private(paths.state)  # it may have been made by somebody else just now
     with paths.owner.open("a+") as owner:
         try:
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -43,6 +51,7 @@ def owned_state_directory(state: Path) -> Iterator[NodePaths]:
             ) from error
         owner.seek(0)
         is_new = is_new or _MADE in owner.read().splitlines()  # by the dead sandbox whose leftovers these are
+        end_stale_files(paths.state)
         _clear(paths, keep=paths.owner)
         paths.virtual_manager.mkdir()
         owner.truncate(0)
@@ -61,14 +70,34 @@ def _check_is_ours(state: Path) -> None:
     """A directory with other things in it is somebody's: nothing in it may be removed."""
     if not state.is_dir():
         return  # prepare_state_directory words this
-    if state.is_symlink() or state.stat().st_uid != os.getuid():
-        raise StartupError(
-            f"the state directory {state} belongs to another user or is a link; choose another with --state-dir"
-        )
+    _check_is_private(state)
     if any(state.iterdir()) and not (state / "owner").is_file():
         raise StartupError(
             f"the state directory {state} holds files that no sandbox left there; choose a new or empty one (--state-dir)"
         )
+
+
+def _check_is_private(state: Path) -> None:
+    if problem := why_not_private(state):
+        raise StartupError(
+            f"the state directory {state} cannot be trusted: {problem}, or choose another with --state-dir"
+        )
+
+
+def why_not_private(state: Path) -> str:
+    """What makes others masters of the directory, and the cure; empty where it is this user's alone, or is not there."""
+    try:
+        status = state.lstat()
+    except OSError:
+        return ""
+    mode = stat.S_IMODE(status.st_mode)
+    if stat.S_ISLNK(status.st_mode):
+        return f"it is a link; name the directory itself ({state.resolve()})"
+    if status.st_uid != os.geteuid():
+        return f"it belongs to user {status.st_uid}, and you are user {os.geteuid()}; run the command as that user"
+    if stat.S_ISDIR(status.st_mode) and mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write to it (mode {mode:04o}); run `chmod go-w {state}`"
+    return ""
 
 
 def _clear(paths: NodePaths, *, keep: Path) -> None:

@@ -61,6 +61,7 @@ class Workbench:
         return True
 
     def _delete(self, namespace: str, name: str) -> str:
+        namespace, name = _split_name(namespace, name)
         self.shown.node.api.delete_pod(namespace, name)
         return f"pod {namespace}/{name} deleted"
 
@@ -71,19 +72,15 @@ class Workbench:
             return _each(lambda m: f"pod {self.create([m])[0]} created", _manifests(request))
         if command == "delete":
             namespace = str(request.get("namespace"))
-            return _each(lambda name: self._delete(namespace, name), list(map(str, request.get("names", ()))))
+            return _each(lambda name: self._delete(namespace, name), _names(request))
         if command == "exec":
-            entered = enter_container(
-                self.shown.node,
-                str(request.get("namespace")),
-                str(request.get("pod")),
-                request.get("container"),
-                asker_pid,
-            )
+            pod = _split_name(str(request.get("namespace")), str(request.get("pod")))
+            container = request.get("container")
+            entered = enter_container(self.shown.node, *pod, None if container is None else str(container), asker_pid)
             return {**_done([]), "notes": entered.notes, "env": entered.environment}
         if command == "restart-kubelet":
             await self.shown.node.kubelet.restart()
-            return _done(["the kubelet has restarted; it admits pods again in about a second"])
+            return _done(["the kubelet has restarted; it lists and admits pods again in about a second"])
         if command == "kill-agent":
             if not self.agent.kill():
                 raise AgentError("no agent runs at the moment; it is being started")
@@ -91,6 +88,12 @@ class Workbench:
         if command == "status":
             return {**_done([]), "document": self.document()}
         raise Rejected(f"unknown command {command!r}")
+
+
+def _split_name(namespace: str, name: str) -> tuple[str, str]:
+    """A name may be written as status shows it, NAMESPACE/NAME; then that is its namespace."""
+    head, slash, tail = name.partition("/")
+    return (head, tail) if slash else (namespace, name)
 
 
 def _done(lines: list[str]) -> Answer:
@@ -110,4 +113,22 @@ def _each(act: Callable[[_Item], str], items: Iterable[_Item]) -> Answer:
 
 
 def _manifests(request: Request) -> list[Manifest]:
-    return [Manifest(raw=raw, origin=str(raw.get("metadata", {}).get("name"))) for raw in request.get("pods", ())]
+    """Raises Rejected; nothing is created then."""
+    pods = _list(request, "pods")
+    if not all(isinstance(raw, dict) and isinstance(raw.get("metadata", {}), dict) for raw in pods):
+        raise Rejected('the request cannot be read: "pods" must hold Pod manifests, each an object with metadata')
+    return [Manifest(raw=raw, origin=str(raw.get("metadata", {}).get("name"))) for raw in pods]
+
+
+def _names(request: Request) -> list[str]:
+    names = _list(request, "names")
+    if not all(isinstance(name, str) for name in names):
+        raise Rejected('the request cannot be read: "names" must hold texts')
+    return names
+
+
+def _list(request: Request, field: str) -> list[Any]:
+    given = request.get(field)
+    if not isinstance(given, list):
+        raise Rejected(f'the request cannot be read: "{field}" must be a list, not {type(given).__name__}')
+    return given

@@ -16,11 +16,13 @@ from typing import Protocol
 import structlog
 
 from gpushare_agent.decisions import admission as decide
-from gpushare_agent.decisions.admission import Books, Offer, Plan, Policy
-from gpushare_agent.decisions.container_edits import NodeDevices, container_edits, merged
-from gpushare_agent.decisions.hints import predicted_cards
+from gpushare_agent.decisions.admission import Plan
+from gpushare_agent.decisions.books import Books, Offer, Policy, free_ids
+from gpushare_agent.decisions.container_edits import EditPolicy, edits_for
+from gpushare_agent.decisions.hints import gpushare_card, predicted_cards
 from gpushare_agent.decisions.identity import Call, Known, Served, reusing
-from gpushare_agent.decisions.isolation import IsolationPaths, IsolationRequest
+from gpushare_agent.decisions.isolation import ISOLATIONS
+from gpushare_agent.decisions.isolation_choice import choose_isolation
 from gpushare_agent.decisions.recovery import adopt
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused
@@ -94,15 +96,14 @@ class Admission:
         pods: PodsByUid,
         inventory: Callable[[], GpuInventory],
         policy: Policy,
-        devices: NodeDevices,
+        edits: Callable[[], EditPolicy],
         node_name: str,
         refused_pods: set[PodUid],
         observer: AdmissionObserver,
         records: KubeletRecords,
         settle: Callable[[], Awaitable[bool]],
-        isolation: Callable[[IsolationRequest], ContainerEdits],
-        paths: IsolationPaths,
         prepare: Callable[[Collection[ContainerKey]], Awaitable[Refused | None]],
+        daemon_trouble: Callable[[], str] = lambda: "",
         clock: Callable[[], float],
     ) -> None:
         self._gate = gate
@@ -111,15 +112,14 @@ class Admission:
         self._pods = pods
         self._inventory = inventory
         self._policy = policy
-        self._devices = devices
+        self._edit_policy = edits
         self._node_name = node_name
         self._refused_pods = refused_pods
         self._observer = observer
         self._records = records
         self._settle = settle
-        self._isolation = isolation
-        self._paths = paths
         self._prepare = prepare
+        self._daemon_trouble = daemon_trouble
         self._clock = clock
         self._pending: list[_Pending] = []
         self._current: PodUid | None = None
@@ -169,19 +169,20 @@ class Admission:
         container, also long after its admission.
         """
         wanted = frozenset(DeviceId(device) for device in ids)
-        refused = await self._take_over(wanted) if not self._holders_of(wanted) else None
-        return refused if refused is not None else await self._prepare(self._holders_of(wanted))
+        kind = self._kind(resource)
+        refused = await self._take_over(kind, wanted) if not self._holders_of(kind, wanted) else None
+        return refused if refused is not None else await self._prepare(self._holders_of(kind, wanted))
 
-    async def _take_over(self, wanted: frozenset[DeviceId]) -> Refused | None:
+    async def _take_over(self, kind: ResourceKind, wanted: frozenset[DeviceId]) -> Refused | None:
         """Put what the kubelet's checkpoint says of these IDs into the cache."""
         try:
             entries = await self._records.read()
         except AgentError as e:
             log.warning("kubelet_checkpoint_unreadable", error=str(e))
             entries = ()
-        if self._holders_of(wanted):
+        if self._holders_of(kind, wanted):
             return None
-        adopted = adopt(entries, wanted, self._cache.view(), self._policy.names, self._inventory(), self._clock())
+        adopted = adopt(entries, kind, wanted, self._cache.view(), self._policy.names, self._inventory(), self._clock())
         if isinstance(adopted, Refused):
             log.warning("pre_start_refused", reason=adopted.reason.value, detail=adopted.detail)
             return adopted
@@ -202,15 +203,39 @@ class Admission:
             self._current = served.pod.uid
             self._committed.clear()
         books = self._books(served)
-        free = decide.free_ids(served, offer.kind, offer.available, books)
+        free = free_ids(served, offer.kind, offer.available, books)
         if len(free) < len(offer.available):
             self._observer.taken_ids_offered(offer.kind, len(offer.available) - len(free))
-        hint = predicted_cards(served.pod.annotations, served.container, self._node_name)
-        outcome = decide.plan(served, offer, free, books, self._policy, hint)
+        if self._policy.names.wanted(served.container, ResourceKind.GPU_MEM):
+            hint = gpushare_card(served.pod.annotations)
+        else:
+            hint = predicted_cards(served.pod.annotations, served.container, self._node_name)
+        outcome: Plan | Refused = decide.plan(served, offer, free, books, self._policy, hint)
+        if isinstance(outcome, Plan):
+            outcome = self._obstacle(served, outcome, books) or outcome
         self._expect(
             _Pending(kind=offer.kind, size=offer.size, served=served, outcome=outcome, planned_at=self._clock())
         )
         return outcome
+
+    def _obstacle(self, served: Served, plan: Plan, books: Books) -> Refused | None:
+        """What the isolation has against the plan: known now, the admission ends before anything is booked."""
+        edits = self._edits(served, [books.inventory.by_uuid()[card] for card in plan.cards])
+        if isinstance(edits, Refused):
+            return edits
+        is_share = self._policy.names.wanted(served.container, ResourceKind.VCORE) < CORES_PER_CARD
+        policy = self._edit_policy()
+        name = choose_isolation(served.pod.annotations, policy.isolation, policy.allowed)
+        if not is_share or isinstance(name, Refused) or not ISOLATIONS[name].needs_daemon:
+            return None
+        trouble = self._daemon_trouble()
+        if not trouble:
+            return None
+        return Refused(
+            reason=RefusalReason.NOT_READY,
+            detail=f"{_who(served)} wants a share under isolation {name}, whose daemon cannot serve it: {trouble}. "
+            "Nothing was allocated. Create the pod again once the daemon answers.",
+        )
 
     def _expect(self, pending: _Pending) -> None:
         """Remember a plan; older ones of the same container, and those whose Allocate never came, go."""
@@ -251,45 +276,32 @@ class Admission:
         cards = decide.check(served, kind, ids, books, self._policy, planned)
         if isinstance(cards, Refused):
             return self._refuse(served, kind, cards)
+        edits = self._edits(served, [books.inventory.by_uuid()[card] for card in cards])
+        if isinstance(edits, Refused):
+            return self._refuse(served, kind, edits)
         old = self._cache.get(served.key)
         own = frozenset(DeviceId(device) for device in ids)
-        kept = frozenset() if old is None else old.vmemory_ids if kind is ResourceKind.VCORE else old.vcore_ids
         allocation = Allocation(
             key=served.key,
             namespace=served.pod.namespace,
             pod_name=served.pod.name,
             kind=served.container.kind,
             cards=cards,
-            vcore_ids=own if kind is ResourceKind.VCORE else kept,
-            vmemory_ids=own if kind is ResourceKind.VMEMORY else kept,
+            vcore_ids=old.vcore_ids if old is not None else frozenset(),
+            vmemory_ids=old.vmemory_ids if old is not None else frozenset(),
             is_whole=self._policy.names.wanted(served.container, ResourceKind.VCORE) >= CORES_PER_CARD,
             allocated_at=self._clock(),
-        )
+        ).with_ids(kind, own)
         self._cache.put(allocation)
         if self._current != served.pod.uid:
             self._current = served.pod.uid
             self._committed.clear()
         self._committed.append(served.key)
         self._observer.allocated(served, allocation, kind)
-        if kind is ResourceKind.VMEMORY:
-            return ContainerEdits()
-        return self._edits(served, [books.inventory.by_uuid()[card] for card in cards])
+        return edits if kind.binds_card else ContainerEdits()
 
-    def _edits(self, served: Served, cards: Sequence[Card]) -> ContainerEdits:
-        names = self._policy.names
-        cores = names.wanted(served.container, ResourceKind.VCORE)
-        isolated = self._isolation(
-            IsolationRequest(
-                pod_uid=served.pod.uid,
-                container=served.container,
-                cards=tuple(cards),
-                cores=cores,
-                memory_mib=names.wanted(served.container, ResourceKind.VMEMORY) * names.memory_block_mib,
-                is_whole=cores >= CORES_PER_CARD,
-                paths=self._paths,
-            )
-        )
-        return merged(container_edits(served.container, cards, names, self._devices), isolated)
+    def _edits(self, served: Served, cards: Sequence[Card]) -> ContainerEdits | Refused:
+        return edits_for(served.pod, served.container, cards, self._edit_policy())
 
     def _refuse(self, served: Served | None, kind: ResourceKind, refused: Refused) -> Refused:
         """Undo what this admission has booked for the pod: the kubelet frees all of it without a word."""
@@ -309,23 +321,24 @@ class Admission:
             inventory=self._inventory(),
             used_cores=self._cache.used_cores(without=served.key),
             used_blocks=self._cache.used_blocks(without=served.key),
+            used_gpu_mem=self._cache.used_gpu_mem(without=served.key),
             holders={kind: self._cache.holders(kind) for kind in ResourceKind},
             allocations=self._cache.view(),
         )
 
-    def _answer_again(self, kind: ResourceKind, ids: Sequence[str]) -> ContainerEdits | None:
+    def _answer_again(self, kind: ResourceKind, ids: Sequence[str]) -> ContainerEdits | Refused | None:
         """The same answer as before for IDs that exactly one container holds; nothing changes."""
         wanted = frozenset(DeviceId(device) for device in ids)
         keys = self._cache.holders(kind).get(next(iter(wanted)), frozenset()) if wanted else frozenset()
         held = self._cache.get(next(iter(keys))) if len(keys) == 1 else None
-        if held is None or (held.vcore_ids if kind is ResourceKind.VCORE else held.vmemory_ids) != wanted:
+        if held is None or held.ids(kind) != wanted:
             return None
         pod = self._pods.get(held.key.pod_uid)
         container = pod.container(held.key.container) if pod is not None else None
         if pod is None or container is None or held.key.container in pod.running:
             return None  # whoever this is for, it is not a container that runs
         known = self._inventory().by_uuid()
-        if kind is ResourceKind.VMEMORY:
+        if not kind.binds_card:
             return ContainerEdits()
         cards = [known[card] for card in held.cards if card in known]
         return self._edits(Served(pod=pod, container=container), cards)
@@ -333,18 +346,22 @@ class Admission:
     def _initial_cards(self, uid: PodUid) -> tuple[GpuUuid, ...]:
         return next((a.cards for a in self._cache.of_pod(uid) if a.kind is ContainerKind.INIT and a.cards), ())
 
-    def _holders_of(self, ids: frozenset[DeviceId]) -> list[ContainerKey]:
+    def _holders_of(self, kind: ResourceKind, ids: frozenset[DeviceId]) -> list[ContainerKey]:
         """The containers that hold exactly these: several where an init container's IDs were handed on."""
         if not ids:
             return []
-        keys = self._cache.holders(ResourceKind.VCORE).get(next(iter(ids)), frozenset())
-        return sorted(key for key in keys if (held := self._cache.get(key)) is not None and held.vcore_ids == ids)
+        keys = self._cache.holders(kind).get(next(iter(ids)), frozenset())
+        return sorted(key for key in keys if (held := self._cache.get(key)) is not None and held.ids(kind) == ids)
 
     def _kind(self, resource: str) -> ResourceKind:
         kind = self._policy.names.kind(resource)
         if kind is None:
-            raise AssertionError(f"a plugin serves {resource!r}, which is neither resource of the settings")
+            raise AssertionError(f"a plugin serves {resource!r}, which is no resource of the settings")
         return kind
+
+
+def _who(served: Served) -> str:
+    return f"container {served.container.name} of pod {served.pod.namespace}/{served.pod.name}"
 
 
 def _name_in_log(served: Served) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -20,6 +21,7 @@ class CountsAdmissions(Protocol):
 
 class Annotates(Protocol):
     def assigned(self, pod: Pod, gpu_indexes: Mapping[int, tuple[int, ...]]) -> None: ...
+    def memory_assigned(self, pod: Pod, gpu_index: int, now_ns: int) -> None: ...
 
 
 class TellsRefusals(Protocol):
@@ -38,7 +40,9 @@ class AdmissionNews:
         allocations: Callable[[], Mapping[ContainerKey, Allocation]],
         inventory: Callable[[], GpuInventory],
         names: ResourceNames,
+        wall_clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
+        self._wall_clock_ns = wall_clock_ns
         self._metrics = metrics
         self._annotations = annotations
         self._events = events
@@ -50,6 +54,11 @@ class AdmissionNews:
         self._metrics.admission(self._names.name(kind), "allocated", "")
         if kind is ResourceKind.VCORE and (indexes := self._card_indexes(served.pod)) is not None:
             self._annotations.assigned(served.pod, indexes)
+        if kind is ResourceKind.GPU_MEM and served.container.kind is ContainerKind.MAIN:
+            index = {card.uuid: card.index for card in self._inventory().cards}
+            for card in allocation.cards:
+                if card in index:
+                    self._annotations.memory_assigned(served.pod, index[card], self._wall_clock_ns())
 
     def refused(self, served: Served | None, kind: ResourceKind, refused: Refused) -> None:
         self._metrics.admission(self._names.name(kind), "refused", refused.reason.value)

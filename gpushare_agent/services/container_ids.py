@@ -12,9 +12,9 @@ from typing import Protocol
 
 import structlog
 
-from gpushare_agent.adapters.runtime import RuntimeContainer, RuntimeState
+from gpushare_agent.adapters.runtime import RuntimeContainer, RuntimeContainerStatus, RuntimeState
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.errors import AgentError, Unavailable
+from gpushare_agent.model.errors import AgentError, NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 
@@ -22,7 +22,8 @@ log = structlog.get_logger(__name__)
 
 
 class Runtime(Protocol):
-    async def containers(self) -> list[RuntimeContainer]: ...
+    async def containers(self, *, only_running: bool) -> list[RuntimeContainer]: ...
+    async def status(self, container_id: str) -> RuntimeContainerStatus: ...
 
 
 class Pods(Protocol):
@@ -39,9 +40,12 @@ class ContainerIds:
 
     async def running(self) -> Mapping[ContainerKey, str]:
         """The IDs of the containers that run."""
-        told = await self._ask()
-        if told is None:
+        try:
+            told = await self._runtime.containers(only_running=True)
+        except AgentError as e:
+            self._note_away(e)
             return self._in_statuses()
+        self._note_back()
         return {ContainerKey(c.pod_uid, c.container_name): c.id for c in told if c.state is RuntimeState.RUNNING}
 
     async def owner_of(self, container_id: str) -> ContainerKey | None:
@@ -50,9 +54,15 @@ class ContainerIds:
         Raises:
             Unavailable: the runtime is away and no pod's status names the ID yet.
         """
-        told = await self._ask()
-        if told is not None:
-            return next((ContainerKey(c.pod_uid, c.container_name) for c in told if c.id == container_id), None)
+        try:
+            found = (await self._runtime.status(container_id)).container
+        except NotFound:
+            return None
+        except AgentError as e:
+            self._note_away(e)
+        else:
+            self._note_back()
+            return ContainerKey(found.pod_uid, found.container_name)
         owner = next((key for key, known in self._in_statuses().items() if known == container_id), None)
         if owner is None:
             raise Unavailable(
@@ -61,18 +71,15 @@ class ContainerIds:
             )
         return owner
 
-    async def _ask(self) -> list[RuntimeContainer] | None:
-        try:
-            told = await self._runtime.containers()
-        except AgentError as e:
-            if not self._is_runtime_away:
-                log.info("runtime_not_asked", why=str(e), then="container IDs come from the pods' statuses")
-            self._is_runtime_away = True
-            return None
+    def _note_away(self, error: AgentError) -> None:
+        if not self._is_runtime_away:
+            log.info("runtime_not_asked", why=str(error), then="container IDs come from the pods' statuses")
+        self._is_runtime_away = True
+
+    def _note_back(self) -> None:
         if self._is_runtime_away:
             log.info("runtime_asked_again")
         self._is_runtime_away = False
-        return told
 
     def _in_statuses(self) -> dict[ContainerKey, str]:
         return {

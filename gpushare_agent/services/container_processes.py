@@ -7,8 +7,9 @@ list, and lets pass what is not. State owned: the IDs, and what is known of each
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
@@ -19,6 +20,9 @@ from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.names import PodUid
 
 log = structlog.get_logger(__name__)
+
+Life = tuple[ContainerKey, int]
+"""A container between two of its starts."""
 
 LONG_UNKNOWN_S = 5.0
 """After a restart of the agent a container's list of before is better than its whole pod's, but not for ever."""
@@ -43,6 +47,7 @@ class ContainerCgroups(Protocol):
 class _Life:
     """From one start of a container to the next. `former`: the ID of the life before, which sources may still tell."""
 
+    number: int = field(default_factory=itertools.count().__next__)
     id: str | None = None
     former: str | None = None
     unknown_since: float | None = None
@@ -83,9 +88,19 @@ class ContainerProcesses:
     def is_current(self, key: ContainerKey, processes: Processes) -> bool:
         return self._lives.get(key) is processes.life
 
-    def note(self, key: ContainerKey, container_id: str) -> None:
-        """The container itself has told, and the kernel has confirmed it."""
-        self._lives.setdefault(key, _Life()).id = container_id
+    def note(self, key: ContainerKey, container_id: str) -> bool:
+        """The container itself has told, and the kernel has confirmed it. False where the ID is of the life before: whoever
+        told it has ended, or is about to."""
+        life = self._lives.setdefault(key, _Life())
+        if container_id == life.former:
+            return False
+        life.id = container_id
+        return True
+
+    def unknown(self, keys: Iterable[ContainerKey]) -> frozenset[Life]:
+        """The lives whose ID nobody has told yet."""
+        lives = {key: self._lives.setdefault(key, _Life()) for key in keys}
+        return frozenset((key, life.number) for key, life in lives.items() if life.id is None)
 
     async def learn(self) -> None:
         """Take over the running containers' IDs. A source that is away delays, and loses nothing."""

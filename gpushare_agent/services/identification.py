@@ -211,11 +211,7 @@ class _Believed:
     def holds(self, resource: str) -> Mapping[str, int]:
         kind = self._known.names.kind(resource)
         held = {c.name: self._known.allocations.get(ContainerKey(self._pod.uid, c.name)) for c in self._pod.containers}
-        return {
-            name: a.cores if kind is not None and resource == self._known.names.vcore else a.memory_blocks
-            for name, a in held.items()
-            if a is not None
-        }
+        return {name: len(a.ids(kind)) for name, a in held.items() if a is not None and kind is not None}
 
 
 def _liveliness(pod: Pod) -> tuple[bool, bool, int]:

@@ -18,7 +18,14 @@ import structlog
 from gpushare_agent.adapters.kube.slot import ApiSlot
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Unavailable
-from gpushare_agent.model.names import GPU_ASSIGNED_ANNOTATION, PREDICATE_GPU_INDEX_PREFIX, PodUid
+from gpushare_agent.model.names import (
+    GPU_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSUME_TIME_ANNOTATION,
+    GPUSHARE_INDEX_ANNOTATION,
+    PREDICATE_GPU_INDEX_PREFIX,
+    PodUid,
+)
 from gpushare_agent.model.pods import ContainerKind, Pod
 
 log = structlog.get_logger(__name__)
@@ -68,8 +75,19 @@ class PodAnnotations:
     def assigned(self, pod: Pod, gpu_indexes: Mapping[int, tuple[int, ...]]) -> None:
         """Note the card indexes of main containers, by position in spec.containers. What was noted for other positions
         of the pod and is not yet sent stays."""
+        self._wish(pod, wanted_annotations(pod, gpu_indexes))
+
+    def memory_assigned(self, pod: Pod, gpu_index: int, now_ns: int) -> None:
+        """Note the card of a pod's GPUShare memory, as GPUShare's device plugin and inspection tool do. `now_ns`, since the
+        epoch, counts where no extender has written its own time."""
+        wanted = {GPUSHARE_ASSIGNED_ANNOTATION: "true", GPUSHARE_INDEX_ANNOTATION: str(gpu_index)}
+        if GPUSHARE_ASSUME_TIME_ANNOTATION not in pod.annotations:
+            wanted[GPUSHARE_ASSUME_TIME_ANNOTATION] = str(now_ns)
+        self._wish(pod, wanted)
+
+    def _wish(self, pod: Pod, wanted: Mapping[str, str]) -> None:
         _, earlier = self._wishes.get(pod.uid, (pod, {}))
-        self._wishes[pod.uid] = (pod, {**earlier, **wanted_annotations(pod, gpu_indexes)})
+        self._wishes[pod.uid] = (pod, {**earlier, **wanted})
         if len(self._wishes) > QUEUE_LIMIT:
             _, (dropped, _) = self._wishes.popitem(last=False)
             self._count("dropped")

@@ -28,6 +28,8 @@ MAX_MESSAGE_CHARS = 1024
 """The API server refuses a longer Event message."""
 QUEUE_LIMIT = 256
 TOLD_LIMIT = 4096
+_TEXT_KEPT = 256
+"""Of a text, to know it again: with TOLD_LIMIT this bounds the memory."""
 REPEAT_AFTER_S = 600.0
 BURST = 25
 TRIES = 6
@@ -65,7 +67,7 @@ class PodEvents:
         self._backoff = backoff or Backoff(base_s=0.5, cap_s=10.0)
         self._clock = clock
         self._queue: deque[dict[str, Any]] = deque()
-        self._told: OrderedDict[tuple[PodUid, str], float] = OrderedDict()
+        self._told: OrderedDict[tuple[PodUid, str, str], float] = OrderedDict()
         self._is_wanted = asyncio.Event()
 
     def attach(self, api: CreatesEvents) -> None:
@@ -74,23 +76,30 @@ class PodEvents:
 
     def refused(self, pod: Pod, refused: Refused) -> None:
         """Note a Warning on the pod, once in ten minutes per pod and reason."""
-        self.warned(pod, refused.reason.value, refused.detail)
+        self._note(pod, refused.reason.value, refused.detail, text="")
 
     def warned(self, pod: Pod, reason: str, detail: str) -> None:
-        """The same for what is no refusal: something of the pod's is ignored."""
-        now = self._clock()
-        told_at = self._told.get((pod.uid, reason))
+        """The same for what is no refusal: something of the pod's is ignored. Once per pod, reason and text, also in the
+        log: who mends an annotation and makes another mistake must hear of it."""
+        if self._note(pod, reason, detail, text=detail[:_TEXT_KEPT]):
+            log.warning("pod_warned", pod=f"{pod.namespace}/{pod.name}", reason=reason, detail=detail)
+
+    def _note(self, pod: Pod, reason: str, detail: str, *, text: str) -> bool:
+        """Is it news? `text` tells apart what is told for the same reason."""
+        now, key = self._clock(), (pod.uid, reason, text)
+        told_at = self._told.get(key)
         if told_at is not None and now - told_at < REPEAT_AFTER_S:
-            return
+            return False
         if len(self._queue) >= QUEUE_LIMIT:
             self._count("dropped")
-            return
-        self._told[pod.uid, reason] = now
-        self._told.move_to_end((pod.uid, reason))
+            return False
+        self._told[key] = now
+        self._told.move_to_end(key)
         while len(self._told) > TOLD_LIMIT:
             self._told.popitem(last=False)
         self._queue.append(warning_event(pod, reason, detail, node_name=self._node_name, now=datetime.now(UTC)))
         self._is_wanted.set()
+        return True
 
     async def run(self) -> NoReturn:
         """Send the noted events, in order, until cancelled."""

@@ -4,7 +4,7 @@ The socket is the identity: whoever speaks through it is that container. The ker
 what the message claims must agree; nothing of a message becomes part of a path unless it has been found to be this
 container's own. Not for making the directory or the files (adapters/vdevice_files.py), nor for looking into cgroups or
 asking the runtime: `IdentifyPeer` and `FindContainer` do. State owned: the server, its rate, and which peers were told of.
-Source of the protocol: docs/formats.md, section 2.
+Source of the protocol: docs/formats.md, section 5.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grpclib.const import Cardinality, Handler
 from grpclib.server import Stream
 
 from gpushare_agent.adapters.peer_credentials import peer_credentials
-from gpushare_agent.kit.bounded_grpc import BoundedGrpcServer, ServerLimits
+from gpushare_agent.kit.bounded_grpc import BoundedGrpcServer, ServerLimits, SharedBudget
 from gpushare_agent.kit.rate import TokenBucket
 from gpushare_agent.kit.sockets import FileIdentity
 from gpushare_agent.kit.wire_scan import MalformedMessageError
@@ -40,6 +40,8 @@ T = TypeVar("T")
 
 METHOD = "/vcuda.VCUDAService/RegisterVDevice"
 _TOLD_LIMIT = 256
+_LINES_PER_S, _LINE_BURST = 0.1, 20
+"""Of one container in the log: a caller that forks is a new peer each time."""
 
 
 class IdentifyPeer(Protocol):
@@ -81,7 +83,7 @@ class VDeviceLimits:
     """Of one container. `call_s` is the time for one whole call, its request's arrival included."""
 
     server: ServerLimits = field(default_factory=ServerLimits)
-    calls_per_s: float = 50.0
+    calls_per_s: float = 10.0
     call_burst: float = 100.0
     call_s: float = 10.0
 
@@ -100,8 +102,10 @@ class VDeviceServer:
         metrics: CountsRegistrations,
         limits: VDeviceLimits | None = None,
         run_blocking: RunsBlocking | None = None,
+        shared: SharedBudget | None = None,
     ) -> None:
         self.key = key
+        self._shared = shared
         self._sockets = sockets
         self._run_blocking = run_blocking or _run_here
         self._limits = limits or VDeviceLimits()
@@ -131,7 +135,7 @@ class VDeviceServer:
         """
         await self.stop()
         fields = {"pod_uid": self.key.pod_uid, "container": self.key.container}
-        server = BoundedGrpcServer([self._registration], limits=self._limits.server, fields=fields)
+        server = BoundedGrpcServer([self._registration], limits=self._limits.server, fields=fields, shared=self._shared)
         binding = _Binding(self._sockets, self.key)
         try:
             sock, identity = await self._run_blocking(binding.bind, f"binding the socket of {self.key.container}")
@@ -140,9 +144,13 @@ class VDeviceServer:
             raise
         try:
             await server.serve(sock)
+        except OSError as e:
+            binding.give_up()
+            raise Unavailable(
+                f"serving container {self.key.container} of pod {self.key.pod_uid} failed: {e.strerror}"
+            ) from e
         except BaseException:
-            sock.close()
-            self._sockets.remove_socket(self.key, identity)
+            binding.give_up()
             raise
         self._server, self._identity = server, identity
 
@@ -221,6 +229,7 @@ class _Registration:
         clock = asyncio.get_running_loop().time
         self._rate = TokenBucket(rate=limits.calls_per_s, burst=limits.call_burst, clock=clock)
         self._told: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._lines = TokenBucket(rate=_LINES_PER_S, burst=_LINE_BURST, clock=clock)
         self._log = log.bind(pod_uid=key.pod_uid, container=key.container)
 
     def __mapping__(self) -> dict[str, Handler]:
@@ -301,7 +310,7 @@ class _Registration:
             raise _Disagreement(f"the calling process is in container {peer.container_id}")
 
     def _tell_once(self, event: str, pid: int, **fields: Any) -> None:
-        if (event, pid) in self._told:
+        if (event, pid) in self._told or not self._lines.take():
             return
         self._told[event, pid] = None
         if len(self._told) > _TOLD_LIMIT:

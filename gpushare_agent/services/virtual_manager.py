@@ -13,29 +13,33 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import structlog
 
 from gpushare_agent.adapters.vdevice_files import VDeviceFiles
 from gpushare_agent.decisions.vdevice_limits import core_limit, driver_numbers, vdevice_share
+from gpushare_agent.kit.bounded_grpc import SharedBudget
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import forever
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.errors import AgentError, RefusalReason, Refused, Unavailable
+from gpushare_agent.model.errors import AgentError, RefusalReason, Refused, Rejected, Unavailable
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.vdevice import encode_config, is_container_name, is_pod_uid
-from gpushare_agent.services.container_processes import ContainerProcesses, Processes
+from gpushare_agent.services.container_processes import ContainerProcesses, Life, Processes
 from gpushare_agent.services.vdevice_server import CountsRegistrations, IdentifyPeer, VDeviceServer
 from gpushare_agent.services.vdevice_upkeep import Upkeep, Upkept, Written, keep_up
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
+STOP_TIMEOUT_S = 1.0
+"""A disk that hangs must not hold up the end of the process."""
 FILES_TIMEOUT_S = 5.0
 """One round over all containers, or the preparing of one pod's; the kubelet waits 30 s for PreStartContainer."""
 
@@ -55,6 +59,7 @@ class VirtualManagerPace:
     young_round_s: float = 0.2
     young_for_s: float = 5.0
     ids_s: float = 1.0
+    ids_slowest_rounds: int = 32
     cleaning_s: float = 5.0
 
 
@@ -69,7 +74,7 @@ class VirtualManager:
         pods: Pods,
         inventory: Callable[[], GpuInventory],
         driver_version: Callable[[], str],
-        memory_block_mib: int,
+        names: ResourceNames,
         processes: ContainerProcesses,
         identify: IdentifyPeer,
         metrics: CountsRegistrations,
@@ -82,7 +87,7 @@ class VirtualManager:
         self._pods = pods
         self._inventory = inventory
         self._driver_version = driver_version
-        self._memory_block_mib = memory_block_mib
+        self._names = names
         self._processes = processes
         self._identify = identify
         self._metrics = metrics
@@ -94,7 +99,11 @@ class VirtualManager:
         self._prepared_at: dict[ContainerKey, float] = {}
         self._has_young = asyncio.Event()
         self._written: dict[ContainerKey, Written] = {}
+        self._configs: dict[ContainerKey, tuple[tuple[object, ...], bytes]] = {}
         self._faults: dict[ContainerKey, str] = {}
+        self._shared = SharedBudget(clock=clock)
+        self._not_ours: set[str] = set()
+        self._refreshes: dict[ContainerKey, _Refreshes] = {}
         self._lock = asyncio.Lock()
         self._is_closed = False
 
@@ -133,8 +142,16 @@ class VirtualManager:
                 group.create_task(forever("container ids", self._learn), name="container ids")
         finally:
             self._is_closed = True
-            async with self._lock:  # a container that is being prepared right now is not left with a server
-                await self._stop(list(self._servers))
+            try:
+                async with (
+                    asyncio.timeout(STOP_TIMEOUT_S),
+                    self._lock,
+                ):  # what is being prepared right now has a server too
+                    await self._stop(list(self._servers))
+            except TimeoutError:
+                log.warning(
+                    "vdevice_servers_left", count=len(self._servers), then="the next start replaces their sockets"
+                )
 
     async def _rounds(self) -> NoReturn:
         cleaned_at = float("-inf")
@@ -170,9 +187,17 @@ class VirtualManager:
                 return
 
     async def _learn(self) -> NoReturn:
+        """An ID that nobody tells for long (of an init container that is over, say) is asked for ever more seldom."""
+        asked: frozenset[Life] = frozenset()
+        rounds, rounds_left = 1, 0
         while True:
-            if not all(map(self._processes.is_known, self._wanted())):
+            unknown = self._processes.unknown(self._wanted())
+            if unknown - asked:
+                rounds, rounds_left = 1, 0
+            if unknown and rounds_left <= 0:
                 await self._processes.learn()
+                rounds_left, rounds = rounds, min(2 * rounds, self._pace.ids_slowest_rounds)
+            asked, rounds_left = unknown, rounds_left - 1
             await asyncio.sleep(self._pace.ids_s)
 
     async def look(self) -> None:
@@ -182,13 +207,13 @@ class VirtualManager:
             Unavailable: the file system does not answer.
         """
         wanted = self._wanted()
-        await self._stop([key for key in self._servers if key not in wanted])
         known: dict[ContainerKey, Any]
-        for known in (self._prepared_at, self._written, self._faults):
+        for known in (self._prepared_at, self._written, self._faults, self._refreshes, self._configs):
             for key in [key for key in known if key not in wanted]:
                 del known[key]
         self._processes.keep_only(wanted)
-        await self._look_at(wanted)
+        await self._stop([key for key in self._servers if key not in wanted])
+        await self._look_at(self._wanted())
 
     async def _look_at(self, keys: Collection[ContainerKey]) -> None:
         processes = await self._processes.read(keys)
@@ -198,21 +223,39 @@ class VirtualManager:
 
     async def clean(self) -> None:
         """Remove the directories of pods that are gone, by the pod store's word. Raises Unavailable."""
-        there = await self._in_thread(self._files.list_pods, f"listing {self._files.root}")
+        there = await self._in_thread(self._files.pod_names, f"listing {self._files.root}")
         living = {key.pod_uid for key in self._allocations()}
-        for uid in sorted(there):
-            if uid in living or self._pods.get(uid) is not None:
-                continue
-            if await self._in_thread(partial(self._files.remove_pod, uid), f"removing {uid}"):
-                log.info("vdevice_directory_removed", pod_uid=uid)
+        for uid in sorted(uid for uid in there if uid not in living):
+            async with self._lock:  # whatever is prepared meanwhile keeps its directory
+                if self._pods.get(uid) is not None or any(key.pod_uid == uid for key in self._allocations()):
+                    continue
+                try:
+                    if await self._in_thread(partial(self._files.remove_pod, uid), f"removing {uid}"):
+                        log.info("vdevice_directory_removed", pod_uid=uid)
+                except Rejected as e:
+                    if uid not in self._not_ours:
+                        log.error("vdevice_directory_not_ours", error=str(e))
+                    self._not_ours.add(uid)
 
     async def refresh(self, key: ContainerKey, container_id: str | None) -> None:
-        """A client registered: bring its files up to date now. Raises AgentError."""
+        """A client registered: bring its files up to date now. Of many that come at once two are carried out: the one under
+        way, and one that begins after the last of them came. Raises AgentError."""
+        came_at = self._clock()
+        queue = self._refreshes.setdefault(key, _Refreshes())
+        async with queue.turn:
+            if queue.begun_at is None or queue.begun_at < came_at or queue.container_id != container_id:
+                queue.begun_at = None
+                begun_at = self._clock()
+                await self._refresh(key, container_id)
+                queue.begun_at, queue.container_id = begun_at, container_id
+
+    async def _refresh(self, key: ContainerKey, container_id: str | None) -> None:
         held = self._allocations().get(key)
         if held is None:
             raise Unavailable(f"container {key.container} of pod {key.pod_uid} holds nothing any more")
         if container_id is not None:
-            self._processes.note(key, container_id)
+            if not self._processes.note(key, container_id):
+                raise Unavailable(f"container {key.container} is being started anew: register again when it runs")
         elif not self._processes.is_known(key):
             await self._processes.learn()
         for one in await self._keep({key: held}, await self._processes.read([key])):
@@ -222,7 +265,8 @@ class VirtualManager:
             await self._in_thread(partial(self._files.copy_for_id, key, container_id), f"copying for {container_id}")
 
     def _wanted(self) -> dict[ContainerKey, Allocation]:
-        return {key: held for key, held in self._allocations().items() if held.vcore_ids and _is_nameable(key)}
+        allocations = self._allocations().items()
+        return {key: held for key, held in allocations if (held.vcore_ids or held.gpu_mem_ids) and _is_nameable(key)}
 
     async def _keep(
         self, wanted: Mapping[ContainerKey, Allocation], processes: Mapping[ContainerKey, Processes] | None
@@ -237,6 +281,8 @@ class VirtualManager:
                 raise Unavailable("the agent is shutting down")
             work = [self._upkeep(held, self._pids_of(key, processes)) for key, held in sorted(wanted.items())]
             kept = await self._in_thread(partial(keep_up, self._files, work), f"keeping {self._files.root}")
+            stale = [one.key for one in kept if one.error is None and not one.is_served and one.key in self._servers]
+            await self._stop(stale)  # together: peers that do not read make each take half a second
             return [await self._served(one) for one in kept]
 
     async def _served(self, one: Upkept) -> Upkept:
@@ -246,7 +292,7 @@ class VirtualManager:
             self._written.pop(one.key, None)
         if one.error is not None or one.is_served:
             return one
-        server = self._servers.get(one.key) or VDeviceServer(
+        server = VDeviceServer(
             one.key,
             sockets=self._files,
             identify=self._identify,
@@ -254,6 +300,7 @@ class VirtualManager:
             refresh=self.refresh,
             metrics=self._metrics,
             run_blocking=self._in_thread,
+            shared=self._shared,
         )
         self._servers[one.key] = server  # before it starts: whatever is in here is stopped at the end
         try:
@@ -307,9 +354,19 @@ class VirtualManager:
         )
 
     def _config(self, held: Allocation, pod: Pod | None) -> bytes:
+        """Made anew where one of the things that it says has changed; every second it is asked for."""
+        made_of = (held, pod, self._inventory(), self._driver_version())
+        known = self._configs.get(held.key)
+        if known is not None and all(old is new for old, new in zip(known[0], made_of, strict=True)):
+            return known[1]
+        config = self._new_config(held, pod)
+        self._configs[held.key] = (made_of, config)
+        return config
+
+    def _new_config(self, held: Allocation, pod: Pod | None) -> bytes:
         annotations = pod.annotations if pod is not None else {}
-        share = vdevice_share(held, annotations, self._inventory().by_uuid(), self._memory_block_mib)
-        if pod is not None and not held.is_whole and (complaint := core_limit(annotations, held.cores).complaint):
+        share = vdevice_share(held, annotations, self._inventory().by_uuid(), self._names)
+        if pod is not None and not held.is_whole and (complaint := core_limit(annotations, share.cores).complaint):
             self._complain(pod, complaint)
         return encode_config(
             pod_uid=held.key.pod_uid,
@@ -323,5 +380,15 @@ class VirtualManager:
         )
 
 
+@dataclass(slots=True)
+class _Refreshes:
+    """Of one container: who is at it, and when the last one that succeeded began, for which ID."""
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    begun_at: float | None = None
+    container_id: str | None = None
+
+
+@lru_cache(maxsize=8192)
 def _is_nameable(key: ContainerKey) -> bool:
     return is_pod_uid(key.pod_uid) and is_container_name(key.container)

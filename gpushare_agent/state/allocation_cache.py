@@ -28,7 +28,7 @@ class AllocationCache:
         self._allocations: dict[ContainerKey, Allocation] = {}
         self._pods: dict[PodUid, dict[ContainerKey, None]] = {}
         self._holders: dict[ResourceKind, dict[DeviceId, frozenset[ContainerKey]]] = {kind: {} for kind in ResourceKind}
-        self._cores: dict[GpuUuid, int] = {}
+        self._on_card: dict[ResourceKind, dict[GpuUuid, int]] = {kind: {} for kind in ResourceKind if kind.binds_card}
         self._charges: dict[GpuUuid, dict[DeviceId, int]] = {}
         self._on_change: list[Callable[[Allocation | None, Allocation | None], None]] = []
         self.version = 0
@@ -68,8 +68,8 @@ class AllocationCache:
             for device in ids:
                 others = holders.get(device)
                 holders[device] = own if others is None else others | own
-                if others is None and kind is ResourceKind.VCORE:
-                    _add(self._cores, _card(device), 1)
+                if others is None and kind.binds_card:
+                    _add(self._on_card[kind], _card(device), 1)
         self._charge(allocation, 1)
         self._changed(old, allocation)
 
@@ -92,10 +92,17 @@ class AllocationCache:
 
     def used_cores(self, *, without: ContainerKey | None = None) -> dict[GpuUuid, int]:
         """Distinct vcore IDs held on each card, those that only `without` holds left out."""
-        used = dict(self._cores)
+        return self._used(ResourceKind.VCORE, without)
+
+    def used_gpu_mem(self, *, without: ContainerKey | None = None) -> dict[GpuUuid, int]:
+        """The same of gpu-mem units."""
+        return self._used(ResourceKind.GPU_MEM, without)
+
+    def _used(self, kind: ResourceKind, without: ContainerKey | None) -> dict[GpuUuid, int]:
+        used = dict(self._on_card[kind])
         left_out = self._allocations.get(without) if without is not None else None
-        for device in left_out.vcore_ids if left_out is not None else ():
-            if len(self._holders[ResourceKind.VCORE][device]) == 1:
+        for device in left_out.ids(kind) if left_out is not None else ():
+            if len(self._holders[kind][device]) == 1:
                 _add(used, _card(device), -1)
         return used
 
@@ -134,8 +141,8 @@ class AllocationCache:
                     holders[device] = left
                     continue
                 del holders[device]
-                if kind is ResourceKind.VCORE:
-                    _add(self._cores, _card(device), -1)
+                if kind.binds_card:
+                    _add(self._on_card[kind], _card(device), -1)
         self._charge(old, -1)
         return old
 
@@ -146,7 +153,7 @@ class AllocationCache:
 
 
 def _ids(allocation: Allocation) -> tuple[tuple[ResourceKind, frozenset[DeviceId]], ...]:
-    return ((ResourceKind.VCORE, allocation.vcore_ids), (ResourceKind.VMEMORY, allocation.vmemory_ids))
+    return tuple((kind, allocation.ids(kind)) for kind in ResourceKind)
 
 
 def _card(device: DeviceId) -> GpuUuid:

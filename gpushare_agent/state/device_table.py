@@ -10,15 +10,16 @@ Format: ListAndWatchResponse of protos/deviceplugin.proto.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gpushare_agent.kit.wire_build import bytes_field, integer_field
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.model.gpus import Card, GpuInventory, Health
-from gpushare_agent.model.names import CORES_PER_CARD, MEMORY_BLOCK_MIB, device_id
-from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.model.names import DeviceId, device_id
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
+MIB_OF_GIB = 1024
 MAX_LIST_BYTES = 4 * 1024 * 1024 - 1024
 """The kubelet's gRPC client takes 4 MiB (measured: RESOURCE_EXHAUSTED above); a little is left for the framing."""
 
@@ -84,14 +85,32 @@ class DeviceTable:
 
 
 def device_rows(
-    inventory: GpuInventory, kind: ResourceKind, memory_block_mib: int = MEMORY_BLOCK_MIB
+    inventory: GpuInventory, kind: ResourceKind, names: ResourceNames, withheld: Collection[DeviceId] = ()
 ) -> list[DeviceRow]:
-    """The device IDs of every card, in order of card index, then number; a card's health is that of all its IDs."""
+    """The device IDs of every card, in order of card index, then number; a card's health is that of all its IDs but those
+    that are `withheld`."""
     return [
-        DeviceRow(id=device_id(card.uuid, number), healthy=card.is_healthy, numa=card.numa_node)
+        DeviceRow(id=device, healthy=card.is_healthy and device not in withheld, numa=card.numa_node)
         for card in sorted(inventory.cards, key=lambda card: card.index)
-        for number in range(_units(card, kind, memory_block_mib))
+        for device in (device_id(card.uuid, number) for number in range(names.units(card, kind)))
     ]
+
+
+def check_unit_size(inventory: GpuInventory, names: ResourceNames, *, limit_bytes: int = MAX_LIST_BYTES) -> None:
+    """Checks that the kubelet can receive the list of GPUShare's units.
+
+    Raises:
+        StartupError: it cannot; the text names the unit that works.
+    """
+    size = vmemory_list_bytes(inventory.cards, names.gpu_mem_unit_mib) if names.gpu_mem else 0
+    if size <= limit_bytes:
+        return
+    works = smallest_block_mib(inventory.cards, limit_bytes=limit_bytes)
+    cure = "GiB" if works <= MIB_OF_GIB else "a node with fewer cards, for GiB would not fit either"
+    raise StartupError(
+        f"cannot announce {names.gpu_mem}: units of {names.gpu_mem_unit_mib} MiB make a ListAndWatch message of {size} "
+        f"bytes, and the kubelet takes at most {limit_bytes}. The agent does not start. Set gpushare.unit to {cure}"
+    )
 
 
 def check_size(
@@ -105,7 +124,7 @@ def check_size(
     size = vmemory_list_bytes(inventory.cards, memory_block_mib)
     if size <= limit_bytes:
         return
-    blocks = sum(_units(card, ResourceKind.VMEMORY, memory_block_mib) for card in inventory.cards)
+    blocks = sum(card.memory_mib // memory_block_mib for card in inventory.cards)
     workable = smallest_block_mib(inventory.cards, limit_bytes=limit_bytes)
     raise StartupError(
         f"cannot announce {resource}: {blocks} blocks of {memory_block_mib} MiB make a ListAndWatch message of {size} "
@@ -130,12 +149,8 @@ def vmemory_list_bytes(cards: Iterable[Card], memory_block_mib: int) -> int:
     return sum(
         count * max(_frame_bytes(card, number, Health.HEALTHY), _frame_bytes(card, number, Health.UNHEALTHY))
         for card in cards
-        for number, count in _digit_groups(_units(card, ResourceKind.VMEMORY, memory_block_mib))
+        for number, count in _digit_groups(card.memory_mib // memory_block_mib)
     )
-
-
-def _units(card: Card, kind: ResourceKind, memory_block_mib: int) -> int:
-    return CORES_PER_CARD if kind is ResourceKind.VCORE else card.memory_mib // memory_block_mib
 
 
 def _digit_groups(count: int) -> Iterator[tuple[int, int]]:

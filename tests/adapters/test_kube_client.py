@@ -441,7 +441,7 @@ def test_importing_the_client_does_not_import_the_library() -> None:
 
 async def test_the_client_and_the_embedded_api_server_agree() -> None:
     """Every call works against the embedded API server, with its conflicts and absences."""
-    async with EmbeddedApiServer() as server, opened(server.url) as api:
+    async with EmbeddedApiServer() as server, opened(server.url, user={"token": server.token}) as api:
         raw = server.create_pod(raw_pod("p"))
         uid = PodUid(raw["metadata"]["uid"])
         raw_pods, version = await api.list_pods(NODE, whole)

@@ -435,7 +435,7 @@ def test_removing_a_pod_removes_links_but_not_what_they_lead_to(files: VDeviceFi
     for key in (KEY, OTHER):
         files.prepare(key)
         files.write_pids(key, [1])
-    (files.path(KEY) / "link").symlink_to(outside)
+    (files.path(KEY) / ID).symlink_to(outside)
     (files.root / POD / "other-link").symlink_to(outside / "precious")
     assert files.remove_pod(POD)
     assert not files.remove_pod(POD)
@@ -460,9 +460,30 @@ def test_the_list_holds_what_the_agent_makes_and_nothing_else(files: VDeviceFile
 def test_a_directory_nested_too_deep_is_left_for_a_person(files: VDeviceFiles) -> None:
     """Removal stops at a depth that the agent never builds, and says so."""
     files.prepare(KEY)
-    (files.path(KEY) / "/".join("abcdefghijkl")).mkdir(parents=True)
+    (files.path(KEY) / ID / "/".join("abcdefghijkl")).mkdir(parents=True)
     with pytest.raises(Unavailable, match="nested deeper"):
         files.remove_pod(POD)
+
+
+@pytest.mark.parametrize("name", ["hostkey", "volumes/data", "cuda/libcuda.so", "cuda/.ssh"])
+def test_a_directory_with_something_that_the_agent_never_makes_is_not_removed(files: VDeviceFiles, name: str) -> None:
+    """Whoever sets virtual_manager.path to the kubelet's pods, say, loses nothing: what lies there is no pod's of ours."""
+    files.prepare(KEY)
+    there = files.root / POD / name
+    there.parent.mkdir(parents=True, exist_ok=True)
+    there.write_text("precious")
+    with pytest.raises(Rejected, match="nothing that the agent makes"):
+        files.remove_pod(POD)
+    assert there.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["ssh", "vdriver", "12345678", "0F9C4F0E-5A0B-4B8E-9D38-0D4A3F7B6C11", f"{POD}0"])
+def test_only_what_a_kubelet_names_its_pods_is_taken_for_a_pod(files: VDeviceFiles, name: str) -> None:
+    """A word is no UID: nothing of it is listed, made or removed."""
+    (files.root / name / "cuda").mkdir(parents=True)
+    assert files.list_pods() == {}
+    with pytest.raises(Rejected):
+        files.remove_pod(PodUid(name))
 
 
 @pytest.fixture

@@ -20,16 +20,16 @@ from grpclib.server import Server, Stream
 from gpushare_agent.adapters.kube.pods import parse_pod
 from gpushare_agent.adapters.kubelet_checkpoint import KubeletCheckpoint
 from gpushare_agent.adapters.pod_resources import PodResourcesClient
-from gpushare_agent.decisions.admission import Policy
-from gpushare_agent.decisions.container_edits import NodeDevices
+from gpushare_agent.decisions.books import Policy
+from gpushare_agent.decisions.container_edits import EditPolicy
 from gpushare_agent.decisions.identity import Served
-from gpushare_agent.decisions.isolation import IsolationPaths
-from gpushare_agent.decisions.isolation.none import edit_none
+from gpushare_agent.decisions.isolation import IsolationConfig
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import NotFound, RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid
 from gpushare_agent.model.pods import Pod, PodPhase
 from gpushare_agent.model.resources import ResourceKind
@@ -181,6 +181,7 @@ async def open_agent(directory: Path) -> AsyncIterator[Agent]:
         clock=time.monotonic,
         patience=Patience(look_again_s=0.0),
     )
+    edits = EditPolicy(names=NAMES, config=IsolationConfig(virtual_manager=directory), isolation=IsolationName.NONE)
     admission = Admission(
         gate=gate,
         identification=identification,
@@ -188,14 +189,12 @@ async def open_agent(directory: Path) -> AsyncIterator[Agent]:
         pods=store,
         inventory=lambda: cards,
         policy=Policy(names=NAMES),
-        devices=NodeDevices(),
+        edits=lambda: edits,
         node_name="rig",
         refused_pods=refused,
         observer=recorder,
         records=KubeletCheckpoint(directory),
         settle=nothing_ends,
-        isolation=edit_none,
-        paths=IsolationPaths(virtual_manager=directory),
         prepare=nothing_to_prepare,
         clock=time.monotonic,
     )
@@ -287,7 +286,7 @@ EXPECTED_CALLS = [
     (name, inner, kind)
     for served in EXPECTED.values()
     for name, inner in served
-    for kind in ResourceKind
+    for kind in NAMES.kinds
     if not (name == "whole" and kind is ResourceKind.VMEMORY)
 ]
 

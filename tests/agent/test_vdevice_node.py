@@ -44,7 +44,7 @@ async def test_an_elastic_limit_is_followed_and_a_bad_one_told() -> None:
         assert (decode_config(path.read_bytes()).limit, decode_config(path.read_bytes()).hard_limit) == (60, False)
         url = f"{node.api.url}/api/v1/namespaces/default/pods/share"
         body = {"metadata": {"annotations": {"tencent.com/vcuda-core-limit": "20"}}}
-        headers = {"Content-Type": "application/merge-patch+json"}
+        headers = {**node.api.headers, "Content-Type": "application/merge-patch+json"}
         async with ClientSession() as session, session.patch(url, json=body, headers=headers) as answer:
             assert answer.status == 200
 

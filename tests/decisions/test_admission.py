@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gpushare_agent.decisions.admission import Books, Offer, Plan, Policy, check, free_ids, plan
+from gpushare_agent.decisions.admission import Plan, check, plan
+from gpushare_agent.decisions.books import Books, Offer, Policy, free_ids
 from gpushare_agent.decisions.identity import Served
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused

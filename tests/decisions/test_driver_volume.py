@@ -8,7 +8,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpushare_agent.decisions.driver_volume import CONTROLLED, choose_libraries, driver_version, plan_volume
+from gpushare_agent.decisions.driver_volume import (
+    CONTROLLED,
+    choose_libraries,
+    driver_version,
+    driver_version_text,
+    plan_volume,
+)
 from gpushare_agent.model.driver_volumes import (
     DriverVolume,
     ElfClass,
@@ -152,11 +158,33 @@ def test_a_volume_that_does_not_list_libcuda_is_refused() -> None:
 
 def test_a_missing_library_or_program_is_a_warning_that_names_it() -> None:
     """The rest is still of use."""
-    made = planned(VolumeName.ORIGIN, listed=(*LISTED, "libnvidia-opencl.so"), programs={})
-    assert len(made.warnings) == 2
-    assert "libnvidia-opencl.so" in made.warnings[0]
+    absent = ("libnvidia-opencl.so", "libnvoptix.so", "libnvidia-cfg.so")
+    made = planned(VolumeName.ORIGIN, listed=(*LISTED, *absent), programs={})
+    assert len(made.warnings) == 2, "one line for all libraries, however many lack"
+    assert "libnvidia-opencl.so, libnvoptix.so or libnvidia-cfg.so was found" in made.warnings[0]
     assert "nvidia-smi" in made.warnings[1]
     assert "/usr/bin" in made.warnings[1]
+
+
+def test_files_of_two_drivers_in_one_volume_are_a_warning() -> None:
+    """One line that names them; libraries with versions of their own (libGL.so.1.7.0) say nothing of the driver."""
+    newer = tuple(library(f"libnvidia-x{n}.so.550.54.14", f"libnvidia-x{n}.so.1") for n in range(5))
+    others = (*newer, library("libnvidia-egl-wayland.so.1.1.13", "libnvidia-egl-wayland.so.1"))
+    listed = (*LISTED, "libnvidia-x", "libnvidia-egl-wayland.so")
+    for name in VolumeName:
+        text = "\n".join(planned(name, (*DRIVER[:1], *DRIVER[2:4], *others), listed=listed).warnings)
+        assert text.startswith(f"volume {name}: libcuda is of driver 535.104.05, but libnvidia-x0.so.550.54.14, ")
+        assert "libnvidia-x2.so.550.54.14 and 2 more of another" in text
+        assert "wayland" not in text
+        assert text.count("\n") == 0
+    assert planned(VolumeName.ORIGIN).warnings == ()
+
+
+def test_the_version_for_a_person_is_as_the_file_writes_it() -> None:
+    """With its zeros; of several the highest; nothing of other names."""
+    names = ["libcuda.so.535.104.05", "libcuda.so.1", "libcuda.so.535.54.03", "libnvidia-ml.so.550.54.14"]
+    assert driver_version_text(names) == "535.104.05"
+    assert driver_version_text(["libcuda.so.1"]) == ""
 
 
 def test_a_control_library_for_another_machine_is_refused() -> None:

@@ -13,6 +13,7 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, PodPhase
+from gpushare_agent.model.resources import ResourceKind
 from tests.support_core import NAMES, allocation, container, ids, inventory, listed, pod, written
 
 DATA = Path(__file__).parent.parent / "data" / "kubelet"
@@ -100,7 +101,7 @@ def test_the_recorded_checkpoint_gives_every_container_of_the_recorded_pods() ->
 def test_a_starting_container_is_taken_over_from_the_checkpoint() -> None:
     """Its IDs are in the kubelet's file though not in our cache."""
     entries = written("u1", "main", ids(0, range(10)), ids(0, range(4)))
-    result = adopt(entries, frozenset(ids(0, range(10))), {}, NAMES, inventory(), 0.0)  # type: ignore[arg-type]
+    result = adopt(entries, ResourceKind.VCORE, frozenset(ids(0, range(10))), {}, NAMES, inventory(), 0.0)  # type: ignore[arg-type]
     assert isinstance(result, list) and [a.key for a in result] == [ContainerKey(PodUid("u1"), "main")]
     assert result[0].memory_blocks == 4
 
@@ -108,9 +109,9 @@ def test_a_starting_container_is_taken_over_from_the_checkpoint() -> None:
 def test_unknown_and_foreign_ids_are_not_taken_over() -> None:
     """IDs of no record, and IDs that another pod holds."""
     wanted = frozenset(ids(0, range(10)))
-    unknown = adopt([], wanted, {}, NAMES, inventory(), 0.0)  # type: ignore[arg-type]
+    unknown = adopt([], ResourceKind.VCORE, wanted, {}, NAMES, inventory(), 0.0)  # type: ignore[arg-type]
     assert isinstance(unknown, Refused) and unknown.reason is RefusalReason.NOT_READY
     other = replace(allocation(pod("other"), "main", ids(0, range(3)), []))
     entries = written("u1", "main", ids(0, range(10)), [])
-    taken = adopt(entries, wanted, {other.key: other}, NAMES, inventory(), 0.0)  # type: ignore[arg-type]
+    taken = adopt(entries, ResourceKind.VCORE, wanted, {other.key: other}, NAMES, inventory(), 0.0)  # type: ignore[arg-type]
     assert isinstance(taken, Refused) and taken.reason is RefusalReason.DEVICE_IN_USE

@@ -388,3 +388,20 @@ async def test_a_connection_accepted_while_the_server_stops_is_closed(turns: int
                     while await asyncio.get_running_loop().sock_recv(client, 4096):
                         pass
         assert server.connections == 0
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_start_that_is_cancelled_leaves_no_reader_behind(turns: int) -> None:
+    """A reader of a closed descriptor would make the next socket of that number deaf."""
+    with short_directory() as directory:
+        server, sock = GrpcServer([Echo()]), bind_unix_socket(directory / "s", mode=0o600)
+        number = sock.fileno()
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(server.serve(sock))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+        if sock.fileno() >= 0 and not task.cancelled():
+            await server.stop()
+        sock.close()
+        assert not asyncio.get_running_loop().remove_reader(number)

@@ -65,7 +65,7 @@ class Watch:
 async def open_client(**settings: Any) -> AsyncIterator[Client]:
     async with (
         EmbeddedApiServer(**settings) as api,
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as session,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S), headers=api.headers) as session,
     ):
         yield Client(api, session)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import io
 import json
 import os
@@ -18,6 +19,7 @@ import yaml
 from rich.console import Console
 
 from gpushare_agent.apps import sandbox as app
+from gpushare_agent.apps.sandbox_run import told_after
 from gpushare_agent.sandbox.node_live_view import live_view
 from tests.support_sandbox import container, pod
 from tests.support_sandbox_cli import ROOT, ended, live, read_until, registered, sandbox
@@ -206,6 +208,26 @@ async def test_an_agent_that_cannot_start_is_told_with_its_last_lines(folder: Pa
     assert not (folder / "s").exists()
 
 
+async def test_isolation_none_is_said_at_the_start(folder: Path) -> None:
+    """Its containers show a dash for a limit; why is not to be guessed."""
+    done = await sandbox(
+        "--state-dir", folder / "s", "--port", "0", "--once", "--samples", "none", "--isolation", "none"
+    )
+    assert (done.code, "isolation none: shares are booked and not kept" in done.err) == (0, True)
+
+
+async def test_a_wait_is_told_only_where_it_is_long(capsys: pytest.CaptureFixture[str]) -> None:
+    """On standard error, so that a document on standard output stays one."""
+    async with told_after(3600, "not this"):
+        pass
+    async with told_after(0, "waiting…"):
+        due = asyncio.Event()
+        asyncio.get_running_loop().call_later(0, due.set)  # behind the one that tells
+        async with asyncio.timeout(10):
+            await due.wait()
+    assert capsys.readouterr() == ("", "waiting…\n")
+
+
 async def test_a_live_sandbox_obeys_from_another_terminal_and_cleans_up_at_the_end(folder: Path) -> None:
     """apply, delete, kill-agent, restart-kubelet, status; SIGINT ends it with nothing left."""
     state = folder / "s"
@@ -217,7 +239,7 @@ async def test_a_live_sandbox_obeys_from_another_terminal_and_cleans_up_at_the_e
         await read_until(process, "pod default/mine Running")
         again = await sandbox("apply", "-f", "-", *where, text=yaml.safe_dump(pod("piped", container("main"))))
         assert again.out == "pod default/piped created\n", again.err
-        assert (await sandbox("delete", "piped", *where)).code == 0
+        assert (await sandbox("delete", "default/piped", *where)).out == "pod default/piped deleted\n"
         await read_until(process, "gone: pod default/piped")
         assert (await sandbox("kill-agent", *where)).code == 0
         await read_until(process, "the agent was killed by signal 9; starting it again")

@@ -58,7 +58,7 @@ async def test_a_process_in_a_container_registers_and_reads_its_limits_and_its_o
         )
         assert json.loads(other.out)["container"] == "evaluator", other.err
 
-        stays = await start("exec", "--state-dir", state, "share", "sleep", "600")
+        stays = await start("exec", "--state-dir", state, "default/share", "sleep", "600")
         await _poll(state, "share", lambda main: stays.pid in main["pids"] and stays.pid in main["vdevice"]["pids"])
         main = (await containers_of(state, "share"))["main"]
         assert main["pids"] == sorted([main["pid"], stays.pid])

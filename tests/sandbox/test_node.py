@@ -18,7 +18,7 @@ from gpushare_agent.model.gpus import Card
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
 from gpushare_agent.sandbox.manifests import ManifestError, parse_manifests, read_manifests, sample_manifests
-from gpushare_agent.sandbox.node_report import ReportedNode, report
+from gpushare_agent.sandbox.node_report import ReportedNode, reason_and_message, report
 from gpushare_agent.sandbox.node_view import card_text, pod_line
 from gpushare_agent.sandbox.pod_manifest import containers_of, pod_requests
 from gpushare_agent.sandbox.state_directory import owned_state_directory
@@ -211,6 +211,42 @@ def _card(index: int, uuid: str) -> Card:
     return Card(
         index=index, minor=index + 3, uuid=GpuUuid(uuid), bus_id="", name="Test", memory_mib=1024, numa_node=index
     )
+
+
+@pytest.mark.parametrize("phase", ["Pending", "Running", "Failed"])
+def test_a_container_that_waits_or_has_failed_is_the_reason_in_any_phase(phase: str) -> None:
+    """What waits first, with the last exit code; else what ended badly; a container that ended well is none."""
+    well = {"name": "a", "state": {"terminated": {"exitCode": 0, "reason": "Completed"}}}
+    badly = {"name": "b", "state": {"terminated": {"exitCode": 3, "reason": "Error"}}}
+    waits = {
+        "name": "c",
+        "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting"}},
+        "lastState": badly["state"],
+    }
+
+    def told(*statuses: dict[str, Any]) -> tuple[str, str]:
+        return reason_and_message({"status": {"phase": phase, "containerStatuses": statuses}})
+
+    assert told(well, badly, waits) == ("CrashLoopBackOff", "back-off 10s restarting, exit code 3")
+    assert told(well, badly) == ("Error", "container b ended with exit code 3")
+    assert told(well) == ("", "")
+
+
+async def test_an_ended_pod_is_shown_without_cards_and_with_its_exit_code() -> None:
+    """It holds none any more, and the answer that it once got is still in the document."""
+    answer = ContainerAllocateResponse(envs={"X": "y"})
+    plugin = SmallPlugin(CORE, device_ids("a", count=100), answer=answer)
+    async with open_test_node() as node, open_plugin(node, plugin):
+        node.api.create_pod(pod("p", container("main", cores=30), restartPolicy="Never"))
+        await wait_phase(node, "p", "Running")
+        shown = ReportedNode(node=node, cards=(_card(0, "a"),), vcore=CORE, vmemory=MEMORY, memory_block_mib=256)
+        assert report(shown)["pods"][0]["containers"][0]["cards"] == [0]
+        node.kubelet.kill_container("default", "p", "main")
+        await wait_phase(node, "p", "Failed")
+        (ended,) = report(shown)["pods"]
+    (main,) = ended["containers"]
+    assert (main["cards"], main["vdevice"], main["env"]) == ([], None, {"X": "y"})
+    assert (ended["reason"], ended["message"]) == ("Error", "container main ended with exit code 137")
 
 
 async def test_the_report_charges_memory_to_the_card_of_the_cores() -> None:

@@ -100,8 +100,13 @@ def test_unchanged_files_are_not_read_again_and_changed_ones_are(short_dir: Path
 
 @pytest.mark.parametrize(
     ("told", "text"),
-    [({}, "30 %, 4096 MiB"), ({"core_limit": 60}, "30–60 %, 4096 MiB"), ({"is_limited": False, "cores": 100}, "none")],
-    ids=["share", "elastic", "whole"],
+    [
+        ({}, "30 %, 4096 MiB"),
+        ({"core_limit": 60}, "30–60 %, 4096 MiB"),
+        ({"core_limit": 30}, "30 %, 4096 MiB"),
+        ({"is_limited": False, "cores": 100}, "none"),
+    ],
+    ids=["share", "elastic", "elastic by nothing", "whole"],
 )
 def test_a_limit_reads_as_it_binds(told: dict[str, Any], text: str) -> None:
     """A share, one that may rise, and a whole card, which is not limited."""

@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpushare_agent.adapters.pod_resources import PodListing
-from gpushare_agent.decisions.admission import Policy
-from gpushare_agent.decisions.container_edits import NodeDevices
+from gpushare_agent.decisions.books import Policy
+from gpushare_agent.decisions.container_edits import EditPolicy
 from gpushare_agent.decisions.identity import Call, Known, Served
-from gpushare_agent.decisions.isolation import IsolationPaths
-from gpushare_agent.decisions.isolation.none import edit_none
-from gpushare_agent.decisions.isolation.vcuda import edit_vcuda
+from gpushare_agent.decisions.isolation import IsolationConfig
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused, Unavailable
+from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.kubelet import CheckpointEntry
 from gpushare_agent.model.names import VCORE_RESOURCE as CORE
 from gpushare_agent.model.names import VMEMORY_RESOURCE as MEMORY
@@ -43,6 +42,8 @@ class Scripted:
         self.not_prepared: Refused | None = None
         self.on_settle = lambda: False
         self.cards = inventory()
+        config = IsolationConfig(virtual_manager=Path("/vm"))
+        self.edits = EditPolicy(names=NAMES, config=config, isolation=IsolationName.NONE)
         gate = PodResourcesGate(self, clock=time.monotonic)
         self.admission = Admission(
             gate=gate,
@@ -51,14 +52,12 @@ class Scripted:
             pods=self,
             inventory=lambda: self.cards,
             policy=Policy(names=NAMES),
-            devices=NodeDevices(),
+            edits=lambda: self.edits,
             node_name="node",
             refused_pods=self.refused_pods,
             observer=self,
             records=self,
             settle=self.settle,
-            isolation=edit_none,
-            paths=IsolationPaths(virtual_manager=Path("/vm")),
             prepare=self.prepare,
             clock=time.monotonic,
         )
@@ -179,7 +178,7 @@ async def test_the_same_allocate_again_gets_the_same_answer() -> None:
     """Isolation included, and the books as they were; once the container runs it is refused."""
     owner = pod("a", container(cores=10, blocks=1))
     agent = Scripted(owner)
-    agent.admission._isolation = edit_vcuda
+    agent.edits = replace(agent.edits, isolation=IsolationName.VCUDA)
     first = await agent.admit(owner, "main", CORE)
     (held,) = agent.cache
     assert isinstance(first, ContainerEdits) and [m.container_path for m in first.mounts] == ["/etc/vcuda"]

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.sandbox.api_server import EmbeddedApiServer
@@ -84,6 +85,21 @@ async def test_a_reason_is_told_once_per_pod_for_a_while() -> None:
     assert told == [("a", "NotEnoughCores"), ("b", "NotEnoughCores"), ("a", "Fragmented"), ("a", "NotEnoughCores")]
 
 
+async def test_a_warning_with_another_text_is_told_although_the_reason_is_the_same() -> None:
+    """A second, different bad annotation is an Event and a line in the log; the same one again is neither."""
+    counted = Counted()
+    async with fake_api(others=[answers(201, {})]) as server, opened(server.url) as api:
+        events = _events(counted, api=api)
+        with capture_logs() as logs:
+            for text in ("it is 'abc'", "it is 'abc'", "it is '101'", "it is 'abc'"):
+                events.warned(pod("a"), "CoreLimitIgnored", text)
+        async with running(events.run):
+            await counted.wait(2)
+    assert [request.body["message"] for request in server.requests] == ["it is 'abc'", "it is '101'"]
+    logged = [(line["pod"], line["detail"]) for line in logs if line["event"] == "pod_warned"]
+    assert logged == [("default/a", "it is 'abc'"), ("default/a", "it is '101'")]
+
+
 async def test_a_long_message_is_cut() -> None:
     """The API server refuses messages beyond 1024 characters."""
     counted = Counted()
@@ -143,7 +159,7 @@ async def test_after_a_burst_events_wait_for_their_turn() -> None:
 async def test_the_embedded_api_server_takes_the_event() -> None:
     """The Event is one that an API server accepts."""
     counted = Counted()
-    async with EmbeddedApiServer() as server, opened(server.url) as api:
+    async with EmbeddedApiServer() as server, opened(server.url, user={"token": server.token}) as api:
         events = _events(counted, api=api)
         async with running(events.run):
             events.refused(pod("a"), NO_CORES)

@@ -346,7 +346,7 @@ async def test_fetch_does_not_revive_a_pod_whose_deletion_was_told() -> None:
 
 async def test_the_informer_follows_the_embedded_api_server() -> None:
     """Creation, binding, status, deletion, a lost history, a stop and a start of the server all end in the same pods."""
-    async with EmbeddedApiServer() as server, opened(server.url) as api:
+    async with EmbeddedApiServer() as server, opened(server.url, user={"token": server.token}) as api:
         store, counted = PodStore(), Counted()
         informer = _informer(api, store=store, metrics=counted)
         async with running(informer.run):

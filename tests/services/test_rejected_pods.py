@@ -177,7 +177,7 @@ async def test_errors_cost_one_cycle_or_one_pod() -> None:
 
 async def test_the_embedded_api_server_loses_only_the_rejected() -> None:
     """On a server with a running and five rejected pods three of the latter and the running one are left."""
-    async with EmbeddedApiServer() as server, opened(server.url) as api:
+    async with EmbeddedApiServer() as server, opened(server.url, user={"token": server.token}) as api:
         store, counted = PodStore(), Counted()
         owner = {"ownerReferences": [{"kind": "ReplicaSet", "name": "web-7d9f", "uid": "r", "controller": True}]}
         for number in range(5):

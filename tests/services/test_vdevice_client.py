@@ -135,7 +135,10 @@ async def test_the_caller_finds_its_own_pid(short_dir: Path) -> None:
         _, out, _ = await run_client("--addr", str(path))
         assert rows_of(out)["own pid"].startswith(f"{node.asked[-1]}, NOT listed: it is not in this container's cgroup")
         _, out, _ = await run_client("--addr", str(path), "--no-register")
-        assert "not listed: the agent looks every second" in rows_of(out)["own pid"]
+        assert "not listed: it is no process of this container" in rows_of(out)["own pid"]
+        node.fails = Unavailable("the disk is away")
+        code, out, _ = await run_client("--addr", str(path))
+        assert (code, "not listed: it could not be registered" in rows_of(out)["own pid"]) == (3, True)
 
 
 async def test_off_the_first_namespace_the_agents_own_one_decides(
@@ -230,6 +233,32 @@ async def test_the_client_says_why_it_could_not_register(short_dir: Path) -> Non
     for wrong in (["--cont-id", "xyz"], ["--watch", "0"], ["--watch=x"], ["--unknown"]):
         assert (await run_client(*wrong))[0] == 2
     assert VDeviceFiles(short_dir).list_pods() == {POD: ("cuda",)}
+
+
+async def test_an_address_that_names_no_socket_is_a_wrong_command_line(short_dir: Path) -> None:
+    """A URL, nothing, a plain file, and the pod's directory, of which the containers are named. Exit code 2."""
+    directory = prepare(short_dir)
+    for wrong, words in (
+        ("tcp://127.0.0.1:1", "'tcp://127.0.0.1:1' is no path; it names the vDevice socket or its directory"),
+        ("", "'' is no path"),
+        (str(directory / "vcuda.config"), "is a plain file; --addr names the vDevice socket"),
+        (
+            str(directory.parent),
+            f"{directory.parent} is a pod's directory; name one of its containers: {KEY.container}",
+        ),
+    ):
+        code, out, err = await run_client("--no-register", "--addr", wrong)
+        assert (code, out) == (2, "")
+        assert words in err
+    ended = await run_program("vdevice", environ=clean_environment(GPUSHARE_VDEVICE="tcp://x"))
+    assert (ended.code, "'tcp://x' is no path" in ended.err) == (2, True)
+
+
+async def test_a_core_limit_as_high_as_the_cores_is_said_to_add_nothing(short_dir: Path) -> None:
+    """`core limit 20 %` alone would look like a limit that is stricter than the cores."""
+    directory = prepare(short_dir, share_config(limit=20))
+    _, out, _ = await run_client("--no-register", "--addr", str(directory))
+    assert rows_of(out)["core limit"] == "20 %, no more than its cores"
 
 
 @contextlib.asynccontextmanager

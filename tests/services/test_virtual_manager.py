@@ -13,19 +13,20 @@ import pytest
 from grpclib import GRPCError, Status
 
 from gpushare_agent.adapters.cgroups import Cgroups
-from gpushare_agent.adapters.runtime import RuntimeContainer, RuntimeState
+from gpushare_agent.adapters.runtime import RuntimeContainer, RuntimeContainerStatus, RuntimeState
 from gpushare_agent.adapters.vdevice_files import VDeviceFiles
 from gpushare_agent.kit.supervision import stop_task
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.vdevice import decode_config, decode_pids
 from gpushare_agent.services.container_ids import ContainerIds
 from gpushare_agent.services.container_processes import ContainerProcesses, Processes
+from gpushare_agent.services.vdevice_server import VDeviceServer
 from gpushare_agent.services.virtual_manager import VirtualManager, VirtualManagerPace
 from tests.support_agent import poll_until
-from tests.support_core import allocation, container, ids, inventory, pod
+from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 from tests.support_vdevice import ID, KEY, OTHER_ID, POD, register
 
 MIB = 1024 * 1024
@@ -82,7 +83,7 @@ class World:
             pods=self,
             inventory=inventory,
             driver_version=lambda: self.driver,
-            memory_block_mib=256,
+            names=NAMES,
             processes=ContainerProcesses(self, cgroups, clock=lambda: self.now),
             identify=cgroups.identify_in_thread,
             metrics=self,
@@ -331,10 +332,18 @@ class Told:
     def __init__(self, *containers: RuntimeContainer, error: Unavailable | None = None) -> None:
         self.containers_told, self.error = list(containers), error
 
-    async def containers(self) -> list[RuntimeContainer]:
+    async def containers(self, *, only_running: bool) -> list[RuntimeContainer]:
         if self.error is not None:
             raise self.error
         return self.containers_told
+
+    async def status(self, container_id: str) -> RuntimeContainerStatus:
+        if self.error is not None:
+            raise self.error
+        found = next((c for c in self.containers_told if c.id == container_id), None)
+        if found is None:
+            raise NotFound("no such container")
+        return RuntimeContainerStatus(container=found, pid=None)
 
 
 class Store:
@@ -375,3 +384,133 @@ async def test_without_a_runtime_the_pods_statuses_tell() -> None:
     assert await found.owner_of(ID) == KEY
     with pytest.raises(Unavailable, match="not known yet"):
         await found.owner_of(OTHER_ID)
+
+
+def more_containers(world: World, count: int) -> list[ContainerKey]:
+    """Shares of pods of their own, beside the first."""
+    keys = []
+    for number in range(count):
+        owner = pod(f"p{number}", container(name="cuda", cores=1, blocks=1), uid=f"{number:08x}" + POD[8:])
+        held = allocation(owner, "cuda", ids(1, range(number, number + 1)), ids(1, range(number, number + 1)))
+        world.pods[owner.uid], world.allocations[held.key] = owner, held
+        keys.append(held.key)
+    return keys
+
+
+async def test_of_many_registrations_at_once_two_are_carried_out(short_dir: Path) -> None:
+    """The one under way, and one that begins after the last of them came: hostile containers hold nobody up."""
+    world = World(short_dir)
+    async with Running(world) as manager:
+        await manager._processes.learn()
+        await manager.look()
+        carried_out: list[ContainerKey] = []
+        refresh = manager._refresh
+
+        async def counted(key: ContainerKey, container_id: str | None) -> None:
+            carried_out.append(key)
+            world.now += 1.0
+            await refresh(key, container_id)
+
+        manager._refresh = counted  # type: ignore[method-assign]
+        async with asyncio.TaskGroup() as group:
+            for _ in range(50):
+                group.create_task(manager.refresh(KEY, None))
+        assert 1 <= len(carried_out) <= 2
+        world.set_pids(ID, 123)
+        await manager.refresh(KEY, None)
+        assert world.pids == (123,)
+
+
+async def test_a_registration_of_the_life_before_is_asked_to_come_again(short_dir: Path) -> None:
+    """It was on its way when the container was prepared anew: its processes are not the new one's, nor its ID."""
+    world = World(short_dir)
+    async with Running(world) as manager:
+        await manager._processes.learn()
+        await manager.look()
+        assert await manager.prepare([KEY]) is None
+        with pytest.raises(Unavailable, match="started anew"):
+            await manager.refresh(KEY, ID)
+        assert world.pids == () and not (world.directory / ID).exists()
+        world.set_pids(OTHER_ID, 5)
+        await manager.refresh(KEY, OTHER_ID)
+        assert world.pids == (5,) and (world.directory / OTHER_ID).is_dir()
+
+
+async def test_what_is_prepared_while_others_are_stopped_is_not_forgotten(short_dir: Path) -> None:
+    """A round that waits for a stuck peer's connection must not take back what prepare has noted meanwhile."""
+    world = World(short_dir)
+    world.known = None
+    (gone,) = more_containers(world, 1)
+    new = world.allocations.pop(KEY)
+    async with Running(world) as manager:
+        await manager.look()
+        del world.allocations[gone]
+        stop = manager._stop
+
+        async def slow(keys: Collection[ContainerKey]) -> None:
+            if gone in keys:
+                world.allocations[KEY] = new
+                assert await manager.prepare([KEY]) is None
+            await stop(keys)
+
+        manager._stop = slow  # type: ignore[method-assign,assignment]
+        await manager.look()
+        assert world.pids == (7, 11)  # its pod's processes, at once
+
+
+async def test_servers_whose_sockets_vanished_are_restarted_together(short_dir: Path) -> None:
+    """Each may have peers that never read, and take half a second to stop."""
+    world = World(short_dir)
+    keys = more_containers(world, 12)
+    async with Running(world) as manager:
+        await manager.look()
+        for key in keys:
+            (world.files.path(key) / "vcuda.sock").unlink()
+        at_once, most = 0, 0
+        stop_one = manager._stop_one
+
+        async def counted(server: VDeviceServer) -> None:
+            nonlocal at_once, most
+            at_once += 1
+            most = max(most, at_once)
+            await stop_one(server)
+            at_once -= 1
+
+        manager._stop_one = counted  # type: ignore[method-assign]
+        await manager.look()
+        assert most == len(keys)
+        assert all((world.files.path(key) / "vcuda.sock").is_socket() for key in keys)
+
+
+async def test_a_disk_that_hangs_does_not_hold_up_the_end(short_dir: Path) -> None:
+    """The sockets' files stay; the next start replaces them."""
+    world = World(short_dir)
+    more_containers(world, 20)
+    manager = world.manager()
+    async with asyncio.timeout(4):  # one call to a disk that hangs alone may take five
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(manager.run(), name="virtual manager")
+            await poll_until((world.directory / "vcuda.sock").exists, "the sockets")
+
+            async def hang(blocking: Callable[[], object], what: str) -> object:
+                return await asyncio.Event().wait()
+
+            for server in manager._servers.values():
+                server._run_blocking = hang  # type: ignore[assignment]
+            await stop_task(task)
+
+
+async def test_a_directory_that_holds_something_foreign_is_left_and_told(short_dir: Path) -> None:
+    """The round goes on with the others."""
+    world = World(short_dir)
+    foreign = world.files.root / ("0" * 32)
+    (foreign / "volumes").mkdir(parents=True)
+    (foreign / "volumes" / "data").write_text("precious")
+    async with Running(world) as manager:
+        await manager.look()
+        world.allocations.clear()
+        world.pods.clear()
+        await manager.look()
+        await manager.clean()
+        assert (foreign / "volumes" / "data").read_text() == "precious"
+        assert not world.directory.parent.exists()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.model.gpus import Card, GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.topology import Branch, LinkKind, Topology
 from gpushare_agent.state.device_table import (
     MAX_LIST_BYTES,
@@ -35,6 +35,8 @@ ROWS = st.lists(
     max_size=8,
     unique_by=lambda row: row.id,
 )
+
+NAMES = ResourceNames()
 
 
 def card(index: int, *, memory_mib: int = 1024, numa: int | None = None, health: Health = Health.HEALTHY) -> Card:
@@ -107,7 +109,7 @@ async def test_every_waiter_sees_the_newest_version_of_several_changes() -> None
 
 def test_vcore_ids_are_a_hundred_per_card_in_order_of_index() -> None:
     """`<uuid>::0` to `<uuid>::99`, with the card's NUMA node and health on each."""
-    rows = device_rows(inventory(card(1, numa=0, health=Health.UNHEALTHY), card(0)), ResourceKind.VCORE)
+    rows = device_rows(inventory(card(1, numa=0, health=Health.UNHEALTHY), card(0)), ResourceKind.VCORE, NAMES)
     assert [row.id for row in rows[:2]] == [f"{card(0).uuid}::0", f"{card(0).uuid}::1"]
     assert rows[-1] == DeviceRow(id=f"{card(1).uuid}::99", healthy=False, numa=0)
     assert len(rows) == 200
@@ -116,7 +118,7 @@ def test_vcore_ids_are_a_hundred_per_card_in_order_of_index() -> None:
 
 def test_vmemory_ids_count_whole_blocks_of_each_card() -> None:
     """A rest smaller than a block is not offered; cards may differ."""
-    rows = device_rows(inventory(card(0, memory_mib=1023), card(1, memory_mib=512)), ResourceKind.VMEMORY, 256)
+    rows = device_rows(inventory(card(0, memory_mib=1023), card(1, memory_mib=512)), ResourceKind.VMEMORY, NAMES)
     assert [row.id.rpartition("::")[2] for row in rows] == ["0", "1", "2", "0", "1"]
 
 
@@ -129,7 +131,7 @@ def test_the_computed_size_is_that_of_the_message_with_every_card_unhealthy(
 ) -> None:
     """ "Unhealthy" is the longer word: a list that fits so fits always."""
     cards = [card(i, memory_mib=m, numa=n, health=Health.UNHEALTHY) for i, (m, n) in enumerate(shapes)]
-    table = DeviceTable(device_rows(inventory(*cards), ResourceKind.VMEMORY, block_mib))
+    table = DeviceTable(device_rows(inventory(*cards), ResourceKind.VMEMORY, ResourceNames(memory_block_mib=block_mib)))
     assert vmemory_list_bytes(cards, block_mib) == table.encoded_size
 
 
@@ -142,12 +144,12 @@ def test_a_list_over_4_mib_is_refused_with_the_smallest_block_that_works() -> No
     check_size(inventory(*cards), "example.com/memory", 32)
     with pytest.raises(StartupError):
         check_size(inventory(*cards), "example.com/memory", 16)
-    table = DeviceTable(device_rows(inventory(*cards), ResourceKind.VMEMORY, 32))
+    table = DeviceTable(device_rows(inventory(*cards), ResourceKind.VMEMORY, ResourceNames(memory_block_mib=32)))
     assert table.encoded_size <= MAX_LIST_BYTES
 
 
 def test_no_cards_make_an_empty_list_of_any_block_size() -> None:
     """A node whose driver found nothing serves zero devices."""
-    assert device_rows(inventory(), ResourceKind.VMEMORY, 1) == []
+    assert device_rows(inventory(), ResourceKind.VMEMORY, ResourceNames(memory_block_mib=1)) == []
     check_size(inventory(), "example.com/memory", 1)
     assert smallest_block_mib([]) == 1

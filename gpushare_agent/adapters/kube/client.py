@@ -245,6 +245,17 @@ class KubeApi:
         request = Request(what=f"get node {name}", method="GET", path=f"/api/v1/nodes/{_segment(name)}")
         return await self._session.fetch_json(request, timeout_s=self._timeouts.request_s)
 
+    async def patch_node_capacity(self, name: str, resource: str, count: int) -> None:
+        """Set one extended resource in the node's capacity; the kubelet takes it over into what can be allocated."""
+        request = Request(
+            what=f"patch the capacity of node {name}",
+            method="PATCH",
+            path=f"/api/v1/nodes/{_segment(name)}/status",
+            body={"status": {"capacity": {resource: str(count)}}},
+            content_type=MERGE_PATCH,
+        )
+        await self._session.fetch_json(request, timeout_s=self._timeouts.request_s)
+
     async def can_i(self, verb: str, resource: str, namespace: str = "") -> bool:
         """Whether our credentials allow this; `resource` may be "pods" or "pods/status"; no namespace means all."""
         resource_name, _, subresource = resource.partition("/")

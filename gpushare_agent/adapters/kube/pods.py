@@ -12,12 +12,23 @@ from typing import Any
 
 from gpushare_agent.adapters.kube.quantities import whole_number
 from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.names import (
+    GPUSHARE_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSUME_TIME_ANNOTATION,
+    GPUSHARE_INDEX_ANNOTATION,
+    PodUid,
+)
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.vdevice import is_container_id
 
 KEPT_ANNOTATION_PREFIX = "tencent.com/"
-KEPT_ANNOTATIONS = ("clusterName",)
+KEPT_ANNOTATIONS = (
+    "clusterName",
+    GPUSHARE_INDEX_ANNOTATION,
+    GPUSHARE_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSUME_TIME_ANNOTATION,
+)
+MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
 KEPT_ENV = ("compat32", "SUBMITTER")
 MAX_ANNOTATIONS = 64
 MAX_CONTAINERS = 1000
@@ -59,6 +70,7 @@ def parse_pod(raw: Mapping[str, Any], *, resources: Collection[str] | None = Non
         reason=_cut(_text_or_empty(status, "reason"), MAX_MESSAGE_CHARS),
         message=_cut(_text_or_empty(status, "message"), MAX_MESSAGE_CHARS),
         controller_kind=_controller_kind(metadata),
+        is_static=MIRROR_ANNOTATION in _mapping_or_empty(metadata.get("annotations")),
         has_started=any(_has_started(raw_status) for raw_status in statuses),
         running=frozenset(c.name for c in containers) & frozenset(name for name, _ in _running(statuses)),
         container_ids=_container_ids(containers, statuses),

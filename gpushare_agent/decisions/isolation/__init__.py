@@ -2,20 +2,39 @@
 
 An isolation turns what a container holds and the node's settings into container edits. What must exist on the host before
 the container starts (directories, sockets) is prepared by a service that the isolation names; `none` needs nothing.
+
+A new isolation is one file here, with an `ISOLATION` in it and named like its line in model/isolation.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from importlib import import_module
 
-from gpushare_agent.decisions.isolation.none import edit_none
-from gpushare_agent.decisions.isolation.request import IsolationPaths, IsolationRequest
-from gpushare_agent.decisions.isolation.vcuda import edit_vcuda
-from gpushare_agent.model.allocations import ContainerEdits
+from gpushare_agent.decisions.isolation.request import (
+    HamiCoreConfig,
+    Isolation,
+    IsolationConfig,
+    IsolationRequest,
+    MpsConfig,
+    Preparation,
+)
+from gpushare_agent.model.isolation import IsolationName
 
-ISOLATIONS: Mapping[str, Callable[[IsolationRequest], ContainerEdits]] = {
-    "none": edit_none,
-    "vcuda": edit_vcuda,
-}
 
-__all__ = ["ISOLATIONS", "IsolationPaths", "IsolationRequest"]
+def _of(name: IsolationName) -> Isolation:
+    found: Isolation = import_module(f"{__name__}.{name.replace('-', '_')}").ISOLATION
+    return found
+
+
+ISOLATIONS: Mapping[IsolationName, Isolation] = {name: _of(name) for name in IsolationName}
+
+__all__ = [
+    "ISOLATIONS",
+    "HamiCoreConfig",
+    "Isolation",
+    "IsolationConfig",
+    "IsolationRequest",
+    "MpsConfig",
+    "Preparation",
+]

@@ -1,31 +1,61 @@
-"""The input of every isolation."""
+"""The input and the interface of every isolation."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 
+from gpushare_agent.model.allocations import ContainerEdits
+from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IsolationPaths:
-    """Directories on the host: of the virtual manager, and of the driver's files for shares and for whole cards (None:
-    no driver directory is configured, and none is mounted)."""
+class MpsConfig:
+    """The daemon's directories on the host, and whether the cards are in compute mode EXCLUSIVE_PROCESS."""
+
+    pipe_directory: Path
+    shm_directory: Path
+    exclusive_process: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HamiCoreConfig:
+    """The library and the agent's own directory on the host; what a share is multiplied with."""
+
+    library: Path
+    directory: Path
+    memory_scaling: float = 1.0
+    core_scaling: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IsolationConfig:
+    """The node's settings that isolations need. Directories are the host's: of the virtual manager, and of the driver's
+    files for shares and for whole cards (None: no driver directory is configured, and none is mounted)."""
 
     virtual_manager: Path
     shared_driver: Path | None = None
     whole_driver: Path | None = None
+    mps: MpsConfig | None = None
+    hami_core: HamiCoreConfig | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IsolationRequest:
-    """One container and what it holds. `memory_mib` is its share, 0 where it has whole cards and asked for none.
+    """One container and what it holds.
 
-    `container.name` and `pod_uid` come from the API server, which admits only DNS labels and UUIDs; the virtual manager
-    checks them again before they reach a path.
+    `cores` are percent of one card (100·k for whole cards, 0 for a container that asked for memory alone), `core_limit`
+    its elastic ceiling or 0. `memory_mib` is its share, 0 where it has whole cards and asked for none; `pod_memory_mib` what
+    all main containers of its pod ask for. `cards` are in order of index, as the container sees them.
+
+    `container.name` and `pod_uid` come from the API server, which admits only DNS labels and UUIDs; whoever makes a
+    directory of them checks them again.
     """
 
     pod_uid: PodUid
@@ -34,4 +64,28 @@ class IsolationRequest:
     cores: int
     memory_mib: int
     is_whole: bool
-    paths: IsolationPaths
+    config: IsolationConfig
+    core_limit: int = 0
+    pod_memory_mib: int = 0
+    memory_unit_mib: int = 1024
+    """The unit in which GPUShare's variables count."""
+
+
+class Preparation(Enum):
+    """What must be made on the host before the container starts; services do it."""
+
+    VDEVICE = auto()
+    """The virtual manager's directory and socket."""
+    PRIVATE_CACHE = auto()
+    """A file that the container alone may write."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Isolation:
+    """`edit` is pure: what the container gets, or why it cannot have it. `needs_daemon`: while the node's daemon is down
+    no share is given."""
+
+    name: IsolationName
+    edit: Callable[[IsolationRequest], ContainerEdits | Refused]
+    preparation: Preparation | None = None
+    needs_daemon: bool = False

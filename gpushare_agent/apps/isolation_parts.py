@@ -1,0 +1,129 @@
+"""Builds what keeps shares real on this node: the services of the isolations in use, and the names of cards for CDI."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpushare_agent.adapters.cgroups import Cgroups
+from gpushare_agent.adapters.hami_core_files import HamiCoreFiles
+from gpushare_agent.adapters.mps_control import MpsControl
+from gpushare_agent.adapters.runtime import RuntimeClient
+from gpushare_agent.adapters.vdevice_files import VDeviceFiles
+from gpushare_agent.apps.cdi_parts import cdi_specs
+from gpushare_agent.apps.node_values import driver_version
+from gpushare_agent.decisions.isolation.hami_core import LIBRARY_PATH
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.driver_volumes import DriverVolume, VolumeName
+from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
+from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.services.cdi_watch import CdiWatch
+from gpushare_agent.services.container_ids import ContainerIds
+from gpushare_agent.services.container_processes import ContainerProcesses
+from gpushare_agent.services.metrics import AgentMetrics
+from gpushare_agent.services.mps_watch import MpsWatch
+from gpushare_agent.services.pod_events import PodEvents
+from gpushare_agent.services.private_caches import PrivateCaches
+from gpushare_agent.services.virtual_manager import VirtualManager
+from gpushare_agent.settings import Settings
+from gpushare_agent.state.allocation_cache import AllocationCache
+from gpushare_agent.state.gpu_inventory import GpuInventoryState
+from gpushare_agent.state.pod_store import PodStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IsolationParts:
+    """A part is None where nothing on this node needs it."""
+
+    settings: Settings
+    cgroups: Cgroups
+    virtual_manager: VirtualManager | None
+    private_caches: PrivateCaches | None
+    mps_watch: MpsWatch | None
+    cdi_watch: CdiWatch | None
+
+    async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
+        """Everything that containers about to start need on the host."""
+        parts = (self.virtual_manager, self.private_caches)
+        return await _prepare_each([part.prepare for part in parts if part is not None], keys)
+
+    def daemon_trouble(self) -> str:
+        """Why no share can be had of an isolation that needs a daemon, empty where it can."""
+        return self.mps_watch.trouble if self.mps_watch is not None else ""
+
+    def no_shares(self) -> bool:
+        """Where every share needs the daemon, the kubelet is told too; else the admission tells those whom it concerns."""
+        return self.settings.isolation is IsolationName.MPS and bool(self.daemon_trouble())
+
+
+def build_isolation(  # noqa: PLR0913 - the composition hands in every collaborator by name
+    settings: Settings,
+    *,
+    names: ResourceNames,
+    cache: AllocationCache,
+    store: PodStore,
+    inventory: GpuInventoryState,
+    runtime: RuntimeClient,
+    volumes: Mapping[VolumeName, DriverVolume],
+    metrics: AgentMetrics,
+    events: PodEvents,
+) -> IsolationParts:
+    """Raises StartupError where an isolation lacks what it needs on the host."""
+    in_use = settings.isolations_in_use
+    cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
+    virtual_manager = None
+    if IsolationName.VCUDA in in_use:
+        virtual_manager = VirtualManager(
+            files=VDeviceFiles(settings.virtual_manager.path),
+            allocations=cache.view,
+            pods=store,
+            inventory=lambda: inventory.current,
+            names=names,
+            driver_version=driver_version(volumes, inventory),
+            processes=ContainerProcesses(ContainerIds(runtime, store), cgroups, clock=time.monotonic),
+            identify=cgroups.identify_in_thread,
+            metrics=metrics,
+            complain=lambda pod, text: events.warned(pod, "CoreLimitIgnored", text),
+            clock=time.monotonic,
+        )
+    return IsolationParts(
+        settings=settings,
+        cgroups=cgroups,
+        virtual_manager=virtual_manager,
+        private_caches=_private_caches(settings, cache, store) if IsolationName.HAMI_CORE in in_use else None,
+        mps_watch=_mps_watch(settings) if IsolationName.MPS in in_use else None,
+        cdi_watch=_cdi_watch(settings, inventory),
+    )
+
+
+def _cdi_watch(settings: Settings, inventory: GpuInventoryState) -> CdiWatch | None:
+    if not {DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI} & set(settings.device_list_strategy):
+        return None
+    watch = CdiWatch(cdi_specs(settings), lambda: inventory.current.cards)
+    inventory.subscribe(lambda _: watch.cards_changed())
+    return watch
+
+
+def _mps_watch(settings: Settings) -> MpsWatch:
+    mps = settings.mps
+    control = MpsControl(mps.control, mps.pipe_directory, mps.log_directory, timeout_s=mps.command_timeout_s)
+    return MpsWatch(control, period_s=mps.probe_period_s)
+
+
+def _private_caches(settings: Settings, cache: AllocationCache, store: PodStore) -> PrivateCaches:
+    """Raises StartupError where HAMi-core's library is missing or none."""
+    files = HamiCoreFiles(settings.hami_core.library, settings.hami_core.directory, LIBRARY_PATH)
+    files.check_library()
+    return PrivateCaches(files=files, allocations=cache.view, pods=store)
+
+
+async def _prepare_each(
+    preparing: Sequence[Callable[[Collection[ContainerKey]], Awaitable[Refused | None]]], keys: Collection[ContainerKey]
+) -> Refused | None:
+    """What every isolation in use needs, for the pod may have chosen any; the first refusal counts."""
+    for prepare in preparing:
+        if (refused := await prepare(keys)) is not None:
+            return refused
+    return None

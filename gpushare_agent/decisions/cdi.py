@@ -1,0 +1,118 @@
+"""The agent's own CDI spec: which cards it must name, and what it says of them. Pure.
+
+Somebody else's specs (those of nvidia-ctk, mostly) go first, for they also bring the driver's libraries: ours names only the
+cards that no other names. Two files of one directory that name the same device make its name ambiguous, and runtimes then
+know it no more; of two directories the later one counts.
+
+Source: the CDI specification 1.1.0 and its reference library. docs/device-lists.md tells operators more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpushare_agent.model.cdi import SpecFile
+from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.names import ENV_VISIBLE_DEVICES, LIBRARY_DIRECTORY, GpuUuid
+
+SPEC_CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
+"""All that CUDA and graphics may want. Those that the host lacks are left out: a runtime would not start the container."""
+
+_VOID = f"{ENV_VISIBLE_DEVICES}=void"
+"""Under NVIDIA's runtime the card shall not come in a second way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecNodes:
+    """What the host has: the control nodes that exist; whether cards have nodes at all (simulated ones may not). Where
+    `driver_directory` is given, every container with a card of ours gets it at /usr/local/nvidia. `absent` are paths that
+    the spec would have and the host lacks."""
+
+    control: tuple[str, ...] = SPEC_CONTROL_NODES
+    has_card_nodes: bool = True
+    driver_directory: Path | None = None
+    absent: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Naming:
+    """Who names which of the asked devices: the file that counts, or the files that make the name ambiguous."""
+
+    named: Mapping[str, str]
+    ambiguous: Mapping[str, tuple[str, ...]]
+
+
+def naming(files: Iterable[SpecFile], kind: str, devices: Iterable[str]) -> Naming:
+    """`files` in the order in which runtimes read: by directory, each directory's together."""
+    by_device: dict[str, list[SpecFile]] = {device: [] for device in devices}
+    for file in files:
+        if file.kind == kind:
+            for device in set(file.devices) & by_device.keys():
+                by_device[device].append(file)
+    named: dict[str, str] = {}
+    ambiguous: dict[str, tuple[str, ...]] = {}
+    for device, found in by_device.items():
+        directories = [file.directory for file in found]
+        rivals = tuple(file.path for file in found if directories.count(file.directory) > 1)
+        if rivals:
+            ambiguous[device] = rivals
+        elif found:
+            named[device] = found[-1].path
+    return Naming(named=named, ambiguous=ambiguous)
+
+
+def cards_to_name(cards: Sequence[Card], others: Naming, nodes: SpecNodes) -> tuple[Card, ...]:
+    """Those that nobody else names, in order of index. A card without a minor number has no node yet."""
+    return tuple(
+        card
+        for card in sorted(cards, key=lambda card: card.index)
+        if card.uuid not in others.named
+        and card.uuid not in others.ambiguous
+        and (card.minor >= 0 or not nodes.has_card_nodes)
+    )
+
+
+def build_spec(cards: Sequence[Card], kind: str, nodes: SpecNodes) -> dict[str, Any]:
+    """The spec for `cards`, at least one.
+
+    A device may not be without edits, so a card without a node has the variable. There is no device `all`: nobody here asks
+    for it, and it would be a name for every card that outlives the agent.
+    """
+    devices = []
+    for card in cards:
+        edits = {"deviceNodes": [_node(f"/dev/nvidia{card.minor}")]} if nodes.has_card_nodes else {"env": [_VOID]}
+        devices.append({"name": str(card.uuid), "containerEdits": edits})
+    common: dict[str, Any] = {"env": [_VOID]}
+    if nodes.has_card_nodes and nodes.control:
+        common["deviceNodes"] = [_node(path) for path in nodes.control]
+    if nodes.driver_directory is not None:
+        common["mounts"] = [
+            {
+                "hostPath": str(nodes.driver_directory),
+                "containerPath": LIBRARY_DIRECTORY,
+                "options": ["ro", "nosuid", "nodev", "rbind", "rprivate"],
+            }
+        ]
+    version = spec_version(kind, [card.uuid for card in cards])
+    return {"cdiVersion": version, "kind": kind, "devices": devices, "containerEdits": common}
+
+
+def spec_version(kind: str, names: Iterable[GpuUuid | str]) -> str:
+    """As low as suffices, so that older runtimes read it: a dot in the class came with 0.6.0, a leading digit with 0.5.0."""
+    if "." in kind.partition("/")[2]:
+        return "0.6.0"
+    if any(name[:1].isdigit() for name in names):
+        return "0.5.0"
+    return "0.3.0"
+
+
+def encode_spec(spec: Mapping[str, Any]) -> bytes:
+    return (json.dumps(spec, indent=2, ensure_ascii=True) + "\n").encode()
+
+
+def _node(path: str) -> dict[str, str]:
+    return {"path": path}

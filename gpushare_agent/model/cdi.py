@@ -1,0 +1,37 @@
+"""What the files of the Container Device Interface (CDI) say, as far as the agent needs it.
+
+Source: the CDI specification, and what its reference library accepts: containers get devices through that library in every
+common runtime. A name is `<kind>=<device>`, a kind `<vendor>/<class>`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+OWN_SPEC_NAME = "gpushare-agent.json"
+"""The agent's own file, in the last spec directory; nobody else's may have this name there."""
+
+_KIND = re.compile(
+    r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?/[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?", re.ASCII
+)  # the library counts no characters
+_DEVICE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?", re.ASCII)
+
+
+def is_kind(text: str) -> bool:
+    return _KIND.fullmatch(text) is not None
+
+
+def is_device_name(text: str) -> bool:
+    return _DEVICE.fullmatch(text) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecFile:
+    """One file of a spec directory. `problem` says why a runtime passes over it (then kind and devices are empty)."""
+
+    path: str
+    directory: str
+    kind: str = ""
+    devices: tuple[str, ...] = ()
+    problem: str = ""

@@ -1,0 +1,27 @@
+"""The isolations and device-list strategies by name, as settings and annotations spell them.
+
+What each does is in decisions/isolation/ and decisions/device_lists.py. A new isolation is one file there and one line here.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class IsolationName(StrEnum):
+    """What makes a share real inside a container."""
+
+    VCUDA = "vcuda"
+    MPS = "mps"
+    HAMI_CORE = "hami-core"
+    NONE = "none"
+
+
+class DeviceListStrategy(StrEnum):
+    """How a container gets its cards' devices; several may be given at once."""
+
+    ENVVAR = "envvar"
+    VOLUME_MOUNTS = "volume-mounts"
+    DEVICE_NODES = "device-nodes"
+    CDI_ANNOTATIONS = "cdi-annotations"
+    CDI_CRI = "cdi-cri"

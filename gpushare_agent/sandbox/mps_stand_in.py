@@ -1,0 +1,187 @@
+"""A stand-in for NVIDIA's MPS control daemon and its control program: it answers the same commands and serves no client.
+
+`open_mps_stand_in` runs the daemon in this process and leaves a control program beside it, for the agent to ask with. Run
+as a program (`python -m …mps_stand_in`) it is that control program: commands on standard input, or the daemon itself with
+`-f`. What it was asked stands in `control.log` of the log directory. Its sockets and files have the real ones' names; what
+is said through them is its own. Only the standard library is imported, for each question starts it anew.
+
+State owned: the default percentage, the memory limits, the commands heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+_CONTROL = "control"
+_LOCK = "control_lock"
+_PID = "nvidia-cuda-mps-control.pid"
+_ANSWER_TIMEOUT_S = 30.0
+_MAX_COMMANDS_BYTES = 64 * 1024
+
+
+class MpsStandIn:
+    """The daemon. `clients` are PIDs that it claims to serve, by the PID of their server."""
+
+    def __init__(self, pipe: Path, logs: Path) -> None:
+        self.commands: list[str] = []
+        self.percentage = 100.0
+        self.memory_limits: dict[int, str] = {}
+        self.clients: dict[int, list[int]] = {}
+        self.is_ended = asyncio.Event()
+        self._pipe = pipe
+        self._log = logs / "control.log"
+
+    def answer(self, command: str) -> str:
+        """One command's answer, each line ended."""
+        self.commands.append(command)
+        with self._log.open("a", encoding="utf-8") as log:
+            log.write(f"{command}\n")
+        try:
+            return self._obey(command)
+        except ValueError:
+            return f"Invalid argument: {command}\n"
+
+    def _obey(self, command: str) -> str:
+        match command.split():
+            case ["get_server_list"]:
+                return "".join(f"{pid}\n" for pid in sorted(self.clients))
+            case ["get_server_status", pid]:
+                return "ACTIVE\n" if pid.isdigit() and int(pid) in self.clients else f"Failed to find server {pid}\n"
+            case ["get_client_list", pid]:
+                return "".join(f"{client}\n" for client in self.clients.get(int(pid), ()))
+            case ["get_default_active_thread_percentage"]:
+                return f"{self.percentage:.1f}\n"
+            case ["set_default_active_thread_percentage", percent]:
+                self.percentage = float(percent)
+                return f"{self.percentage:.1f}\n"
+            case ["set_default_device_pinned_mem_limit", device, limit]:
+                self.memory_limits[int(device)] = limit
+                return ""
+            case ["quit", *_]:
+                self.is_ended.set()
+                return ""
+        return f"Unrecognized command: {command}\n"
+
+    async def run(self, started: asyncio.Event | None = None) -> None:
+        """Until `quit` or cancelled. Its socket stays, as a dead daemon's does."""
+        with (
+            (self._pipe / _LOCK).open("a") as lock,
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as listener,
+        ):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path = self._pipe / _CONTROL
+            path.unlink(missing_ok=True)
+            listener.bind(str(path))
+            path.chmod(0o666)
+            listener.listen()
+            (self._pipe / _PID).write_text(str(os.getpid()))
+            try:
+                if started is not None:
+                    started.set()
+                await self._serve_all(listener)
+            finally:
+                (self._pipe / _PID).unlink(missing_ok=True)
+
+    async def _serve_all(self, listener: socket.socket) -> None:
+        """A visitor is somebody's from the moment he is let in: none is left open when this ends."""
+        loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+        async with asyncio.TaskGroup() as group:
+
+            def let_in() -> None:
+                with suppress(BlockingIOError, ConnectionError):
+                    visitor, _ = listener.accept()
+                    visitor.setblocking(False)
+                    tasks.add(task := group.create_task(self._serve(visitor), name="mps stand-in visitor"))
+                    task.add_done_callback(lambda _: visitor.close())  # also of a task that never began
+                    task.add_done_callback(tasks.discard)
+
+            loop.add_reader(listener, let_in)
+            try:
+                await self.is_ended.wait()
+            finally:
+                loop.remove_reader(listener)
+                for task in tasks:
+                    task.cancel()
+                if tasks:
+                    await asyncio.wait(tasks)
+
+    async def _serve(self, visitor: socket.socket) -> None:
+        loop, said = asyncio.get_running_loop(), b""
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                while len(said) < _MAX_COMMANDS_BYTES and (piece := await loop.sock_recv(visitor, 4096)):
+                    said += piece
+                for command in said.decode(errors="replace").splitlines():
+                    await loop.sock_sendall(visitor, self.answer(command.strip()).encode())
+        except (TimeoutError, ConnectionError):
+            return
+
+
+def write_control_program(path: Path) -> None:
+    """A control program that speaks to a stand-in, for this installation of the agent and this Python."""
+    package = str(Path(__file__).resolve().parents[2])
+    words = [sys.executable, "-P", "-m", "gpushare_agent.sandbox.mps_stand_in"]
+    path.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(package)} exec {shlex.join(words)} "$@"\n')
+    path.chmod(0o755)
+
+
+@asynccontextmanager
+async def open_mps_stand_in(pipe: Path, logs: Path, control: Path) -> AsyncIterator[MpsStandIn]:
+    """A daemon that serves in this process while the block runs, and its control program at `control`."""
+    for directory in (pipe, logs, control.parent):
+        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+    write_control_program(control)
+    stand_in, started = MpsStandIn(pipe, logs), asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(stand_in.run(started), name="mps stand-in")
+        try:
+            await started.wait()
+            yield stand_in
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+
+def main(argv: Sequence[str]) -> int:
+    """The control program, or with -f the daemon."""
+    pipe = Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
+    if list(argv) == ["-f"]:
+        asyncio.run(_run_daemon(pipe, Path(os.environ["CUDA_MPS_LOG_DIRECTORY"])))
+        return 0
+    return _ask(pipe, sys.stdin.buffer.read(_MAX_COMMANDS_BYTES))
+
+
+async def _run_daemon(pipe: Path, logs: Path) -> None:
+    stand_in = MpsStandIn(pipe, logs)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stand_in.is_ended.set)
+    await stand_in.run()
+
+
+def _ask(pipe: Path, commands: bytes) -> int:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as visit:
+        visit.settimeout(_ANSWER_TIMEOUT_S)
+        try:
+            visit.connect(str(pipe / _CONTROL))
+            visit.sendall(commands)
+            visit.shutdown(socket.SHUT_WR)
+            while piece := visit.recv(4096):
+                sys.stdout.buffer.write(piece)
+        except OSError:
+            print("Cannot find MPS control daemon process")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,243 @@
+"""Keeps one MPS control daemon running: starts it, waits until it answers, starts it again when it ends, and drains it.
+
+| condition | what holds | what follows |
+|---|---|---|
+| starting | the daemon was started and has not answered yet | serving, or waiting |
+| serving | it answers | not answering, or waiting |
+| not answering | it runs and does not answer; it is left alone, for to end it would end its clients | serving, or waiting |
+| waiting | there is none; the next start comes after a while | starting, or the end with an error |
+| draining | no longer wanted; its clients get time to end | stopped |
+| stopped | it has ended | |
+
+State owned: the condition, and how often in a row a start had no success.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NoReturn, Protocol
+
+import structlog
+
+from gpushare_agent.kit.backoff import Backoff
+from gpushare_agent.model.errors import StartupError, Unavailable
+
+log = structlog.get_logger(__name__)
+
+_LOOK_S = 0.1
+"""Between two questions while something is waited for."""
+_STEADY_S = 60.0
+"""Who has served so long is started again at once after its end."""
+
+
+class Condition(StrEnum):
+    STARTING = "starting"
+    SERVING = "serving"
+    NOT_ANSWERING = "not answering"
+    WAITING = "waiting"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+class Daemon(Protocol):
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def exit_code(self) -> int | None: ...
+
+    async def start(self) -> list[str]: ...
+
+    async def wait(self) -> int: ...
+
+    async def end(self, *, patience_s: float = ...) -> None: ...
+
+
+class Control(Protocol):
+    async def get_default_active_thread_percentage(self) -> float: ...
+
+    async def set_default_active_thread_percentage(self, percent: int) -> None: ...
+
+    async def get_server_list(self) -> list[int]: ...
+
+    async def get_client_list(self, server: int) -> list[int]: ...
+
+    async def quit(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """`start_s` bounds a start, `most_bad_starts` in a row end the supervisor; `drain_s` is for clients, `end_s` for the
+    daemon after it was told to quit."""
+
+    start_s: float
+    probe_period_s: float
+    drain_s: float
+    end_s: float = 5.0
+    most_bad_starts: int = 5
+    backoff: Backoff
+
+
+class MpsSupervision:
+    """`percentage` is the default for clients without a limit of their own. `on_condition` hears of every change."""
+
+    def __init__(
+        self,
+        daemon: Daemon,
+        control: Control,
+        *,
+        percentage: int,
+        patience: Patience,
+        on_condition: Callable[[Condition], None],
+    ) -> None:
+        self._daemon = daemon
+        self._control = control
+        self._percentage = percentage
+        self._patience = patience
+        self._on_condition = on_condition
+        self._condition = Condition.STOPPED
+        self._bad_starts = 0
+        self._failures = 0
+
+    @property
+    def condition(self) -> Condition:
+        return self._condition
+
+    async def run(self) -> NoReturn:
+        """Until cancelled; the daemon runs on then, for `drain`.
+
+        Raises:
+            StartupError: it cannot be started, several times in a row; or another daemon has taken its place.
+        """
+        while True:
+            try:
+                await self._start()
+                served_from = time.monotonic()
+                why = await self._serve()
+                self._failures = 1 if time.monotonic() - served_from >= _STEADY_S else self._failures + 1
+            except Unavailable as error:
+                why = str(error)
+                self._bad_starts += 1
+                self._failures += 1
+            await self._daemon.end(patience_s=0)
+            self._become(Condition.WAITING)
+            if self._bad_starts >= self._patience.most_bad_starts:
+                raise StartupError(
+                    f"the MPS control daemon could not be started {self._bad_starts} times in a row, the last time because "
+                    f"{why}. What it said itself stands above and in its control.log (mps.log_directory). No further start "
+                    "is tried"
+                )
+            delay_s = self._patience.backoff.delay_s(self._failures)
+            log.error("mps_daemon_down", reason=why, next_start_in_s=round(delay_s, 2))
+            await asyncio.sleep(delay_s)
+
+    async def _start(self) -> None:
+        """Until it answers and has its defaults. Raises Unavailable."""
+        self._become(Condition.STARTING)
+        removed = await self._daemon.start()
+        if removed:
+            log.warning("mps_stale_files_removed", names=removed, of="a daemon that has ended")
+        log.info("mps_daemon_started", pid=self._daemon.pid)
+        last = "it was not asked"
+        try:
+            async with asyncio.timeout(self._patience.start_s):
+                while True:
+                    try:
+                        await self._control.get_default_active_thread_percentage()
+                        await self._control.set_default_active_thread_percentage(self._percentage)
+                        break
+                    except Unavailable as error:
+                        last = str(error)
+                    if self._daemon.exit_code is not None:
+                        raise Unavailable(f"it {_ending(self._daemon.exit_code)} before it answered")
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError as error:
+            raise Unavailable(f"it did not answer within {self._patience.start_s:g} s of its start: {last}") from error
+        self._bad_starts = 0
+        self._become(Condition.SERVING)
+
+    async def _serve(self) -> str:
+        """Until it ends; how it did."""
+        while True:
+            try:
+                async with asyncio.timeout(self._patience.probe_period_s):
+                    return f"it {_ending(await self._daemon.wait())}"
+            except TimeoutError:
+                pass
+            try:
+                await self._control.get_default_active_thread_percentage()
+            except Unavailable as error:
+                if self._daemon.exit_code is None and self._condition is Condition.SERVING:
+                    log.error("mps_daemon_does_not_answer", reason=str(error), then="left alone for its clients' sake")
+                    self._become(Condition.NOT_ANSWERING)
+            else:
+                self._become(Condition.SERVING)
+
+    async def drain(self) -> None:
+        """Waits a bounded time for the clients, then ends the daemon. After `run` was cancelled."""
+        self._become(Condition.DRAINING)
+        if self._daemon.pid and self._daemon.exit_code is None:
+            left = await self._wait_for_clients()
+            if left:
+                log.warning(
+                    "mps_clients_left", clients=left, waited_s=self._patience.drain_s, then="they lose their card"
+                )
+            await self._quit()
+        await self._daemon.end(patience_s=self._patience.end_s)
+        self._become(Condition.STOPPED)
+
+    async def end_now(self) -> None:
+        """Without another word to clients: somebody has no more patience."""
+        await self._daemon.end(patience_s=1.0)
+        self._become(Condition.STOPPED)
+
+    async def _wait_for_clients(self) -> list[int]:
+        """PIDs of those that still run at the end of the patience."""
+        clients: list[int] = []
+        try:
+            async with asyncio.timeout(self._patience.drain_s):
+                while self._daemon.exit_code is None:
+                    found = await self._clients()
+                    if found != clients:
+                        log.info("mps_waits_for_clients", clients=found, at_most_s=self._patience.drain_s)
+                    clients = found
+                    if not clients:
+                        return []
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            return clients
+        except Unavailable as error:
+            log.warning("mps_clients_unknown", reason=str(error), then="not waited for")
+        return []
+
+    async def _clients(self) -> list[int]:
+        return sorted(
+            {
+                pid
+                for server in await self._control.get_server_list()
+                for pid in await self._control.get_client_list(server)
+            }
+        )
+
+    async def _quit(self) -> None:
+        try:
+            await self._control.quit()
+            async with asyncio.timeout(self._patience.end_s):
+                await self._daemon.wait()
+        except (Unavailable, TimeoutError) as error:
+            log.warning("mps_daemon_did_not_quit", reason=str(error) or "it still runs", then="SIGTERM, then SIGKILL")
+
+    def _become(self, condition: Condition) -> None:
+        if condition is self._condition:
+            return
+        self._condition = condition
+        log.info("mps_condition", condition=condition.value)
+        self._on_condition(condition)
+
+
+def _ending(code: int) -> str:
+    return f"ended with exit code {code}" if code >= 0 else f"was ended by signal {-code}"

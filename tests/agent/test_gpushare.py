@@ -1,0 +1,130 @@
+"""GPUShare's resource in the whole agent, on the embedded node: memory alone, beside vcore and vmemory, one account."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpushare_agent.model.errors import StartupError
+from gpushare_agent.model.vdevice import decode_config
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
+from tests.support_agent import calls_of, open_agent, poll_until, wait_running, wait_settled, wait_until
+from tests.support_sandbox import CORE, MEMORY, container, limits_of, open_test_node, pod, wait_allocatable, wait_gone
+
+GPU_MEM, GPU_COUNT = "aliyun.com/gpu-mem", "aliyun.com/gpu-count"
+FLAGS = ("--gpushare.enabled", "--simulated.cards=2", "--isolation=vcuda")
+
+
+def memory(units: int, name: str = "main", **extra: Any) -> dict[str, Any]:
+    return limits_of(name, {GPU_MEM: units}, **extra)
+
+
+def answer(node: EmbeddedNode, name: str) -> ContainerAllocateResponse:
+    (call,) = [c for c in calls_of(node, name, "Allocate") if c.resource == GPU_MEM]
+    return ContainerAllocateResponse.parse(call.response)
+
+
+def annotations(node: EmbeddedNode, name: str) -> dict[str, str]:
+    return dict(node.api.pod("default", name)["metadata"].get("annotations", {}))
+
+
+async def test_a_pod_gets_memory_of_one_card_with_gpushares_variables_and_annotations() -> None:
+    """Without any extender; the compute follows the memory, and the container finds its limits."""
+    async with open_test_node() as node, open_agent(node, *FLAGS):
+        await wait_allocatable(node, GPU_MEM, 48)
+        node.api.create_pod(pod("share", memory(6), memory(2, "side")))
+        await wait_running(node, "share")
+        calls = [c for c in node.kubelet.calls if c.method == "Allocate" and c.resource == GPU_MEM]
+        env = ContainerAllocateResponse.parse(calls[0].response).envs
+        uuid = calls[0].device_ids[0].partition("::")[0]
+        assert {d.partition("::")[0] for c in calls for d in c.device_ids} == {uuid}  # binpack
+        assert env["NVIDIA_VISIBLE_DEVICES"] == uuid
+        index = env["ALIYUN_COM_GPU_MEM_IDX"]
+        assert (env["ALIYUN_COM_GPU_MEM_POD"], env["ALIYUN_COM_GPU_MEM_CONTAINER"]) == ("8", "6")
+        assert env["ALIYUN_COM_GPU_MEM_DEV"] == "24"
+        uid = node.api.pod("default", "share")["metadata"]["uid"]
+        config = decode_config((node.paths.virtual_manager / uid / "main" / "vcuda.config").read_bytes())
+        assert (config.utilization, config.memory_bytes, config.enable) == (25, 6 * 2**30, True)
+        await wait_until(
+            node, lambda: annotations(node, "share").get("ALIYUN_COM_GPU_MEM_ASSIGNED") == "true", "the annotations"
+        )
+        told = annotations(node, "share")
+        assert told["ALIYUN_COM_GPU_MEM_IDX"] == index and int(told["ALIYUN_COM_GPU_MEM_ASSUME_TIME"]) > 10**18
+
+
+async def test_the_card_that_gpushares_extender_chose_is_taken_where_it_fits() -> None:
+    """And another where it does not: any tenant can write the annotation."""
+    async with open_test_node() as node, open_agent(node, *FLAGS):
+        await wait_allocatable(node, GPU_MEM, 48)
+        for name, units, wish in (("first", 20, "1"), ("second", 4, "1"), ("third", 6, "1"), ("odd", 1, "../1")):
+            node.api.create_pod(pod(name, memory(units), annotations={"ALIYUN_COM_GPU_MEM_IDX": wish}))
+            await wait_running(node, name)
+        cards = [answer(node, name).envs["ALIYUN_COM_GPU_MEM_IDX"] for name in ("first", "second", "third")]
+        assert cards == ["1", "1", "0"]
+        await wait_until(
+            node, lambda: annotations(node, "third").get("ALIYUN_COM_GPU_MEM_IDX") == "0", "the annotation set right"
+        )
+
+
+async def test_a_cards_memory_is_one_account() -> None:
+    """What one resource takes the others offer no more, and get back when the pod has ended; also over a restart."""
+    async with open_test_node() as node:
+        async with open_agent(node, *FLAGS):
+            await wait_allocatable(node, GPU_MEM, 48)
+            node.api.create_pod(pod("whole", container(cores=100)))
+            await wait_running(node, "whole")
+            await wait_allocatable(node, GPU_MEM, 24)
+            node.api.create_pod(pod("units", memory(10)))
+            await wait_running(node, "units")
+            await wait_allocatable(node, MEMORY, 2 * 96 - 40)
+            node.api.create_pod(pod("share", container(cores=30, blocks=20)))
+            await wait_running(node, "share")
+            await wait_allocatable(node, GPU_MEM, 24 - 5)
+        async with open_agent(node, *FLAGS):
+            await wait_allocatable(node, GPU_MEM, 24 - 5)
+            node.api.create_pod(pod("late", memory(9)))
+            await wait_running(node, "late")
+            await wait_allocatable(node, MEMORY, 2 * 96 - 76)
+            for name in ("whole", "units", "share", "late"):
+                node.api.delete_pod("default", name, grace_period_s=0)
+                await wait_gone(node, name)
+            await wait_allocatable(node, GPU_MEM, 48)
+            await wait_allocatable(node, MEMORY, 2 * 96)
+
+
+async def test_both_resources_in_one_container_are_refused_with_what_is_valid() -> None:
+    """Memory alone, or a share of compute and memory."""
+    async with open_test_node() as node, open_agent(node, *FLAGS):
+        await wait_allocatable(node, GPU_MEM, 48)
+        node.api.create_pod(pod("both", limits_of("main", {GPU_MEM: 2, CORE: 10, MEMORY: 4})))
+        message = await wait_settled(node, "both")
+        assert "Ask for one or the other" in message
+
+
+async def test_the_nodes_capacity_tells_how_many_cards_there_are() -> None:
+    """GPUShare's inspection tool divides by it; somebody who takes it away finds it back."""
+    async with open_test_node() as node, open_agent(node, *FLAGS) as agent:
+        await wait_allocatable(node, GPU_COUNT, 2)
+        assert agent.parts.node_capacity is not None
+
+
+async def test_without_the_setting_nothing_of_it_is_there() -> None:
+    """No socket, no resource, no count."""
+    async with open_test_node() as node, open_agent(node, "--simulated.cards=2"):
+        await poll_until(lambda: node.kubelet.capacity().get(CORE) is not None, "the usual resources")
+        assert GPU_MEM not in node.kubelet.capacity()
+        assert not (node.paths.device_plugin_path / "gpumem.sock").exists()
+
+
+async def test_units_of_which_there_are_too_many_end_the_start() -> None:
+    """In MiB eight cards make a list that no kubelet takes; the text names the unit that fits."""
+    async with open_test_node() as node:
+        with pytest.raises(BaseExceptionGroup) as raised:
+            async with open_agent(node, "--gpushare.enabled", "--gpushare.unit=MiB", wait=False) as agent:
+                await agent.task
+        (error,) = raised.value.exceptions
+        while isinstance(error, BaseExceptionGroup):
+            (error,) = error.exceptions
+        assert isinstance(error, StartupError) and "gpushare.unit to GiB" in str(error)

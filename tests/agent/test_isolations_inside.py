@@ -1,0 +1,294 @@
+"""Every isolation on the embedded node with the whole agent: what the running process has is what the golden files say.
+
+MPS has tests of its own, with its daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare_agent.model.names import ISOLATION_ANNOTATION
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
+from tests.support_agent import (
+    DEADLINE_S,
+    InnerAgent,
+    calls_of,
+    cards_of,
+    open_agent,
+    open_child,
+    poll_until,
+    wait_running,
+    wait_settled,
+    wait_until,
+)
+from tests.support_hami_core import fake_library
+from tests.support_sandbox import container, limits_of, open_test_node, pod
+
+EDITS = Path(__file__).parent.parent / "data" / "edits"
+GOLDEN_UID = "5ca1ab1e-0000-4000-8000-00000000cafe"
+GOLDEN_UUIDS = ("GPU-0000aaaa-0000-4000-8000-000000000000", "GPU-1111aaaa-0000-4000-8000-000000000001")
+GOLDEN_MINOR = 2
+"""Of its first card."""
+OF_THE_SANDBOX = {"PATH", "HOME", "LANG", "PWD", "GPUSHARE_VDEVICE"}
+ELASTIC = {"tencent.com/vcuda-core-limit": "60"}
+RUNS = ("sleep", "600")
+
+
+def running(name: str = "cuda", *command: str, **limits: int) -> dict[str, Any]:
+    """A container that is run as a process of this machine."""
+    return {**container(name, **limits), "image": "sandbox/host", "command": list(command or RUNS)}
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    """The golden files' cases as pods."""
+    return {
+        "elastic share: 30 cores, at most 60, 6144 MiB": pod(
+            "elastic", running(cores=30, blocks=24), annotations=ELASTIC
+        ),
+        "share: 30 cores, 6144 MiB": pod("share", running(cores=30, blocks=24)),
+        "two whole cards": pod("pair", running(cores=200)),
+        "whole card": pod("whole", running(cores=100)),
+    }
+
+
+class Host:
+    """The directories that the settings name, all of them below the node's."""
+
+    def __init__(self, node: EmbeddedNode) -> None:
+        self.hami = node.paths.state / "hami"
+        self.library = fake_library(node.paths.state / "lib/libvgpu.so")
+        self.drivers = node.paths.state / "vdriver"
+        self.virtual_manager = node.paths.virtual_manager
+        config = node.paths.state / "volume.conf"
+        volumes = [
+            {"name": name, "base": str(self.drivers), "mode": "ro", "components": {"libraries": ["libcuda.so"]}}
+            for name in ("nvidia", "origin")
+        ]
+        config.write_text(json.dumps({"volume": volumes}))
+        self.flags = [
+            f"--hami-core.directory={self.hami}",
+            f"--hami-core.library={self.library}",
+            f"--volume-config={config}",
+            "--simulated.cards=4",
+        ]
+
+    def cache(self, node: EmbeddedNode, name: str, inner: str = "cuda") -> Path:
+        return self.hami / "containers" / uid_of(node, name) / inner / f"{inner}.cache"
+
+    def golden(self, node: EmbeddedNode, agent: InnerAgent, isolation: str, case: str, name: str) -> Any:
+        """The golden file's case with this node's cards, pod and directories in the place of its own."""
+        own = [card for card in agent.parts.inventory.current.cards if card.uuid in cards_of(node, name, "cuda")]
+        places = {GOLDEN_UID: uid_of(node, name)}
+        places |= dict(zip(GOLDEN_UUIDS, (card.uuid for card in own), strict=False))
+        places |= {f"/dev/nvidia{GOLDEN_MINOR + n}": f"/dev/nvidia{card.minor}" for n, card in enumerate(own)}
+        places |= {
+            "/etc/gpu-manager/vm": str(self.virtual_manager),
+            "/etc/gpu-manager/vdriver": str(self.drivers),
+            "/etc/gpu-manager/hami-core": str(self.hami),
+            '"/usr/local/vgpu/libvgpu.so -> ': f'"{self.library} -> ',
+        }
+        text = json.dumps(json.loads((EDITS / isolation / "envvar+device-nodes.json").read_text())[case])
+        return json.loads(re.sub("|".join(map(re.escape, places)), lambda found: places[found[0]], text))
+
+
+def uid_of(node: EmbeddedNode, name: str) -> str:
+    return str(node.api.pod("default", name)["metadata"]["uid"])
+
+
+def sorted_lists(edits: Any) -> Any:
+    """An answer's lists go out in an order of their own."""
+    return {key: sorted(value) if isinstance(value, list) else value for key, value in edits.items()}
+
+
+def answered(node: EmbeddedNode, name: str) -> Any:
+    """What the answers to its Allocates say, as the golden files write it."""
+    answers = [ContainerAllocateResponse.parse(call.response) for call in calls_of(node, name) if not call.error]
+    return {
+        "annotations": {key: value for answer in answers for key, value in answer.annotations.items()},
+        "cdi_devices": [device.name for answer in answers for device in answer.cdi_devices],
+        "devices": [
+            f"{d.host_path} -> {d.container_path} ({d.permissions})" for answer in answers for d in answer.devices
+        ],
+        "env": {key: value for answer in answers for key, value in answer.envs.items()},
+        "mounts": [
+            f"{m.host_path} -> {m.container_path} ({'ro' if m.read_only else 'rw'})"
+            for answer in answers
+            for m in answer.mounts
+        ],
+    }
+
+
+async def environment_of(node: EmbeddedNode, name: str) -> dict[str, str]:
+    """Of the running command, without what the sandbox gives to every container."""
+    found = node.kubelet.runtime.find(uid_of(node, name), "cuda")
+    assert found is not None and found.is_running
+    process = Path(f"/proc/{found.pid}")
+    await poll_until(lambda: (process / "cmdline").read_bytes().startswith(b"sleep\0"), "the shell is the command")
+    entries = (process / "environ").read_bytes().split(b"\0")
+    pairs = dict(entry.decode().split("=", 1) for entry in entries if entry)
+    return {k: v for k, v in pairs.items() if k not in OF_THE_SANDBOX and not k.startswith("SANDBOX_")}
+
+
+@pytest.mark.parametrize("isolation", ["vcuda", "hami-core", "none"])
+async def test_the_running_process_has_what_the_golden_files_say(isolation: str) -> None:
+    """Its environment is theirs and no variable more; so are the mounts, nodes and annotations that the runtime was told."""
+    async with open_test_node() as node:
+        host = Host(node)
+        async with open_agent(node, f"--isolation={isolation}", *host.flags) as agent:
+            for manifest in cases().values():
+                node.api.create_pod(manifest)
+            for case, manifest in cases().items():
+                name = manifest["metadata"]["name"]
+                await wait_running(node, name)
+                golden = host.golden(node, agent, isolation, case, name)
+                assert sorted_lists(answered(node, name)) == sorted_lists(golden), case
+                assert await environment_of(node, name) == golden["env"], case
+
+
+async def test_a_cache_is_there_before_the_container_starts_and_gone_after_its_pod() -> None:
+    """The container's first command looks for it, and ends at once where it is missing; a whole card has none."""
+    async with open_test_node() as node:
+        host = Host(node)
+        looks = f"test -f {shlex.quote(str(host.hami))}/containers/*/cuda/cuda.cache && exec sleep 600"
+        async with open_agent(node, "--isolation=hami-core", *host.flags):
+            preload = host.hami / "ld.so.preload"
+            assert preload.read_text() == "/usr/local/vgpu/libvgpu.so\n"
+            node.api.create_pod(pod("share", running("cuda", "sh", "-c", looks, cores=30, blocks=8)))
+            node.api.create_pod(pod("whole", running(cores=100)))
+            await wait_running(node, "share", "whole")
+            cache = host.cache(node, "share")
+            assert (cache.stat().st_size, cache.stat().st_mode & 0o777) == (0, 0o666)
+            assert not host.cache(node, "whole").parent.exists()
+            node.api.delete_pod("default", "share")
+            await wait_until(node, lambda: node.api.find_pod("default", "share") is None, "the pod gone")
+            await poll_until(lambda: not cache.parent.parent.exists(), "its directory removed")
+            assert sorted(path.name for path in host.hami.iterdir()) == ["containers", "ld.so.preload"]
+
+
+async def test_a_restart_of_the_agent_leaves_the_caches_of_running_containers_alone() -> None:
+    """They are mapped; what belongs to a pod that ended meanwhile is removed."""
+    async with open_test_node() as node:
+        host = Host(node)
+        async with open_agent(node, "--isolation=hami-core", *host.flags):
+            for name in ("stays", "goes"):
+                node.api.create_pod(pod(name, running(cores=30, blocks=8)))
+            await wait_running(node, "stays", "goes")
+            stays, goes = host.cache(node, "stays"), host.cache(node, "goes")
+        stays.write_bytes(b"tenant")
+        before = stays.stat().st_ino
+        node.api.delete_pod("default", "goes")
+        await wait_until(node, lambda: node.api.find_pod("default", "goes") is None, "the pod gone")
+        assert goes.exists()
+        async with open_agent(node, "--isolation=hami-core", *host.flags):
+            await poll_until(lambda: not goes.parent.parent.exists(), "the directory of the gone pod removed")
+            assert (stays.stat().st_ino, stays.read_bytes()) == (before, b"tenant")
+
+
+async def test_a_pod_may_choose_among_the_isolations_that_the_node_allows() -> None:
+    """By annotation; without it the node's own counts. The chosen one's files are there, and not its neighbour's mounts."""
+    async with open_test_node() as node:
+        host = Host(node)
+        flags = ["--isolation=vcuda", "--isolations-allowed=hami-core,none", *host.flags]
+        async with open_agent(node, *flags):
+            for name, chosen in (("usual", ""), ("hami", "hami-core"), ("free", "none")):
+                annotations = {ISOLATION_ANNOTATION: chosen} if chosen else {}
+                node.api.create_pod(pod(name, running(cores=20, blocks=8), annotations=annotations))
+            await wait_running(node, "usual", "hami", "free")
+            inside = {name: await environment_of(node, name) for name in ("usual", "hami", "free")}
+            assert inside["hami"]["CUDA_DEVICE_MEMORY_LIMIT_0"] == "2048m"
+            assert inside["hami"]["CUDA_DEVICE_SM_LIMIT"] == "20"
+            assert not [key for name in ("usual", "free") for key in inside[name] if key.startswith("CUDA_")]
+            mounted = {
+                name: {mount.split(" -> ")[1].split()[0] for mount in answered(node, name)["mounts"]}
+                for name in ("usual", "hami", "free")
+            }
+            assert mounted == {
+                "usual": {"/etc/vcuda", "/usr/local/nvidia"},
+                "hami": {"/usr/local/vgpu/libvgpu.so", "/etc/ld.so.preload", "/usr/local/vgpu/cache/cuda.cache"},
+                "free": set(),
+            }
+            for mount in answered(node, "hami")["mounts"]:
+                assert Path(mount.split(" -> ")[0]).is_file(), mount
+
+
+@pytest.mark.parametrize("chosen", ["none", "VCUDA", "", "../none"])
+async def test_an_isolation_that_the_node_does_not_allow_is_refused_with_an_event(chosen: str) -> None:
+    """A tenant's word is not taken for it: the pod fails, and it is told what it may write."""
+    async with open_test_node() as node:
+        host = Host(node)
+        async with open_agent(node, "--isolation=vcuda", "--isolations-allowed=hami-core", *host.flags) as agent:
+            node.api.create_pod(pod("wrong", running(cores=20, blocks=8), annotations={ISOLATION_ANNOTATION: chosen}))
+            message = await wait_settled(node, "wrong")
+            assert ISOLATION_ANNOTATION in message and "hami-core, vcuda" in message
+            assert node.api.pod("default", "wrong")["status"]["phase"] == "Failed"
+            events = await wait_until(
+                node,
+                lambda: [
+                    e
+                    for e in node.api.events()
+                    if e["involvedObject"]["name"] == "wrong" and e["reason"] == "InvalidRequest"
+                ],
+                "an Event that tells why",
+            )
+            assert "hami-core, vcuda" in events[0]["message"]
+            assert agent.held() == {} and not list(node.paths.virtual_manager.iterdir())
+
+
+async def test_a_library_that_is_missing_ends_the_agent_at_its_start() -> None:
+    """Exit code 1 with the path and the cure, also where hami-core is only allowed; the kubelet hears of nothing."""
+    async with open_test_node() as node:
+        host = Host(node)
+        host.library.unlink()
+        for flag in ("--isolation=hami-core", "--isolations-allowed=hami-core"):
+            async with open_child(node, flag, *host.flags, wait=False, stderr=subprocess.PIPE) as child:
+                async with asyncio.timeout(DEADLINE_S):
+                    _, said = await child.communicate()
+                assert child.returncode == 1
+                assert str(host.library).encode() in said and b"--hami-core.library" in said
+        assert not node.kubelet.capacity() and not host.hami.exists()
+        fake_library(host.library)
+        async with open_agent(node, "--isolation=hami-core", *host.flags):
+            assert (host.hami / "ld.so.preload").is_file()
+            assert (host.hami / "containers").stat().st_mode & 0o777 == 0o700
+
+
+async def test_a_container_waits_while_the_library_is_away() -> None:
+    """It does not start without its limits, and starts by itself once the library is back; the pod's status says why."""
+    async with open_test_node() as node:
+        host = Host(node)
+        async with open_agent(node, "--isolation=vcuda", "--isolations-allowed=hami-core", *host.flags):
+            host.library.unlink()
+            node.api.create_pod(
+                pod("waits", running(cores=30, blocks=8), annotations={ISOLATION_ANNOTATION: "hami-core"})
+            )
+            await wait_until(
+                node,
+                lambda: [c for c in calls_of(node, "waits", "PreStartContainer") if str(host.library) in c.error],
+                "a start that is refused with the library's path",
+            )
+            assert node.api.pod("default", "waits")["status"]["phase"] == "Pending"
+            fake_library(host.library)
+            await wait_running(node, "waits")
+            assert host.cache(node, "waits").is_file()
+
+
+async def test_a_share_of_memory_alone_is_kept_too() -> None:
+    """GPUShare's resource: the compute follows the memory, and the cache is prepared as for every share."""
+    async with open_test_node() as node:
+        host = Host(node)
+        async with open_agent(node, "--isolation=hami-core", "--gpushare.enabled=true", *host.flags):
+            wanted = limits_of("cuda", {"aliyun.com/gpu-mem": 6}, command=list(RUNS))
+            node.api.create_pod(pod("memory", wanted | {"image": "sandbox/host"}))
+            await wait_running(node, "memory")
+            inside = await environment_of(node, "memory")
+            assert (inside["CUDA_DEVICE_MEMORY_LIMIT_0"], inside["CUDA_DEVICE_SM_LIMIT"]) == ("6144m", "25")
+            assert host.cache(node, "memory").is_file()

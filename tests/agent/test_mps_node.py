@@ -1,0 +1,207 @@
+"""The deployer's flow on the embedded node: MPS is started once, its directory is named once, and every share finds it.
+
+As in the two documents of GPUShare on the device plugin with MPS: the agent is given `--mps-pipe`, containers get the volume
+and the environment, and nothing that happens to daemon or agent disturbs a container that runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from gpushare_agent.sandbox.mps_stand_in import open_mps_stand_in
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
+from tests.support_agent import (
+    InnerAgent,
+    calls_of,
+    open_agent,
+    poll_until,
+    wait_books_equal,
+    wait_running,
+    wait_settled,
+    wait_until,
+)
+from tests.support_mps import MpsPlace, mps_place
+from tests.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod, wait_phase
+from tests.support_sandbox_cli import DEADLINE_S, document_of, ended, live, read_until, registered, start
+
+CARD_MIB = 24576
+WAITS = ["sh", "-c", "while :; do sleep 600; done"]
+
+
+def flags(place: MpsPlace) -> list[str]:
+    return ["--isolation=mps", *place.flags(), "--mps.probe-period-s=0.1", "--cards=2"]
+
+
+def share(name: str, *, command: list[str] = WAITS, **limits: int) -> dict[str, Any]:
+    """A pod whose container is a process of this machine; 30 cores and a quarter of a card's memory, unless said."""
+    wanted = {"cores": 30, "blocks": CARD_MIB // 4 // 256} | limits
+    named = {{"cores": CORE, "blocks": MEMORY}[key]: count for key, count in wanted.items() if count}
+    return pod(name, limits_of("main", named) | {"image": "sandbox/host", "command": command})
+
+
+def process_of(node: EmbeddedNode, name: str) -> int:
+    found = node.kubelet.runtime.find(node.api.pod("default", name)["metadata"]["uid"], "main")
+    assert found is not None and found.is_running
+    return found.pid
+
+
+def environment_inside(pid: int) -> dict[str, str]:
+    """What the running process itself has."""
+    entries = Path(f"/proc/{pid}/environ").read_bytes().rstrip(b"\0").split(b"\0")
+    return dict(entry.decode().split("=", 1) for entry in entries)
+
+
+def mounts_of(node: EmbeddedNode, name: str) -> list[tuple[str, str, bool]]:
+    """Of all Allocate answers for it."""
+    answers = [ContainerAllocateResponse.parse(call.response) for call in calls_of(node, name)]
+    return [(m.container_path, m.host_path, m.read_only) for answer in answers for m in answer.mounts]
+
+
+def healthy(node: EmbeddedNode, resource: str) -> int:
+    return node.kubelet.capacity()[resource][1]
+
+
+async def wait_shares(node: EmbeddedNode, agent: InnerAgent, *, served: bool) -> None:
+    """The kubelet has heard whether memory, and with it shares, can be had."""
+    await wait_until(node, lambda: bool(healthy(node, MEMORY)) is served, f"memory healthy: {served}")
+    assert agent.parts.isolation.mps_watch is not None and bool(agent.parts.isolation.mps_watch.trouble) is not served
+
+
+async def test_a_share_finds_the_deployers_daemon_and_its_own_limits_inside_its_process(short_dir: Path) -> None:
+    """The variables and mounts of the seed, with the numbers of 30 cores and a quarter of the memory."""
+    place = mps_place(short_dir)
+    asks = f"echo get_server_list | {place.program} && echo connected; while :; do sleep 600; done"
+    async with (
+        open_mps_stand_in(place.pipe, place.logs, place.program) as daemon,
+        open_test_node() as node,
+        open_agent(node, *flags(place)) as agent,
+    ):
+        node.api.create_pod(share("first"))
+        node.api.create_pod(share("seed", command=["sh", "-c", asks]))
+        node.api.create_pod(share("whole", cores=100, blocks=0))
+        await wait_running(node, "first", "seed", "whole")
+        card = agent.parts.inventory.current.cards[0]
+        inside = environment_inside(process_of(node, "seed"))
+        names = ("CUDA_", "ALIYUN_", "NVIDIA_")
+        assert {name: value for name, value in inside.items() if name.startswith(names)} == {
+            "NVIDIA_VISIBLE_DEVICES": card.uuid,
+            "CUDA_VISIBLE_DEVICES": card.uuid,
+            "CUDA_MPS_PIPE_DIRECTORY": str(place.pipe),
+            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "30",
+            "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=6144M",
+            "ALIYUN_COM_GPU_MEM_IDX": "0",
+            "ALIYUN_COM_GPU_MEM_POD": "6",
+            "ALIYUN_COM_GPU_MEM_CONTAINER": "6",
+            "ALIYUN_COM_GPU_MEM_DEV": "24",
+        }
+        assert sorted(mounts_of(node, "seed")) == [
+            ("/dev/shm", "/dev/shm", False),
+            (str(place.pipe), str(place.pipe), False),
+        ]
+        # The process goes to the daemon by its own variable, as CUDA does.
+        log = node.paths.logs / "default_seed_main.log"
+        await poll_until(lambda: log.exists() and "connected" in log.read_text(), "the container at the daemon")
+        assert "get_server_list" in daemon.commands
+        whole = environment_inside(process_of(node, "whole"))
+        assert not [name for name in whole if name.startswith(("CUDA_", "ALIYUN_"))]
+        assert mounts_of(node, "whole") == []
+
+
+async def test_neither_daemon_nor_agent_disturbs_a_share_that_runs(short_dir: Path) -> None:
+    """The daemon dies and comes back, the agent restarts: the same processes run on, and the books are the same."""
+    place = mps_place(short_dir)
+    async with open_test_node() as node:
+        async with open_mps_stand_in(place.pipe, place.logs, place.program) as daemon:
+            async with open_agent(node, *flags(place)) as agent:
+                node.api.create_pod(share("seed"))
+                await wait_running(node, "seed")
+                pid = process_of(node, "seed")
+            async with open_agent(node, *flags(place)) as agent:
+                await wait_books_equal(node, agent)
+                assert process_of(node, "seed") == pid
+            said = {command.split()[0] for command in daemon.commands}
+        assert said == {"get_default_active_thread_percentage"}, "the agent only asks"
+        async with open_agent(node, *flags(place), wait=False) as agent:  # started while the daemon is down
+            await wait_until(node, lambda: bool(healthy(node, CORE)), "the cores healthy")
+            await wait_shares(node, agent, served=False)
+            await wait_books_equal(node, agent)
+            async with open_mps_stand_in(place.pipe, place.logs, place.program):
+                await wait_shares(node, agent, served=True)
+                node.api.create_pod(share("second"))
+                await wait_running(node, "second")
+            await wait_shares(node, agent, served=False)
+            assert process_of(node, "seed") == pid and process_of(node, "second")
+            await wait_books_equal(node, agent)
+
+
+async def test_while_the_daemon_is_down_shares_are_refused_and_whole_cards_go(short_dir: Path) -> None:
+    """Shares come again by themselves once the daemon does."""
+    place = mps_place(short_dir)
+    async with (
+        open_mps_stand_in(place.pipe, place.logs, place.program),
+        open_test_node() as node,
+        open_agent(node, *flags(place)) as agent,
+    ):
+        away, program_away = place.pipe / "away", place.root / "away"
+        (place.pipe / "control").rename(away)
+        place.program.rename(program_away)
+        await wait_shares(node, agent, served=False)
+        assert agent.parts.isolation.mps_watch is not None
+        assert "there is no MPS control socket" in agent.parts.isolation.mps_watch.trouble
+        node.api.create_pod(share("whole", cores=100, blocks=0))
+        early = share("early")
+        early["spec"]["nodeName"] = node.name  # as a scheduler would that has not heard of it
+        node.api.create_pod(early)
+        await wait_running(node, "whole")
+        await wait_phase(node, "early", "Failed")
+        away.rename(place.pipe / "control")
+        program_away.rename(place.program)
+        await wait_shares(node, agent, served=True)
+        node.api.create_pod(share("late"))
+        await wait_running(node, "late")
+        assert environment_inside(process_of(node, "late"))["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=6144M"
+
+
+async def test_a_share_that_meets_a_daemon_in_trouble_is_told_the_reason(short_dir: Path) -> None:
+    """The text is on the pod: what is wrong with the daemon, and that nothing was allocated."""
+    place = mps_place(short_dir)
+    async with (
+        open_mps_stand_in(place.pipe, place.logs, place.program),
+        open_test_node() as node,
+        open_agent(node, *flags(place), "--isolation=none", "--isolations-allowed=mps") as agent,
+    ):
+        # Where mps is only one of those that a pod may choose, the memory stays healthy: others need no daemon.
+        watch = agent.parts.isolation.mps_watch
+        assert watch is not None
+        place.program.write_text("#!/bin/sh\necho the daemon is gone; exit 1\n")
+        await poll_until(lambda: watch.trouble, "trouble seen")
+        chooses = share("chooses")
+        chooses["metadata"]["annotations"] = {"tencent.com/gpu-isolation": "mps"}
+        node.api.create_pod(chooses)
+        node.api.create_pod(share("other"))
+        words = await wait_settled(node, "chooses")
+        assert "the daemon is gone" in words and "under isolation mps" in words and "Nothing was allocated" in words
+        await wait_running(node, "other")
+
+
+async def test_the_sandbox_runs_a_stand_in_for_the_daemon(short_dir: Path) -> None:
+    """Out of the box: no daemon and no directory has to be named, and what it was asked is on record."""
+    state = short_dir / "s"
+    async with live(state, "--samples", "fitting", "--isolation", "mps") as process:
+        await read_until(process, "default/share")
+        await registered(state)
+        async with asyncio.timeout(DEADLINE_S):
+            while (found := (await document_of(state))["pods"]) and {raw["phase"] for raw in found} != {"Running"}:
+                await asyncio.sleep(0.05)
+        asks = "echo $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT; echo get_server_list | $0 && echo connected"
+        inside = await ended(
+            await start(
+                "exec", "--state-dir", state, "share", "--", "sh", "-c", asks, state / "mps/nvidia-cuda-mps-control"
+            )
+        )
+        assert (inside.code, inside.out) == (0, "0=4096M\nconnected\n"), inside.err
+        heard = (state / "mps/log/control.log").read_text().splitlines()
+        assert set(heard) == {"get_default_active_thread_percentage", "get_server_list"}

@@ -1,0 +1,76 @@
+"""A control program and daemon of MPS that misbehave as files in a directory say: `fake_mps_control.py DIRECTORY [-f]`.
+
+| file | behaviour |
+|---|---|
+| `fails` | the daemon prints its reason and ends with code 3 at once; once only, where the file says so |
+| `waits` | the daemon makes its socket only when this file has gone |
+| `deaf` | the daemon ignores `quit` and SIGTERM |
+| `hangs` | the control program never ends |
+| `nonsense` | the control program prints the file's text, whatever it is asked |
+| `clients` | lines `SERVER CLIENT`: what the daemon says it serves |
+
+Each start of a daemon and each command goes to `record`, a line each, as they come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from gpushare_agent.sandbox import mps_stand_in
+
+HERE = Path(sys.argv[1])
+
+
+def record(text: str) -> None:
+    with (HERE / "record").open("a") as file:
+        file.write(f"{text}\n")
+
+
+class Misbehaving(mps_stand_in.MpsStandIn):
+    def answer(self, command: str) -> str:
+        record(command)
+        self.clients = {}
+        if (HERE / "clients").exists():
+            for server, client in map(str.split, (HERE / "clients").read_text().splitlines()):
+                self.clients.setdefault(int(server), []).append(int(client))
+        return "" if command == "quit" and (HERE / "deaf").exists() else super().answer(command)
+
+
+def daemon() -> int:
+    record(f"daemon {os.getpid()}")
+    if (HERE / "fails").exists():
+        if (HERE / "fails").read_text() == "once":
+            (HERE / "fails").unlink()
+        sys.stdout.write("no CUDA-capable device is detected\n")
+        return 3
+    while (HERE / "waits").exists():
+        time.sleep(0.01)
+    asyncio.run(serve())
+    return 0
+
+
+async def serve() -> None:
+    fake = Misbehaving(Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]), Path(os.environ["CUDA_MPS_LOG_DIRECTORY"]))
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(
+        signal.SIGTERM, lambda: record("SIGTERM") if (HERE / "deaf").exists() else fake.is_ended.set()
+    )
+    await fake.run()
+
+
+def control() -> int:
+    if (HERE / "hangs").exists():
+        record(f"hangs {os.getpid()}")
+        time.sleep(3600)
+    if (HERE / "nonsense").exists():
+        sys.stdout.write((HERE / "nonsense").read_text())
+        return 0
+    return mps_stand_in.main([])
+
+
+sys.exit(daemon() if sys.argv[2:] == ["-f"] else control())

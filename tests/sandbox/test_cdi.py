@@ -1,0 +1,117 @@
+"""The embedded node's container runtime looks CDI devices up, and refuses a container whose devices no spec has.
+
+A real containerd has CDI from 1.7 on; a machine of Debian 12 has 1.6.20, whose program knows no word of it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare_agent.apps.cdi import cdi_specs
+from gpushare_agent.apps.node_parts import open_driver
+from gpushare_agent.model.errors import Rejected
+from gpushare_agent.sandbox.cdi_resolver import CdiResolver, requested_names
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.settings import load_settings
+from gpushare_agent.wire.v1beta1 import CdiDevice, ContainerAllocateResponse, DeviceSpec
+from tests.support_agent import arguments, open_agent
+from tests.support_cdi import spec, write_spec
+from tests.support_containers import host_container
+from tests.support_sandbox import CORE, MEMORY, SmallPlugin, open_plugin, open_test_node, pod, wait_phase
+
+FOO = "example.com/foo"
+NAME = "nvidia.com/gpu=GPU-0"
+PRINTS = host_container("main", "sh", args=["-c", "env"])
+
+
+def asks(resource: str = FOO, count: int = 1) -> dict[str, Any]:
+    return pod("p", {**PRINTS, "resources": {"limits": {resource: str(count)}}}, restartPolicy="Never")
+
+
+def waiting(node: EmbeddedNode) -> str:
+    """Why the container is not created; nothing when it is."""
+    [status] = node.api.pod("default", "p")["status"].get("containerStatuses") or [{"state": {}}]
+    found: dict[str, str] = status["state"].get("waiting", {})
+    return found["message"] if found.get("reason") == "CreateContainerError" else ""
+
+
+def printed(node: EmbeddedNode) -> dict[str, str]:
+    """The environment of the container's process, as it printed it."""
+    lines = (node.paths.logs / "default_p_main.log").read_text().splitlines()
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
+def plugin(answer: ContainerAllocateResponse) -> SmallPlugin:
+    return SmallPlugin(FOO, {"foo-0": ("Healthy", None)}, answer=answer)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ContainerAllocateResponse(cdi_devices=[CdiDevice(name=NAME)]),
+        ContainerAllocateResponse(annotations={"cdi.k8s.io/gpushare_x": NAME, "other.io/x": "y=z"}),
+    ],
+    ids=["cri", "annotation"],
+)
+async def test_a_container_whose_cdi_device_no_spec_has_waits_until_one_has(answer: ContainerAllocateResponse) -> None:
+    """Its status says which name; as soon as the spec is there it starts, with what the spec says."""
+    answer.envs = {"NVIDIA_VISIBLE_DEVICES": "GPU-0"}
+    answer.devices = [DeviceSpec(container_path="/dev/nvidia7", host_path="/dev/nvidia7", permissions="rw")]
+    async with open_test_node() as node, open_plugin(node, plugin(answer)):
+        node.api.create_pod(asks())
+        message = await node.kubelet.wait_for(lambda: waiting(node))
+        assert message == f"CDI device injection failed: unresolvable CDI devices {NAME}"
+        raw = spec("GPU-0") | {"containerEdits": {"env": ["NVIDIA_VISIBLE_DEVICES=void"]}}
+        node.paths.cdi.mkdir()
+        (node.paths.cdi / "a.json").write_text(json.dumps(raw))
+        await wait_phase(node, "p", "Succeeded")
+        inside = printed(node)
+        assert inside["NVIDIA_VISIBLE_DEVICES"] == "void"
+        assert inside["SANDBOX_DEVICE_NODES"] == "/dev/nvidia7,/dev/nvidia0"
+
+
+@pytest.mark.parametrize("strategy", ["cdi-annotations", "cdi-cri"])
+async def test_the_agents_answers_name_what_the_agents_spec_has(strategy: str) -> None:
+    """A share gets its card's node and the control nodes, seen inside the running container; whole cards get theirs."""
+    flags = (f"--device-list-strategy={strategy}", "--isolation=none", "--simulated.cards=2")
+    async with open_test_node() as node:
+        settings = load_settings(arguments(node, *flags), {}).settings
+        cards = (await open_driver(settings).read()).cards
+        cdi_specs(settings).ensure(cards)
+        async with open_agent(node, *flags):
+            limits = {CORE: "200", MEMORY: "1"}
+            node.api.create_pod(pod("p", {**PRINTS, "resources": {"limits": limits}}, restartPolicy="Never"))
+            await wait_phase(node, "p", "Succeeded")
+        inside = printed(node)
+        assert set(inside["SANDBOX_DEVICE_NODES"].split(",")) == {
+            *("/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl", "/dev/nvidia-uvm"),
+        }
+        assert inside["NVIDIA_VISIBLE_DEVICES"] == "void"
+
+
+def test_names_resolve_as_the_reference_library_does(tmp_path: Path) -> None:
+    """The later directory counts; two files of one directory make the name unknown, and so does a file that is no spec."""
+    etc, run = tmp_path / "etc", tmp_path / "run"
+    write_spec(etc / "a.json", "GPU-0", "GPU-1")
+    resolver = CdiResolver([etc, run])
+    assert resolver.resolve([NAME, NAME]).device_nodes == ("/dev/nvidia0",)
+    later = spec("GPU-0")
+    later["devices"][0]["containerEdits"] = {"mounts": [{"hostPath": "/a", "containerPath": "/b"}]}
+    run.mkdir()
+    (run / "b.json").write_text(json.dumps(later))
+    assert resolver.resolve([NAME]).mounts == (("/a", "/b"),)
+    write_spec(run / "c.json", "GPU-0")
+    (run / "d.json").write_text("[1")
+    with pytest.raises(Rejected, match=NAME):
+        resolver.resolve(["nvidia.com/gpu=GPU-1", NAME])
+    assert resolver.resolve([]).env == ()
+
+
+def test_the_requested_names_are_the_fields_then_the_annotations() -> None:
+    """Other annotations name no devices."""
+    annotations = [("z", "x"), ("cdi.k8s.io/b_1", "n=2,n=3"), ("cdi.k8s.io/a_1", "n=1")]
+    assert requested_names(["n=0"], annotations) == ["n=0", "n=1", "n=2", "n=3"]

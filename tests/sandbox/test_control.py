@@ -1,0 +1,193 @@
+"""The control socket: who may be asked, and that every request gets an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare_agent.kit.sockets import bind_unix_socket
+from gpushare_agent.model.errors import StartupError, Unavailable
+from gpushare_agent.sandbox.agent_process import AgentProcess
+from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
+from gpushare_agent.sandbox.node_report import ReportedNode
+from gpushare_agent.sandbox.state_directory import owned_state_directory
+from gpushare_agent.sandbox.workbench import Workbench
+from tests.support_sandbox import CORE, MEMORY, open_test_node, pod
+
+DEADLINE_S = 10.0
+NOBODY = 65_534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+
+
+# --- who is asked ---
+
+
+async def _obeys(request: Request, _asker_pid: int) -> Answer:
+    return {"ok": True, "lines": [str(request["command"])], "errors": []}
+
+
+@as_root
+async def test_a_socket_that_another_user_serves_is_told_nothing(short_dir: Path) -> None:
+    """The kernel knows who listens; what `exec` would run with is that user's word."""
+    with bind_unix_socket(short_dir / "control.sock", mode=0o600) as theirs:
+        os.seteuid(NOBODY)
+        try:
+            theirs.listen()
+        finally:
+            os.seteuid(0)
+        with pytest.raises(Unavailable, match=f"who runs it is user {NOBODY}, and you are user 0"):
+            await ask(short_dir / "control.sock", {"command": "exec"})
+        connection, _ = theirs.accept()
+        with connection:
+            connection.setblocking(False)
+            async with asyncio.timeout(DEADLINE_S):
+                assert await asyncio.get_running_loop().sock_recv(connection, 100) == b""
+
+
+def _link(state: Path) -> Path:
+    state.mkdir(mode=0o700)
+    link = state.with_name("link")
+    link.symlink_to(state)
+    return link
+
+
+def _open_to(mode: int, state: Path) -> Path:
+    state.mkdir()
+    state.chmod(mode)
+    return state
+
+
+def _theirs(state: Path) -> Path:
+    state.mkdir(mode=0o700)
+    os.chown(state, NOBODY, NOBODY)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (_link, "it is a link; name the directory itself"),
+        (lambda state: _open_to(0o770, state), r"others may write to it \(mode 0770\); run `chmod go-w "),
+        (lambda state: _open_to(0o1777, state), r"others may write to it \(mode 1777\); run `chmod go-w "),
+        pytest.param(_theirs, f"it belongs to user {NOBODY}, and you are user 0", marks=as_root),
+    ],
+    ids=["a link", "for a group", "for all", "another user's"],
+)
+async def test_a_state_directory_that_is_not_its_users_alone_serves_nobody(
+    short_dir: Path, make: Any, why: str
+) -> None:
+    """Neither a new sandbox nor the commands for one, whoever may have made what lies in it; nothing in it is touched."""
+    state = make(short_dir / "s")
+    async with open_control(state / "control.sock", _obeys):
+        with pytest.raises(Unavailable, match=f"nothing was asked of a sandbox in {state}, .*: {why}.*--state-dir"):
+            await ask(state / "control.sock", {"command": "status"})
+    with (
+        pytest.raises(StartupError, match=f"{state} cannot be trusted: {why}.*--state-dir"),
+        owned_state_directory(state),
+    ):
+        pass
+    assert list(state.iterdir()) == []
+
+
+async def test_a_directory_that_others_may_only_read_serves(short_dir: Path) -> None:
+    """As mkdir makes it."""
+    state = _open_to(0o755, short_dir / "s")
+    async with open_control(state / "control.sock", _obeys):
+        assert (await ask(state / "control.sock", {"command": "hello"}))["lines"] == ["hello"]
+
+
+# --- what is asked ---
+
+
+@asynccontextmanager
+async def open_bench() -> AsyncIterator[tuple[Workbench, Path]]:
+    """A node without an agent, and the socket that obeys for it."""
+    async with open_test_node() as node:
+        shown = ReportedNode(node=node, cards=(), vcore=CORE, vmemory=MEMORY, memory_block_mib=256)
+        bench = Workbench(shown=shown, agent=AgentProcess([], node.paths.agent_log, lambda _: None))
+        async with open_control(node.paths.control_socket, bench.handle):
+            yield bench, node.paths.control_socket
+
+
+async def _sent(path: Path, line: bytes) -> Answer:
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            writer.write(line)
+            writer.write_eof()
+            answer: Answer = json.loads(await reader.readline())
+            return answer
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"[]", "the request is not a JSON object but list"),
+        (b"1", "the request is not a JSON object but int"),
+        (b"null", "the request is not a JSON object but NoneType"),
+        (b"{", "the request is not JSON"),
+        (b"\xff\xfe{}", "the request is not JSON"),
+        (b"[" * 100_000, "the request is not JSON"),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "the request is not JSON"),
+        (b'"' + b"x" * (9 * 2**20) + b'"', "the request is not JSON on one line of at most 8388608 bytes"),
+        (b"{}", "unknown command None"),
+        (b'{"command": ["apply"]}', "unknown command ['apply']"),
+        (b'{"command": "apply"}', '"pods" must be a list, not NoneType'),
+        (b'{"command": "apply", "pods": 5}', '"pods" must be a list, not int'),
+        (b'{"command": "apply", "pods": [1]}', '"pods" must hold Pod manifests'),
+        (b'{"command": "apply", "pods": [{"metadata": 3}]}', '"pods" must hold Pod manifests'),
+        (b'{"command": "apply", "pods": [{"metadata": {"name": {}}}]}', "metadata.name: "),
+        (b'{"command": "delete", "names": 3}', '"names" must be a list, not int'),
+        (b'{"command": "delete", "names": [3]}', '"names" must hold texts'),
+        (b'{"command": "exec", "pod": [], "container": {}}', 'pods "[]" not found'),
+    ],
+    ids=lambda value: repr(value[:40]) if isinstance(value, bytes) else "",
+)
+async def test_a_malformed_request_is_answered_with_what_is_wrong(line: bytes, why: str) -> None:
+    """Nothing is done for it, and the next request is heard."""
+    async with open_bench() as (bench, path):
+        answer = await _sent(path, line + b"\n")
+        assert (answer["ok"], answer["lines"]) == (False, [])
+        assert why in answer["errors"][0]
+        assert bench.shown.node.api.pods() == []
+        assert (await ask(path, {"command": "status"}))["ok"]
+
+
+async def test_a_request_that_breaks_the_sandbox_is_answered_too(short_dir: Path) -> None:
+    """The asker hears of it, and the sandbox goes on."""
+
+    async def fails(_request: Request, _asker_pid: int) -> Answer:
+        raise KeyError("missing")
+
+    async with open_control(short_dir / "control.sock", fails):
+        for _ in range(2):
+            answer = await ask(short_dir / "control.sock", {"command": "x"})
+            assert answer["errors"] == [
+                "the sandbox has failed at the request: KeyError('missing'); its terminal shows where"
+            ]
+
+
+async def test_an_asker_that_says_nothing_gets_an_answer_or_goes(short_dir: Path) -> None:
+    """A connection without a request harms nobody."""
+    async with open_control(short_dir / "control.sock", _obeys):
+        with socket.socket(socket.AF_UNIX) as mute:
+            mute.connect(str(short_dir / "control.sock"))
+        assert (await ask(short_dir / "control.sock", {"command": "hello"}))["ok"]
+
+
+async def test_apply_and_delete_do_what_they_are_asked(short_dir: Path) -> None:
+    """The well-formed requests beside the malformed ones."""
+    async with open_bench() as (_, path):
+        assert (await ask(path, {"command": "apply", "pods": [pod("a")]}))["lines"] == ["pod default/a created"]
+        gone = await ask(path, {"command": "delete", "names": ["a"], "namespace": "default"})
+        assert gone["lines"] == ["pod default/a deleted"]

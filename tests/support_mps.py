@@ -1,0 +1,92 @@
+"""MPS for tests: directories, a daemon of the sandbox's, and a control program that misbehaves on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpushare_agent.adapters.mps_control import MpsControl
+
+ROOT = Path(__file__).parents[1]
+DEADLINE_S = 20.0
+
+
+@dataclass(frozen=True)
+class MpsPlace:
+    """A directory with all that MPS needs, and the files that tell the fake program how to behave."""
+
+    root: Path
+
+    @property
+    def pipe(self) -> Path:
+        return self.root / "pipe"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "log"
+
+    @property
+    def program(self) -> Path:
+        return self.root / "nvidia-cuda-mps-control"
+
+    def control(self, *, timeout_s: float = DEADLINE_S, program: Path | None = None) -> MpsControl:
+        return MpsControl(program or self.program, self.pipe, self.logs, timeout_s=timeout_s)
+
+    def flags(self) -> list[str]:
+        return [f"--mps-pipe={self.pipe}", f"--mps.log-directory={self.logs}", f"--mps.control={self.program}"]
+
+    def becomes(self, behaviour: str, text: str = "") -> None:
+        (self.root / behaviour).write_text(text)
+
+    def no_longer(self, behaviour: str) -> None:
+        (self.root / behaviour).unlink()
+
+    def record(self, beginning: str = "") -> list[str]:
+        """What the fake noted, in order, of the lines that begin so."""
+        path = self.root / "record"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [line for line in lines if line.startswith(beginning)]
+
+    def daemons(self) -> list[int]:
+        """PIDs of all daemons that were started."""
+        return [int(line.split()[1]) for line in self.record("daemon ")]
+
+
+def mps_place(root: Path) -> MpsPlace:
+    """The directories and the fake program, not running."""
+    place = MpsPlace(root)
+    place.pipe.mkdir()
+    place.logs.mkdir()
+    words = [sys.executable, str(ROOT / "tests/native/fake_mps_control.py"), str(root)]
+    script(place.program, f'PYTHONPATH={shlex.quote(str(ROOT))} exec {shlex.join(words)} "$@"')
+    return place
+
+
+def script(path: Path, text: str) -> Path:
+    """A shell script in place of the control program."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+
+
+async def poll_until(condition: Callable[[], object], what: str) -> None:
+    """For what other processes do: looked at every few milliseconds, under the deadline."""
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0.01)
+    except TimeoutError as error:
+        raise TimeoutError(f"after {DEADLINE_S:g} s: {what} did not come about") from error
