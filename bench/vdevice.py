@@ -26,6 +26,7 @@ from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.topology_tree import build_topology
 from gpushare_agent.model.vdevice import decode_config, decode_pids
 from gpushare_agent.services.container_processes import ContainerProcesses
+from gpushare_agent.services.vdevice_configs import VDeviceConfigs
 from gpushare_agent.services.vdevice_server import METHOD
 from gpushare_agent.services.virtual_manager import VirtualManager, VirtualManagerPace
 from gpushare_agent.wire.vcuda import VDeviceRequest
@@ -148,13 +149,15 @@ async def round_rows(state: Path, runs: int) -> list[Row]:
         files=VDeviceFiles(state / "vm"),
         allocations=lambda: world.allocations,
         pods=world,
-        inventory=lambda: world.inventory,
-        driver_version=lambda: "550.54.14",
-        names=ResourceNames(memory_block_mib=BLOCK_MIB),
+        configs=VDeviceConfigs(
+            inventory=lambda: world.inventory,
+            driver_version=lambda: "550.54.14",
+            names=ResourceNames(memory_block_mib=BLOCK_MIB),
+            complain=lambda _pod, _text: None,
+        ),
         processes=processes,
         identify=cgroups.identify_in_thread,
         metrics=world,
-        complain=lambda _pod, _text: None,
         clock=time.monotonic,
         pace=VirtualManagerPace(round_s=_NEVER_S, ids_s=_NEVER_S),
     )

@@ -26,6 +26,7 @@ from gpushare_agent.services.metrics import AgentMetrics
 from gpushare_agent.services.mps_watch import MpsWatch
 from gpushare_agent.services.pod_events import PodEvents
 from gpushare_agent.services.private_caches import PrivateCaches
+from gpushare_agent.services.vdevice_configs import VDeviceConfigs
 from gpushare_agent.services.virtual_manager import VirtualManager
 from gpushare_agent.settings import Settings
 from gpushare_agent.state.allocation_cache import AllocationCache
@@ -79,13 +80,15 @@ def build_isolation(  # noqa: PLR0913 - the composition hands in every collabora
             files=VDeviceFiles(settings.virtual_manager.path),
             allocations=cache.view,
             pods=store,
-            inventory=lambda: inventory.current,
-            names=names,
-            driver_version=driver_version(volumes, inventory),
+            configs=VDeviceConfigs(
+                inventory=lambda: inventory.current,
+                driver_version=driver_version(volumes, inventory),
+                names=names,
+                complain=lambda pod, text: events.warned(pod, "CoreLimitIgnored", text),
+            ),
             processes=ContainerProcesses(ContainerIds(runtime, store), cgroups, clock=time.monotonic),
             identify=cgroups.identify_in_thread,
             metrics=metrics,
-            complain=lambda pod, text: events.warned(pod, "CoreLimitIgnored", text),
             clock=time.monotonic,
         )
     return IsolationParts(

@@ -65,6 +65,22 @@ class KeepsFiles(Protocol):
     def write_pids_if_none(self, key: ContainerKey) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """A container of which nothing is to be changed, if its files and its socket are still what they were."""
+
+    key: ContainerKey
+    stamps: Stamps
+    socket: FileIdentity
+
+
+def disturbed(files: KeepsFiles, settled: Iterable[Settled]) -> list[ContainerKey]:
+    """Those whose files or socket somebody has changed or taken away. Most containers, each second: cheap."""
+    return [
+        one.key for one in settled if not files.has_socket(one.key, one.socket) or files.stamps(one.key) != one.stamps
+    ]
+
+
 def keep_up(files: KeepsFiles, wanted: Iterable[Upkeep]) -> list[Upkept]:
     """In order; a container whose directory cannot be kept does not keep the others from theirs."""
     kept = []

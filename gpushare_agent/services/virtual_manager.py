@@ -20,20 +20,18 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import structlog
 
 from gpushare_agent.adapters.vdevice_files import VDeviceFiles
-from gpushare_agent.decisions.vdevice_limits import core_limit, driver_numbers, vdevice_share
 from gpushare_agent.kit.bounded_grpc import SharedBudget
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import forever
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused, Rejected, Unavailable
-from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.model.vdevice import encode_config, is_container_name, is_pod_uid
+from gpushare_agent.model.vdevice import is_container_name, is_pod_uid
 from gpushare_agent.services.container_processes import ContainerProcesses, Life, Processes
+from gpushare_agent.services.vdevice_configs import VDeviceConfigs
 from gpushare_agent.services.vdevice_server import CountsRegistrations, IdentifyPeer, VDeviceServer
-from gpushare_agent.services.vdevice_upkeep import Upkeep, Upkept, Written, keep_up
+from gpushare_agent.services.vdevice_upkeep import Settled, Upkeep, Upkept, Written, disturbed, keep_up
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -72,26 +70,20 @@ class VirtualManager:
         files: VDeviceFiles,
         allocations: Callable[[], Mapping[ContainerKey, Allocation]],
         pods: Pods,
-        inventory: Callable[[], GpuInventory],
-        driver_version: Callable[[], str],
-        names: ResourceNames,
+        configs: VDeviceConfigs,
         processes: ContainerProcesses,
         identify: IdentifyPeer,
         metrics: CountsRegistrations,
-        complain: Callable[[Pod, str], None],
         clock: Callable[[], float],
         pace: VirtualManagerPace | None = None,
     ) -> None:
         self._files = files
         self._allocations = allocations
         self._pods = pods
-        self._inventory = inventory
-        self._driver_version = driver_version
-        self._names = names
+        self._configs = configs
         self._processes = processes
         self._identify = identify
         self._metrics = metrics
-        self._complain = complain
         self._clock = clock
         self._pace = pace or VirtualManagerPace()
         self._thread = DaemonThread("vdevice-files", advice=f"Check the disk of {files.root}; it is tried again.")
@@ -99,7 +91,6 @@ class VirtualManager:
         self._prepared_at: dict[ContainerKey, float] = {}
         self._has_young = asyncio.Event()
         self._written: dict[ContainerKey, Written] = {}
-        self._configs: dict[ContainerKey, tuple[tuple[object, ...], bytes]] = {}
         self._faults: dict[ContainerKey, str] = {}
         self._shared = SharedBudget(clock=clock)
         self._not_ours: set[str] = set()
@@ -208,10 +199,11 @@ class VirtualManager:
         """
         wanted = self._wanted()
         known: dict[ContainerKey, Any]
-        for known in (self._prepared_at, self._written, self._faults, self._refreshes, self._configs):
+        for known in (self._prepared_at, self._written, self._faults, self._refreshes):
             for key in [key for key in known if key not in wanted]:
                 del known[key]
         self._processes.keep_only(wanted)
+        self._configs.keep_only(wanted)
         await self._stop([key for key in self._servers if key not in wanted])
         await self._look_at(self._wanted())
 
@@ -279,11 +271,40 @@ class VirtualManager:
         async with self._lock:
             if self._is_closed:
                 raise Unavailable("the agent is shutting down")
-            work = [self._upkeep(held, self._pids_of(key, processes)) for key, held in sorted(wanted.items())]
+            settled, work = self._sorted_out(wanted, processes)
+            if settled:
+                touched = await self._in_thread(
+                    partial(disturbed, self._files, settled), f"looking at {self._files.root}"
+                )
+                work += [self._upkeep(wanted[key], self._pids_of(key, processes)) for key in touched]
+            if not work:
+                return []
             kept = await self._in_thread(partial(keep_up, self._files, work), f"keeping {self._files.root}")
             stale = [one.key for one in kept if one.error is None and not one.is_served and one.key in self._servers]
             await self._stop(stale)  # together: peers that do not read make each take half a second
             return [await self._served(one) for one in kept]
+
+    def _sorted_out(
+        self, wanted: Mapping[ContainerKey, Allocation], processes: Mapping[ContainerKey, Processes] | None
+    ) -> tuple[list[Settled], list[Upkeep]]:
+        """Those of which nothing has changed as far as the agent knows, and those with something to do."""
+        settled, work = [], []
+        for key, held in sorted(wanted.items()):
+            pids = self._pids_of(key, processes)
+            before, server, pod = self._written.get(key), self._servers.get(key), self._pods.get(key.pod_uid)
+            identity = server.identity if server is not None else None
+            if (
+                before is not None
+                and identity is not None
+                and pod is not None
+                and before.config == self._configs.config(held, pod)
+                and (pids is None or pids == before.pids)
+                and key not in self._faults
+            ):
+                settled.append(Settled(key=key, stamps=before.stamps, socket=identity))
+            else:
+                work.append(self._upkeep(held, pids))
+        return settled, work
 
     async def _served(self, one: Upkept) -> Upkept:
         if one.written is not None:
@@ -346,37 +367,11 @@ class VirtualManager:
         pod, server = self._pods.get(held.key.pod_uid), self._servers.get(held.key)
         return Upkeep(
             key=held.key,
-            config=self._config(held, pod),
+            config=self._configs.config(held, pod),
             is_config_sure=pod is not None,
             pids=pids,
             before=self._written.get(held.key),
             socket=server.identity if server is not None else None,
-        )
-
-    def _config(self, held: Allocation, pod: Pod | None) -> bytes:
-        """Made anew where one of the things that it says has changed; every second it is asked for."""
-        made_of = (held, pod, self._inventory(), self._driver_version())
-        known = self._configs.get(held.key)
-        if known is not None and all(old is new for old, new in zip(known[0], made_of, strict=True)):
-            return known[1]
-        config = self._new_config(held, pod)
-        self._configs[held.key] = (made_of, config)
-        return config
-
-    def _new_config(self, held: Allocation, pod: Pod | None) -> bytes:
-        annotations = pod.annotations if pod is not None else {}
-        share = vdevice_share(held, annotations, self._inventory().by_uuid(), self._names)
-        if pod is not None and not held.is_whole and (complaint := core_limit(annotations, share.cores).complaint):
-            self._complain(pod, complaint)
-        return encode_config(
-            pod_uid=held.key.pod_uid,
-            container=held.key.container,
-            limit=share.core_limit,
-            memory_bytes=share.memory_bytes,
-            utilization=share.cores,
-            hard_limit=not share.core_limit,
-            driver=driver_numbers(self._driver_version()),
-            enable=share.is_limited,
         )
 
 

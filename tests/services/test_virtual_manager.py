@@ -23,6 +23,7 @@ from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.vdevice import decode_config, decode_pids
 from gpushare_agent.services.container_ids import ContainerIds
 from gpushare_agent.services.container_processes import ContainerProcesses, Processes
+from gpushare_agent.services.vdevice_configs import VDeviceConfigs
 from gpushare_agent.services.vdevice_server import VDeviceServer
 from gpushare_agent.services.virtual_manager import VirtualManager, VirtualManagerPace
 from tests.support_agent import poll_until
@@ -81,13 +82,15 @@ class World:
             files=self.files,
             allocations=lambda: self.allocations,
             pods=self,
-            inventory=inventory,
-            driver_version=lambda: self.driver,
-            names=NAMES,
+            configs=VDeviceConfigs(
+                inventory=inventory,
+                driver_version=lambda: self.driver,
+                names=NAMES,
+                complain=lambda _, text: self.complaints.append(text),
+            ),
             processes=ContainerProcesses(self, cgroups, clock=lambda: self.now),
             identify=cgroups.identify_in_thread,
             metrics=self,
-            complain=lambda _, text: self.complaints.append(text),
             clock=clock or (lambda: self.now),
             pace=pace,
         )
