@@ -224,3 +224,26 @@ def test_offers_that_are_mostly_taken_are_refused_with_the_numbers() -> None:
     assert (
         isinstance(result, Refused) and result.reason is RefusalReason.DEVICE_IN_USE and "2 of the 12" in result.detail
     )
+
+
+def test_a_card_with_as_many_shares_as_one_can_serve_takes_no_more() -> None:
+    """MPS has a bound on its clients: the next share goes to another card, and where there is none the text says why. Init
+    containers are over before the others start, and whole cards go on."""
+    policy = replace(POLICY, max_shares_of_card=2)
+    held = [allocation(pod(f"p{n}"), "main", ids(0, range(n, n + 1)), ids(0, range(n, n + 1))) for n in range(2)]
+    init = allocation(pod("i"), "init", ids(1, range(1)), ids(1, range(1)), ContainerKind.INIT)
+    served = serve(pod("new", container(cores=10, blocks=4)))
+
+    def place(facts: Books, which: Served = served) -> Plan | Refused:
+        size = NAMES.wanted(which.container, CORES)
+        offer = Offer(kind=CORES, available=all_ids(), must_include=(), size=size)
+        return plan(which, offer, free_ids(which, CORES, all_ids(), facts), facts, policy, ())
+
+    found = place(books(served, *held, init))
+    assert isinstance(found, Plan) and found.cards == (GpuUuid("GPU-1"),)
+    more = [allocation(pod(f"q{n}"), "main", ids(1, range(n, n + 1)), ids(1, range(n, n + 1))) for n in range(2)]
+    refused = place(books(served, *held, *more))
+    assert isinstance(refused, Refused)
+    assert "2 cards count as full" in refused.detail and "mps.max_clients" in refused.detail
+    whole = serve(pod("whole", container(cores=100)))
+    assert isinstance(place(books(whole, *held), whole), Plan)

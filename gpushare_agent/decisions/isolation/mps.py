@@ -13,16 +13,18 @@ from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Card
 from gpushare_agent.model.isolation import IsolationName
-from gpushare_agent.model.names import CORES_PER_CARD
+from gpushare_agent.model.names import (
+    CORES_PER_CARD,
+    ENV_GPUSHARE_CARD,
+    ENV_GPUSHARE_CONTAINER,
+    ENV_GPUSHARE_INDEX,
+    ENV_GPUSHARE_POD,
+)
 
 ENV_PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
 ENV_THREAD_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 ENV_MEMORY_LIMIT = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 ENV_CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-ENV_GPUSHARE_INDEX = "ALIYUN_COM_GPU_MEM_IDX"
-ENV_GPUSHARE_POD = "ALIYUN_COM_GPU_MEM_POD"
-ENV_GPUSHARE_CONTAINER = "ALIYUN_COM_GPU_MEM_CONTAINER"
-ENV_GPUSHARE_CARD = "ALIYUN_COM_GPU_MEM_DEV"
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where MPS clients look for the server's shared memory
 
 
