@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.apps.node_check_shares import check_device_lists, check_hami_core, check_mps
+from gpushare_agent.apps.node_check_shares import (
+    check_device_lists,
+    check_hami_core,
+    check_list_sizes,
+    check_mps,
+)
 from gpushare_agent.apps.node_finding import Level
 from gpushare_agent.settings import Settings, SettingsError, load_settings
 from tests.support_hami_core import fake_library
@@ -62,3 +67,13 @@ def test_gpushares_names_must_be_names_of_their_own(flags: tuple[str, ...]) -> N
     """One resource cannot mean two things."""
     with pytest.raises(SettingsError):
         settings_of(*flags)
+
+
+async def test_lists_that_no_kubelet_takes_are_told_before_the_agent_ends_by_them() -> None:
+    """With the unit, or the block size, that fits."""
+    (fine,) = await check_list_sizes(settings_of("--gpushare.enabled"))
+    assert fine.level is Level.OK and "aliyun.com/gpu-mem" in fine.detail
+    (units,) = await check_list_sizes(settings_of("--gpushare.enabled", "--gpushare.unit=MiB"))
+    assert units.level is Level.ERROR and "gpushare.unit to GiB" in units.detail
+    (blocks,) = await check_list_sizes(settings_of("--resources.memory-block-mib=1"))
+    assert blocks.level is Level.ERROR and "memory_block_mib" in blocks.detail

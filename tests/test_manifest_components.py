@@ -27,6 +27,7 @@ from tests.support_manifests import (
 )
 
 COMPONENTS = {
+    "cdi",
     "cgroup-v1",
     "driver-container",
     "gpushare",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from gpushare_agent.adapters.cgroups import Cgroups
@@ -13,7 +13,9 @@ from gpushare_agent.adapters.runtime import RuntimeClient
 from gpushare_agent.adapters.vdevice_files import VDeviceFiles
 from gpushare_agent.apps.cdi_parts import cdi_specs
 from gpushare_agent.apps.node_values import driver_version
+from gpushare_agent.decisions.isolation import ISOLATIONS, Preparation
 from gpushare_agent.decisions.isolation.hami_core import LIBRARY_PATH
+from gpushare_agent.decisions.isolation_choice import choose_isolation
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.driver_volumes import DriverVolume, VolumeName
 from gpushare_agent.model.errors import Refused
@@ -39,6 +41,7 @@ class IsolationParts:
     """A part is None where nothing on this node needs it."""
 
     settings: Settings
+    store: PodStore
     cgroups: Cgroups
     virtual_manager: VirtualManager | None
     private_caches: PrivateCaches | None
@@ -46,9 +49,24 @@ class IsolationParts:
     cdi_watch: CdiWatch | None
 
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
-        """Everything that containers about to start need on the host."""
-        parts = (self.virtual_manager, self.private_caches)
-        return await _prepare_each([part.prepare for part in parts if part is not None], keys)
+        """Everything that containers about to start need on the host. Every share is prepared for every isolation in use,
+        for a pod's annotation may change; but what a pod's own isolation does not need keeps it from nothing."""
+        first: Refused | None = None
+        for kind, part in (
+            (Preparation.VDEVICE, self.virtual_manager),
+            (Preparation.PRIVATE_CACHE, self.private_caches),
+        ):
+            if part is None or (refused := await part.prepare(keys)) is None:
+                continue
+            if first is None and any(self._needs(key, kind) for key in keys):
+                first = refused
+        return first
+
+    def _needs(self, key: ContainerKey, kind: Preparation) -> bool:
+        pod = self.store.get(key.pod_uid)
+        annotations = pod.annotations if pod is not None else {}
+        chosen = choose_isolation(annotations, self.settings.isolation, self.settings.isolations_allowed)
+        return not isinstance(chosen, Refused) and ISOLATIONS[chosen].preparation is kind
 
     def daemon_trouble(self) -> str:
         """Why no share can be had of an isolation that needs a daemon, empty where it can."""
@@ -93,6 +111,7 @@ def build_isolation(  # noqa: PLR0913 - the composition hands in every collabora
         )
     return IsolationParts(
         settings=settings,
+        store=store,
         cgroups=cgroups,
         virtual_manager=virtual_manager,
         private_caches=_private_caches(settings, cache, store) if IsolationName.HAMI_CORE in in_use else None,
@@ -120,13 +139,3 @@ def _private_caches(settings: Settings, cache: AllocationCache, store: PodStore)
     files = HamiCoreFiles(settings.hami_core.library, settings.hami_core.directory, LIBRARY_PATH)
     files.check_library()
     return PrivateCaches(files=files, allocations=cache.view, pods=store)
-
-
-async def _prepare_each(
-    preparing: Sequence[Callable[[Collection[ContainerKey]], Awaitable[Refused | None]]], keys: Collection[ContainerKey]
-) -> Refused | None:
-    """What every isolation in use needs, for the pod may have chosen any; the first refusal counts."""
-    for prepare in preparing:
-        if (refused := await prepare(keys)) is not None:
-            return refused
-    return None

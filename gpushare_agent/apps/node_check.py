@@ -42,6 +42,7 @@ _PROBES: tuple[tuple[str, Probe, float], ...] = (
     ("mps", node_check_shares.check_mps, MPS_TIMEOUT_S),
     ("hami-core", node_check_shares.check_hami_core, PROBE_TIMEOUT_S),
     ("device lists", node_check_shares.check_device_lists, node_check_local.DRIVER_TIMEOUT_S),
+    ("list sizes", node_check_shares.check_list_sizes, node_check_local.DRIVER_TIMEOUT_S),
     ("open files", node_check_local.check_open_files, PROBE_TIMEOUT_S),
     ("files", node_check_local.check_files, PROBE_TIMEOUT_S),
     ("api server", node_check_api.check_api, API_TIMEOUT_S),

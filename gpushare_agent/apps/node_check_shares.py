@@ -13,11 +13,13 @@ from gpushare_agent.adapters.mps_control import MpsControl
 from gpushare_agent.apps.cdi_parts import cdi_specs
 from gpushare_agent.apps.node_finding import Finding, error, ok, warning
 from gpushare_agent.apps.node_parts import open_driver
+from gpushare_agent.apps.node_values import resource_names
 from gpushare_agent.decisions.device_lists import strategy_warnings
 from gpushare_agent.decisions.isolation.hami_core import LIBRARY_PATH
-from gpushare_agent.model.errors import AgentError, Unavailable
+from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
 from gpushare_agent.settings import Settings
+from gpushare_agent.state.device_table import check_size, check_unit_size
 
 
 async def check_mps(settings: Settings) -> list[Finding]:
@@ -63,16 +65,36 @@ async def check_device_lists(settings: Settings) -> list[Finding]:
     return [*findings, *await _check_cdi(settings)]
 
 
+async def check_list_sizes(settings: Settings) -> list[Finding]:
+    """The lists of memory blocks and of GPUShare's units fit the kubelet: else the agent does not start."""
+    try:
+        driver = open_driver(settings)
+        try:
+            found = await driver.read()
+        finally:
+            await driver.close()
+    except AgentError:
+        return []  # the driver's own line tells it
+    names = resource_names(settings)
+    try:
+        check_size(found, names.vmemory, names.memory_block_mib)
+        check_unit_size(found, names)
+    except StartupError as failure:
+        return [error("list sizes", str(failure), "set the unit or block size that the text names")]
+    return [ok("list sizes", f"the lists of {', '.join(names.names)} fit the kubelet's messages")]
+
+
 async def _check_cdi(settings: Settings) -> list[Finding]:
     cure = "see docs/device-lists.md; `gpushare-agent cdi list` tells who names which card"
-    driver = open_driver(settings)
     try:
-        cards = (await driver.read()).cards
+        driver = open_driver(settings)
+        try:
+            cards = (await driver.read()).cards
+        finally:
+            await driver.close()
         state = await asyncio.to_thread(cdi_specs(settings).plan, cards)
     except AgentError as failure:
         return [error("cdi", str(failure), cure)]
-    finally:
-        await driver.close()
     found = [warning("cdi", f"passed over: {text}", cure) for text in state.passed_over]
     if state.unnamed or state.troubles:
         return [*found, *(error("cdi", text, cure) for text in state.troubles or state.unnamed)]

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.live import Live
 
 from gpushare_agent.apps.node_parts import open_driver
+from gpushare_agent.apps.node_values import resource_names
 from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.model.errors import StartupError, Unavailable
@@ -115,7 +116,8 @@ async def _set_up(
     inventory = await driver.read()
     shown = ReportedNode(
         node=node, cards=inventory.cards, vcore=resources.vcore, vmemory=resources.vmemory,
-        memory_block_mib=resources.memory_block_mib,
+        memory_block_mib=resources.memory_block_mib, gpu_mem=resource_names(settings).gpu_mem,
+        gpu_mem_unit_mib=resource_names(settings).gpu_mem_unit_mib,
     )  # fmt: skip
     agent = AgentProcess(arguments, log_file, tell)
     bench = Workbench(shown=shown, agent=agent)

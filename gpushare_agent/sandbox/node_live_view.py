@@ -17,6 +17,7 @@ from gpushare_agent.sandbox.node_view import (
     card_text,
     card_use,
     health_text,
+    memory_asked,
     reason_text,
     short_limit_text,
     status_of,
@@ -77,7 +78,7 @@ def _pods_table(pods: list[dict[str, Any]], width: int) -> Table:
     for pod in pods:
         namespace = "" if pod["namespace"] == "default" else f"{pod['namespace']}/"
         containers = pod["containers"]
-        requests = ["+".join(str(c[key]) for c in containers) for key in ("vcore", "vmemory")]
+        requests = ["+".join(str(c["vcore"]) for c in containers), "+".join(map(memory_asked, containers))]
         table.add_row(
             f"{namespace}{pod['name']}", status_of(pod), *(() if is_narrow else requests),
             " ".join(map(card_text, containers)), " ".join(map(short_limit_text, containers)),

@@ -37,6 +37,9 @@ class ReportedNode:
     vcore: str
     vmemory: str
     memory_block_mib: int
+    gpu_mem: str = ""
+    """GPUShare's resource, empty where it is not offered."""
+    gpu_mem_unit_mib: int = 1024
     ailments: dict[GpuUuid, str] = field(default_factory=dict)
     vdevices: VDeviceReader = field(default_factory=VDeviceReader)
 
@@ -62,7 +65,7 @@ def report(shown: ReportedNode) -> dict[str, Any]:
 
 
 def _cards(shown: ReportedNode) -> list[dict[str, Any]]:
-    cores, blocks, whole = _use(shown)
+    cores, blocks, units, whole = _use(shown)
     health: dict[GpuUuid, str] = {}
     for device, is_healthy in shown.node.kubelet.devices(shown.vcore).items():
         if (parts := split_device_id(device)) is not None:
@@ -71,40 +74,47 @@ def _cards(shown: ReportedNode) -> list[dict[str, Any]]:
         {
             "index": card.index, "minor": card.minor, "uuid": card.uuid, "name": card.name, "memory_mib": card.memory_mib,
             "numa": card.numa_node, "cores_allocated": cores.get(card.uuid, 0),
-            **_memory_use(card, blocks.get(card.uuid, 0), shown.memory_block_mib, is_whole=card.uuid in whole),
+            **_memory_use(
+                card, blocks.get(card.uuid, 0), shown.memory_block_mib, units.get(card.uuid, 0) * shown.gpu_mem_unit_mib,
+                is_whole=card.uuid in whole,
+            ),
             "health": health.get(card.uuid, _AGENT_AWAY), "health_reason": shown.ailments.get(card.uuid, ""),
         }
         for card in shown.cards
     ]  # fmt: skip
 
 
-def _memory_use(card: Card, blocks: int, block_mib: int, *, is_whole: bool) -> dict[str, int]:
+def _memory_use(card: Card, blocks: int, block_mib: int, units_mib: int, *, is_whole: bool) -> dict[str, int]:
     """A card given as a whole comes with all of its memory, of which no block was asked for."""
     if is_whole:
         return {"memory_blocks_allocated": card.memory_mib // block_mib, "memory_mib_allocated": card.memory_mib}
-    return {"memory_blocks_allocated": blocks, "memory_mib_allocated": blocks * block_mib}
+    return {"memory_blocks_allocated": blocks, "memory_mib_allocated": blocks * block_mib + units_mib}
 
 
-def _use(shown: ReportedNode) -> tuple[dict[GpuUuid, int], dict[GpuUuid, int], set[GpuUuid]]:
-    """Cores and memory blocks in use on each card, and the cards given as a whole. IDs that containers of one pod share
-    count once."""
+def _use(shown: ReportedNode) -> tuple[dict[GpuUuid, int], dict[GpuUuid, int], dict[GpuUuid, int], set[GpuUuid]]:
+    """Cores, memory blocks and GPUShare's units in use on each card, and the cards given as a whole. IDs that containers of
+    one pod share count once."""
     ids: dict[tuple[str, str], dict[str, set[str]]] = {}
     for record in shown.node.kubelet.active_records():
         ids.setdefault((record.pod_uid, record.container), {})[record.resource] = set(record.ids)
     used_cores: set[str] = set()
+    used_units: set[str] = set()
     charged: dict[str, GpuUuid] = {}
     whole: set[GpuUuid] = set()
     for _, by_resource in sorted(ids.items()):
         vcore = by_resource.get(shown.vcore, set())
         used_cores |= vcore
+        used_units |= by_resource.get(shown.gpu_mem, set())
         cards = cards_of(vcore, shown.cards)
         if len(vcore) >= CORES_PER_CARD:
             whole |= {card.uuid for card in cards}
         for position, block in enumerate(sorted(by_resource.get(shown.vmemory, set()) - set(charged))):
             if cards:
                 charged[block] = cards[position % len(cards)].uuid
-    cores = [parts[0] for parts in map(split_device_id, used_cores) if parts is not None]
-    return _counted(cores), _counted(charged.values()), whole
+    cores, units = (
+        [parts[0] for parts in map(split_device_id, used) if parts is not None] for used in (used_cores, used_units)
+    )
+    return _counted(cores), _counted(charged.values()), _counted(units), whole
 
 
 def _counted(uuids: Iterable[GpuUuid]) -> dict[GpuUuid, int]:
@@ -184,7 +194,7 @@ def _container(
     shown: ReportedNode, pod_uid: str, spec: ContainerSpec, given: Mapping[str, tuple[tuple[str, ...], bytes]]
 ) -> dict[str, Any]:
     answers = [_parsed(raw) for _, (_, raw) in sorted(given.items())]
-    ids = given.get(shown.vcore, ((), b""))[0]
+    ids = given.get(shown.vcore, given.get(shown.gpu_mem, ((), b"")))[0]
     mounts = {m.container_path: m for answer in answers for m in answer.mounts}
     devices = {d.container_path: d for answer in answers for d in answer.devices}
     return {
@@ -192,6 +202,7 @@ def _container(
         "cards": [card.index for card in cards_of(ids, shown.cards)],
         "vcore": spec.requests.get(shown.vcore, 0),
         "vmemory": spec.requests.get(shown.vmemory, 0),
+        "gpu_mem": spec.requests.get(shown.gpu_mem, 0),
         "env": {k: v for answer in answers for k, v in sorted(answer.envs.items())},
         "mounts": [
             {"host_path": m.host_path, "container_path": m.container_path, "read_only": m.read_only}

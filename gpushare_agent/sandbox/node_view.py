@@ -100,7 +100,7 @@ def pods_table(document: dict[str, Any], width: int) -> Table:
     for pod in document["pods"]:
         for position, container in enumerate(pod["containers"]):
             name, phase = (f"{pod['namespace']}/{pod['name']}", status_of(pod)) if position == 0 else ("", "")
-            requests = () if is_narrow else (str(container["vcore"]), str(container["vmemory"]))
+            requests = () if is_narrow else (str(container["vcore"]), memory_asked(container))
             limit = short_limit_text(container) if is_narrow else limit_text(container)
             pids = pids_text(container, is_short=width < _ROOM_FOR_PIDS)
             table.add_row(name, phase, container["name"], *requests, card_text(container), limit, pids)
@@ -135,12 +135,20 @@ def print_document(document: dict[str, Any], form: str) -> None:
     )
 
 
+def memory_asked(container: dict[str, Any]) -> str:
+    """Blocks, or units of GPUShare's resource."""
+    return f"{container['gpu_mem']} gpu-mem" if container["gpu_mem"] else str(container["vmemory"])
+
+
+def _asked(container: dict[str, Any]) -> str:
+    if container["gpu_mem"]:
+        return memory_asked(container)
+    return f"{container['vcore']} cores, {container['vmemory']} blocks"
+
+
 def pod_line(pod: dict[str, Any]) -> str:
     """One pod in one line, for a log or a pipe."""
-    containers = "; ".join(
-        f"{c['name']}: {c['vcore']} cores, {c['vmemory']} blocks on card {card_text(c)}{_told(pod, c)}"
-        for c in pod["containers"]
-    )
+    containers = "; ".join(f"{c['name']}: {_asked(c)} on card {card_text(c)}{_told(pod, c)}" for c in pod["containers"])
     reason = reason_text(pod)
     return f"pod {pod['namespace']}/{pod['name']} {status_of(pod)} [{containers}]{f' - {reason}' if reason else ''}"
 

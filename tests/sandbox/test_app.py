@@ -175,7 +175,7 @@ async def test_an_agent_ended_by_sigterm_is_started_again_without_a_complaint(fo
 def test_the_live_view_fits_a_small_terminal(count: int) -> None:
     """80 by 24: pods first, one line each, the rest counted, the notes at the end whole."""
     told = {"cores": 40, "memory_mib": 2048, "core_limit": 0, "is_limited": True, "pids": [4711]}
-    one = {"vcore": 40, "vmemory": 8, "cards": [0], "pids": [4711], "vdevice": told}
+    one = {"vcore": 40, "vmemory": 8, "gpu_mem": 0, "cards": [0], "pids": [4711], "vdevice": told}
     pods = [
         {
             "namespace": "default", "name": f"pod-{n}-with-a-name-that-is-rather-long", "phase": "Failed",

@@ -22,7 +22,7 @@ SHARE = {"cores": 30, "memory_mib": 4096, "core_limit": 0, "is_limited": True, "
 def shown_container(pids: int = 1, **told: Any) -> dict[str, Any]:
     """Of a document, as far as the views read it."""
     return {
-        "name": "main", "vcore": 30, "vmemory": 16, "cards": [0], "pids": list(range(4711, 4711 + pids)),
+        "name": "main", "vcore": 30, "vmemory": 16, "gpu_mem": 0, "cards": [0], "pids": list(range(4711, 4711 + pids)),
         "vdevice": {**SHARE, **told},
     }  # fmt: skip
 
