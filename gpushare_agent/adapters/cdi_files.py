@@ -52,8 +52,10 @@ class CdiFiles:
         return self.directories[-1] / OWN_SPEC_NAME
 
     def read(self) -> tuple[SpecFile, ...]:
-        """Every spec file, the agent's own among them, by directory and name. A directory that is absent is empty."""
-        files = [file for directory in self.directories for file in self._read_directory(directory)]
+        """Every spec file, the agent's own among them, by directory and name. A directory that is absent is empty; of two
+        names for one directory (/run is often /var/run) the last counts."""
+        real = {os.path.realpath(directory): directory for directory in self.directories}
+        files = [file for directory in real.values() for file in self._read_directory(directory)]
         paths = {file.path for file in files}
         self._known = {path: known for path, known in self._known.items() if path in paths}
         return tuple(files)
@@ -104,15 +106,18 @@ class CdiFiles:
             return []
         except OSError as e:
             return [SpecFile(path=str(directory), directory=str(directory), problem=f"cannot be listed: {e.strerror}")]
-        files = [self._read_file(directory, name) for name in names[:MAX_FILES] if not (directory / name).is_dir()]
+        files = [file for name in names[:MAX_FILES] if (file := self._read_file(directory, name)) is not None]
         if len(names) > MAX_FILES:
             problem = f"has {len(names)} files; the agent reads the first {MAX_FILES}"
             files.append(SpecFile(path=str(directory), directory=str(directory), problem=problem))
         return files
 
-    def _read_file(self, directory: Path, name: str) -> SpecFile:
+    def _read_file(self, directory: Path, name: str) -> SpecFile | None:
+        """None for a directory."""
         path = directory / name
         try:
+            if stat.S_ISDIR(path.stat().st_mode):
+                return None
             identity, content = self._content(path)
             if content is None:
                 return self._known[str(path)][1]
@@ -163,15 +168,26 @@ def _spec(content: bytes, *, is_json: bool) -> tuple[str, tuple[str, ...]]:
     return kind, names
 
 
+class _PlainLoader(yaml.BaseLoader):
+    """Strings, lists and mappings; no tags and no aliases, with which a few hundred bytes make gigabytes.
+
+    The loader of pure Python: the one in C overflows its stack on deep nesting, which kills the process.
+    """
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise _NoSpecError("uses YAML aliases, which no spec needs")
+        return super().compose_node(parent, index)
+
+
 def _parsed(content: bytes, *, is_json: bool) -> Any:
     try:
         if is_json:
             return json.loads(content)
-        # The pure loader: the one in C overflows its stack on deep nesting, which kills the process.
-        return yaml.load(content, yaml.SafeLoader)
+        return yaml.load(content, _PlainLoader)  # noqa: S506 - it makes strings, lists and mappings, nothing else
     except RecursionError as e:
         raise _NoSpecError("is nested too deeply") from e
-    except (ValueError, yaml.YAMLError) as e:
+    except (ValueError, TypeError, yaml.YAMLError) as e:
         raise _NoSpecError(f"is no {'JSON' if is_json else 'YAML'}: {' '.join(str(e).split())[:200]}") from e
 
 

@@ -19,6 +19,8 @@ from gpushare_agent.model.errors import Unavailable
 
 MAX_ANSWER_BYTES = 64 * 1024
 _REAP_TIMEOUT_S = 1.0
+_MAX_DIGITS = 10
+"""Of a PID."""
 _INHERITED = ("LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 _USUAL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _ASKED_ANYWAY = "Shares wait until it answers; it is asked again and again."
@@ -150,18 +152,24 @@ class MpsControl:
 
 
 async def _reap(process: asyncio.subprocess.Process) -> None:
-    """Kills what still runs of it, and waits for its end; one that the kernel cannot end is left behind after a second."""
-    if process.returncode is not None:
-        return
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_REAP_TIMEOUT_S):
-            await process.wait()
+    """Kills what still runs of it, and waits for its end; one that the kernel cannot end is left behind after a second.
+
+    Its pipes are closed in any case: a descendant in a session of its own may hold the other ends for ever.
+    """
+    try:
+        if process.returncode is not None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_REAP_TIMEOUT_S):
+                await process.wait()
+    finally:
+        process._transport.close()  # type: ignore[attr-defined]  # asyncio closes them only at their other ends' end
 
 
 def _number(word: str, command: str, answer: str) -> int:
-    if not word.isascii() or not word.isdigit():
+    if not word.isascii() or not word.isdigit() or len(word) > _MAX_DIGITS:
         raise _nonsense(command, answer)
     return int(word)
 

@@ -88,7 +88,16 @@ async def _restore(modes: ComputeModes) -> None:
 
 
 async def _until_stopped(supervision: MpsSupervision, stops: _Stops) -> None:
-    """The supervision, until it fails or a stop comes; then the drain, which a second stop cuts short."""
+    """The supervision, until it fails or a stop comes; then the drain. Whatever happens, no daemon is left behind."""
+    try:
+        await _supervise_and_drain(supervision, stops)
+    except BaseException:
+        await supervision.end_now()
+        raise
+
+
+async def _supervise_and_drain(supervision: MpsSupervision, stops: _Stops) -> None:
+    """The drain is cut short by a second stop."""
     failed: list[StartupError] = []
     try:
         async with asyncio.TaskGroup() as group:

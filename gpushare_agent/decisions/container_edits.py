@@ -56,6 +56,8 @@ def edits_for(
     if isinstance(name, Refused):
         return name
     names = policy.names
+    if not cards:
+        return _without_cards(pod, container)
     if pod.is_static and ISOLATIONS[name].preparation is not None:
         return _static(pod, name)
     cores = names.wanted(container, ResourceKind.VCORE) or _cores_of_memory(container, cards, names)
@@ -85,6 +87,13 @@ def edits_for(
     return merged(*parts, isolated)
 
 
+def _without_cards(pod: Pod, container: ContainerSpec) -> Refused:
+    return Refused(
+        reason=RefusalReason.NOT_READY,
+        detail=f"the card of pod {pod.namespace}/{pod.name}, container {container.name}, is gone. Create the pod again.",
+    )
+
+
 def _static(pod: Pod, name: IsolationName) -> Refused:
     return Refused(
         reason=RefusalReason.INVALID_REQUEST,
@@ -94,10 +103,10 @@ def _static(pod: Pod, name: IsolationName) -> Refused:
 
 
 def _cores_of_memory(container: ContainerSpec, cards: Sequence[Card], names: ResourceNames) -> int:
-    """Who asks for memory alone gets as much of the compute: 100 × asked / card, from 1 (GPUShare's rule) to 99: a share."""
+    """Who asks for memory alone gets as much of the compute: 100 × asked / card, at least 1 (GPUShare's rule)."""
     if not names.wanted(container, ResourceKind.GPU_MEM) or not cards:
         return 0
-    return min(CORES_PER_CARD - 1, max(1, CORES_PER_CARD * names.memory_mib(container) // cards[0].memory_mib))
+    return min(CORES_PER_CARD, max(1, CORES_PER_CARD * names.memory_mib(container) // cards[0].memory_mib))
 
 
 def _gpushare(pod: Pod, container: ContainerSpec, card: Card, names: ResourceNames) -> ContainerEdits:
@@ -106,7 +115,7 @@ def _gpushare(pod: Pod, container: ContainerSpec, card: Card, names: ResourceNam
     return ContainerEdits(
         env=(
             (ENV_GPUSHARE_INDEX, str(card.index)),
-            (ENV_GPUSHARE_POD, str(_pod_memory_mib(pod, names) // unit_mib)),
+            (ENV_GPUSHARE_POD, str(max(_pod_memory_mib(pod, names), names.memory_mib(container)) // unit_mib)),
             (ENV_GPUSHARE_CONTAINER, str(names.memory_mib(container) // unit_mib)),
             (ENV_GPUSHARE_CARD, str(card.memory_mib // unit_mib)),
         )

@@ -76,7 +76,7 @@ def share_cores(held: Allocation, cards: Mapping[GpuUuid, Card], names: Resource
     if card is None:
         return held.cores
     cores = CORES_PER_CARD * len(held.gpu_mem_ids) * names.gpu_mem_unit_mib // card.memory_mib
-    return min(CORES_PER_CARD - 1, max(1, cores))
+    return min(CORES_PER_CARD, max(1, cores))
 
 
 def driver_numbers(version: str) -> tuple[int, int]:

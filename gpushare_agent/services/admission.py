@@ -36,6 +36,8 @@ from gpushare_agent.state.allocation_cache import AllocationCache
 
 log = structlog.get_logger(__name__)
 
+SETTLE_S = 0.5
+"""How long a call waits in all for shares that are about to be freed, and for one more of them."""
 PLAN_LIFETIME_S = 15.0
 """An Allocate follows its GetPreferredAllocation within milliseconds; a plan this old belongs to a kubelet that went."""
 
@@ -139,7 +141,13 @@ class Admission:
                 return list(must_include)
             offer = Offer(kind=kind, available=available, must_include=must_include, size=size)
             outcome = self._plan(found, offer)
-            if isinstance(outcome, Refused) and outcome.reason in _MAY_PASS and await self._settle():
+            started_at = self._clock()
+            while (
+                isinstance(outcome, Refused)
+                and outcome.reason in _MAY_PASS
+                and self._clock() - started_at < SETTLE_S
+                and await self._settle()  # one share was freed; several pods may be ending at once
+            ):
                 outcome = self._plan(found, offer)
         return outcome.ids if isinstance(outcome, Plan) else list(must_include)
 

@@ -47,11 +47,16 @@ class CdiWatch:
         try:
             await self._thread.call(partial(self._specs.ensure, cards), "looking at the CDI specs", LOOK_TIMEOUT_S)
         except AgentError as e:
-            if str(e) != self._trouble:
-                log.error("cdi_specs_not_kept", error=str(e), then="containers of new pods may not start")
-            self._trouble = str(e)
+            self._tell(str(e))
+        except Exception as e:  # noqa: BLE001 - one cycle: a file that somebody put there must not end the agent
+            self._tell(repr(e))
         else:
             self._trouble = ""
+
+    def _tell(self, trouble: str) -> None:
+        if trouble != self._trouble:
+            log.error("cdi_specs_not_kept", error=trouble, then="containers of new pods may not start")
+        self._trouble = trouble
 
     async def run(self) -> NoReturn:
         """Until cancelled."""

@@ -68,7 +68,7 @@ BROKEN = [
     ("a.json", b"[" * 200_000, "nested too deeply"),
     ("a.yaml", b"[" * 20_000, "nested too deeply"),
     ("a.yaml", b"a: [1", "is no YAML"),
-    ("a.yaml", b"!!python/object/apply:os.system ['true']", "is no YAML"),
+    ("a.yaml", b"!!python/object/apply:os.system ['true']", "it holds no object"),
     ("a.yaml", b"", "holds no object"),
     ("a.json", b"[]", "holds no object"),
     ("a.json", changed(cdiVersion=1), "cdiVersion"),
@@ -191,3 +191,48 @@ def test_a_directory_that_cannot_be_made_is_told_with_the_cure(no_room: CdiFiles
     for part in (str(no_room.own_path), "Not a directory", "do not start", "--cdi.spec-directories"):
         assert part in str(caught.value)
     no_room.remove()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x: !!bool maybe",
+        "x: !!int ''",
+        "x: !!float ''",
+        "x: !!timestamp foo",
+        "x: " + ":".join(["1"] * 300) + ":1.5",
+        "a: &a {x: 1}\nb: {<<: [*a, *a]}",
+        "a: &a [1]\nb: [*a, *a]",
+    ],
+)
+def test_a_yaml_file_of_any_content_is_passed_over_and_told(tmp_path: Path, text: str) -> None:
+    """Whoever may write there must not end the agent, nor fill its memory with a few hundred bytes."""
+    (tmp_path / "x.yaml").write_text(text)
+    (file,) = CdiFiles([tmp_path]).read()
+    assert file.problem and not file.devices
+
+
+def test_a_merge_bomb_costs_nothing(tmp_path: Path) -> None:
+    """462 bytes that a loader with merges makes gigabytes of."""
+    lines = ["a0: &a0 {x: 1}"]
+    lines += [f"a{level}: &a{level} {{<<: [{', '.join([f'*a{level - 1}'] * 10)}]}}" for level in range(1, 9)]
+    (tmp_path / "x.yaml").write_text("\n".join(lines))
+    (file,) = CdiFiles([tmp_path]).read()
+    assert "aliases" in file.problem
+
+
+def test_links_that_lead_nowhere_are_passed_over(tmp_path: Path) -> None:
+    """Too long a name, a loop, nothing there."""
+    (tmp_path / "long.json").symlink_to("x" * 300)
+    (tmp_path / "loop.json").symlink_to("loop.json")
+    (tmp_path / "none.json").symlink_to("nothing")
+    assert all(file.problem for file in CdiFiles([tmp_path]).read())
+
+
+def test_one_directory_under_two_names_is_read_once(tmp_path: Path) -> None:
+    """Else the agent's own spec would look like somebody else's, be removed, and be written again, in turn."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "varrun").symlink_to("run")
+    (tmp_path / "run" / "x.json").write_text("{}")
+    files = CdiFiles([tmp_path / "run", tmp_path / "varrun"]).read()
+    assert [file.directory for file in files] == [str(tmp_path / "varrun")]

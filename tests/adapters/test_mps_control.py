@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import socket
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,27 @@ async def test_numbers_that_are_none_are_told(place: MpsPlace) -> None:
     for ask in (place.control().get_server_list, lambda: place.control().get_client_list(12)):
         with pytest.raises(Unavailable, match="makes no sense: '12 -3'"):
             await ask()
+
+
+async def test_a_number_of_thousands_of_digits_is_no_pid(place: MpsPlace) -> None:
+    """Python refuses to read it, with an error that nobody expects."""
+    script(place.program, "head -c 5000 /dev/zero | tr '\\000' 7")
+    with pytest.raises(Unavailable, match="makes no sense"):
+        await place.control().get_server_list()
+
+
+async def test_a_descendant_that_keeps_the_output_open_costs_no_descriptor(place: MpsPlace) -> None:
+    """It may live on in a session of its own, beyond any kill; our ends of the pipes are closed all the same."""
+    pids = place.root / "pids"
+    script(place.program, f"setsid sleep 3600 & echo $! >> {pids}; echo 100.0")
+    control = place.control(timeout_s=0.2)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        await reason(control)
+    for pid in map(int, pids.read_text().split()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 async def test_a_program_that_cannot_be_run_is_told(place: MpsPlace) -> None:

@@ -105,7 +105,7 @@ def test_whole_cards_in_exclusive_mode_go_through_the_daemon_without_limits() ->
         ({"cards": CARDS[:2]}, "names 2"),
         ({"cards": ()}, "names 0"),
         ({"cores": -1}, "-1 cores"),
-        ({"cores": 100}, "100 cores"),
+        ({"cores": 101}, "101 cores"),
         ({"mps": None}, "mps.pipe_directory"),
         ({"mps": replace(MPS, pipe_directory=Path("nvidia-mps"))}, "absolute"),
         ({"mps": replace(MPS, shm_directory=Path("shm"))}, "absolute"),

@@ -239,6 +239,27 @@ async def test_room_that_is_about_to_be_freed_is_waited_for_once() -> None:
     assert agent.settles == 1
 
 
+async def test_shares_that_are_freed_one_after_the_other_are_all_waited_for() -> None:
+    """Several pods end at once, and the new one needs the room of all of them."""
+    olds = [pod(f"old{n}", container(cores=30, blocks=20)) for n in range(3)]
+    new = pod("new", container(cores=90, blocks=60))
+    agent = Scripted(*olds, new)
+    agent.cards = inventory(1)
+    for old in olds:
+        assert isinstance(await agent.admit(old, "main", CORE), ContainerEdits)
+    ending = list(olds)
+
+    def end_one() -> bool:
+        if not ending:
+            return False
+        agent.cache.release_pod(ending.pop().uid)
+        return True
+
+    agent.on_settle = end_one
+    assert isinstance(await agent.admit(new, "main", CORE), ContainerEdits)
+    assert agent.settles == 3
+
+
 async def test_a_container_starts_with_the_ids_of_the_cache_or_of_the_checkpoint() -> None:
     """Lost allocations are taken over; unknown ones are refused."""
     owner = pod("a", container(cores=10, blocks=1))

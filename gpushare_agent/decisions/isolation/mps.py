@@ -50,7 +50,7 @@ def _unkeepable(request: IsolationRequest) -> Refused | None:
     """Why MPS could not keep such a share: a limit of zero would be no limit."""
     if len(request.cards) != 1:
         return _refused(request, f"a share lies on one card, and this one names {len(request.cards)}")
-    if not 0 <= request.cores < CORES_PER_CARD:
+    if not 0 <= request.cores <= CORES_PER_CARD:
         return _refused(request, f"{request.cores} cores are no share of a card")
     card = request.cards[0]
     if request.memory_mib <= 0:
