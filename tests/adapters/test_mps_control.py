@@ -147,13 +147,16 @@ async def test_a_descendant_that_keeps_the_output_open_costs_no_descriptor(place
     pids = place.root / "pids"
     script(place.program, f"setsid sleep 3600 & echo $! >> {pids}; echo 100.0")
     control = place.control(timeout_s=0.2)
+    await reason(control)
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        await reason(control)
-    for pid in map(int, pids.read_text().split()):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert len(os.listdir("/proc/self/fd")) <= before
+    try:
+        for _ in range(3):
+            await reason(control)
+        await poll_until(lambda: len(os.listdir("/proc/self/fd")) <= before, "as many descriptors as before")
+    finally:
+        for pid in map(int, pids.read_text().split()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 async def test_a_program_that_cannot_be_run_is_told(place: MpsPlace) -> None:
