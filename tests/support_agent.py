@@ -106,8 +106,9 @@ async def open_child(
 
 
 def log_lines(node: EmbeddedNode, event: str) -> list[dict[str, Any]]:
-    """What a child said under this name."""
-    lines = (json.loads(line) for line in node.paths.agent_log.read_text().splitlines() if line.startswith("{"))
+    """What a child said under this name; the line that is being written right now does not count yet."""
+    whole = node.paths.agent_log.read_text().rpartition("\n")[0]
+    lines = (json.loads(line) for line in whole.splitlines() if line.startswith("{"))
     return [line for line in lines if line.get("event") == event]
 
 
