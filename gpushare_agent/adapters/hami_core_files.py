@@ -31,12 +31,10 @@ from gpushare_agent.kit.directories import (
     DIRECTORY,
     DIRECTORY_MODE,
     made_directory,
-    make_room,
     names_in,
     opened,
     remove_tree,
     replace_file,
-    status_of,
 )
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, Rejected, StartupError, Unavailable
@@ -151,7 +149,8 @@ class HamiCoreFiles:
         with opened(self.directory, None, DIRECTORY & ~os.O_NOFOLLOW) as root:  # the operator's choice may be a link
             if make:
                 replace_file(root, PRELOAD_NAME, self._preload)
-                _close_to_others(root)
+                with made_directory(root, CONTAINERS_NAME, CONTAINERS_MODE):
+                    pass
             with opened(CONTAINERS_NAME, root, DIRECTORY) as containers:
                 yield containers
 
@@ -178,18 +177,6 @@ class HamiCoreFiles:
                 else "check that the agent may write there (setting hami_core.directory)"
             )
             raise Unavailable(f"{verb} {path} failed: {e.strerror or e}; it is tried again: {cure}") from e
-
-
-def _close_to_others(root: int) -> None:
-    status = status_of(root, CONTAINERS_NAME)
-    if status is not None and not stat.S_ISDIR(status.st_mode):
-        make_room(root, CONTAINERS_NAME)
-        status = None
-    if status is None:
-        os.mkdir(CONTAINERS_NAME, CONTAINERS_MODE, dir_fd=root)
-    with opened(CONTAINERS_NAME, root, DIRECTORY) as directory:
-        if stat.S_IMODE(os.fstat(directory).st_mode) != CONTAINERS_MODE:
-            os.fchmod(directory, CONTAINERS_MODE)
 
 
 def _check(key: ContainerKey) -> None:

@@ -39,17 +39,17 @@ def opened(name: str | Path, directory: int | None, flags: int) -> Iterator[int]
 
 
 @contextmanager
-def made_directory(parent: int, name: str) -> Iterator[int]:
-    """The directory `name`, made if need be and in place of anything else, with its mode."""
+def made_directory(parent: int, name: str, mode: int = DIRECTORY_MODE) -> Iterator[int]:
+    """The directory `name`, made if need be and in place of anything else, with `mode`."""
     status = status_of(parent, name)
     if status is not None and not stat.S_ISDIR(status.st_mode):
         make_room(parent, name)
         status = None
     if status is None:
-        os.mkdir(name, DIRECTORY_MODE, dir_fd=parent)
+        os.mkdir(name, mode, dir_fd=parent)
     with opened(name, parent, DIRECTORY) as directory:
-        if stat.S_IMODE(os.fstat(directory).st_mode) != DIRECTORY_MODE:
-            os.fchmod(directory, DIRECTORY_MODE)  # the umask, or somebody else's hand
+        if stat.S_IMODE(os.fstat(directory).st_mode) != mode:
+            os.fchmod(directory, mode)  # the umask, or somebody else's hand
         yield directory
 
 
