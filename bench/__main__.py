@@ -19,6 +19,7 @@ from rich.console import Console
 from bench.admissions import admit_pods, burst_row, empty_rows, filled_rows
 from bench.lifecycle import again_rows, idle_rows, start_rows
 from bench.node import PODS, open_node
+from bench.observation import sampling_rows, scrape_rows
 from bench.pure import list_rows, placement_rows
 from bench.results import Row, as_json, print_table, row
 from bench.vdevice import memory_rows, pre_start_rows, register_rows, round_rows, wait_sockets
@@ -38,13 +39,16 @@ class Extent:
     pre_starts: int = 150
     registrations: int = 100
     """By name, and as many by ID."""
+    scrapes: int = 30
+    samplings: int = 60
     idle_s: float = 33.0
     """A period of the comparison with the kubelet, and the comparison itself."""
 
 
 _QUICK = Extent(
-    starts=3, restarts=8, filled=40, empty=15, bursts=1, pure=20, idle_s=5.0, rounds=10, pre_starts=20, registrations=20
-)
+    starts=3, restarts=8, filled=40, empty=15, bursts=1, pure=20, idle_s=5.0, rounds=10, pre_starts=20, registrations=20,
+    scrapes=4, samplings=10,
+)  # fmt: skip
 
 
 def main() -> int:
@@ -90,7 +94,8 @@ async def _measure(extent: Extent) -> list[Row]:
         rows += empty_rows(await admit_pods(node, extent.empty, "empty"))
         _say(f"{extent.bursts} times 100 pods at once")
         rows.append(await burst_row(node, extent.bursts))
-    return rows + await _measure_vdevices(extent)
+    rows += await _measure_vdevices(extent)
+    return rows + await _measure_observation(extent)
 
 
 async def _measure_vdevices(extent: Extent) -> list[Row]:
@@ -107,6 +112,14 @@ async def _measure_vdevices(extent: Extent) -> list[Row]:
         rows += await register_rows(node, extent.registrations)
     _say("200 vDevice servers")
     return rows + await memory_rows()
+
+
+async def _measure_observation(extent: Extent) -> list[Row]:
+    _say(f"{2 * extent.scrapes} scrapes of a full node")
+    rows = await scrape_rows(extent.scrapes)
+    _say(f"{extent.samplings} rounds of sampling")
+    with tempfile.TemporaryDirectory(prefix="gsb", dir="/tmp") as state:
+        return rows + await sampling_rows(Path(state), extent.samplings)
 
 
 def _reason(error: BaseException) -> str:

@@ -7,10 +7,11 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from bench.agent import BenchAgent
 from bench.containers import Containers
@@ -121,8 +122,11 @@ class BenchNode:
 
 
 @asynccontextmanager
-async def open_node(*, isolation: str = "vcuda") -> AsyncIterator[BenchNode]:
-    """A node whose kubelet listens, without the agent; at the end the agent is stopped and the directory removed."""
+async def open_node(
+    *, isolation: str = "vcuda", flags: Mapping[str, object] = MappingProxyType({})
+) -> AsyncIterator[BenchNode]:
+    """A node whose kubelet listens, without the agent; at the end the agent is stopped and the directory removed. `flags`
+    are further settings of the agent, or others than usual."""
     state = Path(tempfile.mkdtemp(prefix="gsb", dir="/tmp"))
     try:
         async with EmbeddedApiServer() as api, BenchKubelet(state) as kubelet:
@@ -134,7 +138,7 @@ async def open_node(*, isolation: str = "vcuda") -> AsyncIterator[BenchNode]:
             (state / "cgroup").mkdir()
             (state / "proc" / "self").mkdir(parents=True)
             (state / "proc" / "self" / "cgroup").write_text("0::/\n")
-            agent = BenchAgent([*_arguments(state, kubelet), f"--isolation={isolation}"], state)
+            agent = BenchAgent(_arguments(state, kubelet, {"isolation": isolation, **flags}), state)
             await kubelet.start()
             try:
                 yield BenchNode(state=state, api=api, kubelet=kubelet, agent=agent)
@@ -144,7 +148,7 @@ async def open_node(*, isolation: str = "vcuda") -> AsyncIterator[BenchNode]:
         shutil.rmtree(state, ignore_errors=True)
 
 
-def _arguments(state: Path, kubelet: BenchKubelet) -> list[str]:
+def _arguments(state: Path, kubelet: BenchKubelet, others: Mapping[str, object]) -> list[str]:
     flags = {
         "driver": "simulated",
         "simulated.cards": CARDS,
@@ -159,6 +163,8 @@ def _arguments(state: Path, kubelet: BenchKubelet) -> list[str]:
         "runtime.cgroup-root": state / "cgroup",
         "runtime.proc-root": state / "proc",
         "runtime.endpoint": state / "no-runtime.sock",
+        "simulated.usage": state / "usage.json",
         "web.port": 0,
+        **others,
     }
     return [f"--{flag}={value}" for flag, value in flags.items()]

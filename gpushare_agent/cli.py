@@ -7,26 +7,22 @@ Each command imports its app only when it runs: the way from process start to re
 from __future__ import annotations
 
 import argparse
-import asyncio
-import difflib
-import gc
 import os
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from gpushare_agent import __version__
-from gpushare_agent.kit.log_writer import say
+from gpushare_agent.cli_completion import completion_command
+from gpushare_agent.cli_kubectl import PLUGIN_LINE
+from gpushare_agent.cli_line import PROGRAM, Command, CommandLine, make_parser, parse, run_app
+from gpushare_agent.cli_operator import operator_commands
 from gpushare_agent.kit.logs import setup_logging
-from gpushare_agent.model.errors import AgentError
-from gpushare_agent.settings import LoadedSettings, Settings, SettingsError, load_settings
-from gpushare_agent.settings_reference import help_text
-from gpushare_agent.settings_sources import split_flags
+from gpushare_agent.settings import LoadedSettings, Settings, load_settings
 
-PROGRAM = "gpushare-agent"
-_INTERRUPTED = 130
-_DRIVER_VOLUME_SETTINGS = f"""\
+_DRIVER_VOLUME_HELP = f"""\
+example:
+  {PROGRAM} driver-volume --check
+
 settings that it uses, each also a variable and a key of the YAML file:
   --volume-config                  what to collect, and where the volumes go
   --driver-volume.root             where the host's file system is
@@ -36,122 +32,21 @@ All other settings are accepted too; `{PROGRAM} run --help` explains them.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """One word of the command line. `run` gets the arguments behind it and returns the exit code."""
-
-    name: str
-    summary: str
-    run: Callable[[Sequence[str], Mapping[str, str]], int]
-
-
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
-    """Runs one command and returns the exit code. A mistake of the user ends in one line each, never in a traceback."""
+    """Runs one command and returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        code = _dispatch(arguments, os.environ if environ is None else environ)
-        sys.stdout.flush()
-    except SystemExit as end:  # argparse ends so, after its own message
-        return end.code if isinstance(end.code, int) else 0
-    except SettingsError as error:
-        return _complain(error.problems, 2)
-    except AgentError as error:
-        return _complain([str(error)], 1)
-    except BaseExceptionGroup as group:  # a TaskGroup's: the agent's own errors are for a person, the rest are bugs
-        ours, bugs = group.split(AgentError)
-        if bugs is not None or ours is None:
-            raise
-        return _complain([str(error) for error in _leaves(ours)], 1)
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    except BrokenPipeError:  # the reader (`| head`) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    finally:
-        gc.enable()
-    return code
-
-
-def _run_app(app: Coroutine[Any, Any, int]) -> int:
-    """Everything is imported: what exists now lives as long as the process, so no collection needs to look at it again."""
-    gc.freeze()
-    gc.enable()
-    return asyncio.run(app)
-
-
-def _complain(problems: Sequence[str], code: int) -> int:
-    for problem in problems:
-        say(f"{PROGRAM}: {problem}\n")
-    return code
-
-
-def _leaves(group: BaseExceptionGroup[AgentError]) -> list[AgentError]:
-    found: list[AgentError] = []
-    for error in group.exceptions:
-        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return found
-
-
-def _dispatch(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    by_name = {command.name: command for command in COMMANDS}
-    word = argv[0] if argv else ""
-    if word in ("-h", "--help", "help"):
-        print(_overview())
-        return 0
-    if word == "--version":
-        word = "version"
-    if word in by_name:
-        return by_name[word].run(argv[1:], environ)
-    if not word:
-        print(_overview(), file=sys.stderr)
-        return 2
-    near = difflib.get_close_matches(word, sorted(by_name), n=1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
-    if word.startswith("-"):
-        return _complain(
-            [f"{word}: a command comes first, such as `{PROGRAM} run {word}`; the commands: {', '.join(by_name)}"], 2
-        )
-    return _complain([f"{word!r} is no command{hint}; the commands are {', '.join(by_name)}"], 2)
-
-
-def _overview() -> str:
-    lines = [
-        f"{PROGRAM} {__version__}: lets pods share the NVIDIA GPUs of a Kubernetes node.",
-        "",
-        f"usage: {PROGRAM} COMMAND [FLAGS]",
-        "",
-        *(f"  {command.name:<13} {command.summary}" for command in COMMANDS),
-        "",
-        f"`{PROGRAM} COMMAND --help` tells more; `{PROGRAM} run --help` explains every setting.",
-    ]
-    return "\n".join(lines)
-
-
-def _parser(name: str, description: str, argv: Sequence[str]) -> argparse.ArgumentParser:
-    """A command's parser. The settings' help is long and only built for who asks."""
-    asked = "-h" in argv or "--help" in argv
-    epilog = "Settings, each also a variable and a key of the YAML file (flag > variable > file > default):\n\n"
-    return argparse.ArgumentParser(
-        prog=f"{PROGRAM} {name}",
-        description=description,
-        epilog=epilog + help_text() if asked else None,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-
-
-def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own options, and what is left for the settings. A name that both have is the command's."""
-    own = frozenset(parser._option_string_actions)
-    mine, others = split_flags(argv, leave=own)
-    options, unknown = parser.parse_known_args(others)
-    return options, [*mine, *unknown]
+    return COMMAND_LINE.main(arguments, os.environ if environ is None else environ)
 
 
 def _run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    _, flags = _parse(
-        _parser("run", "Runs the node agent until SIGTERM or SIGINT. SIGHUP reads the settings again.", argv), argv
+    parser = make_parser(
+        "run",
+        "Runs the node agent until SIGTERM or SIGINT. SIGHUP reads the settings again.",
+        argv,
+        examples=[f"{PROGRAM} run --config /etc/gpushare-agent/settings.yaml --log.level debug"],
+        has_all_settings=True,
     )
+    _, flags = parse(parser, argv)
 
     def reload() -> Settings:
         settings = load_settings(flags, environ).settings
@@ -161,11 +56,10 @@ def _run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     settings = reload()
     from gpushare_agent.apps import node_agent
 
-    return _run_app(node_agent.run(settings, reload=reload))
+    return run_app(node_agent.run(settings, reload=reload))
 
 
-def _config(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    parser = _parser("config", "Prints the settings in effect and where each came from.", argv)
+def _config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o",
         "--output",
@@ -173,7 +67,18 @@ def _config(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         default="table",
         help="table for people, json with sources, yaml as a settings file, markdown for the reference of all settings",
     )
-    options, flags = _parse(parser, argv)
+
+
+def _config(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    parser = make_parser(
+        "config",
+        "Prints the settings in effect and where each came from.",
+        argv,
+        examples=[f"{PROGRAM} config --config settings.yaml -o yaml"],
+        has_all_settings=True,
+    )
+    _config_arguments(parser)
+    options, flags = parse(parser, argv)
     from gpushare_agent.apps import show_settings
 
     loaded: LoadedSettings = load_settings(flags, environ)
@@ -181,28 +86,39 @@ def _config(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-def _check(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    parser = _parser("check", "Tells what of this node is in place for the agent, and the cure for what is not.", argv)
+def _text_or_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", choices=("text", "json"), default="text", help="text for people, or one JSON document"
     )
-    options, flags = _parse(parser, argv)
+
+
+def _check(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    parser = make_parser(
+        "check",
+        "Tells what of this node is in place for the agent, and the cure for what is not.",
+        argv,
+        examples=[f"{PROGRAM} check --isolation mps"],
+    )
+    _text_or_json(parser)
+    options, flags = parse(parser, argv)
     settings = load_settings(flags, environ).settings
     setup_logging("error", settings.log.format)  # the report says it all
     from gpushare_agent.apps import node_check
 
-    return _run_app(node_check.run(settings, output=options.output))
+    return run_app(node_check.run(settings, output=options.output))
+
+
+def _driver_volume_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="tell what would be done, and change nothing")
+    parser.add_argument("--prune", action="store_true", help="remove old versions that no container has mounted")
+    _text_or_json(parser)
 
 
 def _driver_volume(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    parser = _parser("driver-volume", "Collects the driver's libraries and programs for containers to mount.", ())
-    parser.epilog = _DRIVER_VOLUME_SETTINGS
-    parser.add_argument("--check", action="store_true", help="tell what would be done, and change nothing")
-    parser.add_argument("--prune", action="store_true", help="remove old versions that no container has mounted")
-    parser.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="text for people, or one JSON document"
-    )
-    options, flags = _parse(parser, argv)
+    parser = make_parser("driver-volume", "Collects the driver's libraries and programs for containers to mount.", ())
+    parser.epilog = _DRIVER_VOLUME_HELP
+    _driver_volume_arguments(parser)
+    options, flags = parse(parser, argv)
     settings = load_settings(flags, environ).settings
     setup_logging(settings.log.level, settings.log.format)
     from gpushare_agent.apps import driver_volume
@@ -210,15 +126,32 @@ def _driver_volume(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return driver_volume.run(settings, check=options.check, prune=options.prune, output=options.output)
 
 
-def _cdi(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+def _cdi_arguments(parser: argparse.ArgumentParser) -> None:
     from gpushare_agent.apps import cdi
 
-    parser = _parser("cdi", "Names the node's cards for container runtimes by CDI, and tells who names them.", argv)
     cdi.add_arguments(parser)
-    options, flags = _parse(parser, argv)
+
+
+def _cdi(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    parser = make_parser(
+        "cdi",
+        "Names the node's cards for container runtimes by CDI, and tells who names them.",
+        argv,
+        examples=[f"{PROGRAM} cdi generate --check"],
+    )
+    _cdi_arguments(parser)
+    options, flags = parse(parser, argv)
     settings = load_settings(flags, environ).settings
     setup_logging("error", settings.log.format)  # the report says it all
-    return _run_app(cdi.run(settings, action=options.action, check=options.check, output=options.output))
+    from gpushare_agent.apps import cdi
+
+    return run_app(cdi.run(settings, action=options.action, check=options.check, output=options.output))
+
+
+def _vdevice_arguments(parser: argparse.ArgumentParser) -> None:
+    from gpushare_agent import vdevice_client
+
+    vdevice_client.add_arguments(parser, {})
 
 
 def _vdevice(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -228,41 +161,159 @@ def _vdevice(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return vdevice_client.run(argv, environ, program=f"{PROGRAM} vdevice")
 
 
-def _mps(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    parser = _parser("mps", "Keeps NVIDIA's MPS control daemon on this node until SIGTERM or SIGINT.", argv)
+def _mps_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="ask the daemon once, whoever keeps it: 0 when it serves")
-    options, flags = _parse(parser, argv)
+
+
+def _mps(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    parser = make_parser(
+        "mps",
+        "Keeps NVIDIA's MPS control daemon on this node until SIGTERM or SIGINT.",
+        argv,
+        examples=[f"{PROGRAM} mps --check"],
+    )
+    _mps_arguments(parser)
+    options, flags = parse(parser, argv)
     settings = load_settings(flags, environ).settings
     setup_logging("error" if options.check else settings.log.level, settings.log.format)
     from gpushare_agent.apps import mps_supervisor
 
-    return _run_app(mps_supervisor.check(settings) if options.check else mps_supervisor.run(settings))
+    return run_app(mps_supervisor.check(settings) if options.check else mps_supervisor.run(settings))
+
+
+def _sandbox_arguments(parser: argparse.ArgumentParser) -> None:
+    from gpushare_agent.apps import sandbox
+
+    sandbox.add_arguments(parser)
 
 
 def _sandbox(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     from gpushare_agent.apps import sandbox
 
     words, inner_command = sandbox.split_inner_command(argv)
-    parser = _parser("sandbox", "Runs the agent on an embedded node: no cluster, no GPU, no root.", words)
-    sandbox.add_arguments(parser)
-    options, flags = _parse(parser, words)
-    return _run_app(sandbox.run(options, flags, inner_command))
+    parser = make_parser(
+        "sandbox",
+        "Runs the agent on an embedded node: no cluster, no GPU, no root.",
+        words,
+        examples=[f"{PROGRAM} sandbox --cards 4 --samples fitting"],
+    )
+    _sandbox_arguments(parser)
+    options, flags = parse(parser, words)
+    return run_app(sandbox.run(options, flags, inner_command))
+
+
+def _cordon_arguments(parser: argparse.ArgumentParser) -> None:
+    from gpushare_agent.apps import cordon
+
+    cordon.add_arguments(parser, has_reason=True)
+
+
+def _uncordon_arguments(parser: argparse.ArgumentParser) -> None:
+    from gpushare_agent.apps import cordon
+
+    cordon.add_arguments(parser, has_reason=False)
+
+
+def _cordon(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    parser = make_parser(
+        "cordon",
+        "Takes a card out of service: pods that run on it go on, no new pod gets it. Needs root on the node.",
+        argv,
+        examples=[f"{PROGRAM} cordon 3 --reason 'fan replaced on Monday'", f"{PROGRAM} cordon --list"],
+    )
+    _cordon_arguments(parser)
+    return _ask_agent("cordon", parser, argv, environ)
+
+
+def _uncordon(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    parser = make_parser(
+        "uncordon",
+        "Puts a card back in service, and ends its wait for a reset. Needs root on the node.",
+        argv,
+        examples=[f"{PROGRAM} uncordon 3"],
+    )
+    _uncordon_arguments(parser)
+    return _ask_agent("uncordon", parser, argv, environ)
+
+
+def _ask_agent(action: str, parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    options, flags = parse(parser, argv)
+    if not options.gpu and not options.list:
+        parser.error("name a card: its index, its UUID or the beginning of it; --list prints the cards")
+    settings = load_settings(flags, environ).settings
+    from gpushare_agent.apps import cordon
+
+    return cordon.run(action, options, settings.control.socket)
 
 
 def _version(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    _parser("version", "Prints the version.", ()).parse_args(argv)
+    make_parser("version", "Prints the version.", ()).parse_args(argv)
     print(f"{PROGRAM} {__version__}")
     return 0
 
 
-COMMANDS = (
+COMMANDS: tuple[Command, ...] = (
     Command(name="run", summary="run the node agent", run=_run),
-    Command(name="config", summary="print the settings in effect and where each came from", run=_config),
-    Command(name="check", summary="tell what of this node is in place, and the cure for what is not", run=_check),
-    Command(name="driver-volume", summary="collect the driver's files for containers to mount", run=_driver_volume),
-    Command(name="cdi", summary="name the cards for container runtimes by CDI, and tell who names them", run=_cdi),
-    Command(name="vdevice", summary="inside a container: register, and print its limits and PIDs", run=_vdevice),
-    Command(name="mps", summary="keep NVIDIA's MPS control daemon on this node", run=_mps),
-    Command(name="sandbox", summary="try the agent on an embedded node, without a cluster or a GPU", run=_sandbox),
-    Command(name="version", summary="print the version", run=_version),
+    *operator_commands(is_plugin=False),
+    Command(
+        name="config",
+        summary="print the settings in effect and where each came from",
+        run=_config,
+        add_arguments=_config_arguments,
+    ),
+    Command(
+        name="check",
+        summary="tell what of this node is in place, and the cure for what is not",
+        run=_check,
+        add_arguments=_text_or_json,
+    ),
+    Command(
+        name="driver-volume",
+        summary="collect the driver's files for containers to mount",
+        run=_driver_volume,
+        add_arguments=_driver_volume_arguments,
+    ),
+    Command(
+        name="cdi",
+        summary="name the cards for container runtimes by CDI, and tell who names them",
+        run=_cdi,
+        add_arguments=_cdi_arguments,
+    ),
+    Command(
+        name="vdevice",
+        summary="inside a container: register, and print its limits and PIDs",
+        run=_vdevice,
+        add_arguments=_vdevice_arguments,
+        takes_settings=False,
+    ),
+    Command(
+        name="mps", summary="keep NVIDIA's MPS control daemon on this node", run=_mps, add_arguments=_mps_arguments
+    ),
+    Command(
+        name="cordon",
+        summary="take a card out of service; running pods go on",
+        run=_cordon,
+        add_arguments=_cordon_arguments,
+    ),
+    Command(
+        name="uncordon",
+        summary="put a card back in service, and end its wait for a reset",
+        run=_uncordon,
+        add_arguments=_uncordon_arguments,
+    ),
+    Command(
+        name="sandbox",
+        summary="try the agent on an embedded node, without a cluster or a GPU",
+        run=_sandbox,
+        add_arguments=_sandbox_arguments,
+    ),
+    completion_command(lambda: (COMMAND_LINE, PLUGIN_LINE)),
+    Command(name="version", summary="print the version", run=_version, takes_settings=False),
+)
+
+COMMAND_LINE: CommandLine = CommandLine(
+    program=PROGRAM,
+    purpose="lets pods share the NVIDIA GPUs of a Kubernetes node.",
+    commands=COMMANDS,
+    more=f"`{PROGRAM} COMMAND --help` tells more; `{PROGRAM} run --help` explains every setting.",
 )

@@ -15,11 +15,11 @@ from pydantic import ValidationError
 from pydantic_settings import InitSettingsSource
 
 from gpushare_agent.model.errors import AgentError
+from gpushare_agent.settings_observation import HealthSettings
 from gpushare_agent.settings_reference import Key, all_keys, allowed_text
 from gpushare_agent.settings_sources import Given, Layer, read_file, read_flags, read_variables
 from gpushare_agent.settings_tree import (
     AllocationSettings,
-    HealthSettings,
     KubeletSettings,
     LogSettings,
     PlacementSettings,

@@ -18,7 +18,17 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
 from gpushare_agent.model.names import MEMORY_BLOCK_MIB, VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.settings_extender import ExtenderSettings
 from gpushare_agent.settings_isolation import CdiSettings, GpushareSettings, HamiCoreSettings, MpsSettings
+from gpushare_agent.settings_observation import (
+    ControlSettings,
+    DebugSettings,
+    DecisionSettings,
+    DisplaySettings,
+    FactsSettings,
+    HealthSettings,
+    UsageSettings,
+)
 from gpushare_agent.settings_values import Count, GivenPath, OptionalPath, Seconds, comma_list, pairs_of, resource_name
 
 ALIASES = {
@@ -81,6 +91,10 @@ class SimulatedSettings(_Section):
         default=None,
         description="JSON file that makes simulated cards fail while it exists, to rehearse it:"
         ' {"lost": {"0": "reason"}} or {"all_lost": "reason"}. Empty: none.',
+    )
+    usage: OptionalPath = Field(
+        default=None,
+        description="JSON file that tells what processes use of simulated cards (docs/sandbox.md). Empty: they idle.",
     )
 
 
@@ -241,14 +255,6 @@ class WebSettings(_Section):
     port: Count = Field(default=5678, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
 
 
-class HealthSettings(_Section):
-    """Watching the cards."""
-
-    check_period_s: Seconds = Field(
-        default=5.0, ge=0.05, le=3600, description="How often the driver is asked for the cards' state, seconds."
-    )
-
-
 class LogSettings(_Section):
     """What is logged, always to standard error."""
 
@@ -274,7 +280,7 @@ class Settings(BaseSettings):
         description="Name of this node in the API server. Empty: the variable NODE_NAME, else the host's name.",
     )
     node_labels: Annotated[dict[str, str], BeforeValidator(pairs_of)] = Field(
-        default_factory=dict, description="Labels for the node, k=v,k=v. Empty: none. Accepted, not used yet."
+        default_factory=dict, description="Further labels for the node, k=v,k=v. Empty: none."
     )
     driver: Annotated[Literal["nvml", "simulated"], BeforeValidator(lambda v: "nvml" if v == "nvidia" else v)] = Field(
         default="nvml",
@@ -318,9 +324,7 @@ class Settings(BaseSettings):
         default=None,
         description="Kubeconfig for the API server. Empty: the pod's service account, else the user's default file.",
     )
-    sample_period_s: Seconds = Field(
-        default=1.0, ge=0.05, le=3600, description="How often usage is sampled, seconds. Accepted, not used yet."
-    )
+    sample_period_s: Seconds = Field(default=1.0, ge=0.05, le=3600, description="How often usage is sampled, seconds.")
     wait_timeout_s: Seconds = Field(
         default=60.0,
         ge=0.05,
@@ -341,6 +345,13 @@ class Settings(BaseSettings):
     runtime: RuntimeSettings = RuntimeSettings()
     web: WebSettings = WebSettings()
     health: HealthSettings = HealthSettings()
+    usage: UsageSettings = UsageSettings()
+    decisions: DecisionSettings = DecisionSettings()
+    facts: FactsSettings = FactsSettings()
+    control: ControlSettings = ControlSettings()
+    display: DisplaySettings = DisplaySettings()
+    debug: DebugSettings = DebugSettings()
+    extender: ExtenderSettings = ExtenderSettings()
     log: LogSettings = LogSettings()
 
     @property

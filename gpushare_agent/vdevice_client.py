@@ -152,6 +152,20 @@ def _parse(argv: Sequence[str], environ: Mapping[str, str], program: str) -> arg
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_arguments(parser, environ)
+    options = parser.parse_args(argv)
+    if options.cont_id and not is_container_id(options.cont_id):
+        parser.error("--cont-id must be 64 hexadecimal digits in lower case")
+    if options.addr.is_dir():
+        if containers := _containers_in(options.addr):
+            parser.error(f"{options.addr} is a pod's directory; name one of its containers: {', '.join(containers)}")
+        options.addr /= SOCKET_NAME
+    elif options.addr.is_file():
+        parser.error(f"{options.addr} is a plain file; --addr names the vDevice socket, or the directory that it is in")
+    return options
+
+
+def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
     parser.add_argument(
         "--addr",
         type=_address,
@@ -178,16 +192,6 @@ def _parse(argv: Sequence[str], environ: Mapping[str, str], program: str) -> arg
         help="go on reading every SECONDS (1) and print what changed, until interrupted",
     )
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="json: a document a line")
-    options = parser.parse_args(argv)
-    if options.cont_id and not is_container_id(options.cont_id):
-        parser.error("--cont-id must be 64 hexadecimal digits in lower case")
-    if options.addr.is_dir():
-        if containers := _containers_in(options.addr):
-            parser.error(f"{options.addr} is a pod's directory; name one of its containers: {', '.join(containers)}")
-        options.addr /= SOCKET_NAME
-    elif options.addr.is_file():
-        parser.error(f"{options.addr} is a plain file; --addr names the vDevice socket, or the directory that it is in")
-    return options
 
 
 def _address(text: str) -> Path:

@@ -1,7 +1,8 @@
 """A process that uses the NVML driver on command, so that a test can put a library of its own in its way.
 
-Started by tests/adapters/test_nvml.py. Each line on stdin is a command, each answer one line of JSON:
-`read` answers the inventory or the error, `threads` the number of NVML threads alive, `close` nothing.
+Started by tests/support_nvml.py. Each line on stdin is a command, each answer one line of JSON: `read` answers the
+inventory, `sample` what is used (`sample_600` after 600 rounds more), `events` what happened, each of them the error
+instead; `threads` the number of NVML threads alive, `logged` the log's events so far, `close` nothing.
 """
 
 from __future__ import annotations
@@ -12,23 +13,33 @@ import json
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import structlog
+from structlog.testing import LogCapture
 
 from gpushare_agent.adapters.nvml import NvmlDriver
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.topology_tree import render_tree
 
 
-async def answer(driver: NvmlDriver, command: str) -> object:
+async def answer(driver: NvmlDriver, log: LogCapture, command: str) -> object:
     if command == "threads":
         return sum(thread.name == "nvml" for thread in threading.enumerate())
+    if command == "logged":
+        return log.entries
     if command == "close":
-        return await driver.close()
+        await driver.close()
+        return None
+    asked = {"read": read, "sample": sample, "sample_600": sample_600, "events": events}[command]
     try:
-        inventory = await driver.read()
+        return await asked(driver)
     except Unavailable as error:
         return {"unavailable": str(error)}
+
+
+async def read(driver: NvmlDriver) -> dict[str, Any]:
+    inventory = await driver.read()
     return {
         "cards": [dataclasses.asdict(card) for card in inventory.cards],
         "links": [[f"{link.kind.name}{link.nvlinks or ''}" for link in row] for row in inventory.topology.links],
@@ -38,12 +49,27 @@ async def answer(driver: NvmlDriver, command: str) -> object:
     }
 
 
+async def sample(driver: NvmlDriver) -> dict[str, Any]:
+    return dataclasses.asdict(await driver.sample())
+
+
+async def sample_600(driver: NvmlDriver) -> dict[str, Any]:
+    for _ in range(600):
+        await driver.sample()
+    return await sample(driver)
+
+
+async def events(driver: NvmlDriver) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(event) for event in await driver.events()]
+
+
 def main() -> None:
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for the answers
+    log = LogCapture()
+    structlog.configure(processors=[log])  # stdout is for the answers
     with asyncio.Runner() as runner:
         driver = NvmlDriver(pci_devices=Path(sys.argv[1]), timeout_s=float(sys.argv[2]))
         for line in sys.stdin:
-            sys.stdout.write(json.dumps(runner.run(answer(driver, line.strip()))) + "\n")
+            sys.stdout.write(json.dumps(runner.run(answer(driver, log, line.strip()))) + "\n")
             sys.stdout.flush()
 
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from gpushare_agent import __version__
-from gpushare_agent.cli import main
+from gpushare_agent.cli import COMMANDS, main
 from gpushare_agent.settings import load_settings
 from gpushare_agent.settings_reference import all_keys
 from gpushare_agent.settings_sources import read_flags
@@ -44,9 +44,9 @@ def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
     assert "usage:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["help"], ["run", "--help"], ["config", "-h"], ["check", "--help"]])
+@pytest.mark.parametrize("argv", [["--help"], ["help"], ["run", "--help"], ["config", "-h"]])
 def test_help_teaches_and_ends_with_0(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A command's help has every flag with its variable and default."""
+    """The help of run and config has every flag with its variable and default."""
     assert main(argv, {}) == 0
     out = capsys.readouterr().out
     assert "gpushare-agent" in out
@@ -54,6 +54,25 @@ def test_help_teaches_and_ends_with_0(argv: list[str], capsys: pytest.CaptureFix
         for key in all_keys():
             assert f"--{key.flag}" in out
             assert key.variable in out
+
+
+@pytest.mark.parametrize("name", sorted(command.name for command in COMMANDS if command.takes_settings))
+def test_the_help_of_every_command_has_an_example_of_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever asks for help can copy a line that works."""
+    assert main([name, "--help"], {}) == 0
+    _, _, after = capsys.readouterr().out.partition("example")
+    assert f"\n  gpushare-agent {name}" in after
+
+
+def test_most_commands_tell_the_settings_as_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each group has its flags' beginning; what each setting means is told by `run --help`."""
+    assert main(["check", "--help"], {}) == 0
+    out = capsys.readouterr().out
+    for group in {key.flag.partition(".")[0] for key in all_keys() if "." in key.flag}:
+        assert f"  --{group}.… " in out
+    assert "`gpushare-agent run --help`" in out
+    assert "--web.port" not in out
+    assert len(out.splitlines()) < 45
 
 
 def test_the_help_of_driver_volume_tells_the_settings_that_it_uses(capsys: pytest.CaptureFixture[str]) -> None:

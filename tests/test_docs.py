@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from gpushare_agent import __version__
 from gpushare_agent.cli import COMMANDS
 from gpushare_agent.decisions.isolation import ISOLATIONS
+from gpushare_agent.decisions.usage import Holders, join_usage
 from gpushare_agent.model.errors import RefusalReason
-from gpushare_agent.services.metrics import AgentMetrics, CardView, ContainerView
+from gpushare_agent.model.usage import CardSample
+from gpushare_agent.services.metrics import AgentMetrics
+from gpushare_agent.services.metrics_node import node_series
+from gpushare_agent.services.metrics_text import NodePage
 from gpushare_agent.settings import Settings
 from gpushare_agent.settings_reference import all_keys, markdown, text_of
 from gpushare_agent.settings_sources import read_flags
+from tests.support_usage import UUIDS, allocation, driver_sample, facts, id_of, key_of, owner, process, snapshot
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -66,7 +74,7 @@ def test_every_command_is_in_the_readme() -> None:
 def test_every_flag_that_a_document_names_exists(document: str) -> None:
     """A flag of the agent in backquotes, with or without a value, is one that the agent takes."""
     text = (ROOT / document).read_text(encoding="utf-8")
-    others = {"--once", "--help", "--output", "--config", "--v", "--log-dir", "--logtostderr"}
+    others = {"--once", "--all-nodes", "--help", "--output", "--config", "--v", "--log-dir", "--logtostderr"}
     for flag in re.findall(r"`(--[a-z][a-z.-]*)", text):
         if flag not in others:
             assert read_flags([f"{flag}=x"]).given, flag
@@ -82,36 +90,36 @@ def test_every_relative_link_leads_somewhere(document: str) -> None:
         assert (path.parent / target).exists(), target
 
 
-def eventful_metrics() -> AgentMetrics:
-    """Every event has happened once, so that every series is there."""
+def full_metrics() -> str:
+    """Every event has happened once and the driver tells everything, so that every series is there."""
     metrics = AgentMetrics()
-    metrics.admission("r", "refused", "Fragmented")
-    metrics.rpc_finished("r", "Allocate", "OK", 0.1)
-    metrics.registered("r")
-    metrics.pod_resources_listed("admission")
-    metrics.taken_ids_offered("r", 1)
-    metrics.reconcile_corrected("adopted")
-    metrics.pod_watch_ended("ended")
-    metrics.pod_annotated("patched")
-    metrics.pod_event("sent")
-    metrics.vdevice_registered("OK")
-    container = ContainerView(namespace="d", pod="p", container="c", node="n", cores=40, memory_mib=1, cards=(0,))
-    card = CardView(index=0, uuid="GPU-0", memory_mib=1, cores_allocated=40, memory_mib_allocated=1, is_healthy=True)
-    metrics.show_containers(lambda: [container])
-    metrics.show_cards(lambda: [card])
+    metrics.know_resources(["r"])
+    metrics.know_cards([UUIDS[0]])
+    metrics.gpu_event("xid", 79, is_ignored=False)
+    metrics.driver_error("timeout")
     metrics.show_pod_event_age(lambda: 1.0)
-    return metrics
+    metrics.show_mps(lambda: True)
+    told: dict[str, Any] = {
+        field.name: 1 for field in fields(CardSample) if "|" in str(field.type) and field.name != "processes"
+    }
+    one = replace(process(10), encoder_ratio=0.0, decoder_ratio=0.0)
+    sample = CardSample(**{**told, "uuid": UUIDS[0], "throttle_reasons": (), "processes": (one,)})
+    held = allocation(key_of(1))
+    holders = Holders(cards={held.key: held.cards}, by_id={id_of(1): held.key})
+    usage = join_usage(driver_sample(sample), {10: owner(1)}, holders, sampled_at=1.0)
+    shown = snapshot(facts(held), usage=usage)
+    metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=1.0))
+    return metrics.exposition("")[1].decode()
 
 
 def test_the_metrics_document_lists_every_metric_with_its_type_and_labels() -> None:
     """No more, no fewer, and no family is without a series to read the labels from."""
     expected: dict[str, tuple[str, list[str]]] = {}
-    for family in eventful_metrics().registry.collect():
+    for family in text_string_to_metric_families(full_metrics()):
         if family.name.startswith("process_"):
             continue
-        samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-        assert samples, f"nothing has happened yet for {family.name}"
-        labels = sorted({label for sample in samples for label in sample.labels} - {"le"})
+        assert family.samples, f"nothing has happened yet for {family.name}"
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
         expected[family.name + ("_total" if family.type == "counter" else "")] = (family.type, labels)
     text = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([a-z_]+)` \| (\w+) \| ([a-z_, ]*)\| ", text, flags=re.M)

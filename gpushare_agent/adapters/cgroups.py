@@ -137,7 +137,7 @@ class Cgroups:
         if pid <= 0:
             return None
         try:
-            text = _read_text(self._proc / str(pid) / "cgroup")
+            text = read_proc_text(self._proc / str(pid) / "cgroup")
         except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
             return NOBODY if self._is_proc_there() else None
         except OSError:
@@ -210,7 +210,7 @@ class Cgroups:
     def _read_own_text(self) -> str:
         if self._own_text is None:
             try:
-                self._own_text = _read_text(self._proc / "self" / "cgroup")
+                self._own_text = read_proc_text(self._proc / "self" / "cgroup")
             except OSError:
                 self._own_text = ""
         return self._own_text
@@ -266,7 +266,8 @@ def _read_procs(path: str) -> Iterable[int]:
         return ()
 
 
-def _read_text(path: Path) -> str:
+def read_proc_text(path: Path) -> str:
+    """A text of /proc, up to the bound that model/cgroup_paths.py takes. Raises OSError."""
     return _read_bounded(str(path), MAX_TEXT_BYTES + 1).decode("utf-8", "replace")
 
 

@@ -1,7 +1,8 @@
-"""The NVML driver: cards, health and topology of real GPUs, for asyncio.
+"""The NVML driver: cards, topology, use and events of real GPUs, for asyncio.
 
 NVML calls block, and a sick driver can block them for ever. So they run in a daemon thread, one at a time, bounded by a
-timeout (kit/daemon_thread.py). What NVML says is read in nvml_reader.py.
+timeout (kit/daemon_thread.py). The cards are read in nvml_reader.py, their use in nvml_usage.py, events in
+nvml_events.py; all three share one opening of NVML (nvml_session.py).
 
 Source: NVML API reference, through nvidia-ml-py (module pynvml).
 """
@@ -12,10 +13,15 @@ from pathlib import Path
 
 import structlog
 
+from gpushare_agent.adapters.nvml_events import NvmlEvents
 from gpushare_agent.adapters.nvml_reader import NvmlReader
+from gpushare_agent.adapters.nvml_session import NvmlSession
+from gpushare_agent.adapters.nvml_usage import NvmlUsage
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.gpu_events import GpuEvent
 from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.usage import DriverSample
 
 log = structlog.get_logger(__name__)
 
@@ -27,11 +33,14 @@ _HANGS = (
 
 
 class NvmlDriver:
-    """Reads the cards of this node. Close it when done; reading after that opens NVML again."""
+    """Asks the cards of this node. Close it when done; asking after that opens NVML again."""
 
     def __init__(self, *, pci_devices: Path = Path("/sys/bus/pci/devices"), timeout_s: float = 10.0) -> None:
-        """`pci_devices` is where the kernel tells each card's NUMA node; `timeout_s` bounds one whole look."""
-        self._reader = NvmlReader(pci_devices=pci_devices)
+        """`pci_devices` is where the kernel tells each card's NUMA node; `timeout_s` bounds one call."""
+        self._session = NvmlSession()
+        self._reader = NvmlReader(self._session, pci_devices=pci_devices)
+        self._usage = NvmlUsage(self._session)
+        self._events = NvmlEvents(self._session)
         self._timeout_s = timeout_s
         self._thread = DaemonThread("nvml", advice=_HANGS)
 
@@ -45,9 +54,29 @@ class NvmlDriver:
         """
         return await self._thread.call(self._reader.read, "reading the cards through NVML", self._timeout_s)
 
+    async def events(self) -> list[GpuEvent]:
+        """What happened since the last call, oldest first, at most 1,024. Does not wait for news.
+
+        Raises:
+            Unavailable: NVML cannot be opened, or waiting for events failed (told once; the next call registers anew).
+        """
+        return await self._thread.call(self._events.take, "taking the cards' events from NVML", self._timeout_s)
+
+    async def sample(self) -> DriverSample:
+        """What the cards that answer and the processes on them use.
+
+        Raises:
+            Unavailable: NVML is absent, was lost as a whole, or does not answer in time.
+        """
+        return await self._thread.call(self._usage.sample, "sampling the cards through NVML", self._timeout_s)
+
     async def close(self) -> None:
         """Shuts NVML down, if it answers within a second; it ends with the process anyway."""
         try:
-            await self._thread.call(self._reader.close, "closing NVML", min(self._timeout_s, _CLOSE_TIMEOUT_S))
+            await self._thread.call(self._close, "closing NVML", min(self._timeout_s, _CLOSE_TIMEOUT_S))
         except Unavailable as error:
             log.warning("nvml_not_closed", reason=str(error))
+
+    def _close(self) -> None:
+        self._events.close()
+        self._session.close()

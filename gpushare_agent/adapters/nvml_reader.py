@@ -1,55 +1,39 @@
 """What NVML says of the cards, in blocking calls. Only nvml.py uses this, from one thread at a time.
 
-State owned: whether NVML is open, and the cards seen so far. A card keeps the index under which it was first seen, also
-when the driver loses another one and numbers the rest anew; a card that is gone stays in the answer, Unhealthy.
-
-pynvml is imported when first needed: it costs 30 ms, and a node with simulated cards does not have to have it.
+State owned: the cards seen so far. A card keeps the index under which it was first seen, also when the driver loses
+another one and numbers the rest anew; a card that is gone stays in the answer, Unhealthy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gpushare_agent.adapters.nvml_repair import repair_reason
+from gpushare_agent.adapters.nvml_session import CHECKLIST, DriverLostError, FoundCard, NvmlSession, UnnamedCard
 from gpushare_agent.adapters.nvml_topology import NvmlTopology, canonical_bus_id, kernel_bus_id, text_of
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import Card, GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid
 
-_CHECKLIST = (
-    "Check that: the NVIDIA driver is installed and `nvidia-smi` works on the node; libnvidia-ml.so.1 is visible in this "
-    "container; /dev/nvidiactl and /dev/nvidia* are mounted into it; the pod runs with the NVIDIA runtime class (or the "
-    "library's directory is mounted and in LD_LIBRARY_PATH). After a driver upgrade restart the agent."
-)
 _MIB = 1024 * 1024
 _MIG_REASON = "MIG mode is enabled: a card divided by MIG cannot be shared here. Disable MIG on it."
 _UNKNOWN_MINOR = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Failure:
-    """Why the card at an NVML index could not even be named."""
-
-    nvml_index: int
-    reason: str
-
-
-class _DriverLostError(Exception):
-    """NVML as a whole does not answer any more: it has to be opened again."""
-
-
 class NvmlReader:
-    """Opens NVML at the first read, and again after it was lost."""
+    """Reads through `session`, which it closes where NVML has to be opened again."""
 
-    def __init__(self, *, pci_devices: Path) -> None:
+    def __init__(self, session: NvmlSession, *, pci_devices: Path) -> None:
+        self._session = session
         self._pci_devices = pci_devices
-        self._pynvml: Any = None
-        self._is_open = False
         self._topology = NvmlTopology()
+        self._opening_of_links = 0
         self._known: dict[GpuUuid, Card] = {}
         self._last_nvml_index: dict[GpuUuid, int] = {}
+        self._answering: set[GpuUuid] = set()
 
     def read(self) -> GpuInventory:
         """One look. NVML found lost, as a whole or with all its cards, is opened again at once for another.
@@ -59,76 +43,40 @@ class NvmlReader:
         """
         try:
             inventory = self._look()
-            if not _is_all_lost(inventory):
+            if not self._is_all_lost(inventory):
                 return inventory
-            self.close()
+            self._session.close()
             inventory = self._look()
-        except _DriverLostError:
-            self.close()
+        except DriverLostError:
+            self._session.close()
             try:
                 inventory = self._look()
-            except _DriverLostError as error:
-                self.close()
-                raise Unavailable(f"NVML opens, but does not answer: {error.__cause__}. {_CHECKLIST}") from error
-        if _is_all_lost(inventory):
-            self.close()  # the next look opens it afresh: a reset card comes back only that way
+            except DriverLostError as error:
+                self._session.close()
+                raise Unavailable(f"NVML opens, but does not answer: {error.__cause__}. {CHECKLIST}") from error
+        if self._is_all_lost(inventory):
+            self._session.close()  # the next look opens it afresh: a reset card comes back only that way
         return inventory
 
-    def close(self) -> None:
-        """Shuts NVML down; that may fail where it is lost already, which changes nothing."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        self._topology.expire_links()
-        try:
-            self._pynvml.nvmlShutdown()
-        except self._pynvml.NVMLError:
-            return
-
-    def _open(self) -> Any:
-        import pynvml
-
-        self._pynvml = pynvml
-        if not self._is_open:
-            try:
-                pynvml.nvmlInit()
-            except pynvml.NVMLError as error:
-                raise Unavailable(f"opening NVML failed: {error}. {_CHECKLIST}") from error
-            self._is_open = True
-        return pynvml
+    def _is_all_lost(self, inventory: GpuInventory) -> bool:
+        """No card answers. One that answers but must not be given, as with MIG enabled, shows that NVML works."""
+        return bool(inventory.cards or inventory.unreadable) and not self._answering
 
     def _look(self) -> GpuInventory:
-        nvml = self._open()
-        try:
-            count = nvml.nvmlDeviceGetCount()
-        except nvml.NVMLError as error:
-            raise _DriverLostError from error
-        handles: dict[GpuUuid, Any] = {}
+        self._answering.clear()
+        found, unnamed = self._session.find_cards()
+        nvml = self._session.open()
         seen: dict[GpuUuid, Card] = {}
-        failures: list[_Failure] = []
-        for nvml_index in range(count):
-            found = self._find_card(nvml, nvml_index)
-            if isinstance(found, _Failure):
-                failures.append(found)
-                continue
-            handle, uuid = found
-            seen[uuid] = self._read_card(nvml, handle, uuid, nvml_index, taken={card.index for card in seen.values()})
-            if seen[uuid].is_healthy:
-                handles[uuid] = handle
-        return self._inventory(nvml, seen, handles, failures)
+        for card in found:
+            seen[card.uuid] = self._read_card(nvml, card, taken={earlier.index for earlier in seen.values()})
+        self._session.looked(self._answering)
+        return self._inventory(nvml, seen, found, unnamed)
 
-    def _find_card(self, nvml: Any, nvml_index: int) -> tuple[Any, GpuUuid] | _Failure:
-        try:
-            handle = nvml.nvmlDeviceGetHandleByIndex(nvml_index)
-            return handle, GpuUuid(text_of(nvml.nvmlDeviceGetUUID(handle)))
-        except nvml.NVMLError as error:
-            self._check_driver(nvml, error)
-            return _Failure(nvml_index=nvml_index, reason=f"NVML: {error}")
-
-    def _read_card(self, nvml: Any, handle: Any, uuid: GpuUuid, nvml_index: int, *, taken: Iterable[int]) -> Card:
-        self._last_nvml_index[uuid] = nvml_index
+    def _read_card(self, nvml: Any, found: FoundCard, *, taken: Iterable[int]) -> Card:
+        handle, uuid = found.handle, found.uuid
+        self._last_nvml_index[uuid] = found.nvml_index
         known = self._known.get(uuid)
-        index = known.index if known else self._new_index(nvml_index, taken)
+        index = known.index if known else self._new_index(found.nvml_index, taken)
         try:
             bus_id = canonical_bus_id(text_of(nvml.nvmlDeviceGetPciInfo(handle).busId))
             card = Card(
@@ -139,20 +87,29 @@ class NvmlReader:
                 name=text_of(nvml.nvmlDeviceGetName(handle)),
                 memory_mib=nvml.nvmlDeviceGetMemoryInfo(handle).total // _MIB,
                 numa_node=self._numa_node(bus_id),
+                compute_capability=self._compute_capability(nvml, handle),
             )
         except nvml.NVMLError as error:
-            self._check_driver(nvml, error)
+            self._session.check_driver(error)
             blank = Card(index=index, minor=_UNKNOWN_MINOR, uuid=uuid, bus_id="", name="", memory_mib=0)
             return _unhealthy(known or blank, f"NVML: {error}")
-        if self._has_mig(nvml, handle):
-            return _unhealthy(card, _MIG_REASON)
-        return card
+        self._answering.add(uuid)
+        reason = _MIG_REASON if self._has_mig(nvml, handle) else repair_reason(self._session, nvml, handle)
+        return _unhealthy(card, reason) if reason else card
+
+    def _compute_capability(self, nvml: Any, handle: Any) -> tuple[int, int] | None:
+        try:
+            major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+        except nvml.NVMLError as error:
+            self._session.check_driver(error)
+            return None
+        return major, minor
 
     def _has_mig(self, nvml: Any, handle: Any) -> bool:
         try:
             current, _ = nvml.nvmlDeviceGetMigMode(handle)
         except nvml.NVMLError as error:  # older cards and drivers know no MIG
-            self._check_driver(nvml, error)
+            self._session.check_driver(error)
             return False
         return bool(current)
 
@@ -172,14 +129,18 @@ class NvmlReader:
         return node if node >= 0 else None
 
     def _inventory(
-        self, nvml: Any, seen: dict[GpuUuid, Card], handles: dict[GpuUuid, Any], failures: list[_Failure]
+        self, nvml: Any, seen: dict[GpuUuid, Card], found: list[FoundCard], failures: list[UnnamedCard]
     ) -> GpuInventory:
+        handles = {card.uuid: card.handle for card in found if self._can_tell_links(seen[card.uuid])}
         gone = {uuid: card for uuid, card in self._known.items() if uuid not in seen}
         unnamed = {failure.nvml_index: failure.reason for failure in failures}
         for uuid, card in gone.items():
             reason = unnamed.pop(self._last_nvml_index[uuid], "the driver does not list it any more")
             seen[uuid] = _unhealthy(card, reason)
         cards = sorted(seen.values(), key=lambda card: card.index)
+        if self._opening_of_links != self._session.openings:
+            self._topology.expire_links()
+            self._opening_of_links = self._session.openings
         cards, topology = self._topology.read(nvml, cards, handles)
         self._known = {card.uuid: card for card in cards}
         return GpuInventory(
@@ -189,26 +150,16 @@ class NvmlReader:
             unreadable=tuple(sorted(unnamed.items())),
         )
 
+    def _can_tell_links(self, card: Card) -> bool:
+        return card.uuid in self._answering and card.unhealthy_reason != _MIG_REASON
+
     def _driver_version(self, nvml: Any) -> str:
         try:
             return text_of(nvml.nvmlSystemGetDriverVersion())
         except nvml.NVMLError as error:
-            self._check_driver(nvml, error)
+            self._session.check_driver(error)
             return ""
-
-    def _check_driver(self, nvml: Any, error: Exception) -> None:
-        """Tells an error of one card from one of the whole driver."""
-        of_driver = ("UNINITIALIZED", "DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH")
-        if getattr(error, "value", None) in [getattr(nvml, f"NVML_ERROR_{name}") for name in of_driver]:
-            raise _DriverLostError from error
 
 
 def _unhealthy(card: Card, reason: str) -> Card:
     return replace(card, health=Health.UNHEALTHY, unhealthy_reason=reason)
-
-
-def _is_all_lost(inventory: GpuInventory) -> bool:
-    """No card works, for a reason of NVML's: a node whose cards all have MIG enabled has a working NVML."""
-    return bool(inventory.cards or inventory.unreadable) and all(
-        not card.is_healthy and card.unhealthy_reason != _MIG_REASON for card in inventory.cards
-    )

@@ -1,48 +1,38 @@
 """Cards that do not exist: a driver for rehearsing on machines without GPUs, and for the embedded node.
 
-It answers as the NVML driver does, from settings instead of hardware. Cards keep their UUIDs over restarts: these are
-made from the seed (the node's name) and the index. State owned: what was last said about a malformed faults file.
+It answers as the NVML driver does, from settings and files instead of hardware. Cards keep their UUIDs over restarts: these
+are made from the seed (the node's name) and the index. What they use and how they fail is rehearsed through two files that
+somebody writes while the agent runs: simulated_usage.py and simulated_faults.py tell their formats.
 
-Faults are rehearsed through a JSON file that an operator or a test writes while the agent runs:
-`{"lost": {"<index>": "<reason>"}, "all_lost": "<reason>"}`, each key optional.
+State owned: which events and resets of the faults file were reported.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import stat
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
-import structlog
-
+from gpushare_agent.adapters.simulated_faults import Faults, parse_faults
+from gpushare_agent.adapters.simulated_input import SimulatedInput
+from gpushare_agent.adapters.simulated_usage import Usage, card_samples, parse_usage
 from gpushare_agent.adapters.topology_text import MAX_CARDS, ParsedTopology, parse_topology
 from gpushare_agent.model.errors import StartupError, Unavailable
+from gpushare_agent.model.gpu_events import GpuEvent
 from gpushare_agent.model.gpus import Card, GpuInventory, Health, NvLink
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.topology import Link, LinkKind
 from gpushare_agent.model.topology_tree import build_topology
-
-log = structlog.get_logger(__name__)
+from gpushare_agent.model.usage import DriverSample
 
 DRIVER_VERSION = "535.0-simulated"
 CARDS_PER_NUMA_NODE = 4
 _UUID_SPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "simulated-cards.gpushare-agent")
 _NVSWITCH_BUS_ID = "00000000:FE:00.0"
 _MAX_NVLINKS_OF_A_CARD = 36
-_READ_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Faults:
-    """`lost` maps card index to reason; an empty `all_lost` means the driver answers."""
-
-    lost: dict[int, str] = field(default_factory=dict)
-    all_lost: str = ""
+_MAX_EVENTS_AT_ONCE = 1024
+_RESET_REASON = "being reset (simulated)"
 
 
 class SimulatedDriver:
@@ -60,6 +50,7 @@ class SimulatedDriver:
         card_name: str,
         seed: str,
         faults_file: Path | None = None,
+        usage_file: Path | None = None,
     ) -> None:
         """Raises StartupError for sizes that do not fit together, Corrupt for a topology text that is none."""
         parsed = parse_topology(topology_text) if topology_text is not None else default_topology(cards)
@@ -82,49 +73,58 @@ class SimulatedDriver:
             driver_version=DRIVER_VERSION,
         )
         self._faults_file = faults_file
-        self._complained_about = ""
+        self._faults = SimulatedInput(faults_file, name="faults", parse=parse_faults, default=Faults())
+        self._usage: SimulatedInput[Usage] = SimulatedInput(usage_file, name="usage", parse=parse_usage, default=())
+        self._reported_event: int | None = None
+        self._reported_reset: int | None = None
 
     async def read(self) -> GpuInventory:
-        """The cards, lost ones Unhealthy.
+        """The cards, lost ones Unhealthy, and so those that were reset since the last look.
 
         Raises:
             Unavailable: the faults file says that the whole driver is lost, or cannot be read in time.
         """
-        if self._faults_file is None:
-            return self._inventory
-        try:
-            async with asyncio.timeout(_READ_TIMEOUT_S):
-                faults = await asyncio.to_thread(self._read_faults, self._faults_file)
-        except TimeoutError as error:
-            text = (
-                f"reading the simulated cards' faults file {self._faults_file} took longer than {_READ_TIMEOUT_S:g} s"
-            )
-            raise Unavailable(f"{text}; it is read again at the next look. Check its file system.") from error
-        if faults.all_lost:
-            raise Unavailable(f"reading the simulated cards failed: {faults.all_lost} (from {self._faults_file})")
-        return _with_faults(self._inventory, faults)
+        faults = await self._look("reading the simulated cards")
+        return _with_faults(self._inventory, {**self._new_resets(faults), **faults.lost})
+
+    async def events(self) -> list[GpuEvent]:
+        """The events of the faults file that were not reported yet. Raises Unavailable, as read does."""
+        faults = await self._look("reading the simulated cards' events")
+        known = self._reported_event or 0
+        new = [event for event in faults.events if event.id > known][:_MAX_EVENTS_AT_ONCE]
+        if new:
+            self._reported_event = new[-1].id
+        uuids = {card.index: card.uuid for card in self._inventory.cards}
+        return [
+            GpuEvent(kind=event.kind, uuid=None if event.card is None else uuids[event.card], xid=event.xid)
+            for event in new
+            if event.card is None or event.card in uuids
+        ]
+
+    async def sample(self) -> DriverSample:
+        """What the usage file says, of all cards that are not lost. Raises Unavailable, as read does."""
+        faults = await self._look("reading the simulated cards' use")
+        usage, _ = await self._usage.read()
+        there = [card for card in self._inventory.cards if card.index not in faults.lost]
+        lost = len(self._inventory.cards) - len(there)
+        return DriverSample(cards=card_samples(there, usage), errors={"gpu_is_lost": lost} if lost else {})
 
     async def close(self) -> None:
         """Nothing is held open."""
 
-    def _read_faults(self, path: Path) -> _Faults:
-        try:
-            text = _read_regular(path)
-        except FileNotFoundError:
-            return _Faults()
-        except (OSError, UnicodeDecodeError) as error:
-            return self._ignore(path, str(error))
-        try:
-            return _parse_faults(text)
-        except ValueError as error:
-            return self._ignore(path, str(error))
+    async def _look(self, what: str) -> Faults:
+        """The faults of now. What has happened before the first look is not reported."""
+        faults, is_known = await self._faults.read()
+        if is_known and self._reported_event is None:
+            self._reported_event = self._reported_reset = faults.last_id
+        if faults.all_lost:
+            raise Unavailable(f"{what} failed: {faults.all_lost} (from {self._faults_file})")
+        return faults
 
-    def _ignore(self, path: Path, reason: str) -> _Faults:
-        """Every read looks at the file again, but one fault is one line of log."""
-        if reason != self._complained_about:
-            log.warning("faults_file_ignored", path=str(path), reason=reason)
-            self._complained_about = reason
-        return _Faults()
+    def _new_resets(self, faults: Faults) -> dict[int, str]:
+        known = self._reported_reset or 0
+        self._reported_reset = max((known, *(reset.id for reset in faults.resets)))
+        return {reset.card: _RESET_REASON for reset in faults.resets if reset.id > known}
 
 
 def simulated_uuid(seed: str, index: int) -> GpuUuid:
@@ -172,26 +172,10 @@ def _nvlinks(row: Sequence[Link]) -> tuple[NvLink, ...]:
     return tuple(NvLink(number=number, remote_bus_id=remote) for number, remote in enumerate(remotes))
 
 
-def _read_regular(path: Path) -> str:
-    """A pipe in the file's place would block its reader for ever."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{path} is no regular file")
-        return file.read()
-
-
-def _parse_faults(text: str) -> _Faults:
-    raw_faults = json.loads(text)
-    if not isinstance(raw_faults, dict) or not isinstance(raw_faults.get("lost", {}), dict):
-        raise ValueError('expected {"lost": {"<index>": "<reason>"}, "all_lost": "<reason>"}')
-    lost = {int(index): str(reason) for index, reason in raw_faults.get("lost", {}).items()}
-    return _Faults(lost=lost, all_lost=str(raw_faults.get("all_lost") or ""))
-
-
-def _with_faults(inventory: GpuInventory, faults: _Faults) -> GpuInventory:
+def _with_faults(inventory: GpuInventory, lost: dict[int, str]) -> GpuInventory:
     cards = tuple(
-        replace(card, health=Health.UNHEALTHY, unhealthy_reason=faults.lost[card.index] or "lost, no reason given")
-        if card.index in faults.lost
+        replace(card, health=Health.UNHEALTHY, unhealthy_reason=lost[card.index] or "lost, no reason given")
+        if card.index in lost
         else card
         for card in inventory.cards
     )

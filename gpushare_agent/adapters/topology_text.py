@@ -82,7 +82,7 @@ def _find_header(lines: list[_Line]) -> _Header:
     for line in lines:
         columns = tuple(_HEADER_WORDS.findall(line.text))
         if columns and _CARD.fullmatch(columns[0]):
-            if len(columns) > 1 and _is_link_word(columns[1]):
+            if len(columns) > 1 and link_of_word(columns[1]) is not None:
                 raise line.error(f"the row of {columns[0]} comes before the header that names the columns")
             header = _Header(line=line, columns=columns)
             _check_header(header)
@@ -135,17 +135,19 @@ def _read_links(header: _Header, line: _Line, name: str) -> tuple[Link, ...]:
 def _read_link(line: _Line, name: str, other: str, cell: str) -> Link:
     if (cell == "X") != (name == other):
         raise line.error(f"the connection of {name} with {other} reads {cell!r}; X belongs on the diagonal, and only X")
-    if cell == "X":
-        return Link(kind=LinkKind.SELF)
-    if match := _NVLINK.fullmatch(cell):
-        return Link(kind=LinkKind.NVLINK, nvlinks=int(match[1]))
-    if cell not in _KINDS:
+    link = link_of_word(cell)
+    if link is None:
         raise line.error(f"the connection of {name} with {other} reads {cell!r}; known are {', '.join(_KINDS)} and NV#")
-    return Link(kind=_KINDS[cell])
+    return link
 
 
-def _is_link_word(word: str) -> bool:
-    return word == "X" or word in _KINDS or _NVLINK.fullmatch(word) is not None
+def link_of_word(word: str) -> Link | None:
+    """The link that a word of the matrix names, None where it is none."""
+    if word == "X":
+        return Link(kind=LinkKind.SELF)
+    if match := _NVLINK.fullmatch(word):
+        return Link(kind=LinkKind.NVLINK, nvlinks=int(match[1]))
+    return Link(kind=_KINDS[word]) if word in _KINDS else None
 
 
 def _check_symmetric(header: _Header, rows: dict[str, _Line], links: tuple[tuple[Link, ...], ...]) -> None:

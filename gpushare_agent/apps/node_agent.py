@@ -147,6 +147,7 @@ async def live(parts: NodeParts) -> None:
     try:
         async with asyncio.TaskGroup() as group:
             await parts.web.bind()
+            await parts.health.keeping.restore()  # before the cards are read: a cordoned one is never offered
             await _read_cards(parts)
             find_configuration(parts.settings.kubeconfig, os.environ)
             if parts.isolation.private_caches is not None:
@@ -164,6 +165,7 @@ async def live(parts: NodeParts) -> None:
             group.create_task(forever("device tables", parts.tables.run), name="device tables")
             group.create_task(forever("garbage collection", parts.garbage.run), name="garbage collection")
             group.create_task(forever("gpu watch", parts.gpu_watch.run), name="gpu watch")
+            group.create_task(forever("health keeping", parts.health.keeping.run), name="health keeping")
             if parts.isolation.virtual_manager is not None:
                 group.create_task(_tell_isolation(parts), name="tell isolation")
                 group.create_task(
@@ -173,7 +175,15 @@ async def live(parts: NodeParts) -> None:
                 group.create_task(forever("private caches", parts.isolation.private_caches.run), name="private caches")
             await _wait_registered(parts)
             group.create_task(forever("kubernetes", lambda: _run_kubernetes(parts)), name="kubernetes")
+            group.create_task(forever("usage sampling", parts.usage.run), name="usage sampling")
             group.create_task(forever("web", parts.web.run), name="web")
+            if parts.health.control is not None:
+                group.create_task(forever("control socket", parts.health.control.run), name="control socket")
+            group.create_task(forever("live stream", parts.live_stream.run), name="live stream")
+            if parts.display is not None:
+                group.create_task(forever("display", parts.display.run), name="display")
+            if parts.debug is not None:
+                group.create_task(forever("debug", parts.debug.run), name="debug")
             group.create_task(_announce(parts), name="announce readiness")
     finally:
         parts.web.close()
@@ -203,7 +213,7 @@ async def _read_cards(parts: NodeParts) -> None:
         )
     check_message_size(parts, found)
     parts.inventory.read(found)
-    for card in found.cards:
+    for card in parts.inventory.current.cards:
         log.info(
             "card",
             index=card.index,
@@ -261,13 +271,21 @@ async def _run_kubernetes(parts: NodeParts) -> None:
         parts.informer.attach(api)
         parts.annotations.attach(api)
         parts.events.attach(api)
+        parts.health.events.attach(api)
         group.create_task(forever("pod informer", parts.informer.run), name="pod informer")
         group.create_task(forever("kubelet facts", lambda: parts.facts.run(api)), name="kubelet facts")
         group.create_task(forever("pod annotations", parts.annotations.run), name="pod annotations")
         group.create_task(forever("pod events", parts.events.run), name="pod events")
+        group.create_task(forever("node events", parts.health.events.run), name="node events")
         if parts.node_capacity is not None:
             parts.node_capacity.attach(api)
             group.create_task(forever("node capacity", parts.node_capacity.run), name="node capacity")
+        if parts.node_facts is not None:
+            parts.node_facts.attach(api)
+            group.create_task(forever("node facts", parts.node_facts.run), name="node facts")
+        if parts.node_held is not None:
+            parts.node_held.attach(api)
+            group.create_task(forever("node held", parts.node_held.run), name="node held")
         if parts.settings.allocation.cleanup_rejected_pods:
             parts.rejected.attach(api)
             group.create_task(forever("rejected pods", parts.rejected.run), name="rejected pods")

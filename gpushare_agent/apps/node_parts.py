@@ -13,9 +13,11 @@ from gpushare_agent.adapters.pod_processes import PodProcesses
 from gpushare_agent.adapters.pod_resources import PodResourcesClient
 from gpushare_agent.adapters.runtime import RuntimeClient
 from gpushare_agent.adapters.simulated_gpus import SimulatedDriver
+from gpushare_agent.apps.health_parts import HealthParts, build_health
 from gpushare_agent.apps.isolation_parts import IsolationParts, build_isolation
 from gpushare_agent.apps.node_values import driver_volumes, edit_policy, resource_names, runtime_client
-from gpushare_agent.apps.node_views import card_views, container_views
+from gpushare_agent.apps.node_views import node_snapshot, wanted_facts, wanted_held
+from gpushare_agent.apps.usage_parts import build_usage, show_node
 from gpushare_agent.decisions.books import Policy
 from gpushare_agent.model.driver_volumes import DriverVolume, VolumeName
 from gpushare_agent.model.errors import Corrupt, StartupError
@@ -25,14 +27,23 @@ from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.services.admission import Admission
 from gpushare_agent.services.admission_news import AdmissionNews
+from gpushare_agent.services.debug_pages import DebugSources
+from gpushare_agent.services.debug_server import DebugServer
 from gpushare_agent.services.device_plugin import DevicePlugin
 from gpushare_agent.services.device_tables import DeviceTables
+from gpushare_agent.services.display import DisplayServer
+from gpushare_agent.services.display import routes as display_routes
 from gpushare_agent.services.garbage_collection import GarbageCollection
 from gpushare_agent.services.gpu_watch import GpuDriver, GpuWatch
 from gpushare_agent.services.identification import Identification, Patience
 from gpushare_agent.services.kubelet_facts import KubeletFacts
+from gpushare_agent.services.live_stream import LiveStream
 from gpushare_agent.services.metrics import AgentMetrics
+from gpushare_agent.services.node_api import NodeApi
 from gpushare_agent.services.node_capacity import NodeCapacity
+from gpushare_agent.services.node_document import node_document
+from gpushare_agent.services.node_facts import NodeFactsWriter
+from gpushare_agent.services.node_held import NodeHeldWriter
 from gpushare_agent.services.plugin_endpoint import PluginEndpoint
 from gpushare_agent.services.pod_annotations import PodAnnotations
 from gpushare_agent.services.pod_events import PodEvents
@@ -40,12 +51,15 @@ from gpushare_agent.services.pod_informer import PodInformer
 from gpushare_agent.services.pod_resources_gate import PodResourcesGate
 from gpushare_agent.services.registration import Registrar
 from gpushare_agent.services.rejected_pods import RejectedPods
+from gpushare_agent.services.usage_sampling import UsageSampling
 from gpushare_agent.services.web import WebServer
 from gpushare_agent.settings import Settings
 from gpushare_agent.state.allocation_cache import AllocationCache
+from gpushare_agent.state.decision_log import DecisionLog
 from gpushare_agent.state.device_table import check_size, check_unit_size
 from gpushare_agent.state.gpu_inventory import GpuInventoryState
 from gpushare_agent.state.pod_store import PodStore
+from gpushare_agent.state.usage_history import UsageHistory
 
 KUBELET_SOCKET = "kubelet.sock"
 SOCKETS = {
@@ -64,6 +78,7 @@ class NodeParts:
     driver: GpuDriver
     inventory: GpuInventoryState
     gpu_watch: GpuWatch
+    health: HealthParts
     cache: AllocationCache
     store: PodStore
     gate: PodResourcesGate
@@ -79,11 +94,21 @@ class NodeParts:
     rejected: RejectedPods
     metrics: AgentMetrics
     web: WebServer
+    live_stream: LiveStream
+    display: DisplayServer | None
+    debug: DebugServer | None
     runtime: RuntimeClient
     volumes: Mapping[VolumeName, DriverVolume]
     tables: DeviceTables
     node_capacity: NodeCapacity | None
+    node_facts: NodeFactsWriter | None
+    node_held: NodeHeldWriter | None
     isolation: IsolationParts
+    decisions: DecisionLog
+    usage: UsageSampling
+    usage_history: UsageHistory
+    started_at: float
+    """Seconds since the epoch."""
 
     def not_ready(self) -> list[str]:
         """Why the agent is not ready, nothing when it is."""
@@ -121,6 +146,7 @@ def open_driver(settings: Settings) -> GpuDriver:
             card_name=simulated.card_name,
             seed=settings.node_name,
             faults_file=simulated.faults,
+            usage_file=simulated.usage,
         )
     except Corrupt as e:
         raise StartupError(f"topology file {simulated.topology}: {e}") from e
@@ -133,7 +159,9 @@ def build(settings: Settings, driver: GpuDriver) -> NodeParts:
     """
     names = resource_names(settings)
     directory = settings.kubelet.device_plugin_path
-    metrics, cache, store, inventory = AgentMetrics(), AllocationCache(), PodStore(), GpuInventoryState()
+    metrics, cache, store = AgentMetrics(), AllocationCache(), PodStore()
+    health = build_health(settings, driver, metrics)
+    inventory = health.inventory
     checkpoint = KubeletCheckpoint(directory)
     pod_resources = PodResourcesClient(settings.kubelet.pod_resources_socket)
     gate = PodResourcesGate(
@@ -148,8 +176,10 @@ def build(settings: Settings, driver: GpuDriver) -> NodeParts:
         allow_unsupported=settings.kubelet.allow_unsupported,
     )
     informer = PodInformer(store=store, node_name=settings.node_name, resources=names.names, metrics=metrics)
-    annotations = PodAnnotations(pods=store, metrics=metrics)
-    events = PodEvents(node_name=settings.node_name, metrics=metrics)
+    annotations, events = (
+        PodAnnotations(pods=store, metrics=metrics),
+        PodEvents(node_name=settings.node_name, metrics=metrics),
+    )
     garbage = GarbageCollection(
         cache=cache,
         pods=store,
@@ -177,6 +207,10 @@ def build(settings: Settings, driver: GpuDriver) -> NodeParts:
         events=events,
     )
     refused_pods: set[PodUid] = set()
+    decisions = DecisionLog(settings.decisions.kept)
+    usage, usage_history = build_usage(
+        settings, driver=driver, runtime=runtime, cache=cache, store=store, metrics=metrics
+    )
     admission = Admission(
         gate=gate,
         identification=Identification(
@@ -190,6 +224,7 @@ def build(settings: Settings, driver: GpuDriver) -> NodeParts:
             patience=Patience(
                 lookup_s=settings.kubelet.pod_lookup_timeout_s, look_again_s=settings.kubelet.look_again_s
             ),
+            on_identified=metrics.identified,
         ),
         cache=cache,
         pods=store,
@@ -210,6 +245,7 @@ def build(settings: Settings, driver: GpuDriver) -> NodeParts:
             allocations=cache.view,
             inventory=lambda: inventory.current,
             names=names,
+            decisions=decisions,
         ),
         records=checkpoint,
         settle=garbage.settle,
@@ -256,12 +292,24 @@ def build(settings: Settings, driver: GpuDriver) -> NodeParts:
         on_kubelet_restart=kubelet_restarted,
     )
     ready: list[NodeParts] = []
+    live_stream = LiveStream(
+        document=lambda: node_document(node_snapshot(ready[0])),
+        decisions=decisions,
+        sample_period_s=settings.sample_period_s,
+    )
+    node_api = NodeApi(
+        snapshot=lambda: node_snapshot(ready[0]),
+        history=usage_history.document,
+        decisions=decisions,
+        kept_decisions=settings.decisions.kept,
+    )
     parts = NodeParts(
         settings=settings,
         names=names,
         driver=driver,
         inventory=inventory,
-        gpu_watch=GpuWatch(driver, inventory, period_s=settings.health.check_period_s),
+        gpu_watch=health.watch,
+        health=health,
         cache=cache,
         store=store,
         gate=gate,
@@ -285,12 +333,32 @@ def build(settings: Settings, driver: GpuDriver) -> NodeParts:
         volumes=volumes,
         tables=tables,
         node_capacity=_node_capacity(settings, inventory),
+        node_facts=_node_facts(settings, inventory, ready),
+        node_held=_node_held(settings, cache, store, ready),
         isolation=isolation,
-        web=WebServer(settings.web.addr, settings.web.port, metrics=metrics, ready=lambda: _not_ready(ready)),
+        decisions=decisions,
+        usage=usage,
+        usage_history=usage_history,
+        started_at=time.time(),
+        live_stream=live_stream,
+        display=DisplayServer(settings.display.socket, lambda: node_snapshot(ready[0]))
+        if settings.display.socket is not None
+        else None,
+        debug=_debug(settings, cache, store, ready),
+        web=WebServer(
+            settings.web.addr,
+            settings.web.port,
+            metrics=metrics,
+            ready=lambda: _not_ready(ready),
+            routes=[*node_api.routes(), *live_stream.routes(), *display_routes(lambda: node_snapshot(ready[0]))],
+            on_stop=live_stream.close,
+        ),
     )
     ready.append(parts)
-    metrics.show_containers(lambda: container_views(parts))
-    metrics.show_cards(lambda: card_views(parts))
+    cache.subscribe(lambda old, new: live_stream.look())
+    decisions.subscribe(lambda record: live_stream.look())
+    usage.subscribe(lambda _round: live_stream.look())
+    show_node(parts)
     metrics.show_pod_event_age(lambda: _age(store.last_event_at))
     return parts
 
@@ -303,6 +371,39 @@ def _node_capacity(settings: Settings, inventory: GpuInventoryState) -> NodeCapa
         resource=settings.gpushare.count_resource,
         count=lambda: len(inventory.current.cards),
     )
+
+
+def _node_facts(settings: Settings, inventory: GpuInventoryState, built: list[NodeParts]) -> NodeFactsWriter | None:
+    if not settings.facts.is_written:
+        return None
+    writer = NodeFactsWriter(node_name=settings.node_name, wanted=lambda: wanted_facts(built[0]))
+    inventory.subscribe(lambda _: writer.changed())
+    return writer
+
+
+def _node_held(
+    settings: Settings, cache: AllocationCache, store: PodStore, built: list[NodeParts]
+) -> NodeHeldWriter | None:
+    if not settings.facts.is_written:
+        return None
+    writer = NodeHeldWriter(node_name=settings.node_name, wanted=lambda: wanted_held(built[0]))
+    cache.subscribe(lambda old, new: writer.changed())
+    store.subscribe(lambda old, new: writer.changed())
+    return writer
+
+
+def _debug(settings: Settings, cache: AllocationCache, store: PodStore, built: list[NodeParts]) -> DebugServer | None:
+    """Raises StartupError where other hosts could read the pages without a token."""
+    if not settings.debug.addr:
+        return None
+    sources = DebugSources(
+        settings=settings,
+        snapshot=lambda: node_snapshot(built[0]),
+        allocations=lambda: cache,
+        pods=store.pods,
+        now=time.monotonic,
+    )
+    return DebugServer(settings.debug, sources)
 
 
 def _not_ready(built: list[NodeParts]) -> list[str]:

@@ -1,36 +1,25 @@
-"""What /metrics says of containers and cards, read from the parts that know it."""
+"""What is shown of containers and cards, read from the parts that know it."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from gpushare_agent import __version__
+from gpushare_agent.decisions.isolation_choice import choose_isolation
+from gpushare_agent.decisions.node_facts import NodeFacts, node_facts
+from gpushare_agent.decisions.node_held import held_annotation, held_by_pods
+from gpushare_agent.decisions.vdevice_limits import vdevice_share
 from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.services.metrics import CardView, ContainerView
+from gpushare_agent.services.node_document import MIB, AgentFacts, ContainerFacts, NodeSnapshot
 
 if TYPE_CHECKING:
     from gpushare_agent.apps.node_parts import NodeParts
-
-
-def container_views(parts: NodeParts) -> list[ContainerView]:
-    """What /metrics says of each container that holds a share."""
-    index = {card.uuid: card.index for card in parts.inventory.current.cards}
-    memory = {card.uuid: card.memory_mib for card in parts.inventory.current.cards}
-    return [
-        ContainerView(
-            namespace=a.namespace,
-            pod=a.pod_name,
-            container=a.key.container,
-            node=parts.settings.node_name,
-            cores=a.cores,
-            memory_mib=sum(memory.get(card, 0) for card in a.cards)
-            if a.is_whole
-            else a.memory_blocks * parts.names.memory_block_mib + len(a.gpu_mem_ids) * parts.names.gpu_mem_unit_mib,
-            cards=tuple(index[card] for card in a.cards if card in index),
-        )
-        for a in parts.cache
-        if a.pod_name and not _is_over(parts, a)
-    ]
 
 
 def _is_over(parts: NodeParts, held: Allocation) -> bool:
@@ -39,21 +28,75 @@ def _is_over(parts: NodeParts, held: Allocation) -> bool:
     return held.kind is ContainerKind.INIT and pod is not None and pod.has_started
 
 
-def card_views(parts: NodeParts) -> list[CardView]:
-    """What /metrics says of each card."""
-    cores, blocks, units = parts.cache.used_cores(), parts.cache.used_blocks(), parts.cache.used_gpu_mem()
+def _memory_allocated(parts: NodeParts) -> dict[GpuUuid, int]:
+    """Bytes by card; a whole card's memory is all its holder's."""
+    blocks, units = parts.cache.used_blocks(), parts.cache.used_gpu_mem()
     whole = {card for a in parts.cache if a.is_whole for card in a.cards}
-    return [
-        CardView(
-            index=card.index,
-            uuid=card.uuid,
-            memory_mib=card.memory_mib,
-            cores_allocated=cores.get(card.uuid, 0),
-            memory_mib_allocated=card.memory_mib
-            if card.uuid in whole
-            else blocks.get(card.uuid, 0) * parts.names.memory_block_mib
-            + units.get(card.uuid, 0) * parts.names.gpu_mem_unit_mib,
-            is_healthy=card.is_healthy,
-        )
+    return {
+        card.uuid: MIB * card.memory_mib
+        if card.uuid in whole
+        else MIB * blocks.get(card.uuid, 0) * parts.names.memory_block_mib
+        + MIB * units.get(card.uuid, 0) * parts.names.gpu_mem_unit_mib
         for card in parts.inventory.current.cards
-    ]
+    }
+
+
+def node_snapshot(parts: NodeParts) -> NodeSnapshot:
+    """Everything that is shown of the node, now."""
+    by_uuid = parts.inventory.current.by_uuid()
+    return NodeSnapshot(
+        node=parts.settings.node_name,
+        at=time.time(),
+        agent=AgentFacts(
+            version=__version__,
+            started_at=parts.started_at,
+            not_ready=tuple(parts.not_ready()),
+            isolation=parts.settings.isolation.value,
+            driver=parts.settings.driver,
+            sample_period_s=parts.settings.sample_period_s,
+        ),
+        names=parts.names,
+        inventory=parts.inventory.current,
+        cordoned=parts.inventory.cordoned,
+        cores_allocated=parts.cache.used_cores(),
+        memory_allocated_bytes=_memory_allocated(parts),
+        containers=[
+            _facts(parts, held, by_uuid) for held in parts.cache if held.pod_name and not _is_over(parts, held)
+        ],
+        usage=parts.usage.current,
+    )
+
+
+def _facts(parts: NodeParts, held: Allocation, cards: Mapping[GpuUuid, Card]) -> ContainerFacts:
+    pod = parts.store.get(held.key.pod_uid)
+    annotations: Mapping[str, str] = pod.annotations if pod is not None else {}
+    share = vdevice_share(held, annotations, cards, parts.names)
+    chosen = choose_isolation(annotations, parts.settings.isolation, parts.settings.isolations_allowed)
+    return ContainerFacts(
+        held=held,
+        pod=pod,
+        cores=share.cores,
+        memory_bytes=share.memory_bytes,
+        core_limit=share.core_limit,
+        isolation="" if pod is None or isinstance(chosen, Refused) else chosen.value,
+    )
+
+
+def wanted_facts(parts: NodeParts) -> NodeFacts:
+    """What the node's object should say of its cards, now."""
+    return node_facts(
+        parts.inventory.current,
+        cordoned=node_snapshot(parts).cordoned.keys(),
+        memory_block_mib=parts.names.memory_block_mib,
+        label_prefix=parts.settings.facts.label_prefix,
+        node_labels=parts.settings.node_labels,
+    )
+
+
+def wanted_held(parts: NodeParts) -> str | None:
+    """Who holds what, for the node's object; None until the pods are listed and the cards read: a text that leaves out what
+    is held would give it away."""
+    cards = parts.inventory.current.cards
+    if not parts.store.is_synced or not cards:
+        return None
+    return held_annotation(held_by_pods(parts.cache, cards, parts.store.get, parts.names))

@@ -1,4 +1,4 @@
-"""One run of the sandbox: embedded node and agent put together, pods created, shown until they settle or Ctrl-C comes."""
+"""One run of the sandbox: embedded nodes and agents put together, pods created, shown until they settle or Ctrl-C comes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,41 +18,39 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from gpushare_agent.apps.node_parts import open_driver
-from gpushare_agent.apps.node_values import resource_names
+from gpushare_agent.apps.sandbox_extender import PlannedExtender, plan_extender, running_extender
+from gpushare_agent.apps.sandbox_nodes import RunningNode, build_node, check_driver, node_names, running
 from gpushare_agent.kit.logs import setup_logging
-from gpushare_agent.kit.supervision import forever, stop_task
-from gpushare_agent.model.errors import StartupError, Unavailable
+from gpushare_agent.model.errors import StartupError
 from gpushare_agent.model.isolation import IsolationName
-from gpushare_agent.sandbox.agent_process import AgentProcess, last_lines
+from gpushare_agent.sandbox.agent_process import last_lines
 from gpushare_agent.sandbox.change_signal import ChangeSignal
+from gpushare_agent.sandbox.cluster import EmbeddedCluster, open_embedded_cluster, paths_of_node
 from gpushare_agent.sandbox.control import open_control
 from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
 from gpushare_agent.sandbox.manifests import Manifest
-from gpushare_agent.sandbox.mps_stand_in import open_mps_stand_in
-from gpushare_agent.sandbox.node import EmbeddedNode, open_embedded_node
+from gpushare_agent.sandbox.node import NodePaths
 from gpushare_agent.sandbox.node_live_view import live_view
-from gpushare_agent.sandbox.node_report import ReportedNode
-from gpushare_agent.sandbox.node_view import pod_line, print_document, reason_text
+from gpushare_agent.sandbox.node_view import has_several_nodes, pod_line, print_document, reason_text
 from gpushare_agent.sandbox.state_directory import default_state_directory, owned_state_directory
 from gpushare_agent.sandbox.workbench import Workbench
-from gpushare_agent.services.gpu_watch import GpuDriver
-from gpushare_agent.settings import LoadedSettings, Settings, SettingsError, load_settings
+from gpushare_agent.settings import Settings, load_settings
 
 SETTLE_TIMEOUT_S = 60.0
 _WAIT_TOLD_AFTER_S = 2.0
 _INTERRUPTED = 130
-_NODE_NAME = "sandbox"
 _TIMES = KubeletTimes(status_interval_s=1.0, container_start_s=0.2)
 _REDRAW_S = 0.25
 _LOOK_AGAIN_S = 1.0
 """Processes come and go, and the agent writes its files, without a word to the node."""
-_CARDS_INTERVAL_S = 1.0
+_STILL_S = 3.0
+"""More than two back-offs of the scheduler, and than it takes an agent to tell what its pods hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What was asked for. `flags` go to the agent as they are; `form` is "table" or "json"."""
+    """What was asked for. `flags` go to the agents as they are, and behind them those of each node; `form` is "table" or
+    "json"."""
 
     state: Path
     kubelet_version: str
@@ -60,33 +58,80 @@ class Plan:
     manifests: tuple[Manifest, ...]
     is_once: bool
     form: str
+    node_flags: tuple[tuple[str, ...], ...] = ((),)
+    has_extender: bool = False
 
 
 async def run(plan: Plan) -> int:
     """Returns the exit code. Raises AgentError for what a person must change."""
     loaded = load_settings(plan.flags, os.environ)
-    setup_logging("warning", loaded.settings.log.format)  # of the embedded parts; the agent has its own log
-    shown_as = ("--driver=simulated", f"--node-name={_node_name(loaded)}")  # what the node gives its agent
-    driver = _driver(load_settings((*shown_as, *plan.flags), os.environ).settings)
+    setup_logging("warning", loaded.settings.log.format)  # of the embedded parts; the agents have their own logs
+    names = node_names(loaded, len(plan.node_flags))
+    whole = NodePaths(state=plan.state.absolute())
+    drivers = [
+        check_driver(name, paths_of_node(whole, name, len(names)), (*plan.flags, *flags))
+        for name, flags in zip(names, plan.node_flags, strict=True)
+    ]
     tell = _teller(to_stderr=plan.is_once or plan.form == "json")
     stop = _stop_on_signals()
     with owned_state_directory(plan.state) as paths:
         _check_port(loaded.settings.web.addr, loaded.settings.web.port)
-        async with open_embedded_node(
-            paths.state, node_name=_node_name(loaded), kubelet_version=plan.kubelet_version, times=_TIMES
-        ) as node:
-            bench, notes = await _set_up(node, plan, driver, tell)
-            async with _mps_stand_in(node, plan), _running_agent(bench, driver):
-                work = _once(bench, plan, tell) if plan.is_once else _live(bench, plan, tell, notes)
+        extender = plan_extender(loaded.settings, paths, plan.flags, tell) if plan.has_extender else None
+        async with open_embedded_cluster(
+            paths.state, node_names=names, kubelet_version=plan.kubelet_version, times=_TIMES,
+            extender_url=extender.url if extender is not None else "",
+        ) as cluster:  # fmt: skip
+            nodes = [
+                await build_node(node, (*plan.flags, *flags), driver, tell, is_only=len(names) == 1)
+                for node, flags, driver in zip(cluster.nodes, plan.node_flags, drivers, strict=True)
+            ]
+            bench = Workbench(
+                nodes=tuple(node.bench for node in nodes), extender=extender.process if extender is not None else None
+            )
+            notes = _introduce(cluster, plan, nodes, extender, tell)
+            async with (
+                open_control(paths.control_socket, bench.handle),
+                running_extender(extender),
+                running(nodes),
+            ):
+                work = _once(bench, plan, tell, nodes) if plan.is_once else _live(bench, plan, tell, notes)
                 return await _until_stopped(work, stop, _INTERRUPTED if plan.is_once else 0)
 
 
-def _driver(settings: Settings) -> GpuDriver:
-    """Raises SettingsError for a topology file that cannot be used: a mistake of the command line, as any other setting."""
-    try:
-        return open_driver(settings)
-    except StartupError as error:
-        raise SettingsError([str(error)]) from error
+def _introduce(
+    cluster: EmbeddedCluster,
+    plan: Plan,
+    nodes: Sequence[RunningNode],
+    extender: PlannedExtender | None,
+    tell: Callable[[str], None],
+) -> list[str]:
+    """Tells what there is; returns what a person should have before the eyes."""
+    settings = nodes[0].settings
+    webs = " ".join(f"http://{node.settings.web.addr}:{node.settings.web.port}" for node in nodes)
+    logs = nodes[0].bench.shown.node.paths.agent_log if len(nodes) == 1 else f"{cluster.paths.state}/*/agent.log"
+    asked = f"  extender {extender.url}, log {cluster.paths.extender_log}" if extender is not None else ""
+    places = f"web {webs}  API server {cluster.api.url}  agent's log {logs}{asked}"
+    what = f"embedded node {nodes[0].bench.name}" if len(nodes) == 1 else f"{len(nodes)} embedded nodes"
+    tell(
+        f"{what}, kubelet {plan.kubelet_version}, in {cluster.paths.state}\n"
+        f"stand-ins: {settings.driver} cards; each container is a real process, which only waits unless its image is "
+        f"sandbox/host{_kept(settings)}" + ("" if plan.is_once else f"\n{places}")  # gone when the prompt is back
+    )
+    where = "" if plan.state == default_state_directory() else f" --state-dir {plan.state}"
+    return [
+        places,
+        f"from another terminal: gpushare-agent sandbox{where} "
+        "apply -f FILE | delete NAME | exec POD -- COMMAND | fail-card N | heal-card N | restart-kubelet | "
+        f"kill-agent | {'kill-extender | ' if extender is not None else ''}status",
+        "Ctrl-C ends the sandbox and removes everything",
+    ]
+
+
+def _kept(settings: Settings) -> str:
+    """Only where it is not what people expect of a share: that of the default is in every table."""
+    if settings.isolation != IsolationName.NONE:
+        return ""
+    return "\nisolation none: shares are booked and not kept; containers are told no limit"
 
 
 def _check_port(host: str, port: int) -> None:
@@ -104,63 +149,6 @@ def _check_port(host: str, port: int) -> None:
         raise StartupError(
             f"the agent's web server cannot listen on {host}:{port}: {error.strerror}; change --web.addr or --port"
         ) from error
-
-
-async def _set_up(
-    node: EmbeddedNode, plan: Plan, driver: GpuDriver, tell: Callable[[str], None]
-) -> tuple[Workbench, list[str]]:
-    """The workbench, not yet running, and what a person should know about it."""
-    arguments = [*node.agent_arguments(), *plan.flags]
-    settings = load_settings(arguments, os.environ).settings
-    resources, log_file = settings.resources, node.paths.agent_log
-    inventory = await driver.read()
-    shown = ReportedNode(
-        node=node, cards=inventory.cards, vcore=resources.vcore, vmemory=resources.vmemory,
-        memory_block_mib=resources.memory_block_mib, gpu_mem=resource_names(settings).gpu_mem,
-        gpu_mem_unit_mib=resource_names(settings).gpu_mem_unit_mib,
-    )  # fmt: skip
-    agent = AgentProcess(arguments, log_file, tell)
-    bench = Workbench(shown=shown, agent=agent)
-    places = f"web http://{settings.web.addr}:{settings.web.port}  API server {node.api.url}  agent's log {log_file}"
-    tell(
-        f"embedded node {node.name}, kubelet {plan.kubelet_version}, in {node.paths.state}\n"
-        f"stand-ins: {settings.driver} cards; each container is a real process, which only waits unless its image is "
-        f"sandbox/host{_kept(settings)}" + ("" if plan.is_once else f"\n{places}")  # gone when the prompt is back
-    )
-    where = "" if plan.state == default_state_directory() else f" --state-dir {plan.state}"
-    return bench, [
-        places,
-        f"from another terminal: gpushare-agent sandbox{where} "
-        "apply -f FILE | delete NAME | exec POD -- COMMAND | restart-kubelet | kill-agent | status",
-        "Ctrl-C ends the sandbox and removes everything",
-    ]
-
-
-def _kept(settings: Settings) -> str:
-    """Only where it is not what people expect of a share: that of the default is in every table."""
-    if settings.isolation != IsolationName.NONE:
-        return ""
-    return "\nisolation none: shares are booked and not kept; containers are told no limit"
-
-
-@asynccontextmanager
-async def _mps_stand_in(node: EmbeddedNode, plan: Plan) -> AsyncIterator[None]:
-    """A daemon for isolation mps, unless a person has named the directory of one."""
-    settings = load_settings([*node.agent_arguments(), *plan.flags], os.environ).settings
-    paths = node.paths
-    is_used = IsolationName.MPS in (settings.isolation, *settings.isolations_allowed)
-    if not is_used or settings.mps.pipe_directory != paths.mps_pipe:
-        yield
-        return
-    async with open_mps_stand_in(paths.mps_pipe, paths.mps_logs, paths.mps_control):
-        yield
-
-
-def _node_name(loaded: LoadedSettings) -> str:
-    """The agent's node name where a person has given one; the host's name would say nothing here."""
-    source = loaded.sources["node_name"]
-    is_given = source.startswith(("flag", "variable GPUSHARE")) or source.endswith((".yaml", ".yml"))
-    return loaded.settings.node_name if is_given else _NODE_NAME
 
 
 def _teller(*, to_stderr: bool) -> Callable[[str], None]:
@@ -189,42 +177,16 @@ async def _until_stopped(work: Coroutine[Any, Any, int], stop: asyncio.Event, in
     return results[0] if results else interrupted
 
 
-@asynccontextmanager
-async def _running_agent(bench: Workbench, driver: GpuDriver) -> AsyncIterator[None]:
-    async with open_control(bench.shown.node.paths.control_socket, bench.handle), asyncio.TaskGroup() as group:
-        task = group.create_task(forever("agent process", bench.agent.run), name="agent-process")
-        cards = group.create_task(forever("cards", lambda: _watch_cards(bench, driver)), name="cards")
-        try:
-            yield
-        finally:
-            await stop_task(cards)
-            await stop_task(task)
-
-
-async def _watch_cards(bench: Workbench, driver: GpuDriver) -> None:
-    """Why a card is not well: the kubelet is only told that it is not. Endless."""
-    shown = bench.shown
-    while True:
-        try:
-            read = (await driver.read()).cards
-            found = {card.uuid: card.unhealthy_reason for card in read if card.unhealthy_reason}
-        except Unavailable as error:
-            found = {card.uuid: str(error) for card in shown.cards}
-        if found != shown.ailments:
-            shown.ailments.clear()
-            shown.ailments.update(found)
-            shown.node.signal.notify()
-        await asyncio.sleep(_CARDS_INTERVAL_S)
-
-
 async def _create(bench: Workbench, plan: Plan, tell: Callable[[str], None]) -> None:
     """When the agent has registered: until then the scheduler would turn every pod away."""
     async with told_after(_WAIT_TOLD_AFTER_S, "waiting for the agent to register its resources…"):
         is_registered = await bench.wait_registered()
-    if not is_registered:
+    late = next((one for one in bench.nodes if not one.is_registered()), None)
+    if not is_registered and late is not None:
         tell(
-            "the agent has not registered its resources; pods that want them will stay Pending. The end of its log:\n"
-            f"{last_lines(bench.shown.node.paths.agent_log)}"
+            f"{late.agent.name} has not registered its resources; pods that want them will stay Pending. "
+            "The end of its log:\n"
+            f"{last_lines(late.shown.node.paths.agent_log)}"
         )
     for name in bench.create(plan.manifests):
         tell(f"pod {name} created")
@@ -240,12 +202,16 @@ async def told_after(seconds: float, text: str) -> AsyncIterator[None]:
         timer.cancel()
 
 
-async def _once(bench: Workbench, plan: Plan, tell: Callable[[str], None]) -> int:
+async def _once(bench: Workbench, plan: Plan, tell: Callable[[str], None], nodes: Sequence[RunningNode]) -> int:
     await _create(bench, plan, tell)
     try:
-        await bench.shown.node.signal.wait_until(bench.is_settled, SETTLE_TIMEOUT_S)
+        async with asyncio.timeout(SETTLE_TIMEOUT_S):
+            await _wait_settled(bench)
     except TimeoutError:
         tell(f"not every pod has settled after {SETTLE_TIMEOUT_S:g} s; this is how they stand")
+    for node in nodes:
+        if node.player is not None:
+            node.player.play()  # what has started just now uses something, too
     document = bench.document()
     print_document(document, plan.form)
     others = [pod for pod in document["pods"] if pod["phase"] not in ("Running", "Succeeded")]
@@ -254,6 +220,20 @@ async def _once(bench: Workbench, plan: Plan, tell: Callable[[str], None]) -> in
     if others:
         tell("exit code 1: not every pod is Running or Succeeded")
     return 1 if others else 0
+
+
+async def _wait_settled(bench: Workbench) -> None:
+    """With an extender a pod that waits may have been turned away because what another pod got was not known yet: it counts
+    as settled when nothing has come of it for a while."""
+    signal_ = bench.api.signal
+    while True:
+        await signal_.wait_until(bench.is_settled, SETTLE_TIMEOUT_S)
+        if bench.extender is None or not bench.has_waiting():
+            return
+        with contextlib.suppress(TimeoutError):
+            await signal_.wait_until(lambda: not bench.has_waiting() or not bench.is_settled(), _STILL_S)
+            continue
+        return
 
 
 async def _live(bench: Workbench, plan: Plan, tell: Callable[[str], None], notes: list[str]) -> int:
@@ -270,7 +250,7 @@ async def _live(bench: Workbench, plan: Plan, tell: Callable[[str], None], notes
 
 
 async def _draw(bench: Workbench, notes: list[str]) -> None:
-    signal_ = bench.shown.node.signal
+    signal_ = bench.api.signal
     console = Console()
     drawn: tuple[dict[str, Any], int, int] | None = None
     with Live(console=console, auto_refresh=False, redirect_stdout=True, redirect_stderr=True) as live:
@@ -285,10 +265,11 @@ async def _draw(bench: Workbench, notes: list[str]) -> None:
 
 async def _print_changes(bench: Workbench, tell: Callable[[str], None]) -> None:
     """A line for every pod that is new, has changed, or has gone."""
-    signal_, shown = bench.shown.node.signal, dict[str, str]()
+    signal_, shown = bench.api.signal, dict[str, str]()
     while True:
         seen = signal_.count
-        lines = {pod["uid"]: pod_line(pod) for pod in bench.document()["pods"]}
+        document = bench.document()
+        lines = {pod["uid"]: pod_line(pod, has_node=has_several_nodes(document)) for pod in document["pods"]}
         for uid, line in lines.items():
             if shown.get(uid) != line:
                 tell(line)

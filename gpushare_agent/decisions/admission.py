@@ -32,6 +32,18 @@ from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import CORES_PER_CARD, DeviceId, GpuUuid, split_device_id
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
+_ABOUT_ROOM = frozenset(
+    {
+        RefusalReason.NO_HEALTHY_CARD,
+        RefusalReason.NOT_ENOUGH_CORES,
+        RefusalReason.NOT_ENOUGH_MEMORY,
+        RefusalReason.FRAGMENTED,
+    }
+)
+_CARDS_NAMED = 3
+_REASON_CHARS = 160
+"""Of a driver's words: the kubelet shows the text in the pod's status."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -71,7 +83,7 @@ def plan(
         memory_block_mib=policy.names.memory_block_mib,
     )
     if isinstance(placed, Refused):
-        return _named(served, _with_full_cards(served, placed, books, policy), policy.names)
+        return _named(served, _with_absent_cards(served, placed, books, policy), policy.names)
     ids = _choose(offer, free, placed.cards)
     if len(ids) < offer.size:
         return _too_few(served, offer, len(ids))
@@ -100,15 +112,26 @@ def check(
     return _check_cards(served, cards, books, policy, has_ids=kind is ResourceKind.VCORE, ids=ids) or cards
 
 
-def _with_full_cards(served: Served, refused: Refused, books: Books, policy: Policy) -> Refused:
-    full = full_of_shares(served, books, policy)
-    if not full:
+def _with_absent_cards(served: Served, refused: Refused, books: Books, policy: Policy) -> Refused:
+    """Adds which cards were not counted, and why: the reader looks for room where there is none for another reason."""
+    if refused.reason not in _ABOUT_ROOM:
         return refused
-    return replace(
-        refused,
-        detail=f"{refused.detail} {len(full)} cards count as full, for they have {policy.max_shares_of_card} sharing "
-        "containers, the most that one serves (setting mps.max_clients).",
-    )
+    told = ""
+    full = full_of_shares(served, books, policy)
+    if full:
+        told += (
+            f" {len(full)} cards count as full, for they have {policy.max_shares_of_card} sharing containers, the most "
+            "that one serves (setting mps.max_clients)."
+        )
+    unhealthy = [card for card in books.inventory.cards if not card.is_healthy]
+    if unhealthy:
+        named = "; ".join(
+            f"card {card.index}: {card.unhealthy_reason[:_REASON_CHARS].rstrip('.') or 'no reason given'}"
+            for card in sorted(unhealthy, key=lambda card: card.index)[:_CARDS_NAMED]
+        )
+        more = f"; and {len(unhealthy) - _CARDS_NAMED} more" if len(unhealthy) > _CARDS_NAMED else ""
+        told += f" Unhealthy, and not counted: {named}{more}."
+    return replace(refused, detail=refused.detail + told) if told else refused
 
 
 def _plan_memory(
@@ -127,7 +150,7 @@ def _plan_memory(
         must_cards=must_cards(served, offer, books, ResourceKind.GPU_MEM),
     )
     if isinstance(placed, Refused):
-        return _named(served, _with_full_cards(served, placed, books, policy), names)
+        return _named(served, _with_absent_cards(served, placed, books, policy), names)
     card, why = placed
     ids = _choose(offer, free, (card,))
     if len(ids) < offer.size:

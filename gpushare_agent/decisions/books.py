@@ -68,6 +68,7 @@ def card_states(
             per_card[uuid] = per_card.get(uuid, 0) + 1
     own_cores, own_blocks = _own_initial(served, books) if served is not None else ({}, {})
     full = full_of_shares(served, books, policy) if served is not None else frozenset()
+    whole = _whole_of_others(served, books)
     states = []
     for card in books.inventory.cards:
         total = policy.names.units(card, ResourceKind.VMEMORY)
@@ -84,7 +85,7 @@ def card_states(
                 uuid=card.uuid,
                 healthy=card.is_healthy,
                 free_cores=max(0, free),
-                free_blocks=max(0, min(total, left)),
+                free_blocks=0 if card.uuid in whole else max(0, min(total, left)),
                 total_blocks=total,
             )
         )
@@ -165,6 +166,16 @@ def full_of_shares(served: Served, books: Books, policy: Policy) -> frozenset[Gp
         for card in held.cards[:1]
     )
     return frozenset(card for card, count in shares.items() if count >= policy.max_shares_of_card)
+
+
+def _whole_of_others(served: Served | None, books: Books) -> frozenset[GpuUuid]:
+    """Whole cards come with all their memory, whether it was asked for or not. Those of the pod's own init containers are
+    handed on."""
+    return memory_share.whole_cards(
+        held
+        for key, held in books.allocations.items()
+        if served is None or not may_take_over(served, frozenset({key}), books)
+    )
 
 
 def _own_initial(served: Served, books: Books) -> tuple[dict[GpuUuid, int], dict[GpuUuid, int]]:

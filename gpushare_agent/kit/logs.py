@@ -29,6 +29,9 @@ _LIBRARY_LEVELS = {
 """Libraries whose debug lines are louder than the agent's own."""
 
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
 def setup_logging(level: str = "info", format: str = "auto") -> None:
     """Sets up the root logger; a second call replaces the first. `format`: auto, json or console."""
     is_terminal = sys.stderr.isatty()
@@ -66,6 +69,18 @@ def setup_logging(level: str = "info", format: str = "auto") -> None:
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,  # SIGHUP may change the level; a cached logger would keep the old chain
     )
+
+
+def log_level() -> str:
+    """The level in force, in lower case."""
+    return logging.getLevelName(logging.getLogger().level).lower()
+
+
+def set_log_level(level: str) -> str:
+    """Changes the level until the next change or `setup_logging`; the old one. `level` is one of LOG_LEVELS."""
+    old = log_level()
+    logging.getLogger().setLevel(level.upper())
+    return old
 
 
 def _say_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -52,6 +52,8 @@ class RefusalReason(StrEnum):
     POD_UNKNOWN = "PodUnknown"
     POD_AMBIGUOUS = "PodAmbiguous"
     NOT_READY = "NotReady"
+    QUOTA_EXCEEDED = "QuotaExceeded"
+    WRONG_POOL = "WrongPool"
 
 
 TRANSIENT_REASONS = frozenset(

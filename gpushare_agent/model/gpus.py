@@ -30,7 +30,8 @@ class Card:
 
     `index` is the driver's (NVML) index when the card was first seen, and the row in the topology; it does not change
     while the agent runs. `minor` is the n of `/dev/nvidia<n>` and need not equal it. `memory_mib` is the whole card's
-    memory. `numa_node` is None where the host tells none. `unhealthy_reason` is empty while the card is healthy.
+    memory. `numa_node` is None where the host tells none, `compute_capability` (major, minor) where the driver does not.
+    `unhealthy_reason` is empty while the card is healthy.
     An unhealthy card of which the driver only ever told the UUID has minor -1 and 0 MiB.
     """
 
@@ -42,6 +43,7 @@ class Card:
     memory_mib: int
     numa_node: int | None = None
     nvlinks: tuple[NvLink, ...] = ()
+    compute_capability: tuple[int, int] | None = None
     health: Health = Health.HEALTHY
     unhealthy_reason: str = ""
 

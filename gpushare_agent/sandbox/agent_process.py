@@ -1,4 +1,5 @@
-"""The agent as a child process of the sandbox: started, its output kept in a file, started again when it ends.
+"""The agent, or the extender, as a child process of the sandbox: started, its output kept in a file, started again when
+it ends.
 
 State owned: the running process. Only this process is ever signalled, by its PID.
 """
@@ -60,11 +61,21 @@ def _environment() -> dict[str, str]:
 
 
 class AgentProcess:
-    """`run` keeps the agent running until it is cancelled. `tell` gets a line for people at every unexpected end."""
+    """`run` keeps it running until it is cancelled. `tell` gets a line for people at every unexpected end, in which it is
+    called `name`. `command` is that of the command line."""
 
-    def __init__(self, arguments: Sequence[str], log_file: Path, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log_file: Path,
+        tell: Callable[[str], None],
+        *,
+        command: str = "run",
+        name: str = "the agent",
+    ) -> None:
         # -P: code in the caller's directory is not the agent. The directory itself stays, for paths are relative to it.
-        self._command = [sys.executable, "-P", "-m", "gpushare_agent", "run", *arguments]
+        self._command = [sys.executable, "-P", "-m", "gpushare_agent", command, *arguments]
+        self.name = name
         self._log_start = 0
         self._log_file = log_file
         self._tell = tell
@@ -92,10 +103,10 @@ class AgentProcess:
                 self.started_at = time.monotonic()
                 code = await self._run_once()
                 if code < 0:  # killed by a signal, as kill-agent does: no fault of its own
-                    self._tell(f"the agent was killed by signal {-code}; starting it again")
+                    self._tell(f"{self.name} was killed by signal {-code}; starting it again")
                     quick_ends, delay_s = 0, _FIRST_DELAY_S
                 elif code == 0:  # asked to end, as SIGTERM does
-                    self._tell("the agent has ended as it was asked to; starting it again")
+                    self._tell(f"{self.name} has ended as it was asked to; starting it again")
                     quick_ends = 0
                 else:
                     is_quick = time.monotonic() - self.started_at < _QUICK_END_S
@@ -118,7 +129,7 @@ class AgentProcess:
     def _report_end(self, code: int, *, is_last: bool) -> None:
         """The whole end of the log only where the agent itself gave no reason, and once: the log goes with the sandbox."""
         reason = last_complaint(self._log_file, self._log_start)
-        text = f"the agent ended with exit code {code}: {reason or 'it gave no reason'}"
+        text = f"{self.name} ended with exit code {code}: {reason or 'it gave no reason'}"
         if not is_last:
             self._tell(f"{text}; starting it again")
             return

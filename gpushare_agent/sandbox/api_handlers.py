@@ -1,4 +1,4 @@
-"""HTTP of the embedded API server: paths, verbs, Status bodies and watch streams of core/v1 as clients expect them.
+"""HTTP of the embedded API server: paths, verbs, Status bodies and watch streams as clients expect them.
 
 Holds no state; the objects are the store's, the rules of pods the server's methods.
 """
@@ -18,7 +18,16 @@ from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected
 from gpushare_agent.sandbox import api_patch
 from gpushare_agent.sandbox.api_discovery import discovery
 from gpushare_agent.sandbox.api_selectors import Selector, parse_field_selector, seen_by
-from gpushare_agent.sandbox.api_store import CLUSTER_WIDE, KINDS, AlreadyExists, Expired, ObjectKey, RawObject
+from gpushare_agent.sandbox.api_store import (
+    CLUSTER_WIDE,
+    KINDS,
+    AlreadyExists,
+    Expired,
+    ObjectKey,
+    RawObject,
+    base_path,
+    group_version,
+)
 from gpushare_agent.sandbox.pod_manifest import timestamp
 
 if TYPE_CHECKING:
@@ -70,8 +79,9 @@ class ApiHandlers:
 
     def add_routes(self, app: web.Application, resources: tuple[str, ...]) -> None:
         for resource in resources:
-            everywhere = f"/api/v1/{resource}"
-            base = everywhere if resource in CLUSTER_WIDE else f"/api/v1/namespaces/{{namespace}}/{resource}"
+            prefix = base_path(resource)
+            everywhere = f"{prefix}/{resource}"
+            base = everywhere if resource in CLUSTER_WIDE else f"{prefix}/namespaces/{{namespace}}/{resource}"
             for path in {everywhere, base}:
                 app.router.add_get(path, self._bound(self._list, resource))
             app.router.add_post(base, self._bound(self._create, resource))
@@ -80,6 +90,7 @@ class ApiHandlers:
             for suffix in ("", "/status"):
                 app.router.add_patch(f"{base}/{{name}}{suffix}", self._bound(self._patch, resource))
                 app.router.add_put(f"{base}/{{name}}{suffix}", self._bound(self._put, resource))
+        app.router.add_post("/api/v1/namespaces/{namespace}/pods/{name}/binding", self._bound(self._bind, "pods"))
         for path, document in discovery(resources).items():
             app.router.add_get(path, _constant(document))
         app.router.add_get("/version", self._version)
@@ -127,7 +138,7 @@ class ApiHandlers:
             return await self._watch(request, resource, selects)
         items = [raw for raw in self._store.all(resource) if selects(raw)]
         body = {
-            "kind": f"{KINDS[resource]}List", "apiVersion": "v1",
+            "kind": f"{KINDS[resource]}List", "apiVersion": group_version(resource),
             "metadata": {"resourceVersion": str(self._store.version)}, "items": items,
         }  # fmt: skip
         return web.json_response(body)
@@ -135,7 +146,7 @@ class ApiHandlers:
     async def _watch(self, request: web.Request, resource: str, selects: Selector) -> web.StreamResponse:
         version = _number(request, "resourceVersion", 0)
         ends_at = time.monotonic() + _number(request, "timeoutSeconds", int(_DEFAULT_WATCH_S))
-        stream = _WatchStream(request, KINDS[resource])
+        stream = _WatchStream(request, resource)
         await stream.open()
         if version == 0:
             version = self._store.version
@@ -176,6 +187,17 @@ class ApiHandlers:
                 _bad_request("the namespace of the provided object does not match the namespace sent on the request")
             return web.json_response(self._server.create_pod(raw, namespace), status=201)
         return web.json_response(self._store.add(resource, _named(raw, resource, namespace)), status=201)
+
+    async def _bind(self, request: web.Request, _resource: str) -> web.StreamResponse:
+        """A Binding: the metadata names the pod, and may name its UID."""
+        raw = await _json_body(request)
+        node_name = (raw.get("target") or {}).get("name")
+        if not isinstance(node_name, str) or not node_name:
+            raise Rejected("target.name: Required value: the Binding names no node")
+        uid = str((raw.get("metadata") or {}).get("uid") or "")
+        self._server.bind_pod(*_key(request, "pods"), node_name, uid=uid)
+        done = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}
+        return web.json_response(done, status=201)
 
     async def _delete(self, request: web.Request, resource: str) -> web.StreamResponse:
         key = _key(request, resource)
@@ -230,10 +252,10 @@ class ApiHandlers:
 class _WatchStream:
     """One watch response: events as JSON lines."""
 
-    def __init__(self, request: web.Request, kind: str) -> None:
+    def __init__(self, request: web.Request, resource: str) -> None:
         self.response = web.StreamResponse(headers={"Content-Type": "application/json"})
         self._request = request
-        self._kind = kind
+        self._type = {"kind": KINDS[resource], "apiVersion": group_version(resource)}
         self._wants_bookmarks = request.query.get("allowWatchBookmarks") in ("true", "1", "True")
 
     async def open(self) -> None:
@@ -249,7 +271,7 @@ class _WatchStream:
     async def send_bookmark(self, version: int) -> None:
         if self._wants_bookmarks:
             metadata = {"resourceVersion": str(version), "creationTimestamp": None}
-            await self.send([("BOOKMARK", {"kind": self._kind, "apiVersion": "v1", "metadata": metadata})])
+            await self.send([("BOOKMARK", {**self._type, "metadata": metadata})])
 
 
 async def _wait(server: EmbeddedApiServer, seen: int, limit_s: float) -> None:
@@ -279,7 +301,8 @@ def _named(raw: RawObject, resource: str, namespace: str) -> RawObject:
     identity = {"name": name, "uid": str(uuid.uuid4()), "creationTimestamp": timestamp()}
     if resource not in CLUSTER_WIDE:
         identity["namespace"] = namespace
-    return {"apiVersion": "v1", "kind": KINDS[resource], **raw, "metadata": {**given, **identity}}
+    kind = {"apiVersion": group_version(resource), "kind": KINDS[resource]}
+    return {**kind, **raw, "metadata": {**given, **identity}}
 
 
 def _key(request: web.Request, resource: str) -> ObjectKey:

@@ -1,4 +1,4 @@
-"""An API server for one node: pods, nodes and events of core/v1 on a real TCP port.
+"""An API server for a few nodes: pods, nodes, events and config maps of core/v1, and leases, on a real TCP port.
 
 The kubelet and the scheduler of the embedded node, and tests, use its methods in process; the agent speaks HTTP to it
 (api_handlers) and needs the server's token (api_access). State owned: the object store, and the fault switches that tests
@@ -21,6 +21,7 @@ from gpushare_agent.sandbox.api_handlers import ApiHandlers
 from gpushare_agent.sandbox.api_store import KINDS, ObjectKey, ObjectStore, RawObject
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.pod_manifest import completed_manifest, is_terminal, timestamp
+from gpushare_agent.sandbox.pods_by_node import PodsByNode
 
 HOST = "127.0.0.1"
 _PATCH_RELEASES = {"1.31": "v1.31.14", "1.34": "v1.34.9", "1.36": "v1.36.2"}
@@ -51,7 +52,8 @@ class EmbeddedApiServer:
     ) -> None:
         self.release = release_of(version)
         self.signal = ChangeSignal()
-        self.store = ObjectStore(signal=self.signal, history_limit=history_limit)
+        self.pods_by_node = PodsByNode()
+        self.store = ObjectStore(signal=self.signal, history_limit=history_limit, on_change=self.pods_by_node.note)
         self.port = port
         self.access = ApiAccess()
         self.bookmark_interval_s = bookmark_interval_s
@@ -116,10 +118,18 @@ class EmbeddedApiServer:
     def find_pod(self, namespace: str, name: str) -> RawObject | None:
         return self.store.find("pods", (namespace, name))
 
-    def bind_pod(self, namespace: str, name: str, node_name: str) -> RawObject:
+    def bind_pod(self, namespace: str, name: str, node_name: str, *, uid: str = "") -> RawObject:
+        """Raises NotFound, and Conflict for a pod that is on a node, is being deleted, or has another UID."""
         pod = self.pod(namespace, name)
-        bound = {**pod, "spec": {**pod["spec"], "nodeName": node_name}}
-        self.store.replace("pods", bound)
+        metadata, bound_to = pod["metadata"], pod["spec"].get("nodeName")
+        operation = f'Operation cannot be fulfilled on pods/binding "{name}"'
+        if uid and uid != metadata["uid"]:
+            raise Conflict(f"{operation}: the UID is now {metadata['uid']}, not {uid}")
+        if metadata.get("deletionTimestamp"):
+            raise Conflict(f"{operation}: pod {name} is being deleted, cannot be assigned to a host")
+        if bound_to:
+            raise Conflict(f"{operation}: pod {name} is already assigned to node {bound_to!r}")
+        self.store.replace("pods", {**pod, "spec": {**pod["spec"], "nodeName": node_name}})
         return self.set_pod_status(
             namespace,
             name,

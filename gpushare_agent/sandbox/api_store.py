@@ -7,7 +7,7 @@ keep it. Not for HTTP, defaults or rules of a resource: see api_server, pod_mani
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -19,8 +19,10 @@ RawObject = dict[str, Any]
 ObjectKey = tuple[str, str]
 """Namespace (empty for cluster-wide resources) and name."""
 
-KINDS = {"pods": "Pod", "nodes": "Node", "events": "Event"}
-"""The resources served, all of core/v1."""
+KINDS = {"pods": "Pod", "nodes": "Node", "events": "Event", "configmaps": "ConfigMap", "leases": "Lease"}
+"""The resources served."""
+GROUPS = {"leases": "coordination.k8s.io/v1"}
+"""Group and version of those that are not of core/v1."""
 CLUSTER_WIDE = frozenset({"nodes"})
 
 
@@ -42,20 +44,33 @@ class Change:
     after: RawObject | None
 
 
+def group_version(resource: str) -> str:
+    return GROUPS.get(resource, "v1")
+
+
+def base_path(resource: str) -> str:
+    """Of its group: `/api/v1`, `/apis/coordination.k8s.io/v1`."""
+    return f"/apis/{GROUPS[resource]}" if resource in GROUPS else "/api/v1"
+
+
 def key_of(raw: RawObject) -> ObjectKey:
     metadata = raw["metadata"]
     return metadata.get("namespace", ""), metadata["name"]
 
 
 class ObjectStore:
-    """Synchronous; every change is visible to readers and watchers at the same version."""
+    """Synchronous; every change is visible to readers and watchers at the same version. `on_change` hears of it before
+    those that wait."""
 
-    def __init__(self, *, signal: ChangeSignal, history_limit: int) -> None:
+    def __init__(
+        self, *, signal: ChangeSignal, history_limit: int, on_change: Callable[[Change], None] = lambda change: None
+    ) -> None:
         self.version = 1
         self.signal = signal
         self._objects: dict[str, dict[ObjectKey, RawObject]] = {resource: {} for resource in KINDS}
         self._history: deque[Change] = deque()
         self._history_limit = history_limit
+        self._on_change = on_change
         self._oldest = self.version
 
     def all(self, resource: str) -> list[RawObject]:
@@ -116,5 +131,6 @@ class ObjectStore:
         self._history.append(change)
         while len(self._history) > self._history_limit:
             self._oldest = self._history.popleft().version
+        self._on_change(change)
         self.signal.notify()
         return raw

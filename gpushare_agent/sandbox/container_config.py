@@ -51,7 +51,7 @@ def container_config(
         command=_command(container),
         env=environment(container, answers) | _injected(answers, cdi),
         run_s=_run_s(raw, spec.kind),
-        ignore_term_s=pod_manifest.annotation_seconds(raw, pod_manifest.IGNORE_TERM_ANNOTATION) or 0.0,
+        ignore_term_s=pod_manifest.annotation_number(raw, pod_manifest.IGNORE_TERM_ANNOTATION) or 0.0,
     )
 
 
@@ -85,7 +85,7 @@ def _injected(answers: Sequence[bytes], cdi: CdiResolver) -> dict[str, str]:
 def _run_s(raw: RawObject, kind: ContainerKind) -> float | None:
     """How long a stand-in runs: an init container ends at once, a sidecar never."""
     if kind is ContainerKind.MAIN:
-        return pod_manifest.annotation_seconds(raw, pod_manifest.RUN_SECONDS_ANNOTATION)
+        return pod_manifest.annotation_number(raw, pod_manifest.RUN_SECONDS_ANNOTATION)
     return 0.0 if kind is ContainerKind.INIT else None
 
 

@@ -1,7 +1,8 @@
 """The way from another terminal to a running sandbox: one JSON line each way on a unix socket of mode 0600.
 
-Request: {"command": "apply"|"delete"|"exec"|"restart-kubelet"|"kill-agent"|"status", …}; answer: {"ok": bool,
-"lines": [what was done], "errors": [what was not], "document": the report, for status; "env" and "notes", for exec}.
+Request: {"command": "apply"|"delete"|"exec"|"restart-kubelet"|"kill-agent"|"fail-card"|"heal-card"|"status", …};
+answer: {"ok": bool, "lines": [what was done], "errors": [what was not], "document": the report, for status; "env" and
+"notes", for exec}.
 Who asks is known by the kernel's word (SO_PEERCRED), never by the message; and so is who answers: `exec` runs what it is
 told, with the environment of the answer. No state.
 """

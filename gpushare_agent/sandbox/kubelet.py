@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -160,6 +160,10 @@ class EmbeddedKubelet:
         """Records of pods that hold their devices."""
         active = self._active_pods()
         return [record for record in self.records() if record.pod_uid in active]
+
+    def records_of(self, pod_uid: str, container: str) -> Mapping[str, DeviceRecord]:
+        """What one container has been given, by resource."""
+        return self._boot.devices.records.of_container(pod_uid, container) if self._boot is not None else {}
 
     def allocated(self, resource: str) -> frozenset[str]:
         """What the device manager believes to be taken."""

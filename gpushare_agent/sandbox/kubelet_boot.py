@@ -17,7 +17,6 @@ import structlog
 
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.sandbox.api_server import EmbeddedApiServer, release_of
-from gpushare_agent.sandbox.api_store import RawObject
 from gpushare_agent.sandbox.calls import CallLog
 from gpushare_agent.sandbox.container_runtime import ContainerRuntime
 from gpushare_agent.sandbox.device_manager import AllocationFailed, DeviceManager
@@ -144,23 +143,24 @@ class KubeletBoot:
     async def _sync_forever(self) -> None:
         await asyncio.sleep(self._times.admission_delay_s)
         self._stop_orphans()
-        first = {raw["metadata"]["uid"] for raw in self._api.pods() if self._is_ours(raw)}
+        mine, changes = self._api.pods_by_node, self._api.pods_by_node.signal_of(self._node_name)
+        first = {raw["metadata"]["uid"] for raw in mine.of(self._node_name)}
         while True:
             self._note_ready(first)
-            version = self._api.version
+            seen = changes.count
             if not await self._sync_step():
-                await self._api.wait_change(version)
+                await changes.wait(seen)
 
     def _note_ready(self, first: set[str]) -> None:
         """The pods that were there at the start have been taken up or are gone; later ones need not be waited for."""
         if not self.devices.is_ready:
-            left = {raw["metadata"]["uid"] for raw in self._api.pods()} & first
+            left = {raw["metadata"]["uid"] for raw in self._api.pods_by_node.of(self._node_name)} & first
             self.devices.is_ready = left <= self._pods.keys()
             self._signal.notify()
 
     async def _sync_step(self) -> bool:
         """Whether something was done."""
-        wanted = {p["metadata"]["uid"]: p for p in self._api.store.in_creation_order("pods") if self._is_ours(p)}
+        wanted = {p["metadata"]["uid"]: p for p in self._api.pods_by_node.of(self._node_name)}
         for uid in [uid for uid in self._pods if uid not in wanted]:
             await self._remove(self._pods.pop(uid))
             return True
@@ -176,9 +176,6 @@ class KubeletBoot:
                 await self._take_up(self._pods[uid])
                 return True
         return False
-
-    def _is_ours(self, raw: RawObject) -> bool:
-        return bool(raw["spec"].get("nodeName") == self._node_name)
 
     async def _take_up(self, pod: KnownPod) -> None:
         if is_terminal(pod.raw):

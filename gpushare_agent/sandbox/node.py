@@ -1,4 +1,4 @@
-"""The embedded node put together: API server, scheduler and kubelet in one state directory.
+"""The embedded node put together: API server, scheduler and kubelet in one state directory. Several of them: cluster.
 
 The agent itself is not part of it: give `agent_arguments()` to `gpushare-agent run`.
 """
@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from gpushare_agent.kit.supervision import forever
+from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.model.names import VMEMORY_SOCKET
 from gpushare_agent.sandbox.api_access import write_kubeconfig
@@ -25,6 +26,10 @@ from gpushare_agent.sandbox.scheduler import EmbeddedScheduler
 
 UNIX_ADDRESS_LIMIT = 107
 """Bytes of a unix socket's path on Linux."""
+
+
+class Scheduler(Protocol):
+    async def run(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +93,33 @@ class NodePaths:
         return self.state / "control.sock"
 
     @property
+    def agent_control_socket(self) -> Path:
+        """The agent's own, for `cordon` and `uncordon`."""
+        return self.state / "agent-control.sock"
+
+    @property
+    def display_socket(self) -> Path:
+        return self.state / "gpu-manager.sock"
+
+    @property
+    def health_state(self) -> Path:
+        return self.state / "health.json"
+
+    @property
+    def faults(self) -> Path:
+        """What fails at the simulated cards."""
+        return self.state / "faults.json"
+
+    @property
+    def usage(self) -> Path:
+        """What the containers' processes use of the simulated cards."""
+        return self.state / "usage.json"
+
+    @property
+    def extender_log(self) -> Path:
+        return self.state / "extender.log"
+
+    @property
     def owner(self) -> Path:
         """Locked by the process that runs the node, whose PID it holds."""
         return self.state / "owner"
@@ -101,7 +133,6 @@ class EmbeddedNode:
     paths: NodePaths
     api: EmbeddedApiServer
     kubelet: EmbeddedKubelet
-    scheduler: EmbeddedScheduler
     cri: CriServer
 
     @property
@@ -125,6 +156,12 @@ class EmbeddedNode:
             "runtime.endpoint": self.paths.runtime_socket,
             "runtime.cgroup-root": self.kubelet.runtime.cgroup_root,
             "runtime.proc-root": self.kubelet.runtime.proc_root,
+            "simulated.faults": self.paths.faults,
+            "simulated.usage": self.paths.usage,
+            "health.state-file": self.paths.health_state,
+            "control.socket": self.paths.agent_control_socket,
+            "display.socket": self.paths.display_socket,
+            "debug.port": 0,
         }
         return [f"--{flag}={value}" for flag, value in flags.items()]
 
@@ -168,30 +205,53 @@ async def open_embedded_node(
     `cgroups` insists on a kind: v2, v1 or files. Raises StartupError. What the block leaves of files in `state` stays there.
     """
     paths = prepare_state_directory(state)
-    async with EmbeddedApiServer(port=api_port, version=kubelet_version, seed=seed) as api:
-        write_kubeconfig(paths.kubeconfig, api.url, api.token)
-        kubelet = EmbeddedKubelet(
-            directory=paths.state, node_name=node_name, api=api, version=kubelet_version, seed=seed, times=times,
-            cgroups=cgroups,
-        )  # fmt: skip
-        scheduler = EmbeddedScheduler(api=api, node_name=node_name)
-        cri = CriServer(kubelet.runtime, paths.runtime_socket)
+    async with (
+        EmbeddedApiServer(port=api_port, version=kubelet_version, seed=seed) as api,
+        running_scheduler(EmbeddedScheduler(api=api)),
+        open_node_on(
+            api, paths, node_name=node_name, kubelet_version=kubelet_version, seed=seed, times=times, cgroups=cgroups
+        ) as node,
+    ):
+        yield node
+
+
+@asynccontextmanager
+async def open_node_on(
+    api: EmbeddedApiServer,
+    paths: NodePaths,
+    *,
+    node_name: str,
+    kubelet_version: str,
+    seed: int,
+    times: KubeletTimes | None,
+    cgroups: str | None,
+) -> AsyncIterator[EmbeddedNode]:
+    """Kubelet and container runtime of one node of this API server. Raises StartupError."""
+    write_kubeconfig(paths.kubeconfig, api.url, api.token)
+    kubelet = EmbeddedKubelet(
+        directory=paths.state, node_name=node_name, api=api, version=kubelet_version, seed=seed, times=times,
+        cgroups=cgroups,
+    )  # fmt: skip
+    cri = CriServer(kubelet.runtime, paths.runtime_socket)
+    try:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(forever("kubelet", kubelet.run), name="kubelet")
+            try:
+                await cri.start()
+                await kubelet.start()
+                yield EmbeddedNode(name=node_name, paths=paths, api=api, kubelet=kubelet, cri=cri)
+            finally:
+                await stop_task(task)
+    finally:
+        await cri.stop()
+        kubelet.runtime.close()
+
+
+@asynccontextmanager
+async def running_scheduler(scheduler: Scheduler) -> AsyncIterator[None]:
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(forever("scheduler", scheduler.run), name="scheduler")
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(forever("kubelet", kubelet.run), name="kubelet"),
-                    group.create_task(forever("scheduler", scheduler.run), name="scheduler"),
-                ]
-                try:
-                    await cri.start()
-                    await kubelet.start()
-                    yield EmbeddedNode(
-                        name=node_name, paths=paths, api=api, kubelet=kubelet, scheduler=scheduler, cri=cri
-                    )
-                finally:
-                    for task in tasks:
-                        task.cancel()
-                    await asyncio.wait(tasks)
+            yield
         finally:
-            await cri.stop()
-            kubelet.runtime.close()
+            await stop_task(task)

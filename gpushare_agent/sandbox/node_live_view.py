@@ -6,6 +6,7 @@ One line for each pod, then one for each card, then the notes; what has no room 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -16,11 +17,14 @@ from gpushare_agent.sandbox.node_view import (
     NARROW,
     card_text,
     card_use,
+    has_several_nodes,
     health_text,
     memory_asked,
+    node_text,
     reason_text,
     short_limit_text,
     status_of,
+    used_text,
 )
 
 _LINES_BETWEEN = 5
@@ -29,13 +33,15 @@ _LINES_BETWEEN = 5
 
 def live_view(document: dict[str, Any], notes: Sequence[str], *, width: int, height: int) -> RenderableType:
     """At most `height` - 1 lines, where that has room for the notes, one pod and one card."""
-    pods, cards = document["pods"], document["node"]["cards"]
+    is_several = has_several_nodes(document)
+    pods = document["pods"]
+    cards = [{**card, "node": node["name"]} for node in document["nodes"] for card in node["cards"]]
     room = height - _LINES_BETWEEN - sum(_line_count(note, width) for note in notes)
     for_pods, for_cards = _shared_room(room, len(pods), len(cards))
     return Group(
-        *_cut(_pods_table, pods, for_pods, "pods", width),
+        *_cut(partial(_pods_table, is_several=is_several), pods, for_pods, "pods", width),
         Text(""),
-        *_cut(_cards_table, cards, for_cards, "cards", width),
+        *_cut(partial(_cards_table, is_several=is_several), cards, for_cards, "cards", width),
         Text(""),
         *(Text(note) for note in notes),
     )
@@ -68,20 +74,29 @@ def _table(*columns: str, longest: dict[str, int]) -> Table:
     return table
 
 
-def _pods_table(pods: list[dict[str, Any]], width: int) -> Table:
+def _pods_table(pods: list[dict[str, Any]], width: int, *, is_several: bool) -> Table:
     """The containers of a pod stand side by side, in the order of the manifest. Where there is no room for what was asked
     and what is told, it is what the containers are told."""
     is_narrow = width < NARROW
-    asked = () if is_narrow else ("cores", "blocks")
-    longest = {"pod": max(12, width // 4), "cards": 12, "limit": max(14, width // 5), "PIDs": max(6, width // 6)}
-    table = _table("pod", "status", *asked, "cards", "limit", "PIDs", "reason", longest=longest)
+    asked, used = ((), ()) if is_narrow else (("cores", "blocks"), ("used",))
+    longest = {
+        "pod": max(12, width // 4),
+        "cards": 12,
+        "limit": max(14, width // 5),
+        "used": max(10, width // 8),
+        "PIDs": max(6, width // 6),
+    }
+    places = ("node",) if is_several else ()
+    table = _table("pod", "status", *places, *asked, "cards", "limit", *used, "PIDs", "reason", longest=longest)
     for pod in pods:
         namespace = "" if pod["namespace"] == "default" else f"{pod['namespace']}/"
         containers = pod["containers"]
         requests = ["+".join(str(c["vcore"]) for c in containers), "+".join(map(memory_asked, containers))]
         table.add_row(
-            f"{namespace}{pod['name']}", status_of(pod), *(() if is_narrow else requests),
+            f"{namespace}{pod['name']}", status_of(pod), *([node_text(pod)] if is_several else ()),
+            *(() if is_narrow else requests),
             " ".join(map(card_text, containers)), " ".join(map(short_limit_text, containers)),
+            *(() if is_narrow else [" ".join(used_text(c).replace(" %, ", "%/").replace(" MiB", "M") for c in containers)]),
             _pids(containers, is_narrow=is_narrow), " ".join(reason_text(pod).split()),
         )  # fmt: skip
     return table
@@ -94,9 +109,11 @@ def _pids(containers: list[dict[str, Any]], *, is_narrow: bool) -> str:
     return counts if is_narrow or not pids else f"{counts}: {pids}"
 
 
-def _cards_table(cards: list[dict[str, Any]], width: int) -> Table:
+def _cards_table(cards: list[dict[str, Any]], width: int, *, is_several: bool) -> Table:
     name = ("name",) if width >= NARROW else ()
-    table = _table("card", *name, "cores used", "memory used MiB", "health", longest={"name": width // 4})
+    places = ("node",) if is_several else ()
+    table = _table(*places, "card", *name, "cores used", "memory used MiB", "health", longest={"name": width // 4})
     for card in cards:
-        table.add_row(str(card["index"]), *(card[key] for key in name), *card_use(card), health_text(card))
+        place = (card["node"],) if is_several else ()
+        table.add_row(*place, str(card["index"]), *(card[key] for key in name), *card_use(card), health_text(card))
     return table

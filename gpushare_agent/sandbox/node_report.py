@@ -1,7 +1,8 @@
-"""What is on the embedded node: cards with their use, pods with what they got. One JSON document, also behind the tables.
+"""What is on the embedded nodes: cards with their use, pods with what they got. One JSON document, also behind the tables.
 
 Computed from the kubelet's side alone (its records, the device IDs, the Allocate answers, the containers' processes), the
-cards' identities and what a container itself would read at /etc/vcuda; the agent is not asked. Memory is charged to the
+cards' identities, what a container itself would read at /etc/vcuda and what the sandbox plays it to use; the agent is not
+asked. Memory is charged to the
 card that the container's vcore IDs name, as the agent charges it.
 """
 
@@ -41,6 +42,8 @@ class ReportedNode:
     """GPUShare's resource, empty where it is not offered."""
     gpu_mem_unit_mib: int = 1024
     ailments: dict[GpuUuid, str] = field(default_factory=dict)
+    used: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
+    """By pod UID and container, what it uses of its cards together; whoever plays that fills it in."""
     vdevices: VDeviceReader = field(default_factory=VDeviceReader)
 
 
@@ -50,17 +53,25 @@ def cards_of(ids: Iterable[str], cards: Sequence[Card]) -> list[Card]:
     return [card for card in cards if card.uuid in uuids]
 
 
-def report(shown: ReportedNode) -> dict[str, Any]:
-    """The document of `gpushare-agent sandbox --format json`."""
+def report(*shown: ReportedNode) -> dict[str, Any]:
+    """The document of `gpushare-agent sandbox --format json`. All nodes are of one API server."""
+    nodes = [_node(one) for one in shown]
+    by_name = {one.node.name: one for one in shown}
+    pods = shown[0].node.api.pods()
+    return {
+        **({"node": nodes[0]} if len(nodes) == 1 else {}),
+        "nodes": nodes,
+        "pods": [_pod(by_name.get(pod["spec"].get("nodeName", ""), shown[0]), pod) for pod in pods],
+    }
+
+
+def _node(shown: ReportedNode) -> dict[str, Any]:
     raw = shown.node.api.object_of("nodes", ("", shown.node.name)) or {}
     capacity = raw.get("status", {}).get("capacity", {})
     return {
-        "node": {
-            "name": shown.node.name,
-            "capacity": {name: int(count) for name, count in sorted(capacity.items()) if "/" in name},
-            "cards": _cards(shown),
-        },
-        "pods": [_pod(shown, pod) for pod in shown.node.api.pods()],
+        "name": shown.node.name,
+        "capacity": {name: int(count) for name, count in sorted(capacity.items()) if "/" in name},
+        "cards": _cards(shown),
     }
 
 
@@ -160,6 +171,7 @@ def _pod(shown: ReportedNode, pod: RawObject) -> dict[str, Any]:
     given = {} if is_refused else _given(shown, metadata["uid"])
     return {
         "namespace": metadata["namespace"], "name": metadata["name"], "uid": metadata["uid"],
+        "node": pod["spec"].get("nodeName", ""),
         "phase": pod["status"]["phase"], "is_terminating": "deletionTimestamp" in metadata,
         "reason": reason, "message": message,
         "annotations": dict(sorted((metadata.get("annotations") or {}).items())),
@@ -172,7 +184,7 @@ def _pod(shown: ReportedNode, pod: RawObject) -> dict[str, Any]:
 
 def _of_phase(pod: RawObject) -> dict[str, Any]:
     """What holds whatever the answers said: a pod that has ended holds no card, and is told no limit."""
-    return {"cards": [], "vdevice": None} if pod["status"]["phase"] in ("Succeeded", "Failed") else {}
+    return {"cards": [], "vdevice": None, "used": None} if pod["status"]["phase"] in ("Succeeded", "Failed") else {}
 
 
 def _given(shown: ReportedNode, pod_uid: str) -> dict[str, dict[str, tuple[tuple[str, ...], bytes]]]:
@@ -213,12 +225,13 @@ def _container(
             for _, d in sorted(devices.items())
         ],
         "annotations": {k: v for answer in answers for k, v in sorted(answer.annotations.items())},
-        **_processes(shown, pod_uid, spec.name),
+        **container_processes(shown, pod_uid, spec.name),
+        "used": shown.used.get((pod_uid, spec.name)),
         "vdevice": shown.vdevices.read(Path(told.host_path)) if (told := mounts.get(VDEVICE_DIRECTORY)) else None,
     }
 
 
-def _processes(shown: ReportedNode, pod_uid: str, name: str) -> dict[str, Any]:
+def container_processes(shown: ReportedNode, pod_uid: str, name: str) -> dict[str, Any]:
     """The first process and all of them, as this machine counts them; none of a container that does not run."""
     runtime = shown.node.kubelet.runtime
     container = runtime.find(pod_uid, name)

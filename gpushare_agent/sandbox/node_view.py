@@ -50,6 +50,12 @@ def short_limit_text(container: dict[str, Any]) -> str:
     return limit_text(container).replace(" %, ", "%/").replace(" MiB", "M")
 
 
+def used_text(container: dict[str, Any]) -> str:
+    """In percent of a card: `12 %, 2048 MiB`."""
+    used = container["used"]
+    return "-" if used is None else f"{used['cores']:.0f} %, {used['memory_mib']} MiB"
+
+
 def pids_text(container: dict[str, Any], *, is_short: bool) -> str:
     """How many processes, and the first of them where there is room."""
     pids = container["pids"]
@@ -73,17 +79,26 @@ def card_use(card: dict[str, Any]) -> tuple[str, str]:
     )
 
 
+def has_several_nodes(document: dict[str, Any]) -> bool:
+    """Then it matters where a pod is."""
+    return len(document["nodes"]) > 1
+
+
+def node_text(pod: dict[str, Any]) -> str:
+    return pod["node"] or "-"
+
+
 def status_of(pod: dict[str, Any]) -> Text:
     word = "Terminating" if pod["is_terminating"] else pod["phase"]
     return Text(word, style=_PHASE_STYLES.get(word, ""))
 
 
-def cards_table(document: dict[str, Any], *, is_narrow: bool) -> Table:
-    table = Table(title=f"Cards of {document['node']['name']}", title_justify="left")
+def cards_table(node: dict[str, Any], *, is_narrow: bool) -> Table:
+    table = Table(title=f"Cards of {node['name']}", title_justify="left")
     names = ("card", *(() if is_narrow else ("name",)), "NUMA", "cores used", "memory used MiB", "health")
     for column in names:
         table.add_column(column, justify="left" if column in ("name", "health") else "right")
-    for card in document["node"]["cards"]:
+    for card in node["cards"]:
         numa = "-" if card["numa"] is None else str(card["numa"])
         name = () if is_narrow else (card["name"],)
         table.add_row(str(card["index"]), *name, numa, *card_use(card), health_text(card))
@@ -93,9 +108,10 @@ def cards_table(document: dict[str, Any], *, is_narrow: bool) -> Table:
 def pods_table(document: dict[str, Any], width: int) -> Table:
     """A line for each container. What was asked for and the PIDs give way to what the containers are told."""
     is_narrow = width < NARROW
-    asked = () if is_narrow else ("cores", "blocks")
+    asked, used = ((), ()) if is_narrow else (("cores", "blocks"), ("used",))
+    places = ("node",) if has_several_nodes(document) else ()
     table = Table(title="Pods", title_justify="left")
-    for column in ("pod", "phase", "container", *asked, "cards", "limit", "PIDs"):
+    for column in ("pod", "phase", *places, "container", *asked, "cards", "limit", *used, "PIDs"):
         table.add_column(column, justify="right" if column in asked else "left")
     for pod in document["pods"]:
         for position, container in enumerate(pod["containers"]):
@@ -103,7 +119,9 @@ def pods_table(document: dict[str, Any], width: int) -> Table:
             requests = () if is_narrow else (str(container["vcore"]), memory_asked(container))
             limit = short_limit_text(container) if is_narrow else limit_text(container)
             pids = pids_text(container, is_short=width < _ROOM_FOR_PIDS)
-            table.add_row(name, phase, container["name"], *requests, card_text(container), limit, pids)
+            use = () if is_narrow else (used_text(container),)
+            place = (node_text(pod) if position == 0 else "",) if places else ()
+            table.add_row(name, phase, *place, container["name"], *requests, card_text(container), limit, *use, pids)
     return table
 
 
@@ -128,7 +146,7 @@ def print_document(document: dict[str, Any], form: str) -> None:
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
     console = Console(width=width, highlight=False)
     console.print(
-        cards_table(document, is_narrow=console.width < NARROW),
+        *(cards_table(node, is_narrow=console.width < NARROW) for node in document["nodes"]),
         pods_table(document, console.width),
         *reason_lines(document),
         sep="\n",
@@ -146,11 +164,14 @@ def _asked(container: dict[str, Any]) -> str:
     return f"{container['vcore']} cores, {container['vmemory']} blocks"
 
 
-def pod_line(pod: dict[str, Any]) -> str:
-    """One pod in one line, for a log or a pipe."""
+def pod_line(pod: dict[str, Any], *, has_node: bool = False) -> str:
+    """One pod in one line, for a log or a pipe, with its node where there are several."""
     containers = "; ".join(f"{c['name']}: {_asked(c)} on card {card_text(c)}{_told(pod, c)}" for c in pod["containers"])
     reason = reason_text(pod)
-    return f"pod {pod['namespace']}/{pod['name']} {status_of(pod)} [{containers}]{f' - {reason}' if reason else ''}"
+    place = f" on {pod['node']}" if has_node and pod["node"] else ""
+    return (
+        f"pod {pod['namespace']}/{pod['name']} {status_of(pod)}{place} [{containers}]{f' - {reason}' if reason else ''}"
+    )
 
 
 def _told(pod: dict[str, Any], container: dict[str, Any]) -> str:

@@ -20,6 +20,10 @@ RUN_SECONDS_ANNOTATION = "sandbox.gpushare/run-seconds"
 """How long a pod's containers run before they end well; without it they run until the pod is deleted."""
 IGNORE_TERM_ANNOTATION = "sandbox.gpushare/ignore-term-seconds"
 """How long a pod's processes live on after TERM (at most the grace period, as KILL follows it)."""
+LOAD_ANNOTATION = "sandbox.gpushare-agent/load"
+"""The constant part of its share, and of its memory, that each container of a pod uses, such as 0.5."""
+_NUMBERS = {RUN_SECONDS_ANNOTATION: "seconds, such as '5'", IGNORE_TERM_ANNOTATION: "seconds, such as '5'",
+            LOAD_ANNOTATION: "a part of the share, such as '0.5'"}  # fmt: skip
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _CONTAINER_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -85,7 +89,7 @@ def pod_requests(raw: RawObject) -> dict[str, int]:
     return {name: max(running.get(name, 0), peak.get(name, 0)) for name in sorted({*running, *peak})}
 
 
-def annotation_seconds(raw: RawObject, name: str) -> float | None:
+def annotation_number(raw: RawObject, name: str) -> float | None:
     text = (raw["metadata"].get("annotations") or {}).get(name)
     try:
         return None if text is None else max(0.0, float(text))
@@ -139,17 +143,15 @@ def _check_annotations(metadata: dict[str, Any]) -> None:
     annotations = metadata.get("annotations") or {}
     if not isinstance(annotations, dict):
         raise Rejected("metadata.annotations: Invalid value: must be a mapping")
-    for name in (RUN_SECONDS_ANNOTATION, IGNORE_TERM_ANNOTATION):
+    for name, what in _NUMBERS.items():
         if name not in annotations:
             continue
         try:
-            seconds = float(annotations[name])
+            number = float(annotations[name])
         except (TypeError, ValueError):
-            seconds = math.nan
-        if not math.isfinite(seconds) or seconds < 0:
-            raise Rejected(
-                f"metadata.annotations[{name}]: Invalid value: {annotations[name]!r}: must be seconds, such as '5'"
-            )
+            number = math.nan
+        if not math.isfinite(number) or number < 0:
+            raise Rejected(f"metadata.annotations[{name}]: Invalid value: {annotations[name]!r}: must be {what}")
 
 
 def _check_spec(spec: dict[str, Any]) -> None:

@@ -215,7 +215,7 @@ class PodWorkers:
         Returns in how many seconds the next restart is due, None where none is waited for.
         """
         uid, policy = pod.identity.uid, pod.raw["spec"].get("restartPolicy", "Always")
-        is_timed = pod_manifest.annotation_seconds(pod.raw, pod_manifest.RUN_SECONDS_ANNOTATION) is not None
+        is_timed = pod_manifest.annotation_number(pod.raw, pod_manifest.RUN_SECONDS_ANNOTATION) is not None
         main = [spec for spec in pod.containers if spec.kind is ContainerKind.MAIN]
         codes, dues = [], []
         for spec in pod.containers:

@@ -1,24 +1,22 @@
-"""A scheduler for one node, as naive as kube-scheduler is about extended resources: it counts, and knows no card.
+"""A scheduler as naive as kube-scheduler is about extended resources: it counts, and knows no card.
 
-It works on the API server's objects only and owns no state.
+It works on the API server's objects only. A scheduler that asks an extender is in extender_scheduler.
 """
 
 from __future__ import annotations
 
-from gpushare_agent.model.errors import NotFound
 from gpushare_agent.sandbox.api_server import EmbeddedApiServer
-from gpushare_agent.sandbox.api_store import RawObject
-from gpushare_agent.sandbox.pod_manifest import is_terminal, pod_requests, timestamp
-
-UNSCHEDULABLE = "Unschedulable"
+from gpushare_agent.sandbox.node_fit import NodeFit, lacking, take, tell_waiting, waiting_text
+from gpushare_agent.sandbox.pod_manifest import is_terminal
 
 
 class EmbeddedScheduler:
-    """Binds pending pods in order of creation; a pod that does not fit does not hold up the later ones."""
+    """Binds pending pods in order of creation to the first node, by name, on which they fit; a pod that fits nowhere does
+    not hold up the later ones."""
 
-    def __init__(self, *, api: EmbeddedApiServer, node_name: str) -> None:
+    def __init__(self, *, api: EmbeddedApiServer) -> None:
         self._api = api
-        self._node_name = node_name
+        self._fit = NodeFit(api)
 
     async def run(self) -> None:
         """Endless; looks again after every change."""
@@ -28,43 +26,20 @@ class EmbeddedScheduler:
             await self._api.wait_change(version)
 
     def schedule(self) -> None:
-        try:
-            node = self._api.node(self._node_name)
-        except NotFound:
-            return
         pods = self._api.store.in_creation_order("pods")
         waiting = [p for p in pods if not p["spec"].get("nodeName") and not is_terminal(p)]
         if not waiting:
             return
-        free = _free(node, pods)
-        for pod in waiting:
-            requests = pod_requests(pod)
-            lacking = [name for name, count in requests.items() if count > free.get(name, 0)]
-            if lacking:
-                self._refuse(pod, lacking)
-                continue
-            for name, count in requests.items():
-                free[name] -= count
-            self._api.bind_pod(pod["metadata"]["namespace"], pod["metadata"]["name"], self._node_name)
-
-    def _refuse(self, pod: RawObject, lacking: list[str]) -> None:
-        message = f"0/1 nodes are available: {', '.join(f'1 Insufficient {name}' for name in lacking)}."
-        if any(c.get("message") == message for c in pod["status"].get("conditions", ())):
+        free = self._fit.free({})
+        if not free:
             return
-        condition = {
-            "type": "PodScheduled", "status": "False", "reason": UNSCHEDULABLE, "message": message,
-            "lastTransitionTime": timestamp(),
-        }  # fmt: skip
-        metadata = pod["metadata"]
-        self._api.set_pod_status(metadata["namespace"], metadata["name"], {"conditions": [condition]})
-        self._api.record_event(pod, reason="FailedScheduling", message=message, source="default-scheduler")
-
-
-def _free(node: RawObject, pods: list[RawObject]) -> dict[str, int]:
-    """Extended resources of the node that no bound, unfinished pod has asked for."""
-    free = {name: int(value) for name, value in node["status"].get("allocatable", {}).items() if "/" in name}
-    for pod in pods:
-        if pod["spec"].get("nodeName") == node["metadata"]["name"] and not is_terminal(pod):
-            for name, count in pod_requests(pod).items():
-                free[name] = free.get(name, 0) - count
-    return free
+        for pod in waiting:
+            requests = self._fit.requests(pod)
+            lacks = {name: lacking(room, requests) for name, room in free.items()}
+            chosen = next((name for name, lack in lacks.items() if not lack), None)
+            if chosen is None:
+                reasons = [f"Insufficient {resource}" for lack in lacks.values() for resource in lack]
+                tell_waiting(self._api, pod, waiting_text(len(free), reasons))
+                continue
+            take(free[chosen], requests)
+            self._api.bind_pod(pod["metadata"]["namespace"], pod["metadata"]["name"], chosen)

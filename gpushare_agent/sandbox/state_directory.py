@@ -51,7 +51,8 @@ def owned_state_directory(state: Path) -> Iterator[NodePaths]:
             ) from error
         owner.seek(0)
         is_new = is_new or _MADE in owner.read().splitlines()  # by the dead sandbox whose leftovers these are
-        end_stale_files(paths.state)
+        for directory in (paths.state, *(path for path in paths.state.iterdir() if path.is_dir())):  # of several nodes
+            end_stale_files(directory)
         _clear(paths, keep=paths.owner)
         paths.virtual_manager.mkdir()
         owner.truncate(0)

@@ -1,16 +1,20 @@
-"""A running sandbox: the node, its agent, and what people do with them (apply, delete, exec, restart, look).
+"""A running sandbox: the nodes, their agents, and what people do with them (apply, delete, exec, restart, fail, look).
 
 State owned: none but the running parts. The printing is the app's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from gpushare_agent.model.errors import AgentError, Rejected
+from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.sandbox.agent_process import AgentProcess
+from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from gpushare_agent.sandbox.card_faults import LOST_REASON, CardFaults
 from gpushare_agent.sandbox.container_entry import enter_container
 from gpushare_agent.sandbox.control import Answer, Request
 from gpushare_agent.sandbox.manifests import Manifest
@@ -22,12 +26,16 @@ _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workbench:
+class NodeBench:
+    """One node of it."""
+
     shown: ReportedNode
     agent: AgentProcess
+    faults: CardFaults
 
-    def document(self) -> dict[str, Any]:
-        return report(self.shown)
+    @property
+    def name(self) -> str:
+        return self.shown.node.name
 
     def is_registered(self) -> bool:
         """Both resources are in the Node object with devices, as the scheduler sees it."""
@@ -36,10 +44,57 @@ class Workbench:
         allocatable = raw.get("status", {}).get("allocatable", {})
         return all(int(allocatable.get(name, 0)) > 0 for name in (self.shown.vcore, self.shown.vmemory))
 
+    def fail_card(self, request: Request) -> str:
+        """An Xid error where one is given, else a loss."""
+        index, reason = _whole_number(request, "card"), str(request.get("lost") or LOST_REASON)
+        if request.get("xid") is None:
+            self.faults.lose(index, reason)
+            done = f"card {index} is lost: {reason}"
+        else:
+            xid = _whole_number(request, "xid")
+            self.faults.report_xid(index, xid)
+            done = f"card {index} has reported Xid {xid}"
+        self.note_faults()
+        return done
+
+    def heal_card(self, index: int) -> str:
+        done = self.faults.heal(index)
+        self.note_faults()
+        if not done:
+            return f"nothing is wrong with card {index}"
+        return f"card {index} {done}; the agent takes it back once it has passed its probes"
+
+    def note_faults(self, told: Mapping[GpuUuid, str] = MappingProxyType({})) -> None:
+        """What the report says to be wrong with the cards: the faults that were made, else what the driver has `told`."""
+        made = self.faults.by_card()
+        found = {card.uuid: text for card in self.shown.cards if (text := made.get(card.index) or told.get(card.uuid))}
+        if found != self.shown.ailments:
+            self.shown.ailments.clear()
+            self.shown.ailments.update(found)
+            self.shown.node.signal.notify()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workbench:
+    """All nodes, which share one API server; the first of them speaks for it."""
+
+    nodes: tuple[NodeBench, ...]
+    extender: AgentProcess | None = None
+
+    @property
+    def api(self) -> EmbeddedApiServer:
+        return self.nodes[0].shown.node.api
+
+    def document(self) -> dict[str, Any]:
+        return report(*(one.shown for one in self.nodes))
+
+    def is_registered(self) -> bool:
+        return all(one.is_registered() for one in self.nodes)
+
     async def wait_registered(self) -> bool:
         """False after READY_TIMEOUT_S: pods are then created all the same, and stay Pending."""
         try:
-            return await self.shown.node.signal.wait_until(self.is_registered, READY_TIMEOUT_S)
+            return await self.api.signal.wait_until(self.is_registered, READY_TIMEOUT_S)
         except TimeoutError:
             return False
 
@@ -47,23 +102,44 @@ class Workbench:
         """In order; returns their names with namespace. Raises Conflict for a name in use."""
         created = []
         for manifest in manifests:
-            metadata = self.shown.node.api.create_pod(manifest.raw)["metadata"]
+            metadata = self.api.create_pod(manifest.raw)["metadata"]
             created.append(f"{metadata['namespace']}/{metadata['name']}")
         return created
 
     def is_settled(self) -> bool:
         """Every pod runs, has ended, or waits because nothing fits."""
-        for raw in self.shown.node.api.pods():
+        for raw in self.api.pods():
             phase = raw["status"]["phase"]
             is_waiting = phase == "Pending" and reason_and_message(raw)[0] != _UNSCHEDULABLE
             if is_waiting or phase not in ("Pending", "Running", "Succeeded", "Failed"):
                 return False
         return True
 
+    def has_waiting(self) -> bool:
+        """A pod for which there is no room anywhere, by the scheduler's word."""
+        return any(reason_and_message(raw)[0] == _UNSCHEDULABLE for raw in self.api.pods())
+
     def _delete(self, namespace: str, name: str) -> str:
         namespace, name = _split_name(namespace, name)
-        self.shown.node.api.delete_pod(namespace, name)
+        self.api.delete_pod(namespace, name)
         return f"pod {namespace}/{name} deleted"
+
+    def _node(self, request: Request) -> NodeBench:
+        """The one that is meant: it must be said where there are several. Raises Rejected."""
+        name, names = request.get("node"), ", ".join(one.name for one in self.nodes)
+        if name is None and len(self.nodes) == 1:
+            return self.nodes[0]
+        if name is None:
+            raise Rejected(f"this sandbox has several nodes: say which with --node ({names})")
+        found = next((one for one in self.nodes if one.name == name), None)
+        if found is None:
+            raise Rejected(f"there is no node {name!r:.40}: there are {names}")
+        return found
+
+    def _node_of_pod(self, namespace: str, name: str) -> NodeBench:
+        """Raises NotFound."""
+        node_name = self.api.pod(namespace, name)["spec"].get("nodeName")
+        return next((one for one in self.nodes if one.name == node_name), self.nodes[0])
 
     async def handle(self, request: Request, asker_pid: int) -> Answer:
         """A request from another terminal. Raises AgentError."""
@@ -76,15 +152,24 @@ class Workbench:
         if command == "exec":
             pod = _split_name(str(request.get("namespace")), str(request.get("pod")))
             container = request.get("container")
-            entered = enter_container(self.shown.node, *pod, None if container is None else str(container), asker_pid)
+            node = self._node_of_pod(*pod).shown.node
+            entered = enter_container(node, *pod, None if container is None else str(container), asker_pid)
             return {**_done([]), "notes": entered.notes, "env": entered.environment}
         if command == "restart-kubelet":
-            await self.shown.node.kubelet.restart()
+            await self._node(request).shown.node.kubelet.restart()
             return _done(["the kubelet has restarted; it lists and admits pods again in about a second"])
         if command == "kill-agent":
-            if not self.agent.kill():
+            if not self._node(request).agent.kill():
                 raise AgentError("no agent runs at the moment; it is being started")
             return _done(["the agent was killed; the sandbox starts it again"])
+        if command == "kill-extender":
+            if self.extender is None or not self.extender.kill():
+                raise AgentError("no extender runs: the sandbox was started without --extender, or it is being started")
+            return _done(["the extender was killed; the sandbox starts it again"])
+        if command == "fail-card":
+            return _done([self._node(request).fail_card(request)])
+        if command == "heal-card":
+            return _done([self._node(request).heal_card(_whole_number(request, "card"))])
         if command == "status":
             return {**_done([]), "document": self.document()}
         raise Rejected(f"unknown command {command!r}")
@@ -125,6 +210,13 @@ def _names(request: Request) -> list[str]:
     if not all(isinstance(name, str) for name in names):
         raise Rejected('the request cannot be read: "names" must hold texts')
     return names
+
+
+def _whole_number(request: Request, field: str) -> int:
+    given = request.get(field)
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise Rejected(f'the request cannot be read: "{field}" must be a whole number, not {given!r:.40}')
+    return given
 
 
 def _list(request: Request, field: str) -> list[Any]:

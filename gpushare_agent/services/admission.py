@@ -19,6 +19,7 @@ from gpushare_agent.decisions import admission as decide
 from gpushare_agent.decisions.admission import Plan
 from gpushare_agent.decisions.books import Books, Offer, Policy, free_ids
 from gpushare_agent.decisions.container_edits import EditPolicy, edits_for
+from gpushare_agent.decisions.explain import Explanation, explain
 from gpushare_agent.decisions.hints import gpushare_card, predicted_cards
 from gpushare_agent.decisions.identity import Call, Known, Served, reusing
 from gpushare_agent.decisions.isolation import ISOLATIONS
@@ -70,8 +71,14 @@ class PodsByUid(Protocol):
 class AdmissionObserver(Protocol):
     """Told of each outcome, synchronously; must not block."""
 
-    def allocated(self, served: Served, allocation: Allocation, kind: ResourceKind) -> None: ...
-    def refused(self, served: Served | None, kind: ResourceKind, refused: Refused) -> None: ...
+    def allocated(self, served: Served, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
+        """`why` is None where nothing was decided now: an init container's IDs are handed on, or a further resource of a
+        container comes to those that it has."""
+
+    def refused(self, served: Served | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None: ...
+    def start_refused(self, served: Served | None, kind: ResourceKind, refused: Refused) -> None:
+        """A container that was admitted may not start."""
+
     def taken_ids_offered(self, kind: ResourceKind, count: int) -> None: ...
 
 
@@ -84,6 +91,7 @@ class _Pending:
     served: Served | None
     outcome: Plan | Refused
     planned_at: float
+    why: Explanation | None = None
 
 
 class Admission:
@@ -167,8 +175,8 @@ class Admission:
                 return repeated if repeated is not None else self._refuse(None, kind, _without_plan(kind, ids))
             if isinstance(pending.outcome, Refused) or pending.served is None:
                 outcome = pending.outcome if isinstance(pending.outcome, Refused) else _without_plan(kind, ids)
-                return self._refuse(pending.served, kind, outcome)
-            return self._book(pending.served, kind, ids, pending.outcome.cards)
+                return self._refuse(pending.served, kind, outcome, pending.why)
+            return self._book(pending.served, kind, ids, pending.outcome.cards, pending.why)
 
     async def pre_start(self, resource: str, ids: Sequence[str]) -> Refused | None:
         """Check that the container about to start holds these IDs, and prepare what its isolation needs on the host.
@@ -179,7 +187,11 @@ class Admission:
         wanted = frozenset(DeviceId(device) for device in ids)
         kind = self._kind(resource)
         refused = await self._take_over(kind, wanted) if not self._holders_of(kind, wanted) else None
-        return refused if refused is not None else await self._prepare(self._holders_of(kind, wanted))
+        if refused is None:
+            refused = await self._prepare(self._holders_of(kind, wanted))
+        if refused is not None:
+            self._observer.start_refused(self._served_by(self._holders_of(kind, wanted)), kind, refused)
+        return refused
 
     async def _take_over(self, kind: ResourceKind, wanted: frozenset[DeviceId]) -> Refused | None:
         """Put what the kubelet's checkpoint says of these IDs into the cache."""
@@ -221,8 +233,11 @@ class Admission:
         outcome: Plan | Refused = decide.plan(served, offer, free, books, self._policy, hint)
         if isinstance(outcome, Plan):
             outcome = self._obstacle(served, outcome, books) or outcome
+        why = explain(served, offer, free, books, self._policy, hint, outcome)
         self._expect(
-            _Pending(kind=offer.kind, size=offer.size, served=served, outcome=outcome, planned_at=self._clock())
+            _Pending(
+                kind=offer.kind, size=offer.size, served=served, outcome=outcome, planned_at=self._clock(), why=why
+            )
         )
         return outcome
 
@@ -274,7 +289,12 @@ class Admission:
         return matches[-1] if matches else None
 
     def _book(
-        self, served: Served, kind: ResourceKind, ids: Sequence[str], planned: tuple[GpuUuid, ...]
+        self,
+        served: Served,
+        kind: ResourceKind,
+        ids: Sequence[str],
+        planned: tuple[GpuUuid, ...],
+        why: Explanation | None = None,
     ) -> ContainerEdits | Refused:
         _name_in_log(served)
         pod = self._pods.get(served.pod.uid)
@@ -283,10 +303,10 @@ class Admission:
         books = self._books(served)
         cards = decide.check(served, kind, ids, books, self._policy, planned)
         if isinstance(cards, Refused):
-            return self._refuse(served, kind, cards)
+            return self._refuse(served, kind, cards, why)
         edits = self._edits(served, [books.inventory.by_uuid()[card] for card in cards])
         if isinstance(edits, Refused):
-            return self._refuse(served, kind, edits)
+            return self._refuse(served, kind, edits, why)
         old = self._cache.get(served.key)
         own = frozenset(DeviceId(device) for device in ids)
         allocation = Allocation(
@@ -305,13 +325,15 @@ class Admission:
             self._current = served.pod.uid
             self._committed.clear()
         self._committed.append(served.key)
-        self._observer.allocated(served, allocation, kind)
+        self._observer.allocated(served, allocation, kind, why if old is None else None)
         return edits if kind.binds_card else ContainerEdits()
 
     def _edits(self, served: Served, cards: Sequence[Card]) -> ContainerEdits | Refused:
         return edits_for(served.pod, served.container, cards, self._edit_policy())
 
-    def _refuse(self, served: Served | None, kind: ResourceKind, refused: Refused) -> Refused:
+    def _refuse(
+        self, served: Served | None, kind: ResourceKind, refused: Refused, why: Explanation | None = None
+    ) -> Refused:
         """Undo what this admission has booked for the pod: the kubelet frees all of it without a word."""
         if served is not None:
             _name_in_log(served)
@@ -321,7 +343,7 @@ class Admission:
                 self._committed.clear()
             if not served.pod.has_started and self._pods.get(served.pod.uid) is not None:
                 self._refused_pods.add(served.pod.uid)
-        self._observer.refused(served, kind, refused)
+        self._observer.refused(served, kind, refused, why)
         return refused
 
     def _books(self, served: Served) -> Books:
@@ -360,6 +382,12 @@ class Admission:
             return []
         keys = self._cache.holders(kind).get(next(iter(ids)), frozenset())
         return sorted(key for key in keys if (held := self._cache.get(key)) is not None and held.ids(kind) == ids)
+
+    def _served_by(self, keys: Sequence[ContainerKey]) -> Served | None:
+        """The last of the containers: those before it handed their IDs on."""
+        pod = self._pods.get(keys[-1].pod_uid) if keys else None
+        container = pod.container(keys[-1].container) if pod is not None else None
+        return Served(pod=pod, container=container) if pod is not None and container is not None else None
 
     def _kind(self, resource: str) -> ResourceKind:
         kind = self._policy.names.kind(resource)

@@ -1,67 +1,66 @@
 """The agent's metrics: counted where things happen, read at /metrics.
 
-Methods are named for the event and never fail. What is a state (cards, containers) is not counted but read from a
-snapshot while Prometheus asks, so that no series outlives its pod. Usage series come with sampling: nothing here makes
-them up. The mutable state is the registry, one per instance. Names kept from gpu-manager: docs/formats.md, section 8.
+Methods are named for the event and never fail. What is a state (cards, containers and their use) is not counted but made
+from the node's snapshot (metrics_node.py), so that no series outlives its pod. Label sets that are known from the start
+begin at zero, or rate() would miss the first event. The mutable state is the registry, one per instance, and the page of
+the node. Names kept from gpu-manager: docs/formats.md, section 8.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from gpushare_agent import __version__
-from gpushare_agent.model.names import CORES_PER_CARD
+from gpushare_agent.model.errors import RefusalReason
+from gpushare_agent.services.metrics_text import NodePage, families_text
 
 RPC_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerView:
-    """A container that holds a share: what it asked for. `cards` are card indexes."""
-
-    namespace: str
-    pod: str
-    container: str
-    node: str
-    cores: int
-    memory_mib: int
-    cards: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CardView:
-    """A card and what of it is allocated."""
-
-    index: int
-    uuid: str
-    memory_mib: int
-    cores_allocated: int
-    memory_mib_allocated: int
-    is_healthy: bool
+SAMPLING_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+METHODS = ("Allocate", "GetPreferredAllocation", "PreStartContainer")
+IDENTIFIED_BY = ("listed", "fetched", "looked-again", "own-books")
+"""services/identification.py tells which."""
+_MAX_XID = 200
+"""NVIDIA's catalogue ends below it."""
+_MAX_WORDS = 64
+"""Label values that come from outside, each with a series for ever: further ones share the word `other`."""
+_WORD = re.compile(r"[a-z0-9_]{1,64}")
+_EOF = b"# EOF\n"
 
 
 class AgentMetrics:
-    """`registry` is what /metrics shows."""
+    """`registry` holds what is counted; `exposition` is the whole answer."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter that nobody reads
         registry = self.registry = CollectorRegistry()
+        self._page: NodePage | None = None
         ProcessCollector(registry=registry)
         build = Gauge(
             "gpushare_build_info", "Version of the agent and of Python.", ["version", "python"], registry=registry
         )
         build.labels(__version__, platform.python_version()).set(1)
-        self._admissions = Counter(
-            "gpushare_admissions",
-            "Allocate calls by how they ended.",
-            ["resource", "outcome", "reason"],
-            registry=registry,
+        self._count_calls(registry)
+        self._count_pods(registry)
+        self._count_cards(registry)
+
+    def _count_calls(self, registry: CollectorRegistry) -> None:
+        """The kubelet's calls and the containers'."""
+        self._admissions = _counter(
+            registry, "admissions", "Allocate calls by how they ended.", "resource", "outcome", "reason"
+        )
+        self._identifications = _counter(
+            registry,
+            "identifications",
+            "Containers that calls of the kubelet were found to be for, by how they were found.",
+            "method",
+            begin=[(method,) for method in IDENTIFIED_BY],
         )
         self._rpc_duration = Histogram(
             "gpushare_rpc_duration_seconds",
@@ -70,15 +69,25 @@ class AgentMetrics:
             buckets=RPC_BUCKETS_S,
             registry=registry,
         )
-        self._rpcs = Counter(
-            "gpushare_rpcs", "Calls of the kubelet by gRPC status.", ["resource", "method", "code"], registry=registry
-        )
+        self._rpcs = _counter(registry, "rpcs", "Calls of the kubelet by gRPC status.", "resource", "method", "code")
         self._vdevice_registrations = _counter(
-            registry, "vdevice_registrations", "RegisterVDevice calls of containers by gRPC status.", "code"
+            registry,
+            "vdevice_registrations",
+            "RegisterVDevice calls of containers by gRPC status.",
+            "code",
+            begin=[("OK",), ("PERMISSION_DENIED",), ("RESOURCE_EXHAUSTED",)],
         )
+        self._registered: set[str] = set()
         self._registrations = _counter(registry, "registrations", "Registrations with the kubelet.", "resource")
+        self._reregistrations = _counter(
+            registry, "reregistrations", "Registrations with the kubelet after the first one.", "resource"
+        )
         self._lists = _counter(
-            registry, "pod_resources_lists", "List calls to the kubelet's PodResources API.", "purpose"
+            registry,
+            "pod_resources_lists",
+            "List calls to the kubelet's PodResources API.",
+            "purpose",
+            begin=[("admission",), ("overlapped",), ("reconcile",), ("recovery",)],
         )
         self._taken_ids = _counter(
             registry,
@@ -87,20 +96,88 @@ class AgentMetrics:
             "resource",
         )
         self._corrections = _counter(
-            registry, "reconcile_corrections", "Differences between cache and kubelet that were put right.", "kind"
+            registry,
+            "reconcile_corrections",
+            "Differences between cache and kubelet that were put right.",
+            "kind",
+            begin=[("adopted",), ("changed",), ("ended",), ("unlisted",)],
         )
+
+    def _count_pods(self, registry: CollectorRegistry) -> None:
+        """The API server's pods."""
         self._pod_lists = _counter(registry, "pod_lists", "Lists of the node's pods from the API server.")
         self._pod_watches = _counter(
-            registry, "pod_watches_ended", "Watches of the node's pods, by why they ended.", "outcome"
+            registry,
+            "pod_watches_ended",
+            "Watches of the node's pods, by why they ended.",
+            "outcome",
+            begin=[("conflict",), ("corrupt",), ("ended",), ("notfound",), ("rejected",), ("unavailable",)],
         )
         self._unreadable = _counter(registry, "pods_unreadable", "Pods of the API server that could not be read.")
-        self._annotations = _counter(registry, "pod_annotations", "Patches of pod annotations by outcome.", "outcome")
-        self._events = _counter(registry, "pod_events", "Kubernetes Events on pods by outcome.", "outcome")
+        self._annotations = _counter(
+            registry,
+            "pod_annotations",
+            "Patches of pod annotations by outcome.",
+            "outcome",
+            begin=[("dropped",), ("gone",), ("patched",), ("refused",), ("unavailable",)],
+        )
+        self._events = _counter(
+            registry,
+            "pod_events",
+            "Kubernetes Events on pods by outcome.",
+            "outcome",
+            begin=[("dropped",), ("refused",), ("sent",)],
+        )
         self._deletions = _counter(registry, "rejected_pods_deleted", "Rejected pods deleted after their replacement.")
+
+    def _count_cards(self, registry: CollectorRegistry) -> None:
+        """The driver: events, errors, sampling."""
+        self._uuids: set[str] = set()
+        self._words: set[str] = set()
+        self._gpu_events = _counter(
+            registry, "gpu_events", "Events that the driver reported of a card.", "kind", "xid", "ignored"
+        )
+        self._health_changes = _counter(
+            registry, "card_health_changes", "Cards that fell ill or recovered.", "uuid", "to"
+        )
+        self._driver_errors = _counter(registry, "driver_errors", "Errors of the GPU driver by its own word.", "error")
+        self._sampling = Histogram(
+            "gpushare_sampling_duration_seconds",
+            "Time that a round of sampling took.",
+            buckets=SAMPLING_BUCKETS_S,
+            registry=registry,
+        )
+        self._sampling_failures = _counter(registry, "sampling_failures", "Rounds of sampling that failed.")
+        self._sampling_overruns = _counter(
+            registry, "sampling_overruns", "Rounds of sampling that took longer than their period."
+        )
+
+    def know_resources(self, resources: Iterable[str]) -> None:
+        """The resources that this node offers: their series begin at zero."""
+        for resource in resources:
+            self._admissions.labels(resource, "allocated", "")
+            for reason in RefusalReason:
+                self._admissions.labels(resource, "refused", reason.value)
+            for method in METHODS:
+                self._rpc_duration.labels(resource, method)
+                self._rpcs.labels(resource, method, "OK")
+            self._registrations.labels(resource)
+            self._reregistrations.labels(resource)
+            self._taken_ids.labels(resource)
+
+    def know_cards(self, uuids: Collection[str]) -> None:
+        """The node's cards: their series begin at zero."""
+        for uuid in uuids:
+            for to in ("healthy", "unhealthy"):
+                self._health_changes.labels(_bounded(uuid, self._uuids), to)
 
     def admission(self, resource: str, outcome: str, reason: str) -> None:
         """An Allocate ended; `reason` is empty unless it was refused."""
         self._admissions.labels(resource, outcome, reason).inc()
+
+    def identified(self, method: str) -> None:
+        """A container was found for a call of the kubelet; one of IDENTIFIED_BY."""
+        self._identifications.labels(method).inc()
 
     def rpc_finished(self, resource: str, method: str, code: str, duration_s: float) -> None:
         """`code` is the gRPC status name."""
@@ -109,6 +186,10 @@ class AgentMetrics:
 
     def registered(self, resource: str) -> None:
         self._registrations.labels(resource).inc()
+        again = self._reregistrations.labels(resource)
+        if resource in self._registered:
+            again.inc()
+        self._registered.add(resource)
 
     def pod_resources_listed(self, purpose: str) -> None:
         self._lists.labels(purpose).inc()
@@ -141,83 +222,91 @@ class AgentMetrics:
     def rejected_pod_deleted(self) -> None:
         self._deletions.inc()
 
-    def show_containers(self, snapshot: Callable[[], Sequence[ContainerView]]) -> None:
-        """Ask `snapshot` for the containers at each scrape. Call once."""
-        self.registry.register(_ContainerCollector(snapshot))
+    def gpu_event(self, kind: str, xid: int, is_ignored: bool) -> None:
+        """`kind` is GpuEventKind's word; `xid` counts where it is one."""
+        shown = "" if xid <= 0 else str(xid) if xid <= _MAX_XID else "other"
+        self._gpu_events.labels(str(kind), shown, "true" if is_ignored else "false").inc()
 
-    def show_cards(self, snapshot: Callable[[], Sequence[CardView]]) -> None:
-        """Ask `snapshot` for the cards at each scrape. Call once."""
-        self.registry.register(_CardCollector(snapshot))
+    def card_health_changed(self, uuid: str, healthy: bool) -> None:
+        self._health_changes.labels(_bounded(uuid, self._uuids), "healthy" if healthy else "unhealthy").inc()
+
+    def driver_error(self, word: str, count: int = 1) -> None:
+        """`word` is the driver's own for the error, in lower case: `gpu_is_lost`, `timeout`."""
+        shown = _bounded(word, self._words) if _WORD.fullmatch(word) else "other"
+        self._driver_errors.labels(shown).inc(count)
+
+    def sampled(self, duration_s: float) -> None:
+        """A round of sampling ended well."""
+        self._sampling.observe(duration_s)
+
+    def sampling_failed(self) -> None:
+        self._sampling_failures.inc()
+
+    def sampling_overran(self) -> None:
+        """A round took longer than its period."""
+        self._sampling_overruns.inc()
+
+    def show_node(self, page: NodePage) -> None:
+        """The cards and containers, made when they are asked for. Call once."""
+        self._page = page
 
     def show_pod_event_age(self, age_s: Callable[[], float | None]) -> None:
         """Ask `age_s` for the time since the API server was last heard; None before the first list. Call once."""
-        self.registry.register(_EventAgeCollector(age_s))
+        self.registry.register(
+            _StateCollector("gpushare_pod_event_age_seconds", "Time since the API server was last heard.", age_s)
+        )
+
+    def show_mps(self, is_serving: Callable[[], bool]) -> None:
+        """Ask whether the MPS control daemon serves. Call once, on nodes that use MPS."""
+        self.registry.register(
+            _StateCollector("gpushare_mps_serving", "1 while the MPS control daemon serves.", is_serving)
+        )
+
+    def exposition(self, accept: str) -> tuple[str, bytes]:
+        """Content type and text, in the format that an Accept header asks for: Prometheus' text or OpenMetrics."""
+        _, content_type = choose_encoder(accept)
+        is_openmetrics = content_type.startswith("application/openmetrics-text")
+        counted = families_text(self.registry.collect(), is_openmetrics=is_openmetrics)
+        node = self._page.text(is_openmetrics=is_openmetrics) if self._page is not None else b""
+        return content_type, counted + node + (_EOF if is_openmetrics else b"")
 
 
-def _counter(registry: CollectorRegistry, name: str, documentation: str, *labels: str) -> Counter:
-    return Counter(f"gpushare_{name}", documentation, labels, registry=registry)
+def _counter(
+    registry: CollectorRegistry,
+    name: str,
+    documentation: str,
+    *labels: str,
+    begin: Iterable[tuple[str, ...]] = (),
+) -> Counter:
+    """`begin` are the label values that are known from the start."""
+    counter = Counter(f"gpushare_{name}", documentation, labels, registry=registry)
+    for values in begin:
+        counter.labels(*values)
+    return counter
 
 
-class _ContainerCollector(Collector):
-    """gpu-manager's two series of requests, one row a container, sorted."""
+def _bounded(value: str, known: set[str]) -> str:
+    if value not in known:
+        if len(known) >= _MAX_WORDS:
+            return "other"
+        known.add(value)
+    return value
 
-    def __init__(self, snapshot: Callable[[], Sequence[ContainerView]]) -> None:
-        self._snapshot = snapshot
+
+class _StateCollector(Collector):
+    """One gauge without labels, asked for at each scrape; no sample for None."""
+
+    def __init__(self, name: str, documentation: str, read: Callable[[], float | None]) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._read = read
 
     def describe(self) -> list[Metric]:
         return []  # otherwise the registry would collect while registering
 
     def collect(self) -> Iterator[Metric]:
-        names = ["pod_name", "namespace", "node", "container_name"]
-        cards = GaugeMetricFamily(
-            "container_request_gpu_utilization", "Requested share of GPUs, in cards.", labels=[*names, "req_of_gpu"]
-        )
-        memory = GaugeMetricFamily(
-            "container_request_gpu_memory", "Requested GPU memory, in MiB.", labels=[*names, "req_of_gpu_memory"]
-        )
-        for view in sorted(self._snapshot(), key=lambda view: (view.namespace, view.pod, view.container)):
-            labels = [view.pod, view.namespace, view.node, view.container, "total"]
-            cards.add_metric(labels, view.cores / CORES_PER_CARD)
-            memory.add_metric(labels, view.memory_mib)
-        yield cards
-        yield memory
-
-
-class _CardCollector(Collector):
-    def __init__(self, snapshot: Callable[[], Sequence[CardView]]) -> None:
-        self._snapshot = snapshot
-
-    def describe(self) -> list[Metric]:
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        views = sorted(self._snapshot(), key=lambda view: view.index)
-        for name, documentation, value in _CARD_SERIES:
-            family = GaugeMetricFamily(f"gpushare_card_{name}", documentation, labels=["card", "uuid"])
-            for view in views:
-                family.add_metric([str(view.index), view.uuid], value(view))
-            yield family
-
-
-_CARD_SERIES: tuple[tuple[str, str, Callable[[CardView], float]], ...] = (
-    ("cores_capacity", "Compute of the card, in 1/100.", lambda view: CORES_PER_CARD),
-    ("cores_allocated", "Allocated compute of the card, in 1/100.", lambda view: view.cores_allocated),
-    ("memory_capacity_mib", "Memory of the card.", lambda view: view.memory_mib),
-    ("memory_allocated_mib", "Allocated memory of the card.", lambda view: view.memory_mib_allocated),
-    ("healthy", "1 while the card is healthy.", lambda view: float(view.is_healthy)),
-)
-
-
-class _EventAgeCollector(Collector):
-    def __init__(self, age_s: Callable[[], float | None]) -> None:
-        self._age_s = age_s
-
-    def describe(self) -> list[Metric]:
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        age_s = self._age_s()
-        family = GaugeMetricFamily("gpushare_pod_event_age_seconds", "Time since the API server was last heard.")
-        if age_s is not None:
-            family.add_metric([], age_s)
+        value = self._read()
+        family = GaugeMetricFamily(self._name, self._documentation)
+        if value is not None:
+            family.add_metric([], float(value))
         yield family

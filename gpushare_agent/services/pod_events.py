@@ -1,43 +1,48 @@
 """Tells a pod's owner why it got no card: a Kubernetes Event on the pod.
 
 Never in the admission path: `refused` only notes the event, `run` sends it. Events are a courtesy: bounded in number and
-rate (a ReplicaSet's rejected pods come ten a second), and dropped rather than kept for long. The mutable state is the
-queue and what was told of late. Format: Kubernetes core/v1 Event.
+rate (a ReplicaSet's rejected pods come ten a second), and dropped rather than kept for long. The queue is event_queue.py.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, NoReturn, Protocol
 
 import structlog
 
-from gpushare_agent.adapters.kube.slot import ApiSlot
 from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.model.errors import AgentError, Refused, Unavailable
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.pods import Pod
+from gpushare_agent.services.event_queue import (
+    BURST,
+    COMPONENT,
+    MAX_MESSAGE_CHARS,
+    QUEUE_LIMIT,
+    REPEAT_AFTER_S,
+    TRIES,
+    CreatesEvents,
+    EventQueue,
+    raw_event,
+)
+
+__all__ = [
+    "BURST",
+    "COMPONENT",
+    "MAX_MESSAGE_CHARS",
+    "QUEUE_LIMIT",
+    "REPEAT_AFTER_S",
+    "TRIES",
+    "PodEvents",
+    "warning_event",
+]
 
 log = structlog.get_logger(__name__)
 
-MAX_MESSAGE_CHARS = 1024
-"""The API server refuses a longer Event message."""
-QUEUE_LIMIT = 256
-TOLD_LIMIT = 4096
 _TEXT_KEPT = 256
-"""Of a text, to know it again: with TOLD_LIMIT this bounds the memory."""
-REPEAT_AFTER_S = 600.0
-BURST = 25
-TRIES = 6
-COMPONENT = "gpushare-agent"
-
-
-class CreatesEvents(Protocol):
-    async def create_event(self, raw: dict[str, Any]) -> None: ...
+"""Of a text, to know it again: with the queue's TOLD_LIMIT this bounds the memory."""
 
 
 class CountsEvents(Protocol):
@@ -45,10 +50,7 @@ class CountsEvents(Protocol):
 
 
 class PodEvents:
-    """`refused` at any time, also before the API server can be reached; `run` once.
-
-    After BURST events in a row the rest follow `interval_s` apart.
-    """
+    """`refused` at any time, also before the API server can be reached; `run` once."""
 
     def __init__(
         self,
@@ -61,18 +63,12 @@ class PodEvents:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._node_name = node_name
-        self._api: ApiSlot[CreatesEvents] = ApiSlot(api)
-        self._metrics = metrics
-        self._interval_s = interval_s
-        self._backoff = backoff or Backoff(base_s=0.5, cap_s=10.0)
-        self._clock = clock
-        self._queue: deque[dict[str, Any]] = deque()
-        self._told: OrderedDict[tuple[PodUid, str, str], float] = OrderedDict()
-        self._is_wanted = asyncio.Event()
+        count = metrics.pod_event if metrics is not None else None
+        self._queue = EventQueue(api=api, count=count, interval_s=interval_s, backoff=backoff, clock=clock)
 
     def attach(self, api: CreatesEvents) -> None:
         """The API server's client, once it is open."""
-        self._api.put(api)
+        self._queue.attach(api)
 
     def refused(self, pod: Pod, refused: Refused) -> None:
         """Note a Warning on the pod, once in ten minutes per pod and reason."""
@@ -84,88 +80,33 @@ class PodEvents:
         if self._note(pod, reason, detail, text=detail[:_TEXT_KEPT]):
             log.warning("pod_warned", pod=f"{pod.namespace}/{pod.name}", reason=reason, detail=detail)
 
-    def _note(self, pod: Pod, reason: str, detail: str, *, text: str) -> bool:
-        """Is it news? `text` tells apart what is told for the same reason."""
-        now, key = self._clock(), (pod.uid, reason, text)
-        told_at = self._told.get(key)
-        if told_at is not None and now - told_at < REPEAT_AFTER_S:
-            return False
-        if len(self._queue) >= QUEUE_LIMIT:
-            self._count("dropped")
-            return False
-        self._told[key] = now
-        self._told.move_to_end(key)
-        while len(self._told) > TOLD_LIMIT:
-            self._told.popitem(last=False)
-        self._queue.append(warning_event(pod, reason, detail, node_name=self._node_name, now=datetime.now(UTC)))
-        self._is_wanted.set()
-        return True
-
     async def run(self) -> NoReturn:
         """Send the noted events, in order, until cancelled."""
-        api = await self._api.get()
-        credit, spent_at = float(BURST), self._clock()
-        while True:
-            while not self._queue:
-                self._is_wanted.clear()
-                await self._is_wanted.wait()
-            credit = min(BURST, credit + (self._clock() - spent_at) / self._interval_s)
-            if credit < 1:
-                await asyncio.sleep((1 - credit) * self._interval_s)
-                credit = 1.0
-            credit, spent_at = credit - 1, self._clock()
-            await self._send(api, self._queue.popleft())
+        await self._queue.run()
 
-    async def _send(self, api: CreatesEvents, raw_event: dict[str, Any]) -> None:
-        pod = f"{raw_event['metadata']['namespace']}/{raw_event['involvedObject']['name']}"
-        for tried in range(1, TRIES + 1):
-            try:
-                await api.create_event(raw_event)
-            except Unavailable as e:
-                if tried == TRIES:
-                    self._count("dropped")
-                    log.warning("pod_event_dropped", pod=pod, error=str(e))
-                    return
-                await asyncio.sleep(self._backoff.delay_s(tried))
-            except AgentError as e:
-                # A vanished namespace, or a missing permission: the refusal itself is in the log and in the pod's status.
-                self._count("refused")
-                log.warning("pod_event_refused", pod=pod, error=str(e))
-                return
-            else:
-                self._count("sent")
-                return
-
-    def _count(self, outcome: str) -> None:
-        if self._metrics is not None:
-            self._metrics.pod_event(outcome)
+    def _note(self, pod: Pod, reason: str, detail: str, *, text: str) -> bool:
+        """Is it news? `text` tells apart what is told for the same reason."""
+        return self._queue.note(
+            (pod.uid, reason, text),
+            lambda: warning_event(pod, reason, detail, node_name=self._node_name, now=datetime.now(UTC)),
+        )
 
 
 def warning_event(pod: Pod, reason: str, detail: str, *, node_name: str, now: datetime) -> dict[str, Any]:
-    """A core/v1 Event; its name is unique by time, as kubectl and the kubelet make theirs."""
-    at = now.strftime("%Y-%m-%dT%H:%M:%SZ")
-    return {
+    involved = {
         "apiVersion": "v1",
-        "kind": "Event",
-        "metadata": {
-            "name": f"{pod.name[:230].rstrip('-.')}.{int(now.timestamp() * 1e6):x}",
-            "namespace": pod.namespace,
-        },
-        "involvedObject": {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "namespace": pod.namespace,
-            "name": pod.name,
-            "uid": pod.uid,
-            "resourceVersion": pod.resource_version,
-        },
-        "reason": reason,
-        "message": detail if len(detail) <= MAX_MESSAGE_CHARS else detail[: MAX_MESSAGE_CHARS - 1] + "…",
-        "type": "Warning",
-        "source": {"component": COMPONENT, "host": node_name},
-        "reportingComponent": COMPONENT,
-        "reportingInstance": node_name[:128],
-        "firstTimestamp": at,
-        "lastTimestamp": at,
-        "count": 1,
+        "kind": "Pod",
+        "namespace": pod.namespace,
+        "name": pod.name,
+        "uid": pod.uid,
+        "resourceVersion": pod.resource_version,
     }
+    return raw_event(
+        involved,
+        namespace=pod.namespace,
+        type_="Warning",
+        reason=reason,
+        message=detail,
+        node_name=node_name,
+        now=now,
+    )

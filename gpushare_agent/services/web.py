@@ -1,6 +1,7 @@
-"""The agent's HTTP endpoints: metrics, health, readiness, version.
+"""The agent's HTTP server: metrics, health, readiness, version, the dashboard, and the routes that others bring.
 
-Reads only; whoever reaches the address may read. aiohttp is imported in a thread once `run` begins, for it takes 190 ms
+Reads only; whoever reaches the address may read. Which name the reader used for it (the Host header) is not looked at:
+the address is meant to be reached by many names. aiohttp is imported in a thread once `run` begins, for it takes 190 ms
 that the registration with the kubelet should not wait for. Paths kept from gpu-manager: docs/formats.md, section 8.
 The state is the listening sockets.
 """
@@ -21,6 +22,8 @@ import structlog
 from gpushare_agent import __version__
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.services.metrics import AgentMetrics
+from gpushare_agent.services.web_answers import accepts_html, add_security_headers
+from gpushare_agent.services.web_page import PREFIX, WebPage
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -37,7 +40,8 @@ SHUTDOWN_TIMEOUT_S = 0.5
 
 
 class WebServer:
-    """`routes` are further paths for GET. `ready` returns why the agent is not ready, nothing when it is."""
+    """`routes` are further paths for GET. `ready` returns why the agent is not ready, nothing when it is. `on_stop` is
+    called before the connections are closed, to end answers that have no end of their own."""
 
     def __init__(
         self,
@@ -47,12 +51,15 @@ class WebServer:
         metrics: AgentMetrics,
         ready: Callable[[], Sequence[str]],
         routes: Sequence[Route] = (),
+        on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self._addr = addr
         self._port = port
         self._metrics = metrics
         self._ready = ready
         self._extra_routes = tuple(routes)
+        self._on_stop = on_stop
+        self._page = WebPage()
         self._is_listening = asyncio.Event()
         self._listeners: list[socket.socket] = []
         self.bound_port = 0
@@ -82,7 +89,7 @@ class WebServer:
         Raises:
             StartupError: the address cannot be listened on.
         """
-        await asyncio.to_thread(_import_library)
+        await asyncio.to_thread(self._load)
         async with self._serving():
             await asyncio.Event().wait()
         raise AssertionError("unreachable: nobody sets that event")
@@ -92,6 +99,7 @@ class WebServer:
         from aiohttp import web
 
         app = web.Application()
+        app.on_response_prepare.append(add_security_headers)
         for path, handler in self._routes():
             app.router.add_get(path, handler)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
@@ -106,6 +114,7 @@ class WebServer:
             yield
         finally:
             self._is_listening.clear()
+            self._on_stop()
             await runner.cleanup()
 
     async def _listen(self) -> list[socket.socket]:
@@ -136,9 +145,9 @@ class WebServer:
         return listeners
 
     def _routes(self) -> list[Route]:
-        from prometheus_client.aiohttp import make_aiohttp_handler
+        from gpushare_agent.services.metrics_web import metrics_handler
 
-        show_metrics: Handler = make_aiohttp_handler(self._metrics.registry)
+        show_metrics: Handler = metrics_handler(self._metrics)
         own: list[Route] = [
             ("/", self._show_index),
             ("/healthz", self._show_health),
@@ -146,15 +155,20 @@ class WebServer:
             ("/version", self._show_version),
             ("/metrics", show_metrics),
             ("/metric", show_metrics),
+            *self._page.routes(),
         ]
         taken = {path for path, _ in self._extra_routes}
         return [*(route for route in own if route[0] not in taken), *self._extra_routes]
 
-    async def _show_index(self, _request: web.Request) -> web.Response:
+    async def _show_index(self, request: web.Request) -> web.Response:
+        """The dashboard for a browser, the list of paths for everything else."""
         from aiohttp import web
 
-        paths = "".join(f"  {path}\n" for path, _ in sorted(self._routes(), key=lambda route: route[0]))
-        return web.Response(text=f"gpushare-agent {__version__}\n\n{paths}")
+        if accepts_html(request):
+            return self._page.index(request)
+        listed = sorted(path for path, _ in self._routes() if not path.startswith(PREFIX))
+        paths = "".join(f"  {path}\n" for path in listed)
+        return web.Response(text=f"gpushare-agent {__version__}\n\n{paths}", headers={"Vary": "Accept"})
 
     async def _show_health(self, _request: web.Request) -> web.Response:
         from aiohttp import web
@@ -174,10 +188,13 @@ class WebServer:
 
         return web.Response(text=json.dumps({"version": __version__}) + "\n", content_type="application/json")
 
+    def _load(self) -> None:
+        self._page.load()
+        _import_library()
+
 
 def _import_library() -> None:
     importlib.import_module("aiohttp.web")
-    importlib.import_module("prometheus_client.aiohttp")
 
 
 def _bind(family: int, address: tuple[object, ...]) -> socket.socket:

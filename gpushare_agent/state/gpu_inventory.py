@@ -1,59 +1,160 @@
-"""The cards as last read from the driver, and what became of those that vanished. Changed only by services/gpu_watch.py.
+"""The cards as they are offered: what the driver showed last, and what is known against each. Changed only by
+services/gpu_watch.py, and by the start of the agent.
 
 A card that the driver no longer shows stays, Unhealthy with the reason: its device IDs are known to the kubelet and may
-be held by containers.
+be held by containers. The mutable state is the last look, the health of each card, and the two joined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from gpushare_agent.decisions.health import (
+    EventMeaning,
+    HealthPolicy,
+    after_driver_lost,
+    after_event,
+    after_look,
+    cordoned,
+    meaning_of,
+    next_probe_at,
+    offered,
+    uncordoned,
+    waiting,
+)
+from gpushare_agent.model.card_health import NOTHING_KEPT, CardHealth, HealthState, KeptHealth
+from gpushare_agent.model.gpu_events import GpuEvent
 from gpushare_agent.model.gpus import GpuInventory, Health
+from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.topology_tree import build_topology
+
+NOT_SHOWN = "the driver does not show this card any more"
 
 
 class GpuInventoryState:
-    """Holds one inventory; `subscribe` is told after each change."""
+    """Holds one inventory; `subscribe` is told after each change, once for all cards that changed together."""
 
-    def __init__(self) -> None:
-        self._inventory = GpuInventory(cards=(), topology=build_topology((), ()))
+    def __init__(self, policy: HealthPolicy | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._policy = policy or HealthPolicy()
+        self._clock = clock
+        self._seen = GpuInventory(cards=(), topology=build_topology((), ()))
+        self._healths: dict[GpuUuid, CardHealth] = {}
+        self._offered = self._seen
+        self._kept = NOTHING_KEPT
         self._on_change: list[Callable[[GpuInventory], None]] = []
 
     @property
     def current(self) -> GpuInventory:
-        return self._inventory
+        """The cards with the health that they are offered with."""
+        return self._offered
+
+    @property
+    def healths(self) -> Mapping[GpuUuid, CardHealth]:
+        """Also of cards that were never seen since the start, where something is remembered of them."""
+        return self._healths
+
+    @property
+    def cordoned(self) -> dict[GpuUuid, str]:
+        """Cards that an operator took out of service, and why."""
+        return dict(self._kept.cordons)
+
+    @property
+    def kept(self) -> KeptHealth:
+        """What is to outlive the agent."""
+        return self._kept
+
+    @property
+    def policy(self) -> HealthPolicy:
+        return self._policy
+
+    def next_probe_at(self) -> float | None:
+        return next_probe_at((self._healths[card.uuid] for card in self._seen.cards), self._clock())
 
     def subscribe(self, callback: Callable[[GpuInventory], None]) -> None:
         self._on_change.append(callback)
 
+    def restore(self, kept: KeptHealth) -> None:
+        """Take over what an earlier agent remembered. Before the first `read`."""
+        self._healths = {uuid: waiting(cause) for uuid, cause in kept.waits.items()}
+        for uuid, reason in kept.cordons.items():
+            self._healths[uuid] = cordoned(self._healths.get(uuid, CardHealth()), reason)
+        self._publish()
+
     def read(self, found: GpuInventory) -> bool:
-        """Take over what the driver shows now; True where anything changed."""
-        known = found.by_uuid()
-        vanished = [card for card in self._inventory.cards if card.uuid not in known]
-        if vanished:
-            # Without the missing cards the rows of the topology would no longer be the cards' indexes.
-            shown = {card.uuid: card for card in found.cards}
-            cards = tuple(
-                replace(shown[card.uuid], index=card.index)
-                if card.uuid in shown
-                else replace(
-                    card, health=Health.UNHEALTHY, unhealthy_reason="the driver does not show this card any more"
-                )
-                for card in self._inventory.cards
-            )
-            found = replace(found, cards=cards, topology=self._inventory.topology)
-        return self._set(found)
+        """Take over what the driver shows now; True where anything changed that is offered or kept."""
+        now = self._clock()
+        self._seen = self._with_vanished(found)
+        for card in self._seen.cards:
+            before = self._healths.get(card.uuid, CardHealth())
+            self._healths[card.uuid] = after_look(before, card, self._policy, now)
+        return self._publish()
 
     def lost(self, reason: str) -> bool:
-        """The driver cannot be read at all: every card is Unhealthy until it can."""
-        cards = tuple(replace(card, health=Health.UNHEALTHY, unhealthy_reason=reason) for card in self._inventory.cards)
-        return self._set(replace(self._inventory, cards=cards))
+        """The driver cannot be read at all: every card is Unhealthy until it can, and has passed its probes."""
+        now = self._clock()
+        for card in self._seen.cards:
+            self._healths[card.uuid] = after_driver_lost(self._healths[card.uuid], reason, self._policy, now)
+        return self._publish()
 
-    def _set(self, inventory: GpuInventory) -> bool:
-        if inventory == self._inventory:
+    def note_events(self, events: Sequence[GpuEvent]) -> Counter[tuple[GpuEvent, EventMeaning]]:
+        """Hold against the cards what happened to them, all of it as one change; what each event was taken for."""
+        now, known = self._clock(), {card.uuid for card in self._seen.cards}
+        noted: Counter[tuple[GpuEvent, EventMeaning]] = Counter()
+        for event in events:
+            meaning = meaning_of(event, known, self._policy)
+            noted[event, meaning] += 1
+            if event.uuid is not None and meaning in (EventMeaning.ILL, EventMeaning.NEEDS_RESET):
+                self._healths[event.uuid] = after_event(
+                    self._healths[event.uuid],
+                    event,
+                    needs_reset=meaning is EventMeaning.NEEDS_RESET,
+                    policy=self._policy,
+                    now=now,
+                )
+        self._publish()
+        return noted
+
+    def cordon(self, uuid: GpuUuid, reason: str) -> bool:
+        """Take a card out of service; False where it was, for the same reason. Raises KeyError for an unknown card."""
+        self._healths[uuid] = cordoned(self._healths[uuid], reason)
+        return self._publish()
+
+    def uncordon(self, uuid: GpuUuid) -> bool:
+        """Put it back and end a wait for a reset; False where there was neither. Raises KeyError for an unknown card."""
+        self._healths[uuid] = uncordoned(self._healths[uuid], self._policy, self._clock())
+        return self._publish()
+
+    def _with_vanished(self, found: GpuInventory) -> GpuInventory:
+        known = found.by_uuid()
+        if all(card.uuid in known for card in self._seen.cards):
+            return found
+        # Without the missing cards the rows of the topology would no longer be the cards' indexes.
+        cards = tuple(
+            replace(known[card.uuid], index=card.index)
+            if card.uuid in known
+            else replace(card, health=Health.UNHEALTHY, unhealthy_reason=NOT_SHOWN)
+            for card in self._seen.cards
+        )
+        return replace(found, cards=cards, topology=self._seen.topology)
+
+    def _publish(self) -> bool:
+        cards = tuple(offered(card, self._healths[card.uuid], self._policy) for card in self._seen.cards)
+        inventory, kept = replace(self._seen, cards=cards), kept_of(self._healths)
+        if inventory == self._offered and kept == self._kept:
             return False
-        self._inventory = inventory
+        self._offered, self._kept = inventory, kept
         for callback in self._on_change:
             callback(inventory)
         return True
+
+
+def kept_of(healths: Mapping[GpuUuid, CardHealth]) -> KeptHealth:
+    return KeptHealth(
+        cordons={uuid: health.cordon for uuid, health in sorted(healths.items()) if health.cordon is not None},
+        waits={
+            uuid: health.cause for uuid, health in sorted(healths.items()) if health.state is HealthState.NEEDS_RESET
+        },
+    )

@@ -132,7 +132,7 @@ async def test_no_server_is_unavailable() -> None:
 async def test_a_list_without_its_parts_is_corrupt(body: dict[str, Any]) -> None:
     """No list of items, or no version to watch from, is no PodList."""
     async with fake_api(lists=[answers(200, body)]) as server, opened(server.url) as api:
-        with pytest.raises(Corrupt, match="no PodList"):
+        with pytest.raises(Corrupt, match="no list with"):
             await api.list_pods(NODE, whole)
 
 
@@ -439,6 +439,56 @@ def test_importing_the_client_does_not_import_the_library() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def listing(names: list[str], token: str = "") -> Behaviour:
+    items = [{"metadata": {"name": name}} for name in names]
+    return answers(200, {"kind": "List", "items": items, "metadata": {"resourceVersion": "7", "continue": token}})
+
+
+async def test_nodes_are_listed_in_pages() -> None:
+    """A cluster's list may be long: each page is read and let go before the next is asked for."""
+    script = [listing(["a", "b"], "more"), listing(["c"])]
+    async with fake_api(others=script) as server, opened(server.url) as api:
+        names = await api.list_nodes(lambda raw: raw["metadata"]["name"] if raw["metadata"]["name"] != "b" else None)
+    assert names == ["a", "c"]
+    assert [(seen.path, seen.query) for seen in server.requests] == [
+        ("/api/v1/nodes", {"limit": "500"}),
+        ("/api/v1/nodes", {"limit": "500", "continue": "more"}),
+    ]
+
+
+async def test_pods_are_listed_by_selectors_in_all_namespaces_or_one() -> None:
+    """Selectors that are empty are not sent."""
+    async with fake_api(lists=[listing(["a"])], others=[listing(["b"])]) as server, opened(server.url) as api:
+        assert await api.list_all_pods(whole, fields="status.phase!=Failed") == [{"metadata": {"name": "a"}}]
+        assert await api.list_all_pods(whole, namespace="ns", labels="a=b") == [{"metadata": {"name": "b"}}]
+    assert [(seen.path, seen.query) for seen in server.requests] == [
+        ("/api/v1/pods", {"fieldSelector": "status.phase!=Failed", "limit": "500"}),
+        ("/api/v1/namespaces/ns/pods", {"labelSelector": "a=b", "limit": "500"}),
+    ]
+
+
+async def test_a_pods_http_server_is_read_through_the_api_server() -> None:
+    """The path names the pod's port; the query is passed on."""
+    async with fake_api(others=[answers(200, {"x": 1})]) as server, opened(server.url) as api:
+        assert await api.get_through_pod("ns", "agent-1", 5678, "/api/v1/node", {"b": "2", "a": "1"}) == {"x": 1}
+        with pytest.raises(Rejected, match="no object's name"):
+            await api.get_through_pod("ns", "..", 5678, "/api/v1/node", {})
+    (seen,) = server.requests
+    assert seen.path == "/api/v1/namespaces/ns/pods/http:agent-1:5678/proxy/api/v1/node"
+    assert list(seen.query.items()) == [("a", "1"), ("b", "2")]
+
+
+async def test_the_cure_for_a_missing_right_is_the_callers(tmp_path: Path) -> None:
+    """A person's commands do not run with the agent's service account."""
+    async with fake_api(others=[answers(403, raw_status(403))]) as server, opened(server.url) as api:
+        kubeconfig = write_kubeconfig(tmp_path, server.url, {"token": "secret"})
+        async with open_kube_api(kubeconfig=kubeconfig, cure="ask your administrator") as own:
+            with pytest.raises(Rejected, match=r"told to; ask your administrator$"):
+                await own.list_nodes(whole)
+        with pytest.raises(Rejected, match="service account"):
+            await api.list_nodes(whole)
+
+
 async def test_the_client_and_the_embedded_api_server_agree() -> None:
     """Every call works against the embedded API server, with its conflicts and absences."""
     async with EmbeddedApiServer() as server, opened(server.url, user={"token": server.token}) as api:
@@ -447,6 +497,9 @@ async def test_the_client_and_the_embedded_api_server_agree() -> None:
         raw_pods, version = await api.list_pods(NODE, whole)
         assert [pod["metadata"]["uid"] for pod in raw_pods] == [uid]
         assert (await api.list_pods("other", whole))[0] == []
+        assert [pod["metadata"]["uid"] for pod in await api.list_all_pods(whole, namespace="default")] == [uid]
+        assert await api.list_all_pods(whole, fields="status.phase!=Pending") == []
+        assert await api.list_nodes(whole) == []
         await api.patch_pod_annotations("default", "p", uid, {"a": "1"})
         assert (await api.get_pod("default", "p", timeout_s=5))["metadata"]["annotations"] == {"a": "1"}
         await _conflicts(lambda: api.patch_pod_annotations("default", "p", PodUid("other"), {"a": "2"}))

@@ -26,6 +26,9 @@ from tests.support_agent import (
 )
 from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod, wait_phase
 
+ONE_LOOK = ("--health.recovery-probes=1", "--health.recovery-period-s=0.05")
+"""A card is back at the first look that finds it well; tests/agent/test_health_node.py has more of the way back."""
+
 
 def _faults(node: EmbeddedNode) -> str:
     return f"--simulated.faults={node.paths.state / 'faults.json'}"
@@ -58,7 +61,7 @@ async def test_a_lost_card_is_unhealthy_in_both_resources_and_new_pods_go_elsewh
     """Who runs on it stays and keeps its share; when the card is back, it is used again."""
     async with open_test_node() as node:
         faults = node.paths.state / "faults.json"
-        async with open_agent(node, "--simulated.cards=2", _faults(node)) as agent:
+        async with open_agent(node, "--simulated.cards=2", _faults(node), *ONE_LOOK) as agent:
             node.api.create_pod(pod("first", container(cores=30, blocks=10)))
             await wait_running(node, "first")
             lost, other = uuid_of(agent, 0), uuid_of(agent, 1)
@@ -83,7 +86,7 @@ async def test_with_all_cards_lost_pods_wait_and_running_ones_stay() -> None:
     """The whole driver gone: nothing can be allocated, nothing is taken away; back, the waiting pod runs."""
     async with open_test_node() as node:
         faults = node.paths.state / "faults.json"
-        async with open_agent(node, "--simulated.cards=2", _faults(node)) as agent:
+        async with open_agent(node, "--simulated.cards=2", _faults(node), *ONE_LOOK) as agent:
             node.api.create_pod(pod("first", container(cores=30, blocks=10)))
             await wait_running(node, "first")
             before = agent.held()
@@ -103,14 +106,14 @@ async def test_with_all_cards_lost_pods_wait_and_running_ones_stay() -> None:
 
 async def test_a_card_lost_between_preference_and_allocate_is_not_given() -> None:
     """The plan is made and the card fails: the pod is refused and told that it will be placed elsewhere."""
-    flags = ("--simulated.cards=2", "--health.check-period-s=3600")  # no look of its own finds the card well in between
+    # No look of its own finds the card well in between.
+    flags = ("--simulated.cards=2", "--health.check-period-s=3600", "--health.recovery-period-s=3600")
     async with open_test_node() as node, open_agent(node, *flags) as agent:
         Moments(node, "unlucky").at_next("GetPreferredAllocation answered", lambda: _lose_card(agent, 0))
         node.api.create_pod(pod("unlucky", container(cores=30, blocks=10)))
         message = await wait_settled(node, "unlucky")
         assert "NoHealthyCard" in message and "Create the pod again" in message
-        await agent.parts.gpu_watch.look()
-        await _wait_healthy(node, 2)
+        await _wait_healthy(node, 1)
         node.api.create_pod(pod("again", container(cores=30, blocks=10)))
         await wait_running(node, "again")
         await wait_books_equal(node, agent)

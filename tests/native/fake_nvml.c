@@ -1,25 +1,49 @@
 /* A stand-in for libnvidia-ml.so.1, as far as this project calls it.
  *
- * It holds no state of its own but "initialised": every call reads the script that FAKE_NVML_SCRIPT names, so a test
- * changes the machine by replacing that file. Lines of the script, in any order:
+ * Every call looks at the script that FAKE_NVML_SCRIPT names, so a test changes the machine by renaming another file to
+ * it (never by writing into it: the script is read again when its inode is another). Lines of the script, in any order:
  *
  *   init CODE                        nvmlInit answers CODE (default 0)
  *   driver CODE                      every call but init and shutdown answers CODE
- *   hang                             nvmlDeviceGetCount does not return while this line is there
+ *   hang                             nvmlDeviceGetCount and nvmlDeviceGetUtilizationRates do not return while it is there
  *   count N
  *   card I UUID MINOR BUS_ID MEMORY_MIB MIG NAME...
  *   handle_error I CODE              the card at index I has no handle
  *   error I CODE                     UUID can be read, everything else of the card answers CODE
+ *   uuid_error I CODE                the UUID cannot be read either
+ *   call_error FUNCTION I CODE       one function (as pynvml names it) answers CODE for that card
  *   ancestor I J LEVEL               default 50 (SYSTEM)
  *   nvlink I LINK REMOTE_TYPE BUS_ID an active link
- *   log PATH                         appends the name of each init and shutdown to PATH
+ *   value NAME I NUMBER [NUMBER]     what a card answers; NOT_SUPPORTED without. NAME is one of utilization (of the GPU,
+ *                                    of its memory), encoder, decoder, memory_used (with and without the reserved bytes),
+ *                                    temperature, power, power_limit, clock_1 (SM), clock_2 (memory), clock_reasons,
+ *                                    pcie_0 (sent), pcie_1 (received), remapped (pending, failed), capability
+ *   field I FIELD SCOPE CODE TYPE NUMBER
+ *   process LIST I PID BYTES         LIST is compute, graphics or mps; BYTES - is "not available"
+ *   grows LIST I N                   the first N readings of the list since this script was set find it too long; LIST is
+ *                                    also samples
+ *   sample I PID TIME_US SM MEMORY ENCODER DECODER
+ *   no_sample I CODE                 what is answered where no sample is new, default 6 (NOT_FOUND)
+ *   event_types I MASK               what the card can report, default 10 (Xid and double-bit ECC)
+ *   event NUMBER DEVICE TYPE DATA    delivered once, in the order of the numbers, if it was not there when the set was
+ *                                    made. DEVICE is an index, 32 + index for a handle that is not the card's usual one, or
+ *                                    -1 for none
+ *   wait CODE                        nvmlEventSetWait answers CODE when all events are delivered
+ *   log PATH                         appends init, shutdown, event_set and event_set_free to PATH as they are called
+ *   trace PATH                       appends each call for a card to PATH: function and index
+ *
+ * -DOLD_DRIVER leaves out the functions that older drivers do not have, -DNO_EVENTS those for events.
  */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
-enum { OK = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6 };
+enum {
+    OK = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, TIMEOUT = 10
+};
+enum { ALIASES = 32 };
 
 typedef struct { unsigned index; } device_t;
 typedef struct {
@@ -28,24 +52,60 @@ typedef struct {
     char busId[32];
 } pci_t;
 typedef struct { unsigned long long total, free, used; } memory_t;
+typedef struct { unsigned version; unsigned long long total, reserved, free, used; } memory_v2_t;
+typedef struct { unsigned gpu, memory; } utilization_t;
+typedef struct { unsigned version, sensor; int degrees; } temperature_t;
+typedef struct { unsigned pid; unsigned long long bytes; unsigned gpu_instance, compute_instance; } process_t;
+typedef struct { unsigned pid; unsigned long long time_us; unsigned sm, memory, encoder, decoder; } sample_t;
+typedef struct {
+    unsigned field, scope;
+    long long time, latency;
+    unsigned type;
+    int code;
+    union { double real; unsigned small; unsigned long long large; } value;
+} field_t;
+typedef struct {
+    device_t *device;
+    unsigned long long type, number;
+    unsigned gpu_instance, compute_instance;
+} event_t;
 typedef struct { unsigned minor, memory_mib, mig; char uuid[96], bus_id[32], name[96]; } card_t;
 
 static device_t devices[64];
 static int initialised;
+static FILE *script; /* kept open, so that no other file can get its inode */
+static char *text;
+static int readings; /* of growing lists, since this script was set */
+
+static void load_script(void)
+{
+    const char *path = getenv("FAKE_NVML_SCRIPT");
+    struct stat there, here;
+    if (stat(path, &there) != 0)
+        return;
+    if (script && fstat(fileno(script), &here) == 0 && here.st_ino == there.st_ino)
+        return;
+    FILE *fresh = fopen(path, "r");
+    if (script)
+        fclose(script);
+    script = fresh;
+    free(text);
+    text = calloc(1, (size_t)there.st_size + 1);
+    if (fread(text, 1, (size_t)there.st_size, script) == 0)
+        text[0] = 0;
+    readings = 0;
+}
 
 /* Calls `use` with each line that begins with `key`; stops at the first line that it accepts. */
 static int find(const char *key, int (*use)(const char *rest, void *wanted), void *wanted)
 {
-    char line[512], word[32];
-    int used, found = 0;
-    FILE *script = fopen(getenv("FAKE_NVML_SCRIPT"), "r");
-    if (!script)
-        return 0;
-    while (!found && fgets(line, sizeof line, script))
-        if (sscanf(line, "%31s%n", word, &used) == 1 && strcmp(word, key) == 0)
-            found = use(line + used, wanted);
-    fclose(script);
-    return found;
+    size_t length = strlen(key);
+    load_script();
+    for (const char *line = text; line && *line; line = strchr(line, '\n'), line += line != NULL)
+        if (strncmp(line, key, length) == 0 && (line[length] == ' ' || line[length] == '\n') &&
+            use(line + length, wanted))
+            return 1;
+    return 0;
 }
 
 static int take_int(const char *rest, void *wanted) { return sscanf(rest, "%d", (int *)wanted) == 1; }
@@ -93,12 +153,37 @@ static int take_link(const char *rest, void *wanted)
            link == wish->link;
 }
 
+struct value_wish { const char *name; unsigned index; unsigned long long numbers[2]; };
+static int take_value(const char *rest, void *wanted)
+{
+    struct value_wish *wish = wanted;
+    char name[32];
+    unsigned index;
+    unsigned long long numbers[2] = {0, 0};
+    if (sscanf(rest, "%31s %u %llu %llu", name, &index, &numbers[0], &numbers[1]) < 3)
+        return 0;
+    if (index != wish->index || strcmp(name, wish->name) != 0)
+        return 0;
+    memcpy(wish->numbers, numbers, sizeof numbers);
+    return 1;
+}
+
 static void note(const char *what)
 {
     char path[256];
     FILE *log;
     if (find("log", take_text, path) && (log = fopen(path, "a"))) {
         fprintf(log, "%s\n", what);
+        fclose(log);
+    }
+}
+
+static void trace(const char *function, const device_t *device)
+{
+    char path[256];
+    FILE *log;
+    if (find("trace", take_text, path) && (log = fopen(path, "a"))) {
+        fprintf(log, "%s %u\n", function, device->index);
         fclose(log);
     }
 }
@@ -138,6 +223,12 @@ static int get_link(device_t *device, unsigned link, struct link_wish *wish)
     return code != OK ? code : find("nvlink", take_link, wish) ? OK : NOT_SUPPORTED;
 }
 
+static void hang(void)
+{
+    while (find("hang", take_any, NULL))
+        usleep(5000);
+}
+
 int nvmlInitWithFlags(unsigned flags)
 {
     int code = OK;
@@ -161,8 +252,7 @@ const char *nvmlErrorString(int code) { (void)code; return "scripted error"; }
 
 int nvmlDeviceGetCount_v2(unsigned *count)
 {
-    while (find("hang", take_any, NULL))
-        usleep(5000);
+    hang();
     *count = 0;
     int code = driver_error();
     if (code == OK)
@@ -175,32 +265,34 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, device_t **device)
     int numbers[2] = {(int)index, OK}, code = driver_error();
     if (code == OK)
         find("handle_error", take_code, numbers);
-    devices[index % 64].index = index;
-    *device = &devices[index % 64];
+    devices[index % ALIASES].index = devices[ALIASES + index % ALIASES].index = index;
+    *device = &devices[index % ALIASES];
     return code != OK ? code : numbers[1];
 }
 
-int nvmlDeviceGetUUID(device_t *device, char *text, unsigned size)
+int nvmlDeviceGetUUID(device_t *device, char *answer, unsigned size)
 {
     struct card_wish wish = {.index = device->index};
-    int code = driver_error();
+    int numbers[2] = {(int)device->index, OK}, code = driver_error();
+    if (code == OK && find("uuid_error", take_code, numbers))
+        return numbers[1];
     if (code == OK && !find("card", take_card, &wish))
         return NOT_FOUND;
-    snprintf(text, size, "%s", wish.card.uuid);
+    snprintf(answer, size, "%s", wish.card.uuid);
     return code;
 }
 
-int nvmlDeviceGetName(device_t *device, char *text, unsigned size)
+int nvmlDeviceGetName(device_t *device, char *answer, unsigned size)
 {
     card_t card = {0};
     int code = get_card(device, &card);
-    snprintf(text, size, "%s", card.name);
+    snprintf(answer, size, "%s", card.name);
     return code;
 }
 
-int nvmlSystemGetDriverVersion(char *text, unsigned size)
+int nvmlSystemGetDriverVersion(char *answer, unsigned size)
 {
-    snprintf(text, size, "580.1.2");
+    snprintf(answer, size, "580.1.2");
     return driver_error();
 }
 
@@ -214,10 +306,13 @@ int nvmlDeviceGetMinorNumber(device_t *device, unsigned *minor)
 
 int nvmlDeviceGetMemoryInfo(device_t *device, memory_t *memory)
 {
+    struct value_wish used = {.name = "memory_used", .index = device->index};
     card_t card = {0};
     int code = get_card(device, &card);
-    memory->total = memory->free = card.memory_mib * 1024ULL * 1024ULL;
-    memory->used = 0;
+    find("value", take_value, &used);
+    memory->total = card.memory_mib * 1024ULL * 1024ULL;
+    memory->used = used.numbers[0];
+    memory->free = memory->total - memory->used;
     return code;
 }
 
@@ -268,3 +363,370 @@ int nvmlDeviceGetNvLinkRemoteDeviceType(device_t *device, unsigned link, unsigne
     *type = wish.type;
     return code;
 }
+
+/* What one card answers to one function. */
+
+struct call_wish { const char *function; unsigned index; int code; };
+static int take_call_error(const char *rest, void *wanted)
+{
+    struct call_wish *wish = wanted;
+    char function[64];
+    unsigned index;
+    return sscanf(rest, "%63s %u %d", function, &index, &wish->code) == 3 && index == wish->index &&
+           strcmp(function, wish->function) == 0;
+}
+
+static int call_error(const char *function, device_t *device)
+{
+    struct call_wish wish = {.function = function, .index = device->index};
+    int code = card_error(device);
+    trace(function, device);
+    return code != OK ? code : find("call_error", take_call_error, &wish) ? wish.code : OK;
+}
+
+static int get_value(const char *function, device_t *device, const char *name, unsigned long long numbers[2])
+{
+    struct value_wish wish = {.name = name, .index = device->index};
+    int code = call_error(function, device);
+    if (code == OK && !find("value", take_value, &wish))
+        code = NOT_SUPPORTED;
+    memcpy(numbers, wish.numbers, sizeof wish.numbers);
+    return code;
+}
+
+static int get_number(const char *function, device_t *device, const char *name, unsigned *number)
+{
+    unsigned long long numbers[2];
+    int code = get_value(function, device, name, numbers);
+    *number = (unsigned)numbers[0];
+    return code;
+}
+
+int nvmlDeviceGetUtilizationRates(device_t *device, utilization_t *rates)
+{
+    unsigned long long numbers[2];
+    hang();
+    int code = get_value(__func__, device, "utilization", numbers);
+    *rates = (utilization_t){(unsigned)numbers[0], (unsigned)numbers[1]};
+    return code;
+}
+
+int nvmlDeviceGetEncoderUtilization(device_t *device, unsigned *percent, unsigned *period_us)
+{
+    *period_us = 167000;
+    return get_number(__func__, device, "encoder", percent);
+}
+
+int nvmlDeviceGetDecoderUtilization(device_t *device, unsigned *percent, unsigned *period_us)
+{
+    *period_us = 167000;
+    return get_number(__func__, device, "decoder", percent);
+}
+
+int nvmlDeviceGetTemperature(device_t *device, unsigned sensor, unsigned *degrees)
+{
+    (void)sensor;
+    return get_number(__func__, device, "temperature", degrees);
+}
+
+int nvmlDeviceGetPowerUsage(device_t *device, unsigned *milliwatts)
+{
+    return get_number(__func__, device, "power", milliwatts);
+}
+
+int nvmlDeviceGetEnforcedPowerLimit(device_t *device, unsigned *milliwatts)
+{
+    return get_number(__func__, device, "power_limit", milliwatts);
+}
+
+int nvmlDeviceGetClockInfo(device_t *device, unsigned type, unsigned *mhz)
+{
+    return get_number(__func__, device, type == 1 ? "clock_1" : "clock_2", mhz);
+}
+
+int nvmlDeviceGetPcieThroughput(device_t *device, unsigned counter, unsigned *kilobytes)
+{
+    return get_number(__func__, device, counter == 0 ? "pcie_0" : "pcie_1", kilobytes);
+}
+
+int nvmlDeviceGetCurrentClocksThrottleReasons(device_t *device, unsigned long long *mask)
+{
+    unsigned long long numbers[2];
+    int code = get_value(__func__, device, "clock_reasons", numbers);
+    *mask = numbers[0];
+    return code;
+}
+
+int nvmlDeviceGetCudaComputeCapability(device_t *device, int *major, int *minor)
+{
+    unsigned long long numbers[2];
+    int code = get_value(__func__, device, "capability", numbers);
+    *major = (int)numbers[0];
+    *minor = (int)numbers[1];
+    return code;
+}
+
+/* Lists. */
+
+struct list_wish {
+    const char *name;
+    unsigned index, found, room;
+    process_t *processes;
+    sample_t *samples;
+    unsigned long long since_us;
+};
+
+static int take_process(const char *rest, void *wanted)
+{
+    struct list_wish *wish = wanted;
+    char name[32], bytes[32];
+    unsigned index, pid;
+    if (sscanf(rest, "%31s %u %u %31s", name, &index, &pid, bytes) != 4)
+        return 0;
+    if (index != wish->index || strcmp(name, wish->name) != 0)
+        return 0;
+    if (wish->found < wish->room) {
+        unsigned long long size = strcmp(bytes, "-") == 0 ? ~0ULL : strtoull(bytes, NULL, 10);
+        wish->processes[wish->found] = (process_t){.pid = pid, .bytes = size};
+    }
+    wish->found++;
+    return 0;
+}
+
+static int take_sample(const char *rest, void *wanted)
+{
+    struct list_wish *wish = wanted;
+    sample_t sample;
+    unsigned index;
+    if (sscanf(rest, "%u %u %llu %u %u %u %u", &index, &sample.pid, &sample.time_us, &sample.sm, &sample.memory,
+               &sample.encoder, &sample.decoder) != 7)
+        return 0;
+    if (index != wish->index || sample.time_us <= wish->since_us)
+        return 0;
+    if (wish->found < wish->room)
+        wish->samples[wish->found] = sample;
+    wish->found++;
+    return 0;
+}
+
+static int answer_list(struct list_wish *wish, unsigned *count)
+{
+    struct value_wish grows = {.name = wish->name, .index = wish->index};
+    int is_reading = wish->room > 0;
+    *count = wish->found;
+    if (is_reading && find("grows", take_value, &grows) && readings < (int)grows.numbers[0]) {
+        readings++;
+        return INSUFFICIENT_SIZE;
+    }
+    return wish->found > wish->room ? INSUFFICIENT_SIZE : OK;
+}
+
+static int get_processes(const char *function, device_t *device, const char *name, unsigned *count, process_t *list)
+{
+    struct list_wish wish = {.name = name, .index = device->index, .processes = list, .room = list ? *count : 0};
+    int code = call_error(function, device);
+    if (code != OK)
+        return code;
+    find("process", take_process, &wish);
+    return answer_list(&wish, count);
+}
+
+int nvmlDeviceGetProcessUtilization(device_t *device, sample_t *list, unsigned *count, unsigned long long since_us)
+{
+    struct list_wish wish = {
+        .name = "samples", .index = device->index, .samples = list, .room = list ? *count : 0, .since_us = since_us};
+    int numbers[2] = {(int)device->index, NOT_FOUND}, code = call_error(__func__, device);
+    if (code != OK)
+        return code;
+    find("sample", take_sample, &wish);
+    if (wish.found > 0)
+        return answer_list(&wish, count);
+    *count = 0;
+    find("no_sample", take_code, numbers);
+    return numbers[1];
+}
+
+#ifdef OLD_DRIVER
+
+int nvmlDeviceGetComputeRunningProcesses_v2(device_t *device, unsigned *count, process_t *list)
+{
+    return get_processes(__func__, device, "compute", count, list);
+}
+
+#else
+
+int nvmlDeviceGetComputeRunningProcesses_v3(device_t *device, unsigned *count, process_t *list)
+{
+    return get_processes(__func__, device, "compute", count, list);
+}
+
+int nvmlDeviceGetGraphicsRunningProcesses_v3(device_t *device, unsigned *count, process_t *list)
+{
+    return get_processes(__func__, device, "graphics", count, list);
+}
+
+int nvmlDeviceGetMPSComputeRunningProcesses_v3(device_t *device, unsigned *count, process_t *list)
+{
+    return get_processes(__func__, device, "mps", count, list);
+}
+
+int nvmlDeviceGetMemoryInfo_v2(device_t *device, memory_v2_t *memory)
+{
+    unsigned long long numbers[2];
+    card_t card = {0};
+    int code = get_value(__func__, device, "memory_used", numbers);
+    if (code == OK)
+        code = get_card(device, &card);
+    memory->total = card.memory_mib * 1024ULL * 1024ULL;
+    memory->used = numbers[1];
+    memory->reserved = numbers[0] - numbers[1];
+    memory->free = memory->total - numbers[0];
+    return code;
+}
+
+int nvmlDeviceGetTemperatureV(device_t *device, temperature_t *temperature)
+{
+    return get_number(__func__, device, "temperature", (unsigned *)&temperature->degrees);
+}
+
+int nvmlDeviceGetCurrentClocksEventReasons(device_t *device, unsigned long long *mask)
+{
+    unsigned long long numbers[2];
+    int code = get_value(__func__, device, "clock_reasons", numbers);
+    *mask = numbers[0];
+    return code;
+}
+
+int nvmlDeviceGetRemappedRows(device_t *device, unsigned *corrected, unsigned *uncorrected, unsigned *pending,
+                              unsigned *failure)
+{
+    unsigned long long numbers[2];
+    int code = get_value(__func__, device, "remapped", numbers);
+    *corrected = *uncorrected = 0;
+    *pending = (unsigned)numbers[0];
+    *failure = (unsigned)numbers[1];
+    return code;
+}
+
+struct field_wish { unsigned index; field_t *field; };
+static int take_field(const char *rest, void *wanted)
+{
+    struct field_wish *wish = wanted;
+    unsigned index, field, scope, type;
+    int code;
+    unsigned long long number;
+    if (sscanf(rest, "%u %u %u %d %u %llu", &index, &field, &scope, &code, &type, &number) != 6)
+        return 0;
+    if (index != wish->index || field != wish->field->field || scope != wish->field->scope)
+        return 0;
+    wish->field->code = code;
+    wish->field->type = type;
+    if (type == 0)
+        wish->field->value.real = (double)number;
+    else if (type == 1)
+        wish->field->value.small = (unsigned)number;
+    else
+        wish->field->value.large = number;
+    return 1;
+}
+
+int nvmlDeviceGetFieldValues(device_t *device, int count, field_t *fields)
+{
+    int code = call_error(__func__, device);
+    for (int i = 0; code == OK && i < count; i++) {
+        struct field_wish wish = {device->index, &fields[i]};
+        memset(&fields[i].value, 0xff, sizeof fields[i].value);
+        if (!find("field", take_field, &wish))
+            fields[i].code = NOT_SUPPORTED;
+    }
+    return code;
+}
+
+#endif
+
+/* Events. */
+#ifndef NO_EVENTS
+
+static unsigned long long registered[64];
+static int delivered, in_set;
+
+struct event_wish { int after, number, device; unsigned long long type, data; };
+
+/* finds the lowest number above `after` */
+static int take_event(const char *rest, void *wanted)
+{
+    struct event_wish *wish = wanted;
+    int number, device;
+    unsigned long long type, data;
+    if (sscanf(rest, "%d %d %llu %llu", &number, &device, &type, &data) != 4)
+        return 0;
+    if (number > wish->after && (wish->number == 0 || number < wish->number))
+        *wish = (struct event_wish){wish->after, number, device, type, data};
+    return 0;
+}
+
+static struct event_wish next_event(void)
+{
+    struct event_wish wish = {.after = delivered};
+    find("event", take_event, &wish);
+    return wish;
+}
+
+int nvmlEventSetCreate(void **set)
+{
+    int code = driver_error();
+    if (code != OK)
+        return code;
+    memset(registered, 0, sizeof registered);
+    for (struct event_wish event; (event = next_event()).number != 0;)
+        delivered = event.number;
+    in_set = 1;
+    *set = &in_set;
+    note("event_set");
+    return OK;
+}
+
+int nvmlEventSetFree(void *set)
+{
+    (void)set;
+    in_set = 0;
+    note("event_set_free");
+    return driver_error();
+}
+
+int nvmlDeviceGetSupportedEventTypes(device_t *device, unsigned long long *types)
+{
+    int numbers[2] = {(int)device->index, 10}, code = call_error(__func__, device);
+    find("event_types", take_code, numbers);
+    *types = (unsigned long long)numbers[1];
+    return code;
+}
+
+int nvmlDeviceRegisterEvents(device_t *device, unsigned long long types, void *set)
+{
+    int code = call_error(__func__, device);
+    (void)set;
+    if (code == OK)
+        registered[device->index % ALIASES] = types;
+    return code;
+}
+
+int nvmlEventSetWait_v2(void *set, event_t *event, unsigned timeout_ms)
+{
+    int code = driver_error();
+    if (code != OK || set != &in_set || !in_set)
+        return code != OK ? code : INVALID_ARGUMENT;
+    for (struct event_wish wish; (wish = next_event()).number != 0;) {
+        delivered = wish.number;
+        if (wish.device >= 0 && !(registered[wish.device % ALIASES] & wish.type))
+            continue;
+        *event = (event_t){wish.device < 0 ? NULL : &devices[wish.device], wish.type, wish.data, ~0u, ~0u};
+        return OK;
+    }
+    if (find("wait", take_int, &code))
+        return code;
+    usleep(timeout_ms * 1000);
+    return TIMEOUT;
+}
+
+#endif

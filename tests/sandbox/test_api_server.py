@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -15,59 +12,7 @@ from gpushare_agent.model.errors import StartupError
 from gpushare_agent.sandbox.api_server import EmbeddedApiServer
 from gpushare_agent.sandbox.api_store import KINDS
 from tests.support_sandbox import pod
-
-PODS = "/api/v1/namespaces/default/pods"
-MERGE = "application/merge-patch+json"
-STRATEGIC = "application/strategic-merge-patch+json"
-JSON_PATCH = "application/json-patch+json"
-DEADLINE_S = 10.0
-
-
-class Client:
-    def __init__(self, api: EmbeddedApiServer, session: aiohttp.ClientSession) -> None:
-        self.api = api
-        self.session = session
-
-    async def call(
-        self, method: str, path: str, body: Any = None, content_type: str = "application/json", **query: str
-    ) -> Any:
-        """Status and JSON body."""
-        text = None if body is None else json.dumps(body)
-        headers = {"Content-Type": content_type} if text is not None else {}
-        async with self.session.request(
-            method, self.api.url + path, data=text, headers=headers, params=query
-        ) as answer:
-            return answer.status, await answer.json()
-
-    @asynccontextmanager
-    async def watch(self, path: str = "/api/v1/pods", **query: str) -> AsyncIterator[Watch]:
-        async with self.session.get(self.api.url + path, params={"watch": "true", **query}) as answer:
-            assert answer.status == 200
-            yield Watch(answer)
-
-
-class Watch:
-    def __init__(self, answer: aiohttp.ClientResponse) -> None:
-        self._answer = answer
-
-    async def next(self) -> tuple[str, dict[str, Any]]:
-        async with asyncio.timeout(DEADLINE_S):
-            event = json.loads(await self._answer.content.readline())
-        return event["type"], event["object"]
-
-    async def rest(self) -> list[tuple[str, dict[str, Any]]]:
-        async with asyncio.timeout(DEADLINE_S):
-            events = [json.loads(line) async for line in self._answer.content]
-        return [(e["type"], e["object"]) for e in events]
-
-
-@asynccontextmanager
-async def open_client(**settings: Any) -> AsyncIterator[Client]:
-    async with (
-        EmbeddedApiServer(**settings) as api,
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S), headers=api.headers) as session,
-    ):
-        yield Client(api, session)
+from tests.support_sandbox_api import JSON_PATCH, MERGE, PODS, STRATEGIC, open_client
 
 
 async def test_a_created_pod_has_identity_defaults_and_a_pending_status() -> None:
@@ -323,16 +268,24 @@ async def test_version_health_and_access_reviews_answer() -> None:
 
 
 async def test_discovery_names_the_resources_for_kubectl() -> None:
-    """Versions, no groups, and pods, nodes and events with what can be done to them."""
+    """Versions, groups, and the resources of each with what can be done to them."""
     async with open_client() as client:
         assert (await client.call("GET", "/api"))[1]["versions"] == ["v1"]
         groups = (await client.call("GET", "/apis"))[1]
-        assert (groups["kind"], groups["groups"]) == ("APIGroupList", [])
+        assert (groups["kind"], [group["name"] for group in groups["groups"]]) == (
+            "APIGroupList",
+            ["coordination.k8s.io"],
+        )
         found = (await client.call("GET", "/api/v1"))[1]
+        leases = (await client.call("GET", "/apis/coordination.k8s.io/v1"))[1]
     assert (found["kind"], found["groupVersion"]) == ("APIResourceList", "v1")
-    by_name = {entry["name"]: entry for entry in found["resources"]}
-    assert sorted(by_name) == ["events", "nodes", "nodes/status", "pods", "pods/status"]
-    assert {name: by_name[name]["namespaced"] for name in KINDS} == {"pods": True, "nodes": False, "events": True}
+    assert (leases["groupVersion"], [entry["name"] for entry in leases["resources"]]) == (
+        "coordination.k8s.io/v1",
+        ["leases"],
+    )
+    by_name = {entry["name"]: entry for entry in (*found["resources"], *leases["resources"])}
+    assert sorted(by_name) == ["configmaps", "events", "leases", "nodes", "nodes/status", "pods", "pods/status"]
+    assert {name for name in KINDS if not by_name[name]["namespaced"]} == {"nodes"}
     assert all({"get", "list", "watch", "delete"} <= set(by_name[name]["verbs"]) for name in KINDS)
 
 

@@ -45,6 +45,7 @@ async def test_the_fitting_samples_run_and_the_document_is_complete(folder: Path
     assert sum(card["cores_allocated"] for card in cards) == 25 + 60 + 200
     pods = {p["name"]: p for p in document["pods"]}
     assert {p["phase"] for p in pods.values()} == {"Running"}
+    assert all(0 < c["used"]["cores"] <= 180 for p in pods.values() for c in p["containers"])
     assert (
         pods["share"]["containers"][0]["env"]["NVIDIA_VISIBLE_DEVICES"]
         == cards[pods["share"]["containers"][0]["cards"][0]]["uuid"]
@@ -128,7 +129,17 @@ async def test_every_documented_command_is_known() -> None:
     app.add_arguments(parser)
     outer = [app.split_inner_command(arguments)[0] for arguments in documented_commands()]
     commands = {parser.parse_args(words).command for words in outer}
-    assert commands == {None, "apply", "delete", "exec", "restart-kubelet", "kill-agent", "status"}
+    assert commands == {
+        None,
+        "apply",
+        "delete",
+        "exec",
+        "restart-kubelet",
+        "kill-agent",
+        "fail-card",
+        "heal-card",
+        "status",
+    }
 
 
 async def test_a_busy_port_is_one_line_that_names_the_flag(folder: Path) -> None:
@@ -175,7 +186,7 @@ async def test_an_agent_ended_by_sigterm_is_started_again_without_a_complaint(fo
 def test_the_live_view_fits_a_small_terminal(count: int) -> None:
     """80 by 24: pods first, one line each, the rest counted, the notes at the end whole."""
     told = {"cores": 40, "memory_mib": 2048, "core_limit": 0, "is_limited": True, "pids": [4711]}
-    one = {"vcore": 40, "vmemory": 8, "gpu_mem": 0, "cards": [0], "pids": [4711], "vdevice": told}
+    one = {"vcore": 40, "vmemory": 8, "gpu_mem": 0, "cards": [0], "pids": [4711], "vdevice": told, "used": None}
     pods = [
         {
             "namespace": "default", "name": f"pod-{n}-with-a-name-that-is-rather-long", "phase": "Failed",
@@ -189,7 +200,7 @@ def test_the_live_view_fits_a_small_terminal(count: int) -> None:
     notes = ["web " + "x " * 50, "Ctrl-C ends the sandbox"]
     console = Console(width=80, height=24, file=io.StringIO())
     with console.capture() as captured:
-        console.print(live_view({"pods": pods, "node": {"cards": cards}}, notes, width=80, height=24))
+        console.print(live_view({"pods": pods, "nodes": [{"name": "a", "cards": cards}]}, notes, width=80, height=24))
     lines = captured.get().splitlines()
     assert len(lines) < 24
     assert lines[0].startswith("pod")

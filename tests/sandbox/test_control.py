@@ -16,10 +16,11 @@ import pytest
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.sandbox.agent_process import AgentProcess
+from gpushare_agent.sandbox.card_faults import CardFaults
 from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
 from gpushare_agent.sandbox.node_report import ReportedNode
 from gpushare_agent.sandbox.state_directory import owned_state_directory
-from gpushare_agent.sandbox.workbench import Workbench
+from gpushare_agent.sandbox.workbench import NodeBench, Workbench
 from tests.support_sandbox import CORE, MEMORY, open_test_node, pod
 
 DEADLINE_S = 10.0
@@ -112,7 +113,12 @@ async def open_bench() -> AsyncIterator[tuple[Workbench, Path]]:
     """A node without an agent, and the socket that obeys for it."""
     async with open_test_node() as node:
         shown = ReportedNode(node=node, cards=(), vcore=CORE, vmemory=MEMORY, memory_block_mib=256)
-        bench = Workbench(shown=shown, agent=AgentProcess([], node.paths.agent_log, lambda _: None))
+        one = NodeBench(
+            shown=shown,
+            agent=AgentProcess([], node.paths.agent_log, lambda _: None),
+            faults=CardFaults(node.paths.faults, 2),
+        )
+        bench = Workbench(nodes=(one,))
         async with open_control(node.paths.control_socket, bench.handle):
             yield bench, node.paths.control_socket
 
@@ -149,6 +155,12 @@ async def _sent(path: Path, line: bytes) -> Answer:
         (b'{"command": "apply", "pods": [{"metadata": {"name": {}}}]}', "metadata.name: "),
         (b'{"command": "delete", "names": 3}', '"names" must be a list, not int'),
         (b'{"command": "delete", "names": [3]}', '"names" must hold texts'),
+        (b'{"command": "fail-card"}', '"card" must be a whole number, not None'),
+        (b'{"command": "fail-card", "card": true}', '"card" must be a whole number, not True'),
+        (b'{"command": "fail-card", "card": 2}', "there is no card 2: this node has the cards 0 to 1"),
+        (b'{"command": "fail-card", "card": 0, "xid": "79"}', "\"xid\" must be a whole number, not '79'"),
+        (b'{"command": "fail-card", "card": 0, "xid": 0}', "Xid 0 cannot be reported"),
+        (b'{"command": "heal-card", "card": -1}', "there is no card -1"),
         (b'{"command": "exec", "pod": [], "container": {}}', 'pods "[]" not found'),
     ],
     ids=lambda value: repr(value[:40]) if isinstance(value, bytes) else "",
@@ -159,7 +171,7 @@ async def test_a_malformed_request_is_answered_with_what_is_wrong(line: bytes, w
         answer = await _sent(path, line + b"\n")
         assert (answer["ok"], answer["lines"]) == (False, [])
         assert why in answer["errors"][0]
-        assert bench.shown.node.api.pods() == []
+        assert bench.api.pods() == []
         assert (await ask(path, {"command": "status"}))["ok"]
 
 

@@ -289,7 +289,7 @@ async def test_the_report_charges_memory_to_the_card_of_the_cores() -> None:
         "name": "main", "cards": [1], "vcore": 30, "vmemory": 3, "gpu_mem": 0, "env": {"NVIDIA_VISIBLE_DEVICES": "b"},
         "mounts": [{"host_path": "/h", "container_path": "/c", "read_only": True}],
         "devices": [{"host_path": "/dev/x", "container_path": "/dev/x", "permissions": "rwm"}], "annotations": {"k": "v"},
-        "pid": process.pid, "pids": [process.pid], "vdevice": None,
+        "pid": process.pid, "pids": [process.pid], "used": None, "vdevice": None,
     }]  # fmt: skip
     assert card_text(p["containers"][0]) == "1"
     assert "q Pending" in pod_line(q)

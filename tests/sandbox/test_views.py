@@ -12,7 +12,7 @@ from rich.console import Console
 
 from gpushare_agent.model.vdevice import encode_pids
 from gpushare_agent.sandbox.node_live_view import live_view
-from gpushare_agent.sandbox.node_view import limit_text, pids_text, pod_line, pods_table, reason_lines
+from gpushare_agent.sandbox.node_view import limit_text, pids_text, pod_line, pods_table, reason_lines, used_text
 from gpushare_agent.sandbox.vdevice_view import VDeviceReader
 from tests.support_vdevice import share_config
 
@@ -23,7 +23,7 @@ def shown_container(pids: int = 1, **told: Any) -> dict[str, Any]:
     """Of a document, as far as the views read it."""
     return {
         "name": "main", "vcore": 30, "vmemory": 16, "gpu_mem": 0, "cards": [0], "pids": list(range(4711, 4711 + pids)),
-        "vdevice": {**SHARE, **told},
+        "vdevice": {**SHARE, **told}, "used": {"cores": 12.4, "memory_mib": 2048},
     }  # fmt: skip
 
 
@@ -114,8 +114,9 @@ def test_a_limit_reads_as_it_binds(told: dict[str, Any], text: str) -> None:
 
 
 def test_a_container_that_is_told_nothing_has_no_limit_to_show() -> None:
-    """A dash in a table; in a line for a pipe nothing at all."""
-    untold = {**shown_container(), "vdevice": None}
+    """A dash in a table, and so where its use is not known; in a line for a pipe nothing at all."""
+    untold = {**shown_container(), "vdevice": None, "used": None}
+    assert used_text(untold) == "-"
     assert limit_text(untold) == "-"
     assert "limit" not in pod_line(shown_pod(untold))
 
@@ -130,14 +131,17 @@ def test_processes_are_counted_and_the_first_ones_named(count: int, text: str) -
 @pytest.mark.parametrize(
     ("width", "cells"),
     [
-        (160, ["default/share", "Running", "main", "30", "16", "0", "30 %, 4096 MiB", "2: 4711, 4712"]),
-        (110, ["default/share", "Running", "main", "30", "16", "0", "30 %, 4096 MiB", "2"]),
+        (
+            160,
+            ["default/share", "Running", "main", "30", "16", "0", "30 %, 4096 MiB", "12 %, 2048 MiB", "2: 4711, 4712"],
+        ),
+        (110, ["default/share", "Running", "main", "30", "16", "0", "30 %, 4096 MiB", "12 %, 2048 MiB", "2"]),
         (80, ["default/share", "Running", "main", "0", "30%/4096M", "2"]),
     ],
 )
 def test_the_table_of_pods_names_limits_and_processes(width: int, cells: list[str]) -> None:
     """One line for the container; with less room fewer PIDs, then no requests, but always the limit."""
-    text = printed(pods_table({"pods": [shown_pod(shown_container(2))]}, width), width)
+    text = printed(pods_table({"nodes": [{}], "pods": [shown_pod(shown_container(2))]}, width), width)
     row = next(line for line in text.splitlines() if "default/share" in line)
     assert [cell.strip() for cell in row.split("│")[1:-1]] == cells
 
@@ -151,9 +155,12 @@ def test_why_a_pod_waits_stands_below_the_table() -> None:
 
 def test_the_live_view_names_limits_and_processes_within_its_width() -> None:
     """From 100 columns on what was asked for stands beside what is told, and PIDs are named; below, counts."""
-    document = {"pods": [shown_pod(shown_container(2), shown_container(1, core_limit=60))], "node": {"cards": []}}
+    document = {
+        "pods": [shown_pod(shown_container(2), shown_container(1, core_limit=60))],
+        "nodes": [{"name": "a", "cards": []}],
+    }
     wide = printed(live_view(document, [], width=120, height=24), 120).splitlines()
-    assert wide[0].split() == ["pod", "status", "cores", "blocks", "cards", "limit", "PIDs", "reason"]
+    assert wide[0].split() == ["pod", "status", "cores", "blocks", "cards", "limit", "used", "PIDs", "reason"]
     assert "30%/4096M 30–60%/4096M" in wide[1]
     assert "2+1: 4711 4712 4711" in wide[1]
     narrow = printed(live_view(document, [], width=80, height=24), 80).splitlines()

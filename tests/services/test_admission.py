@@ -10,6 +10,7 @@ from pathlib import Path
 from gpushare_agent.adapters.pod_resources import PodListing
 from gpushare_agent.decisions.books import Policy
 from gpushare_agent.decisions.container_edits import EditPolicy
+from gpushare_agent.decisions.explain import Explanation
 from gpushare_agent.decisions.identity import Call, Known, Served
 from gpushare_agent.decisions.isolation import IsolationConfig
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
@@ -37,6 +38,7 @@ class Scripted:
         self.cache = AllocationCache()
         self.refused_pods: set[PodUid] = set()
         self.outcomes: list[str] = []
+        self.explained: list[Explanation | None] = []
         self.settles = 0
         self.prepared: list[ContainerKey] = []
         self.not_prepared: Refused | None = None
@@ -89,11 +91,16 @@ class Scripted:
         self.settles += 1
         return self.on_settle()
 
-    def allocated(self, served: Served, allocation: Allocation, kind: ResourceKind) -> None:
+    def allocated(self, served: Served, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
         self.outcomes.append(f"{served.pod.name}/{served.container.name} {kind}")
+        self.explained.append(why)
 
-    def refused(self, served: Served | None, kind: ResourceKind, refused: Refused) -> None:
+    def refused(self, served: Served | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None:
         self.outcomes.append(f"refused {refused.reason}")
+        self.explained.append(why)
+
+    def start_refused(self, served: Served | None, kind: ResourceKind, refused: Refused) -> None:
+        self.outcomes.append(f"start refused {served.pod.name if served else '?'} {refused.reason}")
 
     def taken_ids_offered(self, kind: ResourceKind, count: int) -> None:
         self.outcomes.append(f"taken {count}")
@@ -312,3 +319,35 @@ async def test_what_the_isolation_needs_is_prepared_before_a_container_starts() 
     assert agent.prepared == [ContainerKey(owner.uid, "i"), ContainerKey(owner.uid, "s")]
     agent.not_prepared = Refused(reason=RefusalReason.NOT_READY, detail="no room")
     assert await agent.admission.pre_start(CORE, sorted(held.vcore_ids)) == agent.not_prepared
+
+
+async def test_one_container_is_explained_once() -> None:
+    """By the call that placed it; its other resource follows the plan."""
+    owner = pod("a", container(cores=30, blocks=10))
+    agent = Scripted(owner)
+    await agent.admit(owner, "main", CORE)
+    await agent.admit(owner, "main", MEMORY)
+    first, second = agent.explained
+    assert first is not None and first.candidates[0].verdict == "chosen"
+    assert second is None
+
+
+async def test_a_refusal_is_explained_by_the_cards_as_they_were() -> None:
+    """Also where it was found in the call before."""
+    owner = pod("a", container(cores=30, blocks=200))
+    agent = Scripted(owner)
+    await agent.admit(owner, "main", CORE)
+    (why,) = agent.explained
+    assert why is not None and not any(candidate.is_chosen for candidate in why.candidates)
+    assert [c.verdict for c in why.candidates] == ["26624 MiB short"] * 2
+
+
+async def test_a_start_that_is_refused_names_the_container() -> None:
+    """The virtual manager could not prepare it: its owner hears why."""
+    owner = pod("a", container(cores=30, blocks=10))
+    agent = Scripted(owner)
+    await agent.admit(owner, "main", CORE)
+    agent.not_prepared = Refused(reason=RefusalReason.NOT_READY, detail="the disk is full")
+    (held,) = agent.cache
+    assert await agent.admission.pre_start(CORE, sorted(held.vcore_ids)) is agent.not_prepared
+    assert agent.outcomes[-1] == "start refused a NotReady"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,10 +13,14 @@ import pytest
 from aiohttp import ClientSession, web
 
 from gpushare_agent import __version__
+from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import StartupError
-from gpushare_agent.services.metrics import AgentMetrics, CardView, ContainerView
+from gpushare_agent.services.metrics import AgentMetrics
+from gpushare_agent.services.metrics_node import node_series
+from gpushare_agent.services.metrics_text import NodePage
 from gpushare_agent.services.web import WebServer
 from tests.support_kube import DEADLINE_S, running
+from tests.support_usage import allocation, facts, key_of, snapshot
 
 
 @asynccontextmanager
@@ -34,41 +39,60 @@ async def _get(url: str) -> tuple[int, str]:
         return response.status, await response.text()
 
 
-def _container(name: str, cores: int, memory_mib: int) -> ContainerView:
-    return ContainerView(
-        namespace="default", pod=name, container="main", node="n1", cores=cores, memory_mib=memory_mib, cards=(0,)
-    )
-
-
-async def test_requests_of_containers_are_shown_as_gpu_manager_does() -> None:
-    """Cards and MiB per container, labelled and sorted, on both paths; usage series are not made up."""
+def _metrics(*held: Allocation) -> AgentMetrics:
     metrics = AgentMetrics()
-    metrics.show_containers(lambda: [_container("b", 200, 49152), _container("a", 30, 1024)])
+    shown = snapshot(*map(facts, held))
+    metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=60.0))
+    return metrics
+
+
+async def test_metrics_are_served_under_both_names() -> None:
+    """gpu-manager's path is the singular; what is counted and what is are one text."""
+    metrics = _metrics(allocation(key_of(1), cores=30, blocks=4, pod="a"))
     async with served(metrics) as url:
         answers = [await _get(f"{url}/{path}") for path in ("metrics", "metric")]
     assert [status for status, _ in answers] == [200, 200]
-    rows, rows_of_metric = (
-        [line for line in text.splitlines() if line.startswith("container_")] for _, text in answers
-    )
-    assert rows == rows_of_metric
-    labels = 'container_name="main",namespace="default",node="n1",pod_name="{}",req_of_gpu{}="total"'
-    assert rows == [
-        f"container_request_gpu_utilization{{{labels.format('a', '')}}} 0.3",
-        f"container_request_gpu_utilization{{{labels.format('b', '')}}} 2.0",
-        f"container_request_gpu_memory{{{labels.format('a', '_memory')}}} 1024.0",
-        f"container_request_gpu_memory{{{labels.format('b', '_memory')}}} 49152.0",
-    ]
+    for _, text in answers:
+        assert (
+            'container_request_gpu_utilization{container_name="main",namespace="default",node="n1",pod_name="a",'
+            'req_of_gpu="total"} 0.3\n'
+        ) in text
+        assert "gpushare_pod_lists_total 0.0\n" in text
 
 
-async def test_a_vanished_container_leaves_no_series() -> None:
-    """What the snapshot no longer holds is gone from the next answer."""
-    held = [_container("a", 30, 1024)]
-    metrics = AgentMetrics()
-    metrics.show_containers(lambda: held)
-    async with served(metrics) as url:
-        assert 'pod_name="a"' in (await _get(f"{url}/metrics"))[1]
-        held.clear()
-        assert 'pod_name="a"' not in (await _get(f"{url}/metrics"))[1]
+async def test_the_format_is_the_one_that_the_reader_asks_for() -> None:
+    """Prometheus' text unless OpenMetrics is accepted, each with its content type."""
+    async with served(_metrics(allocation(key_of(1)))) as url, ClientSession() as session:
+        async with asyncio.timeout(DEADLINE_S):
+            accepted = {"Accept": "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.3"}
+            async with session.get(f"{url}/metrics", headers=accepted) as response:
+                opened, type_of_open = await response.text(), response.headers["Content-Type"]
+            async with session.get(f"{url}/metrics") as response:
+                text, type_of_text = await response.text(), response.headers["Content-Type"]
+    assert type_of_open.startswith("application/openmetrics-text; version=1.0.0")
+    assert type_of_text.startswith("text/plain; version=0.0.4")
+    assert opened.endswith("# EOF\n")
+    assert "# EOF" not in text
+
+
+async def test_a_large_answer_is_compressed_for_those_who_ask() -> None:
+    """And is the same text."""
+    held = [allocation(key_of(number), cores=1, blocks=1, pod=f"pod-{number}") for number in range(60)]
+    async with served(_metrics(*held)) as url, ClientSession(auto_decompress=False) as session:
+        async with asyncio.timeout(DEADLINE_S):
+            async with session.get(f"{url}/metrics", headers={"Accept-Encoding": "gzip"}) as response:
+                packed = await response.read()
+                assert response.headers["Content-Encoding"] == "gzip"
+            async with session.get(f"{url}/metrics", headers={"Accept-Encoding": "identity"}) as response:
+                plain = await response.text()
+                assert "Content-Encoding" not in response.headers
+    unpacked = gzip.decompress(packed).decode()
+    assert len(packed) < len(plain) / 5
+    assert _node_rows(unpacked) == _node_rows(plain)
+
+
+def _node_rows(text: str) -> list[str]:
+    return [line for line in text.splitlines() if 'node="n1"' in line]
 
 
 async def test_every_event_method_shows_in_the_metrics() -> None:
@@ -87,10 +111,14 @@ async def test_every_event_method_shows_in_the_metrics() -> None:
     metrics.pod_event("sent")
     metrics.rejected_pod_deleted()
     metrics.show_pod_event_age(lambda: 1.5)
-    card = CardView(
-        index=1, uuid="GPU-1", memory_mib=24576, cores_allocated=30, memory_mib_allocated=1024, is_healthy=True
-    )
-    metrics.show_cards(lambda: [card])
+    metrics.identified("fetched")
+    metrics.gpu_event("xid", 79, False)
+    metrics.card_health_changed("GPU-1", False)
+    metrics.driver_error("gpu_is_lost")
+    metrics.sampled(0.002)
+    metrics.sampling_failed()
+    metrics.sampling_overran()
+    metrics.show_mps(lambda: True)
     async with served(metrics) as url:
         lines = (await _get(f"{url}/metrics"))[1].splitlines()
     assert {
@@ -109,9 +137,14 @@ async def test_every_event_method_shows_in_the_metrics() -> None:
         'gpushare_pod_events_total{outcome="sent"} 1.0',
         "gpushare_rejected_pods_deleted_total 1.0",
         "gpushare_pod_event_age_seconds 1.5",
-        'gpushare_card_cores_allocated{card="1",uuid="GPU-1"} 30.0',
-        'gpushare_card_memory_capacity_mib{card="1",uuid="GPU-1"} 24576.0',
-        'gpushare_card_healthy{card="1",uuid="GPU-1"} 1.0',
+        'gpushare_identifications_total{method="fetched"} 1.0',
+        'gpushare_gpu_events_total{ignored="false",kind="xid",xid="79"} 1.0',
+        'gpushare_card_health_changes_total{to="unhealthy",uuid="GPU-1"} 1.0',
+        'gpushare_driver_errors_total{error="gpu_is_lost"} 1.0',
+        'gpushare_sampling_duration_seconds_bucket{le="0.0025"} 1.0',
+        "gpushare_sampling_failures_total 1.0",
+        "gpushare_sampling_overruns_total 1.0",
+        "gpushare_mps_serving 1.0",
     } <= set(lines)
     assert any(line.startswith("process_resident_memory_bytes ") for line in lines)
     assert any(line.startswith("gpushare_build_info{") for line in lines)

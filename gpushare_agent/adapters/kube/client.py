@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 from gpushare_agent.adapters.kube.configuration import find_configuration
 from gpushare_agent.adapters.kube.session import (
+    AGENT_RIGHTS,
     MERGE_PATCH,
     KubeSession,
     Request,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PAGE_SIZES = (500, 50, 5, 1)
-"""Pods in one page, the next smaller where a page is too long: a pod has up to 1.5 MiB."""
+"""Objects in one page, the next smaller where a page is too long: a pod has up to 1.5 MiB."""
 PAGED_TRIES = 3
 MAX_LINE_BYTES = 2 << 20
 """One watch event is one line: an object of at most 1.5 MiB and its frame."""
@@ -64,6 +65,7 @@ class ListLimits:
 
     list_bytes: int = 16 << 20
     page_bytes: int = 8 << 20
+    page_sizes: tuple[int, ...] = PAGE_SIZES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,21 +77,36 @@ class _Page(Generic[T]):
 
 
 def open_kube_api(
-    *, kubeconfig: Path | None, timeouts: KubeTimeouts | None = None, limits: ListLimits | None = None
+    *,
+    kubeconfig: Path | None,
+    timeouts: KubeTimeouts | None = None,
+    limits: ListLimits | None = None,
+    cure: str = AGENT_RIGHTS,
 ) -> AbstractAsyncContextManager[KubeApi]:
-    """The API server named by the kubeconfig, else the pod's own cluster, else $KUBECONFIG. Connects on first use.
+    """The API server named by the kubeconfig, else the pod's own cluster, else $KUBECONFIG. Connects on first use. `cure`
+    ends the message where the credentials are not accepted or do not suffice.
 
     Entering raises StartupError where there is no usable configuration, Unavailable where credentials are not there yet.
     """
-    return _open_kube_api(kubeconfig, timeouts or KubeTimeouts(), limits or ListLimits())
+    return _open_kube_api(kubeconfig, timeouts or KubeTimeouts(), limits or ListLimits(), cure)
 
 
 @asynccontextmanager
-async def _open_kube_api(kubeconfig: Path | None, timeouts: KubeTimeouts, limits: ListLimits) -> AsyncIterator[KubeApi]:
-    session = KubeSession(find_configuration(kubeconfig, os.environ), connect_s=timeouts.connect_s)
+async def _open_kube_api(
+    kubeconfig: Path | None, timeouts: KubeTimeouts, limits: ListLimits, cure: str
+) -> AsyncIterator[KubeApi]:
+    async with open_kube_session(kubeconfig, timeouts, cure) as session:
+        yield KubeApi(session, timeouts, limits)
+
+
+@asynccontextmanager
+async def open_kube_session(kubeconfig: Path | None, timeouts: KubeTimeouts, cure: str) -> AsyncIterator[KubeSession]:
+    """What a client of the API server is made of. Raises as `open_kube_api`."""
+    source = find_configuration(kubeconfig, os.environ)
+    session = KubeSession(source, connect_s=timeouts.connect_s, cure=cure)
     try:
         await session.open()
-        yield KubeApi(session, timeouts, limits)
+        yield session
     finally:
         await session.close()
 
@@ -127,7 +144,7 @@ class KubeApi:
         self, request: Request, read: Callable[[dict[str, Any]], T | None], ends_at: float
     ) -> tuple[list[T], str]:
         items: list[T] = []
-        sizes, token = list(PAGE_SIZES), ""
+        sizes, token = list(self._limits.page_sizes), ""
         while True:
             place = (("limit", str(sizes[0])), *((("continue", token),) if token else ()))
             left_s = max(ends_at - time.monotonic(), 0.0)
@@ -160,7 +177,7 @@ class KubeApi:
             else (None, "")
         )
         if not isinstance(raw_pods, list) or not isinstance(version, str) or not version or not isinstance(token, str):
-            raise Corrupt(f"cannot {request.what}: the answer is no PodList with a resourceVersion")
+            raise Corrupt(f"cannot {request.what}: the answer is no list with a resourceVersion")
         items = [item for raw in raw_pods if isinstance(raw, dict) and (item := read(raw)) is not None]
         return _Page(items=items, version=version, token=token)
 
@@ -171,17 +188,25 @@ class KubeApi:
         The iterator ends when the server ends the watch. Entering or iterating raises Conflict where the version is too
         old (HTTP or ERROR event 410), Unavailable for silence or a cut line, Corrupt for a line that is no event.
         """
-        what = f"watch the pods of node {node_name}"
+        selector = ("fieldSelector", f"spec.nodeName={node_name}")
+        request = Request(
+            what=f"watch the pods of node {node_name}", method="GET", path="/api/v1/pods", query=(selector,)
+        )
+        async with self._watch(request, resource_version) as events:
+            yield events
+
+    @asynccontextmanager
+    async def _watch(self, request: Request, resource_version: str) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+        """`request` is that of the list."""
+        what = request.what
         watch_s = int(self._timeouts.watch_s * random.uniform(1.0, 1.1))  # noqa: S311 - spreads load, no secret
         query = (
-            ("fieldSelector", f"spec.nodeName={node_name}"),
             ("watch", "true"),
             ("allowWatchBookmarks", "true"),
             ("resourceVersion", resource_version),
             ("timeoutSeconds", str(max(watch_s, 1))),
         )
-        request = Request(what=what, method="GET", path="/api/v1/pods", query=query)
-        stream = self._session.stream(request)
+        stream = self._session.stream(replace(request, query=(*request.query, *query)))
         with renamed(what):
             async with asyncio.timeout(self._timeouts.request_s):
                 response = await stream.__aenter__()
@@ -204,7 +229,7 @@ class KubeApi:
                 yield _event(line, what)
 
     async def get_pod(self, namespace: str, name: str, *, timeout_s: float) -> dict[str, Any]:
-        request = Request(what=f"get pod {namespace}/{name}", method="GET", path=_pod_path(namespace, name))
+        request = Request(what=f"get pod {namespace}/{name}", method="GET", path=pod_path(namespace, name))
         return await self._session.fetch_json(request, timeout_s=timeout_s)
 
     async def patch_pod_annotations(
@@ -214,7 +239,7 @@ class KubeApi:
         request = Request(
             what=f"patch the annotations of pod {namespace}/{name}",
             method="PATCH",
-            path=_pod_path(namespace, name),
+            path=pod_path(namespace, name),
             body={"metadata": {"uid": uid, "annotations": dict(sorted(annotations.items()))}},
             content_type=MERGE_PATCH,
         )
@@ -226,7 +251,7 @@ class KubeApi:
         if grace_s is not None:
             body["gracePeriodSeconds"] = grace_s
         request = Request(
-            what=f"delete pod {namespace}/{name}", method="DELETE", path=_pod_path(namespace, name), body=body
+            what=f"delete pod {namespace}/{name}", method="DELETE", path=pod_path(namespace, name), body=body
         )
         await self._session.fetch_json(request, timeout_s=self._timeouts.request_s)
 
@@ -236,21 +261,76 @@ class KubeApi:
         request = Request(
             what=f"create an Event in namespace {namespace}",
             method="POST",
-            path=f"/api/v1/namespaces/{_segment(namespace)}/events",
+            path=f"/api/v1/namespaces/{segment(namespace)}/events",
             body=raw,
         )
         await self._session.fetch_json(request, timeout_s=self._timeouts.request_s)
 
+    async def list_nodes(self, read: Callable[[dict[str, Any]], T | None]) -> list[T]:
+        """What `read` makes of every node of the cluster, in pages; None is left out."""
+        request = Request(what="list the nodes", method="GET", path="/api/v1/nodes")
+        return (await self._list_paged(request, read))[0]
+
+    async def list_all_pods(
+        self,
+        read: Callable[[dict[str, Any]], T | None],
+        *,
+        namespace: str = "",
+        labels: str = "",
+        fields: str = "",
+    ) -> list[T]:
+        """What `read` makes of the pods of a namespace (empty: of all), in pages; None is left out. `labels` and `fields`
+        are selectors. For a person's credentials: the agent itself only lists its node's (`list_pods`)."""
+        place = f"namespace {namespace}" if namespace else "all namespaces"
+        path = f"/api/v1/namespaces/{segment(namespace)}/pods" if namespace else "/api/v1/pods"
+        selectors = (("labelSelector", labels), ("fieldSelector", fields))
+        request = Request(
+            what=f"list the pods of {place}",
+            method="GET",
+            path=path,
+            query=tuple((name, value) for name, value in selectors if value),
+        )
+        return (await self._list_paged(request, read))[0]
+
+    async def get_through_pod(
+        self, namespace: str, name: str, port: int, path: str, query: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """The JSON object that a pod's HTTP server answers at `path`, by way of the API server. Needs the right to get
+        pods/proxy."""
+        request = Request(
+            what=f"read {path} of pod {namespace}/{name} through the API server",
+            method="GET",
+            path=f"/api/v1/namespaces/{segment(namespace)}/pods/http:{segment(name)}:{port}/proxy{path}",
+            query=tuple(sorted(query.items())),
+        )
+        return await self._session.fetch_json(
+            request, timeout_s=self._timeouts.request_s, limit_bytes=self._limits.list_bytes
+        )
+
     async def get_node(self, name: str) -> dict[str, Any]:
-        request = Request(what=f"get node {name}", method="GET", path=f"/api/v1/nodes/{_segment(name)}")
+        request = Request(what=f"get node {name}", method="GET", path=f"/api/v1/nodes/{segment(name)}")
         return await self._session.fetch_json(request, timeout_s=self._timeouts.request_s)
+
+    async def patch_node_metadata(
+        self, name: str, *, labels: Mapping[str, str | None], annotations: Mapping[str, str | None]
+    ) -> None:
+        """Set labels and annotations of the node, remove those that are None, leave all others."""
+        metadata = {"labels": dict(sorted(labels.items())), "annotations": dict(sorted(annotations.items()))}
+        request = Request(
+            what=f"patch the labels and annotations of node {name}",
+            method="PATCH",
+            path=f"/api/v1/nodes/{segment(name)}",
+            body={"metadata": {key: value for key, value in metadata.items() if value}},
+            content_type=MERGE_PATCH,
+        )
+        await self._session.fetch_json(request, timeout_s=self._timeouts.request_s)
 
     async def patch_node_capacity(self, name: str, resource: str, count: int) -> None:
         """Set one extended resource in the node's capacity; the kubelet takes it over into what can be allocated."""
         request = Request(
             what=f"patch the capacity of node {name}",
             method="PATCH",
-            path=f"/api/v1/nodes/{_segment(name)}/status",
+            path=f"/api/v1/nodes/{segment(name)}/status",
             body={"status": {"capacity": {resource: str(count)}}},
             content_type=MERGE_PATCH,
         )
@@ -289,11 +369,11 @@ def _event(line: bytes, what: str) -> dict[str, Any]:
     return raw_event
 
 
-def _pod_path(namespace: str, name: str) -> str:
-    return f"/api/v1/namespaces/{_segment(namespace)}/pods/{_segment(name)}"
+def pod_path(namespace: str, name: str) -> str:
+    return f"/api/v1/namespaces/{segment(namespace)}/pods/{segment(name)}"
 
 
-def _segment(name: str) -> str:
+def segment(name: str) -> str:
     """One element of a path. Empty, "." and ".." would name another thing than meant."""
     if not name or name in (".", "..") or len(name) > 253:
         raise Rejected(f"cannot ask the API server about {name[:300]!r}: it is no object's name")

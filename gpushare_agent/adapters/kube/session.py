@@ -28,11 +28,21 @@ log = structlog.get_logger(__name__)
 MAX_OBJECT_BYTES = 4 << 20
 """etcd holds at most 1.5 MiB of an object."""
 RELOAD_INTERVAL_S = 30.0
+MAX_RETRY_AFTER_S = 60.0
 MERGE_PATCH = "application/merge-patch+json"
+AGENT_RIGHTS = "check the agent's service account and its ClusterRole"
 
 
 class TooLong(Corrupt):
     """The answer is longer than the caller allows: ask for less."""
+
+
+class Throttled(Unavailable):
+    """The server has too much to do (HTTP 429) and did nothing: come back after `retry_after_s`."""
+
+    def __init__(self, text: str, retry_after_s: float) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +58,12 @@ class Request:
 
 
 class KubeSession:
-    """Sends requests with the present credentials. Open with `open`, close with `close`."""
+    """Sends requests with the present credentials. Open with `open`, close with `close`. `cure` says what to do where
+    they are not accepted or do not suffice."""
 
-    def __init__(self, source: ConfigurationSource, *, connect_s: float) -> None:
+    def __init__(self, source: ConfigurationSource, *, connect_s: float, cure: str = AGENT_RIGHTS) -> None:
         self._source = source
+        self._cure = cure
         self._connect_s = connect_s
         self._client: Any = None
         self._retired: Any = None
@@ -92,7 +104,7 @@ class KubeSession:
                 response.close()
                 response = await self._send(request)
             if not 200 <= response.status < 300:
-                raise await _status_error(response, request.what)
+                raise await _status_error(response, request.what, self._cure)
             yield response
         finally:
             response.close()
@@ -181,20 +193,29 @@ async def _read_bounded(response: ClientResponse, what: str, limit_bytes: int) -
     return content
 
 
-async def _status_error(response: ClientResponse, what: str) -> AgentError:
+async def _status_error(response: ClientResponse, what: str, cure: str) -> AgentError:
     """The error that a refused request becomes; the server's own words are in it."""
     content = await response.content.read(4096)
-    return error_for_status(response.status, what, status_message(content) or excerpt(content))
+    said = status_message(content) or excerpt(content)
+    error = error_for_status(response.status, what, said, cure=cure)
+    if response.status == 429:
+        return Throttled(str(error), _retry_after_s(response.headers.get("Retry-After", "")))
+    return error
 
 
-def error_for_status(status: int, what: str, said: str) -> AgentError:
+def _retry_after_s(text: str) -> float:
+    """Seconds as the API server writes them; 1 where it does not, and no more than a caller would wait for."""
+    return min(float(text), MAX_RETRY_AFTER_S) if text.isascii() and text.isdigit() and len(text) < 6 else 1.0
+
+
+def error_for_status(status: int, what: str, said: str, *, cure: str = AGENT_RIGHTS) -> AgentError:
     text = f"cannot {what}: the API server answered {status}: {said or 'no text'}"
     if status == 404:
         return NotFound(text)
     if status in (409, 410):
         return Conflict(text)
     if status in (401, 403):
-        return Rejected(f"{text}; check the agent's service account and its ClusterRole")
+        return Rejected(f"{text}; {cure}")
     if status in (400, 405, 413, 415, 422):
         return Rejected(text)
     return Unavailable(text)

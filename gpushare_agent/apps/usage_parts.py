@@ -1,0 +1,66 @@
+"""Joins what is sampled and what is counted with the rest of the node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gpushare_agent.adapters.process_owners import ProcessOwners
+from gpushare_agent.adapters.runtime import RuntimeClient
+from gpushare_agent.apps.node_views import node_snapshot
+from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.services.container_ids import ContainerIds
+from gpushare_agent.services.gpu_watch import GpuDriver
+from gpushare_agent.services.metrics import AgentMetrics
+from gpushare_agent.services.metrics_node import node_series
+from gpushare_agent.services.metrics_text import NodePage
+from gpushare_agent.services.usage_sampling import UsageSampling
+from gpushare_agent.settings import Settings
+from gpushare_agent.state.allocation_cache import AllocationCache
+from gpushare_agent.state.pod_store import PodStore
+from gpushare_agent.state.usage_history import UsageHistory
+
+if TYPE_CHECKING:
+    from gpushare_agent.apps.node_parts import NodeParts
+
+
+def build_usage(
+    settings: Settings,
+    *,
+    driver: GpuDriver,
+    runtime: RuntimeClient,
+    cache: AllocationCache,
+    store: PodStore,
+    metrics: AgentMetrics,
+) -> tuple[UsageSampling, UsageHistory]:
+    """The sampling, and the history that it fills."""
+    sampling = UsageSampling(
+        driver=driver,
+        owners=ProcessOwners(settings.runtime.proc_root),
+        pods=store,
+        ids=ContainerIds(runtime, store),
+        allocations=cache.view,
+        metrics=metrics,
+        period_s=settings.sample_period_s,
+    )
+    history = UsageHistory(settings.usage.history_s, settings.usage.history_points)
+    sampling.subscribe(history.add)
+    return sampling, history
+
+
+def show_node(parts: NodeParts) -> None:
+    """Let /metrics show the node: anew after each round of sampling and each change, or once a period without any."""
+    metrics = parts.metrics
+    page = NodePage(lambda: node_series(node_snapshot(parts)), max_age_s=parts.settings.sample_period_s)
+    metrics.show_node(page)
+    metrics.know_resources(parts.names.names)
+    parts.usage.subscribe(lambda _round: page.expire())
+    parts.cache.subscribe(lambda _old, _new: page.expire())
+    parts.store.subscribe(lambda _old, _new: page.expire())
+
+    def cards_changed(inventory: GpuInventory) -> None:
+        metrics.know_cards([card.uuid for card in inventory.cards])
+        page.expire()
+
+    parts.inventory.subscribe(cards_changed)
+    if (mps := parts.isolation.mps_watch) is not None:
+        metrics.show_mps(lambda: not mps.trouble)

@@ -1,0 +1,113 @@
+// The dashboard: joins the stream's store with the parts of the page. Draws once per frame at most, and only what changed.
+
+import { CardView } from "./cards.js";
+import { ContainerTable } from "./containers.js";
+import { Decisions } from "./decisions.js";
+import { arrange, byId, h, set, write } from "./dom.js";
+import { compareTexts } from "./format.js";
+import { History } from "./history.js";
+import { Hues } from "./hues.js";
+import { Store } from "./store.js";
+import { Summary } from "./summary.js";
+import { startTheme } from "./theme.js";
+import { TopologyView } from "./topology.js";
+
+const MANY = 40; // containers from which on bars jump instead of gliding: gliding hundreds of them costs every frame
+
+const views = new Map(); // card's uuid -> CardView
+const hues = new Hues();
+const store = new Store(draw, drawLink);
+const summary = new Summary(store);
+const table = new ContainerTable(store);
+const decisions = new Decisions(store);
+const topology = new TopologyView(store);
+const history = new History(store);
+let inOrder = new Map(); // key -> container, by namespace, pod and container
+
+function draw(changed) {
+  const { everything } = changed;
+  if (everything || changed.containers.size) {
+    inOrder = sorted();
+    hues.update(inOrder);
+  }
+  summary.draw();
+  drawCards(everything ? null : new Set([...changed.cards, ...changed.shares]));
+  table.draw(everything ? null : changed.containers, changed.used, hues);
+  drawEmpty();
+  if (everything || changed.decisions.length) decisions.draw();
+  if (everything || changed.cards.size) topology.draw();
+  if (everything) readPast();
+  else if (changed.sampled && history.sample()) drawPast();
+  announce(changed.decisions);
+  set(document.body, "data-ready", true);
+}
+
+function sorted() {
+  const order = (one) => `${one.namespace}/${one.pod}/${one.container}`;
+  return new Map([...store.containers].sort(([, one], [, two]) => compareTexts(order(one), order(two))));
+}
+
+/** `uuids` are those to draw, null for all. */
+function drawCards(uuids) {
+  const cards = [...store.cards.values()].sort((one, two) => one.index - two.index);
+  if (!uuids) {
+    for (const uuid of views.keys()) if (!store.cards.has(uuid)) views.delete(uuid);
+    for (const card of cards) if (!views.has(card.uuid)) views.set(card.uuid, new CardView());
+    arrange(byId("cards"), cards.map((card) => views.get(card.uuid).element));
+  }
+  set(document.body, "data-many", store.containers.size > MANY);
+  const on = containersByCard();
+  for (const card of cards) if (!uuids || uuids.has(card.uuid)) views.get(card.uuid)?.draw(card, on.get(card.uuid) ?? [], hues);
+}
+
+function containersByCard() {
+  const found = new Map();
+  for (const [key, container] of inOrder) {
+    for (const { uuid } of container.cards) {
+      if (!found.has(uuid)) found.set(uuid, []);
+      found.get(uuid).push([key, container]);
+    }
+  }
+  return found;
+}
+
+async function readPast() {
+  await history.load();
+  history.sample();
+  drawPast();
+}
+
+function drawPast() {
+  for (const [uuid, view] of views) view.drawPast(history.cards.get(uuid) ?? { sm: [], memory: [] }, history.points, history.minutes());
+}
+
+function drawEmpty() {
+  const cards = byId("cards-empty");
+  cards.hidden = store.cards.size > 0;
+  write(cards, "The driver shows no card on this node. The agent's log says why; it looks again by itself.");
+  const containers = byId("containers-empty");
+  const { resources } = store.node;
+  const wanted = `${resources.vcore} ${resources.vmemory} ${store.containers.size > 0}`;
+  if (containers.dataset.shown === wanted) return;
+  containers.dataset.shown = wanted;
+  containers.hidden = store.containers.size > 0;
+  containers.replaceChildren(
+    h("p", {}, h("strong", {}, "No pod has a share yet."), " One that asks for these limits appears here as soon as it is admitted:"),
+    h("pre", { tabindex: 0 }, h("code", {}, `resources:\n  limits:\n    ${resources.vcore}: 30       # of a card's 100 cores\n    ${resources.vmemory}: 16     # blocks of ${resources.memory_block_bytes / 1048576} MiB`)),
+    h("p", {}, "For a try: ", h("code", {}, "kubectl apply -f manifests/samples/share.yaml")));
+}
+
+/** For screen readers: only what somebody must know, not every number. */
+function announce(fresh) {
+  const refused = fresh.filter((one) => one.outcome === "refused");
+  if (refused.length) write(byId("spoken"), refused.map((one) => `Refused: ${one.namespace}/${one.pod}, ${one.reason}`).join(". "));
+}
+
+function drawLink(link) {
+  summary.drawLink();
+  if (link.state === "lost") write(byId("spoken"), "The connection to the agent is lost. Trying again.");
+  if (link.state === "live") write(byId("spoken"), "");
+}
+
+startTheme();
+store.start();

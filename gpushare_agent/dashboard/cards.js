@@ -1,0 +1,243 @@
+// Each card as two bars, compute and memory, cut into its containers' shares, with what is in use inside each share.
+
+import { arrange, h, set, vary, write } from "./dom.js";
+import * as format from "./format.js";
+import { makeCurve } from "./history.js";
+
+const OPEN_UP_TO = 4; // shares whose list is shown without being asked for
+
+/** What one container has of one card. Ratios of the share are null where the driver tells nothing. */
+function shareOf(key, container, held, card) {
+  const { usage } = held;
+  const coresUsed = usage && usage.sm_ratio !== null ? usage.sm_ratio * card.cores.capacity : null;
+  const memoryUsed = usage ? usage.memory_bytes : null;
+  return {
+    key,
+    name: `${container.namespace}/${container.pod}`,
+    container: container.container,
+    pod: container.pod,
+    cores: held.cores,
+    memory: held.memory_bytes,
+    coresUsed,
+    memoryUsed,
+  };
+}
+
+const isOver = (used, limit) => used !== null && used > limit * 1.02 + 0.5;
+
+class Bar {
+  constructor(label) {
+    this.parts = new Map(); // key -> elements
+    this.value = h("span", { class: "measure-value" });
+    this.bar = h("div", { class: "bar", role: "img" });
+    this.element = h("div", { class: "measure" },
+      h("div", { class: "measure-head" }, h("span", { class: "measure-name" }, label), this.value), this.bar);
+  }
+
+  /** `shares` are {key, number, hue, size, used, name, text}: size of the card and used of the share are ratios. */
+  draw(shares, other, value, label) {
+    write(this.value, value);
+    set(this.bar, "aria-label", label);
+    const known = new Set(shares.map((share) => share.key));
+    for (const key of this.parts.keys()) if (!known.has(key)) this.parts.delete(key);
+    arrange(this.bar, [...shares.map((share) => this.#part(share)), ...this.#other(other)]);
+  }
+
+  #part(share) {
+    let part = this.parts.get(share.key);
+    if (!part) {
+      const fill = h("i", { class: "fill" });
+      const number = h("b", { class: "share-number" });
+      const name = h("span", { class: "share-name" });
+      const element = h("div", { class: "share" }, fill, h("span", { class: "share-label" }, number, name));
+      part = { element, fill, number, name };
+      this.parts.set(share.key, part);
+    }
+    set(part.element, "class", `share hue-${share.hue}${share.isOver ? " over" : ""}`);
+    set(part.element, "title", share.text);
+    vary(part.element, "--size", share.size.toFixed(4));
+    vary(part.fill, "--used", Math.min(1, share.used ?? 0).toFixed(3));
+    write(part.number, share.number);
+    write(part.name, share.name);
+    return part.element;
+  }
+
+  #other(other) {
+    if (!other || other.size <= 0) return [];
+    this.otherPart ??= h("div", { class: "share other" });
+    vary(this.otherPart, "--size", other.size.toFixed(4));
+    set(this.otherPart, "title", other.text);
+    return [this.otherPart];
+  }
+}
+
+export class CardView {
+  constructor() {
+    this.title = h("h3");
+    this.name = h("span", { class: "card-name" });
+    this.badge = h("span", { class: "badge" });
+    this.reason = h("p", { class: "reason", hidden: true });
+    this.compute = new Bar("Compute");
+    this.memory = new Bar("Memory");
+    this.curve = makeCurve();
+    this.stats = h("ul", { class: "stats", "aria-label": "State of the card" });
+    this.legend = h("ol", { class: "legend" });
+    this.legendTitle = h("summary");
+    this.shares = h("details", { class: "shares" }, this.legendTitle, this.legend);
+    this.strangerList = h("ul", { class: "strangers" });
+    this.strangerTitle = h("summary");
+    this.strangers = h("details", { class: "shares", hidden: true }, this.strangerTitle, this.strangerList);
+    this.rows = new Map();
+    this.curveNow = h("span");
+    this.element = h("article", { class: "card" },
+      h("header", { class: "card-head" }, h("div", { class: "card-title" }, this.title, this.name), this.badge),
+      this.reason, this.compute.element, this.memory.element,
+      h("figure", { class: "past" }, this.curve.element,
+        h("figcaption", {}, h("span", { class: "key-sm" }, "SM"), h("span", { class: "key-memory" }, "memory"), this.curveNow)),
+      this.stats, this.shares, this.strangers);
+  }
+
+  /** The whole card anew; what has not changed is not touched. */
+  draw(card, containers, hues) {
+    write(this.title, `GPU ${card.index}`);
+    set(this.title, "id", `card-${card.index}`);
+    set(this.element, "aria-labelledby", `card-${card.index}`);
+    set(this.element, "data-uuid", card.uuid);
+    write(this.name, card.name);
+    set(this.name, "title", `${card.uuid}, ${card.bus_id}`);
+    this.#drawHealth(card);
+    const shares = containers.flatMap(([key, container]) =>
+      container.cards.filter((held) => held.uuid === card.uuid).map((held) => shareOf(key, container, held, card)));
+    this.#drawCompute(card, shares, hues);
+    this.#drawMemory(card, shares, hues);
+    this.#drawStats(card);
+    this.#drawLegend(shares, hues);
+    this.#drawStrangers(card);
+  }
+
+  drawPast(rows, points, minutes) {
+    this.curve.draw(rows, points, minutes);
+    write(this.curveNow, `last ${minutes} min, 0 to 100 %`);
+  }
+
+  #drawHealth(card) {
+    const isOut = card.cordoned !== null;
+    const [kind, text] = !card.is_healthy ? ["bad", "✕ Unhealthy"] : isOut ? ["warn", "‖ Cordoned"] : ["good", "✓ Healthy"];
+    set(this.badge, "data-kind", kind);
+    write(this.badge, !card.is_healthy && isOut ? "✕ Unhealthy, cordoned" : text);
+    const reasons = [card.health_reason, isOut && `Cordoned: ${card.cordoned || "no reason given"}`].filter(Boolean);
+    this.reason.hidden = !reasons.length;
+    set(this.reason, "data-kind", kind);
+    write(this.reason, reasons.join(". "));
+    set(this.element, "data-kind", kind);
+  }
+
+  #drawCompute(card, shares, hues) {
+    const { capacity, allocated } = card.cores;
+    const used = card.usage ? card.usage.sm_ratio : null;
+    const value = `${allocated} of ${capacity} cores held · ${used === null ? "use not known" : `${format.percent(used)} in use`}`;
+    const parts = shares.map((share, place) => ({
+      ...this.#place(share, place, hues),
+      size: share.cores / capacity,
+      used: share.coresUsed === null ? null : share.coresUsed / (share.cores || 1),
+      isOver: isOver(share.coresUsed, share.cores),
+      text: `${place + 1}: ${share.name} (${share.container}), ${computeText(share)}`,
+    }));
+    this.compute.draw(parts, null, value, spoken("Compute", value, parts, format.cores(capacity - allocated)));
+  }
+
+  #drawMemory(card, shares, hues) {
+    const { capacity_bytes: capacity, allocated_bytes: allocated } = card.memory;
+    const used = card.usage ? card.usage.memory_used_bytes : null;
+    const value = `${format.bytesOf(allocated, capacity)} held · ${used === null ? "use not known" : `${format.bytes(used)} in use`}`;
+    const parts = shares.map((share, place) => ({
+      ...this.#place(share, place, hues),
+      size: capacity ? share.memory / capacity : 0,
+      used: share.memoryUsed === null ? null : share.memoryUsed / (share.memory || 1),
+      isOver: isOver(share.memoryUsed, share.memory),
+      text: `${place + 1}: ${share.name} (${share.container}), ${memoryText(share)}`,
+    }));
+    const bytes = card.strangers.reduce((sum, one) => sum + (one.memory_bytes ?? 0), 0);
+    const free = Math.max(0, capacity - allocated);
+    const other = { size: capacity ? Math.min(bytes, free || bytes) / capacity : 0, text: `Processes of no container here: ${format.bytes(bytes)}` };
+    const label = spoken("Memory", value, parts, format.bytes(free)) + (bytes ? ` ${other.text}.` : "");
+    this.memory.draw(parts, other, value, label);
+  }
+
+  #place(share, place, hues) {
+    return { key: share.key, number: place + 1, hue: hues.of(share.key), name: share.pod };
+  }
+
+  #drawStats(card) {
+    const { usage } = card;
+    const texts = !usage
+      ? [["use", "The driver has told no use of this card yet"]]
+      : [
+          ["temperature", format.celsius(usage.temperature_celsius)],
+          ["power", format.watts(usage.power_watts, usage.power_limit_watts)],
+          ["SM clock", format.hertz(usage.sm_clock_hertz)],
+        ];
+    if (card.numa !== null) texts.push(["NUMA node", `NUMA ${card.numa}`]);
+    if (usage?.ecc_uncorrected_total) texts.push(["errors", format.count(usage.ecc_uncorrected_total, "uncorrected ECC error", "uncorrected ECC errors")]);
+    const items = texts.filter(([, text]) => text !== "–").map(([name, text]) => ({ text, name, kind: name === "errors" ? "warn" : null }));
+    for (const reason of usage?.throttle_reasons ?? []) items.push({ text: `slowed: ${format.words(reason)}`, name: "throttled", kind: "warn" });
+    while (this.stats.children.length > items.length) this.stats.lastElementChild.remove();
+    items.forEach((item, place) => {
+      const element = this.stats.children[place] ?? this.stats.appendChild(h("li"));
+      write(element, item.text);
+      set(element, "title", item.name);
+      set(element, "data-kind", item.kind);
+    });
+  }
+
+  #drawLegend(shares, hues) {
+    const isFirst = this.count === undefined;
+    if (isFirst || (this.count <= OPEN_UP_TO) !== (shares.length <= OPEN_UP_TO)) this.shares.open = shares.length <= OPEN_UP_TO;
+    this.count = shares.length;
+    this.shares.hidden = !shares.length;
+    write(this.legendTitle, format.count(shares.length, "container", "containers"));
+    const known = new Set(shares.map((share) => share.key));
+    for (const key of this.rows.keys()) if (!known.has(key)) this.rows.delete(key);
+    arrange(this.legend, shares.map((share, place) => this.#legendRow(share, place, hues)));
+  }
+
+  #legendRow(share, place, hues) {
+    let row = this.rows.get(share.key);
+    if (!row) {
+      const [number, name, compute, memory] = [h("b", { class: "share-number" }), h("span", { class: "legend-name" }), h("span", { class: "legend-use" }), h("span", { class: "legend-use" })];
+      row = { number, name, compute, memory, element: h("li", {}, number, name, compute, memory) };
+      this.rows.set(share.key, row);
+    }
+    set(row.element, "class", `hue-${hues.of(share.key)}`);
+    write(row.number, place + 1);
+    write(row.name, share.pod);
+    set(row.name, "title", `${share.name}, container ${share.container}`);
+    write(row.compute, computeText(share));
+    write(row.memory, memoryText(share));
+    return row.element;
+  }
+
+  #drawStrangers(card) {
+    const count = card.strangers_count ?? card.strangers.length;
+    this.strangers.hidden = !count;
+    if (!count) return;
+    write(this.strangerTitle, `${format.count(count, "process", "processes")} of no container here`);
+    const texts = card.strangers.map((one) =>
+      `PID ${one.pid} (${one.kind}): ${format.bytes(one.memory_bytes)}${one.sm_ratio === null ? "" : `, SM ${format.percent(one.sm_ratio)}`}`);
+    if (count > texts.length) texts.push(`and ${count - texts.length} smaller ones`);
+    while (this.strangerList.children.length > texts.length) this.strangerList.lastElementChild.remove();
+    texts.forEach((text, place) => write(this.strangerList.children[place] ?? this.strangerList.appendChild(h("li")), text));
+  }
+}
+
+function computeText(share) {
+  return `${format.coresOf(share.coresUsed, share.cores)}${isOver(share.coresUsed, share.cores) ? ", over its share" : ""}`;
+}
+
+function memoryText(share) {
+  return `${format.bytesOf(share.memoryUsed, share.memory)}${isOver(share.memoryUsed, share.memory) ? ", over its share" : ""}`;
+}
+
+function spoken(name, value, parts, free) {
+  return `${name}: ${value}. ${parts.map((part) => part.text).join("; ")}${parts.length ? ". " : ""}Free: ${free}.`;
+}

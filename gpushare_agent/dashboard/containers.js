@@ -1,0 +1,172 @@
+// The table of all containers that hold something: sorted by any column, filtered by a text, redrawn row by row.
+
+import { arrange, byId, h, set, vary, write } from "./dom.js";
+import * as format from "./format.js";
+
+const RESORT_MS = 5000;
+
+const usedCores = (container) => sum(container, (held) => held.usage?.sm_ratio, 100);
+const usedMemory = (container) => sum(container, (held) => held.usage?.memory_bytes, 1);
+
+/** Null where no card tells it. */
+function sum(container, value, factor) {
+  const known = container.cards.map(value).filter((one) => one !== null && one !== undefined);
+  return known.length ? known.reduce((total, one) => total + one * factor, 0) : null;
+}
+
+const COLUMNS = [
+  { id: "namespace", name: "Namespace", value: (one) => one.namespace },
+  { id: "pod", name: "Pod", value: (one) => one.pod },
+  { id: "container", name: "Container", value: (one) => one.container },
+  { id: "card", name: "Card", value: (one) => one.cards.map((held) => String(held.index).padStart(3, "0")).join(" ") },
+  { id: "cores", name: "Cores", value: (one) => one.cores, isNumber: true },
+  { id: "compute", name: "Compute in use", value: usedCores, isLive: true },
+  { id: "memory", name: "Memory", value: (one) => one.memory_bytes, isNumber: true },
+  { id: "used", name: "Memory in use", value: usedMemory, isLive: true },
+  { id: "isolation", name: "Isolation", value: (one) => one.isolation },
+  { id: "state", name: "State", value: (one) => one.phase },
+];
+
+export class ContainerTable {
+  constructor(store) {
+    this.store = store;
+    this.rows = new Map(); // key -> row
+    this.sortedBy = COLUMNS[1];
+    this.direction = 1;
+    this.filter = "";
+    this.sortedAt = 0;
+    this.headings = COLUMNS.map((column) => this.#heading(column));
+    this.body = h("tbody");
+    this.element = h("table", { class: "containers" },
+      h("caption", { class: "unseen" }, "Containers that hold a share of a card, with their limits and their use. The buttons in the heading sort."),
+      h("thead", {}, h("tr", {}, this.headings)), this.body);
+    byId("containers-table").append(this.element);
+    byId("filter").addEventListener("input", (event) => {
+      this.filter = event.target.value.trim().toLowerCase();
+      this.arrange();
+    });
+    this.#showOrder();
+  }
+
+  #heading(column) {
+    const button = h("button", { type: "button", onclick: () => this.#sortBy(column) }, column.name);
+    return h("th", { scope: "col", class: `col-${column.id}`, "data-number": column.isNumber }, button);
+  }
+
+  #sortBy(column) {
+    this.direction = this.sortedBy === column ? -this.direction : column.isNumber || column.isLive ? -1 : 1;
+    this.sortedBy = column;
+    this.#showOrder();
+    this.arrange();
+  }
+
+  #showOrder() {
+    COLUMNS.forEach((column, place) => {
+      const order = this.direction > 0 ? "ascending" : "descending";
+      set(this.headings[place], "aria-sort", column === this.sortedBy ? order : "none");
+    });
+  }
+
+  /** `keys` are the containers of which more than the use changed; null for all. */
+  draw(keys, used, hues) {
+    const { containers } = this.store;
+    for (const key of this.rows.keys()) if (!containers.has(key)) this.rows.delete(key);
+    for (const key of keys ?? containers.keys()) if (containers.has(key)) this.#row(key).draw(containers.get(key), hues.of(key));
+    if (keys) for (const key of used) if (this.rows.has(key)) this.rows.get(key).drawUse(containers.get(key));
+    if (!keys || keys.size) this.arrange();
+    else this.#sortAgain();
+  }
+
+  #row(key) {
+    if (!this.rows.has(key)) this.rows.set(key, new Row());
+    return this.rows.get(key);
+  }
+
+  /** By a number that changes each second, but not under somebody's hands. */
+  #sortAgain() {
+    if (!this.sortedBy.isLive || Date.now() - this.sortedAt < RESORT_MS) return;
+    if (this.element.matches(":hover") || this.element.contains(document.activeElement)) return;
+    this.arrange();
+  }
+
+  arrange() {
+    this.sortedAt = Date.now();
+    const shown = [...this.store.containers].filter(([key]) => this.rows.get(key)?.matches(this.filter));
+    const values = new Map(shown.map(([key, container]) => [key, this.sortedBy.value(container)]));
+    shown.sort(([a, one], [b, two]) => this.direction * compare(values.get(a), values.get(b)) || compareNames(one, two));
+    arrange(this.body, shown.map(([key]) => this.rows.get(key).element));
+    const all = this.store.containers.size;
+    const count = format.count(all, "container", "containers");
+    write(byId("containers-count"), this.filter ? `${shown.length} of ${count}` : all ? count : "");
+    byId("containers-table").hidden = !all;
+  }
+}
+
+function compare(a, b) {
+  if (a === b) return 0;
+  if (a === null) return -1;
+  if (b === null) return 1;
+  return typeof a === "string" ? format.compareTexts(a, b) : a - b;
+}
+
+const nameOf = (one) => `${one.namespace}/${one.pod}/${one.container}`;
+const compareNames = (one, two) => compare(nameOf(one), nameOf(two));
+
+class Row {
+  constructor() {
+    this.cells = COLUMNS.map((column) => h(column.id === "pod" ? "th" : "td", {
+      class: `col-${column.id}`, "data-label": column.name, "data-number": column.isNumber, scope: column.id === "pod" ? "row" : null,
+    }));
+    this.meters = { compute: makeMeter("Compute in use"), used: makeMeter("Memory in use") };
+    this.element = h("tr", {}, this.cells);
+    this.#cell("compute").append(...this.meters.compute.parts);
+    this.#cell("used").append(...this.meters.used.parts);
+    this.state = this.#cell("state").appendChild(h("span", { class: "state" }));
+  }
+
+  #cell(id) {
+    return this.cells[COLUMNS.findIndex((column) => column.id === id)];
+  }
+
+  draw(container, hue) {
+    set(this.element, "class", `hue-${hue}`);
+    set(this.element, "data-key", `${container.pod_uid}/${container.container}`);
+    write(this.#cell("namespace"), container.namespace);
+    write(this.#cell("pod"), container.pod);
+    write(this.#cell("container"), container.kind === "main" ? container.container : `${container.container} (${container.kind})`);
+    set(this.#cell("container"), "data-before", `${container.namespace}, `); // shown where there is no room for a column
+    write(this.#cell("card"), format.cardNames(container.cards.map((held) => held.index)) || "not on a card here");
+    write(this.#cell("cores"), container.core_limit ? `${container.cores}, up to ${container.core_limit}` : container.cores);
+    write(this.#cell("memory"), format.bytes(container.memory_bytes));
+    write(this.#cell("isolation"), container.is_whole ? "whole card" : container.isolation || "not known");
+    write(this.state, container.phase);
+    set(this.state, "data-state", container.phase);
+    this.text = [container.namespace, container.pod, container.container, this.#cell("card").textContent, this.#cell("isolation").textContent, container.phase].join("\n").toLowerCase();
+    this.drawUse(container);
+  }
+
+  drawUse(container) {
+    const cores = usedCores(container);
+    this.meters.compute.draw(cores, container.cores, cores === null ? "–" : format.coresOf(cores, container.cores));
+    const memory = usedMemory(container);
+    this.meters.used.draw(memory, container.memory_bytes, memory === null ? "–" : format.bytesOf(memory, container.memory_bytes));
+  }
+
+  matches(text) {
+    return !text || this.text.includes(text);
+  }
+}
+
+function makeMeter(label) {
+  const text = h("span", { class: "meter-text" });
+  const meter = h("span", { class: "meter", role: "meter", "aria-label": label, "aria-valuemin": 0, "aria-valuemax": 100 }, h("i"));
+  function draw(used, limit, shown) {
+    const ratio = used === null || !limit ? 0 : used / limit;
+    write(text, shown);
+    set(meter, "aria-valuenow", Math.min(100, Math.round(ratio * 100)));
+    set(meter, "aria-valuetext", used === null ? "not known" : `${shown}, ${format.percent(ratio)} of the limit`);
+    set(meter, "data-over", ratio > 1.02);
+    vary(meter, "--used", Math.min(1, ratio).toFixed(3));
+  }
+  return { parts: [meter, text], draw };
+}

@@ -1,0 +1,93 @@
+// What was admitted and refused lately, and why: the newest first; opened, an entry shows every card as it stood then.
+
+import { arrange, byId, h, write } from "./dom.js";
+import * as format from "./format.js";
+
+const SHOWN = 50;
+
+export class Decisions {
+  constructor(store) {
+    this.store = store;
+    this.entries = new Map(); // number -> element
+    this.isOnlyRefused = false;
+    byId("only-refused").addEventListener("change", (event) => {
+      this.isOnlyRefused = event.target.checked;
+      this.draw();
+    });
+  }
+
+  draw() {
+    const all = this.store.decisions;
+    const known = new Set(all.map((one) => one.number));
+    for (const number of this.entries.keys()) if (!known.has(number)) this.entries.delete(number);
+    const shown = all.filter((one) => !this.isOnlyRefused || one.outcome === "refused").slice(0, SHOWN);
+    arrange(byId("decisions"), shown.map((one) => this.#entry(one)));
+    const empty = byId("decisions-empty");
+    empty.hidden = shown.length > 0;
+    write(empty, all.length ? "None of the last admissions was refused." : "Nothing was admitted or refused since the agent started.");
+  }
+
+  #entry(decision) {
+    if (!this.entries.has(decision.number)) this.entries.set(decision.number, makeEntry(decision));
+    return this.entries.get(decision.number);
+  }
+}
+
+function makeEntry(decision) {
+  const isRefused = decision.outcome === "refused";
+  const name = decision.pod ? `${decision.namespace}/${decision.pod}` : "a pod that could not be identified";
+  const result = isRefused ? decision.reason : format.cardNames(decision.cards);
+  const body = h("div", { class: "decision-body" });
+  const details = h("details", {},
+    h("summary", {},
+      h("time", { datetime: new Date(decision.at * 1000).toISOString(), title: format.moment(decision.at) }, format.clock(decision.at)),
+      h("span", { class: "outcome", "data-kind": isRefused ? "bad" : "good" }, isRefused ? "✕ Refused" : "✓ Placed"),
+      h("span", { class: "decision-name" }, name, decision.container ? h("span", { class: "quiet" }, ` ${decision.container}`) : null),
+      h("span", { class: "decision-result" }, result)),
+    body);
+  details.addEventListener("toggle", () => {
+    if (details.open && !body.hasChildNodes()) show(body, decision);
+  });
+  return h("li", { "data-decision": decision.number }, details);
+}
+
+async function show(body, decision) {
+  body.append(
+    h("p", {}, decision.explanation),
+    h("p", { class: "quiet" }, asked(decision)),
+  );
+  const place = body.appendChild(h("p", { class: "quiet" }, "Reading the cards as they stood then"));
+  try {
+    const answer = await fetch(`api/v1/decisions?number=${decision.number}`);
+    const [whole] = answer.ok ? (await answer.json()).decisions : [];
+    if (!whole) throw new Error("the agent does not keep it any more");
+    place.replaceWith(whole.candidates.length ? candidates(whole) : h("p", { class: "quiet" }, "It was decided without looking at the cards."));
+  } catch (error) {
+    write(place, `The cards as they stood then cannot be shown: ${error.message}.`);
+    body.closest("details").addEventListener("toggle", () => body.replaceChildren(), { once: true }); // then asks again
+  }
+}
+
+
+function asked(decision) {
+  const { asked: wish, policy } = decision;
+  if (!wish) return `Decided in a call for ${decision.resource}.`;
+  const hint = wish.hint.length ? `, hinted to ${format.cardNames(wish.hint)}` : "";
+  const how = policy ? ` Placed by: ${policy}.` : "";
+  const memory = wish.memory_bytes ? ` and ${format.bytes(wish.memory_bytes)}` : "";
+  return `Asked for ${format.cores(wish.cores)}${memory}${hint}.${how}`;
+}
+
+function candidates(decision) {
+  const rows = decision.candidates.map((one) => h("tr", { "data-chosen": one.is_chosen },
+    h("th", { scope: "row" }, `GPU ${one.index}`),
+    h("td", { "data-number": true }, format.cores(one.free_cores)),
+    h("td", { "data-number": true }, format.bytesOf(one.free_memory_bytes, one.total_memory_bytes)),
+    h("td", {}, one.is_chosen ? `✓ ${one.verdict}` : one.verdict)));
+  return h("div", { class: "scrolling", tabindex: 0, role: "region", "aria-label": "The cards as they stood then" },
+    h("table", { class: "candidates" },
+      h("caption", {}, "The cards as they stood then"),
+      h("thead", {}, h("tr", {}, ["Card", "Free cores", "Free memory", "Verdict"].map((name, place) =>
+        h("th", { scope: "col", "data-number": place === 1 || place === 2 }, name)))),
+      h("tbody", {}, rows)));
+}

@@ -1,0 +1,57 @@
+// Making and changing elements. Values only ever become text or attributes, never markup: names come from strangers.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** An element with attributes and children; texts become text nodes, null and false are left out. */
+export function h(tag, attributes = {}, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+/** The same for SVG. */
+export function s(tag, attributes = {}, ...children) {
+  return fill(document.createElementNS(SVG, tag), attributes, children);
+}
+
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else set(element, name, value);
+  }
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+/** Sets an attribute where it differs; null and false take it away. */
+export function set(element, name, value) {
+  if (value === null || value === undefined || value === false) {
+    if (element.hasAttribute(name)) element.removeAttribute(name);
+    return;
+  }
+  const text = value === true ? "" : String(value);
+  if (element.getAttribute(name) !== text) element.setAttribute(name, text);
+}
+
+/** Sets the text where it differs. */
+export function write(element, text) {
+  const wanted = String(text);
+  if (element.textContent !== wanted) element.textContent = wanted;
+}
+
+/** Sets a custom property where it differs. */
+export function vary(element, name, value) {
+  const wanted = String(value);
+  if (element.style.getPropertyValue(name) !== wanted) element.style.setProperty(name, wanted);
+}
+
+/** Puts exactly these children in this order, moving only those that stand elsewhere. */
+export function arrange(parent, children) {
+  const wanted = new Set(children);
+  for (const child of [...parent.children]) if (!wanted.has(child)) child.remove();
+  let place = parent.firstElementChild;
+  for (const child of children) {
+    if (child === place) place = place.nextElementSibling;
+    else parent.insertBefore(child, place);
+  }
+}
+
+export const byId = (id) => document.getElementById(id);

@@ -1,0 +1,73 @@
+// Numbers and moments as texts. Everything comes in base units (bytes, ratios 0..1, seconds, hertz, watts).
+
+/** Orders texts as people do: pod-2 before pod-10. Made once: a comparison with options makes one each time. */
+export const compareTexts = new Intl.Collator("en", { numeric: true }).compare;
+
+const UNKNOWN = "–";
+const GIB = 1024 ** 3;
+const MIB = 1024 ** 2;
+
+/** At most three digits: 80, 22.4, 0.35. */
+function short(value) {
+  const digits = value >= 100 ? 0 : value >= 10 ? 1 : 2;
+  return String(Number(value.toFixed(digits)));
+}
+
+export function bytes(value) {
+  if (value === null || value === undefined) return UNKNOWN;
+  if (value >= GIB || value === 0) return `${short(value / GIB)} GiB`;
+  return `${short(value / MIB)} MiB`;
+}
+
+/** `2.25 of 4 GiB`: both in the unit of the whole, unless that would hide a small part. */
+export function bytesOf(part, whole) {
+  if (part === null || part === undefined) return bytes(whole);
+  if (whole < GIB || part < GIB / 10) return `${bytes(part)} of ${bytes(whole)}`;
+  return `${short(part / GIB)} of ${short(whole / GIB)} GiB`;
+}
+
+export function percent(ratio) {
+  return ratio === null || ratio === undefined ? UNKNOWN : `${Math.round(ratio * 100)} %`;
+}
+
+/** `2.7 of 5 cores`. */
+export function coresOf(used, limit) {
+  if (used === null) return cores(limit);
+  return `${used < 9.95 ? Number(used.toFixed(1)) : Math.round(used)} of ${cores(limit)}`;
+}
+
+export function cores(count) {
+  return count === 1 ? "1 core" : `${short(count)} cores`;
+}
+
+export const celsius = (value) => (value === null || value === undefined ? UNKNOWN : `${Math.round(value)} °C`);
+
+export function watts(value, limit) {
+  if (value === null || value === undefined) return UNKNOWN;
+  return limit ? `${Math.round(value)} / ${Math.round(limit)} W` : `${Math.round(value)} W`;
+}
+
+export function hertz(value) {
+  if (value === null || value === undefined) return UNKNOWN;
+  return value >= 1e9 ? `${short(value / 1e9)} GHz` : `${Math.round(value / 1e6)} MHz`;
+}
+
+export function duration(seconds) {
+  const rounded = Math.max(0, Math.round(seconds));
+  if (rounded < 60) return `${rounded} s`;
+  if (rounded < 3600) return `${Math.floor(rounded / 60)} min`;
+  if (rounded < 86400) return `${Math.floor(rounded / 3600)} h`;
+  return `${Math.floor(rounded / 86400)} d`;
+}
+
+export const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
+export const moment = (seconds) => new Date(seconds * 1000).toLocaleString([], { hour12: false });
+
+export function count(number, one, many) {
+  return `${number} ${number === 1 ? one : many}`;
+}
+
+/** `power_cap` as words. */
+export const words = (name) => name.replaceAll("_", " ");
+
+export const cardNames = (indexes) => indexes.map((index) => `GPU ${index}`).join(", ");

@@ -1,0 +1,125 @@
+// The last minutes of each card: read once from the agent, then carried on from the stream, and the curve made of it.
+
+import { s, set } from "./dom.js";
+import * as format from "./format.js";
+
+const WIDTH = 300;
+const HEIGHT = 40;
+const STEP_UNLESS_TOLD_S = 5;
+const POINTS_UNLESS_TOLD = 180;
+
+export class History {
+  constructor(store) {
+    this.store = store;
+    this.step = STEP_UNLESS_TOLD_S;
+    this.points = POINTS_UNLESS_TOLD;
+    this.cards = new Map(); // uuid -> {sm: [], memory: []}, ratios or null, oldest first
+    this.stepEnds = 0;
+    this.parts = new Map(); // uuid -> sums of the step that is not over
+  }
+
+  /** After each new connection: what was missed is in the agent's rings. */
+  async load() {
+    let told = {};
+    try {
+      const answer = await fetch("api/v1/history?only=cards");
+      if (answer.ok) told = await answer.json();
+    } catch {
+      // The curve then begins now; the connection's state is told elsewhere.
+    }
+    this.step = told.step_seconds || STEP_UNLESS_TOLD_S;
+    for (const [uuid, rows] of Object.entries(told.cards ?? {})) {
+      const capacity = this.store.cards.get(uuid)?.memory.capacity_bytes || 1;
+      const memory = (rows.memory_used_bytes ?? []).map((used) => (used === null ? null : used / capacity));
+      this.cards.set(uuid, { sm: rows.sm_ratio ?? [], memory });
+      this.points = Math.max(this.points, memory.length);
+    }
+    this.stepEnds = (told.at ?? this.store.now()) + this.step;
+    this.parts.clear();
+  }
+
+  /** One more sample of each card. True where a step is over, so that each curve has a new point. */
+  sample() {
+    for (const card of this.store.cards.values()) {
+      const part = this.parts.get(card.uuid) ?? { count: 0, sm: 0, memory: 0 };
+      if (!card.usage || card.usage.sm_ratio === null) continue;
+      part.count += 1;
+      part.sm += card.usage.sm_ratio;
+      part.memory += (card.usage.memory_used_bytes ?? 0) / (card.memory.capacity_bytes || 1);
+      this.parts.set(card.uuid, part);
+    }
+    const now = this.store.now();
+    if (now < this.stepEnds) return false;
+    const missed = Math.min(this.points, Math.floor((now - this.stepEnds) / this.step));
+    for (const uuid of this.store.cards.keys()) this.#add(uuid, missed);
+    this.parts.clear();
+    this.stepEnds += (missed + 1) * this.step;
+    return true;
+  }
+
+  #add(uuid, missed) {
+    const rows = this.cards.get(uuid) ?? { sm: [], memory: [] };
+    const part = this.parts.get(uuid);
+    for (let n = 0; n < missed; n += 1) {
+      rows.sm.push(null);
+      rows.memory.push(null);
+    }
+    rows.sm.push(part ? part.sm / part.count : null);
+    rows.memory.push(part ? part.memory / part.count : null);
+    rows.sm.splice(0, rows.sm.length - this.points);
+    rows.memory.splice(0, rows.memory.length - this.points);
+    this.cards.set(uuid, rows);
+  }
+
+  minutes() {
+    return Math.round((this.points * this.step) / 60);
+  }
+}
+
+/** The curve of one card: an element, and `draw` for each new point. */
+export function makeCurve() {
+  const area = s("path", { class: "curve-area" });
+  const sm = s("path", { class: "curve-sm" });
+  const memory = s("path", { class: "curve-memory" });
+  const element = s(
+    "svg",
+    { class: "curve", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" },
+    s("line", { class: "curve-line", x1: 0, y1: HEIGHT / 2, x2: WIDTH, y2: HEIGHT / 2 }),
+    area,
+    sm,
+    memory,
+  );
+  function draw(rows, points, minutes) {
+    const lineOf = (values) => path(values, points);
+    const line = lineOf(rows.sm);
+    set(sm, "d", line.d);
+    set(area, "d", line.area);
+    set(memory, "d", lineOf(rows.memory).d);
+    set(element, "aria-label", `Last ${minutes} minutes. SM use: ${spoken(rows.sm)}. Memory: ${spoken(rows.memory)}.`);
+  }
+  return { element, draw };
+}
+
+function spoken(values) {
+  const known = values.filter((value) => value !== null);
+  if (!known.length) return "not known";
+  const mean = known.reduce((sum, value) => sum + value, 0) / known.length;
+  return `now ${format.percent(known.at(-1))}, mean ${format.percent(mean)}, most ${format.percent(Math.max(...known))}`;
+}
+
+/** The newest point is at the right edge; a gap stays a gap. */
+function path(values, points) {
+  const y = (value) => (HEIGHT - 1 - Math.min(1, Math.max(0, value)) * (HEIGHT - 2)).toFixed(1);
+  const x = (place) => (((points - values.length + place) / (points - 1)) * WIDTH).toFixed(1);
+  let d = "";
+  let area = "";
+  for (let place = 0; place < values.length; place += 1) {
+    if (values[place] === null) continue;
+    const isFirst = place === 0 || values[place - 1] === null;
+    const isLast = place === values.length - 1 || values[place + 1] === null;
+    d += `${isFirst ? "M" : "L"}${x(place)} ${y(values[place])}`;
+    area += isFirst ? `M${x(place)} ${HEIGHT}L${x(place)} ${y(values[place])}` : `L${x(place)} ${y(values[place])}`;
+    if (isLast) area += `L${x(place)} ${HEIGHT}Z`;
+  }
+  return { d, area };
+}

@@ -1,0 +1,89 @@
+// The head of the page: whose node this is, whether what is seen is true now, and the node in a few numbers.
+
+import { byId, h, set, vary, write } from "./dom.js";
+import * as format from "./format.js";
+
+export class Summary {
+  constructor(store) {
+    this.store = store;
+    this.tiles = new Map();
+    setInterval(() => this.drawLink(), 1000);
+  }
+
+  draw() {
+    const { node } = this.store;
+    const { agent } = node;
+    write(byId("node-name"), node.node);
+    const driver = agent.driver_version ? `driver ${agent.driver_version}` : "driver version not known";
+    const facts = [`gpushare-agent ${agent.version}`, agent.driver === "simulated" ? `${driver} (simulated cards)` : driver, `isolation ${agent.isolation}`];
+    write(byId("node-facts"), facts.join(" · "));
+    const bad = [...this.store.cards.values()].filter((card) => !card.is_healthy).length;
+    document.title = `${bad ? `(${bad} unhealthy) ` : ""}${node.node}: GPUs`;
+    this.#drawReady(agent);
+    this.drawLink();
+    this.#drawTiles(bad);
+  }
+
+  #drawReady(agent) {
+    const ready = byId("ready");
+    ready.hidden = false;
+    set(ready, "data-state", agent.is_ready ? "good" : "bad");
+    write(ready, agent.is_ready ? "✓ Ready" : "✕ Not ready");
+    const texts = agent.not_ready.map((reason) => `Not ready: ${reason}.`);
+    const notices = byId("notices");
+    while (notices.children.length > texts.length) notices.lastElementChild.remove();
+    texts.forEach((text, place) => write(notices.children[place] ?? notices.appendChild(h("p", { class: "notice", "data-kind": "bad" })), text));
+  }
+
+  /** Live, stale or lost. Also by the clock, for silence is no event. */
+  drawLink() {
+    const { link, node } = this.store;
+    const live = byId("live");
+    const [state, text] = this.#linkState(link, node);
+    set(live, "data-state", state);
+    write(live, text);
+    set(document.body, "data-link", state);
+  }
+
+  #linkState(link, node) {
+    if (link.state === "waiting") return ["waiting", "Connecting"];
+    if (link.state === "lost") return ["bad", `✕ No contact for ${format.duration((Date.now() - link.since) / 1000)}`];
+    const { sampled_at: sampledAt, sample_period_seconds: period } = node.agent;
+    if (sampledAt === null) return ["warn", "Live, no use is sampled"];
+    const age = this.store.now() - sampledAt;
+    return age > Math.max(5, 3 * period) ? ["warn", `Stale: last sample ${format.duration(age)} ago`] : ["good", "● Live"];
+  }
+
+  #drawTiles(bad) {
+    const cards = [...this.store.cards.values()];
+    const total = (value) => cards.reduce((sum, card) => sum + (value(card) ?? 0), 0);
+    const known = cards.filter((card) => card.usage);
+    const [cores, coresHeld] = [total((card) => card.cores.capacity), total((card) => card.cores.allocated)];
+    const [memory, memoryHeld] = [total((card) => card.memory.capacity_bytes), total((card) => card.memory.allocated_bytes)];
+    const sm = known.length ? known.reduce((sum, card) => sum + (card.usage.sm_ratio ?? 0), 0) / known.length : null;
+    const used = known.length ? total((card) => card.usage?.memory_used_bytes) : null;
+    const pods = new Set([...this.store.containers.values()].map((one) => one.pod_uid)).size;
+    const out = cards.filter((card) => card.cordoned !== null).length;
+    const state = [bad ? `${bad} unhealthy` : cards.length ? "all healthy" : "", out ? `${out} cordoned` : ""].filter(Boolean).join(", ");
+    this.#tile("Cards", String(cards.length), state, null, bad ? "bad" : null);
+    this.#tile("Pods", String(pods), format.count(this.store.containers.size, "container", "containers"), null);
+    this.#tile("Compute allocated", cores ? format.percent(coresHeld / cores) : "–", `${coresHeld} of ${format.cores(cores)}`, cores ? coresHeld / cores : 0);
+    this.#tile("Compute in use", format.percent(sm), "mean of the cards", sm ?? 0);
+    this.#tile("Memory allocated", memory ? format.percent(memoryHeld / memory) : "–", format.bytesOf(memoryHeld, memory), memory ? memoryHeld / memory : 0);
+    this.#tile("Memory in use", used === null ? "–" : format.percent(used / (memory || 1)), used === null ? "not known" : format.bytes(used), used === null ? 0 : used / (memory || 1));
+  }
+
+  #tile(name, value, detail, ratio, kind = null) {
+    let tile = this.tiles.get(name);
+    if (!tile) {
+      tile = { value: h("strong"), detail: h("span", { class: "quiet" }), gauge: h("i", { class: "gauge", "aria-hidden": "true" }) };
+      tile.element = h("div", { class: "tile" }, h("dt", {}, name), h("dd", {}, tile.value, tile.detail, ratio === null ? null : tile.gauge));
+      this.tiles.set(name, tile);
+      byId("summary").append(tile.element);
+    }
+    write(tile.value, value);
+    write(tile.detail, detail);
+    set(tile.element, "data-kind", kind);
+    if (ratio !== null) vary(tile.gauge, "--used", Math.min(1, ratio).toFixed(3));
+  }
+}

@@ -1,0 +1,142 @@
+// How the cards are connected, as a drawing: the PCIe tree above the cards, NVLinks below them; and as a table for reading.
+
+import { byId, h, s } from "./dom.js";
+
+const LEAF = { width: 44, height: 30, gap: 14 };
+const SMALL_LEAF = { width: 32, height: 30, gap: 6 };
+const MANY_CARDS = 10;
+const LEVEL = 46;
+const ARC_ROOM = 16;
+const WORDS = {
+  NV: "NVLink", PIX: "one PCIe switch", PXB: "several PCIe switches", PHB: "the CPU's PCIe bridge", NODE: "one NUMA node", SYS: "the link between CPUs",
+};
+
+export class TopologyView {
+  constructor(store) {
+    this.store = store;
+  }
+
+  draw() {
+    const { topology } = this.store.node;
+    const cards = [...this.store.cards.values()].sort((a, b) => a.index - b.index);
+    const state = JSON.stringify([topology, cards.map((card) => [card.index, card.is_healthy, card.cordoned !== null])]);
+    if (state === this.drawn) return;
+    this.drawn = state;
+    const place = byId("topology");
+    if (!cards.length) {
+      place.replaceChildren(h("p", { class: "empty" }, "No card, nothing to draw."));
+      return;
+    }
+    const wasOpen = place.querySelector("details")?.open ?? false;
+    const description = spoken(topology.tree, topology.links);
+    place.replaceChildren(
+      h("div", { class: "scrolling", tabindex: 0, role: "region", "aria-label": "Drawing of the topology" }, drawing(topology, cards, description)),
+      h("p", { class: "quiet" }, linkText(topology.links)),
+      h("details", { open: wasOpen }, h("summary", {}, "All links as a table"), matrix(topology.links)));
+  }
+}
+
+function drawing({ tree, links }, cards, description) {
+  const order = leaves(tree);
+  const size = order.length > MANY_CARDS ? SMALL_LEAF : LEAF;
+  const depth = depthOf(tree);
+  const top = 20;
+  const leafTop = top + depth * LEVEL;
+  const x = new Map(order.map((card, place) => [card, size.gap + place * (size.width + size.gap) + size.width / 2]));
+  const arcs = nvlinks(links);
+  const reach = Math.max(0, ...arcs.map(({ a, b }) => Math.abs(order.indexOf(a) - order.indexOf(b))));
+  const height = leafTop + LEAF.height + 14 + (arcs.length ? 12 + reach * ARC_ROOM : 0);
+  const width = order.length * (size.width + size.gap) + size.gap;
+  const parts = [];
+  branches(tree, 0, parts, { x, top, leafTop });
+  const bottom = leafTop + LEAF.height;
+  for (const { a, b, word } of arcs) {
+    const [from, to] = [x.get(a), x.get(b)].sort((one, two) => one - two);
+    const drop = bottom + 8 + Math.abs(order.indexOf(a) - order.indexOf(b)) * ARC_ROOM;
+    parts.push(s("path", { class: "nvlink", d: `M${from} ${bottom}C${from} ${drop} ${to} ${drop} ${to} ${bottom}`, "stroke-width": 1 + Math.min(3, Number(word.slice(2)) / 6) },
+      s("title", {}, `GPU ${a} and GPU ${b}: ${word}`)));
+  }
+  for (const card of cards) if (x.has(card.index)) parts.push(leaf(card, x.get(card.index), leafTop, size));
+  return s("svg", { class: "topology", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": description }, parts);
+}
+
+function leaf(card, middle, top, size) {
+  const kind = !card.is_healthy ? "bad" : card.cordoned !== null ? "warn" : "good";
+  const mark = { bad: " ✕", warn: " ‖", good: "" }[kind];
+  return s("g", { class: "leaf", "data-kind": kind },
+    s("rect", { x: middle - size.width / 2, y: top, width: size.width, height: size.height, rx: 6 }),
+    s("text", { x: middle, y: top + LEAF.height / 2 + 5, "text-anchor": "middle" }, `${card.index}${mark}`),
+    s("title", {}, `GPU ${card.index}`));
+}
+
+/** The line over a branch's children, its name in the middle, and the stems down to them. */
+function branches(branch, level, parts, place) {
+  const y = place.top + level * LEVEL;
+  const points = branch.children.length
+    ? branch.children.map((child) => ({ x: middle(child, place.x), y: place.top + (level + 1) * LEVEL }))
+    : branch.cards.map((card) => ({ x: place.x.get(card), y: place.leafTop }));
+  for (const child of branch.children) branches(child, level + 1, parts, place);
+  if (points.length < 2 && !branch.children.length) {
+    for (const point of points) parts.unshift(s("path", { class: "stem", d: `M${point.x} ${y}V${point.y}` }));
+    return;
+  }
+  const from = Math.min(...points.map((point) => point.x));
+  const to = Math.max(...points.map((point) => point.x));
+  parts.unshift(
+    s("path", { class: "stem", d: `M${from} ${y}H${to}${points.map((point) => `M${point.x} ${y}V${point.y}`).join("")}` }));
+  const centre = middle(branch, place.x);
+  const width = branch.kind.length * 9 + 16;
+  parts.push(
+    s("g", { class: "branch" },
+      s("rect", { x: centre - width / 2, y: y - 11, width, height: 22, rx: 11 }),
+      s("text", { x: centre, y: y + 4.5, "text-anchor": "middle" }, branch.kind),
+      s("title", {}, `${branch.kind}: connected by ${WORDS[branch.kind] ?? branch.kind}`)));
+}
+
+const leaves = (branch) => (branch.children.length ? branch.children.flatMap(leaves) : branch.cards);
+const depthOf = (branch) => 1 + Math.max(0, ...branch.children.map(depthOf));
+
+function middle(branch, x) {
+  const places = leaves(branch).map((card) => x.get(card));
+  return (Math.min(...places) + Math.max(...places)) / 2;
+}
+
+/** The lines to draw. Where every card has the same link to every other, a sentence says it better than 28 arcs. */
+function nvlinks(links) {
+  const found = pairs(links).filter(({ word }) => word.startsWith("NV"));
+  return isFullMesh(links) ? [] : found;
+}
+
+function isFullMesh(links) {
+  const all = pairs(links);
+  return all.length > 1 && all.every(({ word }) => word.startsWith("NV") && word === all[0].word);
+}
+
+function pairs(links) {
+  return links.flatMap((row, a) => row.flatMap((word, b) => (a < b ? [{ a, b, word }] : [])));
+}
+
+function linkText(links) {
+  if (isFullMesh(links)) return `Every card reaches every other by NVLink (${pairs(links)[0].word}).`;
+  const count = pairs(links).filter(({ word }) => word.startsWith("NV")).length;
+  return count ? `${count} pairs of cards have NVLinks: the curves below the cards.` : "No two cards are connected by NVLink.";
+}
+
+function spoken(tree, links) {
+  const of = (branch) => {
+    const below = branch.children.length
+      ? branch.children.map(of).join("; ")
+      : branch.cards.map((card) => `GPU ${card}`).join(", ");
+    return branch.children.length || branch.cards.length > 1 ? `${branch.kind} (${below})` : below;
+  };
+  return `Topology: ${of(tree)}. ${linkText(links)}`;
+}
+
+function matrix(links) {
+  const names = links.map((_, index) => `GPU ${index}`);
+  return h("div", { class: "scrolling", tabindex: 0, role: "region", "aria-label": "Links between cards" },
+    h("table", { class: "candidates" },
+      h("caption", { class: "unseen" }, "Links between cards in the words of nvidia-smi"),
+      h("thead", {}, h("tr", {}, h("td", {}), names.map((name) => h("th", { scope: "col" }, name)))),
+      h("tbody", {}, links.map((row, index) => h("tr", {}, h("th", { scope: "row" }, names[index]), row.map((word) => h("td", {}, word === "X" ? "·" : word)))))));
+}

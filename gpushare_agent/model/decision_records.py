@@ -1,0 +1,64 @@
+"""What was decided about a container and why: the record behind `explain`, the dashboard and an Event's text.
+
+A record is a value; state/decision_log.py keeps the last ones. Sizes are bytes, `at` is seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gpushare_agent.model.names import GpuUuid, PodUid
+
+
+class Outcome(StrEnum):
+    ALLOCATED = "allocated"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One card as the container could have had it. `verdict` is a short text: `chosen`, `has room`, or what it lacks."""
+
+    index: int
+    uuid: GpuUuid
+    is_healthy: bool
+    free_cores: int
+    free_memory_bytes: int
+    total_memory_bytes: int
+    is_chosen: bool
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the container asks for, and what bound the choice: the scheduler's hint, cards that could not be avoided."""
+
+    cores: int
+    memory_bytes: int
+    hint: tuple[int, ...] = ()
+    must_cards: tuple[GpuUuid, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionRecord:
+    """One container's decision. `number` grows by one with each. `pod_uid` and names are empty where the pod could not be
+    identified. `policy` is share, fragment, link, hint, must-include or memory, empty for a refusal."""
+
+    number: int
+    at: float
+    namespace: str
+    pod: str
+    pod_uid: PodUid | str
+    container: str
+    resource: str
+    """Of the call in which it was decided."""
+    outcome: Outcome
+    reason: str
+    """RefusalReason's word, empty where it was allocated."""
+    explanation: str
+    """Why this card, or the refusal's whole text."""
+    policy: str
+    cards: tuple[int, ...]
+    asked: Asked | None
+    candidates: tuple[Candidate, ...]

@@ -1,0 +1,100 @@
+"""What cards and containers use, as one look at the driver found it. Ratios are 0..1, sizes bytes, times seconds.
+
+None means that the driver does not tell: not supported by this card, or nothing known for this moment. It is never zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.names import GpuUuid
+
+
+class ProcessKind(StrEnum):
+    """In which of the driver's lists a process was found. A client of MPS is listed by its own PID."""
+
+    COMPUTE = "compute"
+    GRAPHICS = "graphics"
+    MPS = "mps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSample:
+    """One process on one card, by its PID on the host. The ratios are of the whole card."""
+
+    pid: int
+    kind: ProcessKind = ProcessKind.COMPUTE
+    memory_bytes: int | None = None
+    sm_ratio: float | None = None
+    memory_ratio: float | None = None
+    """Of the time in which device memory was read or written."""
+    encoder_ratio: float | None = None
+    decoder_ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardSample:
+    """One card. `processes` is None where the card could not list them, else sorted by PID, each PID once."""
+
+    uuid: GpuUuid
+    sm_ratio: float | None = None
+    memory_ratio: float | None = None
+    encoder_ratio: float | None = None
+    decoder_ratio: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    sm_clock_hertz: float | None = None
+    memory_clock_hertz: float | None = None
+    ecc_corrected_total: int | None = None
+    """Since the driver was loaded (NVML's volatile count), as is the next one."""
+    ecc_uncorrected_total: int | None = None
+    throttle_reasons: tuple[str, ...] | None = None
+    """Snake-case words, sorted: `power_cap`, `hw_thermal`, …; empty while the card runs at the speed that it wants."""
+    pcie_received_bytes_per_second: float | None = None
+    pcie_sent_bytes_per_second: float | None = None
+    nvlink_received_bytes_total: int | None = None
+    nvlink_sent_bytes_total: int | None = None
+    processes: tuple[ProcessSample, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverSample:
+    """One look at all cards that answer. `errors` counts the driver's error words (`gpu_is_lost`, `timeout`, …) of this
+    look; what a card does not support is no error."""
+
+    cards: tuple[CardSample, ...]
+    errors: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerUse:
+    """What one container uses of one card, the sum over its processes. A ratio is None where no process's is known."""
+
+    key: ContainerKey
+    uuid: GpuUuid
+    pids: tuple[int, ...]
+    memory_bytes: int | None = None
+    sm_ratio: float | None = None
+    memory_ratio: float | None = None
+    encoder_ratio: float | None = None
+    decoder_ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageRound:
+    """One round of sampling, joined with the containers. `sampled_at` is seconds since the epoch.
+
+    `strangers` are the processes of no known container, by card: the MPS server, a program started on the node itself,
+    a pod whose devices came another way.
+    """
+
+    sampled_at: float
+    cards: Mapping[GpuUuid, CardSample]
+    containers: Mapping[tuple[ContainerKey, GpuUuid], ContainerUse]
+    strangers: Mapping[GpuUuid, tuple[ProcessSample, ...]] = field(default_factory=dict)

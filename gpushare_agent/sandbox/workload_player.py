@@ -1,0 +1,133 @@
+"""Writes what the embedded node's containers use into the agent's usage file, again and again (workload.py says how much).
+
+Which cards a container has is read from the kubelet's records: the IDs of the Allocate calls that were answered. State
+owned: the file, and `ReportedNode.used`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from gpushare_agent.adapters.simulated_usage import RehearsedProcess, encode_usage
+from gpushare_agent.decisions.isolation_choice import choose_isolation
+from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.names import CORES_PER_CARD
+from gpushare_agent.sandbox.container_runtime import Container
+from gpushare_agent.sandbox.node_report import ReportedNode, cards_of, container_processes
+from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION, annotation_number, containers_of
+from gpushare_agent.sandbox.workload import PlayedContainer, played_usage
+
+log = structlog.get_logger(__name__)
+
+INTERVAL_S = 1.0
+_MIB = 1024 * 1024
+
+
+class WorkloadPlayer:
+    """`path` is the usage file; `isolation` and `allowed` are the agent's settings of these names; `clock` tells seconds
+    since the epoch."""
+
+    def __init__(
+        self,
+        shown: ReportedNode,
+        path: Path,
+        *,
+        isolation: IsolationName = IsolationName.VCUDA,
+        allowed: Iterable[IsolationName] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._shown = shown
+        self._path = path
+        self._isolation = isolation
+        self._allowed = tuple(allowed)
+        self._clock = clock
+        self._complained_about = ""
+
+    async def run(self) -> None:
+        """Endless."""
+        while True:
+            self.play()
+            await asyncio.sleep(INTERVAL_S)
+
+    def play(self) -> None:
+        """One moment. A file that cannot be written is one line of log; the cards show their last use then, and so they do
+        while the kubelet is down, for only it knows who has which."""
+        if not self._shown.node.kubelet.is_running:
+            return
+        now_s = self._clock()
+        runs = [(run, played) for run in self._running() if (played := self._played(run, now_s)) is not None]
+        usage = played_usage([played for _, played in runs], now_s)
+        try:
+            new = self._path.with_name(f".{self._path.name}")
+            new.write_text(encode_usage(usage))
+            new.replace(self._path)
+        except OSError as error:
+            self._complain(str(error))
+            return
+        self._note([(run, played.pids) for run, played in runs], usage)
+
+    def _complain(self, reason: str) -> None:
+        if reason != self._complained_about:
+            log.warning("usage_file_not_written", path=str(self._path), reason=reason)
+            self._complained_about = reason
+
+    def _note(self, runs: Iterable[tuple[Container, tuple[int, ...]]], usage: Iterable[RehearsedProcess]) -> None:
+        by_pid: dict[int, list[RehearsedProcess]] = {}
+        for process in usage:
+            by_pid.setdefault(process.sample.pid, []).append(process)
+        self._shown.used.clear()
+        for run, pids in runs:
+            own = [process.sample for pid in pids for process in by_pid.get(pid, ())]
+            self._shown.used[run.pod_uid, run.name] = {
+                "cores": round(sum(sample.sm_ratio or 0.0 for sample in own) * CORES_PER_CARD, 1),
+                "memory_mib": sum(sample.memory_bytes or 0 for sample in own) // _MIB,
+            }
+
+    def _running(self) -> list[Container]:
+        return [run for run in self._shown.node.kubelet.runtime.containers() if run.is_running]
+
+    def _played(self, run: Container, now_s: float) -> PlayedContainer | None:
+        """None for a container without cards, and for one whose pod has gone."""
+        shown = self._shown
+        cards = cards_of(self._ids(run), shown.cards)
+        pod = shown.node.api.find_pod(run.pod_namespace, run.pod_name)
+        if not cards or pod is None or pod["metadata"]["uid"] != run.pod_uid:
+            return None
+        wanted = next((spec.requests for spec in containers_of(pod) if spec.name == run.name), {})
+        share, memory_bytes = self._share(wanted, cards)
+        annotations: dict[str, Any] = pod["metadata"].get("annotations") or {}
+        return PlayedContainer(
+            name=f"{run.pod_namespace}/{run.pod_name}/{run.name}",
+            cards=tuple(card.index for card in cards),
+            pids=tuple(container_processes(shown, run.pod_uid, run.name)["pids"]),
+            share=share,
+            memory_bytes=memory_bytes,
+            age_s=now_s - run.created_at,
+            is_limited=choose_isolation(annotations, self._isolation, self._allowed) is not IsolationName.NONE,
+            load=annotation_number(pod, LOAD_ANNOTATION),
+        )
+
+    def _ids(self, run: Container) -> list[str]:
+        """Those that name its cards."""
+        names = (self._shown.vcore, self._shown.gpu_mem)
+        records = self._shown.node.kubelet.records_of(run.pod_uid, run.name)
+        found = [records[name].ids for name in names if name in records]
+        return list(found[0]) if found else []
+
+    def _share(self, wanted: Mapping[str, int], cards: list[Card]) -> tuple[float, int]:
+        """Of each of its cards: the part of the card, and the bytes of memory."""
+        shown, whole_mib = self._shown, min(card.memory_mib for card in cards)
+        cores = wanted.get(shown.vcore, 0)
+        if cores >= CORES_PER_CARD:
+            return 1.0, whole_mib * _MIB
+        if cores:
+            return cores / CORES_PER_CARD, min(whole_mib, wanted.get(shown.vmemory, 0) * shown.memory_block_mib) * _MIB
+        units_mib = min(whole_mib, wanted.get(shown.gpu_mem, 0) * shown.gpu_mem_unit_mib)
+        return units_mib / whole_mib, units_mib * _MIB

@@ -1,0 +1,236 @@
+"""The one description of the node that everything shows: `/api/v1/node`, the dashboard, `top`, `inspect`.
+
+Pure functions from the parts' states to JSON values, sorted, in base units (bytes, seconds, ratios 0..1, hertz, watts).
+The format is docs/api.md; SCHEMA grows when a reader of an older one would be misled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.gpus import Card, GpuInventory
+from gpushare_agent.model.names import CORES_PER_CARD, GpuUuid
+from gpushare_agent.model.pods import ContainerKind, Pod
+from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.topology import Branch, Link, LinkKind, Topology
+from gpushare_agent.model.usage import CardSample, ContainerUse, ProcessSample, UsageRound
+
+SCHEMA = 1
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerFacts:
+    """What one container holds and how it is kept to it. `cores` and `memory_bytes` are its limits, on whole cards all of
+    them; `core_limit` is the elastic ceiling, 0 without one. `isolation` is empty where the pod is not known."""
+
+    held: Allocation
+    pod: Pod | None
+    cores: int
+    memory_bytes: int
+    core_limit: int
+    isolation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentFacts:
+    """About the agent itself. `not_ready` is empty when it is ready; times are seconds since the epoch."""
+
+    version: str
+    started_at: float
+    not_ready: tuple[str, ...]
+    isolation: str
+    driver: str
+    sample_period_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSnapshot:
+    """Everything that is shown, at one moment. `containers` are those that count (no init container that has run)."""
+
+    node: str
+    at: float
+    agent: AgentFacts
+    names: ResourceNames
+    inventory: GpuInventory
+    cordoned: Mapping[GpuUuid, str]
+    """Cards that an operator took out of service, and why."""
+    cores_allocated: Mapping[GpuUuid, int]
+    memory_allocated_bytes: Mapping[GpuUuid, int]
+    containers: Sequence[ContainerFacts]
+    usage: UsageRound | None
+
+
+def node_document(snapshot: NodeSnapshot) -> dict[str, Any]:
+    """The whole document."""
+    return {
+        "schema": SCHEMA,
+        "node": snapshot.node,
+        "at": snapshot.at,
+        "agent": agent_document(snapshot),
+        "resources": {
+            "vcore": snapshot.names.vcore,
+            "vmemory": snapshot.names.vmemory,
+            "gpu_mem": snapshot.names.gpu_mem,
+            "memory_block_bytes": snapshot.names.memory_block_mib * MIB,
+        },
+        "cards": [
+            card_document(card, snapshot) for card in sorted(snapshot.inventory.cards, key=lambda card: card.index)
+        ],
+        "topology": topology_document(snapshot.inventory.topology),
+        "containers": [
+            container_document(facts, snapshot)
+            for facts in sorted(snapshot.containers, key=lambda f: (f.held.namespace, f.held.pod_name, f.held.key))
+        ],
+    }
+
+
+def agent_document(snapshot: NodeSnapshot) -> dict[str, Any]:
+    agent = snapshot.agent
+    return {
+        "version": agent.version,
+        "started_at": agent.started_at,
+        "is_ready": not agent.not_ready,
+        "not_ready": list(agent.not_ready),
+        "isolation": agent.isolation,
+        "driver": agent.driver,
+        "driver_version": snapshot.inventory.driver_version,
+        "sample_period_seconds": agent.sample_period_s,
+        "sampled_at": snapshot.usage.sampled_at if snapshot.usage is not None else None,
+    }
+
+
+def card_document(card: Card, snapshot: NodeSnapshot) -> dict[str, Any]:
+    sample = snapshot.usage.cards.get(card.uuid) if snapshot.usage is not None else None
+    strangers = snapshot.usage.strangers.get(card.uuid, ()) if snapshot.usage is not None else ()
+    return {
+        "index": card.index,
+        "uuid": card.uuid,
+        "minor": card.minor,
+        "bus_id": card.bus_id,
+        "name": card.name,
+        "numa": card.numa_node,
+        "is_healthy": card.is_healthy,
+        "health_reason": card.unhealthy_reason,
+        "cordoned": snapshot.cordoned.get(card.uuid),
+        "cores": {"capacity": CORES_PER_CARD, "allocated": snapshot.cores_allocated.get(card.uuid, 0)},
+        "memory": {
+            "capacity_bytes": card.memory_mib * MIB,
+            "allocated_bytes": snapshot.memory_allocated_bytes.get(card.uuid, 0),
+        },
+        "usage": _card_usage(sample) if sample is not None else None,
+        "strangers": [_process(process) for process in strangers],
+    }
+
+
+def container_document(facts: ContainerFacts, snapshot: NodeSnapshot) -> dict[str, Any]:
+    held = facts.held
+    by_uuid = snapshot.inventory.by_uuid()
+    cards = [by_uuid[uuid] for uuid in held.cards if uuid in by_uuid]
+    return {
+        "namespace": held.namespace,
+        "pod": held.pod_name,
+        "pod_uid": held.key.pod_uid,
+        "container": held.key.container,
+        "kind": held.kind.value,
+        "phase": _phase(facts),
+        "isolation": facts.isolation,
+        "is_whole": held.is_whole,
+        "cores": facts.cores,
+        "core_limit": facts.core_limit or None,
+        "memory_bytes": facts.memory_bytes,
+        "cards": [
+            {
+                "index": card.index,
+                "uuid": card.uuid,
+                "cores": CORES_PER_CARD if held.is_whole else facts.cores,
+                "memory_bytes": card.memory_mib * MIB if held.is_whole else facts.memory_bytes,
+                "usage": _container_usage(held.key, card.uuid, snapshot.usage),
+            }
+            for card in sorted(cards, key=lambda card: card.index)
+        ],
+    }
+
+
+def topology_document(topology: Topology) -> dict[str, Any]:
+    """`links` is the matrix by card index in nvidia-smi's words, `tree` the branches with their cards."""
+    return {
+        "links": [[link_word(link) for link in row] for row in topology.links],
+        "tree": _branch(topology.root),
+    }
+
+
+def link_word(link: Link) -> str:
+    """`NV4`, `PIX`, …, and `X` for a card and itself."""
+    if link.kind is LinkKind.SELF:
+        return "X"
+    return f"NV{link.nvlinks}" if link.kind is LinkKind.NVLINK else link.kind.name
+
+
+def _branch(branch: Branch) -> dict[str, Any]:
+    return {
+        "kind": link_word(Link(kind=branch.kind)).rstrip("0"),
+        "cards": list(branch.cards),
+        "children": [_branch(child) for child in branch.children],
+    }
+
+
+def _phase(facts: ContainerFacts) -> str:
+    """The container's own where it is known to run, else the pod's."""
+    if facts.pod is None:
+        return "Unknown"
+    if facts.held.key.container in facts.pod.running:
+        return "Running"
+    if facts.pod.is_deleting:
+        return "Terminating"
+    if facts.held.kind is ContainerKind.INIT:
+        return "Init"
+    return facts.pod.phase.value
+
+
+def _card_usage(sample: CardSample) -> dict[str, Any]:
+    return {
+        "sm_ratio": sample.sm_ratio,
+        "memory_ratio": sample.memory_ratio,
+        "encoder_ratio": sample.encoder_ratio,
+        "decoder_ratio": sample.decoder_ratio,
+        "memory_used_bytes": sample.memory_used_bytes,
+        "temperature_celsius": sample.temperature_celsius,
+        "power_watts": sample.power_watts,
+        "power_limit_watts": sample.power_limit_watts,
+        "sm_clock_hertz": sample.sm_clock_hertz,
+        "memory_clock_hertz": sample.memory_clock_hertz,
+        "ecc_corrected_total": sample.ecc_corrected_total,
+        "ecc_uncorrected_total": sample.ecc_uncorrected_total,
+        "throttle_reasons": list(sample.throttle_reasons) if sample.throttle_reasons is not None else None,
+        "pcie_received_bytes_per_second": sample.pcie_received_bytes_per_second,
+        "pcie_sent_bytes_per_second": sample.pcie_sent_bytes_per_second,
+        "nvlink_received_bytes_total": sample.nvlink_received_bytes_total,
+        "nvlink_sent_bytes_total": sample.nvlink_sent_bytes_total,
+    }
+
+
+def _container_usage(key: ContainerKey, uuid: GpuUuid, usage: UsageRound | None) -> dict[str, Any] | None:
+    """None before the first sample; without a process of it on the card, zero."""
+    if usage is None or uuid not in usage.cards:
+        return None
+    use = usage.containers.get((key, uuid), ContainerUse(key=key, uuid=uuid, pids=(), memory_bytes=0, sm_ratio=0.0))
+    return {
+        "sm_ratio": use.sm_ratio,
+        "memory_bytes": use.memory_bytes,
+        "encoder_ratio": use.encoder_ratio,
+        "decoder_ratio": use.decoder_ratio,
+        "pids": list(use.pids),
+    }
+
+
+def _process(process: ProcessSample) -> dict[str, Any]:
+    return {
+        "pid": process.pid,
+        "kind": process.kind.value,
+        "memory_bytes": process.memory_bytes,
+        "sm_ratio": process.sm_ratio,
+    }

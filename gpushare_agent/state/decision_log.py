@@ -1,0 +1,49 @@
+"""The last decisions, newest last. In memory only: what an agent decided before its restart is in its log and the Events.
+
+State owned: the records, in a ring. Changed by the admission alone; readers copy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from gpushare_agent.model.decision_records import DecisionRecord
+
+
+class DecisionLog:
+    """Keeps the last `kept` records."""
+
+    def __init__(self, kept: int) -> None:
+        self._records: deque[DecisionRecord] = deque(maxlen=kept)
+        self._number = 0
+        self._on_add: list[Callable[[DecisionRecord], None]] = []
+
+    @property
+    def number(self) -> int:
+        """Of the newest record, 0 before the first."""
+        return self._number
+
+    def subscribe(self, callback: Callable[[DecisionRecord], None]) -> None:
+        self._on_add.append(callback)
+
+    def add(self, record: DecisionRecord) -> DecisionRecord:
+        """Numbers the record and keeps it."""
+        self._number += 1
+        numbered = replace(record, number=self._number)
+        self._records.append(numbered)
+        for callback in self._on_add:
+            callback(numbered)
+        return numbered
+
+    def newest(self, limit: int, *, namespace: str = "", pod: str = "", after: int = 0) -> tuple[DecisionRecord, ...]:
+        """At most `limit`, newest first: of one pod where it is named, and only those numbered above `after`."""
+        found = (
+            record
+            for record in reversed(self._records)
+            if record.number > after
+            and (not pod or record.pod == pod)
+            and (not namespace or record.namespace == namespace)
+        )
+        return tuple(record for record, _ in zip(found, range(limit), strict=False))

@@ -1,0 +1,159 @@
+"""The last minutes of use, for the dashboard's curves: a ring of points for each card and each container. Memory only.
+
+A point is the mean of the rounds that fell into its time; one without a round is None, so that a gap is seen as a gap.
+What is gone is dropped once its last point has left the window. A container's values are the sums over its cards.
+
+State owned: the rings, and the slot that is being filled. Changed by `add` alone, which the sampling calls.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.usage import ContainerUse, UsageRound
+
+K = TypeVar("K", GpuUuid, ContainerKey)
+
+MAX_CARDS = 16
+MAX_CONTAINERS = 512
+"""Rings kept at once; with the default of 180 points all of them take 1.5 MiB."""
+RATIO_DIGITS = 4
+
+
+class UsageHistory:
+    """The last `history_s` seconds in `points` points. `clock` is monotonic: the wall clock's jumps move no point."""
+
+    def __init__(self, history_s: float, points: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._step_s = history_s / points
+        self._points = points
+        self._clock = clock
+        self._slot = 0
+        self._at: float | None = None
+        self._cards: dict[GpuUuid, _Pair] = {}
+        self._containers: dict[ContainerKey, _Pair] = {}
+
+    @property
+    def step_s(self) -> float:
+        return self._step_s
+
+    def add(self, usage: UsageRound | None) -> None:
+        """One round; None, no round, leaves a gap."""
+        if usage is None:
+            return
+        self._slot = slot = math.floor(self._clock() / self._step_s)
+        self._at = usage.sampled_at
+        self._drop_old()
+        for uuid, card in usage.cards.items():
+            if (pair := self._pair(self._cards, uuid, MAX_CARDS)) is not None:
+                pair.add(slot, card.sm_ratio, card.memory_used_bytes)
+        for key, uses in _by_container(usage.containers).items():
+            if (pair := self._pair(self._containers, key, MAX_CONTAINERS)) is not None:
+                pair.add(slot, _sum(use.sm_ratio for use in uses), _sum(use.memory_bytes for use in uses))
+
+    def document(self) -> dict[str, Any]:
+        """For JSON, oldest point first; `at` is when the newest round was, None before the first."""
+        return {
+            "at": self._at,
+            "step_seconds": self._step_s,
+            "cards": {
+                str(uuid): {"sm_ratio": pair.ratios(self._slot), "memory_used_bytes": pair.sizes(self._slot)}
+                for uuid, pair in sorted(self._cards.items())
+            },
+            "containers": {
+                f"{key.pod_uid}/{key.container}": {
+                    "sm_ratio": pair.ratios(self._slot),
+                    "memory_bytes": pair.sizes(self._slot),
+                }
+                for key, pair in sorted(self._containers.items())
+            },
+        }
+
+    def _pair(self, pairs: dict[K, _Pair], key: K, most: int) -> _Pair | None:
+        """None where there are too many already: then the newcomer has no curve until one of them is dropped."""
+        pair = pairs.get(key)
+        if pair is None and len(pairs) < most:
+            pair = pairs[key] = _Pair(self._points)
+        return pair
+
+    def _drop_old(self) -> None:
+        oldest = self._slot - self._points
+        self._cards = {uuid: pair for uuid, pair in self._cards.items() if pair.last_slot > oldest}
+        self._containers = {key: pair for key, pair in self._containers.items() if pair.last_slot > oldest}
+
+
+class _Pair:
+    """A ratio and a size that are written together."""
+
+    __slots__ = ("_ratio", "_size", "last_slot")
+
+    def __init__(self, points: int) -> None:
+        self._ratio = _Ring(points, RATIO_DIGITS)
+        self._size = _Ring(points, 0)
+        self.last_slot = 0
+
+    def add(self, slot: int, ratio: float | None, size: float | None) -> None:
+        self.last_slot = slot
+        self._ratio.add(slot, ratio)
+        self._size.add(slot, size)
+
+    def ratios(self, newest: int) -> list[float | None]:
+        return [None if value != value else value for value in self._ratio.points(newest)]  # noqa: PLR0124 - NaN
+
+    def sizes(self, newest: int) -> list[int | None]:
+        return [None if value != value else int(value) for value in self._size.points(newest)]  # noqa: PLR0124 - NaN
+
+
+class _Ring:
+    """The mean of each of the last slots, rounded; NaN where nothing was added. Slots never go back."""
+
+    __slots__ = ("_count", "_digits", "_slot", "_sum", "_values")
+
+    def __init__(self, points: int, digits: int) -> None:
+        self._values = array("d", [math.nan]) * points
+        self._digits = digits
+        self._slot = -1
+        self._sum = 0.0
+        self._count = 0
+
+    def add(self, slot: int, value: float | None) -> None:
+        self._move(slot)
+        if value is not None:
+            self._sum += value
+            self._count += 1
+            self._values[slot % len(self._values)] = round(self._sum / self._count, self._digits)
+
+    def points(self, newest: int) -> list[float]:
+        """The slots up to `newest`, which is not before the last one added to; oldest first."""
+        most = len(self._values)
+        missing = min(most, newest - self._slot)
+        first = (newest + 1) % most
+        turned = [*self._values[first:], *self._values[:first]]
+        return [*turned[: most - missing], *[math.nan] * missing]
+
+    def _move(self, slot: int) -> None:
+        if slot == self._slot:
+            return
+        most = len(self._values)
+        for passed in range(max(self._slot + 1, slot - most + 1), slot + 1):
+            self._values[passed % most] = math.nan
+        self._slot, self._sum, self._count = slot, 0.0, 0
+
+
+def _by_container(
+    uses: Mapping[tuple[ContainerKey, GpuUuid], ContainerUse],
+) -> dict[ContainerKey, list[ContainerUse]]:
+    found: dict[ContainerKey, list[ContainerUse]] = {}
+    for (key, _), use in uses.items():
+        found.setdefault(key, []).append(use)
+    return found
+
+
+def _sum(values: Iterator[float | int | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(sum(known)) if known else None

@@ -1,0 +1,210 @@
+"""What happened to cards, as the NVML driver tells it: the real nvidia-ml-py, on a scripted libnvidia-ml.so.1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support_nvml import TWO_PAIRS, Probe, fake_library, running_probe
+
+XID = 8
+DOUBLE_BIT_ECC = 2
+
+
+@pytest.fixture(scope="module")
+def library_directory() -> Iterator[Path]:
+    with fake_library() as directory:
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def library_without_events() -> Iterator[Path]:
+    with fake_library("NO_EVENTS") as directory:
+        yield directory
+
+
+def event(number: int, device: int, kind: int, xid: int) -> str:
+    return f"event {number} {device} {kind} {xid}\n"
+
+
+def xid_of(uuid: str | None, xid: int) -> dict[str, Any]:
+    return {"kind": "xid", "uuid": uuid, "xid": xid}
+
+
+async def complaints(probe: Probe) -> list[tuple[str, str | None]]:
+    return [(entry["event"], entry.get("uuid")) for entry in await probe.ask("logged")]
+
+
+async def test_events_are_told_once_and_in_order(library_directory: Path) -> None:
+    """Xids with their number, double-bit ECC errors, each with its card; what is taken is not told again."""
+    happened = event(1, 2, XID, 31) + event(2, 0, DOUBLE_BIT_ECC, 0) + event(3, 2, XID, 79)
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        assert await probe.events() == []
+        probe.becomes(TWO_PAIRS + happened)
+        assert await probe.events() == [
+            xid_of("GPU-cccc", 31),
+            {"kind": "double-bit-ecc", "uuid": "GPU-aaaa", "xid": 0},
+            xid_of("GPU-cccc", 79),
+        ]
+        assert await probe.events() == []
+
+
+async def test_a_storm_is_told_in_bounded_parts(library_directory: Path) -> None:
+    """At most 1,024 events come in one call, the rest with the next; none is lost between."""
+    storm = "".join(event(number, 1, XID, number) for number in range(1, 1501))
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        await probe.events()
+        probe.becomes(TWO_PAIRS + storm)
+        first, second, third = [await probe.events() for _ in range(3)]
+    assert [len(first), len(second), len(third)] == [1024, 476, 0]
+    assert [told["xid"] for told in first + second] == list(range(1, 1501))
+
+
+async def test_the_card_of_an_event_is_known_by_its_handle_when_it_fell_off_the_bus(library_directory: Path) -> None:
+    """It answers neither for its UUID nor for anything else, yet the Xid is its own."""
+    fallen = TWO_PAIRS + "error 1 15\nuuid_error 1 15\n"
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        await probe.events()
+        probe.becomes(fallen + event(1, 1, XID, 79))
+        assert await probe.events() == [xid_of("GPU-bbbb", 79)]
+
+
+async def test_the_card_of_an_unknown_handle_is_asked_for_its_uuid(library_directory: Path) -> None:
+    """A handle that is not the registered one tells its UUID; one that does not, or none, leaves the card unknown."""
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        await probe.events()
+        probe.becomes(TWO_PAIRS + event(1, 32 + 3, XID, 48))
+        known = await probe.events()
+        probe.becomes(TWO_PAIRS + "uuid_error 3 15\n" + event(2, 32 + 3, XID, 48) + event(3, -1, XID, 62))
+        unknown = await probe.events()
+    assert known == [xid_of("GPU-dddd", 48)]
+    assert unknown == [xid_of(None, 48), xid_of(None, 62)]
+
+
+async def test_a_card_is_registered_for_what_it_supports(library_directory: Path) -> None:
+    """A card without ECC reports Xids only; one that reports nothing is named in the log, once."""
+    script = TWO_PAIRS + f"event_types 0 {XID}\nevent_types 1 0\n"
+    happened = event(1, 0, DOUBLE_BIT_ECC, 0) + event(2, 1, XID, 79) + event(3, 0, XID, 63)
+    async with running_probe(library_directory, script) as probe:
+        await probe.events()
+        probe.becomes(script + happened)
+        assert await probe.events() == [xid_of("GPU-aaaa", 63)]
+        await probe.ask("close")
+        await probe.events()
+        assert await complaints(probe) == [("card_without_events", "GPU-bbbb")]
+
+
+async def test_a_card_that_cannot_be_registered_leaves_the_others(library_directory: Path) -> None:
+    """It is named in the log with NVML's reason, and the events of the others come."""
+    script = TWO_PAIRS + "call_error nvmlDeviceRegisterEvents 1 999\n"
+    async with running_probe(library_directory, script) as probe:
+        await probe.events()
+        probe.becomes(script + event(1, 0, XID, 48))
+        assert await probe.events() == [xid_of("GPU-aaaa", 48)]
+        [entry] = await probe.ask("logged")
+    assert (entry["uuid"], entry["reason"], entry["log_level"]) == ("GPU-bbbb", "Unknown Error", "warning")
+
+
+async def test_a_failing_wait_is_told_once_and_the_set_is_made_again(library_directory: Path) -> None:
+    """One Unavailable, then a new event set; while waiting goes on failing every other call says so."""
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        await probe.events()
+        calls = probe.directory / "calls"
+        probe.becomes(TWO_PAIRS + f"wait 999\nlog {calls}\n")
+        failed = await probe.events()
+        made_again = await probe.events()
+        fails_on = await probe.events()
+        assert calls.read_text().split() == ["event_set_free", "event_set", "event_set_free"]
+        probe.becomes(TWO_PAIRS)
+        assert await probe.events() == []
+        probe.becomes(TWO_PAIRS + event(1, 0, XID, 48))
+        assert await probe.events() == [xid_of("GPU-aaaa", 48)]
+    assert "waiting for events of the cards failed: NVML: Unknown Error" in failed["unavailable"]
+    assert made_again == []
+    assert fails_on == failed
+
+
+async def test_events_before_a_failing_wait_are_told_before_the_failure(library_directory: Path) -> None:
+    """The Xid comes with this call and the failure with the next one: neither is lost."""
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        await probe.events()
+        probe.becomes(TWO_PAIRS + event(1, 0, XID, 79) + "wait 15\n")
+        assert await probe.events() == [xid_of("GPU-aaaa", 79)]
+        probe.becomes(TWO_PAIRS)
+        failed = await probe.events()
+        assert await probe.events() == []
+    assert "GPU is lost" in failed["unavailable"]
+
+
+async def test_the_set_is_made_again_after_nvml_was_reopened(library_directory: Path) -> None:
+    """Events come again after the driver was gone, with whichever call opened NVML."""
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        await probe.events()
+        probe.becomes("init 9\ndriver 9\n")
+        gone = await probe.events()
+        still_gone = await probe.events()
+        probe.becomes(TWO_PAIRS)
+        await probe.read()
+        assert await probe.events() == []
+        probe.becomes(TWO_PAIRS + event(1, 3, XID, 48))
+        assert await probe.events() == [xid_of("GPU-dddd", 48)]
+    assert "Driver Not Loaded" in gone["unavailable"] and "opening NVML failed" in still_gone["unavailable"]
+
+
+async def test_a_card_that_comes_back_is_registered_again(library_directory: Path) -> None:
+    """A loss alone keeps the set, so that the last Xid is not missed; the return makes a new one."""
+    lost = TWO_PAIRS + "error 1 15\n"
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        await probe.events()
+        calls = probe.directory / "calls"
+        log = f"log {calls}\n"
+        probe.becomes(lost + log)
+        await probe.read()
+        probe.becomes(lost + log + event(1, 1, XID, 79))
+        assert await probe.events() == [xid_of("GPU-bbbb", 79)]
+        assert not calls.exists()
+        probe.becomes(TWO_PAIRS + log + event(1, 1, XID, 79))
+        await probe.read()
+        assert await probe.events() == []
+        assert calls.read_text().split() == ["event_set_free", "event_set"]
+        probe.becomes(TWO_PAIRS + event(1, 1, XID, 79) + event(2, 1, XID, 48))
+        assert await probe.events() == [xid_of("GPU-bbbb", 48)]
+
+
+async def test_a_storm_is_told_wholly_before_the_set_is_made_again(library_directory: Path) -> None:
+    """A card came back meanwhile, which asks for a new set: it waits until the old one is empty."""
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        await probe.events()
+        probe.becomes(TWO_PAIRS + "error 1 15\n")
+        await probe.read()
+        await probe.events()
+        storm = "".join(event(number, 0, XID, number) for number in range(1, 1501))
+        calls = probe.directory / "calls"
+        probe.becomes(TWO_PAIRS + storm + f"log {calls}\n")
+        await probe.read()
+        assert len(await probe.events()) == 1024
+        assert not calls.exists()
+        assert len(await probe.events()) == 476
+        assert calls.read_text().split() == ["event_set_free", "event_set"]
+
+
+async def test_a_library_without_events_is_told_once_and_has_none(library_without_events: Path) -> None:
+    """Missing symbols are no failure to repeat: the log says that Xids are not seen, and looks and samples go on."""
+    async with running_probe(library_without_events, TWO_PAIRS) as probe:
+        assert [await probe.events() for _ in range(3)] == [[], [], []]
+        assert [event for event, _ in await complaints(probe)] == ["nvml_has_no_events"]
+        assert len((await probe.sample())["cards"]) == 4
+
+
+async def test_a_close_frees_the_set(library_directory: Path) -> None:
+    """The set is freed before NVML is shut down, and the next call makes another one."""
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        await probe.events()
+        calls = probe.directory / "calls"
+        probe.becomes(TWO_PAIRS + f"log {calls}\n")
+        await probe.ask("close")
+        await probe.events()
+        assert calls.read_text().split() == ["event_set_free", "shutdown", "init", "event_set"]

@@ -1,0 +1,299 @@
+"""What cards use, as the NVML driver samples it: the real nvidia-ml-py, on a scripted libnvidia-ml.so.1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support_nvml import ONE_CARD, TWO_PAIRS, Probe, fake_library, running_probe
+
+MIB = 1024 * 1024
+
+BUSY = f"""\
+value utilization 0 87 34
+value encoder 0 12
+value decoder 0 5
+value memory_used 0 {1300 * MIB} {1000 * MIB}
+value temperature 0 61
+value power 0 142500
+value power_limit 0 150000
+value clock_1 0 1695
+value clock_2 0 6251
+value clock_reasons 0 {0x4 | 0x40 | 0x1}
+value pcie_0 0 1500
+value pcie_1 0 2500
+field 0 3 0 0 3 7
+field 0 4 0 0 3 1
+field 0 138 4294967295 0 3 2048
+field 0 139 4294967295 0 3 4096
+"""
+"""For card 0: everything that a card can tell, apart from processes."""
+
+CARD_FIELDS = [
+    "sm_ratio",
+    "memory_ratio",
+    "encoder_ratio",
+    "decoder_ratio",
+    "memory_used_bytes",
+    "memory_total_bytes",
+    "temperature_celsius",
+    "power_watts",
+    "power_limit_watts",
+    "sm_clock_hertz",
+    "memory_clock_hertz",
+    "ecc_corrected_total",
+    "ecc_uncorrected_total",
+    "throttle_reasons",
+    "pcie_received_bytes_per_second",
+    "pcie_sent_bytes_per_second",
+    "nvlink_received_bytes_total",
+    "nvlink_sent_bytes_total",
+]
+
+
+@pytest.fixture(scope="module")
+def library_directory() -> Iterator[Path]:
+    with fake_library() as directory:
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def old_library_directory() -> Iterator[Path]:
+    with fake_library("OLD_DRIVER") as directory:
+        yield directory
+
+
+def traced(probe: Probe) -> list[str]:
+    """The calls since the last time, each as function and card."""
+    path = probe.directory / "trace"
+    lines = path.read_text().splitlines()
+    path.unlink()
+    return lines
+
+
+async def test_every_value_of_a_card_comes_in_its_unit(library_directory: Path) -> None:
+    """Percent become ratios, milliwatts watts, MHz hertz, KB/s and KiB bytes; idle is no throttling."""
+    async with running_probe(library_directory, ONE_CARD + BUSY) as probe:
+        sample = await probe.sample()
+    [card] = sample["cards"]
+    assert {name: card[name] for name in CARD_FIELDS} == {
+        "sm_ratio": 0.87,
+        "memory_ratio": 0.34,
+        "encoder_ratio": 0.12,
+        "decoder_ratio": 0.05,
+        "memory_used_bytes": 1000 * MIB,
+        "memory_total_bytes": 24576 * MIB,
+        "temperature_celsius": 61.0,
+        "power_watts": 142.5,
+        "power_limit_watts": 150.0,
+        "sm_clock_hertz": 1_695_000_000,
+        "memory_clock_hertz": 6_251_000_000,
+        "ecc_corrected_total": 7,
+        "ecc_uncorrected_total": 1,
+        "throttle_reasons": ["hw_thermal", "power_cap"],
+        "pcie_received_bytes_per_second": 2_500_000,
+        "pcie_sent_bytes_per_second": 1_500_000,
+        "nvlink_received_bytes_total": 4096 * 1024,
+        "nvlink_sent_bytes_total": 2048 * 1024,
+    }
+    assert (card["uuid"], card["processes"], sample["errors"]) == ("GPU-aaaa", [], {})
+
+
+async def test_a_card_that_supports_nothing_is_sampled_without_an_error(library_directory: Path) -> None:
+    """Each value is None, never zero; its memory and its empty process list are known all the same."""
+    async with running_probe(library_directory, ONE_CARD) as probe:
+        sample = await probe.sample()
+    [card] = sample["cards"]
+    told = {name: card[name] for name in CARD_FIELDS if card[name] is not None}
+    assert told == {"memory_used_bytes": 0, "memory_total_bytes": 24576 * MIB}
+    assert sample["errors"] == {}
+
+
+async def test_what_a_card_does_not_support_is_asked_once(library_directory: Path) -> None:
+    """The second round asks only what the first one had an answer to, and always for processes; so does each card."""
+    script = TWO_PAIRS + "value power 1 90000\n"
+    async with running_probe(library_directory, script) as probe:
+        probe.becomes(script + f"trace {probe.directory / 'trace'}\n")
+        await probe.sample()
+        first = traced(probe)
+        for _ in range(3):  # each card has had its turn at PCIe
+            await probe.sample()
+        traced(probe)
+        await probe.sample()
+        later = traced(probe)
+    processes = [
+        "nvmlDeviceGetGraphicsRunningProcesses_v3",
+        "nvmlDeviceGetComputeRunningProcesses_v3",
+        "nvmlDeviceGetMPSComputeRunningProcesses_v3",
+        "nvmlDeviceGetProcessUtilization",
+    ]
+    assert "nvmlDeviceGetUtilizationRates 0" in first and "nvmlDeviceGetPowerUsage 0" in first
+    assert [call for call in later if call.endswith(" 0")] == [f"{name} 0" for name in processes]
+    assert [call for call in later if call.endswith(" 1")] == [
+        "nvmlDeviceGetPowerUsage 1",
+        *(f"{name} 1" for name in processes),
+    ]
+
+
+async def test_a_reopened_nvml_is_asked_everything_again(library_directory: Path) -> None:
+    """After a close, what was not supported before may be now."""
+    async with running_probe(library_directory, ONE_CARD) as probe:
+        before = await probe.sample_card()
+        probe.becomes(ONE_CARD + BUSY)
+        still = await probe.sample_card()
+        await probe.ask("close")
+        after = await probe.sample_card()
+    assert before["sm_ratio"] is None and still["sm_ratio"] is None
+    assert after["sm_ratio"] == 0.87
+
+
+async def test_what_a_card_does_not_support_is_asked_again_after_600_rounds(library_directory: Path) -> None:
+    """MIG mode and permissions change while NVML stays open."""
+    async with running_probe(library_directory, ONE_CARD) as probe:
+        await probe.sample()
+        probe.becomes(ONE_CARD + BUSY)
+        answer = await probe.ask("sample_600")
+    assert answer["cards"][0]["sm_ratio"] == 0.87
+
+
+async def test_pcie_is_measured_on_one_card_a_round_and_kept(library_directory: Path) -> None:
+    """NVML measures for 20 ms each way, so the cards take turns; a card keeps its value until its next turn."""
+    script = TWO_PAIRS + "".join(
+        f"value pcie_0 {card} {card + 1}\nvalue pcie_1 {card} {card + 1}\n" for card in range(4)
+    )
+    async with running_probe(library_directory, script) as probe:
+        probe.becomes(script + f"trace {probe.directory / 'trace'}\n")
+        known, measured = [], []
+        for _ in range(4):
+            cards = (await probe.sample())["cards"]
+            known.append(sum(card["pcie_sent_bytes_per_second"] is not None for card in cards))
+            measured.append([call.split()[1] for call in traced(probe) if "PcieThroughput" in call])
+    assert known == [1, 2, 3, 4]
+    assert sorted(measured) == [["0", "0"], ["1", "1"], ["2", "2"], ["3", "3"]]
+    assert [card["pcie_sent_bytes_per_second"] for card in cards] == [1000, 2000, 3000, 4000]
+
+
+async def test_an_error_of_one_value_is_counted_and_leaves_the_others(library_directory: Path) -> None:
+    """A failing power sensor costs the power; the error has NVML's word."""
+    errors = "call_error nvmlDeviceGetPowerUsage 0 10\ncall_error nvmlDeviceGetClockInfo 0 999\n"
+    async with running_probe(library_directory, ONE_CARD + BUSY + errors) as probe:
+        sample = await probe.sample()
+        again = await probe.sample()
+    [card] = sample["cards"]
+    assert (card["power_watts"], card["sm_clock_hertz"], card["temperature_celsius"]) == (None, None, 61.0)
+    assert sample["errors"] == {"timeout": 1, "unknown": 2}
+    assert again["errors"] == sample["errors"]
+
+
+@pytest.mark.parametrize("code", [3, 4, 6, 13, 21])
+async def test_an_answer_that_there_is_nothing_is_no_error(library_directory: Path, code: int) -> None:
+    """Not supported, no permission, not found, function not found, no data: the value is None and nothing is counted."""
+    functions = ("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPowerUsage", "nvmlDeviceGetFieldValues")
+    errors = "".join(f"call_error {function} 0 {code}\n" for function in functions)
+    async with running_probe(library_directory, ONE_CARD + BUSY + errors) as probe:
+        sample = await probe.sample()
+    [card] = sample["cards"]
+    assert (card["sm_ratio"], card["power_watts"], card["ecc_corrected_total"]) == (None, None, None)
+    assert (card["temperature_celsius"], sample["errors"]) == (61.0, {})
+
+
+async def test_a_counter_that_the_card_lacks_leaves_the_others(library_directory: Path) -> None:
+    """One call asks for all counters; the answer is per counter, and only a true error of one is counted."""
+    script = ONE_CARD + "field 0 3 0 0 3 7\nfield 0 4 0 2 3 0\nfield 0 138 4294967295 10 3 0\n"
+    async with running_probe(library_directory, script) as probe:
+        sample = await probe.sample()
+    [card] = sample["cards"]
+    assert (card["ecc_corrected_total"], card["ecc_uncorrected_total"]) == (7, None)
+    assert (card["nvlink_sent_bytes_total"], card["nvlink_received_bytes_total"]) == (None, None)
+    assert sample["errors"] == {"timeout": 1}
+
+
+async def test_a_lost_card_leaves_the_sample(library_directory: Path) -> None:
+    """The others are sampled; the loss is counted once a round, and the card comes back with a later one."""
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        await probe.sample()
+        probe.becomes(TWO_PAIRS + "error 1 15\n")
+        lost = await probe.sample()
+        probe.becomes(TWO_PAIRS)
+        back = await probe.sample()
+    assert [card["uuid"] for card in lost["cards"]] == ["GPU-aaaa", "GPU-cccc", "GPU-dddd"]
+    assert lost["errors"] == {"gpu_is_lost": 1}
+    assert len(back["cards"]) == 4 and back["errors"] == {}
+
+
+async def test_a_card_that_answers_nothing_but_unknown_leaves_the_sample(library_directory: Path) -> None:
+    """After a reset under an open NVML the handle answers only Unknown Error: that is a lost card and no bad sensor."""
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        await probe.sample()
+        probe.becomes(TWO_PAIRS + "error 2 999\n")
+        lost = await probe.sample()
+    assert [card["uuid"] for card in lost["cards"]] == ["GPU-aaaa", "GPU-bbbb", "GPU-dddd"]
+    assert list(lost["errors"]) == ["unknown"]
+
+
+async def test_all_cards_lost_is_an_empty_sample(library_directory: Path) -> None:
+    """The driver itself answers, so it is no failure of the sample; the looks deal with the cards."""
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        await probe.sample()
+        probe.becomes(TWO_PAIRS + "".join(f"error {card} 15\n" for card in range(4)))
+        lost = await probe.sample()
+        looked = await probe.read()
+        probe.becomes(TWO_PAIRS)
+        back = await probe.sample()
+    assert lost == {"cards": [], "errors": {"gpu_is_lost": 4}}
+    assert {card["health"] for card in looked["cards"]} == {"Unhealthy"}
+    assert len(back["cards"]) == 4
+
+
+async def test_a_node_without_cards_has_an_empty_sample(library_directory: Path) -> None:
+    """A driver that counts no card is no error."""
+    async with running_probe(library_directory, "count 0\n") as probe:
+        assert await probe.sample() == {"cards": [], "errors": {}}
+
+
+async def test_a_driver_lost_as_a_whole_is_unavailable_and_comes_back(library_directory: Path) -> None:
+    """Uninitialized costs one sample, a driver that is not loaded each until it is: NVML is opened anew each time."""
+    async with running_probe(library_directory, ONE_CARD + BUSY) as probe:
+        await probe.sample()
+        probe.becomes("driver 1\n" + ONE_CARD + BUSY)
+        lost = await probe.sample()
+        probe.becomes("init 9\ndriver 9\n")
+        gone = await probe.sample()
+        probe.becomes(ONE_CARD + BUSY)
+        back = await probe.sample_card()
+    assert "sampling the cards through NVML failed: Uninitialized" in lost["unavailable"]
+    assert "opening NVML failed: Driver Not Loaded" in gone["unavailable"]
+    assert back["sm_ratio"] == 0.87
+
+
+async def test_an_older_driver_is_asked_by_the_older_names(old_library_directory: Path) -> None:
+    """Without the newer symbols memory, temperature and throttling still come; what has no older name is None."""
+    async with running_probe(old_library_directory, ONE_CARD + BUSY + "process compute 0 77 1048576\n") as probe:
+        looked = await probe.read()
+        sample = await probe.sample()
+    [card] = sample["cards"]
+    assert card["memory_used_bytes"] == 1300 * MIB  # the older call counts the reserved bytes too
+    assert (card["temperature_celsius"], card["throttle_reasons"]) == (61.0, ["hw_thermal", "power_cap"])
+    assert (card["ecc_corrected_total"], card["nvlink_sent_bytes_total"]) == (None, None)
+    assert [(process["pid"], process["kind"]) for process in card["processes"]] == [(77, "compute")]
+    assert sample["errors"] == {} and looked["cards"][0]["health"] == "Healthy"
+
+
+async def test_a_sample_that_hangs_is_unavailable_and_never_overlaps_another(library_directory: Path) -> None:
+    """Later samples and looks are refused while it hangs; there is one thread, and all is well when it returns."""
+    async with running_probe(library_directory, ONE_CARD + BUSY, timeout_s=0.5) as probe:
+        await probe.sample()
+        probe.becomes(ONE_CARD + BUSY + "hang\n")
+        first = await probe.sample()
+        second = await probe.sample()
+        look = await probe.read()
+        threads = await probe.ask("threads")
+        probe.becomes(ONE_CARD + BUSY)
+        while "unavailable" in (answer := await probe.sample()):
+            assert "still hangs" in answer["unavailable"]
+    assert "no answer within 0.5 s" in first["unavailable"]
+    assert "still hangs" in second["unavailable"] and "still hangs" in look["unavailable"]
+    assert threads == 1
+    assert answer["cards"][0]["sm_ratio"] == 0.87

@@ -1,0 +1,87 @@
+"""The whole agent on the embedded node: the display socket, /graph and /usage, and the debug pages tell of a real pod."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+from grpclib.client import Channel
+
+from gpushare_agent.apps.node_parts import build, open_driver
+from gpushare_agent.kit.sockets import connectable_path
+from gpushare_agent.model.errors import StartupError
+from gpushare_agent.settings import load_settings
+from gpushare_agent.wire.display import GpuDisplayStub, UsageResponse
+from gpushare_agent.wire.google.protobuf import Empty
+from tests.support_agent import DEADLINE_S, open_agent, poll_until, wait_running
+from tests.support_sandbox import container, open_test_node, pod
+
+
+async def _json(url: str) -> Any:
+    async with asyncio.timeout(DEADLINE_S), ClientSession() as session, session.get(url) as answer:
+        assert answer.status == 200, url
+        return json.loads(await answer.text())
+
+
+async def _usages(path: Path) -> UsageResponse:
+    with connectable_path(path) as name:
+        channel = Channel(path=name)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                return await GpuDisplayStub(channel).print_usages(Empty())
+        finally:
+            channel.close()
+
+
+async def test_a_pod_shows_on_the_display_the_web_port_and_the_debug_pages() -> None:
+    """The same pod, by UID, with what it asked for, its user and its cluster; its secrets on none of them."""
+    async with open_test_node() as node, open_agent(node) as agent:
+        asked = container(cores=30, blocks=8)
+        asked["env"] = [{"name": "SUBMITTER", "value": "ann"}, {"name": "PASSWORD", "value": "hunter-2"}]
+        raw = pod("train", asked)
+        raw["metadata"]["annotations"] = {"clusterName": "blue", "note": "hunter-2"}
+        node.api.create_pod(raw)
+        await wait_running(node, "train")
+        uid = node.api.pod("default", "train")["metadata"]["uid"]
+
+        display, debug = agent.parts.display, agent.parts.debug
+        assert display is not None and debug is not None
+        await poll_until(lambda: display.is_serving and agent.parts.store.get(uid) is not None, "the display serves")
+        stat = (await _usages(node.paths.display_socket)).usage[uid]
+        assert (stat.project, stat.user, stat.cluster) == ("default", "ann", "blue")
+        assert (round(stat.spec["main"].gpu, 3), stat.spec["main"].mem) == (0.3, 2048.0)
+        assert len(stat.stat["main"].dev) == 1
+
+        web = f"http://127.0.0.1:{await agent.parts.web.wait_listening()}"
+        assert (await _json(f"{web}/usage"))["usage"][uid]["spec"] == {"main": {"gpu": 0.3, "mem": 2048.0}}
+        graph = (await _json(f"{web}/graph"))["graph"]
+        assert graph.count("allocatableCores: 70,") == 1
+        assert graph.startswith("ROOT:")
+
+        pages = f"http://127.0.0.1:{await debug.wait_listening()}/debug"
+        (held,) = (await _json(f"{pages}/allocations"))["allocations"]
+        assert (held["pod"], len(held["devices"]["vcore"])) == ("train", 1)
+        pods = await _json(f"{pages}/pods")
+        assert [row["name"] for row in pods["pods"]] == ["train"]
+        assert "hunter-2" not in json.dumps(pods)
+        assert (await _json(f"{pages}/settings"))["settings"]["node_name"]["value"] == node.name
+    assert not node.paths.display_socket.exists()
+
+
+def test_an_open_debug_address_without_a_token_ends_the_start() -> None:
+    """Before anything runs, with what to do."""
+    settings = load_settings(["--driver=simulated", "--debug.addr=0.0.0.0"], {}).settings
+    with pytest.raises(StartupError, match="token_file"):
+        build(settings, open_driver(settings))
+
+
+async def test_the_agent_runs_without_display_and_debug_pages() -> None:
+    """Both are off where their setting is empty."""
+    async with open_test_node() as node, open_agent(node, "--display.socket=", "--debug.addr=") as agent:
+        assert agent.parts.display is None
+        assert agent.parts.debug is None
+        assert not node.paths.display_socket.exists()

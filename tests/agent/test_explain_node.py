@@ -1,0 +1,95 @@
+"""Every decision of the whole agent explains itself: in its log of decisions, and in the Event on a refused pod."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gpushare_agent.model.decision_records import DecisionRecord, Outcome
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.services.pod_events import COMPONENT
+from tests.support_agent import InnerAgent, open_agent, poll_until, uuid_of, wait_running, wait_until, write_faults
+from tests.support_sandbox import container, open_test_node, pod, wait_phase
+
+TOPOLOGY = Path(__file__).parent.parent / "data" / "topology" / "v100-x8-cube-mesh.txt"
+
+
+def record_of(agent: InnerAgent, name: str) -> DecisionRecord:
+    """The newest decision about a pod."""
+    return agent.parts.decisions.newest(1, pod=name)[0]
+
+
+def verdicts(record: DecisionRecord) -> list[str]:
+    return [candidate.verdict for candidate in record.candidates]
+
+
+async def refuse(node: EmbeddedNode, agent: InnerAgent, manifest: dict[str, Any]) -> tuple[DecisionRecord, str]:
+    """The decision, and the text of the Event."""
+    name = manifest["metadata"]["name"]
+    node.api.create_pod(manifest)
+    await wait_phase(node, name, "Failed")
+
+    def messages() -> list[str]:
+        return [
+            event["message"]
+            for event in node.api.events()
+            if event["involvedObject"]["name"] == name and event["source"]["component"] == COMPONENT
+        ]
+
+    await poll_until(messages, f"an Event on pod {name}")
+    return record_of(agent, name), messages()[0]
+
+
+async def test_what_was_placed_is_explained() -> None:
+    """A share, a whole card, and two cards by their links."""
+    async with (
+        open_test_node() as node,
+        open_agent(node, f"--simulated.topology={TOPOLOGY}") as agent,
+    ):
+        for name, cores, blocks in (("share", 30, 10), ("whole", 100, 0), ("pair", 200, 0)):
+            node.api.create_pod(pod(name, container(cores=cores, blocks=blocks)))
+            await wait_running(node, name)
+        share, whole, pair = (record_of(agent, name) for name in ("share", "whole", "pair"))
+    assert [r.outcome for r in (share, whole, pair)] == [Outcome.ALLOCATED] * 3
+    assert (share.policy, whole.policy, pair.policy) == ("share", "fragment", "link")
+    assert [len(r.cards) for r in (share, whole, pair)] == [1, 1, 2]
+    for record in (share, whole, pair):
+        assert tuple(c.index for c in record.candidates if c.is_chosen) == record.cards
+        assert len(record.candidates) == 8 and record.asked is not None
+    assert "link cost" in pair.explanation
+    assert verdicts(pair)[share.cards[0]].startswith("in use: 70 cores")
+
+
+async def test_what_was_refused_is_explained() -> None:
+    """For memory, for fragmentation, and where a card is not counted because it is unhealthy."""
+    async with open_test_node() as node:
+        faults = node.paths.faults
+        async with open_agent(node, "--simulated.cards=3", "--placement.share-policy=spread") as agent:
+            memory, memory_told = await refuse(node, agent, pod("memory", container(cores=10, blocks=97)))
+            for name in ("first", "second", "third"):
+                node.api.create_pod(pod(name, container(cores=50, blocks=10)))
+            await wait_running(node, "first", "second", "third")
+            fragmented, fragmented_told = await refuse(node, agent, pod("fragmented", container(cores=60, blocks=1)))
+            node.api.delete_pod("default", record_on(agent, 2))
+            await wait_until(node, lambda: len(agent.held()) == 2, "two shares left")
+            write_faults(faults, lost={"2": "fell off the bus"})
+            sick = uuid_of(agent, 2)
+            await wait_until(
+                node, lambda: not agent.parts.inventory.current.by_uuid()[sick].is_healthy, "an unhealthy card"
+            )
+            unhealthy, unhealthy_told = await refuse(node, agent, pod("unhealthy", container(cores=60, blocks=1)))
+    assert memory.reason == "NotEnoughMemory" and verdicts(memory) == ["256 MiB short"] * 3
+    assert "Card by card: card 0: 256 MiB short; card 1: 256 MiB short; card 2: 256 MiB short." in memory_told
+    assert fragmented.reason == "Fragmented" and verdicts(fragmented) == ["10 cores short"] * 3
+    assert "card 2: 10 cores short" in fragmented_told
+    assert verdicts(unhealthy)[:2] == ["10 cores short"] * 2
+    assert verdicts(unhealthy)[2].startswith("unhealthy: ") and "fell off the bus" in verdicts(unhealthy)[2]
+    assert "Unhealthy, and not counted: card 2" in unhealthy.explanation
+    assert "fell off the bus" in unhealthy_told
+    assert not any(candidate.is_chosen for record in (memory, fragmented, unhealthy) for candidate in record.candidates)
+
+
+def record_on(agent: InnerAgent, card: int) -> str:
+    """The pod that was placed on this card."""
+    placed = (r for r in agent.parts.decisions.newest(50) if r.cards == (card,))
+    return next(placed).pod

@@ -1,0 +1,266 @@
+"""Errors of cards on the whole node: what the kubelet hears, what pods meet, how a card returns, what an operator does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.sandbox.plugin_endpoint import PluginDevice, PluginEndpoint
+from tests.support_agent import (
+    BLOCKS,
+    CORES,
+    InnerAgent,
+    assert_nothing_shared,
+    cards_of,
+    open_agent,
+    open_child,
+    poll_until,
+    uuid_of,
+    wait_books_equal,
+    wait_running,
+    wait_settled,
+    wait_until,
+)
+from tests.support_health import write_rehearsal
+from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod
+from tests.support_settings import clean_environment, run_program
+
+FAST = (
+    "--simulated.cards=2",
+    "--health.event-period-s=0.05",
+    "--health.recovery-probes=2",
+    "--health.recovery-period-s=0.05",
+)
+XID_DEADLINE_S = 2.0
+
+
+@dataclass
+class Lists:
+    """Every device list that the kubelet is sent: the resource, and by card how many of its IDs are healthy and not."""
+
+    seen: list[tuple[str, dict[str, tuple[int, int]]]] = field(default_factory=list)
+
+    def of(self, resource: str) -> list[dict[str, tuple[int, int]]]:
+        return [cards for name, cards in self.seen if name == resource]
+
+
+def _record_lists(node: EmbeddedNode) -> Lists:
+    """From now on, at the kubelet's end of ListAndWatch."""
+    assert node.kubelet._boot is not None
+    lists, devices = Lists(), node.kubelet._boot.devices
+    receive = devices._receive
+
+    def note(endpoint: PluginEndpoint, found: Mapping[str, PluginDevice]) -> None:
+        cards: dict[str, tuple[int, int]] = {}
+        for device in found.values():
+            card = device.id.partition("::")[0]
+            well, ill = cards.get(card, (0, 0))
+            cards[card] = (well + device.is_healthy, ill + (not device.is_healthy))
+        lists.seen.append((endpoint.resource, cards))
+        receive(endpoint, found)
+
+    devices._receive = note  # type: ignore[method-assign]
+    return lists
+
+
+@asynccontextmanager
+async def _agent(*flags: str) -> AsyncIterator[tuple[EmbeddedNode, InnerAgent, Path]]:
+    """A node and an agent with an empty faults file that it has looked at, so that all that is added is news."""
+    async with open_test_node() as node:
+        write_rehearsal(node.paths.faults)
+        async with open_agent(node, *FAST, *flags) as agent:
+            yield node, agent, node.paths.faults
+
+
+def _is_away(node: EmbeddedNode, uuid: str) -> bool:
+    """All IDs of the card are Unhealthy, in both resources."""
+    return _states(node, uuid) == {False}
+
+
+def _states(node: EmbeddedNode, uuid: str) -> set[bool]:
+    return {
+        state
+        for resource in (CORE, MEMORY)
+        for device, state in node.kubelet.devices(resource).items()
+        if device.startswith(uuid)
+    }
+
+
+def _event_reasons(node: EmbeddedNode) -> list[str]:
+    return [event["reason"] for event in node.api.events() if event["involvedObject"]["kind"] == "Node"]
+
+
+async def test_xid_79_takes_the_card_away_within_two_seconds_and_a_reset_brings_it_back() -> None:
+    """With the default period of events. Both resources, in one message each; the other card is never touched, who runs goes
+    on, a new pod goes elsewhere, one for which no card is left is refused with the reason, and the reset card is used."""
+    flags = ("--simulated.cards=3", "--health.event-period-s=0.5", "--health.check-period-s=0.2")
+    async with _agent(*flags) as (node, agent, faults):
+        ill, *others = (uuid_of(agent, index) for index in range(3))
+        node.api.create_pod(pod("first", container(cores=30, blocks=10)))
+        await wait_running(node, "first")
+        assert cards_of(node, "first") == {ill}
+        lists, before = _record_lists(node), agent.held()
+        write_rehearsal(faults, xids=[{"id": 1, "card": 0, "xid": 79}])
+        async with asyncio.timeout(XID_DEADLINE_S):
+            await wait_until(node, lambda: _is_away(node, ill), "the card's IDs Unhealthy in both resources")
+        for resource, count in ((CORE, CORES), (MEMORY, BLOCKS)):
+            assert lists.of(resource) == [{ill: (0, count), others[0]: (count, 0), others[1]: (count, 0)}]
+        assert agent.held() == before
+        for name in ("second", "third"):
+            node.api.create_pod(pod(name, container(cores=60, blocks=10)))
+            await wait_running(node, "first", name)
+            assert cards_of(node, name) < set(others)
+        node.api.create_pod(pod("nowhere", container(cores=70, blocks=10), nodeName=node.name))
+        message = await wait_settled(node, "nowhere")  # 80 cores are free for the kubelet, but on two cards
+        assert "Xid 79 (GPU has fallen off the bus)" in message and "waits for a reset" in message, message
+        assert _states(node, ill) == {False}  # however many looks have found it well meanwhile
+        write_rehearsal(faults, xids=[{"id": 1, "card": 0, "xid": 79}], resets=[{"id": 2, "card": 0}])
+        await wait_until(node, lambda: _states(node, ill) == {True}, "the reset card back")
+        node.api.create_pod(pod("fourth", container(cores=70, blocks=10)))
+        await wait_running(node, "first", "second", "third", "fourth")
+        assert cards_of(node, "fourth") == {ill}
+        await wait_books_equal(node, agent)
+        assert_nothing_shared(node)
+        assert agent.count("gpushare_gpu_events_total", kind="xid", xid="79", ignored="false") == 1
+        await wait_until(node, lambda: len(_event_reasons(node)) == 2, "both Events")
+        assert _event_reasons(node) == ["CardUnhealthy", "CardRecovered"]
+
+
+async def test_a_storm_of_a_thousand_events_costs_one_list_a_resource_for_each_change() -> None:
+    """Away once, back once: two messages of each resource, and two Events."""
+    async with _agent() as (node, agent, faults):
+        ill = uuid_of(agent, 1)
+        lists = _record_lists(node)
+        storm = [{"id": number, "card": 1, "xid": 79} for number in range(1, 1001)]
+        write_rehearsal(faults, xids=storm)
+
+        def is_counted() -> bool:
+            return agent.count("gpushare_gpu_events_total", kind="xid", xid="79", ignored="false") == 1000
+
+        await poll_until(is_counted, "all events counted")
+        await wait_until(node, lambda: _is_away(node, ill), "the card away")
+        write_rehearsal(faults, xids=storm, resets=[{"id": 1001, "card": 1}])
+        await wait_until(node, lambda: _states(node, ill) == {True}, "the card back")
+        for resource, count in ((CORE, CORES), (MEMORY, BLOCKS)):
+            assert [cards[ill] for cards in lists.of(resource)] == [(0, count), (count, 0)]
+        await wait_until(node, lambda: len(_event_reasons(node)) == 2, "both Events")
+
+
+async def test_ignored_errors_and_those_of_no_card_take_none_away() -> None:
+    """A tenant's bad pointer is no reason to take a card from the others; a lesser error is over after two good looks."""
+    async with _agent() as (node, agent, faults):
+        lists = _record_lists(node)
+        harmless = [{"id": 1, "card": 0, "xid": 13}, {"id": 2, "card": None, "xid": 79}]
+        write_rehearsal(faults, xids=harmless)
+        await poll_until(
+            lambda: agent.count("gpushare_gpu_events_total", kind="xid", xid="79", ignored="false") == 1, "both seen"
+        )
+        assert agent.count("gpushare_gpu_events_total", kind="xid", xid="13", ignored="true") == 1
+        assert lists.seen == []
+        write_rehearsal(faults, xids=[*harmless, {"id": 3, "card": 0, "xid": 94}])
+        uuid = uuid_of(agent, 0)
+        await wait_until(node, lambda: len(lists.of(CORE)) == 2, "away and back")
+        assert [cards[uuid] for cards in lists.of(CORE)] == [(0, CORES), (CORES, 0)]
+
+
+def _environment() -> dict[str, str]:
+    return clean_environment()
+
+
+async def _cordon(node: EmbeddedNode, *words: str) -> tuple[int, str, str]:
+    """The command as a user gives it: code, output, complaints."""
+    ended = await run_program(*words, f"--control.socket={node.paths.agent_control_socket}", environ=_environment())
+    return ended.code, ended.out, ended.err
+
+
+async def test_a_cordoned_card_gets_no_new_pod_until_it_is_put_back() -> None:
+    """By the command line, on a running agent; who runs on the card goes on; the Node and the shown document tell of it."""
+    async with _agent() as (node, agent, _):
+        node.api.create_pod(pod("first", container(cores=30, blocks=10)))
+        await wait_running(node, "first")
+        uuid, other = uuid_of(agent, 0), uuid_of(agent, 1)
+        code, out, err = await _cordon(node, "cordon", "0", "--reason", "new fan")
+        assert (code, err) == (0, "")
+        assert out.startswith(f"card 0 ({uuid}) is cordoned: new fan.\nPods that run on it go on; no new pod gets it")
+        await wait_until(node, lambda: _is_away(node, uuid), "the cordoned card away")
+        assert (await _cordon(node, "cordon", uuid, "--reason", "new fan"))[1].startswith(f"card 0 ({uuid}) is already")
+        node.api.create_pod(pod("second", container(cores=30, blocks=10)))
+        await wait_running(node, "first", "second")
+        assert cards_of(node, "second") == {other}
+        code, out, _ = await _cordon(node, "cordon", "--list")
+        assert code == 0 and "cordoned: new fan" in out and "healthy" in out
+        assert await _shown_cordons(agent) == ["new fan", None]
+        code, out, _ = await _cordon(node, "uncordon", uuid[:12])
+        assert (code, out) == (0, f"card 0 ({uuid}) is in service again.\n")
+        await wait_until(node, lambda: _states(node, uuid) == {True}, "the card back")
+        await wait_until(node, lambda: len(_event_reasons(node)) == 2, "both Events")
+        assert _event_reasons(node) == ["CardCordoned", "CardUncordoned"]
+
+
+async def _shown_cordons(agent: InnerAgent) -> list[Any]:
+    """Of /api/v1/node."""
+    port = await agent.parts.web.wait_listening()
+    reader, writer = await asyncio.open_connection("localhost", port)
+    writer.write(b"GET /api/v1/node HTTP/1.0\r\nHost: localhost\r\n\r\n")
+    async with asyncio.timeout(10):
+        answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return [card["cordoned"] for card in json.loads(answer.partition(b"\r\n\r\n")[2])["cards"]]
+
+
+async def test_the_commands_complain_in_one_line_and_end_with_the_right_code() -> None:
+    """2 for a wrong command line or an unknown card, 1 where no agent answers."""
+    async with _agent() as (node, agent, _):
+        code, out, err = await _cordon(node, "cordon", "7")
+        assert (code, out) == (2, "") and err.count("\n") == 1 and uuid_of(agent, 1) in err
+        code, _, err = await _cordon(node, "cordon", "GPU-")
+        assert code == 2 and "beginning of 2 cards" in err
+        code, _, err = await _cordon(node, "uncordon")
+        assert code == 2 and "--list" in err
+        code, _, err = await _cordon(node, "cordon", "0", f"--socket={node.paths.state / 'nobody.sock'}")
+        assert code == 1 and "no agent listens" in err and err.count("\n") == 1
+        ended = await run_program("cordon", "0", "--control.socket=", environ=_environment())
+        assert ended.code == 1 and "control.socket is empty" in ended.err
+
+
+async def test_a_cordon_and_a_wait_for_a_reset_outlive_a_killed_agent() -> None:
+    """The next one never offers the two cards, not in its first message either; uncordon gives each back."""
+    async with open_test_node() as node:
+        write_rehearsal(node.paths.faults)
+        flags = (*FAST, "--simulated.cards=3")
+        async with open_child(node, *flags) as child:
+            await wait_until(node, node.paths.agent_control_socket.exists, "the control socket")
+            assert (await _cordon(node, "cordon", "0"))[0] == 0
+            write_rehearsal(node.paths.faults, xids=[{"id": 1, "card": 1, "xid": 79}])
+            await wait_until(node, lambda: node.kubelet.capacity()[CORE] == (3 * CORES, CORES), "one card left")
+            await poll_until(lambda: "waits_for_reset" in node.paths.health_state.read_text(), "the wait written down")
+            child.kill()
+            await child.wait()
+        lists = _record_lists(node)
+        async with open_agent(node, *flags) as agent:
+            uuids = [uuid_of(agent, index) for index in range(3)]
+            assert all([cards[uuid] for uuid in uuids] == [(0, 100), (0, 100), (100, 0)] for cards in lists.of(CORE))
+            assert (await _cordon(node, "uncordon", "0"))[0] == 0
+            code, out, _ = await _cordon(node, "uncordon", "1")
+            assert code == 0 and "that wait is ended" in out
+            await wait_until(node, lambda: node.kubelet.capacity()[CORE] == (3 * CORES, 3 * CORES), "all cards back")
+
+
+async def test_without_a_place_for_the_socket_and_the_state_file_the_agent_serves() -> None:
+    """Both are warned of; pods run."""
+    async with open_test_node() as node:
+        (node.paths.state / "file").write_text("")
+        lost = [
+            f"--control.socket={node.paths.state}/file/c.sock",
+            f"--health.state-file={node.paths.state}/file/h.json",
+        ]
+        async with open_agent(node, *FAST, *lost):
+            node.api.create_pod(pod("first", container(cores=30, blocks=10)))
+            await wait_running(node, "first")

@@ -1,0 +1,64 @@
+"""The whole agent tells the cluster of its cards on the embedded node's object."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from gpushare_agent.sandbox.node import EmbeddedNode
+from tests.support_agent import open_agent, wait_until
+from tests.support_sandbox import open_test_node
+
+FLAGS = (
+    "--simulated.cards=4",
+    "--node-labels=rack=a7",
+    "--health.recovery-probes=1",
+    "--health.recovery-period-s=0.05",
+)
+
+
+def metadata(node: EmbeddedNode, part: str) -> dict[str, str]:
+    return dict(node.api.node(node.name)["metadata"].get(part, {}))
+
+
+def cards(node: EmbeddedNode) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(metadata(node, "annotations").get("gpushare-agent/cards", "{}")).get(
+        "cards", []
+    )
+    return found
+
+
+async def test_the_node_says_what_cards_it_has_and_which_of_them_is_lost() -> None:
+    """The labels stay when a card is lost, and the annotation follows its health there and back."""
+    async with open_test_node() as node, open_agent(node, *FLAGS) as agent:
+        await wait_until(node, lambda: len(cards(node)) == 4, "the annotation")
+        labels = metadata(node, "labels")
+        assert labels["gpushare-agent/gpu.count"] == "4" and labels["rack"] == "a7"
+        assert labels["gpushare-agent/gpu.memory"] == str(agent.parts.inventory.current.cards[0].memory_mib)
+        assert labels["gaia.tencent.com/gpu-model"]
+        assert [card["uuid"] for card in cards(node)] == [card.uuid for card in agent.parts.inventory.current.cards]
+        node.paths.faults.write_text('{"lost": {"2": "rehearsed"}}')
+        await wait_until(node, lambda: [c["index"] for c in cards(node) if not c["is_healthy"]] == [2], "the loss")
+        assert metadata(node, "labels") == labels
+        node.paths.faults.unlink()
+        await wait_until(node, lambda: all(card["is_healthy"] for card in cards(node)), "the return")
+
+
+async def test_an_agent_that_is_told_to_write_nothing_writes_nothing() -> None:
+    """Its account may lack the right."""
+    async with open_test_node() as node, open_agent(node, *FLAGS, "--facts.is-written=false") as agent:
+        assert agent.parts.node_facts is None
+        await wait_until(node, lambda: agent.parts.store.is_synced, "the pods")
+        assert "gpushare-agent/cards" not in metadata(node, "annotations")
+
+
+async def test_an_agent_with_fewer_cards_corrects_what_the_one_before_it_wrote() -> None:
+    """The node's own record tells which labels the earlier agent wrote; others stay."""
+    async with open_test_node() as node:
+        async with open_agent(node, *FLAGS):
+            await wait_until(node, lambda: len(cards(node)) == 4, "the annotation")
+        async with open_agent(node, "--simulated.cards=2"):
+            await wait_until(node, lambda: len(cards(node)) == 2, "the new annotation")
+            labels = metadata(node, "labels")
+            assert labels["gpushare-agent/gpu.count"] == "2" and "rack" not in labels
+            assert "kubernetes.io/hostname" in labels

@@ -1,0 +1,203 @@
+"""Usage on the embedded node: real processes in real cgroups, the simulated driver's word on what they use, real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import ClientSession
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.usage import UsageRound
+from gpushare_agent.sandbox.node import EmbeddedNode
+from tests.support_agent import (
+    DEADLINE_S,
+    InnerAgent,
+    cards_of,
+    open_agent,
+    poll_until,
+    uuid_of,
+    wait_running,
+    wait_until,
+)
+from tests.support_sandbox import container, open_test_node, pod, wait_gone
+
+MIB = 1024 * 1024
+FAST = ("--sample-period-s=0.05",)
+
+
+def pids_of(node: EmbeddedNode, name: str, container_name: str = "main") -> list[int]:
+    """The container's processes on this machine."""
+    uid = node.api.pod("default", name)["metadata"]["uid"]
+    run = node.kubelet.runtime.find(uid, container_name)
+    assert run is not None
+    return node.kubelet.runtime.pids(run)
+
+
+def put_usage(node: EmbeddedNode, *processes: Mapping[str, Any]) -> None:
+    """What the simulated driver sees from now on."""
+    new = node.paths.usage.with_suffix(".new")
+    new.write_text(json.dumps({"processes": list(processes)}))
+    new.replace(node.paths.usage)
+
+
+def key_of(node: EmbeddedNode, name: str, container_name: str = "main") -> ContainerKey:
+    return ContainerKey(PodUid(node.api.pod("default", name)["metadata"]["uid"]), container_name)
+
+
+def index_of(node: EmbeddedNode, agent: InnerAgent, name: str) -> int:
+    """Of the one card that the pod's container has."""
+    (uuid,) = cards_of(node, name)
+    return next(card.index for card in agent.parts.inventory.current.cards if card.uuid == uuid)
+
+
+async def scrape(agent: InnerAgent) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """/metrics by name."""
+    async with asyncio.timeout(DEADLINE_S), ClientSession() as session:
+        port = await agent.parts.web.wait_listening()
+        async with session.get(f"http://127.0.0.1:{port}/metrics") as response:
+            text = await response.text()
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
+    return found
+
+
+def of_pod(rows: list[tuple[dict[str, str], float]], name: str) -> list[float]:
+    return [value for labels, value in rows if name in (labels.get("pod"), labels.get("pod_name"))]
+
+
+async def next_round(agent: InnerAgent, since: UsageRound | None) -> UsageRound:
+    """One that began after `since` was looked at."""
+    usage = agent.parts.usage
+    await poll_until(lambda: usage.current is not None and usage.current is not since, "another round")
+    assert usage.current is not None
+    return usage.current
+
+
+@asynccontextmanager
+async def sampled_node(*flags: str) -> AsyncIterator[tuple[EmbeddedNode, InnerAgent]]:
+    """Two cards, and two pods with shares that run."""
+    async with open_test_node() as node, open_agent(node, *FAST, "--simulated.cards=2", *flags) as agent:
+        for name in ("a", "b"):
+            node.api.create_pod(pod(name, container(cores=30, blocks=8)))
+        await wait_running(node, "a", "b")
+        yield node, agent
+
+
+async def test_use_is_shown_for_the_container_in_which_the_process_runs() -> None:
+    """Each pod has what its own process uses, in gpu-manager's series and in ours; a program of the node is a stranger."""
+    async with sampled_node() as (node, agent):
+        (a, *_), (b, *_) = pids_of(node, "a"), pids_of(node, "b")
+        card_a, card_b = index_of(node, agent, "a"), index_of(node, agent, "b")
+        put_usage(
+            node,
+            {"pid": a, "card": card_a, "sm": 0.25, "memory_bytes": 512 * MIB},
+            {"pid": b, "card": card_b, "sm": 0.125, "memory_bytes": 256 * MIB},
+            {"pid": 1, "card": 1, "sm": 0.0, "memory_bytes": 64 * MIB},
+        )
+        usage = agent.parts.usage
+
+        def is_seen() -> bool:
+            now = usage.current
+            return now is not None and all(
+                (use := now.containers.get((key_of(node, name), uuid))) is not None and use.pids == (pid,)
+                for name, pid in (("a", a), ("b", b))
+                for uuid in cards_of(node, name)
+            )
+
+        await poll_until(is_seen, "both processes with their containers")
+        rows = await scrape(agent)
+        for name, memory_mib, sm in (("a", 512.0, 0.25), ("b", 256.0, 0.125)):
+            assert of_pod(rows["gpushare_container_memory_used_bytes"], name) == [memory_mib * MIB]
+            assert of_pod(rows["gpushare_container_sm_utilization_ratio"], name) == [sm]
+            assert of_pod(rows["container_gpu_memory_total"], name) == [memory_mib, memory_mib]
+            assert of_pod(rows["container_gpu_utilization"], name) == [sm * 100, sm * 100]
+            assert of_pod(rows["gpushare_container_memory_limit_bytes"], name) == [8 * 256 * MIB]
+        strangers = {labels["gpu"]: value for labels, value in rows["gpushare_card_stranger_memory_used_bytes"]}
+        assert strangers == {"0": 0.0, "1": 64.0 * MIB}
+        found = {labels["method"]: value for labels, value in rows["gpushare_identifications_total"]}
+        assert sum(found.values()) >= 2
+        points = agent.parts.usage_history.document()["containers"][f"{key_of(node, 'a').pod_uid}/main"]
+        assert points["memory_bytes"][-1] is not None
+
+
+async def test_a_container_has_its_series_from_its_allocation_on_and_loses_them_with_it() -> None:
+    """Limit, given and used, 0 as long as no process shows; nothing outlives the pod."""
+    async with sampled_node() as (node, agent):
+        await next_round(agent, None)
+        rows = await scrape(agent)
+        assert of_pod(rows["gpushare_container_memory_used_bytes"], "a") == [0.0]
+        assert of_pod(rows["gpushare_container_allocated_cores_ratio"], "a") == [0.3]
+        assert sum(value for _, value in rows["gpushare_card_cores_allocated_ratio"]) == 0.6
+        node.api.delete_pod("default", "a", grace_period_s=0)
+        await wait_gone(node, "a")
+        await wait_until(node, lambda: len(agent.parts.cache) == 1, "the share to be freed")
+        rows = await scrape(agent)
+        assert not [name for name, found in rows.items() if of_pod(found, "a")]
+        assert of_pod(rows["gpushare_container_allocated_cores_ratio"], "b") == [0.3]
+
+
+async def test_a_lost_driver_takes_the_used_series_away_and_brings_them_back() -> None:
+    """Stale numbers are not shown; limits are, for those hold."""
+    async with sampled_node() as (node, agent):
+        await next_round(agent, None)
+        node.paths.faults.write_text(json.dumps({"all_lost": "fell off the bus"}))
+        await poll_until(lambda: agent.parts.usage.current is None, "numbers to be dropped")
+        rows = await scrape(agent)
+        assert "gpushare_container_memory_used_bytes" not in rows
+        assert "gpushare_usage_sampled_timestamp_seconds" not in rows
+        assert of_pod(rows["gpushare_container_memory_limit_bytes"], "a") == [8 * 256 * MIB]
+        assert rows["gpushare_sampling_failures_total"][0][1] >= 1
+        node.paths.faults.write_text("{}")
+        await next_round(agent, None)
+        assert "gpushare_container_memory_used_bytes" in await scrape(agent)
+
+
+async def test_a_restarted_containers_new_process_is_its_own() -> None:
+    """Another PID and another container ID, and the use is still the container's."""
+    async with sampled_node() as (node, agent):
+        run = node.kubelet.runtime.find(key_of(node, "a").pod_uid, "main")
+        assert run is not None
+        node.kubelet.runtime.kill(run)
+
+        def runs_again() -> bool:
+            now = node.kubelet.runtime.find(run.pod_uid, "main")
+            return now is not None and now.id != run.id and bool(pids_of(node, "a"))
+
+        await wait_until(node, runs_again, "the container to run again")
+        (pid, *_) = pids_of(node, "a")
+        put_usage(node, {"pid": pid, "card": index_of(node, agent, "a"), "sm": 0.5, "memory_bytes": MIB})
+        (uuid,) = cards_of(node, "a")
+        key = key_of(node, "a")
+
+        def seen() -> bool:
+            now = agent.parts.usage.current
+            return now is not None and any(
+                where == (key, uuid) and use.pids == (pid,) for where, use in now.containers.items()
+            )
+
+        await poll_until(seen, "the new process with its container")
+        assert agent.parts.usage.current is not None
+        assert not agent.parts.usage.current.strangers
+
+
+async def test_use_is_sampled_without_an_isolation_too() -> None:
+    """Nothing of it depends on virtual devices."""
+    async with sampled_node("--isolation=none") as (node, agent):
+        (pid, *_) = pids_of(node, "a")
+        put_usage(node, {"pid": pid, "card": index_of(node, agent, "a"), "sm": 0.75, "memory_bytes": MIB})
+
+        def ratio() -> float | None:
+            now = agent.parts.usage.current
+            uses = [use for (key, _), use in now.containers.items() if key == key_of(node, "a")] if now else []
+            return uses[0].sm_ratio if uses else None
+
+        await poll_until(lambda: ratio() == 0.75, "its use")
+        assert uuid_of(agent, index_of(node, agent, "a")) in cards_of(node, "a")

@@ -1,0 +1,267 @@
+"""What the sandbox plays its containers to use: how much, on which cards, by which processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpushare_agent.adapters.simulated_gpus import SimulatedDriver
+from gpushare_agent.adapters.simulated_usage import Usage, parse_usage
+from gpushare_agent.model.errors import Rejected
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.names import ISOLATION_ANNOTATION
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.sandbox.node_report import ReportedNode, report
+from gpushare_agent.sandbox.workload import PERIOD_S, PlayedContainer, memory_load, played_usage, sm_load
+from gpushare_agent.sandbox.workload_player import WorkloadPlayer
+from tests.support_sandbox import (
+    CORE,
+    MEMORY,
+    SmallPlugin,
+    container,
+    device_ids,
+    limits_of,
+    open_plugin,
+    open_test_node,
+    pod,
+    wait_phase,
+)
+
+GPU_MEM = "aliyun.com/gpu-mem"
+GIB = 2**30
+MOMENTS = [PERIOD_S * n / 40 for n in range(200)]
+
+
+def played(**changes: Any) -> PlayedContainer:
+    base: dict[str, Any] = {
+        "name": "default/a/main", "cards": (0,), "pids": (7,), "share": 0.5, "memory_bytes": 1000, "age_s": 0.0,
+    }  # fmt: skip
+    return PlayedContainer(**{**base, **changes})
+
+
+# --- how much ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "low", "high"),
+    [
+        ({}, 0.2, 0.95),
+        ({"share": 1.0}, 0.2, 0.9),
+        ({"is_limited": False}, 0.2, 1.2),
+        ({"share": 1.0, "is_limited": False}, 0.2, 0.9),
+    ],
+    ids=["share", "whole card", "share that nothing limits", "whole card without isolation"],
+)
+def test_use_is_a_wave_within_the_share(changes: dict[str, Any], low: float, high: float) -> None:
+    """Between these parts of the share, and reaching both; only what nothing limits goes over it."""
+    loads = [sm_load(played(**changes), moment) for moment in MOMENTS]
+    assert low <= min(loads) < low + 0.02
+    assert high - 0.02 < max(loads) <= high
+
+
+def test_what_nothing_limits_goes_over_its_share_now_and_then() -> None:
+    """At one peak of three."""
+    is_over = [sm_load(played(is_limited=False), PERIOD_S * n / 40) > 1 for n in range(9 * 40)]
+    assert sum(now and not before for before, now in pairwise(is_over)) == 3
+
+
+def test_containers_have_phases_of_their_own_and_the_same_at_the_same_time() -> None:
+    """By their names: no random number is in it."""
+    first, again, other = (sm_load(played(name=name), 1000.0) for name in ("d/a/main", "d/a/main", "d/b/main"))
+    assert first == again
+    assert abs(first - other) > 0.01
+
+
+def test_memory_fills_up_after_the_start() -> None:
+    """To seven tenths of the limit."""
+    loads = [memory_load(played(age_s=age_s)) for age_s in (-5, 0, 90, 180, 1e6)]
+    assert loads == pytest.approx([0.1, 0.1, 0.4, 0.7, 0.7])
+
+
+def test_a_constant_load_is_exact() -> None:
+    """Half of the share of each card, half of the memory of each card, in equal parts of its processes."""
+    usage = played_usage([played(load=0.5, cards=(0, 2), pids=(7, 8), memory_bytes=1001)], 77.0)
+    assert [(p.card, p.sample.pid, p.sample.sm_ratio, p.sample.memory_bytes) for p in usage] == [
+        (0, 7, 0.125, 250), (0, 8, 0.125, 250), (2, 7, 0.125, 250), (2, 8, 0.125, 250),
+    ]  # fmt: skip
+    usage = played_usage([played(load=1, memory_bytes=1001, pids=(7, 8))], 77.0)
+    assert [p.sample.memory_bytes for p in usage] == [501, 500]
+
+
+def test_a_container_without_processes_uses_nothing() -> None:
+    """It ends just now."""
+    assert played_usage([played(pids=())], 0.0) == []
+
+
+def test_what_is_wanted_of_a_card_beyond_all_of_it_is_shared_out() -> None:
+    """Three that want half of it each get a third, and the other card is not touched by that."""
+    crowd = [played(name=str(n), pids=(n,), load=1.0) for n in (1, 2, 3)]
+    usage = played_usage([*crowd, played(cards=(1,), load=1.0)], 0.0)
+    assert [p.sample.sm_ratio for p in usage] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0.5], abs=1e-5)
+
+
+# --- of the embedded node ---
+
+
+@asynccontextmanager
+async def open_played(**settings: Any) -> AsyncIterator[tuple[EmbeddedNode, WorkloadPlayer, ReportedNode]]:
+    """A node with two simulated cards behind small plugins, and who plays its containers' use."""
+    async with open_test_node() as node:
+        cards = (
+            await SimulatedDriver(cards=2, card_memory_mib=(24576,), topology_text=None, card_name="T", seed="n").read()
+        ).cards
+        uuids = [card.uuid for card in cards]
+        shown = ReportedNode(
+            node=node, cards=cards, vcore=CORE, vmemory=MEMORY, memory_block_mib=256, gpu_mem=GPU_MEM,
+        )  # fmt: skip
+        async with (
+            open_plugin(node, SmallPlugin(CORE, device_ids(*uuids, count=100)), "core.sock"),
+            open_plugin(node, SmallPlugin(MEMORY, device_ids(*uuids, count=96)), "memory.sock"),
+            open_plugin(node, SmallPlugin(GPU_MEM, device_ids(uuids[1], count=24)), "gpumem.sock"),
+        ):
+            yield node, WorkloadPlayer(shown, node.paths.usage, **settings), shown
+
+
+def written(path: Path) -> Usage:
+    return parse_usage(path.read_text())
+
+
+async def run_pod(node: EmbeddedNode, name: str, *containers: dict[str, Any], **extra: Any) -> str:
+    """Returns its UID."""
+    uid: str = node.api.create_pod(pod(name, *containers, **extra))["metadata"]["uid"]
+    await wait_phase(node, name, "Running")
+    return uid
+
+
+HALF = {"sandbox.gpushare-agent/load": "0.5"}
+
+
+@pytest.mark.parametrize(
+    ("limits", "sm", "memory_bytes", "cards"),
+    [
+        ({CORE: 40, MEMORY: 8}, 0.2, GIB, {0}),
+        ({CORE: 100}, 0.5, 12 * GIB, {0}),
+        ({CORE: 200}, 0.5, 12 * GIB, {0, 1}),
+        ({GPU_MEM: 6}, 0.125, 3 * GIB, {1}),
+    ],
+    ids=["share", "whole card", "two cards", "memory only"],
+)
+async def test_a_container_uses_the_cards_that_it_was_given(
+    limits: dict[str, int], sm: float, memory_bytes: int, cards: set[int]
+) -> None:
+    """Half of its share, as its annotation says, by its own process."""
+    async with open_played() as (node, player, shown):
+        uid = await run_pod(node, "a", limits_of("main", limits), annotations=HALF)
+        player.play()
+        run = node.kubelet.runtime.find(uid, "main")
+        assert run is not None
+        usage = written(node.paths.usage)
+        assert {process.card for process in usage} == cards
+        assert {process.sample.pid for process in usage} == {run.pid}
+        assert {process.sample.sm_ratio for process in usage} == {sm}
+        assert {process.sample.memory_bytes for process in usage} == {memory_bytes}
+        used = {"cores": sm * 100 * len(cards), "memory_mib": memory_bytes * len(cards) // 2**20}
+        assert shown.used == {(uid, "main"): used}
+        assert report(shown)["pods"][0]["containers"][0]["used"] == used
+
+
+async def test_all_processes_of_a_container_have_a_part() -> None:
+    """Also those that its command starts."""
+    async with open_played() as (node, player, _):
+        twins = limits_of("main", {CORE: 40, MEMORY: 8}, command=["sh", "-c", "sleep 600 & sleep 600"])
+        uid = await run_pod(node, "a", {**twins, "image": "sandbox/host"}, annotations=HALF)
+        async with asyncio.timeout(10):
+            while len(usage := written_now(node, player)) < 3:
+                await asyncio.sleep(0.05)  # another process starts its children in its own time
+        run = node.kubelet.runtime.find(uid, "main")
+        assert run is not None
+        assert {process.sample.pid for process in usage} == set(node.kubelet.runtime.pids(run))
+        assert sum(process.sample.sm_ratio or 0 for process in usage) == pytest.approx(0.2, abs=1e-5)
+        assert sum(process.sample.memory_bytes or 0 for process in usage) == GIB
+
+
+def written_now(node: EmbeddedNode, player: WorkloadPlayer) -> Usage:
+    player.play()
+    return written(node.paths.usage)
+
+
+async def test_containers_without_cards_and_ended_ones_use_nothing() -> None:
+    """A plain container of the same pod, and afterwards the one with the card."""
+    async with open_played() as (node, player, shown):
+        uid = await run_pod(node, "a", container("main", cores=40, blocks=8), container("plain"), restartPolicy="Never")
+        assert len(written_now(node, player)) == 1
+        assert set(shown.used) == {(uid, "main")}
+        node.kubelet.kill_container("default", "a", "main")
+        await node.kubelet.wait_for(lambda: not node.kubelet.runtime.is_running(uid, "main"))
+        assert written_now(node, player) == ()
+        assert shown.used == {}
+
+
+async def test_while_the_kubelet_is_down_use_stays_as_it_was() -> None:
+    """Only the kubelet knows who has which card, and the containers run on."""
+    async with open_played() as (node, player, _):
+        await run_pod(node, "a", container("main", cores=40, blocks=8), annotations=HALF)
+        before = written_now(node, player)
+        await node.kubelet.stop()
+        assert written_now(node, player) == before
+        await node.kubelet.start()
+        assert written_now(node, player) == before
+
+
+@pytest.mark.parametrize(
+    ("node_wide", "annotation", "is_over"),
+    [
+        (IsolationName.NONE, None, True),
+        (IsolationName.VCUDA, None, False),
+        (IsolationName.VCUDA, "none", True),
+        (IsolationName.NONE, "vcuda", False),
+    ],
+)
+async def test_only_isolation_none_lets_a_container_over_its_share(
+    node_wide: IsolationName, annotation: str | None, is_over: bool
+) -> None:
+    """The node's, or the one that the pod has chosen."""
+    moments = iter(MOMENTS)
+    settings = {"isolation": node_wide, "allowed": tuple(IsolationName), "clock": lambda: next(moments)}
+    async with open_played(**settings) as (node, player, _):
+        chosen = {} if annotation is None else {ISOLATION_ANNOTATION: annotation}
+        await run_pod(node, "a", container("main", cores=40, blocks=8), annotations=chosen)
+        found = [written_now(node, player)[0].sample.sm_ratio or 0 for _ in MOMENTS]
+        assert (max(found) > 0.4) is is_over
+
+
+async def test_a_usage_file_that_cannot_be_written_is_told_once() -> None:
+    """And the sandbox goes on."""
+    async with open_played() as (node, player, _):
+        node.paths.usage.mkdir()
+        with capture_logs() as logs:
+            player.play()
+            player.play()
+        assert [entry["event"] for entry in logs] == ["usage_file_not_written"]
+
+
+async def test_the_file_is_replaced_and_never_half_written() -> None:
+    """Who has opened the old one reads it to its end."""
+    async with open_played() as (node, player, _):
+        player.play()
+        with node.paths.usage.open() as old:
+            await run_pod(node, "a", container("main", cores=40, blocks=8))
+            player.play()
+            assert json.load(old) == {"processes": []}
+        assert len(written(node.paths.usage)) == 1
+
+
+@pytest.mark.parametrize("load", ["much", "-0.5", "nan", "inf"])
+async def test_a_load_that_is_no_part_is_refused(load: str) -> None:
+    """At the pod's creation, naming the annotation."""
+    async with open_test_node() as node:
+        with pytest.raises(Rejected, match=r"annotations\[sandbox.gpushare-agent/load\].*a part of the share"):
+            node.api.create_pod(pod("a", annotations={"sandbox.gpushare-agent/load": load}))

@@ -1,0 +1,169 @@
+"""The rings of the last minutes: means, gaps, turning, what is dropped."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.names import GpuUuid, PodUid
+from gpushare_agent.model.usage import CardSample, ContainerUse, UsageRound
+from gpushare_agent.state.usage_history import MAX_CARDS, MAX_CONTAINERS, RATIO_DIGITS, UsageHistory
+
+POINTS = 10
+STEP_S = 5.0
+A = ContainerKey(PodUid("pod-a"), "main")
+B = ContainerKey(PodUid("pod-b"), "main")
+CARD = GpuUuid("GPU-0")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def history() -> tuple[UsageHistory, Clock]:
+    clock = Clock()
+    return UsageHistory(POINTS * STEP_S, POINTS, clock=clock), clock
+
+
+def usage(
+    sm: float | None = 0.5, *, at: float = 1.0, cards: int = 1, keys: tuple[ContainerKey, ...] = (A,)
+) -> UsageRound:
+    uuids = [GpuUuid(f"GPU-{index}") for index in range(cards)]
+    return UsageRound(
+        sampled_at=at,
+        cards={uuid: CardSample(uuid=uuid, sm_ratio=sm, memory_used_bytes=4096) for uuid in uuids},
+        containers={
+            (key, uuid): ContainerUse(key=key, uuid=uuid, pids=(), memory_bytes=1024, sm_ratio=sm)
+            for key in keys
+            for uuid in uuids
+        },
+    )
+
+
+def card_ratios(kept: UsageHistory) -> list[Any]:
+    values: list[Any] = kept.document()["cards"]["GPU-0"]["sm_ratio"]
+    return values
+
+
+def test_a_point_is_the_mean_of_its_rounds() -> None:
+    """Rounds of one step become one point, oldest point first."""
+    kept, clock = history()
+    for sm in (0.2, 0.4, 0.9):
+        kept.add(usage(sm))
+        clock.now += 1.0
+    clock.now = 1000.0 + STEP_S
+    kept.add(usage(0.1))
+    assert card_ratios(kept) == [None] * (POINTS - 2) + [0.5, 0.1]
+
+
+def test_a_step_without_a_round_is_a_gap() -> None:
+    """The driver was away: nothing is drawn there, neither zero nor the last value."""
+    kept, clock = history()
+    kept.add(usage(0.2))
+    clock.now += STEP_S
+    kept.add(None)
+    clock.now += STEP_S
+    kept.add(usage(0.4))
+    assert card_ratios(kept)[-3:] == [0.2, None, 0.4]
+
+
+def test_what_the_driver_does_not_tell_is_a_gap_of_that_curve_alone() -> None:
+    """Memory is drawn though the compute is not known."""
+    kept, _ = history()
+    kept.add(usage(None))
+    card = kept.document()["cards"]["GPU-0"]
+    assert (card["sm_ratio"][-1], card["memory_used_bytes"][-1]) == (None, 4096)
+
+
+def test_the_ring_turns() -> None:
+    """Only the last points are kept, whatever came before."""
+    kept, clock = history()
+    for number in range(3 * POINTS):
+        clock.now = 1000.0 + number * STEP_S
+        kept.add(usage(number / 100))
+    assert card_ratios(kept) == [number / 100 for number in range(2 * POINTS, 3 * POINTS)]
+
+
+def test_after_a_long_pause_nothing_old_is_shown() -> None:
+    """A ring whose places all are of the past has none of them left."""
+    kept, clock = history()
+    for number in range(POINTS):
+        clock.now = 1000.0 + number * STEP_S
+        kept.add(usage(0.9))
+    clock.now += 7.3 * POINTS * STEP_S
+    kept.add(usage(0.1))
+    assert card_ratios(kept) == [None] * (POINTS - 1) + [0.1]
+
+
+def test_a_container_is_the_sum_over_its_cards() -> None:
+    """By pod UID and container name."""
+    kept, _ = history()
+    kept.add(usage(0.25, cards=2))
+    container = kept.document()["containers"]["pod-a/main"]
+    assert (container["sm_ratio"][-1], container["memory_bytes"][-1]) == (0.5, 2048)
+
+
+def test_a_container_that_is_gone_keeps_its_curve_until_it_has_left_the_window() -> None:
+    """Its last points move to the left; then it is dropped."""
+    kept, clock = history()
+    kept.add(usage(0.5, keys=(A, B)))
+    clock.now += (POINTS - 1) * STEP_S
+    kept.add(usage(0.5, keys=(B,)))
+    assert kept.document()["containers"]["pod-a/main"]["sm_ratio"] == [0.5] + [None] * (POINTS - 1)
+    for _ in range(2 * POINTS):
+        clock.now += STEP_S
+        kept.add(usage(0.25, keys=(B,)))
+    assert kept.document()["containers"]["pod-b/main"]["sm_ratio"] == [0.25] * POINTS
+    clock.now += 3 * STEP_S
+    kept.add(usage(0.5, keys=(A,)))
+    assert kept.document()["containers"]["pod-b/main"]["sm_ratio"] == [0.25] * (POINTS - 3) + [None] * 3
+    clock.now += POINTS * STEP_S
+    kept.add(usage(0.5, keys=(B,)))
+    assert list(kept.document()["containers"]) == ["pod-b/main"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3 * POINTS), st.one_of(st.none(), st.floats(0, 1))), min_size=1, max_size=40))
+def test_every_point_is_the_mean_of_what_was_added_in_its_time(steps: list[tuple[int, float | None]]) -> None:
+    """Whatever the pauses between rounds: each of the last points, and nothing else, compared with a plain list."""
+    kept, clock = history()
+    slots: dict[int, list[float]] = {}
+    slot = int(clock.now / STEP_S)
+    for pause, sm in steps:
+        slot += pause if pause > POINTS else pause // POINTS
+        clock.now = slot * STEP_S + 1.0
+        kept.add(usage(sm))
+        if sm is not None:
+            slots.setdefault(slot, []).append(sm)
+    expected = [slots.get(number) for number in range(slot - POINTS + 1, slot + 1)]
+    shown = card_ratios(kept)
+    assert [value is None for value in shown] == [values is None for values in expected]
+    for value, values in zip(shown, expected, strict=True):
+        assert values is None or abs(value - sum(values) / len(values)) <= 0.5001 * 10**-RATIO_DIGITS
+
+
+def test_the_number_of_curves_is_bounded() -> None:
+    """A node that makes and ends containers all the time does not fill the memory."""
+    kept, _ = history()
+    keys = tuple(ContainerKey(PodUid(f"pod-{number:04d}"), "main") for number in range(MAX_CONTAINERS + 5))
+    kept.add(usage(keys=keys))
+    kept.add(usage(cards=MAX_CARDS + 3))
+    shown = kept.document()
+    assert len(shown["containers"]) == MAX_CONTAINERS
+    assert len(shown["cards"]) == MAX_CARDS
+
+
+def test_the_document_is_plain_json_and_says_when_and_how_far_apart() -> None:
+    """Without a round there is no time either."""
+    kept, _ = history()
+    assert kept.document() == {"at": None, "step_seconds": STEP_S, "cards": {}, "containers": {}}
+    kept.add(usage(at=123.5))
+    text = json.dumps(kept.document(), allow_nan=False)
+    assert json.loads(text)["at"] == 123.5

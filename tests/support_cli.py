@@ -1,0 +1,267 @@
+"""For tests of the operator's commands: a real HTTP server that plays an agent or an API server, and a real terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import struct
+import sys
+import termios
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from gpushare_agent.model.decision_records import Asked, Candidate, DecisionRecord, Outcome
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.usage import ContainerUse, ProcessSample, UsageRound
+from gpushare_agent.services.node_api import decision_document
+from gpushare_agent.services.node_document import MIB, node_document
+from tests.support_settings import clean_environment
+from tests.support_usage import UUIDS, allocation, card_sample, facts, inventory, key_of, snapshot
+
+DEADLINE_S = 20.0
+SAMPLED_AT = 999.5
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A request as it arrived."""
+
+    path: str
+    query: dict[str, str]
+    headers: dict[str, str]
+
+
+@dataclass
+class JsonServer:
+    """Answers GET by path: with an object, with bytes as they are, or with (status, object). Anything else is 404.
+
+    `stalls` are paths that get no answer before the client leaves.
+    """
+
+    answers: dict[str, Any] = field(default_factory=dict)
+    stalls: frozenset[str] = frozenset()
+    heard: list[Heard] = field(default_factory=list)
+    url: str = ""
+
+    def __post_init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.heard.append(Heard(request.path, dict(request.query), dict(request.headers)))
+        self._changed.set()
+        if request.path in self.stalls:
+            await asyncio.Event().wait()
+        if request.path not in self.answers:
+            return web.json_response({"message": "nothing here"}, status=404)
+        answer = self.answers[request.path]
+        status, body = answer if isinstance(answer, tuple) else (200, answer)
+        if callable(body):
+            body = body(request)
+        if isinstance(body, bytes):
+            return web.Response(body=body, status=status)
+        return web.json_response(body, status=status)
+
+    async def wait_heard(self, count: int) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while len(self.heard) < count:
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@asynccontextmanager
+async def json_server(
+    answers: Mapping[str, Any] | None = None, *, stalls: frozenset[str] = frozenset()
+) -> AsyncIterator[JsonServer]:
+    server = JsonServer(dict(answers or {}), stalls)
+    app = web.Application()
+    app.router.add_route("GET", "/{path:.*}", server.handle)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2, handler_cancellation=True)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        server.url = f"http://{host}:{port}"
+        yield server
+    finally:
+        await runner.cleanup()
+
+
+def agent_answers(document: dict[str, Any], *decisions: DecisionRecord) -> dict[str, Any]:
+    """An agent that selects decisions as the real one does, `decisions` with the newest first."""
+
+    def chosen(request: web.Request) -> dict[str, Any]:
+        found = [
+            decision_document(one)
+            for one in decisions
+            if request.query.get("pod", one.pod) == one.pod
+            and request.query.get("namespace", one.namespace) == one.namespace
+        ]
+        return {"decisions": found[: int(request.query.get("limit", "50"))]}
+
+    return {"/api/v1/node": document, "/api/v1/decisions": (200, chosen)}
+
+
+def busy_node() -> dict[str, Any]:
+    """Card 0 with two shares and a stranger, card 1 held whole and unhealthy, card 2 cordoned, card 3 free."""
+    trainer, evaluator, whole = key_of(1, "trainer"), key_of(2, "evaluator"), key_of(3)
+    usage = UsageRound(
+        sampled_at=SAMPLED_AT,
+        cards={
+            UUIDS[n]: card_sample(
+                n, sm_ratio=0.5, memory_used_bytes=3000 * MIB, temperature_celsius=61.0, power_watts=250.4,
+                power_limit_watts=700.0,
+            )
+            for n in range(3)
+        },
+        containers={
+            (trainer, UUIDS[0]): ContainerUse(
+                key=trainer, uuid=UUIDS[0], pids=(7,), memory_bytes=2000 * MIB, sm_ratio=0.31
+            )
+        },
+        strangers={UUIDS[0]: (ProcessSample(pid=4711, memory_bytes=100 * MIB, sm_ratio=0.02),)},
+    )  # fmt: skip
+    return node_document(
+        snapshot(
+            facts(allocation(trainer, (0,), cores=40, blocks=16, pod="train"), core_limit=60),
+            facts(allocation(evaluator, (0,), cores=20, blocks=8, pod="eval")),
+            facts(allocation(whole, (1,), cores=100, blocks=0, pod="big")),
+            usage=usage,
+            cards=inventory(4, sick={1: "Xid 79: the card fell off the bus"}),
+            cordoned={UUIDS[2]: "fan replaced on Monday"},
+        )
+    )
+
+
+def decision(number: int = 1, *, pod: str = "train", container: str = "main", **fields: Any) -> DecisionRecord:
+    """A share on card 0 of two; `fields` replace what the record has."""
+    defaults: dict[str, Any] = {
+        "at": 1_700_000_000.0,
+        "namespace": "default",
+        "pod_uid": f"uid-{pod}",
+        "resource": "tencent.com/vcuda-core",
+        "outcome": Outcome.ALLOCATED,
+        "reason": "",
+        "explanation": "card 0: the fullest of 2 cards with room",
+        "policy": "share",
+        "cards": (0,),
+        "asked": Asked(cores=40, memory_bytes=4096 * MIB),
+        "candidates": (
+            candidate(0, is_chosen=True, verdict="chosen"),
+            candidate(1, verdict="has room, but the policy prefers the chosen one"),
+        ),
+    }
+    return DecisionRecord(number=number, pod=pod, container=container, **(defaults | fields))
+
+
+def candidate(index: int, *, is_chosen: bool = False, is_healthy: bool = True, verdict: str = "") -> Candidate:
+    return Candidate(
+        index=index,
+        uuid=GpuUuid(f"GPU-{index}"),
+        is_healthy=is_healthy,
+        free_cores=75,
+        free_memory_bytes=20480 * MIB,
+        total_memory_bytes=24576 * MIB,
+        is_chosen=is_chosen,
+        verdict=verdict,
+    )
+
+
+# --- a cluster ---
+
+
+def raw_node(name: str, cards: list[dict[str, Any]] | str | None, **capacity: str) -> dict[str, Any]:
+    """A node whose annotation has these cards, or this text; without any it has only a capacity, by `_` for / and -."""
+    annotations = {}
+    if cards is not None:
+        text = cards if isinstance(cards, str) else json.dumps({"schema": 1, "memory_block_mib": 256, "cards": cards})
+        annotations["gpushare-agent/cards"] = text
+    return {
+        "metadata": {"name": name, "annotations": annotations},
+        "status": {"capacity": {f"tencent.com/vcuda-{key}": value for key, value in capacity.items()}},
+    }
+
+
+def raw_card(index: int, **fields: Any) -> dict[str, Any]:
+    usual = {"index": index, "uuid": f"GPU-{index}", "name": "NVIDIA H100", "memory_mib": 24576, "is_healthy": True}
+    return {**usual, "numa": 0, "links": ["X"], **fields}
+
+
+def raw_list(items: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"kind": "List", "items": items, "metadata": {"resourceVersion": "7"}}
+
+
+def raw_agent_pod(node: str, *, name: str = "", phase: str = "Running", port: int = 5678) -> dict[str, Any]:
+    ports = [{"name": "http", "containerPort": port}]
+    return {
+        "metadata": {"name": name or f"agent-{node}", "namespace": "gpushare-system"},
+        "spec": {"nodeName": node, "containers": [{"name": "agent", "ports": ports}]},
+        "status": {"phase": phase},
+    }
+
+
+# --- a terminal ---
+
+
+class Terminal:
+    """A program at a terminal of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process, master: int) -> None:
+        self.process = process
+        self.shown = ""
+        self._master = master
+        self._changed = asyncio.Event()
+
+    def read(self) -> None:
+        with contextlib.suppress(OSError):  # EIO once the program has ended
+            self.shown += os.read(self._master, 65536).decode("utf-8", "replace")
+        self._changed.set()
+
+    def press(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
+
+    def mode(self) -> list[Any]:
+        return termios.tcgetattr(self._master)
+
+    async def wait_shown(self, is_shown: Callable[[str], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not is_shown(self.shown):
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def wait_end(self) -> int:
+        async with asyncio.timeout(DEADLINE_S):
+            return await self.process.wait()
+
+
+@asynccontextmanager
+async def at_terminal(*argv: str, columns: int = 120, rows: int = 30) -> AsyncIterator[Terminal]:
+    """`python -m gpushare_agent ARGV` with a terminal as its standard input and output."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    loop = asyncio.get_running_loop()
+    environ = clean_environment(TERM="xterm")
+    for name in ("COLUMNS", "LINES", "NO_COLOR"):
+        environ.pop(name, None)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "gpushare_agent", *argv), env=environ, stdin=slave, stdout=slave, stderr=slave
+    )
+    terminal = Terminal(process, master)
+    loop.add_reader(master, terminal.read)
+    try:
+        yield terminal
+    finally:
+        loop.remove_reader(master)
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        os.close(slave)
+        os.close(master)

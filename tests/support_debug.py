@@ -1,0 +1,80 @@
+"""A debug listener with made-up sources, and requests as strangers would write them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiohttp import ClientSession
+from yarl import URL
+
+from gpushare_agent.services.debug_pages import DebugSources
+from gpushare_agent.services.debug_server import DebugServer
+from gpushare_agent.settings import load_settings
+from gpushare_agent.settings_observation import DebugSettings
+from tests.support_display import snapshot, train_allocation, train_pod, usage_round, whole_allocation
+from tests.support_kube import DEADLINE_S, running
+
+TOKEN = "0123456789abcdef-the-token"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    status: int
+    text: str
+    headers: Mapping[str, str]
+
+
+def sources(*flags: str) -> DebugSources:
+    return DebugSources(
+        settings=load_settings(["--node-name=n1", *flags], {}).settings,
+        snapshot=lambda: snapshot(usage=usage_round()),
+        allocations=lambda: [whole_allocation(), train_allocation()],
+        pods=lambda: [train_pod()],
+        now=lambda: 12.5,
+    )
+
+
+@asynccontextmanager
+async def serving(*, addr: str = "127.0.0.1", token_file: Path | None = None, **others: Any) -> AsyncIterator[int]:
+    """A running listener's port."""
+    server = DebugServer(DebugSettings(addr=addr, port=0, token_file=token_file), sources(), **others)
+    async with running(server.run):
+        async with asyncio.timeout(DEADLINE_S):
+            port = await server.wait_listening()
+        yield port
+
+
+async def ask(port: int, path: str, *, method: str = "GET", **headers: str) -> Answer:
+    """One request with a connection of its own; `_` in a header's name is `-`."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    url = f"http://127.0.0.1:{port}{path}"
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        ClientSession() as session,
+        session.request(method, URL(url, encoded=True), headers=named) as answer,
+    ):
+        return Answer(status=answer.status, text=await answer.text(), headers=dict(answer.headers))
+
+
+async def send_raw(port: int, *pieces: bytes) -> bytes:
+    """What comes back until the server closes."""
+    async with asyncio.timeout(DEADLINE_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+            return await reader.read()
+        except ConnectionError:
+            return b""
+        finally:
+            writer.close()
+            try:
+                await writer.wait_closed()
+            except ConnectionError:
+                pass

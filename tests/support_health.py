@@ -1,0 +1,81 @@
+"""A driver that is told what to show, and the parts that watch it, for the tests of health."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from gpushare_agent.decisions.health import HealthPolicy
+from gpushare_agent.model.gpu_events import GpuEvent, GpuEventKind
+from gpushare_agent.model.gpus import GpuInventory, Health
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.usage import DriverSample
+from tests.support_core import inventory
+
+DEADLINE_S = 10.0
+IMMEDIATE = HealthPolicy(reset_xids=frozenset({79}), ignored_xids=frozenset({13}))
+"""One look that finds the card well is enough, at any time."""
+
+
+class ShownDriver:
+    """Shows `shown` (an exception is raised) and hands out `news`, one entry a fetch; counts what it was asked."""
+
+    def __init__(self, shown: GpuInventory | Exception | None = None) -> None:
+        self.shown: GpuInventory | Exception = shown or inventory()
+        self.news: deque[list[GpuEvent] | Exception] = deque()
+        self.events_fail: Exception | None = None
+        self.looks = 0
+        self.fetches = 0
+        self._changed = asyncio.Event()
+
+    async def read(self) -> GpuInventory:
+        self.looks += 1
+        self._changed.set()
+        if isinstance(self.shown, Exception):
+            raise self.shown
+        return self.shown
+
+    async def events(self) -> list[GpuEvent]:
+        self.fetches += 1
+        self._changed.set()
+        if self.events_fail is not None:
+            raise self.events_fail
+        news = self.news.popleft() if self.news else []
+        if isinstance(news, Exception):
+            raise news
+        return news
+
+    async def sample(self) -> DriverSample:
+        return DriverSample(cards=())
+
+    async def close(self) -> None:
+        pass
+
+    async def wait(self, condition: Callable[[], bool]) -> None:
+        """Until `condition` holds; looked at after each question to this driver."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+                await asyncio.sleep(0)
+
+
+def xid(number: int, card: int | None = 0) -> GpuEvent:
+    return GpuEvent(kind=GpuEventKind.XID, uuid=None if card is None else GpuUuid(f"GPU-{card}"), xid=number)
+
+
+def sick(found: GpuInventory, index: int, reason: str = "fell off the bus") -> GpuInventory:
+    cards = list(found.cards)
+    cards[index] = replace(cards[index], health=Health.UNHEALTHY, unhealthy_reason=reason)
+    return replace(found, cards=tuple(cards))
+
+
+def write_rehearsal(path: Path, **faults: object) -> None:
+    """The simulated driver's faults, replaced in one step: `lost`, `xids`, `resets`."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(faults))
+    new.replace(path)

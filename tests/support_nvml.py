@@ -1,0 +1,117 @@
+"""A probe process with the real nvidia-ml-py on the fake libnvidia-ml.so.1 (native/fake_nvml.c), for the NVML tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DEADLINE_S = 30
+
+TWO_PAIRS = """\
+count 4
+card 0 GPU-aaaa 2 00000000:3B:00.0 24576 0 Tesla P40
+card 1 GPU-bbbb 0 00000000:3C:00.0 24576 0 Tesla P40
+card 2 GPU-cccc 3 00000000:AF:00.0 16384 0 NVIDIA A10
+card 3 GPU-dddd 1 00000000:D8:00.0 16384 0 NVIDIA A10
+ancestor 0 1 10
+ancestor 2 3 30
+"""
+"""A script of four cards; native/fake_nvml.c says what else a script can hold."""
+
+ONE_CARD = """\
+count 1
+card 0 GPU-aaaa 0 00000000:3B:00.0 24576 0 NVIDIA A10
+"""
+
+
+@contextmanager
+def fake_library(*defines: str) -> Iterator[Path]:
+    """A directory with the fake as libnvidia-ml.so.1, compiled with these macros; skips where there is no compiler."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler (cc) to build the fake libnvidia-ml.so.1 with")
+    directory = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
+    source = ROOT / "tests" / "native" / "fake_nvml.c"
+    flags = ["-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", *(f"-D{define}" for define in defines)]
+    subprocess.run([compiler, *flags, "-o", "libnvidia-ml.so.1", str(source)], cwd=directory, check=True)
+    yield directory
+    shutil.rmtree(directory)
+
+
+@dataclass
+class Probe:
+    """The probe process and the machine that it sees."""
+
+    process: asyncio.subprocess.Process
+    directory: Path
+
+    def becomes(self, script: str) -> None:
+        """Changes the machine, at once for every call that follows."""
+        fresh = self.directory / "script.new"
+        fresh.write_text(script)
+        fresh.replace(self.directory / "script")
+
+    async def ask(self, command: str) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{command}\n".encode())
+        await self.process.stdin.drain()
+        return json.loads(await self.process.stdout.readline())
+
+    async def read(self) -> Any:
+        return await self.ask("read")
+
+    async def sample(self) -> Any:
+        return await self.ask("sample")
+
+    async def sample_card(self) -> Any:
+        """The one card of a sample."""
+        [card] = (await self.sample())["cards"]
+        return card
+
+    async def events(self) -> Any:
+        return await self.ask("events")
+
+
+@asynccontextmanager
+async def running_probe(library: Path | None, script: str, *, timeout_s: float = 10.0) -> AsyncIterator[Probe]:
+    """A probe on this machine; without a library on one that has no NVML. It must end by itself in the end."""
+    directory = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
+    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    environment |= {"PYTHONPATH": str(ROOT), "FAKE_NVML_SCRIPT": str(directory / "script")}
+    if library is not None:
+        environment["LD_LIBRARY_PATH"] = str(library)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-W", "error", str(ROOT / "tests" / "support_nvml_probe.py")),
+                *(str(directory / "pci"), str(timeout_s)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+            )
+            probe = Probe(process=process, directory=directory)
+            try:
+                probe.becomes(script)
+                yield probe
+                assert process.stdin is not None
+                process.stdin.close()
+                assert await process.wait() == 0
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+    finally:
+        shutil.rmtree(directory)

@@ -1,0 +1,133 @@
+"""Cards, containers and samples for tests of usage and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gpushare_agent.adapters.simulated_gpus import default_topology
+from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.cgroup_paths import PeerIdentity
+from gpushare_agent.model.gpus import Card, GpuInventory, Health
+from gpushare_agent.model.names import GpuUuid, PodUid, device_id
+from gpushare_agent.model.pods import ContainerKind, Pod
+from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.topology_tree import build_topology
+from gpushare_agent.model.usage import CardSample, DriverSample, ProcessSample, UsageRound
+from gpushare_agent.services.node_document import MIB, AgentFacts, ContainerFacts, NodeSnapshot
+
+CARD_MIB = 24576
+UUIDS = tuple(GpuUuid(f"GPU-{index}") for index in range(4))
+
+
+def key_of(number: int, container: str = "main") -> ContainerKey:
+    return ContainerKey(PodUid(f"00000000-0000-4000-8000-{number:012d}"), container)
+
+
+def id_of(number: int) -> str:
+    """A container's ID."""
+    return f"{number:064x}"
+
+
+def owner(number: int, container_id: str | None = None) -> PeerIdentity:
+    """Of a process in the pod of this number, by default in the container with the pod's number as its ID."""
+    return PeerIdentity(pod_uid=key_of(number).pod_uid, container_id=container_id or id_of(number))
+
+
+def allocation(
+    key: ContainerKey,
+    cards: Sequence[int] = (0,),
+    *,
+    cores: int = 40,
+    blocks: int = 8,
+    pod: str = "p",
+    kind: ContainerKind = ContainerKind.MAIN,
+) -> Allocation:
+    """Shares of one card, or with 100 cores a card whole ones."""
+    uuids = tuple(UUIDS[index] for index in cards)
+    return Allocation(
+        key=key,
+        namespace="default",
+        pod_name=pod,
+        kind=kind,
+        cards=uuids,
+        vcore_ids=frozenset(device_id(uuid, n) for uuid in uuids for n in range(cores // len(uuids))),
+        vmemory_ids=frozenset(device_id(uuids[0], n) for n in range(blocks)),
+        is_whole=cores >= 100,
+    )
+
+
+def process(pid: int, *, memory: int | None = 1024 * MIB, sm: float | None = 0.25) -> ProcessSample:
+    return ProcessSample(
+        pid=pid, memory_bytes=memory, sm_ratio=sm, memory_ratio=sm, encoder_ratio=None, decoder_ratio=None
+    )
+
+
+def card_sample(index: int, *processes: ProcessSample, lists: bool = True, **others: object) -> CardSample:
+    """`lists` false: the card cannot list its processes."""
+    return CardSample(uuid=UUIDS[index], processes=processes if lists else None, **others)  # type: ignore[arg-type]
+
+
+def driver_sample(*cards: CardSample, errors: Mapping[str, int] | None = None) -> DriverSample:
+    return DriverSample(cards=cards, errors=errors or {})
+
+
+def inventory(cards: int = 2, *, sick: Mapping[int, str] | None = None) -> GpuInventory:
+    parsed = default_topology(cards)
+    return GpuInventory(
+        cards=tuple(
+            Card(
+                index=index,
+                minor=index,
+                uuid=UUIDS[index],
+                bus_id=f"00000000:0{index}:00.0",
+                name="NVIDIA H100 80GB HBM3",
+                memory_mib=CARD_MIB,
+                numa_node=0,
+                health=Health.UNHEALTHY if sick and index in sick else Health.HEALTHY,
+                unhealthy_reason=(sick or {}).get(index, ""),
+            )
+            for index in range(cards)
+        ),
+        topology=build_topology(parsed.links, parsed.numa),
+        driver_version="550.54.14",
+    )
+
+
+def facts(held: Allocation, *, core_limit: int = 0, pod: Pod | None = None) -> ContainerFacts:
+    memory_mib = CARD_MIB * len(held.cards) if held.is_whole else held.memory_blocks * 256
+    return ContainerFacts(
+        held=held, pod=pod, cores=held.cores, memory_bytes=memory_mib * MIB, core_limit=core_limit, isolation="vcuda"
+    )
+
+
+def snapshot(
+    *containers: ContainerFacts,
+    usage: UsageRound | None = None,
+    cards: GpuInventory | None = None,
+    cordoned: Mapping[GpuUuid, str] | None = None,
+) -> NodeSnapshot:
+    cores: dict[GpuUuid, int] = {}
+    memory: dict[GpuUuid, int] = {}
+    for one in containers:
+        for uuid in one.held.cards:
+            cores[uuid] = cores.get(uuid, 0) + one.cores // len(one.held.cards)
+            memory[uuid] = memory.get(uuid, 0) + one.memory_bytes // len(one.held.cards)
+    return NodeSnapshot(
+        node="n1",
+        at=1000.0,
+        agent=AgentFacts(
+            version="1",
+            started_at=1.0,
+            not_ready=(),
+            isolation="vcuda",
+            driver="simulated",
+            sample_period_s=1.0,
+        ),
+        names=ResourceNames(),
+        inventory=cards or inventory(),
+        cordoned=cordoned or {},
+        cores_allocated=cores,
+        memory_allocated_bytes=memory,
+        containers=containers,
+        usage=usage,
+    )
