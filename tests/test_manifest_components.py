@@ -11,14 +11,16 @@ import pytest
 import yaml
 
 from gpushare_agent.adapters.node_probes import RUNTIME_SOCKETS
-from gpushare_agent.apps.node_check_api import CLEANUP_RIGHT
+from gpushare_agent.apps.node_check_api import CLEANUP_RIGHT, FACTS_RIGHT
 from gpushare_agent.settings import load_settings
 from tests.support_manifests import (
     MANIFESTS,
     by_name,
+    daemon_set,
     documents,
     effective_settings,
     host_mounts,
+    merged,
     mount_of,
     patched,
     pod_spec,
@@ -29,15 +31,18 @@ from tests.support_manifests import (
 COMPONENTS = {
     "cdi",
     "cgroup-v1",
+    "display-socket",
     "driver-container",
     "gpushare",
     "hami-core",
     "isolation-none",
     "mps",
+    "prometheus-operator",
     "prune-driver-volume",
     "runtime-socket",
     "whole-kubelet-directory",
     "without-cleanup",
+    "without-node-facts",
 }
 
 
@@ -75,6 +80,73 @@ def test_without_cleanup_takes_the_right_and_the_setting_away_together() -> None
     assert load_settings([], variables(container)).settings.allocation.cleanup_rejected_pods is False
 
 
+def test_without_node_facts_takes_the_right_and_the_setting_away_together() -> None:
+    """As without-cleanup: nothing is left that only warns, and no right that nothing uses."""
+    role, binding, setting = (
+        documents(f"components/without-node-facts/{name}.yaml")[0] for name in ("no-role", "no-binding", "setting")
+    )
+    assert role["$patch"] == binding["$patch"] == "delete"
+    assert (role["kind"], binding["kind"]) == ("ClusterRole", "ClusterRoleBinding")
+    assert role["metadata"] == binding["metadata"]
+    (removed,) = [
+        item for item in documents("base/rbac.yaml") if item["metadata"] == role["metadata"] and "rules" in item
+    ]
+    rights = [(verb, resource) for rule in removed["rules"] for verb in rule["verbs"] for resource in rule["resources"]]
+    assert rights == [FACTS_RIGHT]
+    (container,) = setting["spec"]["template"]["spec"]["containers"]
+    assert load_settings([], variables(container)).settings.facts.is_written is False
+
+
+def test_the_component_display_socket_opens_a_directory_of_its_own_on_the_host() -> None:
+    """And not the host's /var/run, where the runtime's socket lies."""
+    spec = patched("components/display-socket/socket.yaml")
+    socket = effective_settings(spec).display.socket
+    assert socket is not None
+    mount = mount_of(socket, host_mounts(spec["containers"][0], spec))
+    assert mount["host"] == mount["mountPath"] == str(socket.parent)
+    assert not [runtime for runtime in RUNTIME_SOCKETS if runtime.is_relative_to(mount["host"])]
+
+
+def test_the_component_prometheus_operator_scrapes_the_port_that_the_pods_have_once() -> None:
+    """The series keep the labels of the containers that they are about."""
+    (monitor,) = documents("components/prometheus-operator/podmonitor.yaml")
+    template = daemon_set()["spec"]["template"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] in [port["name"] for port in template["spec"]["containers"][0]["ports"]]
+    assert endpoint["honorLabels"] is True
+    (patch,) = documents("components/prometheus-operator/no-annotations.yaml")
+    after = merged(daemon_set(), patch)["spec"]["template"]["metadata"]["annotations"]
+    assert not [name for name in after if name.startswith("prometheus.io/")]
+
+
+@pytest.mark.parametrize(
+    ("overlay", "isolation", "strategy", "driver"),
+    [
+        ("vcuda", "vcuda", ("envvar", "device-nodes"), "nvml"),
+        ("mps", "mps", ("envvar", "device-nodes"), "nvml"),
+        ("cdi", "vcuda", ("cdi-cri",), "nvml"),
+        ("simulated", "vcuda", ("envvar", "device-nodes"), "simulated"),
+    ],
+)
+def test_an_overlay_is_what_its_name_says(overlay: str, isolation: str, strategy: tuple[str, ...], driver: str) -> None:
+    """With the base, its components and its own patches, in kustomize's order."""
+    spec = patched(*files_of(f"overlays/{overlay}"))
+    settings = effective_settings(spec)
+    assert (settings.isolation, settings.driver) == (isolation, driver)
+    assert tuple(map(str, settings.device_list_strategy)) == strategy
+    assert volumes_are_those_mounted(spec)
+
+
+def files_of(directory: str) -> list[str]:
+    """The DaemonSet's patches of a kustomization: those of its components, then its own."""
+    (found,) = documents(f"{directory}/kustomization.yaml")
+    components = [f"components/{Path(name).name}" for name in found.get("components", ())]
+    own = [f"{directory}/{patch['path']}" for patch in found.get("patches", ())]
+    nested = [file for component in components for file in files_of(component)]
+    return [*nested, *(file for file in own if documents(file)[0]["kind"] == "DaemonSet")]
+
+
 def test_the_whole_directory_component_replaces_every_mount_below_it() -> None:
     """Nothing of the narrow mounts stays behind the wide one."""
     (patch,) = documents("components/whole-kubelet-directory/mounts.yaml")
@@ -109,6 +181,7 @@ def test_the_component_isolation_none_takes_away_all_that_isolation_brought() ->
         Path("/var/lib/kubelet/device-plugins"),
         Path("/var/lib/kubelet/pod-resources"),
         Path("/host/sys/fs/cgroup"),
+        Path("/var/lib/gpushare-agent"),
     }
 
 

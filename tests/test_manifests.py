@@ -9,7 +9,7 @@ import pytest
 
 from gpushare_agent.adapters.node_probes import RUNTIME_SOCKETS
 from gpushare_agent.adapters.volume_config import read_volume_config
-from gpushare_agent.apps.node_check_api import CLEANUP_RIGHT, NEEDED_RIGHTS
+from gpushare_agent.apps.node_check_api import CLEANUP_RIGHT, FACTS_RIGHT, NEEDED_RIGHTS
 from gpushare_agent.model.names import CORES_PER_CARD, VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.settings import Settings, load_settings
 from tests.support_manifests import (
@@ -51,13 +51,47 @@ def test_every_path_that_the_agent_uses_is_mounted_from_the_host() -> None:
     (container,) = pod_spec()["containers"]
     settings, mounts = deployed(), host_mounts(container, pod_spec())
     driver = {volume.directory for volume in read_volume_config(in_sources(settings.volume_config))}
-    writable = {settings.kubelet.device_plugin_path, settings.virtual_manager.path}
+    assert settings.health.state_file is not None
+    writable = {
+        settings.kubelet.device_plugin_path,
+        settings.virtual_manager.path,
+        settings.health.state_file.parent,
+    }
     only_read = {settings.kubelet.pod_resources_socket, settings.runtime.cgroup_root, *driver}
     assert all(not mount_of(path, mounts).get("readOnly") for path in writable)
     assert all(mount_of(path, mounts)["readOnly"] for path in only_read)
     used = {mount_of(path, mounts)["mountPath"] for path in writable | only_read}
     assert used == {str(path) for path in mounts}, "mounted for nothing"
     assert Path("/var/lib/kubelet") not in mounts
+
+
+def test_the_agents_own_sockets_lie_in_a_directory_of_the_pod() -> None:
+    """Nothing of the host's /var/run is mounted for them, and the root file system is read-only."""
+    (container,) = pod_spec()["containers"]
+    settings, mounts = deployed(), {Path(m["mountPath"]): m["name"] for m in container["volumeMounts"]}
+    for socket in (settings.control.socket, settings.display.socket):
+        assert socket is not None
+        volume = by_name(pod_spec()["volumes"])[mounts[socket.parent]]
+        assert volume["emptyDir"]["medium"] == "Memory"
+
+
+def test_the_debug_listener_is_reached_through_the_pod_alone() -> None:
+    """On the pod's own loopback, for `kubectl port-forward`, and no port of the container."""
+    (container,) = pod_spec()["containers"]
+    settings = deployed()
+    assert settings.debug.addr == "localhost"
+    assert settings.debug.port not in [port["containerPort"] for port in container["ports"]]
+
+
+def test_the_service_finds_the_pods_and_their_port_and_has_no_address() -> None:
+    """Each agent speaks for its node alone; one that is not ready is found too."""
+    (service,) = documents("base/service.yaml")
+    labels = daemon_set()["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    (port,), (container,) = service["spec"]["ports"], pod_spec()["containers"]
+    assert port["targetPort"] in [own["name"] for own in container["ports"]]
+    assert port["port"] == deployed().web.port
+    assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
 
 
 def test_no_base_container_can_reach_the_runtimes_socket() -> None:
@@ -128,7 +162,7 @@ def test_the_roles_have_no_wildcard_and_exactly_the_rights_that_check_asks_for()
     """What `gpushare-agent check` calls needed is given, and nothing else."""
     assert all("*" not in rule[part] for rule in rules() for part in ("apiGroups", "resources", "verbs"))
     given = {(verb, resource) for rule in rules() for verb in rule["verbs"] for resource in rule["resources"]}
-    assert given == {*NEEDED_RIGHTS, CLEANUP_RIGHT}
+    assert given == {*NEEDED_RIGHTS, CLEANUP_RIGHT, FACTS_RIGHT}
 
 
 def test_every_binding_names_a_role_and_the_pods_account() -> None:
@@ -148,9 +182,14 @@ def test_every_file_of_the_base_and_the_overlay_is_listed() -> None:
     (base,) = documents("base/kustomization.yaml")
     listed = {*base["resources"], *base["configMapGenerator"][0]["files"], "kustomization.yaml"}
     assert listed == {path.name for path in (MANIFESTS / "base").iterdir()}
-    (overlay,) = documents("overlays/simulated/kustomization.yaml")
-    assert (MANIFESTS / "overlays/simulated" / overlay["resources"][0]).resolve() == MANIFESTS / "base"
-    assert all((MANIFESTS / "overlays/simulated" / patch["path"]).exists() for patch in overlay["patches"])
+    for directory in sorted((MANIFESTS / "overlays").iterdir()):
+        (overlay,) = documents(f"overlays/{directory.name}/kustomization.yaml")
+        assert [(directory / path).resolve() for path in overlay["resources"]] == [MANIFESTS / "base"]
+        patches = {patch["path"] for patch in overlay.get("patches", ())}
+        assert patches | {"kustomization.yaml"} == {path.name for path in directory.iterdir()}
+        for component in overlay.get("components", ()):
+            assert (directory / component).resolve().parent == MANIFESTS / "components"
+            assert (directory / component / "kustomization.yaml").exists()
     (volume,) = [v for v in pod_spec()["volumes"] if v["name"] == "settings"]
     assert volume["configMap"]["name"] == base["configMapGenerator"][0]["name"]
 

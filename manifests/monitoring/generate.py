@@ -1,0 +1,427 @@
+#!/usr/bin/env python3
+"""Writes what is made from other files here: dashboard.json, and the operator's PrometheusRule from alerts.yaml.
+
+Run it after a change of this file or of alerts.yaml: `python3 manifests/monitoring/generate.py`. It needs Python alone.
+A test compares its output with the files. The dashboard is Grafana's JSON model, schema 39 (Grafana 10.4 and later).
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RULE = HERE.parent / "components/prometheus-operator/prometheusrule.yaml"
+DATA_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+CARD = 'node=~"$node"'
+SHARE = 'node=~"$node", namespace=~"$namespace", pod=~"$pod"'
+BY_SHARE = "namespace, pod, container"
+
+Panel = dict[str, Any]
+
+
+def query(expr: str, legend: str = "", *, is_table: bool = False) -> dict[str, Any]:
+    one = {"expr": expr, "legendFormat": legend, "datasource": DATA_SOURCE}
+    return one | ({"format": "table", "instant": True} if is_table else {"range": True})
+
+
+def panel(kind: str, title: str, about: str, unit: str, *queries: dict[str, Any], **options: Any) -> Panel:
+    """`unit` is Grafana's word: percentunit, bytes, s, celsius, watt, short."""
+    targets = [one | {"refId": chr(ord("A") + number)} for number, one in enumerate(queries)]
+    defaults = {"unit": unit, "min": 0} | options.pop("defaults", {})
+    return {
+        "type": kind,
+        "title": title,
+        "description": about,
+        "datasource": DATA_SOURCE,
+        "fieldConfig": {"defaults": defaults, "overrides": options.pop("overrides", [])},
+        "targets": targets,
+        **options,
+    }
+
+
+def lines(title: str, about: str, unit: str, *queries: dict[str, Any], **defaults: Any) -> Panel:
+    """Curves, the limits (whose legend ends in `limit`) dashed."""
+    dashed = {
+        "matcher": {"id": "byRegexp", "options": "/ limit$/"},
+        "properties": [{"id": "custom.lineStyle", "value": {"fill": "dash", "dash": [8, 8]}}],
+    }
+    legend = {"displayMode": "table", "placement": "bottom", "calcs": ["mean", "max"]}
+    return panel(
+        "timeseries",
+        title,
+        about,
+        unit,
+        *queries,
+        defaults=defaults,
+        overrides=[dashed],
+        options={"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}},
+    )
+
+
+def stat(title: str, about: str, unit: str, expr: str, *, is_bad_above_zero: bool = False) -> Panel:
+    steps = [{"color": "green", "value": None}, *([{"color": "red", "value": 1}] if is_bad_above_zero else [])]
+    thresholds = {"mode": "absolute", "steps": steps}
+    return panel("stat", title, about, unit, query(expr), defaults={"thresholds": thresholds})
+
+
+def cards_table() -> Panel:
+    by = "max by (node, gpu, uuid)"
+    columns = [
+        ("Healthy", "healthy", "bool_yes_no"),
+        ("Cordoned", "cordoned", "bool_yes_no"),
+        ("Cores allocated", "cores_allocated_ratio", "percentunit"),
+        ("SM use", "sm_utilization_ratio", "percentunit"),
+        ("Memory", "memory_capacity_bytes", "bytes"),
+        ("Memory allocated", "memory_allocated_bytes", "bytes"),
+        ("Memory used", "memory_used_bytes", "bytes"),
+        ("Temperature", "temperature_celsius", "celsius"),
+        ("Others' memory", "stranger_memory_used_bytes", "bytes"),
+    ]
+    letters = [chr(ord("A") + number) for number in range(len(columns))]
+    names = {f"Value #{letter}": title for letter, (title, _, _) in zip(letters, columns, strict=True)}
+    units = [
+        {"matcher": {"id": "byName", "options": title}, "properties": [{"id": "unit", "value": unit}]}
+        for title, _, unit in columns
+    ]
+    return panel(
+        "table",
+        "Cards",
+        "Every card now. Others' memory is that of processes which belong to no container with a share.",
+        "short",
+        *(query(f"{by} (gpushare_card_{name}{{{CARD}}})", is_table=True) for _, name, _ in columns),
+        overrides=units,
+        transformations=[
+            {"id": "merge", "options": {}},
+            {"id": "organize", "options": {"excludeByName": {"Time": True}, "renameByName": names}},
+            {"id": "sortBy", "options": {"sort": [{"field": "node"}]}},
+        ],
+    )
+
+
+def top_containers() -> Panel:
+    def total(name: str) -> str:
+        return f"sum by (node, {BY_SHARE}) (gpushare_container_{name}{{{SHARE}}})"
+
+    columns = [
+        ("SM use", total("sm_utilization_ratio"), "percentunit"),
+        ("Cores", total("allocated_cores_ratio"), "percentunit"),
+        ("Memory used", total("memory_used_bytes"), "bytes"),
+        ("Memory limit", total("memory_limit_bytes"), "bytes"),
+    ]
+    names = {f"Value #{chr(ord('A') + number)}": title for number, (title, _, _) in enumerate(columns)}
+    return panel(
+        "table",
+        "Containers, the busiest first",
+        "Over all cards of a container; 200 % are two whole cards.",
+        "short",
+        *(query(expr, is_table=True) for _, expr, _ in columns),
+        overrides=[
+            {"matcher": {"id": "byName", "options": title}, "properties": [{"id": "unit", "value": unit}]}
+            for title, _, unit in columns
+        ],
+        transformations=[
+            {"id": "merge", "options": {}},
+            {"id": "organize", "options": {"excludeByName": {"Time": True}, "renameByName": names}},
+            {"id": "sortBy", "options": {"sort": [{"field": "SM use", "desc": True}]}},
+            {"id": "limit", "options": {"limitField": 50}},
+        ],
+    )
+
+
+def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
+    """Title, then panels as (width of 24, height, panel)."""
+    on_card = "{{node}} {{gpu}}"
+    of_share = "{{namespace}}/{{pod}}/{{container}}"
+    agent = "{{instance}}"
+    reserved = f"sum(gpushare_card_cores_allocated_ratio{{{CARD}}}) / sum(gpushare_card_cores_capacity_ratio{{{CARD}}})"
+    memory = f"sum(gpushare_card_memory_allocated_bytes{{{CARD}}}) / sum(gpushare_card_memory_capacity_bytes{{{CARD}}})"
+    latency = "sum by (le) (rate(gpushare_rpc_duration_seconds_bucket[$__rate_interval]))"
+    return [
+        (
+            "Now",
+            [
+                (4, 4, stat("Cards", "Cards of the chosen nodes.", "short", f"count(gpushare_card_healthy{{{CARD}}})")),
+                (
+                    4,
+                    4,
+                    stat(
+                        "Unhealthy cards",
+                        "Cards that are offered to no new pod, those that an operator cordoned included.",
+                        "short",
+                        f"count(gpushare_card_healthy{{{CARD}}}) - sum(gpushare_card_healthy{{{CARD}}})",
+                        is_bad_above_zero=True,
+                    ),
+                ),
+                (4, 4, stat("Compute allocated", "Of all cards.", "percentunit", reserved)),
+                (4, 4, stat("Memory allocated", "Of all cards.", "percentunit", memory)),
+                (
+                    4,
+                    4,
+                    stat(
+                        "Compute used",
+                        "Mean SM use of all cards.",
+                        "percentunit",
+                        f"avg(gpushare_card_sm_utilization_ratio{{{CARD}}})",
+                    ),
+                ),
+                (
+                    4,
+                    4,
+                    stat(
+                        "Refusals in an hour",
+                        "Allocate calls that were refused, over all nodes.",
+                        "short",
+                        'sum(increase(gpushare_admissions_total{outcome="refused"}[1h]))',
+                        is_bad_above_zero=True,
+                    ),
+                ),
+                (24, 9, cards_table()),
+            ],
+        ),
+        (
+            "Cards",
+            [
+                (
+                    12,
+                    8,
+                    lines(
+                        "SM use per card",
+                        "Time in which a card computed.",
+                        "percentunit",
+                        query(f"gpushare_card_sm_utilization_ratio{{{CARD}}}", on_card),
+                        max=1,
+                    ),
+                ),
+                (
+                    12,
+                    8,
+                    lines(
+                        "Memory used per card",
+                        "By whomever.",
+                        "bytes",
+                        query(f"gpushare_card_memory_used_bytes{{{CARD}}}", on_card),
+                    ),
+                ),
+                (
+                    12,
+                    8,
+                    lines(
+                        "Temperature",
+                        "As the card tells it.",
+                        "celsius",
+                        query(f"gpushare_card_temperature_celsius{{{CARD}}}", on_card),
+                    ),
+                ),
+                (
+                    12,
+                    8,
+                    lines(
+                        "Power",
+                        "What a card draws.",
+                        "watt",
+                        query(f"gpushare_card_power_watts{{{CARD}}}", on_card),
+                    ),
+                ),
+            ],
+        ),
+        (
+            "Containers",
+            [
+                (24, 10, top_containers()),
+                (
+                    12,
+                    9,
+                    lines(
+                        "SM use per container",
+                        "Against its cores, the dashed line; elastic shares may rise above what they were given.",
+                        "percentunit",
+                        query(
+                            f"sum by ({BY_SHARE}) (gpushare_container_sm_utilization_ratio{{{SHARE}}})", f"{of_share}"
+                        ),
+                        query(
+                            f"sum by ({BY_SHARE}) (gpushare_container_cores_limit_ratio{{{SHARE}}})",
+                            f"{of_share} limit",
+                        ),
+                    ),
+                ),
+                (
+                    12,
+                    9,
+                    lines(
+                        "Memory used per container",
+                        "Against its limit, the dashed line.",
+                        "bytes",
+                        query(f"sum by ({BY_SHARE}) (gpushare_container_memory_used_bytes{{{SHARE}}})", f"{of_share}"),
+                        query(
+                            f"sum by ({BY_SHARE}) (gpushare_container_memory_limit_bytes{{{SHARE}}})",
+                            f"{of_share} limit",
+                        ),
+                    ),
+                ),
+            ],
+        ),
+        (
+            "The agents",
+            [
+                (
+                    8,
+                    8,
+                    lines(
+                        "Refusals by reason",
+                        "Allocate calls refused per minute. `gpushare-agent explain POD` tells about one.",
+                        "short",
+                        query(
+                            'sum by (reason) (rate(gpushare_admissions_total{outcome="refused"}[$__rate_interval])) * 60',
+                            "{{reason}}",
+                        ),
+                    ),
+                ),
+                (
+                    8,
+                    8,
+                    lines(
+                        "Admission latency",
+                        "Of the kubelet's calls; the whole node's admissions wait for them.",
+                        "s",
+                        query(f"histogram_quantile(0.5, {latency})", "half"),
+                        query(f"histogram_quantile(0.99, {latency})", "99 %"),
+                    ),
+                ),
+                (
+                    8,
+                    8,
+                    lines(
+                        "Sampling cost",
+                        "Time that sampling takes of each second.",
+                        "percentunit",
+                        query("rate(gpushare_sampling_duration_seconds_sum[$__rate_interval])", agent),
+                    ),
+                ),
+                (
+                    8,
+                    8,
+                    lines(
+                        "Corrections of the books",
+                        "Should stay 0.",
+                        "short",
+                        query(
+                            "sum by (kind) (increase(gpushare_reconcile_corrections_total[$__rate_interval]))",
+                            "{{kind}}",
+                        ),
+                    ),
+                ),
+                (
+                    8,
+                    8,
+                    lines(
+                        "Since the API server was heard",
+                        "A quiet node hears it about once a minute.",
+                        "s",
+                        query("gpushare_pod_event_age_seconds", agent),
+                    ),
+                ),
+                (
+                    8,
+                    8,
+                    lines(
+                        "Events and errors of the driver",
+                        "Per minute: Xid errors by number, errors by the driver's word.",
+                        "short",
+                        query(
+                            "sum by (kind, xid) (rate(gpushare_gpu_events_total[$__rate_interval])) * 60",
+                            "{{kind}} {{xid}}",
+                        ),
+                        query(
+                            "sum by (error) (rate(gpushare_driver_errors_total[$__rate_interval])) * 60", "{{error}}"
+                        ),
+                    ),
+                ),
+            ],
+        ),
+    ]
+
+
+def laid_out() -> list[Panel]:
+    """Panels with their places, row after row, and numbers."""
+    placed: list[Panel] = []
+    y = 0
+    for title, panels in rows():
+        placed.append({"type": "row", "title": title, "collapsed": False, "gridPos": {"x": 0, "y": y, "w": 24, "h": 1}})
+        x, y, tallest = 0, y + 1, 0
+        for width, height, one in panels:
+            if x + width > 24:
+                x, y, tallest = 0, y + tallest, 0
+            placed.append(one | {"gridPos": {"x": x, "y": y, "w": width, "h": height}})
+            x, tallest = x + width, max(tallest, height)
+        y += tallest
+    return [one | {"id": number} for number, one in enumerate(placed, start=1)]
+
+
+def variable(name: str, label: str, expr: str) -> dict[str, Any]:
+    return {
+        "type": "query",
+        "name": name,
+        "label": label,
+        "datasource": DATA_SOURCE,
+        "query": {"query": expr, "refId": name},
+        "definition": expr,
+        "refresh": 2,
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"selected": True, "text": "All", "value": "$__all"},
+    }
+
+
+def dashboard() -> dict[str, Any]:
+    held = "gpushare_container_allocated_cores_ratio"
+    return {
+        "title": "GPU shares",
+        "uid": "gpushare-agent",
+        "tags": ["gpu", "gpushare-agent"],
+        "description": "Cards, the containers that share them, and the agents that place them.",
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "30s",
+        "time": {"from": "now-1h", "to": "now"},
+        "timezone": "browser",
+        "templating": {
+            "list": [
+                {"type": "datasource", "name": "datasource", "label": "Data source", "query": "prometheus"},
+                variable("node", "Node", "label_values(gpushare_card_healthy, node)"),
+                variable("namespace", "Namespace", f'label_values({held}{{node=~"$node"}}, namespace)'),
+                variable("pod", "Pod", f'label_values({held}{{node=~"$node", namespace=~"$namespace"}}, pod)'),
+            ]
+        },
+        "panels": laid_out(),
+    }
+
+
+def prometheus_rule() -> str:
+    groups = (HERE / "alerts.yaml").read_text(encoding="utf-8")
+    head = """\
+        # Made from manifests/monitoring/alerts.yaml by manifests/monitoring/generate.py: change that file.
+        apiVersion: monitoring.coreos.com/v1
+        kind: PrometheusRule
+        metadata:
+          name: gpushare-agent
+          namespace: gpushare-system
+          labels: {app.kubernetes.io/name: gpushare-agent}
+        spec:
+        """
+    return textwrap.dedent(head) + textwrap.indent(groups[groups.index("groups:") :], "  ")
+
+
+def outputs() -> dict[Path, str]:
+    """Each file and its text."""
+    text = json.dumps(dashboard(), indent=1, ensure_ascii=False) + "\n"
+    return {HERE / "dashboard.json": text, RULE: prometheus_rule()}
+
+
+if __name__ == "__main__":
+    for path, text in outputs().items():
+        path.write_text(text, encoding="utf-8")

@@ -1,0 +1,201 @@
+"""The dashboard of a whole agent on the embedded node: what the browser shows is what the JSON behind it says."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.sandbox.node_report import ReportedNode
+from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION
+from gpushare_agent.sandbox.workload_player import WorkloadPlayer
+from tests.support_agent import InnerAgent, open_agent, wait_running, wait_settled, wait_until, write_faults
+from tests.support_browser import WHY_NOT, Browser, get_json, open_browser
+from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod, wait_gone
+
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+TOPOLOGY = Path(__file__).parent.parent / "data" / "topology" / "v100-x8-cube-mesh.txt"
+LOAD = 0.5
+GIB = 1024**3
+
+CARDS = """return [...document.querySelectorAll('article.card')].map((card) => ({
+  uuid: card.dataset.uuid,
+  title: card.querySelector('h3').textContent,
+  badge: card.querySelector('.badge').textContent,
+  reason: card.querySelector('.reason').hidden ? '' : card.querySelector('.reason').textContent,
+  values: [...card.querySelectorAll('.measure-value')].map((one) => one.textContent),
+  shares: [...card.querySelectorAll('.bar')].map((bar) => [...bar.querySelectorAll('.share:not(.other)')].map((share) => ({
+    size: share.getBoundingClientRect().width / (bar.getBoundingClientRect().width - 4),
+    used: share.querySelector('.fill').getBoundingClientRect().width / share.getBoundingClientRect().width,
+    pod: share.querySelector('.share-name').textContent,
+  }))),
+}))"""
+ROWS = """return [...document.querySelectorAll('.containers tbody tr')].map((row) =>
+  Object.fromEntries([...row.children].map((cell) => [cell.dataset.label, cell.textContent])))"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """A node with its agent, what its containers use, and a browser that shows it."""
+
+    node: EmbeddedNode
+    agent: InnerAgent
+    player: WorkloadPlayer
+    browser: Browser
+    url: str
+
+    async def create(self, name: str, *, cores: int, blocks: int = 0) -> None:
+        self.node.api.create_pod(
+            pod(name, container(cores=cores, blocks=blocks), annotations={LOAD_ANNOTATION: str(LOAD)})
+        )
+        await wait_running(self.node, name)
+
+    async def document(self) -> dict[str, Any]:
+        document: dict[str, Any] = await get_json(f"{self.url}/api/v1/node")
+        return document
+
+    async def wait_row(self, name: str, *, is_there: bool = True) -> None:
+        await self.browser.wait(
+            "[...document.querySelectorAll('.containers tbody .col-pod')].some((one) => one.textContent === arguments[0])"
+            " === arguments[1]",
+            name,
+            is_there,
+        )
+
+
+@asynccontextmanager
+async def open_scene(*flags: str) -> AsyncIterator[Scene]:
+    async with (
+        open_test_node() as node,
+        open_agent(node, "--sample-period-s=0.1", f"--simulated.topology={TOPOLOGY}", *flags) as agent,
+        open_browser(width=1440) as browser,
+    ):
+        shown = ReportedNode(
+            node=node,
+            cards=agent.parts.inventory.current.cards,
+            vcore=CORE,
+            vmemory=MEMORY,
+            memory_block_mib=256,
+        )
+        url = f"http://127.0.0.1:{await agent.parts.web.wait_listening()}"
+        await browser.prefer(prefers_reduced_motion="reduce")
+        await browser.open(url)
+        await browser.wait("document.body.dataset.ready !== undefined")
+        yield Scene(node=node, agent=agent, player=WorkloadPlayer(shown, node.paths.usage), browser=browser, url=url)
+        assert [entry["message"] for entry in await browser.log()] == []
+
+
+async def test_what_is_shown_is_what_the_json_says() -> None:
+    """Cards, the size and use of each share, the rows of the table, and a refusal with its reason and candidates."""
+    async with open_scene() as scene:
+        await scene.create("whole", cores=100)
+        await scene.create("pair", cores=200)
+        for number, (cores, blocks) in enumerate([(60, 16), (60, 32), (60, 4), (10, 8)]):
+            await scene.create(f"share-{number}", cores=cores, blocks=blocks)
+        scene.node.api.create_pod(pod("much-too-much", container(cores=300)))
+        refusal = await wait_settled(scene.node, "much-too-much")
+        scene.player.play()
+        browser = scene.browser
+        await browser.wait("document.querySelectorAll('.containers tbody tr').length === 6")
+        await browser.wait("document.querySelector('.outcome[data-kind=bad]')")
+        await browser.wait(
+            "[...document.querySelectorAll('.containers tbody .col-compute')]"
+            ".every((one) => parseFloat(one.textContent) > 0)"
+        )
+        document = await scene.document()
+        cards, rows = await browser.script(CARDS), await browser.script(ROWS)
+
+        assert [(one["uuid"], one["title"]) for one in cards] == [
+            (card["uuid"], f"GPU {card['index']}") for card in document["cards"]
+        ]
+        for shown, card in zip(cards, document["cards"], strict=True):
+            assert shown["badge"] == "✓ Healthy"
+            assert shown["values"][0].startswith(f"{card['cores']['allocated']} of 100 cores held · ")
+            assert shown["values"][0].endswith(f" · {round(card['usage']['sm_ratio'] * 100)} % in use")
+            own = [
+                (one["pod"], held)
+                for one in document["containers"]
+                for held in one["cards"]
+                if held["uuid"] == card["uuid"]
+            ]
+            for bar, limit, whole, used, factor in (
+                (shown["shares"][0], "cores", 100, "sm_ratio", 100),
+                (shown["shares"][1], "memory_bytes", card["memory"]["capacity_bytes"], "memory_bytes", 1),
+            ):
+                assert [share["pod"] for share in bar] == [name for name, _ in own]
+                for share, (_, held) in zip(bar, own, strict=True):
+                    assert share["size"] == pytest.approx(held[limit] / whole, abs=0.02)
+                    assert share["used"] == pytest.approx(held["usage"][used] * factor / held[limit], abs=0.02)
+                    assert held["usage"][used] > 0
+
+        assert [row["Pod"] for row in rows] == ["pair", "share-0", "share-1", "share-2", "share-3", "whole"]
+        for row, one in zip(rows, document["containers"], strict=True):
+            used = sum(held["usage"]["sm_ratio"] for held in one["cards"]) * 100
+            assert row["Namespace"] == "default"
+            assert row["Card"] == ", ".join(f"GPU {held['index']}" for held in one["cards"])
+            assert row["Cores"] == str(one["cores"])
+            assert float(row["Compute in use"].split(" of ")[0]) == pytest.approx(used, abs=0.5)
+            assert float(row["Memory"].split()[0]) == pytest.approx(one["memory_bytes"] / GIB, abs=0.01)
+            assert row["State"] == "Running"
+
+        [decision] = (await get_json(f"{scene.url}/api/v1/decisions?pod=much-too-much&namespace=default"))["decisions"]
+        assert decision["explanation"].rstrip(".") in refusal
+        await browser.click("li:has([data-kind=bad]) summary")
+        await browser.wait("document.querySelectorAll('.decisions tbody tr').length === 8")
+        text = await browser.script("return document.querySelector('li:has([data-kind=bad])').innerText")
+        assert "✕ Refused" in text and "default/much-too-much" in text and decision["reason"] in text
+        assert decision["explanation"] in text
+        assert all(candidate["verdict"] in text for candidate in decision["candidates"])
+
+
+async def test_the_page_follows_the_node() -> None:
+    """A pod that ends leaves its row and its card; a card that is lost says so and why, and comes back."""
+    async with open_scene() as scene:
+        await scene.create("stays", cores=30, blocks=8)
+        await scene.create("goes", cores=40, blocks=8)
+        await scene.wait_row("goes")
+        await scene.browser.wait(
+            "[...document.querySelectorAll('.bar .share-name')].filter((one) => one.textContent === 'goes').length === 2"
+        )
+        scene.node.api.delete_pod("default", "goes")
+        await wait_gone(scene.node, "goes")
+        await scene.wait_row("goes", is_there=False)
+        await scene.wait_row("stays")
+        assert "goes" not in await scene.browser.script("return document.querySelector('#cards').textContent")
+
+        write_faults(scene.node.paths.faults, lost={"6": "GPU is lost"})
+        await scene.browser.wait("document.querySelectorAll('.badge[data-kind=bad]').length === 1")
+        [ill] = [card for card in await scene.browser.script(CARDS) if card["badge"] != "✓ Healthy"]
+        assert ill["title"] == "GPU 6"
+        [reason] = [card["health_reason"] for card in (await scene.document())["cards"] if card["index"] == 6]
+        assert reason and reason in ill["reason"]
+        assert await scene.browser.script("return document.title") == "(1 unhealthy) node-a: GPUs"
+
+
+async def test_the_head_tells_the_state_of_the_agent() -> None:
+    """Node, version, driver, isolation, readiness with its reasons, and whether what is seen is live."""
+    async with open_scene("--isolation=none") as scene:
+        document = await scene.document()
+        await scene.browser.wait("document.querySelector('#live').textContent === '● Live'")
+        texts = await scene.browser.script(
+            "return ['#node-name', '#node-facts', '#ready'].map((id) => document.querySelector(id).textContent)"
+        )
+        assert texts[0] == document["node"] == "node-a"
+        assert document["agent"]["version"] in texts[1]
+        assert "isolation none" in texts[1] and "simulated cards" in texts[1]
+        assert texts[2] == "✓ Ready"
+        await scene.node.kubelet.stop()
+        await scene.browser.wait("document.querySelector('#ready').textContent === '✕ Not ready'")
+        reasons = (await scene.document())["agent"]["not_ready"]
+        shown = await scene.browser.script(
+            "return [...document.querySelectorAll('.notice')].map((one) => one.textContent)"
+        )
+        assert shown == [f"Not ready: {reason}." for reason in reasons]
+        await scene.node.kubelet.start()
+        await wait_until(scene.node, scene.agent.parts.registered.is_set, "registered")

@@ -1,0 +1,291 @@
+"""The dashboard in a real browser over a made-up node: reading it by keyboard and by ear, its colours, its economy."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.made_node import MadeNode, uid_of, uuid_of
+from tests.support_browser import WHY_NOT, Browser, open_browser
+from tests.support_web import ServedNode, served_node
+
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+ACCESSIBILITY = (Path(__file__).parent / "accessibility.js").read_text(encoding="utf-8")
+TAB, ENTER, SPACE, RIGHT = "\ue004", "\ue007", " ", "\ue014"
+ILL = "Xid 79: the card has fallen off the bus"
+NAMED_ROLES = {
+    "button",
+    "checkbox",
+    "radio",
+    "searchbox",
+    "link",
+    "image",
+    "img",
+    "meter",
+    "region",
+    "table",
+    "article",
+}
+
+
+def varied_node(containers: int = 12) -> MadeNode:
+    """A card of each state, and processes of nobody."""
+    return MadeNode(cards=4, containers=containers, unhealthy={2: ILL}, cordoned={1: "fan is noisy"}, strangers={0: 2})
+
+
+@asynccontextmanager
+async def opened(
+    node: MadeNode, *, width: int = 1280, sample_period_s: float = 0.05, **media: str
+) -> AsyncIterator[tuple[Browser, ServedNode]]:
+    """The page, drawn, with two decisions; nothing may have been complained of at the end."""
+    async with served_node(node, sample_period_s=sample_period_s) as served, open_browser(width=width) as browser:
+        served.decisions.add(node.decision(1))
+        served.decisions.add(node.decision(2, refused=True))
+        await browser.prefer(**media)
+        await browser.open(served.url)
+        await drawn(browser)
+        await browser.script(ACCESSIBILITY)
+        yield browser, served
+        complaints = [entry["message"] for entry in await browser.log()]
+        assert not complaints, complaints
+
+
+async def drawn(browser: Browser) -> None:
+    await browser.wait(
+        "document.body.dataset.ready !== undefined && document.querySelectorAll('.curve-sm').length >= 0"
+    )
+
+
+async def open_all_details(browser: Browser) -> None:
+    await browser.script("for (const one of document.querySelectorAll('details')) one.open = true")
+    await browser.wait("document.querySelectorAll('.decision-body tbody tr').length >= 8")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_every_text_has_contrast(scheme: str) -> None:
+    """At least 4.5 to 1 for text and 3 to 1 for marks, computed from what the browser drew, with everything unfolded."""
+    async with opened(varied_node(containers=40), prefers_color_scheme=scheme) as (browser, _):
+        await open_all_details(browser)
+        ground = await browser.script("return getComputedStyle(document.body).backgroundColor")
+        assert (float(ground.split("(")[1].split()[0]) < 0.5) is (scheme == "dark"), ground
+        assert await browser.script("return lowContrast()") == []
+        assert await browser.script("return faintMarks()") == []
+
+
+async def test_the_contrast_check_finds_a_faint_text() -> None:
+    """A check that finds nothing must be able to find something."""
+    async with opened(varied_node()) as (browser, _):
+        await browser.script("document.querySelector('h1').style.color = 'oklch(0.8 0.01 210)'")
+        [found] = await browser.script("return lowContrast()")
+        assert "node-of-4" in found
+
+
+async def test_everything_has_a_name() -> None:
+    """Whatever a screen reader announces as a control, a picture, a meter, a table or a region says what it is."""
+    async with opened(varied_node()) as (browser, _):
+        await open_all_details(browser)
+        assert await browser.script("return unlabelled()") == []
+        tree = (await browser.cdp("Accessibility.getFullAXTree"))["nodes"]
+    shown = [node for node in tree if not node["ignored"] and node["role"]["value"] in NAMED_ROLES]
+    nameless = [node["role"]["value"] for node in shown if not node.get("name", {}).get("value", "").strip()]
+    assert nameless == []
+    assert {"button", "checkbox", "radio", "searchbox", "image", "meter", "region", "table"} <= {
+        node["role"]["value"] for node in shown
+    }
+
+
+async def test_a_bar_tells_in_words_what_it_shows() -> None:
+    """Each share with its pod, its limit and its use, and what is free."""
+    async with opened(varied_node(containers=4)) as (browser, _):
+        compute, memory = await browser.script(
+            "return [...document.querySelectorAll('.card .bar')].slice(0, 2).map((bar) => bar.ariaLabel)"
+        )
+    assert compute.startswith("Compute: 5 of 100 cores held")
+    assert "1: team-a/inference-000 (main), " in compute
+    assert "of 5 cores" in compute
+    assert compute.endswith("Free: 95 cores.")
+    assert "Free: 76 GiB. Processes of no container here: 800 MiB." in memory
+
+
+async def test_the_keyboard_reaches_everything_in_order() -> None:
+    """Tab walks through every link, button, field and fold in the page's order, and each shows that it has the focus."""
+    async with opened(varied_node(containers=8), sample_period_s=5.0) as (browser, _):
+        expected = await browser.script("return stops()")
+        seen, unmarked = [], []
+        for _ in expected:
+            await browser.press(TAB)
+            name, outline = await browser.script(
+                "const one = document.activeElement, shown = one.type === 'radio' ? one.nextElementSibling : one;"
+                "const style = getComputedStyle(shown);"
+                "return [nameOf(one), style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) >= 2]"
+            )
+            seen.append(name)
+            if not outline:
+                unmarked.append(name)
+        assert seen == expected
+        assert len(expected) > 20
+        assert unmarked == []
+
+
+async def test_the_keyboard_works_everything() -> None:
+    """Skip link, theme, sorting, filter, folds: with keys alone."""
+    async with opened(varied_node(containers=8), sample_period_s=5.0) as (browser, _):
+        await browser.press(TAB, ENTER)
+        assert await browser.script("return document.activeElement.id") == "containers"
+
+        await browser.script("document.querySelector('input[name=theme]').focus()")
+        await browser.press(RIGHT, RIGHT)
+        assert await browser.script("return document.documentElement.dataset.theme") == "dark"
+        assert await browser.script("return getComputedStyle(document.documentElement).colorScheme") == "dark"
+
+        await browser.script("document.querySelector('th.col-card button').focus()")
+        await browser.press(ENTER, ENTER)
+        assert await browser.script("return document.querySelector('th.col-card').ariaSort") == "descending"
+        order = await browser.script(
+            "return [...document.querySelectorAll('tbody .col-card')].map((td) => td.textContent)"
+        )
+        assert order[:8] == ["GPU 3"] * 2 + ["GPU 2"] * 2 + ["GPU 1"] * 2 + ["GPU 0"] * 2
+
+        await browser.script("document.querySelector('#filter').focus()")
+        await browser.press(*"gpu 2")
+        assert (
+            await browser.script("return document.querySelector('#containers-count').textContent")
+            == "2 of 8 containers"
+        )
+
+        await browser.script("document.querySelector('#only-refused').focus()")
+        await browser.press(SPACE)
+        assert await browser.script("return document.querySelectorAll('#decisions > li').length") == 1
+        await browser.script("document.querySelector('#decisions summary').focus()")
+        await browser.press(ENTER)
+        await browser.wait("document.querySelectorAll('#decisions tbody tr').length === 4")
+        rows = await browser.script(
+            "return [...document.querySelectorAll('#decisions tbody tr')].map((row) => row.textContent)"
+        )
+        assert rows[0] == "GPU 040 cores19.5 of 80 GiBlacks 60 cores"
+
+
+async def test_the_chosen_theme_is_kept_and_wins_over_the_systems() -> None:
+    """After a reload too; System gives it back."""
+    async with opened(varied_node(), prefers_color_scheme="light") as (browser, served):
+        await browser.click("input[value=dark] + span")
+        await browser.open(served.url)
+        await drawn(browser)
+        assert await browser.script("return document.documentElement.dataset.theme") == "dark"
+        await browser.click("input[value=system] + span")
+        assert await browser.script("return document.documentElement.dataset.theme ?? null") is None
+
+
+@pytest.mark.parametrize("width", [360, 800, 1280, 1920])
+async def test_nothing_is_wider_than_the_window(width: int) -> None:
+    """The page itself never scrolls sideways, and no text of a card is cut off."""
+    async with opened(varied_node(containers=40), width=width) as (browser, _):
+        await open_all_details(browser)
+        assert await browser.script("return document.documentElement.scrollWidth - innerWidth") <= 0
+        cut = await browser.script(
+            "return [...document.querySelectorAll('.card, .tile, .panel')].filter((one) =>"
+            " one.scrollWidth > one.clientWidth + 1).map(nameOf)"
+        )
+        assert cut == []
+
+
+async def test_strangers_texts_stay_texts() -> None:
+    """Markup in a reason or a name is shown as it is written, and makes no element."""
+    hostile = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+    node = varied_node()
+    node.unhealthy[0] = hostile
+    node.cordoned[3] = hostile
+    async with opened(node) as (browser, _):
+        shown = await browser.script("return [...document.querySelectorAll('.reason')].map((one) => one.textContent)")
+        assert hostile in shown and f"Cordoned: {hostile}" in shown
+        assert await browser.script("return document.querySelectorAll('main img, main script').length") == 0
+        assert "owned" not in await browser.script("return document.title")
+
+
+async def test_one_change_touches_one_row() -> None:
+    """Of 200 containers whose use stands still, the one that changes is redrawn, and nothing is made anew."""
+    node = MadeNode(cards=16, containers=200)
+    async with opened(node, sample_period_s=0.2) as (browser, served):
+        await browser.wait("document.querySelectorAll('tbody tr').length >= 200")
+        await browser.script(
+            "window.touched = new Set(); window.made = 0;"
+            "new MutationObserver((all) => { for (const one of all) {"
+            " const row = (one.target.closest ? one.target : one.target.parentElement).closest('tr');"
+            " if (row) touched.add(row.dataset.key);"
+            " if (one.type === 'childList') made += [...one.addedNodes].filter((node) => node.nodeType === 1).length; } })"
+            ".observe(document.querySelector('main'),"
+            " {subtree: true, childList: true, attributes: true, characterData: true})"
+        )
+        node.excess = {7: 0.9}
+        served.stream.look()
+        key = f"{uid_of(7)}/main"
+        await browser.wait("touched.has(arguments[0])", key)
+        assert await browser.script("return [[...touched], made]") == [[key], 0]
+
+
+async def test_a_use_over_the_share_is_marked() -> None:
+    """Of both resources: in the bars, the list, the meters and in words."""
+    node = varied_node(containers=4)
+    node.excess = {0: 1.5}
+    async with opened(node) as (browser, _):
+        assert await browser.script("return document.querySelectorAll('.share.over').length") == 2
+        assert "over its share" in await browser.script("return document.querySelector('.legend').textContent")
+        assert await browser.script("return document.querySelectorAll('.meter[data-over]').length") == 2
+
+
+async def test_an_empty_node_says_what_to_do() -> None:
+    """Without containers the limits to ask for, without cards where to look; no table, no drawing."""
+    async with opened(MadeNode(cards=1, containers=0)) as (browser, _):
+        text = await browser.script("return document.querySelector('#containers-empty').innerText")
+        assert "No pod has a share yet." in text
+        assert "tencent.com/vcuda-core: 30" in text
+        assert "kubectl apply -f manifests/samples/share.yaml" in text
+        assert await browser.script("return document.querySelector('#containers-table').hidden") is True
+
+
+async def test_a_lost_connection_is_told_and_mended() -> None:
+    """The page says so while the agent is away, and shows the new agent's node once it is back."""
+    node = varied_node(containers=4)
+    async with open_browser() as browser:
+        async with served_node(node) as served:
+            port = int(served.url.rpartition(":")[2])
+            await browser.open(served.url)
+            await drawn(browser)
+            await browser.wait("document.querySelector('#live').dataset.state === 'good'")
+        await browser.wait("document.querySelector('#live').textContent.includes('No contact for')")
+        node.containers = 3
+        async with served_node(node, port=port):
+            await browser.wait("document.querySelector('#live').dataset.state === 'good'")
+            assert await browser.script("return document.querySelectorAll('tbody tr[data-key]').length") == 3
+
+
+async def test_motion_is_left_out_where_it_is_not_wanted() -> None:
+    """Bars glide by default and jump with prefers-reduced-motion."""
+    style = "return getComputedStyle(document.querySelector('.fill')).transitionDuration"
+    async with opened(varied_node(), prefers_reduced_motion="no-preference") as (browser, _):
+        assert await browser.script(style) == "0.5s"
+        await browser.prefer(prefers_reduced_motion="reduce")
+        assert await browser.script(style) == "0s"
+
+
+async def test_the_curve_is_the_agents_past() -> None:
+    """As many points as the agent keeps, gaps left out, told in words."""
+    past: dict[str, Any] = {
+        "at": None,
+        "step_seconds": 5.0,
+        "cards": {uuid_of(0): {"sm_ratio": [None, 0.5, 1.0, None, 0.25], "memory_used_bytes": [None] * 5}},
+        "containers": {},
+    }
+    node = MadeNode(cards=1, containers=0)
+    async with served_node(node, history=lambda: past, sample_period_s=5.0) as served, open_browser() as browser:
+        await browser.open(served.url)
+        path = await browser.wait("document.querySelector('.curve-sm').getAttribute('d')")
+        label = await browser.script("return document.querySelector('.curve').ariaLabel")
+    assert path.count("M") == 2
+    assert path.endswith("300.0 29.5")
+    assert label == "Last 15 minutes. SM use: now 25 %, mean 58 %, most 100 %. Memory: not known."
