@@ -22,6 +22,7 @@ from bench.node import PODS, open_node
 from bench.observation import sampling_rows, scrape_rows
 from bench.pure import list_rows, placement_rows
 from bench.results import Row, as_json, print_table, row
+from bench.stream import stream_rows
 from bench.vdevice import memory_rows, pre_start_rows, register_rows, round_rows, wait_sockets
 
 
@@ -119,7 +120,9 @@ async def _measure_observation(extent: Extent) -> list[Row]:
     rows = await scrape_rows(extent.scrapes)
     _say(f"{extent.samplings} rounds of sampling")
     with tempfile.TemporaryDirectory(prefix="gsb", dir="/tmp") as state:
-        return rows + await sampling_rows(Path(state), extent.samplings)
+        rows += await sampling_rows(Path(state), extent.samplings)
+    _say("a minute of the dashboard's stream")
+    return rows + stream_rows()
 
 
 def _reason(error: BaseException) -> str:

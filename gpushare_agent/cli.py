@@ -181,6 +181,21 @@ def _mps(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return run_app(mps_supervisor.check(settings) if options.check else mps_supervisor.run(settings))
 
 
+def _extender(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    parser = make_parser(
+        "extender",
+        "Runs the scheduler extender until SIGTERM or SIGINT: kube-scheduler asks it which nodes have room on a card.",
+        argv,
+        examples=[f"{PROGRAM} extender --extender.addr 0.0.0.0 --extender.leader-elect=false"],
+    )
+    _, flags = parse(parser, argv)
+    settings = load_settings(flags, environ).settings
+    setup_logging(settings.log.level, settings.log.format)
+    from gpushare_agent.apps import extender
+
+    return run_app(extender.run(settings))
+
+
 def _sandbox_arguments(parser: argparse.ArgumentParser) -> None:
     from gpushare_agent.apps import sandbox
 
@@ -288,6 +303,11 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="mps", summary="keep NVIDIA's MPS control daemon on this node", run=_mps, add_arguments=_mps_arguments
+    ),
+    Command(
+        name="extender",
+        summary="run the scheduler extender, for kube-scheduler to ask where a card has room",
+        run=_extender,
     ),
     Command(
         name="cordon",

@@ -252,6 +252,8 @@ def test_a_schedulers_configuration_asks_the_extender_for_what_it_answers(direct
     assert configuration(directory)["apiVersion"] == "kubescheduler.config.k8s.io/v1"
     assert found.keys() == V1_FIELDS
     assert all(found[field] in verbs for field, verbs in VERBS.items())
+    web = (MANIFESTS.parent / "gpushare_agent/services/extender_web.py").read_text(encoding="utf-8")
+    assert all(f'web.post("/scheduler/{verb}"' in web for verbs in VERBS.values() for verb in verbs)
     assert (found["nodeCacheCapable"], found["ignorable"]) == (True, False)
     assert found["weight"] > 0
     assert [resource["name"] for resource in found["managedResources"]] == [VCORE_RESOURCE, VMEMORY_RESOURCE]

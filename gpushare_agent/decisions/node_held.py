@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.gpus import Card
 from gpushare_agent.model.names import CORES_PER_CARD, DeviceId, GpuUuid, PodUid, split_device_id
+from gpushare_agent.model.node_annotations import HELD_SCHEMA
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
 
-HELD_ANNOTATION = "gpushare-agent/held"
-HELD_SCHEMA = 1
 MAX_CHARS = 200 * 1024
 """All annotations of an object together may have 256 KiB; the rest is for the cards and for others."""
 MAX_PODS = 512

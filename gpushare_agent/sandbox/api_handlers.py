@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import structlog
 from aiohttp import web
 
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected
@@ -32,6 +33,8 @@ from gpushare_agent.sandbox.pod_manifest import timestamp
 
 if TYPE_CHECKING:
     from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+
+log = structlog.get_logger(__name__)
 
 _WRITE_TIMEOUT_S = 10.0
 _DEFAULT_WATCH_S = 3600.0
@@ -147,6 +150,15 @@ class ApiHandlers:
         version = _number(request, "resourceVersion", 0)
         ends_at = time.monotonic() + _number(request, "timeoutSeconds", int(_DEFAULT_WATCH_S))
         stream = _WatchStream(request, resource)
+        try:
+            await self._stream(stream, resource, selects, version=version, ends_at=ends_at)
+        except ConnectionError:  # the watcher has just gone
+            log.debug("watcher_gone", resource=resource)
+        return stream.response
+
+    async def _stream(
+        self, stream: _WatchStream, resource: str, selects: Selector, *, version: int, ends_at: float
+    ) -> None:
         await stream.open()
         if version == 0:
             version = self._store.version
@@ -156,7 +168,6 @@ class ApiHandlers:
             await self._follow(stream, resource, selects, version=version, ends_at=ends_at, epoch=epoch)
         except Expired as error:
             await stream.send([("ERROR", _status_body(410, "Expired", str(error)))])
-        return stream.response
 
     async def _follow(
         self, stream: _WatchStream, resource: str, selects: Selector, *, version: int, ends_at: float, epoch: int

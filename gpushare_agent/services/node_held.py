@@ -15,9 +15,9 @@ from typing import Any, NoReturn, Protocol
 import structlog
 
 from gpushare_agent.adapters.kube.slot import ApiSlot
-from gpushare_agent.decisions.node_held import HELD_ANNOTATION
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import AgentError, Rejected
+from gpushare_agent.model.node_annotations import HELD_ANNOTATION
 
 log = structlog.get_logger(__name__)
 

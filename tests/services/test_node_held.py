@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from gpushare_agent.decisions.node_held import HELD_ANNOTATION, HeldBy, held_annotation, held_by_pods
+from gpushare_agent.decisions.node_held import HeldBy, held_annotation, held_by_pods
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Card
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
+from gpushare_agent.model.node_annotations import HELD_ANNOTATION
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.services.node_held import ROLE, NodeHeldWriter
