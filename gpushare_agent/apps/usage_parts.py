@@ -42,7 +42,7 @@ def build_usage(
         metrics=metrics,
         period_s=settings.sample_period_s,
     )
-    history = UsageHistory(settings.usage.history_s, settings.usage.history_points)
+    history = UsageHistory(settings.usage.history_s, settings.usage.history_points, allocations=cache.view)
     sampling.subscribe(history.add)
     return sampling, history
 

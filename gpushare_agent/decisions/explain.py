@@ -15,7 +15,7 @@ from gpushare_agent.decisions.books import Books, Offer, Policy, card_states, fu
 from gpushare_agent.decisions.identity import Served
 from gpushare_agent.decisions.reuse import reach
 from gpushare_agent.model.decision_records import Asked, Candidate
-from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import CORES_PER_CARD, DeviceId, GpuUuid
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
@@ -66,7 +66,7 @@ def explain(
     hint: tuple[int, ...],
     outcome: Plan | Refused,
 ) -> Explanation:
-    """The verdict on every card, in order of index."""
+    """The verdict on every card, in order of index; none where the request makes no sense on any card."""
     need, rooms = _need_and_rooms(served, offer, free, books, policy)
     chosen = outcome.cards if isinstance(outcome, Plan) else ()
     full = full_of_shares(served, books, policy)
@@ -81,6 +81,11 @@ def explain(
         hint=hint,
         must_cards=must,
     )
+    if isinstance(outcome, Refused) and outcome.reason in (
+        RefusalReason.INVALID_REQUEST,
+        RefusalReason.SHARING_DISABLED,
+    ):
+        return Explanation(asked=asked, candidates=())
     candidates = tuple(
         Candidate(
             index=room.index,
@@ -196,7 +201,7 @@ def _lack(room: _Room, need: _Need, reason: str) -> str:
 def _why_not(room: _Room, need: _Need, outcome: Plan | Refused, must: Collection[GpuUuid]) -> str:
     """The card has room, and yet was not chosen."""
     if isinstance(outcome, Refused):
-        return "has room" if not need.cards else "wholly free, but not enough cards are"
+        return "wholly free, but not enough cards are" if need.cards else "has room"
     if must and room.uuid not in must:
         return "has room, but the kubelet's IDs name another"
     match outcome.placed.policy:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from gpushare_agent.decisions.placement.place import explain_share
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Card, GpuInventory
@@ -139,8 +140,7 @@ def place_memory(
         return hinted[0].uuid, "the scheduler chose it"
     sign = 1 if share_policy == "binpack" else -1
     chosen = min(fitting, key=lambda state: (sign * state.free_units, state.index))
-    which = "fullest" if share_policy == "binpack" else "emptiest"
-    return chosen.uuid, f"the {which} of {len(fitting)} cards with room"
+    return chosen.uuid, explain_share(len(fitting), [(state.free_units,) for state in fitting], share_policy)
 
 
 def describe(units: int, names: ResourceNames) -> str:

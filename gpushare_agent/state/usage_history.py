@@ -12,9 +12,10 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import ContainerUse, UsageRound
 
@@ -27,12 +28,24 @@ RATIO_DIGITS = 4
 
 
 class UsageHistory:
-    """The last `history_s` seconds in `points` points. `clock` is monotonic: the wall clock's jumps move no point."""
+    """The last `history_s` seconds in `points` points. `clock` is monotonic: the wall clock's jumps move no point.
 
-    def __init__(self, history_s: float, points: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    `allocations` tells whose a container is, which is remembered for as long as its curve.
+    """
+
+    def __init__(
+        self,
+        history_s: float,
+        points: int,
+        *,
+        allocations: Callable[[], Mapping[ContainerKey, Allocation]] = dict,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._step_s = history_s / points
         self._points = points
         self._clock = clock
+        self._allocations = allocations
+        self._owners: dict[ContainerKey, _Owner] = {}
         self._slot = 0
         self._at: float | None = None
         self._cards: dict[GpuUuid, _Pair] = {}
@@ -52,7 +65,11 @@ class UsageHistory:
         for uuid, card in usage.cards.items():
             if (pair := self._pair(self._cards, uuid, MAX_CARDS)) is not None:
                 pair.add(slot, card.sm_ratio, card.memory_used_bytes)
+        allocations = self._allocations()
         for key, uses in _by_container(usage.containers).items():
+            if (held := allocations.get(key)) is not None:
+                cards = tuple(sorted(use.uuid for use in uses))
+                self._owners[key] = _Owner(namespace=held.namespace, pod=held.pod_name, cards=cards)
             if (pair := self._pair(self._containers, key, MAX_CONTAINERS)) is not None:
                 pair.add(slot, _sum(use.sm_ratio for use in uses), _sum(use.memory_bytes for use in uses))
 
@@ -67,6 +84,7 @@ class UsageHistory:
             },
             "containers": {
                 f"{key.pod_uid}/{key.container}": {
+                    **_owner_document(self._owners.get(key), key),
                     "sm_ratio": pair.ratios(self._slot),
                     "memory_bytes": pair.sizes(self._slot),
                 }
@@ -85,6 +103,25 @@ class UsageHistory:
         oldest = self._slot - self._points
         self._cards = {uuid: pair for uuid, pair in self._cards.items() if pair.last_slot > oldest}
         self._containers = {key: pair for key, pair in self._containers.items() if pair.last_slot > oldest}
+        self._owners = {key: owner for key, owner in self._owners.items() if key in self._containers}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Owner:
+    """Whose curve it is. `cards` are those of the last round."""
+
+    namespace: str
+    pod: str
+    cards: tuple[GpuUuid, ...]
+
+
+def _owner_document(owner: _Owner | None, key: ContainerKey) -> dict[str, Any]:
+    return {
+        "namespace": owner.namespace if owner is not None else None,
+        "pod": owner.pod if owner is not None else None,
+        "container": key.container,
+        "cards": list(owner.cards) if owner is not None else [],
+    }
 
 
 class _Pair:

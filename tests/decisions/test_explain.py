@@ -148,9 +148,10 @@ def test_a_node_without_a_healthy_card_names_the_reasons() -> None:
 
 
 def test_an_invalid_request_names_no_unhealthy_card() -> None:
-    """Whoever asks for 150 cores need not hear of cards."""
-    outcome, _ = decide(150, 10, cards=sick(inventory(), 1))
+    """Whoever asks for 150 cores need not hear of cards, nor read verdicts on them."""
+    outcome, why = decide(150, 10, cards=sick(inventory(), 1))
     assert isinstance(outcome, Refused) and "Unhealthy" not in outcome.detail
+    assert why.candidates == () and why.asked.cores == 150
 
 
 def test_the_schedulers_hint_is_shown_followed_or_not() -> None:
@@ -215,3 +216,11 @@ def test_the_memory_of_a_card_that_is_taken_whole_is_not_free() -> None:
     assert isinstance(outcome, Refused) and outcome.reason is RefusalReason.NOT_ENOUGH_MEMORY
     assert verdicts(why) == ["10 cores and 12800 MiB short", "6144 MiB short"]
     assert why.candidates[0].free_memory_bytes == 0
+
+
+def test_equal_cards_are_not_called_fullest() -> None:
+    """The first one was taken, for nothing tells them apart."""
+    _, why = decide(30, 10, cards=inventory(8))
+    assert why.why == "card 0: the first of 8 cards with the same room"
+    _, only = decide(30, 10, share("a", 0, range(90), range(5)))
+    assert only.why == "card 1: the only card with room"

@@ -54,7 +54,7 @@ def test_an_invalid_request_is_told_what_is_valid(cores: int, blocks: int, text:
     assert answer is not None
     assert answer.reason is RefusalReason.INVALID_REQUEST
     assert text in answer.detail
-    assert answer.detail.startswith(f"{cores} cores with {blocks} memory blocks")
+    assert answer.detail.startswith(f"{cores} cores with {blocks} memory blocks" if blocks else f"{cores} cores ")
     assert "1 to 99 cores with memory (a share of one card), or a multiple of 100 (whole cards" in answer.detail
     assert place(CardRequest(cores=cores, blocks=blocks), node(T4), T4, share_policy="binpack") == answer
 
@@ -214,7 +214,7 @@ def test_a_refusal_says_what_was_asked_what_is_free_and_what_to_do(
     cards = [card(0, cores=60, blocks=20, total=40), card(1, cores=70, blocks=8), card(2, total=500, healthy=False)]
     answer = refused(CardRequest(cores=cores, blocks=blocks), cards)
     assert answer.reason is reason
-    assert answer.detail.startswith(f"no card for {cores} cores with {blocks} memory blocks")
+    assert answer.detail.startswith(f"no card for {cores} cores" + (f" with {blocks} memory blocks" if blocks else ": "))
     assert [text for text in texts if text not in answer.detail] == []
     assert "Wait for pods" in answer.detail or "Ask for at most" in answer.detail
 

@@ -12,6 +12,7 @@ from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import GpuUuid, PodUid
 from gpushare_agent.model.usage import CardSample, ContainerUse, UsageRound
 from gpushare_agent.state.usage_history import MAX_CARDS, MAX_CONTAINERS, RATIO_DIGITS, UsageHistory
+from tests.support_core import allocation, container, ids, pod
 
 POINTS = 10
 STEP_S = 5.0
@@ -167,3 +168,26 @@ def test_the_document_is_plain_json_and_says_when_and_how_far_apart() -> None:
     kept.add(usage(at=123.5))
     text = json.dumps(kept.document(), allow_nan=False)
     assert json.loads(text)["at"] == 123.5
+
+
+def test_a_curve_says_whose_it_is_also_when_the_container_is_gone() -> None:
+    """For as long as it is shown; nothing else remembers the name of a pod that was deleted."""
+    owner = pod("train", container(cores=30))
+    held = allocation(owner, "main", ids(0, range(30)), [])
+    allocations = {held.key: held}
+    clock = Clock()
+    kept = UsageHistory(POINTS * STEP_S, POINTS, allocations=lambda: allocations, clock=clock)
+    kept.add(usage(0.2, keys=(held.key,)))
+    allocations.clear()
+    clock.now += STEP_S
+    kept.add(usage(0.2, keys=()))
+    (shown,) = kept.document()["containers"].values()
+    assert (shown["namespace"], shown["pod"], shown["container"], shown["cards"]) == (
+        "default",
+        "train",
+        "main",
+        ["GPU-0"],
+    )
+    clock.now += POINTS * STEP_S
+    kept.add(usage(0.2, keys=()))
+    assert kept.document()["containers"] == {}

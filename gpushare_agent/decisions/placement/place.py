@@ -52,8 +52,21 @@ def _place_share(
     if hinted:
         return _placed(hinted, "hint", "the scheduler chose it")
     chosen = choose_share(fitting, share_policy)
+    return _placed([chosen], "share", explain_share(len(fitting), [_free(card) for card in fitting], share_policy))
+
+
+def explain_share(count: int, free: Sequence[tuple[int, ...]], share_policy: SharePolicy) -> str:
+    """Why this one of the cards with room; `free` is what each has left."""
+    if count == 1:
+        return "the only card with room"
+    if len(set(free)) == 1:
+        return f"the first of {count} cards with the same room"
     which = "fullest" if share_policy == "binpack" else "emptiest"
-    return _placed([chosen], "share", f"the {which} of {len(fitting)} cards with room")
+    return f"the {which} of {count} cards with room"
+
+
+def _free(card: CardState) -> tuple[int, int]:
+    return card.free_cores, card.free_blocks
 
 
 def _place_whole(

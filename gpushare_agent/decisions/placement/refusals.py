@@ -77,10 +77,8 @@ class Refusals:
         cores = sum(card.free_cores for card in self.healthy)
         free_names = f"{len(free)} of {len(self.healthy)} cards {'is' if len(free) == 1 else 'are'} wholly free"
         if cores >= wanted * CORES_PER_CARD:
-            state = f"{cores} cores are free in all, but only {free_names}: the others are shared"
-            return self._refuse(
-                RefusalReason.FRAGMENTED, f"{state}. {_WAIT}, or let small shares be packed on few cards (binpack)."
-            )
+            state = f"{cores} cores are free in all, but only {free_names}: the others are in use"
+            return self._refuse(RefusalReason.FRAGMENTED, f"{state}. {_WAIT}, or use a node with free cards.")
         state = f"{wanted} wholly free cards are needed, {free_names}"
         return self._refuse(RefusalReason.NOT_ENOUGH_CORES, f"{state}. {_WAIT}, or ask for fewer cards.")
 

@@ -86,8 +86,8 @@ def validate_request(cores: int, blocks: int, *, share_mode: bool, memory_block_
 
 
 def describe_request(cores: int, blocks: int, memory_block_mib: int) -> str:
-    """The request as every refusal begins: `40 cores with 16 memory blocks (4096 MiB)`."""
-    return f"{cores} cores with {describe_blocks(blocks, memory_block_mib)}"
+    """The request as every refusal begins: `40 cores with 16 memory blocks (4096 MiB)`; whole cards may go without."""
+    return f"{cores} cores with {describe_blocks(blocks, memory_block_mib)}" if blocks else f"{cores} cores"
 
 
 def describe_blocks(blocks: int, memory_block_mib: int) -> str:
