@@ -217,6 +217,31 @@ def _sandbox(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return run_app(sandbox.run(options, flags, inner_command))
 
 
+def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    from gpushare_agent.apps import simulate
+
+    simulate.add_arguments(parser)
+
+
+def _simulate(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    parser = make_parser(
+        "simulate",
+        "Replays a workload on a simulated cluster with the real decisions, and compares what policies make of it.",
+        argv,
+        examples=[
+            f"{PROGRAM} simulate --nodes 200 --generate 20000 --plot policies.png",
+            f"{PROGRAM} simulate --nodes nodes.csv --pods pods.csv --policy binpack,agent-only -o json",
+        ],
+    )
+    _simulate_arguments(parser)
+    options, flags = parse(parser, argv)
+    settings = load_settings(flags, environ).settings
+    setup_logging("error", settings.log.format)  # the output says it all
+    from gpushare_agent.apps import simulate
+
+    return simulate.run(options, settings)
+
+
 def _cordon_arguments(parser: argparse.ArgumentParser) -> None:
     from gpushare_agent.apps import cordon
 
@@ -326,6 +351,12 @@ COMMANDS: tuple[Command, ...] = (
         summary="try the agent on an embedded node, without a cluster or a GPU",
         run=_sandbox,
         add_arguments=_sandbox_arguments,
+    ),
+    Command(
+        name="simulate",
+        summary="replay a workload on a simulated cluster, and compare policies",
+        run=_simulate,
+        add_arguments=_simulate_arguments,
     ),
     completion_command(lambda: (COMMAND_LINE, PLUGIN_LINE)),
     Command(name="version", summary="print the version", run=_version, takes_settings=False),

@@ -21,13 +21,13 @@ MAX_LENGTH = 256
 def predicted_cards(annotations: Mapping[str, str], container: ContainerSpec, node_name: str) -> tuple[int, ...]:
     """The card indexes that the extender chose for the container on this node, empty where it did not or is wrong.
 
-    Whether those cards exist and fit is for placement to check.
+    gpu-admission has none for init containers and sidecars; ours are counted within spec.initContainers. Whether those cards
+    exist and fit is for placement to check.
     """
-    if container.kind is not ContainerKind.MAIN:
-        return ()
     if annotations.get(PREDICATE_NODE_ANNOTATION, node_name) != node_name:
         return ()
-    text = annotations.get(f"{PREDICATE_GPU_INDEX_PREFIX}{container.position}", "")
+    group = "" if container.kind is ContainerKind.MAIN else "init-"
+    text = annotations.get(f"{PREDICATE_GPU_INDEX_PREFIX}{group}{container.position}", "")
     if not text or len(text) > MAX_LENGTH:
         return ()
     parts = [part.strip() for part in text.split(",")]

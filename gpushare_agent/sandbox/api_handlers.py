@@ -175,7 +175,7 @@ class ApiHandlers:
         """Until the time is up or the server stops. A bookmark comes each interval and at the end, where asked for."""
         server, marked_at = self._server, time.monotonic()
         while not server.is_stopping:
-            seen = server.signal.count
+            seen = self._store.signals[resource].count
             if server.watch_epoch != epoch:
                 raise Expired(f"too old resource version: {version} ({self._store.version})")
             changes = [c for c in self._store.changes_since(version) if c.resource == resource]
@@ -187,7 +187,7 @@ class ApiHandlers:
                 marked_at = now
             if now >= ends_at:
                 return
-            await _wait(server, seen, min(ends_at, marked_at + server.bookmark_interval_s) - now)
+            await _wait(server, resource, seen, min(ends_at, marked_at + server.bookmark_interval_s) - now)
 
     # --- writing ---
 
@@ -285,10 +285,10 @@ class _WatchStream:
             await self.send([("BOOKMARK", {**self._type, "metadata": metadata})])
 
 
-async def _wait(server: EmbeddedApiServer, seen: int, limit_s: float) -> None:
+async def _wait(server: EmbeddedApiServer, resource: str, seen: int, limit_s: float) -> None:
     try:
         async with asyncio.timeout(max(0.0, limit_s)):
-            await server.signal.wait(seen)
+            await server.store.signals[resource].wait(seen)
     except TimeoutError:
         return
     await server.wait_running()

@@ -242,7 +242,7 @@ class EmbeddedApiServer:
         if runner is None:
             return
         self.is_stopping = True
-        self.signal.notify()
+        self._wake()
         for connection in runner.server.connections if runner.server is not None else ():
             if connection.transport is not None:
                 connection.transport.abort()
@@ -259,7 +259,12 @@ class EmbeddedApiServer:
     def unstall(self) -> None:
         """What was held up is answered now."""
         self._running.set()
-        self.signal.notify()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Every watch looks again."""
+        for signal in (*self.store.signals.values(), self.signal):
+            signal.notify()
 
     async def wait_running(self) -> None:
         await self._running.wait()
@@ -271,7 +276,7 @@ class EmbeddedApiServer:
     def expire_watches(self) -> None:
         """Ends every open watch with a 410 Gone event."""
         self.watch_epoch += 1
-        self.signal.notify()
+        self._wake()
 
     @web.middleware
     async def _with_access(self, request: web.Request, handler: Any) -> web.StreamResponse:

@@ -67,6 +67,8 @@ class ObjectStore:
     ) -> None:
         self.version = 1
         self.signal = signal
+        self.signals = {resource: ChangeSignal() for resource in KINDS}
+        """Of one kind of objects: a watch need not wake up for all of them."""
         self._objects: dict[str, dict[ObjectKey, RawObject]] = {resource: {} for resource in KINDS}
         self._history: deque[Change] = deque()
         self._history_limit = history_limit
@@ -110,8 +112,8 @@ class ObjectStore:
         """Raises Expired where the history was cut after `version`."""
         if version < self._oldest:
             raise Expired(f"too old resource version: {version} ({self._oldest})")
-        wanted = max(0, self.version - version)
-        return list(islice(self._history, max(0, len(self._history) - wanted), None))
+        newest_first = list(islice(reversed(self._history), max(0, self.version - version)))
+        return newest_first[::-1]
 
     def compact(self) -> None:
         self._history.clear()
@@ -132,5 +134,6 @@ class ObjectStore:
         while len(self._history) > self._history_limit:
             self._oldest = self._history.popleft().version
         self._on_change(change)
+        self.signals[resource].notify()
         self.signal.notify()
         return raw

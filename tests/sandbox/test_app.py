@@ -136,6 +136,7 @@ async def test_every_documented_command_is_known() -> None:
         "exec",
         "restart-kubelet",
         "kill-agent",
+        "kill-extender",
         "fail-card",
         "heal-card",
         "status",

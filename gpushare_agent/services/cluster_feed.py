@@ -1,0 +1,224 @@
+"""Feeds the cluster's pods and nodes, as the informers hear of them, into the extender's state.
+
+A pod's annotations are never believed: those that name an extender's choice are only compared with what this extender has
+reserved, and the pods where they differ are counted (docs/extender.md). The mutable state is: the pods that wait for a
+node, whose requests a bind needs, and what was complained of.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import structlog
+
+from gpushare_agent.adapters.cluster_nodes import NodeReading
+from gpushare_agent.adapters.cluster_pods import asks_for_ours, lean_pod, predicate_annotations
+from gpushare_agent.adapters.kube.pods import pod_uid
+from gpushare_agent.decisions.pod_plan import plan_annotations
+from gpushare_agent.model.cluster import ClusterNode, Reservation, Stage
+from gpushare_agent.model.errors import Corrupt
+from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION, PodUid
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.resources import ResourceNames
+
+log = structlog.get_logger(__name__)
+
+COMPLAINTS_KEPT = 4096
+
+
+class HoldsCluster(Protocol):
+    """state/cluster_state.py."""
+
+    def put_node(self, node: ClusterNode, now: float) -> None: ...
+
+    def remove_node(self, name: str) -> None: ...
+
+    def put_pod(self, pod: Pod, now: float) -> None: ...
+
+    def remove_pod(self, uid: PodUid) -> None: ...
+
+    def reservation(self, uid: PodUid) -> Reservation | None: ...
+
+
+class LearnsPods(Protocol):
+    """Told what pods ask for before the state hears of them (quota_watch.py)."""
+
+    def learn(self, pod: Pod) -> None: ...
+
+    def forget(self, uid: PodUid) -> None: ...
+
+    def reserved(self, old: Reservation | None, new: Reservation | None) -> None: ...
+
+
+class LearnsNodes(Protocol):
+    def know_node(self, node: ClusterNode) -> None: ...
+
+    def forget_node(self, name: str) -> None: ...
+
+
+class CountsOddities(Protocol):
+    def forged(self) -> None: ...
+
+    def node_complaint(self) -> None: ...
+
+    def disagreed(self) -> None: ...
+
+
+class PodsFeed:
+    """A sink for cluster_informer.py. `waiting` are the pods without a node that ask for something of ours."""
+
+    def __init__(
+        self,
+        *,
+        state: HoldsCluster,
+        names: ResourceNames,
+        metrics: CountsOddities,
+        quota: LearnsPods,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._state = state
+        self._names = names
+        self._metrics = metrics
+        self._quota = quota
+        self._clock = clock
+        self.waiting: dict[PodUid, Pod] = {}
+        self._suspects: dict[PodUid, None] = {}
+
+    @property
+    def suspects(self) -> list[PodUid]:
+        """Pods whose predicate annotations do not agree with what is reserved."""
+        return sorted(self._suspects)
+
+    def key(self, raw: dict[str, Any]) -> str:
+        return pod_uid(raw)
+
+    def put(self, raw: dict[str, Any]) -> bool:
+        if not asks_for_ours(raw, self._names):
+            return False
+        pod = lean_pod(raw, self._names)
+        if not pod.containers or pod.is_terminal:
+            return False
+        if pod.node_name:
+            self.waiting.pop(pod.uid, None)
+        else:
+            self.waiting[pod.uid] = pod
+        self._quota.learn(pod)
+        self._state.put_pod(pod, self._clock())
+        self._quota.reserved(None, self._state.reservation(pod.uid))
+        self._compare(pod, predicate_annotations(raw))
+        return True
+
+    def remove(self, key: str) -> None:
+        uid = PodUid(key)
+        self.waiting.pop(uid, None)
+        self._suspects.pop(uid, None)
+        self._state.remove_pod(uid)
+        self._quota.forget(uid)
+
+    def _compare(self, pod: Pod, said: Mapping[str, str]) -> None:
+        if _agrees(pod, said, self._state.reservation(pod.uid)):
+            self._suspects.pop(pod.uid, None)
+        elif pod.uid not in self._suspects:
+            self._suspects[pod.uid] = None
+            self._metrics.forged()
+            log.warning(
+                "predicate_annotations_not_ours",
+                pod=f"{pod.namespace}/{pod.name}",
+                annotations=dict(sorted(said.items())),
+                then="they count for nothing",
+            )
+
+
+def _agrees(pod: Pod, said: Mapping[str, str], reservation: Reservation | None) -> bool:
+    """Whether the annotations could be ours, or the agent's about what it gave."""
+    if not said:
+        return True
+    if reservation is None:
+        return False
+    if said.get(PREDICATE_NODE_ANNOTATION, reservation.node) != reservation.node:
+        return False
+    indexes = {name: text for name, text in said.items() if name.startswith(PREDICATE_GPU_INDEX_PREFIX)}
+    planned = plan_annotations(reservation.plan, PREDICATE_GPU_INDEX_PREFIX)
+    if all(planned.get(name) == text for name, text in indexes.items()):
+        return True
+    if reservation.stage in (Stage.ASSUMED, Stage.BOUND):
+        return False
+    # The agent writes what it gave, and nobody told us the plan of a pod bound by another leader: its cards, then.
+    charged = {str(charge.index) for charge in reservation.plan.charges}
+    return all(part in charged for text in indexes.values() for part in text.split(","))
+
+
+class NodesFeed:
+    """A sink for cluster_informer.py."""
+
+    def __init__(
+        self,
+        *,
+        state: HoldsCluster,
+        read: Callable[[Mapping[str, Any]], NodeReading],
+        metrics: CountsOddities,
+        quota: LearnsNodes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._state = state
+        self._read = read
+        self._quota = quota
+        self._metrics = metrics
+        self._clock = clock
+        self._complaints: dict[str, str] = {}
+        self._elsewhere: dict[str, set[PodUid]] = {}
+        """By node, the pods to which its agent gave other cards than planned."""
+
+    def key(self, raw: dict[str, Any]) -> str:
+        metadata = raw.get("metadata")
+        name = metadata.get("name") if isinstance(metadata, dict) else None
+        if not isinstance(name, str) or not name:
+            raise Corrupt("node: the name is missing")
+        return name
+
+    def put(self, raw: dict[str, Any]) -> bool:
+        reading = self._read(raw)
+        self._complain(self.key(raw), reading.complaint)
+        if reading.node is None:
+            return False
+        self._quota.know_node(reading.node)
+        self._state.put_node(reading.node, self._clock())
+        self._compare(reading.node)
+        return True
+
+    def remove(self, key: str) -> None:
+        self._complaints.pop(key, None)
+        self._elsewhere.pop(key, None)
+        self._state.remove_node(key)
+        self._quota.forget_node(key)
+
+    def _compare(self, node: ClusterNode) -> None:
+        """Both decide by the same code on the same facts, so a difference is worth a person's look."""
+        former = self._elsewhere.pop(node.name, set())
+        for uid, charges in sorted((node.held or {}).items()):
+            reservation = self._state.reservation(uid)
+            planned = {card for one in reservation.plan.containers for card in one.cards} if reservation else set()
+            held = {charge.index for charge in charges}
+            if reservation is None or not planned or planned == held:
+                continue
+            self._elsewhere.setdefault(node.name, set()).add(uid)
+            if uid not in former:
+                self._metrics.disagreed()
+                log.warning(
+                    "placement_disagreement",
+                    pod=f"{reservation.namespace}/{reservation.pod}",
+                    node=node.name,
+                    planned=sorted(planned),
+                    given=sorted(held),
+                    then="the agent's cards count",
+                )
+
+    def _complain(self, name: str, complaint: str) -> None:
+        if not complaint:
+            self._complaints.pop(name, None)
+        elif self._complaints.get(name) != complaint and len(self._complaints) < COMPLAINTS_KEPT:
+            self._complaints[name] = complaint
+            self._metrics.node_complaint()
+            log.warning("node_annotation_unreadable", node=name, error=complaint, then="as if the node had none")

@@ -1,0 +1,213 @@
+"""The extender's metrics: counted where things happen, read at /metrics. Listed in docs/extender.md.
+
+Methods are named for the event and never fail. Label sets that are known from the start begin at zero, or rate() would miss
+the first event. The mutable state is the registry, one per instance.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from gpushare_agent import __version__
+
+VERBS = ("bind", "filter", "preempt", "prioritize")
+REQUEST_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+OUTCOMES = ("bad", "error", "ok", "unready")
+BINDS = ("bound", "failed", "refused", "unknown")
+KINDS = ("configmap", "nodes", "pods")
+WATCH_OUTCOMES = ("conflict", "corrupt", "ended", "notfound", "rejected", "throttled", "unavailable")
+
+
+class ExtenderMetrics:
+    """`registry` holds what is counted; `exposition` is the whole answer."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter that nobody reads
+        registry = self.registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        build = Gauge(
+            "gpushare_build_info", "Version of the program and of Python.", ["version", "python"], registry=registry
+        )
+        build.labels(__version__, platform.python_version()).set(1)
+        self._count_requests(registry)
+        self._count_cluster(registry)
+
+    def _count_requests(self, registry: CollectorRegistry) -> None:
+        self._requests = _counter(
+            registry,
+            "requests",
+            "Requests of the scheduler by how they ended.",
+            ("verb", "outcome"),
+            [(verb, outcome) for verb in VERBS for outcome in OUTCOMES],
+        )
+        self._duration = Histogram(
+            "gpushare_extender_request_duration_seconds",
+            "Time that a request of the scheduler took, without reading it.",
+            ["verb"],
+            buckets=REQUEST_BUCKETS_S,
+            registry=registry,
+        )
+        for verb in VERBS:
+            self._duration.labels(verb)
+        self._filtered = _counter(
+            registry,
+            "filtered_nodes",
+            "Nodes that filter answered about.",
+            ("verdict",),
+            [("failed",), ("fits",), ("unresolvable",)],
+        )
+        self._binds = _counter(registry, "binds", "Binds by outcome.", ("outcome",), [(one,) for one in BINDS])
+        self._retries = _counter(
+            registry, "bind_retries", "Requests of a bind that the API server did not carry out at once.", (), []
+        )
+        self._settled = _counter(
+            registry,
+            "binds_settled",
+            "Binds whose outcome was unknown at first, by what it was.",
+            ("outcome",),
+            [("bound",), ("not-bound",)],
+        )
+        self._expired = _counter(
+            registry, "reservations_expired", "Reservations of pods that were never bound.", (), []
+        )
+
+    def _count_cluster(self, registry: CollectorRegistry) -> None:
+        self._forged = _counter(
+            registry,
+            "foreign_predicates",
+            "Pods whose predicate annotations agree with no reservation of this extender: forged, or another's.",
+            (),
+            [],
+        )
+        self._complaints = _counter(
+            registry, "node_annotations_unreadable", "Node annotations of the agent that could not be read.", (), []
+        )
+        self._disagreements = _counter(
+            registry, "placement_disagreements", "Pods whose agent gave other cards than were planned.", (), []
+        )
+        self._lists = Histogram(
+            "gpushare_extender_list_duration_seconds",
+            "Time that a list of the API server's objects took.",
+            ["kind"],
+            buckets=(0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+            registry=registry,
+        )
+        for kind in KINDS:
+            self._lists.labels(kind)
+        self._watches = _counter(
+            registry,
+            "watches_ended",
+            "Watches by why they ended.",
+            ("kind", "outcome"),
+            [(kind, outcome) for kind in KINDS for outcome in WATCH_OUTCOMES],
+        )
+        self._unreadable = _counter(
+            registry, "objects_unreadable", "Objects that could not be read.", ("kind",), [(kind,) for kind in KINDS]
+        )
+        self._quota_loads = _counter(
+            registry,
+            "quota_loads",
+            "Readings of the quota by outcome; a malformed one leaves the last good in force.",
+            ("outcome",),
+            [("absent",), ("good",), ("malformed",)],
+        )
+        self._leaderships = _counter(registry, "leaderships", "Times that this replica became the leader.", (), [])
+
+    # --- requests ---
+
+    def request(self, verb: str, outcome: str, duration_s: float) -> None:
+        """`verb` is one of VERBS, `outcome` one of OUTCOMES."""
+        self._requests.labels(verb, outcome).inc()
+        self._duration.labels(verb).observe(duration_s)
+
+    def filtered(self, fitting: int, failed: int, unresolvable: int) -> None:
+        self._filtered.labels("fits").inc(fitting)
+        self._filtered.labels("failed").inc(failed)
+        self._filtered.labels("unresolvable").inc(unresolvable)
+
+    def bind_ended(self, outcome: str) -> None:
+        """One of BINDS."""
+        self._binds.labels(outcome).inc()
+
+    def bind_retried(self) -> None:
+        self._retries.inc()
+
+    def bind_settled(self, outcome: str) -> None:
+        self._settled.labels(outcome).inc()
+
+    def expired(self) -> None:
+        self._expired.inc()
+
+    # --- the cluster ---
+
+    def forged(self) -> None:
+        self._forged.inc()
+
+    def node_complaint(self) -> None:
+        self._complaints.inc()
+
+    def disagreed(self) -> None:
+        self._disagreements.inc()
+
+    def listed(self, kind: str, duration_s: float) -> None:
+        self._lists.labels(kind).observe(duration_s)
+
+    def watch_ended(self, kind: str, outcome: str) -> None:
+        self._watches.labels(kind, outcome).inc()
+
+    def unreadable(self, kind: str) -> None:
+        self._unreadable.labels(kind).inc()
+
+    def quota_loaded(self, outcome: str) -> None:
+        self._quota_loads.labels(outcome).inc()
+
+    def became_leader(self) -> None:
+        self._leaderships.inc()
+
+    # --- what is ---
+
+    def show(self, name: str, documentation: str, label: str, read: Callable[[], Mapping[str, float]]) -> None:
+        """A gauge that is asked for at each scrape: by the values of its one label, or with an empty label alone."""
+        self.registry.register(_Asked(f"gpushare_extender_{name}", documentation, label, read))
+
+    def exposition(self, accept: str) -> tuple[str, bytes]:
+        """Content type and text, in the format that an Accept header asks for."""
+        encode, content_type = choose_encoder(accept)
+        return content_type, encode(self.registry)
+
+
+class _Asked(Collector):
+    def __init__(self, name: str, documentation: str, label: str, read: Callable[[], Mapping[str, float]]) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._labels = [label] if label else []
+        self._read = read
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(self._name, self._documentation, labels=self._labels)
+        for value, number in sorted(self._read().items()):
+            family.add_metric([value] if self._labels else [], number)
+        yield family
+
+
+def _counter(
+    registry: CollectorRegistry,
+    name: str,
+    documentation: str,
+    labels: tuple[str, ...],
+    begin: Iterable[tuple[str, ...]],
+) -> Counter:
+    """`begin` are the label values that are known from the start."""
+    counter = Counter(f"gpushare_extender_{name}", documentation, labels, registry=registry)
+    for values in begin:
+        counter.labels(*values)
+    return counter

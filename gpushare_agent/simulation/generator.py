@@ -1,0 +1,95 @@
+"""Makes clusters and workloads from documented distributions: the same for the same seed (docs/simulate.md has the table).
+
+The shapes are few on purpose: platforms offer sizes, and people ask for round numbers. The distributions are the
+project's own, in the manner of published traces of shared clusters: most pods are small and short, few large and long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+from gpushare_agent.model.names import CORES_PER_CARD
+from gpushare_agent.simulation.machines import Machine, memory_of
+from gpushare_agent.simulation.workload import Arrival, Cluster, Shape, Size, Workload
+
+MACHINES = (("H100", 8, 50), ("A10", 8, 30), ("T4", 4, 20))
+"""Model, cards, and how many of a hundred nodes are such."""
+WHOLE_CARDS = ((0, 60), (1, 28), (2, 6), (4, 4), (8, 2))
+"""Whole cards, 0 for a share, and how many of a hundred pods ask so."""
+SHARES = (
+    (10, 2_048, 20),
+    (20, 4_096, 20),
+    (25, 8_192, 10),
+    (30, 4_096, 15),
+    (50, 8_192, 20),
+    (50, 12_288, 10),
+    (70, 12_288, 5),
+)
+"""Cores, memory in MiB, and how many of a hundred shares ask so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durations:
+    """Log-normal: half of the pods run shorter than the median; sigma is of the natural logarithm."""
+
+    median_s: float
+    sigma: float
+
+
+DURATIONS = {
+    Size.SHARE: Durations(median_s=1_200.0, sigma=1.2),
+    Size.ONE_CARD: Durations(median_s=2_400.0, sigma=1.2),
+    Size.SEVERAL_CARDS: Durations(median_s=3_600.0, sigma=1.0),
+}
+MIN_DURATION_S, MAX_DURATION_S = 30.0, 86_400.0
+SWING, SWINGS = 0.5, 4
+"""Of the rate of arrivals: so many turns of a sine of that height, so that there are busy and quiet hours."""
+_DAY_S = 86_400.0
+
+
+def generate_cluster(count: int, seed: int) -> Cluster:
+    """`count` nodes of the three kinds, shuffled."""
+    kinds = [
+        Machine(model=model, cards=cards, memory_mib=memory_of(model))
+        for model, cards, weight in MACHINES
+        for _ in range(math.ceil(count * weight / 100))
+    ]
+    Random(f"{seed}/nodes").shuffle(kinds)
+    digits = max(4, len(str(count - 1)))
+    nodes = tuple(kind.node(f"node-{number:0{digits}}") for number, kind in enumerate(kinds[:count]))
+    return Cluster(source=f"{count} made nodes", nodes=nodes)
+
+
+def generate_workload(count: int, seed: int, *, block_mib: int) -> Workload:
+    """`count` pods, which arrive within a day: workload.at_load makes that fit a cluster."""
+    chance = Random(f"{seed}/pods")
+    digits = len(str(count - 1))
+    arrivals = []
+    for number, at_s in enumerate(_times(Random(f"{seed}/times"), count)):
+        shape, duration_s = _ask(chance, block_mib)
+        name = f"pod-{number:0{digits}}"
+        arrivals.append(Arrival(at_s=at_s, name=name, shape=shape, duration_s=duration_s))
+    return Workload(source=f"{count} made pods", arrivals=tuple(arrivals))
+
+
+def _ask(chance: Random, block_mib: int) -> tuple[Shape, float]:
+    (whole,) = chance.choices([cards for cards, _ in WHOLE_CARDS], [weight for _, weight in WHOLE_CARDS])
+    if whole:
+        shape = Shape(whole * CORES_PER_CARD, 0)
+    else:
+        (share,) = chance.choices(SHARES, [weight for *_, weight in SHARES])
+        shape = Shape(share[0], max(1, share[1] // block_mib))
+    durations = DURATIONS[shape.size]
+    drawn = durations.median_s * math.exp(chance.gauss(0.0, durations.sigma))
+    return shape, round(min(MAX_DURATION_S, max(MIN_DURATION_S, drawn)), 3)
+
+
+def _times(chance: Random, count: int) -> Iterator[float]:
+    """Poisson arrivals: their number is given, so they are `count` sorted draws, bent by the swing of the day."""
+    turns = 2 * math.pi * SWINGS
+    for drawn in sorted(chance.random() for _ in range(count)):
+        bent = drawn + SWING / turns * (1 - math.cos(turns * drawn))
+        yield bent * _DAY_S

@@ -1,0 +1,173 @@
+"""Plays a workload through one policy: arrivals, tries, ends, in the order of time.
+
+Rules, as in a cluster with Jobs: a pod that finds no node waits, and is tried again once something has ended on a node that
+could serve it, but not before its back-off is over. A pod that an agent refuses has failed; its Job makes another after
+10 s, doubled with each failure up to 6 minutes, and gives up after 6. Binding and starting take no time.
+
+The mutable state is: the queue of events, the waiting pods, the tallies. The same input gives the same result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from heapq import heappop, heappush
+from itertools import count
+
+from gpushare_agent.model.cluster import Reservation
+from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.simulation.meter import Meter
+from gpushare_agent.simulation.queue import Job, WaitingPods
+from gpushare_agent.simulation.schedulers import NoNode, Scheduler
+from gpushare_agent.simulation.workload import PodMaker, Shape, Size, Workload
+
+FIRST_RETURN_S, MAX_RETURN_S = 10.0, 360.0
+BACKOFF_LIMIT = 6
+"""All of Kubernetes' Jobs."""
+_PROGRESS_EVERY = 500
+
+
+class _Kind(IntEnum):
+    """Of several events at one time the lower kind comes first: who ends makes room for who comes."""
+
+    END = 0
+    RETURN = 1
+    WAKE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Running:
+    job: Job
+    reservation: Reservation
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """What happened to the pods. `waited_s` is from a pod's arrival to its start."""
+
+    waited_s: dict[Size, list[float]] = field(default_factory=lambda: {size: [] for size in Size})
+    no_node: Counter[NoNode] = field(default_factory=Counter)
+    """Pods that found no node at their first try, by why."""
+    refusals: Counter[RefusalReason] = field(default_factory=Counter)
+    """Of agents, at admission."""
+    refused_pods: int = 0
+    gave_up: int = 0
+    ended_at: float = 0.0
+
+
+class Replay:
+    """One run. `on_progress` hears of the number of pods that have arrived."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        scheduler: Scheduler,
+        meter: Meter,
+        pods: PodMaker,
+        *,
+        on_progress: Callable[[int], None],
+    ) -> None:
+        self._workload = workload
+        self._scheduler = scheduler
+        self._meter = meter
+        self._pods = pods
+        self._on_progress = on_progress
+        self._events: list[tuple[float, _Kind, int, _Running | Job | Shape]] = []
+        self._order = count()
+        self._waiting = WaitingPods()
+        self._woken: set[Shape] = set()
+        """A wake is under way."""
+        self._pausing = 0
+        """Jobs whose pod was refused, until they make the next."""
+        self._tally = Tally()
+
+    def run(self) -> Tally:
+        impossible = self._impossible()
+        for number, arrival in enumerate(self._workload.arrivals):
+            self._play_until(arrival.at_s)
+            self._pass_to(arrival.at_s)
+            if arrival.shape in impossible:
+                self._tally.no_node[NoNode.NEVER] += 1
+            else:
+                self._try(Job(arrival=arrival, number=number), arrival.at_s)
+            if number % _PROGRESS_EVERY == 0:
+                self._on_progress(number)
+        self._play_until(None)
+        return self._tally
+
+    def _impossible(self) -> set[Shape]:
+        shapes = dict.fromkeys(arrival.shape for arrival in self._workload.arrivals)
+        return {shape for shape in shapes if not self._scheduler.can_ever(self._pods.pod("probe", shape), shape)}
+
+    def _play_until(self, limit: float | None) -> None:
+        """All events up to then; all there are where it is None."""
+        while self._events and (limit is None or self._events[0][0] <= limit):
+            at, _, _, what = heappop(self._events)
+            self._pass_to(at)
+            match what:
+                case _Running():
+                    self._end(what, at)
+                case Job():
+                    self._pausing -= 1
+                    self._try(what, at)
+                case Shape():
+                    self._woken.discard(what)
+                    self._retry(what, at)
+
+    def _pass_to(self, now: float) -> None:
+        self._meter.advance(now, len(self._waiting) + self._pausing)
+        self._tally.ended_at = now
+
+    def _later(self, at: float, kind: _Kind, what: _Running | Job | Shape) -> None:
+        heappush(self._events, (at, kind, next(self._order), what))
+
+    def _end(self, running: _Running, now: float) -> None:
+        reservation = running.reservation
+        self._meter.give_back(reservation.node, reservation.plan.charges)
+        self._scheduler.end(reservation.pod_uid, running.job.arrival.shape, reservation.node)
+        for job in self._waiting.firsts():
+            self._retry(job.arrival.shape, now)
+
+    def _retry(self, shape: Shape, now: float) -> None:
+        """As many waiting pods of the shape as find a node."""
+        while (job := self._waiting.first(shape)) is not None:
+            if job.ready_at > now:
+                if shape not in self._woken:
+                    self._woken.add(shape)
+                    self._later(job.ready_at, _Kind.WAKE, shape)
+                return
+            placed = self._scheduler.place(self._pods.pod(job.pod_name, shape), shape, now)
+            if isinstance(placed, NoNode):
+                return
+            self._waiting.remove_first(shape)
+            self._settle(job, placed, now)
+
+    def _try(self, job: Job, now: float) -> None:
+        shape = job.arrival.shape
+        placed = self._scheduler.place(self._pods.pod(job.pod_name, shape), shape, now)
+        if not isinstance(placed, NoNode):
+            self._settle(job, placed, now)
+            return
+        if job.tries == 0 and job.refusals == 0:
+            self._tally.no_node[placed] += 1
+        job.found_no_node(now)
+        self._waiting.add(job)
+
+    def _settle(self, job: Job, placed: Reservation | Refused, now: float) -> None:
+        """The pod is on a node: it runs, or the agent has refused it."""
+        if isinstance(placed, Reservation):
+            self._meter.take(placed.node, placed.plan.charges)
+            self._tally.waited_s[job.arrival.shape.size].append(now - job.arrival.at_s)
+            self._later(now + job.arrival.duration_s, _Kind.END, _Running(job=job, reservation=placed))
+            return
+        self._tally.refusals[placed.reason] += 1
+        self._tally.refused_pods += job.refusals == 0
+        pause_s = min(MAX_RETURN_S, FIRST_RETURN_S * 2**job.refusals)
+        job.refusals += 1
+        if job.refusals > BACKOFF_LIMIT:
+            self._tally.gave_up += 1
+        else:
+            self._pausing += 1
+            self._later(now + pause_s, _Kind.RETURN, job)

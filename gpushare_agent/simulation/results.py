@@ -1,0 +1,146 @@
+"""What a replay comes to: a value for each policy, and all of them as one JSON document. Pure.
+
+The document has nothing that depends on the machine or the moment: the same input and seed give the same text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpushare_agent.simulation.meter import Measured
+from gpushare_agent.simulation.replay import Tally
+from gpushare_agent.simulation.schedulers import Policy
+from gpushare_agent.simulation.workload import Cluster, Size, Workload
+
+SCHEMA = 1
+_DIGITS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """Of the pods of one size that ran, seconds from arrival to start."""
+
+    ran: int
+    waited: int
+    """Those that did not start at once."""
+    p50_s: float
+    p95_s: float
+    longest_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyResult:
+    policy: Policy
+    measured: Measured
+    tally: Tally
+    window_begin_s: float
+
+    @property
+    def ran(self) -> int:
+        return sum(len(waits) for waits in self.tally.waited_s.values())
+
+    @property
+    def took_s(self) -> float:
+        """From the first arrival to the last end."""
+        return self.tally.ended_at - self.window_begin_s
+
+    def waits(self, size: Size | None = None) -> Waits:
+        """Of one size, or of all pods."""
+        chosen = [size] if size is not None else list(Size)
+        ordered = sorted(waited for one in chosen for waited in self.tally.waited_s[one])
+        return Waits(
+            ran=len(ordered),
+            waited=sum(waited > 0 for waited in ordered),
+            p50_s=percentile(ordered, 0.5),
+            p95_s=percentile(ordered, 0.95),
+            longest_s=ordered[-1] if ordered else 0.0,
+        )
+
+
+def percentile(ordered: Sequence[float], part: float) -> float:
+    """The smallest of the sorted values that `part` of them do not exceed; 0 where there are none."""
+    return ordered[max(0, math.ceil(part * len(ordered)) - 1)] if ordered else 0.0
+
+
+def document(
+    results: Sequence[PolicyResult], *, cluster: Cluster, workload: Workload, seed: int, nodes_per_try: int
+) -> dict[str, Any]:
+    """Everything, for programs."""
+    models: dict[str, list[int]] = {}
+    for node in cluster.nodes:
+        counts = models.setdefault(node.model, [0, 0])
+        counts[0] += 1
+        counts[1] += len(node.cards)
+    sizes = [arrival.shape.size for arrival in workload.arrivals]
+    return {
+        "schema": SCHEMA,
+        "seed": seed,
+        "cluster": {
+            "source": cluster.source,
+            "nodes": len(cluster.nodes),
+            "cards": cluster.number_of_cards,
+            "models": {model: {"nodes": nodes, "cards": cards} for model, (nodes, cards) in sorted(models.items())},
+            "nodes_per_try": nodes_per_try,
+        },
+        "workload": {
+            "source": workload.source,
+            "pods": len(workload.arrivals),
+            "sizes": {size.value: sizes.count(size) for size in Size},
+            "arrivals_s": _rounded(workload.window_s),
+            "skipped": dict(sorted(workload.skipped.items())),
+        },
+        "policies": [_policy_document(result) for result in results],
+    }
+
+
+def _policy_document(result: PolicyResult) -> dict[str, Any]:
+    measured, tally = result.measured, result.tally
+    return {
+        "policy": result.policy.value,
+        "pods": {
+            "ran": result.ran,
+            "refused_by_agents": tally.refused_pods,
+            "given_up": tally.gave_up,
+        },
+        "utilisation": {
+            "cores": _rounded(measured.cores_part),
+            "memory": _rounded(measured.memory_part),
+            "highest_cores": _rounded(measured.highest_cores_part),
+        },
+        "fragmentation": _rounded(measured.fragmentation),
+        "waits": {
+            "all": _waits_document(result.waits()),
+            **{size.value: _waits_document(result.waits(size)) for size in Size},
+        },
+        "no_node": _counts(tally.no_node),
+        "refusals_at_admission": _counts(tally.refusals),
+        "took_s": _rounded(result.took_s),
+        "samples": {
+            "at_s": [_rounded(one.at_s) for one in measured.samples],
+            "cores": [_rounded(one.cores_part) for one in measured.samples],
+            "memory": [_rounded(one.memory_part) for one in measured.samples],
+            "fragmentation": [_rounded(one.fragmentation) for one in measured.samples],
+            "waiting": [one.waiting for one in measured.samples],
+        },
+    }
+
+
+def _waits_document(waits: Waits) -> dict[str, Any]:
+    return {
+        "ran": waits.ran,
+        "waited": waits.waited,
+        "p50_s": _rounded(waits.p50_s),
+        "p95_s": _rounded(waits.p95_s),
+        "longest_s": _rounded(waits.longest_s),
+    }
+
+
+def _counts(counts: Mapping[Any, int]) -> dict[str, int]:
+    return {key.value: counts[key] for key in sorted(counts, key=lambda key: key.value)}
+
+
+def _rounded(value: float) -> float:
+    return round(value, _DIGITS)

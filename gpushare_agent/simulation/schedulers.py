@@ -1,0 +1,127 @@
+"""kube-scheduler with and without the extender: for one pod, a node, and there the cards; or why not now.
+
+With the extender the nodes are filtered, scored and reserved by state/cluster_state.py, as in a cluster. Without it
+kube-scheduler goes by sums alone, and the node's agent may refuse the pod at its admission: there too the cards are
+planned by the agent's decisions.
+
+As in kube-scheduler, a try looks at a part of the nodes (percentageOfNodesToScore) and takes one of the best by chance.
+Where none of them will do it goes on with the next part; a real scheduler does that in the pod's next try, seconds later.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from random import Random
+
+from gpushare_agent.model.cluster import ClusterPolicy, Reservation
+from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.simulation.candidates import Ring
+from gpushare_agent.simulation.judges import ExtenderJudge, Judge, SumsJudge
+from gpushare_agent.simulation.sums import NodeSums
+from gpushare_agent.simulation.workload import Cluster, Shape
+from gpushare_agent.state.cluster_state import ClusterState
+
+_MIN_NODES = 100
+_MIN_PERCENT, _START_PERCENT, _NODES_PER_PERCENT = 5, 50, 125
+"""Of kube-scheduler's rule: 50 % of the nodes, one less for every 125 of them, but 5 % and 100 nodes at least."""
+
+
+class Policy(StrEnum):
+    """What is compared."""
+
+    BINPACK = "binpack"
+    SPREAD = "spread"
+    AGENT_ONLY = "agent-only"
+    """No extender: kube-scheduler's sums, and the agents' admission."""
+
+
+class NoNode(StrEnum):
+    """Why a pod has no node now."""
+
+    FULL = "full"
+    """No node has enough in sum: every scheduler would let it wait."""
+    FRAGMENTED = "fragmented"
+    """A node has enough in sum, but none on its cards: without the extender it would be sent there, and refused."""
+    NEVER = "never"
+    """Not even an empty node could serve it."""
+
+
+def nodes_per_try(count: int, percent: int = 0) -> int:
+    """How many nodes a try looks at. `percent` 0 is kube-scheduler's rule."""
+    if count <= _MIN_NODES:
+        return count
+    part = percent or max(_MIN_PERCENT, _START_PERCENT - count // _NODES_PER_PERCENT)
+    return min(count, max(_MIN_NODES, count * part // 100))
+
+
+class Scheduler:
+    """One policy at work. The mutable state is: the cluster's books, the sums, and the rings of candidates."""
+
+    def __init__(self, cluster: Cluster, policy: Policy, rules: ClusterPolicy, *, chance: Random, per_try: int) -> None:
+        self.has_extender = policy is not Policy.AGENT_ONLY
+        self._state = ClusterState(policy=rules)
+        self._sums = NodeSums(cluster.nodes, rules.names.memory_block_mib)
+        self._judge: Judge = ExtenderJudge(self._state) if self.has_extender else SumsJudge(self._sums)
+        self._nodes = {node.name: node for node in cluster.nodes}
+        self._chance = chance
+        self._per_try = per_try
+        self._rings: dict[Shape, Ring] = {}
+        self._by_sums: dict[Shape, Ring] = {}
+        for node in cluster.nodes:
+            self._state.put_node(node, 0.0)
+
+    def can_ever(self, pod: Pod, shape: Shape) -> bool:
+        """Whether the scheduler would ever bind such a pod. To be asked while the cluster is empty."""
+        names = self._one_of_each_kind(shape)
+        if self.has_extender:
+            return bool(self._state.filter(pod, names).fitting)
+        return any(self._sums.fits_empty(name, shape) for name in names)
+
+    def place(self, pod: Pod, shape: Shape, now: float) -> Reservation | Refused | NoNode:
+        """A try: the pod's cards, or the agent's refusal after the bind, or no node."""
+        ring = self._ring(self._rings, shape)
+        left = len(ring)
+        while left > 0:
+            names = ring.next(self._per_try)
+            left -= len(names)
+            choice = self._judge.choose(pod, shape, names)
+            ring.keep(names, choice.fitting)
+            if choice.best:
+                return self._bind(pod, shape, self._chance.choice(choice.best), now)
+        if self.has_extender and self._ring(self._by_sums, shape).has_any(lambda name: self._sums.fits(name, shape)):
+            return NoNode.FRAGMENTED
+        return NoNode.FULL
+
+    def end(self, uid: PodUid, shape: Shape, node: str) -> None:
+        """The pod is gone: its node is a candidate again for everybody."""
+        self._state.remove_pod(uid)
+        self._sums.give_back(node, shape)
+        self._judge.changed(node)
+        for rings in (self._rings, self._by_sums):
+            for ring in rings.values():
+                ring.add(node)
+
+    def _bind(self, pod: Pod, shape: Shape, node: str, now: float) -> Reservation | Refused:
+        made = self._state.reserve(pod, node, now)
+        if isinstance(made, Reservation):
+            self._state.bound(pod.uid)
+            self._sums.take(node, shape)
+            self._judge.changed(node)
+        return made
+
+    def _ring(self, rings: dict[Shape, Ring], shape: Shape) -> Ring:
+        ring = rings.get(shape)
+        if ring is None:
+            ring = rings[shape] = Ring(self._eligible(shape))
+        return ring
+
+    def _one_of_each_kind(self, shape: Shape) -> list[str]:
+        kinds: dict[tuple[int, ...], str] = {}
+        for name in self._eligible(shape):
+            kinds.setdefault(tuple(card.memory_mib for card in self._nodes[name].cards), name)
+        return list(kinds.values())
+
+    def _eligible(self, shape: Shape) -> list[str]:
+        return [name for name, node in self._nodes.items() if not shape.models or node.model in shape.models]

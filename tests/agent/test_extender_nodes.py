@@ -1,0 +1,240 @@
+"""Agents and extender together on embedded nodes: nothing is turned away by a node, and both mean the same cards."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from gpushare_agent.model.cluster import Stage
+from gpushare_agent.sandbox.cluster import EmbeddedCluster
+from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
+from tests.support_agent import InnerAgent, cards_of
+from tests.support_extender_nodes import (
+    condition_of,
+    free_port,
+    node_of,
+    open_agents,
+    open_cluster,
+    open_extender,
+    wait_bound,
+    wait_cluster,
+)
+from tests.support_sandbox import container, pod, wait_phase
+
+CALM_TIMES = KubeletTimes(
+    admission_delay_s=0.05, status_interval_s=1.0, first_status_s=0.01, container_start_s=0.0, start_retry_s=0.1
+)
+
+
+def held(cluster: EmbeddedCluster, node: str) -> Mapping[str, Mapping[str, list[int]]]:
+    """What the node's object says of who holds what."""
+    text = cluster.api.node(node)["metadata"].get("annotations", {}).get("gpushare-agent/held", "{}")
+    found: dict[str, dict[str, list[int]]] = json.loads(text).get("held", {})
+    return found
+
+
+def indexes(agent: InnerAgent, uuids: set[str]) -> list[int]:
+    return sorted(card.index for card in agent.parts.inventory.current.cards if card.uuid in uuids)
+
+
+# --- the annotation of the whole agent ---
+
+
+async def test_the_node_says_who_holds_what_once_a_pod_is_admitted_and_after_its_end() -> None:
+    """By pod and card: cores, blocks, units, whole."""
+    async with open_cluster("a") as cluster, open_agents(cluster, ("--simulated.cards=2",)):
+        cluster.api.create_pod(
+            pod("share", container("main", cores=30, blocks=4), container("other", cores=20, blocks=2))
+        )
+        cluster.api.create_pod(pod("whole", container("main", cores=100)))
+        uids = {name: cluster.api.pod("default", name)["metadata"]["uid"] for name in ("share", "whole")}
+        await wait_cluster(cluster, lambda: held(cluster, "a").keys() == set(uids.values()), "both pods")
+        assert held(cluster, "a")[uids["share"]] == {"0": [50, 6]}
+        assert held(cluster, "a")[uids["whole"]] == {"1": [100, 0, 0, 1]}
+        cluster.api.delete_pod("default", "share", grace_period_s=0)
+        await wait_cluster(cluster, lambda: held(cluster, "a").keys() == {uids["whole"]}, "the end of the share")
+
+
+async def test_an_agent_that_comes_back_leaves_the_annotation_as_it_is() -> None:
+    """What it held before is in the kubelet's records; not for a moment does it seem to be free."""
+    async with open_cluster("a") as cluster:
+        async with open_agents(cluster, ("--simulated.cards=1",)):
+            cluster.api.create_pod(pod("share", container("main", cores=30, blocks=4)))
+            await wait_cluster(cluster, lambda: held(cluster, "a"), "the pod")
+        before = held(cluster, "a")
+        version = cluster.api.version
+        async with open_agents(cluster, ("--simulated.cards=1",)):
+            cluster.api.create_pod(pod("next", container("main", cores=10, blocks=4)))
+            await wait_cluster(cluster, lambda: len(held(cluster, "a")) == 2, "the next pod")
+        nodes = [
+            c.after for c in cluster.api.store.changes_since(version) if c.resource == "nodes" and c.after is not None
+        ]
+        told = [json.loads(raw["metadata"]["annotations"]["gpushare-agent/held"])["held"] for raw in nodes]
+        assert all(before.items() <= one.items() for one in told)
+
+
+# --- with the extender ---
+
+
+async def test_a_pod_that_finds_cores_on_two_cards_but_no_whole_card_waits_and_runs_once_one_is_free() -> None:
+    """kube-scheduler alone adds 50 and 50 up to a card: the node would reject the pod for good."""
+    port = free_port()
+    async with (
+        open_cluster("a", extender_url=f"http://127.0.0.1:{port}/scheduler") as cluster,
+        open_agents(cluster, ("--simulated.cards=2", "--placement.share-policy=spread")),
+        open_extender(cluster, port, "--placement.share-policy=spread"),
+    ):
+        for name in ("left", "right"):
+            cluster.api.create_pod(pod(name, container("main", cores=50, blocks=8)))
+            await wait_phase(cluster.nodes[0], name, "Running")
+        assert cards_of(cluster.nodes[0], "left") != cards_of(cluster.nodes[0], "right")
+        cluster.api.create_pod(pod("whole", container("main", cores=100)))
+        await wait_cluster(cluster, lambda: condition_of(cluster, "whole").get("status") == "False", "the refusal")
+        told = condition_of(cluster, "whole")
+        assert told["reason"] == "Unschedulable" and "0/1 nodes are available" in told["message"]
+        assert "Insufficient" not in told["message"]  # by count it fits: it is the extender that knows
+        assert cluster.api.pod("default", "whole")["status"]["phase"] == "Pending"
+        freed = cards_of(cluster.nodes[0], "left")
+        cluster.api.delete_pod("default", "left", grace_period_s=0)
+        await wait_phase(cluster.nodes[0], "whole", "Running", "Failed")
+        assert cluster.api.pod("default", "whole")["status"]["phase"] == "Running"
+        assert cards_of(cluster.nodes[0], "whole") == freed
+
+
+async def test_without_the_extender_the_same_pod_is_rejected_by_its_node() -> None:
+    """The hole that the extender closes."""
+    async with (
+        open_cluster("a") as cluster,
+        open_agents(cluster, ("--simulated.cards=2", "--placement.share-policy=spread")),
+    ):
+        for name in ("left", "right"):
+            cluster.api.create_pod(pod(name, container("main", cores=50, blocks=8)))
+            await wait_phase(cluster.nodes[0], name, "Running")
+        cluster.api.create_pod(pod("whole", container("main", cores=100)))
+        raw = await wait_phase(cluster.nodes[0], "whole", "Running", "Failed")
+        assert (raw["status"]["phase"], raw["status"]["reason"]) == ("Failed", "UnexpectedAdmissionError")
+
+
+async def test_a_node_with_room_on_one_card_is_taken_before_one_that_has_it_in_pieces() -> None:
+    """The pod goes where it can run, and the extender's plan is what the agent does."""
+    port = free_port()
+    async with (
+        open_cluster("a", "b", extender_url=f"http://127.0.0.1:{port}/scheduler") as cluster,
+        open_agents(cluster, ("--simulated.cards=2",), ("--simulated.cards=1",)),
+        open_extender(cluster, port) as extender,
+    ):
+        cluster.api.create_pod(pod("small", container("main", cores=60, blocks=8), nodeSelector={}))
+        first = await wait_bound(cluster, "small")
+        await wait_phase(cluster.nodes[0], "small", "Running")
+        for name in ("one", "two"):
+            cluster.api.create_pod(pod(name, container("main", cores=100)))
+            await wait_phase(cluster.nodes[0], name, "Running")
+        assert {node_of(cluster, name) for name in ("one", "two")} == ({"a"} if first == "b" else {"a", "b"})
+        await wait_confirmed(cluster, extender, 3)
+
+
+async def wait_confirmed(cluster: EmbeddedCluster, extender: Any, count: int) -> None:
+    def are_confirmed() -> bool:
+        found = extender.state.reservations()
+        return len(found) == count and all(one.stage is Stage.CONFIRMED for one in found)
+
+    await wait_cluster(cluster, are_confirmed, f"{count} confirmed reservations")
+
+
+# --- many ---
+
+NODES = [
+    ("--simulated.cards=8", "--simulated.card-memory-mib=24576"),
+    ("--simulated.cards=4", "--simulated.card-memory-mib=16384"),
+    ("--simulated.cards=2", "--simulated.card-memory-mib=81920"),
+    ("--simulated.cards=4", "--simulated.card-memory-mib=24576,24576,16384,16384"),
+]
+COUNT = 20
+PODS = 500
+AT_ONCE = 110
+WITH_INIT = 0.15
+"""Part of the pods with init containers or sidecars."""
+
+
+def mixed_pod(number: int, rng: random.Random) -> dict[str, Any]:
+    """Shares, whole cards, several containers, init containers and sidecars."""
+    name = f"p{number:03}"
+    if rng.random() < WITH_INIT:
+        is_sidecar = rng.random() < 0.3
+        first = {**share("first", rng), **({"restartPolicy": "Always"} if is_sidecar else {})}
+        return pod(name, share("main", rng), init=(first,))
+    kind = rng.random()
+    if kind < 0.15:
+        return pod(name, container("main", cores=100))
+    if kind < 0.22:
+        return pod(name, container("main", cores=200))
+    if kind < 0.4:
+        return pod(name, *(share(f"c{n}", rng) for n in range(rng.randint(2, 3))))
+    return pod(name, share("main", rng))
+
+
+def share(name: str, rng: random.Random) -> dict[str, Any]:
+    return container(name, cores=rng.choice([5, 10, 25, 30, 40, 60, 75]), blocks=rng.choice([1, 4, 8, 16, 40, 60]))
+
+
+async def test_five_hundred_pods_on_twenty_nodes_of_mixed_cards_are_never_rejected_and_land_where_planned() -> None:
+    """They come and go in a full cluster; the agent's card is the extender's for every container."""
+    port = free_port()
+    names = [f"n{number:02}" for number in range(COUNT)]
+    rng = random.Random(7)
+    async with (
+        open_cluster(*names, extender_url=f"http://127.0.0.1:{port}/scheduler", times=CALM_TIMES) as cluster,
+        open_agents(cluster, *(NODES[number % len(NODES)] for number in range(COUNT))) as agents,
+        open_extender(cluster, port) as extender,
+    ):
+        crowd = Crowd(cluster, dict(zip(names, agents, strict=True)), extender)
+        for number in range(PODS):
+            await crowd.make_room(AT_ONCE - 1, rng)
+            cluster.api.create_pod(mixed_pod(number, rng))
+        await crowd.make_room(0, rng)
+        assert crowd.compared == PODS
+        assert crowd.differing == []
+        rejected = [e["message"] for e in cluster.api.events() if e["reason"] == "UnexpectedAdmissionError"]
+        assert rejected == []
+
+
+class Crowd:
+    """Pods that come and go. Before one goes it is compared: its plan as the extender has it, its cards as the agent has."""
+
+    def __init__(self, cluster: EmbeddedCluster, agents: dict[str, InnerAgent], extender: Any) -> None:
+        self._cluster = cluster
+        self._agents = agents
+        self._extender = extender
+        self.compared = 0
+        self.differing: list[str] = []
+
+    def _pods(self) -> list[dict[str, Any]]:
+        """Those that are not being deleted."""
+        pods = self._cluster.api.store.in_creation_order("pods")
+        return [raw for raw in pods if "deletionTimestamp" not in raw["metadata"]]
+
+    def _settled(self) -> list[dict[str, Any]]:
+        return [raw for raw in self._pods() if raw["status"]["phase"] != "Pending"]
+
+    async def make_room(self, most: int, rng: random.Random) -> None:
+        """Until there are at most so many pods: some that run are compared and deleted."""
+        while len(pods := self._pods()) > most:
+            settled = await wait_cluster(self._cluster, self._settled, "running pods")
+            for raw in rng.sample(settled, min(len(settled), 12, len(pods) - most)):
+                self._compare(raw)
+                self._cluster.api.delete_pod(raw["metadata"]["namespace"], raw["metadata"]["name"])
+
+    def _compare(self, raw: dict[str, Any]) -> None:
+        uid, name = raw["metadata"]["uid"], raw["metadata"]["name"]
+        self.compared += 1
+        if raw["status"]["phase"] != "Running":
+            self.differing.append(f"{name} is {raw['status']['phase']}: {raw['status'].get('message')}")
+            return
+        agent = self._agents[raw["spec"]["nodeName"]]
+        reservation = self._extender.state.reservation(uid)
+        planned = {c.name: list(c.cards) for c in reservation.plan.containers if c.cards} if reservation else {}
+        got = {one.key.container: indexes(agent, set(map(str, one.cards))) for one in agent.parts.cache.of_pod(uid)}
+        if not got or any(planned.get(container) != cards for container, cards in got.items()):
+            self.differing.append(f"{name} on {raw['spec']['nodeName']}: planned {planned}, got {got}")

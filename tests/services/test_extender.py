@@ -1,0 +1,403 @@
+"""The extender over HTTP, against an API server that answers: verbs, formats, bounds, trust, gpu-admission's behaviour."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare_agent.model.names import (
+    GPU_ASSIGNED_ANNOTATION,
+    PREDICATE_NODE_ANNOTATION,
+    PREDICATE_TIME_ANNOTATION,
+    VCORE_RESOURCE,
+    VMEMORY_RESOURCE,
+)
+from gpushare_agent.model.node_annotations import HELD_ANNOTATION
+from tests.support_extender import (
+    Asker,
+    FakeCluster,
+    Raw,
+    eventually,
+    fake_cluster,
+    predicted,
+    raw_container,
+    raw_node,
+    raw_pod,
+    running_extender,
+)
+
+DATA = Path(__file__).parent.parent / "data" / "extender"
+TRAIN_UID = "0d8b1c5a-5a11-4a0e-9a57-7ad1b0c7d001"
+
+
+def golden(name: str) -> Any:
+    return json.loads((DATA / name).read_text())
+
+
+def without_reasons(answer: Any) -> Any:
+    """The words of a refusal are no part of the protocol."""
+    if isinstance(answer, dict) and answer.get("FailedNodes"):
+        assert all(answer["FailedNodes"].values())
+        answer["FailedNodes"] = dict.fromkeys(answer["FailedNodes"], "<why>")
+    return answer
+
+
+def holds(cluster: FakeCluster, node: str, *charges: tuple[str, int, int, int]) -> None:
+    """The node's agent tells of pods: UID, card, cores, blocks."""
+    held = {uid: {str(card): [cores, blocks, 0, 0]} for uid, card, cores, blocks in charges}
+    text = json.dumps({"schema": 1, "held": held})
+    cluster.change("nodes", node, lambda raw: raw["metadata"]["annotations"].update({HELD_ANNOTATION: text}))
+
+
+def on_node(name: str, uid: str, node: str, cores: int) -> Raw:
+    pod = raw_pod(name, (cores, 8), node=node, namespace="team-a", phase="Running")
+    pod["metadata"]["uid"] = uid
+    return pod
+
+
+@pytest.fixture
+async def golden_extender() -> AsyncIterator[Asker]:
+    """node-a is empty, node-b and node-c have 40 cores left on each of two cards, node-d has 70 on one."""
+    pods = [
+        on_node("old-1", "victim-1", "node-b", 60),
+        on_node("old-2", "victim-2", "node-c", 60),
+        on_node("kept-1", "kept-1", "node-b", 60),
+        on_node("kept-2", "kept-2", "node-c", 60),
+        on_node("kept-3", "kept-3", "node-d", 30),
+    ]
+    train = raw_pod("train", (60, 8), namespace="team-a")
+    train["metadata"]["uid"] = TRAIN_UID
+    nodes = [raw_node(f"node-{letter}") for letter in "abcd"]
+    async with fake_cluster(*nodes, pods=[*pods, train]) as cluster:
+        holds(cluster, "node-b", ("victim-1", 0, 60, 8), ("kept-1", 1, 60, 8))
+        holds(cluster, "node-c", ("victim-2", 0, 60, 8), ("kept-2", 1, 60, 8))
+        holds(cluster, "node-d", ("kept-3", 0, 30, 8))
+        async with running_extender(cluster) as asker:
+            yield asker
+
+
+@pytest.mark.parametrize(
+    ("path", "args", "result"),
+    [
+        ("/scheduler/filter", "filter_args_names.json", "filter_result_names.json"),
+        ("/scheduler/predicates", "filter_args_names.json", "filter_result_names.json"),
+        ("/scheduler/filter", "filter_args_nodes.json", "filter_result_nodes.json"),
+        ("/scheduler/priorities", "prioritize_args.json", "prioritize_result.json"),
+        ("/scheduler/prioritize", "prioritize_args.json", "prioritize_result.json"),
+        ("/scheduler/bind", "bind_args.json", "bind_result.json"),
+        ("/scheduler/preemption", "preemption_args_victims.json", "preemption_result.json"),
+        ("/scheduler/preemption", "preemption_args_meta.json", "preemption_result.json"),
+    ],
+)
+async def test_each_verb_answers_as_the_scheduler_reads_it(
+    golden_extender: Asker, path: str, args: str, result: str
+) -> None:
+    """The recorded requests get the recorded answers, with exactly the fields of the public types."""
+    status, answer = await golden_extender.post(path, golden(args))
+    assert status == 200
+    assert without_reasons(answer) == golden(result)
+
+
+async def test_filter_changes_nothing() -> None:
+    """Asked any number of times, filter writes nothing and sets nothing aside."""
+    async with (
+        fake_cluster(raw_node("n1", cards=1), pods=[raw_pod("a", (100, 0))]) as cluster,
+        running_extender(cluster) as asker,
+    ):
+        before = await asker.get("/debug/state")
+        writes = [request for request in cluster.seen if request[0] != "GET"]
+        answers = [await asker.filter(cluster.pod("a"), ["n1"]) for _ in range(5)]
+        assert all(answer["NodeNames"] == ["n1"] for answer in answers)
+        assert await asker.get("/debug/state") == before
+        assert [request for request in cluster.seen if request[0] != "GET"] == writes
+
+
+async def test_a_pod_that_asks_for_nothing_of_ours_fits_everywhere() -> None:
+    """Its nodes come back as they were sent, known or not, in both forms, and its victims too."""
+    pod = raw_pod("plain", (0, 0))
+    items = [{"metadata": {"name": "zz"}, "extra": {"kept": True}}]
+    async with fake_cluster(raw_node("n1")) as cluster, running_extender(cluster) as asker:
+        assert (await asker.filter(pod, ["zz", "n1"]))["NodeNames"] == ["zz", "n1"]
+        _, answer = await asker.post("/scheduler/filter", {"Pod": pod, "Nodes": {"items": items}})
+        assert answer["Nodes"]["items"] == items
+        _, scores = await asker.post("/scheduler/priorities", {"Pod": pod, "NodeNames": ["zz"]})
+        assert scores == [{"Host": "zz", "Score": 0}]
+        victims = {"zz": {"Pods": [{"UID": "v"}], "NumPDBViolations": 2}}
+        _, kept = await asker.post("/scheduler/preemption", {"Pod": pod, "NodeNameToMetaVictims": victims})
+        assert kept == {"NodeNameToMetaVictims": victims}
+
+
+async def test_a_pod_that_asks_for_nothing_of_ours_is_bound_anywhere() -> None:
+    """A scheduler without managedResources delegates every bind: to nodes without cards too, and with no annotation."""
+    pod = raw_pod("plain", (0, 0))
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
+        assert await asker.bind(pod, "node-without-cards") == ""
+        assert cluster.node_of("plain") == "node-without-cards"
+        assert cluster.pod("plain")["metadata"]["annotations"] == {}
+        assert "is on node node-without-cards already" in await asker.bind(pod, "n1")
+
+
+async def test_bind_annotates_then_binds() -> None:
+    """The pod gets gpu-admission's annotations first, then its node; the answer has no error."""
+    pod = raw_pod("a", (30, 4), (100, 0), (0, 0))
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
+        assert await asker.bind(pod, "n1") == ""
+        bound = cluster.pod("a")
+        assert bound["spec"]["nodeName"] == "n1"
+        assert predicted(bound) == {
+            "tencent.com/predicate-gpu-idx-0": "0",
+            "tencent.com/predicate-gpu-idx-1": "1",
+            PREDICATE_NODE_ANNOTATION: "n1",
+        }
+        annotations = bound["metadata"]["annotations"]
+        assert annotations[GPU_ASSIGNED_ANNOTATION] == "false"
+        assert len(annotations[PREDICATE_TIME_ANNOTATION]) == 19, "nanoseconds since the epoch"
+        assert [request[0] for request in cluster.seen[-2:]] == ["PATCH", "POST"]
+
+
+async def test_a_full_card_is_refused_with_a_reason_at_bind_too() -> None:
+    """Two pods that filter let through at once: the second bind says why it cannot be."""
+    pods = [raw_pod("a", (60, 4)), raw_pod("b", (60, 4))]
+    async with fake_cluster(raw_node("n1", cards=1), pods=pods) as cluster, running_extender(cluster) as asker:
+        for pod in pods:
+            assert (await asker.filter(pod, ["n1"]))["NodeNames"] == ["n1"]
+        assert await asker.bind(pods[0], "n1") == ""
+        error = await asker.bind(pods[1], "n1")
+        assert error.startswith("cannot bind pod default/b to node n1: container c0: no card for 60 cores")
+        assert cluster.node_of("b") == ""
+        assert (await asker.filter(pods[1], ["n1"]))["NodeNames"] == []
+
+
+async def test_two_binds_of_one_pod_bind_it_once() -> None:
+    """Of binds of the same pod at the same time, to one node or two, one wins."""
+    pod = raw_pod("a", (30, 4))
+    async with fake_cluster(raw_node("n1"), raw_node("n2"), pods=[pod]) as cluster:
+        async with running_extender(cluster) as asker, asyncio.TaskGroup() as group:
+            tasks = [group.create_task(asker.bind(pod, node)) for node in ("n1", "n2", "n1")]
+        errors = [task.result() for task in tasks]
+        assert errors.count("") >= 1
+        assert all(not error or "under way" in error or "already" in error for error in errors)
+        assert sum(request[1].endswith("/binding") for request in cluster.seen) == 1
+
+
+async def test_a_bind_that_is_repeated_succeeds_and_writes_nothing() -> None:
+    """The scheduler may ask again after its own timeout: the pod is where it asked for."""
+    pod = raw_pod("a", (30, 4))
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
+        assert await asker.bind(pod, "n1") == ""
+        version = cluster.version
+        assert await asker.bind(pod, "n1") == ""
+        assert cluster.version == version
+
+
+async def test_a_bind_of_a_pod_that_was_replaced_is_refused() -> None:
+    """Another pod bears the name by now: nothing is reserved and nothing written."""
+    pod = raw_pod("a", (30, 4))
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
+        older = json.loads(json.dumps(pod))
+        older["metadata"]["uid"] = "uid-of-before"
+        assert "another pod of this name" in await asker.bind(older, "n1")
+        assert cluster.node_of("a") == ""
+        assert asker.parts.state.reservations() == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("/scheduler/filter", b"{", 200, "no JSON"),
+        ("/scheduler/filter", b"[1]", 200, "not an object"),
+        ("/scheduler/filter", {"Pod": None, "NodeNames": []}, 200, "Pod"),
+        ("/scheduler/filter", {"Pod": raw_pod("a", (30, 4))}, 200, "neither Nodes nor NodeNames"),
+        ("/scheduler/bind", {"PodName": "a"}, 200, "PodNamespace"),
+        ("/scheduler/priorities", b"nothing", 400, "no JSON"),
+        ("/scheduler/preemption", {"Pod": raw_pod("a", (30, 4)), "NodeNameToVictims": [1]}, 400, "NodeNameToVictims"),
+    ],
+)
+async def test_a_malformed_request_is_told_what_is_wrong(path: str, body: Any, status: int, words: str) -> None:
+    """In the field Error where the answer has one, else with status 400; and the extender goes on."""
+    async with fake_cluster(raw_node("n1")) as cluster, running_extender(cluster) as asker:
+        got, answer = await asker.post(path, body)
+        assert got == status
+        assert words in (answer["Error"] if isinstance(answer, dict) else answer)
+        assert (await asker.get("/healthz"))[0] == 200
+
+
+async def test_a_request_that_is_too_long_is_refused() -> None:
+    """More than the setting's bytes are not read."""
+    async with fake_cluster(raw_node("n1")) as cluster, running_extender(cluster, max_body_mib=1) as asker:
+        status, _ = await asker.post("/scheduler/filter", io.BytesIO(b" " * ((1 << 20) + 1)))
+        assert status == 413
+
+
+async def test_a_request_that_does_not_come_is_given_up() -> None:
+    """Who sends a body byte by byte gets 408, and does not keep others waiting for ever."""
+    async with fake_cluster(raw_node("n1")) as cluster, running_extender(cluster) as asker:
+        door = asker.parts.web._door
+        asker.parts.web._door = type(door)(port=0, read_timeout_s=0.05)
+        reader, writer = await asyncio.open_connection("127.0.0.1", asker.parts.web.bound_port)
+        writer.write(b"POST /scheduler/filter HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+        async with asyncio.timeout(10):
+            assert b" 408 " in await reader.readline()
+            await reader.read()  # the server closes the connection
+            writer.close()
+            await writer.wait_closed()
+
+
+FORGED = [
+    {PREDICATE_NODE_ANNOTATION: "n1", "tencent.com/predicate-gpu-idx-0": "1"},
+    {PREDICATE_NODE_ANNOTATION: "n2", "tencent.com/predicate-gpu-idx-0": "0"},
+    {"tencent.com/predicate-gpu-idx-0": "99999999999999999999"},
+    {"tencent.com/predicate-gpu-idx-0": "0,1,2,3,4,5,6,7", "tencent.com/predicate-gpu-idx-77": "x" * 5000},
+]
+
+
+@pytest.mark.parametrize("forged", FORGED)
+async def test_forged_annotations_change_nothing_and_are_counted(forged: dict[str, str]) -> None:
+    """Another card, another node, an index past belief, more cards than asked: placement and quota are as without."""
+    pods = [raw_pod("evil", (60, 8), annotations=forged), raw_pod("good", (60, 8))]
+    quota = {"default": {"vcore": 120}}
+    async with fake_cluster(raw_node("n1"), raw_node("n2"), pods=pods) as cluster:
+        put_quota(cluster, quota)
+        async with running_extender(cluster) as asker:
+            for pod in pods:
+                assert (await asker.filter(pod, ["n1", "n2"]))["NodeNames"] == ["n1", "n2"]
+            assert asker.parts.state.reservations() == []
+            assert "gpushare_extender_foreign_predicates_total 1.0" in (await asker.get("/metrics"))[1]
+            assert json.loads((await asker.get("/debug/state"))[1])["foreign_predicates"] == ["uid-evil"]
+            assert await asker.bind(pods[0], "n1") == ""
+            assert predicted(cluster.pod("evil"))["tencent.com/predicate-gpu-idx-0"] == "0"
+            assert await asker.bind(pods[1], "n1") == ""
+            assert predicted(cluster.pod("good"))["tencent.com/predicate-gpu-idx-0"] == "1"
+
+
+async def test_a_bound_pod_cannot_take_another_ones_cards_by_annotation() -> None:
+    """Someone else's reservation, written on one's own pod after it was bound, frees nothing and takes nothing."""
+    pods = [raw_pod("a", (100, 0)), raw_pod("b", (30, 4)), raw_pod("c", (100, 0))]
+    async with fake_cluster(raw_node("n1"), pods=pods) as cluster, running_extender(cluster) as asker:
+        assert await asker.bind(pods[0], "n1") == ""
+        assert await asker.bind(pods[1], "n1") == ""
+        before = asker.parts.state.document()
+        cluster.change(
+            "pods", "default/b", lambda raw: raw["metadata"]["annotations"].update(predicted(cluster.pod("a")))
+        )
+        await eventually(lambda: asker.parts.pods.suspects == ["uid-b"])
+        assert asker.parts.state.document() == before
+        assert (await asker.filter(pods[2], ["n1"]))["NodeNames"] == []
+
+
+def put_quota(cluster: FakeCluster, quota: Any) -> None:
+    text = quota if isinstance(quota, str) else json.dumps(quota)
+    cluster.put(
+        "configmaps", {"metadata": {"name": "gpuquota", "namespace": "kube-system"}, "data": {"gpu_quota": text}}
+    )
+
+
+async def test_quota_counts_reservations_and_follows_its_config_map() -> None:
+    """A second pod is over the quota as soon as the first is reserved, and fits when the quota is raised."""
+    pods = [raw_pod("a", (60, 4)), raw_pod("b", (60, 4))]
+    async with fake_cluster(raw_node("n1", model="M40", pool="public"), pods=pods) as cluster:
+        put_quota(cluster, {"default": {"pool": ["public"], "quota": {"M40": 1}}})
+        async with running_extender(cluster) as asker:
+            assert await asker.bind(pods[0], "n1") == ""
+            refused = (await asker.filter(pods[1], ["n1"]))["FailedAndUnresolvableNodes"]["n1"]
+            assert "0.6" in refused and "M40" in refused and "default" in refused
+            assert "quota" in await asker.bind(pods[1], "n1")
+            put_quota(cluster, {"default": {"pool": ["public"], "quota": {"M40": 2}}})
+            await eventually(lambda: "200" in str(asker.parts.state._quota.quota))
+            assert await asker.bind(pods[1], "n1") == ""
+
+
+async def test_a_follower_answers_503_and_its_health_stays_good() -> None:
+    """A replica without the lease does not decide; its picture is warm."""
+    lease = {
+        "metadata": {"name": "gpushare-agent-extender", "namespace": "kube-system"},
+        "spec": {"holderIdentity": "somebody", "leaseDurationSeconds": 3600, "renewTime": "x"},
+    }
+    async with fake_cluster(raw_node("n1"), pods=[raw_pod("a", (30, 4))]) as cluster:
+        cluster.put("leases", lease)
+        async with running_extender(cluster, is_ready=False, leader_elect=True) as asker:
+            await eventually(lambda: all(informer.has_listed for informer in asker.parts.informers))
+            await cluster.wait(lambda: any("leases" in path for _, path in cluster.seen))
+            await eventually(lambda: asker.parts.election.holder == "somebody")
+            for path in ("/scheduler/filter", "/scheduler/bind", "/scheduler/priorities", "/scheduler/preemption"):
+                assert (await asker.post(path, {}))[0] == 503
+            status, text = await asker.get("/readyz")
+            assert (status, "somebody" in text) == (503, True)
+            assert (await asker.get("/healthz"))[0] == 200
+            assert asker.parts.state.node("n1") is not None
+
+
+async def test_gpu_admission_scenario_with_its_filter() -> None:
+    """gpu-admission's own test: three nodes of two cards and eight blocks, four pods that are filtered and bound by the
+    scheduler one after another, go to the nodes that it documents. Each answer is exactly one node."""
+    counts = {VCORE_RESOURCE: "200", VMEMORY_RESOURCE: "8"}
+    nodes = [
+        {"metadata": {"name": f"testnode{i}"}, "status": {"capacity": counts, "allocatable": counts}} for i in range(3)
+    ]
+    wishes = [[(10, 1), (10, 1)], [(100, 3), (80, 3)], [(200, 8), (0, 0)], [(10, 2), (0, 0)]]
+    expected = ["testnode0", "testnode1", "testnode2", "testnode0"]
+    async with fake_cluster(*nodes) as cluster, running_extender(cluster, reserve="filter") as asker:
+        for number, (containers, node) in enumerate(zip(wishes, expected, strict=True)):
+            pod = raw_pod(f"pod-{number}", namespace="test-ns")
+            pod["spec"]["containers"] = [raw_container(f"container-{i}", *wish) for i, wish in enumerate(containers)]
+            cluster.put("pods", pod)
+            args = {"Pod": pod, "Nodes": {"items": nodes}, "NodeNames": None}
+            _, answer = await asker.post("/scheduler/predicates", args)
+            assert answer["Error"] == ""
+            assert [item["metadata"]["name"] for item in answer["Nodes"]["items"]] == [node]
+            assert len(answer["FailedNodes"]) + len(answer["FailedAndUnresolvableNodes"]) == 2
+            assert (
+                cluster.pod(pod["metadata"]["name"], "test-ns")["metadata"]["annotations"][PREDICATE_NODE_ANNOTATION]
+                == node
+            )
+            cluster.change("pods", f"test-ns/pod-{number}", lambda raw, node=node: raw["spec"].update(nodeName=node))
+            await eventually(
+                lambda number=number: any(
+                    r.pod == f"pod-{number}" and r.stage != "assumed" for r in asker.parts.state.reservations()
+                )
+            )
+
+
+async def test_a_pod_that_is_filtered_twice_gets_an_answer_twice() -> None:
+    """With reserve=filter: the scheduler did not bind it the first time; the first reservation is gone."""
+    pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8))]
+    async with (
+        fake_cluster(raw_node("n1", cards=1), pods=pods) as cluster,
+        running_extender(cluster, reserve="filter") as asker,
+    ):
+        for _ in range(2):
+            assert (await asker.filter(cluster.pod("a"), ["n1"]))["NodeNames"] == ["n1"]
+        assert len(asker.parts.state.reservations()) == 1
+        assert (await asker.filter(pods[1], ["n1"]))["NodeNames"] == []
+
+
+async def test_what_filter_set_aside_expires_when_the_pod_is_never_bound() -> None:
+    """With reserve=filter: after the time of the setting the cards are free, and the annotations gone."""
+    pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8))]
+    async with (
+        fake_cluster(raw_node("n1", cards=1), pods=pods) as cluster,
+        running_extender(cluster, reserve="filter", assume_timeout_s=1) as asker,
+    ):
+        assert (await asker.filter(pods[0], ["n1"]))["NodeNames"] == ["n1"]
+        assert (await asker.filter(pods[1], ["n1"]))["NodeNames"] == []
+        await eventually(lambda: asker.parts.state.reservations() == [])
+        assert (await asker.filter(pods[1], ["n1"]))["NodeNames"] == ["n1"]
+        await eventually(lambda: predicted(cluster.pod("a")) == {})
+        assert "gpushare_extender_reservations_expired_total 1.0" in (await asker.get("/metrics"))[1]
+
+
+async def test_cards_that_the_agent_gave_otherwise_are_counted() -> None:
+    """The agent's word replaces the plan, and the difference shows in a metric."""
+    pod = raw_pod("a", (60, 8))
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
+        assert await asker.bind(pod, "n1") == ""
+        holds(cluster, "n1", ("uid-a", 1, 60, 8))
+        await eventually(lambda: [r.stage for r in asker.parts.state.reservations()] == ["confirmed"])
+        assert asker.parts.state.reservations()[0].plan.charges[0].index == 1
+        assert "gpushare_extender_placement_disagreements_total 1.0" in (await asker.get("/metrics"))[1]

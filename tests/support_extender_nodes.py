@@ -1,0 +1,196 @@
+"""Several embedded nodes with agents in this process, and extenders for the embedded scheduler: the real one, and one that
+does as it is told, for tests of the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from gpushare_agent.adapters.kube.cluster import open_cluster_api
+from gpushare_agent.apps.extender import ExtenderParts, build, not_ready, serve
+from gpushare_agent.sandbox.cluster import EmbeddedCluster, open_embedded_cluster
+from gpushare_agent.sandbox.extender_scheduler import SchedulerTimes
+from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.settings import load_settings
+from tests.support_agent import InnerAgent, open_agent, wait_synced
+from tests.support_sandbox import CORE, MEMORY, SHORT_TIMES
+
+DEADLINE_S = 15.0
+CALM = ("--allocation.check-period-s=5", "--health.check-period-s=5", "--sample-period-s=10")
+QUICK = SchedulerTimes(first_backoff_s=0.05, last_backoff_s=0.5)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@asynccontextmanager
+async def open_cluster(
+    *names: str, extender_url: str = "", times: KubeletTimes = SHORT_TIMES, scheduler_times: SchedulerTimes = QUICK
+) -> AsyncIterator[EmbeddedCluster]:
+    """In a short directory below /tmp, which is removed afterwards."""
+    state = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
+    try:
+        async with open_embedded_cluster(
+            state, node_names=names, extender_url=extender_url, times=times, scheduler_times=scheduler_times
+        ) as cluster:
+            yield cluster
+    finally:
+        shutil.rmtree(state)
+
+
+async def wait_cluster(cluster: EmbeddedCluster, found: Callable[[], Any], what: str) -> Any:
+    return await cluster.signal.wait_until(found, DEADLINE_S, what)
+
+
+async def wait_bound(cluster: EmbeddedCluster, name: str) -> str:
+    """The node of the pod."""
+    return str(await wait_cluster(cluster, lambda: node_of(cluster, name), f"pod {name} on a node"))
+
+
+def node_of(cluster: EmbeddedCluster, name: str) -> str:
+    return str(cluster.api.pod("default", name)["spec"].get("nodeName", ""))
+
+
+def condition_of(cluster: EmbeddedCluster, name: str) -> dict[str, Any]:
+    """The pod's PodScheduled, empty where the scheduler has not spoken."""
+    conditions = cluster.api.pod("default", name)["status"].get("conditions", ())
+    return next((one for one in conditions if one["type"] == "PodScheduled"), {})
+
+
+@dataclass
+class ToldExtender:
+    """Answers as the test says: `fits` gives the reason why a pod does not fit on a node, empty where it does."""
+
+    fits: Callable[[str, str], str] = lambda pod, node: ""
+    score: Callable[[str, str], int] = lambda pod, node: 0
+    before_bind: Callable[[str], Awaitable[str]] | None = None
+    """May wait; a text is the error of the bind."""
+    filter_error: str = ""
+    seen: list[tuple[str, str, Any]] = field(default_factory=list)
+    """Verb, pod, and the nodes or the node."""
+    cluster: EmbeddedCluster | None = None
+    port: int = field(default_factory=free_port)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/scheduler"
+
+    def asked(self, verb: str, pod: str) -> list[Any]:
+        return [what for name, subject, what in self.seen if (name, subject) == (verb, pod)]
+
+    async def filter(self, request: web.Request) -> web.Response:
+        args = await request.json()
+        assert set(args) == {"Pod", "NodeNames"}
+        pod, names = args["Pod"]["metadata"]["name"], args["NodeNames"]
+        self.seen.append(("filter", pod, names))
+        if self.filter_error:
+            return web.json_response({"Error": self.filter_error})
+        failed = {name: reason for name in names if (reason := self.fits(pod, name))}
+        return web.json_response({
+            "Nodes": None, "NodeNames": [name for name in names if name not in failed], "FailedNodes": failed,
+            "FailedAndUnresolvableNodes": None, "Error": "",
+        })  # fmt: skip
+
+    async def prioritize(self, request: web.Request) -> web.Response:
+        args = await request.json()
+        pod, names = args["Pod"]["metadata"]["name"], args["NodeNames"]
+        self.seen.append(("prioritize", pod, names))
+        return web.json_response([{"Host": name, "Score": self.score(pod, name)} for name in names])
+
+    async def bind(self, request: web.Request) -> web.Response:
+        args = await request.json()
+        assert set(args) == {"PodName", "PodNamespace", "PodUID", "Node"}
+        self.seen.append(("bind", args["PodName"], args["Node"]))
+        error = await self.before_bind(args["PodName"]) if self.before_bind is not None else ""
+        if not error:
+            assert self.cluster is not None
+            self.cluster.api.bind_pod(args["PodNamespace"], args["PodName"], args["Node"], uid=args["PodUID"])
+        return web.json_response({"Error": error})
+
+
+@asynccontextmanager
+async def serving(extender: ToldExtender) -> AsyncIterator[ToldExtender]:
+    app = web.Application()
+    app.router.add_post("/scheduler/filter", extender.filter)
+    app.router.add_post("/scheduler/priorities", extender.prioritize)
+    app.router.add_post("/scheduler/bind", extender.bind)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", extender.port).start()
+        yield extender
+    finally:
+        async with asyncio.timeout(DEADLINE_S):
+            await runner.cleanup()
+
+
+@asynccontextmanager
+async def open_told(extender: ToldExtender, names: Sequence[str]) -> AsyncIterator[EmbeddedCluster]:
+    """A cluster whose scheduler asks this extender."""
+    async with serving(extender), open_cluster(*names, extender_url=extender.url) as cluster:
+        extender.cluster = cluster
+        yield cluster
+
+
+# --- the extender itself, and agents, in this process ---
+
+
+@asynccontextmanager
+async def open_extender(cluster: EmbeddedCluster, port: int, *flags: str) -> AsyncIterator[ExtenderParts]:
+    """It leads at once, and has listed the cluster."""
+    arguments = [
+        f"--kubeconfig={cluster.paths.kubeconfig}", f"--extender.port={port}", "--extender.leader-elect=false", *flags,
+    ]  # fmt: skip
+    settings = load_settings(arguments, {}).settings
+    stop = asyncio.Event()
+    async with open_cluster_api(kubeconfig=settings.kubeconfig, request_s=2.0) as api:
+        parts = build(settings, api)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(serve(parts, stop), name="extender")
+            try:
+                async with asyncio.timeout(DEADLINE_S):
+                    while not_ready(parts):
+                        await asyncio.sleep(0.01)  # it tells a Service, which asks again and again
+                yield parts
+            finally:
+                stop.set()
+                async with asyncio.timeout(DEADLINE_S):
+                    await asyncio.wait({task})
+
+
+@asynccontextmanager
+async def open_agents(cluster: EmbeddedCluster, *flags: Sequence[str]) -> AsyncIterator[list[InnerAgent]]:
+    """One for each node, in the order of the nodes, each with its flags. They work seldom: there may be many."""
+    async with AsyncExitStack() as stack:
+        agents = [
+            await stack.enter_async_context(open_agent(node, *CALM, *own, wait=False))
+            for node, own in zip(cluster.nodes, flags, strict=True)
+        ]
+        for node, agent in zip(cluster.nodes, agents, strict=True):
+            await wait_cluster(cluster, partial(_offers, node), f"the devices of node {node.name}")
+            await wait_synced(agent.parts)
+        yield agents
+
+
+def _offers(node: EmbeddedNode) -> bool:
+    """The kubelet has the devices of both resources; the Node object is told at once, not at the next interval."""
+    healthy = node.kubelet.capacity()
+    if all(healthy.get(name, (0, 0))[1] for name in (CORE, MEMORY)):
+        node.kubelet.push_node_status()
+        return True
+    return False
