@@ -130,7 +130,7 @@ def _with_absent_cards(served: Served, refused: Refused, books: Books, policy: P
             for card in sorted(unhealthy, key=lambda card: card.index)[:_CARDS_NAMED]
         )
         more = f"; and {len(unhealthy) - _CARDS_NAMED} more" if len(unhealthy) > _CARDS_NAMED else ""
-        told += f" Unhealthy, and not counted: {named}{more}."
+        told += f" Out of service, and not counted: {named}{more}."
     return replace(refused, detail=refused.detail + told) if told else refused
 
 

@@ -185,7 +185,8 @@ def _memory_room(state: memory_share.MemoryState, names: ResourceNames) -> _Room
 def _lack(room: _Room, need: _Need, reason: str) -> str:
     """Why the card cannot be given, empty where it can."""
     if not room.is_healthy:
-        return f"unhealthy: {reason[:MAX_REASON_CHARS] or 'no reason given'}"
+        told = reason[:MAX_REASON_CHARS] or "no reason given"
+        return told if told.startswith("cordoned") else f"unhealthy: {told}"
     if need.cards:
         if room.is_free:
             return ""

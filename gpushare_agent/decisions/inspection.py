@@ -28,11 +28,13 @@ _INDEXES = re.compile(r"[0-9]{1,4}(,[0-9]{1,4})*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardSums:
-    """One card and what of it is allocated."""
+    """One card and what of it is allocated. `health_reason` is what is wrong with the card itself, None where that is not
+    told."""
 
     card: NodeCard
     cores_allocated: int
     memory_allocated_bytes: int
+    health_reason: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,7 @@ def _card_sums(card: NodeCard, containers: Sequence[ContainerSums]) -> CardSums:
         card=card,
         cores_allocated=sum(c.cores // len(c.cards) for c in here),
         memory_allocated_bytes=sum(card.memory_bytes if _is_whole(c) else c.memory_bytes for c in here),
+        health_reason="" if card.is_healthy else None,  # the node's object has no room for it
     )
 
 

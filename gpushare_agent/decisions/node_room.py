@@ -108,9 +108,11 @@ def has_room(room: NodeRoom, wish: Wish) -> bool:
     if wish.cores >= CORES_PER_CARD:
         count = wish.cores // CORES_PER_CARD
         return len(room.whole_blocks) >= count and sum(room.whole_blocks[:count]) >= wish.blocks
-    if wish.units:
-        return any(units >= wish.units for _, _, units in room.free)
-    return any(cores >= wish.cores and blocks >= wish.blocks for cores, blocks, _ in room.free)
+    wanted_cores, wanted_blocks, wanted_units = wish.cores, wish.blocks, wish.units
+    for cores, blocks, units in room.free:  # a loop and no generator: thousands of nodes are asked in one answer
+        if cores >= wanted_cores and blocks >= wanted_blocks and units >= wanted_units:
+            return True
+    return False
 
 
 def lack_text(room: NodeRoom, wish: Wish, names: ResourceNames) -> str:

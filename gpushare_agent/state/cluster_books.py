@@ -131,6 +131,8 @@ class ClusterBooks:
         self._of_node: dict[str, dict[PodUid, None]] = {}
         self._place: dict[PodUid, str] = {}
         """The node on whose books a pod is."""
+        self._orphans: dict[str, dict[PodUid, Reservation]] = {}
+        """What is assumed on nodes that went away meanwhile."""
 
     def __len__(self) -> int:
         return len(self._place)
@@ -143,20 +145,27 @@ class ClusterBooks:
         return self._nodes.get(name)
 
     def reservation(self, uid: PodUid) -> Reservation | None:
-        books = self._nodes.get(self._place.get(uid, ""))
-        return books.reservations.get(uid) if books is not None else None
+        place = self._place.get(uid, "")
+        books = self._nodes.get(place)
+        return books.reservations.get(uid) if books is not None else self._orphans.get(place, {}).get(uid)
 
     # --- nodes ---
 
-    def put_node(self, node: ClusterNode, now: float) -> None:
+    def put_node(self, node: ClusterNode, now: float) -> list[Reservation]:
+        """The reservations that are new: of pods that were waiting for the node."""
         books = self._nodes.get(node.name)
+        settled: list[Reservation] = []
         if books is None:
             books = self._nodes[node.name] = NodeBooks(node, self._policy)
+            for assumed in self._orphans.pop(node.name, {}).values():
+                self._put(books, assumed)
             for uid in self._of_node.get(node.name, ()):
+                is_new = uid not in books.reservations
                 self._settle(books, self._pods[uid], now)
+                settled += [books.reservations[uid]] if is_new else []
         else:
             if node == books.node:
-                return
+                return settled
             former = books.node.held or {}
             books.set_node(node)
             for uid, charges in (node.held or {}).items():
@@ -165,12 +174,19 @@ class ClusterBooks:
         books.set_strangers(
             {uid: charges for uid, charges in (node.held or {}).items() if uid not in books.reservations}
         )
+        return settled
 
-    def remove_node(self, name: str) -> None:
-        """Its pods stay known: the node may come back before they end."""
+    def remove_node(self, name: str) -> list[Reservation]:
+        """Its pods stay known, and what is assumed is kept: the node may come back before they end. What was dropped."""
         books = self._nodes.pop(name, None)
-        for uid in books.reservations if books is not None else ():
-            del self._place[uid]
+        dropped = []
+        for uid, reservation in sorted(books.reservations.items()) if books is not None else ():
+            if reservation.stage is Stage.ASSUMED:
+                self._orphans.setdefault(name, {})[uid] = reservation
+            else:
+                del self._place[uid]
+                dropped.append(reservation)
+        return dropped
 
     # --- pods ---
 
@@ -202,8 +218,13 @@ class ClusterBooks:
 
     def mark_bound(self, uid: PodUid) -> None:
         reservation = self.reservation(uid)
-        if reservation is not None and reservation.stage is Stage.ASSUMED:
-            self._put(self._nodes[reservation.node], replace(reservation, stage=Stage.BOUND))
+        if reservation is None or reservation.stage is not Stage.ASSUMED:
+            return
+        bound = replace(reservation, stage=Stage.BOUND)
+        if reservation.node in self._nodes:
+            self._put(self._nodes[reservation.node], bound)
+        else:
+            self._orphans[reservation.node][uid] = bound
 
     def release(self, uid: PodUid) -> Reservation | None:
         """Forget the pod and what it has."""
@@ -212,9 +233,14 @@ class ClusterBooks:
             of_node.pop(uid, None)
             if not of_node:
                 del self._of_node[pod.node_name]
-        books = self._nodes.get(self._place.pop(uid, ""))
+        place = self._place.pop(uid, "")
+        books = self._nodes.get(place)
         if books is None:
-            return None
+            orphans = self._orphans.get(place, {})
+            orphan = orphans.pop(uid, None)
+            if not orphans:
+                self._orphans.pop(place, None)
+            return orphan
         old = books.remove(uid)
         held = books.node.held or {}
         if uid in held:  # the agent has not let go of it yet: its processes may run on

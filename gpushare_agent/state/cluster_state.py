@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gpushare_agent.decisions.node_room import Signature, has_room, lack_text, lacks_at_all, score, signature_of
 from gpushare_agent.decisions.placement import validate_request
@@ -45,9 +45,9 @@ class Filtered:
     unresolvable: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    """About one node at one version of its books. `text` is empty where the pod fits; `score` counts only then."""
+class _Verdict(NamedTuple):
+    """About one node at one version of its books. `text` is empty where the pod fits; `score` counts only then. A tuple: a
+    new signature makes thousands of them at once."""
 
     version: int
     text: str
@@ -78,10 +78,13 @@ class ClusterState:
     # --- what the informers tell ---
 
     def put_node(self, node: ClusterNode, now: float) -> None:
-        self._books.put_node(node, now)
+        for settled in self._books.put_node(node, now):
+            self._tell(None, settled)
 
     def remove_node(self, name: str) -> None:
-        self._books.remove_node(name)
+        """What its pods have is forgotten until it comes back, but for binds that are under way."""
+        for gone in self._books.remove_node(name):
+            self._tell(gone, None)
         for verdicts in self._verdicts.values():
             verdicts.pop(name, None)
 
@@ -112,13 +115,13 @@ class ClusterState:
         answer = Filtered()
         verdicts = self._verdicts_of(wanted)
         quotas: dict[tuple[str, str], str] = {}
+        has_quota = self._quota is not None
         for name in asked:
             books = self._books.node(name)
             if books is None:
                 answer.failed[name] = _UNKNOWN
                 continue
-            over = self._over_quota(pod, books, quotas)
-            if over:
+            if has_quota and (over := self._over_quota(pod, books, quotas)):
                 answer.unresolvable[name] = over
                 continue
             verdict = verdicts.get(name)

@@ -24,6 +24,7 @@ from gpushare_agent.decisions.health import (
     offered,
     uncordoned,
     waiting,
+    why_not_offered,
 )
 from gpushare_agent.model.card_health import NOTHING_KEPT, CardHealth, HealthState, KeptHealth
 from gpushare_agent.model.gpu_events import GpuEvent
@@ -60,6 +61,13 @@ class GpuInventoryState:
     def cordoned(self) -> dict[GpuUuid, str]:
         """Cards that an operator took out of service, and why."""
         return dict(self._kept.cordons)
+
+    @property
+    def illnesses(self) -> dict[GpuUuid, str]:
+        """What is wrong with cards themselves, whether they are cordoned besides or not, and what brings them back."""
+        alone = {card.uuid: replace(self._healths[card.uuid], cordon=None) for card in self._seen.cards}
+        whys = {uuid: why_not_offered(health, self._policy) for uuid, health in alone.items()}
+        return {uuid: why for uuid, why in whys.items() if why}
 
     @property
     def kept(self) -> KeptHealth:

@@ -84,7 +84,7 @@ async def test_what_was_refused_is_explained() -> None:
     assert "card 2: 10 cores short" in fragmented_told
     assert verdicts(unhealthy)[:2] == ["10 cores short"] * 2
     assert verdicts(unhealthy)[2].startswith("unhealthy: ") and "fell off the bus" in verdicts(unhealthy)[2]
-    assert "Unhealthy, and not counted: card 2" in unhealthy.explanation
+    assert "Out of service, and not counted: card 2" in unhealthy.explanation
     assert "fell off the bus" in unhealthy_told
     assert not any(candidate.is_chosen for record in (memory, fragmented, unhealthy) for candidate in record.candidates)
 

@@ -136,7 +136,19 @@ def test_an_unhealthy_card_is_named_with_the_drivers_reason() -> None:
     outcome, why = decide(60, 10, share("a", 0, range(50), range(5)), cards=sick(inventory(), 1))
     assert isinstance(outcome, Refused) and outcome.reason is RefusalReason.NOT_ENOUGH_CORES
     assert verdicts(why) == ["10 cores short", "unhealthy: Xid 79"]
-    assert outcome.detail.endswith("Unhealthy, and not counted: card 1: Xid 79.")
+    assert outcome.detail.endswith("Out of service, and not counted: card 1: Xid 79.")
+
+
+def test_a_cordoned_card_is_not_called_unhealthy() -> None:
+    """Somebody took it out of service by hand."""
+    found = sick(inventory(), 1)
+    cards = tuple(
+        replace(card, unhealthy_reason="cordoned: new fan on Monday") if card.index == 1 else card
+        for card in found.cards
+    )
+    outcome, why = decide(60, 10, share("a", 0, range(50), range(5)), cards=replace(found, cards=cards))
+    assert verdicts(why) == ["10 cores short", "cordoned: new fan on Monday"]
+    assert isinstance(outcome, Refused) and outcome.detail.endswith("not counted: card 1: cordoned: new fan on Monday.")
 
 
 def test_a_node_without_a_healthy_card_names_the_reasons() -> None:

@@ -155,6 +155,37 @@ def test_the_pod_may_be_known_before_its_node() -> None:
     assert cards_of(cluster.reservation(PodUid("uid-p"))) == {0: 60, 1: 60}
 
 
+def test_a_bind_under_way_survives_its_node_going_and_coming() -> None:
+    """A node's object may be deleted and made anew within a bind; its cards must not be given twice."""
+    cluster = state(node(cards=1))
+    reserve(cluster, share("p", 60))
+    cluster.remove_node("a")
+    kept = cluster.reservation(PodUid("uid-p"))
+    assert kept is not None and kept.stage is Stage.ASSUMED
+    cluster.put_node(node(cards=1), 2.0)
+    assert cluster.filter(share("q", 60), None).fitting == []
+    cluster.remove_node("a")
+    cluster.bound(PodUid("uid-p"))
+    cluster.put_node(node(cards=1), 3.0)
+    bound = cluster.reservation(PodUid("uid-p"))
+    assert bound is not None and bound.stage is Stage.BOUND
+    cluster.remove_node("a")
+    cluster.undo(PodUid("uid-p"))
+    cluster.put_node(node(cards=1), 4.0)
+    assert cluster.filter(share("q", 60), None).fitting == ["a"], "what was bound is not known to be on the node yet"
+
+
+def test_an_assumed_pod_can_be_undone_while_its_node_is_away() -> None:
+    """Then nothing comes back with the node."""
+    cluster = state(node(cards=1))
+    reserve(cluster, share("p", 60))
+    cluster.remove_node("a")
+    cluster.undo(PodUid("uid-p"))
+    assert cluster.reservation(PodUid("uid-p")) is None
+    cluster.put_node(node(cards=1), 2.0)
+    assert cluster.filter(share("q", 60), None).fitting == ["a"]
+
+
 def test_what_the_agent_holds_for_a_pod_that_is_gone_stays_taken() -> None:
     """Deleted by force, its processes run on."""
     held = {PodUid("uid-p"): (Charge(index=0, cores=60, blocks=10),)}
@@ -285,7 +316,10 @@ def test_changes_of_reservations_are_told() -> None:
     cluster.undo(PodUid("uid-p"))
     cluster.put_pod(on(share("q", 10), "a"), 1.0)
     cluster.remove_pod(PodUid("uid-q"))
-    assert told == [("", "p"), ("p", ""), ("", "q"), ("q", "")]
+    cluster.put_pod(on(share("r", 10), "late"), 2.0)
+    cluster.put_node(node("late"), 3.0)
+    cluster.remove_node("late")
+    assert told == [("", "p"), ("p", ""), ("", "q"), ("q", ""), ("", "r"), ("r", "")]
 
 
 class Machine(RuleBasedStateMachine):

@@ -37,6 +37,17 @@ def test_a_cordon_is_told_once_and_lifted_once() -> None:
     assert reasons(state) == ["", ""] and len(told) == 3
 
 
+def test_an_illness_is_told_apart_from_a_cordon() -> None:
+    """A card that is only cordoned has none; the other one's stands without the operator's words."""
+    state, _ = _state()
+    state.note_events([xid(79, 1)])
+    alone = reasons(state)[1]
+    state.cordon(FIRST, "fan")
+    state.cordon(SECOND, "smoke")
+    assert alone and state.illnesses == {SECOND: alone}
+    assert reasons(state) == ["cordoned: fan", f"cordoned: smoke; besides, {alone}"]
+
+
 def test_events_of_many_cards_are_one_change_and_their_meanings_are_counted() -> None:
     """What each was taken for is for the log and the counters."""
     state, told = _state()
