@@ -82,6 +82,7 @@ class MadeNode:
                 driver_version="580.65.06",
             ),
             cordoned={uuid_of(index): why for index, why in self.cordoned.items()},
+            illnesses={uuid_of(index): why for index, why in self.unhealthy.items()},
             cores_allocated={uuid: count * SHARE_CORES for uuid, count in zip(uuids, per_card, strict=True)},
             memory_allocated_bytes={
                 uuid: count * SHARE_BLOCKS * 256 * MIB for uuid, count in zip(uuids, per_card, strict=True)
@@ -123,7 +124,8 @@ class MadeNode:
         )
 
     def _card(self, index: int) -> Card:
-        reason = self.unhealthy.get(index, "")
+        illness, cordon = self.unhealthy.get(index, ""), self.cordoned.get(index)
+        reason = illness if cordon is None else f"cordoned: {cordon}; {illness}"
         return Card(
             index=index,
             minor=index,

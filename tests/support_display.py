@@ -66,6 +66,7 @@ def snapshot(*, usage: UsageRound | None = None) -> NodeSnapshot:
         names=NAMES,
         inventory=inventory(2, CARD_MIB),
         cordoned={},
+        illnesses={},
         cores_allocated={CARD_0: 30, CARD_1: 100},
         memory_allocated_bytes={CARD_0: 2048 * MIB, CARD_1: CARD_MIB * MIB},
         containers=facts,

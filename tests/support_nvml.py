@@ -45,7 +45,7 @@ def fake_library(*defines: str) -> Iterator[Path]:
         pytest.skip("no C compiler (cc) to build the fake libnvidia-ml.so.1 with")
     directory = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
     source = ROOT / "tests" / "native" / "fake_nvml.c"
-    flags = ["-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", *(f"-D{define}" for define in defines)]
+    flags = ["-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread", *(f"-D{define}" for define in defines)]
     subprocess.run([compiler, *flags, "-o", "libnvidia-ml.so.1", str(source)], cwd=directory, check=True)
     yield directory
     shutil.rmtree(directory)

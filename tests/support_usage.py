@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from gpushare_agent.adapters.simulated_gpus import default_topology
+from gpushare_agent.decisions.health import HealthPolicy, why_not_offered
 from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.card_health import CardHealth
 from gpushare_agent.model.cgroup_paths import PeerIdentity
 from gpushare_agent.model.gpus import Card, GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid, PodUid, device_id
@@ -93,6 +96,14 @@ def inventory(cards: int = 2, *, sick: Mapping[int, str] | None = None) -> GpuIn
     )
 
 
+def _as_offered(card: Card, cordoned: Mapping[GpuUuid, str]) -> Card:
+    if card.uuid not in cordoned:
+        return card
+    reason = why_not_offered(CardHealth(cordon=cordoned[card.uuid]), HealthPolicy())
+    besides = f"; besides, {card.unhealthy_reason}" if card.unhealthy_reason else ""
+    return replace(card, health=Health.UNHEALTHY, unhealthy_reason=reason + besides)
+
+
 def facts(held: Allocation, *, core_limit: int = 0, pod: Pod | None = None) -> ContainerFacts:
     memory_mib = CARD_MIB * len(held.cards) if held.is_whole else held.memory_blocks * 256
     return ContainerFacts(
@@ -106,6 +117,8 @@ def snapshot(
     cards: GpuInventory | None = None,
     cordoned: Mapping[GpuUuid, str] | None = None,
 ) -> NodeSnapshot:
+    """`cards` are as the driver shows them; a cordoned one is Unhealthy for the kubelet, as with the agent."""
+    known = cards or inventory()
     cores: dict[GpuUuid, int] = {}
     memory: dict[GpuUuid, int] = {}
     for one in containers:
@@ -124,8 +137,9 @@ def snapshot(
             sample_period_s=1.0,
         ),
         names=ResourceNames(),
-        inventory=cards or inventory(),
+        inventory=replace(known, cards=tuple(_as_offered(card, cordoned or {}) for card in known.cards)),
         cordoned=cordoned or {},
+        illnesses={card.uuid: card.unhealthy_reason for card in known.cards if not card.is_healthy},
         cores_allocated=cores,
         memory_allocated_bytes=memory,
         containers=containers,

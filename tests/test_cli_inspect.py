@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from gpushare_agent.apps.node_doors import Where
 from gpushare_agent.apps.render_text import Form
 from gpushare_agent.cli_kubectl import PLUGIN_LINE
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
+from gpushare_agent.services.node_document import NO_REASON
 from gpushare_agent.settings import Settings, load_settings
 from tests.support_agent import open_agent
 from tests.support_cli import (
@@ -92,17 +94,32 @@ async def test_one_node_is_told_by_its_agent(capsys: pytest.CaptureFixture[str])
     async with json_server(agent_answers(busy_node())) as agent:
         lines = (await inspected(capsys, LOCAL, Where(server=agent.url))).splitlines()
     rows = [line.split("  ") for line in lines]
-    assert lines[0].split() == ["NODE", "GPU", "NAME", "HEALTH", "CORES", "MEMORY", "MiB"]
+    assert lines[0].split() == ["NODE", "GPU", "NAME", "HEALTH", "CORES", "MEMORY", "MiB", "REASON"]
     assert [cell.strip() for cell in rows[1] if cell] == [
         *("n1", "0", "NVIDIA H100 80GB HBM3", "Healthy", "60/100 (60 %)", "6144/24576 (25 %)")
     ]
-    assert [line.split()[-6] for line in lines[1:5]] == ["60/100", "100/100", "0/100", "0/100"]
-    assert ["Unhealthy" in lines[2], "Cordoned" in lines[3]] == [True, True]
+    assert [re.findall(r"\d+/100", line) for line in lines[1:5]] == [["60/100"], ["100/100"], ["0/100"], ["0/100"]]
+    assert " Unhealthy " in lines[2] and lines[2].endswith("  Xid 79: the card fell off the bus")
+    assert " Cordoned " in lines[3] and lines[3].endswith("  fan replaced on Monday")
     assert lines[5].split() == ["all", "160/400", "(40", "%)", "30720/98304", "(31", "%)"]
     assert (
-        lines[-1]
-        == "allocated of 4 cards of the node, 1 not healthy: cores 160/400 (40 %), memory 30720/98304 (31 %) MiB"
+        lines[-1] == "allocated of 4 cards of the node, 1 unhealthy, 1 cordoned: "
+        "cores 160/400 (40 %), memory 30720/98304 (31 %) MiB"
     )
+
+
+async def test_a_card_that_is_cordoned_and_ill_says_both(capsys: pytest.CaptureFixture[str]) -> None:
+    """In table and document; without cards out of service there is no column for reasons."""
+    document = busy_node()
+    document["cards"][1]["cordoned"] = "loud"
+    async with json_server(agent_answers(document)) as agent:
+        lines = (await inspected(capsys, LOCAL, Where(server=agent.url))).splitlines()
+        shown = json.loads(await inspected(capsys, LOCAL, Where(server=agent.url), form="json"))["nodes"][0]["cards"]
+        agent.answers["/api/v1/node"] = document | {"cards": [document["cards"][0]]}
+        assert "REASON" not in await inspected(capsys, LOCAL, Where(server=agent.url))
+    assert " Cordoned, Unhealthy " in lines[2]
+    assert lines[2].endswith("  Cordoned: loud; Unhealthy: Xid 79: the card fell off the bus")
+    assert [card["health_reason"] for card in shown] == ["", "Xid 79: the card fell off the bus", "", ""]
 
 
 async def test_details_list_every_container(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,6 +145,7 @@ async def test_the_document_of_inspect_says_what_the_table_says(capsys: pytest.C
         "uuid": "GPU-0",
         "name": "NVIDIA H100 80GB HBM3",
         "is_healthy": True,
+        "health_reason": "",
         "cordoned": None,
         "cores": {"allocated": 60, "capacity": 100},
         "memory": {"allocated_bytes": 6144 * MIB, "capacity_bytes": 24576 * MIB},
@@ -152,9 +170,20 @@ async def test_all_nodes_are_told_by_the_api_server(short_dir: Path, capsys: pyt
     assert rows[4][:3] == ["b", "0", "-"]
     assert "a: 1 container with 30 cores and 1024 MiB is charged to no card; -d lists them" in out
     assert "b: no gpushare-agent/cards: cards of equal size are assumed from the node's capacity" in out
-    assert out.splitlines()[-1].startswith("allocated of 4 cards in 2 nodes, 1 not healthy: cores 30/400 (8 %)")
+    assert out.splitlines()[-1].startswith("allocated of 4 cards in 2 nodes, 1 unhealthy: cores 30/400 (8 %)")
     assert {request.path for request in server.heard} == {"/api/v1/nodes", "/api/v1/pods"}
     assert all(request.headers["Authorization"] == "Bearer secret" for request in server.heard)
+
+
+async def test_of_all_nodes_a_cordon_is_told_and_no_reason(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The node's object says that a card is out and by whom, not why: that is not known, and not nothing."""
+    node = raw_node("a", [raw_card(0, is_healthy=False, cordoned=True), raw_card(1, is_healthy=False)])
+    async with cluster(short_dir, {"/api/v1/nodes": raw_list([node]), "/api/v1/pods": raw_list([])}) as (_, settings):
+        lines = (await inspected(capsys, settings)).splitlines()
+        cards = json.loads(await inspected(capsys, settings, form="json"))["nodes"][0]["cards"]
+    assert [line.split()[-7] for line in lines[1:3]] == ["Cordoned", "Unhealthy"]
+    assert lines[-1].startswith("allocated of 2 cards of the node, 1 unhealthy, 1 cordoned: ")
+    assert [(card["is_healthy"], card["health_reason"]) for card in cards] == [(False, None), (False, None)]
 
 
 async def test_the_details_say_why_a_container_is_charged_to_no_card(
@@ -197,10 +226,17 @@ async def test_both_ways_tell_the_same_of_a_real_node(capsys: pytest.CaptureFixt
         settings = load_settings(["--kubeconfig", str(node.paths.kubeconfig)], {"NODE_NAME": "desk"}).settings
         where = Where(server=f"http://127.0.0.1:{await agent.parts.web.wait_listening()}")
         capsys.readouterr()
-        by_books = json.loads(await inspected(capsys, settings, where, form="json"))
-        by_annotations = json.loads(await inspected(capsys, settings, form="json"))
+        by_books = document_among_logs(await inspected(capsys, settings, where, form="json"))
+        by_annotations = document_among_logs(await inspected(capsys, settings, form="json"))
     assert by_annotations == by_books
     assert by_books["totals"]["cores"] == {"allocated": 140, "capacity": 200}
+
+
+def document_among_logs(text: str) -> dict[str, Any]:
+    """The agent runs in this process and logs to the same place whenever it likes."""
+    document: dict[str, Any]
+    document, _ = json.JSONDecoder().raw_decode(text, text.index("{\n"))
+    return document
 
 
 def _is_all_written(pods: list[dict[str, Any]], node: dict[str, Any]) -> bool:
@@ -303,6 +339,16 @@ async def test_the_tree_tells_what_is_free_on_each_card(capsys: pytest.CaptureFi
         "|  |  |--GPU2 NVIDIA H100 80GB HBM3, free 0/100 cores, 0/24576 MiB, Cordoned: fan replaced on Monday",
         "|  |  |--GPU3 NVIDIA H100 80GB HBM3, free 100/100 cores, 24576/24576 MiB",
     ]
+
+
+async def test_the_tree_tells_a_cordon_from_an_illness(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both where a card has both; without the operator's reason there is the one word."""
+    document = busy_node()
+    document["cards"][1]["cordoned"] = "loud"
+    document["cards"][2]["cordoned"] = NO_REASON
+    lines = (await drawn(capsys, document)).splitlines()
+    assert lines[4].endswith("/24576 MiB, Cordoned: loud; Unhealthy: Xid 79: the card fell off the bus")
+    assert lines[6].endswith("/24576 MiB, Cordoned")
 
 
 async def test_the_graph_as_a_document_has_tree_links_and_what_is_free(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from gpushare_agent.apps.node_doors import Where
 from gpushare_agent.apps.render_text import Form
 from gpushare_agent.apps.render_top import top_lines, top_table
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
+from gpushare_agent.services.node_document import NO_REASON
 from gpushare_agent.settings import load_settings
 from tests.support_cli import agent_answers, at_terminal, busy_node, json_server
 from tests.support_settings import run_program
@@ -36,7 +37,7 @@ async def printed(document: dict[str, Any], capsys: pytest.CaptureFixture[str], 
 def drawn(document: dict[str, Any], width: int) -> list[str]:
     """The table in a terminal of this width."""
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    console.print(top_table(top_lines(document), width))
+    console.print(top_table(top_lines(document, width), width))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -44,7 +45,7 @@ def drawn(document: dict[str, Any], width: int) -> list[str]:
 async def test_each_container_stands_below_its_card_with_limit_and_use(capsys: pytest.CaptureFixture[str]) -> None:
     """The columns are those of the header, in MiB and percent."""
     lines = (await printed(busy_node(), capsys)).splitlines()
-    assert lines[0].startswith("node n1  ready  4 cards, 2 out of service  3 containers  isolation vcuda")
+    assert lines[0].startswith("node n1  ready  4 cards, 1 unhealthy, 1 cordoned  3 containers  isolation vcuda")
     assert lines[1].split() == [
         *("GPU", "/", "CONTAINER", "STATE", "CORES", "SM", "%", "USED", "MiB", "ALLOC", "MiB", "TOTAL", "MiB"),
         *("TEMP", "°C", "POWER", "W"),
@@ -56,14 +57,41 @@ async def test_each_container_stands_below_its_card_with_limit_and_use(capsys: p
     assert rows[1] == ["default/eval/evaluator", "Unknown", "20", "0", "0", "2048"]
     assert rows[2] == ["default/train/trainer", "Unknown", "40–60", "31", "2000", "4096"]
     assert rows[3] == ["process", "4711", "of", "no", "container", "compute", "2", "100"]
-    assert rows[5][:4] == ["default/big/main", "Unknown", "whole", "0"]
+    assert rows[6][:4] == ["default/big/main", "Unknown", "whole", "0"]
 
 
 async def test_a_card_out_of_service_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    """Unhealthy with the driver's reason, cordoned with the operator's."""
-    out = await printed(busy_node(), capsys)
-    assert "Unhealthy: Xid 79: the card fell off the bus" in out
-    assert "Cordoned: fan replaced on Monday" in out
+    """Unhealthy with the driver's reason, Cordoned with the operator's, each whole on a line below the card."""
+    document = busy_node()
+    long = "Xid 79: the card fell off the bus; " + "it is looked at again and again; " * 8 + "the end"
+    document["cards"][1]["health_reason"] = long
+    lines = (await printed(document, capsys)).splitlines()
+    ill, cordoned = (next(n for n, line in enumerate(lines) if line.startswith(f"{index} ")) for index in (1, 2))
+    assert (" Unhealthy " in lines[ill], lines[ill + 1]) == (True, f"    {long}")
+    assert (" Cordoned " in lines[cordoned], lines[cordoned + 1]) == (True, "    fan replaced on Monday")
+
+
+async def test_a_card_that_is_cordoned_and_ill_says_both(capsys: pytest.CaptureFixture[str]) -> None:
+    """With whose reason each is; without the operator's there is the one word."""
+    document = busy_node()
+    document["cards"][1]["cordoned"] = "loud"
+    document["cards"][2]["cordoned"] = NO_REASON
+    lines = (await printed(document, capsys)).splitlines()
+    assert "4 cards, 1 unhealthy, 2 cordoned" in lines[0]
+    ill, cordoned = (next(n for n, line in enumerate(lines) if line.startswith(f"{index} ")) for index in (1, 2))
+    assert " Cordoned, Unhealthy " in lines[ill]
+    assert lines[ill + 1 : ill + 3] == ["    Cordoned: loud", "    Unhealthy: Xid 79: the card fell off the bus"]
+    assert " Cordoned " in lines[cordoned]
+    assert lines[cordoned + 1].startswith("3 ")
+
+
+def test_a_reason_is_folded_in_a_narrow_terminal() -> None:
+    """Nothing of it is cut off."""
+    document = busy_node()
+    reason = "Xid 79: " + " ".join(f"word-{number}" for number in range(40))
+    document["cards"][1]["health_reason"] = reason
+    text = "\n".join(drawn(document, 60))
+    assert " ".join(reason.split()) in " ".join(text.split())
 
 
 async def test_what_is_not_known_is_a_dash_and_not_zero(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +146,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     """Columns are left out; the first one, cores and use stay."""
     lines = drawn(busy_node(), width)
     assert max(map(len, lines)) <= width
-    assert len(lines) == 1 + len(top_lines(busy_node()))
+    assert len(lines) == 1 + len(top_lines(busy_node(), width))
     for words in ("GPU / CONTAINER", "CORES", "SM %", "USED MiB"):
         assert words in lines[0]
 
@@ -293,9 +321,9 @@ async def test_a_small_terminal_scrolls() -> None:
         json_server(agent_answers(busy_node())) as agent,
         at_terminal("top", "--interval=60", "--server", agent.url, rows=9) as terminal,
     ):
-        await terminal.wait_shown(lambda text: "3 more lines" in text)
+        await terminal.wait_shown(lambda text: "6 more lines" in text)
         assert "Cordoned" not in terminal.shown
-        terminal.press("jj\x1b[B")
+        terminal.press("jjj\x1b[B")
         await terminal.wait_shown(lambda text: "Cordoned" in text)
         terminal.press("q")
         assert await terminal.wait_end() == 0

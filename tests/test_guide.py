@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from gpushare_agent.cli import COMMANDS
 from gpushare_agent.model.errors import RefusalReason
+from gpushare_agent.model.usage import ContainerUse, UsageRound
 from gpushare_agent.settings_reference import all_keys
+from gpushare_agent.state.usage_history import UsageHistory
+from tests.support_usage import UUIDS, allocation, key_of
 
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "docs/guide"
@@ -52,6 +58,49 @@ def test_a_pages_commands_files_and_settings_exist(page: Path) -> None:
     keys = {key.name for key in all_keys()}
     for name in re.findall(r"`([a-z_]+\.[a-z_]+)(?:: [^`]*)?`", text):
         assert name in keys or name.endswith((".md", ".yaml", ".json", ".so")), name
+
+
+def test_the_metrics_that_the_guide_names_exist() -> None:
+    """A query of a metric that nobody has is answered with nothing, and no error."""
+    known = re.findall(r"^\| `([a-z_]+)` \|", text_of(ROOT / "docs/metrics.md"), flags=re.M)
+    named = [name for page in PAGES for name in re.findall(r"\b(gpushare_(?!agent|extender)[a-z_]+)", text_of(page))]
+    assert set(named) <= set(known)
+    assert "gpushare_container_sm_utilization_ratio" in named
+
+
+async def test_the_guides_question_of_the_api_names_the_pod_that_uses_most(short_dir: Path) -> None:
+    """The jq program of the page, over a history as the agent serves it."""
+    if (jq := shutil.which("jq")) is None:
+        pytest.skip("jq is missing: apt-get install jq")
+    (program,) = re.findall(r"--arg card \"\$UUID\" '(.*?)'", text_of(GUIDE / "see-usage.md"), flags=re.S)
+    moments = iter([10.0, 20.0])
+    held = {key.key: key for key in (allocation(key_of(1), (0,), pod="lazy"), allocation(key_of(2), (0,), pod="busy"))}
+    held |= {one.key: one for one in [allocation(key_of(3), (1,), pod="elsewhere")]}
+    history = UsageHistory(60, 6, allocations=lambda: held, clock=lambda: next(moments))
+    for busy in (0.5, 0.7):
+        use = {(key_of(1), 0): 0.1, (key_of(2), 0): busy, (key_of(3), 1): 0.9}
+        history.add(
+            UsageRound(
+                sampled_at=1.0,
+                cards={},
+                containers={
+                    (key, UUIDS[card]): ContainerUse(key=key, uuid=UUIDS[card], pids=(), memory_bytes=0, sm_ratio=sm)
+                    for (key, card), sm in use.items()
+                },
+                strangers={},
+            )
+        )
+    document = short_dir / "history.json"
+    document.write_text(json.dumps(history.document()), encoding="utf-8")
+    child = await asyncio.create_subprocess_exec(
+        *(jq, "-c", "--arg", "card", UUIDS[0], program, str(document)), stdout=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(10):
+        out, _ = await child.communicate()
+    assert [(one["namespace"], one["pod"], one["container"], round(one["sm"], 3)) for one in json.loads(out)] == [
+        ("default", "busy", "main", 0.6),
+        ("default", "lazy", "main", 0.1),
+    ]
 
 
 def test_every_reason_of_a_refusal_is_explained() -> None:

@@ -128,8 +128,18 @@ def _check(answer: Answer, what: str) -> None:
 
 def _print_cards(answer: Answer) -> int:
     _check(answer, "list the cards")
-    print(f"{'GPU':>3}  {'UUID':<40}  {'STATE':<11}  REASON")
+    print(f"{'GPU':>3}  {'UUID':<40}  {'STATE':<21}  REASON")
     for card in answer.document["cards"]:
-        state = "cordoned" if card["cordoned"] is not None else card["state"]
-        print(f"{card['index']:>3}  {card['uuid']:<40}  {state:<11}  {card['reason'] or '-'}")
+        print(f"{card['index']:>3}  {card['uuid']:<40}  {_state(card):<21}  {_reason(card) or '-'}")
     return 0
+
+
+def _state(card: dict[str, Any]) -> str:
+    if card["cordoned"] is None:
+        return str(card["state"])
+    return "cordoned" if card["state"] == "healthy" else f"cordoned, {card['state']}"
+
+
+def _reason(card: dict[str, Any]) -> str:
+    """The operator's words, and what is wrong with the card itself."""
+    return "; besides, ".join(filter(None, (card["cordoned"], card["reason"])))

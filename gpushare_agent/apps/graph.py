@@ -10,7 +10,7 @@ from rich.text import Text
 
 from gpushare_agent.apps.node_client import read_node
 from gpushare_agent.apps.node_doors import Where, open_door
-from gpushare_agent.apps.render_text import MIB, Form, health_word, plain, print_as
+from gpushare_agent.apps.render_text import MIB, Form, health_line, is_cordoned, plain, print_as
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.topology import Branch, LinkKind, Topology
 from gpushare_agent.model.topology_tree import render_tree
@@ -46,7 +46,7 @@ def graph_document(node: dict[str, Any]) -> dict[str, Any]:
 
 def _card(card: dict[str, Any]) -> dict[str, Any]:
     cores, memory = card["cores"], card["memory"]
-    is_usable = card["is_healthy"] and not card["cordoned"]
+    is_usable = card["is_healthy"] and not is_cordoned(card)
     return {
         "index": card["index"],
         "uuid": card["uuid"],
@@ -70,7 +70,7 @@ def tree_text(document: dict[str, Any]) -> str:
 
 def _note(card: dict[str, Any]) -> str:
     cores, memory = card["cores"], card["memory"]
-    health = health_word(card)
+    health = health_line(card)
     free = (
         f"free {cores['free']}/{cores['capacity']} cores, "
         f"{memory['free_bytes'] // MIB}/{memory['capacity_bytes'] // MIB} MiB"

@@ -60,6 +60,7 @@ def sums_of_document(document: dict[str, Any]) -> NodeSums:
                 ),
                 cores_allocated=card["cores"]["allocated"],
                 memory_allocated_bytes=card["memory"]["allocated_bytes"],
+                health_reason=card["health_reason"],
             )
             for card in document["cards"]
         ),

@@ -11,7 +11,17 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from gpushare_agent.apps.render_text import MIB, counted, grid, health_style, part_of, plain
+from gpushare_agent.apps.render_text import (
+    MIB,
+    counted,
+    grid,
+    health_reasons,
+    health_style,
+    health_word,
+    out_of_service,
+    part_of,
+    plain,
+)
 from gpushare_agent.decisions.inspection import CardSums, ContainerSums, NodeSums
 from gpushare_agent.model.names import CORES_PER_CARD
 
@@ -48,6 +58,7 @@ def _card_document(sums: CardSums) -> dict[str, Any]:
         "uuid": card.uuid,
         "name": card.name,
         "is_healthy": card.is_healthy,
+        "health_reason": sums.health_reason,
         "cordoned": card.cordoned or None,
         "cores": {"allocated": sums.cores_allocated, "capacity": CORES_PER_CARD},
         "memory": {"allocated_bytes": sums.memory_allocated_bytes, "capacity_bytes": card.memory_bytes},
@@ -95,20 +106,23 @@ def inspection_tables(document: dict[str, Any], *, with_details: bool) -> list[R
 
 
 def _cards_table(nodes: Sequence[dict[str, Any]]) -> RenderableType:
-    columns = ("NODE", "GPU", "NAME", "HEALTH", "CORES", "MEMORY MiB")
-    rows: list[Sequence[str | Text]] = []
+    columns = ["NODE", "GPU", "NAME", "HEALTH", "CORES", "MEMORY MiB", "REASON"]
+    rows: list[list[str | Text]] = []
     for node in nodes:
         for position, card in enumerate(node["cards"]):
             name = node["node"] if position == 0 else ""
-            rows.append((name, str(card["index"]), card["name"] or "-", _health(card), *_amounts(card)))
+            reason = "; ".join(health_reasons(card))
+            rows.append([name, str(card["index"]), card["name"] or "-", _health(card), *_amounts(card), reason])
         cores, memory = _amounts(node["totals"])
         whose = "" if node["cards"] else node["node"]
-        rows.append((whose, "all", "", "", Text(cores, style="bold"), Text(memory, style="bold")))
+        rows.append([whose, "all", "", "", Text(cores, style="bold"), Text(memory, style="bold"), ""])
+    if not any(row[-1] for row in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
     return grid(columns, rows, right=("GPU", "CORES", "MEMORY MiB"))
 
 
 def _health(card: dict[str, Any]) -> Text:
-    word = "Cordoned" if card["cordoned"] else ("Healthy" if card["is_healthy"] else "Unhealthy")
+    word = health_word(card)
     return Text(word, style=health_style(word))
 
 
@@ -155,8 +169,7 @@ def _cluster_line(document: dict[str, Any]) -> Text:
     totals, number = document["totals"], len(document["nodes"])
     cores, memory = _amounts(totals)
     where = f"in {number} nodes" if number != 1 else "of the node"
-    ill = totals["cards"] - totals["cards_healthy"]
-    health = f", {ill} not healthy" if ill else ""
+    health = out_of_service([card for node in document["nodes"] for card in node["cards"]])
     return Text(
         f"allocated of {counted(totals['cards'], 'card')} {where}{health}: cores {cores}, memory {memory} MiB",
         style="bold",

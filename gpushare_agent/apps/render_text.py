@@ -15,6 +15,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gpushare_agent.services.node_document import NO_REASON
+
 Form = Literal["table", "json", "yaml"]
 FORMS: tuple[Form, ...] = ("table", "json", "yaml")
 MIB = 1024 * 1024
@@ -22,6 +24,8 @@ PIPE_WIDTH = 500
 """Where no terminal sets the width, lines stay whole: a pod's name alone may have 253 characters."""
 GAP = 2
 MAX_TEXT_CHARS = 4000
+_EMPTY_REASONS = ("cordoned", NO_REASON)
+"""What stands for a cordon's reason in the annotation of a node and in an agent's document where none is told."""
 
 
 def print_as(form: Form, document: dict[str, Any], tables: Callable[[int], Sequence[RenderableType]]) -> None:
@@ -91,14 +95,48 @@ def part_of(part: float, whole: float) -> str:
     return f"{part:.0f}/{whole:.0f}{share}"
 
 
+def is_cordoned(card: dict[str, Any]) -> bool:
+    return card["cordoned"] is not None
+
+
+def is_ill(card: dict[str, Any]) -> bool:
+    """Whether something is wrong with the card itself: a cordoned one is offered to nobody, and may be well."""
+    return bool(card["health_reason"]) or not (card["is_healthy"] or is_cordoned(card))
+
+
 def health_word(card: dict[str, Any]) -> str:
-    """Of a card of the node's document: Healthy, Cordoned or Unhealthy, with the reason."""
-    if card.get("cordoned"):
-        return f"Cordoned: {plain(card['cordoned'])}"
-    if card["is_healthy"]:
-        return "Healthy"
-    return f"Unhealthy: {plain(card['health_reason'])}" if card.get("health_reason") else "Unhealthy"
+    """Of a card of the node's document: Healthy, Cordoned, Unhealthy, or both of these."""
+    return ", ".join(word for word, _ in _words_with_reasons(card)) or "Healthy"
+
+
+def health_reasons(card: dict[str, Any]) -> list[str]:
+    """Why, as far as it is told: the operator's words and what is wrong with the card itself. Where a card is both, each
+    begins with its word."""
+    told = {word: reason for word, reason in _words_with_reasons(card) if reason}
+    if is_cordoned(card) and is_ill(card):
+        return [f"{word}: {reason}" for word, reason in told.items()]
+    return list(told.values())
+
+
+def health_line(card: dict[str, Any]) -> str:
+    """Each word with its reason."""
+    return "; ".join(f"{word}: {reason}" if reason else word for word, reason in _words_with_reasons(card)) or "Healthy"
+
+
+def _words_with_reasons(card: dict[str, Any]) -> list[tuple[str, str]]:
+    told = (("Cordoned", is_cordoned(card), card["cordoned"]), ("Unhealthy", is_ill(card), card["health_reason"]))
+    return [
+        (word, plain(reason) if reason and reason not in _EMPTY_REASONS else "")
+        for word, is_so, reason in told
+        if is_so
+    ]
 
 
 def health_style(word: str) -> str:
-    return "green" if word == "Healthy" else ("yellow" if word.startswith("Cordoned") else "red")
+    return "green" if word == "Healthy" else ("yellow" if word == "Cordoned" else "red")
+
+
+def out_of_service(cards: Sequence[dict[str, Any]]) -> str:
+    """`, 1 unhealthy, 2 cordoned`; empty where all are in service."""
+    counts = ((sum(map(is_ill, cards)), "unhealthy"), (sum(map(is_cordoned, cards)), "cordoned"))
+    return "".join(f", {number} {word}" for number, word in counts if number)

@@ -6,19 +6,23 @@ changes stay.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rich.table import Table
+from rich.console import Group
 from rich.text import Text
 
 from gpushare_agent.apps.render_text import (
     GAP,
+    PIPE_WIDTH,
     counted,
+    health_reasons,
     health_style,
     health_word,
     mib,
+    out_of_service,
     percent,
     plain,
     plain_cell,
@@ -31,24 +35,25 @@ STATE = "STATE"
 DROPPED_FIRST = ("POWER W", "TEMP °C", "TOTAL MiB", "ALLOC MiB", STATE)
 MIN_FIRST_WIDTH = 16
 SHORT_STATE_WIDTH = len("Unhealthy")
-MAX_STATE_CHARS = 60
+REASON_INDENT = "    "
 _PHASES = {"Running": "green", "Pending": "yellow", "Failed": "red", "Terminating": "magenta"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One row. A card's is bold; `style` is the state's colour."""
+    """One row. A card's is bold; `style` is the state's colour. A row of one cell is as wide as all columns."""
 
     cells: tuple[str, ...]
     is_card: bool
     style: str = ""
 
 
-def top_lines(document: dict[str, Any]) -> list[Line]:
-    """A line for each card, below it one for each of its containers and for each process of nobody's."""
+def top_lines(document: dict[str, Any], width: int = PIPE_WIDTH) -> list[Line]:
+    """A line for each card, below it why it is out of service, as many lines as that needs in this width, and one line for
+    each of its containers and for each process of nobody's."""
     lines: list[Line] = []
     for card in document["cards"]:
-        lines.append(_card_line(card))
+        lines += [_card_line(card), *_reason_lines(card, width)]
         lines += [
             _container_line(container, part)
             for container in document["containers"]
@@ -69,7 +74,7 @@ def _card_line(card: dict[str, Any]) -> Line:
     return Line(
         cells=(
             f"{card['index']} {card['name']}",
-            state if len(state) <= MAX_STATE_CHARS else state[: MAX_STATE_CHARS - 1] + "…",
+            state,
             f"{card['cores']['allocated']}/{card['cores']['capacity']}",
             percent(usage.get("sm_ratio")),
             mib(usage.get("memory_used_bytes")),
@@ -81,6 +86,16 @@ def _card_line(card: dict[str, Any]) -> Line:
         is_card=True,
         style=health_style(state),
     )
+
+
+def _reason_lines(card: dict[str, Any], width: int) -> list[Line]:
+    style = health_style(health_word(card))
+    room = max(1, width - len(REASON_INDENT))
+    return [
+        Line(cells=(REASON_INDENT + part,), is_card=False, style=style)
+        for reason in health_reasons(card)
+        for part in textwrap.wrap(reason, room)
+    ]
 
 
 def _container_line(container: dict[str, Any], part: dict[str, Any] | None) -> Line:
@@ -131,9 +146,10 @@ def _power(usage: dict[str, Any]) -> str:
 
 
 def columns_for(lines: Sequence[Line], width: int) -> dict[str, int]:
-    """Which columns fit into the width, and how wide each may be: a reason for a card's state gives way first."""
+    """Which columns fit into the width, and how wide each may be."""
+    rows = [line.cells for line in lines if len(line.cells) > 1]
     widths = {
-        name: max(width_of([name]), width_of([plain_cell(line.cells[n]) for line in lines]))
+        name: max(width_of([name]), width_of([plain_cell(cells[n]) for cells in rows]))
         for n, name in enumerate(COLUMNS)
     }
     if _needs(widths) > width:
@@ -151,32 +167,44 @@ def _needs(widths: Mapping[str, int]) -> int:
     return sum(width + GAP for width in widths.values())
 
 
-def top_table(lines: Sequence[Line], width: int, shown: Sequence[Line] | None = None) -> Table:
+def top_table(lines: Sequence[Line], width: int, shown: Sequence[Line] | None = None) -> Group:
     """The rows of `shown` (all without it); the columns are chosen for all `lines`, so that scrolling moves none."""
     widths = columns_for(lines, width)
-    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
-    for name, column_width in widths.items():
-        justify: Literal["left", "right"] = "left" if name in (FIRST, STATE) else "right"
-        table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", width=column_width)
-    for line in lines if shown is None else shown:
-        is_out_of_service = line.is_card and line.style != health_style("Healthy")
-        coloured = (STATE, FIRST) if is_out_of_service else (STATE,)
-        cells = {name: Text(plain_cell(cell)) for name, cell in zip(COLUMNS, line.cells, strict=True) if name in widths}
-        for name in coloured:
-            if name in cells:
-                cells[name].stylize(line.style)
-        table.add_row(*cells.values(), style="bold" if line.is_card else "")
-    return table
+    header = _row({name: Text(name) for name in widths}, widths, style="bold")
+    return Group(header, *(_line(line, widths, width) for line in (lines if shown is None else shown)))
+
+
+def _line(line: Line, widths: Mapping[str, int], width: int) -> Text:
+    if len(line.cells) == 1:
+        text = Text(plain_cell(line.cells[0]), style=line.style, no_wrap=True)
+        text.truncate(width, overflow="ellipsis")
+        return text
+    cells = {name: Text(plain_cell(cell)) for name, cell in zip(COLUMNS, line.cells, strict=True) if name in widths}
+    is_out_of_service = line.is_card and line.style != health_style("Healthy")
+    for name in (STATE, FIRST) if is_out_of_service else (STATE,):
+        if name in cells:
+            cells[name].stylize(line.style)
+    return _row(cells, widths, style="bold" if line.is_card else "")
+
+
+def _row(cells: Mapping[str, Text], widths: Mapping[str, int], *, style: str) -> Text:
+    """Made by hand, for a table cannot have a row that is one cell."""
+    row = Text(style=style, no_wrap=True, overflow="crop")
+    for name, cell in cells.items():
+        cell.truncate(widths[name], overflow="ellipsis")
+        align: Literal["left", "right"] = "left" if name in (FIRST, STATE) else "right"
+        cell.align(align, widths[name])
+        row.append_text(cell).append(" " * GAP)
+    return row
 
 
 def heading(document: dict[str, Any]) -> Text:
     """The node in one line, and below it why the agent is not ready."""
     agent, cards = document["agent"], document["cards"]
-    ill = sum(1 for card in cards if card["cordoned"] or not card["is_healthy"])
     parts = [
         f"node {document['node']}",
         "ready" if agent["is_ready"] else "NOT READY",
-        f"{counted(len(cards), 'card')}{f', {ill} out of service' if ill else ''}",
+        f"{counted(len(cards), 'card')}{out_of_service(cards)}",
         counted(len(document["containers"]), "container"),
         f"isolation {agent['isolation']}",
         f"driver {agent['driver']} {agent['driver_version']}".rstrip(),

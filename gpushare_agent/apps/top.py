@@ -49,7 +49,7 @@ async def run(settings: Settings, where: Where, *, once: bool, interval_s: float
 
 
 def _tables(document: dict[str, Any], width: int) -> Sequence[RenderableType]:
-    lines = top_lines(document)
+    lines = top_lines(document, width)
     note = [] if lines else [Text("this node has no card that the driver can name")]
     return [heading(document), top_table(lines, width), *note]
 
@@ -77,7 +77,7 @@ class _Screen:
 
     def view(self, width: int, height: int) -> RenderableType:
         """As many lines as the terminal has; the rest is counted."""
-        head, lines = heading(self.document), top_lines(self.document)
+        head, lines = heading(self.document), top_lines(self.document, width)
         head_lines = sum(-(-max(1, cell_len(line)) // width) for line in head.plain.splitlines())
         room = max(1, height - head_lines - _OTHER_LINES)
         self.first_line = min(self.first_line, max(0, len(lines) - room))

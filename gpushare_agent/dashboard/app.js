@@ -28,7 +28,7 @@ function draw(changed) {
   const { everything } = changed;
   if (everything || changed.containers.size) {
     inOrder = sorted();
-    hues.update(inOrder);
+    for (const key of hues.update(inOrder)) recoloured(key, changed);
   }
   summary.draw();
   drawCards(everything ? null : new Set([...changed.cards, ...changed.shares]));
@@ -40,6 +40,12 @@ function draw(changed) {
   else if (changed.sampled && history.sample()) drawPast();
   announce(changed.decisions);
   set(document.body, "data-ready", true);
+}
+
+/** Its row and its shares are drawn again, though nothing else of it changed. */
+function recoloured(key, changed) {
+  changed.containers.add(key);
+  for (const { uuid } of store.containers.get(key).cards) changed.shares.add(uuid);
 }
 
 function sorted() {

@@ -2,6 +2,7 @@
 
 import { arrange, h, set, vary, write } from "./dom.js";
 import * as format from "./format.js";
+import { isCordoned, isIll, kindOf } from "./health.js";
 import { makeCurve } from "./history.js";
 
 const OPEN_UP_TO = 4; // shares whose list is shown without being asked for
@@ -21,6 +22,13 @@ function shareOf(key, container, held, card) {
     coresUsed,
     memoryUsed,
   };
+}
+
+/** Names each share by its pod, and by its container too where the pod has several on this card. */
+function named(shares) {
+  const counts = new Map();
+  for (const { name } of shares) counts.set(name, (counts.get(name) ?? 0) + 1);
+  return shares.map((share) => ({ ...share, label: counts.get(share.name) > 1 ? `${share.pod}/${share.container}` : share.pod }));
 }
 
 const isOver = (used, limit) => used !== null && used > limit * 1.02 + 0.5;
@@ -76,7 +84,9 @@ export class CardView {
     this.title = h("h3");
     this.name = h("span", { class: "card-name" });
     this.badge = h("span", { class: "badge" });
-    this.reason = h("p", { class: "reason", hidden: true });
+    this.cordon = h("span", { class: "badge", "data-kind": "warn", hidden: true }, "‖ Cordoned");
+    this.reason = h("p", { class: "reason", "data-kind": "bad", hidden: true });
+    this.cordonReason = h("p", { class: "reason", "data-kind": "warn", hidden: true });
     this.compute = new Bar("Compute");
     this.memory = new Bar("Memory");
     this.curve = makeCurve();
@@ -90,8 +100,9 @@ export class CardView {
     this.rows = new Map();
     this.curveNow = h("span");
     this.element = h("article", { class: "card" },
-      h("header", { class: "card-head" }, h("div", { class: "card-title" }, this.title, this.name), this.badge),
-      this.reason, this.compute.element, this.memory.element,
+      h("header", { class: "card-head" }, h("div", { class: "card-title" }, this.title, this.name),
+        h("div", { class: "badges" }, this.badge, this.cordon)),
+      this.reason, this.cordonReason, this.compute.element, this.memory.element,
       h("figure", { class: "past" }, this.curve.element,
         h("figcaption", {}, h("span", { class: "key-sm" }, "SM"), h("span", { class: "key-memory" }, "memory"), this.curveNow)),
       this.stats, this.shares, this.strangers);
@@ -106,8 +117,8 @@ export class CardView {
     write(this.name, card.name);
     set(this.name, "title", `${card.uuid}, ${card.bus_id}`);
     this.#drawHealth(card);
-    const shares = containers.flatMap(([key, container]) =>
-      container.cards.filter((held) => held.uuid === card.uuid).map((held) => shareOf(key, container, held, card)));
+    const shares = named(containers.flatMap(([key, container]) =>
+      container.cards.filter((held) => held.uuid === card.uuid).map((held) => shareOf(key, container, held, card))));
     this.#drawCompute(card, shares, hues);
     this.#drawMemory(card, shares, hues);
     this.#drawStats(card);
@@ -121,15 +132,16 @@ export class CardView {
   }
 
   #drawHealth(card) {
-    const isOut = card.cordoned !== null;
-    const [kind, text] = !card.is_healthy ? ["bad", "✕ Unhealthy"] : isOut ? ["warn", "‖ Cordoned"] : ["good", "✓ Healthy"];
-    set(this.badge, "data-kind", kind);
-    write(this.badge, !card.is_healthy && isOut ? "✕ Unhealthy, cordoned" : text);
-    const reasons = [card.health_reason, isOut && `Cordoned: ${card.cordoned || "no reason given"}`].filter(Boolean);
-    this.reason.hidden = !reasons.length;
-    set(this.reason, "data-kind", kind);
-    write(this.reason, reasons.join(". "));
-    set(this.element, "data-kind", kind);
+    const [ill, out] = [isIll(card), isCordoned(card)];
+    this.badge.hidden = out && !ill;
+    set(this.badge, "data-kind", ill ? "bad" : "good");
+    write(this.badge, ill ? "✕ Unhealthy" : "✓ Healthy");
+    this.cordon.hidden = !out;
+    this.reason.hidden = !card.health_reason;
+    write(this.reason, card.health_reason);
+    this.cordonReason.hidden = !out;
+    write(this.cordonReason, out ? `Cordoned: ${card.cordoned}` : "");
+    set(this.element, "data-kind", kindOf(card));
   }
 
   #drawCompute(card, shares, hues) {
@@ -165,13 +177,13 @@ export class CardView {
   }
 
   #place(share, place, hues) {
-    return { key: share.key, number: place + 1, hue: hues.of(share.key), name: share.pod };
+    return { key: share.key, number: place + 1, hue: hues.of(share.key), name: share.label };
   }
 
   #drawStats(card) {
     const { usage } = card;
     const texts = !usage
-      ? [["use", "The driver has told no use of this card yet"]]
+      ? [["use", isIll(card) ? "No use is told while the card is lost" : "The driver has told no use of this card yet"]]
       : [
           ["temperature", format.celsius(usage.temperature_celsius)],
           ["power", format.watts(usage.power_watts, usage.power_limit_watts)],
@@ -210,7 +222,7 @@ export class CardView {
     }
     set(row.element, "class", `hue-${hues.of(share.key)}`);
     write(row.number, place + 1);
-    write(row.name, share.pod);
+    write(row.name, share.label);
     set(row.name, "title", `${share.name}, container ${share.container}`);
     write(row.compute, computeText(share));
     write(row.memory, memoryText(share));

@@ -1,44 +1,51 @@
-// Which colour a container has: one that its neighbours on its cards have not, as rare on the node as can be; it keeps it
-// as long as it lives.
+// Which colour a container has: chosen by a hash of its key, so that it is the same after a reload and in every browser; on a
+// card each has another colour as long as there are enough, and then the rarest one.
 // The colour is a help to the eye and never the only carrier: each share also has its number.
 
 export const HUES = 8;
-const NODE = "node";
-const FAR = 10_000; // a neighbour on the same card weighs more than all others together
 
 export class Hues {
   constructor() {
     this.given = new Map(); // key -> hue
   }
 
-  /** Looks at all containers, in their order. */
+  /** Looks at all containers; the keys of those whose colour is another one now. The result depends on nothing else than on
+   * who is there: the one whose key comes first keeps its own colour, whoever would be equal beside it goes on to the next. */
   update(containers) {
-    for (const key of this.given.keys()) if (!containers.has(key)) this.given.delete(key);
-    const used = new Map([[NODE, new Array(HUES).fill(0)]]); // card, or the node -> count per hue
-    for (const [key, hue] of this.given) this.#note(used, containers.get(key), hue);
-    for (const [key, container] of containers) {
-      if (this.given.has(key)) continue;
-      const hue = this.#rarest(used, container);
+    const [before, used] = [this.given, new Map()]; // card -> count per hue
+    this.given = new Map();
+    for (const key of [...containers.keys()].sort()) {
+      const counts = containers.get(key).cards.map(({ uuid }) => countsOf(used, uuid));
+      const hue = rarest(counts, hash(key) % HUES);
+      for (const one of counts) one[hue] += 1;
       this.given.set(key, hue);
-      this.#note(used, container, hue);
     }
+    return [...this.given.keys()].filter((key) => before.get(key) !== this.given.get(key));
   }
 
   of(key) {
     return this.given.get(key) ?? 0;
   }
+}
 
-  #note(used, container, hue) {
-    used.get(NODE)[hue] += 1;
-    for (const { uuid } of container.cards) {
-      if (!used.has(uuid)) used.set(uuid, new Array(HUES).fill(0));
-      used.get(uuid)[hue] += 1;
-    }
-  }
+function countsOf(used, uuid) {
+  if (!used.has(uuid)) used.set(uuid, new Array(HUES).fill(0));
+  return used.get(uuid);
+}
 
-  #rarest(used, container) {
-    const counts = used.get(NODE).map((count) => count / FAR);
-    for (const { uuid } of container.cards) (used.get(uuid) ?? []).forEach((count, hue) => (counts[hue] += count));
-    return counts.indexOf(Math.min(...counts));
-  }
+/** Of the colours that are rarest on these cards the first one from `wanted` on. */
+function rarest(counts, wanted) {
+  const sums = Array.from({ length: HUES }, (_, hue) => counts.reduce((sum, one) => sum + one[hue], 0));
+  const least = Math.min(...sums);
+  let hue = wanted;
+  while (sums[hue] > least) hue = (hue + 1) % HUES;
+  return hue;
+}
+
+/** FNV-1a, its bits mixed once more: UIDs that differ in one place get unlike colours. */
+function hash(text) {
+  let value = 0x811c9dc5;
+  for (let place = 0; place < text.length; place += 1) value = Math.imul(value ^ text.charCodeAt(place), 0x01000193);
+  value = Math.imul(value ^ (value >>> 15), 0x2c1b3c6d);
+  return (value ^ (value >>> 12)) >>> 0;
 }

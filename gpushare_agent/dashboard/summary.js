@@ -2,6 +2,7 @@
 
 import { byId, h, set, vary, write } from "./dom.js";
 import * as format from "./format.js";
+import { isCordoned, isIll } from "./health.js";
 
 export class Summary {
   constructor(store) {
@@ -17,7 +18,7 @@ export class Summary {
     const driver = agent.driver_version ? `driver ${agent.driver_version}` : "driver version not known";
     const facts = [`gpushare-agent ${agent.version}`, agent.driver === "simulated" ? `${driver} (simulated cards)` : driver, `isolation ${agent.isolation}`];
     write(byId("node-facts"), facts.join(" · "));
-    const bad = [...this.store.cards.values()].filter((card) => !card.is_healthy).length;
+    const bad = [...this.store.cards.values()].filter(isIll).length;
     document.title = `${bad ? `(${bad} unhealthy) ` : ""}${node.node}: GPUs`;
     this.#drawReady(agent);
     this.drawLink();
@@ -63,9 +64,10 @@ export class Summary {
     const sm = known.length ? known.reduce((sum, card) => sum + (card.usage.sm_ratio ?? 0), 0) / known.length : null;
     const used = known.length ? total((card) => card.usage?.memory_used_bytes) : null;
     const pods = new Set([...this.store.containers.values()].map((one) => one.pod_uid)).size;
-    const out = cards.filter((card) => card.cordoned !== null).length;
-    const state = [bad ? `${bad} unhealthy` : cards.length ? "all healthy" : "", out ? `${out} cordoned` : ""].filter(Boolean).join(", ");
-    this.#tile("Cards", String(cards.length), state, null, bad ? "bad" : null);
+    const out = cards.filter(isCordoned).length;
+    const states = [bad && `${bad} unhealthy`, out && `${out} cordoned`].filter(Boolean);
+    const state = states.join(", ") || (cards.length ? "all healthy" : "");
+    this.#tile("Cards", String(cards.length), state, null, bad ? "bad" : out ? "warn" : null);
     this.#tile("Pods", String(pods), format.count(this.store.containers.size, "container", "containers"), null);
     this.#tile("Compute allocated", cores ? format.percent(coresHeld / cores) : "–", `${coresHeld} of ${format.cores(cores)}`, cores ? coresHeld / cores : 0);
     this.#tile("Compute in use", format.percent(sm), "mean of the cards", sm ?? 0);

@@ -1,6 +1,7 @@
 // How the cards are connected, as a drawing: the PCIe tree above the cards, NVLinks below them; and as a table for reading.
 
 import { byId, h, s } from "./dom.js";
+import { kindOf } from "./health.js";
 
 const LEAF = { width: 44, height: 30, gap: 14 };
 const SMALL_LEAF = { width: 32, height: 30, gap: 6 };
@@ -19,7 +20,7 @@ export class TopologyView {
   draw() {
     const { topology } = this.store.node;
     const cards = [...this.store.cards.values()].sort((a, b) => a.index - b.index);
-    const state = JSON.stringify([topology, cards.map((card) => [card.index, card.is_healthy, card.cordoned !== null])]);
+    const state = JSON.stringify([topology, cards.map((card) => [card.index, kindOf(card)])]);
     if (state === this.drawn) return;
     this.drawn = state;
     const place = byId("topology");
@@ -61,7 +62,7 @@ function drawing({ tree, links }, cards, description) {
 }
 
 function leaf(card, middle, top, size) {
-  const kind = !card.is_healthy ? "bad" : card.cordoned !== null ? "warn" : "good";
+  const kind = kindOf(card);
   const mark = { bad: " ✕", warn: " ‖", good: "" }[kind];
   return s("g", { class: "leaf", "data-kind": kind },
     s("rect", { x: middle - size.width / 2, y: top, width: size.width, height: size.height, rx: 6 }),

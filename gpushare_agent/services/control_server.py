@@ -173,7 +173,12 @@ class ControlServer:
         return {"card": self._shown(now), "changed": changed, "not_kept": not_kept}
 
     def _shown(self, card: Card) -> dict[str, Any]:
-        return card_document(card, self._inventory.healths[card.uuid], probes=self._inventory.policy.recovery_probes)
+        return card_document(
+            card,
+            self._inventory.healths[card.uuid],
+            illness=self._inventory.illnesses.get(card.uuid, ""),
+            probes=self._inventory.policy.recovery_probes,
+        )
 
     def _card(self, text: str) -> Card:
         cards = self._inventory.current.cards
@@ -188,13 +193,13 @@ class ControlServer:
         raise Conflict(f"{text!r} is the beginning of {len(meant)} cards' UUIDs; the cards: {known}")
 
 
-def card_document(card: Card, health: CardHealth, *, probes: int) -> dict[str, Any]:
+def card_document(card: Card, health: CardHealth, *, illness: str, probes: int) -> dict[str, Any]:
     return {
         "index": card.index,
         "uuid": card.uuid,
         "name": card.name,
         "is_healthy": card.is_healthy,
-        "reason": card.unhealthy_reason,
+        "reason": illness,
         "state": health.state.value,
         "cause": health.cause,
         "passes": health.passes,

@@ -18,7 +18,7 @@ from gpushare_agent.model.gpus import Card
 from gpushare_agent.model.names import CORES_PER_CARD, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.topology_tree import render_tree
-from gpushare_agent.services.node_document import MIB, NodeSnapshot
+from gpushare_agent.services.node_document import MIB, NO_REASON, NodeSnapshot
 
 CLUSTER_ANNOTATION = "clusterName"
 USER_VARIABLE = "SUBMITTER"
@@ -113,10 +113,10 @@ def _card_note(card: Card, snapshot: NodeSnapshot) -> str:
         f"(pids: [{' '.join(map(str, pids))}], usedMemory: {used_bytes or 0}, totalMemory: {total_bytes}, "
         f"allocatableCores: {max(0, cores_left)}, allocatableMemory: {max(0, memory_left)})"
     )
-    if not card.is_healthy:
-        note += f" Unhealthy: {_one_line(card.unhealthy_reason)}"
+    if (illness := snapshot.illnesses.get(card.uuid)) is not None:
+        note += f" Unhealthy: {_one_line(illness)}"
     if (reason := snapshot.cordoned.get(card.uuid)) is not None:
-        note += f" cordoned: {_one_line(reason)}"
+        note += f" Cordoned: {_one_line(reason) or NO_REASON}"
     return note
 
 

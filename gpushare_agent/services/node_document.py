@@ -20,6 +20,8 @@ from gpushare_agent.model.usage import CardSample, ContainerUse, ProcessSample, 
 
 SCHEMA = 1
 MIB = 1024 * 1024
+NO_REASON = "no reason given"
+"""Of a cordon without one: an empty text would read as "not cordoned" in many languages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,8 @@ class NodeSnapshot:
     inventory: GpuInventory
     cordoned: Mapping[GpuUuid, str]
     """Cards that an operator took out of service, and why."""
+    illnesses: Mapping[GpuUuid, str]
+    """What is wrong with cards themselves; a cordon is none."""
     cores_allocated: Mapping[GpuUuid, int]
     memory_allocated_bytes: Mapping[GpuUuid, int]
     containers: Sequence[ContainerFacts]
@@ -114,8 +118,8 @@ def card_document(card: Card, snapshot: NodeSnapshot) -> dict[str, Any]:
         "name": card.name,
         "numa": card.numa_node,
         "is_healthy": card.is_healthy,
-        "health_reason": card.unhealthy_reason,
-        "cordoned": snapshot.cordoned.get(card.uuid),
+        "health_reason": snapshot.illnesses.get(card.uuid, ""),
+        "cordoned": (snapshot.cordoned[card.uuid] or NO_REASON) if card.uuid in snapshot.cordoned else None,
         "cores": {"capacity": CORES_PER_CARD, "allocated": snapshot.cores_allocated.get(card.uuid, 0)},
         "memory": {
             "capacity_bytes": card.memory_mib * MIB,

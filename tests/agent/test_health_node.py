@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -194,8 +195,9 @@ async def test_a_cordoned_card_gets_no_new_pod_until_it_is_put_back() -> None:
         await wait_running(node, "first", "second")
         assert cards_of(node, "second") == {other}
         code, out, _ = await _cordon(node, "cordon", "--list")
-        assert code == 0 and "cordoned: new fan" in out and "healthy" in out
-        assert await _shown_cordons(agent) == ["new fan", None]
+        rows = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
+        assert rows[1:] == [["0", uuid, "cordoned", "new fan"], ["1", other, "healthy", "-"]]
+        assert await _shown(agent) == [("new fan", "", False), (None, "", True)]
         code, out, _ = await _cordon(node, "uncordon", uuid[:12])
         assert (code, out) == (0, f"card 0 ({uuid}) is in service again.\n")
         await wait_until(node, lambda: _states(node, uuid) == {True}, "the card back")
@@ -203,8 +205,24 @@ async def test_a_cordoned_card_gets_no_new_pod_until_it_is_put_back() -> None:
         assert _event_reasons(node) == ["CardCordoned", "CardUncordoned"]
 
 
-async def _shown_cordons(agent: InnerAgent) -> list[Any]:
-    """Of /api/v1/node."""
+async def test_a_cordon_without_a_reason_and_an_illness_are_told_apart() -> None:
+    """Card 0 is cordoned, card 1 is ill as well: in the list of the command and in the document that all else is made of."""
+    async with _agent() as (node, agent, faults):
+        write_rehearsal(faults, xids=[{"id": 1, "card": 1, "xid": 79}])
+        uuid, other = uuid_of(agent, 0), uuid_of(agent, 1)
+        await wait_until(node, lambda: _is_away(node, other), "the ill card away")
+        for index in ("0", "1"):
+            assert (await _cordon(node, "cordon", index))[0] == 0
+        illness = agent.parts.inventory.illnesses[other]
+        _, out, _ = await _cordon(node, "cordon", "--list")
+        rows = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
+        assert rows[1:] == [["0", uuid, "cordoned", "-"], ["1", other, "cordoned, needs-reset", illness]]
+        assert illness.startswith("Xid 79 (GPU has fallen off the bus); waits for a reset")
+        assert await _shown(agent) == [("no reason given", "", False), ("no reason given", illness, False)]
+
+
+async def _shown(agent: InnerAgent) -> list[tuple[Any, ...]]:
+    """Of /api/v1/node: each card's cordon, illness and health."""
     port = await agent.parts.web.wait_listening()
     reader, writer = await asyncio.open_connection("localhost", port)
     writer.write(b"GET /api/v1/node HTTP/1.0\r\nHost: localhost\r\n\r\n")
@@ -212,7 +230,8 @@ async def _shown_cordons(agent: InnerAgent) -> list[Any]:
         answer = await reader.read()
     writer.close()
     await writer.wait_closed()
-    return [card["cordoned"] for card in json.loads(answer.partition(b"\r\n\r\n")[2])["cards"]]
+    cards = json.loads(answer.partition(b"\r\n\r\n")[2])["cards"]
+    return [(card["cordoned"], card["health_reason"], card["is_healthy"]) for card in cards]
 
 
 async def test_the_commands_complain_in_one_line_and_end_with_the_right_code() -> None:

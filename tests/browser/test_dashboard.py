@@ -176,6 +176,10 @@ async def test_the_page_follows_the_node() -> None:
         [reason] = [card["health_reason"] for card in (await scene.document())["cards"] if card["index"] == 6]
         assert reason and reason in ill["reason"]
         assert await scene.browser.script("return document.title") == "(1 unhealthy) node-a: GPUs"
+        await scene.browser.wait(
+            "document.querySelector('article.card[data-kind=bad] .stats').textContent"
+            ".startsWith('No use is told while the card is lost')"
+        )
 
 
 async def test_the_head_tells_the_state_of_the_agent() -> None:

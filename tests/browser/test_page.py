@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.made_node import MadeNode, uid_of, uuid_of
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.services.node_document import NodeSnapshot
 from tests.support_browser import WHY_NOT, Browser, open_browser
 from tests.support_web import ServedNode, served_node
 
@@ -192,6 +195,79 @@ async def test_nothing_is_wider_than_the_window(width: int) -> None:
             " one.scrollWidth > one.clientWidth + 1).map(nameOf)"
         )
         assert cut == []
+
+
+HEALTH = """return [...document.querySelectorAll('article.card')].map((card) => ['.badge', '.reason'].map((kind) =>
+  [...card.querySelectorAll(kind)].filter((one) => one.checkVisibility()).map((one) => one.textContent)))"""
+HUES = """return Object.fromEntries([...document.querySelectorAll('tbody tr[data-key]')].map((row) =>
+  [row.dataset.key, row.className]))"""
+SHARES_OF_CARDS = """return [...document.querySelectorAll('article.card')].map((card) =>
+  [...card.querySelector('.bar').querySelectorAll('.share:not(.other)')].map((share) => share.className))"""
+
+
+async def test_a_cordon_is_no_illness() -> None:
+    """It has its own badge, its reason and its count; a card that is ill besides shows both."""
+    node = MadeNode(cards=4, containers=0, unhealthy={2: ILL, 3: ILL}, cordoned={0: "fan is noisy", 1: "", 3: "smoke"})
+    async with opened(node) as (browser, _):
+        assert await browser.script(HEALTH) == [
+            [["‖ Cordoned"], ["Cordoned: fan is noisy"]],
+            [["‖ Cordoned"], ["Cordoned: no reason given"]],
+            [["✕ Unhealthy"], [ILL]],
+            [["✕ Unhealthy", "‖ Cordoned"], [ILL, "Cordoned: smoke"]],
+        ]
+        kinds = "return [...document.querySelectorAll('article.card, .topology .leaf')].map((one) => one.dataset.kind)"
+        assert await browser.script(kinds) == ["warn", "warn", "bad", "bad"] * 2
+        tile = await browser.script("return document.querySelector('.tile').textContent")
+        assert tile == "Cards42 unhealthy, 3 cordoned"
+        assert await browser.script("return document.title") == "(2 unhealthy) node-of-4: GPUs"
+
+
+async def test_cordoned_cards_alone_make_nothing_unhealthy() -> None:
+    """Neither in the number of cards nor in the window's title."""
+    async with opened(MadeNode(cards=2, containers=0, cordoned={0: ""})) as (browser, _):
+        assert await browser.script("return document.querySelector('.tile').textContent") == "Cards21 cordoned"
+        assert await browser.script("return document.title") == "node-of-2: GPUs"
+
+
+async def test_a_containers_colour_depends_on_nothing_but_who_is_there() -> None:
+    """It is the same after a reload and for a page that saw the containers come one after another."""
+    node = MadeNode(cards=2, containers=3)
+    async with opened(node) as (browser, served):
+        for count in (9, 16):
+            node.containers = count
+            served.stream.look()
+            await browser.wait("document.querySelectorAll('tbody tr[data-key]').length === arguments[0]", count)
+        grown, cards = await browser.script(HUES), await browser.script(SHARES_OF_CARDS)
+        await browser.open(served.url)
+        await drawn(browser)
+        assert await browser.script(HUES) == grown
+        assert await browser.script(SHARES_OF_CARDS) == cards
+    assert [len(set(shares)) for shares in cards] == [8, 8]
+
+
+class PodOfTwo(MadeNode):
+    """The second container of card 0 belongs to the pod of the first one."""
+
+    def snapshot(self) -> NodeSnapshot:
+        made = super().snapshot()
+        facts = list(made.containers)
+        key = ContainerKey(uid_of(0), "sidecar")
+        held = replace(facts[self.cards].held, key=key, namespace="team-a", pod_name="inference-000")
+        facts[self.cards] = replace(facts[self.cards], held=held)
+        return replace(made, containers=facts)
+
+
+async def test_containers_of_one_pod_on_a_card_are_told_apart() -> None:
+    """By their names, in the bars and in the list; the others have the pod's name alone."""
+    async with opened(PodOfTwo(cards=2, containers=6)) as (browser, _):
+        names = "return [...document.querySelectorAll('article.card')].map((card) => arguments[0].map((kind) =>"
+        names += " [...card.querySelectorAll(kind)].map((one) => one.textContent)))"
+        of_two = ["inference-000/main", "inference-000/sidecar", "inference-004"]
+        alone = ["inference-005", "inference-001", "inference-003"]  # team-a, team-b, team-d
+        assert await browser.script(names, [".share-name", ".legend-name"]) == [
+            [of_two * 2, of_two],
+            [alone * 2, alone],
+        ]
 
 
 async def test_strangers_texts_stay_texts() -> None:

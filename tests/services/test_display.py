@@ -24,7 +24,7 @@ from gpushare_agent.services.metrics import AgentMetrics
 from gpushare_agent.services.web import WebServer
 from gpushare_agent.wire.display import GraphResponse, UsageResponse, VersionResponse
 from tests.support_agent import poll_until
-from tests.support_display import CARD_0, CARD_MIB, snapshot, usage_round
+from tests.support_display import CARD_0, CARD_1, CARD_MIB, snapshot, usage_round
 from tests.support_kube import DEADLINE_S, running
 
 MIB = 1024 * 1024
@@ -72,12 +72,20 @@ def test_the_graph_shows_what_is_used_and_free_of_each_card() -> None:
 
 
 def test_the_graph_names_the_health_of_a_card_in_one_line() -> None:
-    """A reason of several lines cannot make a line of its own."""
+    """A cordon is no illness, a card may have both, and a reason of several lines cannot make a line of its own."""
     seen = snapshot()
-    cards = [replace(card, health=Health.UNHEALTHY, unhealthy_reason="Xid 79\nGPU9") for card in seen.inventory.cards]
-    ill = replace(seen, inventory=replace(seen.inventory, cards=tuple(cards)), cordoned={CARD_0: "swap"})
+    cards = [
+        replace(card, health=Health.UNHEALTHY, unhealthy_reason="for the kubelet") for card in seen.inventory.cards
+    ]
+    ill = replace(
+        seen,
+        inventory=replace(seen.inventory, cards=tuple(cards)),
+        cordoned={CARD_0: "swap", CARD_1: ""},
+        illnesses={CARD_0: "Xid 79\nGPU9"},
+    )
     lines = graph_text(ill).splitlines()
-    assert lines[2].endswith(" Unhealthy: Xid 79 GPU9 cordoned: swap")
+    assert lines[2].endswith(") Unhealthy: Xid 79 GPU9 Cordoned: swap")
+    assert lines[3].endswith(") Cordoned: no reason given")
     assert len(lines) == 4
 
 
