@@ -182,18 +182,6 @@ class ClusterState:
         """The API server has taken the bind."""
         self._books.mark_bound(uid)
 
-    def expire(self, now: float, older_than_s: float) -> list[Reservation]:
-        """Drops what was reserved so long ago and never bound; what was dropped."""
-        old = [
-            reservation
-            for books in self._books.nodes()
-            for _, reservation in sorted(books.reservations.items())
-            if reservation.stage is Stage.ASSUMED and now - reservation.at >= older_than_s
-        ]
-        for reservation in old:
-            self._tell(self._books.release(reservation.pod_uid), None)
-        return old
-
     def victims(self, pod: Pod, candidates: Mapping[str, Sequence[PodUid]]) -> dict[str, list[PodUid]]:
         """The nodes where the pod fits once these pods are gone, each with its victims as they were given: what else they
         make room for is the scheduler's matter."""

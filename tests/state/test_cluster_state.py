@@ -226,16 +226,6 @@ def test_a_pod_that_has_ended_holds_nothing() -> None:
     assert cluster.filter(share("q", 60), None).fitting == ["a"]
 
 
-def test_what_was_never_bound_expires() -> None:
-    """Only that."""
-    cluster = state(node())
-    reserve(cluster, share("old", 10))
-    reserve(cluster, share("bound", 10))
-    cluster.bound(PodUid("uid-bound"))
-    assert [r.pod for r in cluster.expire(100.0, 60.0)] == ["old"]
-    assert [r.pod for r in cluster.reservations()] == ["bound"]
-
-
 def test_victims_are_kept_where_their_end_makes_room() -> None:
     """As the scheduler chose them; a node where it would not help is left out."""
     cluster = state(node("a", cards=1), node("b", cards=1))
