@@ -24,7 +24,7 @@ from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.settings import load_settings
 from tests.support_agent import InnerAgent, open_agent, wait_synced
-from tests.support_sandbox import CORE, MEMORY, SHORT_TIMES
+from tests.support_sandbox import CORE, MEMORY, SHORT_TIMES, SmallPlugin, device_ids, open_plugin
 
 DEADLINE_S = 15.0
 CALM = ("--allocation.check-period-s=5", "--health.check-period-s=5", "--sample-period-s=10")
@@ -70,6 +70,16 @@ def condition_of(cluster: EmbeddedCluster, name: str) -> dict[str, Any]:
     """The pod's PodScheduled, empty where the scheduler has not spoken."""
     conditions = cluster.api.pod("default", name)["status"].get("conditions", ())
     return next((one for one in conditions if one["type"] == "PodScheduled"), {})
+
+
+@asynccontextmanager
+async def with_plugins(cluster: EmbeddedCluster, **cores: int) -> AsyncIterator[None]:
+    """By node: how many cores its plugin offers."""
+    async with AsyncExitStack() as stack:
+        for node in cluster.nodes:
+            devices = device_ids(f"GPU-{node.name}", count=cores[node.name])
+            await stack.enter_async_context(open_plugin(node, SmallPlugin(CORE, devices)))
+        yield
 
 
 @dataclass

@@ -213,7 +213,7 @@ async def _run_command(args: argparse.Namespace, extra: list[str], inner_command
         request = exec_request(args)
     answer: Answer = await ask(NodePaths(state=args.state_dir.absolute()).control_socket, request)
     if args.command == "status" and answer["ok"]:
-        print_document(answer["document"], args.format)
+        print_document(answer["document"], args.format, has_addresses=True)
     for line in answer["lines"]:
         print(line, flush=True)  # before the complaints, where both go to one place
     for error in answer["errors"]:

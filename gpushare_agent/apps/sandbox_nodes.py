@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from gpushare_agent.apps.health_parts import health_policy
 from gpushare_agent.apps.node_parts import open_driver
 from gpushare_agent.apps.node_values import resource_names
+from gpushare_agent.apps.sandbox_extender import free_port
 from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.model.isolation import IsolationName
@@ -60,25 +63,65 @@ def check_driver(name: str, paths: NodePaths, flags: Sequence[str]) -> GpuDriver
 
 
 async def build_node(
-    node: EmbeddedNode, flags: Sequence[str], driver: GpuDriver, tell: Callable[[str], None], *, is_only: bool
+    node: EmbeddedNode,
+    flags: Sequence[str],
+    driver: GpuDriver,
+    tell: Callable[[str], None],
+    *,
+    is_first: bool = True,
+    is_only: bool = True,
 ) -> RunningNode:
-    """The node's parts, not yet running. `flags` are the person's, and win, but for the name: it may mean all nodes."""
-    arguments = [*node.agent_arguments(), *flags, f"--node-name={node.name}"]
+    """The node's parts, not yet running. `flags` are the person's, and win, but for what may mean all nodes: the name, and
+    a port that the first node has."""
+    own = (f"--node-name={node.name}", f"--debug.port={_debug_port(flags, is_first=is_first)}")
+    arguments = [*node.agent_arguments(), *flags, *own]
     settings = load_settings(arguments, os.environ).settings
     resources, names = settings.resources, resource_names(settings)
     inventory = await driver.read()
     shown = ReportedNode(
         node=node, cards=inventory.cards, vcore=resources.vcore, vmemory=resources.vmemory,
         memory_block_mib=resources.memory_block_mib, gpu_mem=names.gpu_mem, gpu_mem_unit_mib=names.gpu_mem_unit_mib,
+        addresses=_addresses(settings),
     )  # fmt: skip
     bench = NodeBench(
         shown=shown,
         agent=AgentProcess(
             arguments, node.paths.agent_log, tell, name="the agent" if is_only else f"the agent of {node.name}"
         ),
-        faults=CardFaults(settings.simulated.faults, len(inventory.cards)),
+        faults=CardFaults(settings.simulated.faults, len(inventory.cards), health_policy(settings)),
     )
     return RunningNode(bench=bench, settings=settings, driver=driver, player=_player(shown, settings))
+
+
+def _debug_port(flags: Sequence[str], *, is_first: bool) -> int:
+    """A free one that stays when the agent is started again, unless a person has chosen."""
+    loaded = load_settings(flags, os.environ)
+    is_given = is_first and loaded.sources["debug.port"] != "default"
+    return (loaded.settings.debug.port if is_given else 0) or free_port()
+
+
+def _addresses(settings: Settings) -> dict[str, str]:
+    """Where the agent is asked from this machine; empty for what a setting has switched off."""
+    debug, socket = settings.debug, settings.control.socket
+    return {
+        "web": _url(settings.web.addr, settings.web.port),
+        "debug": f"{_url(debug.addr, debug.port)}/debug/" if debug.addr else "",
+        "control_socket": str(socket.absolute()) if socket is not None else "",
+    }
+
+
+def _url(address: str, port: int) -> str:
+    """An address that means all of them is none to ask."""
+    host = "localhost" if address in ("0.0.0.0", "::") else address
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def agent_lines(node: RunningNode) -> list[str]:
+    """What a person types to ask the node's agent, as it must be written for this one."""
+    where = node.bench.shown.addresses
+    server = "" if where["web"] == _addresses(load_settings((), {}).settings)["web"] else f" --server {where['web']}"
+    cordon = [f"cordon CARD --socket {shlex.quote(where['control_socket'])}"] if where["control_socket"] else []
+    return [f"gpushare-agent {line}" for line in (f"top{server}", f"explain POD{server}", *cordon)]
 
 
 def _player(shown: ReportedNode, settings: Settings) -> WorkloadPlayer | None:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.live import Live
 
 from gpushare_agent.apps.sandbox_extender import PlannedExtender, plan_extender, running_extender
-from gpushare_agent.apps.sandbox_nodes import RunningNode, build_node, check_driver, node_names, running
+from gpushare_agent.apps.sandbox_nodes import RunningNode, agent_lines, build_node, check_driver, node_names, running
 from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.model.isolation import IsolationName
@@ -82,7 +82,14 @@ async def run(plan: Plan) -> int:
             extender_url=extender.url if extender is not None else "",
         ) as cluster:  # fmt: skip
             nodes = [
-                await build_node(node, (*plan.flags, *flags), driver, tell, is_only=len(names) == 1)
+                await build_node(
+                    node,
+                    (*plan.flags, *flags),
+                    driver,
+                    tell,
+                    is_first=node is cluster.nodes[0],
+                    is_only=len(names) == 1,
+                )
                 for node, flags, driver in zip(cluster.nodes, plan.node_flags, drivers, strict=True)
             ]
             bench = Workbench(
@@ -106,12 +113,13 @@ def _introduce(
     tell: Callable[[str], None],
 ) -> list[str]:
     """Tells what there is; returns what a person should have before the eyes."""
-    settings = nodes[0].settings
-    webs = " ".join(f"http://{node.settings.web.addr}:{node.settings.web.port}" for node in nodes)
-    logs = nodes[0].bench.shown.node.paths.agent_log if len(nodes) == 1 else f"{cluster.paths.state}/*/agent.log"
+    settings, first = nodes[0].settings, nodes[0].bench
+    webs = " ".join(node.bench.shown.addresses["web"] for node in nodes)
+    debug = f"  debug {first.shown.addresses['debug']}" if len(nodes) == 1 and first.shown.addresses["debug"] else ""
+    logs = first.shown.node.paths.agent_log if len(nodes) == 1 else f"{cluster.paths.state}/*/agent.log"
     asked = f"  extender {extender.url}, log {cluster.paths.extender_log}" if extender is not None else ""
-    places = f"web {webs}  API server {cluster.api.url}  agent's log {logs}{asked}"
-    what = f"embedded node {nodes[0].bench.name}" if len(nodes) == 1 else f"{len(nodes)} embedded nodes"
+    places = f"web {webs}{debug}  API server {cluster.api.url}  agent's log {logs}{asked}"
+    what = f"embedded node {first.name}" if len(nodes) == 1 else f"{len(nodes)} embedded nodes"
     tell(
         f"{what}, kubelet {plan.kubelet_version}, in {cluster.paths.state}\n"
         f"stand-ins: {settings.driver} cards; each container is a real process, which only waits unless its image is "
@@ -123,8 +131,15 @@ def _introduce(
         f"from another terminal: gpushare-agent sandbox{where} "
         "apply -f FILE | delete NAME | exec POD -- COMMAND | fail-card N | heal-card N | restart-kubelet | "
         f"kill-agent | {'kill-extender | ' if extender is not None else ''}status",
+        "\n".join([_whom(nodes), *(f"  {line}" for line in agent_lines(nodes[0]))]),
         "Ctrl-C ends the sandbox and removes everything",
     ]
+
+
+def _whom(nodes: Sequence[RunningNode]) -> str:
+    if len(nodes) == 1:
+        return "its agent:"
+    return f"the agent of {nodes[0].bench.name} (`status` has every node's web, debug and control socket):"
 
 
 def _kept(settings: Settings) -> str:

@@ -10,7 +10,7 @@ import json
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import structlog
 from aiohttp import web
@@ -200,13 +200,21 @@ class ApiHandlers:
         return web.json_response(self._store.add(resource, _named(raw, resource, namespace)), status=201)
 
     async def _bind(self, request: web.Request, _resource: str) -> web.StreamResponse:
-        """A Binding: the metadata names the pod, and may name its UID."""
-        raw = await _json_body(request)
-        node_name = (raw.get("target") or {}).get("name")
+        """A Binding. Its metadata names the pod, may insist on a UID and a version, and brings annotations."""
+        raw, key = await _json_body(request), _key(request, "pods")
+        target, metadata = raw.get("target") or {}, raw.get("metadata") or {}
+        annotations = metadata.get("annotations") or {} if isinstance(metadata, dict) else None
+        if not isinstance(target, dict) or not _is_text_map(annotations):
+            _bad_request("the object provided is unrecognized: a Binding has objects in metadata, annotations, target")
+        if (metadata.get("namespace") or key[0], metadata.get("name") or key[1]) != key:
+            _bad_request("the name or namespace in the URL does not match that in the Binding object")
+        node_name = target.get("name")
         if not isinstance(node_name, str) or not node_name:
             raise Rejected("target.name: Required value: the Binding names no node")
-        uid = str((raw.get("metadata") or {}).get("uid") or "")
-        self._server.bind_pod(*_key(request, "pods"), node_name, uid=uid)
+        self._server.bind_pod(
+            *key, node_name, uid=str(metadata.get("uid") or ""), annotations=annotations,
+            resource_version=str(metadata.get("resourceVersion") or ""),
+        )  # fmt: skip
         done = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}
         return web.json_response(done, status=201)
 
@@ -302,6 +310,10 @@ async def _json_body(request: web.Request, of: tuple[type, ...] = (dict,)) -> An
     if not isinstance(body, of):
         _bad_request(f"the object provided is unrecognized: expected a JSON object, got {type(body).__name__}")
     return body
+
+
+def _is_text_map(given: object) -> TypeGuard[dict[str, str]]:
+    return isinstance(given, dict) and all(isinstance(value, str) for value in given.values())
 
 
 def _named(raw: RawObject, resource: str, namespace: str) -> RawObject:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
-from types import TracebackType
+from collections.abc import Mapping
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from aiohttp import web
@@ -33,6 +34,15 @@ def release_of(version: str) -> str:
     if version not in _PATCH_RELEASES:
         raise StartupError(f"Kubernetes {version} cannot be embedded: known are {', '.join(KUBERNETES_VERSIONS)}")
     return _PATCH_RELEASES[version]
+
+
+def _merged_status(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Top-level fields replace the old ones, conditions those of their type."""
+    merged = {**old, **new}
+    if "conditions" in new:
+        by_type = {c["type"]: c for c in (*old.get("conditions", ()), *new["conditions"])}
+        merged["conditions"] = [by_type[kind] for kind in sorted(by_type)]
+    return merged
 
 
 class EmbeddedApiServer:
@@ -118,23 +128,36 @@ class EmbeddedApiServer:
     def find_pod(self, namespace: str, name: str) -> RawObject | None:
         return self.store.find("pods", (namespace, name))
 
-    def bind_pod(self, namespace: str, name: str, node_name: str, *, uid: str = "") -> RawObject:
-        """Raises NotFound, and Conflict for a pod that is on a node, is being deleted, or has another UID."""
+    def bind_pod(
+        self,
+        namespace: str,
+        name: str,
+        node_name: str,
+        *,
+        uid: str = "",
+        resource_version: str = "",
+        annotations: Mapping[str, str] = MappingProxyType({}),
+    ) -> RawObject:
+        """The pod gets the annotations, too. Raises NotFound, and Conflict for a pod that is on a node, is being deleted,
+        or has another UID or version than the given ones."""
         pod = self.pod(namespace, name)
-        metadata, bound_to = pod["metadata"], pod["spec"].get("nodeName")
+        metadata, spec = pod["metadata"], pod["spec"]
         operation = f'Operation cannot be fulfilled on pods/binding "{name}"'
-        if uid and uid != metadata["uid"]:
-            raise Conflict(f"{operation}: the UID is now {metadata['uid']}, not {uid}")
+        for given, field in ((uid, "uid"), (resource_version, "resourceVersion")):
+            if given and given != metadata[field]:
+                raise Conflict(f"{operation}: Precondition failed: {field} is {metadata[field]}, not {given}")
         if metadata.get("deletionTimestamp"):
             raise Conflict(f"{operation}: pod {name} is being deleted, cannot be assigned to a host")
-        if bound_to:
-            raise Conflict(f"{operation}: pod {name} is already assigned to node {bound_to!r}")
-        self.store.replace("pods", {**pod, "spec": {**pod["spec"], "nodeName": node_name}})
-        return self.set_pod_status(
-            namespace,
-            name,
-            {"conditions": [{"type": "PodScheduled", "status": "True", "lastTransitionTime": timestamp()}]},
-        )
+        if spec.get("nodeName"):
+            raise Conflict(f"{operation}: pod {name} is already assigned to node {spec['nodeName']!r}")
+        if annotations:
+            metadata = {**metadata, "annotations": {**(metadata.get("annotations") or {}), **annotations}}
+        scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": timestamp()}
+        bound = {
+            **pod, "metadata": metadata, "spec": {**spec, "nodeName": node_name},
+            "status": _merged_status(pod.get("status") or {}, {"conditions": [scheduled]}),
+        }  # fmt: skip
+        return self.store.replace("pods", bound)
 
     def set_pod_status(self, namespace: str, name: str, status: dict[str, Any], *, uid: str = "") -> RawObject:
         """Merges top-level fields of `status`, and conditions by type.
@@ -144,12 +167,7 @@ class EmbeddedApiServer:
         pod = self.pod(namespace, name)
         if uid and pod["metadata"]["uid"] != uid:
             raise Conflict(f'pods "{name}": the UID is now {pod["metadata"]["uid"]}, not {uid}')
-        old = pod.get("status") or {}
-        merged = {**old, **status}
-        if "conditions" in status:
-            by_type = {c["type"]: c for c in (*old.get("conditions", ()), *status["conditions"])}
-            merged["conditions"] = [by_type[kind] for kind in sorted(by_type)]
-        return self.store.replace("pods", {**pod, "status": merged})
+        return self.store.replace("pods", {**pod, "status": _merged_status(pod.get("status") or {}, status)})
 
     def delete_pod(
         self, namespace: str, name: str, *, grace_period_s: int | None = None, uid: str = "", resource_version: str = ""

@@ -6,7 +6,7 @@ in the file go when their card is healed. Format: adapters/simulated_faults.py.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpushare_agent.adapters.simulated_faults import (
@@ -17,22 +17,34 @@ from gpushare_agent.adapters.simulated_faults import (
     parse_faults,
 )
 from gpushare_agent.adapters.simulated_input import read_regular
+from gpushare_agent.decisions.health import EventMeaning, HealthPolicy, meaning_of
 from gpushare_agent.model.errors import Rejected, Unavailable
-from gpushare_agent.model.gpu_events import GpuEventKind
+from gpushare_agent.model.gpu_events import GpuEvent, GpuEventKind
+from gpushare_agent.model.names import GpuUuid
 
 LOST_REASON = "GPU is lost"
 """NVML's words."""
 _MAX_XID = 100_000
 _KEPT = 1000
 """Events and resets in the file; the agent has read older ones long ago."""
+_THE_CARD = GpuUuid("the card")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Healed:
+    """`done` is what was done to the card, empty for nothing; `spared` says why some of its errors called for nothing."""
+
+    done: str = ""
+    spared: str = ""
 
 
 class CardFaults:
-    """`path` is None where the agent looks at no faults file; `cards` is how many there are."""
+    """`path` is None where the agent looks at no faults file; `cards` is how many there are; `policy` is the agent's."""
 
-    def __init__(self, path: Path | None, cards: int) -> None:
+    def __init__(self, path: Path | None, cards: int, policy: HealthPolicy | None = None) -> None:
         self._path = path
         self._cards = cards
+        self._policy = policy or HealthPolicy()
         self._last_id = 0
 
     def lose(self, index: int, reason: str = LOST_REASON) -> None:
@@ -50,21 +62,39 @@ class CardFaults:
         event = RehearsedEvent(id=self._next_id(faults), card=index, xid=xid)
         self._write(replace(faults, events=(*faults.events, event)[-_KEPT:]))
 
-    def heal(self, index: int) -> str:
-        """Takes everything back that was done to the card: a loss ends; after Xid errors the driver sees it reset. Returns
-        what was done, empty where nothing was wrong."""
+    def heal(self, index: int, *, is_offered: bool = False) -> Healed:
+        """Takes everything back that was done to the card: a loss ends; after errors that took it out of service the driver
+        sees it reset. `is_offered`: the kubelet has it as Healthy.
+
+        A reset takes a card away for a while, so none is shown after errors that the agent ignores, nor after those from
+        which the card has come back by itself.
+        """
         faults = self._checked(index)
-        xids = [event for event in faults.events if event.card == index]
+        own = [event for event in faults.events if event.card == index]
+        ignored = [event for event in own if self._meaning(event) is EventMeaning.IGNORED]
+        harmful = [
+            event
+            for event in own
+            if self._meaning(event) is EventMeaning.NEEDS_RESET  # also where the kubelet has not heard of it yet
+            or (event not in ignored and not is_offered)
+        ]
         done = [f"is no longer lost ({faults.lost[index]})"] if index in faults.lost else []
         resets = faults.resets
-        if xids:
-            done.append(f"was reset after {_event_words(xids)}")
+        if harmful:
+            done.append(f"was reset after {_event_words(harmful)}")
             resets = (*resets, RehearsedReset(id=self._next_id(faults), card=index))[-_KEPT:]
-        if done:
+        if own or done:
+            self._last_id = max(self._last_id, faults.last_id)  # the driver has seen the IDs that go
             lost = {card: reason for card, reason in faults.lost.items() if card != index}
             events = tuple(event for event in faults.events if event.card != index)
             self._write(replace(faults, lost=lost, events=events, resets=resets))
-        return " and ".join(done)
+        over = [event for event in own if event not in ignored and event not in harmful]
+        spared = [f"{_event_words(ignored)}: ignored (health.ignored_xids)"] if ignored else []
+        spared += [f"{_event_words(over)}: the agent has taken the card back by itself"] if over else []
+        return Healed(done=" and ".join(done), spared="; ".join(spared))
+
+    def _meaning(self, event: RehearsedEvent) -> EventMeaning:
+        return meaning_of(GpuEvent(kind=event.kind, uuid=_THE_CARD, xid=event.xid), {_THE_CARD}, self._policy)
 
     def by_card(self) -> dict[int, str]:
         """What is wrong with each card that something is wrong with; nothing where the file cannot be read."""

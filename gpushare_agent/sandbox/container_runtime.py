@@ -160,7 +160,8 @@ class ContainerRuntime:
     # --- starting and ending ---
 
     def start(self, config: ContainerConfig) -> Container:
-        """Raises Unavailable where the machine gives no process or no cgroup."""
+        """Raises Unavailable where the machine gives no process or no cgroup, and where no process can have such an argument
+        or variable."""
         where = f"container {config.name} of pod {config.pod_namespace}/{config.pod_name}"
         if self._is_closed:
             raise Unavailable(f"{where} cannot start: the node has ended")
@@ -170,6 +171,10 @@ class ContainerRuntime:
             container = self._create(config, attempt)
         except OSError as error:
             raise Unavailable(f"{where} cannot start: {error.strerror or error}") from error
+        except ValueError as error:
+            raise Unavailable(
+                f"{where} cannot start: no process can have such a command or environment: {error}; mend the manifest"
+            ) from error
         self._forgotten.discard(config.pod_uid)
         self._containers[config.pod_uid, config.name] = container
         self._processes[container.id].release(partial(self._settle, container, _FIRST_RETRY_S))
@@ -186,7 +191,7 @@ class ContainerRuntime:
                 config.command or _stand_in(config.run_s), env=config.env, cwd=Path("/"),
                 output=self._new_log(config, attempt),
             )  # fmt: skip
-        except OSError:
+        except (OSError, ValueError):  # the latter: a null byte, a variable's name with "="
             self._tree.remove(cgroup)
             raise
         try:

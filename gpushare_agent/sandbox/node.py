@@ -227,6 +227,8 @@ async def open_node_on(
     cgroups: str | None,
 ) -> AsyncIterator[EmbeddedNode]:
     """Kubelet and container runtime of one node of this API server. Raises StartupError."""
+    for left in (paths.health_state, paths.faults, paths.usage):  # of an earlier node: this one's cards are new
+        left.unlink(missing_ok=True)
     write_kubeconfig(paths.kubeconfig, api.url, api.token)
     kubelet = EmbeddedKubelet(
         directory=paths.state, node_name=node_name, api=api, version=kubelet_version, seed=seed, times=times,

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpushare_agent.sandbox.node_view import (
+    ALLOCATED,
     NARROW,
     card_text,
     card_use,
@@ -110,10 +111,11 @@ def _pids(containers: list[dict[str, Any]], *, is_narrow: bool) -> str:
 
 
 def _cards_table(cards: list[dict[str, Any]], width: int, *, is_several: bool) -> Table:
-    name = ("name",) if width >= NARROW else ()
+    name, used = (("name",), ("used",)) if width >= NARROW else ((), ())
     places = ("node",) if is_several else ()
-    table = _table(*places, "card", *name, "cores used", "memory used MiB", "health", longest={"name": width // 4})
+    table = _table(*places, "card", *name, *ALLOCATED, *used, "health", longest={"name": width // 4})
     for card in cards:
         place = (card["node"],) if is_several else ()
-        table.add_row(*place, str(card["index"]), *(card[key] for key in name), *card_use(card), health_text(card))
+        use = (*card_use(card), *([used_text(card)] if used else ()))
+        table.add_row(*place, str(card["index"]), *(card[key] for key in name), *use, health_text(card))
     return table

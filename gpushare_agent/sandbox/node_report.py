@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from gpushare_agent.decisions.isolation.vcuda import VDEVICE_DIRECTORY
@@ -24,7 +25,8 @@ from gpushare_agent.sandbox.pod_manifest import containers_of
 from gpushare_agent.sandbox.vdevice_view import VDeviceReader
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 
-_AGENT_AWAY = "Unknown"
+HEALTHY = "Healthy"
+_UNHEALTHY, _AGENT_AWAY = "Unhealthy", "Unknown"
 _ANSWERS_KEPT = 2048
 
 
@@ -44,6 +46,10 @@ class ReportedNode:
     ailments: dict[GpuUuid, str] = field(default_factory=dict)
     used: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
     """By pod UID and container, what it uses of its cards together; whoever plays that fills it in."""
+    used_of_cards: dict[int, dict[str, float]] = field(default_factory=dict)
+    """By index, likewise."""
+    addresses: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Where this node's agent is asked: `web`, `debug`, `control_socket`; empty texts for what there is not."""
     vdevices: VDeviceReader = field(default_factory=VDeviceReader)
 
 
@@ -71,16 +77,14 @@ def _node(shown: ReportedNode) -> dict[str, Any]:
     return {
         "name": shown.node.name,
         "capacity": {name: int(count) for name, count in sorted(capacity.items()) if "/" in name},
+        "addresses": dict(shown.addresses),
         "cards": _cards(shown),
     }
 
 
 def _cards(shown: ReportedNode) -> list[dict[str, Any]]:
     cores, blocks, units, whole = _use(shown)
-    health: dict[GpuUuid, str] = {}
-    for device, is_healthy in shown.node.kubelet.devices(shown.vcore).items():
-        if (parts := split_device_id(device)) is not None:
-            health[parts[0]] = "Healthy" if is_healthy and health.get(parts[0]) != "Unhealthy" else "Unhealthy"
+    health = card_health(shown)
     return [
         {
             "index": card.index, "minor": card.minor, "uuid": card.uuid, "name": card.name, "memory_mib": card.memory_mib,
@@ -89,10 +93,20 @@ def _cards(shown: ReportedNode) -> list[dict[str, Any]]:
                 card, blocks.get(card.uuid, 0), shown.memory_block_mib, units.get(card.uuid, 0) * shown.gpu_mem_unit_mib,
                 is_whole=card.uuid in whole,
             ),
+            "used": shown.used_of_cards.get(card.index),
             "health": health.get(card.uuid, _AGENT_AWAY), "health_reason": shown.ailments.get(card.uuid, ""),
         }
         for card in shown.cards
     ]  # fmt: skip
+
+
+def card_health(shown: ReportedNode) -> dict[GpuUuid, str]:
+    """As the kubelet has it; nothing of cards that no agent offers."""
+    health: dict[GpuUuid, str] = {}
+    for device, is_healthy in shown.node.kubelet.devices(shown.vcore).items():
+        if (parts := split_device_id(device)) is not None:
+            health[parts[0]] = HEALTHY if is_healthy and health.get(parts[0]) != _UNHEALTHY else _UNHEALTHY
+    return health
 
 
 def _memory_use(card: Card, blocks: int, block_mib: int, units_mib: int, *, is_whole: bool) -> dict[str, int]:

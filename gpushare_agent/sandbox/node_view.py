@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import chain
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +24,8 @@ _PHASE_STYLES = {
     "Failed": "red",
     "Terminating": "magenta",
 }
+ALLOCATED = ("cores allocated", "memory allocated MiB")
+"""Columns of card_use."""
 _PIPE_WIDTH = 160
 NARROW = 100
 """Below this width a card's name, a request or a PID would take the place of what changes."""
@@ -50,9 +53,9 @@ def short_limit_text(container: dict[str, Any]) -> str:
     return limit_text(container).replace(" %, ", "%/").replace(" MiB", "M")
 
 
-def used_text(container: dict[str, Any]) -> str:
-    """In percent of a card: `12 %, 2048 MiB`."""
-    used = container["used"]
+def used_text(user: dict[str, Any]) -> str:
+    """Of a container or a card, in percent of a card: `12 %, 2048 MiB`."""
+    used = user["used"]
     return "-" if used is None else f"{used['cores']:.0f} %, {used['memory_mib']} MiB"
 
 
@@ -72,7 +75,7 @@ def health_text(card: dict[str, Any]) -> Text:
 
 
 def card_use(card: dict[str, Any]) -> tuple[str, str]:
-    """Cores and memory, each used and whole."""
+    """Cores and memory, each allocated and whole."""
     return (
         f"{card['cores_allocated']} / {CORES_PER_CARD}",
         f"{card['memory_mib_allocated']} / {card['memory_mib']}",
@@ -95,14 +98,21 @@ def status_of(pod: dict[str, Any]) -> Text:
 
 def cards_table(node: dict[str, Any], *, is_narrow: bool) -> Table:
     table = Table(title=f"Cards of {node['name']}", title_justify="left")
-    names = ("card", *(() if is_narrow else ("name",)), "NUMA", "cores used", "memory used MiB", "health")
-    for column in names:
+    wide = () if is_narrow else ("name",)
+    for column in ("card", *wide, "NUMA", *ALLOCATED, *(("used",) if wide else ()), "health"):
         table.add_column(column, justify="left" if column in ("name", "health") else "right")
     for card in node["cards"]:
         numa = "-" if card["numa"] is None else str(card["numa"])
-        name = () if is_narrow else (card["name"],)
-        table.add_row(str(card["index"]), *name, numa, *card_use(card), health_text(card))
+        name, used = ((), ()) if is_narrow else ((card["name"],), (used_text(card),))
+        table.add_row(str(card["index"]), *name, numa, *card_use(card), *used, health_text(card))
     return table
+
+
+def address_lines(node: dict[str, Any]) -> list[Text]:
+    """Where the node's agent is asked, below its cards."""
+    words = {"web": "web", "debug": "debug", "control_socket": "control socket"}
+    found = [f"{words[key]} {where}" for key in words if (where := node["addresses"].get(key))]
+    return [Text("  ".join(found), no_wrap=True, overflow="fold")] if found else []
 
 
 def pods_table(document: dict[str, Any], width: int) -> Table:
@@ -138,15 +148,21 @@ def reason_text(pod: dict[str, Any]) -> str:
     return f"{text} (as intended: {expected})" if expected and text else text
 
 
-def print_document(document: dict[str, Any], form: str) -> None:
-    """`form` is "json" or "table". Wide enough for whole reasons where no terminal sets the width."""
+def print_document(document: dict[str, Any], form: str, *, has_addresses: bool = False) -> None:
+    """`form` is "json" or "table"; `has_addresses`: the table, too, says where each agent is asked. Wide
+    enough for whole reasons where no terminal sets the width."""
     if form == "json":
         print(json.dumps(document, indent=2))
         return
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
     console = Console(width=width, highlight=False)
+    is_narrow = console.width < NARROW
+    nodes = [
+        (cards_table(node, is_narrow=is_narrow), *(address_lines(node) if has_addresses else ()))
+        for node in document["nodes"]
+    ]
     console.print(
-        *(cards_table(node, is_narrow=console.width < NARROW) for node in document["nodes"]),
+        *chain.from_iterable(nodes),
         pods_table(document, console.width),
         *reason_lines(document),
         sep="\n",

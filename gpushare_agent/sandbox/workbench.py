@@ -18,7 +18,7 @@ from gpushare_agent.sandbox.card_faults import LOST_REASON, CardFaults
 from gpushare_agent.sandbox.container_entry import enter_container
 from gpushare_agent.sandbox.control import Answer, Request
 from gpushare_agent.sandbox.manifests import Manifest
-from gpushare_agent.sandbox.node_report import ReportedNode, reason_and_message, report
+from gpushare_agent.sandbox.node_report import HEALTHY, ReportedNode, card_health, reason_and_message, report
 
 READY_TIMEOUT_S = 30.0
 _UNSCHEDULABLE = "Unschedulable"
@@ -58,11 +58,18 @@ class NodeBench:
         return done
 
     def heal_card(self, index: int) -> str:
-        done = self.faults.heal(index)
+        healed = self.faults.heal(index, is_offered=self._is_offered(index))
         self.note_faults()
-        if not done:
-            return f"nothing is wrong with card {index}"
-        return f"card {index} {done}; the agent takes it back once it has passed its probes"
+        if healed.done:
+            return f"card {index} {healed.done}; the agent takes it back once it has passed its probes"
+        if healed.spared:
+            return f"card {index} is not ill ({healed.spared}); nothing was done to it"
+        return f"nothing is wrong with card {index}"
+
+    def _is_offered(self, index: int) -> bool:
+        """By what the kubelet has heard last."""
+        cards = card_health(self.shown)
+        return any(card.index == index and cards.get(card.uuid) == HEALTHY for card in self.shown.cards)
 
     def note_faults(self, told: Mapping[GpuUuid, str] = MappingProxyType({})) -> None:
         """What the report says to be wrong with the cards: the faults that were made, else what the driver has `told`."""

@@ -1,14 +1,14 @@
 """Writes what the embedded node's containers use into the agent's usage file, again and again (workload.py says how much).
 
 Which cards a container has is read from the kubelet's records: the IDs of the Allocate calls that were answered. State
-owned: the file, and `ReportedNode.used`.
+owned: the file, and `ReportedNode.used` and `used_of_cards`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +78,16 @@ class WorkloadPlayer:
             log.warning("usage_file_not_written", path=str(self._path), reason=reason)
             self._complained_about = reason
 
-    def _note(self, runs: Iterable[tuple[Container, tuple[int, ...]]], usage: Iterable[RehearsedProcess]) -> None:
+    def _note(self, runs: Iterable[tuple[Container, tuple[int, ...]]], usage: Sequence[RehearsedProcess]) -> None:
         by_pid: dict[int, list[RehearsedProcess]] = {}
         for process in usage:
             by_pid.setdefault(process.sample.pid, []).append(process)
-        self._shown.used.clear()
+        shown = self._shown
+        shown.used.clear()
         for run, pids in runs:
-            own = [process.sample for pid in pids for process in by_pid.get(pid, ())]
-            self._shown.used[run.pod_uid, run.name] = {
-                "cores": round(sum(sample.sm_ratio or 0.0 for sample in own) * CORES_PER_CARD, 1),
-                "memory_mib": sum(sample.memory_bytes or 0 for sample in own) // _MIB,
-            }
+            shown.used[run.pod_uid, run.name] = _sum([process for pid in pids for process in by_pid.get(pid, ())])
+        for card in shown.cards:
+            shown.used_of_cards[card.index] = _sum([process for process in usage if process.card == card.index])
 
     def _running(self) -> list[Container]:
         return [run for run in self._shown.node.kubelet.runtime.containers() if run.is_running]
@@ -131,3 +130,11 @@ class WorkloadPlayer:
             return cores / CORES_PER_CARD, min(whole_mib, wanted.get(shown.vmemory, 0) * shown.memory_block_mib) * _MIB
         units_mib = min(whole_mib, wanted.get(shown.gpu_mem, 0) * shown.gpu_mem_unit_mib)
         return units_mib / whole_mib, units_mib * _MIB
+
+
+def _sum(processes: Iterable[RehearsedProcess]) -> dict[str, float]:
+    samples = [process.sample for process in processes]
+    return {
+        "cores": round(sum(sample.sm_ratio or 0.0 for sample in samples) * CORES_PER_CARD, 1),
+        "memory_mib": sum(sample.memory_bytes or 0 for sample in samples) // _MIB,
+    }

@@ -107,7 +107,8 @@ async def test_a_pod_that_enters_or_leaves_the_selector_is_added_or_deleted() ->
         selector = "spec.nodeName=node-a,status.phase!=Failed"
         async with client.watch(fieldSelector=selector, resourceVersion=str(client.api.version)) as watch:
             client.api.bind_pod("default", "a", "node-a")
-            assert (await watch.next())[0] == "ADDED"
+            assert (await watch.next())[0] == "ADDED"  # with its condition: a binding is one change
+            client.api.set_pod_status("default", "a", {"phase": "Running"})
             assert (await watch.next())[0] == "MODIFIED"
             client.api.set_pod_status("default", "a", {"phase": "Failed"})
             assert (await watch.next())[0] == "DELETED"

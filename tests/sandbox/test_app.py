@@ -197,7 +197,7 @@ def test_the_live_view_fits_a_small_terminal(count: int) -> None:
         for n in range(count)
     ]  # fmt: skip
     card = {"name": "T", "cores_allocated": 80, "memory_mib": 24576, "memory_mib_allocated": 4096, "health": "Healthy"}
-    cards = [{**card, "index": n, "health_reason": ""} for n in range(8)]
+    cards = [{**card, "index": n, "health_reason": "", "used": None} for n in range(8)]
     notes = ["web " + "x " * 50, "Ctrl-C ends the sandbox"]
     console = Console(width=80, height=24, file=io.StringIO())
     with console.capture() as captured:

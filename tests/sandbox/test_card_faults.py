@@ -16,8 +16,9 @@ import yaml
 
 from gpushare_agent.adapters.simulated_gpus import SimulatedDriver
 from gpushare_agent.apps import sandbox as app
+from gpushare_agent.decisions.health import HealthPolicy
 from gpushare_agent.model.errors import Rejected, Unavailable
-from gpushare_agent.sandbox.card_faults import CardFaults
+from gpushare_agent.sandbox.card_faults import CardFaults, Healed
 from tests.support_agent import open_agent
 from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod, wait_allocatable, wait_phase
 from tests.support_sandbox_cli import DEADLINE_S, document_of, live, read_until, sandbox
@@ -49,9 +50,9 @@ async def test_a_lost_card_is_lost_to_the_driver_until_it_is_healed(tmp_path: Pa
     faults.lose(2, "a cable")
     assert [card.unhealthy_reason for card in (await driver.read()).cards] == ["", "GPU is lost", "a cable"]
     assert faults.by_card() == {1: "GPU is lost", 2: "a cable"}
-    assert faults.heal(1) == "is no longer lost (GPU is lost)"
+    assert faults.heal(1) == Healed(done="is no longer lost (GPU is lost)")
     assert [card.is_healthy for card in (await driver.read()).cards] == [True, True, False]
-    assert (faults.heal(1), faults.heal(0)) == ("", "")
+    assert (faults.heal(1), faults.heal(0)) == (Healed(), Healed())
 
 
 async def test_an_xid_is_reported_each_time_and_healing_shows_a_reset(tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ async def test_an_xid_is_reported_each_time_and_healing_shows_a_reset(tmp_path: 
         faults.report_xid(1, 79)
         assert faults.by_card() == {1: "Xid 79, Xid 48"}
         assert [event.xid for event in await driver.events()] == [79, 48, 79]
-        assert faults.heal(1) == "was reset after Xid 79, Xid 48"
+        assert faults.heal(1).done == "was reset after Xid 79, Xid 48"
         assert faults.by_card() == {}
         assert [[card.is_healthy for card in (await driver.read()).cards] for _ in range(2)] == [
             [True, False, True], [True, True, True],
@@ -80,7 +81,7 @@ async def test_what_a_person_has_written_stays(tmp_path: Path) -> None:
     faults.report_xid(1, 79)
     faults.lose(1)
     assert faults.by_card() == {0: "mine, Xid 48", 1: "GPU is lost, Xid 79"}
-    assert faults.heal(1) == "is no longer lost (GPU is lost) and was reset after Xid 79"
+    assert faults.heal(1).done == "is no longer lost (GPU is lost) and was reset after Xid 79"
     assert json.loads(path.read_text()) == {
         "lost": {"0": "mine"}, "xids": [{"id": 40, "card": 0, "xid": 48}], "resets": [{"id": 42, "card": 1}],
     }  # fmt: skip
@@ -111,6 +112,36 @@ def test_where_there_is_no_file_nothing_fails(tmp_path: Path) -> None:
         CardFaults(None, 3).lose(0)
     with pytest.raises(Unavailable, match="cannot be written"):
         CardFaults(tmp_path / "absent" / "faults.json", 3).lose(0)
+
+
+POLICY = HealthPolicy(ignored_xids=frozenset({31}), reset_xids=frozenset({79}))
+
+
+@pytest.mark.parametrize(
+    ("xids", "is_offered", "healed"),
+    [
+        ((31,), True, Healed(spared="Xid 31: ignored (health.ignored_xids)")),
+        ((31,), False, Healed(spared="Xid 31: ignored (health.ignored_xids)")),
+        ((94,), True, Healed(spared="Xid 94: the agent has taken the card back by itself")),
+        ((94,), False, Healed(done="was reset after Xid 94")),
+        ((79,), True, Healed(done="was reset after Xid 79")),
+        ((31, 79), False, Healed(done="was reset after Xid 79", spared="Xid 31: ignored (health.ignored_xids)")),
+    ],
+)
+async def test_a_reset_is_shown_only_where_the_card_is_out_of_service(
+    tmp_path: Path, xids: tuple[int, ...], is_offered: bool, healed: Healed
+) -> None:
+    """It would take a Healthy card away for its probes. The report forgets the errors all the same."""
+    path = tmp_path / "faults.json"
+    faults, driver = CardFaults(path, 3, POLICY), driver_of(path)
+    await driver.read()
+    for xid in xids:
+        faults.report_xid(1, xid)
+    assert faults.heal(1, is_offered=is_offered) == healed
+    assert [card.is_healthy for card in (await driver.read()).cards] == [True, not healed.done, True]
+    assert faults.by_card() == {}
+    faults.report_xid(1, 79)
+    assert [event.xid for event in await driver.events()] == [79]
 
 
 # --- the kubelet ---
@@ -181,6 +212,13 @@ async def test_fail_card_and_heal_card_from_another_terminal(folder: Path) -> No
         reset = await sandbox("heal-card", "0", "--state-dir", state)
         assert reset.out.startswith("card 0 was reset after Xid 79; ")
         await shown_until(state, 0, "Healthy")
+        await sandbox("fail-card", "0", "--xid", "31", "--state-dir", state)
+        spared = await sandbox("heal-card", "0", "--state-dir", state)
+        assert spared.out == ("card 0 is not ill (Xid 31: ignored (health.ignored_xids)); nothing was done to it\n"), (
+            spared.err
+        )
+        resets = json.loads((state / "faults.json").read_text())["resets"]
+        assert len(resets) == 1  # that after Xid 79
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Several embedded nodes on one API server, and the scheduler that asks an extender."""
+"""Several embedded nodes on one API server, and the command that runs them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -26,34 +26,15 @@ from gpushare_agent.sandbox.node_view import pod_line, print_document
 from gpushare_agent.sandbox.workbench import NodeBench, Workbench
 from tests.support_extender_nodes import (
     DEADLINE_S,
-    ToldExtender,
     condition_of,
     node_of,
     open_cluster,
-    open_told,
-    serving,
     wait_bound,
     wait_cluster,
+    with_plugins,
 )
-from tests.support_sandbox import CORE, MEMORY, SmallPlugin, container, device_ids, open_plugin, pod, wait_phase
-from tests.support_sandbox_api import open_client
+from tests.support_sandbox import CORE, MEMORY, container, pod, wait_phase
 from tests.support_sandbox_cli import document_of, live, read_until, registered, sandbox
-
-PODS = "/api/v1/namespaces/default/pods"
-LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases"
-
-
-@asynccontextmanager
-async def with_plugins(cluster: EmbeddedCluster, **cores: int) -> AsyncIterator[None]:
-    """By node: how many cores its plugin offers."""
-    async with AsyncExitStack() as stack:
-        for node in cluster.nodes:
-            devices = device_ids(f"GPU-{node.name}", count=cores[node.name])
-            await stack.enter_async_context(open_plugin(node, SmallPlugin(CORE, devices)))
-        yield
-
-
-# --- nodes ---
 
 
 async def test_pods_go_to_the_first_node_that_fits_and_run_there() -> None:
@@ -85,161 +66,6 @@ async def test_a_node_hears_only_of_its_own_pods() -> None:
         assert cluster.api.pods_by_node.signal_of("b").count == changes["b"]
         cluster.api.delete_pod("default", "mine", grace_period_s=0)
         assert cluster.api.pods_by_node.of("a") == []
-
-
-# --- what an extender needs of the API server ---
-
-
-async def test_a_binding_names_pod_and_node_and_is_taken_once() -> None:
-    """A second one, another UID, a missing node and a missing pod are told apart."""
-    async with open_client() as client:
-        uid = client.api.create_pod(pod("p"))["metadata"]["uid"]
-
-        async def bind(name: str = "p", node: str = "n", uid: str = uid) -> tuple[int, str]:
-            body = {
-                "apiVersion": "v1",
-                "kind": "Binding",
-                "metadata": {"name": name, "uid": uid},
-                "target": {"name": node},
-            }
-            status, answer = await client.call("POST", f"{PODS}/{name}/binding", body)
-            return status, answer.get("message", "")
-
-        assert (await bind(uid="other"))[0] == 409
-        assert (await bind(node=""))[0] == 422
-        assert (await bind(name="absent"))[0] == 404
-        assert await bind() == (201, "")
-        status, message = await bind(node="m")
-        assert (status, "already assigned to node 'n'" in message) == (409, True)
-        assert client.api.pod("default", "p")["spec"]["nodeName"] == "n"
-
-
-async def test_a_pod_that_is_being_deleted_cannot_be_bound() -> None:
-    """As a real API server refuses it: two schedulers, or a scheduler and a person, are often at it."""
-    async with open_client() as client:
-        raw = client.api.create_pod(pod("p"))
-        client.api.store.replace("pods", {**raw, "metadata": {**raw["metadata"], "deletionTimestamp": "now"}})
-        status, answer = await client.call("POST", f"{PODS}/p/binding", {"target": {"name": "n"}})
-        assert (status, answer["reason"]) == (409, "Conflict")
-
-
-async def test_a_lease_is_replaced_only_at_the_version_that_was_read() -> None:
-    """That is what an election stands on."""
-    async with open_client() as client:
-        lease = {"metadata": {"name": "l"}, "spec": {"holderIdentity": "one"}}
-        status, made = await client.call("POST", LEASES, lease)
-        assert (status, made["apiVersion"], made["kind"]) == (201, "coordination.k8s.io/v1", "Lease")
-        assert (await client.call("POST", LEASES, lease))[0] == 409
-        taken = {**made, "spec": {"holderIdentity": "two"}}
-        assert (await client.call("PUT", f"{LEASES}/l", taken))[0] == 200
-        assert (await client.call("PUT", f"{LEASES}/l", {**made, "spec": {"holderIdentity": "three"}}))[0] == 409
-        assert (await client.call("GET", f"{LEASES}/l"))[1]["spec"] == {"holderIdentity": "two"}
-
-
-async def test_a_config_map_is_watched_by_its_name() -> None:
-    """As the quota is."""
-    maps = "/api/v1/namespaces/kube-system/configmaps"
-    async with open_client() as client:
-        await client.call("POST", maps, {"metadata": {"name": "other"}, "data": {}})
-        _, listed = await client.call("GET", maps, fieldSelector="metadata.name=gpuquota")
-        assert (listed["kind"], listed["items"]) == ("ConfigMapList", [])
-        version = listed["metadata"]["resourceVersion"]
-        async with client.watch(maps, resourceVersion=version, fieldSelector="metadata.name=gpuquota") as watch:
-            await client.call("POST", maps, {"metadata": {"name": "third"}, "data": {}})
-            await client.call("POST", maps, {"metadata": {"name": "gpuquota"}, "data": {"a": "{}"}})
-            kind, raw = await watch.next()
-        assert (kind, raw["metadata"]["name"], raw["data"]) == ("ADDED", "gpuquota", {"a": "{}"})
-
-
-# --- the scheduler that asks an extender ---
-
-
-async def test_only_nodes_that_fit_by_count_are_filtered_and_the_best_score_wins() -> None:
-    """The resource fit is the scheduler's own, before the extender's."""
-    extender = ToldExtender(score=lambda pod, node: {"b": 3, "c": 7}.get(node, 0))
-    async with open_told(extender, ["a", "b", "c"]) as cluster, with_plugins(cluster, a=2, b=10, c=10):
-        cluster.api.create_pod(pod("p", container(cores=5)))
-        assert await wait_bound(cluster, "p") == "c"
-        assert extender.seen == [("filter", "p", ["b", "c"]), ("prioritize", "p", ["b", "c"]), ("bind", "p", "c")]
-        await wait_phase(cluster.nodes[0], "p", "Running")
-
-
-async def test_a_pod_that_the_extender_refuses_waits_with_its_reasons_and_is_tried_again() -> None:
-    """It is Pending and Unschedulable, not Failed; what the nodes say stands in its status and in an Event."""
-    reasons = {"a": "cores are free on two cards, and it needs one whole card", "b": "no card is healthy"}
-    extender = ToldExtender(fits=lambda pod, node: reasons[node])
-    async with open_told(extender, ["a", "b", "c"]) as cluster, with_plugins(cluster, a=10, b=10, c=1):
-        cluster.api.create_pod(pod("p", container(cores=5)))
-        await wait_cluster(cluster, lambda: condition_of(cluster, "p"), "the scheduler's word")
-        told = condition_of(cluster, "p")
-        assert (told["status"], told["reason"]) == ("False", "Unschedulable")
-        assert told["message"] == (
-            f"0/3 nodes are available: 1 Insufficient {CORE}, 1 cores are free on two cards, and it needs one whole card, "
-            "1 no card is healthy."
-        )
-        assert cluster.api.pod("default", "p")["status"]["phase"] == "Pending"
-        assert [e["message"] for e in cluster.api.events() if e["reason"] == "FailedScheduling"] == [told["message"]]
-        await wait_cluster(cluster, lambda: len(extender.asked("filter", "p")) >= 3, "further tries")
-        reasons["b"] = ""
-        assert await wait_bound(cluster, "p") == "b"
-
-
-async def test_what_is_being_bound_counts_as_taken() -> None:
-    """The next pod is decided while the bind of the one before is under way."""
-    may_bind = asyncio.Event()
-
-    async def before_bind(name: str) -> str:
-        if name == "first":
-            await may_bind.wait()
-        return ""
-
-    extender = ToldExtender(before_bind=before_bind)
-    async with open_told(extender, ["a", "b"]) as cluster, with_plugins(cluster, a=10, b=6):
-        cluster.api.create_pod(pod("first", container(cores=8)))
-        await wait_cluster(cluster, lambda: extender.asked("bind", "first"), "the first bind")
-        cluster.api.create_pod(pod("second", container(cores=6)))
-        assert await wait_bound(cluster, "second") == "b"
-        assert extender.asked("filter", "second") == [["b"]]
-        assert node_of(cluster, "first") == ""
-        may_bind.set()
-        assert await wait_bound(cluster, "first") == "a"
-
-
-async def test_a_bind_that_fails_is_told_and_tried_again() -> None:
-    """What was taken for it is free meanwhile."""
-    errors = ["the node has no such card any more", ""]
-
-    async def before_bind(name: str) -> str:
-        return errors.pop(0) if name == "p" else ""
-
-    extender = ToldExtender(before_bind=before_bind)
-    async with open_told(extender, ["a"]) as cluster, with_plugins(cluster, a=10):
-        cluster.api.create_pod(pod("p", container(cores=10)))
-        assert await wait_bound(cluster, "p") == "a"
-        assert len(extender.asked("bind", "p")) == 2
-        (told,) = [e["message"] for e in cluster.api.events() if e["reason"] == "FailedScheduling"]
-        assert "binding to node a: the extender refused to bind: the node has no such card any more" in told
-
-
-async def test_while_the_extender_is_away_pods_wait_and_are_not_given_up() -> None:
-    """It may come later than the nodes, and answer an error at first."""
-    extender = ToldExtender(filter_error="this replica does not lead")
-    async with open_cluster("a", extender_url=extender.url) as cluster, with_plugins(cluster, a=10):
-        extender.cluster = cluster
-        cluster.api.create_pod(pod("p", container(cores=10)))
-        await wait_cluster(cluster, lambda: condition_of(cluster, "p").get("reason") == "SchedulerError", "a word")
-        assert "cannot be asked to filter" in condition_of(cluster, "p")["message"]
-        async with serving(extender):
-            await wait_cluster(cluster, lambda: "does not lead" in condition_of(cluster, "p")["message"], "its error")
-            extender.filter_error = ""
-            assert await wait_bound(cluster, "p") == "a"
-
-
-async def test_a_pod_that_asks_for_no_card_needs_no_extender() -> None:
-    """kube-scheduler sends it only pods with the resources that it manages."""
-    async with open_told(ToldExtender(), ["a"]) as cluster, with_plugins(cluster, a=1):
-        cluster.api.create_pod(pod("plain"))
-        await wait_phase(cluster.nodes[0], "plain", "Running")
 
 
 # --- the command ---
@@ -343,6 +169,8 @@ async def test_the_whole_command_with_two_nodes_and_the_extender() -> None:
         assert done.code == 1, done.err
         document = json.loads(done.out)
         assert [len(node["cards"]) for node in document["nodes"]] == [2, 1]
+        asked_at = [where for node in document["nodes"] for where in node["addresses"].values()]
+        assert len(set(asked_at)) == 6  # web, debug and control socket of each
         assert sorted(shown["node"] for shown in document["pods"]) == ["", "sandbox-0", "sandbox-0", "sandbox-1"]
         (waits,) = (shown for shown in document["pods"] if not shown["node"])
         assert (waits["phase"], waits["reason"]) == ("Pending", "Unschedulable")

@@ -18,6 +18,7 @@ from gpushare_agent.model.gpus import Card
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
 from gpushare_agent.sandbox.manifests import ManifestError, parse_manifests, read_manifests, sample_manifests
+from gpushare_agent.sandbox.node import open_embedded_node
 from gpushare_agent.sandbox.node_report import ReportedNode, reason_and_message, report
 from gpushare_agent.sandbox.node_view import card_text, pod_line
 from gpushare_agent.sandbox.pod_manifest import containers_of, pod_requests
@@ -275,7 +276,7 @@ async def test_the_report_charges_memory_to_the_card_of_the_cores() -> None:
     assert (first["cores_allocated"], first["memory_blocks_allocated"]) == (0, 0)
     assert second == {
         "index": 1, "minor": 4, "uuid": "b", "name": "Test", "memory_mib": 1024, "numa": 1, "cores_allocated": 30,
-        "memory_blocks_allocated": 3, "memory_mib_allocated": 768, "health": "Healthy", "health_reason": "",
+        "memory_blocks_allocated": 3, "memory_mib_allocated": 768, "used": None, "health": "Healthy", "health_reason": "",
     }  # fmt: skip
     assert document["node"]["capacity"] == {CORE: 200, MEMORY: 8}
     p, q = document["pods"]
@@ -294,3 +295,35 @@ async def test_the_report_charges_memory_to_the_card_of_the_cores() -> None:
     assert card_text(p["containers"][0]) == "1"
     assert "q Pending" in pod_line(q)
     assert f"1 Insufficient {CORE}" in pod_line(q)
+
+
+async def test_a_node_in_a_used_directory_begins_with_new_cards(short_dir: Path) -> None:
+    """What an earlier node's agent noted of cordons, and what failed and was used there, is not this one's."""
+    async with open_embedded_node(short_dir) as node:
+        left = (node.paths.health_state, node.paths.faults, node.paths.usage)
+        for path in left:
+            path.write_text("{}")
+    assert all(path.exists() for path in left)
+    async with open_embedded_node(short_dir):
+        assert not any(path.exists() for path in left)
+
+
+@pytest.mark.parametrize(
+    ("env", "why"),
+    [
+        ({"name": "A", "value": "a\0b"}, "embedded null byte"),
+        ({"name": "A=B", "value": "c"}, "illegal environment variable name"),
+        ({"name": "A", "value": "\ud800"}, "surrogates not allowed"),
+    ],
+)
+async def test_a_variable_that_no_process_can_have_keeps_its_container_waiting(env: dict[str, str], why: str) -> None:
+    """With the reason in the pod's status; the node goes on, and so do other pods."""
+    async with open_test_node() as node:
+        node.api.create_pod(pod("bad", {**container("main"), "env": [env]}))
+        await node.kubelet.wait_for(lambda: why in reason_and_message(node.api.pod("default", "bad"))[1])
+        reason, message = reason_and_message(node.api.pod("default", "bad"))
+        assert reason == "CreateContainerError"
+        assert "container main of pod default/bad cannot start: no process can have such a" in message
+        assert node.kubelet.runtime.containers() == []
+        node.api.create_pod(pod("good"))
+        await wait_phase(node, "good", "Running")

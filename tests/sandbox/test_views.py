@@ -12,7 +12,16 @@ from rich.console import Console
 
 from gpushare_agent.model.vdevice import encode_pids
 from gpushare_agent.sandbox.node_live_view import live_view
-from gpushare_agent.sandbox.node_view import limit_text, pids_text, pod_line, pods_table, reason_lines, used_text
+from gpushare_agent.sandbox.node_view import (
+    cards_table,
+    limit_text,
+    pids_text,
+    pod_line,
+    pods_table,
+    print_document,
+    reason_lines,
+    used_text,
+)
 from gpushare_agent.sandbox.vdevice_view import VDeviceReader
 from tests.support_vdevice import share_config
 
@@ -144,6 +153,34 @@ def test_the_table_of_pods_names_limits_and_processes(width: int, cells: list[st
     text = printed(pods_table({"nodes": [{}], "pods": [shown_pod(shown_container(2))]}, width), width)
     row = next(line for line in text.splitlines() if "default/share" in line)
     assert [cell.strip() for cell in row.split("│")[1:-1]] == cells
+
+
+CARD = {
+    "index": 0, "name": "T", "numa": None, "cores_allocated": 30, "memory_mib": 24576, "memory_mib_allocated": 4096,
+    "used": {"cores": 12.4, "memory_mib": 2048}, "health": "Healthy", "health_reason": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_tables_of_cards_tell_what_is_allocated_from_what_is_used(width: int) -> None:
+    """Use needs the room of a wide terminal; what is allocated is shown in any case."""
+    node = {"name": "a", "cards": [CARD]}
+    table = printed(cards_table(node, is_narrow=width < 100), width)
+    live = printed(live_view({"pods": [], "nodes": [node]}, [], width=width, height=24), width)
+    for text in (table, live):
+        assert "cores allocated" in text and "memory allocated MiB" in text
+        assert "30 / 100" in text and "4096 / 24576" in text
+        assert ("12 %, 2048 MiB" in text) is (width == 120)
+
+
+def test_status_says_where_each_nodes_agent_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not what is switched off; and not the report of --once, for then nobody is there to be asked."""
+    addresses = {"web": "http://localhost:1", "debug": "", "control_socket": "/s/agent-control.sock"}
+    document = {"nodes": [{"name": "a", "cards": [CARD], "addresses": addresses}], "pods": []}
+    print_document(document, "table", has_addresses=True)
+    assert "web http://localhost:1  control socket /s/agent-control.sock\n" in capsys.readouterr().out
+    print_document(document, "table")
+    assert "http" not in capsys.readouterr().out
 
 
 def test_why_a_pod_waits_stands_below_the_table() -> None:

@@ -170,7 +170,13 @@ async def test_a_container_uses_the_cards_that_it_was_given(
         assert {process.sample.memory_bytes for process in usage} == {memory_bytes}
         used = {"cores": sm * 100 * len(cards), "memory_mib": memory_bytes * len(cards) // 2**20}
         assert shown.used == {(uid, "main"): used}
-        assert report(shown)["pods"][0]["containers"][0]["used"] == used
+        document = report(shown)
+        assert document["pods"][0]["containers"][0]["used"] == used
+        whole = {"cores": sm * 100, "memory_mib": memory_bytes // 2**20}
+        nothing = {"cores": 0, "memory_mib": 0}
+        assert [card["used"] for card in document["node"]["cards"]] == [
+            whole if n in cards else nothing for n in (0, 1)
+        ]
 
 
 async def test_all_processes_of_a_container_have_a_part() -> None:

@@ -1,0 +1,97 @@
+"""Where the agent of an embedded node is asked, and that the sandbox says so."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from gpushare_agent.apps.sandbox_nodes import _addresses, _debug_port
+from gpushare_agent.settings import load_settings
+from tests.support_sandbox_cli import DEADLINE_S, ROOT, document_of, live, read_until, registered, sandbox
+
+
+async def page_of(url: str) -> str:
+    """Asked again until the agent listens."""
+    async with aiohttp.ClientSession() as session, asyncio.timeout(DEADLINE_S):
+        while True:
+            try:
+                async with session.get(url) as response:
+                    return await response.text()
+            except aiohttp.ClientConnectionError:
+                await asyncio.sleep(0.05)  # another process: it can only be asked again
+
+
+async def printed_by(line: str) -> str:
+    """Of a command line as the sandbox has told it."""
+    program, *words = shlex.split(line)
+    assert program == "gpushare-agent"
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "gpushare_agent", *words), stdout=asyncio.subprocess.PIPE, cwd=ROOT
+    )
+    async with asyncio.timeout(DEADLINE_S):
+        out, _ = await child.communicate()
+    assert child.returncode == 0
+    return out.decode()
+
+
+async def test_the_first_lines_say_how_the_agent_is_asked_and_that_works() -> None:
+    """The lines can be used as they stand; the debug pages stay where they are when the agent is started again."""
+    with ExitStack() as stack:
+        state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gs", dir="/tmp"))) / "s"
+        async with live(state, "--samples", "none", "--cards", "2") as process:
+            assert process.stdout is not None
+            await read_until(process, "its agent:")
+            top, explain, cordon = [(await process.stdout.readline()).decode().strip() for _ in range(3)]
+            await registered(state)
+            told = (await document_of(state))["node"]["addresses"]
+            assert told["control_socket"] == str(state / "agent-control.sock")
+            assert explain == f"gpushare-agent explain POD --server {told['web']}"
+            assert "/debug/tasks" in await page_of(told["debug"])
+            assert "is cordoned" in await printed_by(cordon.replace("CARD", "1"))
+            assert "cordoned" in await printed_by(f"{top} --once")
+            status = (await sandbox("status", "--state-dir", state)).out
+            assert f"web {told['web']}  debug {told['debug']}  control socket {told['control_socket']}" in status
+            await sandbox("kill-agent", "--state-dir", state)
+            await read_until(process, "starting it again")
+            assert "/debug/tasks" in await page_of(told["debug"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "is_first", "port"),
+    [
+        (("--debug.port=7001",), {}, True, 7001),
+        ((), {"GPUSHARE_DEBUG__PORT": "7002"}, True, 7002),
+        (("--debug.port=7001",), {}, False, None),
+        (("--debug.port=0",), {}, True, None),
+        ((), {}, True, None),
+    ],
+)
+def test_the_debug_port_is_the_given_one_for_the_first_node_and_else_a_free_one(
+    flags: tuple[str, ...],
+    variables: Mapping[str, str],
+    is_first: bool,
+    port: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two nodes cannot have the same, and the usual one may be an agent's of this machine."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = _debug_port(flags, is_first=is_first)
+    assert found == port if port is not None else found not in (0, 5679, 7001)
+
+
+def test_an_address_that_means_all_is_told_as_one_that_can_be_asked() -> None:
+    """And what is switched off is not told."""
+    flags = ("--web.addr=0.0.0.0", "--web.port=5", "--debug.addr=::1", "--debug.port=6", "--control.socket=")
+    assert _addresses(load_settings(flags, {}).settings) == {
+        "web": "http://localhost:5", "debug": "http://[::1]:6/debug/", "control_socket": "",
+    }  # fmt: skip
+    assert _addresses(load_settings(("--debug.addr=",), {}).settings)["debug"] == ""
