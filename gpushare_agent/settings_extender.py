@@ -31,8 +31,8 @@ class ExtenderSettings(BaseModel):
     port: Count = Field(default=3456, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
     reserve: Literal["bind", "filter"] = Field(
         default="bind",
-        description="When cards are set aside. bind: the scheduler delegates the bind, and filter changes nothing. filter: as"
-        " gpu-admission does, for schedulers that bind themselves; the answer is then exactly one node.",
+        description="When cards are set aside. bind: the scheduler delegates the bind, and filter changes nothing. filter:"
+        " as gpu-admission does, for schedulers that bind themselves; the answer is then exactly one node.",
     )
     node_policy: Literal["binpack", "spread"] = Field(
         default="binpack",

@@ -336,7 +336,7 @@ class FakeCluster:
 
     def _with_fault(self, request: web.Request, act: Callable[[], tuple[int, Raw]]) -> web.StreamResponse:
         fault = self.faults.pop(0) if self.faults else GOOD
-        if fault in ("409", "429", "500"):
+        if fault in ("403", "409", "429", "500"):
             return _status(int(fault), "told to", {"Retry-After": self.retry_after})
         if fault == "silent":
             return _cut(request)
@@ -363,6 +363,9 @@ class FakeCluster:
             annotations = raw["metadata"].setdefault("annotations", {})
             for name, value in wanted.get("annotations", {}).items():
                 annotations.pop(name, None) if value is None else annotations.update({name: value})
+            for name, value in wanted.get("labels", {}).items():
+                labels = raw["metadata"].setdefault("labels", {})
+                labels.pop(name, None) if value is None else labels.update({name: value})
 
         fresh = json.loads(json.dumps(old))
         merge(fresh)
@@ -410,6 +413,11 @@ class FakeCluster:
     def _is_asked(self, request: web.Request, raw: Raw, namespace: str) -> bool:
         if namespace and raw["metadata"].get("namespace") != namespace:
             return False
+        labels = raw["metadata"].get("labels", {}).items()
+        if not {tuple(one.split("=")) for one in request.query.get("labelSelector", "").split(",") if one} <= set(
+            labels
+        ):
+            return False
         fields = request.query.get("fieldSelector", "")
         if fields.startswith("metadata.name="):
             return bool(raw["metadata"]["name"] == fields.partition("=")[2])
@@ -447,6 +455,28 @@ class FakeCluster:
     def _tell(self, what: str, kind: str, raw: Raw) -> None:
         self._history.append((self.version, what, kind, raw))
         self._changed.set()
+
+
+def holds(cluster: FakeCluster, node: str, *charges: tuple[str, int, int, int]) -> None:
+    """The node's agent tells of pods: UID, card, cores, blocks."""
+    held = {uid: {str(card): [cores, blocks, 0, 0]} for uid, card, cores, blocks in charges}
+    text = json.dumps({"schema": 1, "held": held})
+    cluster.change("nodes", node, lambda raw: raw["metadata"]["annotations"].update({HELD_ANNOTATION: text}))
+
+
+def put_quota(cluster: FakeCluster, quota: Any) -> None:
+    text = quota if isinstance(quota, str) else json.dumps(quota)
+    cluster.put(
+        "configmaps", {"metadata": {"name": "gpuquota", "namespace": "kube-system"}, "data": {"gpu_quota": text}}
+    )
+
+
+def foreign_lease(holder: str = "somebody") -> Raw:
+    """The extender's, held by another for an hour."""
+    return {
+        "metadata": {"name": "gpushare-agent-extender", "namespace": "kube-system"},
+        "spec": {"holderIdentity": holder, "leaseDurationSeconds": 3600, "renewTime": "x"},
+    }
 
 
 def charges_by_annotation(pod: Raw) -> dict[str, list[int]]:
@@ -603,6 +633,7 @@ class Replica:
             read=lambda raw: read_node(raw, NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL),
             metrics=metrics,
             quota=quota,
+            told=pods.told,
         )
         self.binder = Binder(
             state=self.state,

@@ -25,7 +25,7 @@ from gpushare_agent.model.topology_tree import render_tree
 
 async def answer(driver: NvmlDriver, log: LogCapture, command: str) -> object:
     if command == "threads":
-        return sum(thread.name == "nvml" for thread in threading.enumerate())
+        return sum(thread.name.startswith("nvml") for thread in threading.enumerate())
     if command == "logged":
         return log.entries
     if command == "close":

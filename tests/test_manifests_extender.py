@@ -14,6 +14,7 @@ import yaml
 
 from gpushare_agent.decisions.quota import NamespaceQuota, parse_quota
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.services.extender_label import APP_LABEL, LEADER, ROLE_LABEL
 from gpushare_agent.settings import Settings, load_settings
 from tests.support_manifests import MANIFESTS, by_name, deployed, documents, merged, volumes_are_those_mounted
 
@@ -117,7 +118,8 @@ def test_the_labels_find_the_extenders_pods() -> None:
     (policy,) = documents("extender/components/network-policy/network-policy.yaml")
     (spread,) = pod_spec()["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     assert deployment()["spec"]["selector"]["matchLabels"] == labels
-    assert service["spec"]["selector"] == labels
+    assert service["spec"]["selector"] == labels | {ROLE_LABEL: LEADER}
+    assert APP_LABEL in labels
     assert policy["spec"]["podSelector"]["matchLabels"] == labels
     assert spread["podAffinityTerm"]["labelSelector"]["matchLabels"] == labels
     (scheduler,) = documents("extender/second-scheduler/deployment.yaml")
@@ -132,12 +134,16 @@ def test_the_extender_counts_as_the_agents_do() -> None:
     assert own.placement.share_policy == agents.placement.share_policy
 
 
-def test_there_are_two_replicas_and_an_update_waits_for_no_second_ready_one() -> None:
-    """Only the leader is ready: a budget or a step that wants another ready pod would never end."""
+def test_there_are_two_replicas_and_one_is_always_there() -> None:
+    """Through updates and drains; the one that does not lead is ready too, or neither would ever end."""
     spec = deployment()["spec"]
     assert (spec["replicas"], extender_settings().extender.leader_elect) == (2, True)
-    assert spec["strategy"]["rollingUpdate"]["maxUnavailable"] == "100%"
-    assert not of_kind("extender/kustomization.yaml", "PodDisruptionBudget")
+    assert spec["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    (container,) = pod_spec()["containers"]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz", "which does not ask who leads"
+    (budget,) = documents("extender/disruption.yaml")
+    assert budget["spec"]["maxUnavailable"] == 1
+    assert budget["spec"]["selector"] == spec["selector"]
 
 
 def test_the_certificates_come_from_the_secret() -> None:
@@ -218,9 +224,9 @@ def test_the_rights_are_those_that_the_extender_uses() -> None:
         ],
     }
     assert extender.lease_namespace == "", "the pod's own"
-    assert {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}} in pod_spec()[
-        "containers"
-    ][0]["env"]
+    (container,) = pod_spec()["containers"]
+    for name, field in (("POD_NAME", "metadata.name"), ("POD_NAMESPACE", "metadata.namespace")):
+        assert {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field}}} in container["env"]
 
 
 @pytest.mark.parametrize("directory", ["extender", "extender/second-scheduler"])

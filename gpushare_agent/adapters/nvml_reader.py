@@ -6,7 +6,7 @@ another one and numbers the rest anew; a card that is gone stays in the answer, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,20 @@ _UNKNOWN_MINOR = -1
 
 
 class NvmlReader:
-    """Reads through `session`, which it closes where NVML has to be opened again."""
+    """Reads through `session`, which it closes where NVML has to be opened again. `let_go` closes what else holds NVML
+    open; `on_look` is told what each look found, to be compared with what the look before found."""
 
-    def __init__(self, session: NvmlSession, *, pci_devices: Path) -> None:
+    def __init__(
+        self,
+        session: NvmlSession,
+        *,
+        pci_devices: Path,
+        let_go: Callable[[], None],
+        on_look: Callable[[object], None],
+    ) -> None:
         self._session = session
+        self._let_go = let_go
+        self._on_look = on_look
         self._pci_devices = pci_devices
         self._topology = NvmlTopology()
         self._opening_of_links = 0
@@ -45,18 +55,22 @@ class NvmlReader:
             inventory = self._look()
             if not self._is_all_lost(inventory):
                 return inventory
-            self._session.close()
+            self._close_wholly()
             inventory = self._look()
         except DriverLostError:
-            self._session.close()
+            self._close_wholly()
             try:
                 inventory = self._look()
             except DriverLostError as error:
-                self._session.close()
+                self._close_wholly()
                 raise Unavailable(f"NVML opens, but does not answer: {error.__cause__}. {CHECKLIST}") from error
         if self._is_all_lost(inventory):
-            self._session.close()  # the next look opens it afresh: a reset card comes back only that way
+            self._close_wholly()  # the next look opens it afresh: a reset card comes back only that way
         return inventory
+
+    def _close_wholly(self) -> None:
+        self._session.close()
+        self._let_go()
 
     def _is_all_lost(self, inventory: GpuInventory) -> bool:
         """No card answers. One that answers but must not be given, as with MIG enabled, shows that NVML works."""
@@ -70,6 +84,7 @@ class NvmlReader:
         for card in found:
             seen[card.uuid] = self._read_card(nvml, card, taken={earlier.index for earlier in seen.values()})
         self._session.looked(self._answering)
+        self._on_look((tuple((card.nvml_index, card.uuid) for card in found), frozenset(self._answering)))
         return self._inventory(nvml, seen, found, unnamed)
 
     def _read_card(self, nvml: Any, found: FoundCard, *, taken: Iterable[int]) -> Card:

@@ -1,7 +1,7 @@
-"""NVML opened once for everything that asks it: the look at the cards, the samples, the events.
+"""One opening of NVML, for those that ask it from one thread: the looks and the events have one, the samples another.
 
-Used from one thread at a time (kit/daemon_thread.py). State owned: whether NVML is open, how often it was opened, the
-handles of the cards, and which of them answered the last look. Handles end with the opening that gave them.
+NVML counts its openings and shuts down with the last one (nvml_sampler.py). State owned: whether this one is open, how often
+it was, the handles of the cards, and which of them answered the last look. Handles end with the opening that gave them.
 
 pynvml is imported when first needed: it costs 30 ms, and a node with simulated cards does not have to have it.
 """
@@ -118,6 +118,10 @@ class NvmlSession:
         if self._handles is None:
             self.find_cards()
         return self._handles or {}
+
+    def forget_cards(self) -> None:
+        """The next question for handles enumerates the cards anew."""
+        self._handles = None
 
     def answering(self) -> Set[GpuUuid]:
         """The cards that answered the last look of this opening; all that have a handle where there was none yet."""

@@ -1,7 +1,7 @@
 """The scheduler extender: its parts, its order of start, its end.
 
 It listens at once and answers 503 until it leads and has listed the cluster since then. A follower keeps its picture warm.
-On SIGTERM it stops listening, lets binds end, and gives the lease back, so that the other replica leads within seconds.
+On SIGTERM it stops listening, lets binds end, and gives lease and label back: the other replica leads within seconds.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from gpushare_agent.services.cluster_informer import ClusterInformer
 from gpushare_agent.services.event_queue import EventQueue
 from gpushare_agent.services.extender import Extender
 from gpushare_agent.services.extender_bind import Binder, BindTiming
+from gpushare_agent.services.extender_label import LeaderLabel
 from gpushare_agent.services.extender_metrics import ExtenderMetrics
 from gpushare_agent.services.extender_pod_writes import PodWrites
 from gpushare_agent.services.extender_tls import Tls
@@ -69,11 +70,18 @@ class ExtenderParts:
     metrics: ExtenderMetrics
     web: ExtenderWeb
     pods: PodsFeed
+    label: LeaderLabel | None
     listed_in: int = 0
+
+
+GC_THRESHOLDS = (50_000, 20, 100)
+"""Objects before a collection of each generation. With Python's own (700, 10, 10) a list of 50,000 pods sets off full
+collections again and again: 5 of 22 s of processor time, and filter waits for them (measured)."""
 
 
 async def run(settings: Settings) -> int:
     """Run until SIGTERM or SIGINT; the exit code."""
+    gc.set_threshold(*GC_THRESHOLDS)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -100,9 +108,11 @@ async def serve(parts: ExtenderParts, stop: asyncio.Event, *, on_listed: Callabl
             group.create_task(forever("leadership", lambda: _list_when_leading(parts, on_listed)), name="leadership"),
             *(group.create_task(forever("informer", one.run), name="informer") for one in parts.informers),
         ]
-        election = parts.election
+        election, label = parts.election, parts.label
+        if label is not None:
+            labelling = group.create_task(forever("leader label", label.run), name="leader label")
         if isinstance(election, LeaderElection):
-            tasks.append(group.create_task(forever("election", election.run), name="election"))
+            electing = group.create_task(forever("election", election.run), name="election")
         await parts.web.wait_listening()
         sd_notify("READY=1", os.environ)
         await stop.wait()
@@ -110,8 +120,11 @@ async def serve(parts: ExtenderParts, stop: asyncio.Event, *, on_listed: Callabl
         log.info("stopping")
         await stop_task(web)
         if isinstance(election, LeaderElection):
-            await stop_task(tasks.pop())
+            await stop_task(electing)
             await election.release()
+        if label is not None:
+            await stop_task(labelling)
+            await label.withdraw()
         for task in tasks:
             task.cancel()
 
@@ -126,13 +139,13 @@ def build(settings: Settings, api: ClusterApi) -> ExtenderParts:
     state = ClusterState(policy=policy, quota=quota, on_change=quota.reserved)
     election = _election(chosen, api)
     events = EventQueue(api=api)
-    pods = PodsFeed(state=state, names=names, metrics=metrics, quota=quota)
+    pods = PodsFeed(state=state, names=names, metrics=metrics, quota=quota, leads=election.leads)
     writes = PodWrites(api=api, names=names, leads=election.leads)
     timing = BindTiming(bind_s=chosen.bind_timeout_s, assume_s=chosen.assume_timeout_s)
     binder = Binder(state=state, writes=writes, waiting=pods.waiting, learn=quota.learn, metrics=metrics, timing=timing)
     extender = Extender(state=state, binder=binder, metrics=metrics, reserves_at_filter=chosen.reserve == "filter")
     read = partial(read_node, names=names, model_label=chosen.model_label, pool_label=chosen.pool_label)
-    nodes = NodesFeed(state=state, read=read, metrics=metrics, quota=quota)
+    nodes = NodesFeed(state=state, read=read, metrics=metrics, quota=quota, told=pods.told)
     quotas = QuotaFeed(keeper=quota, events=events, metrics=metrics, component=socket.gethostname())
     of_quota = config_map(chosen.quota_namespace, chosen.quota_name)
     informers = (
@@ -145,6 +158,7 @@ def build(settings: Settings, api: ClusterApi) -> ExtenderParts:
         verbs=ExtenderVerbs(extender, names),
         metrics=metrics,
         ready=lambda: not_ready(parts),
+        warm=lambda: not_warm(parts),
         document=lambda: document(parts),
     )
     parts = ExtenderParts(
@@ -158,6 +172,7 @@ def build(settings: Settings, api: ClusterApi) -> ExtenderParts:
         metrics=metrics,
         web=web,
         pods=pods,
+        label=_leader_label(api, election),
     )
     _show_state(parts)
     return parts
@@ -182,6 +197,14 @@ def not_ready(parts: ExtenderParts) -> list[str]:
     if parts.listed_in != election.term:
         return ["this replica leads, and is listing the cluster before it decides"]
     return []
+
+
+def not_warm(parts: ExtenderParts) -> list[str]:
+    """Why this replica could not take over, or go on, within a moment. One that is alone has nothing to take over: it is
+    ready when it decides."""
+    if isinstance(parts.election, AlwaysLeads):
+        return not_ready(parts)
+    return [f"{one.kind} are not listed yet" for one in parts.informers if not one.has_listed]
 
 
 def document(parts: ExtenderParts) -> Mapping[str, Any]:
@@ -233,6 +256,18 @@ def _election(settings: ExtenderSettings, api: ClusterApi) -> LeaderElection | A
         retry_s=settings.retry_period_s,
     )
     return LeaderElection(api=api, identity=f"{socket.gethostname()}_{uuid.uuid4().hex}", terms=terms)
+
+
+def _leader_label(api: ClusterApi, election: LeaderElection | AlwaysLeads) -> LeaderLabel | None:
+    """None where this process does not know its pod, or is in none."""
+    named = {variable: os.environ.get(variable, "") for variable in ("POD_NAMESPACE", "POD_NAME")}
+    missing = sorted(variable for variable, value in named.items() if not value)
+    if not missing:
+        return LeaderLabel(api=api, election=election, namespace=named["POD_NAMESPACE"], name=named["POD_NAME"])
+    if "KUBERNETES_SERVICE_HOST" in os.environ:  # in a pod
+        then = "this pod gets no label when it leads: a Service that goes by it does not find this replica"
+        log.warning("leader_label_off", missing=missing, then=then, cure="set these variables from the pod's metadata")
+    return None
 
 
 def _door(settings: ExtenderSettings) -> WebDoor:

@@ -150,6 +150,18 @@ def after_driver_lost(health: CardHealth, reason: str, policy: HealthPolicy, now
     return _after_bad_look(health, reason, policy, now)
 
 
+def is_brief_loss_forgiven(last_forgiven_at: float | None, now: float) -> bool:
+    """Whether a driver that left one look unanswered, and shows well at the next all that was well, has its cards back at
+    once. Not often: the cards of a driver that fails at every other look must not come and go for ever."""
+    return last_forgiven_at is None or now - last_forgiven_at >= RELAPSE_WITHIN_S
+
+
+def as_before_loss(before: CardHealth, health: CardHealth) -> CardHealth:
+    """The card as if the driver had not left a look unanswered: it was not the card that failed, so this is no illness to
+    recover from. What an operator did since stays done."""
+    return replace(before, cordon=health.cordon)
+
+
 def cordoned(health: CardHealth, reason: str) -> CardHealth:
     return replace(health, cordon=reason)
 

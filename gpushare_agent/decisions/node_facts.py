@@ -21,8 +21,11 @@ from gpushare_agent.model.topology import LinkKind, Topology
 
 OWN_PREFIX = "gpushare-agent"
 LABELS_ANNOTATION = f"{OWN_PREFIX}/labels"
-"""Names of the labels that the agent wrote, comma list, sorted: only these are ever removed."""
+"""Names of the labels that the agent wrote, comma list, sorted: only these are ever removed. Anybody who may patch the node,
+its kubelet too, can write it: `_recorded` says what it is believed."""
 MAX_LABEL_CHARS = 63
+MAX_RECORD_CHARS = 16 * 1024
+MAX_RECORDED = 256
 
 _BRANDS = frozenset({"NVIDIA", "TESLA", "GEFORCE", "QUADRO", "GRID"})
 _SERIES = frozenset({"RTX", "GTX", "GTS", "GT", "TITAN", "NVS"})
@@ -31,18 +34,22 @@ _NOT_OF_LABELS = re.compile(r"[^A-Za-z0-9_.-]+")
 _LABEL_NAME = re.compile(
     r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?", re.ASCII
 )
+_KUBERNETES_DOMAINS = ("kubernetes.io", "k8s.io")
+"""With all below them. A kubelet is kept from changing labels of these (NodeRestriction), others it may change anyway."""
 _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
     """What the node should have. `owned` are label names that are the agent's whoever wrote them last; `unusable` those of
-    the setting node_labels that Kubernetes would refuse, and with them the whole patch."""
+    the setting node_labels that Kubernetes would refuse, and with them the whole patch. While none of the node's cards tells
+    its name, `are_cards_named` is false: what was known of them before stays."""
 
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
     owned: Set[str] = field(default=frozenset())
     unusable: Sequence[str] = ()
+    are_cards_named: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +83,7 @@ def node_facts(
         annotations={CARDS_ANNOTATION: text},
         owned=frozenset(owned),
         unusable=tuple(sorted(node_labels.keys() - given.keys())),
+        are_cards_named=not inventory.cards or bool(_named(inventory)),
     )
 
 
@@ -85,7 +93,7 @@ def card_labels(inventory: GpuInventory, prefix: str) -> dict[str, str]:
     With several kinds of cards, product and model are those of the most numerous (then the largest) and `gpu.mixed` says
     so; memory and compute capability are the least, which every card of the node keeps.
     """
-    named = [card for card in inventory.cards if card.name and card.memory_mib > 0]
+    named = _named(inventory)
     if not named:
         return {}
     product = _most_numerous(named)
@@ -147,21 +155,23 @@ def cards_annotation(inventory: GpuInventory, *, cordoned: Set[GpuUuid], memory_
 def plan_node_patch(raw_node: Mapping[str, Any], wanted: NodeFacts) -> NodePatch:
     """The least change from what the node has to what it should have; an empty one where nothing is to do.
 
-    Labels are removed only where the node's own record says that the agent wrote them. A label that somebody else wrote
+    Labels are removed only where the node's own record says that the agent wrote them, and never those of Kubernetes, which
+    the record could have been forged to remove. A label that somebody else wrote
     with another value is left, unless it is the agent's by name.
     """
     raw_metadata = raw_node.get("metadata")
     metadata = raw_metadata if isinstance(raw_metadata, dict) else {}
     labels, annotations = _texts(metadata.get("labels")), _texts(metadata.get("annotations"))
-    recorded = set(annotations.get(LABELS_ANNOTATION, "").split(",")) - {""}
+    recorded = _recorded(annotations.get(LABELS_ANNOTATION, ""))
     foreign = {
         name
         for name, value in wanted.labels.items()
         if name not in wanted.owned and name not in recorded and labels.get(name, value) != value
     }
     set_labels = {n: v for n, v in wanted.labels.items() if n not in foreign and labels.get(n) != v}
-    gone = {name for name in recorded - wanted.labels.keys() if name in labels}
-    ours = (recorded & wanted.labels.keys()) | set_labels.keys() | (wanted.owned & wanted.labels.keys())
+    kept = wanted.labels.keys() if wanted.are_cards_named else wanted.labels.keys() | labels.keys()
+    gone = {name for name in recorded - kept if name in labels}
+    ours = (recorded & kept) | set_labels.keys() | (wanted.owned & wanted.labels.keys())
     wanted_annotations = {**wanted.annotations, LABELS_ANNOTATION: ",".join(sorted(ours))}
     changed = {name: value for name, value in wanted_annotations.items() if annotations.get(name) != value}
     return NodePatch(
@@ -169,6 +179,22 @@ def plan_node_patch(raw_node: Mapping[str, Any], wanted: NodeFacts) -> NodePatch
         annotations=dict(sorted(changed.items())),
         foreign=tuple(sorted(foreign)),
     )
+
+
+def _named(inventory: GpuInventory) -> list[Card]:
+    return [card for card in inventory.cards if card.name and card.memory_mib > 0]
+
+
+def _recorded(text: str) -> set[str]:
+    """The names of the record that may be the agent's work; none where it is larger than the agent ever makes it."""
+    names = set(text.split(",")) if len(text) <= MAX_RECORD_CHARS else set()
+    plausible = {name for name in names if _LABEL_NAME.fullmatch(name) and not _is_of_kubernetes(name)}
+    return plausible if len(names) <= MAX_RECORDED else set()
+
+
+def _is_of_kubernetes(name: str) -> bool:
+    domain, slash, _ = name.rpartition("/")
+    return bool(slash) and any(domain == known or domain.endswith(f".{known}") for known in _KUBERNETES_DOMAINS)
 
 
 def _most_numerous(cards: Sequence[Card]) -> str:

@@ -1,14 +1,15 @@
 """Feeds the cluster's pods and nodes, as the informers hear of them, into the extender's state.
 
 A pod's annotations are never believed: those that name an extender's choice are only compared with what this extender has
-reserved, and the pods where they differ are counted (docs/extender.md). The mutable state is: the pods that wait for a
-node, whose requests a bind needs, and what was complained of.
+reserved and with what the node's agent says it gave, and the pods where both differ are counted (docs/extender.md). The
+mutable state is: the pods that wait for a node, whose requests a bind needs, those whose agent is yet to tell, and what
+was complained of.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import structlog
@@ -49,8 +50,6 @@ class LearnsPods(Protocol):
 
     def forget(self, uid: PodUid) -> None: ...
 
-    def reserved(self, old: Reservation | None, new: Reservation | None) -> None: ...
-
 
 class LearnsNodes(Protocol):
     def know_node(self, node: ClusterNode) -> None: ...
@@ -67,7 +66,9 @@ class CountsOddities(Protocol):
 
 
 class PodsFeed:
-    """A sink for cluster_informer.py. `waiting` are the pods without a node that ask for something of ours."""
+    """A sink for cluster_informer.py. `waiting` are the pods without a node that ask for something of ours. A replica that
+    does not lead compares no annotations, for it does not know what the leader has reserved; it hears of every pod anew
+    when it leads."""
 
     def __init__(
         self,
@@ -76,19 +77,23 @@ class PodsFeed:
         names: ResourceNames,
         metrics: CountsOddities,
         quota: LearnsPods,
+        leads: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = state
         self._names = names
         self._metrics = metrics
         self._quota = quota
+        self._leads = leads
         self._clock = clock
         self.waiting: dict[PodUid, Pod] = {}
         self._suspects: dict[PodUid, None] = {}
+        self._untold: dict[PodUid, tuple[Pod, Mapping[str, str]]] = {}
+        """Bound pods with annotations that are not our plan, and may be what the agent gave: it has not told that yet."""
 
     @property
     def suspects(self) -> list[PodUid]:
-        """Pods whose predicate annotations do not agree with what is reserved."""
+        """Pods whose predicate annotations are neither our plan nor what their agent gave."""
         return sorted(self._suspects)
 
     def key(self, raw: dict[str, Any]) -> str:
@@ -106,7 +111,6 @@ class PodsFeed:
             self.waiting[pod.uid] = pod
         self._quota.learn(pod)
         self._state.put_pod(pod, self._clock())
-        self._quota.reserved(None, self._state.reservation(pod.uid))
         self._compare(pod, predicate_annotations(raw))
         return True
 
@@ -114,12 +118,24 @@ class PodsFeed:
         uid = PodUid(key)
         self.waiting.pop(uid, None)
         self._suspects.pop(uid, None)
+        self._untold.pop(uid, None)
         self._state.remove_pod(uid)
         self._quota.forget(uid)
 
+    def told(self, uids: Collection[PodUid]) -> None:
+        """The agent of a node has told what these pods hold."""
+        for uid in sorted(self._untold.keys() & uids):
+            self._compare(*self._untold[uid])
+
     def _compare(self, pod: Pod, said: Mapping[str, str]) -> None:
-        if _agrees(pod, said, self._state.reservation(pod.uid)):
+        if not self._leads():
+            return
+        self._untold.pop(pod.uid, None)
+        reservation = self._state.reservation(pod.uid)
+        if _is_told(said, reservation):
             self._suspects.pop(pod.uid, None)
+        elif _may_be_told(pod, said, reservation):
+            self._untold[pod.uid] = pod, said
         elif pod.uid not in self._suspects:
             self._suspects[pod.uid] = None
             self._metrics.forged()
@@ -131,27 +147,32 @@ class PodsFeed:
             )
 
 
-def _agrees(pod: Pod, said: Mapping[str, str], reservation: Reservation | None) -> bool:
-    """Whether the annotations could be ours, or the agent's about what it gave."""
+def _is_told(said: Mapping[str, str], reservation: Reservation | None) -> bool:
+    """Whether the annotations are our plan, or what the agent says that it gave."""
     if not said:
         return True
-    if reservation is None:
-        return False
-    if said.get(PREDICATE_NODE_ANNOTATION, reservation.node) != reservation.node:
+    if reservation is None or said.get(PREDICATE_NODE_ANNOTATION, reservation.node) != reservation.node:
         return False
     indexes = {name: text for name, text in said.items() if name.startswith(PREDICATE_GPU_INDEX_PREFIX)}
     planned = plan_annotations(reservation.plan, PREDICATE_GPU_INDEX_PREFIX)
     if all(planned.get(name) == text for name, text in indexes.items()):
         return True
-    if reservation.stage in (Stage.ASSUMED, Stage.BOUND):
-        return False
-    # The agent writes what it gave, and nobody told us the plan of a pod bound by another leader: its cards, then.
-    charged = {str(charge.index) for charge in reservation.plan.charges}
-    return all(part in charged for text in indexes.values() for part in text.split(","))
+    held = {str(charge.index) for charge in reservation.plan.charges}
+    return reservation.stage is Stage.CONFIRMED and all(
+        part in held for text in indexes.values() for part in text.split(",")
+    )
+
+
+def _may_be_told(pod: Pod, said: Mapping[str, str], reservation: Reservation | None) -> bool:
+    """Whether the agent may have written the cards: it writes what it gave into the pod as well, often before it tells it of
+    its node."""
+    is_confirmed = reservation is not None and reservation.stage is Stage.CONFIRMED
+    is_here = said.get(PREDICATE_NODE_ANNOTATION, pod.node_name) == pod.node_name
+    return bool(pod.node_name) and is_here and not is_confirmed
 
 
 class NodesFeed:
-    """A sink for cluster_informer.py."""
+    """A sink for cluster_informer.py. `told` hears of the pods that a node's agent names."""
 
     def __init__(
         self,
@@ -160,12 +181,14 @@ class NodesFeed:
         read: Callable[[Mapping[str, Any]], NodeReading],
         metrics: CountsOddities,
         quota: LearnsNodes,
+        told: Callable[[Collection[PodUid]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = state
         self._read = read
         self._quota = quota
         self._metrics = metrics
+        self._told = told
         self._clock = clock
         self._complaints: dict[str, str] = {}
         self._elsewhere: dict[str, set[PodUid]] = {}
@@ -186,6 +209,7 @@ class NodesFeed:
         self._quota.know_node(reading.node)
         self._state.put_node(reading.node, self._clock())
         self._compare(reading.node)
+        self._told((reading.node.held or {}).keys())
         return True
 
     def remove(self, key: str) -> None:

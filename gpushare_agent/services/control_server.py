@@ -8,7 +8,8 @@ user. aiohttp is imported in a thread once `run` begins, as web.py does. Without
     GET  /cards                                  → {"cards": [{…}]}
 
 `gpu` is an index, a UUID, or the beginning of one. A refusal is {"error": "…"} with status 400, 403, 404, 409 or 500.
-State owned: the listening socket.
+State owned: the listening socket and the identity of its file, which is looked at again and again: where somebody removed or
+replaced it nobody reaches the agent any more, and it is opened anew.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import json
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -27,7 +28,7 @@ import structlog
 
 from gpushare_agent.adapters.peer_credentials import peer_credentials
 from gpushare_agent.decisions.card_choice import cards_meant
-from gpushare_agent.kit.sockets import bind_unix_socket, connectable_path, file_identity, remove_socket
+from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, connectable_path, file_identity, remove_socket
 from gpushare_agent.model.card_health import CardHealth, HealthState
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
 from gpushare_agent.model.gpus import Card
@@ -45,7 +46,8 @@ DIRECTORY_MODE = 0o755
 MAX_REQUEST_BYTES = 16 * 1024
 REQUEST_TIMEOUT_S = 10.0
 SHUTDOWN_TIMEOUT_S = 0.5
-RETRY_S = 30.0
+LOOK_AGAIN_S = 30.0
+"""At the socket's file, and for one that could not be opened."""
 MAX_REASON_CHARS = 200
 MAX_GPU_CHARS = 100
 STATUS = {Rejected: 400, NotFound: 404, Conflict: 409}
@@ -77,19 +79,28 @@ class ControlServer:
         told = ""
         while True:
             try:
-                async with self._serving():
-                    await asyncio.Event().wait()
+                async with self._serving() as identity:
+                    told = ""
+                    await self._wait_gone(identity)
+                log.warning("control_socket_gone", path=str(self._path), then="opened anew")
             except Unavailable as e:
                 if str(e) != told:
-                    log.warning("control_socket_not_open", error=str(e), retried_in_s=RETRY_S)
+                    log.warning("control_socket_not_open", error=str(e), retried_in_s=LOOK_AGAIN_S)
                 told = str(e)
-            await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _wait_gone(self, identity: FileIdentity | None) -> None:
+        while True:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            if identity != file_identity(self._path):
+                return
 
     @asynccontextmanager
-    async def _serving(self) -> AsyncIterator[None]:
+    async def _serving(self) -> AsyncIterator[FileIdentity | None]:
+        """Listens; yields the identity of the socket's file."""
         from aiohttp import web
 
-        listener, inode = self._bind()
+        listener, identity = self._bind()
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)
         app.router.add_post("/cordon", self._answered(self._cordon))
         app.router.add_post("/uncordon", self._answered(self._uncordon))
@@ -100,16 +111,23 @@ class ControlServer:
             await web.SockSite(runner, listener).start()
             self._is_listening.set()
             log.info("control_listening", path=str(self._path))
-            yield
+            yield identity
         finally:
             self._is_listening.clear()
             await runner.cleanup()
             listener.close()
-            with suppress(OSError):  # a directory that has become read-only: the next agent replaces the stale socket
-                remove_socket(self._path, inode=inode)
+            self._remove_file(identity)
 
-    def _bind(self) -> tuple[socket.socket, int]:
-        """The bound socket and its file's inode number."""
+    def _remove_file(self, identity: FileIdentity | None) -> None:
+        if identity is None or identity != file_identity(self._path):
+            return
+        try:
+            remove_socket(self._path, inode=identity[1])
+        except OSError as e:  # a directory that has become read-only: the next agent replaces the stale socket
+            log.warning("control_socket_not_removed", path=str(self._path), error=str(e))
+
+    def _bind(self) -> tuple[socket.socket, FileIdentity | None]:
+        """The bound socket and its file's identity, None where the file is gone already."""
         lost = "Cards cannot be cordoned by command until it can"
         try:
             self._path.parent.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
@@ -119,7 +137,7 @@ class ControlServer:
                     "or choose another path with --control.socket"
                 )
             listener = bind_unix_socket(self._path, mode=SOCKET_MODE)
-            return listener, _file_inode(self._path)
+            return listener, file_identity(self._path)
         except OSError as e:
             raise Unavailable(
                 f"the control socket {self._path} cannot be opened: {e.strerror or e}. {lost}: make its directory writable, "
@@ -226,12 +244,6 @@ def is_served(path: Path) -> bool:
         except OSError:
             return False
     return True
-
-
-def _file_inode(path: Path) -> int:
-    """0, which no file has, where nothing lies there any more."""
-    found = file_identity(path)
-    return found[1] if found is not None else 0
 
 
 async def _body(request: web.Request) -> dict[str, Any]:

@@ -126,7 +126,8 @@ class ExtenderVerbs:
 
 
 class ExtenderWeb:
-    """`run` once. `ready` returns why the extender does not answer now, nothing when it does."""
+    """`run` once. `ready` returns why the verbs are not answered now, nothing when they are; `warm` why this replica could
+    not take over at once, which is what /readyz tells."""
 
     def __init__(
         self,
@@ -135,12 +136,14 @@ class ExtenderWeb:
         verbs: ExtenderVerbs,
         metrics: CountsRequests,
         ready: Callable[[], Sequence[str]],
+        warm: Callable[[], Sequence[str]],
         document: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._door = door
         self._verbs = verbs
         self._metrics = metrics
         self._ready = ready
+        self._warm = warm
         self._document = document
         self._reading = asyncio.Semaphore(READ_AT_ONCE)
         self._is_listening = asyncio.Event()
@@ -227,9 +230,8 @@ class ExtenderWeb:
                 return web.Response(
                     status=403, text="show a client certificate of the authorities in extender.client_ca\n"
                 )
-            if self._ready():  # before the body, which may be long
-                self._metrics.request(name, "unready", 0.0)
-                return self._unready()
+            if reasons := self._ready():  # before the body, which may be long
+                return self._unready(name, reasons)
             try:
                 async with self._reading, asyncio.timeout(self._door.read_timeout_s):
                     content = await request.read()
@@ -238,10 +240,8 @@ class ExtenderWeb:
                 late = web.Response(status=408, text=f"no whole request within {self._door.read_timeout_s:g} s\n")
                 late.force_close()
                 return late
-            reasons = self._ready()
-            if reasons:
-                self._metrics.request(name, "unready", 0.0)
-                return self._unready()
+            if reasons := self._ready():
+                return self._unready(name, reasons)
             began_at = time.monotonic()
             result = await verb(content)
             self._metrics.request(name, result.outcome, time.monotonic() - began_at)
@@ -256,10 +256,13 @@ class ExtenderWeb:
             return True
         return request.transport is not None and bool(request.transport.get_extra_info("peercert"))
 
-    def _unready(self) -> web.Response:
-        from aiohttp import web
-
-        return web.Response(status=503, text="".join(f"{reason}\n" for reason in self._ready()))
+    def _unready(self, verb: str, reasons: Sequence[str]) -> web.Response:
+        """The connection ends with it: a Service chooses a replica for each connection, and kube-scheduler would keep this
+        one, to a former leader, as long as it asks."""
+        self._metrics.request(verb, "unready", 0.0)
+        answer = _unavailable(reasons)
+        answer.force_close()
+        return answer
 
     async def _show_state(self, request: web.Request) -> web.Response:
         from aiohttp import web
@@ -281,13 +284,20 @@ class ExtenderWeb:
     async def _show_readiness(self, _request: web.Request) -> web.Response:
         from aiohttp import web
 
-        return self._unready() if self._ready() else web.Response(text="ok\n")
+        reasons = self._warm()
+        return _unavailable(reasons) if reasons else web.Response(text="ok\n")
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         from aiohttp import web
 
         content_type, text = self._metrics.exposition(request.headers.get("Accept", ""))
         return web.Response(body=text, headers={"Content-Type": content_type})
+
+
+def _unavailable(reasons: Sequence[str]) -> web.Response:
+    from aiohttp import web
+
+    return web.Response(status=503, text="".join(f"{reason}\n" for reason in reasons))
 
 
 class _TurnedAway(asyncio.Protocol):

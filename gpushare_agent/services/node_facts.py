@@ -37,13 +37,16 @@ class PatchesNodes(Protocol):
 
 
 class NodeFactsWriter:
-    """`changed` at any time, `attach` when the API server can be reached, `run` once."""
+    """`changed` at any time, `attach` when the API server can be reached, `run` once.
+
+    `wanted` is None while nothing is known of the cards: then what an earlier agent wrote stays.
+    """
 
     def __init__(
         self,
         *,
         node_name: str,
-        wanted: Callable[[], NodeFacts],
+        wanted: Callable[[], NodeFacts | None],
         period_s: float = PERIOD_S,
         gap_s: float = GAP_S,
         backoff: Backoff | None = None,
@@ -89,8 +92,13 @@ class NodeFactsWriter:
 
     async def _compare(self, api: PatchesNodes) -> bool:
         """One look; whether the node was patched."""
-        wanted = self._wanted()
-        patch = plan_node_patch(await api.get_node(self._node_name), wanted)
+        if self._wanted() is None:
+            return False
+        raw_node = await api.get_node(self._node_name)
+        wanted = self._wanted()  # the newest: the node may have taken a while to read
+        if wanted is None:
+            return False
+        patch = plan_node_patch(raw_node, wanted)
         if wanted.unusable != self._unusable:
             self._unusable = wanted.unusable
             log.error("node_labels_unusable", labels=list(wanted.unusable), then="left out", cure="mend node_labels")

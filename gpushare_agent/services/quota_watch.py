@@ -1,8 +1,8 @@
 """The quota in force, and what counts against it: a sink for the ConfigMap's informer, and the extender's quota check.
 
 A ConfigMap that cannot be read leaves the last good one in force; where there never was one, pods that ask for cards are
-refused until it is corrected, as gpu-admission does. An absent ConfigMap is no quota. The mutable state is: the quota, what
-is used, and what the pods that we know ask for. Format and table: docs/quota.md.
+refused until it is corrected, as gpu-admission means to. An absent ConfigMap is no quota. The mutable state is: the quota,
+what is used, and what the pods that we know ask for. Format and table: docs/quota.md.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class QuotaKeeper:
             self._book(uid, node.name)
 
     def forget_node(self, name: str) -> None:
-        """What its pods use stays counted until they end."""
+        """What its pods use is counted no more (`reserved` was told), but for binds that are under way."""
         self._nodes.pop(name, None)
 
     def reserved(self, old: Reservation | None, new: Reservation | None) -> None:

@@ -1,4 +1,5 @@
 """The last decisions, newest last. In memory only: what an agent decided before its restart is in its log and the Events.
+After new settings (SIGHUP) the records and their numbers go on.
 
 State owned: the records, in a ring. Changed by the admission alone; readers copy.
 """
@@ -36,6 +37,11 @@ class DecisionLog:
         for callback in self._on_add:
             callback(numbered)
         return numbered
+
+    def take_over(self, earlier: DecisionLog) -> None:
+        """What an agent decided before it read its settings again; call it before the first `add`."""
+        self._number = earlier._number
+        self._records.extend(earlier._records)
 
     def newest(self, limit: int, *, namespace: str = "", pod: str = "", after: int = 0) -> tuple[DecisionRecord, ...]:
         """At most `limit`, newest first: of one pod where it is named, and only those numbered above `after`."""

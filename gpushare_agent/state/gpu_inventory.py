@@ -2,7 +2,8 @@
 services/gpu_watch.py, and by the start of the agent.
 
 A card that the driver no longer shows stays, Unhealthy with the reason: its device IDs are known to the kubelet and may
-be held by containers. The mutable state is the last look, the health of each card, and the two joined.
+be held by containers. The mutable state is the last look, the health of each card, and the two joined; after a look that the
+driver left unanswered also the healths from before it, until the next look.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from gpushare_agent.decisions.health import (
     after_driver_lost,
     after_event,
     after_look,
+    as_before_loss,
     cordoned,
+    is_brief_loss_forgiven,
     meaning_of,
     next_probe_at,
     offered,
@@ -43,6 +46,10 @@ class GpuInventoryState:
         self._clock = clock
         self._seen = GpuInventory(cards=(), topology=build_topology((), ()))
         self._healths: dict[GpuUuid, CardHealth] = {}
+        self._is_driver_lost = False
+        self._before_loss: dict[GpuUuid, CardHealth] = {}
+        self._forgiven_at: float | None = None
+        self._is_read = False
         self._offered = self._seen
         self._kept = NOTHING_KEPT
         self._on_change: list[Callable[[GpuInventory], None]] = []
@@ -51,6 +58,11 @@ class GpuInventoryState:
     def current(self) -> GpuInventory:
         """The cards with the health that they are offered with."""
         return self._offered
+
+    @property
+    def is_read(self) -> bool:
+        """The driver has told since the start which cards there are, if only that there are none."""
+        return self._is_read
 
     @property
     def healths(self) -> Mapping[GpuUuid, CardHealth]:
@@ -85,24 +97,40 @@ class GpuInventoryState:
         self._on_change.append(callback)
 
     def restore(self, kept: KeptHealth) -> None:
-        """Take over what an earlier agent remembered. Before the first `read`."""
-        self._healths = {uuid: waiting(cause) for uuid, cause in kept.waits.items()}
+        """Take over what an earlier agent remembered, of cards of which nothing is known yet. Before the first `read`."""
+        healths = {uuid: waiting(cause) for uuid, cause in kept.waits.items()}
         for uuid, reason in kept.cordons.items():
-            self._healths[uuid] = cordoned(self._healths.get(uuid, CardHealth()), reason)
+            healths[uuid] = cordoned(healths.get(uuid, CardHealth()), reason)
+        self._healths = healths | self._healths
+        self._publish()
+
+    def take_over(self, earlier: GpuInventoryState) -> None:
+        """Go on with all that `earlier`, of the same process, knew of the cards' health: it is newer than what was kept, and
+        more. Which cards there are the first `read` tells. Before `restore`."""
+        self._healths = dict(earlier._healths)
+        self._is_driver_lost = earlier._is_driver_lost
+        self._before_loss = dict(earlier._before_loss)
+        self._forgiven_at = earlier._forgiven_at
         self._publish()
 
     def read(self, found: GpuInventory) -> bool:
         """Take over what the driver shows now; True where anything changed that is offered or kept."""
         now = self._clock()
         self._seen = self._with_vanished(found)
+        self._is_read = self._is_read or bool(found.cards) or not found.unreadable
+        self._end_loss(now)
         for card in self._seen.cards:
             before = self._healths.get(card.uuid, CardHealth())
             self._healths[card.uuid] = after_look(before, card, self._policy, now)
         return self._publish()
 
     def lost(self, reason: str) -> bool:
-        """The driver cannot be read at all: every card is Unhealthy until it can, and has passed its probes."""
+        """The driver cannot be read at all: every card is Unhealthy until it can, and has passed its probes. Only after one
+        such look alone are those back at once that were well (decisions/health.py)."""
         now = self._clock()
+        well = {u: h for u, h in self._healths.items() if h.state is HealthState.HEALTHY}
+        self._before_loss = {} if self._is_driver_lost else well
+        self._is_driver_lost = True
         for card in self._seen.cards:
             self._healths[card.uuid] = after_driver_lost(self._healths[card.uuid], reason, self._policy, now)
         return self._publish()
@@ -115,6 +143,7 @@ class GpuInventoryState:
             meaning = meaning_of(event, known, self._policy)
             noted[event, meaning] += 1
             if event.uuid is not None and meaning in (EventMeaning.ILL, EventMeaning.NEEDS_RESET):
+                self._before_loss.pop(event.uuid, None)
                 self._healths[event.uuid] = after_event(
                     self._healths[event.uuid],
                     event,
@@ -134,6 +163,18 @@ class GpuInventoryState:
         """Put it back and end a wait for a reset; False where there was neither. Raises KeyError for an unknown card."""
         self._healths[uuid] = uncordoned(self._healths[uuid], self._policy, self._clock())
         return self._publish()
+
+    def _end_loss(self, now: float) -> None:
+        """The driver answers. One look that it did not answer is forgiven where this one finds well what was well."""
+        before, self._before_loss, self._is_driver_lost = self._before_loss, {}, False
+        seen = self._seen.by_uuid()
+        lost = {uuid: health for uuid, health in before.items() if self._healths[uuid].state is HealthState.LOST}
+        are_all_well = all(uuid in seen and seen[uuid].is_healthy for uuid in lost)
+        if not lost or not are_all_well or not is_brief_loss_forgiven(self._forgiven_at, now):
+            return
+        self._forgiven_at = now
+        for uuid, health in lost.items():
+            self._healths[uuid] = as_before_loss(health, self._healths[uuid])
 
     def _with_vanished(self, found: GpuInventory) -> GpuInventory:
         known = found.by_uuid()

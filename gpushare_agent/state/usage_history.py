@@ -8,12 +8,13 @@ State owned: the rings, and the slot that is being filled. Changed by `add` alon
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.names import GpuUuid
@@ -47,6 +48,7 @@ class UsageHistory:
         self._allocations = allocations
         self._owners: dict[ContainerKey, _Owner] = {}
         self._slot = 0
+        self._version = 0
         self._at: float | None = None
         self._cards: dict[GpuUuid, _Pair] = {}
         self._containers: dict[ContainerKey, _Pair] = {}
@@ -55,10 +57,16 @@ class UsageHistory:
     def step_s(self) -> float:
         return self._step_s
 
+    @property
+    def version(self) -> int:
+        """Grows with each round."""
+        return self._version
+
     def add(self, usage: UsageRound | None) -> None:
         """One round; None, no round, leaves a gap."""
         if usage is None:
             return
+        self._version += 1
         self._slot = slot = math.floor(self._clock() / self._step_s)
         self._at = usage.sampled_at
         self._drop_old()
@@ -73,24 +81,35 @@ class UsageHistory:
             if (pair := self._pair(self._containers, key, MAX_CONTAINERS)) is not None:
                 pair.add(slot, _sum(use.sm_ratio for use in uses), _sum(use.memory_bytes for use in uses))
 
-    def document(self) -> dict[str, Any]:
-        """For JSON, oldest point first; `at` is when the newest round was, None before the first."""
-        return {
-            "at": self._at,
-            "step_seconds": self._step_s,
-            "cards": {
-                str(uuid): {"sm_ratio": pair.ratios(self._slot), "memory_used_bytes": pair.sizes(self._slot)}
+    def take_over(self, earlier: UsageHistory) -> None:
+        """The curves of an agent that has read its settings again; none where the steps are others now."""
+        if (earlier._step_s, earlier._points) != (self._step_s, self._points):
+            return
+        self._cards, self._containers, self._owners = earlier._cards, earlier._containers, earlier._owners
+        self._slot, self._at, self._version = earlier._slot, earlier._at, earlier._version
+
+    def pieces(self, *, cards: bool = True, containers: bool = True) -> Iterator[bytes]:
+        """The document as JSON, in pieces of some kilobytes: a full one takes 40 ms, and the caller may do something else
+        between two. It is of the moment of the call, whatever is added meanwhile. Oldest point first; `at` is when the
+        newest round was, None before the first."""
+        head = _json({"at": self._at, "step_seconds": self._step_s})[:-1]
+        halves: dict[str, list[_Curve]] = {}
+        if cards:
+            halves["cards"] = [
+                _Curve(str(uuid), {}, "memory_used_bytes", *pair.points(self._slot))
                 for uuid, pair in sorted(self._cards.items())
-            },
-            "containers": {
-                f"{key.pod_uid}/{key.container}": {
-                    **_owner_document(self._owners.get(key), key),
-                    "sm_ratio": pair.ratios(self._slot),
-                    "memory_bytes": pair.sizes(self._slot),
-                }
+            ]
+        if containers:
+            halves["containers"] = [
+                _Curve(
+                    f"{key.pod_uid}/{key.container}",
+                    _owner_document(self._owners.get(key), key),
+                    "memory_bytes",
+                    *pair.points(self._slot),
+                )
                 for key, pair in sorted(self._containers.items())
-            },
-        }
+            ]
+        return _pieces(head, halves)
 
     def _pair(self, pairs: dict[K, _Pair], key: K, most: int) -> _Pair | None:
         """None where there are too many already: then the newcomer has no curve until one of them is dropped."""
@@ -139,11 +158,18 @@ class _Pair:
         self._ratio.add(slot, ratio)
         self._size.add(slot, size)
 
-    def ratios(self, newest: int) -> list[float | None]:
-        return [None if value != value else value for value in self._ratio.points(newest)]  # noqa: PLR0124 - NaN
+    def points(self, newest: int) -> tuple[array[float], array[float]]:
+        return self._ratio.points(newest), self._size.points(newest)
 
-    def sizes(self, newest: int) -> list[int | None]:
-        return [None if value != value else int(value) for value in self._size.points(newest)]  # noqa: PLR0124 - NaN
+
+class _Curve(NamedTuple):
+    """A copy of a pair, oldest point first; NaN is a gap."""
+
+    name: str
+    owner: Mapping[str, Any]
+    size_name: str
+    ratios: array[float]
+    sizes: array[float]
 
 
 class _Ring:
@@ -160,18 +186,18 @@ class _Ring:
 
     def add(self, slot: int, value: float | None) -> None:
         self._move(slot)
-        if value is not None:
+        if value is not None and math.isfinite(value):
             self._sum += value
             self._count += 1
             self._values[slot % len(self._values)] = round(self._sum / self._count, self._digits)
 
-    def points(self, newest: int) -> list[float]:
+    def points(self, newest: int) -> array[float]:
         """The slots up to `newest`, which is not before the last one added to; oldest first."""
         most = len(self._values)
         missing = min(most, newest - self._slot)
         first = (newest + 1) % most
-        turned = [*self._values[first:], *self._values[:first]]
-        return [*turned[: most - missing], *[math.nan] * missing]
+        turned = self._values[first:] + self._values[:first]
+        return turned[: most - missing] + array("d", [math.nan]) * missing
 
     def _move(self, slot: int) -> None:
         if slot == self._slot:
@@ -180,6 +206,29 @@ class _Ring:
         for passed in range(max(self._slot + 1, slot - most + 1), slot + 1):
             self._values[passed % most] = math.nan
         self._slot, self._sum, self._count = slot, 0.0, 0
+
+
+def _pieces(head: bytes, halves: Mapping[str, Sequence[_Curve]]) -> Iterator[bytes]:
+    yield head
+    for half, curves in halves.items():
+        yield b',"%s":{' % half.encode()
+        for index, curve in enumerate(curves):
+            document = {**curve.owner, "sm_ratio": _ratios(curve.ratios), curve.size_name: _sizes(curve.sizes)}
+            yield (b"," if index else b"") + _json(curve.name) + b":" + _json(document)
+        yield b"}"
+    yield b"}"
+
+
+def _ratios(values: array[float]) -> list[float | None]:
+    return [None if value != value else value for value in values]  # noqa: PLR0124 - NaN
+
+
+def _sizes(values: array[float]) -> list[int | None]:
+    return [None if value != value else int(value) for value in values]  # noqa: PLR0124 - NaN
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
 def _by_container(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -270,6 +271,32 @@ async def test_a_cordon_and_a_wait_for_a_reset_outlive_a_killed_agent() -> None:
             code, out, _ = await _cordon(node, "uncordon", "1")
             assert code == 0 and "that wait is ended" in out
             await wait_until(node, lambda: node.kubelet.capacity()[CORE] == (3 * CORES, 3 * CORES), "all cards back")
+
+
+async def test_a_reload_keeps_what_is_known_against_the_cards_also_where_no_file_does() -> None:
+    """SIGHUP with a state file that cannot be written: a cordoned, a waiting and a probed card stay away without a gap."""
+    async with open_test_node() as node:
+        write_rehearsal(node.paths.faults)
+        (node.paths.state / "file").write_text("")
+        settings = node.paths.state / "settings.yaml"
+        settings.write_text("simulated: {cards: 4}\n")
+        flags = (f"--config={settings}", f"--health.state-file={node.paths.state}/file/h.json")
+        async with open_child(node, *flags, "--health.recovery-period-s=3600", *FAST[1:3]) as child:
+            await wait_until(node, node.paths.agent_control_socket.exists, "the control socket")
+            assert (await _cordon(node, "cordon", "0", "--reason", "fan"))[0] == 0
+            write_rehearsal(node.paths.faults, xids=[{"id": 1, "card": 1, "xid": 79}, {"id": 2, "card": 2, "xid": 94}])
+            one_left = {CORE: (4 * CORES, CORES), MEMORY: (4 * BLOCKS, BLOCKS)}
+            await wait_until(node, lambda: node.kubelet.capacity() == one_left, "one card left")
+            lists = _record_lists(node)
+            settings.write_text("simulated: {cards: 4}\nresources: {memory_block_mib: 512}\n")
+            child.send_signal(signal.SIGHUP)
+            one_left = {CORE: (4 * CORES, CORES), MEMORY: (4 * BLOCKS // 2, BLOCKS // 2)}
+            await wait_until(node, lambda: node.kubelet.capacity() == one_left, "one card still, in larger blocks")
+            assert {sum(well > 0 for well, _ in cards.values()) for _, cards in lists.seen} <= {0, 1}
+            await wait_until(node, node.paths.agent_control_socket.exists, "the control socket again")
+            _, out, _ = await _cordon(node, "cordon", "--list")
+            states = [re.split(r" {2,}", line.strip())[2] for line in out.splitlines()[1:]]
+            assert states == ["cordoned", "needs-reset", "probing", "healthy"]
 
 
 async def test_without_a_place_for_the_socket_and_the_state_file_the_agent_serves() -> None:

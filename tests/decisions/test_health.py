@@ -19,7 +19,9 @@ from gpushare_agent.decisions.health import (
     after_driver_lost,
     after_event,
     after_look,
+    as_before_loss,
     cordoned,
+    is_brief_loss_forgiven,
     meaning_of,
     next_probe_at,
     offered,
@@ -158,6 +160,16 @@ def test_a_driver_that_answers_nothing_is_no_reset() -> None:
     ill = hit(CardHealth(), 79, now=0)
     assert after_driver_lost(ill, "NVML is gone", POLICY, 1) == ill
     assert after_driver_lost(CardHealth(), "NVML is gone", POLICY, 1).state is HealthState.LOST
+
+
+def test_an_unanswered_look_is_forgiven_once_an_hour() -> None:
+    """What was known of the card before holds again, and what an operator did meanwhile."""
+    assert is_brief_loss_forgiven(None, 5)
+    assert not is_brief_loss_forgiven(100, 99 + RELAPSE_WITHIN_S)
+    assert is_brief_loss_forgiven(100, 100 + RELAPSE_WITHIN_S)
+    before = CardHealth(relapses=2, recovered_at=1.0)
+    lost = cordoned(after_driver_lost(before, "no answer", POLICY, 5), "fan")
+    assert as_before_loss(before, lost) == replace(before, cordon="fan")
 
 
 def _recovered(health: CardHealth, at: float) -> CardHealth:

@@ -221,6 +221,53 @@ def test_labels_that_no_longer_apply_go_and_those_of_others_stay() -> None:
     assert {"gpushare-agent/by-hand", "zone"} <= after(node, plain)["metadata"]["labels"].keys()
 
 
+def test_labels_stay_while_no_card_of_the_node_tells_its_name() -> None:
+    """Cards that are lost from the agent's start on are known by their UUIDs alone; the annotation tells their health."""
+    node = after(node_with(), facts_of(inventory(card(0)), rack="a"))
+    lost = facts_of(inventory(card(0, "", 0, health=Health.UNHEALTHY, unhealthy_reason="lost")))
+    dark = after(node, lost)
+    assert dark["metadata"]["labels"] == node["metadata"]["labels"]
+    assert not json.loads(dark["metadata"]["annotations"][CARDS_ANNOTATION])["cards"][0]["is_healthy"]
+    assert plan_node_patch(dark, lost).is_empty
+    assert "rack" not in after(dark, facts_of(inventory(card(0))))["metadata"]["labels"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "node-role.kubernetes.io/control-plane",
+        "kubernetes.io/hostname",
+        "node-restriction.kubernetes.io/tenant",
+        "k8s.io/x",
+        "a.b.k8s.io/x",
+        "Zone of/nobody",
+        "-zone",
+        "a/b/c",
+    ],
+)
+def test_a_forged_record_removes_no_label_of_kubernetes_and_no_name_that_is_none(name: str) -> None:
+    """A kubelet may write the record, but must not have the agent remove what it may not remove itself."""
+    node = node_with({name: "x", "rack": "a"}, {LABELS_ANNOTATION: f"rack,{name}"})
+    patch = plan_node_patch(node, facts_of(inventory(card(0))))
+    assert [gone for gone, value in patch.labels.items() if value is None] == ["rack"]
+
+
+@pytest.mark.parametrize("name", ["mykubernetes.io/x", "k8s.io.example.com/x", "kubernetes.io"])
+def test_names_that_only_look_like_those_of_kubernetes_are_removed(name: str) -> None:
+    """The domain counts, at a dot."""
+    patch = plan_node_patch(node_with({name: "x"}, {LABELS_ANNOTATION: name}), facts_of(inventory(card(0))))
+    assert patch.labels[name] is None
+
+
+@pytest.mark.parametrize("record", [",".join(f"l{n}" for n in range(257)), "l0," + "l" * 16384])
+def test_a_record_that_is_larger_than_any_of_ours_removes_nothing(record: str) -> None:
+    """It is forged; what the agent sees to is written all the same."""
+    facts = facts_of(inventory(card(0)))
+    patch = plan_node_patch(node_with({"l0": "x"}, {LABELS_ANNOTATION: record}), facts)
+    assert dict(patch.labels) == dict(facts.labels)
+    assert patch.annotations[LABELS_ANNOTATION] == ",".join(sorted(facts.labels))
+
+
 def test_a_foreign_prefix_is_not_fought_over() -> None:
     """Where NVIDIA's feature discovery runs too, its values stay, and nothing of it is recorded as ours or removed."""
     facts = facts_of(inventory(card(0)), "nvidia.com")

@@ -6,10 +6,12 @@
  *   init CODE                        nvmlInit answers CODE (default 0)
  *   driver CODE                      every call but init and shutdown answers CODE
  *   hang                             nvmlDeviceGetCount and nvmlDeviceGetUtilizationRates do not return while it is there
+ *   hang_sample                      the same of nvmlDeviceGetUtilizationRates alone, which only samples ask
  *   count N
  *   card I UUID MINOR BUS_ID MEMORY_MIB MIG NAME...
  *   handle_error I CODE              the card at index I has no handle
  *   error I CODE                     UUID can be read, everything else of the card answers CODE
+ *   stale I CODE                     as `error`, until NVML was shut down wholly (all its inits) after this script was set
  *   uuid_error I CODE                the UUID cannot be read either
  *   call_error FUNCTION I CODE       one function (as pynvml names it) answers CODE for that card
  *   ancestor I J LEVEL               default 50 (SYSTEM)
@@ -32,8 +34,9 @@
  *   log PATH                         appends init, shutdown, event_set and event_set_free to PATH as they are called
  *   trace PATH                       appends each call for a card to PATH: function and index
  *
- * -DOLD_DRIVER leaves out the functions that older drivers do not have, -DNO_EVENTS those for events.
+ * Calls may come from several threads. -DOLD_DRIVER leaves out the functions that older drivers do not have, -DNO_EVENTS those for events.
  */
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -72,7 +75,9 @@ typedef struct {
 typedef struct { unsigned minor, memory_mib, mig; char uuid[96], bus_id[32], name[96]; } card_t;
 
 static device_t devices[64];
-static int initialised;
+static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER; /* of the script and of the numbers below */
+static int references; /* inits less shutdowns */
+static int openings, openings_before; /* how often NVML was opened from nothing: ever, and before this script was set */
 static FILE *script; /* kept open, so that no other file can get its inode */
 static char *text;
 static int readings; /* of growing lists, since this script was set */
@@ -94,18 +99,21 @@ static void load_script(void)
     if (fread(text, 1, (size_t)there.st_size, script) == 0)
         text[0] = 0;
     readings = 0;
+    openings_before = openings;
 }
 
 /* Calls `use` with each line that begins with `key`; stops at the first line that it accepts. */
 static int find(const char *key, int (*use)(const char *rest, void *wanted), void *wanted)
 {
     size_t length = strlen(key);
+    int is_accepted = 0;
+    pthread_mutex_lock(&guard);
     load_script();
-    for (const char *line = text; line && *line; line = strchr(line, '\n'), line += line != NULL)
-        if (strncmp(line, key, length) == 0 && (line[length] == ' ' || line[length] == '\n') &&
-            use(line + length, wanted))
-            return 1;
-    return 0;
+    for (const char *line = text; line && *line && !is_accepted; line = strchr(line, '\n'), line += line != NULL)
+        is_accepted = strncmp(line, key, length) == 0 && (line[length] == ' ' || line[length] == '\n') &&
+                      use(line + length, wanted);
+    pthread_mutex_unlock(&guard);
+    return is_accepted;
 }
 
 static int take_int(const char *rest, void *wanted) { return sscanf(rest, "%d", (int *)wanted) == 1; }
@@ -120,6 +128,11 @@ static int take_code(const char *rest, void *wanted)
         return 0;
     numbers[1] = code;
     return 1;
+}
+
+static int take_stale_code(const char *rest, void *wanted)
+{
+    return openings == openings_before && take_code(rest, wanted);
 }
 
 static int take_ancestor(const char *rest, void *wanted)
@@ -191,7 +204,10 @@ static void trace(const char *function, const device_t *device)
 static int driver_error(void)
 {
     int code = OK;
-    if (!initialised)
+    pthread_mutex_lock(&guard);
+    int is_open = references > 0;
+    pthread_mutex_unlock(&guard);
+    if (!is_open)
         return UNINITIALIZED;
     find("driver", take_int, &code);
     return code;
@@ -200,8 +216,8 @@ static int driver_error(void)
 static int card_error(device_t *device)
 {
     int numbers[2] = {(int)device->index, OK}, code = driver_error();
-    if (code == OK)
-        find("error", take_code, numbers);
+    if (code == OK && !find("error", take_code, numbers))
+        find("stale", take_stale_code, numbers);
     return code != OK ? code : numbers[1];
 }
 
@@ -223,9 +239,9 @@ static int get_link(device_t *device, unsigned link, struct link_wish *wish)
     return code != OK ? code : find("nvlink", take_link, wish) ? OK : NOT_SUPPORTED;
 }
 
-static void hang(void)
+static void hang(const char *key)
 {
-    while (find("hang", take_any, NULL))
+    while (find(key, take_any, NULL))
         usleep(5000);
 }
 
@@ -234,16 +250,20 @@ int nvmlInitWithFlags(unsigned flags)
     int code = OK;
     (void)flags;
     find("init", take_int, &code);
-    if (code == OK)
-        initialised = 1;
+    pthread_mutex_lock(&guard);
+    if (code == OK && references++ == 0)
+        openings++;
+    pthread_mutex_unlock(&guard);
     note("init");
     return code;
 }
 
 int nvmlShutdown(void)
 {
-    int code = initialised ? OK : UNINITIALIZED;
-    initialised = 0;
+    pthread_mutex_lock(&guard);
+    int code = references > 0 ? OK : UNINITIALIZED;
+    references -= code == OK;
+    pthread_mutex_unlock(&guard);
     note("shutdown");
     return code;
 }
@@ -252,7 +272,7 @@ const char *nvmlErrorString(int code) { (void)code; return "scripted error"; }
 
 int nvmlDeviceGetCount_v2(unsigned *count)
 {
-    hang();
+    hang("hang");
     *count = 0;
     int code = driver_error();
     if (code == OK)
@@ -405,7 +425,8 @@ static int get_number(const char *function, device_t *device, const char *name, 
 int nvmlDeviceGetUtilizationRates(device_t *device, utilization_t *rates)
 {
     unsigned long long numbers[2];
-    hang();
+    hang("hang");
+    hang("hang_sample");
     int code = get_value(__func__, device, "utilization", numbers);
     *rates = (utilization_t){(unsigned)numbers[0], (unsigned)numbers[1]};
     return code;

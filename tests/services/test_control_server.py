@@ -192,7 +192,7 @@ async def test_a_stale_socket_is_replaced(short_dir: Path) -> None:
 
 async def test_a_living_agents_socket_is_left_alone(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second agent says so once, runs on, and takes over when the first one ends."""
-    monkeypatch.setattr(control_server, "RETRY_S", 0.01)
+    monkeypatch.setattr(control_server, "LOOK_AGAIN_S", 0.01)
     path = short_dir / "control.sock"
     second = Parts()
     with capture_logs() as logs:
@@ -211,6 +211,47 @@ async def test_a_living_agents_socket_is_left_alone(short_dir: Path, monkeypatch
     assert second.inventory.cordoned == {"GPU-1": ""}
     warnings = [line for line in logs if line["event"] == "control_socket_not_open"]
     assert len(warnings) == 1 and "another process serves there" in warnings[0]["error"]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+async def test_a_socket_whose_file_is_gone_is_opened_anew(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+) -> None:
+    """Removed, or replaced by a stale one: operators reach the agent again, whose end removes the file."""
+    monkeypatch.setattr(control_server, "LOOK_AGAIN_S", 0.01)
+    path = short_dir / "control.sock"
+    with capture_logs() as logs:
+        async with _listening(path) as parts:
+            path.unlink()
+            if is_replaced:
+                with socket.socket(socket.AF_UNIX) as stale:
+                    stale.bind(str(path))
+            async with asyncio.timeout(DEADLINE_S):
+                while not is_served(path):
+                    await asyncio.sleep(0.005)
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            assert (await _ask(path, "POST", "/cordon", {"gpu": "0"})).status == 200
+            assert parts.inventory.cordoned
+    assert os.listdir(short_dir) == []
+    assert [line["event"] for line in logs if line["log_level"] == "warning"] == ["control_socket_gone"]
+
+
+async def test_a_socket_of_another_program_in_its_place_is_left_alone(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither replaced nor removed at the end; the log says who is in the way."""
+    monkeypatch.setattr(control_server, "LOOK_AGAIN_S", 0.01)
+    path = short_dir / "control.sock"
+    with capture_logs() as logs, socket.socket(socket.AF_UNIX) as other:
+        async with _listening(path):
+            path.unlink()
+            other.bind(str(path))
+            other.listen()
+            async with asyncio.timeout(DEADLINE_S):
+                while not any(line["event"] == "control_socket_not_open" for line in logs):
+                    await asyncio.sleep(0.005)
+        assert path.is_socket()
+    assert [line["event"] for line in logs].count("control_socket_gone") == 1
 
 
 async def test_a_file_in_the_sockets_place_is_left_alone(short_dir: Path) -> None:

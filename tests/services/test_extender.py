@@ -18,14 +18,14 @@ from gpushare_agent.model.names import (
     VCORE_RESOURCE,
     VMEMORY_RESOURCE,
 )
-from gpushare_agent.model.node_annotations import HELD_ANNOTATION
 from tests.support_extender import (
     Asker,
-    FakeCluster,
     Raw,
     eventually,
     fake_cluster,
+    holds,
     predicted,
+    put_quota,
     raw_container,
     raw_node,
     raw_pod,
@@ -46,13 +46,6 @@ def without_reasons(answer: Any) -> Any:
         assert all(answer["FailedNodes"].values())
         answer["FailedNodes"] = dict.fromkeys(answer["FailedNodes"], "<why>")
     return answer
-
-
-def holds(cluster: FakeCluster, node: str, *charges: tuple[str, int, int, int]) -> None:
-    """The node's agent tells of pods: UID, card, cores, blocks."""
-    held = {uid: {str(card): [cores, blocks, 0, 0]} for uid, card, cores, blocks in charges}
-    text = json.dumps({"schema": 1, "held": held})
-    cluster.change("nodes", node, lambda raw: raw["metadata"]["annotations"].update({HELD_ANNOTATION: text}))
 
 
 def on_node(name: str, uid: str, node: str, cores: int) -> Raw:
@@ -249,55 +242,6 @@ async def test_a_request_that_does_not_come_is_given_up() -> None:
             await writer.wait_closed()
 
 
-FORGED = [
-    {PREDICATE_NODE_ANNOTATION: "n1", "tencent.com/predicate-gpu-idx-0": "1"},
-    {PREDICATE_NODE_ANNOTATION: "n2", "tencent.com/predicate-gpu-idx-0": "0"},
-    {"tencent.com/predicate-gpu-idx-0": "99999999999999999999"},
-    {"tencent.com/predicate-gpu-idx-0": "0,1,2,3,4,5,6,7", "tencent.com/predicate-gpu-idx-77": "x" * 5000},
-]
-
-
-@pytest.mark.parametrize("forged", FORGED)
-async def test_forged_annotations_change_nothing_and_are_counted(forged: dict[str, str]) -> None:
-    """Another card, another node, an index past belief, more cards than asked: placement and quota are as without."""
-    pods = [raw_pod("evil", (60, 8), annotations=forged), raw_pod("good", (60, 8))]
-    quota = {"default": {"vcore": 120}}
-    async with fake_cluster(raw_node("n1"), raw_node("n2"), pods=pods) as cluster:
-        put_quota(cluster, quota)
-        async with running_extender(cluster) as asker:
-            for pod in pods:
-                assert (await asker.filter(pod, ["n1", "n2"]))["NodeNames"] == ["n1", "n2"]
-            assert asker.parts.state.reservations() == []
-            assert "gpushare_extender_foreign_predicates_total 1.0" in (await asker.get("/metrics"))[1]
-            assert json.loads((await asker.get("/debug/state"))[1])["foreign_predicates"] == ["uid-evil"]
-            assert await asker.bind(pods[0], "n1") == ""
-            assert predicted(cluster.pod("evil"))["tencent.com/predicate-gpu-idx-0"] == "0"
-            assert await asker.bind(pods[1], "n1") == ""
-            assert predicted(cluster.pod("good"))["tencent.com/predicate-gpu-idx-0"] == "1"
-
-
-async def test_a_bound_pod_cannot_take_another_ones_cards_by_annotation() -> None:
-    """Someone else's reservation, written on one's own pod after it was bound, frees nothing and takes nothing."""
-    pods = [raw_pod("a", (100, 0)), raw_pod("b", (30, 4)), raw_pod("c", (100, 0))]
-    async with fake_cluster(raw_node("n1"), pods=pods) as cluster, running_extender(cluster) as asker:
-        assert await asker.bind(pods[0], "n1") == ""
-        assert await asker.bind(pods[1], "n1") == ""
-        before = asker.parts.state.document()
-        cluster.change(
-            "pods", "default/b", lambda raw: raw["metadata"]["annotations"].update(predicted(cluster.pod("a")))
-        )
-        await eventually(lambda: asker.parts.pods.suspects == ["uid-b"])
-        assert asker.parts.state.document() == before
-        assert (await asker.filter(pods[2], ["n1"]))["NodeNames"] == []
-
-
-def put_quota(cluster: FakeCluster, quota: Any) -> None:
-    text = quota if isinstance(quota, str) else json.dumps(quota)
-    cluster.put(
-        "configmaps", {"metadata": {"name": "gpuquota", "namespace": "kube-system"}, "data": {"gpu_quota": text}}
-    )
-
-
 async def test_quota_counts_reservations_and_follows_its_config_map() -> None:
     """A second pod is over the quota as soon as the first is reserved, and fits when the quota is raised."""
     pods = [raw_pod("a", (60, 4)), raw_pod("b", (60, 4))]
@@ -311,26 +255,6 @@ async def test_quota_counts_reservations_and_follows_its_config_map() -> None:
             put_quota(cluster, {"default": {"pool": ["public"], "quota": {"M40": 2}}})
             await eventually(lambda: "200" in str(asker.parts.state._quota.quota))
             assert await asker.bind(pods[1], "n1") == ""
-
-
-async def test_a_follower_answers_503_and_its_health_stays_good() -> None:
-    """A replica without the lease does not decide; its picture is warm."""
-    lease = {
-        "metadata": {"name": "gpushare-agent-extender", "namespace": "kube-system"},
-        "spec": {"holderIdentity": "somebody", "leaseDurationSeconds": 3600, "renewTime": "x"},
-    }
-    async with fake_cluster(raw_node("n1"), pods=[raw_pod("a", (30, 4))]) as cluster:
-        cluster.put("leases", lease)
-        async with running_extender(cluster, is_ready=False, leader_elect=True) as asker:
-            await eventually(lambda: all(informer.has_listed for informer in asker.parts.informers))
-            await cluster.wait(lambda: any("leases" in path for _, path in cluster.seen))
-            await eventually(lambda: asker.parts.election.holder == "somebody")
-            for path in ("/scheduler/filter", "/scheduler/bind", "/scheduler/priorities", "/scheduler/preemption"):
-                assert (await asker.post(path, {}))[0] == 503
-            status, text = await asker.get("/readyz")
-            assert (status, "somebody" in text) == (503, True)
-            assert (await asker.get("/healthz"))[0] == 200
-            assert asker.parts.state.node("n1") is not None
 
 
 async def test_gpu_admission_scenario_with_its_filter() -> None:
@@ -390,14 +314,3 @@ async def test_what_filter_set_aside_expires_when_the_pod_is_never_bound() -> No
         assert (await asker.filter(pods[1], ["n1"]))["NodeNames"] == ["n1"]
         await eventually(lambda: predicted(cluster.pod("a")) == {})
         assert "gpushare_extender_reservations_expired_total 1.0" in (await asker.get("/metrics"))[1]
-
-
-async def test_cards_that_the_agent_gave_otherwise_are_counted() -> None:
-    """The agent's word replaces the plan, and the difference shows in a metric."""
-    pod = raw_pod("a", (60, 8))
-    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
-        assert await asker.bind(pod, "n1") == ""
-        holds(cluster, "n1", ("uid-a", 1, 60, 8))
-        await eventually(lambda: [r.stage for r in asker.parts.state.reservations()] == ["confirmed"])
-        assert asker.parts.state.reservations()[0].plan.charges[0].index == 1
-        assert "gpushare_extender_placement_disagreements_total 1.0" in (await asker.get("/metrics"))[1]

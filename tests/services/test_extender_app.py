@@ -24,6 +24,7 @@ from tests.support_extender import (
     FakeCluster,
     eventually,
     fake_cluster,
+    foreign_lease,
     raw_node,
     raw_pod,
     running_extender,
@@ -74,7 +75,7 @@ async def test_the_other_replica_takes_over_what_a_killed_one_had_bound(short_di
         running_extender(cluster, is_ready=False, leader_elect=True, **ELECTION) as second,
     ):
         await eventually(lambda: second.parts.election.holder == lease_holder(cluster) != "")
-        assert (await second.get("/readyz"))[0] == 503
+        assert (await second.post("/scheduler/filter", {}))[0] == 503
         args = {"PodName": "a", "PodNamespace": "default", "PodUID": "uid-a", "Node": "n1"}
         async with (
             aiohttp.ClientSession() as session,
@@ -84,7 +85,6 @@ async def test_the_other_replica_takes_over_what_a_killed_one_had_bound(short_di
         cluster.mute(True)  # the second may learn of it from its own list alone
         process.kill()
         await eventually(lambda: second.parts.listed_in == second.parts.election.term > 0)
-        assert (await second.get("/readyz"))[0] == 200
         assert "cores" in await second.bind(pods[1], "n1")
 
 
@@ -99,6 +99,66 @@ async def test_the_command_serves_until_sigterm_and_gives_the_lease_back(short_d
             async with asyncio.timeout(DEADLINE_S):
                 assert await process.wait() == 0
         assert lease_holder(cluster) == ""
+
+
+async def test_a_follower_answers_503_and_is_ready_all_the_same() -> None:
+    """A replica without the lease does not decide; its picture is warm, so it is ready to take over."""
+    async with fake_cluster(raw_node("n1"), pods=[raw_pod("a", (30, 4))]) as cluster:
+        cluster.put("leases", foreign_lease())
+        async with running_extender(cluster, is_ready=False, leader_elect=True) as asker:
+            await eventually(lambda: all(informer.has_listed for informer in asker.parts.informers))
+            await cluster.wait(lambda: any("leases" in path for _, path in cluster.seen))
+            await eventually(lambda: asker.parts.election.holder == "somebody")
+            for path in ("/scheduler/filter", "/scheduler/bind", "/scheduler/priorities", "/scheduler/preemption"):
+                status, text = await asker.post(path, {})
+                assert (status, "somebody" in text) == (503, True)
+            assert (await asker.get("/readyz"))[0] == (await asker.get("/healthz"))[0] == 200
+            assert asker.parts.state.node("n1") is not None
+
+
+async def test_a_replica_is_ready_once_it_has_listed_the_cluster() -> None:
+    """Whether it leads or not; /readyz says what is not listed, and a process without its lists is alive."""
+    async with fake_cluster(raw_node("n1")) as cluster:
+        cluster.is_down = True
+        async with running_extender(cluster, is_ready=False, leader_elect=True) as asker:
+            status, text = await asker.get("/readyz")
+            assert (status, text.splitlines()) == (
+                503,
+                [f"{kind} are not listed yet" for kind in ("configmap", "nodes", "pods")],
+            )
+            assert (await asker.get("/healthz"))[0] == 200
+            cluster.is_down = False
+            await eventually(lambda: all(informer.has_listed for informer in asker.parts.informers))
+            assert (await asker.get("/readyz")) == (200, "ok\n")
+
+
+async def test_a_replica_that_is_alone_is_ready_when_it_decides() -> None:
+    """There is nothing to take over, and nobody else to ask."""
+    async with fake_cluster(raw_node("n1")) as cluster, running_extender(cluster) as asker:
+        assert (await asker.get("/readyz")) == (200, "ok\n")
+        asker.parts.listed_in = 0
+        status, text = await asker.get("/readyz")
+        assert (status, "listing the cluster" in text) == (503, True)
+
+
+async def test_who_is_refused_by_a_follower_connects_anew() -> None:
+    """The answer 503 ends the connection, also for a long request, or kube-scheduler would ask a former leader for ever; an
+    answer of the leader does not."""
+    async with fake_cluster(raw_node("n1")) as cluster, running_extender(cluster) as asker:
+        for is_leading, size in ((True, 2), (False, 2), (False, 4 << 20)):
+            asker.parts.listed_in = asker.parts.election.term if is_leading else 0
+            reader, writer = await asyncio.open_connection("127.0.0.1", asker.parts.web.bound_port)
+            head = f"POST /scheduler/filter HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
+            writer.write(head.encode() + b"{}".ljust(size))
+            async with asyncio.timeout(10):
+                await writer.drain()
+                status = (await reader.readline()).split()[1]
+                headers = (await reader.readuntil(b"\r\n\r\n")).lower()
+                assert (status == b"200", b"connection: close" in headers) == (is_leading, not is_leading)
+                if not is_leading:
+                    await reader.read()  # to the end: the server has closed it
+                writer.close()
+                await writer.wait_closed()
 
 
 def client(*, has_certificate: bool) -> ssl.SSLContext:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from gpushare_agent.adapters.cluster_pods import lean_pod
 from gpushare_agent.model.cluster import ClusterNode, ClusterPolicy, Reservation
 from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.model.pods import Pod
+from gpushare_agent.services.cluster_feed import NodesFeed, PodsFeed
 from gpushare_agent.services.extender_metrics import ExtenderMetrics
 from gpushare_agent.services.quota_watch import MALFORMED, QuotaFeed, QuotaKeeper
 from gpushare_agent.state.cluster_state import ClusterState
@@ -152,6 +154,29 @@ def test_a_node_that_gets_its_model_later_counts_under_it(keeper: QuotaKeeper) -
     assert keeper.usage.by_model() == {("team", "M40"): 60}
     keeper.forget(pod.uid)
     assert keeper.usage.by_model() == {}
+
+
+def test_pods_count_while_their_node_is_known(keeper: QuotaKeeper) -> None:
+    """Whichever of pod and node is heard of first; a node that goes and comes back changes nothing for good."""
+    state, metrics = state_of(keeper), ExtenderMetrics()
+    pods = PodsFeed(state=state, names=NAMES, metrics=metrics, quota=keeper)
+    read = partial(read_node, names=NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL)
+    nodes = NodesFeed(state=state, read=read, metrics=metrics, quota=keeper, told=pods.told)
+    raw = raw_node("n1", model="M40")
+    pods.put(raw_pod("a", (60, 4), namespace="team", node="n1"))
+    assert keeper.usage.by_model() == {}
+    for _ in range(2):
+        nodes.put(raw)
+        assert keeper.usage.by_model() == {("team", "M40"): 60}
+        pods.put(raw_pod("a", (60, 4), namespace="team", node="n1"))
+        assert keeper.usage.by_model() == {("team", "M40"): 60}
+        nodes.remove("n1")
+        assert keeper.usage.by_model() == {}
+    nodes.put(raw)
+    pods.put(raw_pod("b", (30, 4), namespace="team", node="n1"))
+    assert keeper.usage.by_model() == {("team", "M40"): 90}
+    pods.remove("uid-a")
+    assert keeper.usage.by_model() == {("team", "M40"): 30}
 
 
 async def test_a_malformed_config_map_becomes_an_event_of_the_api_server() -> None:

@@ -65,7 +65,7 @@ class Wish:
 @asynccontextmanager
 async def running(
     server: FakeApiServer,
-    wish: Callable[[], NodeFacts],
+    wish: Callable[[], NodeFacts | None],
     *,
     period_s: float = 60.0,
     backoff: Backoff = FAST,
@@ -103,6 +103,27 @@ async def test_the_node_gets_labels_and_annotation_by_a_merge_patch_and_is_then_
     assert sent.path == f"/api/v1/nodes/{NODE}"
     assert sent.headers["content-type"] == "application/merge-patch+json"
     assert methods(server).startswith("GET PATCH GET GET")
+
+
+async def test_nothing_is_written_before_the_cards_were_read() -> None:
+    """Labels of an earlier agent stay on the node, which is not even read; the first look at the cards is written."""
+    node, wish = NodeObject(), Wish()
+    node.labels["gpushare-agent/gpu.product"] = "P40"
+    is_read: list[bool] = []
+    asked = asyncio.Event()
+
+    def wanted() -> NodeFacts | None:
+        asked.set()
+        return wish() if is_read else None
+
+    async with fake_api(others=[node]) as server, running(server, wanted) as writer:
+        async with asyncio.timeout(DEADLINE_S):
+            await asked.wait()
+        assert server.requests == []
+        is_read.append(True)
+        writer.changed()
+        await server.wait_for(lambda requests: patches(server))
+    assert node.labels["gpushare-agent/gpu.product"] == "P40"
 
 
 async def test_a_change_is_written_at_once_and_what_no_longer_applies_is_removed() -> None:

@@ -53,3 +53,16 @@ def test_every_new_decision_is_told() -> None:
     log.add(record("a"))
     log.add(record("b"))
     assert told == [1, 2]
+
+
+def test_a_reload_keeps_the_records_and_their_numbers() -> None:
+    """As many as the new settings keep; who was told of the old ones is not told of the new."""
+    told: list[int] = []
+    old, new = DecisionLog(10), DecisionLog(2)
+    old.subscribe(lambda added: told.append(added.number))
+    for name in "abc":
+        old.add(record(name))
+    new.take_over(old)
+    assert [(r.number, r.pod) for r in new.newest(10)] == [(3, "c"), (2, "b")]
+    assert new.add(record("d")).number == 4
+    assert told == [1, 2, 3]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,8 +51,14 @@ def usage(
     )
 
 
+def document(kept: UsageHistory) -> dict[str, Any]:
+    """As a client reads it."""
+    found: dict[str, Any] = json.loads(b"".join(kept.pieces()))
+    return found
+
+
 def card_ratios(kept: UsageHistory) -> list[Any]:
-    values: list[Any] = kept.document()["cards"]["GPU-0"]["sm_ratio"]
+    values: list[Any] = document(kept)["cards"]["GPU-0"]["sm_ratio"]
     return values
 
 
@@ -80,7 +88,7 @@ def test_what_the_driver_does_not_tell_is_a_gap_of_that_curve_alone() -> None:
     """Memory is drawn though the compute is not known."""
     kept, _ = history()
     kept.add(usage(None))
-    card = kept.document()["cards"]["GPU-0"]
+    card = document(kept)["cards"]["GPU-0"]
     assert (card["sm_ratio"][-1], card["memory_used_bytes"][-1]) == (None, 4096)
 
 
@@ -108,7 +116,7 @@ def test_a_container_is_the_sum_over_its_cards() -> None:
     """By pod UID and container name."""
     kept, _ = history()
     kept.add(usage(0.25, cards=2))
-    container = kept.document()["containers"]["pod-a/main"]
+    container = document(kept)["containers"]["pod-a/main"]
     assert (container["sm_ratio"][-1], container["memory_bytes"][-1]) == (0.5, 2048)
 
 
@@ -118,17 +126,17 @@ def test_a_container_that_is_gone_keeps_its_curve_until_it_has_left_the_window()
     kept.add(usage(0.5, keys=(A, B)))
     clock.now += (POINTS - 1) * STEP_S
     kept.add(usage(0.5, keys=(B,)))
-    assert kept.document()["containers"]["pod-a/main"]["sm_ratio"] == [0.5] + [None] * (POINTS - 1)
+    assert document(kept)["containers"]["pod-a/main"]["sm_ratio"] == [0.5] + [None] * (POINTS - 1)
     for _ in range(2 * POINTS):
         clock.now += STEP_S
         kept.add(usage(0.25, keys=(B,)))
-    assert kept.document()["containers"]["pod-b/main"]["sm_ratio"] == [0.25] * POINTS
+    assert document(kept)["containers"]["pod-b/main"]["sm_ratio"] == [0.25] * POINTS
     clock.now += 3 * STEP_S
     kept.add(usage(0.5, keys=(A,)))
-    assert kept.document()["containers"]["pod-b/main"]["sm_ratio"] == [0.25] * (POINTS - 3) + [None] * 3
+    assert document(kept)["containers"]["pod-b/main"]["sm_ratio"] == [0.25] * (POINTS - 3) + [None] * 3
     clock.now += POINTS * STEP_S
     kept.add(usage(0.5, keys=(B,)))
-    assert list(kept.document()["containers"]) == ["pod-b/main"]
+    assert list(document(kept)["containers"]) == ["pod-b/main"]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3 * POINTS), st.one_of(st.none(), st.floats(0, 1))), min_size=1, max_size=40))
@@ -156,7 +164,7 @@ def test_the_number_of_curves_is_bounded() -> None:
     keys = tuple(ContainerKey(PodUid(f"pod-{number:04d}"), "main") for number in range(MAX_CONTAINERS + 5))
     kept.add(usage(keys=keys))
     kept.add(usage(cards=MAX_CARDS + 3))
-    shown = kept.document()
+    shown = document(kept)
     assert len(shown["containers"]) == MAX_CONTAINERS
     assert len(shown["cards"]) == MAX_CARDS
 
@@ -164,9 +172,9 @@ def test_the_number_of_curves_is_bounded() -> None:
 def test_the_document_is_plain_json_and_says_when_and_how_far_apart() -> None:
     """Without a round there is no time either."""
     kept, _ = history()
-    assert kept.document() == {"at": None, "step_seconds": STEP_S, "cards": {}, "containers": {}}
+    assert document(kept) == {"at": None, "step_seconds": STEP_S, "cards": {}, "containers": {}}
     kept.add(usage(at=123.5))
-    text = json.dumps(kept.document(), allow_nan=False)
+    text = b"".join(kept.pieces())
     assert json.loads(text)["at"] == 123.5
 
 
@@ -181,7 +189,7 @@ def test_a_curve_says_whose_it_is_also_when_the_container_is_gone() -> None:
     allocations.clear()
     clock.now += STEP_S
     kept.add(usage(0.2, keys=()))
-    (shown,) = kept.document()["containers"].values()
+    (shown,) = document(kept)["containers"].values()
     assert (shown["namespace"], shown["pod"], shown["container"], shown["cards"]) == (
         "default",
         "train",
@@ -190,4 +198,41 @@ def test_a_curve_says_whose_it_is_also_when_the_container_is_gone() -> None:
     )
     clock.now += POINTS * STEP_S
     kept.add(usage(0.2, keys=()))
-    assert kept.document()["containers"] == {}
+    assert document(kept)["containers"] == {}
+
+
+def test_a_reload_keeps_the_curves_unless_their_steps_change() -> None:
+    """Points of another length mean something else."""
+    old, clock = history()
+    old.add(usage(0.5, keys=(A,)))
+    same = UsageHistory(POINTS * STEP_S, POINTS, clock=clock)
+    other = UsageHistory(POINTS * STEP_S, POINTS + 1, clock=clock)
+    before = document(old)
+    for new in (same, other):
+        new.take_over(old)
+    assert document(same) == before
+    assert document(other)["cards"] == {}
+    clock.now += STEP_S
+    same.add(usage(0.25, keys=(A,)))
+    assert document(same)["containers"]["pod-a/main"]["sm_ratio"][-2:] == [0.5, 0.25]
+
+
+def test_a_document_under_way_is_of_one_moment() -> None:
+    """What is added while its pieces are taken changes none of them."""
+    kept, clock = history()
+    kept.add(usage(0.5, keys=(A, B)))
+    wanted = b"".join(kept.pieces())
+    pieces = kept.pieces()
+    taken = [next(pieces)]
+    clock.now += 2 * STEP_S
+    kept.add(usage(0.75, keys=(A,)))
+    assert b"".join([*taken, *pieces]) == wanted
+    assert kept.version == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_a_gap(value: float) -> None:
+    """JSON has no word for it."""
+    kept, _ = history()
+    kept.add(usage(value))
+    assert card_ratios(kept)[-1] is None

@@ -33,11 +33,12 @@ _NOT_OVER = "status.phase!=Succeeded,status.phase!=Failed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """A kind of objects, or one of them: `what` completes "list …" and "watch …", `fields` is a selector."""
+    """A kind of objects, or some of them: `what` completes "list …" and "watch …", `fields` and `labels` are selectors."""
 
     what: str
     path: str
     fields: str = ""
+    labels: str = ""
 
 
 ALL_NODES = Watched(what="the nodes", path="/api/v1/nodes")
@@ -50,6 +51,15 @@ def config_map(namespace: str, name: str) -> Watched:
         what=f"ConfigMap {namespace}/{name}",
         path=f"/api/v1/namespaces/{segment(namespace)}/configmaps",
         fields=f"metadata.name={name}",
+    )
+
+
+def labelled_pods(namespace: str, labels: Mapping[str, str]) -> Watched:
+    selector = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
+    return Watched(
+        what=f"the pods of namespace {namespace} with the labels {selector}",
+        path=f"/api/v1/namespaces/{segment(namespace)}/pods",
+        labels=selector,
     )
 
 
@@ -91,14 +101,13 @@ class ClusterApi(KubeApi):
         self, namespace: str, name: str, uid: PodUid, annotations: Mapping[str, str | None]
     ) -> dict[str, Any]:
         """As `patch_pod_annotations`; the pod as it is after that."""
-        request = Request(
-            what=f"patch the annotations of pod {namespace}/{name}",
-            method="PATCH",
-            path=pod_path(namespace, name),
-            body={"metadata": {"uid": uid, "annotations": dict(sorted(annotations.items()))}},
-            content_type=MERGE_PATCH,
-        )
-        return await self._session.fetch_json(request, timeout_s=self._timeouts.request_s)
+        return await self._patch_pod(namespace, name, uid, "annotations", annotations)
+
+    async def label_pod(
+        self, namespace: str, name: str, uid: PodUid, labels: Mapping[str, str | None]
+    ) -> dict[str, Any]:
+        """As `annotate_pod`."""
+        return await self._patch_pod(namespace, name, uid, "labels", labels)
 
     async def bind_pod(self, namespace: str, name: str, uid: PodUid, node: str, resource_version: str) -> None:
         """Bind this very pod in this very version.
@@ -121,6 +130,18 @@ class ClusterApi(KubeApi):
     async def get_pod_now(self, namespace: str, name: str) -> dict[str, Any]:
         """A consistent read."""
         return await self.get_pod(namespace, name, timeout_s=self._timeouts.request_s)
+
+    async def _patch_pod(
+        self, namespace: str, name: str, uid: PodUid, field: str, values: Mapping[str, str | None]
+    ) -> dict[str, Any]:
+        request = Request(
+            what=f"patch the {field} of pod {namespace}/{name}",
+            method="PATCH",
+            path=pod_path(namespace, name),
+            body={"metadata": {"uid": uid, field: dict(sorted(values.items()))}},
+            content_type=MERGE_PATCH,
+        )
+        return await self._session.fetch_json(request, timeout_s=self._timeouts.request_s)
 
     async def get_lease(self, namespace: str, name: str) -> dict[str, Any]:
         request = Request(what=f"get lease {namespace}/{name}", method="GET", path=_lease_path(namespace, name))
@@ -151,7 +172,8 @@ class ClusterApi(KubeApi):
 
 
 def _selector(watched: Watched) -> tuple[tuple[str, str], ...]:
-    return (("fieldSelector", watched.fields),) if watched.fields else ()
+    selectors = (("fieldSelector", watched.fields), ("labelSelector", watched.labels))
+    return tuple((name, value) for name, value in selectors if value)
 
 
 def _lease_path(namespace: str, name: str) -> str:

@@ -18,6 +18,7 @@ _QUANTITY = re.compile(
 _DECIMAL_POWERS = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 _BINARY_POWERS = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
 _MAX = 2**63 - 1
+_PLAIN_DIGITS = 18
 
 
 def whole_number(quantity: Any, what: str) -> int:
@@ -26,6 +27,8 @@ def whole_number(quantity: Any, what: str) -> int:
     Raises:
         Corrupt: no quantity, not whole, negative, or beyond 64 bits; the text names `what`.
     """
+    if isinstance(quantity, str) and quantity.isascii() and quantity.isdigit() and len(quantity) <= _PLAIN_DIGITS:
+        return int(quantity)  # as nearly all are; the way below costs twenty times as much
     value = _value(quantity)
     if value is None:
         raise Corrupt(f"{what}: {_shown(quantity)} is no Kubernetes quantity")

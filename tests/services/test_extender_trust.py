@@ -1,0 +1,121 @@
+"""Whom the extender believes: annotations of pods never, those of nodes always, and what it counts where they differ."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gpushare_agent.model.names import PREDICATE_NODE_ANNOTATION
+from tests.support_extender import (
+    eventually,
+    fake_cluster,
+    foreign_lease,
+    holds,
+    predicted,
+    put_quota,
+    raw_node,
+    raw_pod,
+    running_extender,
+)
+
+FORGED = [
+    {PREDICATE_NODE_ANNOTATION: "n1", "tencent.com/predicate-gpu-idx-0": "1"},
+    {PREDICATE_NODE_ANNOTATION: "n2", "tencent.com/predicate-gpu-idx-0": "0"},
+    {"tencent.com/predicate-gpu-idx-0": "99999999999999999999"},
+    {"tencent.com/predicate-gpu-idx-0": "0,1,2,3,4,5,6,7", "tencent.com/predicate-gpu-idx-77": "x" * 5000},
+]
+
+
+@pytest.mark.parametrize("forged", FORGED)
+async def test_forged_annotations_change_nothing_and_are_counted(forged: dict[str, str]) -> None:
+    """Another card, another node, an index past belief, more cards than asked: placement and quota are as without."""
+    pods = [raw_pod("evil", (60, 8), annotations=forged), raw_pod("good", (60, 8))]
+    quota = {"default": {"vcore": 120}}
+    async with fake_cluster(raw_node("n1"), raw_node("n2"), pods=pods) as cluster:
+        put_quota(cluster, quota)
+        async with running_extender(cluster) as asker:
+            for pod in pods:
+                assert (await asker.filter(pod, ["n1", "n2"]))["NodeNames"] == ["n1", "n2"]
+            assert asker.parts.state.reservations() == []
+            assert "gpushare_extender_foreign_predicates_total 1.0" in (await asker.get("/metrics"))[1]
+            assert json.loads((await asker.get("/debug/state"))[1])["foreign_predicates"] == ["uid-evil"]
+            assert await asker.bind(pods[0], "n1") == ""
+            assert predicted(cluster.pod("evil"))["tencent.com/predicate-gpu-idx-0"] == "0"
+            assert await asker.bind(pods[1], "n1") == ""
+            assert predicted(cluster.pod("good"))["tencent.com/predicate-gpu-idx-0"] == "1"
+
+
+async def test_a_bound_pod_cannot_take_another_ones_cards_by_annotation() -> None:
+    """Someone else's reservation, written on one's own pod after it was bound, frees nothing and takes nothing."""
+    pods = [raw_pod("a", (100, 0)), raw_pod("b", (30, 4)), raw_pod("c", (100, 0))]
+    async with fake_cluster(raw_node("n1"), pods=pods) as cluster, running_extender(cluster) as asker:
+        assert await asker.bind(pods[0], "n1") == ""
+        assert await asker.bind(pods[1], "n1") == ""
+        cluster.report_held("n1")
+        await eventually(lambda: {r.stage for r in asker.parts.state.reservations()} == {"confirmed"})
+        before = asker.parts.state.document()
+        cluster.change(
+            "pods", "default/b", lambda raw: raw["metadata"]["annotations"].update(predicted(cluster.pod("a")))
+        )
+        await eventually(lambda: asker.parts.pods.suspects == ["uid-b"])
+        assert asker.parts.state.document() == before
+        assert (await asker.filter(pods[2], ["n1"]))["NodeNames"] == []
+
+
+async def test_cards_that_the_agent_gave_otherwise_are_counted() -> None:
+    """The agent's word replaces the plan, and the difference shows in a metric."""
+    pod = raw_pod("a", (60, 8))
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
+        assert await asker.bind(pod, "n1") == ""
+        holds(cluster, "n1", ("uid-a", 1, 60, 8))
+        await eventually(lambda: [r.stage for r in asker.parts.state.reservations()] == ["confirmed"])
+        assert asker.parts.state.reservations()[0].plan.charges[0].index == 1
+        assert "gpushare_extender_placement_disagreements_total 1.0" in (await asker.get("/metrics"))[1]
+
+
+async def test_what_the_agent_wrote_of_its_own_choice_is_not_foreign() -> None:
+    """It writes the cards that it gave into the pod, often before it tells them of its node: nothing is counted until then,
+    and then the choice as the agent's, not as a stranger's annotation."""
+    pod = raw_pod("a", (60, 8))
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
+        assert await asker.bind(pod, "n1") == ""
+        wrote = {"tencent.com/predicate-gpu-idx-0": "1", "tencent.com/gpu-assigned": "true"}
+        cluster.change("pods", "default/a", lambda raw: raw["metadata"]["annotations"].update(wrote))
+        await eventually(lambda: "uid-a" in asker.parts.pods._untold)
+        holds(cluster, "n1", ("uid-a", 1, 60, 8))
+        await eventually(lambda: "uid-a" not in asker.parts.pods._untold)
+        assert asker.parts.pods.suspects == []
+        metrics = (await asker.get("/metrics"))[1]
+        assert "gpushare_extender_foreign_predicates_total 0.0" in metrics
+        assert "gpushare_extender_placement_disagreements_total 1.0" in metrics
+
+
+async def test_cards_that_neither_we_nor_the_agent_chose_are_foreign() -> None:
+    """Written on a bound pod before its agent told: counted once it tells other cards."""
+    pod = raw_pod("a", (60, 8))
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
+        assert await asker.bind(pod, "n1") == ""
+        wrote = {"tencent.com/predicate-gpu-idx-0": "1", "tencent.com/gpu-assigned": "true"}
+        cluster.change("pods", "default/a", lambda raw: raw["metadata"]["annotations"].update(wrote))
+        await eventually(lambda: "uid-a" in asker.parts.pods._untold)
+        holds(cluster, "n1", ("uid-a", 0, 60, 8))
+        await eventually(lambda: asker.parts.pods.suspects == ["uid-a"])
+        metrics = (await asker.get("/metrics"))[1]
+        assert "gpushare_extender_foreign_predicates_total 1.0" in metrics
+        assert "gpushare_extender_placement_disagreements_total 0.0" in metrics
+
+
+async def test_a_follower_takes_nobodys_annotations_for_foreign() -> None:
+    """It does not know what the leader has reserved; once it leads it compares."""
+    stranger = raw_pod("a", (60, 8), annotations={"tencent.com/predicate-gpu-idx-0": "0"})
+    async with fake_cluster(raw_node("n1"), pods=[stranger]) as cluster:
+        cluster.put("leases", foreign_lease())
+        async with running_extender(cluster, is_ready=False, leader_elect=True, retry_period_s=0.05) as asker:
+            await eventually(lambda: asker.parts.election.holder == "somebody")
+            await eventually(lambda: "uid-a" in asker.parts.pods.waiting)
+            assert asker.parts.pods.suspects == []
+            cluster.change(
+                "leases", "kube-system/gpushare-agent-extender", lambda raw: raw["spec"].update(holderIdentity="")
+            )
+            await eventually(lambda: asker.parts.pods.suspects == ["uid-a"])
