@@ -1,4 +1,4 @@
-"""`python -m bench [--quick] [--json FILE]`: measures, and prints the table.
+"""`python -m bench [--quick] [--extender] [--json FILE]`: measures, and prints the table.
 
 Exit code 0, also where a target is missed: the table says so. 1 where something could not be measured.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.admissions import admit_pods, burst_row, empty_rows, filled_rows
+from bench.extender import extender_rows
 from bench.lifecycle import again_rows, idle_rows, start_rows
 from bench.node import PODS, open_node
 from bench.observation import sampling_rows, scrape_rows
@@ -42,24 +43,31 @@ class Extent:
     """By name, and as many by ID."""
     scrapes: int = 30
     samplings: int = 60
+    extender_nodes: int = 5_000
+    extender_pods: int = 400
+    extender_resyncs: int = 3
     idle_s: float = 33.0
     """A period of the comparison with the kubelet, and the comparison itself."""
 
 
 _QUICK = Extent(
     starts=3, restarts=8, filled=40, empty=15, bursts=1, pure=20, idle_s=5.0, rounds=10, pre_starts=20, registrations=20,
-    scrapes=4, samplings=10,
+    scrapes=4, samplings=10, extender_nodes=500, extender_pods=60, extender_resyncs=1,
 )  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer runs: half a minute, and p99 means the worst one")
+    parser.add_argument(
+        "--extender", action="store_true", help="measure the scheduler extender instead, on 5,000 nodes"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the measurements there")
     options = parser.parse_args()
     load_before = os.getloadavg()[0]
     try:
-        rows = asyncio.run(_measure(_QUICK if options.quick else Extent()))
+        measure = _measure_extender if options.extender else _measure
+        rows = asyncio.run(measure(_QUICK if options.quick else Extent()))
     except (OSError, RuntimeError, TimeoutError, ExceptionGroup) as error:
         _say(f"could not measure: {_reason(error)}")
         return 1
@@ -123,6 +131,14 @@ async def _measure_observation(extent: Extent) -> list[Row]:
         rows += await sampling_rows(Path(state), extent.samplings)
     _say("a minute of the dashboard's stream")
     return rows + stream_rows()
+
+
+async def _measure_extender(extent: Extent) -> list[Row]:
+    _say(f"the extender on {extent.extender_nodes} nodes, {extent.extender_pods} pods to schedule")
+    with tempfile.TemporaryDirectory(prefix="gsb", dir="/tmp") as state:
+        return await extender_rows(
+            Path(state), nodes=extent.extender_nodes, pods=extent.extender_pods, resyncs=extent.extender_resyncs
+        )
 
 
 def _reason(error: BaseException) -> str:

@@ -215,6 +215,7 @@ class MadeNode:
             pcie_sent_bytes_per_second=wave * 1e10,
             nvlink_received_bytes_total=int((self.moment + 1) * (1e11 + index)),
             nvlink_sent_bytes_total=int((self.moment + 1) * (0.9e11 + index)),
+            processes=tuple(ProcessSample(pid=pid) for use in own for pid in use.pids),
         )
 
 

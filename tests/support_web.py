@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +11,15 @@ from typing import Any
 from bench.made_node import MadeNode
 from gpushare_agent.services.live_stream import LiveStream
 from gpushare_agent.services.metrics import AgentMetrics
-from gpushare_agent.services.node_api import NodeApi
+from gpushare_agent.services.node_api import Curves, NodeApi
 from gpushare_agent.services.node_document import node_document
 from gpushare_agent.services.web import WebServer
+from gpushare_agent.services.web_answers import encode
 from gpushare_agent.state.decision_log import DecisionLog
+from gpushare_agent.state.usage_history import UsageHistory
 from tests.support_kube import DEADLINE_S, running
 
-KEPT = 100
+KEPT = 600
 
 
 @dataclass
@@ -36,15 +38,23 @@ class ServedNode:
         self.stream.look()
 
 
-def no_history() -> dict[str, Any]:
-    return {"at": 0.0, "step_seconds": 5.0, "cards": {}, "containers": {}}
+@dataclass(frozen=True)
+class MadeHistory:
+    """A history that is this document."""
+
+    document: dict[str, Any]
+    version: int = 1
+
+    def pieces(self, *, cards: bool, containers: bool) -> Iterator[bytes]:
+        assert cards or containers
+        yield encode(self.document)
 
 
 @asynccontextmanager
 async def served_node(
     node: MadeNode,
     *,
-    history: Callable[[], dict[str, Any]] = no_history,
+    history: Curves | None = None,
     sample_period_s: float = 0.05,
     heartbeat_s: float = 15.0,
     port: int = 0,
@@ -60,13 +70,15 @@ async def served_node(
     stream = LiveStream(
         document=document, decisions=decisions, sample_period_s=sample_period_s, heartbeat_s=heartbeat_s
     )
-    api = NodeApi(snapshot=node.snapshot, history=history, decisions=decisions, kept_decisions=KEPT)
+    curves = history or UsageHistory(60, 6)
+    api = NodeApi(snapshot=node.snapshot, history=curves, decisions=decisions, kept_decisions=KEPT)
     server = WebServer(
         "127.0.0.1",
         port,
         metrics=AgentMetrics(),
         ready=list,
-        routes=[*api.routes(), *stream.routes()],
+        routes=api.routes(),
+        streams=stream.routes(),
         on_stop=stream.close,
     )
     async with running(stream.run), running(server.run):

@@ -88,8 +88,9 @@ async def run(settings: Settings, *, reload: Callable[[], Settings]) -> int:
     log.debug("open_files", most=soft, hard=hard)
     signals = _Signals()
     try:
+        earlier: NodeParts | None = None
         while True:
-            next_settings = await _run_once(settings, reload, signals)
+            earlier, next_settings = await _run_once(settings, reload, signals, earlier)
             if next_settings is None:
                 return 0
             settings = next_settings
@@ -97,10 +98,17 @@ async def run(settings: Settings, *, reload: Callable[[], Settings]) -> int:
         signals.close()
 
 
-async def _run_once(settings: Settings, reload: Callable[[], Settings], signals: _Signals) -> Settings | None:
-    """One life between two reloads; the settings of the next one, None to end."""
+async def _run_once(
+    settings: Settings, reload: Callable[[], Settings], signals: _Signals, earlier: NodeParts | None
+) -> tuple[NodeParts, Settings | None]:
+    """One life between two reloads, and the settings of the next one, None to end. What `earlier` knew and no file keeps is
+    taken over."""
     driver = open_driver(settings)
-    parts = build(settings, driver)
+    parts = build(settings, driver, metrics=earlier.metrics if earlier is not None else None)
+    if earlier is not None:
+        parts.inventory.take_over(earlier.inventory)
+        parts.decisions.take_over(earlier.decisions)
+        parts.usage_history.take_over(earlier.usage_history)
     chosen: list[Settings] = []
 
     async def obey() -> None:
@@ -135,7 +143,7 @@ async def _run_once(settings: Settings, reload: Callable[[], Settings], signals:
         error = _first(failed)
     if error is not None:
         raise error
-    return chosen[0] if _Wish.STOP not in wishes and chosen else None
+    return parts, chosen[0] if _Wish.STOP not in wishes and chosen else None
 
 
 async def live(parts: NodeParts) -> None:

@@ -41,7 +41,6 @@ from gpushare_agent.services.live_stream import LiveStream
 from gpushare_agent.services.metrics import AgentMetrics
 from gpushare_agent.services.node_api import NodeApi
 from gpushare_agent.services.node_capacity import NodeCapacity
-from gpushare_agent.services.node_document import node_document
 from gpushare_agent.services.node_facts import NodeFactsWriter
 from gpushare_agent.services.node_held import NodeHeldWriter
 from gpushare_agent.services.plugin_endpoint import PluginEndpoint
@@ -51,6 +50,7 @@ from gpushare_agent.services.pod_informer import PodInformer
 from gpushare_agent.services.pod_resources_gate import PodResourcesGate
 from gpushare_agent.services.registration import Registrar
 from gpushare_agent.services.rejected_pods import RejectedPods
+from gpushare_agent.services.snapshot_cache import MAX_AGE_S, SnapshotCache
 from gpushare_agent.services.usage_sampling import UsageSampling
 from gpushare_agent.services.web import WebServer
 from gpushare_agent.settings import Settings
@@ -107,6 +107,8 @@ class NodeParts:
     decisions: DecisionLog
     usage: UsageSampling
     usage_history: UsageHistory
+    snapshots: SnapshotCache
+    """What everything that shows the node is made from."""
     started_at: float
     """Seconds since the epoch."""
 
@@ -152,14 +154,15 @@ def open_driver(settings: Settings) -> GpuDriver:
         raise StartupError(f"topology file {simulated.topology}: {e}") from e
 
 
-def build(settings: Settings, driver: GpuDriver) -> NodeParts:
-    """The parts, joined but not started. Raises StartupError.
+def build(settings: Settings, driver: GpuDriver, *, metrics: AgentMetrics | None = None) -> NodeParts:
+    """The parts, joined but not started; `metrics` are those of an earlier life, which then count on. Raises StartupError.
 
     Long and straight on purpose: this is the one place that shows what is joined to what, and nothing in it decides.
     """
     names = resource_names(settings)
     directory = settings.kubelet.device_plugin_path
-    metrics, cache, store = AgentMetrics(), AllocationCache(), PodStore()
+    metrics = metrics.begin_anew() if metrics is not None else AgentMetrics()
+    cache, store = AllocationCache(), PodStore()
     health = build_health(settings, driver, metrics)
     inventory = health.inventory
     checkpoint = KubeletCheckpoint(directory)
@@ -261,6 +264,7 @@ def build(settings: Settings, driver: GpuDriver) -> NodeParts:
 
     def note_registered(resource: str) -> None:
         metrics.registered(resource)
+        snapshots.expire()
         waiting.discard(resource)
         if not waiting:
             registered.set()
@@ -292,14 +296,15 @@ def build(settings: Settings, driver: GpuDriver) -> NodeParts:
         on_kubelet_restart=kubelet_restarted,
     )
     ready: list[NodeParts] = []
+    snapshots = SnapshotCache(lambda: node_snapshot(ready[0]), max_age_s=min(settings.sample_period_s, MAX_AGE_S))
     live_stream = LiveStream(
-        document=lambda: node_document(node_snapshot(ready[0])),
+        document=snapshots.document,
         decisions=decisions,
         sample_period_s=settings.sample_period_s,
     )
     node_api = NodeApi(
-        snapshot=lambda: node_snapshot(ready[0]),
-        history=usage_history.document,
+        snapshot=snapshots.current,
+        history=usage_history,
         decisions=decisions,
         kept_decisions=settings.decisions.kept,
     )
@@ -339,25 +344,24 @@ def build(settings: Settings, driver: GpuDriver) -> NodeParts:
         decisions=decisions,
         usage=usage,
         usage_history=usage_history,
+        snapshots=snapshots,
         started_at=time.time(),
         live_stream=live_stream,
-        display=DisplayServer(settings.display.socket, lambda: node_snapshot(ready[0]))
+        display=DisplayServer(settings.display.socket, snapshots.current)
         if settings.display.socket is not None
         else None,
-        debug=_debug(settings, cache, store, ready),
+        debug=_debug(settings, cache, store, snapshots),
         web=WebServer(
             settings.web.addr,
             settings.web.port,
             metrics=metrics,
             ready=lambda: _not_ready(ready),
-            routes=[*node_api.routes(), *live_stream.routes(), *display_routes(lambda: node_snapshot(ready[0]))],
+            routes=[*node_api.routes(), *display_routes(snapshots.current)],
+            streams=live_stream.routes(),
             on_stop=live_stream.close,
         ),
     )
     ready.append(parts)
-    cache.subscribe(lambda old, new: live_stream.look())
-    decisions.subscribe(lambda record: live_stream.look())
-    usage.subscribe(lambda _round: live_stream.look())
     show_node(parts)
     metrics.show_pod_event_age(lambda: _age(store.last_event_at))
     return parts
@@ -392,13 +396,13 @@ def _node_held(
     return writer
 
 
-def _debug(settings: Settings, cache: AllocationCache, store: PodStore, built: list[NodeParts]) -> DebugServer | None:
+def _debug(settings: Settings, cache: AllocationCache, store: PodStore, snapshots: SnapshotCache) -> DebugServer | None:
     """Raises StartupError where other hosts could read the pages without a token."""
     if not settings.debug.addr:
         return None
     sources = DebugSources(
         settings=settings,
-        snapshot=lambda: node_snapshot(built[0]),
+        snapshot=snapshots.current,
         allocations=lambda: cache,
         pods=store.pods,
         now=time.monotonic,

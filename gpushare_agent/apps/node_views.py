@@ -58,6 +58,7 @@ def node_snapshot(parts: NodeParts) -> NodeSnapshot:
         names=parts.names,
         inventory=parts.inventory.current,
         cordoned=parts.inventory.cordoned,
+        illnesses=parts.inventory.illnesses,
         cores_allocated=parts.cache.used_cores(),
         memory_allocated_bytes=_memory_allocated(parts),
         containers=[
@@ -82,11 +83,13 @@ def _facts(parts: NodeParts, held: Allocation, cards: Mapping[GpuUuid, Card]) ->
     )
 
 
-def wanted_facts(parts: NodeParts) -> NodeFacts:
-    """What the node's object should say of its cards, now."""
+def wanted_facts(parts: NodeParts) -> NodeFacts | None:
+    """What the node's object should say of its cards, now; None until the driver was read once."""
+    if not parts.inventory.is_read:
+        return None
     return node_facts(
         parts.inventory.current,
-        cordoned=node_snapshot(parts).cordoned.keys(),
+        cordoned=parts.inventory.cordoned.keys(),
         memory_block_mib=parts.names.memory_block_mib,
         label_prefix=parts.settings.facts.label_prefix,
         node_labels=parts.settings.node_labels,

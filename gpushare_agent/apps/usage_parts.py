@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from gpushare_agent.adapters.process_owners import ProcessOwners
 from gpushare_agent.adapters.runtime import RuntimeClient
-from gpushare_agent.apps.node_views import node_snapshot
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.services.container_ids import ContainerIds
 from gpushare_agent.services.gpu_watch import GpuDriver
@@ -48,18 +47,25 @@ def build_usage(
 
 
 def show_node(parts: NodeParts) -> None:
-    """Let /metrics show the node: anew after each round of sampling and each change, or once a period without any."""
+    """Let /metrics and all that shows the node show it anew after each round of sampling and each change."""
     metrics = parts.metrics
-    page = NodePage(lambda: node_series(node_snapshot(parts)), max_age_s=parts.settings.sample_period_s)
+    page = NodePage(lambda: node_series(parts.snapshots.current()), max_age_s=parts.settings.sample_period_s)
     metrics.show_node(page)
+
+    def expire() -> None:
+        parts.snapshots.expire()
+        page.expire()
+        parts.live_stream.look()
+
     metrics.know_resources(parts.names.names)
-    parts.usage.subscribe(lambda _round: page.expire())
-    parts.cache.subscribe(lambda _old, _new: page.expire())
-    parts.store.subscribe(lambda _old, _new: page.expire())
+    parts.decisions.subscribe(lambda _record: parts.live_stream.look())
+    parts.usage.subscribe(lambda _round: expire())
+    parts.cache.subscribe(lambda _old, _new: expire())
+    parts.store.subscribe(lambda _old, _new: expire())
 
     def cards_changed(inventory: GpuInventory) -> None:
         metrics.know_cards([card.uuid for card in inventory.cards])
-        page.expire()
+        expire()
 
     parts.inventory.subscribe(cards_changed)
     if (mps := parts.isolation.mps_watch) is not None:

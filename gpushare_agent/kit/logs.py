@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,9 @@ _LIBRARY_LEVELS = {
 }
 """Libraries whose debug lines are louder than the agent's own."""
 
+
+_ACCEPT_FAILED = "socket.accept() out of system resource"
+_SAY_AGAIN_S = 60.0
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -56,6 +61,7 @@ def setup_logging(level: str = "info", format: str = "auto") -> None:
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     for name, least in _LIBRARY_LEVELS.items():
         logging.getLogger(name).setLevel(least)
+    logging.getLogger("asyncio").addFilter(_FILTER)  # a second time changes nothing
     logging.captureWarnings(True)
     sys.excepthook = _say_uncaught
     structlog.configure(
@@ -81,6 +87,35 @@ def set_log_level(level: str) -> str:
     old = log_level()
     logging.getLogger().setLevel(level.upper())
     return old
+
+
+class AcceptFailures(logging.Filter):
+    """Lets one line a minute through that says that a connection could not be accepted, and how many lines it stands for.
+
+    While descriptors are used up asyncio's servers fail a hundred thousand times a minute, each time with a traceback.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._said_at = float("-inf")
+        self._left_out = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith(_ACCEPT_FAILED):
+            return True
+        now = self._clock()
+        if now - self._said_at < _SAY_AGAIN_S:
+            self._left_out += 1
+            return False
+        self._said_at = now
+        if self._left_out:
+            record.msg = f"{record.msg} ({self._left_out} more of these were left out)"
+        self._left_out = 0
+        return True
+
+
+_FILTER = AcceptFailures()
 
 
 def _say_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -25,7 +25,7 @@ async def listen_tcp(addr: str, port: int, *, backlog: int, only_loopback: bool 
     try:
         async with asyncio.timeout(RESOLVE_TIMEOUT_S):
             loop = asyncio.get_running_loop()
-            resolved = await loop.getaddrinfo(addr, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            resolved = await loop.getaddrinfo(addr or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, TimeoutError) as e:
         raise Unavailable(f"{what}: the address is unknown ({e or 'no answer'})") from e
     found = sorted({(int(family), address) for family, _, _, _, address in resolved}, key=str)

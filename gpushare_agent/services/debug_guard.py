@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ READ_AGAIN_S = 1.0
 MIN_TOKEN_BYTES = 16
 _MAX_TOKEN_BYTES = 4096
 _READ_TIMEOUT_S = 2.0
+_HOST = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[^\[\]:\s]+))(?::[0-9]{1,5})?")
 
 
 def is_for_this_host(addr: str) -> bool:
@@ -137,8 +139,10 @@ def _digest(token: bytes) -> bytes:
 
 
 def _names_this_host(hosts: list[str]) -> bool:
-    if len(hosts) != 1:
+    """Read strictly, to the last character: what is no host and port at all names nobody."""
+    found = _HOST.fullmatch(hosts[0].strip().lower()) if len(hosts) == 1 else None
+    if found is None:
         return False
-    host = hosts[0].strip().lower()
-    name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
-    return is_for_this_host(name)
+    if (ipv6 := found["ipv6"]) is not None:
+        return ":" in ipv6 and is_loopback(ipv6)
+    return is_for_this_host(found["name"])

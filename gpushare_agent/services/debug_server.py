@@ -1,7 +1,7 @@
 """The debug listener: pages about the inside of a running agent, for operators, apart from the web port.
 
 By default it listens on this host only; any other address needs a token (services/debug_guard.py). What changes something
-needs POST or PUT. A port that is taken costs the pages, not the agent. State owned: the listening sockets, the connections.
+needs POST or PUT. A port that is taken costs the pages, not the agent. State owned: the listening sockets.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NoReturn
 
@@ -22,7 +22,7 @@ from gpushare_agent.services.debug_pages import DebugSources
 from gpushare_agent.settings_observation import DebugSettings
 
 if TYPE_CHECKING:
-    from aiohttp import web
+    from gpushare_agent.services.web_door import Door
 
 log = structlog.get_logger(__name__)
 
@@ -30,7 +30,7 @@ LOOK_AGAIN_S = 30.0
 MAX_CONNECTIONS = 32
 HEADERS_WITHIN_S = 10.0
 """Of a request, from the connection or the last answer on: who sends them byte by byte is cut off."""
-_SLOW_MODULES = ("aiohttp.web", "gpushare_agent.services.debug_routes")
+_SLOW_MODULES = ("aiohttp.web", "gpushare_agent.services.debug_routes", "gpushare_agent.services.web_door")
 """Loaded once the kubelet has its resources, off the loop."""
 _BACKLOG = 16
 _SHUTDOWN_S = 0.5
@@ -67,8 +67,8 @@ class DebugServer:
                 self._complain(str(e))
                 await asyncio.sleep(self._look_again_s)
                 continue
-            async with self._serving(listeners):
-                await asyncio.Event().wait()
+            async with self._serving(listeners) as door:
+                await door.run()
 
     async def _listen(self) -> list[socket.socket]:
         return await listen_tcp(
@@ -87,56 +87,34 @@ class DebugServer:
         self._complaint = error
 
     @asynccontextmanager
-    async def _serving(self, listeners: Sequence[socket.socket]) -> AsyncIterator[None]:
+    async def _serving(self, listeners: Sequence[socket.socket]) -> AsyncIterator[Door]:
         from aiohttp import web
 
         from gpushare_agent.services.debug_routes import application
         from gpushare_agent.services.debug_tools import DebugTools
+        from gpushare_agent.services.web_door import Door, DoorLimits, note_request
 
         tools = DebugTools()
-        runner = web.AppRunner(
-            application(self._sources, self._guard, tools),
-            access_log=None,
-            shutdown_timeout=_SHUTDOWN_S,
-            keepalive_timeout=HEADERS_WITHIN_S,
-            lingering_time=1.0,
+        app = application(self._sources, self._guard, tools)
+        app.middlewares.insert(0, note_request)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S, handler_cancellation=True)
+        limits = DoorLimits(
+            connections=MAX_CONNECTIONS,
+            per_peer=MAX_CONNECTIONS,
+            headers_within_s=HEADERS_WITHIN_S,
+            idle_s=HEADERS_WITHIN_S,
             max_headers=_MAX_HEADERS,
-            max_line_size=_MAX_LINE_BYTES,
-            max_field_size=_MAX_LINE_BYTES,
-            handler_cancellation=True,
+            max_line_bytes=_MAX_LINE_BYTES,
         )
-        servers: list[asyncio.Server] = []
         try:
             await runner.setup()
-            for listener in listeners:
-                make = _bounded_factory(runner)
-                servers.append(await asyncio.get_running_loop().create_server(make, sock=listener, backlog=_BACKLOG))
             self.bound_port = listeners[0].getsockname()[1]
             self._complaint = ""
             self._is_listening.set()
             log.info("debug_listening", addr=self._settings.addr, port=self.bound_port)
-            yield
+            yield Door(runner, listeners, limits, name="debug")
         finally:
             self._is_listening.clear()
             tools.close()
-            for server in servers:
-                server.close()
-            close_all(listeners[len(servers) :])
+            close_all(listeners)
             await runner.cleanup()
-
-
-class _TurnedAway(asyncio.Protocol):
-    """A connection too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
-
-
-def _bounded_factory(runner: web.AppRunner) -> Callable[[], asyncio.BaseProtocol]:
-    def make() -> asyncio.BaseProtocol:
-        server = runner.server
-        if server is None or len(server.connections) >= MAX_CONNECTIONS:
-            return _TurnedAway()
-        return server()
-
-    return make

@@ -17,7 +17,7 @@ import structlog
 
 from gpushare_agent.model.decision_records import DecisionRecord
 from gpushare_agent.services.live_patch import CARD_USE, CONTAINER_USE, Document, patch, rounded
-from gpushare_agent.services.node_api import Decisions, decision_document
+from gpushare_agent.services.node_api import Decisions, brief_decision
 from gpushare_agent.services.web_answers import BadQueryError, bad_query, encode, read_query
 
 if TYPE_CHECKING:
@@ -221,8 +221,7 @@ def encode_event(name: str, document: Document) -> bytes:
 
 def _brief(records: Sequence[DecisionRecord]) -> list[dict[str, Any]]:
     """Without the candidates, which /api/v1/decisions?number=N has."""
-    documents = [decision_document(record) for record in records]
-    return [{name: value for name, value in one.items() if name != "candidates"} for one in documents]
+    return [brief_decision(record) for record in records]
 
 
 def _bound_buffer(transport: asyncio.Transport | None) -> None:

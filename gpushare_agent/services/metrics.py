@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from gpushare_agent import __version__
 from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.services.metrics_text import NodePage, families_text
+from gpushare_agent.services.web_gzip import gzip_start, gzip_whole
 
 RPC_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 SAMPLING_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -41,6 +42,7 @@ class AgentMetrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter that nobody reads
         registry = self.registry = CollectorRegistry()
         self._page: NodePage | None = None
+        self._states: list[Collector] = []
         ProcessCollector(registry=registry)
         build = Gauge(
             "gpushare_build_info", "Version of the agent and of Python.", ["version", "python"], registry=registry
@@ -252,23 +254,48 @@ class AgentMetrics:
 
     def show_pod_event_age(self, age_s: Callable[[], float | None]) -> None:
         """Ask `age_s` for the time since the API server was last heard; None before the first list. Call once."""
-        self.registry.register(
+        self._show(
             _StateCollector("gpushare_pod_event_age_seconds", "Time since the API server was last heard.", age_s)
         )
 
     def show_mps(self, is_serving: Callable[[], bool]) -> None:
         """Ask whether the MPS control daemon serves. Call once, on nodes that use MPS."""
-        self.registry.register(
-            _StateCollector("gpushare_mps_serving", "1 while the MPS control daemon serves.", is_serving)
-        )
+        self._show(_StateCollector("gpushare_mps_serving", "1 while the MPS control daemon serves.", is_serving))
+
+    def begin_anew(self) -> AgentMetrics:
+        """Forgets what is, for the parts that told it have ended (SIGHUP); what was counted stays. Returns itself."""
+        self._page = None
+        for collector in self._states:
+            self.registry.unregister(collector)
+        self._states.clear()
+        return self
+
+    def _show(self, collector: Collector) -> None:
+        self._states.append(collector)
+        self.registry.register(collector)
 
     def exposition(self, accept: str) -> tuple[str, bytes]:
         """Content type and text, in the format that an Accept header asks for: Prometheus' text or OpenMetrics."""
-        _, content_type = choose_encoder(accept)
-        is_openmetrics = content_type.startswith("application/openmetrics-text")
-        counted = families_text(self.registry.collect(), is_openmetrics=is_openmetrics)
+        content_type, is_openmetrics = _format(accept)
         node = self._page.text(is_openmetrics=is_openmetrics) if self._page is not None else b""
-        return content_type, counted + node + (_EOF if is_openmetrics else b"")
+        return content_type, node + self._counted(is_openmetrics=is_openmetrics)
+
+    def packed_exposition(self, accept: str) -> tuple[str, bytes]:
+        """The same, gzipped; what the node is and does is packed once for all readers."""
+        content_type, is_openmetrics = _format(accept)
+        node = self._page.packed(is_openmetrics=is_openmetrics) if self._page is not None else gzip_start(b"")
+        return content_type, gzip_whole(node, self._counted(is_openmetrics=is_openmetrics))
+
+    def _counted(self, *, is_openmetrics: bool) -> bytes:
+        """The end of the answer: it differs each time."""
+        counted = families_text(self.registry.collect(), is_openmetrics=is_openmetrics)
+        return counted + (_EOF if is_openmetrics else b"")
+
+
+def _format(accept: str) -> tuple[str, bool]:
+    """Content type, and whether it is OpenMetrics."""
+    _, content_type = choose_encoder(accept)
+    return content_type, content_type.startswith("application/openmetrics-text")
 
 
 def _counter(

@@ -6,6 +6,7 @@ Names and labels kept from gpu-manager: docs/formats.md, section 8. What is not 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -34,11 +35,22 @@ def container_series(snapshot: NodeSnapshot) -> list[Series]:
         )
         for facts in containers
     ]
-    return [
+    series = [
         *_requested(labelled),
         *_used_as_gpu_manager_shows_it(labelled, shares),
         *_modern([share for own in shares.values() for share in own]),
     ]
+    has_namesakes = len({labels for labels, _ in labelled}) < len(labelled)
+    return [_summed(one) for one in series] if has_namesakes else series
+
+
+def _summed(series: Series) -> Series:
+    """A pod that was deleted by force and made anew has the name of one whose processes still run: the labels of both are
+    the same, and Prometheus refuses a page with a series twice. Together is also what they hold and use."""
+    rows: dict[Labels, Number] = {}
+    for labels, value in series.rows:
+        rows[labels] = rounded(rows[labels] + value) if labels in rows else value
+    return replace(series, rows=list(rows.items()))
 
 
 class _Share(NamedTuple):

@@ -218,8 +218,9 @@ def _card_usage(sample: CardSample) -> dict[str, Any]:
 
 
 def _container_usage(key: ContainerKey, uuid: GpuUuid, usage: UsageRound | None) -> dict[str, Any] | None:
-    """None before the first sample; without a process of it on the card, zero."""
-    if usage is None or uuid not in usage.cards:
+    """None before the first sample, and where the card does not list its processes; without one of it there, zero."""
+    sample = usage.cards.get(uuid) if usage is not None else None
+    if usage is None or sample is None or sample.processes is None:
         return None
     use = usage.containers.get((key, uuid), ContainerUse(key=key, uuid=uuid, pids=(), memory_bytes=0, sm_ratio=0.0))
     return {

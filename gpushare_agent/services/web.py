@@ -3,7 +3,7 @@
 Reads only; whoever reaches the address may read. Which name the reader used for it (the Host header) is not looked at:
 the address is meant to be reached by many names. aiohttp is imported in a thread once `run` begins, for it takes 190 ms
 that the registration with the kubelet should not wait for. Paths kept from gpu-manager: docs/formats.md, section 8.
-The state is the listening sockets.
+Who is let in is web_door.py's. The state is the listening sockets.
 """
 
 from __future__ import annotations
@@ -20,30 +20,35 @@ from typing import TYPE_CHECKING, NoReturn
 import structlog
 
 from gpushare_agent import __version__
-from gpushare_agent.model.errors import StartupError
+from gpushare_agent.kit.tcp_listeners import close_all, listen_tcp
+from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.services.metrics import AgentMetrics
 from gpushare_agent.services.web_answers import accepts_html, add_security_headers
 from gpushare_agent.services.web_page import PREFIX, WebPage
+from gpushare_agent.services.web_turns import Turns
 
 if TYPE_CHECKING:
     from aiohttp import web
+
+    from gpushare_agent.services.web_door import Door, DoorLimits
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
     Route = tuple[str, Handler]
 
 log = structlog.get_logger(__name__)
 
-RESOLVE_TIMEOUT_S = 5.0
-BACKLOG = 64
+BACKLOG = 128
+"""Of the kernel: those who wait to be let in."""
 SHUTDOWN_TIMEOUT_S = 0.5
 """The agent ends within two seconds of SIGTERM, whatever a reader of /metrics does."""
 
 
 class WebServer:
-    """`routes` are further paths for GET. `ready` returns why the agent is not ready, nothing when it is. `on_stop` is
-    called before the connections are closed, to end answers that have no end of their own."""
+    """`routes` are further paths for GET, answered one at a time (web_turns.py); `streams` those whose answers have no end.
+    `ready` returns why the agent is not ready, nothing when it is. `on_stop` is called before the connections are closed,
+    to end the streams."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
         self,
         addr: str,
         port: int,
@@ -51,13 +56,17 @@ class WebServer:
         metrics: AgentMetrics,
         ready: Callable[[], Sequence[str]],
         routes: Sequence[Route] = (),
+        streams: Sequence[Route] = (),
         on_stop: Callable[[], None] = lambda: None,
+        limits: DoorLimits | None = None,
     ) -> None:
         self._addr = addr
         self._port = port
         self._metrics = metrics
         self._ready = ready
-        self._extra_routes = tuple(routes)
+        self._turns = Turns()
+        self._extra_routes = (*((path, self._turns.one_at_a_time(handler)) for path, handler in routes), *streams)
+        self._limits = limits
         self._on_stop = on_stop
         self._page = WebPage()
         self._is_listening = asyncio.Event()
@@ -80,7 +89,7 @@ class WebServer:
 
     def close(self) -> None:
         """Give up what `bind` took and `run` did not get to serve."""
-        _close_all(self._listeners)
+        close_all(self._listeners)
         self._listeners = []
 
     async def run(self) -> NoReturn:
@@ -90,64 +99,47 @@ class WebServer:
             StartupError: the address cannot be listened on.
         """
         await asyncio.to_thread(self._load)
-        async with self._serving():
-            await asyncio.Event().wait()
-        raise AssertionError("unreachable: nobody sets that event")
+        async with self._serving() as door:
+            await door.run()
+        raise AssertionError("unreachable: the door is open until it is cancelled")
 
     @contextlib.asynccontextmanager
-    async def _serving(self) -> AsyncIterator[None]:
+    async def _serving(self) -> AsyncIterator[Door]:
         from aiohttp import web
 
-        app = web.Application()
+        from gpushare_agent.services.web_door import Door, DoorLimits, note_request
+
+        app = web.Application(middlewares=[note_request])
         app.on_response_prepare.append(add_security_headers)
         for path, handler in self._routes():
             app.router.add_get(path, handler)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S, handler_cancellation=True)
         await runner.setup()
         try:
             await self.bind()
-            while self._listeners:
-                await web.SockSite(runner, self._listeners[0]).start()
-                self._listeners.pop(0)  # the site's from here on
             self._is_listening.set()
             log.info("web_listening", addr=self._addr, port=self.bound_port)
-            yield
+            yield Door(runner, self._listeners, self._limits or DoorLimits(), name="web")
         finally:
             self._is_listening.clear()
+            self.close()
             self._on_stop()
             await runner.cleanup()
 
     async def _listen(self) -> list[socket.socket]:
-        """One socket for each address of the name; one that this machine lacks (often ::1) is left out."""
-        what = f"cannot serve metrics on {self._addr}:{self._port}"
         try:
-            async with asyncio.timeout(RESOLVE_TIMEOUT_S):
-                resolved = await asyncio.get_running_loop().getaddrinfo(
-                    self._addr or None, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-                )
-        except (OSError, TimeoutError) as e:
-            raise StartupError(f"{what}: the address is unknown ({e or 'no answer'}); check --query-addr") from e
-        listeners: list[socket.socket] = []
-        absent: OSError | None = None
-        for family, address in sorted({(family, address) for family, _, _, _, address in resolved}, key=str):
-            try:
-                listeners.append(_bind(family, (address[0], self.bound_port or self._port, *address[2:])))
-            except OSError as e:
-                if e.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                    _close_all(listeners)
-                    cure = "end the other program or choose another --query-port" if e.errno == errno.EADDRINUSE else ""
-                    raise StartupError(f"{what}: {e.strerror or e}; {cure or 'check --query-addr'}") from e
-                absent = e
-            else:
-                self.bound_port = listeners[0].getsockname()[1]
-        if not listeners:
-            raise StartupError(f"{what}: this machine has no such address; check --query-addr") from absent
+            listeners = await listen_tcp(self._addr, self._port, backlog=BACKLOG)
+        except Unavailable as e:
+            is_taken = isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.EADDRINUSE
+            cure = "end the other program or choose another --query-port" if is_taken else "check --query-addr"
+            raise StartupError(f"cannot serve metrics: {e}; {cure}") from e
+        self.bound_port = listeners[0].getsockname()[1]
         return listeners
 
     def _routes(self) -> list[Route]:
         from gpushare_agent.services.metrics_web import metrics_handler
 
-        show_metrics: Handler = metrics_handler(self._metrics)
+        show_metrics: Handler = self._turns.one_at_a_time(metrics_handler(self._metrics))
         own: list[Route] = [
             ("/", self._show_index),
             ("/healthz", self._show_health),
@@ -195,23 +187,4 @@ class WebServer:
 
 def _import_library() -> None:
     importlib.import_module("aiohttp.web")
-
-
-def _bind(family: int, address: tuple[object, ...]) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.setblocking(False)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _close_all(listeners: list[socket.socket]) -> None:
-    for listener in listeners:
-        listener.close()
+    importlib.import_module("gpushare_agent.services.web_door")

@@ -5,10 +5,12 @@ Not here: which paths there are. No state. aiohttp is imported inside the functi
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,11 @@ GZIP_FROM_BYTES = 1400
 """Below this an answer fits one packet and packing it gains nothing."""
 GZIP_LEVEL = 1
 """A third of the size for a tenth of the time: this runs on the event loop."""
+
+SLICE_S = 0.004
+"""How long an answer is worked at before the rest of the agent has its turn."""
+THREAD_FROM_BYTES = 256 * 1024
+"""From here on packing takes longer than handing it to a thread; meanwhile the loop runs."""
 
 _SHOWN_CHARACTERS = 60
 _GZIP = re.compile(r"(?:^|,)\s*(?:gzip|x-gzip|\*)\s*(?:;\s*q=([0-9.]+))?\s*(?=,|$)", re.IGNORECASE)
@@ -121,14 +128,55 @@ def encode(document: Any) -> bytes:
 
 def json_answer(request: web.BaseRequest, document: Any, *, status: int = 200) -> web.Response:
     """The document, packed where that is asked for and worth it; never kept by a cache."""
-    from aiohttp import web
+    body = JsonBody(encode(document))
+    return body.response(is_packed=body.is_worth_packing and accepts_gzip(request), status=status)
 
-    body = encode(document) + b"\n"
-    headers = {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
-    if len(body) >= GZIP_FROM_BYTES and accepts_gzip(request):
-        body = gzip.compress(body, GZIP_LEVEL, mtime=0)
-        headers["Content-Encoding"] = "gzip"
-    return web.Response(status=status, body=body, content_type="application/json", charset="utf-8", headers=headers)
+
+class JsonBody:
+    """An answer that is encoded once, and packed once, for all who ask for it."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text + b"\n"
+        self._packed: bytes | None = None
+
+    @property
+    def is_worth_packing(self) -> bool:
+        return len(self.text) >= GZIP_FROM_BYTES
+
+    async def answer(self, request: web.BaseRequest) -> web.Response:
+        """A large one is packed in a thread."""
+        is_packed = self.is_worth_packing and accepts_gzip(request)
+        if is_packed and self._packed is None and len(self.text) >= THREAD_FROM_BYTES:
+            self._packed = await asyncio.to_thread(_pack, self.text)
+        return self.response(is_packed=is_packed)
+
+    def response(self, *, is_packed: bool, status: int = 200) -> web.Response:
+        from aiohttp import web
+
+        headers = {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
+        body = self.text
+        if is_packed:
+            if self._packed is None:
+                self._packed = _pack(self.text)
+            body = self._packed
+            headers["Content-Encoding"] = "gzip"
+        return web.Response(status=status, body=body, content_type="application/json", charset="utf-8", headers=headers)
+
+
+async def join_in_slices(pieces: Iterable[bytes]) -> bytes:
+    """All pieces, with a turn of the loop whenever making them has taken SLICE_S. They must not change meanwhile."""
+    found: list[bytes] = []
+    began_at = time.monotonic()
+    for piece in pieces:
+        found.append(piece)
+        if time.monotonic() - began_at >= SLICE_S:
+            await asyncio.sleep(0)
+            began_at = time.monotonic()
+    return b"".join(found)
+
+
+def _pack(text: bytes) -> bytes:
+    return gzip.compress(text, GZIP_LEVEL, mtime=0)
 
 
 def bad_query(request: web.BaseRequest, error: BadQueryError) -> web.Response:

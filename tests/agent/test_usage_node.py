@@ -124,7 +124,9 @@ async def test_use_is_shown_for_the_container_in_which_the_process_runs() -> Non
         assert strangers == {"0": 0.0, "1": 64.0 * MIB}
         found = {labels["method"]: value for labels, value in rows["gpushare_identifications_total"]}
         assert sum(found.values()) >= 2
-        points = agent.parts.usage_history.document()["containers"][f"{key_of(node, 'a').pod_uid}/main"]
+        points = json.loads(b"".join(agent.parts.usage_history.pieces()))["containers"][
+            f"{key_of(node, 'a').pod_uid}/main"
+        ]
         assert points["memory_bytes"][-1] is not None
 
 

@@ -14,7 +14,7 @@ from bench.made_node import MadeNode, uid_of, uuid_of
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.services.node_document import NodeSnapshot
 from tests.support_browser import WHY_NOT, Browser, open_browser
-from tests.support_web import ServedNode, served_node
+from tests.support_web import MadeHistory, ServedNode, served_node
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
@@ -358,7 +358,7 @@ async def test_the_curve_is_the_agents_past() -> None:
         "containers": {},
     }
     node = MadeNode(cards=1, containers=0)
-    async with served_node(node, history=lambda: past, sample_period_s=5.0) as served, open_browser() as browser:
+    async with served_node(node, history=MadeHistory(past), sample_period_s=5.0) as served, open_browser() as browser:
         await browser.open(served.url)
         path = await browser.wait("document.querySelector('.curve-sm').getAttribute('d')")
         label = await browser.script("return document.querySelector('.curve').ariaLabel")

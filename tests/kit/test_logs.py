@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from gpushare_agent.kit.logs import AcceptFailures
 from tests.support_settings import clean_environment
 
 DEADLINE_S = 20.0
@@ -117,3 +119,39 @@ print(sorted(t.name for t in threading.enumerate()), len(logging.getLogger().han
         out, err = await child.communicate()
     assert out.decode().strip() == "['MainThread', 'log-writer'] 1"
     assert [json.loads(line)["event"] for line in err.splitlines()] == ["first", *["shown"] * 5]
+
+
+async def test_a_server_without_descriptors_does_not_fill_the_log() -> None:
+    """asyncio says at each attempt that it cannot accept; one line a minute is enough, other lines of it stay."""
+    code = """
+import asyncio
+asyncio_log = logging.getLogger("asyncio")
+for _ in range(2):
+    setup_logging("info", "json")
+for _ in range(1000):
+    asyncio_log.error("socket.accept() out of system resource\\nsocket: <...>")
+asyncio_log.error("something else")
+"""
+    async with running(code) as child:
+        _, err = await child.communicate()
+    events = [json.loads(line)["event"] for line in err.splitlines()]
+    assert [event.partition("\n")[0] for event in events] == [
+        "socket.accept() out of system resource",
+        "something else",
+    ]
+
+
+def test_the_next_line_tells_how_many_were_left_out() -> None:
+    """After its minute."""
+    now = 0.0
+    keeps = AcceptFailures(clock=lambda: now).filter
+
+    def record() -> logging.LogRecord:
+        text = "socket.accept() out of system resource"
+        return logging.LogRecord("asyncio", logging.ERROR, "", 0, text, None, None)
+
+    assert [keeps(record()) for _ in range(3)] == [True, False, False]
+    now = 61.0
+    last = record()
+    assert keeps(last)
+    assert "2 more" in last.getMessage()

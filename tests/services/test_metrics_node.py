@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from typing import Any
 
 import pytest
@@ -243,6 +245,33 @@ def test_no_label_breaks_out_of_its_quotes(value: str) -> None:
     assert family.samples[0].labels == {"pod": value[:MAX_LABEL], "a": "1"}
 
 
+def test_namesakes_are_one_row_with_the_sum() -> None:
+    """A pod deleted by force whose processes run on, and the one made anew under its name: no series is there twice."""
+    old, new = allocation(key_of(1)), allocation(key_of(2), (0, 1), cores=200, blocks=0)
+    known = Holders(cards={one.key: one.cards for one in (old, new)}, by_id={id_of(1): old.key, id_of(2): new.key})
+    cards = (card_sample(0, process(10, sm=0.25), process(20, sm=0.5)), card_sample(1, process(21, sm=0.125)))
+    usage = used(*cards, holders=known, owners={10: owner(1), 20: owner(2), 21: owner(2)})
+    shown = snapshot(facts(old), facts(new), usage=usage)
+    rows = rows_of(shown)
+    assert rows["container_request_gpu_utilization"] == [({**LEGACY, "req_of_gpu": "total"}, 2.4)]
+    assert [(labels["gpu"], value) for labels, value in rows["container_gpu_utilization"]] == [
+        ("gpu0", 75.0),
+        ("total", 87.5),
+        ("gpu1", 12.5),
+    ]
+    assert [(labels["gpu"], value) for labels, value in rows["gpushare_container_processes"]] == [
+        ("0", 2.0),
+        ("1", 1.0),
+    ]
+    for found in rows.values():
+        assert len({tuple(sorted(labels.items())) for labels, _ in found}) == len(found)
+    metrics = AgentMetrics()
+    metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=1.0))
+    assert list(
+        parse_openmetrics(metrics.exposition(OPENMETRICS)[1].decode())
+    )  # raises for a series that is there twice
+
+
 def test_openmetrics_and_text_say_the_same() -> None:
     """Both parse, a counter keeps its samples' names, and OpenMetrics ends with its last line once."""
     metrics = AgentMetrics()
@@ -321,3 +350,42 @@ def test_a_registration_after_the_first_counts_as_another() -> None:
     assert value("gpushare_registrations_total", {"resource": "a"}) == 3
     assert value("gpushare_reregistrations_total", {"resource": "a"}) == 2
     assert value("gpushare_reregistrations_total", {"resource": "b"}) == 0
+
+
+@pytest.mark.parametrize("accept", ["", OPENMETRICS])
+def test_the_packed_page_is_the_same_text(accept: str) -> None:
+    """The node's part is packed once, what is counted each time; together they are one gzip member."""
+    metrics = AgentMetrics()
+    metrics.show_node(NodePage(lambda: node_series(one_share(process(10))), max_age_s=60.0))
+    for _ in range(2):
+        metrics.pods_listed()
+        content_type, packed = metrics.packed_exposition(accept)
+        unpacker = zlib.decompressobj(wbits=31)
+        text = unpacker.decompress(packed)
+        assert (unpacker.eof, unpacker.unused_data) == (True, b"")
+        wanted_type, wanted = metrics.exposition(accept)
+        assert content_type == wanted_type
+        assert _steady(text) == _steady(wanted)
+    assert gzip.decompress(AgentMetrics().packed_exposition(accept)[1])
+
+
+def _steady(text: bytes) -> list[bytes]:
+    """Without what the process itself changes from one moment to the next."""
+    return [line for line in text.splitlines() if not line.startswith(b"process_")]
+
+
+def test_a_reload_counts_on_and_shows_the_new_state_alone() -> None:
+    """Counters never go down while the process lives; what a part of the former life told is gone with it."""
+    metrics = AgentMetrics()
+    metrics.show_pod_event_age(lambda: 7.0)
+    metrics.show_mps(lambda: True)
+    metrics.show_node(NodePage(lambda: node_series(one_share()), max_age_s=60.0))
+    metrics.pods_listed()
+    assert metrics.begin_anew() is metrics
+    metrics.show_pod_event_age(lambda: 8.0)
+    lines = metrics.exposition("")[1].decode().splitlines()
+    assert "gpushare_pod_lists_total 1.0" in lines
+    assert [line for line in lines if line.startswith("gpushare_pod_event_age_seconds")] == [
+        "gpushare_pod_event_age_seconds 8.0"
+    ]
+    assert not [line for line in lines if line.startswith(("gpushare_mps_serving", "gpushare_container_"))]

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession
 
 from bench.made_node import MadeNode
+from gpushare_agent.services import web_answers
+from gpushare_agent.services.node_api import decision_document
 from gpushare_agent.services.node_document import node_document
+from gpushare_agent.state.usage_history import UsageHistory
 from tests.support_kube import DEADLINE_S
 from tests.support_web import served_node
 
@@ -75,17 +80,91 @@ async def test_a_decision_has_the_records_fields() -> None:
     ]
 
 
+async def test_a_decision_is_told_as_its_record_is() -> None:
+    """Written by hand for speed: every field of the record and of what is in it, and no other."""
+    for refused in (True, False):
+        record = MadeNode(cards=2, containers=0).decision(1, refused=refused)
+        assert decision_document(record) == {
+            **asdict(record),
+            "candidates": [asdict(one) for one in record.candidates],
+        }
+    assert decision_document(replace(record, asked=None))["asked"] is None
+
+
+def _curves() -> UsageHistory:
+    """Two containers on two cards, one round."""
+    history = UsageHistory(60, 6, clock=lambda: 600.0)
+    history.add(MadeNode(cards=2, containers=2).snapshot().usage)
+    return history
+
+
 async def test_the_history_can_be_asked_for_one_half() -> None:
     """Cards alone are a tenth of it: the dashboard needs no more."""
-    document = {"at": 1.0, "step_seconds": 5.0, "cards": {"GPU-0": {}}, "containers": {"u/c": {}}}
-    async with served_node(MadeNode(cards=1, containers=0), history=lambda: document) as served:
-        assert (await _get(f"{served.url}/api/v1/history"))[1] == document
-        assert set((await _get(f"{served.url}/api/v1/history?only=cards"))[1]) == {"at", "step_seconds", "cards"}
-        assert set((await _get(f"{served.url}/api/v1/history?only=containers"))[1]) == {
-            "at",
-            "step_seconds",
-            "containers",
-        }
+    async with served_node(MadeNode(cards=1, containers=0), history=_curves()) as served:
+        whole = (await _get(f"{served.url}/api/v1/history"))[1]
+        assert set(whole) == {"at", "step_seconds", "cards", "containers"}
+        assert len(whole["cards"]) == len(whole["containers"]) == 2
+        for half, other in (("cards", "containers"), ("containers", "cards")):
+            found = (await _get(f"{served.url}/api/v1/history?only={half}"))[1]
+            assert found == {name: value for name, value in whole.items() if name != other}
+
+
+async def test_the_history_is_encoded_once_for_each_round() -> None:
+    """However many ask; a new round is seen at once."""
+    history = _curves()
+    asked: list[int] = []
+    pieces = history.pieces
+
+    def counted(**halves: bool) -> Iterator[bytes]:
+        asked.append(history.version)
+        return pieces(**halves)
+
+    history.pieces = counted  # type: ignore[method-assign]
+    async with served_node(MadeNode(cards=1, containers=0), history=history) as served:
+        first = [(await _get(f"{served.url}/api/v1/history"))[1] for _ in range(3)]
+        history.add(MadeNode(cards=2, containers=2, moment=9).snapshot().usage)
+        last = (await _get(f"{served.url}/api/v1/history"))[1]
+    assert asked == [1, 2]
+    assert first[0] == first[1] == first[2] != last
+
+
+async def test_a_long_answer_lets_the_loop_turn_between_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With slices of no length at all: a turn after each piece, and the text is whole."""
+    monkeypatch.setattr(web_answers, "SLICE_S", 0.0)
+    turns: list[int] = []
+    made: list[int] = []
+
+    def pieces() -> Iterator[bytes]:
+        for number in range(5):
+            made.append(number)
+            yield b"%d" % number
+
+    async def count() -> None:
+        while True:
+            turns.append(len(made))
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as group:
+        counting = group.create_task(count())
+        await asyncio.sleep(0)
+        assert await web_answers.join_in_slices(pieces()) == b"01234"
+        counting.cancel()
+    assert {1, 2, 3, 4} <= set(turns)
+
+
+async def test_many_decisions_are_the_same_bytes_each_time() -> None:
+    """More than are remembered as text; a large answer is packed in a thread and reads the same."""
+    node = MadeNode(cards=16, containers=0)
+    async with served_node(node) as served:
+        for number in range(1, 521):
+            served.decisions.add(node.decision(number))
+        plain = [(await _get(f"{served.url}/api/v1/decisions?limit=500"))[1] for _ in range(2)]
+        url = f"{served.url}/api/v1/decisions?limit=500"
+        async with asyncio.timeout(DEADLINE_S), ClientSession() as session, session.get(url) as answer:
+            assert answer.headers["Content-Encoding"] == "gzip"
+            packed = await answer.json()
+    assert plain[0] == plain[1] == packed
+    assert [one["number"] for one in packed["decisions"]] == list(range(520, 20, -1))
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,15 @@ async def test_a_large_answer_is_compressed_for_those_who_ask() -> None:
     assert _node_rows(unpacked) == _node_rows(plain)
 
 
+async def test_who_refuses_gzip_gets_none() -> None:
+    """A quality of zero is a refusal."""
+    async with served(_metrics(allocation(key_of(1)))) as url, ClientSession(auto_decompress=False) as session:
+        for accepted, packing in (("gzip;q=0", None), ("br, gzip;q=0.000", None), ("gzip;q=0.5", "gzip")):
+            async with asyncio.timeout(DEADLINE_S):
+                async with session.get(f"{url}/metrics", headers={"Accept-Encoding": accepted}) as response:
+                    assert response.headers.get("Content-Encoding") == packing, accepted
+
+
 def _node_rows(text: str) -> list[str]:
     return [line for line in text.splitlines() if 'node="n1"' in line]
 
@@ -189,7 +198,7 @@ async def test_a_taken_port_ends_the_start_with_the_cure() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         server = WebServer("127.0.0.1", port, metrics=AgentMetrics(), ready=list)
-        with pytest.raises(StartupError, match=rf"127.0.0.1:{port}: .* --query-port"):
+        with pytest.raises(StartupError, match=rf"127.0.0.1:{port} failed: .* --query-port"):
             await server.run()
 
 

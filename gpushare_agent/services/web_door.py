@@ -1,0 +1,248 @@
+"""Lets connections in to an HTTP server: at most so many, none that only stands in the way, and the newest always.
+
+A connection too many costs another one its place: of the peer that has most the one that has been idle longest. So those who
+open hundreds push out each other, and a probe that sends its request at once is answered, also when it comes from the
+same address. Accepted is one connection in a few turns of the loop: a flood waits in the kernel's queue, not in the agent.
+When descriptors run out that is said once a minute. (asyncio's own server would, on Python 3.11, multiply its attempts.)
+
+Import it off the loop: it loads aiohttp. State owned: the open connections, what is known of each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, cast
+
+import structlog
+from aiohttp import web
+
+log = structlog.get_logger(__name__)
+
+ACCEPT_AGAIN_S = 0.5
+SAY_AGAIN_S = 60.0
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_IPV6_SITE_BITS = 64
+"""Whoever has one IPv6 address has all of its /64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoorLimits:
+    """`per_peer` counts an address, of IPv6 a /64. `headers_within_s` is from the connection to its first request,
+    `idle_s` from an answer to the next request, both however many bytes come; `stalled_s` is how long a peer may take
+    nothing of an answer."""
+
+    connections: int = 256
+    per_peer: int = 64
+    headers_within_s: float = 10.0
+    idle_s: float = 75.0
+    stalled_s: float = 10.0
+    max_headers: int = 64
+    max_line_bytes: int = 8190
+    look_period_s: float = 1.0
+
+
+class Door:
+    """The application's first middleware must be `note_request`, or every connection counts as idle."""
+
+    def __init__(
+        self, runner: web.AppRunner, listeners: Sequence[socket.socket], limits: DoorLimits, *, name: str
+    ) -> None:
+        self._runner = runner
+        self._listeners = listeners
+        self._limits = limits
+        self._name = name
+        self._peers: dict[str, dict[_Connection, None]] = {}
+        self._dropped = 0
+        self._said_at: dict[str, float] = {}
+
+    @property
+    def open_count(self) -> int:
+        return sum(map(len, self._peers.values()))
+
+    async def run(self) -> NoReturn:
+        """Let in until cancelled. The listeners stay the caller's to close."""
+        async with asyncio.TaskGroup() as group:
+            for listener in self._listeners:
+                group.create_task(self._accept(listener), name=f"{self._name} door")
+            while True:
+                await asyncio.sleep(self._limits.look_period_s)
+                self._look()
+        raise AssertionError("unreachable: the loop has no end")
+
+    async def _accept(self, listener: socket.socket) -> NoReturn:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, address = await loop.sock_accept(listener)
+            except OSError as e:
+                await self._bear(e)
+                continue
+            peer = peer_of(str(address[0]))
+            self._make_room(peer)
+            try:
+                await loop.connect_accepted_socket(lambda peer=peer: self._connection(peer), sock)  # type: ignore[misc]
+            except OSError:  # the peer has gone again
+                sock.close()
+
+    async def _bear(self, error: OSError) -> None:
+        if error.errno not in _EXHAUSTED:  # of the one connection, which has gone again
+            await asyncio.sleep(0)
+            return
+        if self._may_say("exhausted"):
+            log.error(
+                "connections_not_accepted",
+                listener=self._name,
+                error=str(error),
+                open=self.open_count,
+                then="the idle ones are closed, and tried again",
+                cure="raise the limit of open files, or find who holds them",
+            )
+        if self._peers:
+            self._drop(_victim(self._greediest()))
+        await asyncio.sleep(ACCEPT_AGAIN_S)
+
+    def _connection(self, peer: str) -> asyncio.Protocol:
+        server = self._runner.server
+        if server is None:
+            raise ConnectionAbortedError("the server is being stopped")
+        return _Connection(server, self, peer, self._limits)
+
+    def _make_room(self, peer: str) -> None:
+        own = self._peers.get(peer, {})
+        of_peer, open_count = len(own), self.open_count
+        if of_peer >= self._limits.per_peer:
+            self._drop(_victim(own))
+        elif open_count >= self._limits.connections:
+            self._drop(_victim(self._greediest()))
+        else:
+            return
+        self._dropped += 1
+        if self._may_say("dropped"):
+            log.warning(
+                "connections_dropped",
+                listener=self._name,
+                peer=peer,
+                of_peer=of_peer,
+                open=open_count,
+                dropped=self._dropped,
+                most=self._limits.connections,
+                most_of_peer=self._limits.per_peer,
+            )
+
+    def _greediest(self) -> Iterable[_Connection]:
+        return max(self._peers.values(), key=len)
+
+    def _drop(self, connection: _Connection) -> None:
+        self.left(connection)
+        connection.cut()
+
+    def _look(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for connection in [one for own in self._peers.values() for one in own]:
+            if connection.is_overdue(now):
+                self._drop(connection)
+
+    def _may_say(self, what: str) -> bool:
+        now = asyncio.get_running_loop().time()
+        if now - self._said_at.get(what, float("-inf")) < SAY_AGAIN_S:
+            return False
+        self._said_at[what] = now
+        return True
+
+    def entered(self, connection: _Connection) -> None:
+        self._peers.setdefault(connection.peer, {})[connection] = None
+
+    def left(self, connection: _Connection) -> None:
+        own = self._peers.get(connection.peer, {})
+        own.pop(connection, None)
+        if not own:
+            self._peers.pop(connection.peer, None)
+
+
+class _Connection(web.RequestHandler):
+    """One connection. `since` is when it began to be what it is: idle or busy."""
+
+    __slots__ = ("_door", "_has_asked", "_limits", "_moved_at", "_unsent", "_wire", "is_busy", "peer", "since")
+
+    def __init__(self, server: web.Server, door: Door, peer: str, limits: DoorLimits) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            access_log=None,  # type: ignore[arg-type]  # what AppRunner takes too
+            keepalive_timeout=limits.idle_s,
+            lingering_time=1.0,
+            max_headers=limits.max_headers,
+            max_line_size=limits.max_line_bytes,
+            max_field_size=limits.max_line_bytes,
+        )
+        self._door = door
+        self._limits = limits
+        self._wire: asyncio.Transport | None = None
+        self._has_asked = False
+        self._unsent = 0
+        self._moved_at = 0.0
+        self.peer = peer
+        self.is_busy = False
+        self.since = self._loop.time()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._wire = cast("asyncio.Transport", transport)  # aiohttp forgets its own before the last bytes are sent
+        self._door.entered(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._door.left(self)
+        super().connection_lost(exc)
+
+    def asked(self) -> None:
+        self.is_busy = self._has_asked = True
+        self.since = self._loop.time()
+
+    def log_access(self, request: web.BaseRequest, response: web.StreamResponse, time: float | None) -> None:
+        """aiohttp calls this once an answer is handed over whole; nothing is logged."""
+        self.is_busy = False
+        self.since = self._loop.time()
+
+    def is_overdue(self, now: float) -> bool:
+        if not self._has_asked and now - self.since >= self._limits.headers_within_s:
+            return True
+        unsent = self._wire.get_write_buffer_size() if self._wire is not None else 0
+        if unsent == 0 or unsent < self._unsent:
+            self._moved_at = now
+        self._unsent = unsent
+        return unsent > 0 and now - self._moved_at >= self._limits.stalled_s
+
+    def cut(self) -> None:
+        if self._wire is not None:
+            self._wire.abort()
+
+
+@web.middleware
+async def note_request(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Tells the door who is being answered."""
+    if isinstance(request.protocol, _Connection):
+        request.protocol.asked()
+    return await handler(request)
+
+
+def peer_of(address: str) -> str:
+    """Whose connection it is, for the bound on each."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv6Address) and not found.is_loopback:
+        return str(ipaddress.ip_network((int(found), _IPV6_SITE_BITS), strict=False).network_address)
+    return str(found)
+
+
+def _victim(connections: Iterable[_Connection]) -> _Connection:
+    """The one that is idle longest, else the one that is busy longest."""
+    return min(connections, key=lambda one: (one.is_busy, one.since))

@@ -1,0 +1,53 @@
+"""One snapshot of a whole agent's node for everything that shows it, over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import ClientSession
+
+from gpushare_agent.services.node_document import NodeSnapshot
+from tests.support_agent import DEADLINE_S, open_agent, wait_running
+from tests.support_sandbox import container, open_test_node, pod
+
+PATHS = ("/api/v1/node", "/usage", "/graph", "/version", "/metrics")
+
+
+async def test_everything_that_shows_the_node_is_made_from_one_snapshot() -> None:
+    """Whatever is read, and however often, until something changes; then each shows the change."""
+    made: list[NodeSnapshot] = []
+    changes: list[None] = []
+    async with open_test_node() as node, open_agent(node, "--sample-period-s=60") as agent, ClientSession() as session:
+        snapshots = agent.parts.snapshots
+        make = snapshots._make
+
+        def counted() -> NodeSnapshot:
+            made.append(make())
+            return made[-1]
+
+        def changed() -> None:
+            changes.append(None)
+            expire()
+
+        expire = snapshots.expire
+        snapshots._make, snapshots._max_age_s = counted, 3600.0
+        snapshots.expire = changed  # type: ignore[method-assign]
+        url = f"http://localhost:{await agent.parts.web.wait_listening()}"
+
+        async def read(path: str) -> str:
+            async with asyncio.timeout(DEADLINE_S), session.get(url + path) as answer:
+                assert answer.status == 200
+                return await answer.text()
+
+        node.api.create_pod(pod("shown", container(cores=30, blocks=10)))
+        await wait_running(node, "shown")
+        await agent.parts.usage.look()
+        made.clear()
+        changes.clear()
+        for path in PATHS * 5:
+            await read(path)
+        assert len(made) <= 1 + len(changes) < len(PATHS) * 5
+        before = len(made)
+        snapshots.expire()
+        assert '"shown"' in await read("/api/v1/node")
+        assert len(made) > before
