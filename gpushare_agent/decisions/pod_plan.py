@@ -241,7 +241,7 @@ def _named(pod: Pod, container: ContainerSpec, refused: Refused) -> Refused:
 
 def plan_annotations(plan: PodPlan, prefix: str) -> Mapping[str, str]:
     """The predicate annotations that tell the agent the plan: one for each container with cards. Init containers and
-    sidecars too: an agent that chose their cards by itself would choose others while pods before it are still on their way."""
+    sidecars too: an agent that chose their cards by itself would take others while pods before it are on their way."""
     return {
         f"{prefix}{'' if container.kind is ContainerKind.MAIN else 'init-'}{container.position}": ",".join(
             map(str, container.cards)

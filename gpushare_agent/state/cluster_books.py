@@ -266,7 +266,9 @@ class ClusterBooks:
         if books.node.held is None:
             planned = plan_pod(pod, books.rooms, books.node.topology, self._policy)
             if isinstance(planned, PodPlan):
-                return replace(planned, containers=())  # charged, and never compared with what the agent may tell one day
+                return replace(
+                    planned, containers=()
+                )  # charged, and never compared with what the agent may tell one day
         indexes = [card.index for card in books.node.cards]
         return PodPlan(containers=(), charges=charges_anywhere(pod, indexes, self._policy.names))
 

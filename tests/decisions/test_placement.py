@@ -214,7 +214,9 @@ def test_a_refusal_says_what_was_asked_what_is_free_and_what_to_do(
     cards = [card(0, cores=60, blocks=20, total=40), card(1, cores=70, blocks=8), card(2, total=500, healthy=False)]
     answer = refused(CardRequest(cores=cores, blocks=blocks), cards)
     assert answer.reason is reason
-    assert answer.detail.startswith(f"no card for {cores} cores" + (f" with {blocks} memory blocks" if blocks else ": "))
+    assert answer.detail.startswith(
+        f"no card for {cores} cores" + (f" with {blocks} memory blocks" if blocks else ": ")
+    )
     assert [text for text in texts if text not in answer.detail] == []
     assert "Wait for pods" in answer.detail or "Ask for at most" in answer.detail
 
