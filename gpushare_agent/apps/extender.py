@@ -32,7 +32,7 @@ from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.services.cluster_feed import NodesFeed, PodsFeed
 from gpushare_agent.services.cluster_informer import ClusterInformer
 from gpushare_agent.services.event_queue import EventQueue
-from gpushare_agent.services.extender import Extender
+from gpushare_agent.services.extender import Extender, in_steps
 from gpushare_agent.services.extender_bind import Binder, BindTiming
 from gpushare_agent.services.extender_label import LeaderLabel
 from gpushare_agent.services.extender_metrics import ExtenderMetrics
@@ -232,7 +232,7 @@ async def _list_when_leading(parts: ExtenderParts, on_listed: Callable[[], None]
                 await informer.refresh()
             on_listed()
             for pod in list(parts.pods.waiting.values())[:WARMED_PODS]:
-                parts.state.filter(pod, None)  # works out every node, for which a first request would have to wait
+                await in_steps(parts.state.filter_steps(pod, None))  # works out every node, for which a first request would have to wait
             parts.listed_in = term
             log.info("deciding", term=term)
         await election.wait_change(term, is_leading)

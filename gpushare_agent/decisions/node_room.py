@@ -115,6 +115,30 @@ def has_room(room: NodeRoom, wish: Wish) -> bool:
     return False
 
 
+def may_fit_together(room: NodeRoom, wishes: Signature) -> bool:
+    """False where the containers cannot all have room whatever goes where: their sum is more than what is free. Init
+    containers hand on what they hold, so only the others are added up."""
+    asked = _together(wishes)
+    free = [sum(card[n] for card in room.free) for n in range(3)]
+    return all(wanted <= left for wanted, left in zip(asked, free, strict=True))
+
+
+def together_text(room: NodeRoom, wishes: Signature) -> str:
+    cores, blocks, units = _together(wishes)
+    left = [sum(card[n] for card in room.free) for n in range(3)]
+    asked = f"{cores} cores and {blocks} memory blocks" + (f" and {units} units of memory" if units else "")
+    return f"the pod's containers ask for {asked} together, the node has {left[0]} cores and {left[1]} blocks free"
+
+
+def _together(wishes: Signature) -> tuple[int, int, int]:
+    lasting = [wish for wish in wishes if wish.kind is not ContainerKind.INIT]
+    return (
+        sum(wish.cores for wish in lasting),
+        sum(wish.blocks for wish in lasting if wish.cores < CORES_PER_CARD),
+        sum(wish.units for wish in lasting),
+    )
+
+
 def lack_text(room: NodeRoom, wish: Wish, names: ResourceNames) -> str:
     """Why it has not, in a sentence that is the same for nodes in the same state."""
     if not room.free:

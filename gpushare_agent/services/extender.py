@@ -7,13 +7,16 @@ the cards aside and annotates the pod. Filtered again, a pod gets a new answer. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import asyncio
+from collections.abc import Generator, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 from gpushare_agent.adapters.extender_wire import BindArgs, FilterAnswer, NodesArgs, PreemptArgs
 from gpushare_agent.model.cluster import Reservation, Stage
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
+
+A = TypeVar("A")
 
 
 class Answered(Protocol):
@@ -32,7 +35,7 @@ class Answered(Protocol):
 class Decides(Protocol):
     """state/cluster_state.py."""
 
-    def filter(self, pod: Pod, names: Sequence[str] | None) -> Answered: ...
+    def filter_steps(self, pod: Pod, names: Sequence[str] | None) -> Generator[None, None, Answered]: ...
 
     def prioritize(self, pod: Pod, names: Sequence[str]) -> list[tuple[str, int]]: ...
 
@@ -77,7 +80,7 @@ class Extender:
             return FilterAnswer(fitting=args.names, failed={}, unresolvable={})
         if self._reserves_at_filter:
             return await self._filter_and_reserve(args)
-        return self._judge(args)
+        return await self._judge(args)
 
     def prioritize(self, args: NodesArgs) -> list[tuple[str, int]]:
         if not args.pod.containers:
@@ -94,8 +97,8 @@ class Extender:
         """Empty when the pod is bound, else why not."""
         return await self._binder.bind(args)
 
-    def _judge(self, args: NodesArgs) -> FilterAnswer:
-        found = self._state.filter(args.pod, args.names)
+    async def _judge(self, args: NodesArgs) -> FilterAnswer:
+        found = await in_steps(self._state.filter_steps(args.pod, args.names))
         self._metrics.filtered(len(found.fitting), len(found.failed), len(found.unresolvable))
         return FilterAnswer(fitting=found.fitting, failed=found.failed, unresolvable=found.unresolvable)
 
@@ -106,7 +109,7 @@ class Extender:
         known = self._state.reservation(pod.uid)
         if known is not None and known.stage is not Stage.ASSUMED:
             return _failed(f"pod {pod.namespace}/{pod.name} is on node {known.node} already")
-        found = self._judge(args)
+        found = await self._judge(args)
         if not found.fitting:
             return found
         best, _ = min(self._state.prioritize(pod, found.fitting), key=lambda one: (-one[1], one[0]))
@@ -115,6 +118,17 @@ class Extender:
             return _failed(f"cannot set aside cards of node {best} for pod {pod.namespace}/{pod.name}: {error}")
         others = {name: f"the pod was given to node {best}" for name in found.fitting if name != best}
         return FilterAnswer(fitting=[best], failed={**found.failed, **others}, unresolvable=found.unresolvable)
+
+
+async def in_steps(steps: Generator[None, None, A]) -> A:
+    """What they come to in the end; between two of them everybody else has a turn. May be cancelled there."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            answer: A = done.value
+            return answer
+        await asyncio.sleep(0)
 
 
 def _failed(error: str) -> FilterAnswer:

@@ -77,6 +77,11 @@ class NodeBooks:
         return self._rooms
 
     @property
+    def is_behind(self) -> bool:
+        """`rooms` and `room` have to be worked out anew."""
+        return self._room is None
+
+    @property
     def room(self) -> NodeRoom:
         if self._room is None:
             self._room = room_of(self.rooms, self._policy.names)
@@ -169,7 +174,9 @@ class ClusterBooks:
             former = books.node.held or {}
             books.set_node(node)
             for uid, charges in (node.held or {}).items():
-                if former.get(uid) != charges and uid in books.reservations:
+                known = books.reservations.get(uid)
+                # Only a pod that is bound can be held: a node that names others would keep their binds from being undone.
+                if former.get(uid) != charges and known is not None and known.stage is not Stage.ASSUMED:
                     self._confirm(books, uid, charges, now)
         books.set_strangers(
             {uid: charges for uid, charges in (node.held or {}).items() if uid not in books.reservations}
@@ -183,7 +190,7 @@ class ClusterBooks:
         for uid, reservation in sorted(books.reservations.items()) if books is not None else ():
             if reservation.stage is Stage.ASSUMED:
                 self._orphans.setdefault(name, {})[uid] = reservation
-            else:
+            elif self._place.get(uid) == name:
                 del self._place[uid]
                 dropped.append(reservation)
         return dropped
@@ -221,8 +228,12 @@ class ClusterBooks:
         if reservation is None or reservation.stage is not Stage.ASSUMED:
             return
         bound = replace(reservation, stage=Stage.BOUND)
-        if reservation.node in self._nodes:
-            self._put(self._nodes[reservation.node], bound)
+        books = self._nodes.get(reservation.node)
+        if books is not None:
+            self._put(books, bound)
+            held = (books.node.held or {}).get(uid)
+            if held is not None:
+                self._confirm(books, uid, held, reservation.at)
         else:
             self._orphans[reservation.node][uid] = bound
 
@@ -261,9 +272,9 @@ class ClusterBooks:
             self._put(books, self._reservation(pod, self._guess(books, pod), Stage.UNPLACED, now))
 
     def _guess(self, books: NodeBooks, pod: Pod) -> PodPlan:
-        """Where the agent tells what it holds this lasts a second, and nothing may be booked twice meanwhile. An agent that
-        never tells would leave the node useless so: there the pod is planned as that agent is likely to have done."""
-        if books.node.held is None:
+        """Where the node has our agent it tells what it holds within a second, and nothing may be booked twice meanwhile.
+        Another agent never tells, which would leave the node useless: there the pod is planned as it is likely to be."""
+        if books.node.held is None and not books.node.is_exact:
             planned = plan_pod(pod, books.rooms, books.node.topology, self._policy)
             if isinstance(planned, PodPlan):
                 return replace(

@@ -312,6 +312,77 @@ def test_changes_of_reservations_are_told() -> None:
     assert told == [("", "p"), ("p", ""), ("", "q"), ("q", ""), ("", "r"), ("r", "")]
 
 
+def test_a_filter_in_steps_gives_the_same_answer_and_lets_others_in_between() -> None:
+    """Pods with several containers cost a plan on every node."""
+    nodes = [node(f"n{number:03}") for number in range(300)]
+    cluster = state(*nodes)
+    reserve(cluster, share("x", 90), "n000")
+    three = pod("three", *(container(f"c{i}", 60, 5, position=i) for i in range(2)), node_name="")
+    steps = cluster.filter_steps(three, None)
+    turns = 0
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            stepped = done.value
+            break
+        turns += 1
+    assert turns >= 5
+    whole = state(*nodes)
+    reserve(whole, share("x", 90), "n000")
+    assert stepped == whole.filter(three, None)
+    assert list(stepped.failed) == ["n000"]
+
+
+def test_a_pod_with_very_many_containers_is_not_planned_at_all() -> None:
+    """One tenant's pod must not stop everybody's scheduling."""
+    cluster = state(node())
+    odd = pod("odd", *(container(f"c{i}", 1, 1, position=i) for i in range(17)), node_name="")
+    answer = cluster.filter(odd, None)
+    assert answer.unresolvable["a"].startswith("17 containers of the pod ask for cards; at most 16 are planned")
+    assert isinstance(cluster.reserve(odd, "a", 1.0), Refused)
+    fine = pod("fine", *(container(f"c{i}", 1, 1, position=i) for i in range(16)), node_name="")
+    assert cluster.filter(fine, None).fitting == ["a"]
+
+
+def test_what_is_too_much_together_is_said_so() -> None:
+    """Each container alone would fit."""
+    cluster = state(node())
+    four = pod("four", *(container(f"c{i}", 60, 5, position=i) for i in range(4)), node_name="")
+    told = cluster.filter(four, None).failed["a"]
+    assert told.startswith(
+        "the pod's containers ask for 240 cores and 20 memory blocks together, the node has 200 cores"
+    )
+
+
+def test_a_node_that_names_a_pod_whose_bind_is_under_way_does_not_hold_it() -> None:
+    """Else a node could keep a failed bind from being undone."""
+    cluster = state(node())
+    reserve(cluster, share("p", 60))
+    cluster.put_node(node(held={PodUid("uid-p"): (Charge(index=1, cores=60, blocks=10),)}), 2.0)
+    assumed = cluster.reservation(PodUid("uid-p"))
+    assert assumed is not None and assumed.stage is Stage.ASSUMED
+    cluster.bound(PodUid("uid-p"))
+    confirmed = cluster.reservation(PodUid("uid-p"))
+    assert confirmed is not None and confirmed.stage is Stage.CONFIRMED and cards_of(confirmed) == {1: 60}
+
+
+def test_our_agents_node_that_does_not_tell_yet_is_charged_everywhere() -> None:
+    """Its annotation may be unreadable, or not written yet: nothing is guessed."""
+    cluster = state(node(held=None))
+    cluster.put_pod(on(share("p", 60), "a"), 1.0)
+    assert cards_of(cluster.reservation(PodUid("uid-p"))) == {0: 60, 1: 60}
+
+
+def test_nobody_is_evicted_for_a_pod_over_its_quota() -> None:
+    """It would not be scheduled afterwards either."""
+    refusal = Refused(reason=RefusalReason.QUOTA_EXCEEDED, detail="over")
+    cluster = ClusterState(policy=ClusterPolicy(names=NAMES), quota=lambda pod, *, model, pool: refusal)
+    cluster.put_node(node(cards=1), 0.0)
+    cluster.put_pod(on(share("x", 60), "a"), 1.0)
+    assert cluster.victims(share("p", 60), {"a": [PodUid("uid-x")]}) == {}
+
+
 class Machine(RuleBasedStateMachine):
     """Two nodes and eight pods; binds succeed, fail, or are heard of late; agents confirm what they like."""
 
