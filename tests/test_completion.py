@@ -55,7 +55,7 @@ def test_bash_completes_commands(scripts: dict[str, Path]) -> None:
     """All of them, or those that begin so."""
     offered = in_bash(scripts["bash"], "gpushare-agent", "")
     assert offered == [*(command.name for command in COMMANDS), "--help", "--version"]
-    assert in_bash(scripts["bash"], "gpushare-agent", "ex") == ["explain"]
+    assert in_bash(scripts["bash"], "gpushare-agent", "expl") == ["explain"]
     assert in_bash(scripts["bash"], "gpushare-agent", "xx") == []
 
 
@@ -138,7 +138,7 @@ def in_fish(script: Path, line: str) -> list[str]:
 @needs_fish
 def test_fish_completes_commands_flags_and_values(scripts: dict[str, Path]) -> None:
     """As bash does."""
-    assert in_fish(scripts["fish"], "gpushare-agent ex") == ["explain"]
+    assert in_fish(scripts["fish"], "gpushare-agent expl") == ["explain"]
     assert in_fish(scripts["fish"], "gpushare-agent top --web.p") == ["--web.port"]
     assert set(in_fish(scripts["fish"], "gpushare-agent inspect -o ")) == {"table", "json", "yaml"}
     assert in_fish(scripts["fish"], "gpushare-agent run --driver=si") == ["--driver=simulated"]

@@ -15,6 +15,9 @@ import pytest
 from gpushare_agent.model.names import (
     CORE_LIMIT_ANNOTATION,
     GPU_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSUME_TIME_ANNOTATION,
+    GPUSHARE_INDEX_ANNOTATION,
     ISOLATION_ANNOTATION,
     PREDICATE_GPU_INDEX_PREFIX,
     PREDICATE_NODE_ANNOTATION,
@@ -38,6 +41,9 @@ GUARDED = [
     f"{PREDICATE_GPU_INDEX_PREFIX}31",
     PREDICATE_NODE_ANNOTATION,
     PREDICATE_TIME_ANNOTATION,
+    GPUSHARE_INDEX_ANNOTATION,
+    GPUSHARE_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSUME_TIME_ANNOTATION,
     "gpushare-agent/anything",
 ]
 FREE = [CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, "clusterName", "tencent.com/other", "not-gpushare-agent/x"]
@@ -96,6 +102,16 @@ def test_every_way_to_a_pods_annotations_is_watched() -> None:
     (rule,) = spec_of(ANNOTATIONS)["matchConstraints"]["resourceRules"]
     assert rule["operations"] == ["CREATE", "UPDATE"]
     assert set(rule["resources"]) == {"pods", "pods/status", "pods/binding", "bindings"}
+
+
+@pytest.mark.parametrize("variable", ["written", "removed"])
+def test_every_annotation_that_agents_follow_is_guarded(variable: str) -> None:
+    """GPUShare's too: by its name, or by the beginning of it."""
+    (expression,) = [v["expression"] for v in spec_of(ANNOTATIONS)["variables"] if v["name"] == variable]
+    begins = tuple(re.findall(r"name\.startsWith\('([^']*)'\)", expression))
+    named = set(re.findall(r"name == '([^']*)'", expression))
+    assert [name for name in GUARDED if name not in named and not name.startswith(begins)] == []
+    assert [name for name in FREE if name in named or name.startswith(begins)] == []
 
 
 def test_the_writers_are_the_accounts_of_agents_and_extender() -> None:

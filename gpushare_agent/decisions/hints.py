@@ -1,6 +1,6 @@
 """Reads the scheduler extender's annotations. Any tenant can write them, so they are hints: bounded, checked, else ignored.
 
-Format: docs/formats.md, predicate annotations of gpu-admission.
+Format: docs/formats.md, predicate annotations of gpu-admission, and GPUShare's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,18 @@ def predicted_cards(annotations: Mapping[str, str], container: ContainerSpec, no
     return indexes
 
 
-def gpushare_card(annotations: Mapping[str, str]) -> tuple[int, ...]:
+def hinted_cards(
+    annotations: Mapping[str, str], container: ContainerSpec, node_name: str, *, is_gpu_mem: bool
+) -> tuple[int, ...]:
+    """The cards that an extender chose for the container. For GPUShare's resource, GPUShare's index counts only where no
+    extender has named this node: one index for a whole pod cannot say what ours plans, and may be older, or forged."""
+    predicted = predicted_cards(annotations, container, node_name)
+    if predicted or not is_gpu_mem or annotations.get(PREDICATE_NODE_ANNOTATION) == node_name:
+        return predicted
+    return _gpushare_card(annotations)
+
+
+def _gpushare_card(annotations: Mapping[str, str]) -> tuple[int, ...]:
     """The card index that GPUShare's extender chose for the pod, empty where it did not or is wrong."""
     text = annotations.get(GPUSHARE_INDEX_ANNOTATION, "")
     return (int(text),) if text.isascii() and text.isdigit() and len(text) <= 3 else ()

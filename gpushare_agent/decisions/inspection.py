@@ -125,12 +125,10 @@ def _container_sums(
 
 
 def _told_indexes(pod: Pod, container: ContainerSpec, *, is_gpu_mem: bool) -> str | None:
-    """The annotation about this container. The main ones have a position of their own, a sidecar has none."""
-    if is_gpu_mem:
-        return pod.annotations.get(GPUSHARE_INDEX_ANNOTATION)
-    if container.kind is not ContainerKind.MAIN:
-        return None
-    return pod.annotations.get(f"{PREDICATE_GPU_INDEX_PREFIX}{container.position}")
+    """The annotation about this container: by its position, else for memory alone GPUShare's, which is about the pod."""
+    group = "" if container.kind is ContainerKind.MAIN else "init-"
+    told = pod.annotations.get(f"{PREDICATE_GPU_INDEX_PREFIX}{group}{container.position}")
+    return pod.annotations.get(GPUSHARE_INDEX_ANNOTATION) if told is None and is_gpu_mem else told
 
 
 def _placed(

@@ -20,7 +20,7 @@ from gpushare_agent.decisions.admission import Plan
 from gpushare_agent.decisions.books import Books, Offer, Policy, free_ids
 from gpushare_agent.decisions.container_edits import EditPolicy, edits_for
 from gpushare_agent.decisions.explain import Explanation, explain
-from gpushare_agent.decisions.hints import gpushare_card, predicted_cards
+from gpushare_agent.decisions.hints import hinted_cards
 from gpushare_agent.decisions.identity import Call, Known, Served, reusing
 from gpushare_agent.decisions.isolation import ISOLATIONS
 from gpushare_agent.decisions.isolation_choice import choose_isolation
@@ -226,10 +226,8 @@ class Admission:
         free = free_ids(served, offer.kind, offer.available, books)
         if len(free) < len(offer.available):
             self._observer.taken_ids_offered(offer.kind, len(offer.available) - len(free))
-        if self._policy.names.wanted(served.container, ResourceKind.GPU_MEM):
-            hint = gpushare_card(served.pod.annotations)
-        else:
-            hint = predicted_cards(served.pod.annotations, served.container, self._node_name)
+        is_gpu_mem = self._policy.names.wanted(served.container, ResourceKind.GPU_MEM) > 0
+        hint = hinted_cards(served.pod.annotations, served.container, self._node_name, is_gpu_mem=is_gpu_mem)
         outcome: Plan | Refused = decide.plan(served, offer, free, books, self._policy, hint)
         if isinstance(outcome, Plan):
             outcome = self._obstacle(served, outcome, books) or outcome

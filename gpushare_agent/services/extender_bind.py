@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol
 import structlog
 
 from gpushare_agent.adapters.extender_wire import BindArgs
-from gpushare_agent.adapters.kube.session import Throttled
+from gpushare_agent.adapters.kube.session import MAX_RETRY_AFTER_S, Throttled
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.cluster import Reservation, Stage
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Refused, Rejected, Unavailable
@@ -121,7 +121,7 @@ class Binder:
                 return ""
             bind = self._reserve(pod, args.node)
             if bind.reservation.stage is Stage.ASSUMED:
-                await self._finish(bind, self._carry_out(bind), ends_at)
+                await self._finish(bind, self._carry_out(bind, ends_at), ends_at)
         except _Failed as e:
             return f"{what}: {e}"
         except (AgentError, TimeoutError) as e:  # where nothing was reserved
@@ -141,7 +141,7 @@ class Binder:
         self._under_way.add(pod.uid)
         try:
             bind = self._reserve(pod, node)
-            await self._finish(bind, self._annotate_only(bind), ends_at)
+            await self._finish(bind, self._annotate_only(bind, ends_at), ends_at)
         except _Failed as e:
             return str(e)
         finally:
@@ -240,34 +240,39 @@ class Binder:
         if bind.is_annotated:
             self._soil(reservation)
 
-    async def _carry_out(self, bind: Bind) -> None:
+    async def _carry_out(self, bind: Bind, ends_at: float) -> None:
         """Patch and bind until the pod is bound, or until there is no sense in it."""
         error: AgentError | None = None
         for tried in range(1, TRIES + 1):
             if tried > 1:
-                await self._pause(error, tried - 1)
+                await self._pause(error, tried - 1, ends_at)
             error = await self._writes.bind_once(bind)
             if error is None:
                 self._state.bound(bind.reservation.pod_uid)
                 return
         raise Unavailable(f"{error}, tried {TRIES} times")
 
-    async def _annotate_only(self, bind: Bind) -> None:
+    async def _annotate_only(self, bind: Bind, ends_at: float) -> None:
         for tried in range(1, TRIES + 1):
             try:
-                if await self._writes.annotate(bind) is None:
+                if await self._writes.announce(bind) is None:
                     self._state.bound(bind.reservation.pod_uid)
                 return
             except (Unavailable, Conflict) as e:
                 if tried == TRIES:
                     raise
-                await self._pause(e, tried)
+                await self._pause(e, tried, ends_at)
 
-    async def _pause(self, error: AgentError | None, failures: int) -> None:
+    async def _pause(self, error: AgentError | None, failures: int, ends_at: float) -> None:
+        """Before another try. Raises Unavailable where the API server asks for more time than there is."""
+        wait_s = error.retry_after_s if isinstance(error, Throttled) else self._timing.backoff.delay_s(failures)
+        if isinstance(error, Throttled) and asyncio.get_running_loop().time() + wait_s >= ends_at:
+            more = " or more" if wait_s >= MAX_RETRY_AFTER_S else ""
+            raise Unavailable(
+                f"{error}; it asks to wait {wait_s:g} s{more}, and a bind may take {self._timing.bind_s:g} s"
+            ) from error
         self._metrics.bind_retried()
-        await asyncio.sleep(
-            error.retry_after_s if isinstance(error, Throttled) else self._timing.backoff.delay_s(failures)
-        )
+        await asyncio.sleep(wait_s)
 
     # --- afterwards ---
 

@@ -11,7 +11,7 @@ Formats: docs/formats.md, sections 1 and 5; Kubernetes core/v1 Binding. The muta
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +35,8 @@ from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
 
 NOT_LEADING = "this replica of the extender does not lead any more"
+FOREIGN_REMOVED = 64
+"""Annotations in one patch. A pod has room for thousands, and each patch names them all."""
 
 
 class BindsPods(Protocol):
@@ -94,7 +96,7 @@ class PodWrites:
         """None when the pod is bound; an error that another try may cure. Raises what none can."""
         reservation = bind.reservation
         try:
-            raw_pod = await self.annotate(bind)
+            raw_pod = await self.announce(bind)
         except (Unavailable, Conflict) as e:
             return e
         if raw_pod is None:
@@ -121,18 +123,43 @@ class PodWrites:
         bind.is_open = False
         return None
 
-    async def annotate(self, bind: Bind) -> dict[str, Any] | None:
+    async def announce(self, bind: Bind) -> dict[str, Any] | None:
+        """As `annotate`; in the version returned, the pod bears no choice of cards but the plan's, for an agent follows
+        one where it can, whoever wrote it.
+
+        Raises Conflict where somebody writes such annotations meanwhile, Rejected where there are too many of them.
+        """
+        reservation = bind.reservation
+        raw_pod = await self.annotate(bind)
+        foreign = foreign_annotations(raw_pod, reservation)
+        if not foreign:
+            return raw_pod
+        raw_pod = await self.annotate(bind, removed=foreign[:FOREIGN_REMOVED])
+        if raw_pod is None:
+            return None
+        if len(foreign) > FOREIGN_REMOVED:
+            raise Rejected(
+                f"it bears {len(foreign)} annotations that choose cards and are none of the plan, the first of them "
+                f"{foreign[0]}. {FOREIGN_REMOVED} of them were removed, which is all that one bind does; the pod's owner "
+                "should remove the others, and find what writes them"
+            )
+        if left := foreign_annotations(raw_pod, reservation):
+            raise Conflict(f"somebody writes its annotation {left[0]}, which only an extender may, while it is bound")
+        return raw_pod
+
+    async def annotate(self, bind: Bind, removed: Iterable[str] = ()) -> dict[str, Any] | None:
         """Tells the plan in the annotations; the pod as it is then, None where it is bound to our node.
 
         Once it returns, no earlier bind of ours can come true. Raises NotFound
         where the pod is gone, ElsewhereError where it is on another node.
         """
-        self._check_leads()
         reservation = bind.reservation
+        annotations = {**dict.fromkeys(removed), **self._annotations(reservation)}
+        self._check_leads()
         bind.is_annotated = True
         try:
             raw_pod = await self._api.annotate_pod(
-                reservation.namespace, reservation.pod, reservation.pod_uid, self._annotations(reservation)
+                reservation.namespace, reservation.pod, reservation.pod_uid, annotations
             )
         except NotFound:
             bind.is_open = bind.is_annotated = False
@@ -155,8 +182,8 @@ class PodWrites:
 
     async def clean(self, reservation: Reservation) -> None:
         """Removes the annotations from a pod that was not bound."""
-        self._check_leads()
         nothing = dict.fromkeys(extender_annotations(reservation, 0))
+        self._check_leads()
         await self._api.annotate_pod(reservation.namespace, reservation.pod, reservation.pod_uid, nothing)
 
     def _check_leads(self) -> None:
@@ -185,3 +212,20 @@ def extender_annotations(reservation: Reservation, time_ns: int) -> dict[str, st
             GPUSHARE_ASSUME_TIME_ANNOTATION: str(time_ns),
         }
     return written
+
+
+def foreign_annotations(raw_pod: Mapping[str, Any] | None, reservation: Reservation) -> list[str]:
+    """Names of the pod's annotations that choose cards, or say that an extender did, and are none of the plan. Sorted."""
+    metadata = raw_pod.get("metadata") if raw_pod is not None else None
+    present = metadata.get("annotations") if isinstance(metadata, Mapping) else None
+    if not isinstance(present, Mapping):
+        return []
+    ours = extender_annotations(reservation, 0)
+    return sorted(
+        name
+        for name in present
+        if name not in ours and (name in _GPUSHARE or name.startswith(PREDICATE_GPU_INDEX_PREFIX))
+    )
+
+
+_GPUSHARE = (GPUSHARE_INDEX_ANNOTATION, GPUSHARE_ASSIGNED_ANNOTATION, GPUSHARE_ASSUME_TIME_ANNOTATION)

@@ -295,3 +295,12 @@ def test_the_ids_of_running_containers_are_kept_without_the_runtimes_name() -> N
         },
     }
     assert parse_pod(raw).container_ids == {"main": "ab" * 32}
+
+
+def test_names_of_a_tenants_own_do_not_push_out_what_the_extender_wrote() -> None:
+    """Sixty-four of them sort before it; the policy guards only the extender's names."""
+    own = {f"tencent.com/a{number:03}": "x" for number in range(100)}
+    told = {"tencent.com/predicate-node": "n", "tencent.com/predicate-gpu-idx-0": "1"}
+    read = parse_pod(raw_pod(metadata={"annotations": own | told}))
+    assert told.items() <= read.annotations.items()
+    assert len(read.annotations) == 64

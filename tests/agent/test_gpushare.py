@@ -128,3 +128,20 @@ async def test_units_of_which_there_are_too_many_end_the_start() -> None:
         while isinstance(error, BaseExceptionGroup):
             (error,) = error.exceptions
         assert isinstance(error, StartupError) and "gpushare.unit to GiB" in str(error)
+
+
+async def test_a_plan_by_container_goes_before_gpushares_index() -> None:
+    """Two containers on two cards, and an index left on the pod by somebody else: the extender's plan stands."""
+    async with open_test_node() as node, open_agent(node, *FLAGS):
+        await wait_allocatable(node, GPU_MEM, 48)
+        plan = {
+            "tencent.com/predicate-node": node.name,
+            "tencent.com/predicate-gpu-idx-0": "0",
+            "tencent.com/predicate-gpu-idx-1": "1",
+            "ALIYUN_COM_GPU_MEM_IDX": "1",
+        }
+        node.api.create_pod(pod("two", memory(3), memory(4, "side"), annotations=plan))
+        await wait_running(node, "two")
+        calls = [c for c in calls_of(node, "two", "Allocate") if c.resource == GPU_MEM]
+        given = [ContainerAllocateResponse.parse(call.response).envs["ALIYUN_COM_GPU_MEM_IDX"] for call in calls]
+        assert given == ["0", "1"]

@@ -22,6 +22,7 @@ from gpushare_agent.adapters.kubelet_checkpoint import KubeletCheckpoint
 from gpushare_agent.adapters.pod_resources import PodResourcesClient
 from gpushare_agent.decisions.books import Policy
 from gpushare_agent.decisions.container_edits import EditPolicy
+from gpushare_agent.decisions.explain import Explanation
 from gpushare_agent.decisions.identity import Served
 from gpushare_agent.decisions.isolation import IsolationConfig
 from gpushare_agent.kit.grpc_server import GrpcServer
@@ -64,10 +65,13 @@ class Recorder:
     refusals: list[tuple[str, str, Refused]] = field(default_factory=list)
     taken: int = 0
 
-    def allocated(self, served: Served, allocation: Allocation, kind: ResourceKind) -> None:
+    def allocated(self, served: Served, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
         self.allocated_to.append((served.pod.name, served.container.name, kind))
 
-    def refused(self, served: Served | None, kind: ResourceKind, refused: Refused) -> None:
+    def start_refused(self, served: Served | None, kind: ResourceKind, refused: Refused) -> None:
+        raise AssertionError("no container starts here")
+
+    def refused(self, served: Served | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None:
         name = (served.pod.name, served.container.name) if served is not None else ("", "")
         self.refusals.append((*name, refused))
 

@@ -5,21 +5,41 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpushare_agent.model.cluster import Stage
-from gpushare_agent.model.names import PREDICATE_TIME_ANNOTATION
+from gpushare_agent.adapters.cluster_nodes import read_node
+from gpushare_agent.adapters.cluster_pods import lean_pod
+from gpushare_agent.adapters.kube.pods import parse_pod
+from gpushare_agent.decisions.hints import hinted_cards
+from gpushare_agent.model.cluster import ClusterPolicy, Reservation, Stage
+from gpushare_agent.model.errors import Rejected
+from gpushare_agent.model.names import (
+    GPU_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSUME_TIME_ANNOTATION,
+    GPUSHARE_INDEX_ANNOTATION,
+    PREDICATE_GPU_INDEX_PREFIX,
+    PREDICATE_NODE_ANNOTATION,
+    PREDICATE_TIME_ANNOTATION,
+)
+from gpushare_agent.services.extender_pod_writes import Bind, PodWrites
+from gpushare_agent.state.cluster_state import ClusterState
 from tests.support_extender import (
     FAULTS,
     GOOD,
+    MODEL_LABEL,
+    NAMES,
+    POOL_LABEL,
     FakeCluster,
     Replica,
     eventually,
     fake_cluster,
+    opened_api,
     predicted,
     raw_node,
     raw_pod,
@@ -151,6 +171,146 @@ async def test_a_replica_that_does_not_lead_any_more_writes_nothing() -> None:
         await replica.binder.settle()
         assert [request for request in cluster.seen if request[0] != "GET"] == writes
         assert not any(path.endswith("/binding") for _, path in cluster.seen)
+
+
+FORGED = {
+    GPUSHARE_INDEX_ANNOTATION: "1",
+    GPUSHARE_ASSIGNED_ANNOTATION: "false",
+    GPUSHARE_ASSUME_TIME_ANNOTATION: "1",
+    f"{PREDICATE_GPU_INDEX_PREFIX}0": "1",
+    f"{PREDICATE_GPU_INDEX_PREFIX}7": "1",
+    f"{PREDICATE_GPU_INDEX_PREFIX}init-0": "1",
+}
+FORGED_INDEX = {GPUSHARE_INDEX_ANNOTATION: "1"}
+OWN = {"mine": "x", "tencent.com/vcuda-core-limit": "50"}
+
+
+async def test_choices_that_are_not_the_plans_are_removed_before_the_bind() -> None:
+    """An agent follows them where it can. What else the pod's owner wrote stays, and the bind is of the version without."""
+    pod = raw_pod("a", (60, 8), annotations={**FORGED, **OWN})
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
+        await replica.lead()
+        assert await replica.bind(pod, "n1") == ""
+        annotations = cluster.pod("a")["metadata"]["annotations"]
+        assert OWN.items() <= annotations.items()
+        assert annotations.keys() - OWN.keys() == {
+            PREDICATE_TIME_ANNOTATION,
+            PREDICATE_NODE_ANNOTATION,
+            GPU_ASSIGNED_ANNOTATION,
+            f"{PREDICATE_GPU_INDEX_PREFIX}0",
+        }
+        assert annotations[f"{PREDICATE_GPU_INDEX_PREFIX}0"] == "0"
+        assert [method for method, _ in cluster.seen if method != "GET"] == ["PATCH", "PATCH", "POST"]
+
+
+async def test_a_pod_without_such_choices_is_patched_once() -> None:
+    """Nearly every pod: looking costs no request."""
+    pod = raw_pod("a", (60, 8), annotations=OWN)
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
+        await replica.lead()
+        assert await replica.bind(pod, "n1") == ""
+        assert [method for method, _ in cluster.seen if method != "GET"] == ["PATCH", "POST"]
+
+
+async def test_more_choices_than_are_removed_at_once_refuse_the_bind() -> None:
+    """The first 64 go, the owner is told of the others, and nothing stays set aside; tried again it is bound in the end."""
+    forged = {f"{PREDICATE_GPU_INDEX_PREFIX}{100 + number}": "1" for number in range(70)}
+    pod = raw_pod("a", (60, 8), annotations=forged)
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
+        await replica.lead()
+        error = await replica.bind(pod, "n1")
+        assert (
+            f"it bears 70 annotations that choose cards and are none of the plan, the first of them {min(forged)}"
+            in error
+        )
+        assert "the pod's owner should remove the others" in error
+        assert error.endswith("Its cards are free again; the scheduler tries again.")
+        assert predicted(cluster.pod("a")).keys() - forged.keys() == {
+            PREDICATE_NODE_ANNOTATION,
+            f"{PREDICATE_GPU_INDEX_PREFIX}0",
+        }
+        assert sorted(predicted(cluster.pod("a")).keys() & forged.keys()) == sorted(forged)[64:]
+        assert replica.state.reservations() == []
+        assert cluster.node_of("a") == ""
+        assert await replica.bind(cluster.pod("a"), "n1") == ""
+        assert not predicted(cluster.pod("a")).keys() & forged.keys()
+
+
+async def test_a_pod_whose_choices_somebody_writes_again_is_not_bound() -> None:
+    """Each version has a forged one: the tries are bounded, and the text names the annotation."""
+    pod = raw_pod("a", (60, 8), annotations=FORGED)
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
+        await replica.lead()
+        patch = cluster._patch
+
+        def patch_and_forge(kind: str, key: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+            patch(kind, key, body)
+            return 200, cluster.change(kind, key, lambda raw: raw["metadata"]["annotations"].update(FORGED_INDEX))
+
+        cluster._patch = patch_and_forge  # type: ignore[method-assign]
+        error = await replica.bind(pod, "n1")
+        assert f"somebody writes its annotation {GPUSHARE_INDEX_ANNOTATION}, which only an extender may" in error
+        assert cluster.node_of("a") == ""
+        assert replica.state.reservations() == []
+
+
+async def test_units_on_two_cards_leave_no_index_of_gpushares() -> None:
+    """One index cannot say two cards: none is written, the forged one goes, and the plan stands by container."""
+    pod = raw_pod("a", (0, 0), (0, 0), annotations=FORGED_INDEX)
+    for container in pod["spec"]["containers"]:
+        container["resources"] = {"limits": {"aliyun.com/gpu-mem": "3"}}
+    names = replace(NAMES, gpu_mem="aliyun.com/gpu-mem")
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, opened_api(cluster) as api:
+        writes = PodWrites(api=api, names=names, leads=lambda: True)
+        found = read_node(cluster.objects["nodes"]["n1"], names, model_label=MODEL_LABEL, pool_label=POOL_LABEL).node
+        assert found is not None
+        state = ClusterState(policy=ClusterPolicy(names=names))
+        state.put_node(found, 0.0)
+        lean = lean_pod(pod, names)
+        reservation = state.reserve(lean, "n1", 0.0)
+        assert isinstance(reservation, Reservation)
+        assert len({c.cards for c in reservation.plan.containers}) == 2
+        assert await writes.bind_once(Bind(reservation)) is None
+        told = parse_pod(cluster.pod("a"))
+        assert GPUSHARE_INDEX_ANNOTATION not in told.annotations
+        assert [hinted_cards(told.annotations, one, "n1", is_gpu_mem=True) for one in told.containers] == [
+            one.cards for one in reservation.plan.containers
+        ]
+
+
+async def test_a_server_that_asks_for_more_time_than_there_is_is_named() -> None:
+    """The bind ends at once and says so, instead of waiting until its time is over and blaming silence."""
+    pod = raw_pod("a", (60, 8))
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
+        await replica.lead()
+        for asked, said in (("3600", "60 s or more"), ("7", "7 s")):
+            cluster.retry_after, cluster.faults = asked, ["429"]
+            error = await replica.bind(pod, "n1")
+            assert f"it asks to wait {said}, and a bind may take 5 s. Its cards are free again" in error
+            assert "did not answer in time" not in error
+
+
+@pytest.mark.parametrize("at", [1, 2])
+async def test_leadership_is_looked_at_last_before_each_patch(at: int) -> None:
+    """A process that is stopped while it prepares the first or the second patch, beyond its deadline, sends none then."""
+    pod = raw_pod("a", (60, 8), annotations=FORGED)
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
+        await replica.lead()
+        prepared = 0
+
+        def time_ns() -> int:
+            nonlocal prepared
+            prepared += 1
+            replica.is_leading = prepared < at
+            return prepared
+
+        async with opened_api(cluster) as api:
+            writes = PodWrites(api=api, names=NAMES, leads=lambda: replica.is_leading, time_ns=time_ns)
+            reservation = replica.state.reserve(lean_pod(pod, NAMES), "n1", 0.0)
+            assert isinstance(reservation, Reservation)
+            with pytest.raises(Rejected, match="does not lead any more"):
+                await writes.bind_once(Bind(reservation))
+        assert [method for method, _ in cluster.seen if method != "GET"] == ["PATCH"] * (at - 1)
 
 
 async def test_the_next_leader_takes_over_what_the_last_left() -> None:

@@ -116,6 +116,8 @@ async def test_a_follower_takes_nobodys_annotations_for_foreign() -> None:
             await eventually(lambda: "uid-a" in asker.parts.pods.waiting)
             assert asker.parts.pods.suspects == []
             cluster.change(
-                "leases", "kube-system/gpushare-agent-extender", lambda raw: raw["spec"].update(holderIdentity="")
+                "leases",
+                "kube-system/gpushare-agent-extender",
+                lambda raw: raw["spec"].update(holderIdentity="", leaseDurationSeconds=1),
             )
             await eventually(lambda: asker.parts.pods.suspects == ["uid-a"])

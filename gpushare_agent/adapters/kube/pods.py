@@ -22,6 +22,7 @@ from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhas
 from gpushare_agent.model.vdevice import is_container_id
 
 KEPT_ANNOTATION_PREFIX = "tencent.com/"
+PREDICATE_PREFIX = "tencent.com/predicate-"
 KEPT_ANNOTATIONS = (
     "clusterName",
     GPUSHARE_INDEX_ANNOTATION,
@@ -211,8 +212,15 @@ def _mapping_or_empty(value: Any) -> Mapping[str, Any]:
 def _annotations(value: Any) -> dict[str, str]:
     """Those that the agent reads, the pairs of text among them, by name."""
     raw = _mapping_or_empty(value)
-    names = sorted(name for name in raw if isinstance(name, str) and _is_kept(name) and isinstance(raw[name], str))
-    return {name: _cut(raw[name], MAX_VALUE_CHARS) for name in names[:MAX_ANNOTATIONS]}
+    names = [name for name in raw if isinstance(name, str) and _is_kept(name) and isinstance(raw[name], str)]
+    names.sort(key=lambda name: (not _is_guarded(name), name))
+    return {name: _cut(raw[name], MAX_VALUE_CHARS) for name in sorted(names[:MAX_ANNOTATIONS])}
+
+
+def _is_guarded(name: str) -> bool:
+    """Those that the extender writes, and that its admission policy lets nobody else write, come first: else a tenant could
+    push them out by sixty-four names of its own."""
+    return name.startswith(PREDICATE_PREFIX) or name in KEPT_ANNOTATIONS
 
 
 def _is_kept(name: str) -> bool:
