@@ -64,10 +64,11 @@ class ExtenderSettings(BaseModel):
         " health and metrics stay open. Empty: whoever reaches the address may ask.",
     )
     max_body_mib: Count = Field(
-        default=32,
+        default=8,
         ge=1,
         le=512,
-        description="Longest request, MiB. Names of 5,000 nodes are 0.2 MiB; whole node objects 10 to 20 KiB each.",
+        description="Longest request, MiB. Names of 5,000 nodes are 0.2 MiB; whole node objects 10 to 20 KiB each. Nothing"
+        " else is answered while one is decoded, which takes up to 20 ms for each MiB.",
     )
     bind_timeout_s: Seconds = Field(
         default=4.0,

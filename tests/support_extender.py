@@ -644,8 +644,8 @@ class Replica:
             timing=BindTiming(bind_s=5.0, settle_s=3600.0, backoff=FAST),
         )
         self.informers = [
-            ClusterInformer(kind=kind, watched=watched, api=api, sink=sink, metrics=metrics, backoff=FAST)
-            for kind, watched, sink in (("nodes", ALL_NODES, nodes), ("pods", LIVE_PODS, pods))
+            ClusterInformer(kind=kind, watched=watched, api=api, sink=sink, metrics=metrics, backoff=FAST, lists=lists)
+            for kind, watched, sink, lists in (("nodes", ALL_NODES, nodes, None), ("pods", LIVE_PODS, pods, pods))
         ]
 
     async def lead(self) -> None:

@@ -19,6 +19,13 @@ from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
 
 MAX_NAME_CHARS = 253
+MAX_NODES = 20_000
+"""In a request; Kubernetes goes to 5,000."""
+FREE_VALUES = 10_000
+BYTES_OF_A_VALUE = 8
+"""Of a longer request, on average and at least: real ones have 20 and more. What is made of small ones only, such as empty
+objects, takes 35 times its size in memory, and is refused before it is decoded."""
+MAX_VIOLATIONS = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +75,9 @@ def parse_nodes_args(content: bytes | bytearray, names: ResourceNames) -> NodesA
         return NodesArgs(pod=pod, names=_names(raw_names))
     if raw_nodes is None:
         raise Corrupt("ExtenderArgs: neither Nodes nor NodeNames is there")
-    items = raw_nodes.get("items") if isinstance(raw_nodes, dict) else _no("ExtenderArgs.Nodes", "an object")
-    by_name = {_node_name(item, number): item for number, item in enumerate(_list(items, "ExtenderArgs.Nodes.items"))}
+    raw_items = raw_nodes.get("items") if isinstance(raw_nodes, dict) else _no("ExtenderArgs.Nodes", "an object")
+    items = _few(_list(raw_items, "ExtenderArgs.Nodes.items"), "ExtenderArgs.Nodes.items")
+    by_name = {_node_name(item, number): item for number, item in enumerate(items)}
     return NodesArgs(pod=pod, names=list(by_name), raw_nodes=by_name)
 
 
@@ -95,13 +103,12 @@ def parse_preempt_args(content: bytes | bytearray, names: ResourceNames) -> Pree
             continue
         if not isinstance(by_node, dict):
             _no(f"{what}.{field}", "an object")
-        for node, raw_victims in by_node.items():
+        for node, raw_victims in _few(by_node, f"{what}.{field}").items():
             where = f"{what}.{field}[{node[:MAX_NAME_CHARS]}]"
             found = _folded(raw_victims if raw_victims is not None else {}, where)
             pods = _list(found.get("pods"), f"{where}.Pods")
             victims[node] = [_victim(item, f"{where}.Pods[{number}]") for number, item in enumerate(pods)]
-            count = found.get("numpdbviolations", 0)
-            violations[node] = count if isinstance(count, int) else _no(f"{where}.NumPDBViolations", "a number")
+            violations[node] = _violations(found.get("numpdbviolations", 0), f"{where}.NumPDBViolations")
     return PreemptArgs(pod=pod, victims=victims, violations=violations)
 
 
@@ -148,6 +155,9 @@ def preemption_result(victims: Mapping[str, Sequence[PodUid]], violations: Mappi
 
 
 def _top(content: bytes | bytearray, what: str) -> dict[str, Any]:
+    values = sum(map(content.count, (b",", b"{", b"[")))  # at least so many, and those in texts
+    if values > FREE_VALUES + len(content) // BYTES_OF_A_VALUE:
+        raise Corrupt(f"{what}: {values} values in {len(content)} bytes are no scheduler's request")
     try:
         raw = json.loads(content)
     except (ValueError, RecursionError) as e:
@@ -168,7 +178,7 @@ def _pod(raw: Mapping[str, Any], what: str, names: ResourceNames) -> Pod:
 
 
 def _names(raw_names: Any) -> list[str]:
-    names: list[str] = _list(raw_names, "ExtenderArgs.NodeNames")
+    names: list[str] = _few(_list(raw_names, "ExtenderArgs.NodeNames"), "ExtenderArgs.NodeNames")
     if not all(type(name) is str and len(name) <= MAX_NAME_CHARS for name in names):
         _no("ExtenderArgs.NodeNames", "a list of names")
     return names
@@ -192,6 +202,17 @@ def _name(value: Any, where: str) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
         _no(where, f"a text of 1 to {MAX_NAME_CHARS} characters")
     return str(value)
+
+
+def _violations(value: Any, where: str) -> int:
+    """An int64 of Go's; a bool is none, though Python takes it for one."""
+    if type(value) is not int or not 0 <= value <= MAX_VIOLATIONS:
+        _no(where, "a whole number of 0 and more")
+    return int(value)
+
+
+def _few(values: Any, where: str) -> Any:
+    return values if len(values) <= MAX_NODES else _no(where, f"of at most {MAX_NODES} nodes")
 
 
 def _list(value: Any, where: str) -> list[Any]:

@@ -34,6 +34,7 @@ from gpushare_agent.services.cluster_informer import ClusterInformer
 from gpushare_agent.services.event_queue import EventQueue
 from gpushare_agent.services.extender import Extender, in_steps
 from gpushare_agent.services.extender_bind import Binder, BindTiming
+from gpushare_agent.services.extender_debug import StatePages
 from gpushare_agent.services.extender_label import LeaderLabel
 from gpushare_agent.services.extender_metrics import ExtenderMetrics
 from gpushare_agent.services.extender_pod_writes import PodWrites
@@ -52,6 +53,8 @@ log = structlog.get_logger(__name__)
 
 API_RETRY_S = 2.0
 WARMED_PODS = 8
+SHOWN_SUSPECTS = 1000
+"""How many there are is told by a metric."""
 NAMESPACE = "kube-system"
 """Of the lease, where nothing else is said."""
 
@@ -151,7 +154,7 @@ def build(settings: Settings, api: ClusterApi) -> ExtenderParts:
     informers = (
         ClusterInformer(kind="configmap", watched=of_quota, api=api, sink=quotas, metrics=metrics),
         ClusterInformer(kind="nodes", watched=ALL_NODES, api=api, sink=nodes, metrics=metrics),
-        ClusterInformer(kind="pods", watched=LIVE_PODS, api=api, sink=pods, metrics=metrics),
+        ClusterInformer(kind="pods", watched=LIVE_PODS, api=api, sink=pods, metrics=metrics, lists=pods),
     )
     web = ExtenderWeb(
         door=_door(chosen),
@@ -159,7 +162,7 @@ def build(settings: Settings, api: ClusterApi) -> ExtenderParts:
         metrics=metrics,
         ready=lambda: not_ready(parts),
         warm=lambda: not_warm(parts),
-        document=lambda: document(parts),
+        pages=StatePages(head=lambda: document(parts), nodes=state),
     )
     parts = ExtenderParts(
         settings=chosen,
@@ -208,15 +211,14 @@ def not_warm(parts: ExtenderParts) -> list[str]:
 
 
 def document(parts: ExtenderParts) -> Mapping[str, Any]:
-    """What is reserved, for a person."""
+    """What is known besides the nodes, for a person."""
     return {
         "is_leading": parts.election.leads(),
         "holder": parts.election.holder,
         "not_ready": not_ready(parts),
         "waiting_pods": len(parts.pods.waiting),
         "open_binds": parts.binder.open_binds,
-        "foreign_predicates": parts.pods.suspects,
-        **parts.state.document(),
+        "foreign_predicates": parts.pods.suspects[:SHOWN_SUSPECTS],
     }
 
 
@@ -232,7 +234,9 @@ async def _list_when_leading(parts: ExtenderParts, on_listed: Callable[[], None]
                 await informer.refresh()
             on_listed()
             for pod in list(parts.pods.waiting.values())[:WARMED_PODS]:
-                await in_steps(parts.state.filter_steps(pod, None))  # works out every node, for which a first request would have to wait
+                await in_steps(
+                    parts.state.filter_steps(pod, None)
+                )  # works out every node, for which a first request would have to wait
             parts.listed_in = term
             log.info("deciding", term=term)
         await election.wait_change(term, is_leading)

@@ -2,8 +2,8 @@
 
 A pod's annotations are never believed: those that name an extender's choice are only compared with what this extender has
 reserved and with what the node's agent says it gave, and the pods where both differ are counted (docs/extender.md). The
-mutable state is: the pods that wait for a node, whose requests a bind needs, those whose agent is yet to tell, and what
-was complained of.
+mutable state is: the pods that wait for a node, whose requests a bind needs, those whose agent is yet to tell, those that a
+list did not have, and what was complained of.
 """
 
 from __future__ import annotations
@@ -27,6 +27,12 @@ from gpushare_agent.model.resources import ResourceNames
 log = structlog.get_logger(__name__)
 
 COMPLAINTS_KEPT = 4096
+COMPLAINT_PERIOD_S = 600.0
+"""Of one pod in the log, and of as many pods as are kept."""
+ANNOTATIONS_KEPT = 64
+"""Of one pod: who writes more has nothing of ours to show."""
+ANNOTATIONS_SHOWN = 8
+CHARS_SHOWN = 80
 
 
 class HoldsCluster(Protocol):
@@ -41,6 +47,8 @@ class HoldsCluster(Protocol):
     def remove_pod(self, uid: PodUid) -> None: ...
 
     def reservation(self, uid: PodUid) -> Reservation | None: ...
+
+    def reservations(self) -> list[Reservation]: ...
 
 
 class LearnsPods(Protocol):
@@ -66,9 +74,9 @@ class CountsOddities(Protocol):
 
 
 class PodsFeed:
-    """A sink for cluster_informer.py. `waiting` are the pods without a node that ask for something of ours. A replica that
-    does not lead compares no annotations, for it does not know what the leader has reserved; it hears of every pod anew
-    when it leads."""
+    """A sink for cluster_informer.py, which hears of its lists as well: a bind reads pods of which the informer may never
+    have heard. `waiting` are the pods without a node that ask for something of ours. A replica that does not lead compares
+    no annotations, for it does not know what the leader has reserved; it hears of every pod anew when it leads."""
 
     def __init__(
         self,
@@ -88,6 +96,10 @@ class PodsFeed:
         self._clock = clock
         self.waiting: dict[PodUid, Pod] = {}
         self._suspects: dict[PodUid, None] = {}
+        self._complained_at: dict[PodUid, float] = {}
+        self._before_list: set[PodUid] = set()
+        self._missing: set[PodUid] = set()
+        """Gone by the word of a list; some of them wait for the end of their bind."""
         self._untold: dict[PodUid, tuple[Pod, Mapping[str, str]]] = {}
         """Bound pods with annotations that are not our plan, and may be what the agent gave: it has not told that yet."""
 
@@ -100,6 +112,7 @@ class PodsFeed:
         return pod_uid(raw)
 
     def put(self, raw: dict[str, Any]) -> bool:
+        self._drop_missing()
         if not asks_for_ours(raw, self._names):
             return False
         pod = lean_pod(raw, self._names)
@@ -111,8 +124,26 @@ class PodsFeed:
             self.waiting[pod.uid] = pod
         self._quota.learn(pod)
         self._state.put_pod(pod, self._clock())
-        self._compare(pod, predicate_annotations(raw))
+        self._compare(pod, _first(predicate_annotations(raw)))
         return True
+
+    def list_begins(self) -> None:
+        self._before_list = {reservation.pod_uid for reservation in self._state.reservations()}
+
+    def list_ended(self, keys: Collection[str]) -> None:
+        """A pod that had a reservation before the API server was asked, and is not listed, is gone, whether the informer
+        ever knew of it or not."""
+        self._missing |= self._before_list.difference(keys)
+        self._before_list = set()
+        self._drop_missing()
+
+    def _drop_missing(self) -> None:
+        """But for binds under way: the binder still asks about those, and undoes them or has them bound first."""
+        for uid in sorted(self._missing):
+            known = self._state.reservation(uid)
+            if known is None or known.stage is not Stage.ASSUMED:
+                self._missing.discard(uid)
+                self.remove(uid)
 
     def remove(self, key: str) -> None:
         uid = PodUid(key)
@@ -124,13 +155,15 @@ class PodsFeed:
 
     def told(self, uids: Collection[PodUid]) -> None:
         """The agent of a node has told what these pods hold."""
+        self._drop_missing()
         for uid in sorted(self._untold.keys() & uids):
             self._compare(*self._untold[uid])
 
     def _compare(self, pod: Pod, said: Mapping[str, str]) -> None:
-        if not self._leads():
-            return
         self._untold.pop(pod.uid, None)
+        if not self._leads():
+            self._suspects.pop(pod.uid, None)
+            return
         reservation = self._state.reservation(pod.uid)
         if _is_told(said, reservation):
             self._suspects.pop(pod.uid, None)
@@ -139,12 +172,34 @@ class PodsFeed:
         elif pod.uid not in self._suspects:
             self._suspects[pod.uid] = None
             self._metrics.forged()
-            log.warning(
-                "predicate_annotations_not_ours",
-                pod=f"{pod.namespace}/{pod.name}",
-                annotations=dict(sorted(said.items())),
-                then="they count for nothing",
-            )
+            self._complain(pod, said)
+
+    def _complain(self, pod: Pod, said: Mapping[str, str]) -> None:
+        """Who writes annotations could otherwise fill the log: also by new pods, so an ended one is still counted here."""
+        now = self._clock()
+        oldest = next(iter(self._complained_at), None)
+        while oldest is not None and now - self._complained_at[oldest] >= COMPLAINT_PERIOD_S:
+            del self._complained_at[oldest]
+            oldest = next(iter(self._complained_at), None)
+        if pod.uid in self._complained_at or len(self._complained_at) >= COMPLAINTS_KEPT:
+            return
+        self._complained_at[pod.uid] = now
+        shown = sorted(said.items())[:ANNOTATIONS_SHOWN]
+        log.warning(
+            "predicate_annotations_not_ours",
+            pod=f"{pod.namespace}/{pod.name}",
+            annotations={name[:CHARS_SHOWN]: text[:CHARS_SHOWN] for name, text in shown},
+            not_shown=len(said) - len(shown),
+            then="they count for nothing",
+        )
+
+
+def _first(said: Mapping[str, str]) -> Mapping[str, str]:
+    """So many as are kept, the node's before the containers'."""
+    if len(said) <= ANNOTATIONS_KEPT:
+        return said
+    names = sorted(said, key=lambda name: (name != PREDICATE_NODE_ANNOTATION, name))
+    return {name: said[name] for name in names[:ANNOTATIONS_KEPT]}
 
 
 def _is_told(said: Mapping[str, str], reservation: Reservation | None) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NoReturn, Protocol
 
@@ -51,6 +51,18 @@ class Sink(Protocol):
     def remove(self, key: str) -> None: ...
 
 
+class HearsOfLists(Protocol):
+    """Who may know of objects otherwise than from the informer, and learns from a list what is there no more."""
+
+    def list_begins(self) -> None:
+        """The API server has not been asked yet: what is known now, and not listed then, is gone."""
+        ...
+
+    def list_ended(self, keys: Collection[str]) -> None:
+        """Everything was listed; these are the keys."""
+        ...
+
+
 class CountsInforming(Protocol):
     def listed(self, kind: str, duration_s: float) -> None: ...
 
@@ -70,16 +82,17 @@ class ClusterInformer:
         api: ListsAndWatches,
         sink: Sink,
         metrics: CountsInforming,
+        lists: HearsOfLists | None = None,
         backoff: Backoff | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.kind = kind
         self._watched = watched
         self._api = api
         self._sink = sink
         self._metrics = metrics
+        self._lists = lists
         self._backoff = backoff or Backoff(base_s=0.5, cap_s=30.0)
-        self._clock = clock
+        self._clock = time.monotonic
         self._version = ""
         self._known: set[str] = set()
         self._wanted = 0
@@ -87,7 +100,7 @@ class ClusterInformer:
         self._is_listed = asyncio.Event()
         self._scope: asyncio.Timeout | None = None
         self.heard_at = float("-inf")
-        """When the API server was last heard, by `clock`."""
+        """When the API server was last heard, by the monotonic clock."""
 
     @property
     def has_listed(self) -> bool:
@@ -142,10 +155,14 @@ class ClusterInformer:
 
     async def _list(self) -> None:
         wanted, began_at = self._wanted, self._clock()
+        if self._lists is not None:
+            self._lists.list_begins()
         keys, version = await self._api.list_all(self._watched, self._listed)
         listed = set(keys)
         for key in sorted(self._known - listed):
             self._forget(key)
+        if self._lists is not None:
+            self._lists.list_ended(listed)
         self._version = version
         self._done = wanted
         self._is_listed.set()

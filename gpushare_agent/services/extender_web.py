@@ -1,22 +1,22 @@
 """The extender's HTTP server: the scheduler's verbs, health, readiness, version, metrics, and what it has reserved.
 
-The paths are gpu-admission's and kube-scheduler's usual ones. Requests are bounded in size, time and number. With client
-authorities, only who shows a certificate of theirs may ask the verbs and the state; a kubelet's probe has none, so health
-stays open. A replica that does not lead, or has not listed the cluster since it does, answers 503: the scheduler tries
-again, and a Service routes to the other. The state is the listening sockets.
+The paths are gpu-admission's and kube-scheduler's usual ones. Who is let in is web_door.py's, how bodies are read
+extender_bodies.py's: a newcomer always gets in, whatever others leave open. With client authorities, only who shows a
+certificate of theirs may ask the verbs and the state; a kubelet's probe has none, so health stays open. A replica that does
+not lead, or has not listed the cluster since it does, answers 503: the scheduler tries again, and a Service routes to the
+other. The state is the listening sockets.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import structlog
 
@@ -36,18 +36,19 @@ from gpushare_agent.kit.tcp_listeners import close_all, listen_tcp
 from gpushare_agent.model.errors import Corrupt, StartupError, Unavailable
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.services.extender import Extender
+from gpushare_agent.services.extender_bodies import READ_TIMEOUT_S, Bodies, UnreadError
+from gpushare_agent.services.extender_debug import StatePages
 from gpushare_agent.services.extender_tls import Tls, keep_certificate, tls_context
-from gpushare_agent.services.web_answers import json_answer
 
 if TYPE_CHECKING:
     from aiohttp import web
 
+    from gpushare_agent.services.web_door import Door
+
 log = structlog.get_logger(__name__)
 
 MAX_CONNECTIONS = 256
-READ_TIMEOUT_S = 10.0
-READ_AT_ONCE = 8
-"""Bodies that are read at a time: with whole nodes each may be megabytes."""
+"""All of them may be one peer's: a scheduler binds many pods at once. Who comes then pushes out one that idles."""
 BACKLOG = 128
 KEEPALIVE_S = 120.0
 """Longer than the 90 s after which a Go client closes: else it may send a request into a connection that is being closed."""
@@ -69,8 +70,13 @@ class WebDoor:
     addr: str = "127.0.0.1"
     port: int = 3456
     tls: Tls | None = None
-    max_body_bytes: int = 32 << 20
+    max_body_bytes: int = 8 << 20
     read_timeout_s: float = READ_TIMEOUT_S
+    connections: int = MAX_CONNECTIONS
+    headers_within_s: float = 10.0
+    handshake_s: float = 5.0
+    idle_s: float = KEEPALIVE_S
+    look_period_s: float = 1.0
     shutdown_s: float = SHUTDOWN_TIMEOUT_S
 
 
@@ -137,15 +143,15 @@ class ExtenderWeb:
         metrics: CountsRequests,
         ready: Callable[[], Sequence[str]],
         warm: Callable[[], Sequence[str]],
-        document: Callable[[], Mapping[str, Any]],
+        pages: StatePages,
     ) -> None:
         self._door = door
         self._verbs = verbs
         self._metrics = metrics
         self._ready = ready
         self._warm = warm
-        self._document = document
-        self._reading = asyncio.Semaphore(READ_AT_ONCE)
+        self._pages = pages
+        self._bodies = Bodies(most_bytes=door.max_body_bytes, within_s=door.read_timeout_s)
         self._is_listening = asyncio.Event()
         self.bound_port = 0
 
@@ -162,46 +168,42 @@ class ExtenderWeb:
         """
         tls = self._door.tls
         context = tls_context(tls) if tls is not None else None
+        async with self._serving(context) as door, asyncio.TaskGroup() as group:
+            if context is not None and tls is not None:
+                group.create_task(keep_certificate(context, tls), name="certificate")
+            await door.run()
+        raise AssertionError("unreachable: the door is open until it is cancelled")
+
+    @asynccontextmanager
+    async def _serving(self, context: ssl.SSLContext | None) -> AsyncIterator[Door]:
+        from aiohttp import web
+
+        from gpushare_agent.services.web_door import Door, DoorLimits, note_request
+
+        app = web.Application(client_max_size=self._door.max_body_bytes, middlewares=[note_request])
+        app.add_routes(self._routes())
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=self._door.shutdown_s)
+        limits = DoorLimits(
+            connections=self._door.connections,
+            per_peer=self._door.connections,
+            headers_within_s=self._door.headers_within_s,
+            idle_s=self._door.idle_s,
+            look_period_s=self._door.look_period_s,
+            handshake_s=self._door.handshake_s,
+        )
         try:
             listeners = await listen_tcp(self._door.addr, self._door.port, backlog=BACKLOG)
         except Unavailable as e:
             raise StartupError(f"{e}; choose another extender.addr or extender.port, or end the other program") from e
-        async with self._serving(listeners, context):
-            if context is None or tls is None:
-                await asyncio.Event().wait()
-            else:
-                await keep_certificate(context, tls)
-        raise AssertionError("unreachable: both end only by cancellation")
-
-    @asynccontextmanager
-    async def _serving(self, listeners: list[socket.socket], context: ssl.SSLContext | None) -> AsyncIterator[None]:
-        from aiohttp import web
-
-        app = web.Application(client_max_size=self._door.max_body_bytes)
-        app.add_routes(self._routes())
-        runner = web.AppRunner(
-            app,
-            access_log=None,
-            shutdown_timeout=self._door.shutdown_s,
-            keepalive_timeout=KEEPALIVE_S,
-            lingering_time=1.0,
-        )
-        servers: list[asyncio.Server] = []
         try:
             await runner.setup()
-            loop = asyncio.get_running_loop()
-            for listener in listeners:
-                server = await loop.create_server(_bounded(runner), sock=listener, ssl=context, backlog=BACKLOG)
-                servers.append(server)
             self.bound_port = listeners[0].getsockname()[1]
             self._is_listening.set()
             log.info("extender_listening", addr=self._door.addr, port=self.bound_port, is_tls=context is not None)
-            yield
+            yield Door(runner, listeners, limits, name="extender", tls=context)
         finally:
             self._is_listening.clear()
-            for server in servers:
-                server.close()
-            close_all(listeners[len(servers) :])
+            close_all(listeners)
             await runner.cleanup()
 
     def _routes(self) -> list[web.AbstractRouteDef]:
@@ -233,13 +235,12 @@ class ExtenderWeb:
             if reasons := self._ready():  # before the body, which may be long
                 return self._unready(name, reasons)
             try:
-                async with self._reading, asyncio.timeout(self._door.read_timeout_s):
-                    content = await request.read()
-            except TimeoutError:
+                content = await self._bodies.read(request)
+            except UnreadError as e:
                 self._metrics.request(name, "bad", 0.0)
-                late = web.Response(status=408, text=f"no whole request within {self._door.read_timeout_s:g} s\n")
-                late.force_close()
-                return late
+                unread = web.Response(status=e.status, text=f"{e}\n")
+                unread.force_close()
+                return unread
             if reasons := self._ready():
                 return self._unready(name, reasons)
             began_at = time.monotonic()
@@ -264,12 +265,12 @@ class ExtenderWeb:
         answer.force_close()
         return answer
 
-    async def _show_state(self, request: web.Request) -> web.Response:
+    async def _show_state(self, request: web.Request) -> web.StreamResponse:
         from aiohttp import web
 
         if not self._is_known(request):
             return web.Response(status=403, text="show a client certificate of the authorities in extender.client_ca\n")
-        return json_answer(request, self._document())
+        return await self._pages.show(request)
 
     async def _show_version(self, _request: web.Request) -> web.Response:
         from aiohttp import web
@@ -298,20 +299,3 @@ def _unavailable(reasons: Sequence[str]) -> web.Response:
     from aiohttp import web
 
     return web.Response(status=503, text="".join(f"{reason}\n" for reason in reasons))
-
-
-class _TurnedAway(asyncio.Protocol):
-    """A connection too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
-
-
-def _bounded(runner: web.AppRunner) -> Callable[[], asyncio.BaseProtocol]:
-    def make() -> asyncio.BaseProtocol:
-        server = runner.server
-        if server is None or len(server.connections) >= MAX_CONNECTIONS:
-            return _TurnedAway()
-        return server()
-
-    return make

@@ -7,6 +7,7 @@ what is used, and what the pods that we know ask for. Format and table: docs/quo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Protocol
@@ -50,7 +51,8 @@ class QuotaKeeper:
         self._place: dict[PodUid, str] = {}
         self._booked: dict[str, dict[PodUid, None]] = {}
         """Pods by the node on which they count, for a node whose model changes."""
-        self._memory_of_model: dict[str, int] = {}
+        self._memories: dict[str, Counter[int]] = {}
+        """By model, the sizes of cards that nodes have now, and how many nodes."""
         self.quota: Quota | None = Quota()
         """None: the ConfigMap was never readable."""
 
@@ -67,7 +69,7 @@ class QuotaKeeper:
             )
         if pod.namespace not in self.quota.namespaces:
             return None
-        asked = use_of(pod, self._names, card_memory_mib=self._memory_of_model.get(model, 0))
+        asked = use_of(pod, self._names, card_memory_mib=max(self._memories.get(model, ()), default=0))
         used = self._usage.of(pod.namespace, model, without=pod.uid)
         return check_quota(self.quota, pod.namespace, asked, used, model=model, pool=pool)
 
@@ -82,14 +84,24 @@ class QuotaKeeper:
         memory_mib = max((card.memory_mib for card in node.cards), default=0)
         if self._nodes.get(node.name) == (node.model, memory_mib):
             return
+        self.forget_node(node.name)
         self._nodes[node.name] = node.model, memory_mib
-        self._memory_of_model[node.model] = max(self._memory_of_model.get(node.model, 0), memory_mib)
+        self._memories.setdefault(node.model, Counter())[memory_mib] += 1
         for uid in self._booked.get(node.name, ()):
             self._book(uid, node.name)
 
     def forget_node(self, name: str) -> None:
         """What its pods use is counted no more (`reserved` was told), but for binds that are under way."""
-        self._nodes.pop(name, None)
+        known = self._nodes.pop(name, None)
+        if known is None:
+            return
+        model, memory_mib = known
+        sizes = self._memories[model]
+        sizes[memory_mib] -= 1
+        if not sizes[memory_mib]:
+            del sizes[memory_mib]
+        if not sizes:
+            del self._memories[model]
 
     def reserved(self, old: Reservation | None, new: Reservation | None) -> None:
         """A reservation came, changed or went."""

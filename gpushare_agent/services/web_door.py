@@ -3,6 +3,8 @@
 A connection too many costs another one its place: of the peer that has most the one that has been idle longest. So those who
 open hundreds push out each other, and a probe that sends its request at once is answered, also when it comes from the
 same address. Accepted is one connection in a few turns of the loop: a flood waits in the kernel's queue, not in the agent.
+With TLS a connection counts, and may be pushed out, from the moment it is accepted: a handshake that does not go on holds a
+place like any other that idles, and no longer than its own time.
 When descriptors run out that is said once a minute. (asyncio's own server would, on Python 3.11, multiply its attempts.)
 
 Import it off the loop: it loads aiohttp. State owned: the open connections, what is known of each.
@@ -11,15 +13,18 @@ Import it off the loop: it loads aiohttp. State owned: the open connections, wha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import ipaddress
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import structlog
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 log = structlog.get_logger(__name__)
 
@@ -44,18 +49,27 @@ class DoorLimits:
     max_headers: int = 64
     max_line_bytes: int = 8190
     look_period_s: float = 1.0
+    handshake_s: float = 5.0
+    """Of TLS; as long may its end take."""
 
 
 class Door:
     """The application's first middleware must be `note_request`, or every connection counts as idle."""
 
     def __init__(
-        self, runner: web.AppRunner, listeners: Sequence[socket.socket], limits: DoorLimits, *, name: str
+        self,
+        runner: web.AppRunner,
+        listeners: Sequence[socket.socket],
+        limits: DoorLimits,
+        *,
+        name: str,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._runner = runner
         self._listeners = listeners
         self._limits = limits
         self._name = name
+        self._tls = tls
         self._peers: dict[str, dict[_Connection, None]] = {}
         self._dropped = 0
         self._said_at: dict[str, float] = {}
@@ -68,13 +82,13 @@ class Door:
         """Let in until cancelled. The listeners stay the caller's to close."""
         async with asyncio.TaskGroup() as group:
             for listener in self._listeners:
-                group.create_task(self._accept(listener), name=f"{self._name} door")
+                group.create_task(self._accept(listener, group), name=f"{self._name} door")
             while True:
                 await asyncio.sleep(self._limits.look_period_s)
                 self._look()
         raise AssertionError("unreachable: the loop has no end")
 
-    async def _accept(self, listener: socket.socket) -> NoReturn:
+    async def _accept(self, listener: socket.socket, group: asyncio.TaskGroup) -> NoReturn:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -84,10 +98,36 @@ class Door:
                 continue
             peer = peer_of(str(address[0]))
             self._make_room(peer)
-            try:
-                await loop.connect_accepted_socket(lambda peer=peer: self._connection(peer), sock)  # type: ignore[misc]
-            except OSError:  # the peer has gone again
+            server = self._runner.server
+            if server is None:  # it is being stopped
                 sock.close()
+                await asyncio.sleep(0)
+                continue
+            connection = _Connection(server, self, peer, self._limits, sock)
+            self.entered(connection)
+            if self._tls is None:
+                await self._connect(connection, sock)
+            else:  # a handshake takes as long as the peer likes
+                connecting = group.create_task(self._connect(connection, sock), name=f"{self._name} handshake")
+                connecting.add_done_callback(connection.close_unused)
+                await asyncio.sleep(0)
+
+    async def _connect(self, connection: _Connection, sock: socket.socket) -> None:
+        limit_s = self._limits.handshake_s if self._tls is not None else None
+        connection.is_begun = True
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection,
+                sock,
+                ssl=self._tls,
+                ssl_handshake_timeout=limit_s,
+                ssl_shutdown_timeout=limit_s,
+            )
+        except OSError:  # the peer has gone again, was pushed out, or speaks no TLS; its transport closes the socket
+            self._drop(connection)
+        except asyncio.CancelledError:
+            self._drop(connection)
+            raise
 
     async def _bear(self, error: OSError) -> None:
         if error.errno not in _EXHAUSTED:  # of the one connection, which has gone again
@@ -105,12 +145,6 @@ class Door:
         if self._peers:
             self._drop(_victim(self._greediest()))
         await asyncio.sleep(ACCEPT_AGAIN_S)
-
-    def _connection(self, peer: str) -> asyncio.Protocol:
-        server = self._runner.server
-        if server is None:
-            raise ConnectionAbortedError("the server is being stopped")
-        return _Connection(server, self, peer, self._limits)
 
     def _make_room(self, peer: str) -> None:
         own = self._peers.get(peer, {})
@@ -167,9 +201,22 @@ class Door:
 class _Connection(web.RequestHandler):
     """One connection. `since` is when it began to be what it is: idle or busy."""
 
-    __slots__ = ("_door", "_has_asked", "_limits", "_moved_at", "_unsent", "_wire", "is_busy", "peer", "since")
+    __slots__ = (
+        "_door",
+        "_has_asked",
+        "_is_cut",
+        "_limits",
+        "_moved_at",
+        "_sock",
+        "_unsent",
+        "_wire",
+        "is_begun",
+        "is_busy",
+        "peer",
+        "since",
+    )
 
-    def __init__(self, server: web.Server, door: Door, peer: str, limits: DoorLimits) -> None:
+    def __init__(self, server: web.Server, door: Door, peer: str, limits: DoorLimits, sock: socket.socket) -> None:
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
@@ -182,7 +229,10 @@ class _Connection(web.RequestHandler):
         )
         self._door = door
         self._limits = limits
+        self._sock = sock
         self._wire: asyncio.Transport | None = None
+        self._is_cut = False
+        self.is_begun = False
         self._has_asked = False
         self._unsent = 0
         self._moved_at = 0.0
@@ -193,7 +243,8 @@ class _Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._wire = cast("asyncio.Transport", transport)  # aiohttp forgets its own before the last bytes are sent
-        self._door.entered(self)
+        if self._is_cut:  # while its handshake ended
+            self._wire.abort()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._door.left(self)
@@ -208,6 +259,11 @@ class _Connection(web.RequestHandler):
         self.is_busy = False
         self.since = self._loop.time()
 
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """Bytes that are no HTTP get a 400: anybody could fill the log with tracebacks of them."""
+        if not isinstance(kw.get("exc_info"), HttpProcessingError):
+            super().log_exception(*args, **kw)
+
     def is_overdue(self, now: float) -> bool:
         if not self._has_asked and now - self.since >= self._limits.headers_within_s:
             return True
@@ -218,8 +274,18 @@ class _Connection(web.RequestHandler):
         return unsent > 0 and now - self._moved_at >= self._limits.stalled_s
 
     def cut(self) -> None:
+        """During a handshake nobody but asyncio has the transport: the end of the socket makes it give up."""
+        self._is_cut = True
         if self._wire is not None:
             self._wire.abort()
+        else:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close_unused(self, _connecting: asyncio.Task[None]) -> None:
+        """For a task that was cancelled before it began."""
+        if not self.is_begun:
+            self._sock.close()
 
 
 @web.middleware

@@ -149,6 +149,10 @@ class ClusterBooks:
     def node(self, name: str) -> NodeBooks | None:
         return self._nodes.get(name)
 
+    def orphans(self) -> list[Reservation]:
+        """On nodes that are away, by node and UID."""
+        return [r for _, kept in sorted(self._orphans.items()) for _, r in sorted(kept.items())]
+
     def reservation(self, uid: PodUid) -> Reservation | None:
         place = self._place.get(uid, "")
         books = self._nodes.get(place)

@@ -31,6 +31,7 @@ from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.state.cluster_books import ClusterBooks, NodeBooks
+from gpushare_agent.state.cluster_document import node_document
 
 MAX_ASKING = 16
 """Containers of one pod that ask for cards. Each is planned on every node: without a bound one tenant's pod with a thousand
@@ -239,16 +240,26 @@ class ClusterState:
         return self._books.reservation(uid)
 
     def reservations(self) -> list[Reservation]:
-        """Of all pods, by node and UID."""
-        return [r for books in self._books.nodes() for _, r in sorted(books.reservations.items())]
+        """Of all pods, by node and UID; then those of nodes that are away."""
+        known = [r for books in self._books.nodes() for _, r in sorted(books.reservations.items())]
+        return known + self._books.orphans()
 
     def node(self, name: str) -> ClusterNode | None:
         books = self._books.node(name)
         return books.node if books is not None else None
 
+    def node_names(self) -> list[str]:
+        """Sorted."""
+        return [books.node.name for books in self._books.nodes()]
+
+    def node_document(self, name: str) -> dict[str, Any] | None:
+        """One node with its cards and reservations, for a person."""
+        books = self._books.node(name)
+        return node_document(books) if books is not None else None
+
     def document(self) -> dict[str, Any]:
-        """Everything, sorted, for a person."""
-        return {"nodes": [_node_document(books) for books in self._books.nodes()]}
+        """Everything, sorted. Of a large cluster it takes a second: ask node by node there."""
+        return {"nodes": [node_document(books) for books in self._books.nodes()]}
 
     # --- inner workings ---
 
@@ -310,38 +321,3 @@ def _elsewhere(pod: Pod, known: Reservation) -> Refused:
         detail=f"pod {pod.namespace}/{pod.name} is {known.stage} on node {known.node}, and its bind there is not settled. "
         "The scheduler tries again.",
     )
-
-
-def _node_document(books: NodeBooks) -> dict[str, Any]:
-    return {
-        "name": books.node.name,
-        "model": books.node.model,
-        "pool": books.node.pool,
-        "is_exact": books.node.is_exact,
-        "cards": [
-            {
-                "index": room.index,
-                "uuid": room.uuid,
-                "is_healthy": room.is_healthy,
-                "memory_mib": room.memory_mib,
-                "cores": room.cores,
-                "blocks": room.blocks,
-                "units": room.units,
-                "is_whole": room.is_whole,
-            }
-            for room in books.rooms
-        ],
-        "reservations": [
-            {
-                "pod": f"{reservation.namespace}/{reservation.pod}",
-                "pod_uid": reservation.pod_uid,
-                "stage": reservation.stage.value,
-                "containers": {c.name: list(c.cards) for c in reservation.plan.containers if c.cards},
-                "charges": {
-                    str(c.index): [c.cores, c.blocks, c.units, int(c.is_whole)] for c in reservation.plan.charges
-                },
-            }
-            for _, reservation in sorted(books.reservations.items())
-        ],
-        "strangers": sorted(books.strangers),
-    }

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gpushare_agent.adapters.cluster_pods import asks_for_ours, lean_pod, predicate_annotations
 from gpushare_agent.adapters.extender_wire import (
+    MAX_NODES,
     FilterAnswer,
     binding_result,
     filter_result,
@@ -151,3 +152,58 @@ def test_the_quick_look_never_overlooks_a_pod(raw: Any) -> None:
         except Corrupt:
             pass
     assert isinstance(predicate_annotations({"metadata": raw}), dict)
+
+
+@pytest.mark.parametrize("count", [True, False, -1, 10**30, 1 << 63, 1.0, "1", None])
+def test_violations_are_a_whole_number_of_gos(count: object) -> None:
+    """Neither a bool nor what an int64 does not hold."""
+    meta = {"n": {"Pods": [{"UID": "u"}], "NumPDBViolations": count}}
+    content = json.dumps({"Pod": raw_pod("a", (30, 4)), "NodeNameToMetaVictims": meta}).encode()
+    with pytest.raises(Corrupt, match="NumPDBViolations"):
+        parse_preempt_args(content, NAMES)
+
+
+@pytest.mark.parametrize("count", [0, 1, (1 << 63) - 1])
+def test_any_int64_of_violations_is_given_back(count: int) -> None:
+    """As it was sent."""
+    meta = {"n": {"Pods": [{"UID": "u"}], "NumPDBViolations": count}}
+    args = parse_preempt_args(json.dumps({"Pod": raw_pod("a", (30, 4)), "NodeNameToMetaVictims": meta}).encode(), NAMES)
+    assert args.violations == {"n": count}
+
+
+@pytest.mark.parametrize("small", [b"{}", b"[]", b"1", b'{"":0}', b"[[]]"])
+def test_a_request_of_nothing_but_small_values_is_not_decoded(small: bytes) -> None:
+    """It would take 35 times its size in memory: it is refused by its bytes, though it is malformed at its end."""
+    content = b'{"Pod":{},"Nodes":{"items":[' + b",".join([small] * 100_000) + b"]}"
+    with pytest.raises(Corrupt, match="no scheduler's request"):
+        parse_nodes_args(content, NAMES)
+
+
+@pytest.mark.parametrize("form", ["names", "nodes", "victims"])
+def test_a_request_about_more_nodes_than_any_cluster_has_is_refused(form: str) -> None:
+    """However short their names; and one about 20,000 is not."""
+    for count in (MAX_NODES, MAX_NODES + 1):
+        names = [f"node-with-a-name-of-some-length-{number}" for number in range(count)]
+        about: dict[str, object] = {
+            "names": {"NodeNames": names},
+            "nodes": {"Nodes": {"items": [{"metadata": {"name": name}} for name in names]}},
+            "victims": {"NodeNameToMetaVictims": {name: {"Pods": []} for name in names}},
+        }
+        chosen = about[form]
+        assert isinstance(chosen, dict)
+        content = json.dumps({"Pod": raw_pod("a", (30, 4)), **chosen}).encode()
+        parse = parse_preempt_args if form == "victims" else parse_nodes_args
+        if count <= MAX_NODES:
+            parse(content, NAMES)
+            continue
+        with pytest.raises(Corrupt, match=str(MAX_NODES)):
+            parse(content, NAMES)
+
+
+def test_a_real_request_with_whole_nodes_is_dense_enough() -> None:
+    """A thousand real nodes: far from the bound on small values."""
+    raw = json.loads(read("filter_args_nodes.json"))
+    [item, *_] = raw["Nodes"]["items"]
+    raw["Nodes"]["items"] = [{**item, "metadata": {**item["metadata"], "name": f"n{number}"}} for number in range(1000)]
+    content = json.dumps(raw, separators=(",", ":")).encode()
+    assert len(parse_nodes_args(content, NAMES).names) == 1000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -177,6 +178,35 @@ def test_pods_count_while_their_node_is_known(keeper: QuotaKeeper) -> None:
     assert keeper.usage.by_model() == {("team", "M40"): 90}
     pods.remove("uid-a")
     assert keeper.usage.by_model() == {("team", "M40"): 30}
+
+
+def test_a_nodes_memory_counts_while_it_is_there(keeper: QuotaKeeper) -> None:
+    """A whole card counts with the largest card's memory of its model: of the nodes there are, not of those there were."""
+    quotas, _, _ = feed(keeper)
+    quotas.put(config_map(json.dumps({"team": {"pool": ["public"], "quota": {"M40": 8}, "vmemory": 16}})))
+    whole = lean_pod(raw_pod("w", (100, 0), namespace="team"), NAMES)
+    keeper.know_node(node())
+    assert keeper(whole, model="M40", pool="public") is None
+    huge = read_node(
+        raw_node("n2", model="M40", pool="public", memory_mib=1 << 20),
+        NAMES,
+        model_label=MODEL_LABEL,
+        pool_label=POOL_LABEL,
+    ).node
+    assert huge is not None
+    for mend in (
+        lambda: keeper.forget_node("n2"),
+        lambda: keeper.know_node(replace(huge, model="V100")),
+        lambda: keeper.know_node(replace(huge, cards=node().cards)),
+    ):
+        keeper.know_node(huge)
+        assert keeper(whole, model="M40", pool="public") is not None
+        mend()
+        assert keeper(whole, model="M40", pool="public") is None
+    keeper.forget_node("n1")
+    keeper.forget_node("n2")
+    keeper.forget_node("never-known")
+    assert keeper._memories == {}
 
 
 async def test_a_malformed_config_map_becomes_an_event_of_the_api_server() -> None:

@@ -161,7 +161,7 @@ def test_a_bind_under_way_survives_its_node_going_and_coming() -> None:
     reserve(cluster, share("p", 60))
     cluster.remove_node("a")
     kept = cluster.reservation(PodUid("uid-p"))
-    assert kept is not None and kept.stage is Stage.ASSUMED
+    assert kept is not None and kept.stage is Stage.ASSUMED and cluster.reservations() == [kept]
     cluster.put_node(node(cards=1), 2.0)
     assert cluster.filter(share("q", 60), None).fitting == []
     cluster.remove_node("a")
