@@ -55,10 +55,10 @@ class Nodes:
         self.known = {f"n{number:04}": {"name": f"n{number:04}", "cards": ["x" * 500]} for number in range(count)}
         self.going = ""
 
-    def names(self) -> list[str]:
+    def node_names(self) -> list[str]:
         return sorted(self.known)
 
-    def document(self, name: str) -> dict[str, Any] | None:
+    def node_document(self, name: str) -> dict[str, Any] | None:
         return self.known.get(name) if name != self.going else None
 
 
@@ -312,7 +312,7 @@ async def test_the_state_is_shown_a_page_at_a_time(peers: list[Peer]) -> None:
             assert len(page["nodes"]) <= MOST_NODES
             found += [node["name"] for node in page["nodes"]]
             path = f"/debug/state?after={page['next_after']}" if page["next_after"] else ""
-        assert found == nodes.names()
+        assert found == nodes.node_names()
 
 
 async def test_one_node_can_be_asked_for(peers: list[Peer]) -> None:
