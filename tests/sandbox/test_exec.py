@@ -105,7 +105,7 @@ async def test_exec_is_as_transparent_as_the_command_alone(short_dir: Path) -> N
 
 
 def _ignored_by_the_caller() -> int:
-    """The mask of signals that these tests were started with, such as SIGHUP under nohup, without those that Python ignores."""
+    """The signals that these tests were started with ignored, such as SIGHUP under nohup; not those of Python's own."""
     pythons = {signal.SIGPIPE, signal.SIGXFSZ}
     ours = [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN]
     return sum(1 << (number - 1) for number in ours if number not in pythons)
