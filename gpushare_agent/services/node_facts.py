@@ -1,39 +1,25 @@
 """Keeps the node's labels and its annotation about the cards true (decisions/node_facts.py says what they are).
 
 Level, not edge: the node is read when something changed and every few minutes, and patched only where it differs; a
-change undone by hand comes back that way. Not in any admission's path. No state but what was last complained of.
+change undone by hand comes back that way. Not in any admission's path. The loop is node_writing.py.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import structlog
 
-from gpushare_agent.adapters.kube.slot import ApiSlot
 from gpushare_agent.decisions.node_facts import NodeFacts, plan_node_patch
 from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.model.errors import AgentError, Rejected
+from gpushare_agent.services.node_writing import PERIOD_S, NodeWriting, PatchesNodes
 
 log = structlog.get_logger(__name__)
 
-PERIOD_S = 300.0
 GAP_S = 2.0
 """Between two patches: a card that flaps must not write to the API server with every look."""
-CALL_TIMEOUT_S = 15.0
-COMPLAIN_AGAIN_S = 3600.0
-ROLE = "gpushare-agent-node-facts"
-
-
-class PatchesNodes(Protocol):
-    async def get_node(self, name: str) -> dict[str, Any]: ...
-
-    async def patch_node_metadata(
-        self, name: str, *, labels: Mapping[str, str | None], annotations: Mapping[str, str | None]
-    ) -> None: ...
 
 
 class NodeFactsWriter:
@@ -56,39 +42,31 @@ class NodeFactsWriter:
         self._wanted = wanted
         self._period_s = period_s
         self._gap_s = gap_s
-        self._backoff = backoff or Backoff(base_s=1.0, cap_s=period_s)
-        self._clock = clock
-        self._api: ApiSlot[PatchesNodes] = ApiSlot(None)
-        self._is_changed = asyncio.Event()
-        self._complained: tuple[str, float] | None = None
+        self._writing = NodeWriting(
+            node_name=node_name,
+            told="node_facts_not_written",
+            lost="labels and cards on the node's object are those of before",
+            period_s=period_s,
+            backoff=backoff or Backoff(base_s=1.0, cap_s=period_s),
+            clock=clock,
+        )
         self._foreign: Sequence[str] = ()
         self._unusable: Sequence[str] = ()
 
     def attach(self, api: PatchesNodes) -> None:
-        self._api.put(api)
+        self._writing.attach(api)
 
     def changed(self) -> None:
         """The cards are not what they were: look soon."""
-        self._is_changed.set()
+        self._writing.changed()
 
     async def run(self) -> NoReturn:
-        """Until cancelled. A missing right is asked for again each period, any other failure with back-off."""
-        api = await self._api.get()
-        failures = 0
-        while True:
-            self._is_changed.clear()
-            try:
-                async with asyncio.timeout(CALL_TIMEOUT_S):
-                    is_patched = await self._compare(api)
-                failures, self._complained = 0, None
-            except (AgentError, TimeoutError) as e:
-                failures += 1
-                self._complain(str(e) or f"no answer within {CALL_TIMEOUT_S:g} s", is_refused=isinstance(e, Rejected))
-                await asyncio.sleep(self._period_s if isinstance(e, Rejected) else self._backoff.delay_s(failures))
-                continue
-            if is_patched:
-                await asyncio.sleep(self._gap_s)
-            await self._wait_changed()
+        """Until cancelled."""
+        await self._writing.run(
+            self._compare,
+            gap_s=lambda is_patched: self._gap_s if is_patched else 0.0,
+            wait_s=lambda: self._period_s,
+        )
 
     async def _compare(self, api: PatchesNodes) -> bool:
         """One look; whether the node was patched."""
@@ -117,27 +95,3 @@ class NodeFactsWriter:
             annotations=sorted(patch.annotations),
         )
         return True
-
-    async def _wait_changed(self) -> None:
-        try:
-            async with asyncio.timeout(self._period_s):
-                await self._is_changed.wait()
-        except TimeoutError:
-            return
-
-    def _complain(self, text: str, *, is_refused: bool) -> None:
-        """Once, and again after an hour of the same."""
-        now = self._clock()
-        if (
-            self._complained is not None
-            and self._complained[0] == text
-            and now - self._complained[1] < COMPLAIN_AGAIN_S
-        ):
-            return
-        self._complained = (text, now)
-        cure = (
-            f"give the agent's account the ClusterRole {ROLE} (manifests/base/rbac.yaml), or set facts.is_written: false"
-            if is_refused
-            else "none: it is tried again"
-        )
-        log.warning("node_facts_not_written", node=self._node_name, error=text, cure=cure)

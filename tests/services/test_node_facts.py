@@ -12,7 +12,8 @@ from structlog.testing import capture_logs
 
 from gpushare_agent.decisions.node_facts import NodeFacts
 from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.services.node_facts import ROLE, NodeFactsWriter
+from gpushare_agent.services.node_facts import NodeFactsWriter
+from gpushare_agent.services.node_writing import ROLE
 from tests.support_kube import (
     DEADLINE_S,
     FAST,

@@ -20,7 +20,8 @@ from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.node_annotations import HELD_ANNOTATION
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.services.node_held import ROLE, NodeHeldWriter
+from gpushare_agent.services.node_held import NodeHeldWriter
+from gpushare_agent.services.node_writing import ROLE
 from gpushare_agent.state.allocation_cache import AllocationCache
 from tests.support_kube import (
     DEADLINE_S,
