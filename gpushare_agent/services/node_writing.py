@@ -37,8 +37,8 @@ class PatchesNodes(Protocol):
 
 
 class NodeWriting:
-    """`attach` once the API server can be reached, `changed` at any time, `run` once. `told` is the event that the log has for
-    a failure, `lost` what is missing meanwhile."""
+    """`attach` once the API server can be reached, `changed` at any time, `run` once. `told` is the log's
+    event of a failure, `lost` what is missing meanwhile."""
 
     def __init__(
         self,
