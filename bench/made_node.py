@@ -18,9 +18,9 @@ from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.topology import Link, LinkKind, Topology
-from gpushare_agent.model.topology_tree import build_topology
 from gpushare_agent.model.usage import CardSample, ContainerUse, ProcessSample, UsageRound
-from gpushare_agent.services.node_document import MIB, AgentFacts, ContainerFacts, NodeSnapshot
+from gpushare_agent.observability.node_snapshot import MIB, AgentFacts, ContainerFacts, NodeSnapshot
+from gpushare_agent.placement.topology_tree import build_topology
 
 CARD_MIB = 81920
 SHARE_CORES = 5

@@ -17,7 +17,7 @@ from bench.agent import BenchAgent
 from bench.containers import Containers
 from bench.kubelet import BenchKubelet
 from bench.pods import CONTAINER, FOREIGN_RESOURCE, NAMESPACE, BenchPod, bench_pod, device, manifest, running_status
-from gpushare_agent.adapters.simulated_gpus import CARDS_PER_NUMA_NODE, simulated_uuid
+from gpushare_agent.gpus.simulated.driver import CARDS_PER_NUMA_NODE, simulated_uuid
 from gpushare_agent.model.names import CORES_PER_CARD, VCORE_RESOURCE, VMEMORY_RESOURCE, device_id
 from gpushare_agent.sandbox.api_access import write_kubeconfig
 from gpushare_agent.sandbox.api_server import EmbeddedApiServer

@@ -21,15 +21,15 @@ from bench.containers import Containers
 from bench.node import CARDS, FIRST_PID, NODE_NAME, PROCESSES, BenchNode, open_node
 from bench.pods import CONTAINER
 from bench.results import Row, row
-from gpushare_agent.adapters.process_owners import ProcessOwners
-from gpushare_agent.adapters.simulated_gpus import simulated_uuid
+from gpushare_agent.gpus.simulated.driver import simulated_uuid
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.names import PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
 from gpushare_agent.model.usage import CardSample, DriverSample, ProcessSample
-from gpushare_agent.services.metrics import AgentMetrics
-from gpushare_agent.services.usage_sampling import UsageSampling
-from gpushare_agent.state.usage_history import UsageHistory
+from gpushare_agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.observability.usage_history import UsageHistory
+from gpushare_agent.observability.usage_sampling import UsageSampling
+from gpushare_agent.runtime.process_owners import ProcessOwners
 
 _CONTAINERS, _PROCESSES_EACH = 200, 5
 _CORES, _BLOCKS = 4, 8

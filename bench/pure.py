@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.results import Row, row
-from gpushare_agent.adapters.pod_resources_wire import decode_pod_entry
-from gpushare_agent.adapters.topology_text import parse_topology
-from gpushare_agent.decisions.placement import CardRequest, CardState, place
 from gpushare_agent.kit.wire_scan import scan_pod_entries
+from gpushare_agent.kubelet.pod_resources_wire import decode_pod_entry
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import CORES_PER_CARD, GpuUuid
 from gpushare_agent.model.topology import Topology
-from gpushare_agent.model.topology_tree import build_topology
+from gpushare_agent.placement import CardRequest, CardState, place
+from gpushare_agent.placement.topology_text import parse_topology
+from gpushare_agent.placement.topology_tree import build_topology
 
 _TREE = Path(__file__).parents[1] / "tests" / "data" / "topology" / "a10-x16-deep-tree.txt"
 _CARDS, _BLOCKS = 16, 96

@@ -6,9 +6,9 @@ import time
 
 from bench.made_node import MadeNode
 from bench.results import Row, row
-from gpushare_agent.services.live_patch import patch, rounded
-from gpushare_agent.services.live_stream import encode_event
-from gpushare_agent.services.node_document import node_document
+from gpushare_agent.observability.http.live_patch import patch, rounded
+from gpushare_agent.observability.http.live_stream import encode_event
+from gpushare_agent.observability.node_snapshot import node_document
 
 CARDS = 16
 CONTAINERS = 200

@@ -16,19 +16,19 @@ from bench.http2 import dial
 from bench.node import BLOCK_MIB, BLOCKS_PER_CARD, CARDS, POD_BLOCKS, POD_CORES, RESOURCES, BenchNode, open_node
 from bench.pods import CONTAINER, NAMESPACE, BenchPod, bench_pod
 from bench.results import Row, row
-from gpushare_agent.adapters.cgroups import Cgroups
-from gpushare_agent.adapters.vdevice_files import VDeviceFiles
+from gpushare_agent.isolation.vcuda.config_format import decode_config, decode_pids
+from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
+from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses
+from gpushare_agent.isolation.vcuda.files import VDeviceFiles
+from gpushare_agent.isolation.vcuda.server import METHOD
+from gpushare_agent.isolation.vcuda.virtual_manager import VirtualManager, VirtualManagerPace
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import CORES_PER_CARD, VCORE_RESOURCE, DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.model.topology_tree import build_topology
-from gpushare_agent.model.vdevice import decode_config, decode_pids
-from gpushare_agent.services.container_processes import ContainerProcesses
-from gpushare_agent.services.vdevice_configs import VDeviceConfigs
-from gpushare_agent.services.vdevice_server import METHOD
-from gpushare_agent.services.virtual_manager import VirtualManager, VirtualManagerPace
+from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.wire.vcuda import VDeviceRequest
 
 _PRE_START_MS, _REGISTER_MS, _ROUND_MS, _SERVERS_MIB = 10.0, 5.0, 20.0, 20.0

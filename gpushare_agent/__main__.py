@@ -10,11 +10,11 @@ def main() -> int:
     """Runs the command line and returns the exit code.
 
     Imports make hundreds of thousands of objects and no garbage: without collections in between they take a tenth less
-    time (measured), and the start until registration is short of time. cli.py turns collection on again.
+    time (measured), and the start until registration is short of time. cli/main.py turns collection on again.
     """
     gc.disable()
     _import_structlog()
-    from gpushare_agent.cli import main as run_command_line
+    from gpushare_agent.cli.main import main as run_command_line
 
     return run_command_line()
 

@@ -21,8 +21,8 @@ from aiohttp import web
 from gpushare_agent.model.decision_records import Asked, Candidate, DecisionRecord, Outcome
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import ContainerUse, ProcessSample, UsageRound
-from gpushare_agent.services.node_api import decision_document
-from gpushare_agent.services.node_document import MIB, node_document
+from gpushare_agent.observability.http.node_api import decision_document
+from gpushare_agent.observability.node_snapshot import MIB, node_document
 from tests.support_settings import clean_environment
 from tests.support_usage import UUIDS, allocation, card_sample, facts, inventory, key_of, snapshot
 

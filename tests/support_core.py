@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gpushare_agent.decisions.identity import Known
+from gpushare_agent.admission.decisions.identity import Known
+from gpushare_agent.kubelet.records import CheckpointEntry, ListedContainer, ListedPod
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Card, GpuInventory
-from gpushare_agent.model.kubelet import CheckpointEntry, ListedContainer, ListedPod
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.topology import Link, LinkKind
-from gpushare_agent.model.topology_tree import build_topology
+from gpushare_agent.placement.topology_tree import build_topology
 
 NAMES = ResourceNames()
 

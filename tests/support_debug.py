@@ -12,10 +12,10 @@ from typing import Any
 from aiohttp import ClientSession
 from yarl import URL
 
-from gpushare_agent.services.debug_pages import DebugSources
-from gpushare_agent.services.debug_server import DebugServer
-from gpushare_agent.settings import load_settings
-from gpushare_agent.settings_observation import DebugSettings
+from gpushare_agent.observability.http.debug_pages import DebugSources
+from gpushare_agent.observability.http.debug_server import DebugServer
+from gpushare_agent.settings.observation import DebugSettings
+from gpushare_agent.settings.settings import load_settings
 from tests.support_display import snapshot, train_allocation, train_pod, usage_round, whole_allocation
 from tests.support_kube import DEADLINE_S, running
 

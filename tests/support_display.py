@@ -8,7 +8,7 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.usage import CardSample, ContainerUse, ProcessSample, UsageRound
-from gpushare_agent.services.node_document import MIB, AgentFacts, ContainerFacts, NodeSnapshot
+from gpushare_agent.observability.node_snapshot import MIB, AgentFacts, ContainerFacts, NodeSnapshot
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 
 CARD_MIB = 24 * 1024

@@ -1,4 +1,4 @@
-"""Installs a driver volume and kills itself at a chosen step, for tests/adapters/test_driver_directory.py.
+"""Installs a driver volume and kills itself at a chosen step, for tests/isolation/test_driver_directory.py.
 
 Run as a module: ROOT BASE CONTROL. Each line on stdin is a number; a forked child installs and sends itself SIGKILL right
 before its operation of that number (audit events of files: open, link, rename, …). The answer is "killed" or "done".
@@ -11,10 +11,10 @@ import signal
 import sys
 from pathlib import Path
 
-from gpushare_agent.adapters.driver_directory import DriverDirectory
-from gpushare_agent.adapters.driver_libraries import DriverLibraries, host_machine, read_control_library
-from gpushare_agent.decisions.driver_volume import plan_volume
-from gpushare_agent.model.driver_volumes import DriverVolume, VolumeName, VolumePlan
+from gpushare_agent.isolation.driver_volume.directory import DriverDirectory
+from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, host_machine, read_control_library
+from gpushare_agent.isolation.driver_volume.plan import plan_volume
+from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName, VolumePlan
 
 EVENTS = ("open", "os.", "shutil.", "fcntl.", "tempfile.", "ctypes.")
 LISTED = ("libcuda.so", "libnvidia-ml.so", "libnvidia-ptxjitcompiler.so")

@@ -19,13 +19,21 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from gpushare_agent.adapters.cluster_nodes import read_node
-from gpushare_agent.adapters.cluster_pods import lean_pod
-from gpushare_agent.adapters.extender_wire import BindArgs
-from gpushare_agent.adapters.kube.cluster import ALL_NODES, LIVE_PODS, ClusterApi, open_cluster_api
-from gpushare_agent.apps.extender import ExtenderParts, build, serve
-from gpushare_agent.decisions.pod_plan import CardRoom, plan_pod
-from gpushare_agent.model.cluster import ClusterPolicy
+from gpushare_agent.cluster.cluster_informer import ClusterInformer
+from gpushare_agent.cluster.kube.cluster import ALL_NODES, LIVE_PODS, ClusterApi, open_cluster_api
+from gpushare_agent.cluster.node_annotations import CARDS_ANNOTATION, HELD_ANNOTATION
+from gpushare_agent.extender.app import ExtenderParts, build, serve
+from gpushare_agent.extender.bind import Binder, BindTiming
+from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
+from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.messages import BindArgs
+from gpushare_agent.extender.metrics import ExtenderMetrics
+from gpushare_agent.extender.nodes import read_node
+from gpushare_agent.extender.pod_plan import CardRoom, plan_pod
+from gpushare_agent.extender.pod_writes import PodWrites
+from gpushare_agent.extender.pods import lean_pod
+from gpushare_agent.extender.quota_watch import QuotaKeeper
+from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import (
     PREDICATE_GPU_INDEX_PREFIX,
@@ -34,18 +42,10 @@ from gpushare_agent.model.names import (
     VMEMORY_RESOURCE,
     PodUid,
 )
-from gpushare_agent.model.node_annotations import CARDS_ANNOTATION, HELD_ANNOTATION
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.topology import Topology
-from gpushare_agent.services.cluster_feed import NodesFeed, PodsFeed
-from gpushare_agent.services.cluster_informer import ClusterInformer
-from gpushare_agent.services.extender_bind import Binder, BindTiming
-from gpushare_agent.services.extender_metrics import ExtenderMetrics
-from gpushare_agent.services.extender_pod_writes import PodWrites
-from gpushare_agent.services.quota_watch import QuotaKeeper
-from gpushare_agent.settings import Settings
-from gpushare_agent.settings_extender import ExtenderSettings
-from gpushare_agent.state.cluster_state import ClusterState
+from gpushare_agent.settings.extender import ExtenderSettings
+from gpushare_agent.settings.settings import Settings
 from tests.support_kube import FAST, write_kubeconfig
 
 DEADLINE_S = 15.0

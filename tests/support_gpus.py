@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from gpushare_agent.adapters.topology_text import parse_topology
-from gpushare_agent.decisions.placement import CardState
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.topology import Topology
-from gpushare_agent.model.topology_tree import build_topology
+from gpushare_agent.placement import CardState
+from gpushare_agent.placement.topology_text import parse_topology
+from gpushare_agent.placement.topology_tree import build_topology
 
 TOPOLOGY_DIRECTORY = Path(__file__).parent / "data" / "topology"
 TOPOLOGY_NAMES = tuple(sorted(path.stem for path in TOPOLOGY_DIRECTORY.glob("*.txt")))

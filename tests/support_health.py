@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from gpushare_agent.decisions.health import HealthPolicy
-from gpushare_agent.model.gpu_events import GpuEvent, GpuEventKind
+from gpushare_agent.gpus.events import GpuEvent, GpuEventKind
+from gpushare_agent.gpus.health import HealthPolicy
 from gpushare_agent.model.gpus import GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import DriverSample

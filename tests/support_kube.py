@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from gpushare_agent.adapters.kube.client import KubeApi, KubeTimeouts, ListLimits, open_kube_api
+from gpushare_agent.cluster.kube.client import KubeApi, KubeTimeouts, ListLimits, open_kube_api
+from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
-from gpushare_agent.state.pod_store import PodStore
 
 DEADLINE_S = 10.0
 NODE = "node-1"

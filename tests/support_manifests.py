@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from gpushare_agent.settings import Settings, load_settings
+from gpushare_agent.settings.settings import Settings, load_settings
 
 MANIFESTS = Path(__file__).parent.parent / "manifests"
 SETTINGS_DIRECTORY = Path("/etc/gpushare-agent")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpushare_agent.adapters.mps_control import MpsControl
+from gpushare_agent.isolation.mps.control import MpsControl
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 20.0

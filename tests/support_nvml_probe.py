@@ -18,9 +18,9 @@ from typing import Any
 import structlog
 from structlog.testing import LogCapture
 
-from gpushare_agent.adapters.nvml import NvmlDriver
+from gpushare_agent.gpus.nvml.driver import NvmlDriver
 from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.topology_tree import render_tree
+from gpushare_agent.placement.topology_tree import render_tree
 
 
 async def answer(driver: NvmlDriver, log: LogCapture, command: str) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from gpushare_agent.model.cluster import ClusterPolicy
+from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.simulation.comparing import Rules, compare
 from gpushare_agent.simulation.machines import Machine

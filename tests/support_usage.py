@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from gpushare_agent.adapters.simulated_gpus import default_topology
-from gpushare_agent.decisions.health import HealthPolicy, why_not_offered
+from gpushare_agent.gpus.health import HealthPolicy, why_not_offered
+from gpushare_agent.gpus.health_values import CardHealth
+from gpushare_agent.gpus.simulated.driver import default_topology
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.card_health import CardHealth
-from gpushare_agent.model.cgroup_paths import PeerIdentity
 from gpushare_agent.model.gpus import Card, GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.model.topology_tree import build_topology
 from gpushare_agent.model.usage import CardSample, DriverSample, ProcessSample, UsageRound
-from gpushare_agent.services.node_document import MIB, AgentFacts, ContainerFacts, NodeSnapshot
+from gpushare_agent.observability.node_snapshot import MIB, AgentFacts, ContainerFacts, NodeSnapshot
+from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 
 CARD_MIB = 24576
 UUIDS = tuple(GpuUuid(f"GPU-{index}") for index in range(4))

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from grpclib.client import Channel
 
-from gpushare_agent.adapters.vdevice_files import VDeviceFiles
+from gpushare_agent.isolation.vcuda.config_format import encode_config
+from gpushare_agent.isolation.vcuda.files import VDeviceFiles
+from gpushare_agent.isolation.vcuda.server import VDeviceLimits, VDeviceServer
 from gpushare_agent.kit.sockets import connectable_path
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.cgroup_paths import PeerIdentity
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.vdevice import encode_config
-from gpushare_agent.services.vdevice_server import VDeviceLimits, VDeviceServer
+from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 from gpushare_agent.wire.vcuda import VcudaServiceStub, VDeviceRequest
 
 POD = PodUid("0f9c4f0e-5a0b-4b8e-9d38-0d4a3f7b6c11")

@@ -19,8 +19,8 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import Event, ResponseReceived, StreamEnded, TrailersReceived
 
-from gpushare_agent.adapters.vdevice_files import VDeviceFiles
-from gpushare_agent.services.vdevice_server import METHOD, VDeviceLimits
+from gpushare_agent.isolation.vcuda.files import VDeviceFiles
+from gpushare_agent.isolation.vcuda.server import METHOD, VDeviceLimits
 from gpushare_agent.wire.vcuda import VDeviceRequest
 from tests.support_vdevice import KEY, OTHER, OTHER_POD, POD, FakeNode, register, server_of, share_config
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.made_node import MadeNode
-from gpushare_agent.services.live_stream import LiveStream
-from gpushare_agent.services.metrics import AgentMetrics
-from gpushare_agent.services.node_api import Curves, NodeApi
-from gpushare_agent.services.node_document import node_document
-from gpushare_agent.services.web import WebServer
-from gpushare_agent.services.web_answers import encode
-from gpushare_agent.state.decision_log import DecisionLog
-from gpushare_agent.state.usage_history import UsageHistory
+from gpushare_agent.admission.decision_log import DecisionLog
+from gpushare_agent.observability.http.answers import encode
+from gpushare_agent.observability.http.live_stream import LiveStream
+from gpushare_agent.observability.http.node_api import Curves, NodeApi
+from gpushare_agent.observability.http.server import WebServer
+from gpushare_agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.observability.node_snapshot import node_document
+from gpushare_agent.observability.usage_history import UsageHistory
 from tests.support_kube import DEADLINE_S, running
 
 KEPT = 600

@@ -1,6 +1,7 @@
 """The isolations and device-list strategies by name, as settings and annotations spell them.
 
-What each does is in decisions/isolation/ and decisions/device_lists.py. A new isolation is one file there and one line here.
+What each does is in decisions/isolation/ and isolation/devices/device_lists.py. A new isolation is one file there and
+one line here.
 """
 
 from __future__ import annotations

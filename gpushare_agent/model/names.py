@@ -5,6 +5,7 @@ Source: TKEStack gpu-manager 1.1.5 and gpu-admission 1.0 (docs/formats.md). Thes
 
 from __future__ import annotations
 
+import re
 from typing import NewType
 
 PodUid = NewType("PodUid", str)
@@ -52,6 +53,14 @@ ENV_VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"
 ENV_LIBRARY_PATH = "LD_LIBRARY_PATH"
 LIBRARY_DIRECTORY = "/usr/local/nvidia"
 """Where a container finds the driver's libraries and programs."""
+
+
+_CONTAINER_ID = re.compile(r"[0-9a-f]{64}")
+
+
+def is_container_id(text: str) -> bool:
+    """True for a container runtime's ID as containerd, CRI-O and Docker write it."""
+    return _CONTAINER_ID.fullmatch(text) is not None
 
 
 def device_id(uuid: GpuUuid, number: int) -> DeviceId:

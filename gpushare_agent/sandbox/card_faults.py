@@ -1,7 +1,7 @@
 """Failing cards of the embedded node: what `sandbox fail-card` and `heal-card` write into the agent's faults file.
 
 The file is read before each change, so that what a person has written there stays. State owned: the last ID given, for those
-in the file go when their card is healed. Format: adapters/simulated_faults.py.
+in the file go when their card is healed. Format: gpus/simulated/faults.py.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpushare_agent.adapters.simulated_faults import (
+from gpushare_agent.gpus.events import GpuEvent, GpuEventKind
+from gpushare_agent.gpus.health import EventMeaning, HealthPolicy, meaning_of
+from gpushare_agent.gpus.simulated.faults import (
     Faults,
     RehearsedEvent,
     RehearsedReset,
     encode_faults,
     parse_faults,
 )
-from gpushare_agent.adapters.simulated_input import read_regular
-from gpushare_agent.decisions.health import EventMeaning, HealthPolicy, meaning_of
+from gpushare_agent.gpus.simulated.input import read_regular
 from gpushare_agent.model.errors import Rejected, Unavailable
-from gpushare_agent.model.gpu_events import GpuEvent, GpuEventKind
 from gpushare_agent.model.names import GpuUuid
 
 LOST_REASON = "GPU is lost"

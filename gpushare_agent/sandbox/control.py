@@ -19,7 +19,7 @@ from typing import Any
 
 import structlog
 
-from gpushare_agent.adapters.peer_credentials import peer_credentials
+from gpushare_agent.kit.peer_credentials import peer_credentials
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.sandbox.state_directory import why_not_private

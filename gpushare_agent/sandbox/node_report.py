@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from gpushare_agent.decisions.isolation.vcuda import VDEVICE_DIRECTORY
+from gpushare_agent.isolation.vcuda.edits import VDEVICE_DIRECTORY
 from gpushare_agent.model.gpus import Card
 from gpushare_agent.model.names import CORES_PER_CARD, GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerSpec

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gpushare_agent.adapters.simulated_usage import RehearsedProcess
+from gpushare_agent.gpus.simulated.usage import RehearsedProcess
 from gpushare_agent.model.usage import ProcessSample
 
 PERIOD_S = 120.0

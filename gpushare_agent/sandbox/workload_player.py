@@ -14,8 +14,8 @@ from typing import Any
 
 import structlog
 
-from gpushare_agent.adapters.simulated_usage import RehearsedProcess, encode_usage
-from gpushare_agent.decisions.isolation_choice import choose_isolation
+from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
+from gpushare_agent.gpus.simulated.usage import RehearsedProcess, encode_usage
 from gpushare_agent.model.gpus import Card
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import CORES_PER_CARD

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
-from gpushare_agent.model.cluster import ClusterPolicy
+from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.simulation.fragmentation import typical_shapes
 from gpushare_agent.simulation.meter import Meter
 from gpushare_agent.simulation.replay import Replay

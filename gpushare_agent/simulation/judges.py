@@ -6,10 +6,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.simulation.sums import NodeSums
 from gpushare_agent.simulation.workload import Shape
-from gpushare_agent.state.cluster_state import ClusterState
 
 _SHAPES_KEPT = 64
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from gpushare_agent.model.cluster import ClusterNode, NodeCard
+from gpushare_agent.extender.values import ClusterNode, NodeCard
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.topology import Link, LinkKind, Topology
-from gpushare_agent.model.topology_tree import build_topology
+from gpushare_agent.placement.topology_tree import build_topology
 
 MEMORY_MIB = {
     "A10": 23_028,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpushare_agent.model.cluster import Charge
+from gpushare_agent.extender.values import Charge
 from gpushare_agent.model.names import CORES_PER_CARD
 from gpushare_agent.simulation.fragmentation import FreeCard, unusable_cores
 from gpushare_agent.simulation.workload import Cluster, Shape

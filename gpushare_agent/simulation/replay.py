@@ -16,7 +16,7 @@ from enum import IntEnum
 from heapq import heappop, heappush
 from itertools import count
 
-from gpushare_agent.model.cluster import Reservation
+from gpushare_agent.extender.values import Reservation
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.simulation.meter import Meter
 from gpushare_agent.simulation.queue import Job, WaitingPods

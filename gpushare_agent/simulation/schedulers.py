@@ -1,6 +1,6 @@
 """kube-scheduler with and without the extender: for one pod, a node, and there the cards; or why not now.
 
-With the extender the nodes are filtered, scored and reserved by state/cluster_state.py, as in a cluster. Without it
+With the extender the nodes are filtered, scored and reserved by extender/cluster_state.py, as in a cluster. Without it
 kube-scheduler goes by sums alone, and the node's agent may refuse the pod at its admission: there too the cards are
 planned by the agent's decisions.
 
@@ -13,7 +13,8 @@ from __future__ import annotations
 from enum import StrEnum
 from random import Random
 
-from gpushare_agent.model.cluster import ClusterPolicy, Reservation
+from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.values import ClusterPolicy, Reservation
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
@@ -21,7 +22,6 @@ from gpushare_agent.simulation.candidates import Ring
 from gpushare_agent.simulation.judges import ExtenderJudge, Judge, SumsJudge
 from gpushare_agent.simulation.sums import NodeSums
 from gpushare_agent.simulation.workload import Cluster, Shape
-from gpushare_agent.state.cluster_state import ClusterState
 
 _MIN_NODES = 100
 _MIN_PERCENT, _START_PERCENT, _NODES_PER_PERCENT = 5, 50, 125

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gpushare_agent.model.cluster import ClusterNode
+from gpushare_agent.extender.values import ClusterNode
 from gpushare_agent.model.names import CORES_PER_CARD
 from gpushare_agent.simulation.workload import Shape
 

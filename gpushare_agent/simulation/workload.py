@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from gpushare_agent.model.cluster import ClusterNode
+from gpushare_agent.extender.values import ClusterNode
 from gpushare_agent.model.names import CORES_PER_CARD, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceNames

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.adapters.cgroups import Cgroups
-from gpushare_agent.adapters.pod_processes import PodProcesses
-from gpushare_agent.adapters.runtime import RuntimeState, open_runtime
-from gpushare_agent.model.cgroup_paths import PeerIdentity
+from gpushare_agent.admission.pod_processes import PodProcesses
 from gpushare_agent.model.errors import NotFound, Unavailable
+from gpushare_agent.runtime.cgroup_paths import PeerIdentity
+from gpushare_agent.runtime.cgroups import Cgroups
+from gpushare_agent.runtime.cri import RuntimeState, open_runtime
 from tests.support_containerd import CGROUP_ROOT, Containerd, running_container, running_containerd, why_not
 
 TIMEOUT_S = 20.0

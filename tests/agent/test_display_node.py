@@ -11,10 +11,10 @@ import pytest
 from aiohttp import ClientSession
 from grpclib.client import Channel
 
-from gpushare_agent.apps.node_parts import build, open_driver
+from gpushare_agent.agent.node_parts import build, open_driver
 from gpushare_agent.kit.sockets import connectable_path
 from gpushare_agent.model.errors import StartupError
-from gpushare_agent.settings import load_settings
+from gpushare_agent.settings.settings import load_settings
 from gpushare_agent.wire.display import GpuDisplayStub, UsageResponse
 from gpushare_agent.wire.google.protobuf import Empty
 from tests.support_agent import DEADLINE_S, open_agent, poll_until, wait_running

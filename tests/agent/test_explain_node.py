@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from gpushare_agent.cluster.pod_events import COMPONENT
 from gpushare_agent.model.decision_records import DecisionRecord, Outcome
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.services.pod_events import COMPONENT
 from tests.support_agent import InnerAgent, open_agent, poll_until, uuid_of, wait_running, wait_until, write_faults
 from tests.support_sandbox import container, open_test_node, pod, wait_phase
 

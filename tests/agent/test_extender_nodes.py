@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from gpushare_agent.model.cluster import Stage
+from gpushare_agent.extender.values import Stage
 from gpushare_agent.sandbox.cluster import EmbeddedCluster
 from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
 from tests.support_agent import InnerAgent, cards_of

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from gpushare_agent.isolation.vcuda.config_format import decode_config
 from gpushare_agent.model.errors import StartupError
-from gpushare_agent.model.vdevice import decode_config
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 from tests.support_agent import calls_of, open_agent, poll_until, wait_running, wait_settled, wait_until

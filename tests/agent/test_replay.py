@@ -17,16 +17,23 @@ from grpclib.client import Channel
 from grpclib.const import Cardinality, Handler
 from grpclib.server import Server, Stream
 
-from gpushare_agent.adapters.kube.pods import parse_pod
-from gpushare_agent.adapters.kubelet_checkpoint import KubeletCheckpoint
-from gpushare_agent.adapters.pod_resources import PodResourcesClient
-from gpushare_agent.decisions.books import Policy
-from gpushare_agent.decisions.container_edits import EditPolicy
-from gpushare_agent.decisions.explain import Explanation
-from gpushare_agent.decisions.identity import Served
-from gpushare_agent.decisions.isolation import IsolationConfig
+from gpushare_agent.admission.admission import Admission
+from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.admission.decisions.explain import Explanation
+from gpushare_agent.admission.decisions.identity import Served
+from gpushare_agent.admission.decisions.ledger import Policy
+from gpushare_agent.admission.identification import Identification, Patience
+from gpushare_agent.cluster.kube.pods import parse_pod
+from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.isolation import IsolationConfig
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
+from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
+from gpushare_agent.kubelet.device_plugin import FAST_DECODERS, DevicePlugin
+from gpushare_agent.kubelet.device_table import DeviceTable
+from gpushare_agent.kubelet.pod_resources import PodResourcesClient
+from gpushare_agent.kubelet.pod_resources_gate import PodResourcesGate
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import NotFound, RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory
@@ -34,13 +41,6 @@ from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid
 from gpushare_agent.model.pods import Pod, PodPhase
 from gpushare_agent.model.resources import ResourceKind
-from gpushare_agent.services.admission import Admission
-from gpushare_agent.services.device_plugin import FAST_DECODERS, DevicePlugin
-from gpushare_agent.services.identification import Identification, Patience
-from gpushare_agent.services.pod_resources_gate import PodResourcesGate
-from gpushare_agent.state.allocation_cache import AllocationCache
-from gpushare_agent.state.device_table import DeviceTable
-from gpushare_agent.state.pod_store import PodStore
 from gpushare_agent.wire import v1beta1
 from tests.support_core import NAMES, container, inventory, pod
 

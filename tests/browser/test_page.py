@@ -12,7 +12,7 @@ import pytest
 
 from bench.made_node import MadeNode, uid_of, uuid_of
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.services.node_document import NodeSnapshot
+from gpushare_agent.observability.node_snapshot import NodeSnapshot
 from tests.support_browser import WHY_NOT, Browser, open_browser
 from tests.support_web import MadeHistory, ServedNode, served_node
 

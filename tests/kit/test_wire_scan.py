@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.adapters.pod_resources_wire import decode_pod_entry
 from gpushare_agent.kit import wire_scan
 from gpushare_agent.kit.wire_build import bytes_field, integer_field, string_list, varint
 from gpushare_agent.kit.wire_scan import (
@@ -22,7 +21,8 @@ from gpushare_agent.kit.wire_scan import (
     scan_pod_entry,
     scan_single_pod,
 )
-from gpushare_agent.model.kubelet import ListedContainer, ListedPod
+from gpushare_agent.kubelet.pod_resources_wire import decode_pod_entry
+from gpushare_agent.kubelet.records import ListedContainer, ListedPod
 from gpushare_agent.wire import v1, v1beta1
 
 TEXT = st.text(max_size=8) | st.sampled_from(["GPU-0a::17", "tencent.com/vcuda-core", "x" * 127, "x" * 128, "ü" * 70])

@@ -13,8 +13,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gpushare_agent.apps.sandbox_nodes import _addresses, _debug_port
-from gpushare_agent.settings import load_settings
+from gpushare_agent.cli.sandbox_nodes import _addresses, _debug_port
+from gpushare_agent.settings.settings import load_settings
 from tests.support_sandbox_cli import DEADLINE_S, ROOT, document_of, live, read_until, registered, sandbox
 
 

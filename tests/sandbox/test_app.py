@@ -18,8 +18,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from gpushare_agent.apps import sandbox as app
-from gpushare_agent.apps.sandbox_run import told_after
+from gpushare_agent.cli import sandbox as app
+from gpushare_agent.cli.sandbox_run import told_after
 from gpushare_agent.sandbox.node_live_view import live_view
 from tests.support_sandbox import container, pod
 from tests.support_sandbox_cli import ROOT, ended, live, read_until, registered, sandbox

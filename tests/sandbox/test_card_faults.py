@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.adapters.simulated_gpus import SimulatedDriver
-from gpushare_agent.apps import sandbox as app
-from gpushare_agent.decisions.health import HealthPolicy
+from gpushare_agent.cli import sandbox as app
+from gpushare_agent.gpus.health import HealthPolicy
+from gpushare_agent.gpus.simulated.driver import SimulatedDriver
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.sandbox.card_faults import CardFaults, Healed
 from tests.support_agent import open_agent

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.adapters.cgroups import Cgroups
-from gpushare_agent.adapters.pod_processes import PodProcesses
-from gpushare_agent.model.cgroup_paths import NOBODY, PeerIdentity
+from gpushare_agent.admission.pod_processes import PodProcesses
 from gpushare_agent.model.errors import NotFound, StartupError, Unavailable
 from gpushare_agent.model.names import PodUid
+from gpushare_agent.runtime.cgroup_paths import NOBODY, PeerIdentity
+from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.sandbox.cgroup_tree import KIND_VARIABLE, open_cgroup_tree
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.container_runtime import MAX_LOG_BYTES, ContainerRuntime

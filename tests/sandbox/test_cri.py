@@ -9,8 +9,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from gpushare_agent.adapters.runtime import RuntimeState, open_runtime
 from gpushare_agent.model.errors import NotFound, Unavailable
+from gpushare_agent.runtime.cri import RuntimeState, open_runtime
 from gpushare_agent.sandbox.cri_server import CriServer
 from gpushare_agent.wire.runtime import v1
 from tests.support_containers import config, open_containers, wait_ended

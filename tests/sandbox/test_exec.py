@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.apps.sandbox_exec import split_inner_command
-from gpushare_agent.settings_sources import read_variables
+from gpushare_agent.cli.sandbox_exec import split_inner_command
+from gpushare_agent.settings.sources import read_variables
 from tests.support_sandbox import container, pod
 from tests.support_sandbox_cli import (
     DEADLINE_S,
@@ -27,7 +27,7 @@ from tests.support_sandbox_cli import (
     start,
 )
 
-CLIENT = (sys.executable, "-m", "gpushare_agent.vdevice_client")
+CLIENT = (sys.executable, "-m", "gpushare_agent.isolation.vcuda.client")
 """Found in the directory in which the tests run `exec`: the checkout."""
 
 

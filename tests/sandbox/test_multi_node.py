@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpushare_agent.apps import sandbox as app
-from gpushare_agent.apps.sandbox import _node_flags
+from gpushare_agent.cli import sandbox as app
+from gpushare_agent.cli.sandbox import _node_flags
 from gpushare_agent.model.errors import AgentError, Rejected
 from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.card_faults import CardFaults

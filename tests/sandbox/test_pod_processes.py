@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.model.vdevice import decode_pids
+from gpushare_agent.isolation.vcuda.config_format import decode_pids
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse, Mount
 from tests.support_agent import open_agent, wait_running
@@ -194,7 +194,7 @@ async def test_a_container_registers_at_its_own_socket(kind: str) -> None:
     """The agent knows the process by its cgroup; what it reads back are its own limits and PIDs."""
     async with open_test_node(cgroups=kind) as node, open_agent(node, "--isolation=vcuda") as agent:
         shared = {"limits": {CORE: "30", "tencent.com/vcuda-memory": "10"}}
-        command = [sys.executable, "-P", "-m", "gpushare_agent.vdevice_client", "-o", "json"]
+        command = [sys.executable, "-P", "-m", "gpushare_agent.isolation.vcuda.client", "-o", "json"]
         env = [{"name": "PYTHONPATH", "value": str(Path(__file__).parents[2])}]
         raw = {**host_container("main", *command, env=env), "resources": shared}
         node.api.create_pod(pod("share", raw, restartPolicy="Never"))

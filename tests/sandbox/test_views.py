@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gpushare_agent.model.vdevice import encode_pids
+from gpushare_agent.isolation.vcuda.config_format import encode_pids
 from gpushare_agent.sandbox.node_live_view import live_view
 from gpushare_agent.sandbox.node_view import (
     cards_table,

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.adapters.simulated_gpus import SimulatedDriver
-from gpushare_agent.adapters.simulated_usage import Usage, parse_usage
+from gpushare_agent.gpus.simulated.driver import SimulatedDriver
+from gpushare_agent.gpus.simulated.usage import Usage, parse_usage
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import ISOLATION_ANNOTATION

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpushare_agent.model.cluster import ClusterPolicy, Reservation
+from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.values import ClusterPolicy, Reservation
 from gpushare_agent.simulation.candidates import Ring
 from gpushare_agent.simulation.judges import ExtenderJudge
 from gpushare_agent.simulation.schedulers import NoNode, Policy, nodes_per_try
 from gpushare_agent.simulation.workload import PodMaker, Shape
-from gpushare_agent.state.cluster_state import ClusterState
 from tests.support_simulation import NAMES, cluster_of, scheduler_of
 
 SHAPES = [Shape(10, 8), Shape(50, 16), Shape(70, 40), Shape(100, 0), Shape(200, 0)]

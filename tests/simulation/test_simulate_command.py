@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.apps import simulate
-from gpushare_agent.cli import main
+from gpushare_agent.cli import simulate
+from gpushare_agent.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 TRACES = ROOT / "tests" / "data" / "traces"

@@ -1,0 +1,148 @@
+"""What an Allocate answer puts into a container: names, devices by the node's strategies, and what its isolation adds. Pure.
+
+Source of the names: docs/formats.md, section 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
+from gpushare_agent.isolation import ISOLATIONS, IsolationConfig, IsolationRequest
+from gpushare_agent.isolation.devices.device_lists import DeviceListRequest, NodeDevices, device_edits
+from gpushare_agent.isolation.vcuda.limits import core_limit
+from gpushare_agent.model.allocations import ContainerEdits
+from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
+from gpushare_agent.model.merging import merged
+from gpushare_agent.model.names import (
+    CORES_PER_CARD,
+    DEVICE_CONTAINER_ANNOTATION,
+    ENV_GPUSHARE_CARD,
+    ENV_GPUSHARE_CONTAINER,
+    ENV_GPUSHARE_INDEX,
+    ENV_GPUSHARE_POD,
+    ENV_LIBRARY_PATH,
+    LIBRARY_DIRECTORY,
+)
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EditPolicy:
+    """The node's settings that bear on what a container gets."""
+
+    names: ResourceNames
+    config: IsolationConfig
+    isolation: IsolationName = IsolationName.VCUDA
+    allowed: tuple[IsolationName, ...] = ()
+    strategies: tuple[DeviceListStrategy, ...] = (DeviceListStrategy.ENVVAR, DeviceListStrategy.DEVICE_NODES)
+    devices: NodeDevices = field(default_factory=NodeDevices)
+    cdi_kind: str = "nvidia.com/gpu"
+
+
+def edits_for(
+    pod: Pod, container: ContainerSpec, cards: Sequence[Card], policy: EditPolicy
+) -> ContainerEdits | Refused:
+    """The edits for a container that holds a share of, or all of, `cards` (in order of index); or why it cannot have them:
+    the pod chose an isolation that the node does not allow, or the isolation cannot keep such a share."""
+    name = choose_isolation(pod.annotations, policy.isolation, policy.allowed)
+    if isinstance(name, Refused):
+        return name
+    names = policy.names
+    if not cards:
+        return _without_cards(pod, container)
+    if pod.is_static and ISOLATIONS[name].preparation is not None:
+        return _static(pod, name)
+    cores = names.wanted(container, ResourceKind.VCORE) or _cores_of_memory(container, cards, names)
+    is_whole = cores >= CORES_PER_CARD and not names.wanted(container, ResourceKind.GPU_MEM)
+    isolated = ISOLATIONS[name].edit(
+        IsolationRequest(
+            pod_uid=pod.uid,
+            container=container,
+            cards=tuple(cards),
+            cores=cores,
+            memory_mib=names.memory_mib(container),
+            is_whole=is_whole,
+            config=policy.config,
+            core_limit=0 if is_whole else core_limit(pod.annotations, cores).percent,
+            pod_memory_mib=_pod_memory_mib(pod, names),
+            memory_unit_mib=names.gpu_mem_unit_mib,
+        )
+    )
+    if isinstance(isolated, Refused):
+        return isolated
+    request = DeviceListRequest(
+        cards=tuple(cards), node=policy.devices, cdi_kind=policy.cdi_kind, unique=_unique(pod, container)
+    )
+    parts = [_base(container, cards, names), device_edits(request, policy.strategies)]
+    if names.wanted(container, ResourceKind.GPU_MEM):
+        parts.append(_gpushare(pod, container, cards[0], names))
+    return merged(*parts, isolated)
+
+
+def _without_cards(pod: Pod, container: ContainerSpec) -> Refused:
+    return Refused(
+        reason=RefusalReason.NOT_READY,
+        detail=f"the card of pod {pod.namespace}/{pod.name}, container {container.name}, is gone. Create the pod again.",
+    )
+
+
+def _static(pod: Pod, name: IsolationName) -> Refused:
+    return Refused(
+        reason=RefusalReason.INVALID_REQUEST,
+        detail=f"pod {pod.namespace}/{pod.name} is a static pod: the kubelet knows it under another UID than the API "
+        f"server, so isolation {name} could not find its processes. Run it as a DaemonSet.",
+    )
+
+
+def _cores_of_memory(container: ContainerSpec, cards: Sequence[Card], names: ResourceNames) -> int:
+    """Who asks for memory alone gets as much of the compute: 100 × asked / card, at least 1 (GPUShare's rule)."""
+    if not names.wanted(container, ResourceKind.GPU_MEM) or not cards:
+        return 0
+    return min(CORES_PER_CARD, max(1, CORES_PER_CARD * names.memory_mib(container) // cards[0].memory_mib))
+
+
+def _gpushare(pod: Pod, container: ContainerSpec, card: Card, names: ResourceNames) -> ContainerEdits:
+    """GPUShare's variables: the card's index; units asked by the pod, by the container, and those of the card."""
+    unit_mib = names.gpu_mem_unit_mib
+    return ContainerEdits(
+        env=(
+            (ENV_GPUSHARE_INDEX, str(card.index)),
+            (ENV_GPUSHARE_POD, str(max(_pod_memory_mib(pod, names), names.memory_mib(container)) // unit_mib)),
+            (ENV_GPUSHARE_CONTAINER, str(names.memory_mib(container) // unit_mib)),
+            (ENV_GPUSHARE_CARD, str(card.memory_mib // unit_mib)),
+        )
+    )
+
+
+def _base(container: ContainerSpec, cards: Sequence[Card], names: ResourceNames) -> ContainerEdits:
+    """gpu-manager's annotations, which its tools read, and the place of the driver's libraries."""
+    libraries = [f"{LIBRARY_DIRECTORY}/lib64"]
+    if container.env.get("compat32", "").lower() == "true":
+        libraries.append(f"{LIBRARY_DIRECTORY}/lib")
+    blocks = names.wanted(container, ResourceKind.VMEMORY)
+    return ContainerEdits(
+        env=((ENV_LIBRARY_PATH, ":".join(libraries)),),
+        annotations=(
+            (names.vcore, str(names.wanted(container, ResourceKind.VCORE))),
+            (names.vmemory, str(blocks * names.memory_block_mib * MIB)),
+            (DEVICE_CONTAINER_ANNOTATION, ",".join(f"/dev/nvidia{card.minor}" for card in cards)),
+        ),
+    )
+
+
+def _pod_memory_mib(pod: Pod, names: ResourceNames) -> int:
+    """What the containers that run at one time ask for."""
+    return sum(names.memory_mib(c) for c in pod.containers if c.kind is not ContainerKind.INIT)
+
+
+def _unique(pod: Pod, container: ContainerSpec) -> str:
+    """Of at most 45 characters, for the name of a label has 63."""
+    return f"{pod.uid}_{hashlib.sha256(container.name.encode()).hexdigest()[:8]}"

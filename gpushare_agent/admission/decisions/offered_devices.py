@@ -1,0 +1,44 @@
+"""Which device IDs the kubelet is told not to give away though their card is well: what the card's memory account cannot pay
+for any more, and shares while the daemon that they need is down. Pure.
+
+An ID that somebody holds is not withheld for the account's sake: the container runs on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gpushare_agent.admission.decisions.memory_share import MemoryUse, blocks_taken, free_gpu_mem
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.names import DeviceId, device_id
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
+
+Holders = Mapping[ResourceKind, Mapping[DeviceId, frozenset[ContainerKey]]]
+
+
+def withheld(
+    kind: ResourceKind,
+    inventory: GpuInventory,
+    holders: Holders,
+    use: MemoryUse,
+    names: ResourceNames,
+    *,
+    no_shares: bool,
+) -> frozenset[DeviceId]:
+    """IDs of one resource. Whole cards need no memory IDs: with `no_shares` all of those are withheld, and no cores."""
+    if kind is ResourceKind.VCORE or (kind is ResourceKind.VMEMORY and not names.gpu_mem and not no_shares):
+        return frozenset()
+    found: set[DeviceId] = set()
+    for card in inventory.cards:
+        own = [device_id(card.uuid, number) for number in range(names.units(card, kind))]
+        if no_shares:
+            found.update(own)
+            continue
+        unheld = [device for device in own if device not in holders[kind]]
+        if kind is ResourceKind.GPU_MEM:
+            found.update(unheld[free_gpu_mem(card, use, names) :])
+        else:
+            taken = blocks_taken(use.gpu_mem.get(card.uuid, 0), names)
+            found.update(unheld[max(0, len(unheld) - taken) :])
+    return frozenset(found)

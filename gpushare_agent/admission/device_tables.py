@@ -1,0 +1,74 @@
+"""Keeps what ListAndWatch says of every resource: the cards' health at once, the memory account a moment after it changed.
+
+State owned: the tables (kubelet/device_table.py), and whether they are behind the books. A table that is behind does
+no harm: the admission looks at the books themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decisions.memory_share import MemoryUse, whole_cards
+from gpushare_agent.admission.decisions.offered_devices import withheld
+from gpushare_agent.kubelet.device_table import DeviceTable, device_rows
+from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
+
+PAUSE_S = 0.2
+"""Of many allocations in a row the kubelet hears once."""
+
+
+class DeviceTables:
+    """One table for each resource that the node offers. `no_shares` tells whether shares cannot be had at all now."""
+
+    def __init__(
+        self,
+        *,
+        names: ResourceNames,
+        inventory: Callable[[], GpuInventory],
+        cache: AllocationCache,
+        no_shares: Callable[[], bool],
+        pause_s: float = PAUSE_S,
+    ) -> None:
+        self.tables: Mapping[ResourceKind, DeviceTable] = {kind: DeviceTable() for kind in names.kinds}
+        self._names = names
+        self._inventory = inventory
+        self._cache = cache
+        self._no_shares = no_shares
+        self._pause_s = pause_s
+        self._is_behind = asyncio.Event()
+
+    def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
+        """Without GPUShare's resource the lists do not depend on what is given away."""
+        if self._names.gpu_mem:
+            self._is_behind.set()
+
+    def look_again(self) -> None:
+        """Whether shares can be had may have changed."""
+        self._is_behind.set()
+
+    def refresh(self) -> None:
+        """Bring every table up to date now."""
+        inventory = self._inventory()
+        use = MemoryUse(
+            blocks=self._cache.used_blocks(),
+            gpu_mem=self._cache.used_gpu_mem(),
+            whole=whole_cards(self._cache.view().values()),
+        )
+        holders = {kind: self._cache.holders(kind) for kind in ResourceKind}
+        no_shares = self._no_shares()
+        for kind, table in self.tables.items():
+            kept_back = withheld(kind, inventory, holders, use, self._names, no_shares=no_shares)
+            table.set_devices(device_rows(inventory, kind, self._names, kept_back))
+
+    async def run(self) -> NoReturn:
+        """Until cancelled."""
+        while True:
+            await self._is_behind.wait()
+            self._is_behind.clear()
+            self.refresh()
+            await asyncio.sleep(self._pause_s)

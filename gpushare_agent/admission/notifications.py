@@ -1,0 +1,143 @@
+"""Passes the outcome of each admission call on: to the metrics, the decision log, the pod's annotations and its Events.
+
+Never blocks, and decides nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from gpushare_agent.admission.decisions.explain import Explanation, in_short, with_cards
+from gpushare_agent.admission.decisions.identity import Served
+from gpushare_agent.cluster.pod_events import MAX_MESSAGE_CHARS
+from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.decision_records import DecisionRecord, Outcome
+from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.pods import ContainerKind, Pod
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
+
+_CARD_BY_CARD = " Card by card: "
+
+
+class CountsAdmissions(Protocol):
+    def admission(self, resource: str, outcome: str, reason: str) -> None: ...
+    def taken_ids_offered(self, resource: str, count: int) -> None: ...
+
+
+class Annotates(Protocol):
+    def assigned(self, pod: Pod, gpu_indexes: Mapping[int, tuple[int, ...]]) -> None: ...
+    def memory_assigned(self, pod: Pod, gpu_index: int, now_ns: int) -> None: ...
+
+
+class TellsRefusals(Protocol):
+    def refused(self, pod: Pod, refused: Refused) -> None: ...
+
+
+class KeepsDecisions(Protocol):
+    def add(self, record: DecisionRecord) -> DecisionRecord: ...
+
+
+class AdmissionNews:
+    """The observer of admission/admission.py."""
+
+    def __init__(  # noqa: PLR0913 - one argument for each place that is told
+        self,
+        *,
+        metrics: CountsAdmissions,
+        annotations: Annotates,
+        events: TellsRefusals,
+        allocations: Callable[[], Mapping[ContainerKey, Allocation]],
+        inventory: Callable[[], GpuInventory],
+        names: ResourceNames,
+        decisions: KeepsDecisions,
+        wall_clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._wall_clock_ns = wall_clock_ns
+        self._metrics = metrics
+        self._annotations = annotations
+        self._events = events
+        self._allocations = allocations
+        self._inventory = inventory
+        self._names = names
+        self._decisions = decisions
+
+    def allocated(self, served: Served, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
+        self._metrics.admission(self._names.name(kind), "allocated", "")
+        if why is not None:
+            self._decided(served, kind, why=with_cards(why, allocation.cards), refused=None, cards=allocation.cards)
+        if kind is ResourceKind.VCORE and (indexes := self._card_indexes(served.pod)) is not None:
+            self._annotations.assigned(served.pod, indexes)
+        if kind is ResourceKind.GPU_MEM and served.container.kind is ContainerKind.MAIN:
+            index = {card.uuid: card.index for card in self._inventory().cards}
+            for card in allocation.cards:
+                if card in index:
+                    self._annotations.memory_assigned(served.pod, index[card], self._wall_clock_ns())
+
+    def refused(self, served: Served | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None:
+        self._metrics.admission(self._names.name(kind), "refused", refused.reason.value)
+        why = with_cards(why, ()) if why is not None else None
+        self._decided(served, kind, why=why, refused=refused, cards=())
+        if served is not None:
+            self._events.refused(served.pod, _with_cards_told(refused, why))
+
+    def start_refused(self, served: Served | None, kind: ResourceKind, refused: Refused) -> None:
+        self._decided(served, kind, why=None, refused=refused, cards=())
+        if served is not None:
+            self._events.refused(served.pod, refused)
+
+    def _decided(
+        self,
+        served: Served | None,
+        kind: ResourceKind,
+        *,
+        why: Explanation | None,
+        refused: Refused | None,
+        cards: tuple[GpuUuid, ...],
+    ) -> None:
+        index = {card.uuid: card.index for card in self._inventory().cards}
+        self._decisions.add(
+            DecisionRecord(
+                number=0,
+                at=self._wall_clock_ns() / 1e9,
+                namespace=served.pod.namespace if served is not None else "",
+                pod=served.pod.name if served is not None else "",
+                pod_uid=served.pod.uid if served is not None else "",
+                container=served.container.name if served is not None else "",
+                resource=self._names.name(kind),
+                outcome=Outcome.ALLOCATED if refused is None else Outcome.REFUSED,
+                reason=refused.reason.value if refused is not None else "",
+                explanation=refused.detail if refused is not None else why.why if why is not None else "",
+                policy=why.policy if refused is None and why is not None else "",
+                cards=tuple(sorted(index[card] for card in cards if card in index)),
+                asked=why.asked if why is not None else None,
+                candidates=why.candidates if why is not None else (),
+            )
+        )
+
+    def taken_ids_offered(self, kind: ResourceKind, count: int) -> None:
+        self._metrics.taken_ids_offered(self._names.name(kind), count)
+
+    def _card_indexes(self, pod: Pod) -> dict[int, tuple[int, ...]] | None:
+        """Card indexes by position in spec.containers once every main container has its cores, else None."""
+        index = {card.uuid: card.index for card in self._inventory().cards}
+        found: dict[int, tuple[int, ...]] = {}
+        for container in pod.containers:
+            if container.kind is not ContainerKind.MAIN or not self._names.wanted(container, ResourceKind.VCORE):
+                continue
+            held = self._allocations().get(ContainerKey(pod.uid, container.name))
+            if held is None or not held.vcore_ids:
+                return None
+            found[container.position] = tuple(index[card] for card in held.cards if card in index)
+        return found
+
+
+def _with_cards_told(refused: Refused, why: Explanation | None) -> Refused:
+    """The Event also says what each card lacks, as far as there is room."""
+    left = MAX_MESSAGE_CHARS - len(refused.detail) - len(_CARD_BY_CARD) - 8
+    told = in_short(why.candidates, left) if why is not None and left > 0 else ""
+    return replace(refused, detail=f"{refused.detail}{_CARD_BY_CARD}{told}.") if told else refused

@@ -1,0 +1,136 @@
+"""Deletes pods that the kubelet rejected over our resources and that their controller has long replaced.
+
+A ReplicaSet replaces a rejected pod at once, about ten a second and without back-off, and the Failed pods stay: hundreds
+of objects that hide the reason instead of showing it. The newest few per controller stay for a person to read. Only
+controllers that replace and do not count failures are served: a Job counts them, and a DaemonSet's or StatefulSet's
+controller deletes failed pods itself (StatefulSet is in the default for clusters whose controller lags). Off by
+setting: then nobody runs this. The mutable state is the times of the latest deletions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable
+from typing import NoReturn, Protocol
+
+import structlog
+
+from gpushare_agent.cluster.kube.slot import ApiSlot
+from gpushare_agent.model.errors import AgentError, Conflict, NotFound
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import Pod, PodPhase, version_number
+
+log = structlog.get_logger(__name__)
+
+REPLACING_CONTROLLERS = ("ReplicaSet", "StatefulSet")
+ADMISSION_REASON = "UnexpectedAdmissionError"
+"""The kubelet's reason for a pod whose devices it could not get."""
+MINUTE_S = 60.0
+
+
+class DeletesPods(Protocol):
+    async def delete_pod(self, namespace: str, name: str, uid: PodUid, *, grace_s: int | None = None) -> None: ...
+
+
+class KnowsPods(Protocol):
+    """The pod store."""
+
+    def pods(self) -> tuple[Pod, ...]: ...
+
+
+class CountsDeletions(Protocol):
+    def rejected_pod_deleted(self) -> None: ...
+
+
+class RejectedPods:
+    """Every `period_s` deletes what `plan_deletions` names, at most `per_minute` in any minute."""
+
+    def __init__(
+        self,
+        *,
+        pods: KnowsPods,
+        resources: Collection[str],
+        per_minute: int = 30,
+        api: DeletesPods | None = None,
+        metrics: CountsDeletions | None = None,
+        period_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pods = pods
+        self._resources = tuple(resources)
+        self._per_minute = per_minute
+        self._api: ApiSlot[DeletesPods] = ApiSlot(api)
+        self._metrics = metrics
+        self._period_s = period_s
+        self._clock = clock
+        self._deleted_at: deque[float] = deque()
+
+    def attach(self, api: DeletesPods) -> None:
+        """The API server's client, once it is open."""
+        self._api.put(api)
+
+    async def run(self) -> NoReturn:
+        """Clean up until cancelled."""
+        api = await self._api.get()
+        while True:
+            try:
+                await self._clean(api)
+            except AgentError as e:
+                log.warning("rejected_pods_not_deleted", error=str(e), then="tried again")
+            await asyncio.sleep(self._period_s)
+
+    async def _clean(self, api: DeletesPods) -> None:
+        for pod in plan_deletions(self._pods.pods(), resources=self._resources):
+            if not self._may_delete():
+                return
+            self._deleted_at.append(self._clock())
+            try:
+                await api.delete_pod(pod.namespace, pod.name, pod.uid)
+            except (NotFound, Conflict):
+                continue  # gone already; another pod may bear the name, and is not meant
+            if self._metrics is not None:
+                self._metrics.rejected_pod_deleted()
+            log.info("rejected_pod_deleted", pod=f"{pod.namespace}/{pod.name}", uid=pod.uid, message=pod.message)
+
+    def _may_delete(self) -> bool:
+        while self._deleted_at and self._clock() - self._deleted_at[0] >= MINUTE_S:
+            self._deleted_at.popleft()
+        return len(self._deleted_at) < self._per_minute
+
+
+def plan_deletions(
+    pods: Iterable[Pod],
+    *,
+    resources: Collection[str],
+    keep: int = 3,
+    controllers: Collection[str] = REPLACING_CONTROLLERS,
+) -> list[Pod]:
+    """The rejected pods to delete, the oldest first: all but the newest `keep` of each controller."""
+    groups: defaultdict[tuple[str, str, str], list[Pod]] = defaultdict(list)
+    for pod in pods:
+        if pod.controller_kind in controllers and is_rejected_over(pod, resources) and not pod.is_deleting:
+            # A pod's name is its controller's with a suffix; the owner's own name is not needed for more than this.
+            groups[pod.namespace, pod.controller_kind, pod.name.rpartition("-")[0]].append(pod)
+    spare = [pod for group in groups.values() for pod in sorted(group, key=_age)[: max(len(group) - keep, 0)]]
+    return sorted(spare, key=_age)
+
+
+def is_rejected_over(pod: Pod, resources: Collection[str]) -> bool:
+    """Whether the kubelet rejected the pod for want of one of these resources.
+
+    The kubelet names the resource where it decided itself, and quotes the plugin ("rpc error") where the plugin did. A
+    pod that asks for another plugin's devices too and was rejected by that one is not told apart.
+    """
+    return (
+        pod.phase is PodPhase.FAILED
+        and pod.reason == ADMISSION_REASON
+        and any(pod.wants(resource) for resource in resources)
+        and ("rpc" in pod.message or any(resource in pod.message for resource in resources))
+    )
+
+
+def _age(pod: Pod) -> tuple[int, str, str]:
+    """Old before new: a rejected pod's resourceVersion is that of its rejection."""
+    return (version_number(pod.resource_version), pod.namespace, pod.name)

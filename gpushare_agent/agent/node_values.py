@@ -1,0 +1,101 @@
+"""From the settings to the values and small adapters that the node agent's parts are built from. Nothing here runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from gpushare_agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.gpus.inventory import GpuInventoryState
+from gpushare_agent.isolation import HamiCoreConfig, IsolationConfig, MpsConfig
+from gpushare_agent.isolation.devices.control_nodes import ControlNodes
+from gpushare_agent.isolation.devices.device_lists import CONTROL_NODES, NodeDevices
+from gpushare_agent.isolation.devices.extra_config import read_extra_devices
+from gpushare_agent.isolation.driver_volume.installed import installed_driver_version
+from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
+from gpushare_agent.isolation.driver_volume.volume_config import read_volume_config
+from gpushare_agent.model.errors import Rejected, StartupError
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.runtime.cri import RuntimeClient, runtime_endpoints
+from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
+from gpushare_agent.settings.settings import Settings
+
+USUAL_VOLUME_CONFIG = Path("/etc/gpu-manager/volume.conf")
+
+
+def resource_names(settings: Settings) -> ResourceNames:
+    """The resources that the node offers."""
+    gpushare = settings.gpushare
+    return ResourceNames(
+        vcore=settings.resources.vcore,
+        vmemory=settings.resources.vmemory,
+        gpu_mem=gpushare.resource if gpushare.enabled else "",
+        memory_block_mib=settings.resources.memory_block_mib,
+        gpu_mem_unit_mib=1024 if gpushare.unit == "GiB" else 1,
+    )
+
+
+def runtime_client(settings: Settings) -> RuntimeClient:
+    try:
+        endpoints = runtime_endpoints(settings.runtime.endpoint, RUNTIME_SOCKETS)
+    except Rejected as e:
+        raise StartupError(str(e)) from e
+    return RuntimeClient(endpoints, timeout_s=settings.runtime.request_timeout_s)
+
+
+def driver_volumes(settings: Settings) -> Mapping[VolumeName, DriverVolume]:
+    """The driver volumes of volume.conf, at its usual place without the setting; none where there is none there, and none
+    are mounted then."""
+    if IsolationName.VCUDA not in settings.isolations_in_use:
+        return {}
+    if settings.volume_config is None and (settings.driver != "nvml" or not USUAL_VOLUME_CONFIG.exists()):
+        return {}
+    return {volume.name: volume for volume in read_volume_config(settings.volume_config or USUAL_VOLUME_CONFIG)}
+
+
+def edit_policy(
+    settings: Settings, names: ResourceNames, volumes: Mapping[VolumeName, DriverVolume]
+) -> Callable[[], EditPolicy]:
+    """The driver directory is mounted where volume.conf says it is."""
+    shared, whole = volumes.get(VolumeName.SHARED), volumes.get(VolumeName.ORIGIN)
+    is_real = settings.driver == "nvml"
+    policy = EditPolicy(
+        names=names,
+        config=IsolationConfig(
+            virtual_manager=settings.virtual_manager.path,
+            shared_driver=shared.directory if shared is not None else None,
+            whole_driver=whole.directory if whole is not None else None,
+            mps=MpsConfig(
+                pipe_directory=settings.mps.pipe_directory,
+                shm_directory=settings.mps.shm_directory,
+                exclusive_process=settings.mps.exclusive_process,
+            ),
+            hami_core=HamiCoreConfig(
+                library=settings.hami_core.library,
+                directory=settings.hami_core.directory,
+                memory_scaling=settings.hami_core.memory_scaling,
+                core_scaling=settings.hami_core.core_scaling,
+            ),
+        ),
+        isolation=settings.isolation,
+        allowed=settings.isolations_allowed,
+        strategies=settings.device_list_strategy,
+        devices=NodeDevices(
+            extra=read_extra_devices(settings.extra_config),
+            has_card_nodes=is_real or settings.simulated.device_nodes,
+        ),
+        cdi_kind=settings.cdi.kind,
+    )
+    nodes = ControlNodes(CONTROL_NODES)
+    if not is_real:
+        return lambda: policy
+    return lambda: replace(policy, devices=replace(policy.devices, control=nodes.present()))
+
+
+def driver_version(volumes: Mapping[VolumeName, DriverVolume], inventory: GpuInventoryState) -> Callable[[], str]:
+    """Of the libraries that containers get, as they are at the agent's start, else as the driver says."""
+    found = [version for volume in volumes.values() if (version := installed_driver_version(volume)) is not None]
+    installed = ".".join(map(str, max(found))) if found else ""
+    return lambda: installed or inventory.current.driver_version

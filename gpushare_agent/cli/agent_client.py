@@ -1,0 +1,166 @@
+"""Reads what an agent shows of its node: the document, decisions. For `top`, `inspect`, `graph` and `explain`.
+
+Two ways lead there: the agent's own HTTP address, and the API server's proxy to the agent's pod (cluster_nodes.py).
+Formats: docs/api.md. Nothing is kept between calls but the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, Rejected, Unavailable
+from gpushare_agent.settings.settings import Settings
+
+if TYPE_CHECKING:
+    from aiohttp import ClientResponse, ClientSession
+
+SCHEMA = 1
+TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 32 << 20
+"""200 containers on 16 cards are a quarter of a megabyte; 500 decisions of 16 candidates two."""
+MAX_DECISIONS = 500
+_EVERY_ADDRESS = {"0.0.0.0": "localhost", "::": "localhost", "": "localhost"}
+_PARTS = {"node": str, "agent": dict, "cards": list, "containers": list, "topology": dict}
+
+Query = Mapping[str, str]
+
+
+class NodeDoor(Protocol):
+    """One way to an agent. `name` is what messages call it."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def get(self, path: str, query: Query) -> dict[str, Any]:
+        """The JSON object at that path. Raises AgentError."""
+        ...
+
+
+async def read_node(door: NodeDoor) -> dict[str, Any]:
+    """The node's document. Raises AgentError, Corrupt where it is of a format that this program does not know."""
+    document = await door.get("/api/v1/node", {})
+    is_whole = all(isinstance(document.get(name), kind) for name, kind in _PARTS.items())
+    if document.get("schema") != SCHEMA or not is_whole:
+        raise Corrupt(
+            f"cannot show the node of {door.name}: its document has format {document.get('schema')!r} or lacks a part, and "
+            f"this program reads format {SCHEMA}; use the gpushare-agent of the agent's own version"
+        )
+    return document
+
+
+async def read_decisions(
+    door: NodeDoor, *, pod: str = "", namespace: str = "", limit: int = MAX_DECISIONS
+) -> list[dict[str, Any]]:
+    """The newest first, as docs/api.md has them: of one pod where it is named."""
+    wanted = {"pod": pod, "namespace": namespace, "limit": str(limit)}
+    answer = await door.get("/api/v1/decisions", {key: value for key, value in wanted.items() if value})
+    found = answer.get("decisions")
+    if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
+        raise Corrupt(f"cannot explain with {door.name}: its answer has no list of decisions; is it an older agent?")
+    return found
+
+
+def default_url(settings: Settings) -> str:
+    """Where this host's agent listens, by the settings."""
+    address = _EVERY_ADDRESS.get(settings.web.addr, settings.web.addr)
+    return f"http://{f'[{address}]' if ':' in address else address}:{settings.web.port}"
+
+
+def check_url(url: str) -> str:
+    """The URL without its last slash. Raises Rejected where it is none."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as e:
+        raise Rejected(f"--server {url[:200]!r} is no URL: {e}; give one such as http://localhost:5678") from e
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise Rejected(f"--server {url[:200]!r} is no URL of an agent; give one such as http://localhost:5678")
+    return url.rstrip("/")
+
+
+class AgentDoor:
+    """The agent's own address."""
+
+    def __init__(self, session: ClientSession, url: str, *, timeout_s: float) -> None:
+        self._session = session
+        self._url = url
+        self._timeout_s = timeout_s
+
+    @property
+    def name(self) -> str:
+        return self._url
+
+    async def get(self, path: str, query: Query) -> dict[str, Any]:
+        from aiohttp import ClientConnectorError, ClientError
+
+        what = f"cannot read {self._url}{path}"
+        try:
+            async with asyncio.timeout(self._timeout_s), self._session.get(self._url + path, params=query) as response:
+                content = await _content(response, what)
+        except TimeoutError as e:
+            raise Unavailable(
+                f"{what}: no answer within {self._timeout_s:g} s; if the agent runs, its log tells what it is busy with"
+            ) from e
+        except ClientConnectorError as e:
+            raise Unavailable(
+                f"{what}: {_reason(e.os_error)}. Is the agent running there? Its address and port are web.addr and"
+                " web.port (--query-addr, --query-port); --server URL names another, --node NODE goes through the API"
+                " server"
+            ) from e
+        except (ClientError, OSError, ValueError) as e:
+            raise Unavailable(f"{what}: {e or type(e).__name__}; is this the agent's address?") from e
+        return _json_object(content, what)
+
+
+@asynccontextmanager
+async def open_agent_door(url: str, *, timeout_s: float = TIMEOUT_S) -> AsyncIterator[AgentDoor]:
+    """Connects on first use."""
+    import aiohttp
+
+    async with aiohttp.ClientSession(headers={"Accept": "application/json"}) as session:
+        yield AgentDoor(session, url, timeout_s=timeout_s)
+
+
+async def _content(response: ClientResponse, what: str) -> bytes:
+    content = bytearray()
+    async for part in response.content.iter_any():
+        content += part
+        if len(content) > MAX_ANSWER_BYTES:
+            raise Corrupt(
+                f"{what}: the answer is longer than {MAX_ANSWER_BYTES >> 20} MiB; is this the agent's address?"
+            )
+    if response.status != 200:
+        raise _status_error(response.status, bytes(content), what)
+    return bytes(content)
+
+
+def _reason(error: OSError) -> str:
+    """asyncio's text for a refused connection says neither word."""
+    is_refused = error.errno == errno.ECONNREFUSED or "Connect call failed" in str(error)
+    return "the connection is refused" if is_refused else str(error.strerror or error)
+
+
+def _status_error(status: int, content: bytes, what: str) -> AgentError:
+    said = " ".join(content[:300].decode("utf-8", "replace").split())
+    text = f"{what}: the answer is {status} ({said or 'no text'})"
+    if status == 404:
+        return NotFound(f"{text}; this is another program, or an agent older than these commands")
+    if status in (429, 503):
+        return Unavailable(f"{text}; try again")
+    return Rejected(text)
+
+
+def _json_object(content: bytes, what: str) -> dict[str, Any]:
+    try:
+        answer = json.loads(content)
+    except (ValueError, RecursionError) as e:
+        raise Corrupt(f"{what}: the answer is no JSON; is this the agent's address?") from e
+    if not isinstance(answer, dict):
+        raise Corrupt(f"{what}: the answer is no JSON object; is this the agent's address?")
+    return answer

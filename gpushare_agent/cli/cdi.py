@@ -1,0 +1,120 @@
+"""`gpushare-agent cdi generate|list`: names the node's cards for container runtimes by CDI, and tells who names them.
+
+The agent does the same by itself where a CDI strategy is set; by hand it serves a host that only wants the names, and a
+person who asks why a container does not start. docs/device-lists.md tells operators more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Literal
+
+from gpushare_agent.agent.cdi_parts import cdi_specs
+from gpushare_agent.agent.node_parts import open_driver
+from gpushare_agent.isolation.devices.cdi_specs import CdiState, SpecChange
+from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.gpus import Card
+from gpushare_agent.settings.settings import Settings
+
+_DRIVER_TIMEOUT_S = 60.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action", choices=("generate", "list"), help="write the agent's spec, or tell who names the cards"
+    )
+    parser.add_argument("--check", action="store_true", help="generate: tell what would be done, and change nothing")
+    parser.add_argument(
+        "-o", "--output", choices=("text", "json"), default="text", help="text for people, or one JSON document"
+    )
+
+
+async def run(
+    settings: Settings, *, action: Literal["generate", "list"], check: bool, output: Literal["text", "json"]
+) -> int:
+    """Prints the report; 1 where a card has no name that a runtime takes, or there is no card, else 0.
+
+    Raises:
+        Unavailable: the driver does not answer, or the spec cannot be written.
+        StartupError: volume.conf or the topology file of simulated cards is wrong.
+    """
+    specs = cdi_specs(settings)
+    cards = await _read_cards(settings)
+    if not cards:
+        raise Unavailable("the driver answers, but there is no card to name: no CDI spec was written or removed")
+    state = specs.ensure(cards) if action == "generate" and not check else specs.plan(cards)
+    is_done = action == "generate" and not check
+    if action == "list":
+        print(_list_as_json(state) if output == "json" else _list_as_text(state))
+        return 1 if state.unnamed or _is_missing(state) else 0
+    print(_as_json(state, is_done=is_done) if output == "json" else _as_text(state, is_done=is_done))
+    return 1 if state.unnamed else 0
+
+
+async def _read_cards(settings: Settings) -> Sequence[Card]:
+    driver = open_driver(settings)
+    try:
+        async with asyncio.timeout(_DRIVER_TIMEOUT_S):
+            return (await driver.read()).cards
+    finally:
+        await driver.close()
+
+
+def _is_missing(state: CdiState) -> bool:
+    """Whether a card's name would only come with the agent's own spec, which is not there or says something else."""
+    return state.change is SpecChange.WRITTEN and any(path == state.own_path for _, path in state.named)
+
+
+def _as_json(state: CdiState, *, is_done: bool) -> str:
+    return json.dumps(asdict(state) | {"is_done": is_done, "named": dict(state.named)}, indent=2)
+
+
+def _list_as_json(state: CdiState) -> str:
+    missing = _is_missing(state)
+    named = {uuid: path for uuid, path in state.named if not (missing and path == state.own_path)}
+    unnamed = [*state.unnamed, *(uuid for uuid, path in state.named if uuid not in named)]
+    document = {
+        "kind": state.kind,
+        "named": named,
+        "unnamed": sorted(unnamed),
+        "troubles": state.troubles,
+        "passed_over": state.passed_over,
+    }
+    return json.dumps(document, indent=2)
+
+
+def _as_text(state: CdiState, *, is_done: bool) -> str:
+    ours = [uuid for uuid, path in state.named if path == state.own_path]
+    does = "" if is_done or state.change is SpecChange.NONE else "would be "
+    lines = [f"{state.own_path}: {does}{state.change.value}, {len(ours)} of {_count(state)} cards named there"]
+    if not ours and state.change is SpecChange.NONE:
+        lines = [f"{state.own_path}: not needed, {len(state.named)} of {_count(state)} cards are named by others"]
+    if not is_done and state.spec is not None:
+        lines.append(json.dumps(state.spec, indent=2))
+    lines += [f"  {state.kind}={uuid}  {path}" for uuid, path in state.named]
+    return "\n".join([*lines, *_remarks(state)])
+
+
+def _list_as_text(state: CdiState) -> str:
+    cure = f"nobody yet: `gpushare-agent cdi generate` writes {state.own_path}"
+    missing = _is_missing(state)
+    lines = [
+        f"{state.kind}={uuid}  {cure if missing and path == state.own_path else path}" for uuid, path in state.named
+    ]
+    return "\n".join([*lines, *_remarks(state)])
+
+
+def _remarks(state: CdiState) -> list[str]:
+    return [
+        *(f"  error        {text}" for text in state.troubles),
+        *(f"  passed over  {text}" for text in state.passed_over),
+        *(f"  left out     {text}" for text in state.left_out),
+    ]
+
+
+def _count(state: CdiState) -> int:
+    return len(state.named) + len(state.unnamed)

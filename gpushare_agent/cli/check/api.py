@@ -1,0 +1,103 @@
+"""The probe of `gpushare-agent check` that asks the API server: own node, kubelet version, permissions."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from gpushare_agent.cli.check.finding import Finding, error, ok, warning
+from gpushare_agent.model.errors import AgentError, NotFound
+from gpushare_agent.settings.settings import Settings
+
+if TYPE_CHECKING:
+    from gpushare_agent.cluster.kube.client import KubeApi
+
+OLDEST_KUBELET = (1, 30)
+"""Before it, a List during GetPreferredAllocation can panic the kubelet."""
+
+_VERSION = re.compile(r"v?(\d+)\.(\d+)")
+_ROLE_CURE = "apply manifests/base/rbac.yaml, or give this account the right"
+
+NEEDED_RIGHTS = (
+    ("get", "nodes"),
+    ("list", "pods"),
+    ("watch", "pods"),
+    ("get", "pods"),
+    ("patch", "pods"),
+    ("create", "events"),
+)
+CLEANUP_RIGHT = ("delete", "pods")
+"""Only for removing rejected pods (allocation.cleanup_rejected_pods)."""
+FACTS_RIGHT = ("patch", "nodes")
+"""Only for the labels and the annotation about the cards (facts.is_written)."""
+
+
+async def check_api(settings: Settings) -> list[Finding]:
+    """Own node, kubelet version, pods of the node, and every right that the agent uses."""
+    from gpushare_agent.cluster.kube.client import KubeTimeouts, open_kube_api
+
+    timeouts = KubeTimeouts(connect_s=3.0, request_s=4.0, list_s=5.0)
+    try:
+        async with open_kube_api(kubeconfig=settings.kubeconfig, timeouts=timeouts) as api:
+            findings = await _check_node_object(api, settings)
+            return [*findings, *await _check_rights(api, settings)]
+    except AgentError as failure:
+        cure = "check the network, the service account or kubeconfig (--kubeconfig), and that the API server is up"
+        return [error("api server", str(failure), cure)]
+
+
+async def _check_node_object(api: KubeApi, settings: Settings) -> list[Finding]:
+    try:
+        raw_node = await api.get_node(settings.node_name)
+    except NotFound:
+        detail = f"there is no node {settings.node_name}"
+        return [error("api server", detail, "set --node-name (or NODE_NAME from spec.nodeName) to this node's name")]
+    return [ok("api server", f"answers, node {settings.node_name} found"), _kubelet_version(raw_node, settings)]
+
+
+def _kubelet_version(raw_node: dict[str, Any], settings: Settings) -> Finding:
+    raw_info = (raw_node.get("status") or {}).get("nodeInfo") or {}
+    text = str(raw_info.get("kubeletVersion", ""))
+    found = _VERSION.match(text)
+    if found is None:
+        return warning(
+            "kubelet version", f"the node tells none ({text!r})", "make sure that the kubelet is 1.30 or newer"
+        )
+    if (int(found[1]), int(found[2])) >= OLDEST_KUBELET:
+        return ok("kubelet version", text)
+    detail = f"{text} is older than 1.30: asking its PodResources during an admission can crash it"
+    if settings.kubelet.allow_unsupported:
+        cure = (
+            "update the kubelet; until then pods are identified by the API server alone and refused where two would fit"
+        )
+        return warning("kubelet version", detail, cure)
+    return error("kubelet version", detail, "update the kubelet, or insist with --kubelet.allow-unsupported")
+
+
+async def _check_rights(api: KubeApi, settings: Settings) -> list[Finding]:
+    missing = [f"{verb} {resource}" for verb, resource in NEEDED_RIGHTS if not await api.can_i(verb, resource)]
+    allowed = ", ".join(f"{verb} {resource}" for verb, resource in NEEDED_RIGHTS)
+    cleanup, may_clean_up = settings.allocation.cleanup_rejected_pods, await api.can_i(*CLEANUP_RIGHT)
+    if cleanup and may_clean_up:
+        allowed += ", delete pods (rejected ones that have a controller)"
+    elif may_clean_up:
+        allowed += "; delete pods too, which is not needed: allocation.cleanup_rejected_pods is false"
+    findings = [
+        error("permissions", f"not allowed: {', '.join(missing)}", _ROLE_CURE)
+        if missing
+        else ok("permissions", allowed)
+    ]
+    if cleanup and not may_clean_up:
+        detail = "not allowed: delete pods; rejected pods of controllers will pile up"
+        findings.append(
+            warning("permissions", detail, f"{_ROLE_CURE}; or set --allocation.cleanup-rejected-pods=false")
+        )
+    if settings.facts.is_written and not await api.can_i(*FACTS_RIGHT):
+        detail = (
+            "not allowed: patch nodes; labels and the scheduler extender's list of cards will be missing on the node"
+        )
+        findings.append(warning("permissions", detail, f"{_ROLE_CURE}; or set --facts.is-written=false"))
+    if settings.gpushare.enabled and not await api.can_i("patch", "nodes/status"):
+        detail = f"not allowed: patch nodes/status; the capacity will lack {settings.gpushare.count_resource}"
+        findings.append(warning("permissions", detail, "add manifests/components/gpushare"))
+    return findings

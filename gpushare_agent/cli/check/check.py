@@ -1,0 +1,72 @@
+"""`gpushare-agent check`: tells before a deployment what of the node is in place, and the cure for what is not.
+
+All probes run beside each other, each is bounded, and the report has their findings in a fixed order. They only look: in
+particular the PodResources socket is connected to but never asked, because a List while an Allocate is open makes the
+kubelet give the same device twice (docs/architecture.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+from gpushare_agent.cli.check import api as node_check_api
+from gpushare_agent.cli.check import containers as node_check_containers
+from gpushare_agent.cli.check import isolation as node_check_isolation
+from gpushare_agent.cli.check import local as node_check_local
+from gpushare_agent.cli.check import shares as node_check_shares
+from gpushare_agent.cli.check.finding import Finding, Level, as_json, as_text, error
+from gpushare_agent.settings.settings import Settings
+
+PROBE_TIMEOUT_S = 5.0
+MPS_TIMEOUT_S = 130.0
+"""Over the longest time limit of one command that can be set."""
+API_TIMEOUT_S = 20.0
+"""Several questions, after a library that alone takes most of a second to load."""
+
+Probe = Callable[[Settings], Awaitable[list[Finding]]]
+
+_PROBES: tuple[tuple[str, Probe, float], ...] = (
+    ("driver", node_check_local.check_driver, node_check_local.DRIVER_TIMEOUT_S),
+    ("kubelet", node_check_local.check_kubelet, PROBE_TIMEOUT_S),
+    ("pod resources", node_check_local.check_pod_resources, PROBE_TIMEOUT_S),
+    ("container runtime", node_check_containers.check_runtime, PROBE_TIMEOUT_S),
+    ("cgroups", node_check_containers.check_cgroups, PROBE_TIMEOUT_S),
+    ("host processes", node_check_containers.check_processes, PROBE_TIMEOUT_S),
+    ("directories", node_check_local.check_directories, PROBE_TIMEOUT_S),
+    ("virtual manager", node_check_isolation.check_virtual_manager, PROBE_TIMEOUT_S),
+    ("driver directory", node_check_isolation.check_driver_directory, node_check_isolation.PLAN_TIMEOUT_S),
+    ("mps", node_check_shares.check_mps, MPS_TIMEOUT_S),
+    ("hami-core", node_check_shares.check_hami_core, PROBE_TIMEOUT_S),
+    ("device lists", node_check_shares.check_device_lists, node_check_local.DRIVER_TIMEOUT_S),
+    ("list sizes", node_check_shares.check_list_sizes, node_check_local.DRIVER_TIMEOUT_S),
+    ("open files", node_check_local.check_open_files, PROBE_TIMEOUT_S),
+    ("files", node_check_local.check_files, PROBE_TIMEOUT_S),
+    ("api server", node_check_api.check_api, API_TIMEOUT_S),
+)
+
+
+async def run(settings: Settings, *, output: Literal["text", "json"]) -> int:
+    """Prints the report; 1 if anything is an error, else 0."""
+    findings = await check_node(settings)
+    print(as_json(settings.node_name, findings) if output == "json" else as_text(findings))
+    return 1 if any(finding.level is Level.ERROR for finding in findings) else 0
+
+
+async def check_node(settings: Settings) -> list[Finding]:
+    """Every finding, in the order of the probes."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(_bounded(name, probe, settings, timeout_s), name=f"check {name}")
+            for name, probe, timeout_s in _PROBES
+        ]
+    return [finding for task in tasks for finding in task.result()]
+
+
+async def _bounded(name: str, probe: Probe, settings: Settings, timeout_s: float) -> list[Finding]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await probe(settings)
+    except TimeoutError:
+        return [error(name, f"no answer within {timeout_s:g} s", "find out what hangs there; the agent would hang too")]

@@ -1,0 +1,108 @@
+"""The probes of `gpushare-agent check` for isolation vcuda: the containers' directories, and the driver they get to see.
+
+Without the control library in the place of libcuda everything runs, and nothing holds a container to its share: that is
+what these findings are to tell, before a pod finds out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from gpushare_agent.cli.check.finding import Finding, error, ok, warning
+from gpushare_agent.cli.driver_volume import USUAL_CONFIG, plan_of
+from gpushare_agent.isolation.driver_volume.installed import installed_driver_text
+from gpushare_agent.isolation.driver_volume.plan import LIBCUDA
+from gpushare_agent.isolation.driver_volume.values import CONTROL_LIBRARY_NAME, DriverVolume, VolumeName
+from gpushare_agent.isolation.driver_volume.volume_config import read_volume_config
+from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.runtime import node_probes
+from gpushare_agent.settings.settings import Settings
+
+PLAN_TIMEOUT_S = 15.0
+"""A driver that is not installed yet is looked for in all of the host's libraries."""
+
+_NOT_ENFORCED = "shares are not enforced: a container can use its cards wholly"
+_INSTALL = (
+    "run `gpushare-agent driver-volume` on this node (as the agent's init container does) after each driver update"
+)
+_MIB = 1 << 20
+
+
+async def check_virtual_manager(settings: Settings) -> list[Finding]:
+    """The tree with a directory for each container, mounted there at /etc/vcuda."""
+    if IsolationName.VCUDA not in settings.isolations_in_use:
+        return []
+    path = settings.virtual_manager.path
+    try:
+        found = await asyncio.to_thread(node_probes.require_writable, path)
+    except Unavailable as failure:
+        cure = (
+            "run the agent as root with the host's directory mounted for writing, in the pod under the same path as on the"
+            " host, or set --virtual-manager-path"
+        )
+        return [error("virtual manager", f"{failure}: no share can be given", cure)]
+    where = "writable" if found.directory == path else f"will be made in {found.directory}, which is writable"
+    return [ok("virtual manager", f"{path} {where}, {found.free_bytes // _MIB} MiB free")]
+
+
+async def check_driver_directory(settings: Settings) -> list[Finding]:
+    """What volume.conf names is installed, and the control library is in libcuda's place where shares look."""
+    if IsolationName.VCUDA not in settings.isolations_in_use:
+        return []
+    if settings.volume_config is None:
+        return [_no_config(settings)]
+    try:
+        volumes = await asyncio.to_thread(read_volume_config, settings.volume_config)
+    except StartupError as failure:
+        cure = f"mount or mend the file (docs/driver-volume.md); it cannot be left out: without it {_NOT_ENFORCED}"
+        return [error("driver directory", str(failure), cure)]
+    if settings.driver == "simulated":
+        return [ok("driver directory", f"{settings.volume_config} is right; simulated cards need no driver files")]
+    findings = [await asyncio.to_thread(_volume_finding, settings, volume) for volume in volumes]
+    if VolumeName.SHARED not in {volume.name for volume in volumes}:
+        detail = f"{settings.volume_config} has no volume {VolumeName.SHARED}: {_NOT_ENFORCED}"
+        findings.append(warning("driver directory", detail, f"describe it there (docs/driver-volume.md); {_INSTALL}"))
+    return findings
+
+
+def _no_config(settings: Settings) -> Finding:
+    if settings.driver == "simulated":
+        return ok("driver directory", "not needed for simulated cards")
+    is_there = USUAL_CONFIG.exists()
+    detail = f"no volume.conf is set, so containers get no driver directory: {_NOT_ENFORCED}"
+    cure = f"set --volume-config={USUAL_CONFIG}" + (", which is there" if is_there else " (docs/driver-volume.md)")
+    return warning("driver directory", detail, f"{cure}; {_INSTALL}; isolation none says that it is meant so")
+
+
+def _volume_finding(settings: Settings, volume: DriverVolume) -> Finding:
+    what, name = "driver directory", f"volume {volume.name.value} at {volume.directory}"
+    libcuda = _loaded_libcuda(volume)
+    if libcuda is None:
+        return _not_installed(settings, volume, name)
+    version = installed_driver_text(volume) or "of an unknown version"
+    is_controlled = libcuda.name == CONTROL_LIBRARY_NAME
+    if volume.name is VolumeName.SHARED and not is_controlled:
+        detail = f"{name}: {LIBCUDA}.1 is {libcuda.name}, not {CONTROL_LIBRARY_NAME}: {_NOT_ENFORCED}"
+        return warning(what, detail, _INSTALL)
+    return ok(what, f"{name}: driver {version}" + (f", behind {CONTROL_LIBRARY_NAME}" if is_controlled else ""))
+
+
+def _not_installed(settings: Settings, volume: DriverVolume, name: str) -> Finding:
+    detail, cure = f"{name}: not installed, containers would find no libcuda there", _INSTALL
+    try:
+        plan_of(settings, volume)
+    except AgentError as failure:
+        return warning(
+            "driver directory", f"{detail}; nor can it be made from here: {failure}", f"mend that, then {cure}"
+        )
+    return warning("driver directory", detail, cure)
+
+
+def _loaded_libcuda(volume: DriverVolume) -> Path | None:
+    """The file that a 64-bit program in the container loads; None where there is none."""
+    try:
+        return (volume.directory / "lib64" / f"{LIBCUDA}.1").resolve(strict=True)
+    except (OSError, RuntimeError):  # not there, or links that go in a circle
+        return None

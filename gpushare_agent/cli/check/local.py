@@ -1,0 +1,175 @@
+"""The probes of `gpushare-agent check` that need nothing but the node: driver, the kubelet's sockets, directories, files.
+
+What containers' shares need besides is looked at in node_check_containers.py and node_check_isolation.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from gpushare_agent.agent.node_parts import open_driver
+from gpushare_agent.cli.check.finding import Finding, Level, error, ok, warning
+from gpushare_agent.kit.bounded_grpc import ServerLimits
+from gpushare_agent.kit.open_files import read_open_files_limit
+from gpushare_agent.model.errors import AgentError, Unavailable
+from gpushare_agent.model.gpus import Card, GpuInventory
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.names import VCORE_SOCKET, VMEMORY_SOCKET
+from gpushare_agent.runtime import node_probes
+from gpushare_agent.settings.settings import Settings
+
+DRIVER_TIMEOUT_S = 15.0
+"""Without persistence mode a card takes a second or two to wake."""
+_CONTAINERS = 100
+"""A full node; with 64 connections each they need more descriptors than the usual limits allow."""
+_CONNECTIONS = ServerLimits().max_connections
+NEEDED_OPEN_FILES = _CONTAINERS * (_CONNECTIONS + 1)
+_MIB = 1 << 20
+
+
+async def check_driver(settings: Settings) -> list[Finding]:
+    """The cards, and with NVML the device nodes that containers need."""
+    try:
+        inventory = await _read_cards(settings)
+    except AgentError as failure:
+        cure = "make `nvidia-smi` work on the host; a node without cards can rehearse with --driver simulated"
+        if settings.driver == "simulated":
+            cure = "check --topology, --cards and --card-memory-mib"
+        level = Level.ERROR if settings.fail_on_init_error else Level.WARNING
+        return [Finding(level=level, what="driver", detail=str(failure), cure=cure)]
+    findings = [_cards_finding(settings, inventory)]
+    findings += [_card_trouble(card) for card in inventory.cards if not card.is_healthy]
+    findings += [
+        warning(
+            "card",
+            f"number {index} cannot be read: {reason}",
+            "see `nvidia-smi -q` and the kernel log; it is not offered",
+        )
+        for index, reason in inventory.unreadable
+    ]
+    if settings.driver == "nvml":
+        findings.append(_device_nodes_finding(inventory))
+    return findings
+
+
+async def _read_cards(settings: Settings) -> GpuInventory:
+    driver = open_driver(settings)
+    try:
+        return await driver.read()
+    finally:
+        await driver.close()
+
+
+def _cards_finding(settings: Settings, inventory: GpuInventory) -> Finding:
+    if not inventory.cards:
+        return warning(
+            "driver", "it answers, but there is no card", "the node will offer nothing; is a card plugged in?"
+        )
+    memory = sum(card.memory_mib for card in inventory.cards)
+    kind = "simulated cards" if settings.driver == "simulated" else f"cards, driver {inventory.driver_version}"
+    return ok("driver", f"{len(inventory.cards)} {kind}, {memory} MiB in all")
+
+
+def _card_trouble(card: Card) -> Finding:
+    detail = f"number {card.index} ({card.uuid}) is unhealthy: {card.unhealthy_reason}"
+    return warning("card", detail, "see `nvidia-smi -q` and the kernel log; it is not given to pods until it recovers")
+
+
+def _device_nodes_finding(inventory: GpuInventory) -> Finding:
+    paths = [
+        Path("/dev/nvidiactl"),
+        Path("/dev/nvidia-uvm"),
+        *(Path(f"/dev/nvidia{card.minor}") for card in inventory.cards),
+    ]
+    missing: list[str] = []
+    for path in paths:
+        try:
+            node_probes.require_device_node(path)
+        except Unavailable as failure:
+            missing.append(str(failure))
+    if missing:
+        cure = "run `nvidia-modprobe -c 0 -u` on the host; in a pod, set NVIDIA_DRIVER_CAPABILITIES to compute,utility"
+        return error("device nodes", "; ".join(missing), cure)
+    return ok("device nodes", f"{len(paths)} present")
+
+
+async def check_kubelet(settings: Settings) -> list[Finding]:
+    """The device-plugin directory, the kubelet's socket in it, and room for the names of our own."""
+    directory = settings.kubelet.device_plugin_path
+    findings: list[Finding] = []
+    try:
+        await node_probes.connect_to_socket(directory / "kubelet.sock")
+        findings.append(ok("kubelet socket", f"{directory / 'kubelet.sock'} answers"))
+    except Unavailable as failure:
+        cure = "start the kubelet, or set --device-plugin-path to its device-plugins directory (mounted into the pod)"
+        findings.append(error("kubelet socket", str(failure), cure))
+    longest = max((str(directory / name) for name in (VCORE_SOCKET, VMEMORY_SOCKET)), key=len)
+    length, limit = len(longest.encode()), node_probes.UNIX_PATH_LIMIT_BYTES
+    if length > limit:
+        detail = f"{longest} has {length} bytes, a socket's path may have {limit}"
+        findings.append(error("socket path", detail, "mount the kubelet's directory at a shorter path"))
+    else:
+        findings.append(ok("socket path", f"{length} of {limit} bytes used"))
+    return findings
+
+
+async def check_pod_resources(settings: Settings) -> list[Finding]:
+    """Connects and hangs up: asking it for a List here could harm an admission under way."""
+    path = settings.kubelet.pod_resources_socket
+    try:
+        await node_probes.connect_to_socket(path)
+    except Unavailable as failure:
+        cure = "mount the kubelet's pod-resources directory into the pod, or set --kubelet.pod-resources-socket"
+        return [error("pod resources", str(failure), cure)]
+    return [ok("pod resources", f"{path} answers (not asked for its list: that could disturb an admission)")]
+
+
+async def check_directories(settings: Settings) -> list[Finding]:
+    """The directory of the device-plugin sockets; the kubelet makes it."""
+    directory, flag = settings.kubelet.device_plugin_path, "--device-plugin-path"
+    try:
+        found = await asyncio.to_thread(node_probes.require_writable, directory)
+    except Unavailable as failure:
+        cure = f"run the agent as root with the directory mounted for writing and room on its disk, or set {flag}"
+        return [error("directory", str(failure), cure)]
+    if found.directory != directory:
+        cure = f"start the kubelet, mount the directory, or set {flag}"
+        return [error("directory", f"{directory}: not there", cure)]
+    return [ok("directory", f"{directory} writable, {found.free_bytes // _MIB} MiB free")]
+
+
+async def check_files(settings: Settings) -> list[Finding]:
+    """Files that settings name. Where volume.conf is read for the driver directory, that line tells of it."""
+    named = {"--extra-config": settings.extra_config}
+    if IsolationName.VCUDA not in settings.isolations_in_use:
+        named["--volume-config"] = settings.volume_config
+    findings: list[Finding] = []
+    for flag, path in named.items():
+        if path is None:
+            continue
+        try:
+            node_probes.require_readable_file(path)
+            findings.append(ok("file", f"{path} is readable ({flag})"))
+        except Unavailable as failure:
+            findings.append(error("file", f"{failure} ({flag})", f"create the file, mount it, or leave {flag} out"))
+    return findings
+
+
+async def check_open_files(settings: Settings) -> list[Finding]:
+    """The hard limit, which is given to the agent; the soft one it raises itself."""
+    if IsolationName.VCUDA not in settings.isolations_in_use:
+        return []
+    _, hard = read_open_files_limit()
+    if hard >= NEEDED_OPEN_FILES:
+        given = "unlimited" if hard == sys.maxsize else str(hard)
+        return [ok("open files", f"{given} allowed, {NEEDED_OPEN_FILES} needed at most by {_CONTAINERS} containers")]
+    detail = (
+        f"the hard limit is {hard}, but {_CONTAINERS} containers with all {_CONNECTIONS} connections to their vDevice"
+        f" sockets need {NEEDED_OPEN_FILES}: a few hostile ones could keep others from registering"
+    )
+    cure = (
+        f"start the agent with a limit of {NEEDED_OPEN_FILES} or more (LimitNOFILE= of its unit, or of the runtime's)"
+    )
+    return [warning("open files", detail, cure)]

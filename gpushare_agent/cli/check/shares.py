@@ -1,0 +1,101 @@
+"""The probes of `gpushare-agent check` for the other ways in which a share is kept and a card gets in: MPS, HAMi-core,
+device lists and CDI. What is not in use on the node is not looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from gpushare_agent.agent.cdi_parts import cdi_specs
+from gpushare_agent.agent.node_parts import open_driver
+from gpushare_agent.agent.node_values import resource_names
+from gpushare_agent.cli.check.finding import Finding, error, ok, warning
+from gpushare_agent.isolation.devices.device_lists import strategy_warnings
+from gpushare_agent.isolation.hami_core.edits import LIBRARY_PATH
+from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
+from gpushare_agent.isolation.mps.control import MpsControl
+from gpushare_agent.kubelet.device_table import check_size, check_unit_size
+from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
+from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
+from gpushare_agent.runtime import node_probes
+from gpushare_agent.settings.settings import Settings
+
+
+async def check_mps(settings: Settings) -> list[Finding]:
+    """The control daemon answers."""
+    if IsolationName.MPS not in settings.isolations_in_use:
+        return []
+    mps = settings.mps
+    control = MpsControl(mps.control, mps.pipe_directory, mps.log_directory, timeout_s=mps.command_timeout_s)
+    try:
+        await control.check()
+    except Unavailable as failure:
+        cure = (
+            "start the daemon with this pipe directory, or run `gpushare-agent mps` (docs/mps.md); until it answers no share"
+            " is given under isolation mps"
+        )
+        return [error("mps", str(failure), cure)]
+    return [ok("mps", f"the control daemon of {mps.pipe_directory} answers")]
+
+
+async def check_hami_core(settings: Settings) -> list[Finding]:
+    """The library is there for this machine, and the agent's own directory can be written."""
+    if IsolationName.HAMI_CORE not in settings.isolations_in_use:
+        return []
+    hami = settings.hami_core
+    files = HamiCoreFiles(hami.library, hami.directory, LIBRARY_PATH)
+    try:
+        await asyncio.to_thread(files.check_library)
+        await asyncio.to_thread(partial(node_probes.require_writable, hami.directory))
+    except AgentError as failure:
+        cure = "docs/isolation.md tells what isolation hami-core needs on the node; without it the agent does not start"
+        return [error("hami-core", str(failure), cure)]
+    return [ok("hami-core", f"{hami.library} is a library for this machine, {hami.directory} can be written")]
+
+
+async def check_device_lists(settings: Settings) -> list[Finding]:
+    """The strategies do not contradict each other, and CDI names every card where it is to give them."""
+    has_nodes = settings.driver == "nvml" or settings.simulated.device_nodes
+    mounts_driver = settings.isolation is IsolationName.VCUDA and settings.volume_config is not None
+    texts = strategy_warnings(settings.device_list_strategy, mounts_driver=mounts_driver, has_card_nodes=has_nodes)
+    findings = [warning("device lists", text, "see docs/device-lists.md") for text in texts]
+    if not {DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI} & set(settings.device_list_strategy):
+        return findings
+    return [*findings, *await _check_cdi(settings)]
+
+
+async def check_list_sizes(settings: Settings) -> list[Finding]:
+    """The lists of memory blocks and of GPUShare's units fit the kubelet: else the agent does not start."""
+    try:
+        driver = open_driver(settings)
+        try:
+            found = await driver.read()
+        finally:
+            await driver.close()
+    except AgentError:
+        return []  # the driver's own line tells it
+    names = resource_names(settings)
+    try:
+        check_size(found, names.vmemory, names.memory_block_mib)
+        check_unit_size(found, names)
+    except StartupError as failure:
+        return [error("list sizes", str(failure), "set the unit or block size that the text names")]
+    return [ok("list sizes", f"the lists of {', '.join(names.names)} fit the kubelet's messages")]
+
+
+async def _check_cdi(settings: Settings) -> list[Finding]:
+    cure = "see docs/device-lists.md; `gpushare-agent cdi list` tells who names which card"
+    try:
+        driver = open_driver(settings)
+        try:
+            cards = (await driver.read()).cards
+        finally:
+            await driver.close()
+        state = await asyncio.to_thread(cdi_specs(settings).plan, cards)
+    except AgentError as failure:
+        return [error("cdi", str(failure), cure)]
+    found = [warning("cdi", f"passed over: {text}", cure) for text in state.passed_over]
+    if state.unnamed or state.troubles:
+        return [*found, *(error("cdi", text, cure) for text in state.troubles or state.unnamed)]
+    return [*found, ok("cdi", f"{len(state.named)} cards have a name of kind {state.kind}, or get it from the agent")]

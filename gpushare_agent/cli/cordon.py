@@ -1,0 +1,145 @@
+"""`gpushare-agent cordon` and `uncordon`: have the running agent take a card out of service or put it back.
+
+They ask it through its control socket (gpus/control_server.py). Exit codes: 0 done, 1 it could not be done, 2 the card
+was named wrongly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpushare_agent.kit.log_writer import say
+from gpushare_agent.kit.sockets import connectable_path
+from gpushare_agent.model.errors import Unavailable
+
+TIMEOUT_S = 15.0
+MAX_ANSWER_BYTES = 1 << 20
+WRONG_NAME = (400, 404, 409)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    status: int
+    document: dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, has_reason: bool) -> None:
+    parser.add_argument(
+        "gpu", metavar="GPU", nargs="?", default="", help="the card: its index, its UUID, or the beginning of it"
+    )
+    if has_reason:
+        parser.add_argument("--reason", metavar="TEXT", default="", help="why, for whoever finds the card cordoned")
+    parser.add_argument("--list", action="store_true", help="print the cards and their health, and change nothing")
+    parser.add_argument("--socket", metavar="PATH", type=Path, help="the agent's control socket (default: the setting)")
+
+
+def run(action: str, options: argparse.Namespace, setting: Path | None) -> int:
+    """`action` is cordon or uncordon; without `options.gpu` the cards are listed. Raises Unavailable where none answers."""
+    path = options.socket or setting
+    if path is None:
+        raise Unavailable(
+            f"cannot {action} a card: the setting control.socket is empty, so the agent has no such socket"
+        )
+    if options.list:
+        return _print_cards(ask(path, "GET", "/cards"))
+    request = {"gpu": options.gpu} | ({"reason": options.reason} if action == "cordon" else {})
+    answer = ask(path, "POST", f"/{action}", request)
+    if answer.status in WRONG_NAME:
+        say(f"gpushare-agent: cannot {action} the card: {answer.document.get('error', '')}\n")
+        return 2
+    _check(answer, f"{action} the card")
+    print(told(action, answer.document))
+    return 0
+
+
+def told(action: str, document: dict[str, Any]) -> str:
+    """What happened and what it means."""
+    card = document["card"]
+    name = f"card {card['index']} ({card['uuid']})"
+    if action == "cordon":
+        already = "" if document["changed"] else "already "
+        lines = [
+            f"{name} is {already}cordoned{': ' + card['cordoned'] if card['cordoned'] else ''}.",
+            "Pods that run on it go on; no new pod gets it, until `gpushare-agent uncordon`.",
+        ]
+    elif not document["changed"]:
+        lines = [f"{name} was not cordoned and waits for no reset; nothing was changed."]
+    else:
+        lines = (
+            [f"{name} is in service again."] if card["is_healthy"] else [f"{name} is no longer held back by command."]
+        )
+        if document["ended_wait"]:
+            lines.append(f"It had waited for a reset since {document['ended_wait']}; that wait is ended.")
+    if action == "uncordon" and not card["is_healthy"]:
+        lines.append(f"It is Unhealthy still: {card['reason']}.")
+    if document["not_kept"]:
+        lines.append(f"This is forgotten when the agent ends, for it could not be written down: {document['not_kept']}")
+    return "\n".join(lines)
+
+
+def ask(path: Path, method: str, target: str, request: dict[str, Any] | None = None) -> Answer:
+    """One request to the agent. Raises Unavailable where none answers."""
+    try:
+        with connectable_path(path) as address:
+            connection = _UnixConnection(address)
+            try:
+                connection.request(method, target, json.dumps(request) if request is not None else None)
+                response = connection.getresponse()
+                content = response.read(MAX_ANSWER_BYTES)
+            finally:
+                connection.close()
+        document = json.loads(content)
+    except (FileNotFoundError, ConnectionRefusedError) as e:
+        raise Unavailable(
+            f"no agent listens at {path}: start it, or name its control socket with --socket (the setting control.socket)"
+        ) from e
+    except PermissionError as e:
+        raise Unavailable(f"the control socket {path} cannot be opened: {e.strerror}; ask as root") from e
+    except (OSError, http.client.HTTPException, ValueError) as e:
+        raise Unavailable(f"the agent at {path} did not answer as it should: {e!r}; see its log") from e
+    if not isinstance(document, dict):
+        raise Unavailable(f"what listens at {path} is no agent: its answer is no JSON object")
+    return Answer(status=response.status, document=document)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a unix socket."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__("localhost", timeout=TIMEOUT_S)
+        self._address = address
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(TIMEOUT_S)
+        self.sock.connect(self._address)
+
+
+def _check(answer: Answer, what: str) -> None:
+    if answer.status != http.client.OK:
+        raise Unavailable(f"cannot {what}: {answer.document.get('error', f'HTTP {answer.status}')}")
+
+
+def _print_cards(answer: Answer) -> int:
+    _check(answer, "list the cards")
+    print(f"{'GPU':>3}  {'UUID':<40}  {'STATE':<21}  REASON")
+    for card in answer.document["cards"]:
+        print(f"{card['index']:>3}  {card['uuid']:<40}  {_state(card):<21}  {_reason(card) or '-'}")
+    return 0
+
+
+def _state(card: dict[str, Any]) -> str:
+    if card["cordoned"] is None:
+        return str(card["state"])
+    return "cordoned" if card["state"] == "healthy" else f"cordoned, {card['state']}"
+
+
+def _reason(card: dict[str, Any]) -> str:
+    """The operator's words, and what is wrong with the card itself."""
+    return "; besides, ".join(filter(None, (card["cordoned"], card["reason"])))

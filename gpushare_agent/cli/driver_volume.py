@@ -1,0 +1,172 @@
+"""`gpushare-agent driver-volume`: collects the driver's files of this host into the volumes that containers mount.
+
+Runs before the agent serves (as an init container, say) and after each update of the driver. A volume that cannot be made
+does not keep the other from being made, nor old versions from being removed; what was in force before stays.
+docs/driver-volume.md tells operators more.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from gpushare_agent.isolation.driver_volume.directory import DriverDirectory
+from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, host_machine, read_control_library
+from gpushare_agent.isolation.driver_volume.mounts import read_mounted_directories
+from gpushare_agent.isolation.driver_volume.plan import driver_version_text, plan_volume
+from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName, VolumePlan, VolumeRefused
+from gpushare_agent.isolation.driver_volume.volume_config import read_volume_config
+from gpushare_agent.model.errors import AgentError, StartupError
+from gpushare_agent.settings.settings import Settings
+
+USUAL_CONFIG = Path("/etc/gpu-manager/volume.conf")
+_PROGRESS_PERIOD_S = 2.0
+_MIB = 1024 * 1024
+
+
+@dataclass(slots=True)
+class VolumeReport:
+    """What was done for one volume. `state`: made, unchanged, would change (only looked), failed."""
+
+    name: str
+    directory: str
+    state: Literal["made", "unchanged", "would change", "failed"] = "failed"
+    version: str = ""
+    driver_version: str = ""
+    hard_linked: list[str] = field(default_factory=list)
+    copied: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    links: dict[str, str] = field(default_factory=dict)
+    removed: list[str] = field(default_factory=list)
+    would_remove: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    error: str = ""
+
+
+def run(settings: Settings, *, check: bool, prune: bool, output: Literal["text", "json"]) -> int:
+    """Makes (or, with `check`, only examines) every volume and prints the report; 1 if one failed, else 0.
+
+    Raises:
+        StartupError: volume.conf is missing or wrong.
+    """
+    reports = [_volume_report(settings, volume, check=check, prune=prune) for volume in configured_volumes(settings)]
+    text = _as_json(reports) if output == "json" else _as_text(reports)
+    print(text.encode("utf-8", "replace").decode())
+    return 1 if any(report.error for report in reports) else 0
+
+
+def configured_volumes(settings: Settings) -> tuple[DriverVolume, ...]:
+    """The volumes of volume.conf.
+
+    Raises:
+        StartupError: there is no such file, or it is wrong.
+    """
+    return read_volume_config(settings.volume_config or USUAL_CONFIG)
+
+
+def plan_of(settings: Settings, volume: DriverVolume) -> VolumePlan:
+    """What belongs into a volume on this host.
+
+    Raises:
+        StartupError: there is no libcuda or no control library; the text says where it was looked for.
+    """
+    control = read_control_library(settings.driver_volume.control_library) if volume.name is VolumeName.SHARED else None
+    host = DriverLibraries(settings.driver_volume.root).find(volume)
+    plan = plan_volume(volume, host, host_machine(), control)
+    if isinstance(plan, VolumeRefused):
+        raise StartupError(plan.detail)
+    return plan
+
+
+def _volume_report(settings: Settings, volume: DriverVolume, *, check: bool, prune: bool) -> VolumeReport:
+    report = VolumeReport(name=volume.name.value, directory=str(volume.directory))
+    directory = DriverDirectory(volume.base)
+    errors: list[str] = []
+    try:
+        _make(settings, directory, volume, report, check=check)
+    except AgentError as error:
+        errors.append(str(error))
+    if prune:  # also where making failed, as on the host itself, which has no control library: what is in force stays
+        try:
+            _prune(directory, volume, report, check=check)
+        except AgentError as error:
+            errors.append(str(error))
+    report.error = "; ".join(errors)
+    return report
+
+
+def _make(
+    settings: Settings, directory: DriverDirectory, volume: DriverVolume, report: VolumeReport, *, check: bool
+) -> None:
+    plan = plan_of(settings, volume)
+    report.warnings += plan.warnings
+    report.driver_version = driver_version_text(Path(file.target).name for file in plan.files)
+    report.files = {file.target: str(file.source) for file in plan.files}
+    report.links = {link.target: link.points_to for link in plan.links}
+    if check:
+        report.state = "unchanged" if directory.is_in_force(plan, _progress(volume)) else "would change"
+        return
+    installed = directory.install(plan, _progress(volume))
+    report.version = str(installed.version)
+    report.hard_linked, report.copied = list(installed.taken.hard_linked), list(installed.taken.copied)
+    report.state = "made" if installed.changed else "unchanged"
+
+
+def _prune(directory: DriverDirectory, volume: DriverVolume, report: VolumeReport, *, check: bool) -> None:
+    """With `check`, after the making was only looked at, what is in force now is not among those that would go."""
+    mounted = functools.cache(read_mounted_directories)  # read at the first question, when no other run works here
+
+    def is_in_use(version: str) -> bool:
+        return bool(mounted().unreadable_processes) or mounted().has(f".versions/{version}")
+
+    found, kept = (directory.would_prune if check else directory.prune)(volume.name, is_in_use)
+    report.kept = list(kept)
+    report.would_remove, report.removed = (list(found), []) if check else ([], list(found))
+    if kept and (blind := mounted().unreadable_processes):
+        report.warnings.append(
+            f"volume {volume.name}: no old version {'would be' if check else 'was'} removed, for the mounts of {blind}"
+            " processes cannot be read and one may use it; run this as the host's root, with the capability SYS_PTRACE"
+        )
+
+
+def _progress(volume: DriverVolume) -> Callable[[str, int, int], None]:
+    """Writes a line to standard error now and then, if it takes long."""
+    said_at = time.monotonic()
+
+    def say(what: str, done: int, total: int) -> None:
+        nonlocal said_at
+        if time.monotonic() - said_at < _PROGRESS_PERIOD_S:
+            return
+        said_at = time.monotonic()
+        print(f"volume {volume.name}: {what} {done // _MIB} of {total // _MIB} MiB", file=sys.stderr, flush=True)
+
+    return say
+
+
+def _as_json(reports: Sequence[VolumeReport]) -> str:
+    document = {"errors": sum(bool(report.error) for report in reports), "volumes": [asdict(item) for item in reports]}
+    return json.dumps(document, indent=2)
+
+
+def _as_text(reports: Sequence[VolumeReport]) -> str:
+    lines: list[str] = []
+    for report in reports:
+        version = f", driver {report.driver_version}" if report.driver_version else ""
+        lines.append(f"volume {report.name}: {report.state}{version} ({report.version or report.directory})")
+        how = dict.fromkeys(report.hard_linked, "hard link") | dict.fromkeys(report.copied, "copy")
+        rows = [(target, how.get(target, "file"), source) for target, source in report.files.items()]
+        rows += [(target, "link", points_to) for target, points_to in report.links.items()]
+        lines += [f"  {kind:<9}  {target} <- {source}" for target, kind, source in sorted(rows)]
+        lines += [f"  removed    {name}" for name in report.removed]
+        lines += [f"  to remove  {name}" for name in report.would_remove]
+        lines += [f"  in use     {name}" for name in report.kept]
+        lines += [f"  warning    {warning}" for warning in report.warnings]
+        lines += [f"  error      {report.error}"] if report.error else []
+    return "\n".join(lines)

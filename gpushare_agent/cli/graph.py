@@ -1,0 +1,92 @@
+"""`gpushare-agent graph`: how the node's cards are connected, and what is free on each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from gpushare_agent.cli.agent_addresses import Where, open_door
+from gpushare_agent.cli.agent_client import read_node
+from gpushare_agent.cli.render_text import MIB, Form, health_line, is_cordoned, plain, print_as
+from gpushare_agent.model.errors import Corrupt
+from gpushare_agent.model.topology import Branch, LinkKind, Topology
+from gpushare_agent.placement.topology_tree import render_tree
+from gpushare_agent.settings.settings import Settings
+
+SCHEMA = 1
+MAX_DEPTH = 16
+_KINDS = {"X": LinkKind.SELF, "NV": LinkKind.NVLINK} | {kind.name: kind for kind in LinkKind if kind > LinkKind.NVLINK}
+
+
+async def run(settings: Settings, where: Where, *, form: Form) -> int:
+    """Raises AgentError."""
+    async with open_door(settings, where) as door:
+        document = graph_document(await read_node(door))
+
+    def tables(_width: int) -> Sequence[RenderableType]:
+        return [Text(tree_text(document), no_wrap=True, overflow="ignore")]
+
+    print_as(form, document, tables)
+    return 0
+
+
+def graph_document(node: dict[str, Any]) -> dict[str, Any]:
+    """The part of the node's document that concerns the tree. Nothing is free on a card that is not in service."""
+    return {
+        "schema": SCHEMA,
+        "node": node["node"],
+        "tree": node["topology"]["tree"],
+        "links": node["topology"]["links"],
+        "cards": [_card(card) for card in node["cards"]],
+    }
+
+
+def _card(card: dict[str, Any]) -> dict[str, Any]:
+    cores, memory = card["cores"], card["memory"]
+    is_usable = card["is_healthy"] and not is_cordoned(card)
+    return {
+        "index": card["index"],
+        "uuid": card["uuid"],
+        "name": card["name"],
+        "is_healthy": card["is_healthy"],
+        "health_reason": card["health_reason"],
+        "cordoned": card["cordoned"],
+        "cores": {**cores, "free": max(0, cores["capacity"] - cores["allocated"]) if is_usable else 0},
+        "memory": {
+            **memory,
+            "free_bytes": max(0, memory["capacity_bytes"] - memory["allocated_bytes"]) if is_usable else 0,
+        },
+    }
+
+
+def tree_text(document: dict[str, Any]) -> str:
+    """A line for each branch and card: `GPU0 NVIDIA H100, free 60/100 cores, 20480/24576 MiB`. Raises Corrupt."""
+    notes = {card["index"]: _note(card) for card in document["cards"]}
+    return render_tree(Topology(links=(), root=_branch(document["tree"], MAX_DEPTH)), notes)
+
+
+def _note(card: dict[str, Any]) -> str:
+    cores, memory = card["cores"], card["memory"]
+    health = health_line(card)
+    free = (
+        f"free {cores['free']}/{cores['capacity']} cores, "
+        f"{memory['free_bytes'] // MIB}/{memory['capacity_bytes'] // MIB} MiB"
+    )
+    return f"{plain(card['name'])}, {free}{'' if health == 'Healthy' else f', {health}'}"
+
+
+def _branch(raw: dict[str, Any], depth: int) -> Branch:
+    kind = _KINDS.get(raw["kind"])
+    if kind is None or depth == 0:
+        raise Corrupt(
+            f"cannot draw the topology: the agent's tree has a branch {plain(raw['kind'])!r} that this program does not"
+            " know; use the gpushare-agent of the agent's own version"
+        )
+    return Branch(
+        kind=kind,
+        cards=tuple(raw["cards"]),
+        children=tuple(_branch(child, depth - 1) for child in raw["children"]),
+    )

@@ -1,0 +1,51 @@
+"""`kubectl gpushare`: the commands that show nodes, for a person with a kubeconfig. kubectl finds the program by its name.
+
+The entry point is kubectl-gpushare; kubectl passes on everything behind `gpushare`. For completion behind `kubectl gpushare`
+it calls kubectl_complete-gpushare, and reads from it one word a line and last a number that says what the words are.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from gpushare_agent import __version__
+from gpushare_agent.cli.completion_words import program_of
+from gpushare_agent.cli.line import Command, CommandLine, make_parser
+from gpushare_agent.cli.operator import KUBECTL, operator_commands
+
+_NO_FILES = ":4"
+"""Last line of an answer to kubectl: nothing else, no names of files."""
+
+
+def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
+    """Runs one command and returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return PLUGIN_LINE.main(arguments, os.environ if environ is None else environ)
+
+
+def complete(argv: Sequence[str] | None = None) -> int:
+    """What kubectl's completion asks: the words behind `kubectl gpushare`, the last of them unfinished, perhaps empty."""
+    from gpushare_agent.cli.completion import offered
+
+    words = list(sys.argv[1:] if argv is None else argv)
+    print("\n".join([*offered(program_of(PLUGIN_LINE), words), _NO_FILES]))
+    return 0
+
+
+def _version(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    make_parser("version", "Prints the version.", (), program=KUBECTL).parse_args(argv)
+    print(f"kubectl-gpushare {__version__}")
+    return 0
+
+
+PLUGIN_LINE = CommandLine(
+    program=KUBECTL,
+    purpose="shows who has which share of which GPU, on every node of a cluster.",
+    commands=(
+        *operator_commands(is_plugin=True),
+        Command(name="version", summary="print the version", run=_version, takes_settings=False),
+    ),
+    more=f"`{KUBECTL} COMMAND --help` tells more; docs/cli.md lists the rights that you need.",
+)

@@ -1,0 +1,147 @@
+"""`gpushare-agent mps`: keeps NVIDIA's MPS control daemon on this node, in a process of its own.
+
+So the agent can be restarted and updated without touching a client: this process is its daemon's parent, and ends it only
+when it is itself told to end. Exit codes: 0 ended as asked, 1 the daemon cannot be kept (the reason is the last line).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import structlog
+
+from gpushare_agent.gpus.nvml.compute_mode import ComputeModes
+from gpushare_agent.isolation.mps.control import MpsControl
+from gpushare_agent.isolation.mps.daemon import MpsDaemonProcess
+from gpushare_agent.isolation.mps.supervision import Condition, MpsSupervision, Patience
+from gpushare_agent.kit.backoff import Backoff
+from gpushare_agent.kit.systemd import sd_notify
+from gpushare_agent.model.errors import StartupError, Unavailable
+from gpushare_agent.settings.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+START_COMMANDS = 4
+"""A start may take as long as so many commands: loading the driver costs seconds on a node that has just booted."""
+HOST_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the host's own, which is neither made nor labelled here
+
+
+def control_of(settings: Settings) -> MpsControl:
+    mps = settings.mps
+    return MpsControl(mps.control, mps.pipe_directory, mps.log_directory, timeout_s=mps.command_timeout_s)
+
+
+async def check(settings: Settings) -> int:
+    """One look at the daemon, whoever keeps it: prints how it is; 0 when it serves, else 1."""
+    try:
+        await control_of(settings).check()
+    except Unavailable as error:
+        print(error)
+        return 1
+    print(f"the MPS control daemon in {settings.mps.pipe_directory} serves")
+    return 0
+
+
+async def run(settings: Settings) -> int:
+    """Until SIGTERM or SIGINT; a second one ends the waiting for clients. Raises StartupError."""
+    control, modes, mps = control_of(settings), ComputeModes(), settings.mps
+    control.files.make(shared_memory=mps.shm_directory if mps.shm_directory != HOST_SHARED_MEMORY else None)
+    supervision = MpsSupervision(
+        MpsDaemonProcess(control),
+        control,
+        percentage=mps.default_active_thread_percentage,
+        patience=Patience(
+            start_s=START_COMMANDS * mps.command_timeout_s,
+            probe_period_s=mps.probe_period_s,
+            drain_s=mps.drain_timeout_s,
+            end_s=mps.command_timeout_s,
+            backoff=Backoff(base_s=0.5, cap_s=30.0),
+        ),
+        on_condition=_tell_service_manager,
+    )
+    stops = _Stops()
+    try:
+        if mps.exclusive_process:
+            await _make_exclusive(settings, modes)
+        await _until_stopped(supervision, stops)
+    finally:
+        stops.close()
+        await _restore(modes)
+    return 0
+
+
+async def _make_exclusive(settings: Settings, modes: ComputeModes) -> None:
+    if settings.driver != "nvml":
+        log.warning("compute_mode_not_set", reason="the cards are simulated")
+        return
+    log.info("compute_mode_exclusive", changed=await modes.make_exclusive())
+
+
+async def _restore(modes: ComputeModes) -> None:
+    try:
+        await modes.restore()
+    except Unavailable as error:
+        log.error("compute_mode_not_restored", error=str(error), then="set it by `nvidia-smi -c DEFAULT`")
+
+
+async def _until_stopped(supervision: MpsSupervision, stops: _Stops) -> None:
+    """The supervision, until it fails or a stop comes; then the drain. Whatever happens, no daemon is left behind."""
+    try:
+        await _supervise_and_drain(supervision, stops)
+    except BaseException:
+        await supervision.end_now()
+        raise
+
+
+async def _supervise_and_drain(supervision: MpsSupervision, stops: _Stops) -> None:
+    """The drain is cut short by a second stop."""
+    failed: list[StartupError] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            kept = group.create_task(supervision.run(), name="mps supervision")
+            stop = group.create_task(stops.wait(), name="stop")
+            await asyncio.wait({kept, stop}, return_when=asyncio.FIRST_COMPLETED)
+            stop.cancel()
+            kept.cancel()
+    except* StartupError as errors:
+        failed = [error for error in errors.exceptions if isinstance(error, StartupError)]
+    sd_notify("STOPPING=1", os.environ)
+    async with asyncio.TaskGroup() as group:
+        drained = group.create_task(supervision.drain(), name="mps drain")
+        again = group.create_task(stops.wait(), name="second stop")
+        await asyncio.wait({drained, again}, return_when=asyncio.FIRST_COMPLETED)
+        if not drained.done():
+            log.warning("mps_drain_cut_short", reason="told to end once more")
+            drained.cancel()
+        again.cancel()
+    if drained.cancelled():
+        await supervision.end_now()
+    if failed:
+        raise failed[0]
+
+
+def _tell_service_manager(condition: Condition) -> None:
+    if condition is Condition.SERVING:
+        sd_notify("READY=1", os.environ)
+    sd_notify(f"STATUS=MPS control daemon: {condition.value}", os.environ)
+
+
+class _Stops:
+    """SIGTERM and SIGINT, one `wait` for each."""
+
+    def __init__(self) -> None:
+        self._came = asyncio.Semaphore(0)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._came.release)
+
+    async def wait(self) -> None:
+        await self._came.acquire()
+
+    def close(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,176 @@
+"""Allocated and total of every card, per node and for the cluster. Pure: sums in, a document or tables out.
+
+The document's format is docs/cli.md; sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from gpushare_agent.cli.render_text import (
+    MIB,
+    counted,
+    grid,
+    health_reasons,
+    health_style,
+    health_word,
+    out_of_service,
+    part_of,
+    plain,
+)
+from gpushare_agent.model.names import CORES_PER_CARD
+from gpushare_agent.observability.inspection import CardSums, ContainerSums, NodeSums
+
+SCHEMA = 1
+
+
+def inspection_document(nodes: Sequence[NodeSums]) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "nodes": [_node_document(node) for node in nodes],
+        "totals": _totals([card for node in nodes for card in node.cards]),
+    }
+
+
+def _node_document(node: NodeSums) -> dict[str, Any]:
+    return {
+        "node": node.node,
+        "remark": node.remark,
+        "cards": [_card_document(card) for card in node.cards],
+        "containers": [_container_document(container) for container in node.containers],
+        "unplaced": {
+            "containers": len(node.unplaced),
+            "cores": sum(container.cores for container in node.unplaced),
+            "memory_bytes": sum(container.memory_bytes for container in node.unplaced),
+        },
+        "totals": _totals(node.cards),
+    }
+
+
+def _card_document(sums: CardSums) -> dict[str, Any]:
+    card = sums.card
+    return {
+        "index": card.index,
+        "uuid": card.uuid,
+        "name": card.name,
+        "is_healthy": card.is_healthy,
+        "health_reason": sums.health_reason,
+        "cordoned": card.cordoned or None,
+        "cores": {"allocated": sums.cores_allocated, "capacity": CORES_PER_CARD},
+        "memory": {"allocated_bytes": sums.memory_allocated_bytes, "capacity_bytes": card.memory_bytes},
+    }
+
+
+def _container_document(container: ContainerSums) -> dict[str, Any]:
+    return {
+        "namespace": container.namespace,
+        "pod": container.pod,
+        "container": container.container,
+        "cards": list(container.cards),
+        "cores": container.cores,
+        "memory_bytes": container.memory_bytes,
+        "remark": container.remark,
+    }
+
+
+def _totals(cards: Sequence[CardSums]) -> dict[str, Any]:
+    return {
+        "cards": len(cards),
+        "cards_healthy": sum(1 for sums in cards if sums.card.is_healthy),
+        "cores": {
+            "allocated": sum(sums.cores_allocated for sums in cards),
+            "capacity": len(cards) * CORES_PER_CARD,
+        },
+        "memory": {
+            "allocated_bytes": sum(sums.memory_allocated_bytes for sums in cards),
+            "capacity_bytes": sum(sums.card.memory_bytes for sums in cards),
+        },
+    }
+
+
+def inspection_tables(document: dict[str, Any], *, with_details: bool) -> list[RenderableType]:
+    """From the document, so that both forms say the same."""
+    nodes = document["nodes"]
+    parts: list[RenderableType] = [_cards_table(nodes)]
+    if with_details:
+        parts += [Text(""), _containers_table(nodes)]
+    remarks = [
+        Text(f"{plain(node['node'])}: {plain(node['remark'])}", style="yellow") for node in nodes if node["remark"]
+    ]
+    unplaced = [_unplaced_line(node, with_details) for node in nodes if node["unplaced"]["containers"]]
+    return [*parts, Text(""), *remarks, *unplaced, _cluster_line(document)]
+
+
+def _cards_table(nodes: Sequence[dict[str, Any]]) -> RenderableType:
+    columns = ["NODE", "GPU", "NAME", "HEALTH", "CORES", "MEMORY MiB", "REASON"]
+    rows: list[list[str | Text]] = []
+    for node in nodes:
+        for position, card in enumerate(node["cards"]):
+            name = node["node"] if position == 0 else ""
+            reason = "; ".join(health_reasons(card))
+            rows.append([name, str(card["index"]), card["name"] or "-", _health(card), *_amounts(card), reason])
+        cores, memory = _amounts(node["totals"])
+        whose = "" if node["cards"] else node["node"]
+        rows.append([whose, "all", "", "", Text(cores, style="bold"), Text(memory, style="bold"), ""])
+    if not any(row[-1] for row in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    return grid(columns, rows, right=("GPU", "CORES", "MEMORY MiB"))
+
+
+def _health(card: dict[str, Any]) -> Text:
+    word = health_word(card)
+    return Text(word, style=health_style(word))
+
+
+def _amounts(sums: dict[str, Any]) -> tuple[str, str]:
+    """Allocated and total, cores and MiB."""
+    cores, memory = sums["cores"], sums["memory"]
+    return (
+        part_of(cores["allocated"], cores["capacity"]),
+        part_of(memory["allocated_bytes"] / MIB, memory["capacity_bytes"] / MIB),
+    )
+
+
+def _containers_table(nodes: Sequence[dict[str, Any]]) -> RenderableType:
+    columns = ("NODE", "GPU", "NAMESPACE", "POD", "CONTAINER", "CORES", "MEMORY MiB", "REMARK")
+    rows = [
+        (
+            node["node"],
+            ",".join(map(str, container["cards"])) or "-",
+            container["namespace"],
+            container["pod"],
+            container["container"],
+            str(container["cores"]),
+            f"{container['memory_bytes'] / MIB:.0f}",
+            container["remark"],
+        )
+        for node in nodes
+        for container in node["containers"]
+    ]
+    return grid(columns, rows, right=("GPU", "CORES", "MEMORY MiB"))
+
+
+def _unplaced_line(node: dict[str, Any], with_details: bool) -> Text:
+    unplaced = node["unplaced"]
+    number, verb = (counted(unplaced["containers"], "container"), "is" if unplaced["containers"] == 1 else "are")
+    hint = "" if with_details else "; -d lists them"
+    return Text(
+        f"{plain(node['node'])}: {number} with {unplaced['cores']} cores and {unplaced['memory_bytes'] / MIB:.0f} MiB "
+        f"{verb} charged to no card{hint}",
+        style="yellow",
+    )
+
+
+def _cluster_line(document: dict[str, Any]) -> Text:
+    totals, number = document["totals"], len(document["nodes"])
+    cores, memory = _amounts(totals)
+    where = f"in {number} nodes" if number != 1 else "of the node"
+    health = out_of_service([card for node in document["nodes"] for card in node["cards"]])
+    return Text(
+        f"allocated of {counted(totals['cards'], 'card')} {where}{health}: cores {cores}, memory {memory} MiB",
+        style="bold",
+    )

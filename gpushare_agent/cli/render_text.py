@@ -1,0 +1,142 @@
+"""What the operator commands' output has in common: JSON, YAML, tables, sizes, and text that a terminal can take.
+
+Names of pods, cards and reasons come from elsewhere: control characters in them never reach the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gpushare_agent.observability.node_snapshot import NO_REASON
+
+Form = Literal["table", "json", "yaml"]
+FORMS: tuple[Form, ...] = ("table", "json", "yaml")
+MIB = 1024 * 1024
+PIPE_WIDTH = 500
+"""Where no terminal sets the width, lines stay whole: a pod's name alone may have 253 characters."""
+GAP = 2
+MAX_TEXT_CHARS = 4000
+_EMPTY_REASONS = ("cordoned", NO_REASON)
+"""What stands for a cordon's reason in the annotation of a node and in an agent's document where none is told."""
+
+
+def print_as(form: Form, document: dict[str, Any], tables: Callable[[int], Sequence[RenderableType]]) -> None:
+    """The document, or the tables that `tables` makes for a width."""
+    if form == "json":
+        print(json.dumps(document, indent=2, ensure_ascii=False))
+    elif form == "yaml":
+        import yaml
+
+        print(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), end="")
+    else:
+        _print_tables(tables)
+
+
+def _print_tables(tables: Callable[[int], Sequence[RenderableType]]) -> None:
+    if sys.stdout.isatty():
+        console = Console(highlight=False)
+        console.print(*tables(console.width), sep="\n")
+        return
+    console = Console(width=PIPE_WIDTH, highlight=False)
+    with console.capture() as capture:
+        console.print(*tables(PIPE_WIDTH), sep="\n")
+    for line in capture.get().splitlines():
+        print(line.rstrip())  # the last column is filled up with blanks
+
+
+def plain(value: object) -> str:
+    """One line without control characters."""
+    text = " ".join(str(value).split())[:MAX_TEXT_CHARS]
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def grid(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, right: Sequence[str] = ()) -> Table:
+    """A table without lines, as kubectl's: a header and a row each. `right` are the columns with numbers."""
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(plain_cell(cell)) for cell in row))
+    return table
+
+
+def plain_cell(text: str) -> str:
+    """As `plain`, but keeps the blanks at the front, which indent."""
+    return text[: len(text) - len(text.lstrip(" "))] + plain(text)
+
+
+def width_of(cells: Sequence[str]) -> int:
+    return max((cell_len(cell) for cell in cells), default=0)
+
+
+def mib(size_bytes: float | None) -> str:
+    return "-" if size_bytes is None else f"{size_bytes / MIB:.0f}"
+
+
+def percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio * 100:.0f}"
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def part_of(part: float, whole: float) -> str:
+    """`180/800 (22 %)`, of whole numbers."""
+    share = f" ({part / whole * 100:.0f} %)" if whole else ""
+    return f"{part:.0f}/{whole:.0f}{share}"
+
+
+def is_cordoned(card: dict[str, Any]) -> bool:
+    return card["cordoned"] is not None
+
+
+def is_ill(card: dict[str, Any]) -> bool:
+    """Whether something is wrong with the card itself: a cordoned one is offered to nobody, and may be well."""
+    return bool(card["health_reason"]) or not (card["is_healthy"] or is_cordoned(card))
+
+
+def health_word(card: dict[str, Any]) -> str:
+    """Of a card of the node's document: Healthy, Cordoned, Unhealthy, or both of these."""
+    return ", ".join(word for word, _ in _words_with_reasons(card)) or "Healthy"
+
+
+def health_reasons(card: dict[str, Any]) -> list[str]:
+    """Why, as far as it is told: the operator's words and what is wrong with the card itself. Where a card is both, each
+    begins with its word."""
+    told = {word: reason for word, reason in _words_with_reasons(card) if reason}
+    if is_cordoned(card) and is_ill(card):
+        return [f"{word}: {reason}" for word, reason in told.items()]
+    return list(told.values())
+
+
+def health_line(card: dict[str, Any]) -> str:
+    """Each word with its reason."""
+    return "; ".join(f"{word}: {reason}" if reason else word for word, reason in _words_with_reasons(card)) or "Healthy"
+
+
+def _words_with_reasons(card: dict[str, Any]) -> list[tuple[str, str]]:
+    told = (("Cordoned", is_cordoned(card), card["cordoned"]), ("Unhealthy", is_ill(card), card["health_reason"]))
+    return [
+        (word, plain(reason) if reason and reason not in _EMPTY_REASONS else "")
+        for word, is_so, reason in told
+        if is_so
+    ]
+
+
+def health_style(word: str) -> str:
+    return "green" if word == "Healthy" else ("yellow" if word == "Cordoned" else "red")
+
+
+def out_of_service(cards: Sequence[dict[str, Any]]) -> str:
+    """`, 1 unhealthy, 2 cordoned`; empty where all are in service."""
+    counts = ((sum(map(is_ill, cards)), "unhealthy"), (sum(map(is_cordoned, cards)), "cordoned"))
+    return "".join(f", {number} {word}" for number, word in counts if number)

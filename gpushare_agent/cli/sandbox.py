@@ -1,0 +1,225 @@
+"""`gpushare-agent sandbox`: the agent on an embedded node, for a person to try or for a script to check.
+
+The arguments, and the commands for a sandbox that runs already; cli/sandbox_run.py runs one. Exit codes: 0 done, 1 not
+every pod runs or a part failed, 2 a manifest or a setting is wrong; `exec` ends as its command does (sandbox_exec.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gpushare_agent.cli import sandbox_run
+from gpushare_agent.cli.sandbox_exec import add_exec_arguments, become, exec_request, split_inner_command
+from gpushare_agent.cli.sandbox_extender import free_port
+from gpushare_agent.sandbox.api_server import KUBERNETES_VERSIONS
+from gpushare_agent.sandbox.card_faults import LOST_REASON
+from gpushare_agent.sandbox.control import Answer, ask
+from gpushare_agent.sandbox.manifests import SAMPLE_SETS, ManifestError, read_manifests, sample_manifests
+from gpushare_agent.sandbox.node import NodePaths
+from gpushare_agent.sandbox.node_view import print_document
+from gpushare_agent.sandbox.state_directory import default_state_directory
+from gpushare_agent.settings.settings import load_settings
+
+__all__ = ["add_arguments", "run", "split_inner_command"]
+
+_SETTINGS_OPTIONS = ("cards", "topology", "card_memory_mib")
+_MOST_NODES = 32
+_MOST_CARDS = 64
+_CARDS = re.compile(r"([0-9]{1,2})x([0-9]{1,9})")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--cards", metavar="N", help="simulated cards (default 8, or one for each memory size)")
+    add("--topology", metavar="FILE", help="text of `nvidia-smi topo -m` that gives the cards and their links")
+    add("--card-memory-mib", metavar="M[,M...]", help="memory of the cards, MiB: one value, or one for each")
+    add("--nodes", metavar="N", type=int, help="embedded nodes, each with an agent (default 1, or one for each entry of "
+        "--node-cards)")  # fmt: skip
+    add("--node-cards", metavar="CxM[,CxM...]", help="cards of each node and their memory in MiB, such as 8x24576,4x16384 "
+        "or 2x24576+1x81920; fewer entries than nodes are used in turn")  # fmt: skip
+    add("--extender", action="store_true", help="run the scheduler extender too, and let the embedded scheduler ask it")
+    add(
+        "--apply",
+        metavar="FILE|DIR",
+        action="append",
+        type=Path,
+        default=[],
+        help="Pod manifests, created in file order; - is standard input",
+    )
+    add("--samples", choices=SAMPLE_SETS, help="sample pods; fitting leaves out the one that cannot run (default: all, "
+        "with --apply none)")  # fmt: skip
+    add("--once", action="store_true", help="wait until every pod is settled, print, clean up; exit 0 if all of them are "
+        "Running or Succeeded, else 1 (with the sample pod that cannot fit: 1)")  # fmt: skip
+    add("--format", choices=("table", "json"), default="table", help="what --once and status print to standard output; "
+        "progress goes to standard error then (%(default)s)")  # fmt: skip
+    add(
+        "--state-dir",
+        metavar="DIR",
+        type=Path,
+        default=default_state_directory(),
+        help="sockets and files (%(default)s)",
+    )
+    add("--port", metavar="PORT", type=int, help="the agent's web port (default 5678; 0 takes a free one)")
+    add("--kubelet-version", choices=KUBERNETES_VERSIONS, default="1.36", help="whose behaviour to show (%(default)s)")
+    _add_commands(parser)
+
+
+def _add_commands(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands for a sandbox that runs")
+    apply = commands.add_parser("apply", help="create the pods of a manifest")
+    apply.add_argument("-f", "--file", dest="files", metavar="FILE|DIR", action="append", type=Path, required=True,
+        help="Pod manifests; a directory's files by name; - is standard input; again for more")  # fmt: skip
+    delete = commands.add_parser("delete", help="delete pods")
+    delete.add_argument("names", metavar="NAME", nargs="+", help="a pod's name, or NAMESPACE/NAME")
+    delete.add_argument("-n", "--namespace", default="default", help="of the pods (%(default)s)")
+    add_exec_arguments(commands.add_parser("exec", help="run one more process in a container"))
+    commands.add_parser("restart-kubelet", help="stop and start the embedded kubelet; containers run on")
+    commands.add_parser("kill-agent", help="SIGKILL the agent; the sandbox starts it again")
+    commands.add_parser("kill-extender", help="SIGKILL the extender; the sandbox starts it again")
+    _add_card_commands(commands)
+    commands.add_parser("status", help="print cards and pods")
+    for name in ("restart-kubelet", "kill-agent", "fail-card", "heal-card"):
+        commands.choices[name].add_argument("--node", metavar="NAME", help="which node, where there are several")
+    for command in commands.choices.values():
+        command.add_argument("--state-dir", type=Path, default=argparse.SUPPRESS, help="of the running sandbox")
+    commands.choices["status"].add_argument("--format", choices=("table", "json"), default=argparse.SUPPRESS,
+        help="table for people, json for scripts (table)")  # fmt: skip
+
+
+def _add_card_commands(commands: Any) -> None:
+    fail = commands.add_parser(
+        "fail-card",
+        help="make a simulated card fail",
+        description="Makes a simulated card fail, as the driver would report it. What the agent makes of it is in `status` a"
+        " few seconds later: the card's units are Unhealthy, running pods go on, new ones go elsewhere.",
+    )
+    fail.add_argument("card", metavar="INDEX", type=int, help="of the card, as `status` counts them")
+    how = fail.add_mutually_exclusive_group()
+    how.add_argument("--xid", metavar="N", type=int, help="the driver reports this Xid error, once; 79: the card fell off"
+        " the bus, 94: a contained memory error, 31: a program's own fault, which is ignored")  # fmt: skip
+    how.add_argument("--lost", metavar="REASON", help="the driver no longer finds the card, for this reason; the default,"
+        f" with the reason {LOST_REASON!r}")  # fmt: skip
+    heal = commands.add_parser(
+        "heal-card",
+        help="take back what fail-card did",
+        description="Ends the loss of a card; after an Xid error lets the driver see the card reset. The agent takes it back"
+        " when it has passed its probes (--health.recovery-probes, --health.recovery-period-s).",
+    )
+    heal.add_argument("card", metavar="INDEX", type=int, help="of the card")
+
+
+async def run(args: argparse.Namespace, extra_agent_flags: list[str], inner_command: Sequence[str] = ()) -> int:
+    """Returns the exit code; `exec` does not return where it works. Raises AgentError for what a person must change.
+
+    `inner_command` is what sandbox_exec.split_inner_command set apart.
+    """
+    try:
+        if args.command is not None:
+            return await _run_command(args, extra_agent_flags, inner_command)
+        manifests = read_manifests(args.apply)
+        manifests += sample_manifests(args.samples or ("none" if args.apply else "all"))
+        plan = sandbox_run.Plan(
+            state=args.state_dir, kubelet_version=args.kubelet_version, flags=tuple(_agent_flags(args, extra_agent_flags)),
+            manifests=tuple(manifests), is_once=args.once, form=args.format, node_flags=_node_flags(args),
+            has_extender=args.extender,
+        )  # fmt: skip
+        return await sandbox_run.run(plan)
+    except ManifestError as error:
+        _complain(str(error))
+        return 2
+
+
+def _complain(text: str) -> None:
+    print(f"gpushare-agent sandbox: {text}", file=sys.stderr)
+
+
+def _agent_flags(args: argparse.Namespace, extra: list[str]) -> list[str]:
+    flags = [
+        f"--{name.replace('_', '-')}={value}"
+        for name in _SETTINGS_OPTIONS
+        if (value := getattr(args, name)) is not None
+    ]
+    if args.port is not None:
+        flags.append(f"--web.port={args.port or free_port()}")
+    return [*flags, *_implied_cards(args, extra), *extra]
+
+
+def _implied_cards(args: argparse.Namespace, extra: list[str]) -> list[str]:
+    """Several memory sizes are as many cards, where nothing else says how many there are."""
+    count = len((args.card_memory_mib or "").split(","))
+    if count == 1 or args.cards is not None or args.topology is not None:
+        return []
+    sources = load_settings(extra, os.environ).sources
+    is_said = any(sources[name] != "default" for name in ("simulated.cards", "simulated.topology"))
+    return [] if is_said else [f"--cards={count}"]
+
+
+def _node_flags(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
+    """Of each node: its cards, and for all but the first a web port of its own. Raises ManifestError."""
+    entries = args.node_cards.split(",") if args.node_cards else []
+    count = args.nodes if args.nodes is not None else max(1, len(entries))
+    if not 1 <= count <= _MOST_NODES:
+        raise ManifestError(f"--nodes {count}: there can be 1 to {_MOST_NODES}; a real cluster is for more")
+    if len(entries) > count:
+        raise ManifestError(
+            f"--node-cards has {len(entries)} entries for {count} nodes: leave some out, or add --nodes"
+        )
+    if entries and any(getattr(args, name) is not None for name in _SETTINGS_OPTIONS):
+        raise ManifestError(
+            "--node-cards tells everything of the cards: leave out --cards, --card-memory-mib, --topology"
+        )
+    cards = [_cards_flags(entry) for entry in entries]
+    ports = [(), *((f"--web.port={free_port()}",) for _ in range(count - 1))]
+    return tuple((*(cards[number % len(cards)] if cards else ()), *ports[number]) for number in range(count))
+
+
+def _cards_flags(entry: str) -> tuple[str, ...]:
+    """`2x24576+1x81920`: kinds of cards of one node."""
+    sizes: list[str] = []
+    for kind in entry.split("+"):
+        match = _CARDS.fullmatch(kind.strip())
+        if match is None or not 1 <= int(match[1]) <= _MOST_CARDS:
+            raise ManifestError(f"--node-cards: {entry!r} must be COUNTxMIB, such as 8x24576, several joined by +")
+        sizes += [match[2]] * int(match[1])
+    if len(sizes) > _MOST_CARDS:
+        raise ManifestError(f"--node-cards: {entry!r} has {len(sizes)} cards; a node can have {_MOST_CARDS}")
+    return (f"--simulated.cards={len(sizes)}", f"--simulated.card-memory-mib={','.join(sizes)}")
+
+
+# --- a command for a running sandbox ---
+
+
+async def _run_command(args: argparse.Namespace, extra: list[str], inner_command: Sequence[str]) -> int:
+    if extra:
+        raise ManifestError(f"unknown arguments for {args.command}: {' '.join(extra)}")
+    request: dict[str, Any] = {"command": args.command}
+    if args.command == "apply":
+        request["pods"] = [manifest.raw for manifest in read_manifests(args.files)]
+    elif args.command == "delete":
+        request |= {"names": args.names, "namespace": args.namespace}
+    elif args.command in ("fail-card", "heal-card"):
+        request |= {name: value for name in ("card", "xid", "lost") if (value := getattr(args, name, None)) is not None}
+    if getattr(args, "node", None) is not None:
+        request["node"] = args.node
+    if args.command == "exec":
+        if not inner_command:
+            raise ManifestError("exec: no command: say what to run behind the pod's name, such as `exec POD -- sh`")
+        request = exec_request(args)
+    answer: Answer = await ask(NodePaths(state=args.state_dir.absolute()).control_socket, request)
+    if args.command == "status" and answer["ok"]:
+        print_document(answer["document"], args.format, has_addresses=True)
+    for line in answer["lines"]:
+        print(line, flush=True)  # before the complaints, where both go to one place
+    for error in answer["errors"]:
+        _complain(error)
+    if args.command == "exec" and answer["ok"]:
+        for note in answer["notes"]:
+            print(note, file=sys.stderr)
+        return become(inner_command, answer["env"])
+    return 0 if answer["ok"] else 1

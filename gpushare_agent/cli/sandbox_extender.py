@@ -1,0 +1,61 @@
+"""The scheduler extender of the sandbox: a child process on a port of this machine, on the embedded API server."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from gpushare_agent.kit.supervision import forever, stop_task
+from gpushare_agent.sandbox.agent_process import AgentProcess
+from gpushare_agent.sandbox.node import NodePaths
+from gpushare_agent.settings.settings import Settings
+
+_HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedExtender:
+    """`url` is the prefix before the verbs."""
+
+    url: str
+    process: AgentProcess
+
+
+def plan_extender(
+    settings: Settings, paths: NodePaths, flags: Sequence[str], tell: Callable[[str], None]
+) -> PlannedExtender:
+    """Not yet running. There is one only, so it leads without asking: one that was killed would wait for its own lease."""
+    port = free_port()
+    arguments = [
+        f"--kubeconfig={paths.kubeconfig}",
+        "--extender.leader-elect=false",
+        *flags,
+        f"--extender.addr={_HOST}",
+        f"--extender.port={port}",
+    ]
+    process = AgentProcess(arguments, paths.extender_log, tell, command="extender", name="the extender")
+    return PlannedExtender(url=f"http://{_HOST}:{port}/scheduler", process=process)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@asynccontextmanager
+async def running_extender(planned: PlannedExtender | None) -> AsyncIterator[None]:
+    """Until the block ends; nothing where there is none."""
+    if planned is None:
+        yield
+        return
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(forever("extender process", planned.process.run), name="extender-process")
+        try:
+            yield
+        finally:
+            await stop_task(task)

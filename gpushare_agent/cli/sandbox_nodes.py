@@ -1,0 +1,181 @@
+"""The nodes of one run of the sandbox: what each is made of, and what runs beside it while the sandbox lasts.
+
+A node has its agent, a child process; the player of what its containers use; who watches its cards; and, where isolation
+mps is in use, a stand-in for the MPS control daemon. The order of the whole is in sandbox_run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from gpushare_agent.agent.health_parts import health_policy
+from gpushare_agent.agent.node_parts import open_driver
+from gpushare_agent.agent.node_values import resource_names
+from gpushare_agent.cli.sandbox_extender import free_port
+from gpushare_agent.gpus.watch import GpuDriver
+from gpushare_agent.kit.supervision import forever, stop_task
+from gpushare_agent.model.errors import StartupError, Unavailable
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.sandbox.agent_process import AgentProcess
+from gpushare_agent.sandbox.card_faults import CardFaults
+from gpushare_agent.sandbox.mps_stand_in import open_mps_stand_in
+from gpushare_agent.sandbox.node import EmbeddedNode, NodePaths
+from gpushare_agent.sandbox.node_report import ReportedNode
+from gpushare_agent.sandbox.workbench import NodeBench
+from gpushare_agent.sandbox.workload_player import WorkloadPlayer
+from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsError, load_settings
+
+NODE_NAME = "sandbox"
+_CARDS_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningNode:
+    """One node, and what runs for it."""
+
+    bench: NodeBench
+    settings: Settings
+    driver: GpuDriver
+    player: WorkloadPlayer | None
+
+
+def node_names(loaded: LoadedSettings, count: int) -> list[str]:
+    """The agent's node name where a person has given one; the host's name would say nothing here. Several are numbered."""
+    source = loaded.sources["node_name"]
+    is_given = source.startswith(("flag", "variable GPUSHARE")) or source.endswith((".yaml", ".yml"))
+    name = loaded.settings.node_name if is_given else NODE_NAME
+    return [name] if count == 1 else [f"{name}-{number}" for number in range(count)]
+
+
+def check_driver(name: str, paths: NodePaths, flags: Sequence[str]) -> GpuDriver:
+    """The cards as the node's agent will see them. Raises SettingsError for a topology file that cannot be used: a mistake
+    of the command line, as any other setting."""
+    arguments = ("--driver=simulated", f"--simulated.faults={paths.faults}", *flags, f"--node-name={name}")
+    try:
+        return open_driver(load_settings(arguments, os.environ).settings)
+    except StartupError as error:
+        raise SettingsError([str(error)]) from error
+
+
+async def build_node(
+    node: EmbeddedNode,
+    flags: Sequence[str],
+    driver: GpuDriver,
+    tell: Callable[[str], None],
+    *,
+    is_first: bool = True,
+    is_only: bool = True,
+) -> RunningNode:
+    """The node's parts, not yet running. `flags` are the person's, and win, but for what may mean all nodes: the name, and
+    a port that the first node has."""
+    own = (f"--node-name={node.name}", f"--debug.port={_debug_port(flags, is_first=is_first)}")
+    arguments = [*node.agent_arguments(), *flags, *own]
+    settings = load_settings(arguments, os.environ).settings
+    resources, names = settings.resources, resource_names(settings)
+    inventory = await driver.read()
+    shown = ReportedNode(
+        node=node, cards=inventory.cards, vcore=resources.vcore, vmemory=resources.vmemory,
+        memory_block_mib=resources.memory_block_mib, gpu_mem=names.gpu_mem, gpu_mem_unit_mib=names.gpu_mem_unit_mib,
+        addresses=_addresses(settings),
+    )  # fmt: skip
+    bench = NodeBench(
+        shown=shown,
+        agent=AgentProcess(
+            arguments, node.paths.agent_log, tell, name="the agent" if is_only else f"the agent of {node.name}"
+        ),
+        faults=CardFaults(settings.simulated.faults, len(inventory.cards), health_policy(settings)),
+    )
+    return RunningNode(bench=bench, settings=settings, driver=driver, player=_player(shown, settings))
+
+
+def _debug_port(flags: Sequence[str], *, is_first: bool) -> int:
+    """A free one that stays when the agent is started again, unless a person has chosen."""
+    loaded = load_settings(flags, os.environ)
+    is_given = is_first and loaded.sources["debug.port"] != "default"
+    return (loaded.settings.debug.port if is_given else 0) or free_port()
+
+
+def _addresses(settings: Settings) -> dict[str, str]:
+    """Where the agent is asked from this machine; empty for what a setting has switched off."""
+    debug, socket = settings.debug, settings.control.socket
+    return {
+        "web": _url(settings.web.addr, settings.web.port),
+        "debug": f"{_url(debug.addr, debug.port)}/debug/" if debug.addr else "",
+        "control_socket": str(socket.absolute()) if socket is not None else "",
+    }
+
+
+def _url(address: str, port: int) -> str:
+    """An address that means all of them is none to ask."""
+    host = "localhost" if address in ("0.0.0.0", "::") else address
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def agent_lines(node: RunningNode) -> list[str]:
+    """What a person types to ask the node's agent, as it must be written for this one."""
+    where = node.bench.shown.addresses
+    server = "" if where["web"] == _addresses(load_settings((), {}).settings)["web"] else f" --server {where['web']}"
+    cordon = [f"cordon CARD --socket {shlex.quote(where['control_socket'])}"] if where["control_socket"] else []
+    return [f"gpushare-agent {line}" for line in (f"top{server}", f"explain POD{server}", *cordon)]
+
+
+def _player(shown: ReportedNode, settings: Settings) -> WorkloadPlayer | None:
+    """None where a person has named a usage file of his own, or wants none."""
+    path = shown.node.paths.usage
+    if settings.driver != "simulated" or settings.simulated.usage != path:
+        return None
+    return WorkloadPlayer(shown, path, isolation=settings.isolation, allowed=settings.isolations_allowed)
+
+
+@asynccontextmanager
+async def running(nodes: Sequence[RunningNode]) -> AsyncIterator[None]:
+    """Agents and all, until the block ends."""
+    async with AsyncExitStack() as stack:
+        for node in nodes:
+            await stack.enter_async_context(_mps_stand_in(node))
+        async with asyncio.TaskGroup() as group:
+            agents, others = [], []
+            for node in nodes:
+                name = node.bench.name
+                agents.append(group.create_task(forever("agent process", node.bench.agent.run), name=f"agent {name}"))
+                others.append(group.create_task(_watch_cards(node), name=f"cards {name}"))
+                if node.player is not None:
+                    others.append(group.create_task(forever("workload", node.player.run), name=f"workload {name}"))
+            try:
+                yield
+            finally:
+                for task in others:
+                    await stop_task(task)
+                for task in agents:
+                    task.cancel()
+                await asyncio.wait(agents)
+
+
+@asynccontextmanager
+async def _mps_stand_in(node: RunningNode) -> AsyncIterator[None]:
+    """A daemon for isolation mps, unless a person has named the directory of one."""
+    settings, paths = node.settings, node.bench.shown.node.paths
+    is_used = IsolationName.MPS in (settings.isolation, *settings.isolations_allowed)
+    if not is_used or settings.mps.pipe_directory != paths.mps_pipe:
+        yield
+        return
+    async with open_mps_stand_in(paths.mps_pipe, paths.mps_logs, paths.mps_control):
+        yield
+
+
+async def _watch_cards(node: RunningNode) -> None:
+    """Why a card is not well: the kubelet is only told that it is not. Endless."""
+    bench = node.bench
+    while True:
+        try:
+            read = (await node.driver.read()).cards
+            found = {card.uuid: card.unhealthy_reason for card in read if card.unhealthy_reason}
+        except Unavailable as error:
+            found = {card.uuid: str(error) for card in bench.shown.cards}
+        bench.note_faults(found)
+        await asyncio.sleep(_CARDS_INTERVAL_S)

@@ -1,0 +1,71 @@
+"""Prints settings with the source of each: for people, for programs, as a settings file, or the reference of all.
+
+No setting is a secret; one that becomes so must be left out here.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from gpushare_agent.settings.reference import all_keys, markdown, text_of
+from gpushare_agent.settings.settings import NODE_NAME_SOURCES, LoadedSettings
+
+
+def render(loaded: LoadedSettings, output: Literal["table", "json", "yaml", "markdown"]) -> str:
+    """The text for `gpushare-agent config`, with its last line end."""
+    match output:
+        case "table":
+            return _table(loaded)
+        case "json":
+            values = _plain_values(loaded)
+            document = {
+                name: {"value": value, "source": loaded.sources[name]} for name, value in sorted(values.items())
+            }
+            return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+        case "yaml":
+            return _yaml(loaded)
+        case "markdown":
+            return markdown()
+
+
+def _value(loaded: LoadedSettings, name: str) -> Any:
+    value: Any = loaded.settings
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _plain_values(loaded: LoadedSettings) -> dict[str, Any]:
+    """Dotted key -> value as JSON has it."""
+    tree = loaded.settings.model_dump(mode="json")
+    found: dict[str, Any] = {}
+    for key in all_keys():
+        section, dot, leaf = key.name.rpartition(".")
+        found[key.name] = (tree[section] if dot else tree)[leaf]
+    return found
+
+
+def _table(loaded: LoadedSettings) -> str:
+    rows = [("SETTING", "VALUE", "FROM")]
+    rows += [(key.name, text_of(_value(loaded, key.name)) or "-", loaded.sources[key.name]) for key in all_keys()]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}\n" for name, value, source in rows)
+
+
+def _yaml(loaded: LoadedSettings) -> str:
+    """A file that --config takes. A JSON value is a YAML value; the sources are comments."""
+    values = _plain_values(loaded)
+    lines: list[str] = []
+    section = ""
+    for key in all_keys():
+        is_derived = key.name == "node_name" and loaded.sources[key.name] in NODE_NAME_SOURCES
+        if key.name == "config" or is_derived:  # a file cannot name itself, and serves more nodes than this one
+            continue
+        prefix, dot, leaf = key.name.rpartition(".")
+        if prefix != section:
+            section = prefix
+            lines.append(f"{section}:")
+        value = json.dumps(values[key.name], ensure_ascii=False)
+        lines.append(f"{'  ' if dot else ''}{leaf}: {value}  # {loaded.sources[key.name]}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,173 @@
+"""`gpushare-agent simulate`: replays a workload on a simulated cluster, and compares policies (docs/simulate.md).
+
+Results go to standard output and are the same for the same input and seed; progress goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from gpushare_agent.agent.node_values import resource_names
+from gpushare_agent.cli.render_simulation import tables
+from gpushare_agent.cli.render_text import FORMS, print_as
+from gpushare_agent.extender.values import ClusterPolicy
+from gpushare_agent.model.errors import Rejected
+from gpushare_agent.settings.settings import Settings
+from gpushare_agent.simulation import plot
+from gpushare_agent.simulation.comparing import Rules, compare
+from gpushare_agent.simulation.generator import generate_cluster, generate_workload
+from gpushare_agent.simulation.results import document
+from gpushare_agent.simulation.schedulers import Policy, nodes_per_try
+from gpushare_agent.simulation.traces import read_cluster, read_workload
+from gpushare_agent.simulation.workload import Cluster, Workload, at_load
+
+MAX_NODES, MAX_PODS = 100_000, 1_000_000
+_USUAL_NODES, _USUAL_PODS = 100, 10_000
+_USUAL_LOAD = 1.0
+_PROGRESS_S = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--nodes",
+        metavar="N|FILE",
+        default=str(_USUAL_NODES),
+        help="a number of made nodes, or a CSV file of nodes: name,cards,memory_mib,model, or a trace's (%(default)s)",
+    )
+    pods = parser.add_mutually_exclusive_group()
+    pods.add_argument(
+        "--pods",
+        metavar="FILE",
+        type=Path,
+        help="a CSV file of pods: name,arrival_s,duration_s,cores,memory_mib[,models], or a trace's; instead of --generate",
+    )
+    pods.add_argument(
+        "--generate",
+        metavar="N",
+        type=_count(MAX_PODS),
+        help=f"a number of made pods ({_USUAL_PODS})",
+    )
+    add(
+        "--load",
+        metavar="X",
+        type=_positive,
+        help="bring the arrivals closer or apart, until pods ask for X of the cores there are on average "
+        f"({_USUAL_LOAD:g} for made pods; those of a file arrive when it says)",
+    )
+    add(
+        "--policy",
+        metavar="NAMES",
+        type=_policies,
+        default=(Policy.BINPACK, Policy.AGENT_ONLY),
+        help=f"what to compare, separated by commas: {', '.join(Policy)} (binpack,agent-only)",
+    )
+    add(
+        "--seed",
+        metavar="N",
+        type=int,
+        default=1,
+        help="of all random numbers: the same gives the same result (%(default)s)",
+    )
+    add(
+        "--score-percent",
+        metavar="N",
+        type=_count(100),
+        default=0,
+        help="nodes that a try looks at, kube-scheduler's percentageOfNodesToScore (its own rule: fewer in larger clusters)",
+    )
+    add("--plot", metavar="FILE", type=Path, help="also draw a chart there, as PNG")
+    add(
+        "-o",
+        "--output",
+        choices=FORMS,
+        default="table",
+        help="table for people, json and yaml with samples (%(default)s)",
+    )
+    add("-q", "--quiet", action="store_true", help="no progress on standard error")
+
+
+def run(options: argparse.Namespace, settings: Settings) -> int:
+    """Raises AgentError for a file that cannot be read or written."""
+    if options.plot is not None:
+        plot.need_matplotlib()
+    names = resource_names(settings)
+    cluster = _cluster(options)
+    workload = _workload(options, cluster, names.memory_block_mib)
+    per_try = nodes_per_try(len(cluster.nodes), options.score_percent)
+    rules = Rules(
+        agents=ClusterPolicy(names=names, share_policy=settings.placement.share_policy),
+        seed=options.seed,
+        per_try=per_try,
+    )
+    progress = _progress(len(workload.arrivals)) if not options.quiet else lambda policy, arrived: None
+    results = list(compare(cluster, workload, options.policy, rules, on_progress=progress))
+    made = document(results, cluster=cluster, workload=workload, seed=options.seed, nodes_per_try=per_try)
+    print_as(options.output, made, lambda width: tables(results, cluster, workload))
+    if options.plot is not None:
+        title = f"{len(workload.arrivals)} pods ({workload.source}) on {len(cluster.nodes)} nodes ({cluster.source})"
+        plot.draw(results, options.plot, title=title, arrivals_s=workload.window_s)
+    return 0
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    text: str = options.nodes
+    if text.isascii() and text.isdigit():
+        count = int(text)
+        if not 1 <= count <= MAX_NODES:
+            raise Rejected(f"--nodes {text}: the number of made nodes is 1 to {MAX_NODES}")
+        return generate_cluster(count, options.seed)
+    return read_cluster(Path(text))
+
+
+def _workload(options: argparse.Namespace, cluster: Cluster, block_mib: int) -> Workload:
+    if options.pods is not None:
+        read = read_workload(options.pods, block_mib=block_mib)
+        return at_load(read, cluster, options.load) if options.load else read
+    made = generate_workload(options.generate or _USUAL_PODS, options.seed, block_mib=block_mib)
+    return at_load(made, cluster, options.load or _USUAL_LOAD)
+
+
+def _progress(pods: int) -> Callable[[Policy, int], None]:
+    """Says every few seconds how far it is."""
+    said_at = time.monotonic()
+
+    def say(policy: Policy, arrived: int) -> None:
+        nonlocal said_at
+        if time.monotonic() - said_at >= _PROGRESS_S:
+            said_at = time.monotonic()
+            print(f"{policy}: {arrived} of {pods} pods have arrived", file=sys.stderr, flush=True)
+
+    return say
+
+
+def _policies(text: str) -> tuple[Policy, ...]:
+    """In the order given, each once."""
+    try:
+        return tuple(dict.fromkeys(Policy(name.strip()) for name in text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: name some of {', '.join(Policy)}, separated by commas") from None
+
+
+def _count(most: int) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        value = int(text) if text.isascii() and text.isdigit() else 0
+        if not 1 <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most}")
+        return value
+
+    return count
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.01 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0.01 to 100")
+    return value

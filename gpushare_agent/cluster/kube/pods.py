@@ -1,0 +1,235 @@
+"""A Pod from the API server's JSON, read once and never trusted.
+
+Only what the agent needs is kept, bounded in size: the store holds every pod of the node. A pod is refused as Corrupt,
+with the pod, the container and the field, only where its identity or what it asks for cannot be read; anything else that
+is not what the Kubernetes API says it is, reads as absent. Format: Kubernetes core/v1 Pod.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from gpushare_agent.cluster.kube.quantities import whole_number
+from gpushare_agent.model.errors import Corrupt
+from gpushare_agent.model.names import (
+    GPUSHARE_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSUME_TIME_ANNOTATION,
+    GPUSHARE_INDEX_ANNOTATION,
+    PodUid,
+    is_container_id,
+)
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
+
+KEPT_ANNOTATION_PREFIX = "tencent.com/"
+PREDICATE_PREFIX = "tencent.com/predicate-"
+KEPT_ANNOTATIONS = (
+    "clusterName",
+    GPUSHARE_INDEX_ANNOTATION,
+    GPUSHARE_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSUME_TIME_ANNOTATION,
+)
+MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
+KEPT_ENV = ("compat32", "SUBMITTER")
+MAX_ANNOTATIONS = 64
+MAX_CONTAINERS = 1000
+"""Containers beyond this count only where they ask for something."""
+MAX_NAME_CHARS = 320
+"""Of an annotation: 253 of its prefix, a slash, 63 of its name."""
+MAX_VALUE_CHARS = 1024
+MAX_MESSAGE_CHARS = 2048
+CUT = "…"
+"""Ends what was cut, so that a cut value is never taken for a whole one."""
+
+
+def parse_pod(raw: Mapping[str, Any], *, resources: Collection[str] | None = None) -> Pod:
+    """`resources` limits whose limits are read; None reads those of every extended resource.
+
+    Raises:
+        Corrupt: name, UID, node or what the containers ask for is missing, of the wrong type, or no number.
+    """
+    metadata = _mapping(raw, "metadata", "pod")
+    namespace, name = _text(metadata, "namespace", "pod"), _text(metadata, "name", "pod")
+    what = f"pod {namespace}/{name}"
+    uid = _text(metadata, "uid", what)
+    if not (uid and name and namespace):
+        raise Corrupt(f"{what}: namespace, name or UID is missing")
+    spec = _mapping(raw, "spec", what)
+    status = _mapping_or_empty(raw.get("status"))
+    containers = tuple(_containers(spec, what, resources))
+    statuses = _items_or_none(status, "initContainerStatuses") + _items_or_none(status, "containerStatuses")
+    return Pod(
+        uid=PodUid(uid),
+        namespace=namespace,
+        name=name,
+        phase=_phase(status),
+        containers=containers,
+        annotations=_annotations(metadata.get("annotations")),
+        resource_version=_text_or_empty(metadata, "resourceVersion"),
+        node_name=_text(spec, "nodeName", what),
+        is_deleting=metadata.get("deletionTimestamp") is not None,
+        reason=_cut(_text_or_empty(status, "reason"), MAX_MESSAGE_CHARS),
+        message=_cut(_text_or_empty(status, "message"), MAX_MESSAGE_CHARS),
+        controller_kind=_controller_kind(metadata),
+        is_static=MIRROR_ANNOTATION in _mapping_or_empty(metadata.get("annotations")),
+        has_started=any(_has_started(raw_status) for raw_status in statuses),
+        running=frozenset(c.name for c in containers) & frozenset(name for name, _ in _running(statuses)),
+        container_ids=_container_ids(containers, statuses),
+    )
+
+
+def pod_uid(raw: Mapping[str, Any]) -> PodUid:
+    """The UID alone, for events of which nothing else matters."""
+    uid = _text(_mapping(raw, "metadata", "pod"), "uid", "pod")
+    if not uid:
+        raise Corrupt("pod: the UID is missing")
+    return PodUid(uid)
+
+
+def resource_version(raw: Mapping[str, Any]) -> str:
+    """An object's or a bookmark's resourceVersion, empty where there is none."""
+    return _text(_mapping(raw, "metadata", "object"), "resourceVersion", "object")
+
+
+def _containers(spec: Mapping[str, Any], what: str, resources: Collection[str] | None) -> Iterator[ContainerSpec]:
+    for field in ("initContainers", "containers"):
+        for position, raw in enumerate(_items(spec, field, what)):
+            where = f"{what}, {field}[{position}]"
+            name = _text_or_empty(raw, "name")
+            requests = _requests(raw, f"{what}, container {name}" if name else where, resources)
+            if not name and requests:
+                raise Corrupt(f"{where}: the container has no name")
+            if requests or (name and position < MAX_CONTAINERS):
+                kind = _kind(raw, field)
+                yield ContainerSpec(name=name, kind=kind, position=position, requests=requests, env=_literal_env(raw))
+
+
+def _kind(raw: Mapping[str, Any], field: str) -> ContainerKind:
+    if field == "containers":
+        return ContainerKind.MAIN
+    return ContainerKind.SIDECAR if raw.get("restartPolicy") == "Always" else ContainerKind.INIT
+
+
+def _requests(raw: Mapping[str, Any], what: str, resources: Collection[str] | None) -> dict[str, int]:
+    limits = _mapping(_mapping(raw, "resources", what), "limits", what)
+    wanted = sorted(name for name in limits if (_is_extended(name) if resources is None else name in resources))
+    return {name: whole_number(limits[name], f"{what}, limit {_cut(name, 300)}") for name in wanted}
+
+
+def _is_extended(name: str) -> bool:
+    """Qualified by a domain that is not Kubernetes' own: cpu, hugepages-2Mi and the like are not."""
+    return "/" in name and "kubernetes.io/" not in name
+
+
+def _literal_env(raw: Mapping[str, Any]) -> dict[str, str]:
+    """The literal values that the agent reads, by name; a later entry wins, as in the kubelet."""
+    pairs = ((entry.get("name"), entry.get("value")) for entry in _items_or_none(raw, "env"))
+    return {
+        name: _cut(value, MAX_VALUE_CHARS)
+        for name, value in pairs
+        if isinstance(name, str) and name in KEPT_ENV and isinstance(value, str)
+    }
+
+
+def _phase(status: Mapping[str, Any]) -> PodPhase:
+    phase = status.get("phase")
+    if not phase:
+        return PodPhase.PENDING
+    return next((known for known in PodPhase if known.value == phase), PodPhase.UNKNOWN)
+
+
+def _controller_kind(metadata: Mapping[str, Any]) -> str:
+    owners = _items_or_none(metadata, "ownerReferences")
+    kind = next((_text_or_empty(owner, "kind") for owner in owners if owner.get("controller") is True), "")
+    return _cut(kind, MAX_NAME_CHARS)
+
+
+def _running(statuses: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Names and statuses of the containers that run."""
+    for raw_status in statuses:
+        name, state = raw_status.get("name"), raw_status.get("state")
+        if isinstance(name, str) and isinstance(state, Mapping) and isinstance(state.get("running"), Mapping):
+            yield name, raw_status
+
+
+def _container_ids(containers: Iterable[ContainerSpec], statuses: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """`containerd://<ID>` without the runtime's name, of the containers that want something."""
+    wanted = {c.name for c in containers if c.requests}
+    found = {name: _text_or_empty(status, "containerID") for name, status in _running(statuses) if name in wanted}
+    bare = {name: text.rpartition("://")[2] for name, text in found.items()}
+    return {name: container_id for name, container_id in sorted(bare.items()) if is_container_id(container_id)}
+
+
+def _has_started(raw_status: Mapping[str, Any]) -> bool:
+    """A container of an admitted pod has run, runs, or was restarted. A pod refused at admission has no statuses."""
+    restarts = raw_status.get("restartCount")
+    states = (raw_status.get("state"), raw_status.get("lastState"))
+    return (isinstance(restarts, int) and restarts > 0) or any(
+        isinstance(state, Mapping) and (state.get("running") is not None or state.get("terminated") is not None)
+        for state in states
+    )
+
+
+def _mapping(raw: Any, field: str, what: str) -> Mapping[str, Any]:
+    """The object in a field; absent and null read as empty, as the API server writes them."""
+    value = raw.get(field) if isinstance(raw, Mapping) else _no(what, "an object")
+    if value is None:
+        return {}
+    return value if isinstance(value, Mapping) else _no(f"{what}, {field}", "an object")
+
+
+def _items(raw: Mapping[str, Any], field: str, what: str) -> list[Mapping[str, Any]]:
+    value = raw.get(field)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+        _no(f"{what}, {field}", "a list of objects")
+    return value
+
+
+def _items_or_none(raw: Mapping[str, Any], field: str) -> list[Mapping[str, Any]]:
+    """The objects of a list; whatever else stands there is passed over."""
+    value = raw.get(field)
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
+
+
+def _text(raw: Mapping[str, Any], field: str, what: str) -> str:
+    value = raw.get(field)
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else _no(f"{what}, {field}", "text")
+
+
+def _text_or_empty(raw: Mapping[str, Any], field: str) -> str:
+    value = raw.get(field)
+    return value if isinstance(value, str) else ""
+
+
+def _mapping_or_empty(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _annotations(value: Any) -> dict[str, str]:
+    """Those that the agent reads, the pairs of text among them, by name."""
+    raw = _mapping_or_empty(value)
+    names = [name for name in raw if isinstance(name, str) and _is_kept(name) and isinstance(raw[name], str)]
+    names.sort(key=lambda name: (not _is_guarded(name), name))
+    return {name: _cut(raw[name], MAX_VALUE_CHARS) for name in sorted(names[:MAX_ANNOTATIONS])}
+
+
+def _is_guarded(name: str) -> bool:
+    """Those that the extender writes, and that its admission policy lets nobody else write, come first: else a tenant could
+    push them out by sixty-four names of its own."""
+    return name.startswith(PREDICATE_PREFIX) or name in KEPT_ANNOTATIONS
+
+
+def _is_kept(name: str) -> bool:
+    return name in KEPT_ANNOTATIONS or (name.startswith(KEPT_ANNOTATION_PREFIX) and len(name) <= MAX_NAME_CHARS)
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + CUT
+
+
+def _no(what: str, wanted: str) -> Any:
+    raise Corrupt(f"{_cut(what, 700)}: is not {wanted}")

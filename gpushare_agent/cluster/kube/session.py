@@ -1,0 +1,236 @@
+"""Requests to the API server: one door for credentials, limits, HTTP status and errors.
+
+Raw JSON only: the library's models cost 25 times the time, and its Watch loops hot on an empty or broken stream. With
+`_preload_content=False` the library checks no status, so this module does. It owns the HTTP client, and replaces it
+(at most once in RELOAD_INTERVAL_S) when the server no longer accepts our credentials: tokens and certificates rotate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from gpushare_agent.cluster.kube.configuration import ConfigurationSource, open_api_client
+from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Rejected, Unavailable
+
+if TYPE_CHECKING:
+    from aiohttp import ClientResponse
+
+log = structlog.get_logger(__name__)
+
+MAX_OBJECT_BYTES = 4 << 20
+"""etcd holds at most 1.5 MiB of an object."""
+RELOAD_INTERVAL_S = 30.0
+MAX_RETRY_AFTER_S = 60.0
+MERGE_PATCH = "application/merge-patch+json"
+AGENT_RIGHTS = "check the agent's service account and its ClusterRole"
+
+
+class TooLong(Corrupt):
+    """The answer is longer than the caller allows: ask for less."""
+
+
+class Throttled(Unavailable):
+    """The server has too much to do (HTTP 429) and did nothing: come back after `retry_after_s`."""
+
+    def __init__(self, text: str, retry_after_s: float) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """`what` completes the sentence "cannot …" and names the thing. `query` is in the order sent."""
+
+    what: str
+    method: str
+    path: str
+    query: tuple[tuple[str, str], ...] = ()
+    body: Mapping[str, Any] | None = None
+    content_type: str = "application/json"
+
+
+class KubeSession:
+    """Sends requests with the present credentials. Open with `open`, close with `close`. `cure` says what to do where
+    they are not accepted or do not suffice."""
+
+    def __init__(self, source: ConfigurationSource, *, connect_s: float, cure: str = AGENT_RIGHTS) -> None:
+        self._source = source
+        self._cure = cure
+        self._connect_s = connect_s
+        self._client: Any = None
+        self._retired: Any = None
+        self._reload_lock = asyncio.Lock()
+        self._loaded_at = float("-inf")
+
+    async def open(self) -> None:
+        self._client = await open_api_client(self._source)
+        self._loaded_at = time.monotonic()
+
+    async def close(self) -> None:
+        for client in (self._client, self._retired):
+            if client is not None:
+                await client.close()
+        self._client = self._retired = None
+
+    async def fetch_json(
+        self, request: Request, *, timeout_s: float, limit_bytes: int = MAX_OBJECT_BYTES
+    ) -> dict[str, Any]:
+        """The answer, a JSON object. Raises: every error of `renamed`, TooLong, and Corrupt for what is no JSON object."""
+        with renamed(request.what):
+            async with asyncio.timeout(timeout_s), self.stream(request) as response:
+                content = await _read_bounded(response, request.what, limit_bytes)
+        try:
+            answer = json.loads(content)
+        except (ValueError, RecursionError) as e:
+            raise Corrupt(f"cannot {request.what}: the API server's answer is no JSON ({excerpt(content)})") from e
+        if not isinstance(answer, dict):
+            raise Corrupt(f"cannot {request.what}: the API server's answer is no JSON object ({excerpt(content)})")
+        return answer
+
+    @asynccontextmanager
+    async def stream(self, request: Request) -> AsyncIterator[ClientResponse]:
+        """The response with its status checked and its body unread. Runs under the caller's `renamed` and timeout."""
+        response = await self._send(request)
+        try:
+            if response.status == 401 and await self._reload():
+                response.close()
+                response = await self._send(request)
+            if not 200 <= response.status < 300:
+                raise await _status_error(response, request.what, self._cure)
+            yield response
+        finally:
+            response.close()
+
+    async def _send(self, request: Request) -> ClientResponse:
+        from aiohttp import ClientSSLError, ClientTimeout
+
+        client = self._client
+        if client is None:
+            raise Unavailable(f"cannot {request.what}: the connection to the API server is closed")
+        headers = {"Accept": "application/json", "Content-Type": request.content_type, "User-Agent": "gpushare-agent"}
+        await client.update_params_for_auth(headers, [], ["BearerToken"])
+        if headers.get("authorization") is None:
+            headers.pop("authorization", None)
+        else:
+            headers["authorization"] = headers["authorization"].strip()  # token files end in a newline at times
+        try:
+            response: ClientResponse = await client.request(
+                request.method,
+                client.configuration.host + request.path,
+                query_params=list(request.query),
+                headers=headers,
+                body=request.body,
+                _preload_content=False,
+                _request_timeout=ClientTimeout(total=None, sock_connect=self._connect_s),
+            )
+        except ClientSSLError:
+            await self._reload()  # a renewed certificate authority or client certificate serves the caller's next try
+            raise
+        return response
+
+    async def _reload(self) -> bool:
+        """Load the credentials again; False where that was tried a moment ago or does not work."""
+        async with self._reload_lock:
+            if time.monotonic() - self._loaded_at < RELOAD_INTERVAL_S:
+                return False
+            self._loaded_at = time.monotonic()
+            try:
+                fresh = await open_api_client(self._source)
+            except AgentError as e:
+                log.warning("kube_credentials_not_reloaded", source=str(self._source), error=str(e))
+                return False
+            # The old one may carry a watch: it is closed at the next reload.
+            retired, self._retired, self._client = self._retired, self._client, fresh
+            if retired is not None:
+                await retired.close()
+            log.info("kube_credentials_reloaded", source=str(self._source))
+            return True
+
+
+@contextmanager
+def renamed(what: str) -> Iterator[None]:
+    """Rename foreign errors, once, for the caller's next move.
+
+    Raises:
+        NotFound, Conflict, Rejected, Unavailable: by HTTP status; Unavailable also for connections and timeouts.
+        Corrupt: a line longer than the limit.
+    """
+    from aiohttp import ClientError
+    from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+    from kubernetes_asyncio.config.config_exception import ConfigException
+
+    try:
+        yield
+    except LineTooLong as e:
+        raise Corrupt(f"cannot {what}: a line of the answer is longer than allowed") from e
+    except TimeoutError as e:
+        raise Unavailable(f"cannot {what}: the API server did not answer in time") from e
+    except ConfigException as e:
+        raise Unavailable(f"cannot {what}: the credentials cannot be read: {e}") from e
+    except RuntimeError as e:
+        # aiohttp says so of a session that was closed: the agent is shutting down while an admission still asks.
+        if "closed" not in str(e):
+            raise
+        raise Unavailable(f"cannot {what}: the connection to the API server is being closed") from e
+    except (ClientError, HttpProcessingError, OSError, ValueError) as e:
+        raise Unavailable(f"cannot {what}: {e or type(e).__name__}") from e
+
+
+async def _read_bounded(response: ClientResponse, what: str, limit_bytes: int) -> bytearray:
+    content = bytearray()
+    async for part in response.content.iter_any():
+        content += part
+        if len(content) > limit_bytes:
+            raise TooLong(f"cannot {what}: the API server's answer is longer than {limit_bytes} bytes")
+    return content
+
+
+async def _status_error(response: ClientResponse, what: str, cure: str) -> AgentError:
+    """The error that a refused request becomes; the server's own words are in it."""
+    content = await response.content.read(4096)
+    said = status_message(content) or excerpt(content)
+    error = error_for_status(response.status, what, said, cure=cure)
+    if response.status == 429:
+        return Throttled(str(error), _retry_after_s(response.headers.get("Retry-After", "")))
+    return error
+
+
+def _retry_after_s(text: str) -> float:
+    """Seconds as the API server writes them; 1 where it does not, and no more than a caller would wait for."""
+    return min(float(text), MAX_RETRY_AFTER_S) if text.isascii() and text.isdigit() and len(text) < 6 else 1.0
+
+
+def error_for_status(status: int, what: str, said: str, *, cure: str = AGENT_RIGHTS) -> AgentError:
+    text = f"cannot {what}: the API server answered {status}: {said or 'no text'}"
+    if status == 404:
+        return NotFound(text)
+    if status in (409, 410):
+        return Conflict(text)
+    if status in (401, 403):
+        return Rejected(f"{text}; {cure}")
+    if status in (400, 405, 413, 415, 422):
+        return Rejected(text)
+    return Unavailable(text)
+
+
+def status_message(content: bytes) -> str:
+    """The message of a Kubernetes Status object, empty where this is none."""
+    try:
+        raw_status = json.loads(content)
+    except (ValueError, RecursionError):
+        return ""
+    message = raw_status.get("message") if isinstance(raw_status, dict) else None
+    return message[:500] if isinstance(message, str) else ""
+
+
+def excerpt(content: bytes | bytearray) -> str:
+    """The first words of what a server sent, printable on one line."""
+    return " ".join(content[:160].decode("utf-8", "replace").split())

@@ -1,0 +1,132 @@
+"""What the node's object should say of who holds what of each card: one annotation, for the scheduler extender. Pure.
+
+The extender takes it for the truth in the place of what it has planned, so a pod is named only when its admission is over:
+half a pod would set the other half free for somebody else. Format: docs/node-facts.md. It does not speak to the API server
+(cluster/node_allocations.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpushare_agent.cluster.node_annotations import HELD_SCHEMA
+from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.names import CORES_PER_CARD, DeviceId, GpuUuid, PodUid, split_device_id
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.resources import ResourceNames
+
+MAX_CHARS = 200 * 1024
+"""All annotations of an object together may have 256 KiB; the rest is for the cards and for others."""
+MAX_PODS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldBy:
+    """What one pod has of each card, by index: cores, blocks, units and 1 for a whole card, trailing zeros left out."""
+
+    pod_uid: PodUid
+    cards: Mapping[int, tuple[int, ...]]
+    since: float
+    """Monotonic seconds, of its newest container."""
+
+
+def held_by_pods(
+    allocations: Iterable[Allocation],
+    cards: Sequence[Card],
+    pod_of: Callable[[PodUid], Pod | None],
+    names: ResourceNames,
+) -> list[HeldBy]:
+    """The pods that hold something and whose admission is over, sorted by UID.
+
+    Counts are of distinct device IDs of the pod on the card, memory charged as the allocation cache charges it.
+    """
+    of_pod: dict[PodUid, list[Allocation]] = {}
+    for allocation in allocations:
+        of_pod.setdefault(allocation.key.pod_uid, []).append(allocation)
+    indexes = {card.uuid: card.index for card in cards}
+    found = []
+    for uid, own in sorted(of_pod.items()):
+        if not _is_admitted(pod_of(uid), own, names):
+            continue
+        held = _held(own, indexes)
+        if held:
+            found.append(HeldBy(pod_uid=uid, cards=held, since=max(one.allocated_at for one in own)))
+    return found
+
+
+def held_annotation(held: Iterable[HeldBy], *, max_chars: int = MAX_CHARS, max_pods: int = MAX_PODS) -> str:
+    """Compact JSON. Where not all have room, the newest stand there, for those are looked for, and it says so."""
+    newest = sorted(held, key=lambda one: (-one.since, one.pod_uid))
+    chars = len(_document([], is_truncated=True))
+    chosen: list[HeldBy] = []
+    for one in newest[:max_pods]:
+        chars += len(_entry(one))
+        if chars > max_chars:
+            break
+        chosen.append(one)
+    return _document(chosen, is_truncated=len(chosen) < len(newest))
+
+
+def _is_admitted(pod: Pod | None, own: Sequence[Allocation], names: ResourceNames) -> bool:
+    """A pod that the API server no longer knows is taken at its holdings' word: its processes may live on."""
+    if pod is None or pod.has_started:
+        return True
+    held = {one.key.container: one for one in own}
+    for container in pod.containers:
+        for kind in names.kinds:
+            wanted = names.wanted(container, kind)
+            if wanted and (one := held.get(container.name)) is not None and len(one.ids(kind)) >= wanted:
+                continue
+            if wanted:
+                return False
+    return True
+
+
+def _held(own: Sequence[Allocation], indexes: Mapping[GpuUuid, int]) -> dict[int, tuple[int, ...]]:
+    cores = _by_card(device for one in own for device in one.vcore_ids)
+    units = _by_card(device for one in own for device in one.gpu_mem_ids)
+    blocks: dict[GpuUuid, set[DeviceId]] = {}
+    for one in own:
+        if one.cards and not one.is_whole:
+            blocks.setdefault(one.cards[0], set()).update(one.vmemory_ids)
+    whole = {card for one in own if one.is_whole for card in one.cards}
+    found = {}
+    for uuid, index in sorted(indexes.items(), key=lambda item: item[1]):
+        counts = [
+            min(len(cores.get(uuid, ())), CORES_PER_CARD),
+            len(blocks.get(uuid, ())),
+            len(units.get(uuid, ())),
+            int(uuid in whole),
+        ]
+        while counts and not counts[-1]:
+            counts.pop()
+        if counts:
+            found[index] = tuple(counts)
+    return found
+
+
+def _by_card(devices: Iterable[DeviceId]) -> dict[GpuUuid, set[DeviceId]]:
+    found: dict[GpuUuid, set[DeviceId]] = {}
+    for device in devices:
+        parts = split_device_id(device)
+        if parts is not None:
+            found.setdefault(parts[0], set()).add(device)
+    return found
+
+
+def _entry(one: HeldBy) -> str:
+    return json.dumps({one.pod_uid: {str(index): list(counts) for index, counts in sorted(one.cards.items())}})
+
+
+def _document(held: Iterable[HeldBy], *, is_truncated: bool) -> str:
+    document: dict[str, object] = {
+        "schema": HELD_SCHEMA,
+        "held": {
+            one.pod_uid: {str(index): list(counts) for index, counts in sorted(one.cards.items())}
+            for one in sorted(held, key=lambda one: one.pod_uid)
+        },
+    }
+    return json.dumps({**document, **({"truncated": True} if is_truncated else {})}, separators=(",", ":"))

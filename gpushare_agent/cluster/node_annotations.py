@@ -1,0 +1,141 @@
+"""The annotations by which a node tells of its cards, read as text that others may have written: bounded and checked.
+
+The agent writes them (cluster/node_facts_wanted.py; docs/node-facts.md has the formats). Here because adapters and
+decisions both read them. Pure: text in, values out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from gpushare_agent.model.errors import Corrupt
+from gpushare_agent.model.names import CORES_PER_CARD
+from gpushare_agent.model.resources import ResourceNames
+
+CARDS_ANNOTATION = "gpushare-agent/cards"
+CARDS_SCHEMA = 1
+HELD_ANNOTATION = "gpushare-agent/held"
+HELD_SCHEMA = 1
+MAX_ANNOTATION_CHARS = 256 * 1024
+"""All annotations of an object together may have so many bytes."""
+MAX_CARDS = 256
+MAX_INDEX = 10_000
+MAX_TEXT_CHARS = 128
+MAX_MEMORY_MIB = 1 << 30
+MAX_BLOCK_MIB = 1 << 16
+_MAX_NUMA = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldCard:
+    """One card as the annotation tells it. `cordoned` is why an operator took it out of service, empty where nobody did;
+    `links` has nvidia-smi's word for each card of the list, and is empty where that cannot be read."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_mib: int
+    is_healthy: bool
+    cordoned: str = ""
+    numa: int | None = None
+    links: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldCards:
+    """The cards in the annotation's order, no index twice. `memory_block_mib` is None where it is not told."""
+
+    cards: tuple[ToldCard, ...]
+    memory_block_mib: int | None = None
+
+
+def parse_cards(text: object) -> ToldCards:
+    """What the annotation `gpushare-agent/cards` says. One bad card makes the whole unreadable: half a list would show a
+    smaller node than there is.
+
+    Raises:
+        Corrupt: what is wrong, without the annotation's name.
+    """
+    raw = parse_document(text, CARDS_SCHEMA)
+    raw_cards, block_mib = raw.get("cards"), raw.get("memory_block_mib")
+    if not isinstance(raw_cards, list):
+        raise Corrupt("`cards` is no list")
+    if len(raw_cards) > MAX_CARDS:
+        raise Corrupt(f"it lists {len(raw_cards)} cards, more than {MAX_CARDS}")
+    if block_mib is not None and (not is_count(block_mib, MAX_BLOCK_MIB) or not block_mib):
+        raise Corrupt("`memory_block_mib` is no size of a memory block")
+    cards = tuple(_card(raw_card, position) for position, raw_card in enumerate(raw_cards))
+    if len({card.index for card in cards}) != len(cards):
+        raise Corrupt("two cards have the same index")
+    return ToldCards(cards=cards, memory_block_mib=block_mib)
+
+
+def parse_document(text: object, schema: int) -> dict[str, Any]:
+    """The JSON object of an annotation that states its schema.
+
+    Raises:
+        Corrupt: what is wrong, without the annotation's name.
+    """
+    if not isinstance(text, str):
+        raise Corrupt("it is no text")
+    if len(text) > MAX_ANNOTATION_CHARS:
+        raise Corrupt(f"it has {len(text)} characters, more than {MAX_ANNOTATION_CHARS}")
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Corrupt("it is no JSON") from error
+    if not isinstance(raw, dict):
+        raise Corrupt("it is no JSON object")
+    if raw.get("schema") != schema or isinstance(raw.get("schema"), bool):
+        raise Corrupt(f"its `schema` is not {schema}, which is all that is understood here")
+    return raw
+
+
+def is_count(value: Any, most: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+
+def even_cards(counts: Mapping[str, int], names: ResourceNames) -> tuple[int, int]:
+    """The number of cards and the memory of each, MiB, where only the node's counts of the resources are known: as many as
+    the cores' hundreds, each with an equal part of the blocks or units."""
+    cores, blocks = counts.get(names.vcore, 0), counts.get(names.vmemory, 0)
+    units = counts.get(names.gpu_mem, 0) if names.gpu_mem else 0
+    number = min(MAX_CARDS, cores // CORES_PER_CARD)
+    memory_mib = max(blocks * names.memory_block_mib, units * names.gpu_mem_unit_mib)
+    return number, min(memory_mib // number, MAX_MEMORY_MIB) if number else 0
+
+
+def _card(raw: Any, position: int) -> ToldCard:
+    where = f"the card at place {position} of the list"
+    if not isinstance(raw, dict):
+        raise Corrupt(f"{where} is no JSON object")
+    index, memory_mib, is_healthy = raw.get("index"), raw.get("memory_mib"), raw.get("is_healthy")
+    uuid, name, cordoned, numa = raw.get("uuid"), raw.get("name"), raw.get("cordoned"), raw.get("numa")
+    if not is_count(index, MAX_INDEX):
+        raise Corrupt(f"{where} has no usable `index`")
+    if not is_count(memory_mib, MAX_MEMORY_MIB):
+        raise Corrupt(f"{where} has no usable `memory_mib`")
+    if not isinstance(is_healthy, bool):
+        raise Corrupt(f"{where} does not say whether it `is_healthy`")
+    if not isinstance(uuid, str) or not isinstance(name, str):
+        raise Corrupt(f"{where} has no `uuid` or no `name`")
+    why = cordoned[:MAX_TEXT_CHARS] if isinstance(cordoned, str) else ""
+    return ToldCard(
+        index=index,
+        uuid=uuid[:MAX_TEXT_CHARS],
+        name=name[:MAX_TEXT_CHARS],
+        memory_mib=memory_mib,
+        is_healthy=is_healthy,
+        cordoned=why or ("cordoned" if cordoned else ""),
+        numa=numa if is_count(numa, _MAX_NUMA) else None,
+        links=_words(raw.get("links")),
+    )
+
+
+def _words(raw: Any) -> tuple[str, ...]:
+    if not isinstance(raw, list) or len(raw) > MAX_CARDS:
+        return ()
+    return tuple(word for word in raw if isinstance(word, str) and len(word) <= MAX_TEXT_CHARS)

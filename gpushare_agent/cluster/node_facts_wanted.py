@@ -1,0 +1,238 @@
+"""What the node's object should say of its cards: labels, and one annotation for the scheduler extender.
+
+Pure: from the inventory to text, and from what the node has to the least patch. It does not speak to the API server
+(cluster/node_facts.py). Names: docs/node-facts.md; `gaia.tencent.com/gpu-model` is gpu-manager's, the names under the
+prefix `nvidia.com` are those of NVIDIA's feature discovery.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpushare_agent.cluster.node_annotations import CARDS_ANNOTATION, CARDS_SCHEMA
+from gpushare_agent.model.gpus import Card, GpuInventory
+from gpushare_agent.model.names import GPU_MODEL_LABEL, GpuUuid
+from gpushare_agent.model.topology import LinkKind, Topology
+
+OWN_PREFIX = "gpushare-agent"
+LABELS_ANNOTATION = f"{OWN_PREFIX}/labels"
+"""Names of the labels that the agent wrote, comma list, sorted: only these are ever removed. Anybody who may patch the node,
+its kubelet too, can write it: `_recorded` says what it is believed."""
+MAX_LABEL_CHARS = 63
+MAX_RECORD_CHARS = 16 * 1024
+MAX_RECORDED = 256
+
+_BRANDS = frozenset({"NVIDIA", "TESLA", "GEFORCE", "QUADRO", "GRID"})
+_SERIES = frozenset({"RTX", "GTX", "GTS", "GT", "TITAN", "NVS"})
+"""Words that name no model alone: the word behind them is part of it."""
+_NOT_OF_LABELS = re.compile(r"[^A-Za-z0-9_.-]+")
+_LABEL_NAME = re.compile(
+    r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?", re.ASCII
+)
+_KUBERNETES_DOMAINS = ("kubernetes.io", "k8s.io")
+"""With all below them. A kubelet is kept from changing labels of these (NodeRestriction), others it may change anyway."""
+_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What the node should have. `owned` are label names that are the agent's whoever wrote them last; `unusable` those of
+    the setting node_labels that Kubernetes would refuse, and with them the whole patch. While none of the node's cards tells
+    its name, `are_cards_named` is false: what was known of them before stays."""
+
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+    owned: Set[str] = field(default=frozenset())
+    unusable: Sequence[str] = ()
+    are_cards_named: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePatch:
+    """What has to change; None removes. `foreign` are labels that somebody else wrote otherwise, left as they are."""
+
+    labels: Mapping[str, str | None]
+    annotations: Mapping[str, str | None]
+    foreign: Sequence[str] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.labels and not self.annotations
+
+
+def node_facts(
+    inventory: GpuInventory,
+    *,
+    cordoned: Set[GpuUuid],
+    memory_block_mib: int,
+    label_prefix: str,
+    node_labels: Mapping[str, str],
+) -> NodeFacts:
+    """Everything that the node should have. `node_labels` are the operator's and win over what the cards say."""
+    given = {name: value for name, value in node_labels.items() if is_label(name, value)}
+    labels = {**card_labels(inventory, label_prefix), **given}
+    owned = {GPU_MODEL_LABEL, *given, *(name for name in labels if name.startswith(f"{OWN_PREFIX}/"))}
+    text = cards_annotation(inventory, cordoned=cordoned, memory_block_mib=memory_block_mib)
+    return NodeFacts(
+        labels=dict(sorted(labels.items())),
+        annotations={CARDS_ANNOTATION: text},
+        owned=frozenset(owned),
+        unusable=tuple(sorted(node_labels.keys() - given.keys())),
+        are_cards_named=not inventory.cards or bool(_named(inventory)),
+    )
+
+
+def card_labels(inventory: GpuInventory, prefix: str) -> dict[str, str]:
+    """Labels that say what the node has, whether its cards are well or not: health is in the annotation.
+
+    With several kinds of cards, product and model are those of the most numerous (then the largest) and `gpu.mixed` says
+    so; memory and compute capability are the least, which every card of the node keeps.
+    """
+    named = _named(inventory)
+    if not named:
+        return {}
+    product = _most_numerous(named)
+    labels = {
+        GPU_MODEL_LABEL: gpu_model(product),
+        f"{prefix}/gpu.product": label_value(product),
+        f"{prefix}/gpu.memory": str(min(card.memory_mib for card in named)),
+        f"{prefix}/gpu.count": str(len(inventory.cards)),
+    }
+    if len({(card.name, card.memory_mib) for card in named}) > 1:
+        labels[f"{prefix}/gpu.mixed"] = "true"
+    capabilities = [card.compute_capability for card in named]
+    known = [capability for capability in capabilities if capability is not None]
+    if len(known) == len(named):
+        major, minor = min(known)
+        labels |= {f"{prefix}/gpu.compute.major": str(major), f"{prefix}/gpu.compute.minor": str(minor)}
+    labels |= _driver_labels(inventory.driver_version, prefix)
+    return {name: value for name, value in labels.items() if value}
+
+
+def gpu_model(name: str) -> str:
+    """The word behind the brand, as a label value: `Tesla P40` → `P40`, `NVIDIA H100 80GB HBM3` → `H100`.
+
+    A name of no known brand gives its second word, as gpu-manager does. Words that only name a series (RTX, GTX, TITAN)
+    take the next with them: `Quadro RTX 8000` → `RTX-8000`.
+    """
+    words = name.split()
+    behind = list(words)
+    while len(behind) > 1 and behind[0].upper() in _BRANDS:
+        del behind[0]
+    if len(behind) > 1 and behind[0].upper() in _SERIES:
+        return label_value("-".join(behind[:2]))
+    if len(behind) == len(words) and len(words) > 1:
+        return label_value(words[1])
+    return label_value(behind[0]) if behind else ""
+
+
+def label_value(text: str) -> str:
+    """The text as Kubernetes takes it for a label: other characters than letters, digits, `-_.` become one `-`."""
+    return _NOT_OF_LABELS.sub("-", text)[:MAX_LABEL_CHARS].strip("-_.")
+
+
+def is_label(name: str, value: str) -> bool:
+    """Whether Kubernetes takes this label: one that it refuses would keep all others away."""
+    return _LABEL_NAME.fullmatch(name) is not None and _LABEL_VALUE.fullmatch(value) is not None
+
+
+def cards_annotation(inventory: GpuInventory, *, cordoned: Set[GpuUuid], memory_block_mib: int) -> str:
+    """The cards as compact JSON. `links` has a word for each card of the list, in its order; about 250 bytes a card."""
+    cards = sorted(inventory.cards, key=lambda card: card.index)
+    document = {
+        "schema": CARDS_SCHEMA,
+        "memory_block_mib": memory_block_mib,
+        "cards": [_card(card, cards, inventory.topology, card.uuid in cordoned) for card in cards],
+    }
+    return json.dumps(document, separators=(",", ":"))
+
+
+def plan_node_patch(raw_node: Mapping[str, Any], wanted: NodeFacts) -> NodePatch:
+    """The least change from what the node has to what it should have; an empty one where nothing is to do.
+
+    Labels are removed only where the node's own record says that the agent wrote them, and never those of Kubernetes, which
+    the record could have been forged to remove. A label that somebody else wrote
+    with another value is left, unless it is the agent's by name.
+    """
+    raw_metadata = raw_node.get("metadata")
+    metadata = raw_metadata if isinstance(raw_metadata, dict) else {}
+    labels, annotations = _texts(metadata.get("labels")), _texts(metadata.get("annotations"))
+    recorded = _recorded(annotations.get(LABELS_ANNOTATION, ""))
+    foreign = {
+        name
+        for name, value in wanted.labels.items()
+        if name not in wanted.owned and name not in recorded and labels.get(name, value) != value
+    }
+    set_labels = {n: v for n, v in wanted.labels.items() if n not in foreign and labels.get(n) != v}
+    kept = wanted.labels.keys() if wanted.are_cards_named else wanted.labels.keys() | labels.keys()
+    gone = {name for name in recorded - kept if name in labels}
+    ours = (recorded & kept) | set_labels.keys() | (wanted.owned & wanted.labels.keys())
+    wanted_annotations = {**wanted.annotations, LABELS_ANNOTATION: ",".join(sorted(ours))}
+    changed = {name: value for name, value in wanted_annotations.items() if annotations.get(name) != value}
+    return NodePatch(
+        labels=dict(sorted({**set_labels, **dict.fromkeys(gone)}.items())),
+        annotations=dict(sorted(changed.items())),
+        foreign=tuple(sorted(foreign)),
+    )
+
+
+def _named(inventory: GpuInventory) -> list[Card]:
+    return [card for card in inventory.cards if card.name and card.memory_mib > 0]
+
+
+def _recorded(text: str) -> set[str]:
+    """The names of the record that may be the agent's work; none where it is larger than the agent ever makes it."""
+    names = set(text.split(",")) if len(text) <= MAX_RECORD_CHARS else set()
+    plausible = {name for name in names if _LABEL_NAME.fullmatch(name) and not _is_of_kubernetes(name)}
+    return plausible if len(names) <= MAX_RECORDED else set()
+
+
+def _is_of_kubernetes(name: str) -> bool:
+    domain, slash, _ = name.rpartition("/")
+    return bool(slash) and any(domain == known or domain.endswith(f".{known}") for known in _KUBERNETES_DOMAINS)
+
+
+def _most_numerous(cards: Sequence[Card]) -> str:
+    counts = Counter(card.name for card in cards)
+    largest = {card.name: card.memory_mib for card in sorted(cards, key=lambda card: card.memory_mib)}
+    return min(counts, key=lambda name: (-counts[name], -largest[name], name))
+
+
+def _driver_labels(version: str, prefix: str) -> dict[str, str]:
+    parts = version.split(".")
+    if len(parts) < 2 or not all(part.isascii() and part.isdigit() for part in parts):
+        return {}
+    base = f"{prefix}/cuda.driver-version"
+    return {f"{base}.full": label_value(version), f"{base}.major": parts[0], f"{base}.minor": parts[1]}
+
+
+def _card(card: Card, cards: Sequence[Card], topology: Topology, is_cordoned: bool) -> dict[str, Any]:
+    fact: dict[str, Any] = {
+        "index": card.index,
+        "uuid": card.uuid,
+        "name": card.name,
+        "memory_mib": card.memory_mib,
+        "is_healthy": card.is_healthy,
+        "numa": card.numa_node,
+        "links": [_link_word(topology, card.index, other.index) for other in cards],
+    }
+    return {**fact, "cordoned": True} if is_cordoned else fact
+
+
+def _link_word(topology: Topology, a: int, b: int) -> str:
+    """nvidia-smi's word; a card that the topology does not know is far from all."""
+    if a == b:
+        return "X"
+    if max(a, b) >= len(topology.links):
+        return LinkKind.SYS.name
+    link = topology.link(a, b)
+    return f"NV{link.nvlinks}" if link.kind is LinkKind.NVLINK else link.kind.name
+
+
+def _texts(raw: object) -> dict[str, str]:
+    return {n: v for n, v in raw.items() if isinstance(n, str) and isinstance(v, str)} if isinstance(raw, dict) else {}

@@ -1,0 +1,150 @@
+"""Tells the cluster which cards a pod got: annotations on the pod, patched in the background.
+
+Never in the admission path: `assigned` only notes what is wanted, `run` sends it. The annotations are for people, for
+the scheduler extender and for gpu-manager's tools; the agent itself never relies on them. `predicate-node` and
+`predicate-time` are the extender's and are not written here. The mutable state is the queue: the newest wish per pod.
+Format: docs/formats.md, section 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import NoReturn, Protocol
+
+import structlog
+
+from gpushare_agent.cluster.kube.slot import ApiSlot
+from gpushare_agent.kit.backoff import Backoff
+from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Unavailable
+from gpushare_agent.model.names import (
+    GPU_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSUME_TIME_ANNOTATION,
+    GPUSHARE_INDEX_ANNOTATION,
+    PREDICATE_GPU_INDEX_PREFIX,
+    PodUid,
+)
+from gpushare_agent.model.pods import ContainerKind, Pod
+
+log = structlog.get_logger(__name__)
+
+QUEUE_LIMIT = 1024
+"""More pods than a node can hold; beyond it the oldest wish is dropped."""
+
+
+class PatchesPods(Protocol):
+    async def patch_pod_annotations(
+        self, namespace: str, name: str, uid: PodUid, annotations: Mapping[str, str | None]
+    ) -> None: ...
+
+
+class KnowsPods(Protocol):
+    """The pod store."""
+
+    def get(self, uid: PodUid) -> Pod | None: ...
+
+
+class CountsPatches(Protocol):
+    def pod_annotated(self, outcome: str) -> None: ...
+
+
+class PodAnnotations:
+    """`assigned` at any time, also before the API server can be reached; `run` once."""
+
+    def __init__(
+        self,
+        *,
+        pods: KnowsPods,
+        api: PatchesPods | None = None,
+        metrics: CountsPatches | None = None,
+        backoff: Backoff | None = None,
+    ) -> None:
+        self._pods = pods
+        self._api: ApiSlot[PatchesPods] = ApiSlot(api)
+        self._metrics = metrics
+        self._backoff = backoff or Backoff(base_s=0.5, cap_s=30.0)
+        self._wishes: OrderedDict[PodUid, tuple[Pod, dict[str, str]]] = OrderedDict()
+        self._is_wanted = asyncio.Event()
+
+    def attach(self, api: PatchesPods) -> None:
+        """The API server's client, once it is open."""
+        self._api.put(api)
+
+    def assigned(self, pod: Pod, gpu_indexes: Mapping[int, tuple[int, ...]]) -> None:
+        """Note the card indexes of main containers, by position in spec.containers. What was noted for other positions
+        of the pod and is not yet sent stays."""
+        self._wish(pod, wanted_annotations(pod, gpu_indexes))
+
+    def memory_assigned(self, pod: Pod, gpu_index: int, now_ns: int) -> None:
+        """Note the card of a pod's GPUShare memory, as GPUShare's device plugin and inspection tool do. `now_ns`, since the
+        epoch, counts where no extender has written its own time."""
+        wanted = {GPUSHARE_ASSIGNED_ANNOTATION: "true", GPUSHARE_INDEX_ANNOTATION: str(gpu_index)}
+        if GPUSHARE_ASSUME_TIME_ANNOTATION not in pod.annotations:
+            wanted[GPUSHARE_ASSUME_TIME_ANNOTATION] = str(now_ns)
+        self._wish(pod, wanted)
+
+    def _wish(self, pod: Pod, wanted: Mapping[str, str]) -> None:
+        _, earlier = self._wishes.get(pod.uid, (pod, {}))
+        self._wishes[pod.uid] = (pod, {**earlier, **wanted})
+        if len(self._wishes) > QUEUE_LIMIT:
+            _, (dropped, _) = self._wishes.popitem(last=False)
+            self._count("dropped")
+            log.warning("pod_annotations_dropped", pod=f"{dropped.namespace}/{dropped.name}", reason="queue is full")
+        self._is_wanted.set()
+
+    async def run(self) -> NoReturn:
+        """Send wishes, the oldest first, until cancelled."""
+        api = await self._api.get()
+        failures = 0
+        while True:
+            while not self._wishes:
+                self._is_wanted.clear()
+                await self._is_wanted.wait()
+            uid = next(iter(self._wishes))
+            pod, wanted = self._wishes[uid]
+            if await self._send(api, pod, wanted):
+                failures = 0
+                if uid in self._wishes and self._wishes[uid][1] == wanted:
+                    del self._wishes[uid]
+            else:
+                failures += 1
+                await asyncio.sleep(self._backoff.delay_s(failures))
+
+    async def _send(self, api: PatchesPods, pod: Pod, wanted: Mapping[str, str]) -> bool:
+        """Whether the wish is done with: sent, needless, or refused for good."""
+        present = (self._pods.get(pod.uid) or pod).annotations
+        different = {name: value for name, value in wanted.items() if present.get(name) != value}
+        if not different:
+            return True
+        try:
+            await api.patch_pod_annotations(pod.namespace, pod.name, pod.uid, different)
+        except Unavailable as e:
+            self._count("unavailable")
+            log.warning("pod_annotations_delayed", pod=f"{pod.namespace}/{pod.name}", error=str(e))
+            return False
+        except (NotFound, Conflict) as e:
+            self._count("gone")
+            log.info("pod_annotations_needless", pod=f"{pod.namespace}/{pod.name}", error=str(e))
+            return True
+        except AgentError as e:
+            self._count("refused")
+            log.error("pod_annotations_refused", pod=f"{pod.namespace}/{pod.name}", error=str(e))
+            return True
+        self._count("patched")
+        log.debug("pod_annotated", pod=f"{pod.namespace}/{pod.name}", annotations=sorted(different))
+        return True
+
+    def _count(self, outcome: str) -> None:
+        if self._metrics is not None:
+            self._metrics.pod_annotated(outcome)
+
+
+def wanted_annotations(pod: Pod, gpu_indexes: Mapping[int, tuple[int, ...]]) -> dict[str, str]:
+    """Assigned, and the card indexes of each main container that the pod has at a given position."""
+    positions = {container.position for container in pod.containers if container.kind is ContainerKind.MAIN}
+    wanted = {GPU_ASSIGNED_ANNOTATION: "true"}
+    for position in sorted(positions & gpu_indexes.keys()):
+        wanted[f"{PREDICATE_GPU_INDEX_PREFIX}{position}"] = ",".join(map(str, sorted(gpu_indexes[position])))
+    return wanted

@@ -1,0 +1,333 @@
+"""The scheduler extender: its parts, its order of start, its end.
+
+It listens at once and answers 503 until it leads and has listed the cluster since then. A follower keeps its picture warm.
+On SIGTERM it stops listening, lets binds end, and gives lease and label back: the other replica leads within seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import socket
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from pydantic import ValidationError
+
+from gpushare_agent.agent.node_values import resource_names
+from gpushare_agent.cluster.cluster_informer import ClusterInformer
+from gpushare_agent.cluster.event_queue import EventQueue
+from gpushare_agent.cluster.kube.cluster import ALL_NODES, LIVE_PODS, config_map
+from gpushare_agent.extender.bind import Binder, BindTiming
+from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
+from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.debug import StatePages
+from gpushare_agent.extender.http import ExtenderVerbs, ExtenderWeb, WebDoor
+from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaseTerms
+from gpushare_agent.extender.leader_label import LeaderLabel
+from gpushare_agent.extender.metrics import ExtenderMetrics
+from gpushare_agent.extender.nodes import read_node
+from gpushare_agent.extender.pod_writes import PodWrites
+from gpushare_agent.extender.quota_config import read_admission_config
+from gpushare_agent.extender.quota_watch import QuotaFeed, QuotaKeeper
+from gpushare_agent.extender.tls import Tls
+from gpushare_agent.extender.values import ClusterPolicy
+from gpushare_agent.extender.verbs import Extender, in_steps
+from gpushare_agent.kit.supervision import forever, stop_task
+from gpushare_agent.kit.systemd import sd_notify
+from gpushare_agent.model.errors import StartupError, Unavailable
+from gpushare_agent.settings.extender import ExtenderSettings
+from gpushare_agent.settings.settings import Settings
+
+if TYPE_CHECKING:
+    from gpushare_agent.cluster.kube.cluster import ClusterApi
+
+log = structlog.get_logger(__name__)
+
+API_RETRY_S = 2.0
+WARMED_PODS = 8
+SHOWN_SUSPECTS = 1000
+"""How many there are is told by a metric."""
+NAMESPACE = "kube-system"
+"""Of the lease, where nothing else is said."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ExtenderParts:
+    """Everything that runs. `listed_in` is the term in which the cluster was last listed from its beginning."""
+
+    settings: ExtenderSettings
+    state: ClusterState
+    election: LeaderElection | AlwaysLeads
+    informers: tuple[ClusterInformer, ...]
+    binder: Binder
+    extender: Extender
+    events: EventQueue
+    metrics: ExtenderMetrics
+    web: ExtenderWeb
+    pods: PodsFeed
+    label: LeaderLabel | None
+    listed_in: int = 0
+
+
+GC_THRESHOLDS = (50_000, 20, 100)
+"""Objects before a collection of each generation. With Python's own (700, 10, 10) a list of 50,000 pods sets off full
+collections again and again: 5 of 22 s of processor time, and filter waits for them (measured)."""
+
+
+async def run(settings: Settings) -> int:
+    """Run until SIGTERM or SIGINT; the exit code."""
+    gc.set_threshold(*GC_THRESHOLDS)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        async with AsyncExitStack() as stack:
+            api = await _open_api(settings, stack, stop)
+            if api is not None:
+                await serve(build(settings, api), stop, on_listed=_freeze_memory)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+    return 0
+
+
+async def serve(parts: ExtenderParts, stop: asyncio.Event, *, on_listed: Callable[[], None] = lambda: None) -> None:
+    """Everything, until `stop` is set. `on_listed` is called each time that the cluster was listed, before the first answer;
+    it may take a while. Raises a group of errors where a part fails."""
+    async with asyncio.TaskGroup() as group:
+        web = group.create_task(forever("extender web", parts.web.run), name="extender web")
+        tasks = [
+            group.create_task(forever("binds", parts.binder.run), name="binds"),
+            group.create_task(forever("events", parts.events.run), name="events"),
+            group.create_task(forever("leadership", lambda: _list_when_leading(parts, on_listed)), name="leadership"),
+            *(group.create_task(forever("informer", one.run), name="informer") for one in parts.informers),
+        ]
+        election, label = parts.election, parts.label
+        if label is not None:
+            labelling = group.create_task(forever("leader label", label.run), name="leader label")
+        if isinstance(election, LeaderElection):
+            electing = group.create_task(forever("election", election.run), name="election")
+        await parts.web.wait_listening()
+        sd_notify("READY=1", os.environ)
+        await stop.wait()
+        sd_notify("STOPPING=1", os.environ)
+        log.info("stopping")
+        await stop_task(web)
+        if isinstance(election, LeaderElection):
+            await stop_task(electing)
+            await election.release()
+        if label is not None:
+            await stop_task(labelling)
+            await label.withdraw()
+        for task in tasks:
+            task.cancel()
+
+
+def build(settings: Settings, api: ClusterApi) -> ExtenderParts:
+    """The parts, not yet running."""
+    chosen = with_admission_config(settings.extender)
+    names = resource_names(settings)
+    metrics = ExtenderMetrics()
+    quota = QuotaKeeper(names)
+    policy = ClusterPolicy(names=names, share_policy=settings.placement.share_policy, node_policy=chosen.node_policy)
+    state = ClusterState(policy=policy, quota=quota, on_change=quota.reserved)
+    election = _election(chosen, api)
+    events = EventQueue(api=api)
+    pods = PodsFeed(state=state, names=names, metrics=metrics, quota=quota, leads=election.leads)
+    writes = PodWrites(api=api, names=names, leads=election.leads)
+    timing = BindTiming(bind_s=chosen.bind_timeout_s, assume_s=chosen.assume_timeout_s)
+    binder = Binder(state=state, writes=writes, waiting=pods.waiting, learn=quota.learn, metrics=metrics, timing=timing)
+    extender = Extender(state=state, binder=binder, metrics=metrics, reserves_at_filter=chosen.reserve == "filter")
+    read = partial(read_node, names=names, model_label=chosen.model_label, pool_label=chosen.pool_label)
+    nodes = NodesFeed(state=state, read=read, metrics=metrics, quota=quota, told=pods.told)
+    quotas = QuotaFeed(keeper=quota, events=events, metrics=metrics, component=socket.gethostname())
+    of_quota = config_map(chosen.quota_namespace, chosen.quota_name)
+    informers = (
+        ClusterInformer(kind="configmap", watched=of_quota, api=api, sink=quotas, metrics=metrics),
+        ClusterInformer(kind="nodes", watched=ALL_NODES, api=api, sink=nodes, metrics=metrics),
+        ClusterInformer(kind="pods", watched=LIVE_PODS, api=api, sink=pods, metrics=metrics, lists=pods),
+    )
+    web = ExtenderWeb(
+        door=_door(chosen),
+        verbs=ExtenderVerbs(extender, names),
+        metrics=metrics,
+        ready=lambda: not_ready(parts),
+        warm=lambda: not_warm(parts),
+        pages=StatePages(head=lambda: document(parts), nodes=state),
+    )
+    parts = ExtenderParts(
+        settings=chosen,
+        state=state,
+        election=election,
+        informers=informers,
+        binder=binder,
+        extender=extender,
+        events=events,
+        metrics=metrics,
+        web=web,
+        pods=pods,
+        label=_leader_label(api, election),
+    )
+    _show_state(parts)
+    return parts
+
+
+def with_admission_config(settings: ExtenderSettings) -> ExtenderSettings:
+    """With what gpu-admission's configuration file says. Raises StartupError."""
+    if settings.config is None:
+        return settings
+    try:
+        return ExtenderSettings.model_validate(settings.model_dump() | read_admission_config(settings.config))
+    except ValidationError as e:
+        problems = "; ".join(f"{error['loc'][0]}: {error['msg']}" for error in e.errors(include_url=False))
+        raise StartupError(f"cannot use gpu-admission's configuration {settings.config}: {problems}") from e
+
+
+def not_ready(parts: ExtenderParts) -> list[str]:
+    """Why the scheduler's verbs are not answered now; empty when they are."""
+    election = parts.election
+    if not election.leads():
+        return [f"this replica does not lead; the lease is held by {election.holder or 'nobody'}"]
+    if parts.listed_in != election.term:
+        return ["this replica leads, and is listing the cluster before it decides"]
+    return []
+
+
+def not_warm(parts: ExtenderParts) -> list[str]:
+    """Why this replica could not take over, or go on, within a moment. One that is alone has nothing to take over: it is
+    ready when it decides."""
+    if isinstance(parts.election, AlwaysLeads):
+        return not_ready(parts)
+    return [f"{one.kind} are not listed yet" for one in parts.informers if not one.has_listed]
+
+
+def document(parts: ExtenderParts) -> Mapping[str, Any]:
+    """What is known besides the nodes, for a person."""
+    return {
+        "is_leading": parts.election.leads(),
+        "holder": parts.election.holder,
+        "not_ready": not_ready(parts),
+        "waiting_pods": len(parts.pods.waiting),
+        "open_binds": parts.binder.open_binds,
+        "foreign_predicates": parts.pods.suspects[:SHOWN_SUSPECTS],
+    }
+
+
+async def _list_when_leading(parts: ExtenderParts, on_listed: Callable[[], None]) -> None:
+    """A new leader lists everything after it got the lease: what the former one did may not have reached it yet. Nodes
+    before pods, so that a pod finds its node."""
+    election = parts.election
+    while True:
+        term, is_leading = election.term, election.leads()
+        if is_leading and parts.listed_in != term:
+            parts.metrics.became_leader()
+            for informer in parts.informers:
+                await informer.refresh()
+            on_listed()
+            for pod in list(parts.pods.waiting.values())[:WARMED_PODS]:
+                await in_steps(
+                    parts.state.filter_steps(pod, None)
+                )  # works out every node, for which a first request would have to wait
+            parts.listed_in = term
+            log.info("deciding", term=term)
+        await election.wait_change(term, is_leading)
+
+
+def _freeze_memory() -> None:
+    """What was listed stays for long: the garbage collector, which would stop everything for a quarter of a second to walk
+    fifty thousand pods, is told to pass it over."""
+    gc.collect()
+    gc.freeze()
+
+
+def _election(settings: ExtenderSettings, api: ClusterApi) -> LeaderElection | AlwaysLeads:
+    if not settings.leader_elect:
+        return AlwaysLeads()
+    terms = LeaseTerms(
+        namespace=settings.lease_namespace or os.environ.get("POD_NAMESPACE", "") or NAMESPACE,
+        name=settings.lease_name,
+        duration_s=settings.lease_duration_s,
+        renew_deadline_s=settings.renew_deadline_s,
+        retry_s=settings.retry_period_s,
+    )
+    return LeaderElection(api=api, identity=f"{socket.gethostname()}_{uuid.uuid4().hex}", terms=terms)
+
+
+def _leader_label(api: ClusterApi, election: LeaderElection | AlwaysLeads) -> LeaderLabel | None:
+    """None where this process does not know its pod, or is in none."""
+    named = {variable: os.environ.get(variable, "") for variable in ("POD_NAMESPACE", "POD_NAME")}
+    missing = sorted(variable for variable, value in named.items() if not value)
+    if not missing:
+        return LeaderLabel(api=api, election=election, namespace=named["POD_NAMESPACE"], name=named["POD_NAME"])
+    if "KUBERNETES_SERVICE_HOST" in os.environ:  # in a pod
+        then = "this pod gets no label when it leads: a Service that goes by it does not find this replica"
+        log.warning("leader_label_off", missing=missing, then=then, cure="set these variables from the pod's metadata")
+    return None
+
+
+def _door(settings: ExtenderSettings) -> WebDoor:
+    tls = None
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        tls = Tls(cert=settings.tls_cert, key=settings.tls_key, client_ca=settings.client_ca)
+    return WebDoor(
+        addr=settings.addr,
+        port=settings.port,
+        tls=tls,
+        max_body_bytes=settings.max_body_mib << 20,
+        shutdown_s=settings.bind_timeout_s + 1,
+    )
+
+
+def _show_state(parts: ExtenderParts) -> None:
+    """The gauges."""
+    show = parts.metrics.show
+    show("leading", "1 while this replica decides.", "", lambda: {"": float(not not_ready(parts))})
+    show("open_binds", "Binds whose outcome is not known.", "", lambda: {"": parts.binder.open_binds})
+    show("waiting_pods", "Pods without a node that ask for cards.", "", lambda: {"": len(parts.pods.waiting)})
+    show(
+        "foreign_predicate_pods",
+        "Pods that bear such annotations now.",
+        "",
+        lambda: {"": len(parts.pods.suspects)},
+    )
+    show(
+        "objects",
+        "Objects of the cluster that count.",
+        "kind",
+        lambda: {one.kind: one.count for one in parts.informers},
+    )
+
+
+def request_timeout_s(settings: ExtenderSettings) -> float:
+    """Of one request to the API server: twice in a bind's time, and over before another replica can lead."""
+    spare_s = (
+        settings.lease_duration_s - settings.renew_deadline_s if settings.leader_elect else settings.bind_timeout_s
+    )
+    return min(settings.bind_timeout_s / 2, spare_s)
+
+
+async def _open_api(settings: Settings, stack: AsyncExitStack, stop: asyncio.Event) -> ClusterApi | None:
+    """The API server's client; None where told to stop before. Credentials that are not there yet are waited for."""
+    from gpushare_agent.cluster.kube.cluster import open_cluster_api
+
+    while not stop.is_set():
+        opening = open_cluster_api(kubeconfig=settings.kubeconfig, request_s=request_timeout_s(settings.extender))
+        try:
+            return await stack.enter_async_context(opening)
+        except Unavailable as e:
+            log.warning("kubernetes_not_ready", error=str(e), retried_in_s=API_RETRY_S)
+        try:
+            async with asyncio.timeout(API_RETRY_S):
+                await stop.wait()
+        except TimeoutError:
+            continue
+    return None

@@ -1,0 +1,323 @@
+"""The extender's one state: what it knows of the cluster, and the decisions that change it. Synchronous, event loop only.
+
+Fed by the informers (`put_…`, `remove_…`), asked by the verbs. `filter`, `prioritize` and `victims` change nothing, so that
+preemption and autoscalers may ask what would be; `reserve` decides and commits in one step, so no share is given twice.
+
+The mutable state is: the books (cluster_books.py), and answers already worked out, by signature of the pod and version
+of the node. Times are monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from gpushare_agent.extender.cluster_document import node_document
+from gpushare_agent.extender.free_capacity import (
+    Signature,
+    has_room,
+    lack_text,
+    lacks_at_all,
+    may_fit_together,
+    score,
+    signature_of,
+    together_text,
+)
+from gpushare_agent.extender.ledger import ClusterBooks, NodeBooks
+from gpushare_agent.extender.pod_plan import plan_pod
+from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation, Stage
+from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.placement import validate_request
+
+MAX_ASKING = 16
+"""Containers of one pod that ask for cards. Each is planned on every node: without a bound one tenant's pod with a thousand
+of them stops the scheduling of the whole cluster for many seconds (measured: 16 s on 600 nodes)."""
+WORK_OF_A_STEP = 400
+COST_OF_A_PLAN = 6
+"""To plan a container costs about six times as much as to look at a node's summary, 10 µs."""
+SIGNATURES_KEPT = 32
+"""With 5,000 nodes each takes about a mebibyte."""
+_UNKNOWN = "the extender knows no cards of this node: does the agent run there?"
+
+
+class QuotaCheck(Protocol):
+    """Why a pod may not go to a node of this model and pool, whatever is free there; None where it may. The answer is the
+    same for nodes that are alike in both."""
+
+    def __call__(self, pod: Pod, *, model: str, pool: str) -> Refused | None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Filtered:
+    """Of the nodes that were asked about: those where the pod fits, in their order; for the others why not. Where nothing
+    would be changed by the end of other pods, it is `unresolvable`."""
+
+    fitting: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    unresolvable: dict[str, str] = field(default_factory=dict)
+
+
+class _Verdict(NamedTuple):
+    """About one node at one version of its books. `text` is empty where the pod fits; `score` counts only then. A tuple: a
+    new signature makes thousands of them at once."""
+
+    version: int
+    text: str
+    is_final: bool = False
+    score: int = 0
+
+
+class ClusterState:
+    """`quota`, where given, is asked for each kind of node. `on_change` hears of every reservation that came or went."""
+
+    def __init__(
+        self,
+        *,
+        policy: ClusterPolicy,
+        quota: QuotaCheck | None = None,
+        on_change: Callable[[Reservation | None, Reservation | None], None] = lambda old, new: None,
+    ) -> None:
+        self._policy = policy
+        self._quota = quota
+        self._on_change = on_change
+        self._books = ClusterBooks(policy)
+        self._verdicts: OrderedDict[Signature, dict[str, _Verdict]] = OrderedDict()
+
+    @property
+    def policy(self) -> ClusterPolicy:
+        return self._policy
+
+    # --- what the informers tell ---
+
+    def put_node(self, node: ClusterNode, now: float) -> None:
+        for settled in self._books.put_node(node, now):
+            self._tell(None, settled)
+
+    def remove_node(self, name: str) -> None:
+        """What its pods have is forgotten until it comes back, but for binds that are under way."""
+        for gone in self._books.remove_node(name):
+            self._tell(gone, None)
+        for verdicts in self._verdicts.values():
+            verdicts.pop(name, None)
+
+    def put_pod(self, pod: Pod, now: float) -> None:
+        """A pod that asks for something of ours. One that is not bound only matters once it is; one that has ended holds
+        nothing any more."""
+        if pod.is_terminal:
+            self.remove_pod(pod.uid)
+        elif pod.node_name:
+            old = self._books.reservation(pod.uid)
+            self._books.put_bound(pod, now)
+            self._tell(old, self._books.reservation(pod.uid))
+
+    def remove_pod(self, uid: PodUid) -> None:
+        self._tell(self._books.release(uid), None)
+
+    # --- what the scheduler asks ---
+
+    def filter(self, pod: Pod, names: Sequence[str] | None) -> Filtered:
+        """Where the pod fits, among all known nodes where none are named. Changes nothing."""
+        steps = self.filter_steps(pod, names)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as done:
+                answer: Filtered = done.value
+                return answer
+
+    def filter_steps(self, pod: Pod, names: Sequence[str] | None) -> Generator[None, None, Filtered]:
+        """`filter` in steps of a few milliseconds, for an event loop that has others to serve: between two of them the state
+        may change, and each node is judged as it is then."""
+        wanted = signature_of(pod, self._policy.names)
+        asked = list(names) if names is not None else [books.node.name for books in self._books.nodes()]
+        if not wanted:
+            return Filtered(fitting=asked)
+        invalid = self._invalid(pod)
+        if invalid:
+            return Filtered(unresolvable=dict.fromkeys(asked, invalid))
+        answer = Filtered()
+        verdicts = self._verdicts_of(wanted)
+        quotas: dict[tuple[str, str], str] = {}
+        has_quota = self._quota is not None
+        cost = 1 if len(wanted) == 1 else COST_OF_A_PLAN * len(wanted)
+        work = 0
+        for name in asked:
+            if work >= WORK_OF_A_STEP:
+                work = 0
+                yield
+            books = self._books.node(name)
+            if books is None:
+                answer.failed[name] = _UNKNOWN
+                continue
+            if has_quota and (over := self._over_quota(pod, books, quotas)):
+                answer.unresolvable[name] = over
+                continue
+            verdict = verdicts.get(name)
+            if verdict is None or verdict.version != books.version:
+                work += cost + (COST_OF_A_PLAN if books.is_behind else 0)
+                verdict = verdicts[name] = self._judge(pod, wanted, books)
+            if not verdict.text:
+                answer.fitting.append(name)
+            elif verdict.is_final:
+                answer.unresolvable[name] = verdict.text
+            else:
+                answer.failed[name] = verdict.text
+        return answer
+
+    def prioritize(self, pod: Pod, names: Sequence[str]) -> list[tuple[str, int]]:
+        """A score from 0 to 10 for each node, 0 where it does not fit."""
+        wanted = signature_of(pod, self._policy.names)
+        if not wanted or self._invalid(pod):
+            return [(name, 0) for name in names]
+        verdicts = self._verdicts_of(wanted)
+        scores = []
+        for name in names:
+            books = self._books.node(name)
+            verdict = verdicts.get(name)
+            if books is not None and (verdict is None or verdict.version != books.version):
+                verdict = verdicts[name] = self._judge(pod, wanted, books)
+            scores.append((name, verdict.score if books is not None and verdict is not None else 0))
+        return scores
+
+    def reserve(self, pod: Pod, node: str, now: float) -> Reservation | Refused:
+        """Plan the pod on the node and set its cards aside: decided and committed in this call.
+
+        The same pod on the same node again gives the same reservation. Refused also where an earlier bind of the pod to
+        another node is not settled.
+        """
+        known = self._books.reservation(pod.uid)
+        if known is not None:
+            return known if known.node == node else _elsewhere(pod, known)
+        books = self._books.node(node)
+        if books is None:
+            return Refused(reason=RefusalReason.NOT_READY, detail=f"node {node}: {_UNKNOWN}")
+        over = self._quota(pod, model=books.node.model, pool=books.node.pool) if self._quota is not None else None
+        if over is not None:
+            return over
+        invalid = self._invalid(pod)
+        if invalid:
+            return Refused(reason=RefusalReason.INVALID_REQUEST, detail=invalid)
+        plan = plan_pod(pod, books.rooms, books.node.topology, self._policy)
+        if isinstance(plan, Refused):
+            return Refused(reason=plan.reason, detail=f"node {node}: {plan.detail}")
+        made = self._books.reserve(pod, node, plan, now)
+        self._tell(None, made)
+        return made
+
+    def undo(self, uid: PodUid) -> None:
+        """The bind did not happen. What is bound, or is held by the agent, stays."""
+        known = self._books.reservation(uid)
+        if known is not None and known.stage is Stage.ASSUMED:
+            self._tell(self._books.release(uid), None)
+
+    def bound(self, uid: PodUid) -> None:
+        """The API server has taken the bind."""
+        self._books.mark_bound(uid)
+
+    def victims(self, pod: Pod, candidates: Mapping[str, Sequence[PodUid]]) -> dict[str, list[PodUid]]:
+        """The nodes where the pod fits once these pods are gone, each with its victims as they were given: what else they
+        make room for is the scheduler's matter. Where a quota is used up nobody is evicted, whoever uses it."""
+        wanted = signature_of(pod, self._policy.names)
+        if not wanted:
+            return {node: list(uids) for node, uids in candidates.items()}
+        kept: dict[str, list[PodUid]] = {}
+        for node, uids in candidates.items():
+            books = self._books.node(node)
+            if books is None or self._invalid(pod) or self._over_quota(pod, books, {}):
+                continue
+            rooms = books.rooms_without(frozenset(uids))
+            if not isinstance(plan_pod(pod, rooms, books.node.topology, self._policy), Refused):
+                kept[node] = list(uids)
+        return kept
+
+    # --- what others may know ---
+
+    def reservation(self, uid: PodUid) -> Reservation | None:
+        return self._books.reservation(uid)
+
+    def reservations(self) -> list[Reservation]:
+        """Of all pods, by node and UID; then those of nodes that are away."""
+        known = [r for books in self._books.nodes() for _, r in sorted(books.reservations.items())]
+        return known + self._books.orphans()
+
+    def node(self, name: str) -> ClusterNode | None:
+        books = self._books.node(name)
+        return books.node if books is not None else None
+
+    def node_names(self) -> list[str]:
+        """Sorted."""
+        return [books.node.name for books in self._books.nodes()]
+
+    def node_document(self, name: str) -> dict[str, Any] | None:
+        """One node with its cards and reservations, for a person."""
+        books = self._books.node(name)
+        return node_document(books) if books is not None else None
+
+    def document(self) -> dict[str, Any]:
+        """Everything, sorted. Of a large cluster it takes a second: ask node by node there."""
+        return {"nodes": [node_document(books) for books in self._books.nodes()]}
+
+    # --- inner workings ---
+
+    def _tell(self, old: Reservation | None, new: Reservation | None) -> None:
+        if old != new:
+            self._on_change(old, new)
+
+    def _verdicts_of(self, wanted: Signature) -> dict[str, _Verdict]:
+        verdicts = self._verdicts.get(wanted)
+        if verdicts is None:
+            verdicts = self._verdicts[wanted] = {}
+            while len(self._verdicts) > SIGNATURES_KEPT:
+                self._verdicts.popitem(last=False)
+        self._verdicts.move_to_end(wanted)
+        return verdicts
+
+    def _judge(self, pod: Pod, wanted: Signature, books: NodeBooks) -> _Verdict:
+        room, names = books.room, self._policy.names
+        for wish in wanted:
+            if not has_room(room, wish):
+                return _Verdict(books.version, lack_text(room, wish, names), lacks_at_all(room, wish))
+        if len(wanted) > 1:
+            if not may_fit_together(room, wanted):
+                return _Verdict(books.version, together_text(room, wanted))
+            plan = plan_pod(pod, books.rooms, books.node.topology, self._policy)
+            if isinstance(plan, Refused):
+                return _Verdict(books.version, plan.detail, plan.reason is RefusalReason.INVALID_REQUEST)
+        return _Verdict(books.version, "", score=score(room, wanted, self._policy.node_policy))
+
+    def _over_quota(self, pod: Pod, books: NodeBooks, known: dict[tuple[str, str], str]) -> str:
+        if self._quota is None:
+            return ""
+        key = books.node.model, books.node.pool
+        if key not in known:
+            refused = self._quota(pod, model=key[0], pool=key[1])
+            known[key] = refused.detail if refused is not None else ""
+        return known[key]
+
+    def _invalid(self, pod: Pod) -> str:
+        """What no node can serve."""
+        names = self._policy.names
+        asking = len(signature_of(pod, names))
+        if asking > MAX_ASKING:
+            return f"{asking} containers of the pod ask for cards; at most {MAX_ASKING} are planned. Use several pods."
+        for container in pod.containers:
+            cores, blocks = container.requests.get(names.vcore, 0), container.requests.get(names.vmemory, 0)
+            units = container.requests.get(names.gpu_mem, 0) if names.gpu_mem else 0
+            if units or not (cores or blocks):
+                continue
+            refused = validate_request(cores, blocks, share_mode=True, memory_block_mib=names.memory_block_mib)
+            if refused is not None:
+                return f"container {container.name}: {refused.detail}"
+        return ""
+
+
+def _elsewhere(pod: Pod, known: Reservation) -> Refused:
+    return Refused(
+        reason=RefusalReason.NOT_READY,
+        detail=f"pod {pod.namespace}/{pod.name} is {known.stage} on node {known.node}, and its bind there is not settled. "
+        "The scheduler tries again.",
+    )

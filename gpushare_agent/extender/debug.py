@@ -1,0 +1,83 @@
+"""GET /debug/state of the extender: what it holds, a page of nodes at a time.
+
+A cluster's state is megabytes and takes a second to put together: a page has a bounded number of nodes, is made in slices
+between which verbs are answered, and one page is made at a time (web_turns.py). A node is shown as it is at one moment; two
+nodes of a page may be of different ones. No state but the turns.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gpushare_agent.observability.http.answers import (
+    BadQueryError,
+    JsonBody,
+    Number,
+    Word,
+    bad_query,
+    encode,
+    join_in_slices,
+    json_answer,
+    read_query,
+)
+from gpushare_agent.observability.http.request_queue import Turns
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+MOST_NODES = 200
+_NAME_CHARACTERS = 253
+_QUERY: Mapping[str, Number | Word] = {
+    "node": Word(most_characters=_NAME_CHARACTERS),
+    "after": Word(most_characters=_NAME_CHARACTERS),
+    "limit": Number(default=MOST_NODES, least=1, most=MOST_NODES),
+}
+
+
+class ShowsNodes(Protocol):
+    """extender/cluster_state.py."""
+
+    def node_names(self) -> Sequence[str]:
+        """Sorted."""
+        ...
+
+    def node_document(self, name: str) -> Mapping[str, Any] | None: ...
+
+
+class StatePages:
+    """`head` is what is told besides the nodes; it is short."""
+
+    def __init__(self, *, head: Callable[[], Mapping[str, Any]], nodes: ShowsNodes) -> None:
+        self._head = head
+        self._nodes = nodes
+        self.show = Turns().one_at_a_time(self._show)
+
+    async def _show(self, request: web.Request) -> web.Response:
+        try:
+            asked = read_query(request.query, _QUERY)
+        except BadQueryError as e:
+            return bad_query(request, e)
+        names = self._nodes.node_names()
+        if asked["node"]:
+            if self._nodes.node_document(asked["node"]) is None:
+                return json_answer(request, {"error": f"no node {asked['node']} is known"}, status=404)
+            shown, rest = [asked["node"]], 0
+        else:
+            begin = bisect.bisect_right(names, asked["after"]) if asked["after"] else 0
+            shown = list(names[begin : begin + asked["limit"]])
+            rest = len(names) - begin - len(shown)
+        head = {**self._head(), "known_nodes": len(names), "next_after": shown[-1] if rest else None}
+        body = JsonBody(await join_in_slices(self._pieces(head, shown)))
+        return await body.answer(request)
+
+    def _pieces(self, head: Mapping[str, Any], names: Sequence[str]) -> Iterator[bytes]:
+        yield encode(head)[:-1] + b',"nodes":['
+        comma = b""
+        for name in names:
+            document = self._nodes.node_document(name)
+            if document is not None:  # else it went away between two slices
+                yield comma + encode(document)
+                comma = b","
+        yield b"]}"

@@ -1,0 +1,271 @@
+"""Which of several replicas decides: the one whose name is in a Lease, by the rules of client-go's election.
+
+Lease: coordination.k8s.io/v1. The clock is this process's own: a lease is taken over when its record has not changed for its
+duration as seen from here, so clocks of hosts need not agree. A leader counts its time from before it asked, and stops at
+the renew deadline, which is shorter than the lease: by then no other can lead, and its last requests have ended before one
+does. Where the lease turns out to be another's, or gone, it stops at once; and a lease that is gone is made anew only after
+its whole duration, for a leader that has not noticed goes on until its deadline. kubernetes-asyncio's election was looked
+at: no limit on its requests, the wall clock, and it ends the process.
+
+The mutable state is: the lease as last seen and since when, since when it is absent, and until when this replica leads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, NoReturn, Protocol
+
+import structlog
+
+from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected
+
+log = structlog.get_logger(__name__)
+
+MAX_DURATION_S = 3600.0
+"""Of another's lease: who can write a lease could otherwise stop the election for ever."""
+RELEASE_TIMEOUT_S = 2.0
+SHORTEST_PAUSE_S = 0.01
+RELEASED_S = 1
+"""The duration of a lease that was given back."""
+
+
+class KeepsLeases(Protocol):
+    """The part of the API server that is needed here (cluster/kube/cluster.py)."""
+
+    async def get_lease(self, namespace: str, name: str) -> dict[str, Any]: ...
+
+    async def create_lease(self, namespace: str, raw_lease: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    async def replace_lease(self, namespace: str, name: str, raw_lease: Mapping[str, Any]) -> dict[str, Any]: ...
+
+
+def boot_time_s() -> float:
+    """Seconds that a suspended host counts as well: the others' clocks go on meanwhile. The monotonic clock stands still."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseTerms:
+    """retry < renew deadline < duration, seconds."""
+
+    namespace: str
+    name: str
+    duration_s: float = 15.0
+    renew_deadline_s: float = 10.0
+    retry_s: float = 2.0
+
+
+class LeaderElection:
+    """`run` once; `leads` at any time. `identity` is this process's alone: one that restarts has another."""
+
+    def __init__(
+        self,
+        *,
+        api: KeepsLeases,
+        identity: str,
+        terms: LeaseTerms,
+        clock: Callable[[], float] = boot_time_s,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._api = api
+        self._identity = identity
+        self._terms = terms
+        self._clock = clock
+        self._now = now
+        self._seen: tuple[object, ...] = ()
+        self._seen_at = float("-inf")
+        self._absent_since: float | None = None
+        self._raw: dict[str, Any] | None = None
+        self._leads_until = float("-inf")
+        self._was_leading = False
+        self._news = asyncio.Event()
+        self.term = 0
+        """Counts the times that this replica became the leader."""
+        self.holder = ""
+        """Who held the lease when it was last read."""
+
+    def leads(self) -> bool:
+        """Whether this replica may decide at this moment."""
+        return self._clock() < self._leads_until
+
+    async def wait_change(self, term: int, is_leading: bool) -> None:
+        """Until leadership is another than what the caller knows."""
+        while (self.term, self.leads()) == (term, is_leading):
+            self._news.clear()
+            await self._news.wait()
+
+    async def run(self) -> NoReturn:
+        """Take part until cancelled."""
+        while True:
+            try:
+                await self._round()
+            except AgentError as e:
+                level = log.error if isinstance(e, Rejected) else log.warning
+                level("lease_not_renewed" if self.leads() else "lease_not_read", error=str(e), leads=self.leads())
+            self._tell()
+            await self._pause()
+            self._tell()
+
+    async def release(self) -> None:
+        """Give the lease back, so that another need not wait for its end. The caller has stopped deciding."""
+        if not self.leads() or self._raw is None:
+            return
+        self._leads_until = float("-inf")
+        self._tell()
+        try:
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                await self._api.replace_lease(
+                    self._terms.namespace, self._terms.name, self._record("", duration_s=RELEASED_S)
+                )
+        except (AgentError, TimeoutError) as e:
+            log.info("lease_not_released", error=str(e), then="it ends by itself")
+
+    async def _pause(self) -> None:
+        """Until the next look, or until the time to lead, or to wait for an absent lease, is over."""
+        pause_s = self._terms.retry_s * random.uniform(0.9, 1.1)  # noqa: S311 - spreads load, no secret
+        if self.leads():
+            pause_s = min(pause_s, max(self._leads_until - self._clock(), 0.0))
+        elif self._absent_since is not None:
+            pause_s = min(pause_s, max(self._absent_since + self._absence_s() - self._clock(), SHORTEST_PAUSE_S))
+        await asyncio.sleep(pause_s)
+
+    async def _round(self) -> None:
+        """One look, and one write where the lease is ours, or may be taken."""
+        if not self.leads():
+            await self._look()
+        if self._raw is None:
+            if self._may_create():
+                await self._write(self._api.create_lease, (self._terms.namespace,))
+        elif self.holder == self._identity or self._was_released() or self._has_ended():
+            await self._replace()
+
+    async def _look(self) -> None:
+        """Read the lease. Not while leading: a leader learns by its renewal whether somebody has written it."""
+        try:
+            self._note(await self._api.get_lease(self._terms.namespace, self._terms.name))
+        except NotFound:
+            self._note_absent()
+
+    async def _replace(self) -> None:
+        """Renew the lease, or take it."""
+        place = self._terms.namespace, self._terms.name
+        try:
+            await self._write(self._api.replace_lease, place)
+        except Conflict:
+            if self._raw is None or self.holder != self._identity:
+                raise
+            await self._write(self._api.replace_lease, place)  # ours after all: somebody has labelled it, say
+
+    async def _write(self, write: Callable[..., Awaitable[dict[str, Any]]], place: tuple[str, ...]) -> None:
+        """Make the lease ours. Where it is no longer what we read, we lead no more until it was read as ours."""
+        began_at = self._clock()
+        try:
+            self._note(await write(*place, self._record(self._identity)))
+        except Conflict:
+            self._stop_leading()  # somebody wrote it, perhaps to take it
+            await self._look()
+            raise
+        except NotFound:
+            self._note_absent()
+            self._stop_leading()
+            raise
+        self._leads_until = began_at + self._terms.renew_deadline_s
+
+    def _stop_leading(self) -> None:
+        self._leads_until = float("-inf")
+
+    def _note_absent(self) -> None:
+        """Somebody has deleted the lease, or it never was."""
+        if self._absent_since is None:
+            self._absent_since = self._clock()
+        self._raw, self.holder = None, ""
+
+    def _may_create(self) -> bool:
+        return self._absent_since is not None and self._clock() - self._absent_since >= self._absence_s()
+
+    def _absence_s(self) -> float:
+        """How long a lease has to be absent before it is made: as long as another may lead by the one that was deleted.
+        Where we have never seen one this is the first installation, most likely, and nobody leads."""
+        return self._terms.duration_s if self._seen else self._terms.retry_s
+
+    def _note(self, raw: dict[str, Any]) -> None:
+        """What the lease says, and since when it says so."""
+        self._raw, self._absent_since = raw, None
+        spec = _mapping(raw.get("spec"))
+        holder = spec.get("holderIdentity")
+        self.holder = holder if isinstance(holder, str) else ""
+        seen = (
+            str(_mapping(raw.get("metadata")).get("uid")),
+            self.holder,
+            str(spec.get("renewTime")),
+            str(spec.get("acquireTime")),
+            str(spec.get("leaseTransitions")),
+        )
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, self._clock()
+
+    def _was_released(self) -> bool:
+        """Given back in order, as `release` and client-go do it: whoever empties the holder by hand leaves a leader that
+        does not know it yet."""
+        return not self.holder and _mapping((self._raw or {}).get("spec")).get("leaseDurationSeconds") == RELEASED_S
+
+    def _has_ended(self) -> bool:
+        raw_duration = _mapping((self._raw or {}).get("spec")).get("leaseDurationSeconds")
+        theirs_s = float(raw_duration) if isinstance(raw_duration, int) and raw_duration > 0 else 0.0
+        return self._clock() - self._seen_at > max(self._terms.duration_s, min(theirs_s, MAX_DURATION_S))
+
+    def _record(self, holder: str, duration_s: float | None = None) -> dict[str, Any]:
+        """The lease as it should be; what others wrote into its metadata stays."""
+        spec = _mapping((self._raw or {}).get("spec"))
+        now = self._now().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        transitions = spec.get("leaseTransitions")
+        count = transitions if isinstance(transitions, int) else 0
+        is_new = holder != spec.get("holderIdentity")
+        metadata = {"name": self._terms.name, "namespace": self._terms.namespace}
+        return {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": _mapping((self._raw or {}).get("metadata")) or metadata,
+            "spec": {
+                "holderIdentity": holder,
+                "leaseDurationSeconds": max(1, round(duration_s or self._terms.duration_s)),
+                "acquireTime": now if is_new else spec.get("acquireTime") or now,
+                "renewTime": now,
+                "leaseTransitions": count + 1 if is_new and self._raw is not None and holder else count,
+            },
+        }
+
+    def _tell(self) -> None:
+        """Wake those who wait for a change; a term begins with the first moment of leading."""
+        is_leading = self.leads()
+        if is_leading and not self._was_leading:
+            self.term += 1
+            log.info("leading", lease=f"{self._terms.namespace}/{self._terms.name}", identity=self._identity)
+        elif self._was_leading and not is_leading:
+            log.warning("leading_no_more", lease=f"{self._terms.namespace}/{self._terms.name}", holder=self.holder)
+        if is_leading != self._was_leading:
+            self._was_leading = is_leading
+            self._news.set()
+
+
+class AlwaysLeads:
+    """Where there is one replica alone."""
+
+    term = 1
+    holder = ""
+
+    def leads(self) -> bool:
+        return True
+
+    async def wait_change(self, term: int, is_leading: bool) -> None:
+        if (term, is_leading) == (self.term, True):
+            await asyncio.Event().wait()
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,161 @@
+"""The label by which a Service finds the replica that leads: on the leader's own pod, and on no other of its Deployment.
+
+Readiness cannot say it: an update or a drain waits for replicas that are ready, and only one leads. The label is looked
+after while the process runs, for people and late requests may change it. No decision rests on it: a replica that does not
+lead refuses whatever reaches it. No mutable state but whether this process may have left the label.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, Protocol
+
+import structlog
+
+from gpushare_agent.cluster.kube.cluster import Watched, labelled_pods
+from gpushare_agent.cluster.kube.pods import pod_uid
+from gpushare_agent.kit.backoff import Backoff
+from gpushare_agent.model.errors import AgentError, Conflict, NotFound
+from gpushare_agent.model.names import PodUid
+
+log = structlog.get_logger(__name__)
+
+ROLE_LABEL = "gpushare-agent/role"
+LEADER = "leader"
+APP_LABEL = "app.kubernetes.io/name"
+"""What the pods of one Deployment have in common, and others of the namespace have not."""
+LOOK_PERIOD_S = 30.0
+ROUND_TIMEOUT_S = 15.0
+WITHDRAW_TIMEOUT_S = 2.0
+_CURE = "POD_NAME and POD_NAMESPACE must name this pod, and the service account needs get, list and patch on pods"
+
+
+class LabelsPods(Protocol):
+    """The part of the API server that is needed here (cluster/kube/cluster.py)."""
+
+    async def get_pod_now(self, namespace: str, name: str) -> dict[str, Any]: ...
+
+    async def list_all(self, watched: Watched, read: Callable[[dict[str, Any]], str]) -> tuple[list[str], str]: ...
+
+    async def label_pod(
+        self, namespace: str, name: str, uid: PodUid, labels: Mapping[str, str | None]
+    ) -> dict[str, Any]: ...
+
+
+class Elects(Protocol):
+    """extender/leader_election.py."""
+
+    @property
+    def term(self) -> int: ...
+
+    def leads(self) -> bool: ...
+
+    async def wait_change(self, term: int, is_leading: bool) -> None: ...
+
+
+class LeaderLabel:
+    """`run` once; `withdraw` after it has ended. `namespace` and `name` are those of this process's own pod."""
+
+    def __init__(
+        self,
+        *,
+        api: LabelsPods,
+        election: Elects,
+        namespace: str,
+        name: str,
+        backoff: Backoff | None = None,
+        look_period_s: float = LOOK_PERIOD_S,
+    ) -> None:
+        self._api = api
+        self._election = election
+        self._namespace = namespace
+        self._name = name
+        self._backoff = backoff or Backoff(base_s=0.5, cap_s=LOOK_PERIOD_S)
+        self._look_period_s = look_period_s
+        self._may_be_left = True
+        """An earlier container of this pod may have died with it."""
+
+    async def run(self) -> NoReturn:
+        """Keep the label where it belongs until cancelled."""
+        failures = 0
+        while True:
+            term, is_leading = self._election.term, self._election.leads()
+            try:
+                async with asyncio.timeout(ROUND_TIMEOUT_S):
+                    await (self._claim() if is_leading else self._drop())
+                failures, pause_s = 0, self._look_period_s
+            except (AgentError, TimeoutError) as e:
+                failures += 1
+                pause_s = self._backoff.delay_s(failures)
+                self._complain(is_leading, str(e) or "the API server did not answer in time", pause_s)
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._election.wait_change(term, is_leading)
+            except TimeoutError:
+                continue
+
+    async def withdraw(self) -> None:
+        """Take the label off before the process ends: the pod may outlive it."""
+        try:
+            async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
+                await self._drop()
+        except (AgentError, TimeoutError) as e:
+            log.info("leader_label_not_removed", error=str(e), then="the next leader removes it")
+
+    async def _claim(self) -> None:
+        """First from the others, then on our own: a moment without a leader's label costs less than two."""
+        own = await self._api.get_pod_now(self._namespace, self._name)
+        uid, labels = pod_uid(own), _labels(own)
+        app = labels.get(APP_LABEL)
+        if isinstance(app, str) and app:
+            await self._strip_others({APP_LABEL: app, ROLE_LABEL: LEADER})
+        self._may_be_left = True
+        if labels.get(ROLE_LABEL) != LEADER and self._election.leads():
+            await self._api.label_pod(self._namespace, self._name, uid, {ROLE_LABEL: LEADER})
+            log.info("leader_labelled", pod=f"{self._namespace}/{self._name}", label=f"{ROLE_LABEL}={LEADER}")
+
+    async def _strip_others(self, labels: Mapping[str, str]) -> None:
+        others: dict[str, PodUid] = {}
+
+        def read(raw: dict[str, Any]) -> str:
+            uid, name = pod_uid(raw), str(raw["metadata"].get("name", ""))
+            if name not in ("", self._name):
+                others[name] = uid
+            return name
+
+        await self._api.list_all(labelled_pods(self._namespace, labels), read)
+        for name, uid in sorted(others.items()):
+            if not self._election.leads():
+                return
+            try:
+                await self._api.label_pod(self._namespace, name, uid, {ROLE_LABEL: None})
+            except (NotFound, Conflict):
+                continue  # gone, and its label with it
+            log.info("former_leader_unlabelled", pod=f"{self._namespace}/{name}")
+
+    async def _drop(self) -> None:
+        if not self._may_be_left:
+            return
+        own = await self._api.get_pod_now(self._namespace, self._name)
+        uid = pod_uid(own)
+        if ROLE_LABEL in _labels(own):
+            await self._api.label_pod(self._namespace, self._name, uid, {ROLE_LABEL: None})
+        self._may_be_left = False
+
+    def _complain(self, is_leading: bool, error: str, pause_s: float) -> None:
+        then = "the Service may not find this leader" if is_leading else "the next leader removes the label"
+        log.warning(
+            "leader_label_not_written",
+            pod=f"{self._namespace}/{self._name}",
+            error=error,
+            then=then,
+            cure=_CURE,
+            retried_in_s=round(pause_s, 1),
+        )
+
+
+def _labels(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a pod whose UID could be read."""
+    labels = raw["metadata"].get("labels")
+    return labels if isinstance(labels, Mapping) else {}

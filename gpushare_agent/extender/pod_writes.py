@@ -1,0 +1,231 @@
+"""What a bind writes to the API server: the annotations, then the bind itself. No decisions, no books.
+
+The patch of the annotations goes first each time, and does three things: it tells the agent the plan, it returns the pod as
+it is now, and, by making a new version of it, it takes the ground from under any earlier bind still under way, since a bind
+names the version it is for. So an unknown outcome is settled by one patch that is answered: a pod that it shows without a
+node can no longer be bound by a request of ours.
+
+Formats: docs/formats.md, sections 1 and 5; Kubernetes core/v1 Binding. The mutable state is the last time written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gpushare_agent.cluster.kube.pods import resource_version
+from gpushare_agent.cluster.kube.session import Throttled
+from gpushare_agent.extender.pod_plan import plan_annotations
+from gpushare_agent.extender.pods import lean_pod
+from gpushare_agent.extender.values import Reservation
+from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
+from gpushare_agent.model.names import (
+    GPU_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSUME_TIME_ANNOTATION,
+    GPUSHARE_INDEX_ANNOTATION,
+    PREDICATE_GPU_INDEX_PREFIX,
+    PREDICATE_NODE_ANNOTATION,
+    PREDICATE_TIME_ANNOTATION,
+    PodUid,
+)
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.resources import ResourceNames
+
+NOT_LEADING = "this replica of the extender does not lead any more"
+FOREIGN_REMOVED = 64
+"""Annotations in one patch. A pod has room for thousands, and each patch names them all."""
+
+
+class BindsPods(Protocol):
+    """The part of the API server that is needed here (cluster/kube/cluster.py)."""
+
+    async def annotate_pod(
+        self, namespace: str, name: str, uid: PodUid, annotations: Mapping[str, str | None]
+    ) -> dict[str, Any]: ...
+
+    async def bind_pod(self, namespace: str, name: str, uid: PodUid, node: str, resource_version: str) -> None: ...
+
+    async def get_pod_now(self, namespace: str, name: str) -> dict[str, Any]: ...
+
+
+@dataclass(slots=True)
+class Bind:
+    """One bind. `is_open`: a bind was sent, and it is not known that it failed. `is_annotated`: a patch was sent."""
+
+    reservation: Reservation
+    is_open: bool = False
+    is_annotated: bool = False
+
+
+class ElsewhereError(Exception):
+    """The pod was bound to another node meanwhile: there is nothing left to bind."""
+
+
+class PodWrites:
+    """`leads` is asked before each request: only a leader writes."""
+
+    def __init__(
+        self,
+        *,
+        api: BindsPods,
+        names: ResourceNames,
+        leads: Callable[[], bool],
+        time_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._api = api
+        self._names = names
+        self._leads = leads
+        self._time_ns = time_ns
+        self._last_ns = 0
+
+    def leads(self) -> bool:
+        return self._leads()
+
+    async def read(self, namespace: str, name: str) -> Pod:
+        return lean_pod(await self._api.get_pod_now(namespace, name), self._names)
+
+    async def bind_plain(self, pod: Pod, node: str) -> None:
+        """Of a pod that asks for nothing of ours: once, for there is nothing to lose."""
+        self._check_leads()
+        await self._api.bind_pod(pod.namespace, pod.name, pod.uid, node, pod.resource_version)
+
+    async def bind_once(self, bind: Bind) -> AgentError | None:
+        """None when the pod is bound; an error that another try may cure. Raises what none can."""
+        reservation = bind.reservation
+        try:
+            raw_pod = await self.announce(bind)
+        except (Unavailable, Conflict) as e:
+            return e
+        if raw_pod is None:
+            return None
+        self._check_leads()
+        bind.is_open = True
+        try:
+            await self._api.bind_pod(
+                reservation.namespace,
+                reservation.pod,
+                reservation.pod_uid,
+                reservation.node,
+                resource_version(raw_pod),
+            )
+        except Unavailable as e:
+            bind.is_open = not isinstance(e, Throttled)
+            return e
+        except Conflict as e:  # not this version any more: the next patch shows what is
+            bind.is_open = False
+            return e
+        except (NotFound, Rejected):
+            bind.is_open = False
+            raise
+        bind.is_open = False
+        return None
+
+    async def announce(self, bind: Bind) -> dict[str, Any] | None:
+        """As `annotate`; in the version returned, the pod bears no choice of cards but the plan's, for an agent follows
+        one where it can, whoever wrote it.
+
+        Raises Conflict where somebody writes such annotations meanwhile, Rejected where there are too many of them.
+        """
+        reservation = bind.reservation
+        raw_pod = await self.annotate(bind)
+        foreign = foreign_annotations(raw_pod, reservation)
+        if not foreign:
+            return raw_pod
+        raw_pod = await self.annotate(bind, removed=foreign[:FOREIGN_REMOVED])
+        if raw_pod is None:
+            return None
+        if len(foreign) > FOREIGN_REMOVED:
+            raise Rejected(
+                f"it bears {len(foreign)} annotations that choose cards and are none of the plan, the first of them "
+                f"{foreign[0]}. {FOREIGN_REMOVED} of them were removed, which is all that one bind does; the pod's owner "
+                "should remove the others, and find what writes them"
+            )
+        if left := foreign_annotations(raw_pod, reservation):
+            raise Conflict(f"somebody writes its annotation {left[0]}, which only an extender may, while it is bound")
+        return raw_pod
+
+    async def annotate(self, bind: Bind, removed: Iterable[str] = ()) -> dict[str, Any] | None:
+        """Tells the plan in the annotations; the pod as it is then, None where it is bound to our node.
+
+        Once it returns, no earlier bind of ours can come true. Raises NotFound
+        where the pod is gone, ElsewhereError where it is on another node.
+        """
+        reservation = bind.reservation
+        annotations = {**dict.fromkeys(removed), **self._annotations(reservation)}
+        self._check_leads()
+        bind.is_annotated = True
+        try:
+            raw_pod = await self._api.annotate_pod(
+                reservation.namespace, reservation.pod, reservation.pod_uid, annotations
+            )
+        except NotFound:
+            bind.is_open = bind.is_annotated = False
+            raise
+        pod = lean_pod(raw_pod, self._names)
+        bind.is_open = False
+        if pod.node_name == reservation.node:
+            return None
+        if pod.node_name:
+            bind.is_annotated = False  # that node's agent has written its own by now, or will
+            raise ElsewhereError(f"it was bound to node {pod.node_name} meanwhile")
+        return raw_pod
+
+    async def is_gone(self, reservation: Reservation) -> bool:
+        try:
+            raw_pod = await self._api.get_pod_now(reservation.namespace, reservation.pod)
+        except NotFound:
+            return True
+        return lean_pod(raw_pod, self._names).uid != reservation.pod_uid
+
+    async def clean(self, reservation: Reservation) -> None:
+        """Removes the annotations from a pod that was not bound."""
+        nothing = dict.fromkeys(extender_annotations(reservation, 0))
+        self._check_leads()
+        await self._api.annotate_pod(reservation.namespace, reservation.pod, reservation.pod_uid, nothing)
+
+    def _check_leads(self) -> None:
+        if not self._leads():
+            raise Rejected(NOT_LEADING)
+
+    def _annotations(self, reservation: Reservation) -> dict[str, str]:
+        """The time is never the same twice, so that each patch makes a new version of the pod."""
+        self._last_ns = max(self._time_ns(), self._last_ns + 1)
+        return extender_annotations(reservation, self._last_ns)
+
+
+def extender_annotations(reservation: Reservation, time_ns: int) -> dict[str, str]:
+    """What gpu-admission writes, and GPUShare's extender where one card serves all that the pod asks by its resource."""
+    written = {
+        PREDICATE_TIME_ANNOTATION: str(time_ns),
+        PREDICATE_NODE_ANNOTATION: reservation.node,
+        GPU_ASSIGNED_ANNOTATION: "false",
+        **plan_annotations(reservation.plan, PREDICATE_GPU_INDEX_PREFIX),
+    }
+    shared = {container.cards for container in reservation.plan.containers if container.units}
+    if len(shared) == 1:
+        written |= {
+            GPUSHARE_INDEX_ANNOTATION: str(shared.pop()[0]),
+            GPUSHARE_ASSIGNED_ANNOTATION: "false",
+            GPUSHARE_ASSUME_TIME_ANNOTATION: str(time_ns),
+        }
+    return written
+
+
+def foreign_annotations(raw_pod: Mapping[str, Any] | None, reservation: Reservation) -> list[str]:
+    """Names of the pod's annotations that choose cards, or say that an extender did, and are none of the plan. Sorted."""
+    metadata = raw_pod.get("metadata") if raw_pod is not None else None
+    present = metadata.get("annotations") if isinstance(metadata, Mapping) else None
+    if not isinstance(present, Mapping):
+        return []
+    ours = extender_annotations(reservation, 0)
+    return sorted(
+        name
+        for name in present
+        if name not in ours and (name in _GPUSHARE or name.startswith(PREDICATE_GPU_INDEX_PREFIX))
+    )
+
+
+_GPUSHARE = (GPUSHARE_INDEX_ANNOTATION, GPUSHARE_ASSIGNED_ANNOTATION, GPUSHARE_ASSUME_TIME_ANNOTATION)

@@ -1,0 +1,86 @@
+"""The cluster's pods as the extender keeps them: what they ask for, and where they are. Fifty thousand of them are kept.
+
+Containers that ask for nothing of ours are left out (positions are kept), and so is everything that a tenant can write
+but the requests. Containers that are alike are one object. No state but that cache of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+from gpushare_agent.cluster.kube.pods import parse_pod
+from gpushare_agent.model.names import (
+    PREDICATE_GPU_INDEX_PREFIX,
+    PREDICATE_NODE_ANNOTATION,
+)
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.model.resources import ResourceNames
+
+_ALIKE_KEPT = 16384
+_MAX_ANNOTATION_CHARS = 256
+
+
+def asks_for_ours(raw: Mapping[str, Any], names: ResourceNames) -> bool:
+    """A quick look at a raw pod: most of a cluster's pods ask for nothing of ours. True where it cannot be read."""
+    spec = raw.get("spec")
+    if not isinstance(spec, dict):
+        return True
+    for field in ("containers", "initContainers"):
+        raw_containers = spec.get(field) or ()
+        if not isinstance(raw_containers, list):
+            return True
+        for container in raw_containers:
+            resources = container.get("resources") if isinstance(container, dict) else None
+            limits = resources.get("limits") if isinstance(resources, dict) else None
+            if isinstance(limits, dict) and not limits.keys().isdisjoint(names.names):
+                return True
+    return False
+
+
+def lean_pod(raw: Mapping[str, Any], names: ResourceNames) -> Pod:
+    """Raises Corrupt as parse_pod does."""
+    pod = parse_pod(raw, resources=names.names)
+    return Pod(
+        uid=pod.uid,
+        namespace=pod.namespace,
+        name=pod.name,
+        phase=pod.phase,
+        containers=tuple(
+            _container(c.name, c.kind, c.position, tuple(sorted(c.requests.items())))
+            for c in pod.containers
+            if any(c.requests.values())
+        ),
+        resource_version=pod.resource_version,
+        node_name=pod.node_name,
+        is_deleting=pod.is_deleting,
+        annotations=_NOTHING,
+        labels=_NOTHING,
+        container_ids=_NOTHING,
+    )
+
+
+def predicate_annotations(raw: Mapping[str, Any]) -> dict[str, str]:
+    """What a pod's annotations say of an extender's choice: the node's, and the cards' by container. Never believed, only
+    compared."""
+    metadata = raw.get("metadata")
+    annotations = metadata.get("annotations") if isinstance(metadata, dict) else None
+    if not isinstance(annotations, dict):
+        return {}
+    return {
+        name: value[:_MAX_ANNOTATION_CHARS] if isinstance(value, str) else ""
+        for name, value in annotations.items()
+        if name == PREDICATE_NODE_ANNOTATION or str(name).startswith(PREDICATE_GPU_INDEX_PREFIX)
+    }
+
+
+@lru_cache(maxsize=_ALIKE_KEPT)
+def _container(name: str, kind: ContainerKind, position: int, requests: tuple[tuple[str, int], ...]) -> ContainerSpec:
+    return ContainerSpec(
+        name=name, kind=kind, position=position, requests=MappingProxyType(dict(requests)), env=_NOTHING
+    )
+
+
+_NOTHING: Mapping[str, str] = MappingProxyType({})

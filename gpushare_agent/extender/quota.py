@@ -1,0 +1,233 @@
+"""What a namespace may use of the cluster's cards: reads the quota, and says no. Pure. quota_use.py counts.
+
+Source of the format: gpu-admission 1.0 (docs/formats.md, section 9), which also decides what an absent namespace, model or
+pool means; docs/quota.md has the table. Ours are the totals `vcore` and `vmemory`, and parts of cards. Cards are counted in
+1/100, as vcore is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpushare_agent.extender.quota_use import QuotaUse
+from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
+from gpushare_agent.model.names import CORES_PER_CARD
+
+QUOTA_KEY = "gpu_quota"
+"""The one key of the ConfigMap that is read, as in gpu-admission."""
+MAX_QUOTA_CHARS = 1024 * 1024
+"""Kubernetes keeps no larger ConfigMap."""
+MAX_NAMESPACES = 20_000
+MAX_NAMES = 256
+"""Of models, and of pools, in one namespace's quota."""
+MAX_NAME_CHARS = 253
+MAX_CARDS = 1_000_000
+MAX_TOTAL = 10**12
+_SHOWN_NAMES = 8
+_SHOWN_CHARS = 80
+_PARTS = re.compile(r"([0-9]{1,7})\.([0-9]{1,2})")
+_FIELDS = ("pool", "quota", "vcore", "vmemory")
+_CURE = "Wait until pods of the namespace end, ask for less, or have its quota raised."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceQuota:
+    """What one namespace may use. No pools: every pool. `cards` is by model, in 1/100 card; a model that it does not name
+    may not be used at all, and None limits no model. A total that is None limits nothing."""
+
+    pools: tuple[str, ...] = ()
+    cards: Mapping[str, int] | None = None
+    vcore: int | None = None
+    vmemory: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """By namespace. One that is not named may use everything."""
+
+    namespaces: Mapping[str, NamespaceQuota] = field(default_factory=dict)
+
+
+def check_quota(
+    quota: Quota, namespace: str, asked: QuotaUse, used: QuotaUse, *, model: str, pool: str
+) -> Refused | None:
+    """Why a pod of the namespace may not go to nodes of this model and pool, None where it may. `used` is without the pod:
+    its namespace's cards of this model, and the namespace's totals (`Usage.of`)."""
+    limits = quota.namespaces.get(namespace)
+    if limits is None:
+        return None
+    if limits.pools and pool not in limits.pools:
+        where = f"pool {pool}" if pool else "no pool"
+        return Refused(
+            reason=RefusalReason.WRONG_POOL,
+            detail=f"the quota of namespace {namespace} allows nodes of the pools {_listed(limits.pools)}, and this node is "
+            f"in {where}. Have the pool added to the quota, or use nodes of a pool that it names.",
+        )
+    if limits.cards is not None and model not in limits.cards:
+        return _exceeded(_no_such_model(namespace, limits.cards, model))
+    allowed = limits.cards[model] if limits.cards is not None else None
+    return (
+        _over(namespace, f"{model} cards", allowed, asked.cards, used.cards, CORES_PER_CARD)
+        or _over(namespace, "vcore", limits.vcore, asked.vcore, used.vcore, 1)
+        or _over(namespace, "vmemory blocks", limits.vmemory, asked.vmemory, used.vmemory, 1)
+    )
+
+
+def _no_such_model(namespace: str, cards: Mapping[str, int], model: str) -> str:
+    if not cards:
+        return f"the quota of namespace {namespace} allows no cards at all. Have models added to it."
+    named = f"the quota of namespace {namespace} names {_listed(sorted(cards))}"
+    if not model:
+        return f"{named}, and this node has no label that tells its cards' model. Label the node, or use another."
+    return f"{named}, and none of {model} cards, which this node has. Have the model added to it, or use other nodes."
+
+
+def _over(namespace: str, what: str, allowed: int | None, asked: int, used: int, parts: int) -> Refused | None:
+    if allowed is None or not asked or used + asked <= allowed:
+        return None
+    return _exceeded(
+        f"the pod asks for {_number(asked, parts)} {what}; namespace {namespace} has used {_number(used, parts)} of its "
+        f"quota of {_number(allowed, parts)}, so {_number(max(0, allowed - used), parts)} are left. {_CURE}"
+    )
+
+
+def _exceeded(detail: str) -> Refused:
+    return Refused(reason=RefusalReason.QUOTA_EXCEEDED, detail=detail)
+
+
+def _number(count: int, parts: int) -> str:
+    """`3.75` for 375 parts of 100, `4` for 400."""
+    if parts == 1:
+        return str(count)
+    text = f"{count // parts}.{count % parts:02}"
+    return text.rstrip("0").rstrip(".")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(names[:_SHOWN_NAMES]) + more
+
+
+# --- reading ---
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A number with a point or an exponent, as it stands in the text: a float would round it."""
+
+    text: str
+
+
+def parse_quota(data: Mapping[str, str]) -> Quota:
+    """The quota that the ConfigMap's `data` states. Keys other than `gpu_quota` are left to others.
+
+    Raises:
+        Corrupt: naming the key, the namespace, the field and what is wrong with it.
+    """
+    text = data.get(QUOTA_KEY)
+    if not isinstance(text, str):
+        raise Corrupt(f"quota: the ConfigMap has no key {QUOTA_KEY}{_keys_instead(data)}")
+    if len(text) > MAX_QUOTA_CHARS:
+        raise Corrupt(f"quota, key {QUOTA_KEY}: {len(text)} characters, at most {MAX_QUOTA_CHARS} are read")
+    try:
+        raw = json.loads(text, parse_float=_Written, parse_constant=_Written, object_pairs_hook=_without_twins)
+    except RecursionError as error:
+        raise Corrupt(f"quota, key {QUOTA_KEY}: too deeply nested") from error
+    except ValueError as error:
+        raise Corrupt(f"quota, key {QUOTA_KEY}: no JSON ({error})") from error
+    if not isinstance(raw, dict):
+        raise Corrupt(f"quota, key {QUOTA_KEY}: {_shown(raw)} is not an object with a quota for each namespace")
+    if len(raw) > MAX_NAMESPACES:
+        raise Corrupt(f"quota, key {QUOTA_KEY}: {len(raw)} namespaces, at most {MAX_NAMESPACES} are read")
+    return Quota(namespaces={name: _namespace(name, entry) for name, entry in raw.items()})
+
+
+def _namespace(name: str, raw: Any) -> NamespaceQuota:
+    where = f"quota, key {QUOTA_KEY}, namespace {_shown(name)}"
+    _check_name(name, where)
+    if not isinstance(raw, dict):
+        raise Corrupt(f"{where}: {_shown(raw)} is no object with the fields {', '.join(_FIELDS)}")
+    unknown = sorted(raw.keys() - set(_FIELDS))
+    if unknown:
+        raise Corrupt(f"{where}: the field {_shown(unknown[0])} is not known; the fields are {', '.join(_FIELDS)}")
+    vcore, vmemory = _total(raw, "vcore", where), _total(raw, "vmemory", where)
+    cards = _cards(raw["quota"], where) if "quota" in raw else None
+    if cards is None and vcore is None and vmemory is None:
+        cards = {}  # gpu-admission allows no card where no model is named
+    return NamespaceQuota(pools=_pools(raw, where), cards=cards, vcore=vcore, vmemory=vmemory)
+
+
+def _pools(raw: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    pools = raw.get("pool", [])
+    if not isinstance(pools, list) or len(pools) > MAX_NAMES:
+        raise Corrupt(f"{where}, field pool: {_shown(pools)} is no list of at most {MAX_NAMES} pools")
+    for pool in pools:
+        _check_name(pool, f"{where}, field pool")
+    return tuple(sorted(set(pools)))
+
+
+def _cards(raw: Any, where: str) -> dict[str, int]:
+    if not isinstance(raw, dict) or len(raw) > MAX_NAMES:
+        raise Corrupt(
+            f"{where}, field quota: {_shown(raw)} is no object with cards for each of at most {MAX_NAMES} models"
+        )
+    cards = {}
+    for model, number in sorted(raw.items()):
+        _check_name(model, f"{where}, field quota")
+        hundredths = _hundredths(number)
+        if hundredths is None or hundredths > MAX_CARDS * CORES_PER_CARD:
+            raise Corrupt(
+                f"{where}, field quota, model {_shown(model)}: {_shown(number)} is no number of cards from 0 to {MAX_CARDS} "
+                "with at most two decimals"
+            )
+        cards[model] = hundredths
+    return cards
+
+
+def _hundredths(number: Any) -> int | None:
+    if isinstance(number, _Written):
+        match = _PARTS.fullmatch(number.text)
+        return int(match[1]) * CORES_PER_CARD + int(f"{match[2]:0<2}") if match else None
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        return None
+    return number * CORES_PER_CARD
+
+
+def _total(raw: Mapping[str, Any], name: str, where: str) -> int | None:
+    if name not in raw:
+        return None
+    total = raw[name]
+    if isinstance(total, bool) or not isinstance(total, int) or not 0 <= total <= MAX_TOTAL:
+        raise Corrupt(f"{where}, field {name}: {_shown(total)} is no whole number from 0 to {MAX_TOTAL}")
+    return total
+
+
+def _check_name(name: Any, where: str) -> None:
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+        raise Corrupt(f"{where}: {_shown(name)} is no name of 1 to {MAX_NAME_CHARS} printable characters")
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON readers take the last of two values silently: one of the two is a mistake."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{_shown(name)} is given twice")
+        found[name] = value
+    return found
+
+
+def _keys_instead(data: Mapping[str, str]) -> str:
+    return f"; it has {_listed([_shown(key) for key in sorted(data)])}" if data else ""
+
+
+def _shown(value: Any) -> str:
+    """Only of what holds nothing else: the text of a nested value may be endless."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    text = value.text if isinstance(value, _Written) else json.dumps(value)
+    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…"

@@ -1,0 +1,135 @@
+"""The verbs of the scheduler extender, as values: filter, prioritize, preempt and bind. HTTP and JSON: extender_web.py.
+
+With reserve=bind, filter changes nothing, so that preemption and autoscalers may ask what would be; cards are set aside by
+bind. With reserve=filter it does what gpu-admission's does, for schedulers that bind themselves: it chooses one node, sets
+the cards aside and annotates the pod. Filtered again, a pod gets a new answer. No state of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from gpushare_agent.extender.messages import BindArgs, FilterAnswer, NodesArgs, PreemptArgs
+from gpushare_agent.extender.values import Reservation, Stage
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import Pod
+
+A = TypeVar("A")
+
+
+class Answered(Protocol):
+    """extender/cluster_state.py, Filtered."""
+
+    @property
+    def fitting(self) -> list[str]: ...
+
+    @property
+    def failed(self) -> dict[str, str]: ...
+
+    @property
+    def unresolvable(self) -> dict[str, str]: ...
+
+
+class Decides(Protocol):
+    """extender/cluster_state.py."""
+
+    def filter_steps(self, pod: Pod, names: Sequence[str] | None) -> Generator[None, None, Answered]: ...
+
+    def prioritize(self, pod: Pod, names: Sequence[str]) -> list[tuple[str, int]]: ...
+
+    def victims(self, pod: Pod, candidates: Mapping[str, Sequence[PodUid]]) -> dict[str, list[PodUid]]: ...
+
+    def reservation(self, uid: PodUid) -> Reservation | None: ...
+
+
+class Binds(Protocol):
+    """extender/bind.py."""
+
+    async def bind(self, args: BindArgs) -> str: ...
+
+    async def promise(self, pod: Pod, node: str) -> str: ...
+
+    def release_promise(self, uid: PodUid) -> None: ...
+
+
+class CountsFilters(Protocol):
+    def filtered(self, fitting: int, failed: int, unresolvable: int) -> None: ...
+
+
+class Extender:
+    """Answers what extender_web.py has read."""
+
+    def __init__(
+        self,
+        *,
+        state: Decides,
+        binder: Binds,
+        metrics: CountsFilters,
+        reserves_at_filter: bool = False,
+    ) -> None:
+        self._state = state
+        self._binder = binder
+        self._metrics = metrics
+        self._reserves_at_filter = reserves_at_filter
+
+    async def filter(self, args: NodesArgs) -> FilterAnswer:
+        """Where the pod fits. A pod that asks for nothing of ours fits everywhere."""
+        if not args.pod.containers:
+            return FilterAnswer(fitting=args.names, failed={}, unresolvable={})
+        if self._reserves_at_filter:
+            return await self._filter_and_reserve(args)
+        return await self._judge(args)
+
+    def prioritize(self, args: NodesArgs) -> list[tuple[str, int]]:
+        if not args.pod.containers:
+            return [(name, 0) for name in args.names]
+        return self._state.prioritize(args.pod, args.names)
+
+    def preempt(self, args: PreemptArgs) -> Mapping[str, Sequence[PodUid]]:
+        """The nodes where the pod would fit once the victims are gone, each with its victims."""
+        if not args.pod.containers:
+            return args.victims
+        return self._state.victims(args.pod, args.victims)
+
+    async def bind(self, args: BindArgs) -> str:
+        """Empty when the pod is bound, else why not."""
+        return await self._binder.bind(args)
+
+    async def _judge(self, args: NodesArgs) -> FilterAnswer:
+        found = await in_steps(self._state.filter_steps(args.pod, args.names))
+        self._metrics.filtered(len(found.fitting), len(found.failed), len(found.unresolvable))
+        return FilterAnswer(fitting=found.fitting, failed=found.failed, unresolvable=found.unresolvable)
+
+    async def _filter_and_reserve(self, args: NodesArgs) -> FilterAnswer:
+        """One node, set aside."""
+        pod = args.pod
+        self._binder.release_promise(pod.uid)
+        known = self._state.reservation(pod.uid)
+        if known is not None and known.stage is not Stage.ASSUMED:
+            return _failed(f"pod {pod.namespace}/{pod.name} is on node {known.node} already")
+        found = await self._judge(args)
+        if not found.fitting:
+            return found
+        best, _ = min(self._state.prioritize(pod, found.fitting), key=lambda one: (-one[1], one[0]))
+        error = await self._binder.promise(pod, best)
+        if error:
+            return _failed(f"cannot set aside cards of node {best} for pod {pod.namespace}/{pod.name}: {error}")
+        others = {name: f"the pod was given to node {best}" for name in found.fitting if name != best}
+        return FilterAnswer(fitting=[best], failed={**found.failed, **others}, unresolvable=found.unresolvable)
+
+
+async def in_steps(steps: Generator[None, None, A]) -> A:
+    """What they come to in the end; between two of them everybody else has a turn. May be cancelled there."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            answer: A = done.value
+            return answer
+        await asyncio.sleep(0)
+
+
+def _failed(error: str) -> FilterAnswer:
+    return FilterAnswer(failed={}, unresolvable={}, error=error)

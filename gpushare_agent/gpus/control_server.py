@@ -1,0 +1,265 @@
+"""The control socket: through it root takes a card out of service and puts it back.
+
+HTTP with JSON on a unix socket of mode 0600. Who asks is known by the kernel's word (SO_PEERCRED): root, or the agent's own
+user. aiohttp is imported in a thread once `run` begins, as web.py does. Without a socket the agent runs on.
+
+    POST /cordon   {"gpu": "…", "reason": "…"}   → {"card": {…}, "changed": bool, "not_kept": "…"}
+    POST /uncordon {"gpu": "…"}                  → the same, and "ended_wait": "…"
+    GET  /cards                                  → {"cards": [{…}]}
+
+`gpu` is an index, a UUID, or the beginning of one. A refusal is {"error": "…"} with status 400, 403, 404, 409 or 500.
+State owned: the listening socket and the identity of its file, which is looked at again and again: where somebody removed or
+replaced it nobody reaches the agent any more, and it is opened anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import structlog
+
+from gpushare_agent.gpus.health_values import CardHealth, HealthState
+from gpushare_agent.gpus.inventory import GpuInventoryState
+from gpushare_agent.gpus.selection import cards_meant
+from gpushare_agent.kit.peer_credentials import peer_credentials
+from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, connectable_path, file_identity, remove_socket
+from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
+from gpushare_agent.model.gpus import Card
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+log = structlog.get_logger(__name__)
+
+SOCKET_MODE = 0o600
+DIRECTORY_MODE = 0o755
+MAX_REQUEST_BYTES = 16 * 1024
+REQUEST_TIMEOUT_S = 10.0
+SHUTDOWN_TIMEOUT_S = 0.5
+LOOK_AGAIN_S = 30.0
+"""At the socket's file, and for one that could not be opened."""
+MAX_REASON_CHARS = 200
+MAX_GPU_CHARS = 100
+STATUS = {Rejected: 400, NotFound: 404, Conflict: 409}
+
+
+class KeepsNow(Protocol):
+    async def keep(self) -> str:
+        """Why the change does not outlive the agent, empty where it does."""
+
+
+class ControlServer:
+    """`look_soon` lets a card that an operator put back be looked at at once."""
+
+    def __init__(
+        self, path: Path, inventory: GpuInventoryState, keeping: KeepsNow, *, look_soon: Callable[[], None]
+    ) -> None:
+        self._path = path
+        self._inventory = inventory
+        self._keeping = keeping
+        self._look_soon = look_soon
+        self._is_listening = asyncio.Event()
+
+    async def wait_listening(self) -> None:
+        await self._is_listening.wait()
+
+    async def run(self) -> NoReturn:
+        """Serve until cancelled. While the socket cannot be had, it is tried again every half a minute."""
+        await asyncio.to_thread(importlib.import_module, "aiohttp.web")
+        told = ""
+        while True:
+            try:
+                async with self._serving() as identity:
+                    told = ""
+                    await self._wait_gone(identity)
+                log.warning("control_socket_gone", path=str(self._path), then="opened anew")
+            except Unavailable as e:
+                if str(e) != told:
+                    log.warning("control_socket_not_open", error=str(e), retried_in_s=LOOK_AGAIN_S)
+                told = str(e)
+                await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _wait_gone(self, identity: FileIdentity | None) -> None:
+        while True:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            if identity != file_identity(self._path):
+                return
+
+    @asynccontextmanager
+    async def _serving(self) -> AsyncIterator[FileIdentity | None]:
+        """Listens; yields the identity of the socket's file."""
+        from aiohttp import web
+
+        listener, identity = self._bind()
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+        app.router.add_post("/cordon", self._answered(self._cordon))
+        app.router.add_post("/uncordon", self._answered(self._uncordon))
+        app.router.add_get("/cards", self._answered(self._show))
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+        try:
+            await runner.setup()
+            await web.SockSite(runner, listener).start()
+            self._is_listening.set()
+            log.info("control_listening", path=str(self._path))
+            yield identity
+        finally:
+            self._is_listening.clear()
+            await runner.cleanup()
+            listener.close()
+            self._remove_file(identity)
+
+    def _remove_file(self, identity: FileIdentity | None) -> None:
+        if identity is None or identity != file_identity(self._path):
+            return
+        try:
+            remove_socket(self._path, inode=identity[1])
+        except OSError as e:  # a directory that has become read-only: the next agent replaces the stale socket
+            log.warning("control_socket_not_removed", path=str(self._path), error=str(e))
+
+    def _bind(self) -> tuple[socket.socket, FileIdentity | None]:
+        """The bound socket and its file's identity, None where the file is gone already."""
+        lost = "Cards cannot be cordoned by command until it can"
+        try:
+            self._path.parent.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            if is_served(self._path):
+                raise Unavailable(
+                    f"the control socket {self._path} is not opened: another process serves there. {lost}: end that one, "
+                    "or choose another path with --control.socket"
+                )
+            listener = bind_unix_socket(self._path, mode=SOCKET_MODE)
+            return listener, file_identity(self._path)
+        except OSError as e:
+            raise Unavailable(
+                f"the control socket {self._path} cannot be opened: {e.strerror or e}. {lost}: make its directory writable, "
+                "or choose another path with --control.socket"
+            ) from e
+
+    def _answered(self, handle: Callable[[web.Request], Awaitable[dict[str, Any]]]) -> Handler:
+        """The edge: who asks is checked, time is bounded, and every error becomes an answer."""
+        from aiohttp import web
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            try:
+                if not is_allowed(request.transport):
+                    return web.json_response({"error": "only root and the agent's own user may ask"}, status=403)
+                async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                    return web.json_response(await handle(request))
+            except web.HTTPRequestEntityTooLarge:
+                return web.json_response({"error": f"more than {MAX_REQUEST_BYTES} bytes were sent"}, status=400)
+            except AgentError as e:
+                return web.json_response({"error": str(e)}, status=STATUS.get(type(e), 500))
+            except TimeoutError:
+                return web.json_response({"error": f"not done within {REQUEST_TIMEOUT_S:g} s"}, status=500)
+            except Exception as e:  # a servicer's edge: the asker is owed an answer, the agent lives on
+                log.error("control_request_failed", path=request.path, exc_info=e)
+                return web.json_response({"error": f"the agent failed at it: {e!r}; see its log"}, status=500)
+
+        return answer
+
+    async def _cordon(self, request: web.Request) -> dict[str, Any]:
+        raw = await _body(request)
+        reason = _text(raw, "reason", MAX_REASON_CHARS)
+        card = self._card(_text(raw, "gpu", MAX_GPU_CHARS))
+        changed = self._inventory.cordon(card.uuid, reason)
+        log.info("cordon_asked", index=card.index, uuid=card.uuid, reason=reason, changed=changed)
+        return self._result(card, changed, await self._keeping.keep())
+
+    async def _uncordon(self, request: web.Request) -> dict[str, Any]:
+        card = self._card(_text(await _body(request), "gpu", MAX_GPU_CHARS))
+        before = self._inventory.healths[card.uuid]
+        changed = self._inventory.uncordon(card.uuid)
+        ended_wait = before.cause if before.state is HealthState.NEEDS_RESET else ""
+        log.info("uncordon_asked", index=card.index, uuid=card.uuid, changed=changed, ended_wait=ended_wait)
+        self._look_soon()
+        return self._result(card, changed, await self._keeping.keep()) | {"ended_wait": ended_wait}
+
+    async def _show(self, _request: web.Request) -> dict[str, Any]:
+        return {"cards": [self._shown(card) for card in self._inventory.current.cards]}
+
+    def _result(self, card: Card, changed: bool, not_kept: str) -> dict[str, Any]:
+        now = self._inventory.current.by_uuid()[card.uuid]
+        return {"card": self._shown(now), "changed": changed, "not_kept": not_kept}
+
+    def _shown(self, card: Card) -> dict[str, Any]:
+        return card_document(
+            card,
+            self._inventory.healths[card.uuid],
+            illness=self._inventory.illnesses.get(card.uuid, ""),
+            probes=self._inventory.policy.recovery_probes,
+        )
+
+    def _card(self, text: str) -> Card:
+        cards = self._inventory.current.cards
+        meant = cards_meant(text, cards)
+        if len(meant) == 1:
+            return meant[0]
+        known = (
+            ", ".join(f"{card.index} ({card.uuid})" for card in sorted(cards, key=lambda card: card.index)) or "none"
+        )
+        if not meant:
+            raise NotFound(f"this node has no card {text!r}; its cards: {known}")
+        raise Conflict(f"{text!r} is the beginning of {len(meant)} cards' UUIDs; the cards: {known}")
+
+
+def card_document(card: Card, health: CardHealth, *, illness: str, probes: int) -> dict[str, Any]:
+    return {
+        "index": card.index,
+        "uuid": card.uuid,
+        "name": card.name,
+        "is_healthy": card.is_healthy,
+        "reason": illness,
+        "state": health.state.value,
+        "cause": health.cause,
+        "passes": health.passes,
+        "probes": probes,
+        "relapses": health.relapses,
+        "cordoned": health.cordon,
+    }
+
+
+def is_allowed(transport: asyncio.BaseTransport | None) -> bool:
+    """Root, or the user that the agent runs as."""
+    peer = peer_credentials(transport) if transport is not None else None
+    return peer is not None and peer.uid in (0, os.geteuid())
+
+
+def is_served(path: Path) -> bool:
+    """Whether a process listens at the socket `path`. A full backlog is somebody, too."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            with connectable_path(path) as address:
+                probe.connect(address)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+    return True
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    content = await request.read()
+    try:
+        raw = json.loads(content)
+    except (ValueError, RecursionError) as e:
+        raise Rejected(f"the request is no JSON: {e}") from e
+    if not isinstance(raw, dict):
+        raise Rejected("the request is no JSON object")
+    return raw
+
+
+def _text(raw: dict[str, Any], name: str, limit: int) -> str:
+    """A printable text; empty where it is not given. A line break would let a reason forge lines of what shows it."""
+    value = raw.get(name, "")
+    if not isinstance(value, str) or len(value) > limit or not value.isprintable():
+        raise Rejected(f"{name!r} must be a text of at most {limit} printable characters")
+    return value.strip()

@@ -1,0 +1,66 @@
+"""Sets the cards' compute mode through NVML, and sets it back. Blocking NVML calls go to a thread, bounded.
+
+The mode is a card's own and outlives whoever set it, until the driver is unloaded. Source: NVML API reference
+(nvmlDeviceSetComputeMode: root with CAP_SYS_ADMIN only). State owned: what the modes were before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpushare_agent.gpus.nvml.topology import text_of
+from gpushare_agent.kit.daemon_thread import DaemonThread
+from gpushare_agent.model.errors import StartupError, Unavailable
+
+_ADVICE = "Look for NVRM and Xid lines in `dmesg`."
+_TIMEOUT_S = 10.0
+
+
+class ComputeModes:
+    """Of all cards of the node."""
+
+    def __init__(self) -> None:
+        self._thread = DaemonThread("nvml-compute-mode", advice=_ADVICE)
+        self._before: dict[str, int] = {}
+
+    async def make_exclusive(self) -> list[str]:
+        """Sets EXCLUSIVE_PROCESS where it is not set; the UUIDs of the cards that were changed. Raises StartupError."""
+        try:
+            return await self._thread.call(self._make_exclusive, "setting the cards' compute mode", _TIMEOUT_S)
+        except Unavailable as error:
+            raise StartupError(
+                f"{error} The MPS control daemon was not started; without mps.exclusive_process the mode stays as it is"
+            ) from error
+
+    async def restore(self) -> None:
+        """Sets the modes back that `make_exclusive` has changed. Raises Unavailable."""
+        if self._before:
+            await self._thread.call(self._restore, "setting the cards' compute mode back", _TIMEOUT_S)
+
+    def _make_exclusive(self) -> list[str]:
+        import pynvml
+
+        try:
+            pynvml.nvmlInit()
+            for index in range(pynvml.nvmlDeviceGetCount()):
+                self._make_one_exclusive(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index))
+        except pynvml.NVMLError as error:
+            raise Unavailable(f"setting the cards' compute mode to EXCLUSIVE_PROCESS failed: {error}.") from error
+        return sorted(self._before)
+
+    def _make_one_exclusive(self, nvml: Any, handle: Any) -> None:
+        before = nvml.nvmlDeviceGetComputeMode(handle)
+        if before != nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS:
+            nvml.nvmlDeviceSetComputeMode(handle, nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS)
+            self._before[text_of(nvml.nvmlDeviceGetUUID(handle))] = before
+
+    def _restore(self) -> None:
+        import pynvml
+
+        try:
+            for uuid, mode in sorted(self._before.items()):
+                pynvml.nvmlDeviceSetComputeMode(pynvml.nvmlDeviceGetHandleByUUID(uuid), mode)
+            pynvml.nvmlShutdown()
+        except pynvml.NVMLError as error:
+            raise Unavailable(f"setting the cards' compute mode back failed: {error}.") from error
+        self._before.clear()

@@ -1,0 +1,188 @@
+"""What happened to the cards, from an event set of NVML: critical Xids and double-bit ECC errors.
+
+Blocking, only for nvml.py, and brief: what is there is taken, nothing is waited for. State owned: the event set, the
+cards that are registered in it and an error that has not been told yet. A set ends with the opening of NVML that made it.
+
+The set is made again when a card answers that was not there or did not answer before: after a reset the old registration
+is worth nothing. A card that fails stays registered, for its last Xid may be yet to come.
+
+Source: NVML API reference (nvmlEventSetWait_v2, nvmlDeviceRegisterEvents).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import structlog
+
+from gpushare_agent.gpus.events import GpuEvent, GpuEventKind
+from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, NvmlSession
+from gpushare_agent.gpus.nvml.topology import text_of
+from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.names import GpuUuid
+
+log = structlog.get_logger(__name__)
+
+MAX_EVENTS = 1024
+"""In one call; the rest stays in NVML until the next one."""
+
+_WAIT_MS = 1
+"""For the event that is not there: NVML delivers from a queue and answers at once while there is one."""
+
+
+_UNSUPPORTED = ("NOT_SUPPORTED", "FUNCTION_NOT_FOUND")
+
+
+class NvmlEvents:
+    def __init__(self, session: NvmlSession) -> None:
+        self._session = session
+        self._set: Any = None
+        self._opening = 0
+        self._covered: set[GpuUuid] = set()
+        self._by_address: dict[int, GpuUuid] = {}
+        self._untold: Unavailable | None = None
+        self._complained: set[GpuUuid] = set()
+        self._unsupported_in_opening = 0
+
+    def take(self) -> list[GpuEvent]:
+        """What happened since the last call, oldest first; empty where the driver has no events at all.
+
+        Raises:
+            Unavailable: NVML cannot be opened or waiting failed. Told once; the next call makes a new set.
+        """
+        if self._untold is not None:
+            error, self._untold = self._untold, None
+            raise error
+        nvml = self._session.open()
+        if self._unsupported_in_opening == self._session.openings:
+            return []
+        events = self._drain(nvml) if self._is_current() else []
+        if self._untold is None and len(events) < MAX_EVENTS:  # a full drain may have left more in the set
+            self._cover_or_tell(nvml, has_news=bool(events))
+        return events
+
+    def close(self) -> None:
+        """Frees the set, where NVML is still open; the next `take` makes a new one."""
+        if self._is_current():
+            nvml = self._session.open()
+            try:
+                nvml.nvmlEventSetFree(self._set)
+            except nvml.NVMLError as error:
+                log.warning("nvml_event_set_not_freed", reason=str(error))
+        self._set = None
+
+    def _is_current(self) -> bool:
+        return self._set is not None and self._opening == self._session.openings and self._session.is_open
+
+    def _cover_or_tell(self, nvml: Any, *, has_news: bool) -> None:
+        try:
+            self._cover(nvml)
+        except DriverLostError as error:
+            self._session.close()
+            self._tell(Unavailable(f"registering for events failed: {error.__cause__}. {CHECKLIST}"), has_news=has_news)
+        except Unavailable as error:
+            self._tell(error, has_news=has_news)
+
+    def _tell(self, problem: Unavailable, *, has_news: bool) -> None:
+        """Raises it, at the next call where there are events to tell before."""
+        if not has_news:
+            raise problem
+        self._untold = problem
+
+    def _cover(self, nvml: Any) -> None:
+        answering = self._session.answering()
+        self._covered &= answering
+        if self._is_current() and answering <= self._covered:
+            return
+        self.close()
+        try:
+            self._set = nvml.nvmlEventSetCreate()
+        except nvml.NVMLError as error:
+            self._not_made(error)
+            return
+        self._opening = self._session.openings
+        self._covered = set(answering)
+        handles = self._session.handles()
+        self._by_address = {_address(handles[u]): u for u in sorted(handles) if self._register(nvml, u, handles[u])}
+
+    def _not_made(self, error: Exception) -> None:
+        self._session.check_driver(error)
+        if self._session.word(error) not in _UNSUPPORTED:
+            raise Unavailable(
+                f"making an event set failed: NVML: {error}. It is tried again at the next call."
+            ) from error
+        self._unsupported_in_opening = self._session.openings
+        log.warning(
+            "nvml_has_no_events", reason=str(error), effect="Xid errors are not seen; cards are still looked at"
+        )
+
+    def _register(self, nvml: Any, uuid: GpuUuid, handle: Any) -> bool:
+        wanted = nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeDoubleBitEccError
+        try:
+            types = wanted & nvml.nvmlDeviceGetSupportedEventTypes(handle)
+            if types:
+                nvml.nvmlDeviceRegisterEvents(handle, types, self._set)
+        except nvml.NVMLError as error:
+            self._session.check_driver(error)
+            self._complain(uuid, str(error))
+            return False
+        if not types:
+            self._complain(uuid, "the card reports neither Xid nor double-bit ECC errors")
+        else:
+            self._complained.discard(uuid)
+        return bool(types)
+
+    def _complain(self, uuid: GpuUuid, reason: str) -> None:
+        if uuid not in self._complained:
+            self._complained.add(uuid)
+            log.warning("card_without_events", uuid=uuid, reason=reason, effect="its Xid errors are not seen")
+
+    def _drain(self, nvml: Any) -> list[GpuEvent]:
+        events: list[GpuEvent] = []
+        if not self._by_address:
+            return events
+        for _ in range(MAX_EVENTS):
+            try:
+                news = nvml.nvmlEventSetWait_v2(self._set, _WAIT_MS)
+            except nvml.NVMLError as error:
+                if self._session.word(error) != "TIMEOUT":
+                    self._wait_failed(error, has_news=bool(events))
+                break
+            if (event := self._event(nvml, news)) is not None:
+                events.append(event)
+        return events
+
+    def _wait_failed(self, error: Exception, *, has_news: bool) -> None:
+        problem = Unavailable(
+            f"waiting for events of the cards failed: NVML: {error}. The event set is made again at the next call; what "
+            "happens until then is seen only by the looks at the cards. See NVRM and Xid lines in `dmesg`."
+        )
+        try:
+            self._session.check_driver(error)
+            self.close()
+        except DriverLostError:
+            self._session.close()
+        self._tell(problem, has_news=has_news)
+
+    def _event(self, nvml: Any, news: Any) -> GpuEvent | None:
+        uuid = self._card_of(nvml, news.device)
+        if news.eventType & nvml.nvmlEventTypeXidCriticalError:
+            return GpuEvent(kind=GpuEventKind.XID, uuid=uuid, xid=news.eventData)
+        if news.eventType & nvml.nvmlEventTypeDoubleBitEccError:
+            return GpuEvent(kind=GpuEventKind.DOUBLE_BIT_ECC, uuid=uuid)
+        return None
+
+    def _card_of(self, nvml: Any, device: Any) -> GpuUuid | None:
+        """By the handle first: a card that fell off the bus does not tell its UUID any more."""
+        address = _address(device)
+        if not address or address in self._by_address:
+            return self._by_address.get(address)
+        try:
+            return GpuUuid(text_of(nvml.nvmlDeviceGetUUID(device)))
+        except nvml.NVMLError:
+            return None
+
+
+def _address(handle: Any) -> int:
+    return ctypes.cast(handle, ctypes.c_void_p).value or 0

@@ -1,0 +1,145 @@
+"""One opening of NVML, for those that ask it from one thread: the looks and the events have one, the samples another.
+
+NVML counts its openings and shuts down with the last one (nvml_sampler.py). State owned: whether this one is open, how often
+it was, the handles of the cards, and which of them answered the last look. Handles end with the opening that gave them.
+
+pynvml is imported when first needed: it costs 30 ms, and a node with simulated cards does not have to have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+from gpushare_agent.gpus.nvml.topology import text_of
+from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.names import GpuUuid
+
+CHECKLIST = (
+    "Check that: the NVIDIA driver is installed and `nvidia-smi` works on the node; libnvidia-ml.so.1 is visible in this "
+    "container; /dev/nvidiactl and /dev/nvidia* are mounted into it; the pod runs with the NVIDIA runtime class (or the "
+    "library's directory is mounted and in LD_LIBRARY_PATH). After a driver upgrade restart the agent."
+)
+_OF_DRIVER = ("UNINITIALIZED", "DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH")
+_ERROR_PREFIX = "NVML_ERROR_"
+
+
+class DriverLostError(Exception):
+    """NVML as a whole does not answer any more: it has to be opened again. Its cause is NVML's error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundCard:
+    """A card that has a handle and tells its UUID; what else it answers is not known yet."""
+
+    nvml_index: int
+    uuid: GpuUuid
+    handle: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnnamedCard:
+    """Why the card at an NVML index could not even be named."""
+
+    nvml_index: int
+    reason: str
+
+
+class NvmlSession:
+    """Opens NVML when it is first asked for, and again after it was closed."""
+
+    def __init__(self) -> None:
+        self._pynvml: Any = None
+        self._is_open = False
+        self._openings = 0
+        self._handles: dict[GpuUuid, Any] | None = None
+        self._answering: frozenset[GpuUuid] | None = None
+        self._words: dict[int, str] = {}
+
+    @property
+    def openings(self) -> int:
+        """Grows with each opening: what was learned of an earlier one holds no longer."""
+        return self._openings
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
+
+    def open(self) -> Any:
+        """The module to call NVML with. Raises Unavailable."""
+        import pynvml
+
+        self._pynvml = pynvml
+        if not self._is_open:
+            try:
+                pynvml.nvmlInit()
+            except pynvml.NVMLError as error:
+                raise Unavailable(f"opening NVML failed: {error}. {CHECKLIST}") from error
+            self._is_open = True
+            self._openings += 1
+        return pynvml
+
+    def close(self) -> None:
+        """Shuts NVML down; that may fail where it is lost already, which changes nothing."""
+        self._handles = None
+        self._answering = None
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            self._pynvml.nvmlShutdown()
+        except self._pynvml.NVMLError:
+            return
+
+    def find_cards(self) -> tuple[list[FoundCard], list[UnnamedCard]]:
+        """All cards by NVML's index, asked anew. Raises DriverLostError, Unavailable."""
+        nvml = self.open()
+        try:
+            count = nvml.nvmlDeviceGetCount()
+        except nvml.NVMLError as error:
+            raise DriverLostError from error
+        looks = [self._find_card(nvml, nvml_index) for nvml_index in range(count)]
+        found = [look for look in looks if isinstance(look, FoundCard)]
+        self._handles = {card.uuid: card.handle for card in found}
+        return found, [look for look in looks if isinstance(look, UnnamedCard)]
+
+    def _find_card(self, nvml: Any, nvml_index: int) -> FoundCard | UnnamedCard:
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(nvml_index)
+            uuid = GpuUuid(text_of(nvml.nvmlDeviceGetUUID(handle)))
+        except nvml.NVMLError as error:
+            self.check_driver(error)
+            return UnnamedCard(nvml_index=nvml_index, reason=f"NVML: {error}")
+        return FoundCard(nvml_index=nvml_index, uuid=uuid, handle=handle)
+
+    def handles(self) -> Mapping[GpuUuid, Any]:
+        """Of the cards that the last enumeration of this opening found. Raises DriverLostError, Unavailable."""
+        if self._handles is None:
+            self.find_cards()
+        return self._handles or {}
+
+    def forget_cards(self) -> None:
+        """The next question for handles enumerates the cards anew."""
+        self._handles = None
+
+    def answering(self) -> Set[GpuUuid]:
+        """The cards that answered the last look of this opening; all that have a handle where there was none yet."""
+        return self.handles().keys() if self._answering is None else self._answering
+
+    def looked(self, answering: Set[GpuUuid]) -> None:
+        """A look found these cards to answer."""
+        self._answering = frozenset(answering)
+
+    def check_driver(self, error: Exception) -> None:
+        """Tells an error of one card from one of the whole driver: raises DriverLostError for the latter."""
+        if self.word(error) in _OF_DRIVER:
+            raise DriverLostError from error
+
+    def word(self, error: Exception) -> str:
+        """NVML's name of the error without its prefix: `GPU_IS_LOST`."""
+        code = getattr(error, "value", None)
+        if not self._words:
+            names = [name for name in dir(self._pynvml) if name.startswith(_ERROR_PREFIX)]
+            self._words = {getattr(self._pynvml, name): name.removeprefix(_ERROR_PREFIX) for name in names}
+        return "SUCCESS" if code == self._pynvml.NVML_SUCCESS else self._words.get(code or -1, f"CODE_{code}")

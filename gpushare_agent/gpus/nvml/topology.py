@@ -1,0 +1,148 @@
+"""How the cards are connected, as NVML tells it: common ancestors on PCIe, and NVLinks.
+
+State owned: what was read once. PCIe does not change while a node runs, so each pair is asked once; NVLinks are asked
+again whenever NVML was opened anew. A lost card thereby keeps its place in the topology.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpushare_agent.model.gpus import Card, NvLink
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.topology import Link, LinkKind, Topology
+from gpushare_agent.placement.topology_tree import build_topology, kind_by_numa
+
+_ANCESTORS = {
+    0: LinkKind.PIX,  # NVML_TOPOLOGY_INTERNAL: two cards on one board, behind the board's own switch
+    10: LinkKind.PIX,  # NVML_TOPOLOGY_SINGLE
+    20: LinkKind.PXB,  # NVML_TOPOLOGY_MULTIPLE
+    30: LinkKind.PHB,  # NVML_TOPOLOGY_HOSTBRIDGE
+    40: LinkKind.NODE,  # NVML_TOPOLOGY_NODE
+    50: LinkKind.SYS,  # NVML_TOPOLOGY_SYSTEM
+}
+
+
+def text_of(value: str | bytes) -> str:
+    """pynvml returns text or bytes, depending on its version and the call."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+def canonical_bus_id(bus_id: str) -> str:
+    """NVML's newer form, `00000000:3B:00.0`, also for its older and the kernel's `0000:3b:00.0`."""
+    domain, _, rest = bus_id.strip().upper().partition(":")
+    return f"{domain:0>8}:{rest}"
+
+
+def kernel_bus_id(bus_id: str) -> str:
+    """A canonical bus ID as sysfs names it: a domain of at least four digits, lower case."""
+    domain, _, rest = bus_id.lower().partition(":")
+    return f"{domain.lstrip('0'):0>4}:{rest}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CardLinks:
+    """Active NVLinks of a card: to known ends by bus ID, and how many of them go into an NVSwitch."""
+
+    links: tuple[NvLink, ...] = ()
+    switch_links: int = 0
+
+    def count_to(self, bus_id: str) -> int:
+        return sum(link.remote_bus_id == bus_id for link in self.links)
+
+
+_NO_LINKS = _CardLinks()
+
+
+class NvmlTopology:
+    """Reads the topology once and completes it when new cards appear."""
+
+    def __init__(self) -> None:
+        self._ancestors: dict[frozenset[GpuUuid], LinkKind] = {}
+        self._links: dict[GpuUuid, _CardLinks] = {}
+        self._up_to_date: set[GpuUuid] = set()
+
+    def expire_links(self) -> None:
+        """NVLinks may come up differently after a driver restart: cards that answer are asked again."""
+        self._up_to_date.clear()
+
+    def read(self, nvml: Any, cards: Sequence[Card], handles: Mapping[GpuUuid, Any]) -> tuple[list[Card], Topology]:
+        """The cards with their NVLinks, and the topology with a row per index (unnamed cards: far from all).
+
+        `handles` has the cards that answer; the others keep what was read of them before.
+        """
+        for uuid, handle in handles.items():
+            if uuid not in self._up_to_date and (links := _read_links(nvml, handle)) is not None:
+                self._links[uuid] = links
+                self._up_to_date.add(uuid)
+        linked = [replace(card, nvlinks=self._links_of(card).links) for card in cards]
+        rows: list[Card | None] = [None] * (max((card.index for card in cards), default=-1) + 1)
+        for card in linked:
+            rows[card.index] = card
+        pcie = [
+            [LinkKind.SELF if row == column else self._pcie_kind(nvml, a, b, handles) for column, b in enumerate(rows)]
+            for row, a in enumerate(rows)
+        ]
+        matrix = [
+            [self._link(a, b, kind) for b, kind in zip(rows, kinds, strict=True)]
+            for a, kinds in zip(rows, pcie, strict=True)
+        ]
+        numa = [card.numa_node if card else None for card in rows]
+        return linked, build_topology(matrix, numa, pcie=pcie)
+
+    def _links_of(self, card: Card) -> _CardLinks:
+        return self._links.get(card.uuid, _NO_LINKS)
+
+    def _pcie_kind(self, nvml: Any, a: Card | None, b: Card | None, handles: Mapping[GpuUuid, Any]) -> LinkKind:
+        if a is None or b is None:
+            return LinkKind.SYS
+        pair = frozenset({a.uuid, b.uuid})
+        if pair not in self._ancestors and a.uuid in handles and b.uuid in handles:
+            try:
+                ancestor = nvml.nvmlDeviceGetTopologyCommonAncestor(handles[a.uuid], handles[b.uuid])
+            except nvml.NVMLError:  # virtual machines often do not tell; asked again at the next look
+                return kind_by_numa(a.numa_node, b.numa_node)
+            self._ancestors[pair] = _ANCESTORS.get(ancestor, LinkKind.SYS)
+        return self._ancestors.get(pair, kind_by_numa(a.numa_node, b.numa_node))
+
+    def _link(self, a: Card | None, b: Card | None, pcie: LinkKind) -> Link:
+        if a is None or b is None or a is b:
+            return Link(kind=pcie)
+        first, second = self._links_of(a), self._links_of(b)
+        direct = max(first.count_to(b.bus_id), second.count_to(a.bus_id))
+        nvlinks = direct or min(first.switch_links, second.switch_links)
+        return Link(kind=LinkKind.NVLINK, nvlinks=nvlinks) if nvlinks else Link(kind=pcie)
+
+
+def _read_links(nvml: Any, handle: Any) -> _CardLinks | None:
+    """The card's active NVLinks, None where the card stopped answering half-way."""
+    links: list[NvLink] = []
+    switch_links = 0
+    for number in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            if not nvml.nvmlDeviceGetNvLinkState(handle, number):
+                continue
+            remote = canonical_bus_id(text_of(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, number).busId))
+        except nvml.NVMLError as error:
+            if not _says_there_is_none(nvml, error):
+                return None
+            continue
+        links.append(NvLink(number=number, remote_bus_id=remote))
+        switch_links += _goes_to_switch(nvml, handle, number)
+    return _CardLinks(links=tuple(links), switch_links=switch_links)
+
+
+def _goes_to_switch(nvml: Any, handle: Any, number: int) -> bool:
+    try:
+        remote_type: int = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, number)
+    except nvml.NVMLError:  # drivers that cannot tell are older than the machines with switches
+        return False
+    return bool(remote_type == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH)
+
+
+def _says_there_is_none(nvml: Any, error: Exception) -> bool:
+    """A card without this link, without any, or a driver without the call."""
+    none = (nvml.NVML_ERROR_INVALID_ARGUMENT, nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+    return getattr(error, "value", None) in none

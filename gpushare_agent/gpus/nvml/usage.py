@@ -1,0 +1,200 @@
+"""What the cards and the processes on them use, as NVML tells it. Blocking calls, only for nvml.py.
+
+Every value is asked each round, except PCIe traffic: NVML measures that on the spot for 20 ms each way, so one card has
+its turn per round and the others keep their last value. State owned: what each card does not support, and whose turn it
+is; both end with the opening of NVML (nvml_session.py).
+
+Source: NVML API reference. Units there: percent, milliwatts, MHz, KB/s (1000 bytes), NVLink in KiB.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpushare_agent.gpus.nvml.calls import CardAsker, CardLostError
+from gpushare_agent.gpus.nvml.processes import CardProcesses
+from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, NvmlSession
+from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.usage import CardSample, DriverSample
+
+_ROUNDS_UNTIL_ASKED_AGAIN = 600
+"""What a card does not support can change while NVML is open: MIG mode, permissions."""
+
+_ALL_LINKS = 0xFFFFFFFF
+_KIB = 1024
+_KB = 1000
+_MHZ = 1_000_000
+
+_THROTTLE_WORDS = {
+    0x002: "applications_clocks",
+    0x004: "power_cap",
+    0x008: "hw_slowdown",
+    0x010: "sync_boost",
+    0x020: "sw_thermal",
+    0x040: "hw_thermal",
+    0x080: "power_brake",
+    0x100: "display_clocks",
+    0x200: "board_limit",
+    0x400: "reliability",
+}
+_GPU_IDLE = 0x001
+"""A card that has nothing to do is not throttled."""
+
+Values = dict[str, Any]
+"""Fields of CardSample."""
+
+
+@dataclass(slots=True)
+class _CardMemory:
+    """What one round leaves for the next."""
+
+    processes: CardProcesses = field(default_factory=CardProcesses)
+    unsupported: set[object] = field(default_factory=set)
+    pcie: Values = field(default_factory=dict)
+
+
+class NvmlUsage:
+    def __init__(self, session: NvmlSession) -> None:
+        self._session = session
+        self._opening = 0
+        self._rounds = 0
+        self._cards: dict[GpuUuid, _CardMemory] = {}
+
+    def sample(self) -> DriverSample:
+        """One round over all cards.
+
+        Raises:
+            Unavailable: NVML cannot be opened, or was lost as a whole; the next call opens it again.
+        """
+        try:
+            return self._sample()
+        except DriverLostError as error:
+            self._session.close()
+            raise Unavailable(
+                f"sampling the cards through NVML failed: {error.__cause__}. It is opened again at the next sample. "
+                f"{CHECKLIST}"
+            ) from error
+
+    def _sample(self) -> DriverSample:
+        nvml = self._session.open()
+        handles = self._session.handles()
+        self._begin_round()
+        uuids = sorted(handles)
+        has_turn = uuids[self._rounds % len(uuids)] if uuids else None
+        errors: Counter[str] = Counter()
+        cards: list[CardSample] = []
+        for uuid in uuids:
+            memory = self._cards.setdefault(uuid, _CardMemory())
+            asker = CardAsker(self._session, nvml, handles[uuid], unsupported=memory.unsupported, errors=errors)
+            try:
+                cards.append(_sample_card(uuid, asker, memory, measure_pcie=uuid == has_turn))
+            except CardLostError:
+                del self._cards[uuid]
+        return DriverSample(cards=tuple(cards), errors=dict(sorted(errors.items())))
+
+    def _begin_round(self) -> None:
+        if self._opening != self._session.openings:
+            self._opening = self._session.openings
+            self._cards.clear()
+        self._rounds += 1
+        if self._rounds % _ROUNDS_UNTIL_ASKED_AGAIN == 0:
+            for memory in self._cards.values():
+                memory.unsupported.clear()
+
+
+def _sample_card(uuid: GpuUuid, asker: CardAsker, memory: _CardMemory, *, measure_pcie: bool) -> CardSample:
+    values: Values = {}
+    for part in _PARTS:
+        values.update(part(asker))
+    if measure_pcie:
+        memory.pcie = dict(_pcie(asker))
+    processes = memory.processes.read(asker)
+    asker.check_alive()
+    return CardSample(uuid=uuid, processes=processes, **values, **memory.pcie)
+
+
+def _utilisation(asker: CardAsker) -> Iterator[tuple[str, Any]]:
+    rates = asker.value("nvmlDeviceGetUtilizationRates")
+    if rates is not None:
+        yield "sm_ratio", rates.gpu / 100
+        yield "memory_ratio", rates.memory / 100
+    for name, coder in (("encoder_ratio", "Encoder"), ("decoder_ratio", "Decoder")):
+        use = asker.value(f"nvmlDeviceGet{coder}Utilization")
+        if use is not None:
+            yield name, use[0] / 100
+
+
+def _memory(asker: CardAsker) -> Iterator[tuple[str, Any]]:
+    """The second version of the call counts what the driver keeps for itself apart from what is used."""
+    use = asker.value("nvmlDeviceGetMemoryInfo", asker.nvml.nvmlMemory_v2)
+    if use is None:
+        use = asker.value("nvmlDeviceGetMemoryInfo")
+    if use is not None:
+        yield "memory_used_bytes", use.used
+        yield "memory_total_bytes", use.total
+
+
+def _temperature_and_power(asker: CardAsker) -> Iterator[tuple[str, Any]]:
+    sensor = asker.nvml.NVML_TEMPERATURE_GPU
+    degrees = asker.value("nvmlDeviceGetTemperatureV", sensor)
+    if degrees is None:
+        degrees = asker.value("nvmlDeviceGetTemperature", sensor)  # its older name
+    yield "temperature_celsius", None if degrees is None else float(degrees)
+    yield "power_watts", _scaled(asker.value("nvmlDeviceGetPowerUsage"), 1 / 1000)
+    yield "power_limit_watts", _scaled(asker.value("nvmlDeviceGetEnforcedPowerLimit"), 1 / 1000)
+
+
+def _clocks(asker: CardAsker) -> Iterator[tuple[str, Any]]:
+    nvml = asker.nvml
+    yield "sm_clock_hertz", _scaled(asker.value("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM), _MHZ)
+    yield "memory_clock_hertz", _scaled(asker.value("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM), _MHZ)
+    reasons = asker.value("nvmlDeviceGetCurrentClocksEventReasons")
+    if reasons is None:
+        reasons = asker.value("nvmlDeviceGetCurrentClocksThrottleReasons")  # its older name
+    if reasons is not None:
+        yield "throttle_reasons", throttle_words(reasons)
+
+
+def throttle_words(mask: int) -> tuple[str, ...]:
+    """The words of a mask of clocks event reasons, sorted; a bit that has no name here is told by its value."""
+    bits = [1 << place for place in range(mask.bit_length()) if mask >> place & 1 and 1 << place != _GPU_IDLE]
+    return tuple(sorted(_THROTTLE_WORDS.get(bit, f"unknown_{bit:#x}") for bit in bits))
+
+
+def _counters(asker: CardAsker) -> Iterator[tuple[str, Any]]:
+    """All in one call; those that the card does not have are left out of the next one."""
+    nvml = asker.nvml
+    wanted = {
+        "ecc_corrected_total": ((nvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL, 0), 1),
+        "ecc_uncorrected_total": ((nvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL, 0), 1),
+        "nvlink_received_bytes_total": ((nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS), _KIB),
+        "nvlink_sent_bytes_total": ((nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS), _KIB),
+    }
+    counts = asker.fields([key for key, _ in wanted.values()])
+    for (name, (_, unit)), count in zip(wanted.items(), counts, strict=True):
+        yield name, None if count is None else int(count) * unit
+
+
+def _pcie(asker: CardAsker) -> Iterator[tuple[str, Any]]:
+    nvml = asker.nvml
+    received = asker.value("nvmlDeviceGetPcieThroughput", nvml.NVML_PCIE_UTIL_RX_BYTES)
+    sent = asker.value("nvmlDeviceGetPcieThroughput", nvml.NVML_PCIE_UTIL_TX_BYTES)
+    yield "pcie_received_bytes_per_second", _scaled(received, _KB)
+    yield "pcie_sent_bytes_per_second", _scaled(sent, _KB)
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+_PARTS: tuple[Callable[[CardAsker], Iterator[tuple[str, Any]]], ...] = (
+    _memory,
+    _utilisation,
+    _temperature_and_power,
+    _clocks,
+    _counters,
+)

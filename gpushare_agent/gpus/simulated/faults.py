@@ -1,0 +1,98 @@
+"""The faults file of simulated cards: what fails, what the driver reports, which card was reset. Pure.
+
+`{"lost": {"<index>": "<reason>"}, "all_lost": "<reason>", "xids": [{"id": 1, "card": 3, "xid": 79}],
+"resets": [{"id": 2, "card": 3}]}`, each key optional (docs/sandbox.md). IDs grow; those that a driver finds at its first
+look are history to it. An entry of `xids` may have `"kind": "double-bit-ecc"` instead of an xid, and no card, as where a
+driver does not say which.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpushare_agent.gpus.events import GpuEventKind
+from gpushare_agent.gpus.simulated.input import entries, whole_number
+from gpushare_agent.placement.topology_text import MAX_CARDS
+
+MAX_EVENTS = 100_000
+_MAX_XID = 100_000
+_MAX_ID = 2**53
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsedEvent:
+    """`card` is None where the driver shall not say which."""
+
+    id: int
+    card: int | None
+    kind: GpuEventKind = GpuEventKind.XID
+    xid: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsedReset:
+    """The card is lost at the next look, and back at the one after it."""
+
+    id: int
+    card: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """`lost` maps card index to reason; an empty `all_lost` means the driver answers. Events and resets by ID."""
+
+    lost: dict[int, str] = field(default_factory=dict)
+    all_lost: str = ""
+    events: tuple[RehearsedEvent, ...] = ()
+    resets: tuple[RehearsedReset, ...] = ()
+
+    @property
+    def last_id(self) -> int:
+        """Of both kinds, 0 where there is none."""
+        return max((0, *(event.id for event in self.events), *(reset.id for reset in self.resets)))
+
+
+def parse_faults(text: str) -> Faults:
+    """Raises ValueError."""
+    raw_faults = json.loads(text)
+    if not isinstance(raw_faults, dict) or not isinstance(raw_faults.get("lost", {}), dict):
+        raise ValueError(
+            'expected {"lost": {"<index>": "<reason>"}, "all_lost": "<reason>", "xids": […], "resets": […]}'
+        )
+    events = [_event(entry) for entry in entries(raw_faults, "xids", MAX_EVENTS)]
+    resets = [
+        RehearsedReset(id=whole_number(entry, "id", 1, _MAX_ID), card=whole_number(entry, "card", 0, MAX_CARDS - 1))
+        for entry in entries(raw_faults, "resets", MAX_EVENTS)
+    ]
+    return Faults(
+        lost={int(index): str(reason) for index, reason in raw_faults.get("lost", {}).items()},
+        all_lost=str(raw_faults.get("all_lost") or ""),
+        events=tuple(sorted(events, key=lambda event: event.id)),
+        resets=tuple(sorted(resets, key=lambda reset: reset.id)),
+    )
+
+
+def encode_faults(faults: Faults) -> str:
+    """What parse_faults reads."""
+    raw: dict[str, Any] = {"lost": {str(index): reason for index, reason in sorted(faults.lost.items())}}
+    if faults.all_lost:
+        raw["all_lost"] = faults.all_lost
+    raw["xids"] = [
+        {"id": event.id, "card": event.card}
+        | ({"xid": event.xid} if event.kind is GpuEventKind.XID else {"kind": event.kind.value})
+        for event in faults.events
+    ]
+    raw["resets"] = [{"id": reset.id, "card": reset.card} for reset in faults.resets]
+    return json.dumps(raw)
+
+
+def _event(entry: dict[str, Any]) -> RehearsedEvent:
+    kind = GpuEventKind(entry.get("kind", GpuEventKind.XID.value))
+    return RehearsedEvent(
+        id=whole_number(entry, "id", 1, _MAX_ID),
+        card=None if entry.get("card") is None else whole_number(entry, "card", 0, MAX_CARDS - 1),
+        kind=kind,
+        xid=whole_number(entry, "xid", 1, _MAX_XID) if kind is GpuEventKind.XID else 0,
+    )

@@ -1,0 +1,187 @@
+"""What isolation hami-core needs on the host: the library, the preload file, and one cache file per container.
+
+    <directory>/ld.so.preload                                  the library's path in the container; mounted read-only
+    <directory>/containers/<pod uid>/<container>/<container>.cache    mounted read-write, for that container alone
+
+The cache file is the tenant's from its start on: it is neither opened, mapped nor read again, and made anew before each
+start, for the library would count the processes of an earlier life, whose PIDs come again, as using the card. Containers
+run under any user, also of a user namespace, so the file is open to all (0666, as the library itself would make it), and
+`containers`, which is root's alone (0700), keeps everybody else from it: the only way in is the mount. The mount is of the
+file, not of its directory, so a tenant can plant nothing for the agent to stumble over. No sticky bit anywhere: behind one
+the kernel (fs.protected_regular) refuses the file to the second user of a container.
+
+A tenant can make its file as large as the file system has room, and the kubelet does not count it: docs/isolation.md says
+how to bound that.
+
+Every step is one of kit/directories.py, relative to a descriptor and following no link. State owned: none but the files.
+Source of the layout: docs/formats.md, section 7, and isolation/hami_core/edits.py, which names the same paths.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gpushare_agent.isolation.driver_volume.elf_files import read_elf
+from gpushare_agent.isolation.vcuda.config_format import is_container_name, is_pod_uid
+from gpushare_agent.kit.directories import (
+    DIRECTORY,
+    DIRECTORY_MODE,
+    made_directory,
+    names_in,
+    opened,
+    remove_tree,
+    replace_file,
+)
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, Rejected, StartupError, Unavailable
+from gpushare_agent.model.names import PodUid
+
+PRELOAD_NAME = "ld.so.preload"
+CONTAINERS_NAME = "containers"
+CONTAINERS_MODE = 0o700
+CACHE_MODE = 0o666
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class HamiCoreFiles:
+    """The settings hami_core.library and hami_core.directory; `path_in_container` is what the preload file names."""
+
+    def __init__(self, library: Path, directory: Path, path_in_container: str) -> None:
+        self.library = library
+        self.directory = directory
+        self._preload = f"{path_in_container}\n".encode()
+
+    def check_library(self) -> None:
+        """Reads only. Raises StartupError where containers would get a library that is none, or for another machine."""
+        cure = (
+            "Put HAMi-core's libvgpu.so there (in the agent's pod: mount it under the same path), name it by"
+            " --hami-core.library, or choose another isolation"
+        )
+        try:
+            self._require_library()
+            found, own = read_elf(self.library), read_elf(Path("/proc/self/exe"))
+        except (NotFound, Corrupt, Unavailable) as e:
+            raise StartupError(f"isolation hami-core has no library: {e}. {cure}") from e
+        if (found.elf_class, found.machine) != (own.elf_class, own.machine):
+            raise StartupError(
+                f"isolation hami-core: {self.library} is a {found.elf_class}-bit library for {found.machine}, and this"
+                f" node's programs are {own.elf_class}-bit for {own.machine}. {cure}"
+            )
+
+    def install(self) -> None:
+        """Makes the directory and the preload file. Raises StartupError."""
+        try:
+            with self._step("preparing", self.directory), self._open_containers(make=True):
+                pass
+        except AgentError as e:
+            raise StartupError(f"isolation hami-core cannot keep its files: {e}") from e
+
+    def cache_file(self, key: ContainerKey) -> Path:
+        """What is mounted into the container. Raises Rejected for a name that cannot be part of a path."""
+        _check(key)
+        return self.directory / CONTAINERS_NAME / key.pod_uid / key.container / f"{key.container}.cache"
+
+    def prepare(self, key: ContainerKey) -> None:
+        """An empty cache file in place of what an earlier life left; preload file and library are there.
+
+        Raises:
+            Rejected: a name that cannot be part of a path.
+            Unavailable: the file system refuses, or the library has gone: mounted all the same, the runtime would make
+                a directory in its place.
+        """
+        path = self.cache_file(key)
+        with self._step("making", path):
+            self._require_library()
+            with (
+                self._open_containers(make=True) as containers,
+                made_directory(containers, key.pod_uid) as pod,
+                made_directory(pod, key.container) as directory,
+            ):
+                for name in names_in(directory):
+                    remove_tree(directory, name)
+                file = os.open(path.name, _NEW_FILE, CACHE_MODE, dir_fd=directory)
+                try:
+                    os.fchmod(file, CACHE_MODE)  # whatever the umask says
+                finally:
+                    os.close(file)
+
+    def remove_pod(self, uid: PodUid) -> bool:
+        """Removes all of a pod; whether there was anything. A link is removed, not what it leads to.
+
+        Raises:
+            Rejected: no pod UID.
+            Unavailable: the file system refuses; what is left is tried again.
+        """
+        _check(ContainerKey(uid, "x"))
+        try:
+            with (
+                self._step("removing", self.directory / CONTAINERS_NAME / uid),
+                self._open_containers(make=False) as containers,
+            ):
+                remove_tree(containers, uid)
+        except NotFound:
+            return False
+        return True
+
+    def list_pods(self) -> tuple[PodUid, ...]:
+        """The pods that have an entry, sorted. Raises Unavailable."""
+        try:
+            with (
+                self._step("listing", self.directory / CONTAINERS_NAME),
+                self._open_containers(make=False) as containers,
+            ):
+                return tuple(PodUid(name) for name in names_in(containers) if is_pod_uid(name))
+        except NotFound:
+            return ()
+
+    @contextmanager
+    def _open_containers(self, *, make: bool) -> Iterator[int]:
+        """The closed directory; made with the preload file beside it where `make` says so."""
+        if make:
+            self.directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+        with opened(self.directory, None, DIRECTORY & ~os.O_NOFOLLOW) as root:  # the operator's choice may be a link
+            if make:
+                replace_file(root, PRELOAD_NAME, self._preload)
+                with made_directory(root, CONTAINERS_NAME, CONTAINERS_MODE):
+                    pass
+            with opened(CONTAINERS_NAME, root, DIRECTORY) as containers:
+                yield containers
+
+    def _require_library(self) -> None:
+        """Raises Unavailable."""
+        try:
+            mode = self.library.stat().st_mode
+        except OSError as e:
+            raise Unavailable(f"{self.library} cannot be used: {e.strerror or e}") from e
+        if not stat.S_ISREG(mode):
+            raise Unavailable(f"{self.library} cannot be used: it is no regular file")
+
+    @contextmanager
+    def _step(self, verb: str, path: Path) -> Iterator[None]:
+        """Errors renamed. Raises NotFound where nothing is there, Unavailable."""
+        try:
+            yield
+        except FileNotFoundError as e:
+            raise NotFound(f"{verb} {path} failed: {e.strerror}") from e
+        except OSError as e:
+            cure = (
+                "free space or inodes on its file system"
+                if e.errno in _FULL
+                else "check that the agent may write there (setting hami_core.directory)"
+            )
+            raise Unavailable(f"{verb} {path} failed: {e.strerror or e}; it is tried again: {cure}") from e
+
+
+def _check(key: ContainerKey) -> None:
+    if not is_pod_uid(key.pod_uid) or not is_container_name(key.container):
+        raise Rejected(
+            f"pod UID {key.pod_uid[:80]!r} and container {key.container[:80]!r} are no names of Kubernetes: "
+            f"no directory is named after them"
+        )

@@ -1,0 +1,15 @@
+"""No isolation: the container sees its cards and is trusted to keep to its share."""
+
+from __future__ import annotations
+
+from gpushare_agent.isolation.request import Isolation, IsolationRequest
+from gpushare_agent.model.allocations import ContainerEdits
+from gpushare_agent.model.isolation import IsolationName
+
+
+def edit_none(request: IsolationRequest) -> ContainerEdits:
+    """Nothing beyond the visible devices, which the device list gives."""
+    return ContainerEdits()
+
+
+ISOLATION = Isolation(name=IsolationName.NONE, edit=edit_none)

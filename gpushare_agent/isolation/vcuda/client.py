@@ -1,0 +1,321 @@
+"""An in-container client of the vDevice socket, for trying, for tests, and for looking into a pod.
+
+`gpushare-agent vdevice`, or `python -m gpushare_agent.isolation.vcuda.client` where start-up should be short,
+registers with the flags of TKEStack's gpu-client, then prints the limits that it reads back from vcuda.config, and
+the PIDs. What is not given (pod UID, name) is taken from the vcuda.config beside the socket. How it reads:
+isolation/vcuda/report.py. No state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from gpushare_agent.isolation.vcuda.config_format import (
+    CONFIG_BYTES,
+    CONFIG_NAME,
+    MAX_PIDS,
+    PIDS_NAME,
+    SOCKET_NAME,
+    VDeviceConfig,
+    decode_config,
+    decode_pids,
+)
+from gpushare_agent.isolation.vcuda.report import VDevice, as_json, as_text, changes_as_text
+from gpushare_agent.kit.pid_namespaces import is_host_pid_namespace, pid_namespace_of
+from gpushare_agent.kit.sockets import connectable_path
+from gpushare_agent.model.errors import AgentError, NotFound, Rejected, Unavailable
+from gpushare_agent.model.names import is_container_id
+
+ADDRESS_VARIABLE = "GPUSHARE_VDEVICE"
+DEFAULT_ADDRESS = Path("/etc/vcuda/vcuda.sock")
+TIMEOUT_S = 15.0
+"""Longer than the server takes at most for one call."""
+PEER_TIMEOUT_S = 2.0
+DONE, FAILED, WRONG_USE, AGENT_AWAY, INTERRUPTED = 0, 1, 2, 3, 130
+
+_EXIT_CODES = """\
+exit codes:
+  0    registered and read; with --no-register: read
+  1    refused, or the files cannot be read
+  2    the command line is wrong
+  3    the agent did not answer; the files were read and printed
+  130  interrupted, which is how --watch ends
+"""
+_AGENT_AWAY = (
+    "check that the agent runs on this node; while it restarts its sockets are away for a moment. The limits that it"
+    " wrote stay in force, only pids.config goes stale"
+)
+
+
+async def register(
+    address: Path, *, pod_uid: str, container_name: str = "", container_id: str = "", bus_id: str = ""
+) -> None:
+    """Registers through the socket at `address`, by name or by ID.
+
+    Raises:
+        Unavailable: nobody answers there, or the agent cannot say yes or no at present.
+        Rejected: the agent said no.
+    """
+    import asyncio
+
+    from grpclib import GRPCError, Status
+    from grpclib.client import Channel
+    from grpclib.exceptions import StreamTerminatedError
+
+    from gpushare_agent.wire.vcuda import VcudaServiceStub, VDeviceRequest
+
+    request = VDeviceRequest(bus_id=bus_id, pod_uid=pod_uid, container_name=container_name, container_id=container_id)
+    try:
+        with connectable_path(address) as path:
+            async with asyncio.timeout(TIMEOUT_S), Channel(path=path) as channel:
+                await VcudaServiceStub(channel).register_v_device(request)
+    except GRPCError as e:
+        if e.status in (Status.UNAVAILABLE, Status.DEADLINE_EXCEEDED, Status.RESOURCE_EXHAUSTED):
+            raise Unavailable(f"the agent could not register now: {e.status.name}: {e.message}; try again") from e
+        raise Rejected(f"the agent refused to register: {e.status.name}: {e.message}") from e
+    except (OSError, StreamTerminatedError) as e:  # a TimeoutError is an OSError
+        raise Unavailable(f"registering through {address} failed: {_why(e)}; {_AGENT_AWAY}") from e
+
+
+def read_vdevice(directory: Path) -> VDevice:
+    """Reads the two files of a vDevice directory.
+
+    Raises:
+        NotFound: a file cannot be read.
+        Corrupt: a file is not what the agent writes.
+    """
+    return VDevice(config=_read_config(directory), pids=decode_pids(_read(directory / PIDS_NAME, 4 * MAX_PIDS + 1)))
+
+
+def own_host_pid(address: Path) -> int | None:
+    """This process's PID as the agent writes it; None where that cannot be known.
+
+    A process in a PID namespace of its own has no way to learn its PID outside of it: /proc shows inner numbers only. So
+    the PID is known in the machine's first namespace, and where the agent behind `address` is seen to be in our own.
+    """
+    if is_host_pid_namespace():
+        return os.getpid()
+    agent = _listener_pid(address)
+    ours = pid_namespace_of("self")
+    return os.getpid() if agent > 0 and ours is not None and pid_namespace_of(agent) == ours else None
+
+
+def run(argv: Sequence[str], environ: Mapping[str, str], *, program: str) -> int:
+    """One call of the command; `program` is its name in messages.
+
+    Raises:
+        AgentError: for a person; exit code 1.
+    """
+    options = _parse(argv, environ, program)
+    _require_directory(options.addr.parent)
+    code = DONE
+    if options.register:
+        code = _register(options, program)
+    directory = options.addr.parent
+    if options.cont_id:
+        directory /= options.cont_id
+    pid = own_host_pid(options.addr)
+    found = read_vdevice(directory)
+    is_registered = options.register and code == DONE
+    if options.output == "json":
+        _print(as_json(found, own_pid=pid, is_registered=is_registered))
+    else:
+        _print(as_text(found, own_pid=pid, is_registered=is_registered if options.register else None))
+    if options.watch is not None:
+        _watch(directory, found, interval_s=options.watch, is_json=options.output == "json", own_pid=pid)
+    return code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        return run(sys.argv[1:] if argv is None else argv, os.environ, program="vdevice_client")
+    except AgentError as e:
+        sys.stderr.write(f"vdevice_client: {e}\n")
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader (`| head`) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def _parse(argv: Sequence[str], environ: Mapping[str, str], program: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description="Registers this container with the node's GPU agent and prints the limits and PIDs that it wrote.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_arguments(parser, environ)
+    options = parser.parse_args(argv)
+    if options.cont_id and not is_container_id(options.cont_id):
+        parser.error("--cont-id must be 64 hexadecimal digits in lower case")
+    if options.addr.is_dir():
+        if containers := _containers_in(options.addr):
+            parser.error(f"{options.addr} is a pod's directory; name one of its containers: {', '.join(containers)}")
+        options.addr /= SOCKET_NAME
+    elif options.addr.is_file():
+        parser.error(f"{options.addr} is a plain file; --addr names the vDevice socket, or the directory that it is in")
+    return options
+
+
+def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
+    parser.add_argument(
+        "--addr",
+        type=_address,
+        default=environ.get(ADDRESS_VARIABLE) or str(DEFAULT_ADDRESS),  # a text, so that it is checked as a flag is
+        help=f"the vDevice socket, or its directory (default: {ADDRESS_VARIABLE}, else {DEFAULT_ADDRESS})",
+    )
+    parser.add_argument("--bus-id", default="", help="PCI bus ID; usually empty")
+    parser.add_argument("--pod-uid", default="", help="default: as vcuda.config beside the socket says")
+    container = parser.add_mutually_exclusive_group()
+    container.add_argument(
+        "--cont-id", default="", metavar="ID", help="register by container ID, 64 hexadecimal digits"
+    )
+    container.add_argument(
+        "--cont-name", default="", metavar="NAME", help="register by name; default: as vcuda.config says"
+    )
+    parser.add_argument("--no-register", dest="register", action="store_false", help="only read the files")
+    parser.add_argument(
+        "-w",
+        "--watch",
+        nargs="?",
+        type=_interval,
+        const=1.0,
+        metavar="SECONDS",
+        help="go on reading every SECONDS (1) and print what changed, until interrupted",
+    )
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="json: a document a line")
+
+
+def _address(text: str) -> Path:
+    if not text or "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no path; it names the vDevice socket or its directory, such as {DEFAULT_ADDRESS}"
+        )
+    return Path(text)
+
+
+def _containers_in(directory: Path) -> list[str]:
+    """Of a pod's directory; a container's own has the files, and none but copies for container IDs below."""
+    try:
+        if (directory / CONFIG_NAME).exists():
+            return []
+        return sorted(
+            child.name
+            for child in directory.iterdir()
+            if (child / CONFIG_NAME).exists() and not is_container_id(child.name)
+        )
+    except OSError:  # reading the files tells it better
+        return []
+
+
+def _interval(text: str) -> float:
+    seconds = float(text)
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and 3600 seconds")
+    return seconds
+
+
+def _require_directory(directory: Path) -> None:
+    if not directory.is_dir():
+        raise NotFound(
+            f"there is no directory {directory}: this is not a container with a share of a card, or the agent runs with"
+            f" isolation none. A container gets it by asking for cores of a card; outside of one, name the socket with"
+            f" --addr or {ADDRESS_VARIABLE}"
+        )
+
+
+def _register(options: argparse.Namespace, program: str) -> int:
+    import asyncio
+
+    pod_uid, name = options.pod_uid, options.cont_name
+    if not pod_uid or not (name or options.cont_id):
+        config = _read_config(options.addr.parent)
+        pod_uid = pod_uid or config.pod_uid
+        name = name or ("" if options.cont_id else config.container)
+    try:
+        asyncio.run(
+            register(
+                options.addr,
+                pod_uid=pod_uid,
+                container_name=name,
+                container_id=options.cont_id,
+                bus_id=options.bus_id,
+            )
+        )
+    except Unavailable as e:
+        sys.stderr.write(f"{program}: {e}\n")
+        return AGENT_AWAY
+    return DONE
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "there is no such socket"
+    if isinstance(error, ConnectionRefusedError):
+        return "nobody listens there"
+    if isinstance(error, TimeoutError) and not str(error):
+        return f"no answer within {TIMEOUT_S:g} s"
+    return str(error)
+
+
+def _listener_pid(address: Path) -> int:
+    """The PID here of who listens at `address`; 0 where nobody does, or it cannot be seen from this PID namespace."""
+    from gpushare_agent.kit.peer_credentials import socket_peer
+
+    try:
+        with socket.socket(socket.AF_UNIX) as client, connectable_path(address) as path:
+            client.settimeout(PEER_TIMEOUT_S)
+            client.connect(path)
+            return socket_peer(client).pid
+    except OSError:
+        return 0
+
+
+def _watch(directory: Path, last: VDevice, *, interval_s: float, is_json: bool, own_pid: int | None) -> None:
+    """Prints each change of the files, and once when they cannot be read; they may come back. Ends by an interrupt."""
+    shown: VDevice | None = last
+    trouble = ""
+    while True:
+        time.sleep(interval_s)
+        now = time.strftime("%H:%M:%S")
+        try:
+            found = read_vdevice(directory)
+        except AgentError as e:
+            if str(e) != trouble:
+                trouble, shown = str(e), None
+                sys.stderr.write(f"{now} {e}\n")
+            continue
+        if found != shown:
+            text = as_json(found, own_pid=own_pid, is_registered=None) if is_json else changes_as_text(last, found, now)
+            _print(text or f"{now} readable again, nothing changed\n")
+        trouble, shown, last = "", found, found
+
+
+def _read_config(directory: Path) -> VDeviceConfig:
+    return decode_config(_read(directory / CONFIG_NAME, CONFIG_BYTES + 1))
+
+
+def _read(path: Path, limit: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(limit)
+    except OSError as e:
+        raise NotFound(f"reading {path} failed: {e.strerror}; is it the directory of a container with a share?") from e
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

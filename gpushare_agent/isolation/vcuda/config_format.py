@@ -1,0 +1,176 @@
+"""What an in-container library reads of its share, and the names that may come into a path or a request.
+
+Not for files: isolation/vcuda/files.py. No state. Source of the formats: docs/formats.md, section 5 (they are the
+library's own C structs: native, little-endian, fixed sizes).
+
+| offset | size | vcuda.config |
+|---|---|---|
+| 0 | 48 | pod UID, NUL padded |
+| 48 | 4 | int32 limit: the elastic ceiling, else 0 |
+| 52 | 4044 | reserved |
+| 4096 | 4096 | container name, NUL padded |
+| 8192 | 16 | bus ID, NUL padded |
+| 8208 | 8 | uint64 memory, bytes |
+| 8216 | 4 + 4 | int32 utilization in percent, int32 hard limit |
+| 8224 | 4 + 4 | int32 driver version, major and minor |
+| 8232 | 4 + 4 | int32 enable, padding |
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gpushare_agent.model.errors import Corrupt
+from gpushare_agent.model.names import PodUid
+
+SOCKET_NAME = "vcuda.sock"
+CONFIG_NAME = "vcuda.config"
+PIDS_NAME = "pids.config"
+
+CONFIG_BYTES = 8240
+MAX_PIDS = 1024
+"""The library's array holds so many."""
+MAX_POD_UID_BYTES = 47
+MAX_CONTAINER_NAME_BYTES = 63
+MAX_BUS_ID_BYTES = 15
+
+_CONFIG = struct.Struct("<48si4044x4096s16sQiiiii4x")
+_MAX_INT32 = 2**31 - 1
+
+_POD_UID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{32}")
+"""A UUID, or the 32 digits of a static pod's hash. Strict, for directories of such names are removed with their pods."""
+_CONTAINER_NAME = re.compile(r"[0-9a-z](?:[0-9a-z-]{0,61}[0-9a-z])?")
+"""A DNS label, as the API server demands of container names."""
+_BUS_ID = re.compile(r"[0-9A-Fa-f:.]{0,15}")
+_DOCKER_NAME = re.compile(
+    r"/?k8s_([0-9a-z-]{1,63})_[0-9a-z.-]{1,253}_[0-9a-z-]{1,63}_([0-9A-Za-z-]{1,47})(?:_[0-9]{1,10})?"
+)
+"""dockershim's `/k8s_<container>_<pod>_<namespace>_<pod UID>_<attempt>`; no part can hold an underscore."""
+MAX_DOCKER_NAME_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VDeviceConfig:
+    """vcuda.config, read back. `limit` and `utilization` are percent of one card."""
+
+    pod_uid: str
+    container: str
+    limit: int
+    memory_bytes: int
+    utilization: int
+    hard_limit: bool
+    driver: tuple[int, int]
+    enable: bool
+    bus_id: str = ""
+
+
+def encode_config(  # noqa: PLR0913 - the fields of the struct, by name
+    *,
+    pod_uid: str,
+    container: str,
+    limit: int,
+    memory_bytes: int,
+    utilization: int,
+    hard_limit: bool,
+    driver: tuple[int, int],
+    enable: bool,
+    bus_id: str = "",
+) -> bytes:
+    """The 8,240 bytes of vcuda.config.
+
+    Raises:
+        ValueError: a text is no such name, or a number does not fit its field.
+    """
+    for what, is_valid, value in (
+        ("pod UID", is_pod_uid(pod_uid), pod_uid),
+        ("container name", is_container_name(container), container),
+        ("bus ID", is_bus_id(bus_id), bus_id),
+    ):
+        if not is_valid:
+            raise ValueError(f"{value[:64]!r} is no {what} that vcuda.config can hold")
+    for number in (limit, utilization, *driver):
+        if not 0 <= number <= _MAX_INT32:
+            raise ValueError(f"{number} does not fit an int32 field of vcuda.config")
+    if not 0 <= memory_bytes < 2**64:
+        raise ValueError(f"{memory_bytes} bytes of memory do not fit vcuda.config")
+    return _CONFIG.pack(
+        pod_uid.encode(),
+        limit,
+        container.encode(),
+        bus_id.encode(),
+        memory_bytes,
+        utilization,
+        int(hard_limit),
+        *driver,
+        int(enable),
+    )
+
+
+def decode_config(content: bytes) -> VDeviceConfig:
+    """
+    Raises:
+        Corrupt: not 8,240 bytes, or a text in it is no text.
+    """
+    if len(content) != CONFIG_BYTES:
+        raise Corrupt(f"{CONFIG_NAME} has {len(content)} bytes, not {CONFIG_BYTES}: it is not what the agent writes")
+    uid, limit, container, bus_id, memory, utilization, hard, major, minor, enable = _CONFIG.unpack(content)
+    try:
+        texts = [field.split(b"\0", 1)[0].decode() for field in (uid, container, bus_id)]
+    except UnicodeDecodeError as e:
+        raise Corrupt(f"{CONFIG_NAME} holds a name that is no text: {e}") from e
+    return VDeviceConfig(
+        pod_uid=texts[0],
+        container=texts[1],
+        bus_id=texts[2],
+        limit=limit,
+        memory_bytes=memory,
+        utilization=utilization,
+        hard_limit=bool(hard),
+        driver=(major, minor),
+        enable=bool(enable),
+    )
+
+
+def encode_pids(pids: Iterable[int]) -> tuple[bytes, int]:
+    """pids.config, and how many PIDs had no room: int32, ascending (the library searches by bisection), the lowest 1,024.
+
+    A 0 in cgroup.procs stands for a process of a PID namespace that cannot be seen: it names nobody and is left out.
+    """
+    known = sorted({pid for pid in pids if 0 < pid <= _MAX_INT32})
+    kept = known[:MAX_PIDS]
+    return struct.pack(f"<{len(kept)}i", *kept), len(known) - len(kept)
+
+
+def decode_pids(content: bytes) -> tuple[int, ...]:
+    """
+    Raises:
+        Corrupt: not whole numbers of four bytes, or more than 1,024 of them.
+    """
+    if len(content) % 4 or len(content) > 4 * MAX_PIDS:
+        raise Corrupt(f"{PIDS_NAME} has {len(content)} bytes: it is not what the agent writes")
+    return struct.unpack(f"<{len(content) // 4}i", content)
+
+
+def is_pod_uid(text: str) -> bool:
+    return _POD_UID.fullmatch(text) is not None
+
+
+def is_container_name(text: str) -> bool:
+    return _CONTAINER_NAME.fullmatch(text) is not None
+
+
+def is_bus_id(text: str) -> bool:
+    return _BUS_ID.fullmatch(text) is not None
+
+
+def split_container_name(text: str) -> tuple[str, PodUid | None] | None:
+    """The container's name, and the pod UID where the name is of dockershim's form; None where it is neither form."""
+    if is_container_name(text):
+        return text, None
+    found = _DOCKER_NAME.fullmatch(text) if len(text) <= MAX_DOCKER_NAME_BYTES else None
+    if found is None or not is_container_name(found[1]) or not is_pod_uid(found[2]):
+        return None
+    return found[1], PodUid(found[2])

@@ -1,0 +1,369 @@
+"""What a container finds at /etc/vcuda: `<root>/<pod uid>/<container>/` with vcuda.sock, vcuda.config and pids.config.
+
+Every step is one of kit/directories.py, relative to a descriptor and following no symbolic link: nothing is written or
+removed outside the root, whatever somebody planted below it. What has the wrong kind is replaced, and the log says so.
+Only names that isolation/vcuda/config_format.py accepts reach a path. The files are written under another name and
+renamed: a reader sees the old content or the new, never a part. No fsync: after a reboot the PIDs are void, and both
+files are compared with what they should hold before the container starts again, so a torn file is rewritten, and the
+disk is spared.
+
+The calls block for some system calls each and may come from several threads; a lock keeps them apart. State owned: none
+but the files. Source of the layout: docs/formats.md, section 5.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
+
+import structlog
+
+from gpushare_agent.isolation.vcuda.config_format import (
+    CONFIG_BYTES,
+    CONFIG_NAME,
+    MAX_PIDS,
+    PIDS_NAME,
+    SOCKET_NAME,
+    encode_pids,
+    is_container_name,
+    is_pod_uid,
+)
+from gpushare_agent.kit.directories import (
+    DIRECTORY,
+    DIRECTORY_MODE,
+    NEW_PREFIX,
+    made_directory,
+    make_room,
+    names_in,
+    opened,
+    read_content,
+    remove_tree,
+    replace_file,
+    status_of,
+)
+from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, file_identity, remove_socket
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.errors import NotFound, Rejected, Unavailable
+from gpushare_agent.model.names import PodUid, is_container_id
+
+log = structlog.get_logger(__name__)
+
+SOCKET_MODE = 0o666
+"""Whoever runs in the container may register: the mount, not the mode, says who can reach the socket."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_LARGEST_BYTES = max(CONFIG_BYTES, 4 * MAX_PIDS)
+
+
+class VDeviceFiles:
+    """The tree below `root` (the setting virtual_manager_path)."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._root_text = str(root)
+        self._lock = threading.Lock()
+
+    def path(self, key: ContainerKey) -> Path:
+        """What is mounted at /etc/vcuda.
+
+        Raises:
+            Rejected: a name that cannot be part of a path.
+        """
+        _check(key)
+        return self.root / key.pod_uid / key.container
+
+    def _text_path(self, key: ContainerKey) -> str:
+        """As `path`, for what is done for every container every second."""
+        return f"{self._root_text}/{_below_root(key)}"
+
+    def prepare(self, key: ContainerKey) -> None:
+        """Makes the container's directory and clears what a killed agent left half-written in it.
+
+        Raises:
+            Rejected: a name that cannot be part of a path.
+            Unavailable: the file system refuses.
+        """
+        with self._step("preparing", self.path(key)):
+            self.root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            with (
+                self._open_root() as root,
+                made_directory(root, key.pod_uid) as pod,
+                made_directory(pod, key.container) as directory,
+            ):
+                _clear_half_written(directory)
+                for copy_name in _copies(directory):
+                    with made_directory(directory, copy_name) as copy:
+                        _clear_half_written(copy)
+
+    def write_config(self, key: ContainerKey, content: bytes) -> bool:
+        """Writes vcuda.config (model.vdevice.encode_config) where it does not hold `content`; whether it was written.
+
+        Raises:
+            Rejected: a name that cannot be part of a path.
+            NotFound: the container's directory is not there: prepare it first.
+            Unavailable: the file system refuses; the old file stays as it is.
+        """
+        return self._write(key, CONFIG_NAME, content)
+
+    def write_pids(self, key: ContainerKey, pids: Collection[int]) -> bool:
+        """The same for pids.config. Of more than 1,024 PIDs the lowest are written, and the log warns."""
+        content, dropped = encode_pids(pids)
+        is_written = self._write(key, PIDS_NAME, content)
+        if is_written and dropped:
+            log.warning("vdevice_pids_dropped", pod_uid=key.pod_uid, container=key.container, dropped=dropped)
+        return is_written
+
+    def write_pids_if_none(self, key: ContainerKey) -> None:
+        """An empty pids.config where there is none that can be read as one; a list that is there stays."""
+        with self._step("writing", self.path(key) / PIDS_NAME), self._open(key) as directory:
+            if _content(directory, PIDS_NAME, _is_pids) is None:
+                replace_file(directory, PIDS_NAME, b"")
+
+    def read_config(self, key: ContainerKey) -> bytes | None:
+        """What vcuda.config holds, None where there is none of the right size. Raises as `write_config` does."""
+        with self._step("reading", self.path(key) / CONFIG_NAME), self._open(key) as directory:
+            return _content(directory, CONFIG_NAME, lambda content: len(content) == CONFIG_BYTES)
+
+    def stamps(self, key: ContainerKey) -> tuple[FileIdentity | None, FileIdentity | None]:
+        """What lies at vcuda.config and pids.config: the same as at the last look, if nobody else has been there. Cheap."""
+        directory = self._text_path(key)
+        return file_identity(f"{directory}/{CONFIG_NAME}"), file_identity(f"{directory}/{PIDS_NAME}")
+
+    def copy_for_id(self, key: ContainerKey, container_id: str) -> None:
+        """Makes `<container id>/` with the same two files, which later writes keep up; an earlier instance's is removed.
+
+        Raises:
+            Rejected: a name that cannot be part of a path.
+            NotFound: the container's directory or one of the files is not there.
+            Unavailable: the file system refuses.
+        """
+        if not is_container_id(container_id):
+            raise Rejected(
+                f"{container_id[:80]!r} is no container ID (64 hexadecimal digits): no file is named after it"
+            )
+        with self._step("copying", self.path(key) / container_id), self._open(key) as directory:
+            contents = [(name, read_content(directory, name, _LARGEST_BYTES)) for name in (PIDS_NAME, CONFIG_NAME)]
+            for old in _copies(directory):
+                if old != container_id:
+                    remove_tree(directory, old)
+            with made_directory(directory, container_id) as copy:
+                for name, content in contents:  # the config last: its presence tells the library that both are there
+                    replace_file(copy, name, content)
+
+    def remove_pod(self, uid: PodUid) -> bool:
+        """Removes all of a pod; whether there was anything. A link is removed, not what it leads to. Where something lies in
+        there that the agent never makes, it is not the agent's directory and stays as it is.
+
+        Raises:
+            Rejected: no pod UID, or a foreign entry.
+            Unavailable: the file system refuses, or something is mounted in there; what is left is tried again.
+        """
+        _check(ContainerKey(uid, "x"))
+        with self._step("removing", self.root / uid):
+            try:
+                with self._open_root() as root:
+                    if foreign := _foreign_entry(root, uid):
+                        raise Rejected(
+                            f"{self.root / foreign} is nothing that the agent makes, so {uid} is not removed: is the "
+                            "setting virtual_manager.path right?"
+                        )
+                    remove_tree(root, uid)
+            except FileNotFoundError:
+                return False
+        return True
+
+    def list_pods(self) -> Mapping[PodUid, tuple[str, ...]]:
+        """The pods that have an entry, with their containers, sorted. Names that the agent never makes are not listed.
+
+        Raises:
+            Unavailable: the tree cannot be read.
+        """
+        found: dict[PodUid, tuple[str, ...]] = {}
+        with self._step("listing", self.root):
+            try:
+                with self._open_root() as root:
+                    for name in sorted(filter(is_pod_uid, names_in(root))):
+                        found[PodUid(name)] = _containers(root, name)
+            except FileNotFoundError:
+                return {}
+        return found
+
+    def pod_names(self) -> tuple[PodUid, ...]:
+        """The pods that have an entry. Raises Unavailable."""
+        with self._step("listing", self.root):
+            try:
+                with self._open_root() as root:
+                    return tuple(PodUid(name) for name in names_in(root) if is_pod_uid(name))
+            except FileNotFoundError:
+                return ()
+
+    def bind_socket(self, key: ContainerKey) -> tuple[socket.socket, FileIdentity]:
+        """Binds vcuda.sock, open to all, in place of whatever lies there; the socket (not listening yet) and its identity.
+
+        It is bound through the directory's descriptor: its address reads /proc/self/fd/… in `ss`, and has room for any path.
+
+        Raises:
+            Rejected: a name that cannot be part of a path.
+            NotFound: the container's directory is not there: prepare it first.
+            Unavailable: the file system refuses.
+        """
+        with self._step("binding", self.path(key) / SOCKET_NAME), self._open(key) as directory:
+            status = status_of(directory, SOCKET_NAME)
+            if status is not None and not stat.S_ISSOCK(status.st_mode):
+                make_room(directory, SOCKET_NAME)
+            path = _socket_path(directory)
+            sock = bind_unix_socket(path, mode=SOCKET_MODE)
+            identity = file_identity(path)
+            if identity is None:
+                sock.close()
+                raise OSError(errno.ESTALE, "the socket vanished at once")
+            return sock, identity
+
+    def has_socket(self, key: ContainerKey, identity: FileIdentity) -> bool:
+        """Whether vcuda.sock still is this one: whoever connects to it reaches its server. Cheap: asked every second."""
+        return file_identity(f"{self._text_path(key)}/{SOCKET_NAME}") == identity
+
+    def remove_socket(self, key: ContainerKey, identity: FileIdentity) -> None:
+        """Removes vcuda.sock if it still is this one.
+
+        Raises:
+            Unavailable: the file system refuses.
+        """
+        with suppress(NotFound), self._step("removing", self.path(key) / SOCKET_NAME), self._open(key) as directory:
+            path = _socket_path(directory)
+            if file_identity(path) == identity:
+                remove_socket(path, inode=identity[1])
+
+    def _write(self, key: ContainerKey, name: str, content: bytes) -> bool:
+        with self._step("writing", self.path(key) / name), self._open(key) as directory:
+            is_written = replace_file(directory, name, content)
+            for copy_name in _copies(directory):
+                with made_directory(directory, copy_name) as copy:
+                    is_written = replace_file(copy, name, content) or is_written
+        return is_written
+
+    @contextmanager
+    def _open_root(self) -> Iterator[int]:
+        """The operator's own choice: it may be a link."""
+        with opened(self.root, None, DIRECTORY & ~os.O_NOFOLLOW) as root:
+            yield root
+
+    @contextmanager
+    def _open(self, key: ContainerKey) -> Iterator[int]:
+        """The container's directory, which must be there."""
+        try:
+            with (
+                self._open_root() as root,
+                opened(key.pod_uid, root, DIRECTORY) as pod,
+                opened(key.container, pod, DIRECTORY) as directory,
+            ):
+                yield directory
+        except (FileNotFoundError, NotADirectoryError) as e:
+            raise NotFound(
+                f"{e.filename or key.container!r} is missing below {self.root} or of the wrong kind ({e.strerror}): "
+                f"the vDevice directory of container {key.container} of pod {key.pod_uid} must be prepared (again)"
+            ) from e
+
+    @contextmanager
+    def _step(self, verb: str, path: Path) -> Iterator[None]:
+        """One call at a time, its errors renamed."""
+        with self._lock:
+            try:
+                yield
+            except OSError as e:
+                cure = (
+                    "free space or inodes on its file system"
+                    if e.errno in _FULL
+                    else "check that the agent may write there (setting virtual_manager_path)"
+                )
+                raise Unavailable(
+                    f"{verb} {path} failed: {e.strerror or e}; nothing is left half-done and it is tried again: {cure}"
+                ) from e
+
+
+@lru_cache(maxsize=8192)
+def _below_root(key: ContainerKey) -> str:
+    """Raises Rejected."""
+    _check(key)
+    return f"{key.pod_uid}/{key.container}"
+
+
+def _check(key: ContainerKey) -> None:
+    if not is_pod_uid(key.pod_uid) or not is_container_name(key.container):
+        raise Rejected(
+            f"pod UID {key.pod_uid[:80]!r} and container {key.container[:80]!r} are no names of Kubernetes: "
+            f"no directory is named after them"
+        )
+
+
+def _socket_path(directory: int) -> Path:
+    return Path(f"/proc/self/fd/{directory}/{SOCKET_NAME}")
+
+
+def _content(directory: int, name: str, is_sound: Callable[[bytes], bool]) -> bytes | None:
+    """A regular file's bytes where they are sound."""
+    status = status_of(directory, name)
+    if status is None or not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_BYTES:
+        return None
+    content = read_content(directory, name, _LARGEST_BYTES)
+    return content if is_sound(content) else None
+
+
+def _is_pids(content: bytes) -> bool:
+    return len(content) % 4 == 0
+
+
+def _clear_half_written(directory: int) -> None:
+    for entry in names_in(directory):
+        if entry.startswith(NEW_PREFIX):
+            remove_tree(directory, entry)
+
+
+def _copies(directory: int) -> list[str]:
+    return sorted(filter(is_container_id, names_in(directory)))
+
+
+def _foreign_entry(root: int, pod: str) -> str | None:
+    """The first entry of a pod's directory that the agent never makes, as a path below the root."""
+    own = {SOCKET_NAME, CONFIG_NAME, PIDS_NAME}
+    for container, entry in _entries(root, pod):
+        path = f"{pod}/{container}" + (f"/{entry}" if entry else "")
+        if not is_container_name(container):
+            return path
+        if entry and entry not in own and not entry.startswith(NEW_PREFIX) and not is_container_id(entry):
+            return path
+    return None
+
+
+def _entries(root: int, pod: str) -> Iterator[tuple[str, str]]:
+    """What lies in a pod's directory and one below; nothing where the pod's own entry is no directory."""
+    try:
+        with opened(pod, root, DIRECTORY) as directory:
+            for container in names_in(directory):
+                status = status_of(directory, container)
+                if status is not None and stat.S_ISREG(status.st_mode):
+                    yield f"{container} (a file)", ""
+                yield container, ""
+                with suppress(NotADirectoryError, OSError), opened(container, directory, DIRECTORY) as inner:
+                    for entry in names_in(inner):
+                        yield container, entry
+    except NotADirectoryError:
+        return
+    except OSError as e:
+        if e.errno != errno.ELOOP:  # a link is no directory either
+            raise
+
+
+def _containers(root: int, pod: str) -> tuple[str, ...]:
+    try:
+        with opened(pod, root, DIRECTORY) as directory:
+            return tuple(sorted(filter(is_container_name, names_in(directory))))
+    except OSError:  # no directory, or it went just now: an entry without containers
+        return ()

@@ -1,0 +1,343 @@
+"""RegisterVDevice for one container, on the vcuda.sock that is mounted in that container alone.
+
+The socket is the identity: whoever speaks through it is that container. The kernel's peer credentials confirm it, and
+what the message claims must agree; nothing of a message becomes part of a path unless it has been found to be this
+container's own. Not for making the directory or the files (isolation/vcuda/files.py), nor for looking into cgroups or
+asking the runtime: `IdentifyPeer` and `FindContainer` do. State owned: the server, its rate, and which peers were told of.
+Source of the protocol: docs/formats.md, section 5.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import structlog
+from grpclib import GRPCError, Status
+from grpclib.const import Cardinality, Handler
+from grpclib.server import Stream
+
+from gpushare_agent.isolation.vcuda.claim import Claim, InvalidClaim, read_claim
+from gpushare_agent.kit.bounded_grpc import BoundedGrpcServer, ServerLimits, SharedBudget
+from gpushare_agent.kit.peer_credentials import peer_credentials
+from gpushare_agent.kit.rate import TokenBucket
+from gpushare_agent.kit.sockets import FileIdentity
+from gpushare_agent.kit.wire_scan import MalformedMessageError
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.errors import AgentError, NotFound, Unavailable
+from gpushare_agent.runtime.cgroup_paths import PeerIdentity
+from gpushare_agent.wire.vcuda import VDeviceRequest, VDeviceResponse
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+METHOD = "/vcuda.VCUDAService/RegisterVDevice"
+_TOLD_LIMIT = 256
+_LINES_PER_S, _LINE_BURST = 0.1, 20
+"""Of one container in the log: a caller that forks is a new peer each time."""
+
+
+class IdentifyPeer(Protocol):
+    """The container of a process of this node; None where that cannot be known. Raises Unavailable to be asked again."""
+
+    async def __call__(self, pid: int) -> PeerIdentity | None: ...
+
+
+class FindContainer(Protocol):
+    """Whose container this ID is, as the runtime says now; None: there is no such one. Raises Unavailable."""
+
+    async def __call__(self, container_id: str) -> ContainerKey | None: ...
+
+
+class Refresh(Protocol):
+    """Brings the files of a container up to date; with an ID, those in `<container id>/` too. Raises AgentError."""
+
+    async def __call__(self, key: ContainerKey, container_id: str | None) -> None: ...
+
+
+class CountsRegistrations(Protocol):
+    def vdevice_registered(self, code: str) -> None: ...
+
+
+class RunsBlocking(Protocol):
+    """Runs what may block, somewhere else and bounded; `what` names it. Raises Unavailable where there is no answer."""
+
+    async def __call__(self, blocking: Callable[[], T], what: str) -> T: ...
+
+
+class HoldsSockets(Protocol):
+    def bind_socket(self, key: ContainerKey) -> tuple[socket.socket, FileIdentity]: ...
+    def has_socket(self, key: ContainerKey, identity: FileIdentity) -> bool: ...
+    def remove_socket(self, key: ContainerKey, identity: FileIdentity) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VDeviceLimits:
+    """Of one container. `call_s` is the time for one whole call, its request's arrival included."""
+
+    server: ServerLimits = field(default_factory=ServerLimits)
+    calls_per_s: float = 10.0
+    call_burst: float = 100.0
+    call_s: float = 10.0
+
+
+class VDeviceServer:
+    """`start` and `stop` by one caller, in turn. `is_serving` is False once the directory or the socket was taken away."""
+
+    def __init__(  # noqa: PLR0913 - the manager hands in every collaborator by name
+        self,
+        key: ContainerKey,
+        *,
+        sockets: HoldsSockets,
+        identify: IdentifyPeer,
+        find_container: FindContainer,
+        refresh: Refresh,
+        metrics: CountsRegistrations,
+        limits: VDeviceLimits | None = None,
+        run_blocking: RunsBlocking | None = None,
+        shared: SharedBudget | None = None,
+    ) -> None:
+        self.key = key
+        self._shared = shared
+        self._sockets = sockets
+        self._run_blocking = run_blocking or _run_here
+        self._limits = limits or VDeviceLimits()
+        self._registration = _Registration(key, identify, find_container, refresh, metrics, self._limits)
+        self._server: BoundedGrpcServer | None = None
+        self._identity: FileIdentity | None = None
+
+    @property
+    def is_serving(self) -> bool:
+        return self._identity is not None and self._sockets.has_socket(self.key, self._identity)
+
+    @property
+    def identity(self) -> FileIdentity | None:
+        """Of the socket it serves on; None while it does not."""
+        return self._identity
+
+    @property
+    def connections(self) -> int:
+        return 0 if self._server is None else self._server.connections
+
+    async def start(self) -> None:
+        """Serves on the container's socket, anew if need be.
+
+        Raises:
+            NotFound: the container's directory is not prepared.
+            Unavailable: the socket cannot be made.
+        """
+        await self.stop()
+        fields = {"pod_uid": self.key.pod_uid, "container": self.key.container}
+        server = BoundedGrpcServer([self._registration], limits=self._limits.server, fields=fields, shared=self._shared)
+        binding = _Binding(self._sockets, self.key)
+        try:
+            sock, identity = await self._run_blocking(binding.bind, f"binding the socket of {self.key.container}")
+        except BaseException:
+            binding.give_up()
+            raise
+        try:
+            await server.serve(sock)
+        except OSError as e:
+            binding.give_up()
+            raise Unavailable(
+                f"serving container {self.key.container} of pod {self.key.pod_uid} failed: {e.strerror}"
+            ) from e
+        except BaseException:
+            binding.give_up()
+            raise
+        self._server, self._identity = server, identity
+
+    async def stop(self) -> None:
+        """Closes the connections and removes the socket if it still is this server's: half a second, and the disk's time.
+
+        Raises:
+            Unavailable: the connections are closed, the socket could not be removed.
+        """
+        server, self._server = self._server, None
+        identity, self._identity = self._identity, None
+        if server is None or identity is None:
+            return
+        try:
+            await server.stop()
+        finally:
+            await self._run_blocking(
+                partial(self._sockets.remove_socket, self.key, identity), f"removing the socket of {self.key.container}"
+            )
+
+
+class _Binding:
+    """A socket that is bound in another thread: where nobody waits for it any more it is closed and removed."""
+
+    def __init__(self, sockets: HoldsSockets, key: ContainerKey) -> None:
+        self._sockets = sockets
+        self._key = key
+        self._lock = threading.Lock()
+        self._bound: tuple[socket.socket, FileIdentity] | None = None
+        self._is_given_up = False
+
+    def bind(self) -> tuple[socket.socket, FileIdentity]:
+        bound = self._sockets.bind_socket(self._key)
+        with self._lock:
+            self._bound = bound
+            is_given_up = self._is_given_up
+        if is_given_up:
+            self._discard(bound)
+        return bound
+
+    def give_up(self) -> None:
+        with self._lock:
+            self._is_given_up = True
+            bound = self._bound
+        if bound is not None:
+            self._discard(bound)
+
+    def _discard(self, bound: tuple[socket.socket, FileIdentity]) -> None:
+        bound[0].close()
+        with suppress(AgentError):  # a socket that nobody serves: the next start replaces it
+            self._sockets.remove_socket(self._key, bound[1])
+
+
+async def _run_here(blocking: Callable[[], T], what: str) -> T:
+    return blocking()
+
+
+class _Registration:
+    """The one method. `told` holds the peers whose disagreement is in the log, the oldest given up first."""
+
+    def __init__(
+        self,
+        key: ContainerKey,
+        identify: IdentifyPeer,
+        find_container: FindContainer,
+        refresh: Refresh,
+        metrics: CountsRegistrations,
+        limits: VDeviceLimits,
+    ) -> None:
+        self._key = key
+        self._identify = identify
+        self._find_container = find_container
+        self._refresh = refresh
+        self._metrics = metrics
+        self._limits = limits
+        clock = asyncio.get_running_loop().time
+        self._rate = TokenBucket(rate=limits.calls_per_s, burst=limits.call_burst, clock=clock)
+        self._told: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._lines = TokenBucket(rate=_LINES_PER_S, burst=_LINE_BURST, clock=clock)
+        self._log = log.bind(pod_uid=key.pod_uid, container=key.container)
+
+    def __mapping__(self) -> dict[str, Handler]:
+        return {METHOD: Handler(self._serve, Cardinality.UNARY_UNARY, VDeviceRequest, VDeviceResponse)}
+
+    async def _serve(self, stream: Stream[VDeviceRequest, VDeviceResponse]) -> None:
+        code = Status.INTERNAL
+        try:
+            with _faults_as_answers(self._limits.call_s):
+                async with asyncio.timeout(self._limits.call_s):
+                    await self._register(stream)
+            code = Status.OK
+        except GRPCError as e:
+            code = e.status
+            raise
+        except asyncio.CancelledError:  # the peer went away, or the server stops
+            code = Status.CANCELLED
+            raise
+        finally:
+            self._metrics.vdevice_registered(code.name)
+
+    async def _register(self, stream: Stream[VDeviceRequest, VDeviceResponse]) -> None:
+        if not self._rate.take():
+            self._tell_once("vdevice_rate_limited", 0)
+            raise GRPCError(
+                Status.RESOURCE_EXHAUSTED,
+                f"more than {self._limits.calls_per_s:g} registrations a second came through this container's socket: "
+                f"register once, and read the files again when they change",
+            )
+        request = await stream.recv_message()
+        if request is None:  # cannot be: kit/grpc_server.py answers a call without a message
+            return
+        claim = read_claim(request)
+        pid = _peer_pid(stream)
+        try:
+            await self._check(claim, await self._peer(pid))
+        except _Disagreement as e:
+            text = (
+                f"{e}, but this socket belongs to container {self._key.container} of pod {self._key.pod_uid}: "
+                f"nothing is registered; use the socket that is mounted in your own container, and your own names"
+            )
+            self._tell_once("vdevice_registration_refused", pid, detail=str(e))
+            raise GRPCError(Status.PERMISSION_DENIED, text) from e
+        await self._refresh(self._key, claim.container_id)
+        await stream.send_message(VDeviceResponse())
+
+    async def _peer(self, pid: int) -> PeerIdentity | None:
+        peer = await self._identify(pid) if pid > 0 else None
+        if peer is None:
+            self._tell_once("vdevice_peer_unknown", 0, consequence="the socket alone says who registers")
+        return peer
+
+    async def _check(self, claim: Claim, peer: PeerIdentity | None) -> None:
+        """
+        Raises:
+            _Disagreement: peer, message and socket do not name one container.
+        """
+        if peer is not None:
+            await self._check_peer(peer)
+        if claim.pod_uids - {self._key.pod_uid}:
+            raise _Disagreement(f"the message names pod {min(claim.pod_uids - {self._key.pod_uid})}")
+        if claim.container is not None and claim.container != self._key.container:
+            raise _Disagreement(f"the message names container {claim.container!r}")
+        if claim.container_id is None:
+            return
+        if peer is not None and peer.container_id is not None:
+            if peer.container_id != claim.container_id:
+                raise _Disagreement(f"the message names container {claim.container_id}, the caller is another one")
+        elif await self._find_container(claim.container_id) != self._key:
+            raise _Disagreement(f"the message names container {claim.container_id}, which is not this socket's")
+
+    async def _check_peer(self, peer: PeerIdentity) -> None:
+        if peer.pod_uid is None and peer.container_id is None:
+            raise _Disagreement("the calling process is in no container")
+        if peer.pod_uid is not None and peer.pod_uid != self._key.pod_uid:
+            raise _Disagreement(f"the calling process is in pod {peer.pod_uid}")
+        if peer.container_id is not None and await self._find_container(peer.container_id) != self._key:
+            raise _Disagreement(f"the calling process is in container {peer.container_id}")
+
+    def _tell_once(self, event: str, pid: int, **fields: Any) -> None:
+        if (event, pid) in self._told or not self._lines.take():
+            return
+        self._told[event, pid] = None
+        if len(self._told) > _TOLD_LIMIT:
+            self._told.popitem(last=False)
+        self._log.warning(event, **({"pid": pid} if pid else {}), **fields)
+
+
+class _Disagreement(Exception):  # noqa: N818 - a finding about the peer, answered PERMISSION_DENIED
+    """Who calls, or what is claimed, is not the container of this socket."""
+
+
+@contextmanager
+def _faults_as_answers(call_s: float) -> Iterator[None]:
+    try:
+        yield
+    except (InvalidClaim, MalformedMessageError) as e:
+        raise GRPCError(Status.INVALID_ARGUMENT, str(e)) from e
+    except TimeoutError as e:
+        text = f"the registration was not through within {call_s:g} s, its request's arrival included; try again"
+        raise GRPCError(Status.DEADLINE_EXCEEDED, text) from e
+    except NotFound as e:
+        raise GRPCError(Status.NOT_FOUND, str(e)) from e
+    except Unavailable as e:
+        raise GRPCError(Status.UNAVAILABLE, str(e)) from e
+
+
+def _peer_pid(stream: Stream[Any, Any]) -> int:
+    """0 where it cannot be seen: a process of a PID namespace beside or above the agent's."""
+    credentials = peer_credentials(stream.peer._transport)  # grpclib's Peer tells the address only
+    return credentials.pid if credentials is not None else 0

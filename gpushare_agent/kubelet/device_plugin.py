@@ -1,0 +1,281 @@
+"""The device-plugin service of one resource: the kubelet's five methods, mapped to an admission handler.
+
+Not for deciding anything: the handler does. Not for sockets and registration: kubelet/registration.py does. Requests
+are decoded by kit/wire_scan.py and large answers are encoded by hand, because every admission of the node waits here.
+
+State owned: the ListAndWatch streams that are open.
+Format: protos/deviceplugin.proto.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import structlog
+from grpclib import GRPCError, Status
+from grpclib.const import Cardinality, Handler
+from grpclib.server import Stream
+
+from gpushare_agent.kit.grpc_codec import Decoder
+from gpushare_agent.kit.wire_build import bytes_field, string_list
+from gpushare_agent.kit.wire_scan import (
+    PreferredContainer,
+    PreferredRequest,
+    decode_allocate,
+    decode_pre_start,
+    decode_preferred_allocation,
+)
+from gpushare_agent.kubelet.device_plugin_answers import container_response, refusal
+from gpushare_agent.model.allocations import ContainerEdits
+from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.names import split_device_id
+from gpushare_agent.wire import v1beta1
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+CALL_TIMEOUT_S = 5.0
+"""The kubelet sets no deadline for GetPreferredAllocation and Allocate, and the whole node waits for them."""
+PRE_START_TIMEOUT_S = 20.0
+"""The kubelet gives PreStartContainer 30 s; this leaves time for the answer to say what was slow."""
+
+FAST_DECODERS: Mapping[type, Decoder] = {
+    v1beta1.PreferredAllocationRequest: decode_preferred_allocation,
+    v1beta1.AllocateRequest: decode_allocate,
+    v1beta1.PreStartContainerRequest: decode_pre_start,
+}
+"""For the GrpcServer that serves a DevicePlugin: its handlers expect requests decoded like this."""
+
+
+class AdmissionHandler(Protocol):
+    """Decides what the kubelet's calls ask. A refusal is a value; an exception is a bug or an outage."""
+
+    async def preferred(
+        self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
+    ) -> Sequence[str]: ...
+
+    async def allocate(self, resource: str, ids: Sequence[str]) -> ContainerEdits | Refused: ...
+
+    async def pre_start(self, resource: str, ids: Sequence[str]) -> Refused | None: ...
+
+
+class RpcObserver(Protocol):
+    """Told of each call that ended; must not block. `code` is the gRPC status name, "OK" for an answer."""
+
+    def rpc_finished(self, resource: str, method: str, code: str, duration_s: float) -> None: ...
+
+
+class DeviceList(Protocol):
+    """What ListAndWatch sends."""
+
+    def encode(self) -> bytes: ...
+
+    async def wait_change(self, seen: int) -> int: ...
+
+
+class DevicePlugin:
+    """Answers for one resource. Serve it with a GrpcServer that has FAST_DECODERS.
+
+    `on_streams_changed` is called whenever a ListAndWatch stream opens or ends.
+    """
+
+    def __init__(
+        self,
+        resource: str,
+        table: DeviceList,
+        handler: AdmissionHandler,
+        pre_start_required: bool,
+        metrics: RpcObserver,
+        *,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+    ) -> None:
+        self.resource = resource
+        self.on_streams_changed: Callable[[], None] = lambda: None
+        self._table = table
+        self._handler = handler
+        self._pre_start_required = pre_start_required
+        self._metrics = metrics
+        self._call_timeout_s = call_timeout_s
+        self._waits: dict[Stream[Any, Any], asyncio.Timeout] = {}
+
+    @property
+    def options(self) -> v1beta1.DevicePluginOptions:
+        return v1beta1.DevicePluginOptions(
+            pre_start_required=self._pre_start_required, get_preferred_allocation_available=True
+        )
+
+    @property
+    def open_streams(self) -> int:
+        """The number of ListAndWatch streams; the kubelet uses the plugin only while it has one."""
+        return len(self._waits)
+
+    def end_streams(self) -> None:
+        """Lets every open ListAndWatch stream return, with status OK. Later streams are not affected."""
+        now = asyncio.get_running_loop().time()
+        for wait in self._waits.values():
+            if not wait.expired():
+                wait.reschedule(now)
+
+    def __mapping__(self) -> dict[str, Handler]:
+        return {
+            "/v1beta1.DevicePlugin/GetDevicePluginOptions": Handler(
+                self._serve_options, Cardinality.UNARY_UNARY, v1beta1.Empty, v1beta1.DevicePluginOptions
+            ),
+            "/v1beta1.DevicePlugin/ListAndWatch": Handler(
+                self._serve_list, Cardinality.UNARY_STREAM, v1beta1.Empty, v1beta1.ListAndWatchResponse
+            ),
+            "/v1beta1.DevicePlugin/GetPreferredAllocation": Handler(
+                self._serve_preferred,
+                Cardinality.UNARY_UNARY,
+                v1beta1.PreferredAllocationRequest,
+                v1beta1.PreferredAllocationResponse,
+            ),
+            "/v1beta1.DevicePlugin/Allocate": Handler(
+                self._serve_allocate, Cardinality.UNARY_UNARY, v1beta1.AllocateRequest, v1beta1.AllocateResponse
+            ),
+            "/v1beta1.DevicePlugin/PreStartContainer": Handler(
+                self._serve_pre_start,
+                Cardinality.UNARY_UNARY,
+                v1beta1.PreStartContainerRequest,
+                v1beta1.PreStartContainerResponse,
+            ),
+        }
+
+    async def _serve_options(self, stream: Stream[Any, Any]) -> None:
+        await _request(stream)
+        await stream.send_message(self.options)
+
+    async def _serve_list(self, stream: Stream[Any, Any]) -> None:
+        await _request(stream)
+        seen = -1
+        try:
+            async with asyncio.timeout(None) as wait:
+                self._waits[stream] = wait
+                self.on_streams_changed()
+                while True:
+                    seen = await self._table.wait_change(seen)
+                    await stream.send_message(self._table.encode())
+                    log.debug("device_list_sent", resource=self.resource, version=seen)
+        except TimeoutError:
+            return  # end_streams(): grpclib ends the stream with status OK
+        finally:
+            self._waits.pop(stream, None)
+            self.on_streams_changed()
+
+    async def _serve_preferred(self, stream: Stream[Any, Any]) -> None:
+        request: PreferredRequest = await _request(stream)
+        started = time.perf_counter()
+        deadline = asyncio.get_running_loop().time() + self._call_timeout_s
+        answers = []
+        code = Status.OK.name
+        for container in request.container_requests:
+            ids, code = await self._prefer(container, deadline)
+            answers.append(bytes_field(1, string_list(1, ids)))
+        await stream.send_message(b"".join(answers))
+        self._metrics.rpc_finished(self.resource, "GetPreferredAllocation", code, time.perf_counter() - started)
+
+    async def _prefer(self, container: PreferredContainer, deadline: float) -> tuple[Sequence[str], str]:
+        """The handler's advice; empty where it fails, because an error here rejects the pod with a worse message."""
+        fields = {"resource": self.resource, "offered": len(container.available), "asked": container.size}
+        try:
+            async with asyncio.timeout_at(deadline):
+                ids = await self._handler.preferred(
+                    self.resource, container.available, container.must_include, container.size
+                )
+        except TimeoutError:
+            log.warning("preferred_allocation_timed_out", timeout_s=self._call_timeout_s, **fields)
+            return (), Status.DEADLINE_EXCEEDED.name
+        except Exception:  # a servicer's edge: Allocate can explain better, and the traceback is in the log
+            log.exception("preferred_allocation_failed", **fields)
+            return (), Status.INTERNAL.name
+        return ids, Status.OK.name
+
+    async def _serve_allocate(self, stream: Stream[Any, Any]) -> None:
+        containers: list[list[str]] = await _request(stream)
+        edits = await self._answer("Allocate", containers, self._allocate(containers), self._call_timeout_s)
+        await stream.send_message(v1beta1.AllocateResponse(container_responses=[container_response(e) for e in edits]))
+
+    async def _allocate(self, containers: Sequence[Sequence[str]]) -> list[ContainerEdits]:
+        answers = []
+        for ids in containers:
+            outcome = await self._handler.allocate(self.resource, ids)
+            if isinstance(outcome, Refused):
+                raise refusal(outcome)
+            answers.append(outcome)
+        return answers
+
+    async def _serve_pre_start(self, stream: Stream[Any, Any]) -> None:
+        ids: list[str] = await _request(stream)
+        await self._answer("PreStartContainer", [ids], self._pre_start(ids), PRE_START_TIMEOUT_S)
+        await stream.send_message(v1beta1.PreStartContainerResponse())
+
+    async def _pre_start(self, ids: Sequence[str]) -> None:
+        refused = await self._handler.pre_start(self.resource, ids)
+        if refused is not None:
+            raise refusal(refused)
+
+    async def _answer(
+        self, method: str, containers: Sequence[Sequence[str]], call: Coroutine[Any, Any, T], timeout_s: float
+    ) -> T:
+        """Awaits `call`, reports how it ended, and turns its faults into texts for the pod's owner."""
+        started = time.perf_counter()
+        code, detail = Status.CANCELLED, "the caller went away"
+        try:
+            answer = await self._bounded(method, call, timeout_s)
+            code, detail = Status.OK, ""
+        except GRPCError as e:
+            code, detail = e.status, e.message or ""
+            raise
+        finally:
+            self._finish(method, containers, code, detail, time.perf_counter() - started)
+        return answer
+
+    async def _bounded(self, method: str, call: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await call
+        except GRPCError:
+            raise
+        except TimeoutError as e:
+            text = (
+                f"{method} of {self.resource} was not decided within {timeout_s:g} s, so the container is refused; "
+                f"create the pod again, and look into the log of the node's GPU agent if this repeats"
+            )
+            raise GRPCError(Status.DEADLINE_EXCEEDED, text) from e
+        except Exception as e:  # a servicer's edge: the pod's owner gets an answer, the log the traceback
+            log.exception("device_plugin_call_failed", method=method, resource=self.resource)
+            text = (
+                f"{method} of {self.resource} failed by a fault of the GPU agent; "
+                f"its log on this node has the traceback (event device_plugin_call_failed)"
+            )
+            raise GRPCError(Status.INTERNAL, text) from e
+
+    def _finish(
+        self, method: str, containers: Sequence[Sequence[str]], code: Status, detail: str, took_s: float
+    ) -> None:
+        """The one log line and the metric of a call."""
+        report = log.info if code is Status.OK else log.warning
+        report(
+            "allocate" if method == "Allocate" else "pre_start_container",
+            resource=self.resource,
+            units=sum(len(ids) for ids in containers),
+            cards=_cards(containers),
+            code=code.name,
+            duration_ms=round(took_s * 1000, 2),
+            **({"detail": detail} if detail else {}),
+        )
+        self._metrics.rpc_finished(self.resource, method, code.name, took_s)
+
+
+async def _request(stream: Stream[Any, Any]) -> Any:
+    """The request as FAST_DECODERS left it; a call without one never gets here (kit/grpc_server.py)."""
+    return await stream.recv_message()
+
+
+def _cards(containers: Sequence[Sequence[str]]) -> list[str]:
+    """The cards that the IDs name, for the log."""
+    split = (split_device_id(device) for ids in containers for device in ids)
+    return sorted({named[0] for named in split if named is not None})

@@ -1,0 +1,167 @@
+"""The kubelet's PodResources API v1, over its unix socket.
+
+Only kubelet/pod_resources_gate.py may call `list_entries`: a List while an Allocate is open makes the kubelet forget the
+IDs in flight and give them to a second pod (measured). `get_pod` is free of this; kubelets have it from 1.34 on.
+
+A List answer has about 95 bytes per device ID and is read inside admissions, so it is kept as bytes and only what a
+decision needs is decoded (`PodListing`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from grpclib import GRPCError, Status
+from grpclib.client import Channel
+from grpclib.const import Cardinality
+from grpclib.encoding.base import CodecBase
+from grpclib.exceptions import StreamTerminatedError
+
+from gpushare_agent.kit.wire_scan import MalformedMessageError, PodEntry, scan_pod_entries, scan_single_pod
+from gpushare_agent.kubelet.pod_resources_wire import decode_pod_entry
+from gpushare_agent.kubelet.records import ListedPod
+from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
+from gpushare_agent.wire.v1 import GetPodResourcesRequest
+
+SERVICE = "/v1.PodResourcesLister"
+RATE_LIMIT_PAUSE_S = 0.015
+"""The kubelet allows 100 calls a second: a refused one is tried again a little later than the next free slot."""
+
+
+class PodListing:
+    """One pod of a List answer, decoded as far as it is asked about. Raises Corrupt where the bytes are no message."""
+
+    __slots__ = ("_body", "_decoded", "name", "namespace")
+
+    def __init__(self, entry: PodEntry) -> None:
+        self.namespace = entry.namespace
+        self.name = entry.name
+        self._body = entry.body
+        self._decoded: ListedPod | None = None
+
+    def count_ids(self, resource: str) -> int:
+        """The number of ContainerDevices entries of the resource: measured kubelets make one for each ID."""
+        return self._body.count(b"\n" + bytes((len(resource),)) + resource.encode())
+
+    def holds(self, resource: str) -> Mapping[str, int]:
+        return {c.name: len(ids) for c in self.decoded().containers if (ids := c.devices.get(resource))}
+
+    def decoded(self) -> ListedPod:
+        if self._decoded is None:
+            try:
+                self._decoded = decode_pod_entry(self._body)
+            except MalformedMessageError as e:
+                raise Corrupt(f"PodResources answer, pod {self.namespace}/{self.name}: {e}") from e
+        return self._decoded
+
+
+class _BytesCodec(CodecBase):
+    """Leaves answers as bytes; encodes requests."""
+
+    __content_subtype__ = "proto"
+
+    def encode(self, message: object, message_type: object) -> bytes:
+        return bytes(message)  # type: ignore[call-overload, no-any-return]  # messages of betterproto2 and bytes both do
+
+    def decode(self, data: bytes, message_type: object) -> bytes:
+        return data
+
+
+class PodResourcesClient:
+    """A connection for each method, so that a stalled Get cuts off no List of an admission; opened anew after a fault."""
+
+    def __init__(self, socket_path: Path) -> None:
+        self._path = socket_path
+        self._channels: dict[str, Channel] = {}
+        self._has_get: bool | None = None
+
+    @property
+    def has_get(self) -> bool | None:
+        """Whether the kubelet answers Get; None until it was tried."""
+        return self._has_get
+
+    async def list_entries(self, *, timeout_s: float) -> Sequence[PodListing]:
+        """Every pod that the kubelet knows devices or containers of, undecoded.
+
+        Retries the kubelet's rate limit within the time. Raises Unavailable (socket absent, stalled, still limited),
+        Corrupt (no PodResources message).
+        """
+        data = await self._call("List", b"", timeout_s)
+        try:
+            return [PodListing(entry) for entry in scan_pod_entries(data)]
+        except MalformedMessageError as e:
+            raise Corrupt(f"PodResources List at {self._path} answered no valid message: {e}") from e
+
+    async def get_pod(self, namespace: str, name: str, *, timeout_s: float) -> PodListing:
+        """One pod. Raises NotFound, Rejected (this kubelet has no Get), Unavailable, Corrupt."""
+        request = bytes(GetPodResourcesRequest(pod_name=name, pod_namespace=namespace))
+        try:
+            data = await self._call("Get", request, timeout_s)
+        except Rejected:
+            self._has_get = False
+            raise
+        self._has_get = True
+        try:
+            entry = scan_single_pod(data)
+        except MalformedMessageError as e:
+            raise Corrupt(f"PodResources Get at {self._path} answered no valid message: {e}") from e
+        if entry is None:
+            raise NotFound(f"pod {namespace}/{name} is not known to the kubelet")
+        return PodListing(entry)
+
+    def forget(self) -> None:
+        """The kubelet restarted: connect anew, and find out again what it can do."""
+        self._has_get = None
+        self.close()
+
+    def close(self) -> None:
+        for method in list(self._channels):
+            self._drop(method)
+
+    def _drop(self, method: str) -> None:
+        channel = self._channels.pop(method, None)
+        if channel is not None:
+            channel.close()
+
+    async def _call(self, method: str, request: bytes, timeout_s: float) -> bytes:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        return await self._unary(method, request)
+                    except GRPCError as e:
+                        if e.status is not Status.RESOURCE_EXHAUSTED:
+                            raise _renamed(e, method, self._path) from e
+                    await asyncio.sleep(RATE_LIMIT_PAUSE_S)
+        except TimeoutError as e:
+            self._drop(method)
+            raise Unavailable(f"PodResources {method} at {self._path} did not answer within {timeout_s:g} s") from e
+        except (OSError, StreamTerminatedError, ssl.SSLError) as e:
+            self._drop(method)
+            raise Unavailable(f"PodResources {method} at {self._path} failed: {e or type(e).__name__}") from e
+
+    async def _unary(self, method: str, request: bytes) -> bytes:
+        channel = self._channels.get(method)
+        if channel is None:
+            channel = self._channels[method] = Channel(path=str(self._path), codec=_BytesCodec())
+        stream = channel.request(f"{SERVICE}/{method}", Cardinality.UNARY_UNARY, bytes, bytes)
+        try:
+            async with stream:
+                await stream.send_message(request, end=True)
+                answer = await stream.recv_message()
+        finally:
+            if channel is not self._channels.get(method):  # dropped meanwhile, maybe before its connection was made
+                channel.close()
+        return answer if answer is not None else b""
+
+
+def _renamed(error: GRPCError, method: str, path: Path) -> Exception:
+    text = error.message or error.status.name
+    if method == "Get" and (error.status is Status.UNIMPLEMENTED or "disabled" in text):
+        return Rejected(f"this kubelet has no PodResources Get: {text}")
+    if error.status is Status.NOT_FOUND or "not found" in text:
+        return NotFound(text)
+    return Unavailable(f"PodResources {method} at {path} answered {error.status.name}: {text}")

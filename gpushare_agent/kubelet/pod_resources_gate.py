@@ -1,0 +1,153 @@
+"""The one gate through which every PodResources List goes.
+
+A List while an Allocate is open makes the kubelet forget the device IDs in flight and offer them to the next pod
+(measured on every version). So a List is sent only
+
+- from inside a GetPreferredAllocation, when no Allocate is open (the kubelet itself has none open then), or
+- outside, when no admission is under way and none was for `quiet_s`; a GetPreferredAllocation that arrives meanwhile
+  waits until that List has been answered.
+
+State: how many GetPreferredAllocations and Allocates are open, whether an outside List runs, when the last call ended.
+An Allocate cannot be held back (the kubelet has opened it before we hear of it); one that meets a List is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Protocol
+
+from gpushare_agent.kubelet.pod_resources import PodListing
+from gpushare_agent.model.errors import Unavailable
+
+
+class Lister(Protocol):
+    async def list_entries(self, *, timeout_s: float) -> Sequence[PodListing]: ...
+
+
+class PodResourcesGate:
+    """Counts what the kubelet has open towards us and lets Lists through when they do no harm."""
+
+    def __init__(
+        self,
+        lister: Lister,
+        *,
+        clock: Callable[[], float],
+        quiet_s: float = 0.1,
+        list_timeout_s: float = 1.0,
+        on_list: Callable[[str], None] = lambda purpose: None,
+        on_overlap: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._lister = lister
+        self._clock = clock
+        self._quiet_s = quiet_s
+        self._list_timeout_s = list_timeout_s
+        self._on_list = on_list
+        self._on_overlap = on_overlap
+        self._preferring = 0
+        self._allocating = 0
+        self._listing = 0
+        self._is_outside = False
+        self._last_call_at = float("-inf")
+        self._changed = asyncio.Event()
+
+    @property
+    def is_idle(self) -> bool:
+        """No call of an admission is open."""
+        return not self._preferring and not self._allocating
+
+    @asynccontextmanager
+    async def preferring(self) -> AsyncIterator[InsideList]:
+        """The time of one GetPreferredAllocation; gives the right to List inside it."""
+        self._preferring += 1
+        try:
+            while self._is_outside:
+                await self._wait()
+            yield InsideList(self._list_inside)
+        finally:
+            self._preferring -= 1
+            self._call_ended()
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        """The time of one Allocate."""
+        self._allocating += 1
+        if self._listing:
+            self._on_overlap()
+        try:
+            yield
+        finally:
+            self._allocating -= 1
+            self._call_ended()
+
+    @asynccontextmanager
+    async def quiet_list(self, purpose: str, *, wait_s: float) -> AsyncIterator[Sequence[PodListing]]:
+        """A List between admissions. Until the block ends no GetPreferredAllocation goes on, so keep it short and free
+        of awaits: what is read is then still true. Raises Unavailable (also where admissions do not pause within
+        `wait_s`), Corrupt."""
+        try:
+            async with asyncio.timeout(wait_s):
+                while not self._is_quiet():
+                    await self._wait(self._quiet_s)
+        except TimeoutError as e:
+            raise Unavailable(f"admissions did not pause for {self._quiet_s:g} s within {wait_s:g} s") from e
+        self._is_outside = True
+        try:
+            yield await self._list(purpose)
+        finally:
+            self._is_outside = False
+            self._notify()
+
+    @asynccontextmanager
+    async def quiet(self) -> AsyncIterator[None]:
+        """The time between admissions, without a List."""
+        while not self._is_quiet():
+            await self._wait(self._quiet_s)
+        yield
+
+    def _is_quiet(self) -> bool:
+        return self.is_idle and not self._is_outside and self._clock() - self._last_call_at >= self._quiet_s
+
+    async def _list_inside(self) -> Sequence[PodListing]:
+        try:
+            async with asyncio.timeout(self._list_timeout_s):
+                while self._allocating:
+                    await self._wait()
+        except TimeoutError as e:
+            raise Unavailable("an Allocate of another container stays open, so the kubelet cannot be asked") from e
+        return await self._list("admission")
+
+    async def _list(self, purpose: str) -> Sequence[PodListing]:
+        self._on_list(purpose)
+        self._listing += 1
+        try:
+            return await self._lister.list_entries(timeout_s=self._list_timeout_s)
+        finally:
+            self._listing -= 1
+
+    def _call_ended(self) -> None:
+        self._last_call_at = self._clock()
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _wait(self, at_most_s: float | None = None) -> None:
+        try:
+            async with asyncio.timeout(at_most_s):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+
+class InsideList:
+    """The right to List, held by a GetPreferredAllocation while it is open."""
+
+    def __init__(self, list_inside: Callable[[], Awaitable[Sequence[PodListing]]]) -> None:
+        self._list_inside = list_inside
+
+    async def list_entries(self) -> Sequence[PodListing]:
+        """What the kubelet lists now. Raises Unavailable, Corrupt."""
+        return await self._list_inside()

@@ -1,0 +1,189 @@
+"""What all HTTP answers share: headers that protect a browser, JSON, gzip, entity tags, strict reading of queries.
+
+Not here: which paths there are. No state. aiohttp is imported inside the functions, see observability/http/server.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+CONTENT_SECURITY_POLICY = "; ".join(
+    (
+        "default-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "object-src 'none'",
+        "require-trusted-types-for 'script'",
+    )
+)
+SECURITY_HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "X-Frame-Options": "DENY",
+    "Server": "gpushare-agent",  # aiohttp would tell its version and Python's
+}
+GZIP_FROM_BYTES = 1400
+"""Below this an answer fits one packet and packing it gains nothing."""
+GZIP_LEVEL = 1
+"""A third of the size for a tenth of the time: this runs on the event loop."""
+
+SLICE_S = 0.004
+"""How long an answer is worked at before the rest of the agent has its turn."""
+THREAD_FROM_BYTES = 256 * 1024
+"""From here on packing takes longer than handing it to a thread; meanwhile the loop runs."""
+
+_SHOWN_CHARACTERS = 60
+_GZIP = re.compile(r"(?:^|,)\s*(?:gzip|x-gzip|\*)\s*(?:;\s*q=([0-9.]+))?\s*(?=,|$)", re.IGNORECASE)
+_HTML = re.compile(r"(?:^|,)\s*text/html\s*(?:;|,|$)", re.IGNORECASE)
+
+
+class BadQueryError(Exception):
+    """The query cannot be used. The text is for whoever wrote it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    """A whole number in a query, between two bounds."""
+
+    default: int
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """A text in a query; `choices` where only some are known. Empty where it is not given."""
+
+    most_characters: int
+    choices: tuple[str, ...] = ()
+
+
+def read_query(query: Mapping[str, str], known: Mapping[str, Number | Word]) -> dict[str, Any]:
+    """The values of all `known` parameters.
+
+    Raises:
+        BadQueryError: a parameter that is not known, given twice, out of its bounds, or no number.
+    """
+    names = [name for name, _ in query.items()]  # keys() of a multidict tells a repeated one once
+    for name in names:
+        if name not in known:
+            raise BadQueryError(
+                f"the parameter {shown(name)} is not known here; known: {', '.join(sorted(known)) or 'none'}"
+            )
+        if names.count(name) > 1:
+            raise BadQueryError(f"the parameter {name} is given twice")
+    return {name: _value(name, query.get(name), kind) for name, kind in known.items()}
+
+
+def _value(name: str, text: str | None, kind: Number | Word) -> int | str:
+    if isinstance(kind, Number):
+        if text is None:
+            return kind.default
+        if not re.fullmatch(r"[0-9]{1,18}", text) or not kind.least <= int(text) <= kind.most:
+            raise BadQueryError(f"{name}={shown(text)}: a whole number from {kind.least} to {kind.most} is asked for")
+        return int(text)
+    if text is None:
+        return ""
+    if kind.choices and text not in kind.choices:
+        raise BadQueryError(f"{name}={shown(text)}: one of {', '.join(kind.choices)} is asked for")
+    if not 0 < len(text) <= kind.most_characters:
+        raise BadQueryError(f"{name}: a text of 1 to {kind.most_characters} characters is asked for")
+    return text
+
+
+def shown(text: str) -> str:
+    """A stranger's text as it may stand in a message: bounded, quoted, without control characters."""
+    cut = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
+    return json.dumps(cut, ensure_ascii=False)
+
+
+def accepts_gzip(request: web.BaseRequest) -> bool:
+    found = _GZIP.search(request.headers.get("Accept-Encoding", ""))
+    return found is not None and (found[1] is None or found[1].strip("0.") != "")
+
+
+def accepts_html(request: web.BaseRequest) -> bool:
+    """True for a browser, which names text/html; curl and programs accept anything and get text."""
+    return _HTML.search(request.headers.get("Accept", "")) is not None
+
+
+def encode(document: Any) -> bytes:
+    """Compact JSON."""
+    return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def json_answer(request: web.BaseRequest, document: Any, *, status: int = 200) -> web.Response:
+    """The document, packed where that is asked for and worth it; never kept by a cache."""
+    body = JsonBody(encode(document))
+    return body.response(is_packed=body.is_worth_packing and accepts_gzip(request), status=status)
+
+
+class JsonBody:
+    """An answer that is encoded once, and packed once, for all who ask for it."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text + b"\n"
+        self._packed: bytes | None = None
+
+    @property
+    def is_worth_packing(self) -> bool:
+        return len(self.text) >= GZIP_FROM_BYTES
+
+    async def answer(self, request: web.BaseRequest) -> web.Response:
+        """A large one is packed in a thread."""
+        is_packed = self.is_worth_packing and accepts_gzip(request)
+        if is_packed and self._packed is None and len(self.text) >= THREAD_FROM_BYTES:
+            self._packed = await asyncio.to_thread(_pack, self.text)
+        return self.response(is_packed=is_packed)
+
+    def response(self, *, is_packed: bool, status: int = 200) -> web.Response:
+        from aiohttp import web
+
+        headers = {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
+        body = self.text
+        if is_packed:
+            if self._packed is None:
+                self._packed = _pack(self.text)
+            body = self._packed
+            headers["Content-Encoding"] = "gzip"
+        return web.Response(status=status, body=body, content_type="application/json", charset="utf-8", headers=headers)
+
+
+async def join_in_slices(pieces: Iterable[bytes]) -> bytes:
+    """All pieces, with a turn of the loop whenever making them has taken SLICE_S. They must not change meanwhile."""
+    found: list[bytes] = []
+    began_at = time.monotonic()
+    for piece in pieces:
+        found.append(piece)
+        if time.monotonic() - began_at >= SLICE_S:
+            await asyncio.sleep(0)
+            began_at = time.monotonic()
+    return b"".join(found)
+
+
+def _pack(text: bytes) -> bytes:
+    return gzip.compress(text, GZIP_LEVEL, mtime=0)
+
+
+def bad_query(request: web.BaseRequest, error: BadQueryError) -> web.Response:
+    return json_answer(request, {"error": str(error)}, status=400)
+
+
+async def add_security_headers(_request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Every answer carries them: a text that a browser takes for a page must be as harmless as the page."""
+    for name, value in SECURITY_HEADERS.items():
+        response.headers[name] = value

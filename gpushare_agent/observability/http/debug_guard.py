@@ -1,0 +1,148 @@
+"""Who may read the debug pages: this host's own, or the bearers of a token; never a web page in somebody's browser.
+
+| danger | answer |
+|---|---|
+| the listener is reachable from other hosts | a token file is required, else the agent does not start |
+| a web page calls localhost (kubectl port-forward) | requests that a browser marks as another page's are refused |
+| a name of the attacker's that resolves to 127.0.0.1 | on a loopback address only this host's names are served |
+| guessing the token byte by byte | digests are compared, in constant time |
+
+State owned: the token's digest and when it was read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from gpushare_agent.kit.daemon_thread import DaemonThread
+from gpushare_agent.kit.tcp_listeners import is_loopback
+from gpushare_agent.model.errors import StartupError, Unavailable
+from gpushare_agent.settings.observation import DebugSettings
+
+log = structlog.get_logger(__name__)
+
+READ_AGAIN_S = 1.0
+MIN_TOKEN_BYTES = 16
+_MAX_TOKEN_BYTES = 4096
+_READ_TIMEOUT_S = 2.0
+_HOST = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[^\[\]:\s]+))(?::[0-9]{1,5})?")
+
+
+def is_for_this_host(addr: str) -> bool:
+    """Whether only programs of this host reach this address. Of names only `localhost` is believed (and checked later)."""
+    return addr == "localhost" or is_loopback(addr)
+
+
+def check_debug_settings(settings: DebugSettings) -> None:
+    """Raises StartupError where other hosts could read the debug pages without a token."""
+    if not settings.addr or settings.token_file is not None or is_for_this_host(settings.addr):
+        return
+    raise StartupError(
+        f"debug.addr is {settings.addr}, which other hosts may reach, and debug.token_file is empty: the debug pages show "
+        "every pod of the node and can slow the agent down. Name a file with a token, or leave debug.addr at localhost and "
+        "use kubectl port-forward; an empty debug.addr switches the pages off"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denied:
+    """The HTTP status of a refusal and its text."""
+
+    status: int
+    text: str
+
+
+class HasHeaders(Protocol):
+    """Of a request: all values of a header."""
+
+    def getall(self, key: str, default: list[str]) -> list[str]: ...
+
+
+class Guard:
+    """`token_file` None: no token is asked for, and only this host's names are served."""
+
+    def __init__(self, token_file: Path | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._token = _TokenFile(token_file, clock) if token_file is not None else None
+
+    async def denies(self, headers: HasHeaders) -> Denied | None:
+        """Why this request is not answered, None where it is."""
+        if self._token is None and not _names_this_host(headers.getall("Host", [])):
+            return Denied(status=403, text="served are only localhost and loopback addresses as Host, one of them")
+        if headers.getall("Origin", []) or set(headers.getall("Sec-Fetch-Site", [])) - {"none", "same-origin"}:
+            return Denied(status=403, text="requests from web pages are not served; use curl, or type the address")
+        if self._token is None:
+            return None
+        return await self._token.denies(headers.getall("Authorization", []))
+
+
+class _TokenFile:
+    """The token, read again at most once in READ_AGAIN_S, so that a new one counts without a restart."""
+
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        self._path = path
+        self._clock = clock
+        self._thread = DaemonThread("debug-token", advice="Look at the disk or volume that the file is on.")
+        self._digest: bytes | None = None
+        self._read_at: float | None = None
+        self._complaint = ""
+
+    async def denies(self, presented: list[str]) -> Denied | None:
+        await self._read()
+        if self._digest is None:
+            return Denied(
+                status=503, text="the agent cannot use its token file: see event debug_token_unusable in its log"
+            )
+        scheme, _, token = presented[0].partition(" ") if len(presented) == 1 else ("", "", "")
+        is_right = hmac.compare_digest(_digest(token.strip().encode("utf-8", "surrogateescape")), self._digest)
+        if scheme.lower() == "bearer" and is_right:
+            return None
+        return Denied(status=401, text="a token is needed: send the header `Authorization: Bearer TOKEN`")
+
+    async def _read(self) -> None:
+        now = self._clock()
+        if self._read_at is not None and now - self._read_at < READ_AGAIN_S:
+            return
+        self._read_at = now
+        try:
+            token = await self._thread.call(self._read_file, f"reading {self._path}", _READ_TIMEOUT_S)
+        except (OSError, Unavailable) as e:
+            self._refuse_all(str(e))
+            return
+        if not MIN_TOKEN_BYTES <= len(token) <= _MAX_TOKEN_BYTES:
+            self._refuse_all(f"it holds no token of {MIN_TOKEN_BYTES} to {_MAX_TOKEN_BYTES} bytes")
+            return
+        self._digest, self._complaint = _digest(token), ""
+
+    def _read_file(self) -> bytes:
+        with self._path.open("rb") as file:
+            return file.read(_MAX_TOKEN_BYTES + 2).strip()
+
+    def _refuse_all(self, why: str) -> None:
+        self._digest = None
+        if why != self._complaint:
+            log.warning("debug_token_unusable", file=str(self._path), error=why, then="nobody is let in until it is")
+        self._complaint = why
+
+
+def _digest(token: bytes) -> bytes:
+    """Of equal length for every token, so that comparing tells nothing of it."""
+    return hashlib.sha256(token).digest()
+
+
+def _names_this_host(hosts: list[str]) -> bool:
+    """Read strictly, to the last character: what is no host and port at all names nobody."""
+    found = _HOST.fullmatch(hosts[0].strip().lower()) if len(hosts) == 1 else None
+    if found is None:
+        return False
+    if (ipv6 := found["ipv6"]) is not None:
+        return ":" in ipv6 and is_loopback(ipv6)
+    return is_for_this_host(found["name"])

@@ -1,0 +1,199 @@
+"""What changed between two documents of the node, small enough to be sent each second.
+
+Pure functions over the JSON of observability/node_snapshot.py. The format of a patch is docs/api.md. Uses are rounded
+to three digits, so that what nobody can see is not sent; and they come as lists in the order of CARD_USE and
+CONTAINER_USE, because with names 16 cards and 200 containers would take 60 KB a second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+Document = dict[str, Any]
+
+DIGITS = 3
+CARD_USE = (
+    "sm_ratio",
+    "memory_ratio",
+    "memory_used_bytes",
+    "temperature_celsius",
+    "power_watts",
+    "encoder_ratio",
+    "decoder_ratio",
+    "power_limit_watts",
+    "sm_clock_hertz",
+    "memory_clock_hertz",
+    "ecc_corrected_total",
+    "ecc_uncorrected_total",
+    "pcie_received_bytes_per_second",
+    "pcie_sent_bytes_per_second",
+    "nvlink_received_bytes_total",
+    "nvlink_sent_bytes_total",
+)
+CONTAINER_USE = ("sm_ratio", "memory_bytes", "encoder_ratio", "decoder_ratio")
+EXACT = frozenset({"ecc_corrected_total", "ecc_uncorrected_total", "pid"})
+"""Counts in which one more is news."""
+MOST_STRANGERS = 20
+"""Of one card, the largest: a node's other programs must not fill the stream."""
+_WHOLE_PARTS = ("schema", "node", "resources", "topology")
+
+
+def container_key(container: Mapping[str, Any]) -> str:
+    return f"{container['pod_uid']}/{container['container']}"
+
+
+def rounded(document: Document) -> Document:
+    """The document as the stream shows it: the baseline of the patches that follow."""
+    return {
+        **document,
+        "at": round(document["at"], 1),
+        "agent": {**document["agent"], "sampled_at": _moment(document["agent"]["sampled_at"])},
+        "cards": [_rounded_card(card) for card in document["cards"]],
+        "containers": [
+            {**container, "cards": [{**held, "usage": _rounded(held["usage"])} for held in container["cards"]]}
+            for container in document["containers"]
+        ],
+    }
+
+
+def patch(old: Document, new: Document) -> Document:
+    """What turns `old` into `new`, both rounded; empty where nothing changed but the time."""
+    found = {name: new[name] for name in _WHOLE_PARTS if old[name] != new[name]}
+    _put(found, "agent", _changed(old["agent"], new["agent"]))
+    old_cards, new_cards = _by_uuid(old), _by_uuid(new)
+    old_containers, new_containers = _by_key(old), _by_key(new)
+    _put(found, "cards", dict(_changed_cards(old_cards, new_cards)))
+    _put(found, "card_use", dict(_changed_card_use(old_cards, new_cards)))
+    _put(found, "containers", dict(_changed_containers(old_containers, new_containers)))
+    _put(found, "container_use", dict(_changed_container_use(old_containers, new_containers)))
+    _put(found, "gone", sorted({*old_cards, *old_containers} - {*new_cards, *new_containers}))
+    return {"at": new["at"], **found} if found else {}
+
+
+def _put(found: Document, name: str, value: Any) -> None:
+    if value:
+        found[name] = value
+
+
+def _by_uuid(document: Document) -> dict[str, Document]:
+    return {card["uuid"]: card for card in document["cards"]}
+
+
+def _by_key(document: Document) -> dict[str, Document]:
+    return {container_key(container): container for container in document["containers"]}
+
+
+def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Document:
+    return {name: value for name, value in new.items() if name not in old or old[name] != value}
+
+
+def _changed_cards(old: Mapping[str, Document], new: Mapping[str, Document]) -> Iterator[tuple[str, Document]]:
+    """Cards with a change besides their numbers: the changed fields, `usage` whole where more than numbers changed."""
+    for uuid, card in new.items():
+        before = old.get(uuid)
+        if before is None:
+            yield uuid, card
+            continue
+        changed = _changed(before, card)
+        if _is_only_numbers(before["usage"], card["usage"], CARD_USE):
+            changed.pop("usage", None)
+        if changed:
+            yield uuid, changed
+
+
+def _changed_card_use(old: Mapping[str, Document], new: Mapping[str, Document]) -> Iterator[tuple[str, list[Any]]]:
+    for uuid, card in new.items():
+        before = old.get(uuid)
+        if (
+            before is not None
+            and before["usage"] != card["usage"]
+            and _is_only_numbers(before["usage"], card["usage"], CARD_USE)
+        ):
+            yield uuid, _numbers(card["usage"], CARD_USE)
+
+
+def _changed_containers(old: Mapping[str, Document], new: Mapping[str, Document]) -> Iterator[tuple[str, Document]]:
+    for key, container in new.items():
+        before = old.get(key)
+        if before is None or not _is_only_use(before, container):
+            yield key, container
+
+
+def _changed_container_use(
+    old: Mapping[str, Document], new: Mapping[str, Document]
+) -> Iterator[tuple[str, list[list[Any]]]]:
+    """`[[card's index, …], …]` of the cards on which the use changed."""
+    for key, container in new.items():
+        before = old.get(key)
+        if before is None or before == container or not _is_only_use(before, container):
+            continue
+        yield (
+            key,
+            [
+                [held["index"], *_numbers(held["usage"], CONTAINER_USE)]
+                for was, held in zip(before["cards"], container["cards"], strict=True)
+                if was != held
+            ],
+        )
+
+
+def _is_only_use(old: Document, new: Document) -> bool:
+    """True where the containers differ at most in the numbers of their use."""
+    if old == new:
+        return True
+    if any(old[name] != new[name] for name in new if name != "cards") or len(old["cards"]) != len(new["cards"]):
+        return False
+    return all(
+        {**was, "usage": None} == {**held, "usage": None}
+        and _is_only_numbers(was["usage"], held["usage"], CONTAINER_USE)
+        for was, held in zip(old["cards"], new["cards"], strict=True)
+    )
+
+
+def _is_only_numbers(old: Document | None, new: Document | None, names: Sequence[str]) -> bool:
+    if old is None or new is None:
+        return old is new
+    return all(old.get(name) == new.get(name) for name in {*old, *new} if name not in names)
+
+
+def _numbers(usage: Document | None, names: Sequence[str]) -> list[Any]:
+    """In the order of `names`, without the unknown ones at the end. Not for a use that is not known at all."""
+    values = [usage.get(name) for name in names] if usage is not None else []
+    while values and values[-1] is None:
+        values.pop()
+    return values
+
+
+def _rounded_card(card: Document) -> Document:
+    strangers = sorted(card["strangers"], key=lambda one: (-(one["memory_bytes"] or 0), one["pid"]))
+    return {
+        **card,
+        "usage": _rounded(card["usage"]),
+        "strangers": [_rounded(one) for one in strangers[:MOST_STRANGERS]],
+        "strangers_count": len(strangers),
+    }
+
+
+def _rounded(values: Document | None) -> Document | None:
+    if values is None:
+        return None
+    return {name: value if name in EXACT else _three_digits(value) for name, value in values.items()}
+
+
+def _three_digits(value: Any) -> Any:
+    """Ratios get three digits behind the point, other numbers three at all; whole numbers are written as such."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if not math.isfinite(value):
+        return None
+    if value == 0:
+        return 0
+    digits = DIGITS - 1 - math.floor(math.log10(abs(value)))
+    short = round(value, min(digits, DIGITS))
+    return int(short) if short == int(short) else short
+
+
+def _moment(at: float | None) -> float | None:
+    return None if at is None else round(at, 1)

@@ -1,0 +1,181 @@
+"""`/api/v1/node`, `/api/v1/history` and `/api/v1/decisions`: what is known of the node, as JSON for programs.
+
+The format is docs/api.md. Reads only. Whoever reaches the address may read, as with the metrics; a query is read
+strictly, so that a misspelt parameter is told and not ignored. No answer holds the loop for longer than some milliseconds:
+what is long is encoded in slices, and once for all who ask. The changes as they come are observability/http/live_stream.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gpushare_agent.model.decision_records import Candidate, DecisionRecord
+from gpushare_agent.observability.http.answers import (
+    BadQueryError,
+    JsonBody,
+    Number,
+    Word,
+    bad_query,
+    encode,
+    join_in_slices,
+    read_query,
+)
+from gpushare_agent.observability.node_snapshot import NodeSnapshot, node_document
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from gpushare_agent.observability.http.server import Handler, Route
+
+MOST_DECISIONS = 500
+DECISIONS_UNLESS_ASKED = 50
+MOST_NUMBER = 10**15
+MOST_KEPT_BYTES = 4 * 1024 * 1024
+"""A longer history is encoded again for the next one who asks."""
+_NODE: Mapping[str, Number | Word] = {}
+_HISTORY: Mapping[str, Number | Word] = {"only": Word(most_characters=10, choices=("cards", "containers"))}
+_DECISIONS: Mapping[str, Number | Word] = {
+    "namespace": Word(most_characters=63),
+    "pod": Word(most_characters=253),
+    "limit": Number(default=DECISIONS_UNLESS_ASKED, least=1, most=MOST_DECISIONS),
+    "after": Number(default=0, least=0, most=MOST_NUMBER),
+    "number": Number(default=0, least=1, most=MOST_NUMBER),
+}
+
+
+class Decisions(Protocol):
+    """The last decisions, newest first."""
+
+    def newest(
+        self, limit: int, *, namespace: str = "", pod: str = "", after: int = 0
+    ) -> tuple[DecisionRecord, ...]: ...
+
+
+class Curves(Protocol):
+    """observability/usage_history.py. `version` grows with each change."""
+
+    @property
+    def version(self) -> int: ...
+
+    def pieces(self, *, cards: bool, containers: bool) -> Iterable[bytes]: ...
+
+
+class NodeApi:
+    """`snapshot` is asked anew for each request. State owned: the last answers, for as long as they are true, and the JSON
+    of the decisions that were asked for last."""
+
+    def __init__(
+        self,
+        *,
+        snapshot: Callable[[], NodeSnapshot],
+        history: Curves,
+        decisions: Decisions,
+        kept_decisions: int,
+    ) -> None:
+        self._snapshot = snapshot
+        self._history = history
+        self._decisions = decisions
+        self._kept_decisions = kept_decisions
+        self._node: tuple[NodeSnapshot, JsonBody] | None = None
+        self._curves: dict[str, tuple[int, JsonBody]] = {}
+        self._encoded: dict[int, tuple[DecisionRecord, bytes]] = {}
+
+    def routes(self) -> list[Route]:
+        return [
+            ("/api/v1/node", _reading(_NODE, self._node_body)),
+            ("/api/v1/history", _reading(_HISTORY, self._history_body)),
+            ("/api/v1/decisions", _reading(_DECISIONS, self._decisions_body)),
+        ]
+
+    async def _node_body(self, _query: Mapping[str, Any]) -> JsonBody:
+        snapshot = self._snapshot()
+        if self._node is None or self._node[0] is not snapshot:
+            self._node = snapshot, JsonBody(encode(node_document(snapshot)))
+        return self._node[1]
+
+    async def _history_body(self, query: Mapping[str, Any]) -> JsonBody:
+        only, version = query["only"], self._history.version
+        known = self._curves.get(only)
+        if known is not None and known[0] == version:
+            return known[1]
+        pieces = self._history.pieces(cards=only != "containers", containers=only != "cards")
+        body = JsonBody(await join_in_slices(pieces))
+        self._curves.pop(only, None)
+        if len(body.text) <= MOST_KEPT_BYTES:
+            self._curves[only] = version, body
+        return body
+
+    async def _decisions_body(self, query: Mapping[str, Any]) -> JsonBody:
+        named = {"namespace": query["namespace"], "pod": query["pod"]}
+        if query["number"]:
+            newer = self._decisions.newest(self._kept_decisions, **named, after=query["number"] - 1)
+            found: Sequence[DecisionRecord] = [one for one in newer if one.number == query["number"]]
+        else:
+            found = self._decisions.newest(query["limit"], **named, after=query["after"])
+        return JsonBody(b'{"decisions":[' + await join_in_slices(self._decision_pieces(found)) + b"]}")
+
+    def _decision_pieces(self, records: Sequence[DecisionRecord]) -> Iterator[bytes]:
+        for index, record in enumerate(records):
+            known = self._encoded.get(record.number)
+            if known is None or known[0] is not record:
+                known = self._encoded[record.number] = record, encode(decision_document(record))
+                if len(self._encoded) > MOST_DECISIONS:
+                    del self._encoded[next(iter(self._encoded))]
+            yield b"," + known[1] if index else known[1]
+
+
+def decision_document(record: DecisionRecord) -> dict[str, Any]:
+    """The fields of DecisionRecord, enums as their values."""
+    return {**brief_decision(record), "candidates": [_candidate(one) for one in record.candidates]}
+
+
+def brief_decision(record: DecisionRecord) -> dict[str, Any]:
+    """Without the candidates. By hand: dataclasses.asdict, which copies every value, takes six times as long."""
+    asked = record.asked
+    return {
+        "number": record.number,
+        "at": record.at,
+        "namespace": record.namespace,
+        "pod": record.pod,
+        "pod_uid": record.pod_uid,
+        "container": record.container,
+        "resource": record.resource,
+        "outcome": record.outcome.value,
+        "reason": record.reason,
+        "explanation": record.explanation,
+        "policy": record.policy,
+        "cards": record.cards,
+        "asked": None
+        if asked is None
+        else {
+            "cores": asked.cores,
+            "memory_bytes": asked.memory_bytes,
+            "hint": asked.hint,
+            "must_cards": asked.must_cards,
+        },
+    }
+
+
+def _candidate(card: Candidate) -> dict[str, Any]:
+    return {
+        "index": card.index,
+        "uuid": card.uuid,
+        "is_healthy": card.is_healthy,
+        "free_cores": card.free_cores,
+        "free_memory_bytes": card.free_memory_bytes,
+        "total_memory_bytes": card.total_memory_bytes,
+        "is_chosen": card.is_chosen,
+        "verdict": card.verdict,
+    }
+
+
+def _reading(known: Mapping[str, Number | Word], make: Callable[[Mapping[str, Any]], Awaitable[JsonBody]]) -> Handler:
+    async def show(request: web.Request) -> web.StreamResponse:
+        try:
+            query = read_query(request.query, known)
+        except BadQueryError as error:
+            return bad_query(request, error)
+        return await (await make(query)).answer(request)
+
+    return show

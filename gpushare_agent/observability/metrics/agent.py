@@ -1,0 +1,339 @@
+"""The agent's metrics: counted where things happen, read at /metrics.
+
+Methods are named for the event and never fail. What is a state (cards, containers and their use) is not counted but made
+from the node's snapshot (metrics_node.py), so that no series outlives its pod. Label sets that are known from the start
+begin at zero, or rate() would miss the first event. The mutable state is the registry, one per instance, and the page of
+the node. Names kept from gpu-manager: docs/formats.md, section 8.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from gpushare_agent import __version__
+from gpushare_agent.model.errors import RefusalReason
+from gpushare_agent.observability.http.gzip import gzip_start, gzip_whole
+from gpushare_agent.observability.metrics.text import NodePage, families_text
+
+RPC_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+SAMPLING_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+METHODS = ("Allocate", "GetPreferredAllocation", "PreStartContainer")
+IDENTIFIED_BY = ("listed", "fetched", "looked-again", "own-books")
+"""admission/identification.py tells which."""
+_MAX_XID = 200
+"""NVIDIA's catalogue ends below it."""
+_MAX_WORDS = 64
+"""Label values that come from outside, each with a series for ever: further ones share the word `other`."""
+_WORD = re.compile(r"[a-z0-9_]{1,64}")
+_EOF = b"# EOF\n"
+
+
+class AgentMetrics:
+    """`registry` holds what is counted; `exposition` is the whole answer."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter that nobody reads
+        registry = self.registry = CollectorRegistry()
+        self._page: NodePage | None = None
+        self._states: list[Collector] = []
+        ProcessCollector(registry=registry)
+        build = Gauge(
+            "gpushare_build_info", "Version of the agent and of Python.", ["version", "python"], registry=registry
+        )
+        build.labels(__version__, platform.python_version()).set(1)
+        self._count_calls(registry)
+        self._count_pods(registry)
+        self._count_cards(registry)
+
+    def _count_calls(self, registry: CollectorRegistry) -> None:
+        """The kubelet's calls and the containers'."""
+        self._admissions = _counter(
+            registry, "admissions", "Allocate calls by how they ended.", "resource", "outcome", "reason"
+        )
+        self._identifications = _counter(
+            registry,
+            "identifications",
+            "Containers that calls of the kubelet were found to be for, by how they were found.",
+            "method",
+            begin=[(method,) for method in IDENTIFIED_BY],
+        )
+        self._rpc_duration = Histogram(
+            "gpushare_rpc_duration_seconds",
+            "Time that a call of the kubelet took.",
+            ["resource", "method"],
+            buckets=RPC_BUCKETS_S,
+            registry=registry,
+        )
+        self._rpcs = _counter(registry, "rpcs", "Calls of the kubelet by gRPC status.", "resource", "method", "code")
+        self._vdevice_registrations = _counter(
+            registry,
+            "vdevice_registrations",
+            "RegisterVDevice calls of containers by gRPC status.",
+            "code",
+            begin=[("OK",), ("PERMISSION_DENIED",), ("RESOURCE_EXHAUSTED",)],
+        )
+        self._registered: set[str] = set()
+        self._registrations = _counter(registry, "registrations", "Registrations with the kubelet.", "resource")
+        self._reregistrations = _counter(
+            registry, "reregistrations", "Registrations with the kubelet after the first one.", "resource"
+        )
+        self._lists = _counter(
+            registry,
+            "pod_resources_lists",
+            "List calls to the kubelet's PodResources API.",
+            "purpose",
+            begin=[("admission",), ("overlapped",), ("reconcile",), ("recovery",)],
+        )
+        self._taken_ids = _counter(
+            registry,
+            "taken_ids_offered",
+            "Device IDs that the kubelet offered though a live container holds them.",
+            "resource",
+        )
+        self._corrections = _counter(
+            registry,
+            "reconcile_corrections",
+            "Differences between cache and kubelet that were put right.",
+            "kind",
+            begin=[("adopted",), ("changed",), ("ended",), ("unlisted",)],
+        )
+
+    def _count_pods(self, registry: CollectorRegistry) -> None:
+        """The API server's pods."""
+        self._pod_lists = _counter(registry, "pod_lists", "Lists of the node's pods from the API server.")
+        self._pod_watches = _counter(
+            registry,
+            "pod_watches_ended",
+            "Watches of the node's pods, by why they ended.",
+            "outcome",
+            begin=[("conflict",), ("corrupt",), ("ended",), ("notfound",), ("rejected",), ("unavailable",)],
+        )
+        self._unreadable = _counter(registry, "pods_unreadable", "Pods of the API server that could not be read.")
+        self._annotations = _counter(
+            registry,
+            "pod_annotations",
+            "Patches of pod annotations by outcome.",
+            "outcome",
+            begin=[("dropped",), ("gone",), ("patched",), ("refused",), ("unavailable",)],
+        )
+        self._events = _counter(
+            registry,
+            "pod_events",
+            "Kubernetes Events on pods by outcome.",
+            "outcome",
+            begin=[("dropped",), ("refused",), ("sent",)],
+        )
+        self._deletions = _counter(registry, "rejected_pods_deleted", "Rejected pods deleted after their replacement.")
+
+    def _count_cards(self, registry: CollectorRegistry) -> None:
+        """The driver: events, errors, sampling."""
+        self._uuids: set[str] = set()
+        self._words: set[str] = set()
+        self._gpu_events = _counter(
+            registry, "gpu_events", "Events that the driver reported of a card.", "kind", "xid", "ignored"
+        )
+        self._health_changes = _counter(
+            registry, "card_health_changes", "Cards that fell ill or recovered.", "uuid", "to"
+        )
+        self._driver_errors = _counter(registry, "driver_errors", "Errors of the GPU driver by its own word.", "error")
+        self._sampling = Histogram(
+            "gpushare_sampling_duration_seconds",
+            "Time that a round of sampling took.",
+            buckets=SAMPLING_BUCKETS_S,
+            registry=registry,
+        )
+        self._sampling_failures = _counter(registry, "sampling_failures", "Rounds of sampling that failed.")
+        self._sampling_overruns = _counter(
+            registry, "sampling_overruns", "Rounds of sampling that took longer than their period."
+        )
+
+    def know_resources(self, resources: Iterable[str]) -> None:
+        """The resources that this node offers: their series begin at zero."""
+        for resource in resources:
+            self._admissions.labels(resource, "allocated", "")
+            for reason in RefusalReason:
+                self._admissions.labels(resource, "refused", reason.value)
+            for method in METHODS:
+                self._rpc_duration.labels(resource, method)
+                self._rpcs.labels(resource, method, "OK")
+            self._registrations.labels(resource)
+            self._reregistrations.labels(resource)
+            self._taken_ids.labels(resource)
+
+    def know_cards(self, uuids: Collection[str]) -> None:
+        """The node's cards: their series begin at zero."""
+        for uuid in uuids:
+            for to in ("healthy", "unhealthy"):
+                self._health_changes.labels(_bounded(uuid, self._uuids), to)
+
+    def admission(self, resource: str, outcome: str, reason: str) -> None:
+        """An Allocate ended; `reason` is empty unless it was refused."""
+        self._admissions.labels(resource, outcome, reason).inc()
+
+    def identified(self, method: str) -> None:
+        """A container was found for a call of the kubelet; one of IDENTIFIED_BY."""
+        self._identifications.labels(method).inc()
+
+    def rpc_finished(self, resource: str, method: str, code: str, duration_s: float) -> None:
+        """`code` is the gRPC status name."""
+        self._rpc_duration.labels(resource, method).observe(duration_s)
+        self._rpcs.labels(resource, method, code).inc()
+
+    def registered(self, resource: str) -> None:
+        self._registrations.labels(resource).inc()
+        again = self._reregistrations.labels(resource)
+        if resource in self._registered:
+            again.inc()
+        self._registered.add(resource)
+
+    def pod_resources_listed(self, purpose: str) -> None:
+        self._lists.labels(purpose).inc()
+
+    def taken_ids_offered(self, resource: str, count: int) -> None:
+        self._taken_ids.labels(resource).inc(count)
+
+    def reconcile_corrected(self, kind: str, count: int = 1) -> None:
+        self._corrections.labels(kind).inc(count)
+
+    def pods_listed(self) -> None:
+        self._pod_lists.inc()
+
+    def pod_watch_ended(self, outcome: str) -> None:
+        self._pod_watches.labels(outcome).inc()
+
+    def pod_unreadable(self) -> None:
+        self._unreadable.inc()
+
+    def pod_annotated(self, outcome: str) -> None:
+        self._annotations.labels(outcome).inc()
+
+    def pod_event(self, outcome: str) -> None:
+        self._events.labels(outcome).inc()
+
+    def vdevice_registered(self, code: str) -> None:
+        """`code` is the gRPC status name."""
+        self._vdevice_registrations.labels(code).inc()
+
+    def rejected_pod_deleted(self) -> None:
+        self._deletions.inc()
+
+    def gpu_event(self, kind: str, xid: int, is_ignored: bool) -> None:
+        """`kind` is GpuEventKind's word; `xid` counts where it is one."""
+        shown = "" if xid <= 0 else str(xid) if xid <= _MAX_XID else "other"
+        self._gpu_events.labels(str(kind), shown, "true" if is_ignored else "false").inc()
+
+    def card_health_changed(self, uuid: str, healthy: bool) -> None:
+        self._health_changes.labels(_bounded(uuid, self._uuids), "healthy" if healthy else "unhealthy").inc()
+
+    def driver_error(self, word: str, count: int = 1) -> None:
+        """`word` is the driver's own for the error, in lower case: `gpu_is_lost`, `timeout`."""
+        shown = _bounded(word, self._words) if _WORD.fullmatch(word) else "other"
+        self._driver_errors.labels(shown).inc(count)
+
+    def sampled(self, duration_s: float) -> None:
+        """A round of sampling ended well."""
+        self._sampling.observe(duration_s)
+
+    def sampling_failed(self) -> None:
+        self._sampling_failures.inc()
+
+    def sampling_overran(self) -> None:
+        """A round took longer than its period."""
+        self._sampling_overruns.inc()
+
+    def show_node(self, page: NodePage) -> None:
+        """The cards and containers, made when they are asked for. Call once."""
+        self._page = page
+
+    def show_pod_event_age(self, age_s: Callable[[], float | None]) -> None:
+        """Ask `age_s` for the time since the API server was last heard; None before the first list. Call once."""
+        self._show(
+            _StateCollector("gpushare_pod_event_age_seconds", "Time since the API server was last heard.", age_s)
+        )
+
+    def show_mps(self, is_serving: Callable[[], bool]) -> None:
+        """Ask whether the MPS control daemon serves. Call once, on nodes that use MPS."""
+        self._show(_StateCollector("gpushare_mps_serving", "1 while the MPS control daemon serves.", is_serving))
+
+    def begin_anew(self) -> AgentMetrics:
+        """Forgets what is, for the parts that told it have ended (SIGHUP); what was counted stays. Returns itself."""
+        self._page = None
+        for collector in self._states:
+            self.registry.unregister(collector)
+        self._states.clear()
+        return self
+
+    def _show(self, collector: Collector) -> None:
+        self._states.append(collector)
+        self.registry.register(collector)
+
+    def exposition(self, accept: str) -> tuple[str, bytes]:
+        """Content type and text, in the format that an Accept header asks for: Prometheus' text or OpenMetrics."""
+        content_type, is_openmetrics = _format(accept)
+        node = self._page.text(is_openmetrics=is_openmetrics) if self._page is not None else b""
+        return content_type, node + self._counted(is_openmetrics=is_openmetrics)
+
+    def packed_exposition(self, accept: str) -> tuple[str, bytes]:
+        """The same, gzipped; what the node is and does is packed once for all readers."""
+        content_type, is_openmetrics = _format(accept)
+        node = self._page.packed(is_openmetrics=is_openmetrics) if self._page is not None else gzip_start(b"")
+        return content_type, gzip_whole(node, self._counted(is_openmetrics=is_openmetrics))
+
+    def _counted(self, *, is_openmetrics: bool) -> bytes:
+        """The end of the answer: it differs each time."""
+        counted = families_text(self.registry.collect(), is_openmetrics=is_openmetrics)
+        return counted + (_EOF if is_openmetrics else b"")
+
+
+def _format(accept: str) -> tuple[str, bool]:
+    """Content type, and whether it is OpenMetrics."""
+    _, content_type = choose_encoder(accept)
+    return content_type, content_type.startswith("application/openmetrics-text")
+
+
+def _counter(
+    registry: CollectorRegistry,
+    name: str,
+    documentation: str,
+    *labels: str,
+    begin: Iterable[tuple[str, ...]] = (),
+) -> Counter:
+    """`begin` are the label values that are known from the start."""
+    counter = Counter(f"gpushare_{name}", documentation, labels, registry=registry)
+    for values in begin:
+        counter.labels(*values)
+    return counter
+
+
+def _bounded(value: str, known: set[str]) -> str:
+    if value not in known:
+        if len(known) >= _MAX_WORDS:
+            return "other"
+        known.add(value)
+    return value
+
+
+class _StateCollector(Collector):
+    """One gauge without labels, asked for at each scrape; no sample for None."""
+
+    def __init__(self, name: str, documentation: str, read: Callable[[], float | None]) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._read = read
+
+    def describe(self) -> list[Metric]:
+        return []  # otherwise the registry would collect while registering
+
+    def collect(self) -> Iterator[Metric]:
+        value = self._read()
+        family = GaugeMetricFamily(self._name, self._documentation)
+        if value is not None:
+            family.add_metric([], float(value))
+        yield family

@@ -1,0 +1,181 @@
+"""What containers hold and use, as metrics: gpu-manager's four series, and ours. Pure functions over the node's snapshot.
+
+Names and labels kept from gpu-manager: docs/formats.md, section 8. What is not known has no row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import NamedTuple
+
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.names import CORES_PER_CARD, GpuUuid
+from gpushare_agent.model.usage import ContainerUse
+from gpushare_agent.observability.metrics.text import Labels, Number, Series, labels_text, rounded
+from gpushare_agent.observability.node_snapshot import MIB, ContainerFacts, NodeSnapshot
+
+
+def container_series(snapshot: NodeSnapshot) -> list[Series]:
+    """By namespace, pod, container and card."""
+    containers = sorted(snapshot.containers, key=lambda f: (f.held.namespace, f.held.pod_name, f.held.key))
+    cards = snapshot.inventory.by_uuid()
+    shares = {facts.held.key: _shares(snapshot, facts, cards) for facts in containers}
+    labelled = [
+        (
+            labels_text(
+                pod_name=facts.held.pod_name,
+                namespace=facts.held.namespace,
+                node=snapshot.node,
+                container_name=facts.held.key.container,
+            ),
+            facts,
+        )
+        for facts in containers
+    ]
+    series = [
+        *_requested(labelled),
+        *_used_as_gpu_manager_shows_it(labelled, shares),
+        *_modern([share for own in shares.values() for share in own]),
+    ]
+    has_namesakes = len({labels for labels, _ in labelled}) < len(labelled)
+    return [_summed(one) for one in series] if has_namesakes else series
+
+
+def _summed(series: Series) -> Series:
+    """A pod that was deleted by force and made anew has the name of one whose processes still run: the labels of both are
+    the same, and Prometheus refuses a page with a series twice. Together is also what they hold and use."""
+    rows: dict[Labels, Number] = {}
+    for labels, value in series.rows:
+        rows[labels] = rounded(rows[labels] + value) if labels in rows else value
+    return replace(series, rows=list(rows.items()))
+
+
+class _Share(NamedTuple):
+    """A container on one of its cards. `use` is None while nothing is known of it."""
+
+    facts: ContainerFacts
+    card: Card
+    use: ContainerUse | None
+    labels: Labels
+
+
+def _shares(snapshot: NodeSnapshot, facts: ContainerFacts, cards: Mapping[GpuUuid, Card]) -> list[_Share]:
+    held = facts.held
+    own = [cards[uuid] for uuid in held.cards if uuid in cards]
+    return [
+        _Share(
+            facts,
+            card,
+            _use_of(snapshot, facts, card),
+            labels_text(
+                namespace=held.namespace,
+                pod=held.pod_name,
+                container=held.key.container,
+                uuid=card.uuid,
+                gpu=str(card.index),
+                node=snapshot.node,
+            ),
+        )
+        for card in sorted(own, key=_index)
+    ]
+
+
+def _index(card: Card) -> int:
+    return card.index
+
+
+def _use_of(snapshot: NodeSnapshot, facts: ContainerFacts, card: Card) -> ContainerUse | None:
+    """A container that was admitted after the last round has no process yet: it uses nothing."""
+    usage = snapshot.usage
+    sample = usage.cards.get(card.uuid) if usage is not None else None
+    if usage is None or sample is None:
+        return None
+    use = usage.containers.get((facts.held.key, card.uuid))
+    if use is not None or sample.processes is None:
+        return use
+    return ContainerUse(key=facts.held.key, uuid=card.uuid, pids=(), memory_bytes=0, sm_ratio=0.0,
+                        memory_ratio=0.0, encoder_ratio=0.0, decoder_ratio=0.0)  # fmt: skip
+
+
+# --- gpu-manager's four ---
+
+
+def _requested(containers: Iterable[tuple[Labels, ContainerFacts]]) -> list[Series]:
+    cores = Series("container_request_gpu_utilization", "Requested share of GPUs, in cards.")
+    memory = Series("container_request_gpu_memory", "Requested GPU memory, in MiB.")
+    for labels, facts in containers:
+        cores.rows.append((f'{labels},req_of_gpu="total"', facts.held.cores / CORES_PER_CARD))
+        memory.rows.append((f'{labels},req_of_gpu_memory="total"', facts.memory_bytes / MIB))
+    return [cores, memory]
+
+
+def _used_as_gpu_manager_shows_it(
+    containers: Iterable[tuple[Labels, ContainerFacts]], shares: Mapping[ContainerKey, Sequence[_Share]]
+) -> list[Series]:
+    """A row for each card and one for all of them; none of what is not known."""
+    sm = Series("container_gpu_utilization", "Used compute of GPUs, in percent of a card.")
+    memory = Series("container_gpu_memory_total", "Used GPU memory, in MiB.")
+    for labels, facts in containers:
+        ratios: list[float] = []
+        sizes: list[int] = []
+        for share in shares[facts.held.key]:
+            use, index = share.use, share.card.index
+            if use is not None and use.sm_ratio is not None:
+                ratios.append(use.sm_ratio)
+                sm.rows.append((f'{labels},gpu="gpu{index}"', rounded(use.sm_ratio * 100)))
+            if use is not None and use.memory_bytes is not None:
+                sizes.append(use.memory_bytes)
+                memory.rows.append((f'{labels},gpu_memory="gpu{index}"', use.memory_bytes / MIB))
+        if ratios:
+            sm.rows.append((f'{labels},gpu="total"', rounded(sum(ratios) * 100)))
+        if sizes:
+            memory.rows.append((f'{labels},gpu_memory="total"', sum(sizes) / MIB))
+    return [sm, memory]
+
+
+# --- containers ---
+
+_CONTAINER_STATES: tuple[tuple[str, str, Callable[[_Share], Number]], ...] = (
+    (
+        "allocated_cores_ratio",
+        "Compute of the card that the container was given, 1 is the whole card.",
+        lambda share: 1.0 if share.facts.held.is_whole else share.facts.cores / CORES_PER_CARD,
+    ),
+    (
+        "cores_limit_ratio",
+        "Compute of the card that the container may use at most.",
+        lambda share: (
+            1.0 if share.facts.held.is_whole else (share.facts.core_limit or share.facts.cores) / CORES_PER_CARD
+        ),
+    ),
+    (
+        "memory_limit_bytes",
+        "Memory of the card that the container may use at most.",
+        lambda share: share.card.memory_mib * MIB if share.facts.held.is_whole else share.facts.memory_bytes,
+    ),
+)
+
+_CONTAINER_USES: tuple[tuple[str, str, Callable[[ContainerUse], Number | None]], ...] = (
+    ("memory_used_bytes", "Memory of the card that the container uses.", attrgetter("memory_bytes")),
+    ("sm_utilization_ratio", "Time in which the container computed on the card.", attrgetter("sm_ratio")),
+    (
+        "memory_bandwidth_utilization_ratio",
+        "Time in which the container read or wrote the card's memory.",
+        attrgetter("memory_ratio"),
+    ),
+    ("encoder_utilization_ratio", "Use of the card's encoder by the container.", attrgetter("encoder_ratio")),
+    ("decoder_utilization_ratio", "Use of the card's decoder by the container.", attrgetter("decoder_ratio")),
+    ("processes", "Processes of the container on the card.", lambda use: len(use.pids)),
+)
+
+
+def _modern(shares: Sequence[_Share]) -> Iterator[Series]:
+    for name, text, state in _CONTAINER_STATES:
+        yield Series(f"gpushare_container_{name}", text, rows=[(share.labels, state(share)) for share in shares])
+    uses = [(share.labels, share.use) for share in shares if share.use is not None]
+    for name, text, used in _CONTAINER_USES:
+        rows = [(labels, value) for labels, use in uses if (value := used(use)) is not None]
+        yield Series(f"gpushare_container_{name}", text, rows=rows)

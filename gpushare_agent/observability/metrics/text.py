@@ -1,0 +1,128 @@
+"""Metrics of what is: series made from the node's snapshot, written as text, kept until the text is old.
+
+Thousands of rows for a full node, so they do not go through the metrics library: its objects and their texts cost ten
+times as much (44 ms for 3,265 rows, against 3.3 ms; measured). The text is made at most once for each round of sampling
+and each change, however often it is asked for. Not for what is counted: metrics.py.
+
+State owned: the series, their texts (packed too) and when they were made; and the last text of each series, by its name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+from prometheus_client import Metric
+
+from gpushare_agent.observability.http.gzip import GzipStart, gzip_start
+
+MAX_LABEL = 253
+"""Longest name of a pod. What is longer did not come through the API server, and is cut."""
+MAX_REMEMBERED = 4096
+_DIGITS = 6
+
+Number = int | float
+Labels = str
+"""`a="1",b="2"`, escaped, by label name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric with its rows. A counter's `name` is that of its samples, with `_total`."""
+
+    name: str
+    help: str
+    kind: Literal["gauge", "counter"] = "gauge"
+    rows: list[tuple[Labels, Number]] = field(default_factory=list)
+
+
+class NodePage:
+    """`text` asks `series` when the last ones are older than `max_age_s` or were `expire`d."""
+
+    def __init__(
+        self,
+        series: Callable[[], Sequence[Series]],
+        *,
+        max_age_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read = series
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._made_at = float("-inf")
+        self._series: Sequence[Series] = ()
+        self._texts: dict[bool, bytes] = {}
+        self._packed: dict[bool, GzipStart] = {}
+        self._parts: dict[tuple[str, bool], tuple[Series, str]] = {}
+
+    def expire(self) -> None:
+        """Something changed: the next reader gets a new text."""
+        self._made_at = float("-inf")
+
+    def text(self, *, is_openmetrics: bool) -> bytes:
+        """Without OpenMetrics' last line."""
+        if self._clock() - self._made_at >= self._max_age_s:
+            self._series = self._read()
+            self._made_at = self._clock()
+            self._texts.clear()
+            self._packed.clear()
+        if is_openmetrics not in self._texts:
+            parts = [self._part(series, is_openmetrics=is_openmetrics) for series in self._series]
+            self._texts[is_openmetrics] = "".join(parts).encode()
+        return self._texts[is_openmetrics]
+
+    def packed(self, *, is_openmetrics: bool) -> GzipStart:
+        """`text` as the beginning of a gzipped answer."""
+        text = self.text(is_openmetrics=is_openmetrics)
+        if is_openmetrics not in self._packed:
+            self._packed[is_openmetrics] = gzip_start(text)
+        return self._packed[is_openmetrics]
+
+    def _part(self, series: Series, *, is_openmetrics: bool) -> str:
+        """Limits and what is idle are the same as in the last text: comparing is a tenth of writing."""
+        before = self._parts.get((series.name, is_openmetrics))
+        if before is not None and before[0] == series:
+            return before[1]
+        part = _text(series, is_openmetrics=is_openmetrics)
+        self._parts[series.name, is_openmetrics] = series, part
+        return part
+
+
+@lru_cache(maxsize=MAX_REMEMBERED)
+def labels_text(**values: str) -> Labels:
+    """Remembered: a node's rows have the same labels from one text to the next, and making them is half of its cost."""
+    return ",".join(f'{name}="{_escaped(value)}"' for name, value in sorted(values.items()))
+
+
+def _escaped(value: str) -> str:
+    return value[:MAX_LABEL].replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+
+def rounded(value: Number) -> Number:
+    """Sums of ratios without the noise of their addition."""
+    return value if isinstance(value, int) else round(value, _DIGITS)
+
+
+def families_text(families: Iterable[Metric], *, is_openmetrics: bool) -> bytes:
+    """What the metrics library has counted. Its own writer looks at each letter of each name: four times the cost."""
+    parts: list[str] = []
+    for family in families:
+        name = f"{family.name}_total" if family.type == "counter" and not is_openmetrics else family.name
+        parts.append(f"# HELP {name} {family.documentation}\n# TYPE {name} {family.type}\n")
+        parts += [
+            f"{sample.name}{{{labels_text(**sample.labels)}}} {sample.value!r}\n"
+            if sample.labels
+            else f"{sample.name} {sample.value!r}\n"
+            for sample in family.samples
+        ]
+    return "".join(parts).encode()
+
+
+def _text(series: Series, *, is_openmetrics: bool) -> str:
+    name = series.name
+    family = name.removesuffix("_total") if is_openmetrics and series.kind == "counter" else name
+    lines = [f"{name}{{{labels}}} {value!r}\n" for labels, value in series.rows]
+    return f"# HELP {family} {series.help}\n# TYPE {family} {series.kind}\n{''.join(lines)}"

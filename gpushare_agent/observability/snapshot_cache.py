@@ -1,0 +1,50 @@
+"""The node's snapshot, made once for all who show it: again after each round of sampling and each change, when it is asked
+for, and after `max_age_s` without either, for what nobody announces (whether the agent is ready).
+
+State owned: the last snapshot, its document, when it was made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from gpushare_agent.observability.node_snapshot import NodeSnapshot, node_document
+
+MAX_AGE_S = 1.0
+
+
+class SnapshotCache:
+    """What it gives is shared: nobody may change it."""
+
+    def __init__(
+        self,
+        make: Callable[[], NodeSnapshot],
+        *,
+        max_age_s: float = MAX_AGE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._make = make
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._made_at = float("-inf")
+        self._snapshot: NodeSnapshot | None = None
+        self._document: dict[str, Any] | None = None
+
+    def expire(self) -> None:
+        """Something has changed: the next one who asks gets a new one."""
+        self._made_at = float("-inf")
+
+    def current(self) -> NodeSnapshot:
+        if self._snapshot is None or self._clock() - self._made_at >= self._max_age_s:
+            self._snapshot, self._document = self._make(), None
+            self._made_at = self._clock()
+        return self._snapshot
+
+    def document(self) -> dict[str, Any]:
+        """`/api/v1/node`'s."""
+        snapshot = self.current()
+        if self._document is None:
+            self._document = node_document(snapshot)
+        return self._document

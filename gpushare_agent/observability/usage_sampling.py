@@ -1,0 +1,208 @@
+"""Looks again and again at what the cards are used for, and by which containers.
+
+Not for keeping the past (observability/usage_history.py) or for showing it. Rounds never overlap: a slow driver
+delays the next one, which then begins at the next full period. After three periods without a round there is no
+current one any more: numbers that are no longer true are worse than none.
+
+State owned: the current round, the container IDs as the runtime last told them, and what of the trouble is in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NoReturn, Protocol
+
+import structlog
+
+from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.errors import AgentError, Unavailable
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import ContainerKind, Pod
+from gpushare_agent.model.usage import DriverSample, UsageRound
+from gpushare_agent.observability.attribution import Holders, join_usage, unknown_ids
+from gpushare_agent.runtime.cgroup_paths import PeerIdentity
+
+log = structlog.get_logger(__name__)
+
+MISSED_ROUNDS = 3
+"""Periods without a round until the current one counts no more."""
+MIN_SAMPLE_TIMEOUT_S = 2.0
+MAX_SAMPLE_TIMEOUT_S = 10.0
+IDS_TIMEOUT_S = 0.5
+IDS_AGAIN_S = 2.0
+"""The runtime is asked for IDs that the pods' statuses do not have yet, no oftener than this."""
+
+Listener = Callable[[UsageRound | None], None]
+
+
+class SamplesCards(Protocol):
+    async def sample(self) -> DriverSample:
+        """Raises Unavailable."""
+
+
+class FindsOwners(Protocol):
+    async def identify(self, pids: Collection[int]) -> Mapping[int, PeerIdentity]:
+        """Raises Unavailable."""
+
+
+class Pods(Protocol):
+    def pods(self) -> Iterable[Pod]: ...
+    def get(self, uid: PodUid) -> Pod | None: ...
+
+
+class Ids(Protocol):
+    """isolation/vcuda/container_ids.py."""
+
+    async def running(self) -> Mapping[ContainerKey, str]: ...
+
+
+class CountsSampling(Protocol):
+    def sampled(self, duration_s: float) -> None: ...
+    def sampling_failed(self) -> None: ...
+    def sampling_overran(self) -> None: ...
+    def driver_error(self, word: str, count: int = 1) -> None: ...
+
+
+class UsageSampling:
+    """`run` looks each `period_s`; `current` is the last round while it is fresh."""
+
+    def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
+        self,
+        *,
+        driver: SamplesCards,
+        owners: FindsOwners,
+        pods: Pods,
+        ids: Ids,
+        allocations: Callable[[], Mapping[ContainerKey, Allocation]],
+        metrics: CountsSampling,
+        period_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._driver = driver
+        self._owners = owners
+        self._pods = pods
+        self._ids = ids
+        self._allocations = allocations
+        self._metrics = metrics
+        self._period_s = period_s
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._listeners: list[Listener] = []
+        self._told: Mapping[str, ContainerKey] = {}
+        self._ids_asked_at = float("-inf")
+        self._round_at = float("-inf")
+        self._is_failing = self._is_slow = False
+        self._timeout_s = min(MAX_SAMPLE_TIMEOUT_S, max(MIN_SAMPLE_TIMEOUT_S, MISSED_ROUNDS * period_s))
+        self.current: UsageRound | None = None
+
+    def subscribe(self, listener: Listener) -> None:
+        """`listener` is called after each round, and with None when the current one counts no more. It must not raise."""
+        self._listeners.append(listener)
+
+    async def run(self) -> NoReturn:
+        """Until cancelled."""
+        due_at = self._clock()
+        while True:
+            await self.look()
+            now = self._clock()
+            due_at += self._period_s
+            if now > due_at:
+                self._note_slow(now - due_at + self._period_s)
+                due_at += self._period_s * ((now - due_at) // self._period_s + 1)
+            else:
+                self._is_slow = False
+            await asyncio.sleep(due_at - now)
+
+    async def look(self) -> None:
+        """One round. What goes wrong is logged once and counted; it costs this round."""
+        started_at = self._clock()
+        try:
+            found = await self._sample()
+        except AgentError as e:
+            self._failed(str(e))
+            return
+        except Exception:  # one cycle of a periodic service: shares are given whether or not their use can be shown
+            if not self._is_failing:
+                log.exception("usage_not_sampled", next_in_s=self._period_s)
+            self._failed("")
+            return
+        if self._is_failing:
+            log.info("usage_sampled_again")
+        self._is_failing = False
+        self._round_at = started_at
+        self._metrics.sampled(self._clock() - started_at)
+        self._publish(found)
+
+    async def _sample(self) -> UsageRound:
+        """Raises Unavailable."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                sampled_at = self._wall_clock()
+                sample = await self._driver.sample()
+                for word, count in sorted(sample.errors.items()):
+                    self._metrics.driver_error(word, count)
+                pids = {process.pid for card in sample.cards for process in card.processes or ()}
+                owners = await self._owners.identify(pids)
+                holders = self._holders()
+                if unknown_ids(sample, owners, holders) and await self._ask_ids():
+                    holders = self._holders()
+        except TimeoutError as e:
+            raise Unavailable(
+                f"sampling the cards' use got no answer within {self._timeout_s:g} s; it is tried again each"
+                f" {self._period_s:g} s. Look at nvidia-smi and the kernel log on this node"
+            ) from e
+        return join_usage(sample, owners, holders, sampled_at=sampled_at)
+
+    def _holders(self) -> Holders:
+        in_statuses = {
+            container_id: ContainerKey(pod.uid, name)
+            for pod in self._pods.pods()
+            for name, container_id in pod.container_ids.items()
+        }
+        return Holders(
+            cards={key: held.cards for key, held in self._allocations().items() if not self._is_over(held)},
+            by_id={**self._told, **in_statuses},
+        )
+
+    def _is_over(self, held: Allocation) -> bool:
+        """An init container that has run: what it held is the later containers'."""
+        if held.kind is not ContainerKind.INIT:
+            return False
+        pod = self._pods.get(held.key.pod_uid)
+        return pod is not None and pod.has_started
+
+    async def _ask_ids(self) -> bool:
+        """Whether the runtime told anything new. It may be away: the pods' statuses tell a second later."""
+        if self._clock() - self._ids_asked_at < IDS_AGAIN_S:
+            return False
+        self._ids_asked_at = self._clock()
+        try:
+            async with asyncio.timeout(IDS_TIMEOUT_S):
+                told = await self._ids.running()
+        except (AgentError, TimeoutError):
+            return False
+        before, self._told = self._told, {container_id: key for key, container_id in told.items()}
+        return self._told != before
+
+    def _failed(self, error: str) -> None:
+        self._metrics.sampling_failed()
+        if error and not self._is_failing:
+            log.warning("usage_not_sampled", error=error, next_in_s=self._period_s)
+        self._is_failing = True
+        if self.current is not None and self._clock() - self._round_at >= MISSED_ROUNDS * self._period_s:
+            log.warning("usage_unknown", missed_rounds=MISSED_ROUNDS)
+            self._publish(None)
+
+    def _note_slow(self, took_s: float) -> None:
+        self._metrics.sampling_overran()
+        if not self._is_slow:
+            log.warning("usage_sampling_slow", took_s=round(took_s, 3), period_s=self._period_s)
+        self._is_slow = True
+
+    def _publish(self, found: UsageRound | None) -> None:
+        self.current = found
+        for listener in self._listeners:
+            listener(found)

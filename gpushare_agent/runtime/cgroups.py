@@ -1,0 +1,283 @@
+"""The cgroups of containers on this node: where they are, which processes are in them, and whose a process is.
+
+Works under cgroup v1, v2 and hybrid mounts without being told the driver: the directories' names say it. The plain methods
+block (a read below /sys/fs/cgroup or /proc can wait for the kernel's lock) and are for a thread that does a whole round;
+`…_in_thread` are the same for the event loop, each bounded in time. They may run in several threads at a time.
+
+Not for asking the container runtime: runtime/cri.py does that.
+
+State owned: which directory each container had in the last walk. It is looked at again at each use, and walked for
+anew where a container is not in it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from gpushare_agent.kit.daemon_thread import DaemonThread
+from gpushare_agent.model.errors import NotFound, Unavailable
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.runtime.cgroup_paths import MAX_TEXT_BYTES, NOBODY, PeerIdentity, container_id_of, parse_proc_cgroup
+from gpushare_agent.runtime.cgroup_walk import CgroupWalk, FoundDirectory, subdirectories
+
+CgroupDriver = Literal["cgroupfs", "systemd"]
+
+MAX_DIRECTORIES_BELOW = 4_096
+"""Below one container. A tenant that makes more cgroups in its own can hide processes from its own list only."""
+MAX_PROCS_BYTES = 1024 * 1024
+
+_FIRST_CONTROLLERS = ("pids", "memory", "cpu", "cpu,cpuacct", "devices")
+"""Runtimes put every container into these; they are searched before others."""
+_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_LEAF_LINKS = 2
+"""A directory without subdirectories has two links in the kernel's cgroup file system: no need to list it."""
+
+
+ROUND_TIMEOUT_S = 5.0
+PEER_TIMEOUT_S = 2.0
+
+_GONE = (errno.ENOENT, errno.ENODEV, errno.ENOTDIR)
+
+
+class CgroupKind(StrEnum):
+    V1 = "v1"
+    V2 = "v2"
+    HYBRID = "hybrid"
+    """v1 controllers, with v2 beside them at `unified`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CgroupDir:
+    """The cgroup of one container, in the first hierarchy that has it. `pod_uid` is what the path says, if it does."""
+
+    path: Path
+    container_id: str
+    pod_uid: PodUid | None
+
+
+class Cgroups:
+    """`root` is where the host's hierarchies are mounted, `proc` its /proc."""
+
+    def __init__(self, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> None:
+        self._root = root
+        self._proc = proc
+        self._own_text: str | None = None
+        self._known: Mapping[str, CgroupDir] = {}
+        self._walk_lock = threading.Lock()
+        self._rounds = DaemonThread("cgroups", advice=f"Check {root}; it is looked at again.")
+        self._peers = DaemonThread("peers", advice=f"Check {proc}; register again.")
+
+    @property
+    def kind(self) -> CgroupKind:
+        """Raises Unavailable where nothing is mounted."""
+        if (self._root / "cgroup.controllers").exists():
+            return CgroupKind.V2
+        if (self._root / "unified" / "cgroup.procs").exists():
+            return CgroupKind.HYBRID
+        if not subdirectories(str(self._root)):
+            raise Unavailable(
+                f"no cgroups are mounted at {self._root}: containers' processes cannot be found;"
+                " mount the host's there, or set runtime.cgroup_root"
+            )
+        return CgroupKind.V1
+
+    def find(self, container_id: str, pod_uid: PodUid | None = None) -> CgroupDir | None:
+        """The container's cgroup, None while it has none. A given UID must agree with what the path says."""
+        return self.find_many([(container_id, pod_uid)]).get(container_id)
+
+    def find_many(self, wanted: Iterable[tuple[str, PodUid | None]]) -> Mapping[str, CgroupDir]:
+        """Those that exist, by container ID. One walk at most in each hierarchy, however many are wanted."""
+        uids = {container_id: uid for container_id, uid in wanted if container_id_of(container_id) == container_id}
+        if any(not _is_there(self._known.get(container_id)) for container_id in uids):
+            self._walk_for(uids.keys())
+        known = self._known
+        return {i: known[i] for i, uid in uids.items() if i in known and uid in (None, known[i].pod_uid or uid)}
+
+    def find_pods(self, uids: Collection[PodUid]) -> Mapping[PodUid, list[CgroupDir]]:
+        """The containers' cgroups of these pods, the pod's own sandbox among them, in the first hierarchy that has any."""
+        for hierarchy in self._hierarchies():
+            found: dict[PodUid, list[CgroupDir]] = {}
+            for place in CgroupWalk(hierarchy).containers():
+                if place.pod_uid is not None and place.pod_uid in uids and place.container_id is not None:
+                    directory = CgroupDir(path=Path(place.path), container_id=place.container_id, pod_uid=place.pod_uid)
+                    found.setdefault(place.pod_uid, []).append(directory)
+            if found:
+                return found
+        return {}
+
+    def pids(self, directory: CgroupDir) -> list[int]:
+        """Host PIDs of the container's cgroup and all below, ascending. Raises NotFound (it is gone), Unavailable."""
+        return sorted(_read_tree(str(directory.path)))
+
+    def pids_round(self, directories: Iterable[CgroupDir]) -> Mapping[str, list[int] | None]:
+        """The PIDs of many containers by container ID; None where they cannot be known: find it again."""
+        found: dict[str, list[int] | None] = {}
+        for directory in directories:
+            try:
+                found[directory.container_id] = self.pids(directory)
+            except (NotFound, Unavailable):
+                found[directory.container_id] = None
+        return found
+
+    def identify(self, pid: int) -> PeerIdentity | None:
+        """Whose a process is; None where that cannot be known: PID 0 (another PID namespace), /proc not readable.
+
+        `NOBODY` where it is in no container, its cgroups contradict, or it is gone: a peer that has handed its connection on
+        and ended must not pass for one that cannot be seen. A PID names whoever has it now: hold the connection open.
+        """
+        if pid <= 0:
+            return None
+        try:
+            text = read_proc_text(self._proc / str(pid) / "cgroup")
+        except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
+            return NOBODY if self._is_proc_there() else None
+        except OSError:
+            return None
+        return parse_proc_cgroup(text, own_text=self._read_own_text()) or NOBODY
+
+    def check_driver(self, setting: str) -> str | None:
+        """What to tell the user if the setting disagrees with the pods that are there; None if not, or with no pods yet."""
+        if not setting:
+            return None
+        seen = sorted({_driver_of(place) for place in CgroupWalk(self._root).places() if place.pod_uid is not None})
+        if not seen or setting in seen:
+            return None
+        return (
+            f"cgroup-driver is set to {setting}, but the pods below {self._root} have names of {seen[0]}:"
+            " containers are found by their IDs all the same; remove the setting or mend it"
+        )
+
+    async def find_in_thread(self, container_id: str, pod_uid: PodUid | None = None) -> CgroupDir | None:
+        return (await self.find_many_in_thread([(container_id, pod_uid)])).get(container_id)
+
+    async def find_many_in_thread(self, wanted: Iterable[tuple[str, PodUid | None]]) -> Mapping[str, CgroupDir]:
+        """Like every `…_in_thread`: raises Unavailable where the file system does not answer in time."""
+        return await self._rounds.call(partial(self.find_many, tuple(wanted)), "looking for cgroups", ROUND_TIMEOUT_S)
+
+    async def find_pods_in_thread(self, uids: Collection[PodUid]) -> Mapping[PodUid, list[CgroupDir]]:
+        return await self._rounds.call(partial(self.find_pods, uids), "looking for pods' cgroups", ROUND_TIMEOUT_S)
+
+    async def pids_in_thread(self, directory: CgroupDir) -> list[int]:
+        return await self._rounds.call(partial(self.pids, directory), f"reading {directory.path}", ROUND_TIMEOUT_S)
+
+    async def pids_round_in_thread(self, directories: Iterable[CgroupDir]) -> Mapping[str, list[int] | None]:
+        return await self._rounds.call(
+            partial(self.pids_round, tuple(directories)), "reading the containers' cgroups", ROUND_TIMEOUT_S
+        )
+
+    async def identify_in_thread(self, pid: int) -> PeerIdentity | None:
+        return await self._peers.call(partial(self.identify, pid), f"looking at process {pid}", PEER_TIMEOUT_S)
+
+    async def check_driver_in_thread(self, setting: str) -> str | None:
+        return await self._rounds.call(
+            partial(self.check_driver, setting), "looking at the pods' cgroups", ROUND_TIMEOUT_S
+        )
+
+    def _walk_for(self, wanted: Iterable[str]) -> None:
+        """Learns where every container is; goes on to the next hierarchy while one of the wanted is missing."""
+        with self._walk_lock:
+            found: dict[str, CgroupDir] = {}
+            for hierarchy in self._hierarchies():
+                for place in CgroupWalk(hierarchy).containers():
+                    if place.container_id is not None and place.container_id not in found:
+                        found[place.container_id] = CgroupDir(
+                            path=Path(place.path), container_id=place.container_id, pod_uid=place.pod_uid
+                        )
+                if all(container_id in found for container_id in wanted):
+                    break
+            self._known = found
+
+    def _hierarchies(self) -> list[Path]:
+        try:
+            if self.kind is CgroupKind.V2:
+                return [self._root]
+        except Unavailable:
+            return []
+        names = set(subdirectories(str(self._root)))
+        first = [name for name in _FIRST_CONTROLLERS if name in names]
+        last = [name for name in ("systemd", "unified") if name in names]
+        return [self._root / name for name in (*first, *sorted(names - {*first, *last}), *last)]
+
+    def _read_own_text(self) -> str:
+        if self._own_text is None:
+            try:
+                self._own_text = read_proc_text(self._proc / "self" / "cgroup")
+            except OSError:
+                self._own_text = ""
+        return self._own_text
+
+    def _is_proc_there(self) -> bool:
+        return (self._proc / "self").is_symlink() or (self._proc / "1").is_dir()
+
+
+def _driver_of(place: FoundDirectory) -> CgroupDriver:
+    """A pod's directory is named by the kubelet, joined ones too (`<pod>.slice:<runtime>:<ID>`)."""
+    return "systemd" if ".slice" in place.path.rpartition("/")[2] else "cgroupfs"
+
+
+def _is_there(directory: CgroupDir | None) -> bool:
+    try:
+        return directory is not None and stat.S_ISDIR(os.lstat(directory.path).st_mode)
+    except OSError:
+        return False
+
+
+def _read_tree(top: str) -> set[int]:
+    pids: set[int] = set()
+    pending = [top]
+    seen = 0
+    while pending and seen <= MAX_DIRECTORIES_BELOW:
+        directory = pending.pop()
+        seen += 1
+        try:
+            status = os.lstat(directory)
+            if not stat.S_ISDIR(status.st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, "not a directory", directory)
+            if status.st_nlink != _LEAF_LINKS:
+                pending.extend(f"{directory}/{name}" for name in subdirectories(directory))
+            pids.update(_read_procs(f"{directory}/cgroup.procs"))
+        except OSError as e:
+            # Below the top it went away meanwhile, or its processes are listed above it (a threaded cgroup).
+            if directory == top:
+                raise _renamed(e, top) from e
+    pids.discard(0)  # the kernel's word for a process of another PID namespace
+    return pids
+
+
+def _renamed(error: OSError, top: str) -> Exception:
+    if error.errno in _GONE:
+        return NotFound(f"the cgroup {top} is gone: its container has ended")
+    return Unavailable(f"the processes of the cgroup {top} cannot be read: {error.strerror}; it is tried again")
+
+
+def _read_procs(path: str) -> Iterable[int]:
+    try:
+        return [int(number) for number in _read_bounded(path, MAX_PROCS_BYTES).split()]
+    except ValueError:
+        return ()
+
+
+def read_proc_text(path: Path) -> str:
+    """A text of /proc, up to the bound that runtime/cgroup_paths.py takes. Raises OSError."""
+    return _read_bounded(str(path), MAX_TEXT_BYTES + 1).decode("utf-8", "replace")
+
+
+def _read_bounded(path: str, limit: int) -> bytes:
+    """The file's bytes up to the limit. The kernel gives such files out in pages, so one read is not all."""
+    file = os.open(path, _OPEN_FLAGS)
+    try:
+        content = os.read(file, limit)
+        while content and len(content) < limit and (more := os.read(file, limit - len(content))):
+            content += more
+        return content
+    finally:
+        os.close(file)

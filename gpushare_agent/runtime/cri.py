@@ -1,0 +1,254 @@
+"""The container runtime, asked over its Kubernetes interface (CRI v1): which containers there are, and their processes.
+
+Not for changing anything, and not for the cgroups themselves: runtime/cgroups.py finds those by container ID. The runtime
+may be away for minutes: each call then raises Unavailable in time and the next one connects anew.
+
+State owned: one connection, and which of the known endpoints answered first. It is kept for the client's life: while
+containerd restarts, an idle CRI-O beside it would answer that no container is left.
+Format: protos/cri.proto; the labels are the kubelet's (k8s.io/kubernetes pkg/kubelet/types/labels.go).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeVar
+
+import betterproto2
+import structlog
+
+from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.runtime.cri_channel import UnixChannel, call_unary
+from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
+from gpushare_agent.wire.runtime import v1
+
+log = structlog.get_logger(__name__)
+
+SERVICE = "/runtime.v1.RuntimeService"
+MAX_CONTAINERS = 10_000
+
+LABEL_POD_UID = "io.kubernetes.pod.uid"
+LABEL_POD_NAMESPACE = "io.kubernetes.pod.namespace"
+LABEL_POD_NAME = "io.kubernetes.pod.name"
+LABEL_CONTAINER_NAME = "io.kubernetes.container.name"
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+_UID = re.compile(r"[A-Za-z0-9-]{1,64}")
+
+Message = TypeVar("Message", bound=betterproto2.Message)
+
+
+class RuntimeState(StrEnum):
+    CREATED = "created"
+    RUNNING = "running"
+    EXITED = "exited"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeVersion:
+    """`endpoint` is the socket that answered."""
+
+    name: str
+    version: str
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeContainer:
+    """One container of a pod. `attempt` counts its restarts; `created_at` is seconds since the epoch."""
+
+    id: str
+    pod_uid: PodUid
+    pod_namespace: str
+    pod_name: str
+    container_name: str
+    attempt: int
+    state: RuntimeState
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeContainerStatus:
+    """`pid` is the first process's on the host, None where it does not run or the runtime does not say."""
+
+    container: RuntimeContainer
+    pid: int | None
+
+
+class RuntimeClient:
+    """`endpoints` are tried in order until one answers; that one is then kept. Use `open_runtime`."""
+
+    def __init__(self, endpoints: Sequence[Path], *, timeout_s: float) -> None:
+        self._endpoints = tuple(endpoints)
+        self._timeout_s = timeout_s
+        self._chosen = self._endpoints[0] if len(self._endpoints) == 1 else None
+        self._channel: UnixChannel | None = None
+        self._choosing = asyncio.Lock()
+
+    async def version(self) -> RuntimeVersion:
+        """Raises Unavailable, Rejected (no CRI v1 there), Corrupt."""
+        endpoint, answer = await self._call("Version", v1.VersionRequest(version="v1"), v1.VersionResponse)
+        return RuntimeVersion(name=answer.runtime_name, version=answer.runtime_version, endpoint=str(endpoint))
+
+    async def containers(self, *, only_running: bool = False) -> list[RuntimeContainer]:
+        """Containers of pods, all or the running ones, by namespace, pod, container, attempt; those of no pod are left out.
+
+        Raises:
+            Unavailable: the runtime is away or does not answer in time.
+            Rejected: no CRI v1 there.
+            Corrupt: the answer is no such message, too large, or names what cannot be an ID.
+        """
+        request = v1.ListContainersRequest()
+        if only_running:
+            running = v1.ContainerStateValue(state=v1.ContainerState.CONTAINER_RUNNING)
+            request.filter = v1.ContainerFilter(state=running)
+        endpoint, answer = await self._call("ListContainers", request, v1.ListContainersResponse)
+        if len(answer.containers) > MAX_CONTAINERS:
+            raise Corrupt(f"the runtime at {endpoint} lists {len(answer.containers)} containers, over {MAX_CONTAINERS}")
+        found = [_container(raw, endpoint) for raw in answer.containers if LABEL_POD_UID in raw.labels]
+        return sorted(found, key=lambda c: (c.pod_namespace, c.pod_name, c.container_name, c.attempt, c.id))
+
+    async def status(self, container_id: str) -> RuntimeContainerStatus:
+        """One container of a pod. Raises NotFound besides what `containers` raises."""
+        request = v1.ContainerStatusRequest(container_id=container_id, verbose=True)
+        endpoint, answer = await self._call("ContainerStatus", request, v1.ContainerStatusResponse)
+        if answer.status is None or LABEL_POD_UID not in answer.status.labels:
+            raise NotFound(f"container {container_id[:80]!r} of the runtime at {endpoint} is of no pod")
+        container = _container(answer.status, endpoint)
+        is_running = container.state is RuntimeState.RUNNING
+        return RuntimeContainerStatus(container=container, pid=_read_pid(answer.info) if is_running else None)
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._drop(self._channel)
+
+    async def _call(
+        self, method: str, request: betterproto2.Message, answer_type: type[Message]
+    ) -> tuple[Path, Message]:
+        """One question and its answer, within the time limit, the choice of an endpoint included."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                endpoint = self._chosen or await self._choose()
+                return endpoint, await self._ask(endpoint, method, request, answer_type)
+        except TimeoutError as e:
+            raise Unavailable(
+                f"the runtime did not answer {method} within {self._timeout_s:g} s; asked again later"
+            ) from e
+
+    async def _choose(self) -> Path:
+        """The first endpoint that answers. Of those that are there, none gets the time of all."""
+        async with self._choosing:
+            if self._chosen is not None:
+                return self._chosen
+            present = [path for path in self._endpoints if path.is_socket()]
+            faults = []
+            for path in present:
+                try:
+                    async with asyncio.timeout(self._timeout_s / (len(present) + 1)):
+                        await self._ask(path, "Version", v1.VersionRequest(version="v1"), v1.VersionResponse)
+                except (Unavailable, Rejected, Corrupt, NotFound) as e:
+                    faults.append(str(e))
+                    self.close()  # a connection that works is still to the wrong one
+                except TimeoutError:
+                    faults.append(f"{path}: no answer")
+                else:
+                    log.info("runtime_found", endpoint=str(path))
+                    self._chosen = path
+                    return path
+        names = ", ".join(map(str, self._endpoints))
+        reason = "; ".join(faults) or "no socket there"
+        raise Unavailable(f"no container runtime answers at {names}: {reason}. Set container-runtime-endpoint")
+
+    async def _ask(self, path: Path, method: str, request: betterproto2.Message, answer_type: type[Message]) -> Message:
+        channel = self._channel
+        if channel is None:
+            channel = self._channel = UnixChannel(path)
+        is_sound = False
+        try:
+            answer = await call_unary(channel, f"{SERVICE}/{method}", request, answer_type)
+            is_sound = True
+        except (NotFound, Rejected):
+            is_sound = True
+            raise
+        finally:
+            if not is_sound:
+                self._drop(channel)
+        return answer
+
+    def _drop(self, channel: UnixChannel) -> None:
+        """Closes the connection; another call may have opened a new one meanwhile, which stays."""
+        if self._channel is channel:
+            self._channel = None
+        channel.close()
+
+
+def _container(raw: v1.Container | v1.ContainerStatus, endpoint: Path) -> RuntimeContainer:
+    uid = raw.labels.get(LABEL_POD_UID, "")
+    if not _ID.fullmatch(raw.id) or not _UID.fullmatch(uid):
+        raise Corrupt(
+            f"the runtime at {endpoint} names a container {raw.id[:80]!r} of a pod {uid[:80]!r}: no such IDs exist"
+        )
+    metadata = raw.metadata or v1.ContainerMetadata()
+    return RuntimeContainer(
+        id=raw.id,
+        pod_uid=PodUid(uid),
+        pod_namespace=raw.labels.get(LABEL_POD_NAMESPACE, ""),
+        pod_name=raw.labels.get(LABEL_POD_NAME, ""),
+        container_name=raw.labels.get(LABEL_CONTAINER_NAME, metadata.name),
+        attempt=metadata.attempt,
+        state=_STATES.get(raw.state, RuntimeState.UNKNOWN),
+        created_at=raw.created_at / 1e9,
+    )
+
+
+_STATES = {
+    v1.ContainerState.CONTAINER_CREATED: RuntimeState.CREATED,
+    v1.ContainerState.CONTAINER_RUNNING: RuntimeState.RUNNING,
+    v1.ContainerState.CONTAINER_EXITED: RuntimeState.EXITED,
+}
+
+
+def _read_pid(info: dict[str, str]) -> int | None:
+    """containerd and CRI-O put JSON with "pid" under "info"; cri-dockerd says nothing."""
+    try:
+        raw = json.loads(info.get("info", "null"))
+    except (ValueError, RecursionError):
+        return None
+    pid = raw.get("pid") if isinstance(raw, dict) else None
+    return pid if isinstance(pid, int) and not isinstance(pid, bool) and pid > 0 else None
+
+
+def runtime_endpoints(endpoint: str, known: Collection[Path]) -> tuple[Path, ...]:
+    """The sockets to try, in order: the one that is set, else the `known`. Raises Rejected for what is no path."""
+    if not endpoint:
+        return tuple(known)
+    path = endpoint.removeprefix("unix://")
+    if not path.startswith("/"):
+        raise Rejected(
+            f"container-runtime-endpoint {endpoint!r} is no socket:"
+            " give unix:///run/containerd/containerd.sock or the path alone"
+        )
+    return (Path(path),)
+
+
+@asynccontextmanager
+async def open_runtime(
+    endpoint: str, *, timeout_s: float, known: Sequence[Path] = RUNTIME_SOCKETS
+) -> AsyncIterator[RuntimeClient]:
+    """A client of the runtime at `endpoint`, with or without unix://, or of the first of the `known` that answers.
+
+    Nothing is connected yet: the runtime may come later. Raises Rejected for an endpoint that is no path.
+    """
+    client = RuntimeClient(runtime_endpoints(endpoint, known), timeout_s=timeout_s)
+    try:
+        yield client
+    finally:
+        client.close()

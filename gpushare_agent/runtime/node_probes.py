@@ -1,0 +1,186 @@
+"""Looks at what the operating system of a node offers: sockets, device nodes, cgroups, directories.
+
+Used by `gpushare-agent check` before the agent is deployed, so nothing here changes the node: a written probe file is
+removed at once. What is missing is an Unavailable whose text says what was found; the cure is the caller's to tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpushare_agent.kit.peer_credentials import peer_credentials
+from gpushare_agent.kit.pid_namespaces import is_host_pid_namespace
+from gpushare_agent.model.errors import Unavailable
+
+UNIX_PATH_LIMIT_BYTES = 107
+"""sockaddr_un has 108 bytes, the last for the NUL."""
+
+RUNTIME_SOCKETS = tuple(
+    Path(path)
+    for path in (
+        "/run/containerd/containerd.sock",
+        "/run/crio/crio.sock",
+        "/run/cri-dockerd.sock",
+        "/run/k3s/containerd/containerd.sock",
+        "/var/snap/microk8s/common/run/containerd.sock",
+    )
+)
+"""Where the known container runtimes listen by default, in the order in which they are tried."""
+
+_FILE_SYSTEM_ROOM_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritableDirectory:
+    """`directory` is where a file could be written: the asked one, or the parent in which it will be made."""
+
+    directory: Path
+    free_bytes: int
+
+
+async def connect_to_socket(path: Path) -> None:
+    """Opens and closes a connection; says nothing on it.
+
+    Raises:
+        Unavailable: no socket there, or nobody listens on it.
+    """
+    try:
+        _, writer = await asyncio.open_unix_connection(str(path))
+    except OSError as error:
+        raise Unavailable(f"{path}: {_socket_reason(path, error)}") from error
+    await _hang_up(writer)
+
+
+async def _hang_up(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    try:
+        await writer.wait_closed()
+    except OSError:  # the other side may hang up on a silent guest first; it has answered, and that was the question
+        return
+
+
+def _socket_reason(path: Path, error: OSError) -> str:
+    if error.errno == errno.ENOENT:
+        return "not there"
+    if error.errno in (errno.ECONNREFUSED, errno.ENOTSOCK):
+        return "there, but nobody listens on it" if path.is_socket() else "there, but not a socket"
+    if "too long" in str(error):
+        return f"a socket's path may have at most {UNIX_PATH_LIMIT_BYTES} bytes"
+    return error.strerror or str(error)
+
+
+def require_device_node(path: Path) -> None:
+    """Checks that `path` is a character device that this process may open.
+
+    Raises:
+        Unavailable: it is missing, something else, or closed to us.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise Unavailable(f"{path}: {_missing_or(error)}") from error
+    if not stat.S_ISCHR(mode):
+        raise Unavailable(f"{path}: there, but not a character device")
+    if not os.access(path, os.R_OK | os.W_OK):
+        raise Unavailable(f"{path}: there, but not readable and writable for this user")
+
+
+def cgroup_version(root: Path) -> str:
+    """ "v2", "v1", or "hybrid" (v1 controllers beside v2 at <root>/unified).
+
+    Raises:
+        Unavailable: `root` is no mounted cgroup hierarchy.
+    """
+    if (root / "cgroup.controllers").exists():
+        return "v2"
+    has_v1 = any((root / controller).is_dir() for controller in ("memory", "pids", "cpu"))
+    if has_v1:
+        return "hybrid" if (root / "unified" / "cgroup.controllers").exists() else "v1"
+    raise Unavailable(f"{root}: " + ("no cgroup hierarchy is mounted there" if root.is_dir() else "not there"))
+
+
+async def sees_processes_of_node(node_socket: Path) -> bool:
+    """Whether PIDs of this process's namespace are the node's. `node_socket` is one on which the kubelet listens.
+
+    On a node that is itself a container the namespace is not the machine's: there it tells that the kernel has a PID here
+    for the process behind the kubelet's socket. Opens and closes a connection at most.
+    """
+    if is_host_pid_namespace():
+        return True
+    try:
+        _, writer = await asyncio.open_unix_connection(str(node_socket))
+    except OSError:
+        return False
+    credentials = peer_credentials(writer.transport)
+    await _hang_up(writer)
+    return credentials is not None and credentials.pid > 0
+
+
+def require_proc(proc_root: Path) -> None:
+    """Checks that `proc_root` is the /proc of this process's PID namespace and readable.
+
+    Raises:
+        Unavailable: it is not there, no /proc, or shows the PIDs of another namespace.
+    """
+    try:
+        shown = (proc_root / "self").readlink()
+    except OSError as error:
+        if (proc_root / "self").is_symlink() or (proc_root / "1").exists():
+            raise Unavailable(f"{proc_root}: it shows another PID namespace, in which this process is not") from error
+        reason = "there, but no /proc" if proc_root.is_dir() else _missing_or(error)
+        raise Unavailable(f"{proc_root}: {reason}") from error
+    if str(shown) != str(os.getpid()):
+        raise Unavailable(
+            f"{proc_root}: it shows another PID namespace (this process is {os.getpid()} here, {shown} there)"
+        )
+    try:
+        (proc_root / "self" / "cgroup").read_bytes()
+    except OSError as error:
+        raise Unavailable(f"{proc_root}/self/cgroup: {_missing_or(error)}") from error
+
+
+def require_writable(directory: Path) -> WritableDirectory:
+    """Writes and removes a file in `directory`, or in the nearest parent there is, where it would be made.
+
+    Raises:
+        Unavailable: it is a file, read-only, closed to us, or the disk is full.
+    """
+    existing = directory
+    while not os.path.lexists(existing) and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise Unavailable(f"{directory}: {existing} is no directory")
+    try:
+        with tempfile.NamedTemporaryFile(dir=existing, prefix=".gpushare-check-") as probe:
+            probe.write(b"\0" * 4096)
+            probe.flush()
+            free = shutil.disk_usage(existing).free
+    except OSError as error:
+        raise Unavailable(f"{directory}: cannot write in {existing}: {error.strerror or error}") from error
+    if free < _FILE_SYSTEM_ROOM_BYTES:
+        raise Unavailable(f"{directory}: the disk of {existing} is full ({free} bytes free)")
+    return WritableDirectory(directory=existing, free_bytes=free)
+
+
+def require_readable_file(path: Path) -> None:
+    """Opens `path` for reading.
+
+    Raises:
+        Unavailable: it is missing, a directory, or closed to us.
+    """
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+    except OSError as error:
+        raise Unavailable(f"{path}: {_missing_or(error)}") from error
+
+
+def _missing_or(error: OSError) -> str:
+    return "not there" if error.errno == errno.ENOENT else (error.strerror or str(error))

@@ -1,0 +1,127 @@
+"""The settings of isolations, device lists and the GPUShare resource; sections of settings/tree.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+from gpushare_agent.model.cdi import is_kind
+from gpushare_agent.settings.values import Count, GivenPath, Seconds, comma_list, resource_name
+
+
+class IsolationSection(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class MpsSettings(IsolationSection):
+    """NVIDIA MPS (isolation mps, command mps)."""
+
+    pipe_directory: GivenPath = Field(
+        default=Path("/run/gpushare-mps/pipe"),
+        description="Where the MPS control daemon has its pipes, on the host; containers get it mounted at the same path."
+        " Set it to the daemon's CUDA_MPS_PIPE_DIRECTORY where you run the daemon yourself.",
+    )
+    shm_directory: GivenPath = Field(
+        default=Path("/dev/shm"),  # noqa: S108 - the shared memory itself, which MPS needs, not a temporary file
+        description="The daemon's /dev/shm on the host; containers get it as theirs. The default is right for a daemon that"
+        " runs on the host; one in a container has a directory of its own.",
+    )
+    log_directory: GivenPath = Field(
+        default=Path("/run/gpushare-mps/log"), description="Where a daemon started by the command mps writes its logs."
+    )
+    control: GivenPath = Field(
+        default=Path("nvidia-cuda-mps-control"),
+        description="The control program: a path, or a name that is looked for in PATH.",
+    )
+    probe_period_s: Seconds = Field(
+        default=5.0, ge=0.1, le=3600, description="Seconds between two questions to the daemon whether it answers."
+    )
+    command_timeout_s: Seconds = Field(
+        default=5.0, ge=0.1, le=120, description="Longest wait for the answer to one command, seconds."
+    )
+    max_clients: Count = Field(
+        default=48, ge=1, le=4096, description="Most sharing containers of one card. MPS serves 48 clients a card."
+    )
+    default_active_thread_percentage: Count = Field(
+        default=100, ge=1, le=100,
+        description="What a client without a limit of its own may use, percent; set by the command mps when it starts the"
+        " daemon.",
+    )  # fmt: skip
+    exclusive_process: bool = Field(
+        default=False,
+        description="Let the command mps set the cards' compute mode to EXCLUSIVE_PROCESS, so that nobody uses them beside"
+        " the MPS server; whole cards then go through it too, without limits. Off: the mode stays as it is.",
+    )
+    drain_timeout_s: Seconds = Field(
+        default=30.0,
+        ge=0,
+        le=3600,
+        description="How long the command mps waits for clients when it ends, seconds.",
+    )
+
+
+class HamiCoreSettings(IsolationSection):
+    """HAMi-core's libvgpu.so (isolation hami-core)."""
+
+    library: GivenPath = Field(
+        default=Path("/usr/local/vgpu/libvgpu.so"),
+        description="The library on the host, mounted into sharing containers.",
+    )
+    directory: GivenPath = Field(
+        default=Path("/etc/gpu-manager/hami-core"),
+        description="Where the agent keeps the preload file and each container's own cache directory.",
+    )
+    memory_scaling: float = Field(
+        default=1.0, ge=1.0, le=16.0, allow_inf_nan=False,
+        description="What a container may allocate is its share times this, at most the card's memory. Above 1 memory is"
+        " oversubscribed.",
+    )  # fmt: skip
+    core_scaling: float = Field(
+        default=1.0, ge=1.0, le=100.0, allow_inf_nan=False,
+        description="What a container may compute is its share times this, at most 100 percent. Above 1 compute is"
+        " oversubscribed.",
+    )  # fmt: skip
+
+
+class CdiSettings(IsolationSection):
+    """Container Device Interface (strategies cdi-annotations and cdi-cri, command cdi)."""
+
+    kind: str = Field(
+        default="nvidia.com/gpu", description="Vendor and class of the devices' names; a device is <kind>=<GPU UUID>."
+    )
+    spec_directories: Annotated[tuple[GivenPath, ...], BeforeValidator(comma_list)] = Field(
+        default=(Path("/etc/cdi"), Path("/var/run/cdi")),
+        min_length=1,
+        description="Where specs are looked for, comma list; the last one is where the agent writes its own if nobody else's"
+        " names the cards.",
+    )
+
+    @field_validator("kind")
+    @classmethod
+    def _is_kind(cls, value: str) -> str:
+        if not is_kind(value):
+            raise ValueError("is no CDI kind such as nvidia.com/gpu")
+        return value
+
+
+class GpushareSettings(IsolationSection):
+    """GPUShare's resource, memory alone, beside vcore and vmemory."""
+
+    enabled: bool = Field(default=False, description="Offer GPUShare's resource on this node.")
+    resource: str = Field(
+        default="aliyun.com/gpu-mem", description="Resource whose unit is one unit of a card's memory. GPUShare's name."
+    )
+    count_resource: str = Field(
+        default="aliyun.com/gpu-count",
+        description="Capacity of the node that tells how many cards it has. GPUShare's name.",
+    )
+    unit: Literal["GiB", "MiB"] = Field(
+        default="GiB", description="What one unit is. MiB means many device IDs: the kubelet takes 4 MiB of them."
+    )
+
+    @field_validator("resource", "count_resource")
+    @classmethod
+    def _is_resource_name(cls, value: str) -> str:
+        return resource_name(value)

@@ -1,0 +1,143 @@
+"""Settings of what watches and shows the node: health, usage, decisions, node facts, control socket, display, debug.
+
+Part of the tree in settings/tree.py. A description tells the unit, what empty means, and why this default.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+from gpushare_agent.settings.values import Count, OptionalPath, Seconds, comma_list
+
+_LABEL_PREFIX = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+
+
+def _no_list(value: object) -> object:
+    """An empty text is an empty list, not a list with one empty entry."""
+    return () if value == "" else comma_list(value)
+
+
+Xids = Annotated[tuple[Annotated[Count, Field(ge=1, le=100_000)], ...], BeforeValidator(_no_list)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class HealthSettings(_Section):
+    """Watching the cards."""
+
+    check_period_s: Seconds = Field(
+        default=5.0, ge=0.05, le=3600, description="How often the driver is asked for the cards' state, seconds."
+    )
+    event_period_s: Seconds = Field(
+        default=0.5,
+        ge=0.05,
+        le=60,
+        description="How often the driver's events (Xid errors, ECC) are fetched, seconds.",
+    )
+    ignored_xids: Xids = Field(
+        default=(13, 31, 43, 45, 68, 109),
+        description="Xid errors that leave a card Healthy, comma list. The default are those that a program causes, not the"
+        " card. Empty: none is ignored.",
+    )
+    reset_xids: Xids = Field(
+        default=(48, 62, 64, 74, 79, 95, 119, 120, 136, 140, 143),
+        description="Xid errors after which a card stays Unhealthy until it was reset (or uncordoned by hand), comma list."
+        " After any other the card comes back once it has passed the probes.",
+    )
+    recovery_probes: Count = Field(
+        default=3, ge=1, le=100, description="Looks in a row that an Unhealthy card must pass to be Healthy again."
+    )
+    recovery_period_s: Seconds = Field(
+        default=10.0,
+        ge=0.05,
+        le=3600,
+        description="Time between two of these looks, seconds. It doubles each time that the card falls ill again.",
+    )
+    recovery_period_max_s: Seconds = Field(
+        default=600.0, ge=0.05, le=86400, description="Most time between two of these looks, seconds."
+    )
+    state_file: OptionalPath = Field(
+        default=Path("/var/lib/gpushare-agent/health.json"),
+        description="File that keeps, over a restart of the agent, which cards are cordoned and which wait for a reset."
+        " Empty: neither outlives the agent.",
+    )
+
+
+class UsageSettings(_Section):
+    """What is kept of the samples (their period is sample_period_s)."""
+
+    history_s: Seconds = Field(
+        default=900.0, ge=10, le=86400, description="How much of the past the dashboard's curves show, seconds."
+    )
+    history_points: Count = Field(
+        default=180, ge=10, le=3600, description="Points of one curve; more are memory and nothing else."
+    )
+
+
+class DecisionSettings(_Section):
+    """Explanations of what was decided."""
+
+    kept: Count = Field(
+        default=500, ge=1, le=100_000, description="Decisions kept in memory for `explain` and the dashboard."
+    )
+
+
+class FactsSettings(_Section):
+    """What the agent tells of its cards on the node's object."""
+
+    is_written: bool = Field(
+        default=True,
+        description="Write labels and one annotation about the cards to the node's object. Needs the right to patch nodes."
+        " false: the scheduler extender knows nothing of this node.",
+    )
+    label_prefix: str = Field(
+        default="gpushare-agent",
+        description="Prefix of the labels gpu.product, gpu.memory, gpu.count and so on. nvidia.com gives the names of"
+        " NVIDIA's feature discovery, for clusters that do not run it.",
+    )
+
+    @field_validator("label_prefix")
+    @classmethod
+    def _is_prefix(cls, value: str) -> str:
+        if not _LABEL_PREFIX.fullmatch(value):
+            raise ValueError("is no label prefix such as gpushare-agent or nvidia.com")
+        return value
+
+
+class ControlSettings(_Section):
+    """The socket of `cordon` and `uncordon`, for root alone."""
+
+    socket: OptionalPath = Field(
+        default=Path("/run/gpushare-agent/control.sock"),
+        description="Unix socket through which root takes cards out of service and back. Empty: none.",
+    )
+
+
+class DisplaySettings(_Section):
+    """gpu-manager's gRPC service for usage and topology."""
+
+    socket: OptionalPath = Field(
+        default=Path("/var/run/gpu-manager.sock"),
+        description="Unix socket of the service display.GPUDisplay. The default is gpu-manager's. Empty: none.",
+    )
+
+
+class DebugSettings(_Section):
+    """The debug listener: tasks, allocations, profiles."""
+
+    addr: str = Field(
+        default="localhost",
+        max_length=253,
+        description="Address of the debug listener. Any other than this host's own needs debug.token_file. Empty: none.",
+    )
+    port: Count = Field(default=5679, ge=0, le=65535, description="Its port; 0 takes any free one.")
+    token_file: OptionalPath = Field(
+        default=None,
+        description="File with the token that callers must send as `Authorization: Bearer`. Empty: none is asked for.",
+    )

@@ -1,0 +1,95 @@
+"""Kinds of setting values: durations, counts, lists, pairs and paths, as people write them in flags, variables and YAML.
+
+A validator raises ValueError; settings/settings.py turns that into one line which tells what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+_GO_DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+")
+_GO_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
+_UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PLAIN_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def parse_duration(value: object) -> object:
+    """Seconds from plain seconds or Go's text (`30s`, `500ms`, `1m30s`).
+
+    Raises:
+        ValueError: the value is neither.
+    """
+    if isinstance(value, bool):
+        raise ValueError("is no duration")
+    if isinstance(value, int | float):
+        return value
+    text = str(value).strip()
+    if _PLAIN_NUMBER.fullmatch(text):
+        return float(text)
+    if _GO_DURATION.fullmatch(text):
+        return math.fsum(float(number) * _UNIT_S[unit] for number, unit in _GO_DURATION_PART.findall(text))
+    raise ValueError("is no duration")
+
+
+def _no_boolean(value: object) -> object:
+    """YAML's `yes` is a boolean, which Python would take for the number 1."""
+    if isinstance(value, bool):
+        raise ValueError("is no number")
+    return value
+
+
+def comma_list(value: object) -> object:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(","))
+    return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def pairs_of(value: object) -> object:
+    """`k=v,k=v` as a mapping; numbers and booleans that YAML made of label values become text again."""
+    if isinstance(value, dict):
+        return {key: str(item).lower() if isinstance(item, bool | int | float) else item for key, item in value.items()}
+    if not isinstance(value, str):
+        return value
+    pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+    if any(not separator or not key.strip() for key, separator, _ in pairs):
+        raise ValueError("is no list of pairs")
+    return {key.strip(): item.strip() for key, _, item in pairs}
+
+
+_RESOURCE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+MAX_RESOURCE_NAME_CHARS = 127
+"""Kubernetes allows longer ones; the scanner of the kubelet's answers (kit/wire_scan.py) reads a one-byte length."""
+
+
+def resource_name(value: str) -> str:
+    """A qualified name. Raises ValueError."""
+    if not _RESOURCE_NAME.fullmatch(value):
+        raise ValueError("is no resource name such as tencent.com/vcuda-core")
+    if len(value) > MAX_RESOURCE_NAME_CHARS:
+        raise ValueError(
+            f"is a resource name of {len(value)} characters, but this agent takes at most {MAX_RESOURCE_NAME_CHARS};"
+            " choose a shorter one"
+        )
+    return value
+
+
+def _empty_is_none(value: object) -> object:
+    return None if value == "" else value
+
+
+def _no_empty_path(value: object) -> object:
+    """Path("") would be the current directory."""
+    if value == "" or "\0" in str(value):
+        raise ValueError("is no path")
+    return value
+
+
+Seconds = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(parse_duration)]
+Count = Annotated[int, BeforeValidator(_no_boolean)]
+OptionalPath = Annotated[Path | None, BeforeValidator(_empty_is_none)]
+GivenPath = Annotated[Path, BeforeValidator(_no_empty_path)]

@@ -1,0 +1,353 @@
+"""The admission service: plans, bookings, refusals, and what it undoes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from gpushare_agent.admission.admission import Admission
+from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.admission.decisions.explain import Explanation
+from gpushare_agent.admission.decisions.identity import Call, Known, Served
+from gpushare_agent.admission.decisions.ledger import Policy
+from gpushare_agent.isolation import IsolationConfig
+from gpushare_agent.kubelet.pod_resources import PodListing
+from gpushare_agent.kubelet.pod_resources_gate import InsideList, PodResourcesGate
+from gpushare_agent.kubelet.records import CheckpointEntry
+from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
+from gpushare_agent.model.errors import RefusalReason, Refused, Unavailable
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.names import VCORE_RESOURCE as CORE
+from gpushare_agent.model.names import VMEMORY_RESOURCE as MEMORY
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import ContainerKind, Pod
+from gpushare_agent.model.resources import ResourceKind
+from tests.support_core import NAMES, container, ids, inventory, known, pod, written
+
+
+class Scripted:
+    """Says whom the next GetPreferredAllocation is for; records outcomes; holds the kubelet's checkpoint."""
+
+    def __init__(self, *pods: Pod) -> None:
+        self.pods = {p.uid: p for p in pods}
+        self.next: Served | Refused | None = None
+        self.checkpoint: list[CheckpointEntry] | None = []
+        self.cache = AllocationCache()
+        self.refused_pods: set[PodUid] = set()
+        self.outcomes: list[str] = []
+        self.explained: list[Explanation | None] = []
+        self.settles = 0
+        self.prepared: list[ContainerKey] = []
+        self.not_prepared: Refused | None = None
+        self.on_settle = lambda: False
+        self.cards = inventory()
+        config = IsolationConfig(virtual_manager=Path("/vm"))
+        self.edits = EditPolicy(names=NAMES, config=config, isolation=IsolationName.NONE)
+        gate = PodResourcesGate(self, clock=time.monotonic)
+        self.admission = Admission(
+            gate=gate,
+            identification=self,
+            cache=self.cache,
+            pods=self,
+            inventory=lambda: self.cards,
+            policy=Policy(names=NAMES),
+            edits=lambda: self.edits,
+            node_name="node",
+            refused_pods=self.refused_pods,
+            observer=self,
+            records=self,
+            settle=self.settle,
+            prepare=self.prepare,
+            clock=time.monotonic,
+        )
+
+    def get(self, uid: PodUid) -> Pod | None:
+        return self.pods.get(uid)
+
+    async def list_entries(self, *, timeout_s: float) -> Sequence[PodListing]:
+        raise AssertionError("nobody lists here")
+
+    async def serve(self, call: Call, inside: InsideList) -> Served | Refused:
+        assert self.next is not None
+        return self.next
+
+    def known(self) -> Known:
+        facts = known(*self.pods.values())
+        return Known(pods=facts.pods, allocations=self.cache.view(), refused=self.refused_pods, names=NAMES)
+
+    async def read(self) -> Sequence[CheckpointEntry]:
+        if self.checkpoint is None:
+            raise Unavailable("no checkpoint")
+        return self.checkpoint
+
+    async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
+        self.prepared.extend(keys)
+        return self.not_prepared
+
+    async def settle(self) -> bool:
+        self.settles += 1
+        return self.on_settle()
+
+    def allocated(self, served: Served, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
+        self.outcomes.append(f"{served.pod.name}/{served.container.name} {kind}")
+        self.explained.append(why)
+
+    def refused(self, served: Served | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None:
+        self.outcomes.append(f"refused {refused.reason}")
+        self.explained.append(why)
+
+    def start_refused(self, served: Served | None, kind: ResourceKind, refused: Refused) -> None:
+        self.outcomes.append(f"start refused {served.pod.name if served else '?'} {refused.reason}")
+
+    def taken_ids_offered(self, kind: ResourceKind, count: int) -> None:
+        self.outcomes.append(f"taken {count}")
+
+    async def admit(self, owner: Pod, name: str, resource: str, must: Sequence[str] = ()) -> ContainerEdits | Refused:
+        """A whole call pair, the IDs as preferred."""
+        found = owner.container(name)
+        assert found is not None
+        self.next = Served(pod=owner, container=found)
+        size = found.requests[resource]
+        offered = [i for card in range(2) for i in ids(card, range(100 if resource == CORE else 96))]
+        chosen = list(await self.admission.preferred(resource, offered, must, size))
+        chosen += [i for i in offered if i not in chosen][: size - len(chosen)]
+        return await self.admission.allocate(resource, chosen)
+
+
+async def test_both_resources_of_a_container_land_on_one_card() -> None:
+    """In either order; the second call completes the allocation."""
+    for order in ((CORE, MEMORY), (MEMORY, CORE)):
+        owner = pod("a", container(cores=30, blocks=10))
+        agent = Scripted(owner)
+        for resource in order:
+            assert isinstance(await agent.admit(owner, "main", resource), ContainerEdits)
+        (held,) = agent.cache
+        assert (held.cores, held.memory_blocks, held.cards) == (30, 10, ("GPU-0",))
+        assert len(agent.outcomes) == 2
+
+
+async def test_a_refusal_frees_what_the_admission_had_booked_for_the_pod() -> None:
+    """The kubelet frees the earlier containers silently; other pods keep theirs."""
+    other = pod("other", container(cores=10, blocks=1))
+    owner = pod("a", container("first", cores=30, blocks=10), container("second", cores=90, blocks=200))
+    agent = Scripted(other, owner)
+    await agent.admit(other, "main", CORE)
+    await agent.admit(owner, "first", CORE)
+    await agent.admit(owner, "first", MEMORY)
+    result = await agent.admit(owner, "second", CORE)
+    assert isinstance(result, Refused) and result.reason is RefusalReason.NOT_ENOUGH_MEMORY
+    assert [a.key.pod_uid for a in agent.cache] == [other.uid]
+    assert agent.refused_pods == {owner.uid}
+
+
+async def test_a_refusal_at_a_restart_frees_no_other_container_of_the_pod() -> None:
+    """The pod goes on; only its container cannot come back."""
+    owner = pod(
+        "a", container("first", cores=30, blocks=10), container("second", cores=90, blocks=10), has_started=True
+    )
+    blocker = pod("b", container(cores=100), container("x", cores=60, blocks=1))
+    agent = Scripted(owner, blocker)
+    await agent.admit(owner, "first", CORE)
+    agent.admission.kubelet_restarted()
+    await agent.admit(blocker, "main", CORE)
+    result = await agent.admit(owner, "second", CORE)
+    assert isinstance(result, Refused)
+    assert ContainerKey(owner.uid, "first") in {a.key for a in agent.cache}
+    assert owner.uid not in agent.refused_pods
+
+
+async def test_a_chain_of_init_sidecar_and_main_is_followed_without_being_asked() -> None:
+    """The sidecar takes the init container's IDs with no GetPreferredAllocation before."""
+    owner = pod(
+        "chain",
+        container("i", cores=5, blocks=2, kind=ContainerKind.INIT),
+        container("s", cores=5, blocks=2, kind=ContainerKind.SIDECAR, position=1),
+        container("m", cores=10, blocks=4),
+    )
+    agent = Scripted(owner)
+    await agent.admit(owner, "i", CORE)
+    await agent.admit(owner, "i", MEMORY)
+    held = agent.cache.get(ContainerKey(owner.uid, "i"))
+    assert held is not None
+    assert isinstance(await agent.admission.allocate(MEMORY, sorted(held.vmemory_ids)), ContainerEdits)
+    edits = await agent.admission.allocate(CORE, sorted(held.vcore_ids))
+    assert isinstance(edits, ContainerEdits) and edits.env
+    await agent.admit(owner, "m", CORE)
+    # The sidecar has taken the five IDs for good: offering them again counts as a fault of the kubelet.
+    assert agent.outcomes[2:] == ["chain/s vmemory", "chain/s vcore", "taken 5", "chain/m vcore"]
+    assert agent.cache.used_cores() == {"GPU-0": 15}
+
+
+async def test_the_same_allocate_again_gets_the_same_answer() -> None:
+    """Isolation included, and the books as they were; once the container runs it is refused."""
+    owner = pod("a", container(cores=10, blocks=1))
+    agent = Scripted(owner)
+    agent.edits = replace(agent.edits, isolation=IsolationName.VCUDA)
+    first = await agent.admit(owner, "main", CORE)
+    (held,) = agent.cache
+    assert isinstance(first, ContainerEdits) and [m.container_path for m in first.mounts] == ["/etc/vcuda"]
+    assert await agent.admission.allocate(CORE, sorted(held.vcore_ids)) == first and list(agent.cache) == [held]
+    agent.pods[owner.uid] = replace(owner, running=frozenset({"main"}))
+    assert isinstance(await agent.admission.allocate(CORE, sorted(held.vcore_ids)), Refused)
+
+
+async def test_an_allocate_out_of_nowhere_is_refused() -> None:
+    """The agent restarted between the two calls; it says what to do."""
+    agent = Scripted(pod("a", container(cores=10, blocks=1)))
+    result = await agent.admission.allocate(CORE, ids(0, range(10)))
+    assert isinstance(result, Refused) and result.reason is RefusalReason.NOT_READY
+    assert "Create the pod again" in result.detail and len(agent.cache) == 0
+
+
+async def test_a_plan_is_carried_out_once() -> None:
+    """A second Allocate of the same size has no plan."""
+    owner = pod("a", container(cores=10, blocks=1))
+    agent = Scripted(owner)
+    assert isinstance(await agent.admit(owner, "main", CORE), ContainerEdits)
+    assert isinstance(await agent.admission.allocate(CORE, ids(1, range(10))), Refused)
+
+
+async def test_plans_of_a_kubelet_that_went_are_forgotten() -> None:
+    """Its Allocate will not come; another pod's must not meet it."""
+    owner = pod("a", container(cores=10, blocks=1))
+    agent = Scripted(owner)
+    found = owner.container("main")
+    assert found is not None
+    agent.next = Served(pod=owner, container=found)
+    await agent.admission.preferred(CORE, ids(0, range(100)), (), 10)
+    agent.admission.kubelet_restarted()
+    assert isinstance(await agent.admission.allocate(CORE, ids(0, range(10))), Refused)
+
+
+async def test_an_unidentified_call_answers_and_its_allocate_says_why() -> None:
+    """GetPreferredAllocation must not fail: its error would hide the reason."""
+    agent = Scripted()
+    agent.next = Refused(reason=RefusalReason.POD_UNKNOWN, detail="nobody knows")
+    assert list(await agent.admission.preferred(CORE, ids(0, range(100)), (), 10)) == []
+    assert await agent.admission.allocate(CORE, ids(0, range(10))) == agent.next
+
+
+async def test_room_that_is_about_to_be_freed_is_waited_for_once() -> None:
+    """The end of a pod may reach the kubelet before it reaches us."""
+    old, new = pod("old", container(cores=90, blocks=90)), pod("new", container(cores=90, blocks=90))
+    agent = Scripted(old, new)
+    agent.cards = inventory(1)
+    await agent.admit(old, "main", CORE)
+
+    def end() -> bool:
+        agent.cache.release_pod(old.uid)
+        return True
+
+    agent.on_settle = end
+    assert isinstance(await agent.admit(new, "main", CORE), ContainerEdits)
+    assert agent.settles == 1
+
+
+async def test_shares_that_are_freed_one_after_the_other_are_all_waited_for() -> None:
+    """Several pods end at once, and the new one needs the room of all of them."""
+    olds = [pod(f"old{n}", container(cores=30, blocks=20)) for n in range(3)]
+    new = pod("new", container(cores=90, blocks=60))
+    agent = Scripted(*olds, new)
+    agent.cards = inventory(1)
+    for old in olds:
+        assert isinstance(await agent.admit(old, "main", CORE), ContainerEdits)
+    ending = list(olds)
+
+    def end_one() -> bool:
+        if not ending:
+            return False
+        agent.cache.release_pod(ending.pop().uid)
+        return True
+
+    agent.on_settle = end_one
+    assert isinstance(await agent.admit(new, "main", CORE), ContainerEdits)
+    assert agent.settles == 3
+
+
+async def test_a_container_starts_with_the_ids_of_the_cache_or_of_the_checkpoint() -> None:
+    """Lost allocations are taken over; unknown ones are refused."""
+    owner = pod("a", container(cores=10, blocks=1))
+    agent = Scripted(owner)
+    await agent.admit(owner, "main", CORE)
+    (held,) = agent.cache
+    assert await agent.admission.pre_start(CORE, sorted(held.vcore_ids)) is None
+    lost = ids(1, range(20))
+    assert isinstance(await agent.admission.pre_start(CORE, lost), Refused)
+    agent.checkpoint = written("u9", "main", lost, ids(1, range(3)))
+    assert await agent.admission.pre_start(CORE, lost) is None
+    taken = agent.cache.get(ContainerKey(PodUid("u9"), "main"))
+    assert taken is not None and taken.memory_blocks == 3
+    agent.checkpoint = None
+    assert isinstance(await agent.admission.pre_start(CORE, ids(1, range(40, 50))), Refused)
+    assert isinstance(await agent.admission.pre_start(CORE, []), Refused)
+
+
+async def test_a_plan_left_over_does_not_claim_an_heirs_ids() -> None:
+    """A GetPreferredAllocation whose Allocate never came asked for as many units as a sidecar now takes over."""
+    stale = pod("stale", container(cores=5, blocks=2))
+    owner = pod(
+        "chain",
+        container("i", cores=5, blocks=2, kind=ContainerKind.INIT),
+        container("s", cores=5, blocks=2, kind=ContainerKind.SIDECAR, position=1),
+    )
+    agent = Scripted(stale, owner)
+    await agent.admit(owner, "i", CORE)
+    agent.next = Served(pod=stale, container=stale.containers[0])
+    await agent.admission.preferred(CORE, ids(1, range(100)), (), 5)
+    held = agent.cache.get(ContainerKey(owner.uid, "i"))
+    assert held is not None
+    assert isinstance(await agent.admission.allocate(CORE, sorted(held.vcore_ids)), ContainerEdits)
+    assert agent.outcomes[-1] == "chain/s vcore"
+
+
+async def test_what_the_isolation_needs_is_prepared_before_a_container_starts() -> None:
+    """Init container and sidecar hold the same IDs: which of them starts cannot be told, so both are prepared."""
+    owner = pod(
+        "chain",
+        container("i", cores=5, blocks=2, kind=ContainerKind.INIT),
+        container("s", cores=5, blocks=2, kind=ContainerKind.SIDECAR, position=1),
+    )
+    agent = Scripted(owner)
+    await agent.admit(owner, "i", CORE)
+    held = agent.cache.get(ContainerKey(owner.uid, "i"))
+    assert held is not None
+    await agent.admission.allocate(CORE, sorted(held.vcore_ids))
+    assert await agent.admission.pre_start(CORE, sorted(held.vcore_ids)) is None
+    assert agent.prepared == [ContainerKey(owner.uid, "i"), ContainerKey(owner.uid, "s")]
+    agent.not_prepared = Refused(reason=RefusalReason.NOT_READY, detail="no room")
+    assert await agent.admission.pre_start(CORE, sorted(held.vcore_ids)) == agent.not_prepared
+
+
+async def test_one_container_is_explained_once() -> None:
+    """By the call that placed it; its other resource follows the plan."""
+    owner = pod("a", container(cores=30, blocks=10))
+    agent = Scripted(owner)
+    await agent.admit(owner, "main", CORE)
+    await agent.admit(owner, "main", MEMORY)
+    first, second = agent.explained
+    assert first is not None and first.candidates[0].verdict == "chosen"
+    assert second is None
+
+
+async def test_a_refusal_is_explained_by_the_cards_as_they_were() -> None:
+    """Also where it was found in the call before."""
+    owner = pod("a", container(cores=30, blocks=200))
+    agent = Scripted(owner)
+    await agent.admit(owner, "main", CORE)
+    (why,) = agent.explained
+    assert why is not None and not any(candidate.is_chosen for candidate in why.candidates)
+    assert [c.verdict for c in why.candidates] == ["26624 MiB short"] * 2
+
+
+async def test_a_start_that_is_refused_names_the_container() -> None:
+    """The virtual manager could not prepare it: its owner hears why."""
+    owner = pod("a", container(cores=30, blocks=10))
+    agent = Scripted(owner)
+    await agent.admit(owner, "main", CORE)
+    agent.not_prepared = Refused(reason=RefusalReason.NOT_READY, detail="the disk is full")
+    (held,) = agent.cache
+    assert await agent.admission.pre_start(CORE, sorted(held.vcore_ids)) is agent.not_prepared
+    assert agent.outcomes[-1] == "start refused a NotReady"

@@ -1,0 +1,96 @@
+"""What a container with cards gets, by the names of docs/formats.md."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
+from gpushare_agent.isolation import IsolationConfig
+from gpushare_agent.isolation.devices.device_lists import NodeDevices
+from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, DeviceNode
+from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
+from gpushare_agent.model.merging import merged
+from gpushare_agent.model.names import ISOLATION_ANNOTATION
+from gpushare_agent.model.pods import ContainerSpec
+from tests.support_core import NAMES, container, inventory, pod
+
+CARDS = tuple(replace(card, minor=card.index + 4) for card in inventory().cards)
+POLICY = EditPolicy(names=NAMES, config=IsolationConfig(virtual_manager=Path("/vm")), isolation=IsolationName.NONE)
+
+
+def edits_of(wanted: ContainerSpec, cards: int = 1, policy: EditPolicy = POLICY, **annotations: str) -> ContainerEdits:
+    found = edits_for(pod("a", wanted, annotations=annotations), wanted, CARDS[:cards], policy)
+    assert isinstance(found, ContainerEdits)
+    return found
+
+
+def test_a_share_gets_its_card_by_minor_number() -> None:
+    """/dev/nvidia<n> is the minor number, which need not be the index."""
+    edits = edits_of(container(cores=30, blocks=10))
+    assert dict(edits.env) == {"NVIDIA_VISIBLE_DEVICES": "GPU-0", "LD_LIBRARY_PATH": "/usr/local/nvidia/lib64"}
+    assert [d.host_path for d in edits.devices] == ["/dev/nvidia4", "/dev/nvidiactl", "/dev/nvidia-uvm"]
+    assert {d.permissions for d in edits.devices} == {"rwm"}
+    assert dict(edits.annotations) == {
+        "tencent.com/vcuda-core": "30",
+        "tencent.com/vcuda-memory": str(10 * 256 * 1024 * 1024),
+        "tencent.com/vcuda-device": "/dev/nvidia4",
+    }
+
+
+def test_whole_cards_are_listed_in_order_of_index() -> None:
+    """In the variable and in the annotation alike."""
+    policy = replace(POLICY, devices=NodeDevices(extra=("/dev/nvidia-modeset",)))
+    edits = edits_of(container(cores=200), 2, policy)
+    assert dict(edits.env)["NVIDIA_VISIBLE_DEVICES"] == "GPU-0,GPU-1"
+    assert dict(edits.annotations)["tencent.com/vcuda-device"] == "/dev/nvidia4,/dev/nvidia5"
+    assert edits.devices[-1].host_path == "/dev/nvidia-modeset"
+
+
+def test_a_32_bit_container_gets_both_library_directories() -> None:
+    """It says so by the variable compat32."""
+    edits = edits_of(replace(container(cores=30, blocks=1), env={"compat32": "true"}))
+    assert dict(edits.env)["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64:/usr/local/nvidia/lib"
+
+
+def test_simulated_cards_have_no_device_nodes_on_a_real_node() -> None:
+    """A container that names a device node which does not exist cannot start; the annotation still tells the card."""
+    edits = edits_of(container(cores=30, blocks=1), 1, replace(POLICY, devices=NodeDevices(has_card_nodes=False)))
+    assert edits.devices == () and dict(edits.annotations)["tencent.com/vcuda-device"] == "/dev/nvidia4"
+
+
+def test_a_pod_may_choose_an_isolation_that_the_node_allows() -> None:
+    """And is refused, with the names that it may choose, where it names another."""
+    wanted = container(cores=30, blocks=1)
+    policy = replace(POLICY, isolation=IsolationName.VCUDA, allowed=(IsolationName.NONE,))
+    assert edits_of(wanted, 1, policy).mounts
+    assert not edits_of(wanted, 1, policy, **{ISOLATION_ANNOTATION: "none"}).mounts
+    for text in ("mps", "VCUDA", "", "x" * 5000, "none\nnone"):
+        owner = pod("a", wanted, annotations={ISOLATION_ANNOTATION: text})
+        refused = edits_for(owner, wanted, CARDS[:1], policy)
+        assert isinstance(refused, Refused) and refused.reason is RefusalReason.INVALID_REQUEST
+        assert "none, vcuda" in refused.detail and len(refused.detail) < 400
+
+
+@pytest.mark.parametrize("strategies", [(DeviceListStrategy.DEVICE_NODES,), (DeviceListStrategy.CDI_CRI,)])
+def test_without_a_list_in_the_variable_nvidias_runtime_is_told_to_add_nothing(
+    strategies: tuple[DeviceListStrategy, ...],
+) -> None:
+    """CUDA images say "all" in it."""
+    edits = edits_of(container(cores=30, blocks=1), 1, replace(POLICY, strategies=strategies))
+    assert dict(edits.env)["NVIDIA_VISIBLE_DEVICES"] == "void"
+
+
+def test_edits_are_merged_and_the_last_word_on_a_name_counts() -> None:
+    """Mounts and device nodes that several parts ask for come once."""
+    mount = ContainerMount(host_path="/a", container_path="/b")
+    first = ContainerEdits(env=(("A", "1"), ("B", "1")), mounts=(mount,), annotations=(("x", "1"),))
+    second = ContainerEdits(
+        env=(("A", "2"),), mounts=(mount,), devices=(DeviceNode(host_path="/d", container_path="/d"),)
+    )
+    both = merged(first, second)
+    assert dict(both.env) == {"A": "2", "B": "1"} and both.mounts == (mount,) and len(both.devices) == 1
+    assert dict(both.annotations) == {"x": "1"}

@@ -1,0 +1,58 @@
+"""What the kubelet lists may be unreadable: the call is refused with the reason, never with an exception."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from gpushare_agent.admission.decisions.identity import Call, ListedHoldings
+from gpushare_agent.admission.identification import Identification, Patience
+from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.resources import ResourceKind
+from tests.support_core import NAMES, container, pod
+
+
+class Unreadable:
+    """A listed pod whose devices cannot be decoded."""
+
+    namespace, name = "default", "a"
+
+    def count_ids(self, resource: str) -> int:
+        return 0
+
+    def holds(self, resource: str) -> Mapping[str, int]:
+        raise Corrupt("pod default/a: bad bytes")
+
+
+class Inside:
+    async def list_entries(self) -> Sequence[ListedHoldings]:
+        return [Unreadable()]
+
+
+class Outside:
+    async def fetch(self, namespace: str, name: str, *, timeout_s: float) -> Pod | None:
+        return None
+
+    async def wait_lists_inside(self, *, timeout_s: float) -> bool:
+        return True
+
+
+async def test_a_pod_that_cannot_be_decoded_refuses_the_call_with_the_reason() -> None:
+    """It may be the one that is being admitted."""
+    store, outside = PodStore(), Outside()
+    store.upsert(pod("a", container(cores=10)))
+    identification = Identification(
+        pods=store,
+        fetcher=outside,
+        kubelet=outside,
+        allocations=dict,
+        refused=(),
+        names=NAMES,
+        clock=time.monotonic,
+        patience=Patience(),
+    )
+    result = await identification.serve(Call(kind=ResourceKind.VCORE, size=10), Inside())
+    assert isinstance(result, Refused) and result.reason is RefusalReason.NOT_READY
+    assert "bad bytes" in result.detail and "Create the pod again" in result.detail

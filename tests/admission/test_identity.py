@@ -1,0 +1,156 @@
+"""Whom a GetPreferredAllocation is for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gpushare_agent.admission.decisions.identity import Call, Doubt, Served, Unresolved, identify, reusing
+from gpushare_agent.model.names import VCORE_RESOURCE as CORE
+from gpushare_agent.model.names import VMEMORY_RESOURCE as MEMORY
+from gpushare_agent.model.pods import ContainerKind, PodPhase
+from gpushare_agent.model.resources import ResourceKind
+from tests.support_core import Listing, allocation, container, ids, known, pod
+
+VCORE_10 = Call(kind=ResourceKind.VCORE, size=10)
+
+
+def served_name(result: Served | Unresolved) -> str:
+    assert isinstance(result, Served), result
+    return f"{result.pod.name}/{result.container.name}"
+
+
+def test_the_listed_pod_without_its_devices_is_served() -> None:
+    """Pods that have what they want are passed over, plain pods too."""
+    done, plain, new = pod("done", container(cores=10)), pod("plain", container()), pod("new", container(cores=10))
+    listed = [Listing("done", {"main": {CORE: 10}}), Listing("plain", {"main": {}}), Listing("new", {"main": {}})]
+    held = allocation(done, "main", ids(0, range(10)), [])
+    assert served_name(identify(VCORE_10, listed, known(done, plain, new, allocations=(held,)))) == "new/main"
+
+
+def test_containers_are_served_in_spec_order() -> None:
+    """The first container that lacks the resource is the one, also when a later one asks for the same."""
+    two = pod("two", container("a", cores=10), container("b", cores=10))
+    assert served_name(identify(VCORE_10, [Listing("two", {"a": {}, "b": {}})], known(two))) == "two/a"
+    assert served_name(identify(VCORE_10, [Listing("two", {"a": {CORE: 10}, "b": {}})], known(two))) == "two/b"
+
+
+def test_the_kubelet_is_believed_over_our_cache() -> None:
+    """A container that we think served, but that the kubelet lists without devices, is served again, once the API server
+    has confirmed that it is the same pod and not a new one of its name."""
+    one = pod("one", container(cores=10))
+    held = allocation(one, "main", ids(0, range(10)), [])
+    facts = known(one, allocations=(held,))
+    listed = [Listing("one", {"main": {}})]
+    doubtful = identify(VCORE_10, listed, facts)
+    assert isinstance(doubtful, Unresolved) and doubtful.unknown == (("default", "one"),)
+    assert served_name(identify(VCORE_10, listed, replace(facts, verified={("default", "one")}))) == "one/main"
+
+
+def test_an_init_container_is_known_by_our_cache_alone() -> None:
+    """The kubelet never lists ordinary init containers."""
+    init = container("i", cores=10, kind=ContainerKind.INIT)
+    chain = pod("chain", init, container("m", cores=10))
+    listed = [Listing("chain", {"m": {}})]
+    assert served_name(identify(VCORE_10, listed, known(chain))) == "chain/i"
+    held = allocation(chain, "i", ids(0, range(10)), [], ContainerKind.INIT)
+    assert served_name(identify(VCORE_10, listed, known(chain, allocations=(held,)))) == "chain/m"
+
+
+def test_pods_that_ended_or_were_refused_are_out() -> None:
+    """Kubelets up to 1.33 go on listing them without devices."""
+    failed = pod("failed", container(cores=10), phase=PodPhase.FAILED)
+    refused, new = pod("refused", container(cores=10)), pod("new", container(cores=10))
+    listed = [Listing(name, {"main": {}}) for name in ("failed", "refused", "new")]
+    facts = known(failed, refused, new, refused=frozenset({refused.uid}))
+    assert served_name(identify(VCORE_10, listed, facts)) == "new/main"
+
+
+def test_a_refused_pod_that_runs_after_all_may_be_served() -> None:
+    """A refusal at a container's restart does not end the pod."""
+    back = pod("back", container(cores=10), has_started=True)
+    facts = replace(known(back, refused=frozenset({back.uid})), verified={("default", "back")})
+    assert served_name(identify(VCORE_10, [Listing("back", {"main": {}})], facts)) == "back/main"
+
+
+def test_two_that_fit_are_never_guessed_between() -> None:
+    """The answer names both."""
+    a, b = pod("a", container(cores=10)), pod("b", container(cores=10))
+    result = identify(VCORE_10, [Listing("a", {"main": {}}), Listing("b", {"main": {}})], known(a, b))
+    assert isinstance(result, Unresolved) and result.doubt is Doubt.SEVERAL
+    assert [s.pod.name for s in result.candidates] == ["a", "b"]
+
+
+def test_the_size_tells_two_apart() -> None:
+    """Another amount cannot be this call's."""
+    a, b = pod("a", container(cores=10)), pod("b", container(cores=20))
+    listed = [Listing("a", {"main": {}}), Listing("b", {"main": {}})]
+    assert served_name(identify(Call(kind=ResourceKind.VCORE, size=20), listed, known(a, b))) == "b/main"
+
+
+def test_must_include_points_at_the_pod_of_the_init_container() -> None:
+    """Those IDs are an init container's of exactly one pod."""
+
+    def chain(name: str) -> object:
+        return pod(name, container("i", cores=5, kind=ContainerKind.INIT), container("m", cores=10))
+
+    a, b = chain("a"), chain("b")
+    held = (
+        allocation(a, "i", ids(0, range(5)), [], ContainerKind.INIT),  # type: ignore[arg-type]
+        allocation(b, "i", ids(0, range(5, 10)), [], ContainerKind.INIT),  # type: ignore[arg-type]
+    )
+    call = Call(kind=ResourceKind.VCORE, size=10, must_include=frozenset(ids(0, range(5, 10))))
+    listed = [Listing("a", {"m": {}}), Listing("b", {"m": {}})]
+    assert served_name(identify(call, listed, known(a, b, allocations=held))) == "b/m"  # type: ignore[arg-type]
+
+
+def test_a_listed_stranger_without_devices_is_to_be_fetched_first() -> None:
+    """It may be the one, even though a known pod fits."""
+    a = pod("a", container(cores=10))
+    result = identify(VCORE_10, [Listing("a", {"main": {}}), Listing("who", {"main": {}})], known(a))
+    assert isinstance(result, Unresolved) and result.unknown == (("default", "who"),)
+    served = identify(VCORE_10, [Listing("a", {"main": {}}), Listing("who", {"main": {CORE: 5}})], known(a))
+    assert served_name(served) == "a/main"
+
+
+def test_a_stale_pod_of_the_same_name_is_suspected() -> None:
+    """A StatefulSet's pod comes back under its name before the watch has told of it."""
+    old = pod("web-0", container(cores=10), phase=PodPhase.FAILED)
+    result = identify(VCORE_10, [Listing("web-0", {"main": {}})], known(old))
+    assert isinstance(result, Unresolved) and result.suspects == (("default", "web-0"),)
+
+
+def test_memory_and_cores_are_looked_at_apart() -> None:
+    """Having one resource does not hide the lack of the other."""
+    one = pod("one", container(cores=10, blocks=4))
+    held = replace(allocation(one, "main", ids(0, range(10)), []))
+    listed = [Listing("one", {"main": {CORE: 10}})]
+    call = Call(kind=ResourceKind.VMEMORY, size=4)
+    assert served_name(identify(call, listed, known(one, allocations=(held,)))) == "one/main"
+    assert MEMORY not in listed[0].holds(MEMORY)
+
+
+def test_an_allocate_without_preference_belongs_to_the_heir() -> None:
+    """The kubelet hands an init container's IDs to the next container without asking."""
+    chain = pod(
+        "chain",
+        container("i", cores=5, kind=ContainerKind.INIT),
+        container("s", cores=5, kind=ContainerKind.SIDECAR, position=1),
+        container("m", cores=10),
+    )
+    held = allocation(chain, "i", ids(0, range(5)), [], ContainerKind.INIT)
+    facts = known(chain, allocations=(held,))
+    found = reusing(ids(0, range(5)), ResourceKind.VCORE, {chain.uid: chain}.get, facts)
+    assert found is not None and found.container.name == "s"
+    assert reusing(ids(0, range(5, 10)), ResourceKind.VCORE, {chain.uid: chain}.get, facts) is None
+    assert reusing(ids(0, range(4)), ResourceKind.VCORE, {chain.uid: chain}.get, facts) is None
+
+
+def test_a_container_that_runs_is_not_called_for() -> None:
+    """Admitted while the resource was unknown, it runs without devices; a new pod of the same size is the one."""
+    bare = pod("bare", container(cores=10), has_started=True, running=frozenset({"main"}))
+    new = pod("new", container(cores=10))
+    listed = [Listing("bare", {"main": {}}), Listing("new", {"main": {}})]
+    facts = known(bare, new)
+    doubtful = identify(VCORE_10, listed, facts)
+    assert isinstance(doubtful, Unresolved) and doubtful.unknown == (("default", "bare"),)
+    assert served_name(identify(VCORE_10, listed, replace(facts, verified={("default", "bare")}))) == "new/main"

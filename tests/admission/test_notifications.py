@@ -1,0 +1,124 @@
+"""What becomes of an outcome: a record, an Event that says what each card lacked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gpushare_agent.admission.decision_log import DecisionLog
+from gpushare_agent.admission.decisions.explain import Explanation
+from gpushare_agent.admission.decisions.identity import Served
+from gpushare_agent.admission.notifications import AdmissionNews
+from gpushare_agent.cluster.pod_events import MAX_MESSAGE_CHARS
+from gpushare_agent.model.decision_records import Asked, Candidate
+from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.resources import ResourceKind
+from tests.support_core import NAMES, allocation, container, ids, inventory, pod
+
+
+class Told:
+    """Everybody who is told."""
+
+    def __init__(self) -> None:
+        self.log = DecisionLog(10)
+        self.events: list[str] = []
+        self.counted: list[tuple[str, str]] = []
+        self.news = AdmissionNews(
+            metrics=self,
+            annotations=self,
+            events=self,
+            allocations=dict,
+            inventory=inventory,
+            names=NAMES,
+            decisions=self.log,
+            wall_clock_ns=lambda: 1_700_000_000_000_000_000,
+        )
+
+    def admission(self, resource: str, outcome: str, reason: str) -> None:
+        self.counted.append((outcome, reason))
+
+    def taken_ids_offered(self, resource: str, count: int) -> None: ...
+
+    def assigned(self, pod: Pod, gpu_indexes: Mapping[int, tuple[int, ...]]) -> None: ...
+
+    def memory_assigned(self, pod: Pod, gpu_index: int, now_ns: int) -> None: ...
+
+    def refused(self, pod: Pod, refused: Refused) -> None:
+        self.events.append(refused.detail)
+
+
+def why(verdict: str = "10 cores short", cards: int = 2, chosen: int | None = None) -> Explanation:
+    return Explanation(
+        asked=Asked(cores=30, memory_bytes=1),
+        candidates=tuple(
+            Candidate(
+                index=index,
+                uuid=GpuUuid(f"GPU-{index}"),
+                is_healthy=True,
+                free_cores=20,
+                free_memory_bytes=0,
+                total_memory_bytes=0,
+                is_chosen=index == chosen,
+                verdict="chosen" if index == chosen else verdict,
+            )
+            for index in range(cards)
+        ),
+        policy="share",
+        why="card 1: the fullest of 2 cards with room",
+    )
+
+
+OWNER = pod("p", container(cores=30, blocks=10))
+SERVED = Served(pod=OWNER, container=OWNER.containers[0])
+
+
+def test_an_allocation_is_recorded_with_its_reason() -> None:
+    """Once: what follows the plan is only counted."""
+    told = Told()
+    held = allocation(OWNER, "main", ids(1, range(30)), [])
+    told.news.allocated(SERVED, held, ResourceKind.VCORE, why(chosen=1))
+    told.news.allocated(SERVED, held, ResourceKind.VMEMORY, None)
+    (record,) = told.log.newest(5)
+    assert (record.namespace, record.pod, record.container, record.at) == ("default", "p", "main", 1_700_000_000.0)
+    assert (record.outcome, record.policy, record.cards) == ("allocated", "share", (1,))
+    assert record.explanation == "card 1: the fullest of 2 cards with room"
+    assert told.counted == [("allocated", "")] * 2
+
+
+def test_a_refusals_event_says_what_each_card_lacked() -> None:
+    """The record keeps the refusal's own text beside the candidates."""
+    told = Told()
+    refused = Refused(reason=RefusalReason.FRAGMENTED, detail="no card for this.")
+    told.news.refused(SERVED, ResourceKind.VCORE, refused, why(chosen=0))
+    assert told.events == ["no card for this. Card by card: card 0: it was planned here; card 1: 10 cores short."]
+    (record,) = told.log.newest(5)
+    assert (record.reason, record.explanation, record.cards) == ("Fragmented", "no card for this.", ())
+    assert not any(candidate.is_chosen for candidate in record.candidates)
+
+
+def test_an_event_keeps_within_its_length() -> None:
+    """The refusal itself comes first; cards are left out rather than cut."""
+    told = Told()
+    long = Refused(reason=RefusalReason.FRAGMENTED, detail="d" * (MAX_MESSAGE_CHARS - 100) + ".")
+    told.news.refused(SERVED, ResourceKind.VCORE, long, why(cards=64))
+    told.news.refused(SERVED, ResourceKind.VCORE, Refused(reason=long.reason, detail="d" * 2000), why())
+    assert len(told.events[0]) <= MAX_MESSAGE_CHARS and told.events[0].endswith("; ….")
+    assert told.events[1] == "d" * 2000
+
+
+def test_a_call_for_nobody_known_is_recorded_without_a_name() -> None:
+    """No Event: there is no pod to put it on."""
+    told = Told()
+    told.news.refused(None, ResourceKind.VCORE, Refused(reason=RefusalReason.POD_UNKNOWN, detail="who?"), None)
+    (record,) = told.log.newest(5)
+    assert (record.pod, record.reason, record.candidates) == ("", "PodUnknown", ())
+    assert told.events == []
+
+
+def test_a_refused_start_is_recorded_and_told_and_no_admission() -> None:
+    """The container was admitted before."""
+    told = Told()
+    told.news.start_refused(SERVED, ResourceKind.VCORE, Refused(reason=RefusalReason.NOT_READY, detail="disk full"))
+    assert told.log.newest(5)[0].explanation == "disk full"
+    assert told.events == ["disk full"] and told.counted == []

@@ -1,0 +1,244 @@
+"""`gpushare-agent check`: what is in place is ok, what is not is an error with its cure, and nothing is disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from gpushare_agent.cli.check import local as node_check_local
+from gpushare_agent.cli.check.check import check_node, run
+from gpushare_agent.cli.check.finding import Level
+from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.runtime import node_probes
+from gpushare_agent.settings.settings import load_settings
+from tests.support_check import NODE, Node, complete_node, node_api, not_ok
+from tests.support_settings import clean_environment, listening, run_program
+
+
+@pytest.fixture(autouse=True)
+def may_open_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever limit the tests themselves run under."""
+    monkeypatch.setattr(node_check_local, "read_open_files_limit", lambda: (1024, 65_536))
+
+
+async def test_a_complete_node_is_ready(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every line is ok and the exit code 0."""
+    async with complete_node(short_dir) as node:
+        assert await run(node.settings(), output="text") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "This node is ready: errors 0, warnings 0."
+    assert all(line.startswith("ok ") for line in lines[:-1])
+    for what in (
+        "driver",
+        "kubelet socket",
+        "pod resources",
+        "container runtime",
+        "cgroups",
+        "host processes",
+        "directory",
+        "virtual manager",
+        "driver directory",
+        "open files",
+        "api server",
+    ):
+        assert any(f" {what} " in line for line in lines), what
+
+
+async def test_the_pod_resources_socket_is_connected_to_but_never_asked(short_dir: Path) -> None:
+    """A List while an Allocate is open makes the kubelet give a device twice: not one byte is sent."""
+    async with complete_node(short_dir) as node:
+        await check_node(node.settings())
+        assert node.pod_resources.guests == 1
+        assert bytes(node.pod_resources.heard) == b""
+        assert bytes(node.kubelet.heard) == b""
+
+
+async def test_the_check_leaves_the_node_as_it_was(short_dir: Path) -> None:
+    """No probe file stays, and what is not there is not made."""
+    async with complete_node(short_dir) as node:
+        settings = node.settings()
+        before = sorted(path.relative_to(short_dir) for path in short_dir.rglob("*"))
+        await check_node(settings)
+        assert sorted(path.relative_to(short_dir) for path in short_dir.rglob("*")) == before
+
+
+async def test_a_bare_directory_is_all_errors_each_with_a_cure(short_dir: Path) -> None:
+    """Nothing is there: each probe tells its own, and none hides another."""
+    async with complete_node(short_dir) as node:
+        flags = node.flags()
+    for name in ("device-plugins", "pod-resources"):
+        (short_dir / name).rmdir()
+    (short_dir / "cgroup" / "cgroup.controllers").unlink()
+    findings = await check_node(load_settings(flags, {}).settings)
+    errors = {finding.what for finding in findings if finding.level is Level.ERROR}
+    expected = {"kubelet socket", "pod resources", "cgroups", "directory", "api server"}
+    assert errors == expected
+    assert all(finding.cure for finding in not_ok(findings))
+    assert all(not finding.cure for finding in findings if finding.level is Level.OK)
+
+
+async def test_a_dead_socket_file_is_told_from_a_missing_one_and_from_a_plain_file(short_dir: Path) -> None:
+    """The three have different cures."""
+    plain, dead = short_dir / "plain", short_dir / "dead"
+    plain.touch()
+    async with listening(dead):
+        os.link(dead, short_dir / "kept")
+    for path, words in (
+        (plain, "not a socket"),
+        (short_dir / "kept", "nobody listens"),
+        (short_dir / "no", "not there"),
+    ):
+        with pytest.raises(Unavailable, match=words):
+            await node_probes.connect_to_socket(path)
+    with pytest.raises(Unavailable, match="107 bytes"):
+        await node_probes.connect_to_socket(short_dir / ("x" * 120))
+
+
+@pytest.mark.parametrize(
+    ("version", "flags", "level"),
+    [
+        ("v1.30.0", [], Level.OK),
+        ("v1.36.2+k3s1", [], Level.OK),
+        ("v1.29.14", [], Level.ERROR),
+        ("v1.29.14", ["--kubelet.allow-unsupported"], Level.WARNING),
+        ("v1.9.0", [], Level.ERROR),
+        ("", [], Level.WARNING),
+    ],
+)
+async def test_kubelets_before_1_30_are_errors_unless_insisted(
+    short_dir: Path, version: str, flags: list[str], level: Level
+) -> None:
+    """Versions are compared as numbers."""
+    async with complete_node(short_dir, node_api(version)) as node:
+        findings = await check_node(node.settings(*flags))
+    (found,) = [finding for finding in findings if finding.what == "kubelet version"]
+    assert found.level is level
+
+
+async def test_a_missing_right_is_named(short_dir: Path) -> None:
+    """Without a needed right it is an error; without the right to clean up, a warning while cleaning is on."""
+    forbidden = ("watch pods", "delete pods")
+    async with complete_node(short_dir, node_api(forbidden=forbidden)) as node:
+        error, warning = not_ok(await check_node(node.settings()))
+        assert (error.level, error.what) == (Level.ERROR, "permissions")
+        assert "watch pods" in error.detail
+        assert (warning.level, warning.what) == (Level.WARNING, "permissions")
+        (only,) = not_ok(await check_node(node.settings("--allocation.cleanup-rejected-pods=false")))
+        assert only == error
+
+
+async def test_the_permissions_line_tells_whether_pods_may_be_deleted(short_dir: Path) -> None:
+    """The right that reaches furthest is never left unsaid: used, given without need, or not given."""
+
+    async def permissions(node: Node, *flags: str) -> str:
+        return next(f.detail for f in await check_node(node.settings(*flags)) if f.what == "permissions")
+
+    off = "--allocation.cleanup-rejected-pods=false"
+    async with complete_node(short_dir) as node:
+        assert "delete pods (rejected ones" in await permissions(node)
+        assert "delete pods too, which is not needed" in await permissions(node, off)
+    (short_dir / "bare").mkdir()
+    async with complete_node(short_dir / "bare", node_api(forbidden=("delete pods",))) as node:
+        assert "delete" not in await permissions(node, off)
+
+
+async def test_a_wrong_node_name_is_told(short_dir: Path) -> None:
+    """The API server knows no such node: the cure names the flag."""
+    async with complete_node(short_dir) as node:
+        (found,) = not_ok(await check_node(node.settings("--node-name=other")))
+    assert "other" in found.detail
+    assert "--node-name" in found.cure
+
+
+async def test_the_driver_without_cards_is_an_error_unless_the_agent_would_stay(short_dir: Path) -> None:
+    """With fail_on_init_error off, the agent starts without cards: a warning."""
+    async with complete_node(short_dir) as node:
+        missing = f"--topology={short_dir}/none"
+        (found,) = not_ok(await check_node(node.settings(missing)))
+        assert (found.what, found.level) == ("driver", Level.ERROR)
+        (found,) = not_ok(await check_node(node.settings(missing, "--fail-on-init-error=false")))
+        assert (found.what, found.level) == ("driver", Level.WARNING)
+
+
+async def test_named_files_are_read(short_dir: Path) -> None:
+    """A file that a setting names must be readable."""
+    async with complete_node(short_dir) as node:
+        (found,) = not_ok(await check_node(node.settings(f"--extra-config={short_dir}/none.json")))
+    assert (found.what, found.level) == ("file", Level.ERROR)
+    assert "--extra-config" in found.cure
+
+
+async def test_a_volume_config_that_cannot_be_read_is_told_once(short_dir: Path) -> None:
+    """And the cure is not to do without it, for then shares would not be kept."""
+    async with complete_node(short_dir) as node:
+        (found,) = not_ok(await check_node(node.settings(f"--volume-config={short_dir}/none.conf")))
+        assert (found.what, found.level) == ("driver directory", Level.ERROR)
+        assert "cannot be left out" in found.cure
+        named = node.settings(f"--volume-config={short_dir}/none.conf", "--isolation=none")
+        assert [found.what for found in not_ok(await check_node(named))] == ["file"]
+
+
+async def test_a_long_device_plugin_path_is_told(short_dir: Path) -> None:
+    """A socket's path has room for 107 bytes."""
+    long = short_dir / ("x" * 100)
+    long.mkdir()
+    async with complete_node(short_dir) as node:
+        findings = not_ok(await check_node(node.settings(f"--device-plugin-path={long}")))
+    assert "socket path" in {finding.what for finding in findings}
+
+
+def test_a_directory_that_is_a_file_is_not_writable(short_dir: Path) -> None:
+    """Nor is one below a file."""
+    file = short_dir / "file"
+    file.touch()
+    for path in (file, file / "below"):
+        with pytest.raises(Unavailable, match="is no directory"):
+            node_probes.require_writable(path)
+
+
+def test_a_directory_that_takes_no_file_is_told() -> None:
+    """What cannot be written to is found by writing, not by reading its mode: root may do anything but this."""
+    with pytest.raises(Unavailable, match="cannot write"):
+        node_probes.require_writable(Path("/sys/kernel"))
+
+
+def test_device_nodes_must_be_character_devices(short_dir: Path) -> None:
+    """A regular file of that name is what a wrong mount leaves behind."""
+    node_probes.require_device_node(Path("/dev/null"))
+    file = short_dir / "nvidia0"
+    file.touch()
+    with pytest.raises(Unavailable, match="not a character device"):
+        node_probes.require_device_node(file)
+    with pytest.raises(Unavailable, match="not there"):
+        node_probes.require_device_node(short_dir / "nvidia1")
+
+
+@pytest.mark.parametrize(
+    ("made", "version"),
+    [
+        (["cgroup.controllers"], "v2"),
+        (["memory/x", "pids/x"], "v1"),
+        (["memory/x", "unified/cgroup.controllers"], "hybrid"),
+    ],
+)
+def test_the_cgroup_version_is_seen_from_the_mounts(short_dir: Path, made: list[str], version: str) -> None:
+    """v2 alone, v1 controllers, or both."""
+    for name in made:
+        (short_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (short_dir / name).touch()
+    assert node_probes.cgroup_version(short_dir) == version
+
+
+async def test_the_program_prints_json_and_exits_1_on_an_error(short_dir: Path) -> None:
+    """The whole program, on a node whose kubelet is gone."""
+    async with complete_node(short_dir) as node:
+        flags = node.flags(f"--device-plugin-path={short_dir}/gone")
+        ended = await run_program("check", "-o", "json", *flags, environ=clean_environment())
+    assert ended.code == 1, ended.err
+    document = json.loads(ended.out)
+    assert document["node"] == NODE
+    assert document["errors"] == sum(finding["level"] == "error" for finding in document["findings"]) == 2
+    assert {f["what"] for f in document["findings"] if f["level"] == "error"} == {"kubelet socket", "directory"}

@@ -1,0 +1,79 @@
+"""`gpushare-agent check` for MPS, HAMi-core, device lists, CDI and GPUShare's right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpushare_agent.cli.check.finding import Level
+from gpushare_agent.cli.check.shares import (
+    check_device_lists,
+    check_hami_core,
+    check_list_sizes,
+    check_mps,
+)
+from gpushare_agent.settings.settings import Settings, SettingsError, load_settings
+from tests.support_hami_core import fake_library
+
+
+def settings_of(*flags: str) -> Settings:
+    return load_settings(["--driver=simulated", *flags], {}).settings
+
+
+async def test_what_is_not_in_use_is_not_looked_at() -> None:
+    """A node with the default settings gets no line about it."""
+    settings = settings_of()
+    assert await check_mps(settings) == await check_hami_core(settings) == await check_device_lists(settings) == []
+
+
+@pytest.mark.parametrize("flag", ["--isolation=mps", "--isolations-allowed=mps"])
+async def test_an_mps_daemon_that_is_not_there_is_an_error_with_both_cures(flag: str, tmp_path: Path) -> None:
+    """Start your own, or ours; also where pods may only choose it."""
+    (finding,) = await check_mps(settings_of(flag, f"--mps-pipe={tmp_path / 'pipe'}"))
+    assert finding.level is Level.ERROR and str(tmp_path / "pipe") in finding.detail
+    assert "gpushare-agent mps" in finding.cure
+
+
+async def test_hami_core_needs_its_library(tmp_path: Path) -> None:
+    """Named where it is missing; fine with a library for this machine."""
+    library = tmp_path / "libvgpu.so"
+    flags = ("--isolation=hami-core", f"--hami-core.library={library}", f"--hami-core.directory={tmp_path / 'hami'}")
+    (finding,) = await check_hami_core(settings_of(*flags))
+    assert finding.level is Level.ERROR and str(library) in finding.detail
+    fake_library(library)
+    (finding,) = await check_hami_core(settings_of(*flags))
+    assert finding.level is Level.OK
+
+
+async def test_strategies_that_contradict_each_other_and_cards_without_a_name_are_told(tmp_path: Path) -> None:
+    """Two programs asked for one card; and with CDI every card gets its name from the agent."""
+    flags = ("--device-list-strategy=envvar,cdi-cri", f"--cdi.spec-directories={tmp_path}", "--simulated.cards=2")
+    findings = await check_device_lists(settings_of(*flags))
+    assert [f.level for f in findings] == [Level.WARNING, Level.OK]
+    assert "2 cards have a name" in findings[-1].detail
+    assert not list(tmp_path.iterdir()), "a check changes nothing"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--gpushare.resource=tencent.com/vcuda-core",),
+        ("--gpushare.resource=no name",),
+        ("--gpushare.count-resource=aliyun.com/gpu-mem",),
+    ],
+)
+def test_gpushares_names_must_be_names_of_their_own(flags: tuple[str, ...]) -> None:
+    """One resource cannot mean two things."""
+    with pytest.raises(SettingsError):
+        settings_of(*flags)
+
+
+async def test_lists_that_no_kubelet_takes_are_told_before_the_agent_ends_by_them() -> None:
+    """With the unit, or the block size, that fits."""
+    (fine,) = await check_list_sizes(settings_of("--gpushare.enabled"))
+    assert fine.level is Level.OK and "aliyun.com/gpu-mem" in fine.detail
+    (units,) = await check_list_sizes(settings_of("--gpushare.enabled", "--gpushare.unit=MiB"))
+    assert units.level is Level.ERROR and "gpushare.unit to GiB" in units.detail
+    (blocks,) = await check_list_sizes(settings_of("--resources.memory-block-mib=1"))
+    assert blocks.level is Level.ERROR and "memory_block_mib" in blocks.detail

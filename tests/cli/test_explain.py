@@ -1,0 +1,298 @@
+"""`explain`: what a whole agent on the embedded node says of its own decisions, and what is said where there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpushare_agent.cli import explain
+from gpushare_agent.cli.agent_addresses import Where
+from gpushare_agent.cli.explain import Asked as AskedPod
+from gpushare_agent.cli.render_explain import ADVICE
+from gpushare_agent.cli.render_text import Form
+from gpushare_agent.model.decision_records import Asked, DecisionRecord, Outcome
+from gpushare_agent.model.errors import NotFound, RefusalReason, Unavailable
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.observability.http.node_api import decision_document
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.settings.settings import load_settings
+from tests.support_agent import open_agent
+from tests.support_cli import agent_answers, busy_node, candidate, decision, json_server, raw_agent_pod, raw_list
+from tests.support_kube import raw_pod, write_kubeconfig
+from tests.support_sandbox import container, open_test_node, pod, wait_phase
+from tests.support_settings import run_program
+
+SETTINGS = load_settings([], {"NODE_NAME": "n1"}).settings
+
+
+async def explained(
+    capsys: pytest.CaptureFixture[str], decisions: Sequence[DecisionRecord], asked: AskedPod, form: Form = "table"
+) -> str:
+    """What it prints with an agent that has taken these decisions, the newest first."""
+    async with json_server(agent_answers(busy_node(), *decisions)) as agent:
+        assert await explain.run(SETTINGS, Where(server=agent.url), asked, form=form) == 0
+    return capsys.readouterr().out
+
+
+# --- by a whole agent ---
+
+
+async def text_of(
+    node: EmbeddedNode, url: str, raw: dict[str, Any], phase: str, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """Creates the pod, waits until it is admitted or refused, and asks."""
+    name = raw["metadata"]["name"]
+    node.api.create_pod(raw)
+    await wait_phase(node, name, phase)
+    capsys.readouterr()  # the agent's log is in this process
+    assert await explain.run(SETTINGS, Where(server=url), AskedPod(pod=name), form="table") == 0
+    return capsys.readouterr().out
+
+
+def verdicts(text: str) -> dict[str, tuple[bool, str]]:
+    """By card: whether it is marked as chosen, and what is said of it."""
+    rows = [line for line in text.partition("VERDICT\n")[2].splitlines() if "ealthy " in line]
+    split = [(row.startswith("  *"), row.removeprefix("  *").split(maxsplit=5)) for row in rows]
+    return {words[0]: (is_chosen, words[5]) for is_chosen, words in split}
+
+
+async def test_every_placement_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """A share, a whole card, two cards by link."""
+    async with open_test_node() as node, open_agent(node, "--simulated.cards=4") as agent:
+        url = f"http://127.0.0.1:{await agent.parts.web.wait_listening()}"
+
+        share = await text_of(node, url, pod("share", container(cores=40, blocks=60)), "Running", capsys)
+        assert "default/share, container main got card 0" in share
+        assert "  asked  40 cores, 15360 MiB\n  policy share: " in share
+        assert verdicts(share)["0"] == (True, "chosen")
+        assert verdicts(share)["1"][0] is False
+
+        whole = await text_of(node, url, pod("whole", container(cores=100, blocks=0)), "Running", capsys)
+        assert "default/whole, container main got card 1" in whole
+        assert "  policy fragment: " in whole
+        assert [index for index, (is_chosen, _) in verdicts(whole).items() if is_chosen] == ["1"]
+
+        pair = await text_of(node, url, pod("pair", container(cores=200, blocks=0)), "Running", capsys)
+        assert "default/pair, container main got cards 2, 3" in pair
+        assert "  policy link: " in pair
+        assert [index for index, (is_chosen, _) in verdicts(pair).items() if is_chosen] == ["2", "3"]
+
+
+async def test_a_refusal_for_memory_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """The node has so much in all, so the scheduler sent it; no card has, and each card's verdict says what is short."""
+    async with open_test_node() as node, open_agent(node, "--simulated.cards=2") as agent:
+        url = f"http://127.0.0.1:{await agent.parts.web.wait_listening()}"
+        memory = await text_of(node, url, pod("memory", container(cores=10, blocks=100)), "Failed", capsys)
+    assert "default/memory, container main was refused: NotEnoughMemory" in memory
+    assert f"  do     {ADVICE[RefusalReason.NOT_ENOUGH_MEMORY]}." in memory
+    assert verdicts(memory) == {"0": (False, "1024 MiB short"), "1": (False, "1024 MiB short")}
+
+
+async def test_fragmentation_and_ill_cards_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two half-used cards hold no whole one; a card that fell off the bus is named with its reason."""
+    async with open_test_node() as node:
+        flags = ("--simulated.cards=2", "--placement.share-policy=spread")
+        async with open_agent(node, *flags) as agent:
+            url = f"http://127.0.0.1:{await agent.parts.web.wait_listening()}"
+            for name in ("left", "right"):
+                await text_of(node, url, pod(name, container(cores=50, blocks=10)), "Running", capsys)
+            split = await text_of(node, url, pod("split", container(cores=100, blocks=0)), "Failed", capsys)
+            assert "container main was refused: Fragmented" in split
+            assert f"  do     {ADVICE[RefusalReason.FRAGMENTED]}." in split
+            assert verdicts(split)["0"][1].startswith("in use: 50 cores")
+
+            node.paths.faults.write_text(json.dumps({"all_lost": "GPU is lost"}))
+            await _wait_sick(agent.parts)
+            sick = await text_of(node, url, pod("sick", container(cores=10, blocks=1)), "Failed", capsys)
+            assert "container main was refused: NoHealthyCard" in sick
+            assert "GPU is lost" in sick
+            assert f"  do     {ADVICE[RefusalReason.NO_HEALTHY_CARD]}." in sick
+
+
+async def _wait_sick(parts: Any) -> None:
+    changed = asyncio.Event()
+    parts.inventory.subscribe(lambda _: changed.set())
+    async with asyncio.timeout(10):
+        while any(card.is_healthy for card in parts.inventory.current.cards):
+            changed.clear()
+            await changed.wait()
+
+
+# --- what is shown ---
+
+
+async def test_only_the_newest_decision_of_each_container_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the order in which the containers were decided; -c chooses one."""
+    decisions = [
+        decision(3, container="b", cards=(1,)),
+        decision(2, container="a"),
+        decision(1, container="b", outcome=Outcome.REFUSED, reason="NotReady", cards=()),
+    ]
+    out = await explained(capsys, decisions, AskedPod(pod="train"))
+    titles = [line for line in out.splitlines() if line.startswith("default/")]
+    assert [title.partition("  (")[0] for title in titles] == [
+        "default/train, container a got card 0",
+        "default/train, container b got card 1",
+    ]
+    only = await explained(capsys, decisions, AskedPod(pod="train", container="b"))
+    assert "container a" not in only
+    assert "container b" in only
+
+
+async def test_a_pod_made_again_is_another_pod(capsys: pytest.CaptureFixture[str]) -> None:
+    """What its predecessor of the same name got is not told as its own."""
+    decisions = [decision(2, container="new"), decision(1, container="old", pod_uid="before")]
+    assert "container old" not in await explained(capsys, decisions, AskedPod(pod="train"))
+
+
+async def test_without_a_namespace_every_pod_of_that_name_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a node one seldom knows it; -n chooses."""
+    decisions = [decision(2), decision(1, namespace="research", pod_uid="other")]
+    both = await explained(capsys, decisions, AskedPod(pod="train"))
+    assert "default/train" in both
+    assert "research/train" in both
+    assert "default/train" not in await explained(capsys, decisions, AskedPod(pod="train", namespace="research"))
+
+
+async def test_hint_and_must_include_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """They bound the choice."""
+    asked = Asked(cores=40, memory_bytes=0, hint=(1, 3), must_cards=(GpuUuid("GPU-7"),))
+    out = await explained(capsys, [decision(asked=asked)], AskedPod(pod="train"))
+    assert "  asked  40 cores, its annotation names card 1, 3, the kubelet insists on GPU-7" in out
+
+
+async def test_a_refusal_before_anything_was_known_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """No candidates, and what is known: the resource."""
+    refused = decision(
+        outcome=Outcome.REFUSED,
+        reason="NotReady",
+        cards=(),
+        policy="",
+        asked=None,
+        candidates=(),
+        explanation="starting",
+    )
+    out = await explained(capsys, [refused], AskedPod(pod="train"))
+    assert "  asked  tencent.com/vcuda-core; the refusal came before what it asks for was known" in out
+    assert "  why    starting" in out
+    assert "VERDICT" not in out
+
+
+async def test_a_reason_that_is_not_known_has_no_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    """A newer agent may have more of them."""
+    refused = decision(outcome=Outcome.REFUSED, reason="BrandNew", policy="new", cards=())
+    out = await explained(capsys, [refused], AskedPod(pod="train"))
+    assert "was refused: BrandNew" in out
+    assert "  policy new\n" in out
+    assert "  do " not in out
+
+
+def test_every_refusal_has_advice() -> None:
+    """Who adds a reason says what to do about it."""
+    assert set(ADVICE) == set(RefusalReason)
+
+
+async def test_control_characters_of_a_decision_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """A driver's words are somebody else's."""
+    ill = decision(explanation="bad\x1b[2J", candidates=(candidate(0, is_healthy=False, verdict="lost\x07"),))
+    out = await explained(capsys, [ill], AskedPod(pod="train"))
+    assert "\x1b" not in out
+    assert "\x07" not in out
+
+
+async def test_json_and_yaml_have_the_decisions_as_the_agent_has_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every field of the record."""
+    record = decision()
+    document = json.loads(await explained(capsys, [record], AskedPod(pod="train"), "json"))
+    assert document == {
+        "schema": 1,
+        "pod": "train",
+        "decisions": [json.loads(json.dumps(decision_document(record)))],
+    }
+    assert yaml.safe_load(await explained(capsys, [record], AskedPod(pod="train"), "yaml")) == document
+
+
+# --- nothing is known ---
+
+
+async def test_a_pod_never_decided_about_is_told_with_where_to_look(capsys: pytest.CaptureFixture[str]) -> None:
+    """The likely causes, and its Events."""
+    with pytest.raises(NotFound, match=r"on another node, waits .* kubectl describe pod -n research ghost$") as raised:
+        await explained(capsys, [decision()], AskedPod(pod="ghost", namespace="research"))
+    assert "decided nothing about pod research/ghost" in str(raised.value)
+    assert "could not identify" not in str(raised.value)
+
+
+async def test_refusals_of_pods_that_nobody_knows_are_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
+    """The pod that is asked for may be one of them."""
+    stranger = decision(
+        2, pod="", container="", pod_uid="", namespace="", outcome=Outcome.REFUSED, reason="PodAmbiguous",
+        explanation="two pods would fit",
+    )  # fmt: skip
+    with pytest.raises(NotFound, match=r"refused 1 call for a pod that it could not identify, .*two pods would fit"):
+        await explained(capsys, [stranger, decision()], AskedPod(pod="ghost"))
+
+
+async def test_a_container_without_a_decision_names_those_that_have_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """A misspelt name costs one look."""
+    with pytest.raises(NotFound, match=r"nothing about container x of pod train, but about: main$"):
+        await explained(capsys, [decision()], AskedPod(pod="train", container="x"))
+
+
+async def test_the_command_line_ends_with_1_where_nothing_is_known() -> None:
+    """One line, and NAMESPACE/NAME is read as kubectl's users write it."""
+    async with json_server(agent_answers(busy_node(), decision())) as agent:
+        ended = await run_program("explain", "research/train", "--server", agent.url)
+        found = await run_program("explain", "train", "--server", agent.url, "-o", "json")
+        nothing = await run_program("explain", "--server", agent.url)
+    assert (ended.code, ended.out, len(ended.err.splitlines())) == (1, "", 1)
+    assert (found.code, found.err) == (0, "")
+    assert json.loads(found.out)["decisions"][0]["pod"] == "train"
+    assert nothing.code == 2
+    assert "POD" in nothing.err
+
+
+# --- through the API server ---
+
+AGENTS = "/api/v1/namespaces/gpushare-system/pods"
+
+
+async def test_the_plugin_finds_the_pods_node_by_itself(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The pod, then its node's agent, then the decisions of that pod in that namespace."""
+    proxy = f"{AGENTS}/http:agent-n1:5678/proxy"
+    answers = {f"{proxy}{path}": body for path, body in agent_answers(busy_node(), decision()).items()}
+    answers |= {
+        "/api/v1/namespaces/default/pods/train": raw_pod("train", spec={"nodeName": "n1"}),
+        AGENTS: raw_list([raw_agent_pod("n1")]),
+    }
+    async with json_server(answers) as server:
+        kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
+        settings = load_settings(["--kubeconfig", str(kubeconfig)], {"NODE_NAME": "desk"}).settings
+        assert await explain.run(settings, Where(is_remote=True), AskedPod(pod="train"), form="table") == 0
+    assert "default/train, container main got card 0" in capsys.readouterr().out
+    assert [request.path for request in server.heard] == [
+        "/api/v1/namespaces/default/pods/train",
+        AGENTS,
+        f"{proxy}/api/v1/decisions",
+    ]
+    assert server.heard[1].query["fieldSelector"] == "spec.nodeName=n1"
+    assert server.heard[2].query == {"pod": "train", "namespace": "default", "limit": "500"}
+
+
+async def test_a_pod_on_no_node_has_no_agent_to_ask(short_dir: Path) -> None:
+    """The scheduler still thinks about it: its Events say over what."""
+    answers = {"/api/v1/namespaces/ns/pods/train": raw_pod("train", spec={"nodeName": ""})}
+    async with json_server(answers) as server:
+        kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
+        settings = load_settings(["--kubeconfig", str(kubeconfig)], {"NODE_NAME": "desk"}).settings
+        asked = AskedPod(pod="train", namespace="ns")
+        with pytest.raises(Unavailable, match=r"is on no node yet, .*kubectl describe pod -n ns train"):
+            await explain.run(settings, Where(is_remote=True), asked, form="table")
+        with pytest.raises(NotFound, match=r"cannot get pod ns/other: .*404"):
+            await explain.run(settings, Where(is_remote=True), AskedPod(pod="other", namespace="ns"), form="table")

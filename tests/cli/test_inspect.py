@@ -1,0 +1,372 @@
+"""`inspect` and `graph`: of one node by its agent, of the cluster by an API server, both on real sockets."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpushare_agent.cli import graph, inspect, top
+from gpushare_agent.cli.agent_addresses import Where
+from gpushare_agent.cli.kubectl import PLUGIN_LINE
+from gpushare_agent.cli.render_text import Form
+from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
+from gpushare_agent.observability.node_snapshot import NO_REASON
+from gpushare_agent.settings.settings import Settings, load_settings
+from tests.support_agent import open_agent
+from tests.support_cli import (
+    JsonServer,
+    agent_answers,
+    busy_node,
+    json_server,
+    raw_agent_pod,
+    raw_card,
+    raw_list,
+    raw_node,
+)
+from tests.support_kube import raw_pod, write_kubeconfig
+from tests.support_sandbox import container, open_test_node, pod, wait_phase
+
+MIB = 1024 * 1024
+LOCAL = load_settings([], {"NODE_NAME": "n1"}).settings
+PREFIX = "tencent.com/predicate-gpu-idx-"
+
+
+async def inspected(
+    capsys: pytest.CaptureFixture[str],
+    settings: Settings,
+    where: Where | None = None,
+    *,
+    details: bool = False,
+    form: Form = "table",
+) -> str:
+    """What it prints: of all nodes without `where`."""
+    is_all = where is None
+    code = await inspect.run(settings, where or Where(), is_all_nodes=is_all, with_details=details, form=form)
+    assert code == 0
+    return capsys.readouterr().out
+
+
+@asynccontextmanager
+async def cluster(directory: Path, answers: Mapping[str, Any]) -> AsyncIterator[tuple[JsonServer, Settings]]:
+    """An API server, and settings whose kubeconfig leads there."""
+    async with json_server(answers) as server:
+        kubeconfig = write_kubeconfig(directory, server.url, {"token": "secret"})
+        yield server, load_settings(["--kubeconfig", str(kubeconfig)], {"NODE_NAME": "desk"}).settings
+
+
+def two_nodes() -> dict[str, Any]:
+    """Node a with two cards and three pods, node b without an annotation, node c without cards."""
+    placed = {"metadata": {"annotations": {PREFIX + "0": "1", "tencent.com/gpu-assigned": "true"}}}
+    forged = {"metadata": {"annotations": {PREFIX + "0": "7"}}}
+    return {
+        "/api/v1/nodes": raw_list(
+            [
+                raw_node("b", None, core="200", memory="192"),
+                raw_node("a", [raw_card(0), raw_card(1, is_healthy=False)]),
+                raw_node("c", None),
+            ]
+        ),
+        "/api/v1/pods": raw_list(
+            [
+                raw_pod("train", **placed, spec={"nodeName": "a"}),
+                raw_pod("forged", **forged, spec={"nodeName": "a"}),
+                raw_pod("waits", spec={"nodeName": ""}),
+                raw_pod("elsewhere", spec={"nodeName": "unknown"}),
+                raw_pod("no-share", cores=None, spec={"nodeName": "a"}),
+                {"metadata": {"name": "broken"}, "spec": {"containers": 7}},
+            ]
+        ),
+    }
+
+
+# --- one node ---
+
+
+async def test_one_node_is_told_by_its_agent(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each card, one for all of them, one for the end."""
+    async with json_server(agent_answers(busy_node())) as agent:
+        lines = (await inspected(capsys, LOCAL, Where(server=agent.url))).splitlines()
+    rows = [line.split("  ") for line in lines]
+    assert lines[0].split() == ["NODE", "GPU", "NAME", "HEALTH", "CORES", "MEMORY", "MiB", "REASON"]
+    assert [cell.strip() for cell in rows[1] if cell] == [
+        *("n1", "0", "NVIDIA H100 80GB HBM3", "Healthy", "60/100 (60 %)", "6144/24576 (25 %)")
+    ]
+    assert [re.findall(r"\d+/100", line) for line in lines[1:5]] == [["60/100"], ["100/100"], ["0/100"], ["0/100"]]
+    assert " Unhealthy " in lines[2] and lines[2].endswith("  Xid 79: the card fell off the bus")
+    assert " Cordoned " in lines[3] and lines[3].endswith("  fan replaced on Monday")
+    assert lines[5].split() == ["all", "160/400", "(40", "%)", "30720/98304", "(31", "%)"]
+    assert (
+        lines[-1] == "allocated of 4 cards of the node, 1 unhealthy, 1 cordoned: "
+        "cores 160/400 (40 %), memory 30720/98304 (31 %) MiB"
+    )
+
+
+async def test_a_card_that_is_cordoned_and_ill_says_both(capsys: pytest.CaptureFixture[str]) -> None:
+    """In table and document; without cards out of service there is no column for reasons."""
+    document = busy_node()
+    document["cards"][1]["cordoned"] = "loud"
+    async with json_server(agent_answers(document)) as agent:
+        lines = (await inspected(capsys, LOCAL, Where(server=agent.url))).splitlines()
+        shown = json.loads(await inspected(capsys, LOCAL, Where(server=agent.url), form="json"))["nodes"][0]["cards"]
+        agent.answers["/api/v1/node"] = document | {"cards": [document["cards"][0]]}
+        assert "REASON" not in await inspected(capsys, LOCAL, Where(server=agent.url))
+    assert " Cordoned, Unhealthy " in lines[2]
+    assert lines[2].endswith("  Cordoned: loud; Unhealthy: Xid 79: the card fell off the bus")
+    assert [card["health_reason"] for card in shown] == ["", "Xid 79: the card fell off the bus", "", ""]
+
+
+async def test_details_list_every_container(capsys: pytest.CaptureFixture[str]) -> None:
+    """With what it may use."""
+    async with json_server(agent_answers(busy_node())) as agent:
+        out = await inspected(capsys, LOCAL, Where(server=agent.url), details=True)
+        short = await inspected(capsys, LOCAL, Where(server=agent.url))
+    rows = [line.split() for line in out.splitlines()]
+    assert ["n1", "0", "default", "train", "trainer", "40", "4096"] in rows
+    assert ["n1", "1", "default", "big", "main", "100", "24576"] in rows
+    assert "trainer" not in short
+
+
+async def test_the_document_of_inspect_says_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """As JSON and as YAML, with the containers whether they were asked for or not."""
+    async with json_server(agent_answers(busy_node())) as agent:
+        document = json.loads(await inspected(capsys, LOCAL, Where(server=agent.url), form="json"))
+        assert yaml.safe_load(await inspected(capsys, LOCAL, Where(server=agent.url), form="yaml")) == document
+    assert document["schema"] == 1
+    (node,) = document["nodes"]
+    assert node["cards"][0] == {
+        "index": 0,
+        "uuid": "GPU-0",
+        "name": "NVIDIA H100 80GB HBM3",
+        "is_healthy": True,
+        "health_reason": "",
+        "cordoned": None,
+        "cores": {"allocated": 60, "capacity": 100},
+        "memory": {"allocated_bytes": 6144 * MIB, "capacity_bytes": 24576 * MIB},
+    }
+    assert node["cards"][2]["cordoned"] == "fan replaced on Monday"
+    assert [one["container"] for one in node["containers"]] == ["main", "evaluator", "trainer"]
+    assert node["unplaced"] == {"containers": 0, "cores": 0, "memory_bytes": 0}
+    assert document["totals"] == node["totals"]
+    assert document["totals"]["cores"] == {"allocated": 160, "capacity": 400}
+
+
+# --- all nodes ---
+
+
+async def test_all_nodes_are_told_by_the_api_server(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sorted by name; what is unplaced is told and in no card's sum; a node without an annotation by its capacity."""
+    async with cluster(short_dir, two_nodes()) as (server, settings):
+        out = await inspected(capsys, settings)
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[1] == ["a", "0", "NVIDIA", "H100", "Healthy", "0/100", "(0", "%)", "0/24576", "(0", "%)"]
+    assert rows[2] == ["1", "NVIDIA", "H100", "Unhealthy", "30/100", "(30", "%)", "1024/24576", "(4", "%)"]
+    assert rows[4][:3] == ["b", "0", "-"]
+    assert "a: 1 container with 30 cores and 1024 MiB is charged to no card; -d lists them" in out
+    assert "b: no gpushare-agent/cards: cards of equal size are assumed from the node's capacity" in out
+    assert out.splitlines()[-1].startswith("allocated of 4 cards in 2 nodes, 1 unhealthy: cores 30/400 (8 %)")
+    assert {request.path for request in server.heard} == {"/api/v1/nodes", "/api/v1/pods"}
+    assert all(request.headers["Authorization"] == "Bearer secret" for request in server.heard)
+
+
+async def test_of_all_nodes_a_cordon_is_told_and_no_reason(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The node's object says that a card is out and by whom, not why: that is not known, and not nothing."""
+    node = raw_node("a", [raw_card(0, is_healthy=False, cordoned=True), raw_card(1, is_healthy=False)])
+    async with cluster(short_dir, {"/api/v1/nodes": raw_list([node]), "/api/v1/pods": raw_list([])}) as (_, settings):
+        lines = (await inspected(capsys, settings)).splitlines()
+        cards = json.loads(await inspected(capsys, settings, form="json"))["nodes"][0]["cards"]
+    assert [line.split()[-7] for line in lines[1:3]] == ["Cordoned", "Unhealthy"]
+    assert lines[-1].startswith("allocated of 2 cards of the node, 1 unhealthy, 1 cordoned: ")
+    assert [(card["is_healthy"], card["health_reason"]) for card in cards] == [(False, None), (False, None)]
+
+
+async def test_the_details_say_why_a_container_is_charged_to_no_card(
+    short_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A forged annotation is shown as what it is."""
+    async with cluster(short_dir, two_nodes()) as (_, settings):
+        out = await inspected(capsys, settings, details=True)
+        document = json.loads(await inspected(capsys, settings, form="json"))
+    (line,) = [line for line in out.splitlines() if " forged " in line]
+    assert line.split(maxsplit=7)[1] == "-"
+    assert line.endswith("its annotation names card 7, which the node does not have")
+    assert document["nodes"][0]["unplaced"] == {"containers": 1, "cores": 30, "memory_bytes": 1024 * MIB}
+    assert [one["pod"] for one in document["nodes"][0]["containers"]] == ["forged", "train"]
+
+
+async def test_a_cluster_without_cards_says_so(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the document is an empty list."""
+    empty = {"/api/v1/nodes": raw_list([raw_node("c", None)]), "/api/v1/pods": raw_list([])}
+    async with cluster(short_dir, empty) as (_, settings):
+        assert "no node has cards" in await inspected(capsys, settings)
+        assert json.loads(await inspected(capsys, settings, form="json"))["nodes"] == []
+
+
+async def test_a_missing_right_names_the_users_credentials(short_dir: Path) -> None:
+    """Not the agent's, which are not used here."""
+    denied = {"message": 'nodes is forbidden: User "me" cannot list resource "nodes"'}
+    async with cluster(short_dir, {"/api/v1/nodes": (403, denied)}) as (_, settings):
+        with pytest.raises(Rejected, match=r'cannot list the nodes: .*User "me".*your own credentials; docs/cli.md'):
+            await inspect.run(settings, Where(), is_all_nodes=True, with_details=False, form="table")
+
+
+async def test_both_ways_tell_the_same_of_a_real_node(capsys: pytest.CaptureFixture[str]) -> None:
+    """The agent by its books; the API server by what the agent wrote on the node and on the pods."""
+    async with open_test_node() as node, open_agent(node, "--simulated.cards=2") as agent:
+        for name, limits in (("share", {"cores": 40, "blocks": 16}), ("whole", {"cores": 100, "blocks": 0})):
+            node.api.create_pod(pod(name, container(**limits)))
+            await wait_phase(node, name, "Running")
+        await node.kubelet.wait_for(lambda: _is_all_written(node.api.pods(), node.api.node(node.name)), 10, "facts")
+        settings = load_settings(["--kubeconfig", str(node.paths.kubeconfig)], {"NODE_NAME": "desk"}).settings
+        where = Where(server=f"http://127.0.0.1:{await agent.parts.web.wait_listening()}")
+        capsys.readouterr()
+        by_books = document_among_logs(await inspected(capsys, settings, where, form="json"))
+        by_annotations = document_among_logs(await inspected(capsys, settings, form="json"))
+    assert by_annotations == by_books
+    assert by_books["totals"]["cores"] == {"allocated": 140, "capacity": 200}
+
+
+def document_among_logs(text: str) -> dict[str, Any]:
+    """The agent runs in this process and logs to the same place whenever it likes."""
+    document: dict[str, Any]
+    document, _ = json.JSONDecoder().raw_decode(text, text.index("{\n"))
+    return document
+
+
+def _is_all_written(pods: list[dict[str, Any]], node: dict[str, Any]) -> bool:
+    return "gpushare-agent/cards" in node["metadata"].get("annotations", {}) and all(
+        "tencent.com/predicate-gpu-idx-0" in pod["metadata"].get("annotations", {}) for pod in pods
+    )
+
+
+# --- through the API server ---
+
+
+async def test_another_nodes_agent_is_asked_through_its_pod(
+    short_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Found by label and node, on the port that its container names."""
+    proxy = "/api/v1/namespaces/gpushare-system/pods/http:agent-n1:9999/proxy/api/v1/node"
+    pods = raw_list([raw_agent_pod("n1", port=9999), raw_agent_pod("n1", name="old", phase="Failed")])
+    async with cluster(short_dir, {"/api/v1/namespaces/gpushare-system/pods": pods, proxy: busy_node()}) as (
+        server,
+        settings,
+    ):
+        assert await top.run(settings, Where(node="n1"), once=True, interval_s=1.0, form="table") == 0
+    assert "default/train/trainer" in capsys.readouterr().out
+    assert [request.path for request in server.heard] == ["/api/v1/namespaces/gpushare-system/pods", proxy]
+    assert server.heard[0].query["labelSelector"] == "app.kubernetes.io/name=gpushare-agent"
+    assert server.heard[0].query["fieldSelector"] == "spec.nodeName=n1"
+
+
+async def test_without_a_node_the_only_agent_is_meant(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And with several, their nodes are named."""
+    path = "/api/v1/namespaces/gpushare-system/pods"
+    proxy = f"{path}/http:agent-n1:5678/proxy/api/v1/node"
+    async with cluster(short_dir, {path: raw_list([raw_agent_pod("n1")]), proxy: busy_node()}) as (server, settings):
+        where = Where(is_remote=True)
+        assert await graph.run(settings, where, form="table") == 0
+        assert "GPU0" in capsys.readouterr().out
+        server.answers[path] = raw_list([raw_agent_pod("n2"), raw_agent_pod("n1")])
+        with pytest.raises(NotFound, match=r"2 nodes have an agent \(n1, n2\): name one with --node NODE"):
+            await graph.run(settings, where, form="table")
+
+
+@pytest.mark.parametrize(
+    ("namespace", "path"),
+    [("gpushare-system", "/api/v1/namespaces/gpushare-system/pods"), ("", "/api/v1/pods")],
+)
+async def test_a_node_without_an_agent_is_told(namespace: str, path: str, short_dir: Path) -> None:
+    """With how to look for it, in the namespace that was searched, or in all."""
+    async with cluster(short_dir, {path: raw_list([])}) as (server, settings):
+        with pytest.raises(NotFound, match=r"no agent runs on node n9: .*--agent-namespace"):
+            await top.run(
+                settings, Where(node="n9", agent_namespace=namespace), once=True, interval_s=1.0, form="table"
+            )
+    assert [request.path for request in server.heard] == [path]
+
+
+async def test_an_agent_that_the_api_server_cannot_reach_is_told(short_dir: Path) -> None:
+    """The API server's own words are in the line."""
+    path = "/api/v1/namespaces/gpushare-system/pods"
+    proxy = f"{path}/http:agent-n1:5678/proxy/api/v1/node"
+    refused = {"message": "error trying to reach service: connection refused"}
+    answers = {path: raw_list([raw_agent_pod("n1")]), proxy: (503, refused)}
+    async with cluster(short_dir, answers) as (_, settings):
+        with pytest.raises(Unavailable, match=r"pod gpushare-system/agent-n1 .* 503: error trying to reach service"):
+            await graph.run(settings, Where(node="n1"), form="table")
+
+
+def test_the_plugin_has_the_same_commands_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    """kubectl passes on what stands behind `kubectl gpushare`."""
+    assert PLUGIN_LINE.main(["--help"], {}) == 0
+    out = capsys.readouterr().out
+    for name in ("top", "inspect", "graph", "explain"):
+        assert f"\n  {name} " in out
+        assert PLUGIN_LINE.main([name, "--help"], {}) == 0
+        text = capsys.readouterr().out
+        assert f"\n  kubectl gpushare {name}" in text
+        assert "--kubeconfig" in text
+        assert "--server" not in text
+    assert PLUGIN_LINE.main(["inspct"], {}) == 2
+    assert "kubectl gpushare: 'inspct' is no command (did you mean inspect?)" in capsys.readouterr().err
+
+
+# --- graph ---
+
+
+async def drawn(capsys: pytest.CaptureFixture[str], document: dict[str, Any], form: Form = "table") -> str:
+    async with json_server(agent_answers(document)) as agent:
+        assert await graph.run(LOCAL, Where(server=agent.url), form=form) == 0
+    return capsys.readouterr().out
+
+
+async def test_the_tree_tells_what_is_free_on_each_card(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is free on a card that is out of service."""
+    assert (await drawn(capsys, busy_node())).splitlines() == [
+        "ROOT:4",
+        "|--PHB:4",
+        "|  |--PIX:2",
+        "|  |  |--GPU0 NVIDIA H100 80GB HBM3, free 40/100 cores, 18432/24576 MiB",
+        "|  |  |--GPU1 NVIDIA H100 80GB HBM3, free 0/100 cores, 0/24576 MiB, Unhealthy: Xid 79: the card fell off the bus",
+        "|  |--PIX:2",
+        "|  |  |--GPU2 NVIDIA H100 80GB HBM3, free 0/100 cores, 0/24576 MiB, Cordoned: fan replaced on Monday",
+        "|  |  |--GPU3 NVIDIA H100 80GB HBM3, free 100/100 cores, 24576/24576 MiB",
+    ]
+
+
+async def test_the_tree_tells_a_cordon_from_an_illness(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both where a card has both; without the operator's reason there is the one word."""
+    document = busy_node()
+    document["cards"][1]["cordoned"] = "loud"
+    document["cards"][2]["cordoned"] = NO_REASON
+    lines = (await drawn(capsys, document)).splitlines()
+    assert lines[4].endswith("/24576 MiB, Cordoned: loud; Unhealthy: Xid 79: the card fell off the bus")
+    assert lines[6].endswith("/24576 MiB, Cordoned")
+
+
+async def test_the_graph_as_a_document_has_tree_links_and_what_is_free(capsys: pytest.CaptureFixture[str]) -> None:
+    """The tree and the links are those of the node's document."""
+    node = busy_node()
+    document = json.loads(await drawn(capsys, node, "json"))
+    assert yaml.safe_load(await drawn(capsys, node, "yaml")) == document
+    assert (document["tree"], document["links"]) == (node["topology"]["tree"], node["topology"]["links"])
+    assert document["cards"][0]["cores"] == {"capacity": 100, "allocated": 60, "free": 40}
+    assert document["cards"][1]["memory"]["free_bytes"] == 0
+
+
+@pytest.mark.parametrize("kinds", [["NEW"], ["SYS"] * 40])
+async def test_a_tree_of_another_kind_is_told(kinds: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A kind of link that is not known, or a tree without an end."""
+    node = busy_node()
+    tree = node["topology"]["tree"]
+    for kind in kinds:
+        tree = {"kind": kind, "cards": [0, 1], "children": [tree]}
+    with pytest.raises(Corrupt, match="the agent's own version"):
+        await drawn(capsys, node | {"topology": {"tree": tree, "links": []}})

@@ -1,0 +1,204 @@
+"""The command line as a user meets it: exit codes, readable lines, no traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gpushare_agent import __version__
+from gpushare_agent.cli.main import COMMANDS, main
+from gpushare_agent.settings.reference import all_keys
+from gpushare_agent.settings.settings import load_settings
+from gpushare_agent.settings.sources import read_flags
+from tests.support_settings import DEADLINE_S, clean_environment, run_program
+
+SLOW_LIBRARIES = ("kubernetes_asyncio", "aiohttp", "pynvml", "yaml", "rich.live", "grpclib")
+
+
+def test_bad_settings_end_in_lines_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command that reads settings tells each mistake in one line on standard error."""
+    for command in ("run", "config", "check"):
+        assert main([command, "--query-prt=1", "--driver=cuda"], {}) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        first, second = err.splitlines()
+        assert "--query-port" in first
+        assert "nvml, simulated" in second
+
+
+def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    """Typing errors cost one look."""
+    assert main(["rnu"], {}) == 2
+    assert "did you mean run?" in capsys.readouterr().err
+    assert main(["--driver", "nvml"], {}) == 2
+    assert "a command comes first" in capsys.readouterr().err
+    assert main([], {}) == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["help"], ["run", "--help"], ["config", "-h"]])
+def test_help_teaches_and_ends_with_0(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The help of run and config has every flag with its variable and default."""
+    assert main(argv, {}) == 0
+    out = capsys.readouterr().out
+    assert "gpushare-agent" in out
+    if len(argv) == 2:
+        for key in all_keys():
+            assert f"--{key.flag}" in out
+            assert key.variable in out
+
+
+@pytest.mark.parametrize("name", sorted(command.name for command in COMMANDS if command.takes_settings))
+def test_the_help_of_every_command_has_an_example_of_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever asks for help can copy a line that works."""
+    assert main([name, "--help"], {}) == 0
+    _, _, after = capsys.readouterr().out.partition("example")
+    assert f"\n  gpushare-agent {name}" in after
+
+
+def test_most_commands_tell_the_settings_as_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each group has its flags' beginning; what each setting means is told by `run --help`."""
+    assert main(["check", "--help"], {}) == 0
+    out = capsys.readouterr().out
+    for group in {key.flag.partition(".")[0] for key in all_keys() if "." in key.flag}:
+        assert f"  --{group}.… " in out
+    assert "`gpushare-agent run --help`" in out
+    assert "--web.port" not in out
+    assert len(out.splitlines()) < 45
+
+
+def test_the_help_of_driver_volume_tells_the_settings_that_it_uses(capsys: pytest.CaptureFixture[str]) -> None:
+    """And not all of them: its own three options would be lost in between."""
+    assert main(["driver-volume", "--help"], {}) == 0
+    text = capsys.readouterr().out
+    (used,) = re.findall(r"settings that it uses.*?\n\n", text, flags=re.S)
+    assert read_flags([f"{flag}=x" for flag in re.findall(r"--[a-z.-]+", used)]).given.keys() == {
+        "volume_config",
+        "driver_volume.root",
+        "driver_volume.control_library",
+    }
+    assert "--prune" in text
+    assert len(text.splitlines()) < 30
+
+
+def test_the_help_of_vdevice_tells_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no settings, and its variable disturbs no command that has: those belong to the agent."""
+    assert main(["vdevice", "--help"], {}) == 0
+    out = capsys.readouterr().out
+    for words in ("exit codes:", "  3    the agent did not answer", "GPUSHARE_VDEVICE", "--no-register", "--watch"):
+        assert words in out
+    assert "--virtual-manager-path" not in out
+    assert main(["vdevice", "--driver=nvml"], {}) == 2
+    assert main(["config"], {"GPUSHARE_VDEVICE": "/etc/vcuda/vcuda.sock"}) == 0
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    """`version` and `--version` are the same."""
+    assert main(["version"], {}) == main(["--version"], {}) == 0
+    assert capsys.readouterr().out == f"gpushare-agent {__version__}\n" * 2
+
+
+def test_config_tells_value_and_source(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table has a row for every setting; json has the same with types."""
+    argv, environ = ["--query-port", "80"], {"GPUSHARE_LOG__LEVEL": "debug", "NODE_NAME": "n1"}
+    assert main(["config", *argv], environ) == 0
+    rows = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    assert ["web.port", "80", "flag --query-port"] in rows
+    assert ["log.level", "debug", "variable GPUSHARE_LOG__LEVEL"] in rows
+    assert ["node_name", "n1", "variable NODE_NAME"] in rows
+    assert len(rows) == len(all_keys()) + 1
+
+    assert main(["config", "-o", "json", *argv], environ) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["web.port"] == {"value": 80, "source": "flag --query-port"}
+    assert document["simulated.card_memory_mib"] == {"value": [24576], "source": "default"}
+    assert list(document) == sorted(key.name for key in all_keys())
+
+
+def test_the_yaml_of_config_is_a_settings_file(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Given back with --config it makes the same settings, on another node with that node's name."""
+    argv = ["--cards=2", "--card-memory-mib=1024,2048", "--node-labels=a=b,c=d", "--topology=/t", "--share-mode=no"]
+    assert main(["config", "-o", "yaml", *argv], {"NODE_NAME": "one"}) == 0
+    text = capsys.readouterr().out
+    path = short_dir / "settings.yaml"
+    path.write_text(text)
+    before = load_settings(argv, {"NODE_NAME": "other"}).settings
+    after = load_settings(["--config", str(path)], {"NODE_NAME": "other"}).settings
+    assert after.model_copy(update={"config": None}) == before
+    assert "node_name" not in yaml.safe_load(text)
+
+
+def test_a_bad_choice_of_an_own_option_ends_in_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """The commands' own options are checked as well."""
+    assert main(["config", "-o", "xml"], {}) == 2
+    assert "xml" in capsys.readouterr().err
+
+
+async def test_an_agent_error_ends_in_one_line_and_code_1() -> None:
+    """What keeps the agent from starting is told without a traceback."""
+    ended = await run_program("run", "--driver=simulated", "--topology=/nonexistent", "--log.level=error")
+    assert ended.code == 1
+    assert "Traceback" not in ended.err
+    assert len([line for line in ended.err.splitlines() if line.startswith("gpushare-agent: ")]) == 1
+    assert "/nonexistent" in ended.err
+
+
+async def test_a_reader_that_hangs_up_early_is_no_error_to_tell() -> None:
+    """`gpushare-agent config | head -1` prints nothing on standard error."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        ended = await run_program("config", stdout=write_end)
+    finally:
+        os.close(write_end)
+    assert (ended.code, ended.err) == (1, "")
+
+
+async def test_an_interrupt_ends_with_130_and_quietly(short_dir: Path) -> None:
+    """Ctrl-C during a command that has no better way to end is told by the exit code alone."""
+    fifo = short_dir / "settings.yaml"
+    os.mkfifo(fifo)  # reading it waits for a writer: the program hangs in a known place
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "gpushare_agent", "config", "--config", str(fifo)),
+        env=clean_environment(),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            writer = await asyncio.to_thread(os.open, fifo, os.O_WRONLY)  # returns once the program has opened it
+            process.send_signal(signal.SIGINT)
+            out, err = await process.communicate()
+            os.close(writer)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert (process.returncode, out, err) == (130, b"", b"")
+
+
+async def test_the_environment_of_the_process_is_read() -> None:
+    """Variables reach the settings of the real program."""
+    environ = clean_environment(GPUSHARE_WEB__PORT="81", GPUSHARE_SERVICE_HOST="10.0.0.1")
+    ended = await run_program("config", "-o", "json", environ=environ)
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["web.port"] == {"value": 81, "source": "variable GPUSHARE_WEB__PORT"}
+
+
+async def test_reading_settings_loads_no_slow_library() -> None:
+    """The way to the first registration is short of time: each command imports its app only when it runs."""
+    code = f"import sys, gpushare_agent.cli.main; print([m for m in {SLOW_LIBRARIES!r} if m in sys.modules])"
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", code), env=clean_environment(), stdout=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(DEADLINE_S):
+        out, _ = await process.communicate()
+    assert out.decode().strip() == "[]"

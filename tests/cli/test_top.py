@@ -1,0 +1,329 @@
+"""`gpushare-agent top` against an HTTP server that plays the agent: what it shows, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from gpushare_agent.cli import top
+from gpushare_agent.cli.agent_addresses import Where
+from gpushare_agent.cli.agent_client import MAX_ANSWER_BYTES, check_url, default_url, open_agent_door, read_node
+from gpushare_agent.cli.render_text import Form
+from gpushare_agent.cli.render_top import top_lines, top_table
+from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
+from gpushare_agent.observability.node_snapshot import NO_REASON
+from gpushare_agent.settings.settings import load_settings
+from tests.support_cli import agent_answers, at_terminal, busy_node, json_server
+from tests.support_settings import run_program
+
+SETTINGS = load_settings([], {"NODE_NAME": "n1"}).settings
+
+
+async def printed(document: dict[str, Any], capsys: pytest.CaptureFixture[str], form: Form = "table") -> str:
+    """What `top --once` prints of an agent that has this document."""
+    async with json_server(agent_answers(document)) as agent:
+        where = Where(server=agent.url)
+        assert await top.run(SETTINGS, where, once=True, interval_s=1.0, form=form) == 0
+    return capsys.readouterr().out
+
+
+def drawn(document: dict[str, Any], width: int) -> list[str]:
+    """The table in a terminal of this width."""
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    console.print(top_table(top_lines(document, width), width))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+async def test_each_container_stands_below_its_card_with_limit_and_use(capsys: pytest.CaptureFixture[str]) -> None:
+    """The columns are those of the header, in MiB and percent."""
+    lines = (await printed(busy_node(), capsys)).splitlines()
+    assert lines[0].startswith("node n1  ready  4 cards, 1 unhealthy, 1 cordoned  3 containers  isolation vcuda")
+    assert lines[1].split() == [
+        *("GPU", "/", "CONTAINER", "STATE", "CORES", "SM", "%", "USED", "MiB", "ALLOC", "MiB", "TOTAL", "MiB"),
+        *("TEMP", "°C", "POWER", "W"),
+    ]
+    rows = [line.split() for line in lines[2:]]
+    assert rows[0] == [
+        *("0", "NVIDIA", "H100", "80GB", "HBM3", "Healthy", "60/100", "50", "3000", "6144", "24576", "61", "250/700")
+    ]
+    assert rows[1] == ["default/eval/evaluator", "Unknown", "20", "0", "0", "2048"]
+    assert rows[2] == ["default/train/trainer", "Unknown", "40–60", "31", "2000", "4096"]
+    assert rows[3] == ["process", "4711", "of", "no", "container", "compute", "2", "100"]
+    assert rows[6][:4] == ["default/big/main", "Unknown", "whole", "0"]
+
+
+async def test_a_card_out_of_service_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unhealthy with the driver's reason, Cordoned with the operator's, each whole on a line below the card."""
+    document = busy_node()
+    long = "Xid 79: the card fell off the bus; " + "it is looked at again and again; " * 8 + "the end"
+    document["cards"][1]["health_reason"] = long
+    lines = (await printed(document, capsys)).splitlines()
+    ill, cordoned = (next(n for n, line in enumerate(lines) if line.startswith(f"{index} ")) for index in (1, 2))
+    assert (" Unhealthy " in lines[ill], lines[ill + 1]) == (True, f"    {long}")
+    assert (" Cordoned " in lines[cordoned], lines[cordoned + 1]) == (True, "    fan replaced on Monday")
+
+
+async def test_a_card_that_is_cordoned_and_ill_says_both(capsys: pytest.CaptureFixture[str]) -> None:
+    """With whose reason each is; without the operator's there is the one word."""
+    document = busy_node()
+    document["cards"][1]["cordoned"] = "loud"
+    document["cards"][2]["cordoned"] = NO_REASON
+    lines = (await printed(document, capsys)).splitlines()
+    assert "4 cards, 1 unhealthy, 2 cordoned" in lines[0]
+    ill, cordoned = (next(n for n, line in enumerate(lines) if line.startswith(f"{index} ")) for index in (1, 2))
+    assert " Cordoned, Unhealthy " in lines[ill]
+    assert lines[ill + 1 : ill + 3] == ["    Cordoned: loud", "    Unhealthy: Xid 79: the card fell off the bus"]
+    assert " Cordoned " in lines[cordoned]
+    assert lines[cordoned + 1].startswith("3 ")
+
+
+def test_a_reason_is_folded_in_a_narrow_terminal() -> None:
+    """Nothing of it is cut off."""
+    document = busy_node()
+    reason = "Xid 79: " + " ".join(f"word-{number}" for number in range(40))
+    document["cards"][1]["health_reason"] = reason
+    text = "\n".join(drawn(document, 60))
+    assert " ".join(reason.split()) in " ".join(text.split())
+
+
+async def test_what_is_not_known_is_a_dash_and_not_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    """Card 3 was not sampled."""
+    lines = (await printed(busy_node(), capsys)).splitlines()
+    (line,) = [line.split() for line in lines if line.startswith("3 ")]
+    assert line[5:] == ["Healthy", "0/100", "-", "-", "0", "24576", "-", "-"]
+
+
+async def test_an_agent_that_is_not_ready_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    """Below the first line."""
+    document = busy_node()
+    document["agent"] |= {"is_ready": False, "not_ready": ["tencent.com/vcuda-core is not registered with the kubelet"]}
+    lines = (await printed(document, capsys)).splitlines()
+    assert "NOT READY" in lines[0]
+    assert lines[1] == "  not ready: tencent.com/vcuda-core is not registered with the kubelet"
+
+
+async def test_old_samples_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Values of a while ago look like those of now."""
+    document = busy_node()
+    document["at"] = document["agent"]["sampled_at"] + 42
+    assert "use sampled 42 s ago" in await printed(document, capsys)
+    document["agent"]["sampled_at"] = None
+    assert "use not sampled yet" in await printed(document, capsys)
+
+
+async def test_a_container_whose_card_is_gone_is_still_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing that holds a share is left out."""
+    document = busy_node()
+    document["containers"][0]["cards"] = []
+    lines = (await printed(document, capsys)).splitlines()
+    assert lines[-2] == "on no card that the driver names"
+    assert lines[-1].split()[:3] == ["default/big/main", "Unknown", "whole"]
+
+
+async def test_a_node_without_cards_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty table would look like a fault of the program."""
+    document = busy_node() | {"cards": [], "containers": []}
+    assert "this node has no card that the driver can name" in await printed(document, capsys)
+
+
+async def test_json_and_yaml_are_the_agents_document(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unchanged, so that docs/api.md is the format of both."""
+    document = busy_node()
+    assert json.loads(await printed(document, capsys, "json")) == document
+    assert yaml.safe_load(await printed(document, capsys, "yaml")) == document
+
+
+@pytest.mark.parametrize("width", [44, 60, 80, 100, 140])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    """Columns are left out; the first one, cores and use stay."""
+    lines = drawn(busy_node(), width)
+    assert max(map(len, lines)) <= width
+    assert len(lines) == 1 + len(top_lines(busy_node(), width))
+    for words in ("GPU / CONTAINER", "CORES", "SM %", "USED MiB"):
+        assert words in lines[0]
+
+
+def test_columns_go_in_the_order_of_their_worth() -> None:
+    """Power first, the state last: who looks at a small terminal still sees which card is ill."""
+    assert "POWER" in drawn(busy_node(), 160)[0]
+    assert "POWER" not in drawn(busy_node(), 90)[0]
+    assert "STATE" in drawn(busy_node(), 90)[0]
+    assert "STATE" not in drawn(busy_node(), 60)[0]
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    """A name could clear the screen or set the window's title."""
+    document = busy_node()
+    document["cards"][0]["name"] = "H100\x1b]0;title\x07\nx"
+    document["containers"][0]["phase"] = "\x1b[2J"
+    text = "\n".join(drawn(document, 200))
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "H100\N{REPLACEMENT CHARACTER}]0;title" in text
+
+
+async def test_an_agent_that_is_not_there_is_told_in_one_line() -> None:
+    """With what was tried and what to do, and exit code 1."""
+    ended = await run_program("top", "--once", "--server", "http://127.0.0.1:1")
+    assert (ended.code, ended.out) == (1, "")
+    (line,) = ended.err.splitlines()
+    assert "cannot read http://127.0.0.1:1/api/v1/node: the connection is refused" in line
+    assert "--query-port" in line
+    assert "--server URL" in line
+
+
+async def test_what_a_server_says_cannot_command_the_terminal() -> None:
+    """Its words are part of the error's line; its control characters are not."""
+    async with json_server({"/api/v1/node": (500, b"\x1b[2Jgone \x07")}) as server:
+        ended = await run_program("top", "--once", "--server", server.url)
+    assert ended.code == 1
+    assert "\ufffd[2Jgone \ufffd" in ended.err
+    assert ended.err.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "said"),
+    [
+        (b"<html>", Corrupt, "no JSON"),
+        (b"[1]", Corrupt, "no JSON object"),
+        ({"schema": 2, "cards": []}, Corrupt, "has format 2 or lacks a part, and this program reads format 1"),
+        ({"schema": 1}, Corrupt, "has format 1 or lacks a part"),
+        (b" " * (MAX_ANSWER_BYTES + 1), Corrupt, "longer than 32 MiB"),
+        ((404, {}), NotFound, "older than these commands"),
+        ((503, {"error": "busy"}), Unavailable, "503.*busy.*try again"),
+        ((500, b"oops"), Rejected, "500 .oops."),
+    ],
+    ids=["html", "list", "other-format", "no-cards", "long", "404", "503", "500"],
+)
+async def test_an_answer_that_is_not_the_agents_is_told(answer: Any, error: type[Exception], said: str) -> None:
+    """Each says what is wrong with the address or the other side."""
+    async with json_server({"/api/v1/node": answer}) as server, open_agent_door(server.url) as door:
+        with pytest.raises(error, match=said):
+            await read_node(door)
+
+
+async def test_an_agent_that_does_not_answer_is_given_up() -> None:
+    """After the time limit, in words."""
+    async with (
+        json_server(stalls=frozenset({"/api/v1/node"})) as server,
+        open_agent_door(server.url, timeout_s=0.05) as door,
+    ):
+        with pytest.raises(Unavailable, match=r"no answer within 0\.05 s"):
+            await read_node(door)
+
+
+async def test_an_address_without_a_host_is_told() -> None:
+    """A name that does not exist is not the agent's fault."""
+    async with open_agent_door("http://no-such-host.invalid:5678") as door:
+        with pytest.raises(
+            Unavailable, match=r"cannot read http://no-such-host.invalid:5678/api/v1/node: .*--server URL"
+        ):
+            await read_node(door)
+
+
+@pytest.mark.parametrize("url", ["localhost:5678", "ftp://x", "http://", "http://x:y", "http://x?a=b", "http://[::1"])
+def test_a_wrong_url_is_rejected_before_anything_is_asked(url: str) -> None:
+    """With an example of a right one."""
+    with pytest.raises(Rejected, match="http://localhost:5678"):
+        check_url(url)
+
+
+@pytest.mark.parametrize(
+    ("addr", "url"),
+    [
+        ("localhost", "http://localhost:5678"),
+        ("0.0.0.0", "http://localhost:5678"),
+        ("::", "http://localhost:5678"),
+        ("10.1.2.3", "http://10.1.2.3:5678"),
+        ("fd00::1", "http://[fd00::1]:5678"),
+    ],
+)
+def test_without_a_server_the_settings_tell_where_the_agent_listens(addr: str, url: str) -> None:
+    """An address that means all addresses is this host."""
+    assert default_url(load_settings(["--web.addr", addr], {"NODE_NAME": "n1"}).settings) == url
+
+
+@pytest.mark.parametrize("interval", ["0", "-1", "x", "nan", "4000"])
+async def test_an_interval_out_of_bounds_ends_in_2(interval: str) -> None:
+    """It would poll without a pause, or never."""
+    ended = await run_program("top", f"--interval={interval}")
+    assert ended.code == 2
+    assert "is not between 0.1 and 3600 seconds" in ended.err
+
+
+async def test_without_a_terminal_there_is_one_table() -> None:
+    """`gpushare-agent top | grep` ends, with the variables of the settings read."""
+    async with json_server(agent_answers(busy_node())) as agent:
+        port = agent.url.rpartition(":")[2]
+        ended = await run_program("top", "--web.addr=127.0.0.1", f"--web.port={port}")
+    assert (ended.code, ended.err) == (0, "")
+    assert "\x1b" not in ended.out
+    assert len(agent.heard) == 1
+
+
+def by_q(terminal: Any) -> None:
+    terminal.press("q")
+
+
+def by_sigint(terminal: Any) -> None:
+    terminal.process.send_signal(signal.SIGINT)
+
+
+def by_sigterm(terminal: Any) -> None:
+    terminal.process.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("end", [by_q, by_sigint, by_sigterm])
+async def test_the_live_table_ends_and_leaves_the_terminal_as_it_was(
+    end: Callable[[Any], Awaitable[None] | None],
+) -> None:
+    """Exit code 0, the mode is back, the screen that was there before is shown again."""
+    async with json_server(agent_answers(busy_node())) as agent:
+        async with at_terminal("top", "--interval=0.1", "--server", agent.url) as terminal:
+            before = terminal.mode()
+            await terminal.wait_shown(lambda text: "default/train/trainer" in text and "q ends" in text)
+            assert terminal.mode() != before
+            end(terminal)
+            assert await terminal.wait_end() == 0
+            await terminal.wait_shown(lambda text: "\x1b[?1049l" in text)
+            assert terminal.mode() == before
+        assert "Traceback" not in terminal.shown
+
+
+async def test_the_live_table_shows_what_changes_and_outlives_the_agent() -> None:
+    """An agent that is restarted is told of, and its node stays on the screen."""
+    document = busy_node()
+    async with (
+        json_server(agent_answers(document)) as agent,
+        at_terminal("top", "--interval=0.1", "--server", agent.url) as terminal,
+    ):
+        await terminal.wait_shown(lambda text: "q ends" in text)
+        agent.answers["/api/v1/node"] = document | {"node": "renamed"}
+        await terminal.wait_shown(lambda text: "node renamed" in text)
+        agent.answers.clear()
+        await terminal.wait_shown(lambda text: "as of the last answer" in text)
+        assert terminal.process.returncode is None
+        terminal.press("q")
+        assert await terminal.wait_end() == 0
+
+
+async def test_a_small_terminal_scrolls() -> None:
+    """As many lines as there is room for; the rest is counted, and j and the arrows lead there."""
+    async with (
+        json_server(agent_answers(busy_node())) as agent,
+        at_terminal("top", "--interval=60", "--server", agent.url, rows=9) as terminal,
+    ):
+        await terminal.wait_shown(lambda text: "6 more lines" in text)
+        assert "Cordoned" not in terminal.shown
+        terminal.press("jjj\x1b[B")
+        await terminal.wait_shown(lambda text: "Cordoned" in text)
+        terminal.press("q")
+        assert await terminal.wait_end() == 0

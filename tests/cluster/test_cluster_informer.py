@@ -1,0 +1,143 @@
+"""The informer of the whole cluster, against a real HTTP server: pages, watches, faults, and lists on demand."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from gpushare_agent.cluster.cluster_informer import ClusterInformer
+from gpushare_agent.cluster.kube.cluster import LIVE_PODS
+from gpushare_agent.extender.metrics import ExtenderMetrics
+from gpushare_agent.model.errors import Corrupt
+from tests.support_extender import FakeCluster, Raw, eventually, fake_cluster, opened_api, raw_pod
+from tests.support_kube import FAST, running
+
+
+class Pods:
+    """A sink that keeps names and nodes; what is labelled dull is of no interest, what is labelled bad is unreadable."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, str] = {}
+        self.removed: list[str] = []
+
+    def key(self, raw: Raw) -> str:
+        return str(raw["metadata"]["uid"])
+
+    def put(self, raw: Raw) -> bool:
+        labels = raw["metadata"].get("labels", {})
+        if "bad" in labels:
+            raise Corrupt("told to")
+        if "dull" in labels:
+            return False
+        self.nodes[self.key(raw)] = raw["spec"].get("nodeName", "")
+        return True
+
+    def remove(self, key: str) -> None:
+        self.removed.append(key)
+        del self.nodes[key]
+
+
+def labelled(name: str, label: str) -> Raw:
+    pod = raw_pod(name, (30, 4))
+    pod["metadata"]["labels"] = {label: "true"}
+    return pod
+
+
+@asynccontextmanager
+async def informing(cluster: FakeCluster) -> AsyncIterator[tuple[ClusterInformer, Pods, ExtenderMetrics]]:
+    async with opened_api(cluster) as api:
+        pods, metrics = Pods(), ExtenderMetrics()
+        informer = ClusterInformer(kind="pods", watched=LIVE_PODS, api=api, sink=pods, metrics=metrics, backoff=FAST)
+        async with running(informer.run):
+            yield informer, pods, metrics
+
+
+def five() -> list[Raw]:
+    return [raw_pod(f"p{i}", (30, 4)) for i in range(5)]
+
+
+async def test_it_lists_in_pages_and_follows_changes() -> None:
+    """Added, changed and deleted pods arrive; one that ends is told as deleted."""
+    async with fake_cluster(pods=five()) as cluster, informing(cluster) as (informer, pods, _):
+        await eventually(lambda: informer.has_listed)
+        assert sorted(pods.nodes) == [f"uid-p{i}" for i in range(5)]
+        cluster.put("pods", raw_pod("late", (30, 4)))
+        cluster.change("pods", "default/p0", lambda raw: raw["spec"].update(nodeName="n1"))
+        cluster.delete("pods", "default/p1")
+        cluster.change("pods", "default/p2", lambda raw: raw["status"].update(phase="Succeeded"))
+        await eventually(lambda: pods.removed == ["uid-p1", "uid-p2"])
+        assert pods.nodes == {"uid-p0": "n1", "uid-p3": "", "uid-p4": "", "uid-late": ""}
+        assert informer.count == 4
+
+
+async def test_what_went_while_the_server_was_away_is_removed() -> None:
+    """After 410 it lists again and removes what the list has not; nothing is removed before."""
+    async with fake_cluster(pods=five()) as cluster, informing(cluster) as (informer, pods, _):
+        await eventually(lambda: informer.has_listed)
+        seen = len(cluster.seen)
+        cluster.is_down = True
+        cluster.mute(False)  # the watch ends
+        await cluster.wait(lambda: len(cluster.seen) > seen)
+        cluster.delete("pods", "default/p1")
+        cluster.put("pods", raw_pod("late", (30, 4)))
+        cluster.forget_history()
+        assert "uid-p1" in pods.nodes
+        cluster.is_down = False
+        await eventually(lambda: "uid-late" in pods.nodes and "uid-p1" not in pods.nodes)
+        assert pods.removed == ["uid-p1"]
+
+
+async def test_refresh_returns_after_a_list_that_began_after_it() -> None:
+    """Even where the watch tells nothing: whatever was there when refresh was called is known when it returns."""
+    async with fake_cluster(pods=five()) as cluster, informing(cluster) as (informer, pods, _):
+        await eventually(lambda: informer.has_listed)
+        cluster.mute(True)
+        cluster.put("pods", raw_pod("late", (30, 4)))
+        cluster.delete("pods", "default/p0")
+        await informer.refresh()
+        assert "uid-late" in pods.nodes
+        assert "uid-p0" not in pods.nodes
+        lists = [path for _, path in cluster.seen].count("/api/v1/pods")
+        await informer.refresh()
+        assert [path for _, path in cluster.seen].count("/api/v1/pods") > lists
+
+
+async def test_refresh_waits_for_a_server_that_is_away() -> None:
+    """It is called while nothing answers, and returns once something does."""
+    async with fake_cluster(pods=five()) as cluster:
+        cluster.is_down = True
+        async with informing(cluster) as (informer, pods, _):
+            await cluster.wait(lambda: len(cluster.seen) >= 2)
+            assert not informer.has_listed
+            cluster.is_down = False
+            await informer.refresh()
+            assert len(pods.nodes) == 5
+
+
+async def test_an_unreadable_object_keeps_its_last_readable_state() -> None:
+    """It is counted, does not stop the others, and a list does not remove what it cannot read."""
+    pods_there = [*five(), labelled("worse", "bad")]
+    async with fake_cluster(pods=pods_there) as cluster, informing(cluster) as (informer, pods, metrics):
+        await eventually(lambda: informer.has_listed)
+        assert len(pods.nodes) == 5
+        cluster.change("pods", "default/p0", lambda raw: raw["metadata"].update(labels={"bad": ""}))
+        cluster.put("pods", raw_pod("after", (30, 4)))
+        await eventually(lambda: "uid-after" in pods.nodes)
+        await informer.refresh()
+        assert "uid-p0" in pods.nodes
+        assert b'objects_unreadable_total{kind="pods"}' in metrics.exposition("")[1]
+        assert b'objects_unreadable_total{kind="pods"} 0.0' not in metrics.exposition("")[1]
+
+
+async def test_what_is_no_longer_of_interest_is_removed() -> None:
+    """A node that offers nothing any more, say."""
+    async with (
+        fake_cluster(pods=[*five(), labelled("never", "dull")]) as cluster,
+        informing(cluster) as (informer, pods, _),
+    ):
+        await eventually(lambda: informer.has_listed)
+        cluster.change("pods", "default/p0", lambda raw: raw["metadata"].update(labels={"dull": ""}))
+        await eventually(lambda: pods.removed == ["uid-p0"])
+        cluster.delete("pods", "default/never")
+        cluster.delete("pods", "default/p1")
+        await eventually(lambda: pods.removed == ["uid-p0", "uid-p1"])

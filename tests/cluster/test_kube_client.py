@@ -1,0 +1,521 @@
+"""The API server's client over a real socket: what it sends, what it makes of answers, where its configuration is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare_agent.cluster.kube.client import KubeApi, KubeTimeouts, ListLimits, open_kube_api
+from gpushare_agent.cluster.kube.configuration import ConfigurationSource, find_configuration, open_api_client
+from gpushare_agent.cluster.kube.session import KubeSession
+from gpushare_agent.model.errors import Conflict, Corrupt, NotFound, Rejected, StartupError, Unavailable
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from tests.support_kube import (
+    DATA,
+    NODE,
+    Behaviour,
+    Connection,
+    FakeApiServer,
+    Seen,
+    added,
+    answers,
+    answers_garbage,
+    answers_gone,
+    answers_html_502,
+    bookmark,
+    ends_empty,
+    fake_api,
+    opened,
+    raw_pod,
+    raw_status,
+    resets,
+    server_tls,
+    stalls_after_headers,
+    stalls_before_headers,
+    streams,
+    streams_bytes,
+    write_kubeconfig,
+)
+
+SHORT = KubeTimeouts(request_s=0.2, list_s=0.2, watch_idle_s=0.2)
+UID = PodUid("u1")
+
+
+def whole(raw: dict[str, Any]) -> dict[str, Any]:
+    """Reads a listed pod as it is."""
+    return raw
+
+
+async def _watch_all(api: KubeApi) -> list[dict[str, Any]]:
+    async with api.watch_pods(NODE, "7") as events:
+        return [event async for event in events]
+
+
+async def test_list_asks_the_watch_cache_for_this_node() -> None:
+    """A list selects the node, takes any version, carries the token, and returns items and version."""
+    async with fake_api(pods=[raw_pod("a")], version="42") as server, opened(server.url) as api:
+        raw_pods, version = await api.list_pods(NODE, whole)
+    assert ([raw["metadata"]["name"] for raw in raw_pods], version) == (["a"], "42")
+    assert server.requests[0].query == {"fieldSelector": "spec.nodeName=node-1", "resourceVersion": "0"}
+    assert server.requests[0].headers["authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "error"),
+    [
+        (answers_gone, Conflict),
+        (answers(409, raw_status(409)), Conflict),
+        (answers(404, raw_status(404)), NotFound),
+        (answers(401, raw_status(401)), Rejected),
+        (answers(403, raw_status(403)), Rejected),
+        (answers(422, raw_status(422)), Rejected),
+        (answers(429, raw_status(429)), Unavailable),
+        (answers(500, b""), Unavailable),
+        (answers_html_502, Unavailable),
+        (stalls_before_headers, Unavailable),
+        (stalls_after_headers, Unavailable),
+        (resets, Unavailable),
+        (answers_garbage, Corrupt),
+        (answers(200, []), Corrupt),
+        (answers(200, b"[" * 100_000), Corrupt),
+    ],
+)
+async def test_each_bad_answer_has_its_error(behaviour: Behaviour, error: type[Exception]) -> None:
+    """Status, silence, resets and garbage become the error that names the caller's next move, and name the pod."""
+    async with fake_api(others=[behaviour]) as server, opened(server.url, timeouts=SHORT) as api:
+        with pytest.raises(error, match="cannot get pod default/p: "):
+            await api.get_pod("default", "p", timeout_s=0.3)
+
+
+async def test_the_servers_own_words_are_in_the_error() -> None:
+    """A Status message reaches the reader."""
+    said = raw_status(403, 'pods "p" is forbidden: User cannot get')
+    async with fake_api(others=[answers(403, said)]) as server, opened(server.url) as api:
+        with pytest.raises(Rejected, match=r"answered 403: .* is forbidden: User cannot get.*ClusterRole"):
+            await api.get_pod("default", "p", timeout_s=5)
+
+
+async def test_an_endless_answer_is_cut_off() -> None:
+    """An object larger than etcd can hold is refused instead of filling the memory."""
+    huge = json.dumps({"x": "y" * (5 << 20)}).encode()
+    async with fake_api(others=[answers(200, huge)]) as server, opened(server.url) as api:
+        with pytest.raises(Corrupt, match="longer than"):
+            await api.get_pod("default", "p", timeout_s=5)
+
+
+async def test_no_server_is_unavailable() -> None:
+    """A refused connection says try again."""
+    async with fake_api() as server:
+        url = server.url
+    async with opened(url) as api:
+        with pytest.raises(Unavailable):
+            await api.list_pods(NODE, whole)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"items": 3, "metadata": {"resourceVersion": "1"}},
+        {"items": []},
+        {"metadata": []},
+        {"items": [], "metadata": {"resourceVersion": "1", "continue": 7}},
+    ],
+)
+async def test_a_list_without_its_parts_is_corrupt(body: dict[str, Any]) -> None:
+    """No list of items, or no version to watch from, is no PodList."""
+    async with fake_api(lists=[answers(200, body)]) as server, opened(server.url) as api:
+        with pytest.raises(Corrupt, match="no list with"):
+            await api.list_pods(NODE, whole)
+
+
+SMALL = ListLimits(list_bytes=2000, page_bytes=2000)
+
+
+def _fat(name: str) -> dict[str, Any]:
+    return raw_pod(name, metadata={"annotations": {"fat": "x" * 1000}})
+
+
+def pages(*, gone_at: int = -1) -> Behaviour:
+    """Lists in pages of the asked size; a continue token is the number of the next pod; `gone_at` is refused once."""
+    refused: list[int] = []
+
+    async def behave(server: FakeApiServer, request: Seen, connection: Connection) -> None:
+        begin = int(request.query.get("continue", "0"))
+        if begin == gone_at and not refused:
+            refused.append(begin)
+            await answers_gone(server, request, connection)
+            return
+        end = begin + int(request.query.get("limit", "1000"))
+        metadata = {"resourceVersion": "77"} | ({"continue": str(end)} if end < len(server.pods) else {})
+        await answers(200, {"items": server.pods[begin:end], "metadata": metadata})(server, request, connection)
+
+    return behave
+
+
+@pytest.mark.parametrize("gone_at", [-1, 2])
+async def test_a_list_that_is_too_long_is_read_in_pages(gone_at: int) -> None:
+    """Fat pods are all listed, in order and once, in pages that fit, also when a continue token expires on the way."""
+    fat = [_fat(name) for name in "abcd"]
+    async with (
+        fake_api(pods=fat, lists=[pages(gone_at=gone_at)]) as server,
+        opened(server.url, limits=SMALL) as api,
+    ):
+        names, version = await api.list_pods(NODE, lambda raw: str(raw["metadata"]["name"]))
+    assert (names, version) == (["a", "b", "c", "d"], "77")
+    first, second, *_, last = [request.query for request in server.requests]
+    assert (first.get("limit"), first["resourceVersion"]) == (None, "0")
+    assert (second["limit"], "resourceVersion" in second, second["fieldSelector"]) == (
+        "500",
+        False,
+        f"spec.nodeName={NODE}",
+    )
+    assert (last["limit"], last["continue"]) == ("1", "3")
+
+
+async def test_a_list_whose_tokens_never_live_is_a_conflict() -> None:
+    """After a few new starts the caller is told, instead of asking for ever."""
+
+    async def always_gone(server: FakeApiServer, request: Seen, connection: Connection) -> None:
+        behaviour = answers_gone if "continue" in request.query else pages()
+        await behaviour(server, request, connection)
+
+    async with (
+        fake_api(pods=[_fat(name) for name in "abcd"], lists=[always_gone]) as server,
+        opened(server.url, limits=SMALL) as api,
+    ):
+        with pytest.raises(Conflict):
+            await api.list_pods(NODE, whole)
+    assert sum("continue" in request.query for request in server.requests) == 3
+
+
+async def test_one_pod_that_fits_no_page_is_corrupt() -> None:
+    """The smallest page is one pod; what is longer still is refused, not read."""
+    async with (
+        fake_api(
+            pods=[_fat("a"), raw_pod("b", metadata={"annotations": {"fat": "x" * 3000}})], lists=[pages()]
+        ) as server,
+        opened(server.url, limits=SMALL) as api,
+    ):
+        with pytest.raises(Corrupt, match="longer than 2000 bytes"):
+            await api.list_pods(NODE, whole)
+
+
+async def test_watch_yields_events_and_bookmarks_in_order() -> None:
+    """Events come one by one until the server ends the stream; the request asks for bookmarks and an end."""
+    events = [added(raw_pod("a")), bookmark("8"), added(raw_pod("a"), "DELETED")]
+    async with fake_api(watches=[streams(*events, then="ends")]) as server, opened(server.url) as api:
+        assert await _watch_all(api) == events
+    query = server.requests[0].query
+    assert (query["resourceVersion"], query["allowWatchBookmarks"]) == ("7", "true")
+    assert 290 <= int(query["timeoutSeconds"]) <= 319
+
+
+async def test_a_watch_that_ends_at_once_is_empty() -> None:
+    """A stream without events is no error."""
+    async with fake_api(watches=[ends_empty]) as server, opened(server.url) as api:
+        assert await _watch_all(api) == []
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "error", "text"),
+    [
+        (answers_gone, Conflict, "too old"),
+        (streams({"type": "ERROR", "object": raw_status(410, "expired")}), Conflict, "expired"),
+        (streams({"type": "ERROR", "object": raw_status(500, "etcd")}), Unavailable, "etcd"),
+        (answers_html_502, Unavailable, "Bad Gateway"),
+        (stalls_before_headers, Unavailable, "in time"),
+        (stalls_after_headers, Unavailable, "in time"),
+        (streams(bookmark("8"), then="cuts"), Unavailable, "inside a line"),
+        (streams(bookmark("8"), then="drops"), Unavailable, "cannot watch"),
+        (streams_bytes(b"<html>\n"), Corrupt, "no JSON"),
+        (streams_bytes(b"[1]\n"), Corrupt, "no event"),
+        (streams_bytes(b'{"type":"ADDED","object":null}\n'), Corrupt, "no event"),
+        (streams_bytes(b"x" * (3 << 20)), Corrupt, "longer than allowed"),
+    ],
+)
+async def test_each_bad_watch_has_its_error(behaviour: Behaviour, error: type[Exception], text: str) -> None:
+    """Gone, silence, cuts and garbage in the stream end the watch with the right error."""
+    async with fake_api(watches=[behaviour]) as server, opened(server.url, timeouts=SHORT) as api:
+        with pytest.raises(error, match=text):
+            await _watch_all(api)
+
+
+async def test_a_left_watch_closes_its_connection() -> None:
+    """Leaving the watch early hangs up, so that the server need not send on."""
+    async with fake_api(watches=[streams(bookmark("8"))]) as server, opened(server.url) as api:
+        async with api.watch_pods(NODE, "7") as events:
+            async for _ in events:
+                break
+        await server.wait_hung_up()
+
+
+async def test_patch_names_the_uid_and_the_annotations() -> None:
+    """A merge patch carries the UID as its guard, and null for what is to go."""
+    async with fake_api() as server, opened(server.url) as api:
+        await api.patch_pod_annotations("default", "p", UID, {"b": "1", "a": None})
+    (request,) = server.requests
+    assert (request.method, request.path) == ("PATCH", "/api/v1/namespaces/default/pods/p")
+    assert request.headers["content-type"] == "application/merge-patch+json"
+    assert request.body == {"metadata": {"uid": "u1", "annotations": {"a": None, "b": "1"}}}
+
+
+@pytest.mark.parametrize(("grace_s", "grace"), [(None, {}), (0, {"gracePeriodSeconds": 0})])
+async def test_delete_is_guarded_by_the_uid(grace_s: int | None, grace: dict[str, int]) -> None:
+    """Deletion names the UID as precondition, and a grace period only where one is given."""
+    async with fake_api() as server, opened(server.url) as api:
+        await api.delete_pod("default", "p", UID, grace_s=grace_s)
+    assert server.requests[0].method == "DELETE"
+    assert server.requests[0].body == {
+        "apiVersion": "v1",
+        "kind": "DeleteOptions",
+        "preconditions": {"uid": "u1"},
+        **grace,
+    }
+
+
+async def test_names_are_quoted_in_paths() -> None:
+    """A name with separators stays one element of the path."""
+    async with fake_api(others=[answers(404, raw_status(404))]) as server, opened(server.url) as api:
+        with pytest.raises(NotFound):
+            await api.get_pod("default", "a/b?c=d#e", timeout_s=5)
+    assert server.requests[0].path == "/api/v1/namespaces/default/pods/a/b?c=d#e"
+    assert server.requests[0].query == {}
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "x" * 254])
+async def test_what_cannot_be_a_name_is_not_sent(name: str) -> None:
+    """An empty or dotted name would address something else, so nothing is asked."""
+    async with fake_api() as server, opened(server.url) as api:
+        with pytest.raises(Rejected):
+            await api.get_pod("default", name, timeout_s=5)
+    assert server.requests == []
+
+
+async def test_can_i_reads_the_review() -> None:
+    """The review's answer is the answer; the question names verb, resource and subresource."""
+    review = [answers(201, {"status": {"allowed": True}}), answers(201, {"status": {"allowed": False}})]
+    async with fake_api(others=review) as server, opened(server.url) as api:
+        assert await api.can_i("patch", "pods/status", "default")
+        assert not await api.can_i("list", "pods")
+    attributes = [request.body["spec"]["resourceAttributes"] for request in server.requests]
+    assert attributes == [
+        {"verb": "patch", "resource": "pods", "subresource": "status", "namespace": "default"},
+        {"verb": "list", "resource": "pods"},
+    ]
+
+
+async def test_a_refused_token_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 401 the token file is read once more and the request repeated; a second 401 is final."""
+    monkeypatch.setattr("gpushare_agent.cluster.kube.session.RELOAD_INTERVAL_S", 0.0)
+    token = tmp_path / "token"
+    token.write_text("old\n")
+
+    async def only_new(server: FakeApiServer, request: Any, connection: Any) -> None:
+        is_new = request.headers["authorization"] == "Bearer new"
+        await answers(200 if is_new else 401, {} if is_new else raw_status(401))(server, request, connection)
+
+    async with fake_api(others=[only_new]) as server, opened(server.url, user={"tokenFile": str(token)}) as api:
+        with pytest.raises(Rejected):
+            await api.get_pod("default", "p", timeout_s=5)
+        token.write_text("new\n")
+        await api.get_pod("default", "p", timeout_s=5)
+    assert [r.headers["authorization"].removeprefix("Bearer ") for r in server.requests] == ["old", "old", "old", "new"]
+
+
+async def test_an_exec_plugin_supplies_the_token(tmp_path: Path) -> None:
+    """Credentials may come from a program that the kubeconfig names."""
+    plugin = tmp_path / "plugin"
+    answer = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": {"token": "made"}}
+    plugin.write_text(f"#!/bin/sh\necho '{json.dumps(answer)}'\n")
+    plugin.chmod(0o755)
+    user = {"exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": str(plugin)}}
+    async with fake_api() as server, opened(server.url, user=user) as api:
+        await api.get_node("n")
+    assert server.requests[0].headers["authorization"] == "Bearer made"
+
+
+async def test_a_failing_exec_plugin_is_unavailable(tmp_path: Path) -> None:
+    """A plugin that has no credentials now may have them later."""
+    user = {"exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": "/bin/false"}}
+    kubeconfig = write_kubeconfig(tmp_path, "http://127.0.0.1:1", user)
+    with pytest.raises(Unavailable, match="cannot load the API server's credentials"):
+        async with open_kube_api(kubeconfig=kubeconfig):
+            pass
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "a: b", '{"contexts": [], "clusters": [], "current-context": "x"}'])
+async def test_a_malformed_kubeconfig_ends_the_start(tmp_path: Path, content: str) -> None:
+    """A kubeconfig that can never work is named, with the cure."""
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(content)
+    with pytest.raises(StartupError, match=r"cannot use kubeconfig .*kubectl config view"):
+        async with open_kube_api(kubeconfig=kubeconfig):
+            pass
+
+
+async def test_a_kubeconfig_is_never_written(tmp_path: Path) -> None:
+    """Reading credentials leaves the user's file as it was."""
+    async with fake_api() as server:
+        kubeconfig = write_kubeconfig(tmp_path, server.url, {"token": "t"})
+        before = kubeconfig.stat().st_mtime_ns, kubeconfig.read_bytes()
+        async with open_kube_api(kubeconfig=kubeconfig) as api:
+            await api.get_node("n")
+    assert before == (kubeconfig.stat().st_mtime_ns, kubeconfig.read_bytes())
+
+
+async def test_a_service_account_token_that_is_not_there_yet_is_unavailable(tmp_path: Path) -> None:
+    """The token is projected a moment after the start on some nodes: wait, do not give up."""
+    with pytest.raises(Unavailable, match="service account"):
+        await open_api_client(ConfigurationSource(service_account=tmp_path))
+
+
+async def test_in_cluster_configuration_reads_the_service_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host, token and certificate authority come from the pod's environment and files."""
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
+    (tmp_path / "token").write_text("t")
+    shutil.copy(DATA / "kube-ca.pem", tmp_path / "ca.crt")
+    client = await open_api_client(ConfigurationSource(service_account=tmp_path))
+    try:
+        assert client.configuration.host == "https://[fd00::1]:443"
+    finally:
+        await client.close()
+
+
+async def test_a_rotated_certificate_authority_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over TLS with a service account: an unknown authority is Unavailable, and the renewed file serves the next try."""
+    monkeypatch.setattr("gpushare_agent.cluster.kube.session.RELOAD_INTERVAL_S", 0.0)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    (tmp_path / "token").write_text("t\n")
+    shutil.copy(DATA / "kube-other-ca.pem", tmp_path / "ca.crt")
+    async with fake_api(tls=server_tls()) as server:
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
+        session = KubeSession(ConfigurationSource(service_account=tmp_path), connect_s=5)
+        await session.open()
+        try:
+            api = KubeApi(session, KubeTimeouts(), ListLimits())
+            shutil.copy(DATA / "kube-ca.pem", tmp_path / "ca.crt")
+            with pytest.raises(Unavailable, match="certificate verify failed"):
+                await api.list_pods(NODE, whole)
+            await api.list_pods(NODE, whole)
+        finally:
+            await session.close()
+    assert [request.headers["authorization"] for request in server.requests] == ["Bearer t"]
+
+
+def test_the_explicit_kubeconfig_comes_first(tmp_path: Path) -> None:
+    """--kubeconfig, then the pod's own cluster, then $KUBECONFIG, then the home directory; else an error with the cure."""
+    kubeconfig = tmp_path / ".kube" / "config"
+    kubeconfig.parent.mkdir()
+    kubeconfig.write_text("{}")
+    in_cluster = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBECONFIG": str(kubeconfig)}
+    assert find_configuration(kubeconfig, in_cluster).kubeconfig == str(kubeconfig)
+    assert find_configuration(None, in_cluster).kubeconfig == ""
+    assert find_configuration(None, {"KUBECONFIG": f"/none:{kubeconfig}"}).kubeconfig == f"/none:{kubeconfig}"
+    assert find_configuration(None, {"HOME": str(tmp_path)}).kubeconfig == str(kubeconfig)
+    with pytest.raises(StartupError, match="give --kubeconfig FILE"):
+        find_configuration(None, {"HOME": "/nowhere"})
+    with pytest.raises(StartupError, match="/nowhere is no file"):
+        find_configuration(Path("/nowhere"), in_cluster)
+
+
+def test_importing_the_client_does_not_import_the_library() -> None:
+    """kubernetes-asyncio and aiohttp stay out of the process until the door is opened."""
+    program = (
+        "import sys; import gpushare_agent.cluster.kube.client, gpushare_agent.cluster.pod_informer, "
+        "gpushare_agent.observability.http.server; print([m for m in ('kubernetes_asyncio', 'aiohttp') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def listing(names: list[str], token: str = "") -> Behaviour:
+    items = [{"metadata": {"name": name}} for name in names]
+    return answers(200, {"kind": "List", "items": items, "metadata": {"resourceVersion": "7", "continue": token}})
+
+
+async def test_nodes_are_listed_in_pages() -> None:
+    """A cluster's list may be long: each page is read and let go before the next is asked for."""
+    script = [listing(["a", "b"], "more"), listing(["c"])]
+    async with fake_api(others=script) as server, opened(server.url) as api:
+        names = await api.list_nodes(lambda raw: raw["metadata"]["name"] if raw["metadata"]["name"] != "b" else None)
+    assert names == ["a", "c"]
+    assert [(seen.path, seen.query) for seen in server.requests] == [
+        ("/api/v1/nodes", {"limit": "500"}),
+        ("/api/v1/nodes", {"limit": "500", "continue": "more"}),
+    ]
+
+
+async def test_pods_are_listed_by_selectors_in_all_namespaces_or_one() -> None:
+    """Selectors that are empty are not sent."""
+    async with fake_api(lists=[listing(["a"])], others=[listing(["b"])]) as server, opened(server.url) as api:
+        assert await api.list_all_pods(whole, fields="status.phase!=Failed") == [{"metadata": {"name": "a"}}]
+        assert await api.list_all_pods(whole, namespace="ns", labels="a=b") == [{"metadata": {"name": "b"}}]
+    assert [(seen.path, seen.query) for seen in server.requests] == [
+        ("/api/v1/pods", {"fieldSelector": "status.phase!=Failed", "limit": "500"}),
+        ("/api/v1/namespaces/ns/pods", {"labelSelector": "a=b", "limit": "500"}),
+    ]
+
+
+async def test_a_pods_http_server_is_read_through_the_api_server() -> None:
+    """The path names the pod's port; the query is passed on."""
+    async with fake_api(others=[answers(200, {"x": 1})]) as server, opened(server.url) as api:
+        assert await api.get_through_pod("ns", "agent-1", 5678, "/api/v1/node", {"b": "2", "a": "1"}) == {"x": 1}
+        with pytest.raises(Rejected, match="no object's name"):
+            await api.get_through_pod("ns", "..", 5678, "/api/v1/node", {})
+    (seen,) = server.requests
+    assert seen.path == "/api/v1/namespaces/ns/pods/http:agent-1:5678/proxy/api/v1/node"
+    assert list(seen.query.items()) == [("a", "1"), ("b", "2")]
+
+
+async def test_the_cure_for_a_missing_right_is_the_callers(tmp_path: Path) -> None:
+    """A person's commands do not run with the agent's service account."""
+    async with fake_api(others=[answers(403, raw_status(403))]) as server, opened(server.url) as api:
+        kubeconfig = write_kubeconfig(tmp_path, server.url, {"token": "secret"})
+        async with open_kube_api(kubeconfig=kubeconfig, cure="ask your administrator") as own:
+            with pytest.raises(Rejected, match=r"told to; ask your administrator$"):
+                await own.list_nodes(whole)
+        with pytest.raises(Rejected, match="service account"):
+            await api.list_nodes(whole)
+
+
+async def test_the_client_and_the_embedded_api_server_agree() -> None:
+    """Every call works against the embedded API server, with its conflicts and absences."""
+    async with EmbeddedApiServer() as server, opened(server.url, user={"token": server.token}) as api:
+        raw = server.create_pod(raw_pod("p"))
+        uid = PodUid(raw["metadata"]["uid"])
+        raw_pods, version = await api.list_pods(NODE, whole)
+        assert [pod["metadata"]["uid"] for pod in raw_pods] == [uid]
+        assert (await api.list_pods("other", whole))[0] == []
+        assert [pod["metadata"]["uid"] for pod in await api.list_all_pods(whole, namespace="default")] == [uid]
+        assert await api.list_all_pods(whole, fields="status.phase!=Pending") == []
+        assert await api.list_nodes(whole) == []
+        await api.patch_pod_annotations("default", "p", uid, {"a": "1"})
+        assert (await api.get_pod("default", "p", timeout_s=5))["metadata"]["annotations"] == {"a": "1"}
+        await _conflicts(lambda: api.patch_pod_annotations("default", "p", PodUid("other"), {"a": "2"}))
+        await _conflicts(lambda: api.delete_pod("default", "p", PodUid("other")))
+        await api.create_event({"metadata": {"name": "e", "namespace": "default"}, "reason": "R"})
+        assert [event["reason"] for event in server.events()] == ["R"]
+        await api.delete_pod("default", "p", uid, grace_s=0)
+        async with api.watch_pods(NODE, version) as events:
+            assert [(await anext(events))["type"] for _ in range(2)] == ["MODIFIED", "DELETED"]
+        with pytest.raises(NotFound):
+            await api.get_pod("default", "p", timeout_s=5)
+        with pytest.raises(NotFound):
+            await api.get_node("absent")
+        assert await api.can_i("list", "pods")
+
+
+async def _conflicts(call: Callable[[], Awaitable[None]]) -> None:
+    with pytest.raises(Conflict):
+        await call()

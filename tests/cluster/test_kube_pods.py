@@ -1,0 +1,306 @@
+"""A pod is read from the API server's JSON exactly, or refused as Corrupt; nothing else."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare_agent.cluster.kube.pods import parse_pod
+from gpushare_agent.cluster.kube.quantities import whole_number
+from gpushare_agent.model.errors import Corrupt
+from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase, version_number
+from tests.support_kube import raw_pod
+
+FULL: dict[str, Any] = raw_pod(
+    "web-7d9f-abcde",
+    version="17",
+    metadata={
+        "annotations": {"tencent.com/gpu-assigned": "false", "number": 3},
+        "labels": {"app": "web"},
+        "ownerReferences": [
+            {"kind": "Other", "name": "o"},
+            {"kind": "ReplicaSet", "name": "web-7d9f", "controller": True},
+        ],
+        "deletionTimestamp": "2026-01-01T00:00:00Z",
+    },
+    spec={
+        "initContainers": [
+            {"name": "load", "resources": {"limits": {VCORE_RESOURCE: "1k"}}},
+            {"name": "proxy", "restartPolicy": "Always"},
+        ],
+        "containers": [
+            {
+                "name": "main",
+                "resources": {
+                    "limits": {VCORE_RESOURCE: "30", VMEMORY_RESOURCE: 4, "cpu": "500m", "example.com/foo": "2"}
+                },
+                "env": [
+                    {"name": "compat32", "value": "false"},
+                    {"name": "SUBMITTER", "valueFrom": {"fieldRef": {}}},
+                    {"name": "OTHER", "value": "1"},
+                    {"name": "compat32", "value": "true"},
+                ],
+            }
+        ],
+    },
+    status={"phase": "Running", "reason": "r", "message": "m", "containerStatuses": [{"state": {"running": {}}}]},
+)
+
+
+def test_every_part_that_the_agent_needs_is_read() -> None:
+    """A pod with init container, sidecar, owner and statuses comes out with all of them."""
+    read = parse_pod(FULL)
+    assert [(c.name, c.kind, c.position) for c in read.containers] == [
+        ("load", ContainerKind.INIT, 0),
+        ("proxy", ContainerKind.SIDECAR, 1),
+        ("main", ContainerKind.MAIN, 0),
+    ]
+    assert read.containers[0].requests == {VCORE_RESOURCE: 1000}
+    assert read.containers[2].requests == {VCORE_RESOURCE: 30, VMEMORY_RESOURCE: 4, "example.com/foo": 2}
+    assert read.containers[2].env == {"compat32": "true"}
+    assert (read.phase, read.reason, read.message, read.controller_kind) == (PodPhase.RUNNING, "r", "m", "ReplicaSet")
+    assert read.annotations == {"tencent.com/gpu-assigned": "false"}
+    assert read.is_deleting and read.has_started and read.resource_version == "17" and read.node_name == "node-1"
+
+
+def test_only_the_named_resources_are_read() -> None:
+    """Garbage in another plugin's limit does not matter where only ours are asked for."""
+    raw = copy.deepcopy(FULL)
+    raw["spec"]["containers"][0]["resources"]["limits"]["example.com/foo"] = "garbage"
+    assert parse_pod(raw, resources=[VCORE_RESOURCE]).containers[2].requests == {VCORE_RESOURCE: 30}
+    with pytest.raises(Corrupt, match=r"default/web-7d9f-abcde, container main, limit example.com/foo: 'garbage'"):
+        parse_pod(raw)
+
+
+@pytest.mark.parametrize(
+    ("quantity", "number"),
+    [
+        ("30", 30),
+        ("1k", 1000),
+        ("1Ki", 1024),
+        ("2000m", 2),
+        ("3e2", 300),
+        ("1.5k", 1500),
+        ("+7", 7),
+        (100, 100),
+        (8.0, 8),
+        ("0", 0),
+    ],
+)
+def test_whole_quantities_are_numbers(quantity: Any, number: int) -> None:
+    """Every suffix of a quantity is understood as long as the number is whole."""
+    assert whole_number(quantity, "x") == number
+
+
+@pytest.mark.parametrize(
+    "quantity",
+    [
+        "",
+        "-1",
+        "1500m",
+        "30%",
+        " 30",
+        "1e999",
+        "9" * 50,
+        "1.2.3",
+        "0x10",
+        "∞",
+        "٣",
+        None,
+        True,
+        [],
+        {},
+        float("nan"),
+        -5,
+        2**70,
+    ],
+)
+def test_what_is_no_whole_quantity_is_corrupt(quantity: Any) -> None:
+    """Garbage, fractions, negative and huge numbers are refused with their text."""
+    with pytest.raises(Corrupt, match=r"^pod a/b, container c:"):
+        whole_number(quantity, "pod a/b, container c")
+
+
+@pytest.mark.parametrize(
+    ("status", "has_started"),
+    [
+        ({}, False),
+        ({"containerStatuses": [{"state": {"waiting": {"reason": "PodInitializing"}}, "restartCount": 0}]}, False),
+        ({"containerStatuses": [{"state": {"waiting": {}}, "restartCount": 2}]}, True),
+        ({"initContainerStatuses": [{"state": {"terminated": {"exitCode": 0}}}]}, True),
+        ({"containerStatuses": [{"state": {"waiting": {}}, "lastState": {"terminated": {"exitCode": 1}}}]}, True),
+    ],
+)
+def test_a_pod_has_started_once_a_container_ran(status: dict[str, Any], has_started: bool) -> None:
+    """Running, restarted or ended containers tell of an admission long past; waiting ones do not."""
+    assert parse_pod(raw_pod(status=status)).has_started is has_started
+
+
+def test_only_what_the_agent_reads_is_kept_and_bounded() -> None:
+    """Of a fat pod stay our annotations, cut visibly, and two variables; no labels, and nobody else's words."""
+    ours = {f"tencent.com/a{number:03}": "1," * 100_000 for number in range(100)}
+    theirs = {f"example.com/{number}": "x" * 5000 for number in range(100)}
+    raw = raw_pod(metadata={"annotations": ours | theirs | {"clusterName": "c"}, "labels": {"app": "x"}})
+    raw["spec"]["containers"][0]["env"] = [
+        *({"name": f"E{number}", "value": "x" * 100} for number in range(5000)),
+        {"name": "SUBMITTER", "value": "s" * 5000},
+    ]
+    read = parse_pod(raw)
+    assert len(read.annotations) == 64 and read.annotations["clusterName"] == "c"
+    assert {name.partition("/")[0] for name in read.annotations} == {"clusterName", "tencent.com"}
+    assert len(read.annotations["tencent.com/a000"]) == 1024 and read.annotations["tencent.com/a000"].endswith("…")
+    assert dict(read.containers[0].env) == {"SUBMITTER": "s" * 1023 + "…"}
+    assert read.labels == {}
+
+
+MANY = [{"x": 1}] * 5000
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"metadata": {"ownerReferences": MANY}},
+        {"metadata": {"ownerReferences": "mine", "annotations": 7, "labels": []}},
+        {"metadata": {"ownerReferences": [3, {"controller": True, "kind": []}], "resourceVersion": 5}},
+        {"status": {"containerStatuses": MANY, "initContainerStatuses": [None, 3]}},
+        {"status": {"containerStatuses": "running", "phase": ["Failed"], "reason": 3, "message": {}}},
+        {"status": {"phase": "Rebooting"}},
+    ],
+)
+def test_a_pod_is_known_whatever_stands_where_nobody_reads(parts: dict[str, Any]) -> None:
+    """Long lists and garbage outside of identity and resources leave a pod with its resources."""
+    assert parse_pod(raw_pod(**parts)).wants(VCORE_RESOURCE)
+
+
+@pytest.mark.parametrize("env", [MANY, "garbage", [None, 3, {"name": [], "value": {}}]])
+def test_a_pod_is_known_whatever_its_environment(env: Any) -> None:
+    """More than a thousand variables, or none that is one, do not hide the pod."""
+    raw = raw_pod(cores=None)
+    raw["spec"]["containers"][0]["env"] = env
+    read = parse_pod(raw)
+    assert not read.wants(VCORE_RESOURCE) and [c.name for c in read.containers] == ["main"]
+
+
+def test_of_very_many_containers_those_that_ask_are_kept() -> None:
+    """Thousands of containers are cut, but none that asks for our resources, and positions stay true."""
+    raw = raw_pod(cores=None)
+    asking = {"name": "asks", "resources": {"limits": {VCORE_RESOURCE: "10"}}}
+    raw["spec"]["containers"] = [*({"name": f"c{number}"} for number in range(3000)), asking]
+    read = parse_pod(raw)
+    assert len(read.containers) == 1001
+    assert (read.containers[-1].name, read.containers[-1].position) == ("asks", 3000)
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        None,
+        {"name": "main", "resources": "many"},
+        {"name": "main", "resources": {"limits": [1]}},
+        {"resources": {"limits": {VCORE_RESOURCE: "1"}}},
+    ],
+)
+def test_a_pod_whose_resources_are_unreadable_is_corrupt(container: Any) -> None:
+    """What a pod asks for is never guessed."""
+    with pytest.raises(Corrupt, match="pod default/p"):
+        parse_pod(raw_pod(spec={"containers": [container]}))
+
+
+@pytest.mark.parametrize(
+    ("statuses", "running"),
+    [
+        ([{"name": "main", "state": {"running": {"startedAt": "x"}}}], {"main"}),
+        ([{"name": "main", "state": {"running": {}}}, {"name": "gone", "state": {"running": {}}}], {"main"}),
+        ([{"name": "main", "state": {"waiting": {}}, "lastState": {"running": {}}}], set()),
+        ([{"name": "main", "state": {"running": None, "terminated": {}}}], set()),
+        ([{"name": ["main"], "state": {"running": {}}}, None, {"name": "main", "state": "running"}], set()),
+        ([{"name": "main", "state": {"running": 1}}], set()),
+        ({"main": {"running": {}}}, set()),
+    ],
+)
+def test_the_containers_that_run_are_told(statuses: Any, running: set[str]) -> None:
+    """A container of the pod runs when its present state says so; garbage says nothing."""
+    assert parse_pod(raw_pod(status={"containerStatuses": statuses})).running == running
+
+
+def test_init_containers_run_too() -> None:
+    """A sidecar's status stands among those of init containers."""
+    spec = {"initContainers": [{"name": "proxy", "restartPolicy": "Always"}]}
+    statuses = {"initContainerStatuses": [{"name": "proxy", "state": {"running": {}}}]}
+    assert parse_pod(raw_pod(spec=spec, status=statuses)).running == {"proxy"}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("", 0), ("17", 17), ("0", 0), ("9" * 5000, 0), ("²", 0), ("٣", 0), ("-5", 0), ("1.5", 0), (" 7", 0), ("abc", 0)],
+)
+def test_a_garbage_version_counts_as_none(text: str, number: int) -> None:
+    """Only plain digits of at most 64 bits are a version to compare by; nothing raises."""
+    assert version_number(text) == number
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    if isinstance(value, dict):
+        return [path, *(p for key, item in value.items() for p in _paths(item, (*path, key)))]
+    if isinstance(value, list):
+        return [path, *(p for index, item in enumerate(value) for p in _paths(item, (*path, index)))]
+    return [path]
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(path=st.sampled_from(_paths(FULL)), junk=JUNK)
+def test_junk_anywhere_is_read_or_corrupt(path: tuple[Any, ...], junk: Any) -> None:
+    """Whatever stands in whatever place, the outcome is a Pod or Corrupt."""
+    raw: Any = copy.deepcopy(FULL)
+    if not path:
+        raw = junk
+    else:
+        parent = raw
+        for step in path[:-1]:
+            parent = parent[step]
+        parent[path[-1]] = junk
+    try:
+        assert isinstance(parse_pod(raw), Pod)
+    except Corrupt as e:
+        assert len(str(e)) < 2000
+
+
+def test_the_ids_of_running_containers_are_kept_without_the_runtimes_name() -> None:
+    """Only of containers that want something, and only what is 64 hexadecimal digits: it is looked for below the cgroups."""
+    limits = {"limits": {"tencent.com/vcuda-core": "10"}}
+    names = ("main", "other", "ended", "odd", "long")
+    raw = {
+        "metadata": {"namespace": "n", "name": "p", "uid": "u"},
+        "spec": {"containers": [{"name": name, "resources": {} if name == "other" else limits} for name in names]},
+        "status": {
+            "containerStatuses": [
+                {"name": "main", "containerID": "containerd://" + "ab" * 32, "state": {"running": {}}},
+                {"name": "other", "containerID": "containerd://" + "cd" * 32, "state": {"running": {}}},
+                {"name": "ended", "containerID": "containerd://" + "ef" * 32, "state": {"terminated": {}}},
+                {"name": "odd", "containerID": "containerd://../../" + "ab" * 32, "state": {"running": {}}},
+                {"name": "long", "containerID": 7, "state": {"running": {}}},
+                {"name": "stranger", "containerID": "cri-o://" + "ab" * 32, "state": {"running": {}}},
+            ]
+        },
+    }
+    assert parse_pod(raw).container_ids == {"main": "ab" * 32}
+
+
+def test_names_of_a_tenants_own_do_not_push_out_what_the_extender_wrote() -> None:
+    """Sixty-four of them sort before it; the policy guards only the extender's names."""
+    own = {f"tencent.com/a{number:03}": "x" for number in range(100)}
+    told = {"tencent.com/predicate-node": "n", "tencent.com/predicate-gpu-idx-0": "1"}
+    read = parse_pod(raw_pod(metadata={"annotations": own | told}))
+    assert told.items() <= read.annotations.items()
+    assert len(read.annotations) == 64

@@ -1,0 +1,341 @@
+"""The node's annotation about who holds what: what is in it, and when it is written, through a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.cluster.node_allocations import NodeHeldWriter
+from gpushare_agent.cluster.node_allocations_wanted import HeldBy, held_annotation, held_by_pods
+from gpushare_agent.cluster.node_annotations import HELD_ANNOTATION
+from gpushare_agent.cluster.node_writing import ROLE
+from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
+from gpushare_agent.model.resources import ResourceNames
+from tests.support_kube import (
+    DEADLINE_S,
+    FAST,
+    NODE,
+    Connection,
+    FakeApiServer,
+    Seen,
+    answers,
+    fake_api,
+    opened,
+    raw_status,
+)
+
+NAMES = ResourceNames()
+UID = PodUid("u1")
+
+
+def card(index: int) -> Card:
+    return Card(index=index, minor=index, uuid=GpuUuid(f"GPU-{index}"), bus_id="", name="", memory_mib=16384)
+
+
+CARDS = [card(index) for index in range(4)]
+
+
+def ids(*cards: int, first: int = 0, count: int = 100) -> frozenset[DeviceId]:
+    return frozenset(DeviceId(f"GPU-{one}::{number}") for one in cards for number in range(first, first + count))
+
+
+def holding(
+    name: str = "main", cards: tuple[int, ...] = (0,), *, uid: PodUid = UID, at: float = 0.0, **more: Any
+) -> Allocation:
+    return Allocation(
+        key=ContainerKey(uid, name),
+        namespace="default",
+        pod_name=f"pod-{uid}",
+        kind=more.pop("kind", ContainerKind.MAIN),
+        cards=tuple(GpuUuid(f"GPU-{one}") for one in cards),
+        allocated_at=at,
+        **more,
+    )
+
+
+def pod(*containers: ContainerSpec, started: bool = False) -> Pod:
+    return Pod(
+        uid=UID, namespace="default", name="p", phase=PodPhase.PENDING, containers=containers, has_started=started
+    )
+
+
+def spec(
+    name: str = "main", cores: int = 0, blocks: int = 0, kind: ContainerKind = ContainerKind.MAIN
+) -> ContainerSpec:
+    return ContainerSpec(name=name, kind=kind, position=0, requests={NAMES.vcore: cores, NAMES.vmemory: blocks})
+
+
+def held(*allocations: Allocation, known: Pod | None = None) -> dict[str, dict[int, tuple[int, ...]]]:
+    found = held_by_pods(allocations, CARDS, lambda uid: known, NAMES)
+    return {one.pod_uid: dict(one.cards) for one in found}
+
+
+# --- what is in it ---
+
+
+def test_a_share_is_its_cores_and_its_blocks_on_its_card() -> None:
+    """The memory is charged to the card of the cores, whatever card its IDs name."""
+    share = holding(cards=(1,), vcore_ids=ids(1, count=30), vmemory_ids=ids(3, count=4))
+    assert held(share) == {UID: {1: (30, 4)}}
+
+
+def test_whole_cards_are_said_to_be_whole_and_their_memory_is_not_counted() -> None:
+    """All of it is theirs."""
+    whole = holding(cards=(0, 2), vcore_ids=ids(0, 2), vmemory_ids=ids(0, count=8), is_whole=True)
+    assert held(whole) == {UID: {0: (100, 0, 0, 1), 2: (100, 0, 0, 1)}}
+
+
+def test_ids_that_containers_of_one_pod_share_count_once() -> None:
+    """The kubelet hands an init container's IDs to those after it."""
+    first = holding("init", vcore_ids=ids(0, count=50), vmemory_ids=ids(0, count=5), kind=ContainerKind.INIT)
+    then = holding("main", vcore_ids=ids(0, first=20, count=40), vmemory_ids=ids(0, first=3, count=4))
+    assert held(first, then) == {UID: {0: (60, 7)}}
+
+
+def test_units_of_gpu_memory_stand_in_the_third_place() -> None:
+    """Zeros before them stay, zeros behind are left out."""
+    assert held(holding(gpu_mem_ids=ids(0, count=6))) == {UID: {0: (0, 0, 6)}}
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        pytest.param((), id="the second container"),
+        pytest.param((holding("second", (0,), vcore_ids=ids(0, first=30, count=10)),), id="its memory"),
+    ],
+)
+def test_a_pod_whose_admission_is_under_way_is_not_named(missing: tuple[Allocation, ...]) -> None:
+    """The extender would take half a pod for all of it, and give the other half away."""
+    first = holding("first", vcore_ids=ids(0, count=30), vmemory_ids=ids(0, count=4))
+    known = pod(spec("first", 30, 4), spec("plain"), spec("second", 10, 2))
+    assert held(first, *missing, known=known) == {}
+    second = holding("second", vcore_ids=ids(0, first=30, count=10), vmemory_ids=ids(0, first=4, count=2))
+    assert held(first, second, known=known) == {UID: {0: (40, 6)}}
+
+
+def test_a_pod_that_has_started_is_named_with_what_it_has() -> None:
+    """Its init container's IDs may be gone from the kubelet's list; nothing more is to come."""
+    main = holding("main", vcore_ids=ids(0, count=30), vmemory_ids=ids(0, count=4))
+    known = pod(spec("init", 50, 4, ContainerKind.INIT), spec("main", 30, 4), started=True)
+    assert held(main, known=known) == {UID: {0: (30, 4)}}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["a", "b"]),
+            st.integers(0, 3),
+            st.integers(0, 3),
+            st.integers(1, 40),
+            st.integers(0, 60),
+            st.integers(0, 8),
+        ),
+        max_size=8,
+    )
+)
+def test_the_sums_are_those_of_the_allocation_cache(rows: list[tuple[str, int, int, int, int, int]]) -> None:
+    """What the agent believes to be free, the extender believes too."""
+    cache = AllocationCache()
+    for uid, number, index, cores, first, blocks in rows:
+        cache.put(
+            holding(
+                f"c{number}",
+                (index,),
+                uid=PodUid(f"{uid}{index}"),
+                vcore_ids=ids(index, first=first, count=cores),
+                vmemory_ids=frozenset(DeviceId(f"GPU-0::{uid}{index}{n}") for n in range(blocks)),
+            )
+        )
+    found = held_by_pods(cache, CARDS, lambda uid: None, NAMES)
+    for one in CARDS:
+        counts = [(*pod_cards.cards.get(one.index, ()), 0, 0)[:2] for pod_cards in found]
+        by_pod = {f"{uid}{one.index}" for uid in "ab"}
+        cores = [len({d for a in cache if a.key.pod_uid == uid for d in a.vcore_ids}) for uid in sorted(by_pod)]
+        assert sum(count[0] for count in counts) == sum(cores)
+        assert sum(count[1] for count in counts) == cache.used_blocks().get(one.uuid, 0)
+
+
+def test_the_text_is_compact_sorted_and_has_a_schema() -> None:
+    """The same holdings give the same text, or it would be written again and again."""
+    text = held_annotation(
+        [
+            HeldBy(pod_uid=PodUid("b"), cards={10: (5,), 2: (30, 4)}, since=2.0),
+            HeldBy(pod_uid=PodUid("a"), cards={0: (100, 0, 0, 1)}, since=1.0),
+        ]
+    )
+    assert text == '{"schema":1,"held":{"a":{"0":[100,0,0,1]},"b":{"2":[30,4],"10":[5]}}}'
+
+
+@given(st.integers(100, 3000), st.integers(1, 40), st.integers(0, 60))
+def test_a_text_without_room_for_all_keeps_the_newest_and_says_so(chars: int, most: int, pods: int) -> None:
+    """The newest are those whose place the extender does not know yet."""
+    every = [HeldBy(pod_uid=PodUid(f"uid-{n:03}"), cards={n % 8: (n, 1)}, since=float(n)) for n in range(pods)]
+    text = held_annotation(every, max_chars=chars, max_pods=most)
+    document = json.loads(text)
+    kept = sorted(document["held"])
+    assert len(text) <= chars and len(kept) <= most
+    assert kept == [f"uid-{n:03}" for n in range(pods - len(kept), pods)]
+    assert document.get("truncated", False) is (len(kept) < pods)
+
+
+# --- when it is written ---
+
+
+class NodeObject:
+    """A node of the API server: answers GET, applies merge patches."""
+
+    def __init__(self, text: str | None = None) -> None:
+        self.annotations: dict[str, str] = {} if text is None else {HELD_ANNOTATION: text}
+        self.patched = asyncio.Event()
+
+    async def __call__(self, server: FakeApiServer, request: Seen, connection: Connection) -> None:
+        if request.method == "PATCH":
+            self.annotations |= request.body["metadata"]["annotations"]
+        body = {"kind": "Node", "metadata": {"name": NODE, "annotations": self.annotations}}
+        await answers(200, body)(server, request, connection)
+        if request.method == "PATCH":
+            self.patched.set()
+
+    async def wait_patch(self) -> str:
+        async with asyncio.timeout(DEADLINE_S):
+            await self.patched.wait()
+        self.patched.clear()
+        return self.annotations[HELD_ANNOTATION]
+
+
+class Books:
+    def __init__(self, text: str | None = "first") -> None:
+        self.text = text
+        self.looks = 0
+        self._looked = asyncio.Event()
+
+    def __call__(self) -> str | None:
+        self.looks += 1
+        self._looked.set()
+        return self.text
+
+    async def wait_looks(self, count: int) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while self.looks < count:
+                self._looked.clear()
+                await self._looked.wait()
+
+
+@asynccontextmanager
+async def running(
+    server: FakeApiServer, books: Books, *, gap_s: float = 0.0, period_s: float = 60.0
+) -> AsyncIterator[NodeHeldWriter]:
+    writer = NodeHeldWriter(node_name=NODE, wanted=books, gap_s=gap_s, period_s=period_s, backoff=FAST)
+    async with opened(server.url) as api, asyncio.TaskGroup() as group:
+        writer.attach(api)
+        task = group.create_task(writer.run(), name="node held")
+        try:
+            yield writer
+        finally:
+            task.cancel()
+
+
+def methods(server: FakeApiServer) -> list[str]:
+    return [request.method for request in server.requests]
+
+
+async def wait_requests(server: FakeApiServer, count: int) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        await server.wait_for(lambda seen: len(seen) >= count)
+
+
+async def test_each_change_is_one_patch_and_the_node_is_read_once() -> None:
+    """A node with many pods changes often; what was written last is known."""
+    node, books = NodeObject(), Books()
+    async with fake_api(others=[node]) as server, running(server, books) as writer:
+        assert await node.wait_patch() == "first"
+        books.text = "second"
+        writer.changed()
+        assert await node.wait_patch() == "second"
+        assert methods(server) == ["GET", "PATCH", "PATCH"]
+        assert server.requests[-1].body == {"metadata": {"annotations": {HELD_ANNOTATION: "second"}}}
+
+
+async def test_changes_during_the_gap_are_one_patch() -> None:
+    """However many pods come in one second."""
+    node, books = NodeObject(), Books()
+    async with fake_api(others=[node]) as server, running(server, books, gap_s=0.2) as writer:
+        await node.wait_patch()
+        for number in range(50):
+            books.text = f"change {number}"
+            writer.changed()
+            await asyncio.sleep(0)
+        assert await node.wait_patch() == "change 49"
+        assert methods(server) == ["GET", "PATCH", "PATCH"]
+
+
+async def test_what_the_node_says_already_is_not_written_again() -> None:
+    """After the agent's own restart nothing has changed."""
+    node, books = NodeObject("first"), Books()
+    async with fake_api(others=[node]) as server, running(server, books) as writer:
+        await wait_requests(server, 1)
+        looks = books.looks
+        writer.changed()
+        await books.wait_looks(looks + 2)
+        assert methods(server) == ["GET"]
+
+
+async def test_nothing_is_written_until_the_books_can_be_trusted() -> None:
+    """An empty text would give away what running pods hold."""
+    node, books = NodeObject("what the agent before it wrote"), Books(None)
+    async with fake_api(others=[node]) as server, running(server, books) as writer:
+        await books.wait_looks(3)
+        assert methods(server) == []
+        books.text = "known now"
+        writer.changed()
+        assert await node.wait_patch() == "known now"
+
+
+async def test_what_somebody_undid_comes_back_after_the_period() -> None:
+    """Level, not edge."""
+    node, books = NodeObject(), Books()
+    async with fake_api(others=[node]) as server, running(server, books, period_s=0.1):
+        await node.wait_patch()
+        node.annotations[HELD_ANNOTATION] = "forged"
+        assert await node.wait_patch() == "first"
+        assert "forged" not in node.annotations.values()
+
+
+async def test_after_a_failed_patch_the_node_is_read_again() -> None:
+    """The server may have taken it all the same."""
+    node, books = NodeObject(), Books()
+    fails = answers(500, raw_status(500, "etcd is away"))
+
+    async def answer(server: FakeApiServer, request: Seen, connection: Connection) -> None:
+        is_first_patch = request.method == "PATCH" and methods(server).count("PATCH") == 1
+        await (fails if is_first_patch else node)(server, request, connection)
+
+    async with fake_api(others=[answer]) as server, running(server, books):
+        assert await node.wait_patch() == "first"
+        assert methods(server) == ["GET", "PATCH", "GET", "PATCH"]
+
+
+async def test_a_missing_right_is_told_once_with_what_is_lost_and_the_cure() -> None:
+    """And asked for again each period, not each second."""
+    books = Books()
+    with capture_logs() as logs:
+        async with (
+            fake_api(others=[answers(403, raw_status(403, "nodes is forbidden"))]) as server,
+            running(server, books, period_s=0.05),
+            asyncio.timeout(DEADLINE_S),
+        ):
+            await wait_requests(server, 3)
+    (told,) = [entry for entry in logs if entry["event"] == "node_held_not_written"]
+    assert ROLE in told["cure"] and "extender" in told["lost"]

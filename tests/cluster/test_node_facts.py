@@ -1,0 +1,229 @@
+"""The node's labels and annotation are written through a real socket: on change, with patience, and no more than needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpushare_agent.cluster.node_facts import NodeFactsWriter
+from gpushare_agent.cluster.node_facts_wanted import NodeFacts
+from gpushare_agent.cluster.node_writing import ROLE
+from gpushare_agent.kit.backoff import Backoff
+from tests.support_kube import (
+    DEADLINE_S,
+    FAST,
+    NODE,
+    Behaviour,
+    Connection,
+    FakeApiServer,
+    NotedBackoff,
+    Seen,
+    answers,
+    fake_api,
+    opened,
+    raw_status,
+    stalls_before_headers,
+)
+
+LABELS = {"gpushare-agent/gpu.count": "2"}
+FORBIDDEN = answers(403, raw_status(403, "nodes is forbidden"))
+
+
+class NodeObject:
+    """A node of the API server: answers GET, applies merge patches."""
+
+    def __init__(self) -> None:
+        self.labels: dict[str, str] = {"zone": "z"}
+        self.annotations: dict[str, str] = {}
+
+    async def __call__(self, server: FakeApiServer, request: Seen, connection: Connection) -> None:
+        if request.method == "PATCH":
+            for part, kept in (("labels", self.labels), ("annotations", self.annotations)):
+                for name, value in request.body["metadata"].get(part, {}).items():
+                    if value is None:
+                        kept.pop(name, None)
+                    else:
+                        kept[name] = value
+        body = {"kind": "Node", "metadata": {"name": NODE, "labels": self.labels, "annotations": self.annotations}}
+        await answers(200, body)(server, request, connection)
+
+
+class Wish:
+    """What the node should have, and the writer's way to ask."""
+
+    def __init__(self, labels: Mapping[str, str] = LABELS, owned: frozenset[str] = frozenset(LABELS)) -> None:
+        self.labels, self.owned = dict(labels), owned
+
+    def __call__(self) -> NodeFacts:
+        return NodeFacts(labels=self.labels, annotations={"gpushare-agent/cards": "{}"}, owned=self.owned)
+
+
+@asynccontextmanager
+async def running(
+    server: FakeApiServer,
+    wish: Callable[[], NodeFacts | None],
+    *,
+    period_s: float = 60.0,
+    backoff: Backoff = FAST,
+    **more: Any,
+) -> AsyncIterator[NodeFactsWriter]:
+    """The writer on the server, ended afterwards."""
+    writer = NodeFactsWriter(node_name=NODE, wanted=wish, period_s=period_s, gap_s=0.0, backoff=backoff, **more)
+    async with opened(server.url) as api, asyncio.TaskGroup() as group:
+        writer.attach(api)
+        task = group.create_task(writer.run(), name="node facts")
+        try:
+            yield writer
+        finally:
+            task.cancel()
+
+
+def patches(server: FakeApiServer) -> list[Any]:
+    return [request.body["metadata"] for request in server.requests if request.method == "PATCH"]
+
+
+def methods(server: FakeApiServer) -> str:
+    return " ".join(request.method for request in server.requests)
+
+
+async def test_the_node_gets_labels_and_annotation_by_a_merge_patch_and_is_then_left_alone() -> None:
+    """One patch that names only what differs; the looks that follow only read."""
+    node = NodeObject()
+    async with fake_api(others=[node]) as server, running(server, Wish(), period_s=0.005):
+        await server.wait_for(lambda requests: len(requests) >= 5)
+    assert patches(server) == [
+        {"labels": LABELS, "annotations": {"gpushare-agent/cards": "{}", "gpushare-agent/labels": next(iter(LABELS))}}
+    ]
+    assert node.labels == {"zone": "z", **LABELS}
+    (sent,) = [request for request in server.requests if request.method == "PATCH"]
+    assert sent.path == f"/api/v1/nodes/{NODE}"
+    assert sent.headers["content-type"] == "application/merge-patch+json"
+    assert methods(server).startswith("GET PATCH GET GET")
+
+
+async def test_nothing_is_written_before_the_cards_were_read() -> None:
+    """Labels of an earlier agent stay on the node, which is not even read; the first look at the cards is written."""
+    node, wish = NodeObject(), Wish()
+    node.labels["gpushare-agent/gpu.product"] = "P40"
+    is_read: list[bool] = []
+    asked = asyncio.Event()
+
+    def wanted() -> NodeFacts | None:
+        asked.set()
+        return wish() if is_read else None
+
+    async with fake_api(others=[node]) as server, running(server, wanted) as writer:
+        async with asyncio.timeout(DEADLINE_S):
+            await asked.wait()
+        assert server.requests == []
+        is_read.append(True)
+        writer.changed()
+        await server.wait_for(lambda requests: patches(server))
+    assert node.labels["gpushare-agent/gpu.product"] == "P40"
+
+
+async def test_a_change_is_written_at_once_and_what_no_longer_applies_is_removed() -> None:
+    """The period is a minute here; `changed` does not wait for it."""
+    node, wish = NodeObject(), Wish()
+    async with fake_api(others=[node]) as server, running(server, wish) as writer:
+        await server.wait_for(lambda requests: any(r.method == "PATCH" for r in requests))
+        wish.labels = {}
+        writer.changed()
+        await server.wait_for(lambda requests: sum(r.method == "PATCH" for r in requests) == 2)
+    assert patches(server)[1] == {"labels": dict.fromkeys(LABELS), "annotations": {"gpushare-agent/labels": ""}}
+    assert node.labels == {"zone": "z"}
+
+
+async def test_a_change_by_hand_is_put_right_within_a_period() -> None:
+    """Nobody tells the agent of it."""
+    node = NodeObject()
+    async with fake_api(others=[node]) as server, running(server, Wish(), period_s=0.005):
+        await server.wait_for(lambda requests: any(r.method == "PATCH" for r in requests))
+        node.labels.clear()
+        await server.wait_for(lambda requests: sum(r.method == "PATCH" for r in requests) == 2)
+    assert node.labels == LABELS
+
+
+async def test_a_missing_right_is_one_warning_that_names_the_role() -> None:
+    """Refused again and again, and told once, until an hour is over."""
+    now = [0.0]
+    script: list[Behaviour] = [FORBIDDEN]
+    with capture_logs() as logs:
+        async with (
+            fake_api(others=script) as server,
+            running(server, Wish(), period_s=0.002, clock=lambda: now[0]),
+        ):
+            await server.wait_for(lambda requests: len(requests) >= 5)
+            now[0] = 3601.0
+            seen = len(server.requests)
+            await server.wait_for(lambda requests: len(requests) >= seen + 4)
+    told = [entry for entry in logs if entry["event"] == "node_facts_not_written"]
+    assert len(told) == 2
+    assert all(ROLE in entry["cure"] and "facts.is_written" in entry["cure"] for entry in told)
+    assert "403" in told[0]["error"] and NODE in told[0]["error"]
+
+
+async def test_a_server_that_is_away_is_tried_again_with_growing_patience() -> None:
+    """Also one that answers rubbish, and the facts arrive in the end."""
+    asked: list[int] = []
+    node = NodeObject()
+    script = [answers(503, raw_status(503)), answers(200, b"\x00 no json"), answers(429, raw_status(429)), node]
+    with capture_logs() as logs:
+        async with (
+            fake_api(others=script) as server,
+            running(server, Wish(), backoff=NotedBackoff(asked), period_s=0.005),
+        ):
+            await server.wait_for(lambda requests: len(requests) >= 6)
+    assert asked == [1, 2, 3]
+    assert [entry["event"] for entry in logs] == ["node_facts_not_written"] * 3 + ["node_facts_written"]
+
+
+async def test_a_server_that_does_not_answer_holds_nothing_up_when_the_agent_ends() -> None:
+    """The writer is cancelled in the middle of its call."""
+    async with asyncio.timeout(DEADLINE_S):
+        async with fake_api(others=[stalls_before_headers]) as server, running(server, Wish()):
+            await server.wait_for(lambda requests: len(requests) == 1)
+
+
+async def test_a_label_that_another_program_holds_is_named_once_and_left() -> None:
+    """Two writers of one label would take turns for ever."""
+    node = NodeObject()
+    node.labels["nvidia.com/gpu.count"] = "1"
+    wish = Wish({"nvidia.com/gpu.count": "2"}, frozenset())
+    with capture_logs() as logs:
+        async with fake_api(others=[node]) as server, running(server, wish, period_s=0.002):
+            await server.wait_for(lambda requests: len(requests) >= 5)
+    assert node.labels["nvidia.com/gpu.count"] == "1"
+    (held,) = [entry for entry in logs if entry["event"] == "node_labels_held_by_others"]
+    assert held["labels"] == ["nvidia.com/gpu.count"]
+
+
+async def test_labels_that_kubernetes_would_refuse_are_named_once_and_the_others_written() -> None:
+    """One bad entry of node_labels does not keep the cards' facts away."""
+    node = NodeObject()
+
+    def wanted() -> NodeFacts:
+        return NodeFacts(labels=LABELS, annotations={}, owned=frozenset(LABELS), unusable=("bad name",))
+
+    with capture_logs() as logs:
+        async with fake_api(others=[node]) as server, running(server, wanted, period_s=0.002):
+            await server.wait_for(lambda requests: len(requests) >= 6)
+    assert LABELS.items() <= node.labels.items()
+    (told,) = [entry for entry in logs if entry["event"] == "node_labels_unusable"]
+    assert (told["labels"], told["log_level"]) == (["bad name"], "error")
+
+
+@pytest.mark.parametrize("name", ["", "..", "a" * 300])
+async def test_a_name_that_is_no_nodes_is_never_sent(name: str) -> None:
+    """It would name another path of the API server."""
+    from gpushare_agent.model.errors import Rejected
+
+    async with fake_api() as server, opened(server.url) as api:
+        with pytest.raises(Rejected):
+            await api.patch_node_metadata(name, labels={"a": "b"}, annotations={})
+        assert server.requests == []

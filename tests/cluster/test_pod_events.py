@@ -1,0 +1,167 @@
+"""A refused pod's owner reads why in an Event: bounded, once per reason, never in the way."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpushare_agent.cluster.pod_events import BURST, QUEUE_LIMIT, REPEAT_AFTER_S, TRIES, PodEvents
+from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from tests.support_kube import (
+    DEADLINE_S,
+    FAST,
+    NODE,
+    Behaviour,
+    answers,
+    answers_html_502,
+    fake_api,
+    opened,
+    pod,
+    raw_status,
+    running,
+)
+
+NO_CORES = Refused(reason=RefusalReason.NOT_ENOUGH_CORES, detail="30 asked, 10 free; delete a pod")
+
+
+class Counted:
+    """Records outcomes; `wait` waits until there are as many."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[str] = []
+        self._changed = asyncio.Event()
+
+    def pod_event(self, outcome: str) -> None:
+        self.outcomes.append(outcome)
+        self._changed.set()
+
+    async def wait(self, count: int) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while len(self.outcomes) < count:
+                self._changed.clear()
+                await self._changed.wait()
+
+
+def _events(counted: Counted, **others: Any) -> PodEvents:
+    return PodEvents(node_name=NODE, metrics=counted, backoff=FAST, interval_s=0.001, **others)
+
+
+async def test_a_refusal_becomes_a_warning_on_the_pod() -> None:
+    """Reason, advice and the pod's identity are in the Event."""
+    counted = Counted()
+    events = _events(counted)
+    events.refused(pod("a"), NO_CORES)
+    async with fake_api(others=[answers(201, {})]) as server, opened(server.url) as api, running(events.run):
+        events.attach(api)
+        await counted.wait(1)
+    (request,) = server.requests
+    assert (request.method, request.path) == ("POST", "/api/v1/namespaces/default/events")
+    body = request.body
+    assert (body["reason"], body["message"], body["type"]) == ("NotEnoughCores", NO_CORES.detail, "Warning")
+    assert body["involvedObject"]["uid"] == "uid-a"
+    assert body["source"] == {"component": "gpushare-agent", "host": NODE}
+    assert body["metadata"]["name"].startswith("a.")
+
+
+async def test_a_reason_is_told_once_per_pod_for_a_while() -> None:
+    """Repeats are held back for ten minutes; another reason and another pod are not."""
+    now = [0.0]
+    counted = Counted()
+    async with fake_api(others=[answers(201, {})]) as server, opened(server.url) as api:
+        events = _events(counted, api=api, clock=lambda: now[0])
+        for _ in range(3):
+            events.refused(pod("a"), NO_CORES)
+        events.refused(pod("b"), NO_CORES)
+        events.refused(pod("a"), Refused(reason=RefusalReason.FRAGMENTED, detail="x"))
+        now[0] = REPEAT_AFTER_S
+        events.refused(pod("a"), NO_CORES)
+        async with running(events.run):
+            await counted.wait(4)
+    told = [(request.body["involvedObject"]["name"], request.body["reason"]) for request in server.requests]
+    assert told == [("a", "NotEnoughCores"), ("b", "NotEnoughCores"), ("a", "Fragmented"), ("a", "NotEnoughCores")]
+
+
+async def test_a_warning_with_another_text_is_told_although_the_reason_is_the_same() -> None:
+    """A second, different bad annotation is an Event and a line in the log; the same one again is neither."""
+    counted = Counted()
+    async with fake_api(others=[answers(201, {})]) as server, opened(server.url) as api:
+        events = _events(counted, api=api)
+        with capture_logs() as logs:
+            for text in ("it is 'abc'", "it is 'abc'", "it is '101'", "it is 'abc'"):
+                events.warned(pod("a"), "CoreLimitIgnored", text)
+        async with running(events.run):
+            await counted.wait(2)
+    assert [request.body["message"] for request in server.requests] == ["it is 'abc'", "it is '101'"]
+    logged = [(line["pod"], line["detail"]) for line in logs if line["event"] == "pod_warned"]
+    assert logged == [("default/a", "it is 'abc'"), ("default/a", "it is '101'")]
+
+
+async def test_a_long_message_is_cut() -> None:
+    """The API server refuses messages beyond 1024 characters."""
+    counted = Counted()
+    async with fake_api(others=[answers(201, {})]) as server, opened(server.url) as api:
+        events = _events(counted, api=api)
+        async with running(events.run):
+            events.refused(pod("a" * 253), Refused(reason=RefusalReason.FRAGMENTED, detail="x" * 5000))
+            await counted.wait(1)
+    assert len(server.requests[0].body["message"]) == 1024
+    assert len(server.requests[0].body["metadata"]["name"]) <= 253
+
+
+@pytest.mark.parametrize(
+    ("others", "outcomes"),
+    [
+        ([answers_html_502, answers(201, {})], ["sent", "sent"]),
+        ([answers(404, raw_status(404)), answers(201, {})], ["refused", "sent"]),
+        ([*[answers_html_502] * TRIES, answers(201, {})], ["dropped", "sent"]),
+    ],
+)
+async def test_a_failing_event_gives_way_in_the_end(others: list[Behaviour], outcomes: list[str]) -> None:
+    """Unavailable is tried again a few times, a refusal is not, and the next event follows."""
+    counted = Counted()
+    async with fake_api(others=others) as server, opened(server.url) as api:
+        events = _events(counted, api=api)
+        async with running(events.run):
+            events.refused(pod("a"), NO_CORES)
+            events.refused(pod("b"), NO_CORES)
+            await counted.wait(2)
+    assert counted.outcomes == outcomes
+
+
+async def test_the_queue_is_bounded() -> None:
+    """A flood of refusals without an API server costs a fixed amount of memory."""
+    counted = Counted()
+    events = _events(counted)
+    for number in range(QUEUE_LIMIT + 3):
+        events.refused(pod(f"p{number}"), NO_CORES)
+    assert counted.outcomes == ["dropped"] * 3
+
+
+async def test_after_a_burst_events_wait_for_their_turn() -> None:
+    """With the clock standing still only the burst goes out at once; the rest is paced."""
+    counted = Counted()
+    async with fake_api(others=[answers(201, {})]) as server, opened(server.url) as api:
+        events = PodEvents(node_name=NODE, api=api, metrics=counted, interval_s=3600.0, clock=lambda: 0.0)
+        for number in range(BURST + 5):
+            events.refused(pod(f"p{number}"), NO_CORES)
+        async with running(events.run):
+            await counted.wait(BURST)
+            await server.wait_for(lambda requests: len(requests) == BURST)
+            for _ in range(20):
+                await asyncio.sleep(0)  # turns of the loop in which a further event would be sent
+            assert len(server.requests) == BURST
+
+
+async def test_the_embedded_api_server_takes_the_event() -> None:
+    """The Event is one that an API server accepts."""
+    counted = Counted()
+    async with EmbeddedApiServer() as server, opened(server.url, user={"token": server.token}) as api:
+        events = _events(counted, api=api)
+        async with running(events.run):
+            events.refused(pod("a"), NO_CORES)
+            await counted.wait(1)
+        assert [event["reason"] for event in server.events()] == ["NotEnoughCores"]

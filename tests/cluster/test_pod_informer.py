@@ -1,0 +1,368 @@
+"""The informer keeps the store equal to the API server, through every kind of bad connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from gpushare_agent.cluster.kube.client import KubeApi, KubeTimeouts
+from gpushare_agent.cluster.pod_informer import PodInformer, WatchPace
+from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.model.errors import Corrupt, Rejected, Unavailable
+from gpushare_agent.model.names import VCORE_RESOURCE, PodUid
+from gpushare_agent.model.pods import PodPhase
+from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from tests.support_kube import (
+    DEADLINE_S,
+    FAST,
+    NODE,
+    Behaviour,
+    FakeApiServer,
+    NotedBackoff,
+    added,
+    answers,
+    answers_garbage,
+    answers_gone,
+    answers_html_502,
+    bookmark,
+    ends_empty,
+    fake_api,
+    lists_pods,
+    opened,
+    raw_pod,
+    raw_status,
+    resets,
+    running,
+    stalls_after_headers,
+    stalls_before_headers,
+    streams,
+    streams_bytes,
+    wait_store,
+)
+
+SHORT = KubeTimeouts(connect_s=1, request_s=0.3, list_s=0.3, watch_idle_s=0.3)
+
+
+class Counted:
+    """Records what the informer reports."""
+
+    def __init__(self) -> None:
+        self.lists = 0
+        self.ends: list[str] = []
+        self.unreadable = 0
+        self._ended = asyncio.Event()
+
+    def pods_listed(self) -> None:
+        self.lists += 1
+
+    def pod_watch_ended(self, outcome: str) -> None:
+        self.ends.append(outcome)
+        self._ended.set()
+
+    def pod_unreadable(self) -> None:
+        self.unreadable += 1
+
+    async def wait_ends(self, outcome: str, count: int) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while self.ends.count(outcome) < count:
+                self._ended.clear()
+                await self._ended.wait()
+
+
+def _informer(api: KubeApi | None, **others: Any) -> PodInformer:
+    defaults: dict[str, Any] = {"store": PodStore(), "node_name": NODE, "pace": WatchPace(backoff=FAST)}
+    return PodInformer(api=api, **(defaults | others))
+
+
+@asynccontextmanager
+async def informed(
+    timeouts: KubeTimeouts | None = None, counted: Counted | None = None, **behaviour: Any
+) -> AsyncIterator[tuple[FakeApiServer, PodStore, PodInformer]]:
+    """A running informer at a fake server that behaves as told."""
+    store = PodStore()
+    async with fake_api(**behaviour) as server, opened(server.url, timeouts=timeouts) as api:
+        informer = _informer(api, store=store, metrics=counted)
+        async with running(informer.run):
+            yield server, store, informer
+
+
+def _phases(store: PodStore) -> dict[str, PodPhase]:
+    return {held.name: held.phase for held in store.pods()}
+
+
+async def test_the_store_follows_list_and_watch() -> None:
+    """Listed, added, modified and deleted pods all show, and the watch starts at the list's version."""
+    events = [
+        added(raw_pod("b", version="101")),
+        added(raw_pod("b", version="102", status={"phase": "Running"}), "MODIFIED"),
+        added(raw_pod("a", version="103"), "DELETED"),
+    ]
+    async with informed(pods=[raw_pod("a")], watches=[streams(*events)]) as (server, store, _):
+        await wait_store(store, lambda store: _phases(store) == {"b": PodPhase.RUNNING})
+        assert store.is_synced
+        assert (await server.wait_watches(1))[0].query["resourceVersion"] == "100"
+
+
+async def test_a_bookmark_moves_the_version() -> None:
+    """After a clean end the next watch starts where the bookmark stood, without a new list."""
+    counted = Counted()
+    watches = [streams(bookmark("555"), then="ends"), stalls_after_headers]
+    async with informed(counted=counted, watches=watches) as (server, _, _):
+        assert (await server.wait_watches(2))[1].query["resourceVersion"] == "555"
+    assert counted.lists == 1
+    assert counted.ends[:1] == ["ended"]
+
+
+@pytest.mark.parametrize("gone", [answers_gone, streams({"type": "ERROR", "object": raw_status(410)})])
+async def test_gone_leads_to_a_new_list_that_tells_what_vanished(gone: Behaviour) -> None:
+    """After 410, by status or by event, pods that the new list lacks are removed from the store."""
+
+    async def lists_another(server: FakeApiServer, request: Any, connection: Any) -> None:
+        server.pods, server.version = [raw_pod("b", version="200")], "200"
+        await lists_pods(server, request, connection)
+
+    behaviour: dict[str, Any] = {"lists": [lists_pods, lists_another], "watches": [gone, stalls_after_headers]}
+    async with informed(pods=[raw_pod("a")], **behaviour) as (server, store, _):
+        await wait_store(store, lambda store: list(_phases(store)) == ["b"])
+        assert (await server.wait_watches(2))[1].query["resourceVersion"] == "200"
+
+
+@pytest.mark.parametrize(
+    ("bad", "lists"),
+    [
+        (streams(bookmark("150"), then="cuts"), 1),
+        (streams(bookmark("150"), then="drops"), 1),
+        (stalls_before_headers, 1),
+        (stalls_after_headers, 1),
+        (resets, 1),
+        (answers_html_502, 1),
+        (answers(403, raw_status(403)), 1),
+        (ends_empty, 1),
+        (streams_bytes(b"<html>\n"), 2),
+        (streams_bytes(b"x" * (3 << 20)), 2),
+        (streams({"type": "SURPRISE", "object": {}}), 2),
+        (streams({"object": {}}), 2),
+        (streams({"type": "DELETED", "object": {"metadata": 7}}), 2),
+    ],
+)
+async def test_after_a_bad_watch_the_next_one_delivers(bad: Behaviour, lists: int) -> None:
+    """Cut, silent, reset, refused, empty and garbage watches lose nothing; only unreadable ones cost a new list."""
+    counted = Counted()
+    watches = [bad, streams(added(raw_pod("b", version="160")))]
+    async with informed(SHORT, counted, pods=[raw_pod("a")], watches=watches) as (server, store, _):
+        await wait_store(store, lambda store: list(_phases(store)) == ["a", "b"])
+        assert await server.wait_watches(2)
+    assert counted.lists == lists
+
+
+@pytest.mark.parametrize("bad", [answers_html_502, stalls_after_headers, answers_garbage, resets, answers_gone])
+async def test_a_bad_list_is_tried_again(bad: Behaviour) -> None:
+    """The store is not synced by a failed list and is by the next good one."""
+    async with informed(SHORT, pods=[raw_pod("a")], lists=[bad, lists_pods]) as (_, store, _):
+        await wait_store(store, lambda store: store.is_synced)
+        assert list(_phases(store)) == ["a"]
+
+
+async def test_the_last_state_stays_while_the_server_is_gone() -> None:
+    """With the server away the pods stay as they were; when it is back, changes show again."""
+    counted = Counted()
+    async with informed(counted=counted, pods=[raw_pod("a")]) as (server, store, _):
+        await wait_store(store, lambda store: store.is_synced)
+        await server.wait_watches(1)
+        await server.stop()
+        await counted.wait_ends("unavailable", 3)
+        assert (list(_phases(store)), store.is_synced) == (["a"], True)
+        server.watches = [streams(added(raw_pod("b", version="101")))]
+        await server.start()
+        await wait_store(store, lambda store: list(_phases(store)) == ["a", "b"])
+
+
+async def test_repeated_empty_watches_wait_ever_longer() -> None:
+    """Each watch without an event doubles the wait, up to the cap; a server that ends watches at once is not hammered."""
+    waits: list[int] = []
+
+    async with fake_api(watches=[ends_empty]) as server, opened(server.url) as api:
+        informer = _informer(api, pace=WatchPace(backoff=NotedBackoff(waits)))
+        async with running(informer.run):
+            await server.wait_watches(5)
+    assert waits[:4] == [1, 2, 3, 4]
+
+
+async def test_gone_at_every_watch_waits_ever_longer() -> None:
+    """A list between two refused watches is no success: the wait grows all the same."""
+    waits: list[int] = []
+
+    async with fake_api(watches=[answers_gone]) as server, opened(server.url) as api:
+        informer = _informer(api, pace=WatchPace(backoff=NotedBackoff(waits)))
+        async with running(informer.run):
+            await server.wait_watches(4)
+    assert waits[:3] == [1, 2, 3]
+
+
+async def test_an_unreadable_pod_does_not_stop_the_others() -> None:
+    """Garbage in one pod's limits leaves that pod at its last readable state, and the rest as told."""
+    counted = Counted()
+    broken = raw_pod("a", version="200", cores="many")
+    behaviour: dict[str, Any] = {
+        "pods": [raw_pod("a"), raw_pod("never", cores="-1")],
+        "watches": [streams(added(broken, "MODIFIED"), added(raw_pod("b", version="201")))],
+    }
+    async with informed(counted=counted, **behaviour) as (_, store, _):
+        await wait_store(store, lambda store: "b" in _phases(store))
+        held = store.by_name("default", "a")
+        assert held is not None and held.container("main").requests[VCORE_RESOURCE] == 30  # type: ignore[union-attr]
+        assert list(_phases(store)) == ["a", "b"]
+    assert counted.unreadable == 2
+
+
+async def test_a_pod_that_becomes_unreadable_survives_a_new_list() -> None:
+    """A list with an unreadable pod does not take the known pod away."""
+
+    async def lists_broken(server: FakeApiServer, request: Any, connection: Any) -> None:
+        server.pods, server.version = [raw_pod("a", version="200", cores="many"), raw_pod("b", version="201")], "201"
+        await lists_pods(server, request, connection)
+
+    behaviour: dict[str, Any] = {"lists": [lists_pods, lists_broken], "watches": [answers_gone, stalls_after_headers]}
+    async with informed(pods=[raw_pod("a")], **behaviour) as (_, store, _):
+        await wait_store(store, lambda store: "b" in _phases(store))
+        assert list(_phases(store)) == ["a", "b"]
+
+
+async def test_pods_of_other_nodes_are_left_out() -> None:
+    """A server that ignores the selector does not fill the store with strangers."""
+    async with informed(pods=[raw_pod("a"), raw_pod("x", spec={"nodeName": "node-2"})]) as (_, store, _):
+        await wait_store(store, lambda store: store.is_synced)
+        assert list(_phases(store)) == ["a"]
+
+
+async def test_fetch_puts_the_pod_into_the_store() -> None:
+    """A pod that the watch has not told yet is read by name, stored and returned."""
+    async with fake_api(others=[answers(200, raw_pod("a"))]) as server, opened(server.url) as api:
+        store = PodStore()
+        fetched = await _informer(api, store=store).fetch("default", "a", timeout_s=2)
+    assert fetched is not None and store.get(fetched.uid) == fetched
+
+
+@pytest.mark.parametrize(
+    "behaviour", [answers(404, raw_status(404)), answers(200, raw_pod("a", spec={"nodeName": "node-2"}))]
+)
+async def test_fetch_of_a_pod_that_is_not_here_is_none(behaviour: Behaviour) -> None:
+    """An absent pod, and one of that name on another node, are not this node's pod."""
+    async with fake_api(others=[behaviour]) as server, opened(server.url) as api:
+        store = PodStore()
+        assert await _informer(api, store=store).fetch("default", "a", timeout_s=2) is None
+        assert store.pods() == ()
+
+
+@pytest.mark.parametrize(
+    "behaviour",
+    [
+        answers_html_502,
+        answers_gone,
+        stalls_after_headers,
+        stalls_before_headers,
+    ],
+)
+async def test_fetch_without_an_answer_is_unavailable(behaviour: Behaviour) -> None:
+    """Whatever is wrong with the answer, the admission is told to try again, and why."""
+    async with fake_api(others=[behaviour]) as server, opened(server.url) as api:
+        with pytest.raises(Unavailable):
+            await _informer(api).fetch("default", "a", timeout_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "error"),
+    [
+        (answers(403, raw_status(403)), Rejected),
+        (answers_garbage, Corrupt),
+        (answers(200, {}), Corrupt),
+        (answers(200, raw_pod("a", cores="many")), Corrupt),
+    ],
+)
+async def test_fetch_tells_a_no_and_an_unreadable_pod_from_silence(
+    behaviour: Behaviour, error: type[Exception]
+) -> None:
+    """A refusal and an unreadable pod are no reason to wait for the API server, and the caller can tell."""
+    async with fake_api(others=[behaviour]) as server, opened(server.url) as api:
+        with pytest.raises(error):
+            await _informer(api).fetch("default", "a", timeout_s=DEADLINE_S)
+
+
+def _plain_with_large_env() -> dict[str, Any]:
+    raw = raw_pod("plain", cores=None)
+    raw["spec"]["containers"][0]["env"] = [{"name": f"E{number}", "value": "1"} for number in range(1001)]
+    return raw
+
+
+async def test_a_pod_with_a_large_environment_is_known() -> None:
+    """More than a thousand variables do not keep a pod out of the store, by list or by name."""
+    counted = Counted()
+    async with informed(counted=counted, pods=[_plain_with_large_env()]) as (server, store, informer):
+        await wait_store(store, lambda store: list(_phases(store)) == ["plain"])
+        server.others = [answers(200, _plain_with_large_env())]
+        assert await informer.fetch("default", "plain", timeout_s=DEADLINE_S) is not None
+    assert counted.unreadable == 0
+
+
+@pytest.mark.parametrize("version", ["9" * 5000, "²", "-5"])
+async def test_garbage_versions_do_not_stop_the_informer(version: str) -> None:
+    """Pods and a list of garbage versions are held, and a watch refused for one is preceded by a new list next time."""
+    counted = Counted()
+    pods = [raw_pod("a", version=version), raw_pod("a", uid="other", version=version)]
+    behaviour: dict[str, Any] = {"pods": pods, "version": version, "watches": [answers(400, raw_status(400))]}
+    async with informed(counted=counted, **behaviour) as (_, store, _):
+        await counted.wait_ends("rejected", 2)
+        assert len(store.pods()) == 2 and store.by_name("default", "a") is not None
+    assert counted.lists >= 2
+
+
+async def test_fetch_before_the_api_is_there_waits_and_gives_up() -> None:
+    """Without a client the fetch waits for one within its bound; attached in time, it is used."""
+    informer = _informer(None)
+    with pytest.raises(Unavailable, match=r"no connection to the API server within 0.02 s"):
+        await informer.fetch("default", "a", timeout_s=0.02)
+    async with (
+        fake_api(others=[answers(200, raw_pod("a"))]) as server,
+        opened(server.url) as api,
+        asyncio.TaskGroup() as group,
+    ):
+        fetched = group.create_task(informer.fetch("default", "a", timeout_s=DEADLINE_S))
+        await asyncio.sleep(0)
+        informer.attach(api)
+        assert await fetched is not None
+
+
+async def test_fetch_does_not_revive_a_pod_whose_deletion_was_told() -> None:
+    """A GET that was answered before the watch told the deletion comes too late, and says so with None."""
+    async with fake_api(others=[answers(200, raw_pod("a"))]) as server, opened(server.url) as api:
+        store = PodStore()
+        store.remove(PodUid("uid-a"))
+        assert await _informer(api, store=store).fetch("default", "a", timeout_s=2) is None
+
+
+async def test_the_informer_follows_the_embedded_api_server() -> None:
+    """Creation, binding, status, deletion, a lost history, a stop and a start of the server all end in the same pods."""
+    async with EmbeddedApiServer() as server, opened(server.url, user={"token": server.token}) as api:
+        store, counted = PodStore(), Counted()
+        informer = _informer(api, store=store, metrics=counted)
+        async with running(informer.run):
+            await wait_store(store, lambda store: store.is_synced)
+            unbound = raw_pod("a")
+            del unbound["spec"]["nodeName"]
+            server.create_pod(unbound)
+            server.bind_pod("default", "a", NODE)
+            await wait_store(store, lambda store: list(_phases(store)) == ["a"])
+            await server.stop_listening()
+            server.create_pod(raw_pod("b"))
+            server.set_pod_status("default", "a", {"phase": "Running"})
+            await server.start_listening()
+            await wait_store(store, lambda store: _phases(store) == {"a": PodPhase.RUNNING, "b": PodPhase.PENDING})
+            server.expire_watches()
+            server.delete_pod("default", "a", grace_period_s=0)
+            await wait_store(store, lambda store: list(_phases(store)) == ["b"])
+            fetched = await informer.fetch("default", "b", timeout_s=2)
+            assert fetched is not None and fetched.node_name == NODE

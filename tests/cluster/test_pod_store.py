@@ -1,0 +1,189 @@
+"""The pod store tells the newest that was heard of each pod, and never brings back a deleted one."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare_agent.cluster.pod_store import GONE_KEPT, GONE_KEPT_S, PodStore
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import Pod, PodPhase
+from tests.support_kube import pod
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _names(store: PodStore) -> list[str]:
+    return [held.name for held in store.pods()]
+
+
+def test_the_first_list_makes_the_store_synced() -> None:
+    """Synced follows from a list, also an empty one, and from nothing else."""
+    store = PodStore(clock=Clock())
+    store.upsert(pod("a"))
+    assert (store.is_synced, store.synced_at) == (False, None)
+    before = store.version
+    store.replace_all([pod("a")])
+    assert (store.is_synced, store.synced_at) == (True, 100.0)
+    assert store.version > before
+
+
+def test_an_older_state_of_a_pod_is_ignored() -> None:
+    """Resource versions compare as numbers: 9 is older than 10."""
+    store = PodStore()
+    store.upsert(pod("a", version="10", phase=PodPhase.RUNNING))
+    store.upsert(pod("a", version="9"))
+    held = store.get(PodUid("uid-a"))
+    assert held is not None and held.phase is PodPhase.RUNNING
+
+
+def test_an_opaque_version_trusts_the_later_message() -> None:
+    """Versions that are no numbers cannot be compared, so the last word counts."""
+    store = PodStore()
+    store.upsert(pod("a", version="x9", phase=PodPhase.RUNNING))
+    store.upsert(pod("a", version="x1"))
+    held = store.get(PodUid("uid-a"))
+    assert held is not None and held.phase is PodPhase.PENDING
+
+
+def test_a_deleted_uid_never_comes_back() -> None:
+    """An answer that was under way while the deletion was told does not revive the pod, nor does a lagging list."""
+    store = PodStore()
+    store.upsert(pod("a", version="5"))
+    store.remove(PodUid("uid-a"))
+    store.upsert(pod("a", version="5"))
+    store.replace_all([pod("a", version="5")], resource_version="5")
+    assert store.pods() == ()
+
+
+def test_a_pod_that_left_a_list_may_come_back() -> None:
+    """Only a told deletion is final: a list may come from a cache that lags."""
+    store = PodStore()
+    store.upsert(pod("a", version="5"))
+    store.replace_all([], resource_version="9")
+    assert store.pods() == ()
+    store.upsert(pod("a", version="5"))
+    assert _names(store) == ["a"]
+
+
+def test_a_pod_newer_than_the_list_is_kept() -> None:
+    """A list as of version 7 says nothing about a pod that was read at version 8."""
+    store = PodStore()
+    store.upsert(pod("old", version="6"))
+    store.upsert(pod("new", version="8"))
+    store.replace_all([pod("listed", version="7")], resource_version="7")
+    assert _names(store) == ["listed", "new"]
+
+
+def test_a_list_does_not_set_a_pod_back() -> None:
+    """A pod that was read at version 8 stays as read when a list says version 7."""
+    store = PodStore()
+    store.upsert(pod("a", version="8", phase=PodPhase.RUNNING))
+    store.replace_all([pod("a", version="7")], resource_version="7")
+    assert store.pods()[0].phase is PodPhase.RUNNING
+
+
+def test_by_name_is_the_newest_bearer() -> None:
+    """While the old pod's deletion is still to be told, the name means the new one, in whatever order they came."""
+    store = PodStore()
+    store.upsert(pod("web-0", uid="new", version="20"))
+    store.upsert(pod("web-0", uid="old", version="11"))
+    found = store.by_name("default", "web-0")
+    assert found is not None and found.uid == "new"
+    store.remove(PodUid("new"))
+    found = store.by_name("default", "web-0")
+    assert found is not None and found.uid == "old"
+    assert store.by_name("other", "web-0") is None
+
+
+def test_subscribers_hear_old_and_new_after_the_change() -> None:
+    """Each change is told once, in order, when the store already shows it; what changes nothing is not told."""
+    store = PodStore()
+    heard: list[tuple[str, str, int]] = []
+
+    def hear(old: Pod | None, new: Pod | None) -> None:
+        heard.append((old.resource_version if old else "", new.resource_version if new else "", len(store.pods())))
+
+    store.subscribe(hear)
+    store.upsert(pod("a", version="1"))
+    store.upsert(pod("a", version="1"))
+    store.upsert(pod("a", version="2"))
+    store.replace_all([pod("b", version="3")], resource_version="3")
+    store.remove(PodUid("uid-b"))
+    store.remove(PodUid("uid-b"))
+    assert heard == [("", "1", 1), ("1", "2", 1), ("2", "", 1), ("", "3", 1), ("3", "", 0)]
+
+
+async def test_wait_change_returns_at_once_or_at_the_next_change() -> None:
+    """A waiter that is behind does not wait; one that is not wakes at the change."""
+    store = PodStore()
+    since = store.version
+    store.upsert(pod("a"))
+    async with asyncio.timeout(5):
+        assert await store.wait_change(since) == store.version
+        async with asyncio.TaskGroup() as group:
+            waiter = group.create_task(store.wait_change(store.version))
+            await asyncio.sleep(0)
+            assert not waiter.done()
+            store.remove(PodUid("uid-a"))
+        assert waiter.result() == store.version
+
+
+def test_deleted_uids_are_forgotten_in_the_end() -> None:
+    """Memory of deletions is bounded in number and in time."""
+    clock = Clock()
+    store = PodStore(clock=clock)
+    for number in range(GONE_KEPT + 10):
+        store.remove(PodUid(f"u{number}"))
+    assert store.gone_at(PodUid("u0")) is None
+    assert store.gone_at(PodUid(f"u{GONE_KEPT + 9}")) == 100.0
+    clock.now += GONE_KEPT_S + 1
+    store.remove(PodUid("last"))
+    assert store.gone_at(PodUid(f"u{GONE_KEPT + 9}")) is None
+    assert store.gone_at(PodUid("last")) == clock.now
+
+
+def test_hearing_of_the_server_is_noted() -> None:
+    """Bookmarks, events and lists all tell that the connection lives."""
+    clock = Clock()
+    store = PodStore(clock=clock)
+    assert store.last_event_at is None
+    store.touch()
+    assert store.last_event_at == 100.0
+    clock.now = 101.0
+    store.upsert(pod("a"))
+    assert store.last_event_at == 101.0
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["upsert", "remove", "list"]), st.integers(0, 3), st.integers(1, 30)), max_size=30
+)
+
+
+@given(steps=STEPS)
+def test_no_pod_ever_goes_back_in_time_or_returns(steps: list[tuple[str, int, int]]) -> None:
+    """Whatever order messages arrive in, a pod's version only grows while it is held, and a deleted UID stays away."""
+    store = PodStore()
+    deleted: set[PodUid] = set()
+    for step, number, version in steps:
+        before = {held.uid: int(held.resource_version) for held in store.pods()}
+        told = pod(f"p{number}", version=str(version))
+        if step == "upsert":
+            store.upsert(told)
+        elif step == "remove":
+            store.remove(told.uid)
+            deleted.add(told.uid)
+        else:
+            store.replace_all([told], resource_version=str(version))
+        for held in store.pods():
+            assert held.uid not in deleted
+            assert int(held.resource_version) >= before.get(held.uid, 0)
+        assert list(store.pods()) == sorted(store.pods(), key=lambda held: held.name)

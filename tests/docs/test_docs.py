@@ -1,0 +1,178 @@
+"""The documents say what the code does."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpushare_agent import __version__
+from gpushare_agent.cli.main import COMMANDS
+from gpushare_agent.isolation import ISOLATIONS
+from gpushare_agent.model.errors import RefusalReason
+from gpushare_agent.model.usage import CardSample
+from gpushare_agent.observability.attribution import Holders, join_usage
+from gpushare_agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.observability.metrics.node import node_series
+from gpushare_agent.observability.metrics.text import NodePage
+from gpushare_agent.settings.reference import all_keys, markdown, text_of
+from gpushare_agent.settings.settings import Settings
+from gpushare_agent.settings.sources import read_flags
+from tests.support_usage import UUIDS, allocation, driver_sample, facts, id_of, key_of, owner, process, snapshot
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+OWN_DOCUMENTS = [
+    "README.md",
+    "CHANGELOG.md",
+    "docs/settings.md",
+    "docs/formats.md",
+    "docs/glossary.md",
+    "docs/metrics.md",
+    "docs/migration.md",
+]
+
+COMMAND = "python3 -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s {}"
+
+
+def test_the_settings_document_is_the_generated_one() -> None:
+    """docs/settings.md is `gpushare-agent config --output markdown`, character by character."""
+    assert (ROOT / "docs/settings.md").read_text(encoding="utf-8") == markdown()
+
+
+def test_the_readme_begins_with_three_sentences_and_the_two_commands() -> None:
+    """Each command is one line in a block of its own; .ci/run runs the second one word for word."""
+    first = README.split("\n\n")[1]
+    assert len(re.findall(r"[.](?:\s|$)", first)) == 3
+    blocks = re.findall(r"^```\n(.*?)\n```$", README, flags=re.M | re.S)
+    assert blocks[:2] == [COMMAND.format("sandbox"), COMMAND.format("tests")]
+    assert COMMAND.format("tests") in (ROOT / ".ci/run").read_text(encoding="utf-8")
+
+
+def test_the_readme_settings_table_tells_the_flags_and_defaults_of_the_code() -> None:
+    """Every row's key exists, its flag sets that key, and its default is the code's."""
+    rows = re.findall(r"^\| `([a-z_.]+)` \| `--([a-z.-]+)` \| `([^`]*)` \|", README, flags=re.M)
+    assert len(rows) >= 8
+    keys = {key.name: key for key in all_keys()}
+    for name, flag, default in rows:
+        assert flag in keys[name].flag_names
+        assert text_of(keys[name].default) == default
+
+
+def test_every_command_is_in_the_readme() -> None:
+    """No command is unknown to a reader."""
+    for command in COMMANDS:
+        assert f"`gpushare-agent {command.name}`" in README
+
+
+@pytest.mark.parametrize("document", OWN_DOCUMENTS)
+def test_every_flag_that_a_document_names_exists(document: str) -> None:
+    """A flag of the agent in backquotes, with or without a value, is one that the agent takes."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    others = {"--once", "--all-nodes", "--help", "--output", "--config", "--v", "--log-dir", "--logtostderr"}
+    for flag in re.findall(r"`(--[a-z][a-z.-]*)", text):
+        if flag not in others:
+            assert read_flags([f"{flag}=x"]).given, flag
+
+
+@pytest.mark.parametrize(
+    "document", ["README.md", "CHANGELOG.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+)
+def test_every_relative_link_leads_somewhere(document: str) -> None:
+    """Links inside the repository name files that exist."""
+    path = ROOT / document
+    for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
+        assert (path.parent / target).exists(), target
+
+
+def full_metrics() -> str:
+    """Every event has happened once and the driver tells everything, so that every series is there."""
+    metrics = AgentMetrics()
+    metrics.know_resources(["r"])
+    metrics.know_cards([UUIDS[0]])
+    metrics.gpu_event("xid", 79, is_ignored=False)
+    metrics.driver_error("timeout")
+    metrics.show_pod_event_age(lambda: 1.0)
+    metrics.show_mps(lambda: True)
+    told: dict[str, Any] = {
+        field.name: 1 for field in fields(CardSample) if "|" in str(field.type) and field.name != "processes"
+    }
+    one = replace(process(10), encoder_ratio=0.0, decoder_ratio=0.0)
+    sample = CardSample(**{**told, "uuid": UUIDS[0], "throttle_reasons": (), "processes": (one,)})
+    held = allocation(key_of(1))
+    holders = Holders(cards={held.key: held.cards}, by_id={id_of(1): held.key})
+    usage = join_usage(driver_sample(sample), {10: owner(1)}, holders, sampled_at=1.0)
+    shown = snapshot(facts(held), usage=usage)
+    metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=1.0))
+    return metrics.exposition("")[1].decode()
+
+
+def test_the_metrics_document_lists_every_metric_with_its_type_and_labels() -> None:
+    """No more, no fewer, and no family is without a series to read the labels from."""
+    expected: dict[str, tuple[str, list[str]]] = {}
+    for family in text_string_to_metric_families(full_metrics()):
+        if family.name.startswith("process_"):
+            continue
+        assert family.samples, f"nothing has happened yet for {family.name}"
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
+        expected[family.name + ("_total" if family.type == "counter" else "")] = (family.type, labels)
+    text = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z_]+)` \| (\w+) \| ([a-z_, ]*)\| ", text, flags=re.M)
+    assert {name: (kind, sorted(labels.replace(",", " ").split())) for name, kind, labels in rows} == expected
+    assert len(rows) == len(expected)
+
+
+def test_the_metrics_document_names_every_reason_of_a_refusal() -> None:
+    """They are labels that somebody alerts on."""
+    text = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    assert all(f"`{reason.value}`" in text for reason in RefusalReason)
+
+
+def test_the_isolation_document_has_a_row_for_each_isolation() -> None:
+    """Who adds one says what it holds to and what it needs."""
+    text = (ROOT / "docs/isolation.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^[|] `([a-z-]+)`(?: .the default.)? [|]", text, flags=re.M)
+    assert [name for name in rows if name in set(ISOLATIONS)] == list(ISOLATIONS)
+    assert f"`{Settings().isolation}` (the default)" in text
+
+
+def test_the_readme_lists_every_component_of_the_manifests() -> None:
+    """One that nobody mentions is not found."""
+    for directory in (ROOT / "manifests/components").iterdir():
+        assert f"| `{directory.name}` |" in README, directory.name
+
+
+def test_docker_leaves_out_what_podman_leaves_out() -> None:
+    """Docker does not read .containerignore: both files are the same."""
+    assert (ROOT / ".dockerignore").read_bytes() == (ROOT / ".containerignore").read_bytes()
+
+
+def test_the_readme_leads_to_every_document() -> None:
+    """A document that nothing links is not found."""
+    for path in (ROOT / "docs").glob("*.md"):
+        assert f"](docs/{path.name})" in README, path.name
+
+
+def test_the_readmes_pod_is_the_sample() -> None:
+    """The one that a reader copies is the one that the tests check."""
+    block = re.findall(r"^```yaml\n(.*?)^```$", README, flags=re.M | re.S)[0]
+    sample = (ROOT / "manifests/samples/share.yaml").read_text(encoding="utf-8")
+    assert yaml.safe_load(block) == yaml.safe_load(sample)
+
+
+def test_the_documents_name_this_version() -> None:
+    """Changelog, image and manifests agree with the package."""
+    for path in (
+        "CHANGELOG.md",
+        "README.md",
+        "Containerfile",
+        "manifests/base/kustomization.yaml",
+        "manifests/check/kustomization.yaml",
+        "manifests/mps-daemon/kustomization.yaml",
+    ):
+        assert __version__ in (ROOT / path).read_text(encoding="utf-8"), path

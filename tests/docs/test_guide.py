@@ -1,0 +1,110 @@
+"""The user guide names pages, commands, files, settings and reasons that exist."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gpushare_agent.cli.main import COMMANDS
+from gpushare_agent.model.errors import RefusalReason
+from gpushare_agent.model.usage import ContainerUse, UsageRound
+from gpushare_agent.observability.usage_history import UsageHistory
+from gpushare_agent.settings.reference import all_keys
+from tests.support_usage import UUIDS, allocation, key_of
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs/guide"
+PAGES = sorted(GUIDE.glob("*.md"))
+OWN_KUSTOMIZATION = "manifests/own"
+"""What install.md has the reader make."""
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def test_every_page_is_listed_and_begins_with_its_task() -> None:
+    """The index leaves none out."""
+    listed = set(re.findall(r"\]\(([a-z-]+\.md)\)", text_of(GUIDE / "README.md")))
+    assert listed == {page.name for page in PAGES} - {"README.md"}
+    assert all(text_of(page).startswith("# ") for page in PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_pages_links_lead_somewhere(page: Path) -> None:
+    """Files that exist, and headings that are in them."""
+    for target, _, heading in (link.partition("#") for link in re.findall(r"\]\(([^):]+)\)", text_of(page))):
+        path = page.parent / target
+        assert path.exists(), target
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", text_of(path), flags=re.M)
+            assert heading in {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_pages_commands_files_and_settings_exist(page: Path) -> None:
+    """Whoever types a line of the guide gets no usage error."""
+    text = text_of(page)
+    commands = {command.name for command in COMMANDS}
+    for name in re.findall(r"(?:-- |bin/|`|^)gpushare-agent ([a-z-]+)", text, flags=re.M):
+        assert name in commands, name
+    for path in re.findall(r"\b(manifests/[A-Za-z0-9_./-]*[A-Za-z0-9_-])", text):
+        assert path.startswith(OWN_KUSTOMIZATION) or (ROOT / path).exists(), path
+    keys = {key.name for key in all_keys()}
+    for name in re.findall(r"`([a-z_]+\.[a-z_]+)(?:: [^`]*)?`", text):
+        assert name in keys or name.endswith((".md", ".yaml", ".json", ".so")), name
+
+
+def test_the_metrics_that_the_guide_names_exist() -> None:
+    """A query of a metric that nobody has is answered with nothing, and no error."""
+    known = re.findall(r"^\| `([a-z_]+)` \|", text_of(ROOT / "docs/metrics.md"), flags=re.M)
+    named = [name for page in PAGES for name in re.findall(r"\b(gpushare_(?!agent|extender)[a-z_]+)", text_of(page))]
+    assert set(named) <= set(known)
+    assert "gpushare_container_sm_utilization_ratio" in named
+
+
+async def test_the_guides_question_of_the_api_names_the_pod_that_uses_most(short_dir: Path) -> None:
+    """The jq program of the page, over a history as the agent serves it."""
+    if (jq := shutil.which("jq")) is None:
+        pytest.skip("jq is missing: apt-get install jq")
+    (program,) = re.findall(r"--arg card \"\$UUID\" '(.*?)'", text_of(GUIDE / "see-usage.md"), flags=re.S)
+    moments = iter([10.0, 20.0])
+    held = {key.key: key for key in (allocation(key_of(1), (0,), pod="lazy"), allocation(key_of(2), (0,), pod="busy"))}
+    held |= {one.key: one for one in [allocation(key_of(3), (1,), pod="elsewhere")]}
+    history = UsageHistory(60, 6, allocations=lambda: held, clock=lambda: next(moments))
+    for busy in (0.5, 0.7):
+        use = {(key_of(1), 0): 0.1, (key_of(2), 0): busy, (key_of(3), 1): 0.9}
+        history.add(
+            UsageRound(
+                sampled_at=1.0,
+                cards={},
+                containers={
+                    (key, UUIDS[card]): ContainerUse(key=key, uuid=UUIDS[card], pids=(), memory_bytes=0, sm_ratio=sm)
+                    for (key, card), sm in use.items()
+                },
+                strangers={},
+            )
+        )
+    document = short_dir / "history.json"
+    document.write_text(b"".join(history.pieces()).decode(), encoding="utf-8")
+    child = await asyncio.create_subprocess_exec(
+        *(jq, "-c", "--arg", "card", UUIDS[0], program, str(document)), stdout=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(10):
+        out, _ = await child.communicate()
+    assert [(one["namespace"], one["pod"], one["container"], round(one["sm"], 3)) for one in json.loads(out)] == [
+        ("default", "busy", "main", 0.6),
+        ("default", "lazy", "main", 0.1),
+    ]
+
+
+def test_every_reason_of_a_refusal_is_explained() -> None:
+    """The Event shows the same word."""
+    text = text_of(GUIDE / "find-out-why-refused.md")
+    rows = re.findall(r"^\| (`[A-Z][^|]*) \|", text, flags=re.M)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(reason.value for reason in RefusalReason)

@@ -1,0 +1,465 @@
+"""Binds against an API server that refuses, fails, falls silent and comes back: no share is given twice, none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpushare_agent.admission.decisions.hints import hinted_cards
+from gpushare_agent.cluster.kube.pods import parse_pod
+from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.nodes import read_node
+from gpushare_agent.extender.pod_writes import Bind, PodWrites
+from gpushare_agent.extender.pods import lean_pod
+from gpushare_agent.extender.values import ClusterPolicy, Reservation, Stage
+from gpushare_agent.model.errors import Rejected
+from gpushare_agent.model.names import (
+    GPU_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSUME_TIME_ANNOTATION,
+    GPUSHARE_INDEX_ANNOTATION,
+    PREDICATE_GPU_INDEX_PREFIX,
+    PREDICATE_NODE_ANNOTATION,
+    PREDICATE_TIME_ANNOTATION,
+)
+from tests.support_extender import (
+    FAULTS,
+    GOOD,
+    MODEL_LABEL,
+    NAMES,
+    POOL_LABEL,
+    FakeCluster,
+    Replica,
+    eventually,
+    fake_cluster,
+    opened_api,
+    predicted,
+    raw_node,
+    raw_pod,
+    running_replica,
+)
+
+
+@pytest.mark.parametrize("place", ["patch", "bind"])
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_one_fault_is_overcome(fault: str, place: str) -> None:
+    """Whatever the API server does once, to the patch or to the bind, the pod is bound where it should be."""
+    pod = raw_pod("a", (60, 8))
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
+        await replica.lead()
+        cluster.faults = [fault] if place == "patch" else [GOOD, fault]
+        assert await replica.bind(pod, "n1") == ""
+        assert cluster.node_of("a") == "n1"
+        assert predicted(cluster.pod("a"))["tencent.com/predicate-gpu-idx-0"] == "0"
+        assert replica.books()["n1"] == {"0": [60, 8, 0, 0]}
+        cluster.carry_out_late()
+        assert cluster.rejected == []
+
+
+@pytest.mark.parametrize("fault", ["409", "429", "500", "silent"])
+async def test_a_bind_that_never_works_is_undone(fault: str) -> None:
+    """After a bounded number of tries the scheduler is told, and the cards are free for others at once."""
+    pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8))]
+    async with fake_cluster(raw_node("n1", cards=1), pods=pods) as cluster, running_replica(cluster) as replica:
+        await replica.lead()
+        cluster.faults = [fault] * 10
+        error = await replica.bind(pods[0], "n1")
+        assert error.startswith("cannot bind pod default/a to node n1: ")
+        assert error.endswith("Its cards are free again; the scheduler tries again.")
+        assert 3 <= sum(method == "PATCH" for method, _ in cluster.seen) <= 6
+        cluster.faults = []
+        assert await replica.bind(pods[1], "n1") == ""
+
+
+async def test_an_unknown_outcome_keeps_the_cards_until_it_is_known() -> None:
+    """The bind was sent and nothing answers any more: nobody else gets the cards, and once it is known that the pod is not
+    bound, and cannot be bound any more, they are free."""
+    pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8))]
+    async with fake_cluster(raw_node("n1", cards=1), pods=pods) as cluster, running_replica(cluster) as replica:
+        await replica.lead()
+        cluster.faults = [GOOD, "late", *["500"] * 20]
+        error = await replica.bind(pods[0], "n1")
+        assert "stay set aside until it is known" in error
+        assert replica.binder.open_binds == 1
+        assert "60 cores" in await replica.bind(pods[1], "n1")
+        await replica.binder.settle()
+        assert replica.binder.open_binds == 1, "the API server does not answer yet"
+        cluster.faults = []
+        await replica.binder.settle()
+        assert replica.binder.open_binds == 0
+        cluster.carry_out_late()
+        assert cluster.node_of("a") == "", "the patch has made a new version: the late bind comes to nothing"
+        assert await replica.bind(pods[1], "n1") == ""
+        await replica.binder.settle()
+        assert PREDICATE_TIME_ANNOTATION not in cluster.pod("a")["metadata"]["annotations"]
+        assert cluster.rejected == []
+
+
+async def test_an_unknown_outcome_that_was_a_bind_is_found() -> None:
+    """The API server bound the pod and its answer was lost, with all that followed: it counts as bound once it is seen."""
+    pod = raw_pod("a", (60, 8))
+    async with fake_cluster(raw_node("n1", cards=1), pods=[pod]) as cluster, running_replica(cluster) as replica:
+        await replica.lead()
+        cluster.faults = [GOOD, "silent-done", *["500"] * 20]
+        assert "stay set aside" in await replica.bind(pod, "n1")
+        cluster.faults = []
+        await replica.binder.settle()
+        assert replica.binder.open_binds == 0
+        assert [r.stage for r in replica.state.reservations()] == [Stage.BOUND]
+
+
+async def test_a_pod_that_is_gone_frees_its_cards() -> None:
+    """Deleted, or replaced by one of the same name, while its bind was unknown."""
+    pods = [raw_pod("a", (60, 8)), raw_pod("b", (30, 4))]
+    async with fake_cluster(raw_node("n1", cards=1), pods=pods) as cluster, running_replica(cluster) as replica:
+        await replica.lead()
+        for name in ("a", "b"):
+            cluster.faults = [GOOD, "silent", *["500"] * 20]
+            assert "stay set aside" in await replica.bind(cluster.pod(name), "n1")
+        cluster.faults = []
+        cluster.is_down = True  # so that the informer does not tell first
+        cluster.delete("pods", "default/a")
+        fresh = raw_pod("b", (30, 4))
+        fresh["metadata"]["uid"] = "uid-b-the-second"
+        cluster.put("pods", fresh)
+        cluster.is_down = False
+        await replica.binder.settle()
+        assert replica.binder.open_binds == 0
+        assert replica.state.reservations() == []
+
+
+async def test_a_pod_that_another_binds_meanwhile_is_left_to_it() -> None:
+    """Another scheduler was quicker: our reservation goes, and the pod counts where it is."""
+    pod = raw_pod("a", (60, 8))
+    async with fake_cluster(raw_node("n1"), raw_node("n2"), pods=[pod]) as cluster, running_replica(cluster) as replica:
+        await replica.lead()
+        cluster.is_down = True
+        cluster.change("pods", "default/a", lambda raw: raw["spec"].update(nodeName="n2"))
+        cluster.is_down = False
+        assert "n2" in await replica.bind(pod, "n1")
+        await eventually(lambda: [r.node for r in replica.state.reservations()] == ["n2"])
+
+
+async def test_a_pod_that_the_informer_has_not_told_of_is_read() -> None:
+    """The scheduler may be quicker than our watch."""
+    async with fake_cluster(raw_node("n1")) as cluster, running_replica(cluster) as replica:
+        await replica.lead()
+        pod = cluster.put("pods", raw_pod("a", (60, 8)))
+        assert await replica.bind(pod, "n1") == ""
+        assert await replica.bind(raw_pod("nobody", (60, 8)), "n1") != ""
+
+
+async def test_a_replica_that_does_not_lead_any_more_writes_nothing() -> None:
+    """It lost the lease between the patch and the bind: the bind is not sent, and nothing is written afterwards either."""
+    pod = raw_pod("a", (60, 8))
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
+        await replica.lead()
+        cluster.faults = ["500", "500"]
+        async with asyncio.TaskGroup() as group:
+            bind = group.create_task(replica.bind(pod, "n1"))
+            await cluster.wait(lambda: any(method == "PATCH" for method, _ in cluster.seen))
+            replica.is_leading = False
+        assert "does not lead" in bind.result()
+        writes = [request for request in cluster.seen if request[0] != "GET"]
+        await replica.binder.settle()
+        assert [request for request in cluster.seen if request[0] != "GET"] == writes
+        assert not any(path.endswith("/binding") for _, path in cluster.seen)
+
+
+FORGED = {
+    GPUSHARE_INDEX_ANNOTATION: "1",
+    GPUSHARE_ASSIGNED_ANNOTATION: "false",
+    GPUSHARE_ASSUME_TIME_ANNOTATION: "1",
+    f"{PREDICATE_GPU_INDEX_PREFIX}0": "1",
+    f"{PREDICATE_GPU_INDEX_PREFIX}7": "1",
+    f"{PREDICATE_GPU_INDEX_PREFIX}init-0": "1",
+}
+FORGED_INDEX = {GPUSHARE_INDEX_ANNOTATION: "1"}
+OWN = {"mine": "x", "tencent.com/vcuda-core-limit": "50"}
+
+
+async def test_choices_that_are_not_the_plans_are_removed_before_the_bind() -> None:
+    """An agent follows them where it can. What else the pod's owner wrote stays, and the bind is of the version without."""
+    pod = raw_pod("a", (60, 8), annotations={**FORGED, **OWN})
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
+        await replica.lead()
+        assert await replica.bind(pod, "n1") == ""
+        annotations = cluster.pod("a")["metadata"]["annotations"]
+        assert OWN.items() <= annotations.items()
+        assert annotations.keys() - OWN.keys() == {
+            PREDICATE_TIME_ANNOTATION,
+            PREDICATE_NODE_ANNOTATION,
+            GPU_ASSIGNED_ANNOTATION,
+            f"{PREDICATE_GPU_INDEX_PREFIX}0",
+        }
+        assert annotations[f"{PREDICATE_GPU_INDEX_PREFIX}0"] == "0"
+        assert [method for method, _ in cluster.seen if method != "GET"] == ["PATCH", "PATCH", "POST"]
+
+
+async def test_a_pod_without_such_choices_is_patched_once() -> None:
+    """Nearly every pod: looking costs no request."""
+    pod = raw_pod("a", (60, 8), annotations=OWN)
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
+        await replica.lead()
+        assert await replica.bind(pod, "n1") == ""
+        assert [method for method, _ in cluster.seen if method != "GET"] == ["PATCH", "POST"]
+
+
+async def test_more_choices_than_are_removed_at_once_refuse_the_bind() -> None:
+    """The first 64 go, the owner is told of the others, and nothing stays set aside; tried again it is bound in the end."""
+    forged = {f"{PREDICATE_GPU_INDEX_PREFIX}{100 + number}": "1" for number in range(70)}
+    pod = raw_pod("a", (60, 8), annotations=forged)
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
+        await replica.lead()
+        error = await replica.bind(pod, "n1")
+        assert (
+            f"it bears 70 annotations that choose cards and are none of the plan, the first of them {min(forged)}"
+            in error
+        )
+        assert "the pod's owner should remove the others" in error
+        assert error.endswith("Its cards are free again; the scheduler tries again.")
+        assert predicted(cluster.pod("a")).keys() - forged.keys() == {
+            PREDICATE_NODE_ANNOTATION,
+            f"{PREDICATE_GPU_INDEX_PREFIX}0",
+        }
+        assert sorted(predicted(cluster.pod("a")).keys() & forged.keys()) == sorted(forged)[64:]
+        assert replica.state.reservations() == []
+        assert cluster.node_of("a") == ""
+        assert await replica.bind(cluster.pod("a"), "n1") == ""
+        assert not predicted(cluster.pod("a")).keys() & forged.keys()
+
+
+async def test_a_pod_whose_choices_somebody_writes_again_is_not_bound() -> None:
+    """Each version has a forged one: the tries are bounded, and the text names the annotation."""
+    pod = raw_pod("a", (60, 8), annotations=FORGED)
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
+        await replica.lead()
+        patch = cluster._patch
+
+        def patch_and_forge(kind: str, key: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+            patch(kind, key, body)
+            return 200, cluster.change(kind, key, lambda raw: raw["metadata"]["annotations"].update(FORGED_INDEX))
+
+        cluster._patch = patch_and_forge  # type: ignore[method-assign]
+        error = await replica.bind(pod, "n1")
+        assert f"somebody writes its annotation {GPUSHARE_INDEX_ANNOTATION}, which only an extender may" in error
+        assert cluster.node_of("a") == ""
+        assert replica.state.reservations() == []
+
+
+async def test_units_on_two_cards_leave_no_index_of_gpushares() -> None:
+    """One index cannot say two cards: none is written, the forged one goes, and the plan stands by container."""
+    pod = raw_pod("a", (0, 0), (0, 0), annotations=FORGED_INDEX)
+    for container in pod["spec"]["containers"]:
+        container["resources"] = {"limits": {"aliyun.com/gpu-mem": "3"}}
+    names = replace(NAMES, gpu_mem="aliyun.com/gpu-mem")
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, opened_api(cluster) as api:
+        writes = PodWrites(api=api, names=names, leads=lambda: True)
+        found = read_node(cluster.objects["nodes"]["n1"], names, model_label=MODEL_LABEL, pool_label=POOL_LABEL).node
+        assert found is not None
+        state = ClusterState(policy=ClusterPolicy(names=names))
+        state.put_node(found, 0.0)
+        lean = lean_pod(pod, names)
+        reservation = state.reserve(lean, "n1", 0.0)
+        assert isinstance(reservation, Reservation)
+        assert len({c.cards for c in reservation.plan.containers}) == 2
+        assert await writes.bind_once(Bind(reservation)) is None
+        told = parse_pod(cluster.pod("a"))
+        assert GPUSHARE_INDEX_ANNOTATION not in told.annotations
+        assert [hinted_cards(told.annotations, one, "n1", is_gpu_mem=True) for one in told.containers] == [
+            one.cards for one in reservation.plan.containers
+        ]
+
+
+async def test_a_server_that_asks_for_more_time_than_there_is_is_named() -> None:
+    """The bind ends at once and says so, instead of waiting until its time is over and blaming silence."""
+    pod = raw_pod("a", (60, 8))
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
+        await replica.lead()
+        for asked, said in (("3600", "60 s or more"), ("7", "7 s")):
+            cluster.retry_after, cluster.faults = asked, ["429"]
+            error = await replica.bind(pod, "n1")
+            assert f"it asks to wait {said}, and a bind may take 5 s. Its cards are free again" in error
+            assert "did not answer in time" not in error
+
+
+@pytest.mark.parametrize("at", [1, 2])
+async def test_leadership_is_looked_at_last_before_each_patch(at: int) -> None:
+    """A process that is stopped while it prepares the first or the second patch, beyond its deadline, sends none then."""
+    pod = raw_pod("a", (60, 8), annotations=FORGED)
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
+        await replica.lead()
+        prepared = 0
+
+        def time_ns() -> int:
+            nonlocal prepared
+            prepared += 1
+            replica.is_leading = prepared < at
+            return prepared
+
+        async with opened_api(cluster) as api:
+            writes = PodWrites(api=api, names=NAMES, leads=lambda: replica.is_leading, time_ns=time_ns)
+            reservation = replica.state.reserve(lean_pod(pod, NAMES), "n1", 0.0)
+            assert isinstance(reservation, Reservation)
+            with pytest.raises(Rejected, match="does not lead any more"):
+                await writes.bind_once(Bind(reservation))
+        assert [method for method, _ in cluster.seen if method != "GET"] == ["PATCH"] * (at - 1)
+
+
+async def test_the_next_leader_takes_over_what_the_last_left() -> None:
+    """The leader dies between patch and bind: the next one binds the pod anew, elsewhere if it must, with its own
+    annotations; what the first had bound counts, wherever it may be, until the agent tells."""
+    pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8)), raw_pod("c", (60, 8))]
+    async with fake_cluster(raw_node("n1"), raw_node("n2"), pods=pods) as cluster, running_replica(cluster) as second:
+        async with running_replica(cluster) as first:
+            await first.lead()
+            assert await first.bind(pods[0], "n1") == ""
+            cluster.faults = [GOOD, *["silent"] * 20]
+            await first.bind(pods[1], "n1")
+            first.is_leading = False
+        cluster.faults = []
+        await second.lead()
+        assert [r.stage for r in second.state.reservations()] == [Stage.UNPLACED]
+        assert "cores" in await second.bind(pods[1], "n1"), "nobody has told which card pod a has"
+        assert await second.bind(pods[1], "n2") == ""
+        cluster.report_held("n1")
+        await eventually(lambda: Stage.CONFIRMED in [r.stage for r in second.state.reservations()])
+        assert await second.bind(pods[2], "n1") == ""
+        assert cluster.rejected == []
+
+
+@dataclass(frozen=True)
+class Step:
+    """One of: bind and blackout (pod, node), wait, switch, crash, report (node), end (pod), late, settle, mute, tell."""
+
+    what: str
+    pod: int = 0
+    node: int = 0
+
+
+NODES = {"n1": 1, "n2": 2}
+"""With so many cards."""
+WISHES = ((50, 8), (60, 8), (100, 0), (30, 12))
+PODS = st.integers(0, 4)
+AT = st.sampled_from([0, 0, 1])
+BINDS = st.builds(Step, st.just("bind"), PODS, AT)
+OTHERS = st.builds(
+    Step,
+    st.sampled_from(
+        ["blackout", "wait", "wait", "switch", "crash", "report", "end", "late", "late", "settle", "mute", "tell"]
+    ),
+    PODS,
+    AT,
+)
+BLACKOUTS = [[GOOD, fault, *["500"] * 4] for fault in ("late", "silent-done")]
+"""A bind whose outcome stays unknown: it is sent, and then nothing works for as long as it is tried."""
+TROUBLES = st.lists(st.sampled_from([GOOD, GOOD, *FAULTS]), max_size=12)
+
+
+class Rehearsal:
+    """Two schedulings at a time on a cluster with two replicas, of which one leads."""
+
+    def __init__(self, cluster: FakeCluster, replicas: Sequence[Replica], group: asyncio.TaskGroup) -> None:
+        self.cluster = cluster
+        self.replicas = list(replicas)
+        self._group = group
+        self._binds: list[asyncio.Task[str]] = []
+
+    @property
+    def leader(self) -> Replica:
+        return self.replicas[0]
+
+    async def take(self, step: Step) -> None:
+        cluster, key = self.cluster, f"default/p{step.pod}"
+        if step.what == "bind" and key in cluster.objects["pods"]:
+            pod = cluster.objects["pods"][key]
+            self._binds.append(self._group.create_task(self.leader.bind(pod, sorted(NODES)[step.node])))
+            await asyncio.sleep(0)
+        elif step.what == "blackout" and key in cluster.objects["pods"]:
+            await self.wait()
+            cluster.faults = list(BLACKOUTS[step.pod % 2])
+            await self.leader.bind(cluster.objects["pods"][key], sorted(NODES)[step.node])
+            cluster.faults = []
+        elif step.what == "wait":
+            await self.wait()
+        elif step.what in ("switch", "crash"):
+            await self.change_leader(is_orderly=step.what == "switch")
+        elif step.what == "report":
+            cluster.report_held(sorted(NODES)[step.node])
+        elif step.what == "end" and cluster.objects["pods"].get(key, {}).get("spec", {}).get("nodeName"):
+            cluster.end_pod(key)
+        elif step.what == "late":
+            cluster.carry_out_late()
+        elif step.what == "settle":
+            await self.leader.binder.settle()
+        elif step.what in ("mute", "tell"):
+            cluster.mute(step.what == "mute")
+
+    async def wait(self) -> None:
+        if self._binds:
+            await asyncio.wait(self._binds)
+        self._binds.clear()
+
+    async def change_leader(self, *, is_orderly: bool) -> None:
+        """The lease's spare time is for the last requests of the old one; then the new one lists, and decides."""
+        if is_orderly:
+            await self.wait()
+        self.leader.is_leading = False
+        await self.wait()
+        self.cluster.carry_out_late()
+        self.replicas.reverse()
+        await self.leader.lead()
+
+    async def finish(self) -> None:
+        """The API server is well again, the agents tell, and what was open is settled."""
+        await self.wait()
+        self.cluster.faults.clear()
+        self.cluster.mute(False)
+        self.cluster.carry_out_late()
+        await self.leader.binder.settle()
+        for node in NODES:
+            self.cluster.report_held(node)
+        await eventually(lambda: self.leader.books() == {node: self.cluster.used(node) for node in NODES})
+
+
+async def rehearse(wishes: Sequence[tuple[int, int]], troubles: Sequence[str], steps: Sequence[Step]) -> None:
+    pods = [raw_pod(f"p{number}", wish) for number, wish in enumerate(wishes)]
+    async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(
+            fake_cluster(*(raw_node(node, cards=cards) for node, cards in NODES.items()), pods=pods)
+        )
+        replicas = [await stack.enter_async_context(running_replica(cluster)) for _ in range(2)]
+        group = await stack.enter_async_context(asyncio.TaskGroup())
+        rehearsal = Rehearsal(cluster, replicas, group)
+        await rehearsal.leader.lead()
+        cluster.faults = list(troubles)
+        for step in steps:
+            await rehearsal.take(step)
+            assert cluster.rejected == []
+        await rehearsal.finish()
+        assert cluster.rejected == []
+        assert rehearsal.leader.binder.open_binds == 0
+        bound = {p["metadata"]["uid"] for p in cluster.objects["pods"].values() if p["spec"].get("nodeName")}
+        assert {r.pod_uid for r in rehearsal.leader.state.reservations()} == bound
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    wishes=st.lists(st.sampled_from(WISHES), min_size=3, max_size=5),
+    troubles=TROUBLES,
+    steps=st.lists(st.one_of(BINDS, BINDS, OTHERS), min_size=6, max_size=20),
+)
+def test_no_interleaving_gives_a_share_twice_or_loses_one(
+    wishes: list[tuple[int, int]], troubles: list[str], steps: list[Step]
+) -> None:
+    """Concurrent schedulings, binds that fail in every way, late requests, leaders that change or die between patch and
+    bind, watches that lag, pods that end: every bound pod finds room at its agent, and at the end the books say what the
+    agents hold."""
+    asyncio.run(rehearse(wishes, troubles, steps))

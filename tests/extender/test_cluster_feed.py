@@ -1,0 +1,178 @@
+"""What the feeds make of lists and of strangers' annotations: no share is lost for ever, and no tenant fills the log."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpushare_agent.extender import cluster_feed
+from gpushare_agent.extender.cluster_feed import PodsFeed
+from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.metrics import ExtenderMetrics
+from gpushare_agent.extender.nodes import read_node
+from gpushare_agent.extender.pods import lean_pod
+from gpushare_agent.extender.quota_watch import QuotaKeeper
+from gpushare_agent.extender.values import ClusterPolicy, Reservation, Stage
+from tests.support_extender import (
+    MODEL_LABEL,
+    NAMES,
+    POOL_LABEL,
+    Raw,
+    eventually,
+    fake_cluster,
+    raw_node,
+    raw_pod,
+    running_extender,
+)
+
+NODE_KEY, INDEX_KEY = "tencent.com/predicate-node", "tencent.com/predicate-gpu-idx-"
+
+
+@dataclass
+class Feeding:
+    """A feed on a state with one node of two cards, and a clock for the test to turn."""
+
+    now: float = 1000.0
+    is_leading: bool = True
+    metrics: ExtenderMetrics = field(default_factory=ExtenderMetrics)
+
+    def __post_init__(self) -> None:
+        quota = QuotaKeeper(NAMES)
+        self.state = ClusterState(policy=ClusterPolicy(names=NAMES), quota=quota, on_change=quota.reserved)
+        node = read_node(raw_node("n1"), NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL).node
+        assert node is not None
+        self.state.put_node(node, self.now)
+        self.pods = PodsFeed(
+            state=self.state,
+            names=NAMES,
+            metrics=self.metrics,
+            quota=quota,
+            leads=lambda: self.is_leading,
+            clock=lambda: self.now,
+        )
+
+    def reserve(self, raw: Raw) -> None:
+        """As a bind does that read the pod itself."""
+        assert isinstance(self.state.reserve(lean_pod(raw, NAMES), "n1", self.now), Reservation)
+
+    def reserved(self) -> list[str]:
+        return sorted(one.pod_uid for one in self.state.reservations())
+
+
+@pytest.fixture
+def feeding() -> Feeding:
+    return Feeding()
+
+
+def forged(name: str, **annotations: str) -> Raw:
+    return raw_pod(name, (30, 4), annotations={f"{INDEX_KEY}0": "1", **annotations})
+
+
+async def test_a_pod_that_only_the_binder_knew_is_forgotten_after_a_list() -> None:
+    """The watch was silent while it was bound and deleted, and ends with 410: its whole card is free again."""
+    pod, other = raw_pod("a", (100, 0)), raw_pod("b", (100, 0))
+    async with fake_cluster(raw_node("n1", cards=1), pods=[other]) as cluster, running_extender(cluster) as asker:
+        cluster.mute(True)
+        cluster.put("pods", pod)
+        assert await asker.bind(pod, "n1") == ""
+        cluster.delete("pods", "default/a")
+        assert (await asker.filter(other, ["n1"]))["NodeNames"] == []
+        cluster.forget_history()
+        await asker.parts.informers[-1].refresh()
+        cluster.mute(False)
+        await eventually(lambda: asker.parts.state.reservations() == [])
+        assert (await asker.filter(other, ["n1"]))["NodeNames"] == ["n1"]
+        assert await asker.bind(other, "n1") == ""
+
+
+def test_a_bind_under_way_outlives_a_list_and_is_dropped_once_it_ended(feeding: Feeding) -> None:
+    """The binder asks about it itself; what it has bound meanwhile is gone all the same, for the list did not have it."""
+    feeding.reserve(raw_pod("a", (30, 4)))
+    feeding.pods.list_begins()
+    feeding.pods.list_ended([])
+    assert feeding.reserved() == ["uid-a"]
+    feeding.pods.told([])
+    assert feeding.reserved() == ["uid-a"]
+    feeding.state.bound(lean_pod(raw_pod("a", (30, 4)), NAMES).uid)
+    feeding.pods.told([])
+    assert feeding.reserved() == []
+
+
+def test_pods_that_came_while_the_list_was_read_stay(feeding: Feeding) -> None:
+    """Reserved and bound after the API server was asked: not in its answer, and there."""
+    early, late = raw_pod("early", (30, 4)), raw_pod("late", (30, 4))
+    feeding.reserve(early)
+    feeding.state.bound(lean_pod(early, NAMES).uid)
+    feeding.pods.list_begins()
+    feeding.reserve(late)
+    feeding.state.bound(lean_pod(late, NAMES).uid)
+    feeding.pods.list_ended(["uid-early"])
+    assert feeding.reserved() == ["uid-early", "uid-late"]
+    feeding.pods.list_begins()
+    feeding.pods.list_ended(["uid-early"])
+    assert feeding.reserved() == ["uid-early"]
+
+
+def test_pods_that_the_agent_confirmed_while_the_list_was_read_go_too(feeding: Feeding) -> None:
+    """What counts is since when it is known, not since when its present stage."""
+    feeding.reserve(raw_pod("a", (30, 4)))
+    feeding.pods.list_begins()
+    feeding.now += 5.0
+    feeding.state.bound(lean_pod(raw_pod("a", (30, 4)), NAMES).uid)
+    assert [one.stage for one in feeding.state.reservations()] == [Stage.BOUND]
+    feeding.pods.list_ended([])
+    assert feeding.reserved() == []
+
+
+def test_one_pod_is_told_of_once_in_ten_minutes(feeding: Feeding) -> None:
+    """However often its annotations change from wrong to right and back."""
+    with capture_logs() as lines:
+        for _ in range(5):
+            feeding.pods.put(forged("a"))
+            feeding.pods.put(raw_pod("a", (30, 4)))
+        assert len(lines) == 1
+        feeding.pods.remove("uid-a")
+        feeding.pods.put(forged("a"))
+        assert len(lines) == 1
+        feeding.now += cluster_feed.COMPLAINT_PERIOD_S
+        feeding.pods.remove("uid-a")
+        feeding.pods.put(forged("a"))
+        assert len(lines) == 2
+
+
+def test_a_line_about_a_pod_is_short(feeding: Feeding) -> None:
+    """Thousands of annotations, or long ones: some are shown, the rest counted, and no more than a few are kept."""
+    many = {f"{INDEX_KEY}{number}": "7" * 5000 for number in range(2000)}
+    with capture_logs() as lines:
+        feeding.pods.put(forged("a", **many))
+        (line,) = lines
+        assert len(json.dumps(line)) < 2000
+        assert (len(line["annotations"]), line["not_shown"]) == (8, 56)
+    feeding.pods.put(raw_pod("b", (30, 4), node="n1", annotations={NODE_KEY: "n1", **many}))
+    _, kept = feeding.pods._untold[lean_pod(raw_pod("b", (30, 4)), NAMES).uid]
+    assert len(kept) == cluster_feed.ANNOTATIONS_KEPT
+    assert kept[NODE_KEY] == "n1"
+
+
+def test_new_pods_do_not_fill_the_log_either(feeding: Feeding, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of so many in ten minutes there is a line; all are counted."""
+    monkeypatch.setattr(cluster_feed, "COMPLAINTS_KEPT", 3)
+    with capture_logs() as lines:
+        for number in range(10):
+            feeding.pods.put(forged(f"p{number}"))
+            feeding.pods.remove(f"uid-p{number}")
+        assert len(lines) == 3
+    assert b"foreign_predicates_total 10.0" in feeding.metrics.exposition("")[1]
+
+
+def test_who_leads_no_more_suspects_nobody(feeding: Feeding) -> None:
+    """A follower does not know what is reserved by now: its own suspicion ends with the pod's next change."""
+    feeding.pods.put(forged("a"))
+    assert feeding.pods.suspects == ["uid-a"]
+    feeding.is_leading = False
+    with capture_logs() as lines:
+        feeding.pods.put(forged("a"))
+    assert (feeding.pods.suspects, lines) == ([], [])

@@ -1,0 +1,327 @@
+"""Leader election over a Lease on a real HTTP server: one leads at a time, by clocks that need not agree."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaseTerms, boot_time_s
+from gpushare_agent.model.errors import Conflict, NotFound, Unavailable
+from tests.support_extender import FakeCluster, eventually, fake_cluster, opened_api
+
+TERMS = LeaseTerms(namespace="ns", name="lease", duration_s=15.0, renew_deadline_s=10.0, retry_s=2.0)
+QUICK = LeaseTerms(namespace="ns", name="lease", duration_s=0.6, renew_deadline_s=0.4, retry_s=0.02)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@asynccontextmanager
+async def elections(
+    count: int, terms: LeaseTerms = TERMS
+) -> AsyncIterator[tuple[FakeCluster, Clock, list[LeaderElection]]]:
+    """Replicas r0, r1… on one clock; a test takes their rounds."""
+    clock = Clock()
+    async with fake_cluster() as cluster, opened_api(cluster) as api:
+        yield (
+            cluster,
+            clock,
+            [LeaderElection(api=api, identity=f"r{i}", terms=terms, clock=clock) for i in range(count)],
+        )
+
+
+async def first_to_lead(election: LeaderElection, clock: Clock) -> None:
+    """There is no lease, and never was: it is made after a retry period."""
+    await election._round()
+    clock.now += TERMS.retry_s
+    await election._round()
+    assert election.leads()
+
+
+def lease(cluster: FakeCluster) -> dict[str, Any]:
+    spec: dict[str, Any] = cluster.objects["leases"]["ns/lease"]["spec"]
+    return spec
+
+
+async def test_the_first_takes_the_lease_and_the_second_waits() -> None:
+    """The record is a coordination.k8s.io/v1 Lease with the fields that client-go writes."""
+    async with elections(2) as (cluster, clock, (first, second)):
+        await first_to_lead(first, clock)
+        await second._round()
+        assert (first.leads(), second.leads()) == (True, False)
+        assert second.holder == "r0"
+        written = cluster.objects["leases"]["ns/lease"]
+        assert (written["apiVersion"], written["kind"]) == ("coordination.k8s.io/v1", "Lease")
+        assert lease(cluster)["holderIdentity"] == "r0"
+        assert lease(cluster)["leaseDurationSeconds"] == 15
+        assert lease(cluster)["leaseTransitions"] == 0
+        assert len(lease(cluster)["renewTime"]) == len("2026-03-01T08:00:00.000000Z")
+
+
+async def test_a_leader_stops_before_another_may_begin() -> None:
+    """Without renewals it leads for the renew deadline, and the other takes over only after the lease's whole duration."""
+    async with elections(2) as (cluster, clock, (first, second)):
+        await first_to_lead(first, clock)
+        await second._round()
+        clock.now += 10.5
+        await second._round()
+        assert (first.leads(), second.leads()) == (False, False)
+        clock.now += 5.0
+        await second._round()
+        assert (first.leads(), second.leads()) == (False, True)
+        assert lease(cluster)["holderIdentity"] == "r1"
+        assert lease(cluster)["leaseTransitions"] == 1
+
+
+async def test_renewals_keep_the_lease() -> None:
+    """A record that changes is a leader that lives, however long it goes on."""
+    async with elections(2) as (_, clock, (first, second)):
+        await first_to_lead(first, clock)
+        for _ in range(20):
+            clock.now += 4.0
+            await first._round()
+            await second._round()
+            assert (first.leads(), second.leads()) == (True, False)
+
+
+async def test_time_counts_from_before_the_request() -> None:
+    """A renewal whose answer took long does not lengthen the time to lead."""
+    async with elections(1) as (cluster, clock, (first,)):
+        await first_to_lead(first, clock)
+        began = clock.now
+
+        async def slow(*args: Any) -> dict[str, Any]:
+            answer = await replace(*args)
+            clock.now += 9.0
+            return answer
+
+        replace = first._api.replace_lease
+        first._api.replace_lease = slow  # type: ignore[method-assign]
+        await first._round()
+        clock.now = began + 10.5
+        assert not first.leads()
+        assert cluster.objects["leases"]
+
+
+async def test_an_api_server_that_is_down_ends_leadership_at_the_deadline() -> None:
+    """The leader goes on while it may, and not longer; back again, it leads in a new term."""
+    async with fake_cluster() as cluster, opened_api(cluster) as api:
+        election = LeaderElection(api=api, identity="r0", terms=QUICK)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(election.run())
+            async with asyncio.timeout(10):
+                await election.wait_change(0, False)
+                assert election.term == 1
+                cluster.is_down = True
+                await election.wait_change(1, True)
+                assert (election.term, election.leads()) == (1, False)
+                cluster.is_down = False
+                await election.wait_change(1, False)
+                assert (election.term, election.leads()) == (2, True)
+            task.cancel()
+
+
+async def test_two_that_run_have_one_leader_and_the_other_follows_a_release() -> None:
+    """A leader that ends in order gives the lease back: the other need not wait for its end."""
+    async with fake_cluster() as cluster, opened_api(cluster) as api:
+        slow = LeaseTerms(namespace="ns", name="lease", duration_s=600.0, renew_deadline_s=500.0, retry_s=0.02)
+        both = [LeaderElection(api=api, identity=f"r{i}", terms=slow) for i in range(2)]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one.run()) for one in both]
+            await eventually(lambda: any(one.leads() for one in both) and all(one.holder for one in both))
+            leader = next(i for i, one in enumerate(both) if one.leads())
+            other = both[1 - leader]
+            assert not other.leads()
+            tasks[leader].cancel()
+            await asyncio.wait({tasks[leader]})
+            await both[leader].release()
+            await eventually(other.leads)
+            assert not both[leader].leads()
+            assert lease(cluster)["holderIdentity"] == f"r{1 - leader}"
+            tasks[1 - leader].cancel()
+
+
+async def test_of_two_that_take_an_ended_lease_one_gets_it() -> None:
+    """The lease's version decides: the slower one gets a conflict and follows."""
+    async with elections(3) as (_, clock, (first, second, third)):
+        await first_to_lead(first, clock)
+        await second._round()
+        await third._round()
+        clock.now += 16.0
+        async with asyncio.TaskGroup() as group:
+            rounds = [group.create_task(_try(one)) for one in (second, third)]
+        assert sorted(round_.result() for round_ in rounds) == [False, True]
+        assert sorted((second.leads(), third.leads())) == [False, True]
+
+
+async def _try(election: LeaderElection) -> bool:
+    try:
+        await election._round()
+    except Conflict:
+        return False
+    return True
+
+
+async def test_a_lease_that_somebody_filled_with_nonsense_ends_at_last() -> None:
+    """A holder, a duration and counts of any kind: it is waited for, no longer than an hour, and then taken."""
+    nonsense: list[dict[str, Any]] = [
+        {"holderIdentity": 7, "leaseDurationSeconds": "x"},
+        {"holderIdentity": "x", "leaseDurationSeconds": 10**12, "leaseTransitions": None},
+        {},
+    ]
+    for spec in nonsense:
+        async with elections(1) as (cluster, clock, (first,)):
+            cluster.put(
+                "leases", {"metadata": {"name": "lease", "namespace": "ns", "labels": {"a": "b"}}, "spec": spec}
+            )
+            await first._round()
+            clock.now += 3601.0
+            await first._round()
+            assert first.leads()
+            assert cluster.objects["leases"]["ns/lease"]["metadata"]["labels"] == {"a": "b"}
+
+
+async def test_one_replica_alone_always_leads() -> None:
+    """Without an election there is nothing to wait for."""
+    alone = AlwaysLeads()
+    assert alone.leads()
+    async with asyncio.timeout(10):
+        await alone.wait_change(0, False)
+
+
+async def test_a_lease_that_is_deleted_makes_no_second_leader() -> None:
+    """Whoever sees it missing leads no more and waits a lease's duration, though the leader may not have seen it: it is past
+    its deadline by then."""
+    async with elections(2) as (cluster, clock, (first, second)):
+        await first_to_lead(first, clock)
+        await second._round()
+        cluster.delete("leases", "ns/lease")
+        ends_at = clock.now + TERMS.duration_s
+        while clock.now < ends_at:
+            await second._round()
+            assert not second.leads()
+            clock.now += TERMS.retry_s
+        assert not first.leads()
+        await second._round()
+        assert second.leads()
+        await first._round()
+        assert (first.leads(), first.holder) == (False, "r1")
+
+
+async def test_a_leader_whose_lease_is_missing_stops_at_once() -> None:
+    """When it renews; it does not make it anew before a lease's duration is over."""
+    async with elections(1) as (cluster, clock, (first,)):
+        await first_to_lead(first, clock)
+        cluster.delete("leases", "ns/lease")
+        with pytest.raises(NotFound):
+            await first._round()
+        assert (first.leads(), first.holder) == (False, "")
+        clock.now += TERMS.duration_s - 1.0
+        await first._round()
+        assert not cluster.objects["leases"]
+        clock.now += 1.0
+        await first._round()
+        assert first.leads()
+
+
+async def test_a_leader_that_reads_another_ones_name_stops_at_once() -> None:
+    """Its renewal fails by the version; what it reads then is another's, so it does not wait for its deadline."""
+    async with elections(1) as (cluster, clock, (first,)):
+        await first_to_lead(first, clock)
+        cluster.change("leases", "ns/lease", lambda raw: raw["spec"].update(holderIdentity="thief"))
+        with pytest.raises(Conflict):
+            await first._round()
+        assert (first.leads(), first.holder) == (False, "thief")
+
+
+async def test_a_lease_that_somebody_labelled_stays_its_holders() -> None:
+    """The version is another, the holder is not: it is renewed in the same round, and the label stays."""
+    async with elections(1) as (cluster, clock, (first,)):
+        await first_to_lead(first, clock)
+        cluster.change("leases", "ns/lease", lambda raw: raw["metadata"].update(labels={"a": "b"}))
+        clock.now += 9.0
+        await first._round()
+        clock.now += 9.0
+        assert first.leads()
+        assert cluster.objects["leases"]["ns/lease"]["metadata"]["labels"] == {"a": "b"}
+
+
+async def test_a_conflict_that_cannot_be_looked_into_ends_leadership() -> None:
+    """Another may have taken the lease: nobody decides on a guess."""
+    async with elections(1) as (cluster, clock, (first,)):
+        await first_to_lead(first, clock)
+        cluster.change("leases", "ns/lease", lambda raw: raw["metadata"].update(labels={"a": "b"}))
+
+        async def away(namespace: str, name: str) -> dict[str, Any]:
+            raise Unavailable("told to")
+
+        first._api.get_lease = away  # type: ignore[method-assign]
+        with pytest.raises(Unavailable):
+            await first._round()
+        assert not first.leads()
+
+
+async def test_a_holder_that_was_emptied_by_hand_is_waited_for() -> None:
+    """Who gives a lease back sets its duration to a second as well; else its leader may go on until its deadline."""
+    async with elections(2) as (cluster, clock, (first, second)):
+        await first_to_lead(first, clock)
+        cluster.change("leases", "ns/lease", lambda raw: raw["spec"].update(holderIdentity=""))
+        await second._round()
+        assert (first.leads(), second.leads()) == (True, False)
+        clock.now += TERMS.duration_s + 1.0
+        await second._round()
+        assert (first.leads(), second.leads()) == (False, True)
+
+
+async def test_a_replica_that_was_stopped_leads_no_more_and_begins_a_new_term() -> None:
+    """Its clock went on meanwhile; the first thing it does is to look at it, and then who waits is told."""
+    async with elections(1) as (_, clock, (first,)):
+        await first_to_lead(first, clock)
+        first._tell()
+        clock.now += 60.0
+        assert not first.leads()
+        first._tell()
+        await first._round()
+        first._tell()
+        assert (first.leads(), first.term) == (True, 2)
+
+
+def test_the_clock_counts_while_the_host_is_suspended() -> None:
+    """By default it is the boot time: the monotonic clock would let a leader go on after the host woke up."""
+    before = time.clock_gettime(time.CLOCK_BOOTTIME)
+    now = boot_time_s()
+    assert before <= now <= time.clock_gettime(time.CLOCK_BOOTTIME)
+    default = inspect.signature(LeaderElection).parameters["clock"].default
+    assert default is boot_time_s
+
+
+async def test_two_that_run_never_lead_at_once_though_the_lease_is_deleted() -> None:
+    """Again and again, while both take their rounds: one of them leads in the end."""
+    async with fake_cluster() as cluster, opened_api(cluster) as api:
+        both = [LeaderElection(api=api, identity=f"r{i}", terms=QUICK) for i in range(2)]
+
+        def leaders() -> int:
+            count = sum(one.leads() for one in both)
+            assert count <= 1
+            return count
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one.run()) for one in both]
+            for _ in range(3):
+                await eventually(lambda: leaders() == 1 and all(one.holder for one in both))
+                cluster.delete("leases", "ns/lease")
+                await eventually(lambda: leaders() == 0)
+            await eventually(lambda: leaders() == 1 and all(one.holder for one in both))
+            for task in tasks:
+                task.cancel()

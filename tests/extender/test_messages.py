@@ -1,0 +1,209 @@
+"""The scheduler's JSON: read with bounds, written with exact names; whatever else comes is refused and never raises."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare_agent.extender.messages import (
+    MAX_NODES,
+    FilterAnswer,
+    binding_result,
+    filter_result,
+    host_priorities,
+    parse_bind_args,
+    parse_nodes_args,
+    parse_preempt_args,
+    preemption_result,
+)
+from gpushare_agent.extender.pods import asks_for_ours, lean_pod, predicate_annotations
+from gpushare_agent.model.errors import Corrupt
+from gpushare_agent.model.names import PodUid
+from tests.support_extender import NAMES, raw_pod
+
+DATA = Path(__file__).parent.parent / "data" / "extender"
+
+
+def read(name: str) -> bytes:
+    return (DATA / name).read_bytes()
+
+
+def test_args_with_names_are_read() -> None:
+    """The pod with what it asks for, and the names in their order."""
+    args = parse_nodes_args(read("filter_args_names.json"), NAMES)
+    assert (args.pod.namespace, args.pod.name) == ("team-a", "train")
+    assert args.pod.containers[0].requests == {"tencent.com/vcuda-core": 60, "tencent.com/vcuda-memory": 8}
+    assert args.names == ["node-a", "node-b", "node-c", "node-x"]
+    assert args.raw_nodes is None
+
+
+def test_args_with_whole_nodes_are_read_and_given_back_untouched() -> None:
+    """What the scheduler sent of a node comes back as it was."""
+    content = read("filter_args_nodes.json")
+    args = parse_nodes_args(content, NAMES)
+    assert args.names == ["node-a", "node-b"]
+    answer = FilterAnswer(fitting=["node-b"], failed={}, unresolvable={})
+    nodes = json.loads(filter_result(answer, args))["Nodes"]
+    assert nodes["items"] == [json.loads(content)["Nodes"]["items"][1]]
+
+
+def test_fields_are_read_in_any_case() -> None:
+    """Go does so, and schedulers before 1.17 wrote small letters."""
+    raw = json.loads(read("filter_args_names.json"))
+    old = {"pod": raw["Pod"], "nodes": None, "nodenames": raw["NodeNames"]}
+    assert parse_nodes_args(json.dumps(old).encode(), NAMES) == parse_nodes_args(read("filter_args_names.json"), NAMES)
+
+
+def test_results_have_the_fields_of_the_public_types_in_their_order() -> None:
+    """Names as in the Go source, whether or not there is something to say."""
+    names = parse_nodes_args(read("filter_args_names.json"), NAMES)
+    answer = FilterAnswer(fitting=["n2", "n1"], failed={"b": "y", "a": "x"}, unresolvable={"c": "z"})
+    assert filter_result(answer, names) == (
+        b'{"Nodes":null,"NodeNames":["n2","n1"],"FailedNodes":{"a":"x","b":"y"},'
+        b'"FailedAndUnresolvableNodes":{"c":"z"},"Error":""}'
+    )
+    failed = FilterAnswer(failed={}, unresolvable={}, error="why")
+    assert filter_result(failed, names) == (
+        b'{"Nodes":null,"NodeNames":null,"FailedNodes":{},"FailedAndUnresolvableNodes":{},"Error":"why"}'
+    )
+    assert host_priorities([("n1", 10), ("n2", 0)]) == b'[{"Host":"n1","Score":10},{"Host":"n2","Score":0}]'
+    assert binding_result("") == b'{"Error":""}'
+    assert preemption_result({"n": [PodUid("u")]}, {"n": 1}) == (
+        b'{"NodeNameToMetaVictims":{"n":{"Pods":[{"UID":"u"}],"NumPDBViolations":1}}}'
+    )
+
+
+def test_both_forms_of_victims_say_the_same() -> None:
+    """Whole pods and UIDs."""
+    by_pod = parse_preempt_args(read("preemption_args_victims.json"), NAMES)
+    by_uid = parse_preempt_args(read("preemption_args_meta.json"), NAMES)
+    assert by_pod == by_uid
+    assert by_uid.victims == {"node-b": ["victim-1"], "node-c": ["victim-2"]}
+    assert by_uid.violations == {"node-b": 0, "node-c": 1}
+
+
+def test_bind_args_are_read() -> None:
+    """All four are needed."""
+    args = parse_bind_args(read("bind_args.json"))
+    assert (args.namespace, args.pod, args.node) == ("team-a", "train", "node-a")
+    raw = json.loads(read("bind_args.json"))
+    for field in raw:
+        for value in (None, "", 7, "x" * 300):
+            with pytest.raises(Corrupt, match=field):
+                parse_bind_args(json.dumps(raw | {field: value}).encode())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+FIELDS = st.sampled_from(["Pod", "Nodes", "NodeNames", "NodeNameToVictims", "NodeNameToMetaVictims", "PodName", "Node"])
+POD = st.just(raw_pod("a", (30, 4)))
+
+
+@given(st.dictionaries(FIELDS, st.one_of(JSON, POD), max_size=4) | JSON)
+def test_whatever_is_sent_is_read_or_refused(raw: Any) -> None:
+    """Nothing but Corrupt is raised."""
+    content = json.dumps(raw).encode()
+    for parse in (
+        lambda: parse_nodes_args(content, NAMES),
+        lambda: parse_preempt_args(content, NAMES),
+        lambda: parse_bind_args(content),
+    ):
+        try:
+            parse()
+        except Corrupt as e:
+            assert str(e)
+
+
+@given(st.binary(max_size=64))
+def test_bytes_that_are_no_json_are_refused(content: bytes) -> None:
+    """And deep nesting too."""
+    for bad in (content, b"[" * 100_000, b'{"Pod":' + b"[" * 100_000):
+        try:
+            parse_bind_args(bad)
+        except Corrupt:
+            continue
+
+
+def test_a_kept_pod_has_what_it_asks_for_and_nothing_that_a_tenant_wrote() -> None:
+    """Containers that ask for nothing are left out and positions stay; alike containers are one object."""
+    raw = raw_pod("a", (0, 0), (30, 4), annotations={"tencent.com/predicate-gpu-idx-1": "0"})
+    first, second = lean_pod(raw, NAMES), lean_pod(raw, NAMES)
+    assert [(c.name, c.position) for c in first.containers] == [("c1", 1)]
+    assert first.containers[0] is second.containers[0]
+    assert first.annotations == {}
+    assert predicate_annotations(raw) == {"tencent.com/predicate-gpu-idx-1": "0"}
+
+
+@given(JSON)
+def test_the_quick_look_never_overlooks_a_pod(raw: Any) -> None:
+    """It says no only where the full reading finds no request of ours."""
+    pod = {"metadata": {"uid": "u", "namespace": "n", "name": "p"}, "spec": raw}
+    if not asks_for_ours(pod, NAMES):
+        try:
+            assert lean_pod(pod, NAMES).containers == ()
+        except Corrupt:
+            pass
+    assert isinstance(predicate_annotations({"metadata": raw}), dict)
+
+
+@pytest.mark.parametrize("count", [True, False, -1, 10**30, 1 << 63, 1.0, "1", None])
+def test_violations_are_a_whole_number_of_gos(count: object) -> None:
+    """Neither a bool nor what an int64 does not hold."""
+    meta = {"n": {"Pods": [{"UID": "u"}], "NumPDBViolations": count}}
+    content = json.dumps({"Pod": raw_pod("a", (30, 4)), "NodeNameToMetaVictims": meta}).encode()
+    with pytest.raises(Corrupt, match="NumPDBViolations"):
+        parse_preempt_args(content, NAMES)
+
+
+@pytest.mark.parametrize("count", [0, 1, (1 << 63) - 1])
+def test_any_int64_of_violations_is_given_back(count: int) -> None:
+    """As it was sent."""
+    meta = {"n": {"Pods": [{"UID": "u"}], "NumPDBViolations": count}}
+    args = parse_preempt_args(json.dumps({"Pod": raw_pod("a", (30, 4)), "NodeNameToMetaVictims": meta}).encode(), NAMES)
+    assert args.violations == {"n": count}
+
+
+@pytest.mark.parametrize("small", [b"{}", b"[]", b"1", b'{"":0}', b"[[]]"])
+def test_a_request_of_nothing_but_small_values_is_not_decoded(small: bytes) -> None:
+    """It would take 35 times its size in memory: it is refused by its bytes, though it is malformed at its end."""
+    content = b'{"Pod":{},"Nodes":{"items":[' + b",".join([small] * 100_000) + b"]}"
+    with pytest.raises(Corrupt, match="no scheduler's request"):
+        parse_nodes_args(content, NAMES)
+
+
+@pytest.mark.parametrize("form", ["names", "nodes", "victims"])
+def test_a_request_about_more_nodes_than_any_cluster_has_is_refused(form: str) -> None:
+    """However short their names; and one about 20,000 is not."""
+    for count in (MAX_NODES, MAX_NODES + 1):
+        names = [f"node-with-a-name-of-some-length-{number}" for number in range(count)]
+        about: dict[str, object] = {
+            "names": {"NodeNames": names},
+            "nodes": {"Nodes": {"items": [{"metadata": {"name": name}} for name in names]}},
+            "victims": {"NodeNameToMetaVictims": {name: {"Pods": []} for name in names}},
+        }
+        chosen = about[form]
+        assert isinstance(chosen, dict)
+        content = json.dumps({"Pod": raw_pod("a", (30, 4)), **chosen}).encode()
+        parse = parse_preempt_args if form == "victims" else parse_nodes_args
+        if count <= MAX_NODES:
+            parse(content, NAMES)
+            continue
+        with pytest.raises(Corrupt, match=str(MAX_NODES)):
+            parse(content, NAMES)
+
+
+def test_a_real_request_with_whole_nodes_is_dense_enough() -> None:
+    """A thousand real nodes: far from the bound on small values."""
+    raw = json.loads(read("filter_args_nodes.json"))
+    [item, *_] = raw["Nodes"]["items"]
+    raw["Nodes"]["items"] = [{**item, "metadata": {**item["metadata"], "name": f"n{number}"}} for number in range(1000)]
+    content = json.dumps(raw, separators=(",", ":")).encode()
+    assert len(parse_nodes_args(content, NAMES).names) == 1000

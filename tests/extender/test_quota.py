@@ -1,0 +1,416 @@
+"""The quota of namespaces: reading it, counting against it, saying no."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare_agent.extender.quota import QUOTA_KEY, NamespaceQuota, Quota, check_quota, parse_quota
+from gpushare_agent.extender.quota_use import QuotaUse as Use
+from gpushare_agent.extender.quota_use import Usage, use_of
+from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.model.resources import ResourceNames
+from tests.support_core import NAMES, container, pod
+
+CARD_MIB = 24 * 1024
+GPU_MEM = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
+GPU_ADMISSION = {
+    "default": {"pool": ["public"], "quota": {"M40": 4, "P100": 4}},
+    "B": {"pool": ["wx"], "quota": {"M40": 8, "P100": 2}},
+}
+
+
+def quota_of(**namespaces: Any) -> Quota:
+    return parse_quota({QUOTA_KEY: json.dumps(namespaces)})
+
+
+def check(
+    quota: Quota, asked: Use, used: Use | None = None, *, namespace: str = "a", model: str = "M40", pool: str = "public"
+) -> Refused | None:
+    return check_quota(quota, namespace, asked, used or Use(), model=model, pool=pool)
+
+
+def reason(refused: Refused | None) -> RefusalReason | None:
+    return refused.reason if refused is not None else None
+
+
+def memory_container(units: int, kind: ContainerKind = ContainerKind.MAIN) -> ContainerSpec:
+    return ContainerSpec(name="m", kind=kind, position=0, requests={GPU_MEM.gpu_mem: units})
+
+
+# --- reading ---
+
+
+def test_gpu_admissions_own_example_is_read() -> None:
+    """Cards become hundredths."""
+    assert parse_quota({QUOTA_KEY: json.dumps(GPU_ADMISSION)}) == Quota(
+        namespaces={
+            "default": NamespaceQuota(pools=("public",), cards={"M40": 400, "P100": 400}),
+            "B": NamespaceQuota(pools=("wx",), cards={"M40": 800, "P100": 200}),
+        }
+    )
+
+
+def test_parts_of_cards_are_read_exactly() -> None:
+    """A float would make 114.99 of 1.15."""
+    text = '{"a": {"quota": {"M40": 1.15, "P40": 0.3, "T4": 2.50}}}'
+    assert parse_quota({QUOTA_KEY: text}).namespaces["a"].cards == {"M40": 115, "P40": 30, "T4": 250}
+
+
+def test_other_keys_of_the_config_map_are_left_to_others() -> None:
+    """gpu-admission does not look at them either."""
+    assert parse_quota({QUOTA_KEY: "{}", "notes": "not JSON"}) == Quota()
+
+
+@pytest.mark.parametrize(
+    ("entry", "read"),
+    [
+        ({}, NamespaceQuota(cards={})),
+        ({"pool": ["x"]}, NamespaceQuota(pools=("x",), cards={})),
+        ({"quota": {}}, NamespaceQuota(cards={})),
+        ({"quota": {}, "vcore": 100}, NamespaceQuota(cards={}, vcore=100)),
+        ({"vcore": 400}, NamespaceQuota(vcore=400)),
+        ({"vmemory": 64, "pool": []}, NamespaceQuota(vmemory=64)),
+        ({"pool": ["b", "a", "b"], "quota": {"M40": 0}}, NamespaceQuota(pools=("a", "b"), cards={"M40": 0})),
+    ],
+)
+def test_what_is_left_out_means_what_the_document_says(entry: dict[str, Any], read: NamespaceQuota) -> None:
+    """No models and no total: no cards at all, as in gpu-admission. A total alone limits no model."""
+    assert quota_of(a=entry).namespaces["a"] == read
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no JSON"),
+        ("{", "no JSON"),
+        ("[" * 100_000, "too deeply nested"),
+        ("9" * 5_000, "no JSON"),
+        ("[]", "a list is not an object with a quota for each namespace"),
+        ("null", "null is not an object"),
+        (" " * (1024 * 1024 + 1), "characters, at most"),
+        ('{"a": {"vcore": 1}, "a": {"vcore": 2}}', '"a" is given twice'),
+        ('{"a": {"quota": {"M40": 1, "M40": 2}}}', '"M40" is given twice'),
+        ('{"": {}}', 'namespace "": "" is no name'),
+        ('{"a": 4}', 'namespace "a": 4 is no object with the fields pool, quota, vcore, vmemory'),
+        ('{"a": null}', "null is no object"),
+        ('{"a": {"qouta": {"M40": 4}}}', 'the field "qouta" is not known'),
+        ('{"a": {"pool": "public"}}', 'field pool: "public" is no list'),
+        ('{"a": {"pool": [""]}}', 'field pool: "" is no name'),
+        ('{"a": {"pool": [{}]}}', "field pool: an object is no name"),
+        ('{"a": {"pool": null}}', "field pool: null is no list"),
+        ('{"a": {"quota": null}}', "field quota: null is no object with cards"),
+        ('{"a": {"quota": ["M40"]}}', "field quota: a list is no object with cards"),
+        ('{"a": {"quota": {"M40": "4"}}}', 'model "M40": "4" is no number of cards'),
+        ('{"a": {"quota": {"M40": -1}}}', 'model "M40": -1 is no number of cards'),
+        ('{"a": {"quota": {"M40": true}}}', "true is no number of cards"),
+        ('{"a": {"quota": {"M40": 1.005}}}', "1.005 is no number of cards from 0 to 1000000 with at most two decimals"),
+        ('{"a": {"quota": {"M40": 1e3}}}', "1e3 is no number of cards"),
+        ('{"a": {"quota": {"M40": 1e999999999}}}', "1e999999999 is no number of cards"),
+        ('{"a": {"quota": {"M40": NaN}}}', "NaN is no number of cards"),
+        ('{"a": {"quota": {"M40": 1000001}}}', "1000001 is no number of cards"),
+        ('{"a": {"quota": {"\\ud800": 1}}}', '"\\ud800" is no name'),
+        ('{"a": {"vcore": 0.5}}', "field vcore: 0.5 is no whole number"),
+        ('{"a": {"vmemory": -1}}', "field vmemory: -1 is no whole number"),
+        ('{"a": {"vcore": null}}', "field vcore: null is no whole number"),
+        ('{"a": {"vcore": 10000000000000}}', "field vcore: 10000000000000 is no whole number"),
+    ],
+    ids=range(32),
+)
+def test_a_mistake_is_told_with_the_key_and_the_place(text: str, said: str) -> None:
+    """Nothing is guessed: the last good quota stays."""
+    with pytest.raises(Corrupt) as caught:
+        parse_quota({QUOTA_KEY: text})
+    assert said in str(caught.value)
+    assert f"key {QUOTA_KEY}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{"pool": [f"p{n}" for n in range(257)]}, {"quota": {f"m{n}": 1 for n in range(257)}}],
+)
+def test_lists_are_bounded(entry: dict[str, Any]) -> None:
+    """No cluster has so many models or pools."""
+    with pytest.raises(Corrupt, match="at most"):
+        quota_of(a=entry)
+
+
+def test_the_number_of_namespaces_is_bounded() -> None:
+    """What is kept of a ConfigMap has a limit."""
+    with pytest.raises(Corrupt, match="20001 namespaces"):
+        quota_of(**{f"n{n}": {} for n in range(20_001)})
+
+
+def test_a_config_map_without_the_key_is_told_with_the_keys_it_has() -> None:
+    """A namespace as a key is the likely mistake."""
+    with pytest.raises(Corrupt, match=r'no key gpu_quota; it has "team-a", "team-b"'):
+        parse_quota({"team-b": "{}", "team-a": "{}"})
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["a", "pool", "quota", "vcore", "vmemory", "M40"]), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(_JSON.map(json.dumps) | st.text(max_size=100))
+def test_any_text_is_read_or_refused_as_corrupt(text: str) -> None:
+    """Whatever somebody edits into the ConfigMap, and what is read has only what was checked."""
+    try:
+        quota = parse_quota({QUOTA_KEY: text})
+    except Corrupt:
+        return
+    for limits in quota.namespaces.values():
+        numbers = [*(limits.cards or {}).values(), limits.vcore, limits.vmemory]
+        assert all(number is None or (type(number) is int and number >= 0) for number in numbers)
+
+
+# --- counting ---
+
+
+@pytest.mark.parametrize(
+    ("containers", "counts"),
+    [
+        ([container(cores=30, blocks=16)], Use(30, 30, 16)),
+        ([container("a", 30, 16), container("b", 20, 8)], Use(50, 50, 24)),
+        ([container(cores=200)], Use(200, 200, 2 * 96)),
+        ([container(cores=100, blocks=8)], Use(100, 100, 96)),
+        ([container(cores=100, blocks=500)], Use(100, 100, 500)),
+        ([container()], Use()),
+        ([container("i", 60, 4, ContainerKind.INIT), container(cores=30, blocks=16)], Use(60, 60, 16)),
+        ([container("i", 10, 4, ContainerKind.INIT), container(cores=30, blocks=16)], Use(30, 30, 16)),
+        (
+            [
+                container("i", 40, 4, ContainerKind.INIT),
+                container("j", 50, 2, ContainerKind.INIT),
+                container("m", 30, 3),
+            ],
+            Use(50, 50, 4),
+        ),
+        ([container("s", 20, 8, ContainerKind.SIDECAR), container(cores=30, blocks=16)], Use(50, 50, 24)),
+        (
+            [
+                container("s", 20, 8, ContainerKind.SIDECAR),
+                container("i", 70, 1, ContainerKind.INIT),
+                container(cores=30, blocks=16),
+            ],
+            Use(90, 90, 24),
+        ),
+        (
+            [
+                container("i", 70, 1, ContainerKind.INIT),
+                container("s", 20, 8, ContainerKind.SIDECAR),
+                container(cores=30, blocks=16),
+            ],
+            Use(70, 70, 24),
+        ),
+    ],
+    ids=range(12),
+)
+def test_a_pod_counts_what_kubernetes_would_count(containers: list[ContainerSpec], counts: Use) -> None:
+    """Init containers beside nothing but the sidecars before them; whole cards with all their memory."""
+    assert use_of(pod("p", *containers), NAMES, card_memory_mib=CARD_MIB) == counts
+
+
+@pytest.mark.parametrize(("units", "cards"), [(1, 5), (6, 25), (24, 100)])
+def test_gpushares_memory_counts_as_that_part_of_a_card(units: int, cards: int) -> None:
+    """Rounded up, and its blocks; it takes no cores."""
+    counted = use_of(pod("p", memory_container(units)), GPU_MEM, card_memory_mib=CARD_MIB)
+    assert counted == Use(cards, 0, units * 4)
+
+
+def test_gpushares_memory_on_cards_of_unknown_memory_is_not_free() -> None:
+    """A node that tells no memory divides nothing by zero."""
+    assert use_of(pod("p", memory_container(1)), GPU_MEM, card_memory_mib=0).cards >= 100
+
+
+def test_a_pod_told_of_twice_counts_once() -> None:
+    """The informer repeats itself; a pod that moved counts where it is."""
+    usage = Usage()
+    usage.put(PodUid("u"), "a", "M40", Use(30, 30, 16))
+    usage.put(PodUid("u"), "a", "M40", Use(30, 30, 16))
+    usage.put(PodUid("v"), "a", "P40", Use(100, 100, 96))
+    usage.put(PodUid("w"), "b", "M40", Use(50, 50, 1))
+    assert usage.of("a", "M40") == Use(30, 130, 112)
+    assert usage.of("a", "T4") == Use(0, 130, 112)
+    assert usage.by_model() == {("a", "M40"): 30, ("a", "P40"): 100, ("b", "M40"): 50}
+    usage.put(PodUid("u"), "a", "P40", Use(30, 30, 16))
+    assert usage.of("a", "P40") == Use(130, 130, 112)
+
+
+def test_a_pod_does_not_count_against_itself() -> None:
+    """A pod that is reserved may be asked about again."""
+    usage = Usage()
+    usage.put(PodUid("u"), "a", "M40", Use(30, 30, 16))
+    usage.put(PodUid("v"), "a", "M40", Use(20, 20, 4))
+    assert usage.of("a", "M40", without=PodUid("u")) == Use(20, 20, 4)
+    assert usage.of("a", "P40", without=PodUid("u")) == Use(0, 20, 4)
+    assert usage.of("b", "M40", without=PodUid("u")) == Use()
+    assert usage.of("a", "M40", without=PodUid("x")) == Use(50, 50, 20)
+
+
+_USES = st.builds(Use, *[st.integers(min_value=0, max_value=300)] * 3)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("uvw"), st.sampled_from("ab"), st.sampled_from(["M40", "P40"]), st.none() | _USES)
+    )
+)
+def test_usage_is_the_sum_of_its_pods_whatever_came_before(
+    steps: list[tuple[str, str, str, Use | None]],
+) -> None:
+    """And nothing is left once all have gone."""
+    usage, known = Usage(), dict[str, tuple[str, str, Use]]()
+    for uid, namespace, model, use in steps:
+        if use is None:
+            usage.remove(PodUid(uid))
+            known.pop(uid, None)
+        else:
+            usage.put(PodUid(uid), namespace, model, use)
+            known[uid] = namespace, model, use
+    for namespace in "ab":
+        own = [(model, use) for owner, model, use in known.values() if owner == namespace]
+        cards = sum(use.cards for model, use in own if model == "M40")
+        expected = Use(cards, sum(use.vcore for _, use in own), sum(use.vmemory for _, use in own))
+        assert usage.of(namespace, "M40") == expected
+    for uid in "uvw":
+        usage.remove(PodUid(uid))
+    assert usage.by_model() == {}
+    assert usage.of("a", "M40") == Use()
+
+
+# --- the answer ---
+
+
+def test_a_namespace_that_the_quota_does_not_name_may_use_everything() -> None:
+    """As in gpu-admission."""
+    assert check(quota_of(b={}), Use(10_000, 10_000, 10_000), model="", pool="") is None
+
+
+@pytest.mark.parametrize(
+    ("pools", "pool", "is_allowed"),
+    [
+        (["public"], "public", True),
+        (["public", "wx"], "wx", True),
+        (["public"], "wx", False),
+        (["public"], "", False),
+        ([], "wx", True),
+        ([], "", True),
+    ],
+)
+def test_a_namespace_uses_the_pools_that_its_quota_names(pools: list[str], pool: str, is_allowed: bool) -> None:
+    """No pools named: every pool, also no pool."""
+    refused = check(quota_of(a={"pool": pools, "quota": {"M40": 4}}), Use(100, 100, 96), pool=pool)
+    assert reason(refused) is (None if is_allowed else RefusalReason.WRONG_POOL)
+
+
+def test_the_refusal_of_a_pool_names_those_that_are_allowed() -> None:
+    """And the node's."""
+    quota = quota_of(a={"pool": ["wx", "public"], "quota": {"M40": 4}})
+    refused, without = check(quota, Use(1, 1, 1), pool="spare"), check(quota, Use(1, 1, 1), pool="")
+    assert refused is not None and without is not None
+    assert "namespace a allows nodes of the pools public, wx, and this node is in pool spare" in refused.detail
+    assert "this node is in no pool" in without.detail
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("P40", "names M40, T4, and none of P40 cards"),
+        ("", "names M40, T4, and this node has no label that tells its cards' model"),
+    ],
+)
+def test_a_model_that_the_quota_does_not_name_may_not_be_used(model: str, said: str) -> None:
+    """As in gpu-admission; a node without the label is no model's."""
+    refused = check(quota_of(a={"quota": {"T4": 1, "M40": 4}}), Use(1, 1, 1), model=model)
+    assert refused is not None
+    assert refused.reason is RefusalReason.QUOTA_EXCEEDED
+    assert said in refused.detail
+
+
+def test_an_empty_quota_allows_no_card() -> None:
+    """As in gpu-admission."""
+    refused = check(quota_of(a={}), Use(1, 1, 1))
+    assert refused is not None and "allows no cards at all" in refused.detail
+
+
+@pytest.mark.parametrize(("asked", "is_allowed"), [(30, True), (31, False), (100, False)])
+def test_shares_count_as_parts_of_a_card(asked: int, is_allowed: bool) -> None:
+    """3.7 of 4 cards are used: 0.3 fit, 0.31 do not."""
+    refused = check(quota_of(a={"quota": {"M40": 4}}), Use(asked, asked, 4), Use(370, 370, 40))
+    assert reason(refused) is (None if is_allowed else RefusalReason.QUOTA_EXCEEDED)
+
+
+def test_a_refusal_names_the_quota_the_used_and_the_asked() -> None:
+    """And what is left, in cards."""
+    refused = check(quota_of(a={"quota": {"M40": 4}}), Use(50, 50, 4), Use(375, 375, 40))
+    assert refused is not None
+    assert refused.detail == (
+        "the pod asks for 0.5 M40 cards; namespace a has used 3.75 of its quota of 4, so 0.25 are left. "
+        "Wait until pods of the namespace end, ask for less, or have its quota raised."
+    )
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"vcore": 400}, "asks for 50 vcore; namespace a has used 375 of its quota of 400, so 25 are left"),
+        ({"vmemory": 42}, "asks for 4 vmemory blocks; namespace a has used 40 of its quota of 42, so 2 are left"),
+        ({"vmemory": 30}, "used 40 of its quota of 30, so 0 are left"),
+    ],
+)
+def test_totals_hold_over_all_models(limits: dict[str, int], said: str) -> None:
+    """Also where no model is limited, and where the quota was lowered below what is used."""
+    refused = check(quota_of(a=limits), Use(50, 50, 4), Use(375, 375, 40), model="whatever")
+    assert refused is not None
+    assert refused.reason is RefusalReason.QUOTA_EXCEEDED
+    assert said in refused.detail
+
+
+def test_what_a_pod_does_not_ask_for_is_not_held_against_it() -> None:
+    """A share without memory goes on where the memory is used up."""
+    assert check(quota_of(a={"vmemory": 30}), Use(50, 50, 0), Use(0, 0, 40)) is None
+
+
+def test_long_lists_are_cut() -> None:
+    """The scheduler shows the text in an Event."""
+    refused = check(quota_of(a={"quota": {f"m{n:02}": 1 for n in range(20)}}), Use(1, 1, 1))
+    assert refused is not None and "m07 and 12 more" in refused.detail
+
+
+@given(_USES, _USES, st.integers(min_value=0, max_value=500))
+def test_what_is_allowed_never_goes_over_the_quota(asked: Use, used: Use, limit: int) -> None:
+    """And what is refused would."""
+    quota = Quota(namespaces={"a": NamespaceQuota(cards={"M40": limit}, vcore=limit, vmemory=limit)})
+    together = used.plus(asked)
+    is_over = any(
+        wanted and total > limit
+        for wanted, total in (
+            (asked.cards, together.cards), (asked.vcore, together.vcore), (asked.vmemory, together.vmemory),
+        )
+    )  # fmt: skip
+    assert (check(quota, asked, used) is not None) == is_over
+
+
+def test_a_pod_of_another_namespace_is_not_counted() -> None:
+    """The whole way: two namespaces, one quota each."""
+    usage, quota = Usage(), parse_quota({QUOTA_KEY: json.dumps(GPU_ADMISSION)})
+    mine: Pod = replace(pod("p", container(cores=300)), namespace="default")
+    use = use_of(mine, NAMES, card_memory_mib=CARD_MIB)
+    usage.put(PodUid("other"), "B", "M40", use)
+    assert check_quota(quota, "default", use, usage.of("default", "M40"), model="M40", pool="public") is None
+    usage.put(mine.uid, "default", "M40", use)
+    second = check_quota(quota, "default", use, usage.of("default", "M40"), model="M40", pool="public")
+    assert reason(second) is RefusalReason.QUOTA_EXCEEDED

@@ -1,0 +1,223 @@
+"""The quota's ConfigMap and what counts against it: a malformed one keeps the last good, and says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
+from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.metrics import ExtenderMetrics
+from gpushare_agent.extender.nodes import read_node
+from gpushare_agent.extender.pods import lean_pod
+from gpushare_agent.extender.quota_watch import MALFORMED, QuotaFeed, QuotaKeeper
+from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation
+from gpushare_agent.model.errors import RefusalReason
+from gpushare_agent.model.pods import Pod
+from tests.support_extender import (
+    MODEL_LABEL,
+    NAMES,
+    POOL_LABEL,
+    Raw,
+    eventually,
+    fake_cluster,
+    raw_node,
+    raw_pod,
+    running_extender,
+)
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.events: list[Raw] = []
+
+    def note(self, key: tuple[str, ...], make: Callable[[], dict[str, Any]]) -> bool:
+        self.events.append(make())
+        return True
+
+
+@pytest.fixture
+def keeper() -> QuotaKeeper:
+    return QuotaKeeper(NAMES)
+
+
+def config_map(text: str) -> Raw:
+    return {
+        "metadata": {"name": "gpuquota", "namespace": "kube-system", "uid": "u", "resourceVersion": "7"},
+        "data": {"gpu_quota": text},
+    }
+
+
+GOOD = json.dumps({"team": {"pool": ["public"], "quota": {"M40": 1}}})
+BAD = '{"team": {"quota": {"M40": "many"}}}'
+
+
+def feed(keeper: QuotaKeeper) -> tuple[QuotaFeed, Notes, ExtenderMetrics]:
+    notes, metrics = Notes(), ExtenderMetrics()
+    return QuotaFeed(keeper=keeper, events=notes, metrics=metrics, component="host"), notes, metrics
+
+
+def asking(name: str, cores: int = 60, namespace: str = "team") -> Pod:
+    return lean_pod(raw_pod(name, (cores, 4), namespace=namespace), NAMES)
+
+
+def node(model: str = "M40") -> ClusterNode:
+    found = read_node(
+        raw_node("n1", model=model, pool="public"), NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL
+    ).node
+    assert found is not None
+    return found
+
+
+def state_of(keeper: QuotaKeeper, *nodes: ClusterNode) -> ClusterState:
+    state = ClusterState(policy=ClusterPolicy(names=NAMES), quota=keeper, on_change=keeper.reserved)
+    for one in nodes:
+        keeper.know_node(one)
+        state.put_node(one, 0.0)
+    return state
+
+
+def test_no_config_map_is_no_quota(keeper: QuotaKeeper) -> None:
+    """Nobody is limited, and again so once it is deleted."""
+    assert keeper(asking("a"), model="M40", pool="public") is None
+    quotas, _, _ = feed(keeper)
+    quotas.put(config_map(json.dumps({"team": {"quota": {}}})))
+    assert keeper(asking("a"), model="M40", pool="public") is not None
+    quotas.remove("gpuquota")
+    assert keeper(asking("a"), model="M40", pool="public") is None
+
+
+def test_a_malformed_one_keeps_the_last_good_and_says_so(keeper: QuotaKeeper) -> None:
+    """In an Event on the ConfigMap and in a metric; the next good one counts."""
+    quotas, notes, metrics = feed(keeper)
+    quotas.put(config_map(GOOD))
+    good = keeper.quota
+    quotas.put(config_map(BAD))
+    assert keeper.quota is good
+    assert b'quota_loads_total{outcome="malformed"} 1.0' in metrics.exposition("")[1]
+    (event,) = notes.events
+    assert event["reason"] == MALFORMED
+    assert event["involvedObject"]["kind"] == "ConfigMap"
+    assert event["metadata"]["namespace"] == "kube-system"
+    assert "M40" in event["message"] and "last good one stays in force" in event["message"]
+
+
+def test_where_there_never_was_a_good_one_pods_are_refused(keeper: QuotaKeeper) -> None:
+    """Nobody knows what a namespace may use: the refusal says whose mistake it is."""
+    quotas, _, _ = feed(keeper)
+    quotas.put(config_map(BAD))
+    refused = keeper(asking("a"), model="M40", pool="public")
+    assert refused is not None
+    assert refused.reason is RefusalReason.NOT_READY
+    quotas.put(config_map(GOOD))
+    assert keeper(asking("a"), model="M40", pool="public") is None
+
+
+@pytest.mark.parametrize("data", [None, 7, [], {"other": "x"}, {"gpu_quota": 7}])
+def test_data_of_any_kind_is_survived(keeper: QuotaKeeper, data: Any) -> None:
+    """The ConfigMap may say anything."""
+    quotas, notes, _ = feed(keeper)
+    assert quotas.put(config_map("") | {"data": data})
+    assert notes.events
+
+
+def test_reservations_count_and_stop_to_count(keeper: QuotaKeeper) -> None:
+    """From reserve to undo; a pod is not counted against itself."""
+    quotas, _, _ = feed(keeper)
+    quotas.put(config_map(GOOD))
+    state = state_of(keeper, node())
+    first, second = asking("a"), asking("b")
+    keeper.learn(first)
+    reserved = state.reserve(first, "n1", 0.0)
+    assert isinstance(reserved, Reservation)
+    assert keeper.usage.by_model() == {("team", "M40"): 60}
+    assert keeper(first, model="M40", pool="public") is None
+    refused = keeper(second, model="M40", pool="public")
+    assert refused is not None and refused.reason is RefusalReason.QUOTA_EXCEEDED
+    state.undo(first.uid)
+    assert keeper.usage.by_model() == {}
+    assert keeper(second, model="M40", pool="public") is None
+
+
+def test_a_node_that_gets_its_model_later_counts_under_it(keeper: QuotaKeeper) -> None:
+    """The agent's label comes after the node."""
+    state = state_of(keeper, node(model=""))
+    pod = asking("a")
+    keeper.learn(pod)
+    state.reserve(pod, "n1", 0.0)
+    assert keeper.usage.by_model() == {("team", ""): 60}
+    keeper.know_node(node())
+    assert keeper.usage.by_model() == {("team", "M40"): 60}
+    keeper.forget(pod.uid)
+    assert keeper.usage.by_model() == {}
+
+
+def test_pods_count_while_their_node_is_known(keeper: QuotaKeeper) -> None:
+    """Whichever of pod and node is heard of first; a node that goes and comes back changes nothing for good."""
+    state, metrics = state_of(keeper), ExtenderMetrics()
+    pods = PodsFeed(state=state, names=NAMES, metrics=metrics, quota=keeper)
+    read = partial(read_node, names=NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL)
+    nodes = NodesFeed(state=state, read=read, metrics=metrics, quota=keeper, told=pods.told)
+    raw = raw_node("n1", model="M40")
+    pods.put(raw_pod("a", (60, 4), namespace="team", node="n1"))
+    assert keeper.usage.by_model() == {}
+    for _ in range(2):
+        nodes.put(raw)
+        assert keeper.usage.by_model() == {("team", "M40"): 60}
+        pods.put(raw_pod("a", (60, 4), namespace="team", node="n1"))
+        assert keeper.usage.by_model() == {("team", "M40"): 60}
+        nodes.remove("n1")
+        assert keeper.usage.by_model() == {}
+    nodes.put(raw)
+    pods.put(raw_pod("b", (30, 4), namespace="team", node="n1"))
+    assert keeper.usage.by_model() == {("team", "M40"): 90}
+    pods.remove("uid-a")
+    assert keeper.usage.by_model() == {("team", "M40"): 30}
+
+
+def test_a_nodes_memory_counts_while_it_is_there(keeper: QuotaKeeper) -> None:
+    """A whole card counts with the largest card's memory of its model: of the nodes there are, not of those there were."""
+    quotas, _, _ = feed(keeper)
+    quotas.put(config_map(json.dumps({"team": {"pool": ["public"], "quota": {"M40": 8}, "vmemory": 16}})))
+    whole = lean_pod(raw_pod("w", (100, 0), namespace="team"), NAMES)
+    keeper.know_node(node())
+    assert keeper(whole, model="M40", pool="public") is None
+    huge = read_node(
+        raw_node("n2", model="M40", pool="public", memory_mib=1 << 20),
+        NAMES,
+        model_label=MODEL_LABEL,
+        pool_label=POOL_LABEL,
+    ).node
+    assert huge is not None
+    for mend in (
+        lambda: keeper.forget_node("n2"),
+        lambda: keeper.know_node(replace(huge, model="V100")),
+        lambda: keeper.know_node(replace(huge, cards=node().cards)),
+    ):
+        keeper.know_node(huge)
+        assert keeper(whole, model="M40", pool="public") is not None
+        mend()
+        assert keeper(whole, model="M40", pool="public") is None
+    keeper.forget_node("n1")
+    keeper.forget_node("n2")
+    keeper.forget_node("never-known")
+    assert keeper._memories == {}
+
+
+async def test_a_malformed_config_map_becomes_an_event_of_the_api_server() -> None:
+    """End to end, with the last good quota in force meanwhile."""
+    pod = raw_pod("a", (60, 4), namespace="team")
+    async with fake_cluster(raw_node("n1", model="M40", pool="other"), pods=[pod]) as cluster:
+        cluster.put("configmaps", config_map(GOOD))
+        async with running_extender(cluster) as asker:
+            cluster.put("configmaps", config_map(BAD))
+            await eventually(lambda: bool(cluster.objects["events"]))
+            (event,) = cluster.objects["events"].values()
+            assert (event["type"], event["reason"]) == ("Warning", MALFORMED)
+            answer = await asker.filter(pod, ["n1"])
+            assert "pool" in answer["FailedAndUnresolvableNodes"]["n1"]

@@ -1,0 +1,288 @@
+"""The control socket: who may ask, what is answered, and whose file it is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpushare_agent.cli.cordon import Answer, ask, told
+from gpushare_agent.gpus import control_server
+from gpushare_agent.gpus.control_server import MAX_REQUEST_BYTES, ControlServer, is_served
+from gpushare_agent.gpus.inventory import GpuInventoryState
+from gpushare_agent.model.errors import Unavailable
+from tests.support_core import inventory
+from tests.support_health import DEADLINE_S, IMMEDIATE, xid
+
+
+class Parts:
+    """What the server speaks to, and what it did with it."""
+
+    def __init__(self) -> None:
+        self.inventory = GpuInventoryState(IMMEDIATE)
+        self.inventory.read(inventory())
+        self.not_kept = ""
+        self.looks = 0
+
+    async def keep(self) -> str:
+        return self.not_kept
+
+    def look_soon(self) -> None:
+        self.looks += 1
+
+    def server(self, path: Path) -> ControlServer:
+        return ControlServer(path, self.inventory, self, look_soon=self.look_soon)
+
+
+@asynccontextmanager
+async def _running(server: ControlServer) -> AsyncIterator[None]:
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(server.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+
+@asynccontextmanager
+async def _listening(path: Path) -> AsyncIterator[Parts]:
+    parts = Parts()
+    server = parts.server(path)
+    async with _running(server):
+        async with asyncio.timeout(DEADLINE_S):
+            await server.wait_listening()
+        yield parts
+
+
+async def _ask(path: Path, method: str, target: str, request: Any = None) -> Answer:
+    """The blocking client of the command line, in a thread."""
+    return await asyncio.to_thread(ask, path, method, target, request)
+
+
+async def test_a_card_is_cordoned_and_put_back(short_dir: Path) -> None:
+    """By index or by UUID; the answer shows the card as it is now."""
+    path = short_dir / "run" / "control.sock"
+    async with _listening(path) as parts:
+        answer = await _ask(path, "POST", "/cordon", {"gpu": "1", "reason": " new fan "})
+        assert (answer.status, answer.document["changed"], answer.document["not_kept"]) == (200, True, "")
+        card = answer.document["card"]
+        assert (card["index"], card["is_healthy"], card["cordoned"]) == (1, False, "new fan")
+        assert parts.inventory.current.cards[1].unhealthy_reason == "cordoned: new fan"
+        again = await _ask(path, "POST", "/cordon", {"gpu": "GPU-1", "reason": "new fan"})
+        assert not again.document["changed"]
+        back = await _ask(path, "POST", "/uncordon", {"gpu": "gpu-1"})
+        assert back.document["changed"] and back.document["card"]["is_healthy"]
+        assert parts.looks == 1 and parts.inventory.cordoned == {}
+        cards = (await _ask(path, "GET", "/cards")).document["cards"]
+    assert [(card["index"], card["state"], card["cordoned"]) for card in cards] == [
+        (0, "healthy", None),
+        (1, "healthy", None),
+    ]
+
+
+async def test_uncordon_ends_a_wait_for_a_reset_and_says_so(short_dir: Path) -> None:
+    """A look follows at once."""
+    path = short_dir / "control.sock"
+    async with _listening(path) as parts:
+        parts.inventory.note_events([xid(79)])
+        answer = await _ask(path, "POST", "/uncordon", {"gpu": "0"})
+        assert answer.document["ended_wait"] == "Xid 79 (GPU has fallen off the bus)"
+        assert answer.document["card"]["state"] == "probing" and parts.looks == 1
+    text = told("uncordon", answer.document)
+    assert "that wait is ended" in text and "It is Unhealthy still" in text
+
+
+async def test_what_could_not_be_written_down_is_in_the_answer(short_dir: Path) -> None:
+    """The cordon holds all the same."""
+    path = short_dir / "control.sock"
+    async with _listening(path) as parts:
+        parts.not_kept = "the disk is full"
+        answer = await _ask(path, "POST", "/cordon", {"gpu": "0"})
+        assert (answer.status, answer.document["not_kept"]) == (200, "the disk is full")
+        assert parts.inventory.cordoned == {"GPU-0": ""}
+    assert "forgotten when the agent ends" in told("cordon", answer.document)
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "text"),
+    [
+        ({"gpu": "7"}, 404, "no card '7'; its cards: 0 (GPU-0), 1 (GPU-1)"),
+        ({"gpu": "GPU-"}, 409, "the beginning of 2 cards"),
+        ({}, 404, "no card ''"),
+        ({"gpu": 1}, 400, "'gpu' must be a text"),
+        ({"gpu": "0", "reason": "x" * 201}, 400, "at most 200 printable"),
+        ({"gpu": "0", "reason": "a\nb"}, 400, "printable"),
+        ({"gpu": "0", "reason": "\x1b[2J"}, 400, "printable"),
+        (["0"], 400, "no JSON object"),
+        ({"gpu": "0", "more": "x" * MAX_REQUEST_BYTES}, 400, "bytes were sent"),
+    ],
+)
+async def test_a_bad_request_changes_nothing_and_is_told_why(
+    short_dir: Path, request_: Any, status: int, text: str
+) -> None:
+    """What root asks is bounded and checked, too."""
+    path = short_dir / "control.sock"
+    async with _listening(path) as parts:
+        answer = await _ask(path, "POST", "/cordon", request_)
+        assert answer.status == status and text in answer.document["error"]
+        assert parts.inventory.cordoned == {}
+
+
+async def test_what_is_no_json_is_refused(short_dir: Path) -> None:
+    """Also what nests too deep."""
+    path = short_dir / "control.sock"
+    async with _listening(path):
+        for content in (b"\xff", b"[" * 10_000):
+            reader, writer = await asyncio.open_unix_connection(path)
+            writer.write(b"POST /cordon HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
+            async with asyncio.timeout(DEADLINE_S):
+                answer = await reader.read()
+            writer.close()
+            assert b" 400 " in answer.splitlines()[0] and b"no JSON" in answer
+
+
+async def test_the_socket_is_the_owners_alone_and_goes_with_the_server(short_dir: Path) -> None:
+    """Mode 0600 from the first moment."""
+    path = short_dir / "control.sock"
+    async with _listening(path):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert os.listdir(short_dir) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+async def test_another_user_is_refused_by_the_kernels_word(short_dir: Path) -> None:
+    """Even where the file's mode lets it through."""
+    path = short_dir / "control.sock"
+    short_dir.chmod(0o755)
+    asks = (
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]);"
+        "s.sendall(b'GET /cards HTTP/1.0\\r\\n\\r\\n'); sys.stdout.buffer.write(s.recv(4096))"
+    )
+    async with _listening(path):
+        path.chmod(0o666)
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", asks, str(path)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        async with asyncio.timeout(DEADLINE_S):
+            out, _ = await child.communicate()
+    assert b" 403 " in out.splitlines()[0]
+
+
+async def test_a_stale_socket_is_replaced(short_dir: Path) -> None:
+    """One that a killed agent left behind."""
+    path = short_dir / "control.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    assert not is_served(path)
+    async with _listening(path):
+        assert (await _ask(path, "GET", "/cards")).status == 200
+
+
+async def test_a_living_agents_socket_is_left_alone(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second agent says so once, runs on, and takes over when the first one ends."""
+    monkeypatch.setattr(control_server, "LOOK_AGAIN_S", 0.01)
+    path = short_dir / "control.sock"
+    second = Parts()
+    with capture_logs() as logs:
+        async with _listening(path) as first:
+            server = second.server(path)
+            async with _running(server):
+                await _ask(path, "POST", "/cordon", {"gpu": "0"})
+                async with asyncio.timeout(DEADLINE_S):
+                    while not any(line["event"] == "control_socket_not_open" for line in logs):
+                        await asyncio.sleep(0.005)
+                assert first.inventory.cordoned and not second.inventory.cordoned
+        async with _running(second.server(path)), asyncio.timeout(DEADLINE_S):
+            while not path.exists():
+                await asyncio.sleep(0.005)
+            await _ask(path, "POST", "/cordon", {"gpu": "1"})
+    assert second.inventory.cordoned == {"GPU-1": ""}
+    warnings = [line for line in logs if line["event"] == "control_socket_not_open"]
+    assert len(warnings) == 1 and "another process serves there" in warnings[0]["error"]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+async def test_a_socket_whose_file_is_gone_is_opened_anew(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+) -> None:
+    """Removed, or replaced by a stale one: operators reach the agent again, whose end removes the file."""
+    monkeypatch.setattr(control_server, "LOOK_AGAIN_S", 0.01)
+    path = short_dir / "control.sock"
+    with capture_logs() as logs:
+        async with _listening(path) as parts:
+            path.unlink()
+            if is_replaced:
+                with socket.socket(socket.AF_UNIX) as stale:
+                    stale.bind(str(path))
+            async with asyncio.timeout(DEADLINE_S):
+                while not is_served(path):
+                    await asyncio.sleep(0.005)
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            assert (await _ask(path, "POST", "/cordon", {"gpu": "0"})).status == 200
+            assert parts.inventory.cordoned
+    assert os.listdir(short_dir) == []
+    assert [line["event"] for line in logs if line["log_level"] == "warning"] == ["control_socket_gone"]
+
+
+async def test_a_socket_of_another_program_in_its_place_is_left_alone(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither replaced nor removed at the end; the log says who is in the way."""
+    monkeypatch.setattr(control_server, "LOOK_AGAIN_S", 0.01)
+    path = short_dir / "control.sock"
+    with capture_logs() as logs, socket.socket(socket.AF_UNIX) as other:
+        async with _listening(path):
+            path.unlink()
+            other.bind(str(path))
+            other.listen()
+            async with asyncio.timeout(DEADLINE_S):
+                while not any(line["event"] == "control_socket_not_open" for line in logs):
+                    await asyncio.sleep(0.005)
+        assert path.is_socket()
+    assert [line["event"] for line in logs].count("control_socket_gone") == 1
+
+
+async def test_a_file_in_the_sockets_place_is_left_alone(short_dir: Path) -> None:
+    """The agent runs on without the socket, and tells what to do."""
+    path = short_dir / "control.sock"
+    path.write_text("mine")
+    with capture_logs() as logs:
+        async with _running(Parts().server(path)), asyncio.timeout(DEADLINE_S):
+            while not logs:
+                await asyncio.sleep(0.005)
+    assert path.read_text() == "mine"
+    assert "--control.socket" in logs[0]["error"]
+
+
+async def test_where_no_agent_listens_the_asker_is_told(short_dir: Path) -> None:
+    """No socket, or one that nobody serves, or something else."""
+    path = short_dir / "control.sock"
+    with pytest.raises(Unavailable, match="no agent listens"):
+        await _ask(path, "GET", "/cards")
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    with pytest.raises(Unavailable, match="no agent listens"):
+        await _ask(path, "GET", "/cards")
+    path.unlink()
+
+    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"hello\r\n\r\n" + json.dumps({}).encode())
+        writer.close()
+
+    server = await asyncio.start_unix_server(babble, path)
+    with pytest.raises(Unavailable, match="did not answer as it should"):
+        await _ask(path, "GET", "/cards")
+    server.close()
+    await server.wait_closed()

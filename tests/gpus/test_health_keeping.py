@@ -1,0 +1,139 @@
+"""Cordons and waits for a reset are written as soon as they change, and read before the cards are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from structlog.testing import capture_logs
+
+from gpushare_agent.gpus.health_keeping import NO_FILE, HealthKeeping
+from gpushare_agent.gpus.health_values import NOTHING_KEPT, KeptHealth
+from gpushare_agent.gpus.inventory import GpuInventoryState
+from gpushare_agent.kit.backoff import Backoff
+from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.names import GpuUuid
+from tests.support_core import inventory
+from tests.support_health import DEADLINE_S, IMMEDIATE, xid
+
+CARD = GpuUuid("GPU-0")
+FAST = Backoff(base_s=0.001, cap_s=0.001)
+
+
+class File:
+    """Remembers what was saved; fails while `trouble` is set."""
+
+    def __init__(self, kept: KeptHealth = NOTHING_KEPT) -> None:
+        self.kept = kept
+        self.saves: list[KeptHealth] = []
+        self.trouble = ""
+        self.tries = 0
+        self._changed = asyncio.Event()
+
+    async def load(self) -> KeptHealth:
+        self._fail()
+        return self.kept
+
+    async def save(self, kept: KeptHealth) -> None:
+        self.tries += 1
+        self._changed.set()
+        self._fail()
+        self.saves.append(kept)
+
+    def _fail(self) -> None:
+        if self.trouble:
+            raise Unavailable(self.trouble)
+
+    async def wait(self, tries: int) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while self.tries < tries:
+                self._changed.clear()
+                await self._changed.wait()
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def _running(keeping: HealthKeeping) -> AsyncIterator[None]:
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(keeping.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+
+def _state() -> GpuInventoryState:
+    state = GpuInventoryState(IMMEDIATE)
+    state.read(inventory())
+    return state
+
+
+async def test_a_wait_for_a_reset_is_written_without_being_asked() -> None:
+    """An agent that is killed the next moment has kept it."""
+    state, file = _state(), File()
+    async with _running(HealthKeeping(state, file)):
+        state.note_events([xid(79)])
+        await file.wait(1)
+    assert file.saves == [state.kept] and state.kept.waits
+
+
+async def test_what_changes_nothing_that_is_kept_is_not_written() -> None:
+    """A card that fails and returns costs no write."""
+    state, file = _state(), File()
+    keeping = HealthKeeping(state, file)
+    async with _running(keeping):
+        state.lost("gone")
+        state.read(inventory())
+        assert await keeping.keep() == ""
+    assert file.tries == 0
+
+
+async def test_a_write_that_fails_is_told_once_and_tried_again() -> None:
+    """And the asker learns why his cordon may be forgotten."""
+    state, file = _state(), File()
+    keeping = HealthKeeping(state, file, backoff=FAST)
+    file.trouble = "the disk is full"
+    with capture_logs() as logs:
+        state.cordon(CARD, "fan")
+        assert await keeping.keep() == "the disk is full"
+        async with _running(keeping):
+            await file.wait(4)
+            file.trouble = ""
+            await file.wait(file.tries + 1)
+    assert file.saves == [state.kept]
+    assert [line["event"] for line in logs] == ["health_state_not_kept", "health_state_kept_again"]
+
+
+async def test_a_file_that_cannot_be_read_is_a_warning() -> None:
+    """The agent starts; the cards are as the driver shows them."""
+    state, file = GpuInventoryState(IMMEDIATE), File()
+    file.trouble = "no such disk"
+    with capture_logs() as logs:
+        await HealthKeeping(state, file).restore()
+    assert [(line["event"], line["log_level"]) for line in logs] == [("health_state_not_read", "warning")]
+    assert state.kept == NOTHING_KEPT
+
+
+async def test_what_is_restored_is_not_written_again() -> None:
+    """Until it changes."""
+    kept = KeptHealth(cordons={CARD: "fan"}, waits={})
+    state, file = GpuInventoryState(IMMEDIATE), File(kept)
+    keeping = HealthKeeping(state, file)
+    await keeping.restore()
+    state.read(inventory())
+    assert state.cordoned == {CARD: "fan"}
+    assert (await keeping.keep(), file.tries) == ("", 0)
+    state.uncordon(CARD)
+    assert (await keeping.keep(), file.saves) == ("", [NOTHING_KEPT])
+
+
+async def test_without_a_file_the_asker_is_told_so() -> None:
+    """And nothing else is tried, ever again."""
+    state = _state()
+    keeping = HealthKeeping(state, None)
+    await keeping.restore()
+    async with _running(keeping):
+        state.cordon(CARD, "fan")
+        assert await keeping.keep() == NO_FILE

@@ -1,0 +1,227 @@
+"""What the inventory offers, what it keeps, and when it tells."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gpushare_agent.gpus.health import EventMeaning, HealthPolicy
+from gpushare_agent.gpus.health_values import CardHealth, HealthState, KeptHealth
+from gpushare_agent.gpus.inventory import GpuInventoryState
+from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.names import GpuUuid
+from tests.support_core import inventory
+from tests.support_health import IMMEDIATE, sick, xid
+
+FIRST, SECOND = GpuUuid("GPU-0"), GpuUuid("GPU-1")
+
+
+def _state() -> tuple[GpuInventoryState, list[GpuInventory]]:
+    state, told = GpuInventoryState(IMMEDIATE), []
+    state.read(inventory())
+    state.subscribe(told.append)
+    return state, told
+
+
+def reasons(state: GpuInventoryState) -> list[str]:
+    return [card.unhealthy_reason for card in state.current.cards]
+
+
+def test_a_cordon_is_told_once_and_lifted_once() -> None:
+    """The same again changes nothing; another reason does."""
+    state, told = _state()
+    assert [state.cordon(SECOND, "fan"), state.cordon(SECOND, "fan"), state.cordon(SECOND, "smoke")] == [
+        True,
+        False,
+        True,
+    ]
+    assert reasons(state) == ["", "cordoned: smoke"] and state.cordoned == {SECOND: "smoke"}
+    assert [state.uncordon(SECOND), state.uncordon(SECOND), state.uncordon(FIRST)] == [True, False, False]
+    assert reasons(state) == ["", ""] and len(told) == 3
+
+
+def test_an_illness_is_told_apart_from_a_cordon() -> None:
+    """A card that is only cordoned has none; the other one's stands without the operator's words."""
+    state, _ = _state()
+    state.note_events([xid(79, 1)])
+    alone = reasons(state)[1]
+    state.cordon(FIRST, "fan")
+    state.cordon(SECOND, "smoke")
+    assert alone and state.illnesses == {SECOND: alone}
+    assert reasons(state) == ["cordoned: fan", f"cordoned: smoke; besides, {alone}"]
+
+
+def test_events_of_many_cards_are_one_change_and_their_meanings_are_counted() -> None:
+    """What each was taken for is for the log and the counters."""
+    state, told = _state()
+    noted = state.note_events([xid(79, 0), xid(79, 1), xid(79, 0), xid(13, 0), xid(79, 8), xid(79, None)])
+    assert len(told) == 1 and all(reasons(state))
+    assert sorted((meaning.value, count) for (_, meaning), count in noted.items()) == [
+        (EventMeaning.FOREIGN.value, 1),
+        (EventMeaning.IGNORED.value, 1),
+        (EventMeaning.NEEDS_RESET.value, 1),
+        (EventMeaning.NEEDS_RESET.value, 2),
+        (EventMeaning.UNATTRIBUTED.value, 1),
+    ]
+
+
+def test_what_is_kept_is_taken_over_by_the_next_agent_before_the_cards_are_read() -> None:
+    """A cordoned card is never offered, not even for a moment; what is kept of absent cards stays."""
+    state, _ = _state()
+    state.cordon(FIRST, "fan")
+    state.note_events([xid(79, 1)])
+    assert state.kept == KeptHealth(cordons={FIRST: "fan"}, waits={SECOND: "Xid 79 (GPU has fallen off the bus)"})
+    absent = GpuUuid("GPU-absent")
+    again, offered = GpuInventoryState(IMMEDIATE), []
+    again.subscribe(lambda found: offered.extend(card.is_healthy for card in found.cards))
+    again.restore(KeptHealth(cordons={**state.kept.cordons, absent: "away"}, waits=state.kept.waits))
+    again.read(inventory())
+    assert offered == [False, False]
+    assert again.healths[SECOND].state is HealthState.NEEDS_RESET
+    assert again.cordoned == {FIRST: "fan", absent: "away"}
+
+
+def test_a_look_that_sees_the_reset_ends_what_is_kept_of_the_wait() -> None:
+    """The next agent does not wait for it again."""
+    state, _ = _state()
+    state.note_events([xid(79, 1)])
+    state.read(sick(inventory(), 1))
+    assert state.kept.waits == {} and not state.current.cards[1].is_healthy
+    state.read(inventory())
+    assert reasons(state) == ["", ""]
+
+
+def test_an_inventory_without_cards_has_no_probe_due() -> None:
+    """And neither has one whose remembered cards were never seen."""
+    state = GpuInventoryState(IMMEDIATE)
+    state.restore(KeptHealth(cordons={FIRST: ""}, waits={SECOND: "Xid 79"}))
+    assert state.next_probe_at() is None
+    assert not state.lost("no driver") and state.current.cards == ()
+
+
+PROBES = HealthPolicy(
+    reset_xids=frozenset({79}), recovery_probes=2, recovery_period_s=10.0, recovery_period_max_s=600.0
+)
+
+
+def _clocked() -> tuple[GpuInventoryState, list[float]]:
+    """An inventory that wants two looks, and its clock."""
+    now = [0.0]
+    state = GpuInventoryState(PROBES, clock=lambda: now[0])
+    state.read(inventory())
+    return state, now
+
+
+def _offered(state: GpuInventoryState) -> list[bool]:
+    return [card.is_healthy for card in state.current.cards]
+
+
+def test_one_look_that_the_driver_leaves_unanswered_is_over_with_the_next() -> None:
+    """No card failed: none has to pass probes, none has a relapse. A cordon of that time holds."""
+    state, now = _clocked()
+    state.lost("no answer")
+    assert _offered(state) == [False, False]
+    state.cordon(SECOND, "fan")
+    now[0] = 5.0
+    state.read(inventory())
+    assert _offered(state) == [True, False] and reasons(state)[1] == "cordoned: fan"
+    assert state.healths[FIRST] == CardHealth()
+
+
+def test_a_second_unanswered_look_and_a_second_loss_within_the_hour_call_for_probes() -> None:
+    """A driver that fails again and again must not have its cards come and go with every look."""
+    state, now = _clocked()
+    for at in (0.0, 5.0):
+        now[0] = at
+        state.lost("no answer")
+    now[0] = 9.0
+    state.read(inventory())
+    assert _offered(state) == [False, False]
+    for at in (10.0, 20.0):
+        now[0] = at
+        state.read(inventory())
+    assert _offered(state) == [True, True]
+    for at, is_back in ((5000.0, True), (5100.0, False)):
+        now[0] = at
+        state.lost("no answer")
+        state.read(inventory())
+        assert _offered(state) == [is_back] * 2
+
+
+def test_after_an_unanswered_look_that_a_card_did_not_survive_all_are_probed() -> None:
+    """What was well and is not any more shows that something happened; a card that was ill before shows nothing."""
+    state, _ = _clocked()
+    state.lost("no answer")
+    state.read(sick(inventory(), 1))
+    assert _offered(state) == [False, False]
+    state, _ = _clocked()
+    state.read(sick(inventory(), 1))
+    state.lost("no answer")
+    state.read(sick(inventory(), 1))
+    assert _offered(state) == [True, False]
+
+
+def test_an_error_of_a_card_beside_an_unanswered_look_is_not_forgiven() -> None:
+    """Before or after that look; the other card comes back at once."""
+    for is_before in (True, False):
+        state, now = _clocked()
+        if is_before:
+            state.note_events([xid(94, 1)])
+        state.lost("no answer")
+        if not is_before:
+            state.note_events([xid(94, 1)])
+        now[0] = 5.0
+        state.read(inventory())
+        assert _offered(state) == [True, False]
+
+
+def test_the_next_life_of_the_same_process_goes_on_with_all_that_was_known() -> None:
+    """Cordons and waits that no file keeps, probes that have begun, relapses; what a file says of known cards is older."""
+    state, now = _clocked()
+    state.note_events([xid(94, 0), xid(79, 1)])
+    state.cordon(SECOND, "fan")
+    now[0] = 10.0
+    state.read(inventory())
+    absent = GpuUuid("GPU-absent")
+    later = GpuInventoryState(PROBES, clock=lambda: now[0])
+    later.take_over(state)
+    later.restore(KeptHealth(cordons={FIRST: "of long ago", absent: "away"}, waits={}))
+    assert not later.is_read
+    later.read(inventory())
+    assert later.is_read and _offered(later) == [False, False]
+    assert (later.healths[FIRST].state, later.healths[FIRST].passes) == (HealthState.PROBING, 1)
+    assert later.kept == KeptHealth(
+        cordons={SECOND: "fan", absent: "away"}, waits={SECOND: "Xid 79 (GPU has fallen off the bus)"}
+    )
+    now[0] = 20.0
+    later.read(inventory())
+    assert _offered(later) == [True, False]
+    again = GpuInventoryState(PROBES, clock=lambda: now[0])
+    again.take_over(later)
+    again.read(inventory())
+    again.read(sick(inventory(), 0))
+    assert again.healths[FIRST].relapses == 1
+
+
+def test_an_unanswered_look_is_over_with_the_next_in_the_next_life_too() -> None:
+    """And a second one within the hour is not."""
+    state, now = _clocked()
+    state.lost("no answer")
+    later = GpuInventoryState(PROBES, clock=lambda: now[0])
+    later.take_over(state)
+    later.read(inventory())
+    assert _offered(later) == [True, True]
+    again = GpuInventoryState(PROBES, clock=lambda: now[0])
+    again.take_over(later)
+    again.read(inventory())
+    again.lost("no answer")
+    again.read(inventory())
+    assert _offered(again) == [False, False]
+
+
+def test_cards_of_which_none_could_be_named_are_not_read_yet() -> None:
+    """The driver told that there are some: nothing may be taken for their absence."""
+    state = GpuInventoryState(IMMEDIATE)
+    state.read(replace(inventory(0), unreadable=((0, "NVML: GPU is lost"),)))
+    assert not state.is_read
+    state.read(inventory(0))
+    assert state.is_read

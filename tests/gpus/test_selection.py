@@ -1,0 +1,43 @@
+"""Naming a card by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gpushare_agent.gpus.selection import cards_meant
+from gpushare_agent.model.names import GpuUuid
+from tests.support_core import inventory
+
+UUIDS = ("GPU-11aa-1", "GPU-11ab-2", "GPU-2ccc-3")
+CARDS = [replace(card, uuid=GpuUuid(uuid)) for card, uuid in zip(inventory(3).cards, UUIDS, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("text", "indexes"),
+    [
+        ("0", [0]),
+        (" 02 ", [2]),
+        ("3", []),
+        ("11", []),
+        ("GPU-11aa-1", [0]),
+        ("gpu-11AA-1", [0]),
+        ("2c", [2]),
+        ("GPU-11a", [0, 1]),
+        ("11a", [0, 1]),
+        ("GPU-", [0, 1, 2]),
+        ("", []),
+        ("²", []),
+        ("GPU-9", []),
+    ],
+)
+def test_a_card_is_an_index_a_uuid_or_its_beginning(text: str, indexes: list[int]) -> None:
+    """Several are left to the asker to tell apart; digits alone are never a UUID."""
+    assert [card.index for card in cards_meant(text, CARDS)] == indexes
+
+
+def test_a_whole_uuid_wins_over_a_longer_one_that_begins_so() -> None:
+    """What is named in full is meant."""
+    longer = replace(CARDS[1], uuid=GpuUuid(UUIDS[0] + "-x"))
+    assert cards_meant(UUIDS[0], [longer, CARDS[0]]) == [CARDS[0]]

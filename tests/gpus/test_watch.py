@@ -1,0 +1,225 @@
+"""Cards that fail and come back, a driver that goes away, and what it tells between two looks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from structlog.testing import capture_logs
+
+from gpushare_agent.gpus.health import HealthPolicy
+from gpushare_agent.gpus.inventory import GpuInventoryState
+from gpushare_agent.gpus.watch import GpuWatch
+from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.gpus import GpuInventory
+from tests.support_core import inventory
+from tests.support_health import IMMEDIATE, ShownDriver, sick, xid
+
+
+class Counted:
+    """Records what would be counted."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int, bool]] = []
+        self.errors: list[str] = []
+
+    def gpu_event(self, kind: str, xid: int, is_ignored: bool) -> None:
+        self.events.append((kind, xid, is_ignored))
+
+    def driver_error(self, word: str) -> None:
+        self.errors.append(word)
+
+
+def health(state: GpuInventoryState) -> list[str]:
+    return [card.health.value for card in state.current.cards]
+
+
+async def _look(watch: GpuWatch, driver: ShownDriver, *shown: GpuInventory | Exception) -> None:
+    for one in shown:
+        driver.shown = one
+        await watch.look()
+
+
+@asynccontextmanager
+async def _running(watch: GpuWatch) -> AsyncIterator[None]:
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(watch.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+
+async def test_one_card_fails_and_returns() -> None:
+    """The other one is not touched; each change is told once."""
+    state, told, driver = GpuInventoryState(IMMEDIATE), [], ShownDriver()
+    state.subscribe(lambda found: told.append([c.is_healthy for c in found.cards]))
+    whole, watch = inventory(), GpuWatch(driver, state, period_s=1)
+    await _look(watch, driver, whole, whole, sick(whole, 1), sick(whole, 1), whole)
+    assert told == [[True, True], [True, False], [True, True]]
+
+
+async def test_a_driver_that_cannot_be_read_makes_every_card_unhealthy() -> None:
+    """With the reason, until it can be read again."""
+    state, driver, counted = GpuInventoryState(IMMEDIATE), ShownDriver(), Counted()
+    watch = GpuWatch(driver, state, period_s=1, metrics=counted)
+    await _look(watch, driver, inventory(), Unavailable("NVML is gone"))
+    assert health(state) == ["Unhealthy", "Unhealthy"]
+    assert state.current.cards[0].unhealthy_reason.startswith("NVML is gone")
+    assert counted.errors == ["look_failed"]
+    await _look(watch, driver, inventory())
+    assert health(state) == ["Healthy", "Healthy"]
+
+
+async def test_a_card_that_is_not_shown_any_more_stays_unhealthy_in_its_place() -> None:
+    """Containers may hold its IDs; the topology keeps its rows."""
+    state, driver, three = GpuInventoryState(IMMEDIATE), ShownDriver(), inventory(3)
+    two = replace(three, cards=(three.cards[0], replace(three.cards[2], index=1)), topology=inventory(2).topology)
+    watch = GpuWatch(driver, state, period_s=1)
+    await _look(watch, driver, three, two)
+    assert [(c.index, c.uuid, c.is_healthy) for c in state.current.cards] == [
+        (0, "GPU-0", True),
+        (1, "GPU-1", False),
+        (2, "GPU-2", True),
+    ]
+    assert state.current.topology == three.topology
+    await _look(watch, driver, three)
+    assert health(state) == ["Healthy"] * 3
+
+
+async def test_a_node_without_cards_waits_for_them() -> None:
+    """fail_on_init_error=false: nothing is offered, and they appear later."""
+    state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
+    watch = GpuWatch(driver, state, period_s=1)
+    await _look(watch, driver, Unavailable("no driver"))
+    assert state.current.cards == ()
+    await _look(watch, driver, inventory())
+    assert len(state.current.cards) == 2
+
+
+async def test_an_event_takes_its_card_away_before_the_driver_is_looked_at() -> None:
+    """A card that hangs may keep the driver busy for seconds; the other card is not touched."""
+    state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
+    watch = GpuWatch(driver, state, period_s=3600)
+    await watch.look()
+    driver.news.append([xid(79, 1)])
+    await watch.fetch_events()
+    assert (health(state), driver.looks) == (["Healthy", "Unhealthy"], 1)
+
+
+async def test_an_event_that_counts_is_followed_by_a_look_at_once() -> None:
+    """Not at the next usual time, which is an hour away; an ignored one is not followed."""
+    state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
+    watch = GpuWatch(driver, state, period_s=3600, event_period_s=0.005)
+    await watch.look()
+    async with _running(watch):
+        driver.news.append([xid(13)])
+        await driver.wait(lambda: not driver.news and driver.fetches > 5)
+        assert driver.looks == 1
+        driver.news.append([xid(79)])
+        await driver.wait(lambda: driver.looks == 2)
+
+
+async def test_a_thousand_events_are_one_change() -> None:
+    """Of two cards together; the counter counts each."""
+    state, driver, counted, told = GpuInventoryState(IMMEDIATE), ShownDriver(inventory(3)), Counted(), []
+    watch = GpuWatch(driver, state, period_s=1, metrics=counted)
+    await watch.look()
+    state.subscribe(lambda found: told.append([c.is_healthy for c in found.cards]))
+    driver.news.extend([[xid(79, n % 2) for n in range(1000)], [xid(79, 0)] * 1000])
+    with capture_logs() as logs:
+        await watch.fetch_events()
+        await watch.fetch_events()
+    assert told == [[False, False, True]]
+    assert len(counted.events) == 2000
+    assert [(line["uuid"], line["count"]) for line in logs if line["event"] == "gpu_event"] == [
+        ("GPU-0", 500),
+        ("GPU-1", 500),
+        ("GPU-0", 1000),
+    ]
+
+
+async def test_a_storm_that_goes_on_does_not_fill_the_log() -> None:
+    """After a burst of lines the rest is counted in the next line."""
+    state, driver, now = GpuInventoryState(IMMEDIATE), ShownDriver(), [0.0]
+    watch = GpuWatch(driver, state, period_s=1, clock=lambda: now[0])
+    await watch.look()
+    driver.news.extend([xid(79)] for _ in range(101))
+    with capture_logs() as logs:
+        for _ in range(100):
+            await watch.fetch_events()
+        now[0] = 100.0
+        await watch.fetch_events()
+    lines = [line for line in logs if line["event"] == "gpu_event"]
+    assert (len(lines), lines[-1]["unlogged"]) == (21, 80)
+
+
+async def test_an_event_of_no_card_blames_none_and_is_followed_by_a_look() -> None:
+    """And an error in the log."""
+    state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
+    watch = GpuWatch(driver, state, period_s=3600, event_period_s=0.005)
+    await watch.look()
+    driver.news.append([xid(79, None)])
+    with capture_logs() as logs:
+        async with _running(watch):
+            await driver.wait(lambda: driver.looks == 2)
+    assert health(state) == ["Healthy", "Healthy"]
+    assert [line["log_level"] for line in logs if line["event"] == "gpu_event_of_no_card"] == ["error"]
+
+
+async def test_an_event_of_a_card_that_is_not_ours_is_counted_and_nothing_else() -> None:
+    """Such as one that the runtime hides from the agent."""
+    state, driver, counted = GpuInventoryState(IMMEDIATE), ShownDriver(), Counted()
+    watch = GpuWatch(driver, state, period_s=1, metrics=counted)
+    await watch.look()
+    driver.news.append([xid(79, 7)])
+    await watch.fetch_events()
+    assert health(state) == ["Healthy", "Healthy"] and counted.events == [("xid", 79, False)]
+
+
+async def test_a_driver_whose_events_fail_is_asked_ever_later_and_told_of_once() -> None:
+    """It never spins; looks go on, and the first success is told, too."""
+    state, driver, counted = GpuInventoryState(IMMEDIATE), ShownDriver(), Counted()
+    watch = GpuWatch(driver, state, period_s=1, event_period_s=0.5, metrics=counted)
+    driver.events_fail = Unavailable("the wait for events failed")
+    with capture_logs() as logs:
+        delays = [await watch.fetch_events() for _ in range(8)]
+        driver.events_fail = None
+        assert await watch.fetch_events() == 0.5
+    assert all(delay >= 0.5 for delay in delays) and delays[-1] >= 15
+    assert [line["event"] for line in logs] == ["gpu_events_lost", "gpu_events_back"]
+    assert counted.errors == ["events_failed"] * 8
+
+
+async def test_a_sick_card_is_looked_at_when_its_probe_is_due() -> None:
+    """The usual look is an hour away."""
+    state = GpuInventoryState(HealthPolicy(recovery_probes=3, recovery_period_s=0.02, recovery_period_max_s=1.0))
+    driver = ShownDriver()
+    watch = GpuWatch(driver, state, period_s=3600, event_period_s=3600)
+    await watch.look()
+    driver.news.append([xid(94)])
+    await watch.fetch_events()
+    async with _running(watch):
+        await driver.wait(lambda: health(state) == ["Healthy", "Healthy"])
+    assert driver.looks >= 4
+
+
+async def test_looks_never_overlap() -> None:
+    """One that is asked for during another waits for its end."""
+    state, order = GpuInventoryState(IMMEDIATE), []
+
+    class Slow(ShownDriver):
+        async def read(self) -> GpuInventory:
+            order.append("begin")
+            await asyncio.sleep(0)
+            order.append("end")
+            return inventory()
+
+    watch = GpuWatch(Slow(), state, period_s=1)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(watch.look())
+        group.create_task(watch.look())
+    assert order == ["begin", "end"] * 2

@@ -1,0 +1,229 @@
+"""The agent's own CDI spec against the published schema, and who names a card."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpushare_agent.isolation.devices.cdi_spec import (
+    SPEC_CONTROL_NODES,
+    SpecNodes,
+    build_spec,
+    cards_to_name,
+    encode_spec,
+    naming,
+    spec_version,
+)
+from gpushare_agent.model.cdi import SpecFile, is_device_name, is_kind
+from gpushare_agent.model.errors import Rejected
+from gpushare_agent.sandbox.cdi_resolver import CdiResolver
+from tests.support_cdi import NVIDIA_CTK, schema
+from tests.support_core import inventory
+
+CARDS = tuple(replace(card, minor=card.index + 4) for card in inventory().cards)
+KIND = "nvidia.com/gpu"
+DRIVER = Path("/etc/gpu-manager/vdriver/origin")
+FULL = build_spec(CARDS, KIND, SpecNodes(driver_directory=DRIVER))
+
+
+def file(path: str, *devices: str, kind: str = KIND) -> SpecFile:
+    return SpecFile(path=path, directory=path.rpartition("/")[0], kind=kind, devices=devices)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        SpecNodes(),
+        SpecNodes(driver_directory=DRIVER),
+        SpecNodes(control=()),
+        SpecNodes(has_card_nodes=False),
+        SpecNodes(has_card_nodes=False, driver_directory=DRIVER),
+    ],
+)
+def test_every_spec_satisfies_the_published_schema_and_resolves(nodes: SpecNodes, tmp_path: Path) -> None:
+    """With and without nodes and driver directory; a runtime finds both cards in it, and edits for each."""
+    content = encode_spec(build_spec(CARDS, KIND, nodes))
+    schema().validate(json.loads(content))
+    (tmp_path / "ours.json").write_bytes(content)
+    for card in CARDS:
+        edits = CdiResolver([tmp_path]).resolve([f"{KIND}={card.uuid}"])
+        own = (f"/dev/nvidia{card.minor}",) if nodes.has_card_nodes else ()
+        assert set(edits.device_nodes) == {*own, *(nodes.control if nodes.has_card_nodes else ())}
+        assert dict(edits.env) == {"NVIDIA_VISIBLE_DEVICES": "void"}
+        assert dict(edits.mounts) == ({str(DRIVER): "/usr/local/nvidia"} if nodes.driver_directory else {})
+
+
+def test_the_spec_is_this() -> None:
+    """The whole of it, for a person to review."""
+    assert encode_spec(
+        build_spec(CARDS[:1], KIND, SpecNodes(control=("/dev/nvidiactl",), driver_directory=DRIVER))
+    ) == (
+        b"""{
+  "cdiVersion": "0.3.0",
+  "kind": "nvidia.com/gpu",
+  "devices": [
+    {
+      "name": "GPU-0",
+      "containerEdits": {
+        "deviceNodes": [
+          {
+            "path": "/dev/nvidia4"
+          }
+        ]
+      }
+    }
+  ],
+  "containerEdits": {
+    "env": [
+      "NVIDIA_VISIBLE_DEVICES=void"
+    ],
+    "deviceNodes": [
+      {
+        "path": "/dev/nvidiactl"
+      }
+    ],
+    "mounts": [
+      {
+        "hostPath": "/etc/gpu-manager/vdriver/origin",
+        "containerPath": "/usr/local/nvidia",
+        "options": [
+          "ro",
+          "nosuid",
+          "nodev",
+          "rbind",
+          "rprivate"
+        ]
+      }
+    ]
+  }
+}
+"""
+    )
+
+
+MISTAKES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no version": lambda spec: spec.pop("cdiVersion"),
+    "a version that is a number": lambda spec: spec.update(cdiVersion=0.3),
+    "no kind": lambda spec: spec.pop("kind"),
+    "a kind that is a list": lambda spec: spec.update(kind=[KIND]),
+    "no devices": lambda spec: spec.pop("devices"),
+    "devices by name": lambda spec: spec.update(devices={"GPU-0": {}}),
+    "a device without a name": lambda spec: spec["devices"][0].pop("name"),
+    "a device named by a number": lambda spec: spec["devices"][0].update(name=0),
+    "a device without edits": lambda spec: spec["devices"][0].pop("containerEdits"),
+    "a device node without a path": lambda spec: spec["devices"][0]["containerEdits"]["deviceNodes"][0].pop("path"),
+    "a device node that is a path": lambda spec: spec["containerEdits"].update(deviceNodes=["/dev/nvidiactl"]),
+    "a minor number as text": lambda spec: spec["containerEdits"]["deviceNodes"][0].update(minor="255"),
+    "a mount without a host path": lambda spec: spec["containerEdits"]["mounts"][0].pop("hostPath"),
+    "mount options as text": lambda spec: spec["containerEdits"]["mounts"][0].update(options="ro,rbind"),
+    "variables as an object": lambda spec: spec["containerEdits"].update(env={"NVIDIA_VISIBLE_DEVICES": "void"}),
+    "edits as a list": lambda spec: spec.update(containerEdits=[spec["containerEdits"]]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_schema_refuses_each_mistake(mistake: str) -> None:
+    """So the test above can fail."""
+    spec = copy.deepcopy(FULL)
+    schema().validate(spec)
+    MISTAKES[mistake](spec)
+    assert not schema().is_valid(spec)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda spec: spec.update(comment="x"), "an unknown field"),
+        (lambda spec: spec["devices"][0].update(containerEdits={}), "a device without edits"),
+        (lambda spec: spec["devices"].append(spec["devices"][0]), "a device twice"),
+    ],
+)
+def test_the_runtime_passes_over_what_only_the_library_refuses(
+    spoil: Callable[[dict[str, Any]], Any], why: str, tmp_path: Path
+) -> None:
+    """The schema takes these, so the resolver must see them."""
+    spec = copy.deepcopy(FULL)
+    spoil(spec)
+    assert schema().is_valid(spec), why
+    (tmp_path / "a.json").write_text(json.dumps(spec))
+    with pytest.raises(Rejected, match=r"unresolvable CDI devices nvidia\.com/gpu=GPU-0"):
+        CdiResolver([tmp_path]).resolve(["nvidia.com/gpu=GPU-0"])
+
+
+def test_the_example_of_nvidia_ctk_satisfies_the_schema() -> None:
+    """It stands for the files of others in these tests."""
+    schema().validate(yaml.safe_load(NVIDIA_CTK))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "version"),
+    [
+        (KIND, "GPU-0", "0.3.0"),
+        ("sub.example.com/gpu", "GPU-0", "0.3.0"),
+        (KIND, "0", "0.5.0"),
+        ("nvidia.com/gpu.shared", "0", "0.6.0"),
+    ],
+)
+def test_the_version_is_the_lowest_that_has_what_the_spec_uses(kind: str, name: str, version: str) -> None:
+    """Older runtimes refuse a newer version, and every runtime refuses a version that is too low for what is used."""
+    assert spec_version(kind, ["GPU-9", name]) == version
+
+
+def test_others_go_first_and_ours_names_the_rest() -> None:
+    """A card that another spec names under the kind is not in ours; another kind does not count."""
+    others = naming([file("/etc/cdi/n.yaml", "0", "GPU-0"), file("/etc/cdi/x.json", "GPU-1", kind="x.io/gpu")], KIND,
+                    [card.uuid for card in CARDS])  # fmt: skip
+    assert others.named == {"GPU-0": "/etc/cdi/n.yaml"} and not others.ambiguous
+    assert [card.uuid for card in cards_to_name(CARDS, others, SpecNodes())] == ["GPU-1"]
+
+
+def test_the_later_directory_counts_and_one_directory_may_not_say_it_twice() -> None:
+    """As runtimes resolve names; a name that is ambiguous anywhere is gone, and ours would not cure it."""
+    a, b, c = file("/etc/cdi/a.json", "GPU-0"), file("/run/cdi/b.json", "GPU-0"), file("/run/cdi/c.json", "GPU-0")
+    assert naming([a, b], KIND, ["GPU-0"]).named == {"GPU-0": "/run/cdi/b.json"}
+    twice = naming([a, b, c], KIND, ["GPU-0", "GPU-1"])
+    assert twice.named == {} and twice.ambiguous == {"GPU-0": ("/run/cdi/b.json", "/run/cdi/c.json")}
+    assert [card.uuid for card in cards_to_name(CARDS, twice, SpecNodes())] == ["GPU-1"]
+
+
+def test_a_card_whose_minor_number_is_unknown_is_not_named() -> None:
+    """/dev/nvidia-1 does not exist; where cards have no nodes it does not matter."""
+    lost = (CARDS[0], replace(CARDS[1], minor=-1))
+    nobody = naming([], KIND, [])
+    assert cards_to_name(lost, nobody, SpecNodes()) == lost[:1]
+    assert cards_to_name(lost, nobody, SpecNodes(has_card_nodes=False)) == lost
+
+
+def test_what_is_a_kind_and_a_device_name() -> None:
+    """Letters begin a vendor and a class; a device may begin with a digit."""
+    for good in (KIND, "a/b", "vendor.com/gpu.shared", "v_1-x.org/g-1"):
+        assert is_kind(good), good
+    for bad in (
+        "nvidia.com",
+        "/gpu",
+        "nvidia.com/",
+        "1v.com/gpu",
+        "nvidia.com/1",
+        "a/b/c",
+        "a./b",
+        "a/b=c",
+        "ä/b",
+        "a/b\n",
+    ):
+        assert not is_kind(bad), bad
+    for good in ("0", "GPU-0f9f", "0:1", "MIG-1.2"):
+        assert is_device_name(good), good
+    for bad in ("", "-a", "a-", "a/b", "a b", "a\n"):
+        assert not is_device_name(bad), bad
+
+
+def test_the_control_nodes_hold_those_of_the_other_strategies() -> None:
+    """A container gets no less by CDI than by device nodes."""
+    assert set(SPEC_CONTROL_NODES) >= {"/dev/nvidiactl", "/dev/nvidia-uvm"}

@@ -1,0 +1,125 @@
+"""The five ways in, alone and together, and what is said of those that do not go together."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+
+import pytest
+
+from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
+from gpushare_agent.isolation.devices.device_lists import (
+    STRATEGIES,
+    DeviceListRequest,
+    NodeDevices,
+    device_edits,
+    strategy_warnings,
+)
+from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
+from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
+from gpushare_agent.model.pods import ContainerSpec
+from tests.support_core import NAMES, container, inventory, pod
+
+ENVVAR, MOUNTS, NODES, ANNOTATIONS, CRI = DeviceListStrategy
+REQUEST = DeviceListRequest(cards=inventory().cards, node=NodeDevices(), cdi_kind="nvidia.com/gpu", unique="p_1")
+LABEL_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+VISIBLE = "NVIDIA_VISIBLE_DEVICES"
+
+
+def edits(*strategies: DeviceListStrategy) -> ContainerEdits:
+    return device_edits(REQUEST, strategies)
+
+
+def test_envvar_lists_the_uuids() -> None:
+    """In order of index, with commas, as NVIDIA's runtime reads them; nothing else is set."""
+    assert edits(ENVVAR) == ContainerEdits(env=((VISIBLE, "GPU-0,GPU-1"),))
+
+
+def test_volume_mounts_name_each_card_by_a_path() -> None:
+    """/dev/null at <directory>/<uuid>; the variable names the directory."""
+    directory = "/var/run/nvidia-container-devices"
+    mounts = tuple(ContainerMount(host_path="/dev/null", container_path=f"{directory}/GPU-{n}") for n in (0, 1))
+    assert edits(MOUNTS) == ContainerEdits(env=((VISIBLE, directory),), mounts=mounts)
+
+
+def test_cdi_strategies_name_the_same_devices_in_the_annotation_and_in_the_field() -> None:
+    """And NVIDIA's runtime is told by void that the image's own NVIDIA_VISIBLE_DEVICES=all is not meant."""
+    void, names = ((VISIBLE, "void"),), ("nvidia.com/gpu=GPU-0", "nvidia.com/gpu=GPU-1")
+    annotation = (("cdi.k8s.io/gpushare_p_1", ",".join(names)),)
+    assert edits(ANNOTATIONS) == ContainerEdits(env=void, annotations=annotation)
+    assert edits(CRI) == ContainerEdits(env=void, cdi_devices=names)
+    assert edits(ANNOTATIONS, CRI) == ContainerEdits(env=void, annotations=annotation, cdi_devices=names)
+
+
+def test_device_nodes_come_with_void_and_each_node_once() -> None:
+    """An extra node that is a control node already is not given twice."""
+    request = replace(REQUEST, node=NodeDevices(extra=("/dev/nvidia-uvm", "/dev/infiniband/rdma_cm")))
+    found = device_edits(request, [NODES])
+    assert dict(found.env) == {VISIBLE: "void"}
+    assert [node.host_path for node in found.devices] == [
+        *("/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/infiniband/rdma_cm"),
+    ]
+
+
+def test_the_order_in_which_strategies_are_given_does_not_matter() -> None:
+    """Every combination of the five is the same in any order, sets the variable once, and has what each brings."""
+    for count in range(len(STRATEGIES) + 1):
+        for chosen in itertools.combinations(DeviceListStrategy, count):
+            found = edits(*chosen)
+            assert edits(*reversed(chosen)) == found
+            assert [name for name, _ in found.env] == [VISIBLE]
+            assert bool(found.mounts) == (MOUNTS in chosen)
+            assert bool(found.devices) == (NODES in chosen)
+            assert bool(found.annotations) == (ANNOTATIONS in chosen)
+            assert bool(found.cdi_devices) == (CRI in chosen)
+
+
+def test_every_strategy_has_its_function() -> None:
+    """In the order of the enumeration, on which the merging relies."""
+    assert tuple(STRATEGIES) == tuple(DeviceListStrategy)
+
+
+@pytest.mark.parametrize("uid", ["0f9f5f0e-8b3c-4e6f-9a51-52d7a8c1b2d3", "3f2a" * 8])
+def test_the_annotations_key_is_one_that_cdi_takes(uid: str) -> None:
+    """At most 63 characters, letters and digits at both ends; a static pod's UID has no dashes. Containers differ in it."""
+    policy = EditPolicy(names=NAMES, config=None, isolation=IsolationName.NONE, strategies=(ANNOTATIONS,))  # type: ignore[arg-type]
+
+    def key_of(inner: ContainerSpec) -> str:
+        found = edits_for(pod("p", inner, uid=uid), inner, inventory().cards, policy)
+        assert isinstance(found, ContainerEdits)
+        [key] = [name for name, _ in found.annotations if name.startswith("cdi.k8s.io/")]
+        return key
+
+    keys = {key_of(container(name, cores=10, blocks=1)) for name in ("a" * 63, "b")}
+    assert len(keys) == 2
+    assert all(LABEL_NAME.fullmatch(key.removeprefix("cdi.k8s.io/")) for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("strategies", "words"),
+    [
+        ([ENVVAR], []),
+        ([ENVVAR, NODES], []),
+        ([MOUNTS, NODES], []),
+        ([ANNOTATIONS, CRI], []),
+        ([CRI, NODES], []),
+        ([ENVVAR, MOUNTS], ["volume-mounts wins"]),
+        ([ENVVAR, CRI], ["envvar and cdi-cri ask two programs"]),
+        ([MOUNTS, ANNOTATIONS], ["volume-mounts and cdi-annotations ask two programs"]),
+        (list(DeviceListStrategy), ["volume-mounts wins", "ask two programs"]),
+    ],
+)
+def test_strategies_that_contradict_each_other_are_told(strategies: list[DeviceListStrategy], words: list[str]) -> None:
+    """Each contradiction once, with what to drop; what goes together is not complained of."""
+    found = strategy_warnings(strategies)
+    assert len(found) == len(words)
+    assert all(word in text for word, text in zip(words, found, strict=True))
+
+
+def test_device_nodes_alone_are_told_where_they_are_not_enough() -> None:
+    """Without libraries from anywhere, or without nodes at all; with another strategy, that one brings them."""
+    assert "no libraries" in strategy_warnings([NODES], mounts_driver=False)[0]
+    assert "no device nodes" in strategy_warnings([NODES], has_card_nodes=False)[0]
+    assert strategy_warnings([NODES]) == []
+    assert strategy_warnings([NODES, CRI], mounts_driver=False, has_card_nodes=False) == []

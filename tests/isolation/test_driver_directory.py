@@ -1,0 +1,462 @@
+"""Versions of a driver volume: made beside what is in force, switched by one rename, removed only when nobody has them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from gpushare_agent.isolation.driver_volume.directory import DriverDirectory, Installed
+from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, host_machine, read_control_library
+from gpushare_agent.isolation.driver_volume.mounts import read_mounted_directories
+from gpushare_agent.isolation.driver_volume.plan import plan_volume
+from gpushare_agent.isolation.driver_volume.values import VolumeName, VolumePlan
+from gpushare_agent.model.errors import StartupError, Unavailable
+from tests.support_driver import CONTROL, NATIVE, REAL, FakeHost, require_cc, tree_of
+from tests.support_settings import clean_environment
+
+DEADLINE_S = 30
+
+
+@pytest.fixture
+def host(short_dir: Path) -> FakeHost:
+    return FakeHost(short_dir)
+
+
+@pytest.fixture
+def other_device(short_dir: Path) -> Iterator[Path]:
+    """A directory on another device than short_dir."""
+    place = Path("/dev/shm")
+    if not os.access(place, os.W_OK) or place.stat().st_dev == short_dir.stat().st_dev:
+        pytest.skip("/dev/shm is not there, or no other device than /tmp")
+    path = Path(tempfile.mkdtemp(prefix="gs", dir=place))
+    yield path
+    shutil.rmtree(path)
+
+
+def plan_of(host: FakeHost, name: str = "nvidia") -> VolumePlan:
+    volume = host.volume(name)
+    found = DriverLibraries(host.root).find(volume)
+    plan = plan_volume(volume, found, host_machine(), read_control_library(host.control))
+    assert isinstance(plan, VolumePlan), plan
+    return plan
+
+
+def quiet(what: str, done: int, total: int) -> None:
+    assert what in ("reading", "copying")
+    assert 0 <= done <= total
+
+
+def install(host: FakeHost, name: str = "nvidia") -> Installed:
+    return DriverDirectory(host.base).install(plan_of(host, name), quiet)
+
+
+def versions(host: FakeHost) -> list[str]:
+    return sorted(path.name for path in (host.base / ".versions").iterdir() if not path.name.startswith(".lock"))
+
+
+def test_a_volume_has_links_and_hard_links_to_the_hosts_files(host: FakeHost) -> None:
+    """Files are the host's own inodes, links are relative, directories and files open to everyone."""
+    old_umask = os.umask(0o077)
+    try:
+        installed = install(host)
+    finally:
+        os.umask(old_umask)
+    assert installed.changed
+    assert installed.taken.copied == ()
+    volume = host.base / "nvidia"
+    assert str(volume.readlink()) == f".versions/{installed.version.name}"
+    assert installed.version.name.startswith("nvidia-535.104.5-")
+    assert (volume / "lib64/libcuda.so.535.104.05").samefile(host.library("libcuda"))
+    assert (volume / "lib64/libcuda-control.so").samefile(host.control)
+    assert (volume / "lib64/libcuda.so.1").readlink() == Path("libcuda-control.so")
+    assert (volume / "bin/nvidia-smi").samefile(host.root / "usr/bin/nvidia-smi")
+    assert sorted(path.name for path in volume.iterdir()) == ["bin", "lib", "lib64"]
+    for directory in (host.base, host.base / ".versions", volume, volume / "bin", volume / "lib", volume / "lib64"):
+        assert directory.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_program_in_each_volume_loads_what_it_should(host: FakeHost) -> None:
+    """A real program with LD_LIBRARY_PATH at lib64: control library for shares, the driver's own for whole cards."""
+    program = host.root.parent / "ask"
+    subprocess.run([require_cc(), "-o", str(program), str(NATIVE / "ask_libraries.c"), "-ldl"], check=True)
+    names = [
+        "libcuda.so",
+        "libcuda.so.1",
+        "libnvidia-ml.so.1",
+        "libcuda.so.535.104.05",
+        "libnvidia-ptxjitcompiler.so.1",
+    ]
+
+    def ask(volume: str) -> list[str]:
+        environ = {"LD_LIBRARY_PATH": str(host.base / volume / "lib64")}
+        ended = subprocess.run(
+            [program, *names], env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=True
+        )
+        return [line.rpartition(" ")[2] for line in ended.stdout.splitlines()]
+
+    install(host, "nvidia")
+    install(host, "origin")
+    assert ask("nvidia") == [str(which) for which in (CONTROL, CONTROL, CONTROL, REAL, REAL)]
+    assert ask("origin") == [str(REAL)] * 5
+
+
+def test_the_same_again_changes_nothing(host: FakeHost) -> None:
+    """Idempotent: the same version stays in force, and nothing is written."""
+    first = install(host)
+    before = {path: path.lstat().st_ctime_ns for path in (host.base / ".versions").rglob("*") if path.name != ".lock"}
+    again = install(host)
+    assert (again.version, again.changed) == (first.version, False)
+    assert again.taken.hard_linked == again.taken.copied == ()
+    after = {path: path.lstat().st_ctime_ns for path in (host.base / ".versions").rglob("*") if path.name != ".lock"}
+    assert after == before
+    assert DriverDirectory(host.base).is_in_force(plan_of(host), quiet)
+
+
+def test_looking_alone_makes_no_directory(host: FakeHost) -> None:
+    """is_in_force on an untouched host leaves it untouched."""
+    assert not DriverDirectory(host.base).is_in_force(plan_of(host), quiet)
+    assert not host.base.exists()
+
+
+def test_another_device_gets_copies(host: FakeHost, other_device: Path) -> None:
+    """A hard link cannot cross devices: content and execute permission are the same."""
+    host.base = other_device / "vdriver"
+    installed = install(host)
+    assert installed.taken.hard_linked == ()
+    copy = host.base / "nvidia/lib64/libcuda.so.535.104.05"
+    assert copy.stat().st_dev != host.library("libcuda").stat().st_dev
+    assert copy.read_bytes() == host.library("libcuda").read_bytes()
+    assert (host.base / "nvidia/bin/nvidia-smi").stat().st_mode & 0o777 == 0o755
+    assert DriverDirectory(host.base).is_in_force(plan_of(host), quiet)
+
+
+def test_an_immutable_file_is_copied(host: FakeHost) -> None:
+    """The kernel refuses hard links to it."""
+    library = host.library("libcuda")
+    made = subprocess.run(["chattr", "+i", str(library)], check=False, capture_output=True, text=True)
+    if made.returncode != 0:
+        pytest.skip(f"no file can be made immutable here: {made.stderr.strip()}")
+    try:
+        installed = install(host)
+    finally:
+        subprocess.run(["chattr", "-i", str(library)], check=True)
+    assert installed.taken.copied == ("lib64/libcuda.so.535.104.05",)
+    assert (installed.version / "lib64/libcuda.so.535.104.05").read_bytes() == library.read_bytes()
+
+
+def test_set_uid_and_closed_files_become_copies_without_it(host: FakeHost) -> None:
+    """A container never gets a set-uid program from here, and can read all that it gets."""
+    host.add_program("nvidia-smi", mode=0o4755)
+    host.library("libcuda").chmod(0o700)
+    installed = install(host)
+    assert installed.taken.copied == ("bin/nvidia-smi", "lib64/libcuda.so.535.104.05")
+    assert (host.base / "nvidia/bin/nvidia-smi").stat().st_mode & 0o7777 == 0o755
+    assert (host.base / "nvidia/lib64/libcuda.so.535.104.05").stat().st_mode & 0o7777 == 0o755
+    assert host.root.joinpath("usr/bin/nvidia-smi").stat().st_mode & 0o7777 == 0o4755
+
+
+def update_driver(host: FakeHost, version: str = "550.54.14", which: int = 7) -> None:
+    """As a package does: new files, links replaced, the old files removed. The control library is replaced too."""
+    for stem in ("libcuda", "libnvidia-ml", "libnvidia-ptxjitcompiler"):
+        host.library(stem).unlink()
+        host.add_library(stem, version, which=which)
+    fresh = host.control.with_suffix(".new")
+    fresh.write_bytes(host.control.read_bytes() + b"newer")
+    fresh.rename(host.control)
+
+
+def test_what_a_process_has_mapped_does_not_change_when_a_new_version_comes(host: FakeHost) -> None:
+    """A child maps a library of the old version and holds the directory, as a container does; both stay as they were."""
+    old = install(host)
+    before = tree_of(old.version)
+    code = """if True:
+        import hashlib, mmap, os, sys
+        directory = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECTORY)
+        def look(name):
+            return os.open(name, os.O_RDONLY, dir_fd=directory)
+        mapped = mmap.mmap(look("lib64/libcuda.so.1"), 0, prot=mmap.PROT_READ)
+        for line in sys.stdin:
+            print(hashlib.sha256(mapped).hexdigest(), os.fstat(look("lib64/libcuda.so.1")).st_ino, flush=True)
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(host.base / "nvidia")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdin is not None
+        assert child.stdout is not None
+
+        def ask() -> str:
+            child.stdin.write("\n")
+            child.stdin.flush()
+            return child.stdout.readline()
+
+        first = ask()
+        assert first
+        update_driver(host)
+        new = install(host)
+        assert new.version != old.version
+        assert ask() == first
+    finally:
+        child.kill()
+        child.communicate()
+    assert tree_of(old.version) == before
+    assert (host.base / "nvidia").resolve() == new.version
+    assert (host.base / "nvidia/lib64/libcuda.so.550.54.14").exists()
+    assert not (host.base / "nvidia/lib64/libcuda.so.535.104.05").exists()
+
+
+MOUNT_SCRIPT = """
+mkdir "$2/mounted" && mount --bind "$1/nvidia" "$2/mounted" && mount -o remount,bind,ro "$2/mounted" || exit 77
+echo mounted; read line; ls "$2/mounted/lib64"; read line
+"""
+
+
+def test_a_bind_mount_keeps_the_version_and_keeps_it_from_being_pruned(host: FakeHost) -> None:
+    """A real mount of <base>/nvidia in a mount namespace of its own, as a container runtime makes it."""
+    old = install(host)
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare on this machine")
+    child = subprocess.Popen(
+        ["unshare", "-m", "sh", "-c", MOUNT_SCRIPT, "sh", str(host.base), str(host.root.parent)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        if child.stdout.readline() != "mounted\n":
+            pytest.skip(f"no mounts can be made here: {child.communicate()[1].strip()}")
+        update_driver(host)
+        install(host)
+        mounted = read_mounted_directories()
+        assert mounted.has(f".versions/{old.version.name}")
+        directory = DriverDirectory(host.base)
+        _, kept = directory.prune(VolumeName.SHARED, lambda version: mounted.has(f".versions/{version}"))
+        assert kept == (old.version.name,)
+        out, _ = child.communicate("\n\n", timeout=DEADLINE_S)
+        assert "libcuda.so.535.104.05" in out.split()
+        assert "libcuda.so.550.54.14" not in out.split()
+    finally:
+        child.kill()
+        child.communicate()
+    mounted = read_mounted_directories()
+    removed, kept = directory.prune(VolumeName.SHARED, lambda version: mounted.has(f".versions/{version}"))
+    assert (removed, kept) == ((old.version.name,), ())
+
+
+def test_old_versions_go_only_when_asked_and_never_the_one_in_force(host: FakeHost) -> None:
+    """Installing keeps them; prune removes those that nobody uses, of this volume alone."""
+    origin = install(host, "origin")
+    first = install(host)
+    update_driver(host)
+    second = install(host)
+    assert versions(host) == sorted([origin.version.name, first.version.name, second.version.name])
+    directory = DriverDirectory(host.base)
+    assert directory.prune(VolumeName.SHARED, lambda version: True) == ((), (first.version.name,))
+    assert directory.prune(VolumeName.SHARED, lambda version: False) == ((first.version.name,), ())
+    assert directory.prune(VolumeName.SHARED, lambda version: False) == ((), ())
+    assert versions(host) == sorted([origin.version.name, second.version.name])
+    assert tree_of(host.base / "nvidia")
+
+
+def test_pruning_where_nothing_was_made_does_nothing(host: FakeHost) -> None:
+    """No directory is made for it."""
+    assert DriverDirectory(host.base).prune(VolumeName.SHARED, lambda version: False) == ((), ())
+    assert not host.base.exists()
+
+
+def test_mounts_are_recognised_in_mountinfo(short_dir: Path) -> None:
+    """The directory itself and what is below it; names that only begin so are others; unreadable processes count."""
+    for pid, root in (
+        ("1", "/"),
+        ("20", "/gpu/.versions/nvidia-1-aa"),
+        ("30", "/.versions/nvidia-2-bb/lib64//deleted"),
+    ):
+        (short_dir / pid).mkdir()
+        (short_dir / pid / "mountinfo").write_text(
+            f"36 35 98:0 {root} /usr/local/nvidia ro - ext4 /dev/sda ro\nshort\n"
+        )
+    (short_dir / "40").mkdir()
+    (short_dir / "self").mkdir()
+    mounted = read_mounted_directories(short_dir)
+    assert mounted.has(".versions/nvidia-1-aa")
+    assert mounted.has(".versions/nvidia-2-bb")
+    assert not mounted.has(".versions/nvidia-1-a")
+    assert not mounted.has(".versions/nvidia-1")
+    assert mounted.unreadable_processes == 0
+
+
+def test_a_directory_of_gpu_manager_is_replaced_in_one_step_and_kept(host: FakeHost) -> None:
+    """gpu-manager fills a real directory at the place of our link; running containers may have it mounted."""
+    old = host.base / "nvidia/lib64"
+    old.mkdir(parents=True)
+    (old / "libcuda.so.1").write_text("gpu-manager's")
+    held = os.open(host.base / "nvidia", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        installed = install(host)
+        inside = os.open("lib64/libcuda.so.1", os.O_RDONLY, dir_fd=held)
+        assert os.read(inside, 100) == b"gpu-manager's"
+        os.close(inside)
+    finally:
+        os.close(held)
+    assert (host.base / "nvidia").resolve() == installed.version
+    assert versions(host) == sorted([installed.version.name, "nvidia-replaced-1"])
+    removed, _ = DriverDirectory(host.base).prune(VolumeName.SHARED, lambda version: False)
+    assert removed == ("nvidia-replaced-1",)
+
+
+def test_a_version_that_somebody_damaged_is_not_mended_but_made_anew(host: FakeHost) -> None:
+    """It may be mounted: a whole one goes beside it."""
+    first = install(host)
+    (first.version / "lib64/libcuda.so.1").unlink()
+    assert not DriverDirectory(host.base).is_in_force(plan_of(host), quiet)
+    second = install(host)
+    assert second.version.name == f"{first.version.name}.2"
+    assert (host.base / "nvidia").resolve() == second.version
+    assert not (first.version / "lib64/libcuda.so.1").exists()
+    assert not install(host).changed
+
+
+def test_a_file_at_the_place_of_the_volume_or_a_full_disk_is_told(host: FakeHost) -> None:
+    """The error names the place, and says that nothing has changed."""
+    host.base.write_text("a file")
+    with pytest.raises(StartupError, match="What was in force stays") as caught:
+        install(host)
+    assert str(host.base) in str(caught.value)
+
+
+def test_a_source_that_vanishes_leaves_the_old_version_in_force(host: FakeHost) -> None:
+    """The driver may be removed between finding and reading."""
+    first = install(host)
+    update_driver(host)
+    plan = plan_of(host)
+    host.library("libcuda", "550.54.14").unlink()
+    with pytest.raises(StartupError, match=r"libcuda\.so\.550\.54\.14"):
+        DriverDirectory(host.base).install(plan, quiet)
+    assert (host.base / "nvidia").resolve() == first.version
+    assert versions(host) == [first.version.name]
+
+
+@pytest.mark.parametrize("crossing", [False, True], ids=["hard link", "copy"])
+def test_a_source_that_changes_while_it_is_collected_is_refused(
+    host: FakeHost, request: pytest.FixtureRequest, crossing: bool
+) -> None:
+    """An installer that overwrites in place is caught, and nothing half is put in force."""
+    if crossing:
+        host.base = request.getfixturevalue("other_device") / "vdriver"
+    plan = plan_of(host)
+    victim = host.library("libnvidia-ml")
+
+    def overwrite(what: str, done: int, total: int) -> None:
+        if done == total and what == "reading":
+            victim.write_bytes(victim.read_bytes() + b"changed")
+
+    with pytest.raises(StartupError, match="changed while it was collected") as caught:
+        DriverDirectory(host.base).install(plan, overwrite)
+    assert str(victim) in str(caught.value)
+    assert versions(host) == []
+    assert not os.path.lexists(host.base / "nvidia")
+
+
+def test_runs_at_the_same_time_come_to_one_version(host: FakeHost) -> None:
+    """Eight runs at once: all succeed, one makes it, the others find it made."""
+    with ThreadPoolExecutor(8) as pool:
+        made = [run.result(DEADLINE_S) for run in [pool.submit(install, host) for _ in range(8)]]
+    assert len({item.version for item in made}) == 1
+    assert sum(item.changed for item in made) == 1
+    assert versions(host) == [made[0].version.name]
+
+
+def test_a_run_that_waits_too_long_for_another_says_so(host: FakeHost) -> None:
+    """The lock of another process is respected; what is in force stays."""
+    installed = install(host)
+    with (host.base / ".versions/.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(Unavailable, match="another process"):
+            DriverDirectory(host.base, lock_timeout_s=0).install(plan_of(host), quiet)
+    assert (host.base / "nvidia").resolve() == installed.version
+    install(host)
+
+
+def test_a_planted_lock_link_is_not_followed(host: FakeHost) -> None:
+    """No file elsewhere is made or opened through it."""
+    (host.base / ".versions").mkdir(parents=True)
+    (host.base / ".versions/.lock").symlink_to(host.root / "elsewhere")
+    with pytest.raises(StartupError, match=os.strerror(errno.ELOOP)):
+        install(host)
+    assert not (host.root / "elsewhere").exists()
+
+
+def kills(host: FakeHost) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.support_driver_kills", str(host.root), str(host.base), str(host.control)],
+        env=clean_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("before", ["a version", "gpu-manager's directory"])
+def test_killed_at_any_step_it_leaves_one_whole_version_in_force(
+    host: FakeHost, request: pytest.FixtureRequest, before: str
+) -> None:
+    """SIGKILL before the first, second, … file operation of a run, each time from the same beginning.
+
+    In force is the old version whole, or the new one whole, and the next run puts everything right. The base is on another
+    device where there is one, so that the steps of a copy are among them.
+    """
+    if Path("/dev/shm").exists() and Path("/dev/shm").stat().st_dev != host.root.stat().st_dev:
+        host.base = request.getfixturevalue("other_device") / "vdriver"
+    if before == "a version":
+        install(host)
+    else:
+        (host.base / "nvidia/lib64").mkdir(parents=True)
+        (host.base / "nvidia/lib64/libcuda.so.1").write_text("gpu-manager's")
+    old = tree_of((host.base / "nvidia").resolve())
+    beginning = host.base.with_name("beginning")
+    host.base.rename(beginning)
+    update_driver(host)
+    plan = plan_of(host)
+    left_old = left_new = 0
+    child = kills(host)
+    try:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        while True:
+            shutil.copytree(beginning, host.base, symlinks=True)
+            child.stdin.write(f"{left_old + left_new + 1}\n")
+            child.stdin.flush()
+            answer = child.stdout.readline().strip()
+            if answer == "done":
+                break
+            assert answer == "killed"
+            if tree_of((host.base / "nvidia").resolve()) == old:
+                left_old += 1
+            else:
+                left_new += 1
+                assert DriverDirectory(host.base).is_in_force(plan, quiet)
+            DriverDirectory(host.base).install(plan, quiet)
+            assert DriverDirectory(host.base).is_in_force(plan, quiet)
+            assert not [name for name in versions(host) if name.startswith(".")]
+            shutil.rmtree(host.base)
+    finally:
+        child.kill()
+        child.communicate()
+    assert left_old > 50
+    assert left_new >= 2

@@ -1,0 +1,203 @@
+"""What isolation hami-core keeps on the host, on real files."""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.errors import Rejected, StartupError, Unavailable
+from gpushare_agent.model.names import PodUid
+from tests.support_hami_core import INSIDE, fake_library
+
+UID = PodUid("11111111-2222-3333-4444-555555555555")
+OTHER = PodUid("99999999-2222-3333-4444-555555555555")
+KEY = ContainerKey(UID, "cuda")
+
+
+@pytest.fixture
+def files(short_dir: Path) -> HamiCoreFiles:
+    return HamiCoreFiles(fake_library(short_dir / "libvgpu.so"), short_dir / "hami", INSIDE)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def test_the_preload_file_names_the_library_in_the_container(files: HamiCoreFiles) -> None:
+    """One line, readable by all; containers of the directory are root's alone."""
+    files.check_library()
+    files.install()
+    preload = files.directory / "ld.so.preload"
+    assert preload.read_text() == f"{INSIDE}\n"
+    assert (mode(preload), mode(files.directory / "containers")) == (0o644, 0o700)
+    assert sorted(path.name for path in files.directory.iterdir()) == ["containers", "ld.so.preload"]
+
+
+def test_the_preload_file_is_replaced_in_one_step(files: HamiCoreFiles) -> None:
+    """A reader has the old file or the new one; the same content is not written again."""
+    files.install()
+    preload = files.directory / "ld.so.preload"
+    first = preload.stat().st_ino
+    files.install()
+    assert preload.stat().st_ino == first
+    preload.write_text("/somewhere/else.so\n")
+    with preload.open() as old:
+        files.install()
+        assert old.read() == "/somewhere/else.so\n"
+    assert preload.read_text() == f"{INSIDE}\n" and preload.stat().st_ino != first
+
+
+def test_a_container_gets_an_empty_file_that_any_user_may_write(files: HamiCoreFiles) -> None:
+    """Whatever the umask; no directory on the way has a sticky bit, behind which a second user would be refused."""
+    before = os.umask(0o077)
+    try:
+        files.prepare(KEY)
+    finally:
+        os.umask(before)
+    cache = files.cache_file(KEY)
+    assert cache == files.directory / f"containers/{UID}/cuda/cuda.cache"
+    assert (cache.stat().st_size, mode(cache)) == (0, 0o666)
+    assert not any(mode(parent) & stat.S_ISVTX for parent in cache.parents[:4])
+    assert mode(files.directory / "containers") == 0o700
+
+
+def test_a_restarted_container_gets_a_new_file(files: HamiCoreFiles) -> None:
+    """The library would count the processes of the earlier life; the old file is not written to, for it may be mapped."""
+    files.prepare(KEY)
+    cache = files.cache_file(KEY)
+    cache.write_bytes(b"x" * 4096)
+    with cache.open("rb") as old:
+        files.prepare(KEY)
+        assert os.fstat(old.fileno()).st_size == 4096
+    assert cache.stat().st_size == 0 and mode(cache) == 0o666
+
+
+@pytest.mark.parametrize("place", ["containers", f"containers/{UID}", f"containers/{UID}/cuda", "cache"])
+def test_a_link_on_the_way_is_replaced_and_not_followed(files: HamiCoreFiles, short_dir: Path, place: str) -> None:
+    """What it leads to is as before."""
+    outside = short_dir / "outside"
+    outside.mkdir()
+    (outside / "kept").write_text("kept")
+    files.prepare(KEY)
+    link = files.cache_file(KEY) if place == "cache" else files.directory / place
+    files.remove_pod(UID)
+    if place == "containers":
+        link.rmdir()
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(outside)
+    with capture_logs():
+        files.prepare(KEY)
+    assert not link.is_symlink() and files.cache_file(KEY).is_file()
+    assert sorted(path.name for path in outside.iterdir()) == ["kept"]
+
+
+def test_removing_a_pod_takes_everything_and_leaves_the_others(files: HamiCoreFiles, short_dir: Path) -> None:
+    """A planted link is removed, not what it leads to."""
+    kept = short_dir / "kept"
+    kept.write_text("kept")
+    for key in (KEY, ContainerKey(UID, "second"), ContainerKey(OTHER, "cuda")):
+        files.prepare(key)
+    (files.cache_file(KEY).parent / "planted").symlink_to(kept)
+    assert files.list_pods() == (UID, OTHER)
+    assert files.remove_pod(UID) is True
+    assert files.list_pods() == (OTHER,)
+    assert files.remove_pod(UID) is False and kept.read_text() == "kept"
+
+
+def test_before_anything_was_made_there_is_nothing_to_list_or_remove(files: HamiCoreFiles) -> None:
+    """And looking makes nothing."""
+    assert files.list_pods() == () and files.remove_pod(UID) is False
+    assert not files.directory.exists()
+
+
+@pytest.mark.parametrize(
+    ("uid", "name"), [("..", "cuda"), ("a/b", "cuda"), (UID, ".."), (UID, "a/b"), (UID, "A"), (UID, ""), ("", "cuda")]
+)
+def test_no_path_is_made_of_a_name_that_kubernetes_would_not_admit(files: HamiCoreFiles, uid: str, name: str) -> None:
+    """Neither made nor removed."""
+    key = ContainerKey(PodUid(uid), name)
+    with pytest.raises(Rejected):
+        files.prepare(key)
+    with pytest.raises(Rejected):
+        files.cache_file(key)
+    if uid != UID:
+        with pytest.raises(Rejected):
+            files.remove_pod(PodUid(uid))
+    assert not files.directory.exists()
+
+
+def test_a_library_that_is_missing_is_a_start_up_error_with_path_and_cure(short_dir: Path) -> None:
+    """It is known before a pod comes."""
+    missing = short_dir / "no/libvgpu.so"
+    with pytest.raises(StartupError) as error:
+        HamiCoreFiles(missing, short_dir / "hami", INSIDE).check_library()
+    assert str(missing) in str(error.value) and "--hami-core.library" in str(error.value)
+    assert "No such file" in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["directory", "text", "empty", "fifo", "truncated"])
+def test_what_is_no_elf_file_is_a_start_up_error(short_dir: Path, kind: str) -> None:
+    """The dynamic loader would pass it over with a word on stderr, and nobody would be limited."""
+    path = short_dir / "libvgpu.so"
+    match kind:
+        case "directory":
+            path.mkdir()
+        case "fifo":
+            os.mkfifo(path)
+        case "truncated":
+            path.write_bytes(b"\x7fELF\x02\x01\x01")
+        case _:
+            path.write_text("" if kind == "empty" else "#!/bin/sh\n")
+    with pytest.raises(StartupError, match=str(path)):
+        HamiCoreFiles(path, short_dir / "hami", INSIDE).check_library()
+
+
+def test_a_library_for_another_machine_is_a_start_up_error(short_dir: Path) -> None:
+    """So is one of 32 bits on a node of 64."""
+    other = 183 if os.uname().machine == "x86_64" else 62
+    path = fake_library(short_dir / "libvgpu.so", machine=other)
+    with pytest.raises(StartupError, match="for EM_") as error:
+        HamiCoreFiles(path, short_dir / "hami", INSIDE).check_library()
+    assert str(path) in str(error.value)
+
+
+def test_a_link_to_the_library_is_as_good_as_the_library(short_dir: Path) -> None:
+    """Operators keep versions beside each other."""
+    fake_library(short_dir / "libvgpu.so.2")
+    link = short_dir / "libvgpu.so"
+    link.symlink_to("libvgpu.so.2")
+    HamiCoreFiles(link, short_dir / "hami", INSIDE).check_library()
+
+
+def test_without_the_library_no_container_is_prepared(files: HamiCoreFiles) -> None:
+    """The runtime would make a directory in its place, and every later container would find that."""
+    files.library.unlink()
+    with pytest.raises(Unavailable, match=str(files.library)):
+        files.prepare(KEY)
+    files.library.mkdir()
+    with pytest.raises(Unavailable, match="no regular file"):
+        files.prepare(KEY)
+
+
+def test_a_directory_that_cannot_be_made_is_told_with_its_path(short_dir: Path) -> None:
+    """At the start as a start-up error, later as something to try again."""
+    (short_dir / "file").write_text("")
+    files = HamiCoreFiles(fake_library(short_dir / "libvgpu.so"), short_dir / "file/hami", INSIDE)
+    with pytest.raises(StartupError, match="file/hami"):
+        files.install()
+    with pytest.raises(Unavailable, match=r"hami_core\.directory"):
+        files.prepare(KEY)
+
+
+def test_the_fake_library_has_this_machines_elf_header() -> None:
+    """Else the tests above would fail for another reason."""
+    header = Path(sys.executable).resolve().read_bytes()[:20]
+    assert struct.unpack("<H", header[18:20])[0] in (62, 183)

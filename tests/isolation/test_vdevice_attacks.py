@@ -1,0 +1,247 @@
+"""What a container can do to the agent through its socket, and that it ends there: others are served meanwhile.
+
+The bounds are set low where that makes a test exact; the defaults are larger, never absent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from grpclib import GRPCError
+from grpclib.client import Channel
+from h2.events import PingAckReceived
+
+from gpushare_agent.isolation.vcuda.server import VDeviceLimits
+from gpushare_agent.kit.bounded_grpc import ServerLimits
+from gpushare_agent.wire.vcuda import VcudaServiceStub, VDeviceRequest
+from tests.support_vdevice import ID, KEY, OTHER, OTHER_ID, OTHER_POD, POD, register
+from tests.support_vdevice_raw import DEADLINE_S, ENDLESS, NEVER, RawClient, flood, node_with, raw_client
+
+
+async def fill(client: RawClient, content: bytes, up_to: int) -> int:
+    """Writes `content` again and again until the kernel takes no more for a while, or `up_to` bytes are written."""
+    sock = client.writer.get_extra_info("socket")
+    written, refused = 0, 0
+    while refused < 200 and written < up_to:
+        try:
+            written += sock._sock.send(content)
+            refused = 0
+        except BlockingIOError:
+            refused += 1
+        await asyncio.sleep(0)
+    return written
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pod_uid": OTHER_POD, "container_name": "cuda"},
+        {"pod_uid": POD, "container_name": "neighbour"},
+        {"pod_uid": POD, "container_name": f"/k8s_cuda_pod_default_{OTHER_POD}_0"},
+        {"pod_uid": POD, "container_id": OTHER_ID},
+        {"pod_uid": OTHER_POD, "container_id": OTHER_ID},
+        {"pod_uid": POD, "container_name": "../../" + OTHER_POD + "/cuda"},
+        {"pod_uid": f"../{OTHER_POD}", "container_name": "cuda"},
+        {"pod_uid": POD + "\0", "container_name": "cuda"},
+        {"pod_uid": POD, "container_name": "cuda\0/../.."},
+        {"pod_uid": POD, "container_id": "../" * 21 + "a"},
+        {"pod_uid": POD, "container_id": "/" + "a" * 63},
+        {"pod_uid": "a" * 2**20, "container_name": "cuda"},
+        {"pod_uid": POD, "container_name": "a" * 2**20},
+        {"pod_uid": POD, "container_id": "a" * 2**20},
+        {"pod_uid": POD, "container_name": "cuda", "bus_id": "../" * 1000},
+    ],
+)
+async def test_no_message_writes_anything_but_the_callers_own_files(short_dir: Path, fields: dict[str, str]) -> None:
+    """Another container's names, paths, NUL and 1 MiB are refused; nothing around the root changes, nothing is asked for."""
+    async with node_with(short_dir) as node:
+        before = node.tree()
+        async with Channel(path=str(node.socket)) as channel:
+            with pytest.raises(GRPCError):
+                await VcudaServiceStub(channel).register_v_device(VDeviceRequest(**fields), timeout=DEADLINE_S)
+            assert (node.outside.refreshed, node.tree()) == ([], before)
+            await VcudaServiceStub(channel).register_v_device(
+                VDeviceRequest(pod_uid=POD, container_id=ID), timeout=DEADLINE_S
+            )
+        own = str(node.files.path(KEY))
+        changed = dict(node.tree().items() ^ before.items())
+        assert changed
+        assert all(path.startswith(f"{own}/") for path in changed)
+        await node.neighbour_is_served()
+    assert node.outside.refreshed == [(KEY, ID)]
+
+
+@pytest.mark.parametrize(
+    ("planted", "code"), [("", "5"), ("vcuda.config", "0"), ("pids.config", "0"), (ID, "0"), (f"{ID}/pids.config", "0")]
+)
+async def test_a_link_planted_beside_a_serving_socket_is_never_written_through(
+    short_dir: Path, planted: str, code: str
+) -> None:
+    """In the place of the directory, a file, the copy for an ID: a registration replaces it or is NOT_FOUND; what the
+    link leads to, here the neighbour's, keeps its content."""
+    async with node_with(short_dir) as node, raw_client(node.socket) as client:
+        await node.neighbour_is_served()
+        node.files.copy_for_id(OTHER, OTHER_ID)
+        (node.files.path(OTHER) / OTHER_ID).rename(node.files.path(OTHER) / ID)
+        by_id = bytes(VDeviceRequest(pod_uid=POD, container_id=ID))
+        stream_id = client.call(by_id)
+        client.flush()
+        assert (await client.status_of(stream_id))[0] == "0"
+        place = node.files.path(KEY) / planted if planted else node.files.path(KEY)
+        place.rename(short_dir / "moved")
+        place.symlink_to(node.files.path(OTHER) / planted)
+        before = node.tree()
+        stream_id = client.call(by_id)
+        client.flush()
+        assert (await client.status_of(stream_id))[0] == code
+        after = node.tree()
+        assert place.is_symlink() == (code == "5")
+        theirs = str(node.files.path(OTHER))
+        assert {p: c for p, c in after.items() if p.startswith(theirs)} == {
+            p: c for p, c in before.items() if p.startswith(theirs)
+        }
+
+
+async def test_the_rate_is_given_back_with_time(short_dir: Path) -> None:
+    """After a refusal the same client registers again as soon as the rate allows it."""
+    async with node_with(short_dir, VDeviceLimits(calls_per_s=1000.0, call_burst=1)) as node:
+        async with asyncio.timeout(DEADLINE_S):
+            while node.outside.codes.count("OK") < 5 or "RESOURCE_EXHAUSTED" not in node.outside.codes:
+                with suppress(GRPCError):
+                    await register(node.socket, name="cuda")
+                    await flood(node.socket, 10)
+
+
+async def test_half_a_request_is_answered_when_its_time_is_up(short_dir: Path) -> None:
+    """Headers without a message, half a prefix, half a message: DEADLINE_EXCEEDED, and the connection stays usable."""
+    async with node_with(short_dir, VDeviceLimits(call_s=0.1)) as node, raw_client(node.socket) as client:
+        for part in (b"", b"\0\0", struct.pack(">BI", 0, 100) + b"half"):
+            stream_id = client.begin()
+            if part:
+                client.h2.send_data(stream_id, part)
+            client.flush()
+            await node.neighbour_is_served()
+            code, text = await client.status_of(stream_id)
+            assert code == "4"
+            assert text.startswith("the registration was not through within 0.1 s")
+        stream_id = client.call()
+        client.flush()
+        assert (await client.status_of(stream_id))[0] == "0"
+
+
+@pytest.mark.parametrize("content", [b"", b"PRI * HTTP/2.0\r\n", b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(10_000)])
+async def test_what_is_no_http2_is_cut_off(short_dir: Path, content: bytes) -> None:
+    """At once where it cannot become a call any more, else when it was idle too long."""
+    async with (
+        node_with(short_dir, VDeviceLimits(server=ServerLimits(idle_s=0.2))) as node,
+        raw_client(node.socket) as client,
+    ):
+        client.writer.write(content)
+        await node.neighbour_is_served()
+        await client.wait_closed_by_server()
+        await node.wait_empty()
+
+
+async def test_pings_do_not_keep_a_connection_alive(short_dir: Path) -> None:
+    """Only calls count as use: who only pings is cut off as an idle one is."""
+    async with (
+        node_with(short_dir, VDeviceLimits(server=ServerLimits(idle_s=0.3))) as node,
+        raw_client(node.socket) as client,
+    ):
+        client.h2.ping(b"12345678")
+        client.flush()
+        async with asyncio.timeout(DEADLINE_S):
+            while await client.read():
+                client.h2.ping(b"12345678")
+                client.flush()
+    assert any(isinstance(event, PingAckReceived) for event in client.events)
+
+
+@pytest.mark.parametrize("kind", ["pings", "calls"])
+async def test_a_client_that_never_reads_is_not_read_from_and_then_cut_off(short_dir: Path, kind: str) -> None:
+    """What it can send is bounded by the kernel's buffers and ours, not by its patience; its connection ends."""
+    limits = VDeviceLimits(
+        calls_per_s=ENDLESS,
+        call_burst=ENDLESS,
+        server=ServerLimits(bytes_per_s=ENDLESS, byte_burst=ENDLESS, idle_s=1.0),
+    )
+    async with node_with(short_dir, limits) as node, raw_client(node.socket) as client:
+        client.flush()
+        if kind == "pings":
+            for _ in range(500):
+                client.h2.ping(b"12345678")
+            written = await fill(client, client.h2.data_to_send(), 64 * 2**20)
+            assert written < 8 * 2**20
+        else:
+            for _ in range(16):
+                client.call(b"")
+            await fill(client, client.h2.data_to_send(), 1)
+        await node.neighbour_is_served()
+        await node.wait_empty()
+
+
+async def test_what_a_socket_reads_is_bounded_by_bytes_and_shared_by_its_connections(short_dir: Path) -> None:
+    """A flood of pings over four connections is handled up to the budget; the neighbour's socket has its own."""
+    limits = VDeviceLimits(server=ServerLimits(bytes_per_s=NEVER, byte_burst=8 * 1024))
+    async with node_with(short_dir, limits) as node:
+        answered = 0
+        for _ in range(4):
+            async with raw_client(node.socket) as client:
+                for _ in range(2000):
+                    client.h2.ping(b"12345678")
+                client.flush()
+                await node.neighbour_is_served()
+                await node.neighbour_is_served()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(0.05):
+                        while await client.read():
+                            pass
+                answered += sum(isinstance(event, PingAckReceived) for event in client.events)
+    # each connection reads once, at most 4 KiB, before it learns that the budget is spent; a ping has 17 bytes
+    assert 8 * 1024 / 17 / 2 < answered < (8 + 4 + 4 * 4) * 1024 / 17
+
+
+async def test_more_calls_at_once_than_allowed_end_the_connection(short_dir: Path) -> None:
+    """The seventeenth call of one connection is a breach of the settings that the server sent first."""
+    async with node_with(short_dir, VDeviceLimits(call_s=5.0)) as node:
+        node.outside.refresh_hangs = True
+        async with raw_client(node.socket) as client:
+            for _ in range(17):
+                client.call()
+            client.flush()
+            await client.wait_closed_by_server()
+        assert len(node.outside.codes) <= 16
+        await node.neighbour_is_served()
+
+
+async def test_headers_beyond_8_kib_end_the_connection(short_dir: Path) -> None:
+    """A header list is memory before any handler sees it."""
+    async with node_with(short_dir) as node, raw_client(node.socket) as client:
+        client.begin(("x-large", "a" * 9000))
+        client.flush()
+        await client.wait_closed_by_server()
+        assert node.outside.codes == []
+        await node.neighbour_is_served()
+
+
+async def test_a_stopped_server_has_let_go_of_hostile_connections(short_dir: Path) -> None:
+    """Half requests, unread answers and idle ones do not hold up stop, and none survives it."""
+    async with node_with(short_dir) as node:
+        node.outside.refresh_hangs = True
+        async with raw_client(node.socket) as half, raw_client(node.socket) as silent, raw_client(node.socket) as hung:
+            half.begin()
+            half.flush()
+            hung.call()
+            hung.flush()
+            for _ in range(1000):
+                silent.h2.ping(b"12345678")
+            silent.flush()
+            await node.neighbour_is_served()
+            await node.attacked.stop()
+            for client in (half, silent, hung):
+                await client.wait_closed_by_server()
+    assert set(node.outside.codes) <= {"CANCELLED"}

@@ -1,0 +1,167 @@
+"""Floods through one container's socket, at full size: what they cost is bounded, and others are served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from time import monotonic
+
+import pytest
+import structlog
+from grpclib import GRPCError
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+
+from gpushare_agent.isolation.vcuda.server import VDeviceLimits
+from gpushare_agent.kit.bounded_grpc import ServerLimits
+from tests.support_vdevice import POD, register
+from tests.support_vdevice_raw import (
+    CALLS_AT_ONCE,
+    DEADLINE_S,
+    ENDLESS,
+    FIELDS,
+    NEVER,
+    OPENING,
+    Node,
+    canned_calls,
+    connect_many,
+    flood,
+    half_a_call,
+    node_with,
+    read_to_end,
+    resident_mib,
+)
+
+REGISTRATIONS = 10_000
+CONNECTIONS = 1_000
+BOUNDLESS = ServerLimits(bytes_per_s=ENDLESS, byte_burst=ENDLESS, busy_share=ENDLESS, busy_burst_s=ENDLESS)
+GROWTH_MIB = 48
+"""Far more than is seen, and far less than the floods would take where nothing bounds them."""
+
+
+@asynccontextmanager
+async def neighbour_served_all_the_time(node: Node) -> AsyncIterator[None]:
+    """Its registrations go on while the block runs; each one is answered OK."""
+    is_over = False
+
+    async def go_on() -> None:
+        while not is_over:
+            await node.neighbour_is_served()
+            await asyncio.sleep(0.2)  # well below its own rate
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(go_on())
+        yield
+        is_over = True
+    codes = Counter(node.neighbours_outside.codes)
+    assert codes["OK"] >= 1
+    assert set(codes) == {"OK"}
+
+
+async def test_of_10000_registrations_in_a_row_the_allowed_burst_is_refreshed(short_dir: Path) -> None:
+    """Exactly 100 are refreshed, the others RESOURCE_EXHAUSTED; two lines in the log; memory does not grow with them."""
+    limits = VDeviceLimits(calls_per_s=NEVER, call_burst=100, server=BOUNDLESS)
+    before = resident_mib()
+    with structlog.testing.capture_logs() as logs:
+        async with (
+            node_with(short_dir, limits) as node,
+            neighbour_served_all_the_time(node),
+            asyncio.TaskGroup() as tasks,
+        ):
+            for _ in range(10):
+                tasks.create_task(flood(node.socket, REGISTRATIONS // 10))
+    assert Counter(node.outside.codes) == {"OK": 100, "RESOURCE_EXHAUSTED": REGISTRATIONS - 100}
+    assert len(node.outside.refreshed) == 100
+    assert Counter(entry["event"] for entry in logs if entry["pod_uid"] == POD) == {
+        "vdevice_rate_limited": 1,
+        "vdevice_peer_unknown": 1,
+    }
+    assert resident_mib() - before < GROWTH_MIB
+
+
+async def test_10000_registrations_in_one_second_meet_the_default_bounds(short_dir: Path) -> None:
+    """Sent as fast as the socket takes them, on 625 connections: at most 64 are let in, at most 100 and 10 a second are
+    refreshed; then the container itself is served again."""
+    before = resident_mib()
+    async with node_with(short_dir) as node, neighbour_served_all_the_time(node):
+        started = monotonic()
+        content = OPENING + canned_calls(range(CALLS_AT_ONCE))
+        opened = await asyncio.to_thread(connect_many, node.socket, REGISTRATIONS // CALLS_AT_ONCE, content)
+        try:
+            assert len(opened) * CALLS_AT_ONCE == REGISTRATIONS
+            assert node.attacked.connections <= 64
+            assert resident_mib() - before < GROWTH_MIB
+            async with asyncio.timeout(DEADLINE_S):
+                while node.outside.codes.count("OK") < 20:
+                    await asyncio.sleep(0.01)
+        finally:
+            for sock in opened:
+                sock.close()
+        await node.wait_empty()
+        allowed = 100 + 10 * (monotonic() - started) + 1
+        codes = Counter(node.outside.codes)
+        assert codes["OK"] <= allowed
+        assert set(codes) <= {"OK", "RESOURCE_EXHAUSTED", "CANCELLED"}
+        await wait_served_again(node)
+
+
+async def test_calls_that_are_begun_and_reset_take_a_bounded_share_of_the_processor(short_dir: Path) -> None:
+    """8,192 of them are 32 bytes each, within every bound on bytes and calls; what they cost is charged and not read on."""
+    client = H2Connection(H2Configuration(client_side=True, header_encoding="utf-8"))
+    client.initiate_connection()
+    for number in range(128):
+        client.send_headers(2 * number + 1, FIELDS)
+        client.reset_stream(2 * number + 1)
+    content = client.data_to_send()
+    async with node_with(short_dir) as node, neighbour_served_all_the_time(node):
+        started = monotonic()
+        opened = await asyncio.to_thread(connect_many, node.socket, 64, content)
+        try:
+            for _ in range(20):
+                await node.neighbour_is_served()
+            server = node.attacked._server
+            assert server is not None
+            begun = sum(bounded._calls for bounded in server._bounded)
+            spent_s = monotonic() - started
+        finally:
+            for sock in opened:
+                sock.close()
+        await node.wait_empty()
+    limits = ServerLimits()
+    per_reading = 8 * 2  # and one reading of each connection may be under way before any is charged
+    allowed = (limits.busy_burst_s + limits.busy_share * spent_s) / 0.0002 + 64 * per_reading
+    assert begun <= allowed < 64 * 128
+
+
+async def wait_served_again(node: Node) -> None:
+    """The rate gives back one registration every 100 ms."""
+    before = node.outside.codes.count("OK")
+    async with asyncio.timeout(DEADLINE_S):
+        while node.outside.codes.count("OK") == before:
+            with suppress(GRPCError):
+                await register(node.socket, name="cuda")
+
+
+@pytest.mark.parametrize("content", [b"", OPENING + half_a_call()], ids=["idle", "half a request"])
+async def test_of_1000_connections_the_allowed_ones_stay_until_they_are_idle_too_long(
+    short_dir: Path, content: bytes
+) -> None:
+    """Those beyond 64 are closed at accept; the rest is cut off; then the container itself is served again."""
+    limits = VDeviceLimits(server=ServerLimits(idle_s=0.5))
+    before = resident_mib()
+    async with node_with(short_dir, limits) as node, neighbour_served_all_the_time(node):
+        opened = await asyncio.to_thread(connect_many, node.socket, CONNECTIONS, content)
+        try:
+            assert len(opened) == CONNECTIONS
+            assert node.attacked.connections <= 64
+            assert resident_mib() - before < GROWTH_MIB
+            greeted = await asyncio.to_thread(lambda: [sock for sock in opened if read_to_end(sock)])
+            assert 1 <= len(greeted) <= 64 * 2  # the first ones may be idle too long before the last is accepted
+            await node.wait_empty()
+        finally:
+            for sock in opened:
+                sock.close()
+        await register(node.socket, name="cuda")

@@ -1,0 +1,362 @@
+"""isolation/vcuda/server.py over real sockets, with grpclib's client and grpcio's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import structlog
+from grpclib import GRPCError, Status
+
+from gpushare_agent.isolation.vcuda.files import VDeviceFiles
+from gpushare_agent.isolation.vcuda.server import METHOD, VDeviceLimits, VDeviceServer
+from gpushare_agent.kit.peer_credentials import PeerCredentials, peer_credentials
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.errors import NotFound, Unavailable
+from gpushare_agent.wire.vcuda import VDeviceRequest
+from tests.support_vdevice import (
+    ID,
+    KEY,
+    OTHER_ID,
+    OTHER_POD,
+    POD,
+    FakeNode,
+    register,
+    server_of,
+    serving,
+)
+
+DOCKER_NAME = f"/k8s_cuda_my-pod_default_{POD}_0"
+
+
+@pytest.fixture
+def grpc() -> ModuleType:
+    return pytest.importorskip("grpc", reason="grpcio, the other gRPC implementation, is not installed")
+
+
+async def with_grpcio(grpc: Any, path: Path, **fields: str) -> tuple[str, str]:
+    """Registers with grpcio from a thread of its own; the code's name and the text."""
+
+    def call() -> tuple[str, str]:
+        options = [("grpc.enable_http_proxy", 0)]
+        with grpc.insecure_channel(f"unix:{path}", options=options) as channel:
+            method = channel.unary_unary(METHOD, request_serializer=bytes, response_deserializer=bytes)
+            try:
+                assert method(bytes(VDeviceRequest(**fields)), timeout=10) == b""
+            except grpc.RpcError as error:
+                return error.code().name, error.details()
+            return "OK", ""
+
+    return await asyncio.to_thread(call)
+
+
+@pytest.mark.parametrize(
+    ("fields", "refreshed"),
+    [
+        ({"container_name": "cuda"}, (KEY, None)),
+        ({"container_name": DOCKER_NAME}, (KEY, None)),
+        ({"container_id": ID}, (KEY, ID)),
+        ({"container_id": ID, "bus_id": "0000:3b:00.0"}, (KEY, ID)),
+        ({"container_id": ID, "container_name": "cuda"}, (KEY, ID)),
+    ],
+)
+async def test_grpcio_registers_by_name_and_by_id(
+    grpc: ModuleType, short_dir: Path, fields: dict[str, str], refreshed: tuple[ContainerKey, str | None]
+) -> None:
+    """Each way to name the own container is answered OK, after the files were refreshed."""
+    node = FakeNode()
+    node.we_are(POD, ID)
+    async with serving(short_dir, node) as path:
+        assert await with_grpcio(grpc, path, pod_uid=POD, **fields) == ("OK", "")
+    assert (node.refreshed, node.codes, node.asked) == ([refreshed], ["OK"], [os.getpid()])
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "says"),
+    [
+        (
+            {"pod_uid": OTHER_POD, "container_name": "cuda"},
+            "PERMISSION_DENIED",
+            f"the message names pod {OTHER_POD}, but",
+        ),
+        ({"pod_uid": POD, "container_name": "other"}, "PERMISSION_DENIED", "the message names container 'other', but"),
+        ({"pod_uid": POD, "container_id": OTHER_ID}, "PERMISSION_DENIED", f"the message names container {OTHER_ID}"),
+        (
+            {"pod_uid": POD, "container_name": f"/k8s_cuda_p_n_{OTHER_POD}_0"},
+            "PERMISSION_DENIED",
+            f"the message names pod {OTHER_POD}, but",
+        ),
+        ({"pod_uid": POD, "container_name": "/k8s_x_p_n_" + POD}, "PERMISSION_DENIED", "names container 'x'"),
+        ({"pod_uid": POD}, "INVALID_ARGUMENT", "neither container_name nor container_id is set"),
+        ({"pod_uid": "", "container_name": "cuda"}, "INVALID_ARGUMENT", "pod_uid '' (0 characters) is no pod UID"),
+        ({"pod_uid": "../../etc", "container_name": "cuda"}, "INVALID_ARGUMENT", "is no pod UID"),
+        ({"pod_uid": POD, "container_name": "../cuda"}, "INVALID_ARGUMENT", "container_name '../cuda' (7 characters)"),
+        ({"pod_uid": POD, "container_name": "cu\0da"}, "INVALID_ARGUMENT", r"container_name 'cu\x00da'"),
+        ({"pod_uid": POD, "container_name": "x" * 64}, "INVALID_ARGUMENT", "(64 characters)"),
+        ({"pod_uid": POD, "container_id": "../" + "a" * 61}, "INVALID_ARGUMENT", "container_id '../aaa"),
+        ({"pod_uid": POD, "container_id": ID.upper()}, "INVALID_ARGUMENT", "is not 64 hexadecimal digits"),
+        ({"pod_uid": POD, "container_name": "cuda", "bus_id": "0" * 16}, "INVALID_ARGUMENT", "is no PCI bus ID"),
+        ({"pod_uid": POD, "container_name": "x" * 2**20}, "RESOURCE_EXHAUSTED", "is over the limit of 4096 bytes"),
+    ],
+)
+async def test_grpcio_reads_the_code_and_the_text_of_a_refusal(
+    grpc: ModuleType, short_dir: Path, fields: dict[str, str], code: str, says: str
+) -> None:
+    """A disagreement is PERMISSION_DENIED, what is no name INVALID_ARGUMENT; nothing is refreshed, the code is counted."""
+    node = FakeNode()
+    node.we_are(POD, ID)
+    async with serving(short_dir, node) as path:
+        found, text = await with_grpcio(grpc, path, **fields)
+    assert (found, node.refreshed, node.codes) == (code, [], [code])
+    assert says in text
+    if code == "PERMISSION_DENIED":
+        assert f"this socket belongs to container cuda of pod {POD}: nothing is registered" in text
+
+
+@pytest.mark.parametrize(
+    ("pod_uid", "container_id", "says"),
+    [
+        (OTHER_POD, ID, f"the calling process is in pod {OTHER_POD}"),
+        (OTHER_POD, OTHER_ID, f"the calling process is in pod {OTHER_POD}"),
+        (POD, OTHER_ID, f"the calling process is in container {OTHER_ID}"),
+        (None, OTHER_ID, f"the calling process is in container {OTHER_ID}"),
+        (POD, "ee" * 32, "the calling process is in container eeee"),
+        (None, None, "the calling process is in no container"),
+    ],
+)
+async def test_a_process_of_another_container_is_refused_whatever_it_says(
+    short_dir: Path, pod_uid: str | None, container_id: str | None, says: str
+) -> None:
+    """The message is right in every field; the kernel's word on the caller decides."""
+    node = FakeNode()
+    node.we_are(pod_uid, container_id)
+    async with serving(short_dir, node) as path:
+        with pytest.raises(GRPCError) as caught:
+            await register(path, name="cuda")
+    assert caught.value.status is Status.PERMISSION_DENIED
+    assert says in str(caught.value.message)
+    assert (node.refreshed, node.codes) == ([], ["PERMISSION_DENIED"])
+
+
+@pytest.mark.parametrize("identity", [(POD, None), (None, ID), (POD, ID)])
+async def test_what_the_cgroup_tells_may_be_a_part(short_dir: Path, identity: tuple[str | None, str | None]) -> None:
+    """Pod UID or container ID alone are enough, for registrations by name and by ID."""
+    node = FakeNode()
+    node.we_are(*identity)
+    async with serving(short_dir, node) as path:
+        await register(path, name="cuda")
+        await register(path, container_id=ID)
+    assert node.refreshed == [(KEY, None), (KEY, ID)]
+
+
+async def test_a_caller_of_a_known_pod_cannot_claim_another_id(short_dir: Path) -> None:
+    """Where only the pod is known of the caller, the runtime says whose ID it is."""
+    node = FakeNode()
+    node.we_are(POD, None)
+    async with serving(short_dir, node) as path:
+        for claimed in (OTHER_ID, "ee" * 32):
+            with pytest.raises(GRPCError) as caught:
+                await register(path, container_id=claimed)
+            assert caught.value.status is Status.PERMISSION_DENIED
+    assert node.refreshed == []
+
+
+async def test_an_unknown_caller_is_the_sockets_container_and_this_is_said_once(short_dir: Path) -> None:
+    """Where the process cannot be looked into, the socket and the message decide; the log says so one time."""
+    node = FakeNode()
+    with structlog.testing.capture_logs() as logs:
+        async with serving(short_dir, node) as path:
+            for _ in range(3):
+                await register(path, name="cuda")
+            with pytest.raises(GRPCError):
+                await register(path, name="other")
+    assert node.refreshed == [(KEY, None)] * 3
+    assert [entry["event"] for entry in logs] == ["vdevice_peer_unknown", "vdevice_registration_refused"]
+
+
+async def test_a_refusal_is_logged_once_per_peer_and_counted_each_time(short_dir: Path) -> None:
+    """The log line names socket and caller; five refusals make one line and five counts."""
+    node = FakeNode()
+    node.we_are(OTHER_POD, OTHER_ID)
+    with structlog.testing.capture_logs() as logs:
+        async with serving(short_dir, node) as path:
+            for _ in range(5):
+                with pytest.raises(GRPCError):
+                    await register(path, name="cuda")
+    assert node.codes == ["PERMISSION_DENIED"] * 5
+    assert [(entry["event"], entry["pid"], entry["pod_uid"]) for entry in logs] == [
+        ("vdevice_registration_refused", os.getpid(), POD)
+    ]
+
+
+async def test_a_process_that_changes_its_cgroup_is_looked_at_anew(short_dir: Path) -> None:
+    """The identity is not remembered from the first call."""
+    node = FakeNode()
+    node.we_are(POD, ID)
+    async with serving(short_dir, node) as path:
+        await register(path, name="cuda")
+        node.we_are(OTHER_POD, OTHER_ID)
+        with pytest.raises(GRPCError):
+            await register(path, name="cuda")
+    assert node.codes == ["OK", "PERMISSION_DENIED"]
+
+
+@pytest.mark.parametrize(
+    ("fails", "status", "says"),
+    [
+        (Unavailable("the disk is full: free space"), Status.UNAVAILABLE, "the disk is full: free space"),
+        (NotFound("prepare it first"), Status.NOT_FOUND, "prepare it first"),
+        (RuntimeError("secret"), Status.INTERNAL, "the agent's log has the traceback"),
+    ],
+)
+async def test_a_refresh_that_fails_is_answered_with_what_to_do(
+    short_dir: Path, fails: Exception, status: Status, says: str
+) -> None:
+    """The agent's own errors go to the caller as they are, a bug without its text."""
+    node = FakeNode(fails=fails)
+    node.we_are(POD, ID)
+    async with serving(short_dir, node) as path:
+        with pytest.raises(GRPCError) as caught:
+            await register(path, name="cuda")
+    assert caught.value.status is status
+    assert says in str(caught.value.message)
+    assert "secret" not in str(caught.value.message)
+    assert node.codes == [status.name]
+
+
+async def test_a_runtime_that_is_away_makes_a_registration_wait_not_fail_for_good(short_dir: Path) -> None:
+    """UNAVAILABLE: the client tries again; nothing is believed meanwhile."""
+    node = FakeNode(runtime_fails=Unavailable("containerd does not answer; try again"))
+    node.we_are(POD, ID)
+    async with serving(short_dir, node) as path:
+        with pytest.raises(GRPCError) as caught:
+            await register(path, name="cuda")
+        assert caught.value.status is Status.UNAVAILABLE
+        node.runtime_fails = None
+        await register(path, name="cuda")
+
+
+async def test_a_refresh_that_hangs_is_answered_deadline_exceeded(short_dir: Path) -> None:
+    """The time of one call is limited by the server too."""
+    node = FakeNode(refresh_hangs=True)
+    async with serving(short_dir, node, limits=VDeviceLimits(call_s=0.05)) as path:
+        with pytest.raises(GRPCError) as caught:
+            await register(path, name="cuda")
+    assert (caught.value.status, node.codes) == (Status.DEADLINE_EXCEEDED, ["DEADLINE_EXCEEDED"])
+
+
+async def test_the_socket_works_beyond_107_bytes_of_path(short_dir: Path) -> None:
+    """A unix address is shorter than the host's path of a deep root; server and client reach each other all the same."""
+    node = FakeNode()
+    async with serving(short_dir / ("d" * 100) / ("e" * 100), node) as path:
+        assert len(os.fsencode(path)) > 250
+        assert stat.S_IMODE(path.lstat().st_mode) == 0o666
+        await register(path, name="cuda")
+    assert not path.exists()
+
+
+async def test_a_server_says_when_its_socket_was_taken_away_and_starts_anew(short_dir: Path) -> None:
+    """A removed directory ends `is_serving`; after preparing, `start` serves again, and `stop` leaves no socket."""
+    node, files = FakeNode(), VDeviceFiles(short_dir)
+    files.prepare(KEY)
+    server = server_of(files, node)
+    assert not server.is_serving
+    await server.start()
+    assert server.is_serving
+    files.remove_pod(POD)
+    assert not server.is_serving
+    with pytest.raises(NotFound):
+        await server.start()
+    files.prepare(KEY)
+    await server.start()
+    await register(files.path(KEY) / "vcuda.sock", name="cuda")
+    await server.stop()
+    await server.stop()
+    assert (server.is_serving, list(files.path(KEY).iterdir())) == (False, [])
+
+
+async def test_a_server_that_stops_leaves_its_successors_socket(short_dir: Path) -> None:
+    """Two agents overlap at an update: the old one's stop does not take the new one's socket."""
+    node, files = FakeNode(), VDeviceFiles(short_dir)
+    files.prepare(KEY)
+    old, new = server_of(files, node), server_of(files, node)
+    await old.start()
+    await new.start()
+    await old.stop()
+    await register(files.path(KEY) / "vcuda.sock", name="cuda")
+    assert new.is_serving
+    await new.stop()
+
+
+async def test_a_client_that_stays_connected_does_not_hold_up_stop(short_dir: Path) -> None:
+    """The connection is closed by the server."""
+    node = FakeNode()
+    async with serving(short_dir, node) as path:
+        reader, writer = await asyncio.open_unix_connection(str(path))
+    async with asyncio.timeout(10):
+        while await reader.read(4096):
+            pass
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+async def test_the_kernel_says_who_is_at_the_other_end(short_dir: Path) -> None:
+    """PID, user and group of the connecting process; a pair of TCP sockets has no such thing."""
+    found: asyncio.Queue[PeerCredentials | None] = asyncio.Queue()
+
+    def accepted(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        found.put_nowait(peer_credentials(writer.transport))
+        writer.transport.abort()
+
+    async def connect(opening: Callable[..., Any], *where: Any) -> PeerCredentials | None:
+        _, writer = await opening(*where)
+        async with asyncio.timeout(10):
+            credentials = await found.get()
+        writer.transport.abort()
+        return credentials
+
+    async with await asyncio.start_unix_server(accepted, short_dir / "s"):
+        me = PeerCredentials(pid=os.getpid(), uid=os.getuid(), gid=os.getgid())
+        assert await connect(asyncio.open_unix_connection, short_dir / "s") == me
+    async with await asyncio.start_server(accepted, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        assert await connect(asyncio.open_connection, "127.0.0.1", port) is None
+
+
+@pytest.mark.parametrize("is_bound_first", [True, False])
+async def test_a_start_that_is_given_up_leaves_no_socket(short_dir: Path, is_bound_first: bool) -> None:
+    """The binding runs in a thread and may end before or after the one who waits has gone; both times it is undone."""
+    files, node = VDeviceFiles(short_dir), FakeNode()
+    files.prepare(KEY)
+    late: list[Callable[[], object]] = []
+
+    async def cut_off(blocking: Callable[[], Any], what: str) -> Any:
+        if is_bound_first:
+            blocking()
+        else:
+            late.append(blocking)
+        raise Unavailable(f"{what}: no answer")
+
+    server = VDeviceServer(
+        KEY,
+        sockets=files,
+        identify=node.identify,
+        find_container=node.find_container,
+        refresh=node.refresh,
+        metrics=node,
+        run_blocking=cut_off,
+    )
+    with pytest.raises(Unavailable):
+        await server.start()
+    for blocking in late:
+        blocking()
+    assert not (files.path(KEY) / "vcuda.sock").exists()
+    assert not server.is_serving

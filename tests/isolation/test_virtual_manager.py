@@ -1,0 +1,519 @@
+"""The virtual manager over real files and sockets and trees of files for cgroups and /proc; store and IDs are the test's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from grpclib import GRPCError, Status
+
+from gpushare_agent.isolation.vcuda.config_format import decode_config, decode_pids
+from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
+from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
+from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses, Processes
+from gpushare_agent.isolation.vcuda.files import VDeviceFiles
+from gpushare_agent.isolation.vcuda.server import VDeviceServer
+from gpushare_agent.isolation.vcuda.virtual_manager import VirtualManager, VirtualManagerPace
+from gpushare_agent.kit.supervision import stop_task
+from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.errors import NotFound, Unavailable
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, PodUid
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.runtime.cgroups import Cgroups
+from gpushare_agent.runtime.cri import RuntimeContainer, RuntimeContainerStatus, RuntimeState
+from tests.support_agent import poll_until
+from tests.support_core import NAMES, allocation, container, ids, inventory, pod
+from tests.support_vdevice import ID, KEY, OTHER_ID, POD, register
+
+MIB = 1024 * 1024
+
+
+class World:
+    """What the manager sees: pods, allocations, IDs and cgroups, all changed by the test."""
+
+    def __init__(self, directory: Path) -> None:
+        self.files = VDeviceFiles(directory / "vm")
+        self.pod = pod("share", container(name="cuda", cores=30, blocks=8), uid=POD)
+        self.pods: dict[str, Pod] = {POD: self.pod}
+        held = allocation(self.pod, "cuda", ids(0, range(30)), ids(0, range(8)))
+        self.allocations: dict[ContainerKey, Allocation] = {held.key: held}
+        self.known: dict[ContainerKey, str] | None = {KEY: ID}
+        self.complaints: list[str] = []
+        self.codes: list[str] = []
+        self.driver = "535.104.05"
+        self.is_synced = True
+        self.cgroup_root, self.proc = directory / "cgroup", directory / "proc"
+        me = self.proc / str(os.getpid())  # the test itself registers: it is the container's process
+        me.mkdir(parents=True)
+        (me / "cgroup").write_text(f"0::/kubepods/burstable/pod{POD}/{ID}\n")
+        self.now = 0.0
+        self.set_pids(ID, 11, 7)
+
+    def set_pids(self, container_id: str, *pids: int) -> None:
+        place = self.cgroup_root / "kubepods" / "burstable" / f"pod{POD}" / container_id
+        place.mkdir(parents=True, exist_ok=True)
+        (self.cgroup_root / "cgroup.controllers").touch()
+        (place / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in pids))
+
+    def get(self, uid: PodUid) -> Pod | None:
+        return self.pods.get(uid)
+
+    async def running(self) -> Mapping[ContainerKey, str]:
+        if self.known is None:
+            raise Unavailable("nobody knows")
+        return self.known
+
+    async def owner_of(self, container_id: str) -> ContainerKey | None:
+        return next((key for key, known in (await self.running()).items() if known == container_id), None)
+
+    def vdevice_registered(self, code: str) -> None:
+        self.codes.append(code)
+
+    def manager(
+        self, pace: VirtualManagerPace | None = None, clock: Callable[[], float] | None = None
+    ) -> VirtualManager:
+        cgroups = Cgroups(self.cgroup_root, self.proc)
+        return VirtualManager(
+            files=self.files,
+            allocations=lambda: self.allocations,
+            pods=self,
+            configs=VDeviceConfigs(
+                inventory=inventory,
+                driver_version=lambda: self.driver,
+                names=NAMES,
+                complain=lambda _, text: self.complaints.append(text),
+            ),
+            processes=ContainerProcesses(self, cgroups, clock=lambda: self.now),
+            identify=cgroups.identify_in_thread,
+            metrics=self,
+            clock=clock or (lambda: self.now),
+            pace=pace,
+        )
+
+    @property
+    def directory(self) -> Path:
+        return self.files.path(KEY)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(decode_pids((self.directory / "pids.config").read_bytes()))
+
+    @property
+    def limit(self) -> int:
+        return decode_config((self.directory / "vcuda.config").read_bytes()).limit
+
+
+class Running:
+    """A manager whose servers are stopped at the end, as its `run` does when it is cancelled."""
+
+    def __init__(self, world: World) -> None:
+        self.manager = world.manager()
+
+    async def __aenter__(self) -> VirtualManager:
+        return self.manager
+
+    async def __aexit__(self, *_: object) -> None:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(self.manager.run(), name="virtual manager")
+            await asyncio.sleep(0)
+            await stop_task(task)
+
+
+async def test_a_container_about_to_start_finds_no_process_of_its_earlier_life(short_dir: Path) -> None:
+    """prepare writes an empty list, also where the look that is under way has read the old one."""
+    world = World(short_dir)
+    async with Running(world) as manager:
+        await manager._processes.learn()
+        await manager.look()
+        assert world.pids == (7, 11)
+        assert await manager.prepare([KEY]) is None
+        assert world.pids == ()
+        await manager._processes.learn()
+        await manager.look()  # the ID that is told is still the old one
+        assert world.pids == ()
+        world.known = {KEY: OTHER_ID}
+        world.set_pids(OTHER_ID, 99)
+        await manager._processes.learn()
+        await manager.look()
+        assert world.pids == (99,)
+
+
+async def test_a_list_read_before_a_restart_is_not_written_after_it(short_dir: Path) -> None:
+    """The container is prepared anew while a round reads the cgroup of its last life."""
+    world = World(short_dir)
+    async with Running(world) as manager:
+        await manager._processes.learn()
+        read = manager._processes.read
+
+        async def read_and_be_overtaken(wanted: Collection[ContainerKey]) -> dict[ContainerKey, Processes]:
+            found = await read(wanted)
+            assert await manager.prepare([KEY]) is None
+            return found
+
+        manager._processes.read = read_and_be_overtaken  # type: ignore[method-assign]
+        await manager.look()
+        assert world.pids == ()
+
+
+async def test_until_its_id_is_known_a_container_has_the_processes_of_its_pod(short_dir: Path) -> None:
+    """Less those of another container that is known: too many rather than too few limit a share."""
+    world = World(short_dir)
+    other = ContainerKey(POD, "other")
+    world.allocations[other] = replace(world.allocations[KEY], key=other)
+    world.set_pids(OTHER_ID, 21)
+    world.known = {other: OTHER_ID}
+    world.set_pids("ef" * 32, 3)  # the pod's sandbox
+    async with Running(world) as manager:
+        assert await manager.prepare([KEY]) is None
+        await manager._processes.learn()
+        await manager.look()
+        assert world.pids == (3, 7, 11)
+        world.known[KEY] = ID
+        await manager._processes.learn()
+        await manager.look()
+        assert world.pids == (7, 11)
+
+
+async def test_an_id_that_nobody_tells_for_long_is_done_without(short_dir: Path) -> None:
+    """A new agent leaves the list of before for five seconds; then the pod's processes are nearer to the truth."""
+    world = World(short_dir)
+    world.known = None
+    world.files.prepare(KEY)
+    world.files.write_pids(KEY, [1, 2])
+    async with Running(world) as manager:
+        await manager.look()
+        world.now = 4.9
+        await manager.look()
+        assert world.pids == (1, 2)
+        world.now = 5.0
+        await manager.look()
+        assert world.pids == (7, 11)
+
+
+async def test_a_container_just_prepared_is_looked_at_more_often(short_dir: Path) -> None:
+    """Its first processes are in its list long before the next round of all, which here never comes."""
+    world = World(short_dir)
+    world.set_pids(ID)
+    pace = VirtualManagerPace(round_s=3600.0, young_round_s=0.001, young_for_s=3600.0)
+    manager = world.manager(pace=pace, clock=time.monotonic)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(manager.run(), name="virtual manager")
+        assert await manager.prepare([KEY]) is None
+        world.set_pids(ID, 77)
+        await poll_until(lambda: world.pids == (77,), "the new process in the list")
+        await stop_task(task)
+
+
+async def test_a_new_agent_leaves_what_it_does_not_know_yet_as_it_is(short_dir: Path) -> None:
+    """The processes and the elastic limit of a running container outlive an agent whose pods and IDs come later."""
+    world = World(short_dir)
+    world.pods[POD] = replace(world.pod, annotations={CORE_LIMIT_ANNOTATION: "60"})
+    async with Running(world) as manager:
+        await manager._processes.learn()
+        await manager.look()
+    assert (world.pids, world.limit) == ((7, 11), 60)
+    known, world.known = world.known, None
+    kept = world.pods.pop(POD)
+    async with Running(world) as manager:
+        await manager._processes.learn()
+        await manager.look()
+        assert (world.pids, world.limit) == ((7, 11), 60)
+        with pytest.raises(GRPCError, match="nobody knows") as refused:
+            await register(world.directory / "vcuda.sock", name="cuda")
+        assert refused.value.status is Status.UNAVAILABLE
+        world.known, world.pods[POD] = known, replace(kept, annotations={})
+        world.set_pids(ID, 5)
+        await manager._processes.learn()
+        await manager.look()
+        assert (world.pids, world.limit) == ((5,), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("pids.config", b"\1\0\0"), ("vcuda.config", b"short"), ("vcuda.config", b"\377" * 8240)]
+)
+async def test_a_torn_file_of_an_earlier_agent_is_written_anew(short_dir: Path, name: str, content: bytes) -> None:
+    """Nothing known yet, but what lies there cannot be right."""
+    world = World(short_dir)
+    world.known = None
+    world.pods.clear()
+    world.files.prepare(KEY)
+    (world.directory / name).write_bytes(content)
+    async with Running(world) as manager:
+        await manager.look()
+        assert world.pids == ()
+        assert decode_config((world.directory / "vcuda.config").read_bytes()).utilization == 30
+
+
+@pytest.mark.parametrize("name", ["vcuda.config", "pids.config", "vcuda.sock"])
+async def test_what_somebody_took_away_is_back_after_a_round(short_dir: Path, name: str) -> None:
+    """Each of the three, and the directory as a whole."""
+    world = World(short_dir)
+    async with Running(world) as manager:
+        await manager._processes.learn()
+        await manager.look()
+        (world.directory / name).unlink()
+        await manager.look()
+        assert (world.directory / name).exists()
+        assert world.pids == (7, 11)
+        await register(world.directory / "vcuda.sock", name="cuda")
+
+
+async def test_a_directory_that_vanished_is_made_again_and_served(short_dir: Path) -> None:
+    """For the next container of this name; the one that runs has the old one mounted."""
+    world = World(short_dir)
+    async with Running(world) as manager:
+        await manager._processes.learn()
+        await manager.look()
+        world.files.remove_pod(POD)
+        await manager.look()
+        await register(world.directory / "vcuda.sock", name="cuda")
+
+
+async def test_unchanged_files_are_not_written_again(short_dir: Path) -> None:
+    """Neither at a second look nor at a registration: their inodes stay."""
+    world = World(short_dir)
+    async with Running(world) as manager:
+        await manager._processes.learn()
+        await manager.look()
+        before = world.files.stamps(KEY)
+        await manager.look()
+        await register(world.directory / "vcuda.sock", name="cuda")
+        assert world.files.stamps(KEY) == before
+
+
+async def test_a_share_that_is_given_back_is_no_longer_served(short_dir: Path) -> None:
+    """The socket goes with the allocation, the directory with the pod."""
+    world = World(short_dir)
+    async with Running(world) as manager:
+        await manager.look()
+        world.allocations.clear()
+        await manager.look()
+        assert not (world.directory / "vcuda.sock").exists()
+        await manager.clean()
+        assert world.directory.exists()
+        world.pods.clear()
+        await manager.clean()
+        assert not world.directory.parent.exists()
+
+
+async def test_one_container_that_cannot_be_kept_does_not_keep_others_from_theirs(short_dir: Path) -> None:
+    """What lies in its place is deeper than the agent ever builds and stays; its start is refused with the reason."""
+    world = World(short_dir)
+    other = pod("other", container(name="cuda", cores=30, blocks=8), uid="0" * 32)
+    held = allocation(other, "cuda", ids(1, range(30)), ids(1, range(8)))
+    world.allocations[held.key] = held
+    (world.files.root / other.uid / "cuda" / "vcuda.config" / "/".join("d" * 12)).mkdir(parents=True)
+    async with Running(world) as manager:
+        await manager.look()
+        assert (world.directory / "vcuda.sock").is_socket()
+        refused = await manager.prepare([held.key])
+        assert refused is not None and "nested deeper" in refused.detail
+
+
+async def test_a_whole_tree_that_cannot_be_written_refuses_the_start_with_the_reason(short_dir: Path) -> None:
+    """A plain file lies where the root of all directories should be."""
+    world = World(short_dir)
+    world.files.root.write_text("")
+    async with Running(world) as manager:
+        refused = await manager.prepare([KEY])
+        assert refused is not None
+        assert str(world.files.root) in refused.detail and "tries again" in refused.detail
+        await manager.look()  # the round tells it and goes on
+        world.files.root.unlink()
+        await manager.look()
+        assert (world.directory / "vcuda.sock").is_socket()
+
+
+class Told:
+    """A runtime."""
+
+    def __init__(self, *containers: RuntimeContainer, error: Unavailable | None = None) -> None:
+        self.containers_told, self.error = list(containers), error
+
+    async def containers(self, *, only_running: bool) -> list[RuntimeContainer]:
+        if self.error is not None:
+            raise self.error
+        return self.containers_told
+
+    async def status(self, container_id: str) -> RuntimeContainerStatus:
+        if self.error is not None:
+            raise self.error
+        found = next((c for c in self.containers_told if c.id == container_id), None)
+        if found is None:
+            raise NotFound("no such container")
+        return RuntimeContainerStatus(container=found, pid=None)
+
+
+class Store:
+    def __init__(self, *pods: Pod) -> None:
+        self._pods = pods
+
+    def pods(self) -> tuple[Pod, ...]:
+        return self._pods
+
+
+def told(container_id: str, state: RuntimeState = RuntimeState.RUNNING) -> RuntimeContainer:
+    return RuntimeContainer(
+        id=container_id,
+        pod_uid=POD,
+        pod_namespace="default",
+        pod_name="share",
+        container_name="cuda",
+        attempt=0,
+        state=state,
+        created_at=0.0,
+    )
+
+
+async def test_the_runtime_is_believed_before_the_statuses() -> None:
+    """A restarted container's new ID is there before the kubelet has written it; ended ones do not count."""
+    runtime = Told(told(ID, RuntimeState.EXITED), told(OTHER_ID))
+    found = ContainerIds(runtime, Store(pod("share", uid=POD, container_ids={"cuda": ID})))
+    assert await found.running() == {KEY: OTHER_ID}
+    assert await found.owner_of(ID) == KEY
+    assert await found.owner_of("00" * 32) is None
+
+
+async def test_without_a_runtime_the_pods_statuses_tell() -> None:
+    """An ID in no status is not refused for ever but asked for again: the kubelet writes it soon."""
+    away = Told(error=Unavailable("no socket there"))
+    found = ContainerIds(away, Store(pod("share", uid=POD, container_ids={"cuda": ID})))
+    assert await found.running() == {KEY: ID}
+    assert await found.owner_of(ID) == KEY
+    with pytest.raises(Unavailable, match="not known yet"):
+        await found.owner_of(OTHER_ID)
+
+
+def more_containers(world: World, count: int) -> list[ContainerKey]:
+    """Shares of pods of their own, beside the first."""
+    keys = []
+    for number in range(count):
+        owner = pod(f"p{number}", container(name="cuda", cores=1, blocks=1), uid=f"{number:08x}" + POD[8:])
+        held = allocation(owner, "cuda", ids(1, range(number, number + 1)), ids(1, range(number, number + 1)))
+        world.pods[owner.uid], world.allocations[held.key] = owner, held
+        keys.append(held.key)
+    return keys
+
+
+async def test_of_many_registrations_at_once_two_are_carried_out(short_dir: Path) -> None:
+    """The one under way, and one that begins after the last of them came: hostile containers hold nobody up."""
+    world = World(short_dir)
+    async with Running(world) as manager:
+        await manager._processes.learn()
+        await manager.look()
+        carried_out: list[ContainerKey] = []
+        refresh = manager._refresh
+
+        async def counted(key: ContainerKey, container_id: str | None) -> None:
+            carried_out.append(key)
+            world.now += 1.0
+            await refresh(key, container_id)
+
+        manager._refresh = counted  # type: ignore[method-assign]
+        async with asyncio.TaskGroup() as group:
+            for _ in range(50):
+                group.create_task(manager.refresh(KEY, None))
+        assert 1 <= len(carried_out) <= 2
+        world.set_pids(ID, 123)
+        await manager.refresh(KEY, None)
+        assert world.pids == (123,)
+
+
+async def test_a_registration_of_the_life_before_is_asked_to_come_again(short_dir: Path) -> None:
+    """It was on its way when the container was prepared anew: its processes are not the new one's, nor its ID."""
+    world = World(short_dir)
+    async with Running(world) as manager:
+        await manager._processes.learn()
+        await manager.look()
+        assert await manager.prepare([KEY]) is None
+        with pytest.raises(Unavailable, match="started anew"):
+            await manager.refresh(KEY, ID)
+        assert world.pids == () and not (world.directory / ID).exists()
+        world.set_pids(OTHER_ID, 5)
+        await manager.refresh(KEY, OTHER_ID)
+        assert world.pids == (5,) and (world.directory / OTHER_ID).is_dir()
+
+
+async def test_what_is_prepared_while_others_are_stopped_is_not_forgotten(short_dir: Path) -> None:
+    """A round that waits for a stuck peer's connection must not take back what prepare has noted meanwhile."""
+    world = World(short_dir)
+    world.known = None
+    (gone,) = more_containers(world, 1)
+    new = world.allocations.pop(KEY)
+    async with Running(world) as manager:
+        await manager.look()
+        del world.allocations[gone]
+        stop = manager._stop
+
+        async def slow(keys: Collection[ContainerKey]) -> None:
+            if gone in keys:
+                world.allocations[KEY] = new
+                assert await manager.prepare([KEY]) is None
+            await stop(keys)
+
+        manager._stop = slow  # type: ignore[method-assign,assignment]
+        await manager.look()
+        assert world.pids == (7, 11)  # its pod's processes, at once
+
+
+async def test_servers_whose_sockets_vanished_are_restarted_together(short_dir: Path) -> None:
+    """Each may have peers that never read, and take half a second to stop."""
+    world = World(short_dir)
+    keys = more_containers(world, 12)
+    async with Running(world) as manager:
+        await manager.look()
+        for key in keys:
+            (world.files.path(key) / "vcuda.sock").unlink()
+        at_once, most = 0, 0
+        stop_one = manager._stop_one
+
+        async def counted(server: VDeviceServer) -> None:
+            nonlocal at_once, most
+            at_once += 1
+            most = max(most, at_once)
+            await stop_one(server)
+            at_once -= 1
+
+        manager._stop_one = counted  # type: ignore[method-assign]
+        await manager.look()
+        assert most == len(keys)
+        assert all((world.files.path(key) / "vcuda.sock").is_socket() for key in keys)
+
+
+async def test_a_disk_that_hangs_does_not_hold_up_the_end(short_dir: Path) -> None:
+    """The sockets' files stay; the next start replaces them."""
+    world = World(short_dir)
+    more_containers(world, 20)
+    manager = world.manager()
+    async with asyncio.timeout(4):  # one call to a disk that hangs alone may take five
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(manager.run(), name="virtual manager")
+            await poll_until((world.directory / "vcuda.sock").exists, "the sockets")
+
+            async def hang(blocking: Callable[[], object], what: str) -> object:
+                return await asyncio.Event().wait()
+
+            for server in manager._servers.values():
+                server._run_blocking = hang  # type: ignore[assignment]
+            await stop_task(task)
+
+
+async def test_a_directory_that_holds_something_foreign_is_left_and_told(short_dir: Path) -> None:
+    """The round goes on with the others."""
+    world = World(short_dir)
+    foreign = world.files.root / ("0" * 32)
+    (foreign / "volumes").mkdir(parents=True)
+    (foreign / "volumes" / "data").write_text("precious")
+    async with Running(world) as manager:
+        await manager.look()
+        world.allocations.clear()
+        world.pods.clear()
+        await manager.look()
+        await manager.clean()
+        assert (foreign / "volumes" / "data").read_text() == "precious"
+        assert not world.directory.parent.exists()

@@ -1,0 +1,77 @@
+"""Reading the kubelet's checkpoint file: the real one, the old form, and garbage."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from gpushare_agent.kubelet.checkpoint import FILE_NAME, KubeletCheckpoint, read_checkpoint
+from gpushare_agent.model.errors import Corrupt, Unavailable
+
+DEADLINE_S = 10.0
+DATA = Path(__file__).parent.parent / "data" / "kubelet"
+
+
+def test_a_recorded_file_is_read_whole() -> None:
+    """Every entry of the real kubelet's file, the IDs of its NUMA nodes joined."""
+    entries = read_checkpoint(DATA / "checkpoint-1.36.json")
+    raw_entries = json.loads((DATA / "checkpoint-1.36.json").read_text())["Data"]["PodDeviceEntries"]
+    assert len(entries) == len(raw_entries) > 0
+    for entry, raw in zip(entries, raw_entries, strict=True):
+        assert entry.device_ids == {i for group in raw["DeviceIDs"].values() for i in group}
+        assert (entry.pod_uid, entry.container) == (raw["PodUID"], raw["ContainerName"])
+
+
+def entry(device_ids: object) -> str:
+    raw = {"PodUID": "u", "ContainerName": "c", "ResourceName": "r", "DeviceIDs": device_ids, "AllocResp": ""}
+    return json.dumps({"Data": {"PodDeviceEntries": [raw]}})
+
+
+def test_old_kubelets_write_a_plain_list(tmp_path: Path) -> None:
+    """Without NUMA nodes."""
+    path = tmp_path / "file"
+    path.write_text(entry(["a", "b"]))
+    assert [e.device_ids for e in read_checkpoint(path)] == [frozenset({"a", "b"})]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"Data": 5}', '{"Data": {"PodDeviceEntries": [{}]}}', '{"Data": {"PodDeviceEntries": [5]}}',
+     entry(5), entry({"0": 5}), "[" * 100_000],
+)  # fmt: skip
+def test_garbage_is_corrupt(tmp_path: Path, text: str) -> None:
+    """Never another error: the file is another program's."""
+    path = tmp_path / "file"
+    path.write_text(text)
+    with pytest.raises(Corrupt, match="file"):
+        read_checkpoint(path)
+
+
+def test_no_entries_are_no_error(tmp_path: Path) -> None:
+    """A fresh kubelet writes null."""
+    path = tmp_path / "file"
+    path.write_text('{"Data": {"PodDeviceEntries": null}}')
+    assert read_checkpoint(path) == []
+
+
+def test_an_absent_file_is_unavailable(tmp_path: Path) -> None:
+    """As is a directory in its place."""
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(Unavailable):
+            read_checkpoint(path)
+
+
+async def test_a_stalled_disk_is_unavailable(tmp_path: Path) -> None:
+    """A pipe without a writer stands for it; what waits in it is let go at the end."""
+    path = tmp_path / FILE_NAME
+    os.mkfifo(path)
+    checkpoint = KubeletCheckpoint(tmp_path)
+    async with asyncio.timeout(DEADLINE_S):
+        for reason in ("got no answer within 1 s", "an earlier call still hangs"):
+            with pytest.raises(Unavailable, match=reason):
+                await checkpoint.read()
+        os.close(os.open(path, os.O_WRONLY))

@@ -1,0 +1,155 @@
+"""kubelet/device_table.py: frames, versions, device IDs, sizes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare_agent.kubelet.device_table import (
+    MAX_LIST_BYTES,
+    DeviceRow,
+    DeviceTable,
+    check_size,
+    device_rows,
+    smallest_block_mib,
+    vmemory_list_bytes,
+)
+from gpushare_agent.model.errors import StartupError
+from gpushare_agent.model.gpus import Card, GpuInventory, Health
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.topology import Branch, LinkKind, Topology
+from gpushare_agent.wire import v1beta1
+from tests.support_plugin import DEADLINE_S
+
+ROWS = st.lists(
+    st.builds(
+        DeviceRow,
+        id=st.text(min_size=1, max_size=150),
+        healthy=st.booleans(),
+        numa=st.none() | st.integers(0, 1000),
+    ),
+    max_size=8,
+    unique_by=lambda row: row.id,
+)
+
+NAMES = ResourceNames()
+
+
+def card(index: int, *, memory_mib: int = 1024, numa: int | None = None, health: Health = Health.HEALTHY) -> Card:
+    return Card(
+        index=index,
+        minor=index,
+        uuid=GpuUuid(f"GPU-{index:08x}-0000-4000-8000-000000000000"),
+        bus_id=f"0000:{index:02x}:00.0",
+        name="card",
+        memory_mib=memory_mib,
+        numa_node=numa,
+        health=health,
+    )
+
+
+def inventory(*cards: Card) -> GpuInventory:
+    return GpuInventory(cards=cards, topology=Topology(links=(), root=Branch(kind=LinkKind.SYS, cards=())))
+
+
+def as_message(rows: list[DeviceRow]) -> v1beta1.ListAndWatchResponse:
+    """The list by way of the generated classes."""
+    return v1beta1.ListAndWatchResponse(
+        devices=[
+            v1beta1.Device(
+                id=row.id,
+                health="Healthy" if row.healthy else "Unhealthy",
+                topology=None if row.numa is None else v1beta1.TopologyInfo(nodes=[v1beta1.NumaNode(id=row.numa)]),
+            )
+            for row in rows
+        ]
+    )
+
+
+@given(ROWS, ROWS)
+def test_the_frames_are_what_the_generated_classes_write_after_any_change(
+    first: list[DeviceRow], second: list[DeviceRow]
+) -> None:
+    """Byte for byte, also where frames of the list before are used again; NUMA node 0 is not lost."""
+    table = DeviceTable(first)
+    assert table.encode() == bytes(as_message(first))
+    table.set_devices(second)
+    assert table.encode() == bytes(as_message(second))
+    assert table.encoded_size == len(table.encode())
+    assert table.devices == tuple(second)
+
+
+@given(ROWS, ROWS)
+def test_the_version_grows_with_a_change_and_only_then(first: list[DeviceRow], second: list[DeviceRow]) -> None:
+    """Setting the same devices again is no change; another order is one."""
+    table = DeviceTable(first)
+    before = table.version
+    assert table.set_devices(list(first)) is False
+    assert table.version == before
+    assert table.set_devices(second) is (first != second)
+    assert table.version == before + (first != second)
+
+
+async def test_every_waiter_sees_the_newest_version_of_several_changes() -> None:
+    """Two changes between two looks are one wake-up."""
+    table = DeviceTable()
+    row = DeviceRow(id="a", healthy=True)
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
+        waiters = [tasks.create_task(table.wait_change(0)) for _ in range(3)]
+        await asyncio.sleep(0)
+        table.set_devices([row])
+        table.set_devices([DeviceRow(id="a", healthy=False)])
+    assert [waiter.result() for waiter in waiters] == [2, 2, 2]
+    assert await table.wait_change(-1) == 2
+
+
+def test_vcore_ids_are_a_hundred_per_card_in_order_of_index() -> None:
+    """`<uuid>::0` to `<uuid>::99`, with the card's NUMA node and health on each."""
+    rows = device_rows(inventory(card(1, numa=0, health=Health.UNHEALTHY), card(0)), ResourceKind.VCORE, NAMES)
+    assert [row.id for row in rows[:2]] == [f"{card(0).uuid}::0", f"{card(0).uuid}::1"]
+    assert rows[-1] == DeviceRow(id=f"{card(1).uuid}::99", healthy=False, numa=0)
+    assert len(rows) == 200
+    assert {row.numa for row in rows[:100]} == {None}
+
+
+def test_vmemory_ids_count_whole_blocks_of_each_card() -> None:
+    """A rest smaller than a block is not offered; cards may differ."""
+    rows = device_rows(inventory(card(0, memory_mib=1023), card(1, memory_mib=512)), ResourceKind.VMEMORY, NAMES)
+    assert [row.id.rpartition("::")[2] for row in rows] == ["0", "1", "2", "0", "1"]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3000), st.none() | st.integers(0, 300)), max_size=3),
+    st.sampled_from([1, 2, 16, 256]),
+)
+def test_the_computed_size_is_that_of_the_message_with_every_card_unhealthy(
+    shapes: list[tuple[int, int | None]], block_mib: int
+) -> None:
+    """ "Unhealthy" is the longer word: a list that fits so fits always."""
+    cards = [card(i, memory_mib=m, numa=n, health=Health.UNHEALTHY) for i, (m, n) in enumerate(shapes)]
+    table = DeviceTable(device_rows(inventory(*cards), ResourceKind.VMEMORY, ResourceNames(memory_block_mib=block_mib)))
+    assert vmemory_list_bytes(cards, block_mib) == table.encoded_size
+
+
+def test_a_list_over_4_mib_is_refused_with_the_smallest_block_that_works() -> None:
+    """The size named in the text passes the check, half of it does not."""
+    cards = [card(i, memory_mib=81920, numa=0) for i in range(16)]
+    with pytest.raises(StartupError, match=r"blocks of 1 MiB.*memory_block_mib\) to 32 MiB or more"):
+        check_size(inventory(*cards), "example.com/memory", 1)
+    assert smallest_block_mib(cards) == 32
+    check_size(inventory(*cards), "example.com/memory", 32)
+    with pytest.raises(StartupError):
+        check_size(inventory(*cards), "example.com/memory", 16)
+    table = DeviceTable(device_rows(inventory(*cards), ResourceKind.VMEMORY, ResourceNames(memory_block_mib=32)))
+    assert table.encoded_size <= MAX_LIST_BYTES
+
+
+def test_no_cards_make_an_empty_list_of_any_block_size() -> None:
+    """A node whose driver found nothing serves zero devices."""
+    assert device_rows(inventory(), ResourceKind.VMEMORY, ResourceNames(memory_block_mib=1)) == []
+    check_size(inventory(), "example.com/memory", 1)
+    assert smallest_block_mib([]) == 1

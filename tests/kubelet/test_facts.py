@@ -1,0 +1,91 @@
+"""The kubelet's version decides whether it may be asked inside an admission."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare_agent.kit.supervision import stop_task
+from gpushare_agent.kubelet.facts import KubeletFacts
+from gpushare_agent.model.errors import StartupError, Unavailable
+
+
+class Nodes:
+    """Answers with the versions given, an exception is raised; the last one stays."""
+
+    def __init__(self, *versions: object) -> None:
+        self._versions = list(versions)
+        self.asked = 0
+
+    async def get_node(self, name: str) -> dict[str, Any]:
+        self.asked += 1
+        version = self._versions.pop(0) if len(self._versions) > 1 else self._versions[0]
+        if isinstance(version, Exception):
+            raise version
+        return {"status": {"nodeInfo": {"kubeletVersion": version}}}
+
+
+def facts(path: Path, *, insist: bool = False) -> KubeletFacts:
+    return KubeletFacts(node_name="n", kubelet_socket=path / "kubelet.sock", allow_unsupported=insist, retry_s=0)
+
+
+@pytest.mark.parametrize(
+    ("version", "safe"), [("v1.30.0", True), ("v1.36.2+k3s1", True), ("v2.0.0", True), ("odd", True)]
+)
+async def test_modern_kubelets_may_be_asked(tmp_path: Path, version: str, safe: bool) -> None:
+    """Also one whose version cannot be read."""
+    found = facts(tmp_path)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(found.run(Nodes(version)))
+        assert await found.wait_lists_inside(timeout_s=5) is safe
+        await stop_task(task)
+
+
+async def test_an_old_kubelet_ends_the_agent_with_the_reason(tmp_path: Path) -> None:
+    """Asking it inside an admission can crash it."""
+    with pytest.raises(StartupError, match=r"v1\.29\.14.*older than 1\.30.*allow-unsupported"):
+        await facts(tmp_path).run(Nodes("v1.29.14"))
+
+
+async def test_an_operator_may_insist(tmp_path: Path) -> None:
+    """Then it is not asked inside an admission."""
+    found = facts(tmp_path, insist=True)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(found.run(Nodes("v1.29.14")))
+        assert await found.wait_lists_inside(timeout_s=5) is False
+        await stop_task(task)
+
+
+async def test_an_api_server_that_is_away_is_asked_again(tmp_path: Path) -> None:
+    """Admissions meanwhile wait within their bound and say what they waited for."""
+    found = facts(tmp_path)
+    with pytest.raises(Unavailable, match="version is not known yet"):
+        await found.wait_lists_inside(timeout_s=0.01)
+    nodes = Nodes(Unavailable("connection refused"), Unavailable("connection refused"), "v1.34.1")
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(found.run(nodes))
+        assert await found.wait_lists_inside(timeout_s=5) is True
+        await stop_task(task)
+    assert nodes.asked == 3 and found.version == "v1.34.1"
+
+
+async def test_a_restarted_kubelet_is_looked_up_again(tmp_path: Path) -> None:
+    """It may have been upgraded, or downgraded."""
+    found = facts(tmp_path)
+    with pytest.RaisesGroup(pytest.RaisesExc(StartupError, match=r"1\.28")):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(found.run(Nodes("v1.34.1", "v1.28.0")))
+            await found.wait_lists_inside(timeout_s=5)
+            found.kubelet_restarted()
+
+
+def test_the_kubelets_age_is_that_of_its_socket(tmp_path: Path) -> None:
+    """None while there is none."""
+    found = facts(tmp_path)
+    assert found.age_s() is None
+    (tmp_path / "kubelet.sock").touch()
+    age_s = found.age_s()
+    assert age_s is not None and 0 <= age_s < 3600

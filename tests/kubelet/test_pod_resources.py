@@ -1,0 +1,181 @@
+"""The PodResources client over a real socket, against servers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpclib import GRPCError, Status
+from grpclib.const import Cardinality, Handler
+from grpclib.server import Server, Stream
+
+from gpushare_agent.kubelet.pod_resources import PodResourcesClient
+from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
+from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.wire import v1
+
+Answer = Callable[[], Awaitable[bytes]]
+
+
+class RawCodec:
+    __content_subtype__ = "proto"
+
+    def encode(self, message: bytes, message_type: object) -> bytes:
+        return message
+
+    def decode(self, data: bytes, message_type: object) -> bytes:
+        return data
+
+
+class Scripted:
+    """A PodResources server whose answers are functions; counts the calls."""
+
+    def __init__(self, *, list_: Answer | None = None, get: Answer | None = None) -> None:
+        self._answers = {"List": list_, "Get": get}
+        self.calls: list[str] = []
+
+    def __mapping__(self) -> dict[str, Handler]:
+        def handler(method: str, answer: Answer) -> Handler:
+            async def serve(stream: Stream[Any, Any]) -> None:
+                await stream.recv_message()
+                self.calls.append(method)
+                await stream.send_message(await answer())
+
+            return Handler(serve, Cardinality.UNARY_UNARY, bytes, bytes)
+
+        return {f"/v1.PodResourcesLister/{m}": handler(m, a) for m, a in self._answers.items() if a is not None}
+
+
+@asynccontextmanager
+async def serving(directory: Path, scripted: Scripted) -> AsyncIterator[PodResourcesClient]:
+    server = Server([scripted], codec=RawCodec())  # type: ignore[arg-type]
+    path = directory / "pr.sock"
+    await server.start(path=str(path))
+    client = PodResourcesClient(path)
+    try:
+        yield client
+    finally:
+        client.close()
+        server.close()
+        await server.wait_closed()
+
+
+def pod_message(name: str, cores: int) -> v1.PodResources:
+    """As measured kubelets do it: one entry for each ID."""
+    devices = [v1.ContainerDevices(resource_name=VCORE_RESOURCE, device_ids=[f"GPU-0::{n}"]) for n in range(cores)]
+    inner = v1.ContainerResources(name="main", devices=devices)
+    return v1.PodResources(name=name, namespace="default", containers=[inner])
+
+
+async def two_pods() -> bytes:
+    return bytes(v1.ListPodResourcesResponse(pod_resources=[pod_message("a", 3), pod_message("b", 0)]))
+
+
+async def test_a_list_names_pods_and_counts_their_ids(short_dir: Path) -> None:
+    """Entries of one resource are merged when they are read."""
+    async with serving(short_dir, Scripted(list_=two_pods)) as client:
+        a, b = await client.list_entries(timeout_s=5)
+        assert (a.namespace, a.name, a.count_ids(VCORE_RESOURCE)) == ("default", "a", 3)
+        assert a.holds(VCORE_RESOURCE) == {"main": 3} and a.holds(VMEMORY_RESOURCE) == {}
+        assert (b.count_ids(VCORE_RESOURCE), b.holds(VCORE_RESOURCE)) == (0, {})
+
+
+async def test_the_rate_limit_is_waited_out(short_dir: Path) -> None:
+    """The kubelet refuses what comes too fast; a little later it answers."""
+    left = [1, 2, 3]
+
+    async def limited() -> bytes:
+        if left:
+            left.pop()
+            raise GRPCError(Status.RESOURCE_EXHAUSTED, "rejected by rate limit")
+        return await two_pods()
+
+    scripted = Scripted(list_=limited)
+    async with serving(short_dir, scripted) as client:
+        assert len(await client.list_entries(timeout_s=5)) == 2
+        assert scripted.calls == ["List"] * 4
+
+
+async def test_an_absent_or_stalling_server_is_unavailable(short_dir: Path) -> None:
+    """Bounded, and the text names the socket."""
+    client = PodResourcesClient(short_dir / "none.sock")
+    with pytest.raises(Unavailable, match=r"none\.sock"):
+        await client.list_entries(timeout_s=5)
+
+    async def stall() -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    async with serving(short_dir, Scripted(list_=stall)) as stalled:
+        with pytest.raises(Unavailable, match="did not answer within"):
+            await stalled.list_entries(timeout_s=0.05)
+
+
+async def test_a_server_that_comes_back_is_used_again(short_dir: Path) -> None:
+    """After a kubelet restart the next call connects anew."""
+    async with serving(short_dir, Scripted(list_=two_pods)) as client:
+        await client.list_entries(timeout_s=5)
+    with pytest.raises(Unavailable):
+        await client.list_entries(timeout_s=5)
+    async with serving(short_dir, Scripted(list_=two_pods)):
+        assert len(await client.list_entries(timeout_s=5)) == 2
+        client.close()
+
+
+async def test_garbage_is_corrupt(short_dir: Path) -> None:
+    """Truncated in the frame of a pod: at once. Inside a container: when that pod is read."""
+
+    async def cut() -> bytes:
+        return (await two_pods())[:-3]
+
+    async def bad_inside() -> bytes:
+        return bytes(v1.ListPodResourcesResponse(pod_resources=[pod_message("a", 1)])).replace(
+            b"GPU-0::0", b"GPU\xff0::0"
+        )
+
+    async with serving(short_dir, Scripted(list_=cut)) as client:
+        with pytest.raises(Corrupt):
+            await client.list_entries(timeout_s=5)
+    async with serving(short_dir, Scripted(list_=bad_inside)) as client:
+        (entry,) = await client.list_entries(timeout_s=5)
+        with pytest.raises(Corrupt, match="default/a"):
+            entry.holds(VCORE_RESOURCE)
+
+
+async def test_get_answers_one_pod(short_dir: Path) -> None:
+    """And remembers that this kubelet has it."""
+
+    async def answer() -> bytes:
+        return bytes(v1.GetPodResourcesResponse(pod_resources=pod_message("a", 2)))
+
+    async with serving(short_dir, Scripted(get=answer)) as client:
+        assert client.has_get is None
+        entry = await client.get_pod("default", "a", timeout_s=5)
+        assert entry.holds(VCORE_RESOURCE) == {"main": 2} and client.has_get is True
+        client.forget()
+        assert client.has_get is None
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "error"),
+    [
+        (Status.UNKNOWN, "pod a in namespace default not found", NotFound),
+        (Status.UNKNOWN, "PodResources API Get method disabled", Rejected),
+        (Status.UNIMPLEMENTED, "unknown method Get", Rejected),
+        (Status.INTERNAL, "boom", Unavailable),
+    ],
+)
+async def test_get_errors_are_told_apart(short_dir: Path, status: Status, text: str, error: type[Exception]) -> None:
+    """An unknown pod, a kubelet without Get, a fault."""
+
+    async def fail() -> bytes:
+        raise GRPCError(status, text)
+
+    async with serving(short_dir, Scripted(get=fail)) as client:
+        with pytest.raises(error):
+            await client.get_pod("default", "a", timeout_s=5)
+        assert client.has_get is (False if error is Rejected else None if error is Unavailable else client.has_get)

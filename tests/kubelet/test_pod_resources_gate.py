@@ -1,0 +1,162 @@
+"""No PodResources List while an Allocate is open, and none beside an admission."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from gpushare_agent.kubelet.pod_resources import PodListing
+from gpushare_agent.kubelet.pod_resources_gate import PodResourcesGate
+from gpushare_agent.model.errors import Unavailable
+
+
+class SlowLister:
+    """Answers a List when told to; records how many Allocates were open when it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.answer = asyncio.Event()
+        self.calls = 0
+
+    async def list_entries(self, *, timeout_s: float) -> Sequence[PodListing]:
+        self.calls += 1
+        self.asked.set()
+        await self.answer.wait()
+        return []
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_a_list_inside_waits_for_an_open_allocate() -> None:
+    """A container restart may have an Allocate open beside an admission."""
+    lister = SlowLister()
+    lister.answer.set()
+    gate = PodResourcesGate(lister, clock=Clock())
+
+    async def prefer() -> None:
+        async with gate.preferring() as inside:
+            await inside.list_entries()
+
+    async with asyncio.TaskGroup() as group:
+        with gate.allocating():
+            task = group.create_task(prefer())
+            await turns()
+            assert lister.calls == 0 and not task.done()
+    assert lister.calls == 1
+
+
+async def test_an_allocate_that_never_ends_fails_the_list_in_time() -> None:
+    """The node must not hang with it."""
+    gate = PodResourcesGate(SlowLister(), clock=Clock(), list_timeout_s=0.01)
+    with gate.allocating():
+        async with gate.preferring() as inside:
+            with pytest.raises(Unavailable, match="stays open"):
+                await inside.list_entries()
+
+
+async def test_a_list_outside_waits_until_admissions_are_over_and_quiet() -> None:
+    """Neither a GetPreferredAllocation nor an Allocate is open, and the last one ended a while ago."""
+    lister, clock = SlowLister(), Clock()
+    lister.answer.set()
+    gate = PodResourcesGate(lister, clock=clock, quiet_s=0.02)
+    done = asyncio.Event()
+
+    async def look() -> None:
+        async with gate.quiet_list("reconcile", wait_s=5):
+            done.set()
+
+    async with asyncio.TaskGroup() as group:
+        async with gate.preferring():
+            group.create_task(look())
+            await turns()
+        with gate.allocating():
+            await turns()
+            assert lister.calls == 0
+        await turns()
+        assert lister.calls == 0, "the last Allocate ended just now"
+        clock.now += 1.0
+        async with asyncio.timeout(5):
+            await done.wait()
+    assert lister.calls == 1
+
+
+async def test_a_preference_waits_for_a_list_outside() -> None:
+    """So the Allocate that follows it cannot meet that List."""
+    lister = SlowLister()
+    gate = PodResourcesGate(lister, clock=Clock(), quiet_s=0.0)
+    order: list[str] = []
+
+    async def look() -> None:
+        async with gate.quiet_list("reconcile", wait_s=5):
+            order.append("listed")
+
+    async def prefer() -> None:
+        async with gate.preferring():
+            order.append("preferring")
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(look())
+        await lister.asked.wait()
+        group.create_task(prefer())
+        await turns()
+        assert order == []
+        lister.answer.set()
+    assert order == ["listed", "preferring"]
+
+
+async def test_an_allocate_that_meets_a_list_is_counted() -> None:
+    """It cannot be held back: the kubelet has opened it already."""
+    lister, met = SlowLister(), []
+    gate = PodResourcesGate(lister, clock=Clock(), quiet_s=0.0, on_overlap=lambda: met.append(1))
+
+    async def look() -> None:
+        async with gate.quiet_list("reconcile", wait_s=5):
+            pass
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(look())
+        await lister.asked.wait()
+        with gate.allocating():
+            pass
+        lister.answer.set()
+    assert met == [1]
+
+
+async def test_a_cancelled_list_frees_the_gate() -> None:
+    """Shutting down in the middle of a reconcile leaves no admission waiting."""
+    lister = SlowLister()
+    gate = PodResourcesGate(lister, clock=Clock(), quiet_s=0.0)
+
+    async def look() -> None:
+        async with gate.quiet_list("reconcile", wait_s=5):
+            pass
+
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(look())
+        await lister.asked.wait()
+        task.cancel()
+    async with asyncio.timeout(5), gate.preferring():
+        assert not gate.is_idle
+    assert gate.is_idle
+
+
+async def test_admissions_without_a_pause_are_not_waited_for_for_ever() -> None:
+    """A storm of rejected pods never leaves the quiet time."""
+    gate = PodResourcesGate(SlowLister(), clock=Clock(), quiet_s=0.01)
+    async with gate.preferring():
+        with pytest.raises(Unavailable, match="did not pause"):
+            async with gate.quiet_list("reconcile", wait_s=0.02):
+                pass

@@ -1,0 +1,345 @@
+"""The manifests' components and overlay fit the base, with settings that exist, and take away or add all that they say."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpushare_agent.cli.check.api import CLEANUP_RIGHT, FACTS_RIGHT
+from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
+from gpushare_agent.settings.settings import load_settings
+from tests.support_manifests import (
+    MANIFESTS,
+    by_name,
+    daemon_set,
+    documents,
+    effective_settings,
+    host_mounts,
+    merged,
+    mount_of,
+    patched,
+    pod_spec,
+    variables,
+    volumes_are_those_mounted,
+)
+
+COMPONENTS = {
+    "cdi",
+    "cgroup-v1",
+    "display-socket",
+    "driver-container",
+    "gpushare",
+    "hami-core",
+    "isolation-none",
+    "mps",
+    "prometheus-operator",
+    "prune-driver-volume",
+    "runtime-socket",
+    "whole-kubelet-directory",
+    "without-cleanup",
+    "without-node-facts",
+}
+
+
+def test_every_file_of_a_component_is_listed_and_patches_what_the_base_has() -> None:
+    """A patch for an object that is not there would be an error of kustomize."""
+    base = {
+        (item["kind"], item["metadata"]["name"])
+        for file in ("daemonset.yaml", "rbac.yaml")
+        for item in documents(f"base/{file}")
+    }
+    components = sorted((MANIFESTS / "components").iterdir())
+    assert {path.name for path in components} == COMPONENTS
+    for directory in components:
+        (component,) = documents(f"components/{directory.name}/kustomization.yaml")
+        assert component["kind"] == "Component"
+        files = {patch["path"] for patch in component["patches"]}
+        added = set(component.get("resources", ()))
+        assert files | added | {"kustomization.yaml"} == {path.name for path in directory.iterdir()}
+        for file in files:
+            (patch,) = documents(f"components/{directory.name}/{file}")
+            assert (patch["kind"], patch["metadata"]["name"]) in base
+
+
+def test_without_cleanup_takes_the_right_and_the_setting_away_together() -> None:
+    """One without the other would be a warning of `check`, or a right that nothing uses."""
+    role, binding, setting = (
+        documents(f"components/without-cleanup/{name}.yaml")[0] for name in ("no-role", "no-binding", "setting")
+    )
+    assert role["$patch"] == binding["$patch"] == "delete"
+    given = [item for item in documents("base/rbac.yaml") if item["kind"] == "ClusterRole"]
+    (removed,) = [item for item in given if item["metadata"]["name"] == role["metadata"]["name"]]
+    rights = [(verb, resource) for rule in removed["rules"] for verb in rule["verbs"] for resource in rule["resources"]]
+    assert rights == [CLEANUP_RIGHT]
+    (container,) = setting["spec"]["template"]["spec"]["containers"]
+    assert load_settings([], variables(container)).settings.allocation.cleanup_rejected_pods is False
+
+
+def test_without_node_facts_takes_the_right_and_the_setting_away_together() -> None:
+    """As without-cleanup: nothing is left that only warns, and no right that nothing uses."""
+    role, binding, setting = (
+        documents(f"components/without-node-facts/{name}.yaml")[0] for name in ("no-role", "no-binding", "setting")
+    )
+    assert role["$patch"] == binding["$patch"] == "delete"
+    assert (role["kind"], binding["kind"]) == ("ClusterRole", "ClusterRoleBinding")
+    assert role["metadata"] == binding["metadata"]
+    (removed,) = [
+        item for item in documents("base/rbac.yaml") if item["metadata"] == role["metadata"] and "rules" in item
+    ]
+    rights = [(verb, resource) for rule in removed["rules"] for verb in rule["verbs"] for resource in rule["resources"]]
+    assert rights == [FACTS_RIGHT]
+    (container,) = setting["spec"]["template"]["spec"]["containers"]
+    assert load_settings([], variables(container)).settings.facts.is_written is False
+
+
+def test_the_component_display_socket_opens_a_directory_of_its_own_on_the_host() -> None:
+    """And not the host's /var/run, where the runtime's socket lies."""
+    spec = patched("components/display-socket/socket.yaml")
+    socket = effective_settings(spec).display.socket
+    assert socket is not None
+    mount = mount_of(socket, host_mounts(spec["containers"][0], spec))
+    assert mount["host"] == mount["mountPath"] == str(socket.parent)
+    assert not [runtime for runtime in RUNTIME_SOCKETS if runtime.is_relative_to(mount["host"])]
+
+
+def test_the_component_prometheus_operator_scrapes_the_port_that_the_pods_have_once() -> None:
+    """The series keep the labels of the containers that they are about."""
+    (monitor,) = documents("components/prometheus-operator/podmonitor.yaml")
+    template = daemon_set()["spec"]["template"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] in [port["name"] for port in template["spec"]["containers"][0]["ports"]]
+    assert endpoint["honorLabels"] is True
+    (patch,) = documents("components/prometheus-operator/no-annotations.yaml")
+    after = merged(daemon_set(), patch)["spec"]["template"]["metadata"]["annotations"]
+    assert not [name for name in after if name.startswith("prometheus.io/")]
+
+
+@pytest.mark.parametrize(
+    ("overlay", "isolation", "strategy", "driver"),
+    [
+        ("vcuda", "vcuda", ("envvar", "device-nodes"), "nvml"),
+        ("mps", "mps", ("envvar", "device-nodes"), "nvml"),
+        ("cdi", "vcuda", ("cdi-cri",), "nvml"),
+        ("simulated", "vcuda", ("envvar", "device-nodes"), "simulated"),
+    ],
+)
+def test_an_overlay_is_what_its_name_says(overlay: str, isolation: str, strategy: tuple[str, ...], driver: str) -> None:
+    """With the base, its components and its own patches, in kustomize's order."""
+    spec = patched(*files_of(f"overlays/{overlay}"))
+    settings = effective_settings(spec)
+    assert (settings.isolation, settings.driver) == (isolation, driver)
+    assert tuple(map(str, settings.device_list_strategy)) == strategy
+    assert volumes_are_those_mounted(spec)
+
+
+def files_of(directory: str) -> list[str]:
+    """The DaemonSet's patches of a kustomization: those of its components, then its own."""
+    (found,) = documents(f"{directory}/kustomization.yaml")
+    components = [f"components/{Path(name).name}" for name in found.get("components", ())]
+    own = [f"{directory}/{patch['path']}" for patch in found.get("patches", ())]
+    nested = [file for component in components for file in files_of(component)]
+    return [*nested, *(file for file in own if documents(file)[0]["kind"] == "DaemonSet")]
+
+
+def test_the_whole_directory_component_replaces_every_mount_below_it() -> None:
+    """Nothing of the narrow mounts stays behind the wide one."""
+    (patch,) = documents("components/whole-kubelet-directory/mounts.yaml")
+    spec = patch["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    removed = {mount["mountPath"] for mount in container["volumeMounts"] if mount.get("$patch") == "delete"}
+    (agent,) = pod_spec()["containers"]
+    assert removed == {m["mountPath"] for m in agent["volumeMounts"] if m["mountPath"].startswith("/var/lib/kubelet/")}
+    gone = {volume["name"] for volume in spec["volumes"] if volume.get("$patch") == "delete"}
+    assert gone == {m["name"] for m in agent["volumeMounts"] if m["mountPath"] in removed}
+
+
+def test_every_volume_is_mounted_and_every_mount_has_its_volume() -> None:
+    """In the base and with each component: the API server refuses the one, the other is forgotten."""
+    assert volumes_are_those_mounted(pod_spec())
+    for file in sorted(path.relative_to(MANIFESTS) for path in MANIFESTS.glob("components/*/*.yaml")):
+        found = documents(str(file))[0]
+        if found["kind"] == "DaemonSet":
+            assert volumes_are_those_mounted(patched(str(file))), file
+
+
+def test_the_component_isolation_none_takes_away_all_that_isolation_brought() -> None:
+    """The setting, the host's PID namespace, /etc/gpu-manager, the init container and the host's directories."""
+    spec = patched("components/isolation-none/none.yaml")
+    assert effective_settings(spec).isolation == "none"
+    assert "hostPID" not in spec
+    assert spec["initContainers"] == []
+    assert volumes_are_those_mounted(spec)
+    mounts = host_mounts(spec["containers"][0], spec)
+    assert not [path for path in mounts if path.is_relative_to("/etc/gpu-manager")]
+    assert set(mounts) == {
+        Path("/var/lib/kubelet/device-plugins"),
+        Path("/var/lib/kubelet/pod-resources"),
+        Path("/host/sys/fs/cgroup"),
+        Path("/var/lib/gpushare-agent"),
+    }
+
+
+def test_the_component_hami_core_mounts_what_its_settings_name_and_takes_vcuda_away() -> None:
+    """The library for reading, the caches for writing, both under the host's paths, which Allocate answers name."""
+    spec = patched("components/hami-core/hami-core.yaml")
+    settings = effective_settings(spec)
+    assert settings.isolation == "hami-core"
+    assert "hostPID" not in spec and spec["initContainers"] == []
+    assert volumes_are_those_mounted(spec)
+    mounts = host_mounts(spec["containers"][0], spec)
+    library, own = mount_of(settings.hami_core.library, mounts), mounts[settings.hami_core.directory]
+    assert library["readOnly"] and library["host"] == str(settings.hami_core.library.parent)
+    assert not own.get("readOnly") and own["host"] == str(settings.hami_core.directory)
+    assert [path for path in mounts if path.is_relative_to("/etc/gpu-manager")] == [settings.hami_core.directory]
+
+
+def test_the_component_mps_mounts_the_daemons_directory_and_takes_vcuda_away() -> None:
+    """Under the host's path, which Allocate answers name."""
+    spec = patched("components/mps/mps.yaml")
+    settings = effective_settings(spec)
+    assert settings.isolation == "mps"
+    assert "hostPID" not in spec and spec["initContainers"] == []
+    assert volumes_are_those_mounted(spec)
+    mounts = host_mounts(spec["containers"][0], spec)
+    directory = settings.mps.pipe_directory.parent
+    assert mount_of(settings.mps.pipe_directory, mounts)["host"] == str(directory) and directory in mounts
+    assert not [path for path in mounts if path.is_relative_to("/etc/gpu-manager")]
+
+
+def test_the_mps_daemon_is_at_the_place_where_the_component_looks_for_it() -> None:
+    """Same directories, the host's shared memory, the user and the PIDs that it needs, and no update that ends clients."""
+    (found,) = documents("mps-daemon/daemonset.yaml")
+    spec = found["spec"]["template"]["spec"]
+    assert found["spec"]["updateStrategy"] == {"type": "OnDelete"} and spec["hostPID"] is True
+    (container,) = spec["containers"]
+    environ = {name: value for name, value in variables(container).items() if name.startswith("GPUSHARE_")}
+    settings = load_settings([], environ).settings
+    mounts = host_mounts(container, spec)
+    for path in (settings.mps.pipe_directory, settings.mps.log_directory, settings.mps.shm_directory):
+        mount = mount_of(path, mounts)
+        assert mount["mountPath"] == mount["host"] and not mount.get("readOnly")
+    assert settings.mps == effective_settings(patched("components/mps/mps.yaml")).mps
+    assert spec["terminationGracePeriodSeconds"] >= settings.mps.drain_timeout_s + 3 * settings.mps.command_timeout_s
+    assert volumes_are_those_mounted(spec)
+    (own,) = documents("mps-daemon/kustomization.yaml")
+    (base,) = documents("base/kustomization.yaml")
+    assert own["images"] == base["images"] and own["namespace"] == base["namespace"]
+
+
+def test_the_component_driver_container_collects_from_the_drivers_own_root() -> None:
+    """The init container's setting names the only place of the host that it still reads; the agent is as before."""
+    spec = patched("components/driver-container/driver-root.yaml")
+    assert volumes_are_those_mounted(spec)
+    (init,), (agent,) = spec["initContainers"], spec["containers"]
+    environ = variables(init) | {"GPUSHARE_CONFIG": str(MANIFESTS / "base/settings.yaml")}
+    root = load_settings([], environ).settings.driver_volume.root
+    mounts = host_mounts(init, spec)
+    assert set(mounts) == {root, Path("/etc/gpu-manager/vdriver")}
+    assert (mounts[root]["host"], mounts[root]["readOnly"]) == ("/run/nvidia/driver", True)
+    assert agent == pod_spec()["containers"][0]
+
+
+def test_the_component_cgroup_v1_gives_the_host_pids_back_behind_isolation_none() -> None:
+    """Under cgroup v1 a force-deleted pod's processes are seen in no other way."""
+    spec = patched("components/isolation-none/none.yaml", "components/cgroup-v1/host-pid.yaml")
+    assert spec["hostPID"] is True
+    assert spec["initContainers"] == []
+
+
+def test_the_component_runtime_socket_mounts_the_directory_of_a_socket_that_the_agent_knows() -> None:
+    """No setting is needed, and a socket that the runtime makes anew is seen."""
+    spec = patched("components/runtime-socket/socket.yaml")
+    added = (
+        host_mounts(spec["containers"][0], spec).keys() - host_mounts(pod_spec()["containers"][0], pod_spec()).keys()
+    )
+    (directory,) = added
+    assert RUNTIME_SOCKETS[0].parent == directory
+    assert mount_of(directory, host_mounts(spec["containers"][0], spec))["host"] == str(directory)
+    assert effective_settings(spec).runtime.endpoint == ""
+    comment = (MANIFESTS / "components/runtime-socket/kustomization.yaml").read_text(encoding="utf-8")
+    for socket in RUNTIME_SOCKETS[1:]:
+        assert str(socket) in comment or f" {socket.parent}\n" in comment, socket
+
+
+def test_the_component_prune_gives_one_capability_to_the_init_container_alone() -> None:
+    """The agent, which lives long and listens, has none."""
+    spec = patched("components/prune-driver-volume/prune.yaml")
+    (init,), (agent,) = spec["initContainers"], spec["containers"]
+    assert init["command"] == ["gpushare-agent", "driver-volume", "--prune"]
+    assert init["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["SYS_PTRACE"]}
+    assert agent == pod_spec()["containers"][0]
+
+
+def test_the_simulated_overlay_needs_no_driver() -> None:
+    """It sets the simulated driver on the same container, without NVIDIA's runtime, a driver directory or what makes one."""
+    spec = patched("overlays/simulated/simulated.yaml")
+    settings = effective_settings(spec)
+    assert (settings.driver, settings.isolation, settings.volume_config) == ("simulated", "vcuda", None)
+    assert "runtimeClassName" not in spec
+    assert spec["initContainers"] == []
+    assert volumes_are_those_mounted(spec)
+    assert not [name for name in variables(spec["containers"][0]) if name.startswith("NVIDIA_")]
+    mounts = host_mounts(spec["containers"][0], spec)
+    assert not mount_of(settings.virtual_manager.path, mounts).get("readOnly"), (
+        "containers find /etc/vcuda all the same"
+    )
+    assert not [path for path in mounts if path.is_relative_to("/etc/gpu-manager/vdriver")]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl, which has kustomize in it, is not installed")
+@pytest.mark.parametrize(
+    "components",
+    [
+        (),
+        ("isolation-none", "cgroup-v1"),
+        ("runtime-socket", "prune-driver-volume"),
+        ("driver-container", "prune-driver-volume"),
+    ],
+)
+def test_kustomize_makes_the_pod_that_these_tests_looked_at(components: tuple[str, ...], tmp_path: Path) -> None:
+    """The merge above is ours; where kustomize is at hand it must say the same."""
+    shutil.copytree(MANIFESTS, tmp_path / "manifests")
+    own = tmp_path / "manifests/own"
+    own.mkdir()
+    named = [f"../components/{name}" for name in components]
+    (own / "kustomization.yaml").write_text(yaml.safe_dump({"resources": ["../base"], "components": named}))
+    made = subprocess.run(
+        ["kubectl", "kustomize", str(own)],
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    (found,) = [item for item in yaml.safe_load_all(made.stdout) if item["kind"] == "DaemonSet"]
+    patches = [
+        f"components/{name}/{patch['path']}"
+        for name in components
+        for patch in documents(f"components/{name}/kustomization.yaml")[0]["patches"]
+    ]
+    expected = patched(*patches)
+    rendered = found["spec"]["template"]["spec"]
+    assert without_order(rendered, is_rendered=True) == without_order(expected, is_rendered=False)
+
+
+def without_order(spec: dict[str, Any], *, is_rendered: bool) -> dict[str, Any]:
+    """kustomize orders lists in its own way, gives images their tag and ConfigMaps their hash."""
+    tag = documents("base/kustomization.yaml")[0]["images"][0]["newTag"]
+    result = spec | {"volumes": by_name(spec["volumes"])}
+    for kind in ("initContainers", "containers"):
+        result[kind] = by_name(
+            container
+            | {
+                "env": by_name(container["env"]),
+                "volumeMounts": {mount["mountPath"]: mount for mount in container["volumeMounts"]},
+                "image": container["image"] if is_rendered else f"{container['image']}:{tag}",
+            }
+            for container in spec[kind]
+        )
+    name = result["volumes"]["settings"]["configMap"]["name"]
+    result["volumes"]["settings"] = name.rpartition("-")[0] if is_rendered else name
+    return result

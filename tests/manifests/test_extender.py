@@ -1,0 +1,354 @@
+"""The extender's manifests agree with the code and with each other: settings, rights, schedulers' configurations, quota."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpushare_agent.extender.leader_label import APP_LABEL, LEADER, ROLE_LABEL
+from gpushare_agent.extender.quota import NamespaceQuota, parse_quota
+from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.settings.settings import Settings, load_settings
+from tests.support_manifests import MANIFESTS, by_name, deployed, documents, merged, volumes_are_those_mounted
+
+EXTENDER = MANIFESTS / "extender"
+NAMESPACE = "gpushare-system"
+NAME = "gpushare-agent-extender"
+SCHEDULERS = ["second-scheduler", "default-scheduler"]
+VERBS = {
+    "filterVerb": {"filter", "predicates"},
+    "prioritizeVerb": {"priorities"},
+    "preemptVerb": {"preemption"},
+    "bindVerb": {"bind"},
+}
+"""Below /scheduler."""
+V1_FIELDS = {
+    "urlPrefix",
+    *VERBS,
+    "weight",
+    "enableHTTPS",
+    "tlsConfig",
+    "httpTimeout",
+    "nodeCacheCapable",
+    "managedResources",
+    "ignorable",
+}
+"""Of an extender in kubescheduler.config.k8s.io/v1; kube-scheduler refuses a file with any other."""
+
+
+def deployment() -> dict[str, Any]:
+    (found,) = documents("extender/deployment.yaml")
+    return found
+
+
+def pod_spec() -> dict[str, Any]:
+    return deployment()["spec"]["template"]["spec"]
+
+
+def settings_with(container: dict[str, Any]) -> Settings:
+    environ = {item["name"]: item["value"] for item in container["env"] if "value" in item}
+    assert environ["GPUSHARE_CONFIG"] == "/etc/gpushare-agent/settings.yaml"
+    return load_settings([], environ | {"GPUSHARE_CONFIG": str(EXTENDER / "settings.yaml")}).settings
+
+
+def extender_settings() -> Settings:
+    return settings_with(pod_spec()["containers"][0])
+
+
+def configuration(directory: str) -> dict[str, Any]:
+    (found,) = documents(f"extender/{directory}/scheduler.yaml")
+    return found
+
+
+def asked(directory: str) -> dict[str, Any]:
+    """The extender, as a scheduler's configuration has it."""
+    (found,) = configuration(directory)["extenders"]
+    return found
+
+
+def of_kind(path: str, kind: str) -> list[dict[str, Any]]:
+    return [item for item in documents(path) if item["kind"] == kind]
+
+
+def test_every_file_is_listed() -> None:
+    """kustomize applies what is there, and nothing is forgotten."""
+    for directory in (EXTENDER, EXTENDER / "second-scheduler"):
+        (found,) = documents(f"{directory}/kustomization.yaml")
+        assert "namespace" not in found, "it would move what belongs to kube-system"
+        listed = {*found["resources"], *found["configMapGenerator"][0]["files"], "kustomization.yaml"}
+        assert listed == {path.name for path in directory.iterdir() if path.is_file()}
+    for directory in (EXTENDER / "components").iterdir():
+        (found,) = documents(f"{directory}/kustomization.yaml")
+        listed = {*found.get("resources", ()), *(patch["path"] for patch in found.get("patches", ()))}
+        assert listed | {"kustomization.yaml"} == {path.name for path in directory.iterdir()}
+
+
+def test_the_image_is_the_agents() -> None:
+    """One image, of one version, for agents and extender."""
+    (agents,), (own,) = documents("base/kustomization.yaml"), documents("extender/kustomization.yaml")
+    assert own["images"] == agents["images"]
+
+
+def test_the_settings_are_accepted_and_reach_every_port() -> None:
+    """It listens on the pod's addresses, and the ports of pod, Service and network policy are that of the settings."""
+    (container,), settings = pod_spec()["containers"], extender_settings()
+    assert settings.extender.addr == ""
+    (port,) = container["ports"]
+    assert port["containerPort"] == settings.extender.port
+    (service,) = documents("extender/service.yaml")
+    (served,) = service["spec"]["ports"]
+    assert (served["port"], served["targetPort"]) == (settings.extender.port, port["name"])
+    (policy,) = documents("extender/components/network-policy/network-policy.yaml")
+    assert policy["spec"]["ingress"][0]["ports"] == [{"protocol": "TCP", "port": port["name"]}]
+    annotations = deployment()["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["prometheus.io/port"] == str(settings.extender.port)
+
+
+def test_the_labels_find_the_extenders_pods() -> None:
+    """Of the Deployment itself, the Service, the network policy and the rule that spreads the replicas."""
+    labels = deployment()["spec"]["template"]["metadata"]["labels"]
+    (service,) = documents("extender/service.yaml")
+    (policy,) = documents("extender/components/network-policy/network-policy.yaml")
+    (spread,) = pod_spec()["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert deployment()["spec"]["selector"]["matchLabels"] == labels
+    assert service["spec"]["selector"] == labels | {ROLE_LABEL: LEADER}
+    assert APP_LABEL in labels
+    assert policy["spec"]["podSelector"]["matchLabels"] == labels
+    assert spread["podAffinityTerm"]["labelSelector"]["matchLabels"] == labels
+    (scheduler,) = documents("extender/second-scheduler/deployment.yaml")
+    (peer,) = policy["spec"]["ingress"][0]["from"]
+    assert peer["podSelector"]["matchLabels"] == scheduler["spec"]["template"]["metadata"]["labels"]
+
+
+def test_the_extender_counts_as_the_agents_do() -> None:
+    """Resources' names, units and share policy are those that the agents are deployed with."""
+    agents, own = deployed(), extender_settings()
+    assert (own.resources, own.gpushare) == (agents.resources, agents.gpushare)
+    assert own.placement.share_policy == agents.placement.share_policy
+
+
+def test_there_are_two_replicas_and_one_is_always_there() -> None:
+    """Through updates and drains; the one that does not lead is ready too, or neither would ever end."""
+    spec = deployment()["spec"]
+    assert (spec["replicas"], extender_settings().extender.leader_elect) == (2, True)
+    assert spec["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    (container,) = pod_spec()["containers"]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz", "which does not ask who leads"
+    (budget,) = documents("extender/disruption.yaml")
+    assert budget["spec"]["maxUnavailable"] == 1
+    assert budget["spec"]["selector"] == spec["selector"]
+
+
+def test_the_certificates_come_from_the_secret() -> None:
+    """Only clients with a certificate may ask, and the pod's group can read the files."""
+    (container,), extender = pod_spec()["containers"], extender_settings().extender
+    files = (extender.tls_cert, extender.tls_key, extender.client_ca)
+    assert [path and path.name for path in files] == ["tls.crt", "tls.key", "ca.crt"]
+    (mount,) = [m for m in container["volumeMounts"] if m["name"] == "tls"]
+    assert {str(path and path.parent) for path in files} == {mount["mountPath"]}
+    volume = by_name(pod_spec()["volumes"])["tls"]["secret"]
+    assert volume["defaultMode"] == 0o440
+    assert pod_spec()["securityContext"]["fsGroup"] == pod_spec()["securityContext"]["runAsGroup"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["scheme"] == "HTTPS"
+
+
+def test_the_component_without_tls_takes_settings_secret_and_https_away_together() -> None:
+    """One without the others would be a pod that does not start."""
+    (patch,) = documents("extender/components/without-tls/plain.yaml")
+    template = merged(deployment(), patch)["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    extender = settings_with(container).extender
+    assert (extender.tls_cert, extender.tls_key, extender.client_ca) == (None, None, None)
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["scheme"] == "HTTP"
+        assert container[probe]["httpGet"]["path"] == pod_spec()["containers"][0][probe]["httpGet"]["path"]
+    assert volumes_are_those_mounted(template["spec"])
+    assert template["metadata"]["annotations"]["prometheus.io/scheme"] == "http"
+
+
+@pytest.mark.parametrize("path", ["extender/deployment.yaml", "extender/second-scheduler/deployment.yaml"])
+def test_the_pods_may_nothing_on_their_nodes(path: str) -> None:
+    """What Kubernetes calls restricted: no root, no host path, no capability."""
+    spec = documents(path)[0]["spec"]["template"]["spec"]
+    context = spec["securityContext"]
+    assert context["runAsNonRoot"] is True
+    assert context["runAsUser"] > 0
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not {"hostPID", "hostNetwork", "hostIPC"} & spec.keys()
+    assert all("hostPath" not in volume for volume in spec["volumes"])
+    assert volumes_are_those_mounted(spec)
+    (container,) = spec["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def test_the_rights_are_those_that_the_extender_uses() -> None:
+    """What cluster/kube/cluster.py asks of the API server, and nothing else; leases and quota by their names."""
+    extender = extender_settings().extender
+    (cluster,) = of_kind("extender/rbac.yaml", "ClusterRole")
+    assert {(verb, *rule["resources"]) for rule in cluster["rules"] for verb in rule["verbs"]} == {
+        ("list", "nodes"),
+        ("watch", "nodes"),
+        ("get", "pods"),
+        ("list", "pods"),
+        ("watch", "pods"),
+        ("patch", "pods"),
+        ("create", "pods/binding"),
+        ("create", "events"),
+    }
+    roles = {role["metadata"]["namespace"]: role["rules"] for role in of_kind("extender/rbac.yaml", "Role")}
+    lease = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"]}
+    assert roles == {
+        NAMESPACE: [
+            {**lease, "verbs": ["create"]},
+            {**lease, "resourceNames": [extender.lease_name], "verbs": ["get", "update"]},
+        ],
+        extender.quota_namespace: [
+            {
+                "apiGroups": [""],
+                "resources": ["configmaps"],
+                "resourceNames": [extender.quota_name],
+                "verbs": ["list", "watch"],
+            }
+        ],
+    }
+    assert extender.lease_namespace == "", "the pod's own"
+    (container,) = pod_spec()["containers"]
+    for name, field in (("POD_NAME", "metadata.name"), ("POD_NAMESPACE", "metadata.namespace")):
+        assert {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field}}} in container["env"]
+
+
+@pytest.mark.parametrize("directory", ["extender", "extender/second-scheduler"])
+def test_every_binding_is_for_the_pods_account_and_every_own_role_is_bound(directory: str) -> None:
+    """The rights reach the pods, in the namespace of their role."""
+    found = documents(f"{directory}/rbac.yaml")
+    account = documents(f"{directory}/deployment.yaml")[0]["spec"]["template"]["spec"]["serviceAccountName"]
+    bindings = [item for item in found if item["kind"].endswith("RoleBinding") or item["kind"] == "ClusterRoleBinding"]
+    for binding in bindings:
+        assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": NAMESPACE}]
+    bound = {(b["roleRef"]["kind"], b["metadata"].get("namespace"), b["roleRef"]["name"]) for b in bindings}
+    own = {
+        (item["kind"], item["metadata"].get("namespace"), item["metadata"]["name"])
+        for item in found
+        if item["kind"] in ("Role", "ClusterRole")
+    }
+    assert own <= bound
+    assert {name for _, _, name in bound - own} <= {
+        "system:kube-scheduler",
+        "system:volume-scheduler",
+        "extension-apiserver-authentication-reader",
+    }
+
+
+@pytest.mark.parametrize("directory", SCHEDULERS)
+def test_a_schedulers_configuration_asks_the_extender_for_what_it_answers(directory: str) -> None:
+    """Known fields and verbs, our resources and no others, and more patience than a bind takes."""
+    found, settings = asked(directory), extender_settings()
+    assert configuration(directory)["apiVersion"] == "kubescheduler.config.k8s.io/v1"
+    assert found.keys() == V1_FIELDS
+    assert all(found[field] in verbs for field, verbs in VERBS.items())
+    web = (MANIFESTS.parent / "gpushare_agent/extender/http.py").read_text(encoding="utf-8")
+    assert all(f'web.post("/scheduler/{verb}"' in web for verbs in VERBS.values() for verb in verbs)
+    assert (found["nodeCacheCapable"], found["ignorable"]) == (True, False)
+    assert found["weight"] > 0
+    assert [resource["name"] for resource in found["managedResources"]] == [VCORE_RESOURCE, VMEMORY_RESOURCE]
+    assert not any(resource["ignoredByScheduler"] for resource in found["managedResources"])
+    assert timedelta(seconds=int(found["httpTimeout"].removesuffix("s"))).total_seconds() > (
+        settings.extender.bind_timeout_s
+    )
+    assert configuration(directory)["percentageOfNodesToScore"] == 100
+
+
+@pytest.mark.parametrize("directory", SCHEDULERS)
+def test_a_scheduler_checks_the_extenders_certificate(directory: str) -> None:
+    """Without a CA kube-scheduler takes any; the name checked is the Service's."""
+    found = asked(directory)
+    assert found["enableHTTPS"] is True
+    assert (
+        {"caFile", "certFile", "keyFile"}
+        <= found["tlsConfig"].keys()
+        <= {"caFile", "certFile", "keyFile", "serverName"}
+    )
+    host = found["urlPrefix"].removeprefix("https://").partition(":")[0]
+    assert found["tlsConfig"].get("serverName", host) == f"{NAME}.{NAMESPACE}.svc"
+    assert found["urlPrefix"] == f"https://{host}:{extender_settings().extender.port}/scheduler"
+
+
+def test_the_second_scheduler_has_its_own_name_lease_and_files() -> None:
+    """It does not take part in the election of the cluster's own, and finds what its configuration names."""
+    found = configuration("second-scheduler")
+    (profile,) = found["profiles"]
+    assert profile["schedulerName"] == "gpushare-scheduler"
+    election = found["leaderElection"]
+    role = of_kind("extender/second-scheduler/rbac.yaml", "Role")[0]
+    assert role["rules"][1]["resourceNames"] == [election["resourceName"]]
+    assert role["metadata"]["namespace"] == election["resourceNamespace"]
+    (item,) = documents("extender/second-scheduler/deployment.yaml")
+    (container,) = item["spec"]["template"]["spec"]["containers"]
+    mounts = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
+    assert container["command"] == ["kube-scheduler", f"--config={mounts['settings']}/scheduler.yaml"]
+    assert {str(Path(path).parent) for path in asked("second-scheduler")["tlsConfig"].values()} == {mounts["tls"]}
+
+
+def test_the_old_policy_file_says_the_same_as_the_new_configuration() -> None:
+    """With its own spelling of HTTPS, the path of gpu-admission, and the timeout in nanoseconds."""
+    policy = json.loads((EXTENDER / "default-scheduler/policy.json").read_text(encoding="utf-8"))
+    assert (policy.pop("kind"), policy.pop("apiVersion")) == ("Policy", "v1")
+    (old,), new = policy.pop("extenders"), asked("default-scheduler")
+    assert not policy, "predicates and priorities left out are the default ones"
+    assert old.pop("httpTimeout") == int(new.pop("httpTimeout").removesuffix("s")) * 10**9
+    assert old.pop("enableHttps") == new.pop("enableHTTPS")
+    assert {old.pop("filterVerb"), new.pop("filterVerb")} == VERBS["filterVerb"]
+    assert old == new
+
+
+def test_the_quotas_example_says_what_its_comment_says() -> None:
+    """And lies where the extender looks for it."""
+    (found,) = documents("extender/quota/gpuquota.yaml")
+    extender = extender_settings().extender
+    assert found["metadata"] == {"name": extender.quota_name, "namespace": extender.quota_namespace}
+    assert parse_quota(found["data"]).namespaces == {
+        "research": NamespaceQuota(pools=("public", "research"), cards={"P40": 400, "H100": 250}),
+        "serving": NamespaceQuota(vcore=800, vmemory=512),
+        "batch": NamespaceQuota(cards={}),
+    }
+
+
+def test_the_guide_shows_the_quotas_example() -> None:
+    """Word for word, so that it is one that was read by the code."""
+    text = (MANIFESTS.parent / "docs/guide/set-a-quota.md").read_text(encoding="utf-8")
+    (found,) = documents("extender/quota/gpuquota.yaml")
+    block = text.partition("```yaml\n")[2].partition("```")[0]
+    assert yaml.safe_load(block)["data"] == found["data"]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl, which has kustomize in it, is not installed")
+@pytest.mark.parametrize("components", [(), ("without-tls", "network-policy")], ids=["tls", "plain"])
+def test_kustomize_renders_the_extender(tmp_path: Path, components: tuple[str, ...]) -> None:
+    """With all its objects in the namespaces that they name, and a pod as the tests above see it."""
+    shutil.copytree(EXTENDER, tmp_path / "extender")
+    own = tmp_path / "own"
+    own.mkdir()
+    named = [f"../extender/components/{name}" for name in components]
+    made = {"resources": ["../extender", "../extender/second-scheduler"], "components": named}
+    (own / "kustomization.yaml").write_text(yaml.safe_dump(made))
+    rendered = subprocess.run(["kubectl", "kustomize", str(own)], capture_output=True, check=True, timeout=60)
+    found = list(yaml.safe_load_all(rendered.stdout))
+    assert {item["metadata"].get("namespace") for item in found} == {None, NAMESPACE, "kube-system"}
+    (extender,) = [item for item in found if item["kind"] == "Deployment" and item["metadata"]["name"] == NAME]
+    spec = extender["spec"]["template"]["spec"]
+    assert volumes_are_those_mounted(spec)
+    (container,) = spec["containers"]
+    assert (settings_with(container).extender.tls_cert is None) == ("without-tls" in components)
+    assert container["image"].startswith("gpushare-agent:")

@@ -1,0 +1,239 @@
+"""The manifests agree with the code: settings exist, rights suffice and are no more, samples are pods that fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare_agent.cli.check.api import CLEANUP_RIGHT, FACTS_RIGHT, NEEDED_RIGHTS
+from gpushare_agent.isolation.driver_volume.volume_config import read_volume_config
+from gpushare_agent.model.names import CORES_PER_CARD, VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
+from gpushare_agent.settings.settings import Settings, load_settings
+from tests.support_manifests import (
+    MANIFESTS,
+    SETTINGS_DIRECTORY,
+    by_name,
+    daemon_set,
+    deployed,
+    documents,
+    host_mounts,
+    in_sources,
+    mount_of,
+    pod_spec,
+    variables,
+)
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for item in documents("base/rbac.yaml") if item["kind"] == "ClusterRole" for rule in item["rules"]]
+
+
+def test_the_daemon_sets_settings_are_accepted_by_the_agent() -> None:
+    """Its variables and its settings file load, and the probes reach the port that they set."""
+    (container,) = pod_spec()["containers"]
+    environ = variables(container)
+    assert environ["GPUSHARE_CONFIG"] == "/etc/gpushare-agent/settings.yaml"
+    loaded = load_settings(
+        container.get("args", []), environ | {"GPUSHARE_CONFIG": str(MANIFESTS / "base/settings.yaml")}
+    )
+    assert loaded.settings.node_name == "a-node"
+    assert loaded.settings.web.addr == "0.0.0.0"
+    assert container["ports"][0]["containerPort"] == loaded.settings.web.port
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["port"] == container["ports"][0]["name"]
+
+
+def test_every_path_that_the_agent_uses_is_mounted_from_the_host() -> None:
+    """Each directory of the settings lies below a host path, writable where the agent writes, and no other is mounted."""
+    (container,) = pod_spec()["containers"]
+    settings, mounts = deployed(), host_mounts(container, pod_spec())
+    driver = {volume.directory for volume in read_volume_config(in_sources(settings.volume_config))}
+    assert settings.health.state_file is not None
+    writable = {
+        settings.kubelet.device_plugin_path,
+        settings.virtual_manager.path,
+        settings.health.state_file.parent,
+    }
+    only_read = {settings.kubelet.pod_resources_socket, settings.runtime.cgroup_root, *driver}
+    assert all(not mount_of(path, mounts).get("readOnly") for path in writable)
+    assert all(mount_of(path, mounts)["readOnly"] for path in only_read)
+    used = {mount_of(path, mounts)["mountPath"] for path in writable | only_read}
+    assert used == {str(path) for path in mounts}, "mounted for nothing"
+    assert Path("/var/lib/kubelet") not in mounts
+
+
+def test_the_agents_own_sockets_lie_in_a_directory_of_the_pod() -> None:
+    """Nothing of the host's /var/run is mounted for them, and the root file system is read-only."""
+    (container,) = pod_spec()["containers"]
+    settings, mounts = deployed(), {Path(m["mountPath"]): m["name"] for m in container["volumeMounts"]}
+    for socket in (settings.control.socket, settings.display.socket):
+        assert socket is not None
+        volume = by_name(pod_spec()["volumes"])[mounts[socket.parent]]
+        assert volume["emptyDir"]["medium"] == "Memory"
+
+
+def test_the_debug_listener_is_reached_through_the_pod_alone() -> None:
+    """On the pod's own loopback, for `kubectl port-forward`, and no port of the container."""
+    (container,) = pod_spec()["containers"]
+    settings = deployed()
+    assert settings.debug.addr == "localhost"
+    assert settings.debug.port not in [port["containerPort"] for port in container["ports"]]
+
+
+def test_the_service_finds_the_pods_and_their_port_and_has_no_address() -> None:
+    """Each agent speaks for its node alone; one that is not ready is found too."""
+    (service,) = documents("base/service.yaml")
+    labels = daemon_set()["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    (port,), (container,) = service["spec"]["ports"], pod_spec()["containers"]
+    assert port["targetPort"] in [own["name"] for own in container["ports"]]
+    assert port["port"] == deployed().web.port
+    assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
+
+
+def test_no_base_container_can_reach_the_runtimes_socket() -> None:
+    """Whoever can is root on the node; the component runtime-socket is for who wants it."""
+    for container in (*pod_spec()["initContainers"], *pod_spec()["containers"]):
+        for mount in host_mounts(container, pod_spec()).values():
+            reached = [socket for socket in RUNTIME_SOCKETS if socket.is_relative_to(mount["host"])]
+            assert not reached, f"{mount['host']} holds {reached}"
+
+
+def test_what_containers_get_mounted_has_the_same_path_inside_and_outside() -> None:
+    """The answer to an Allocate names the host's paths, but the agent makes what lies there."""
+    settings = deployed()
+    assert settings.isolation == "vcuda"
+    paths = [settings.virtual_manager.path]
+    paths += [volume.directory for volume in read_volume_config(in_sources(settings.volume_config))]
+    for container in (*pod_spec()["initContainers"], *pod_spec()["containers"]):
+        mounts = host_mounts(container, pod_spec())
+        for mount in (mounts[parent] for path in paths for parent in path.parents if parent in mounts):
+            assert mount["host"] == mount["mountPath"]
+
+
+def test_the_init_container_makes_every_driver_volume_from_the_hosts_files() -> None:
+    """It runs the command with the agent's settings; what it reads is below driver_volume.root, what it writes is not."""
+    (container,) = pod_spec()["initContainers"]
+    settings, mounts = deployed(), host_mounts(container, pod_spec())
+    assert container["command"] == ["gpushare-agent", "driver-volume"]
+    assert variables(container)["GPUSHARE_CONFIG"] == str(SETTINGS_DIRECTORY / "settings.yaml")
+    for volume in read_volume_config(in_sources(settings.volume_config)):
+        assert not mount_of(volume.directory, mounts).get("readOnly")
+    below = {path for path in mounts if path.is_relative_to(settings.driver_volume.root)}
+    assert all(mounts[path]["readOnly"] for path in below)
+    assert all(path == settings.driver_volume.root / mounts[path]["host"].lstrip("/") for path in below)
+    assert settings.driver_volume.root / "etc" not in mounts, "root reads keys and passwords there"
+    assert len(mounts) == len(below) + 1
+    assert "NVIDIA_VISIBLE_DEVICES" not in variables(container), "NVIDIA's runtime would add a second driver"
+
+
+def test_the_image_has_the_control_library_where_the_settings_look() -> None:
+    """The Containerfile takes it from the same place of the image that it is given, and puts it there."""
+    path = deployed().driver_volume.control_library
+    text = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8")
+    assert f"COPY --from=vcuda {path} /control/" in text
+    assert f"COPY --from=build /control/ {path.parent}/" in text
+
+
+def test_the_agent_sees_the_hosts_processes_and_not_its_network() -> None:
+    """pids.config holds host PIDs, and SO_PEERCRED tells the caller's."""
+    assert pod_spec()["hostPID"] is True
+    assert not {"hostNetwork", "hostIPC"} & pod_spec().keys()
+    assert deployed().runtime.proc_root == Path("/proc")
+
+
+def test_the_containers_are_not_privileged_and_have_no_capability() -> None:
+    """Root is needed for the kubelet's files, nothing beyond."""
+    for container in (*pod_spec()["initContainers"], *pod_spec()["containers"]):
+        context = container["securityContext"]
+        assert not context.get("privileged")
+        assert context["capabilities"] == {"drop": ["ALL"]}
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["readOnlyRootFilesystem"] is True
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod_spec()["priorityClassName"] == "system-node-critical"
+    assert pod_spec()["enableServiceLinks"] is False
+
+
+def test_the_roles_have_no_wildcard_and_exactly_the_rights_that_check_asks_for() -> None:
+    """What `gpushare-agent check` calls needed is given, and nothing else."""
+    assert all("*" not in rule[part] for rule in rules() for part in ("apiGroups", "resources", "verbs"))
+    given = {(verb, resource) for rule in rules() for verb in rule["verbs"] for resource in rule["resources"]}
+    assert given == {*NEEDED_RIGHTS, CLEANUP_RIGHT, FACTS_RIGHT}
+
+
+def test_every_binding_names_a_role_and_the_pods_account() -> None:
+    """The roles reach the pods."""
+    found = documents("base/rbac.yaml")
+    roles = {item["metadata"]["name"] for item in found if item["kind"] == "ClusterRole"}
+    bindings = [item for item in found if item["kind"] == "ClusterRoleBinding"]
+    assert {item["roleRef"]["name"] for item in bindings} == roles
+    for binding in bindings:
+        (subject,) = binding["subjects"]
+        assert subject["name"] == pod_spec()["serviceAccountName"]
+        assert subject["namespace"] == daemon_set()["metadata"]["namespace"]
+
+
+def test_every_file_of_the_base_and_the_overlay_is_listed() -> None:
+    """kustomize applies what is there, and nothing is forgotten."""
+    (base,) = documents("base/kustomization.yaml")
+    listed = {*base["resources"], *base["configMapGenerator"][0]["files"], "kustomization.yaml"}
+    assert listed == {path.name for path in (MANIFESTS / "base").iterdir()}
+    for directory in sorted((MANIFESTS / "overlays").iterdir()):
+        (overlay,) = documents(f"overlays/{directory.name}/kustomization.yaml")
+        assert [(directory / path).resolve() for path in overlay["resources"]] == [MANIFESTS / "base"]
+        patches = {patch["path"] for patch in overlay.get("patches", ())}
+        assert patches | {"kustomization.yaml"} == {path.name for path in directory.iterdir()}
+        for component in overlay.get("components", ()):
+            assert (directory / component).resolve().parent == MANIFESTS / "components"
+            assert (directory / component / "kustomization.yaml").exists()
+    (volume,) = [v for v in pod_spec()["volumes"] if v["name"] == "settings"]
+    assert volume["configMap"]["name"] == base["configMapGenerator"][0]["name"]
+
+
+def test_the_check_job_is_the_daemon_sets_pod() -> None:
+    """What it finds holds for the agent: same account, runtime, rights, settings, and the mounts of both containers."""
+    (job,) = documents("check/job.yaml")
+    spec = job["spec"]["template"]["spec"]
+    (checker,), (agent,), (init,) = spec["containers"], pod_spec()["containers"], pod_spec()["initContainers"]
+    for name in ("serviceAccountName", "runtimeClassName", "tolerations", "enableServiceLinks", "hostPID"):
+        assert spec[name] == pod_spec()[name]
+    assert (checker["image"], checker["securityContext"]) == (agent["image"], agent["securityContext"])
+    assert checker["env"] == agent["env"]
+    expected = {m["mountPath"]: m for m in (*init["volumeMounts"], *agent["volumeMounts"])}
+    assert {m["mountPath"]: m for m in checker["volumeMounts"]} == expected
+    assert checker["command"] == ["gpushare-agent", "check"]
+    volumes, deployed_volumes = by_name(spec["volumes"]), by_name(pod_spec()["volumes"])
+    config_map = volumes["settings"].pop("configMap")["name"]
+    deployed_volumes["settings"].pop("configMap")
+    assert volumes == deployed_volumes
+    base_map, check_map = documents("base/kustomization.yaml")[0]["configMapGenerator"]
+    assert config_map == check_map["name"], "one whose name does not change with its content"
+    assert check_map["options"] == {"disableNameSuffixHash": True}
+    assert check_map["files"] == base_map["files"]
+    (kustomization,) = documents("check/kustomization.yaml")
+    assert kustomization["images"] == documents("base/kustomization.yaml")[0]["images"]
+
+
+@pytest.mark.parametrize("path", sorted((MANIFESTS / "samples").glob("*.yaml")), ids=lambda path: path.name)
+def test_a_sample_is_a_pod_that_fits_the_default_simulated_node(path: Path) -> None:
+    """All samples together run on the sandbox's default node, so that applying them exits 0."""
+    settings = Settings()
+    blocks_per_card = settings.simulated.card_memory_mib[0] // settings.resources.memory_block_mib
+    for pod in documents(f"samples/{path.name}"):
+        assert pod["kind"] == "Pod"
+        assert "runtimeClassName" not in pod["spec"], "it would add a libcuda without limits to the container"
+        for container in pod["spec"]["containers"]:
+            limits = container["resources"]["limits"]
+            cores = limits[VCORE_RESOURCE]
+            assert 0 < cores < CORES_PER_CARD or cores % CORES_PER_CARD == 0
+            assert (0 < limits.get(VMEMORY_RESOURCE, 0) <= blocks_per_card) or cores >= CORES_PER_CARD
+
+
+def test_sample_pods_have_names_of_their_own() -> None:
+    """They can be applied together."""
+    names = [pod["metadata"]["name"] for path in (MANIFESTS / "samples").glob("*.yaml") for pod in documents(str(path))]
+    assert len(names) == len(set(names)) >= 4

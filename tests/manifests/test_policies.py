@@ -1,0 +1,246 @@
+"""The extender's ValidatingAdmissionPolicies: who may write which annotations, and which pods may pass by the scheduler.
+
+Their CEL expressions are evaluated by Google's implementation where it is installed (cel-expr-python, which is not what an
+API server runs, but the same language); everywhere their form is checked.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from gpushare_agent.model.names import (
+    CORE_LIMIT_ANNOTATION,
+    GPU_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSUME_TIME_ANNOTATION,
+    GPUSHARE_INDEX_ANNOTATION,
+    ISOLATION_ANNOTATION,
+    PREDICATE_GPU_INDEX_PREFIX,
+    PREDICATE_NODE_ANNOTATION,
+    PREDICATE_TIME_ANNOTATION,
+)
+from gpushare_agent.settings.settings import Settings
+from tests.support_manifests import documents
+
+ANNOTATIONS = "extender/policy-annotations.yaml"
+NODE_NAME = "extender/policy-node-name.yaml"
+SCHEDULER_NAME = "extender/second-scheduler/policy-scheduler-name.yaml"
+FILES = [ANNOTATIONS, NODE_NAME, SCHEDULER_NAME]
+KNOWN = {"object", "oldObject", "request", "variables"}
+"""What an admission policy's expressions may name, and these here do."""
+LOCALS = {"container", "name"}
+"""Of the macros exists and filter."""
+INDEX = f"{PREDICATE_GPU_INDEX_PREFIX}0"
+GUARDED = [
+    GPU_ASSIGNED_ANNOTATION,
+    INDEX,
+    f"{PREDICATE_GPU_INDEX_PREFIX}31",
+    PREDICATE_NODE_ANNOTATION,
+    PREDICATE_TIME_ANNOTATION,
+    GPUSHARE_INDEX_ANNOTATION,
+    GPUSHARE_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSUME_TIME_ANNOTATION,
+    "gpushare-agent/anything",
+]
+FREE = [CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, "clusterName", "tencent.com/other", "not-gpushare-agent/x"]
+TENANT = "somebody"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether the policy looked at the request at all, and its messages where it denies."""
+
+    is_matched: bool
+    denials: tuple[str, ...] = ()
+
+
+def spec_of(path: str) -> dict[str, Any]:
+    (found,) = [item for item in documents(path) if item["kind"] == "ValidatingAdmissionPolicy"]
+    return found["spec"]
+
+
+def expressions(path: str) -> list[str]:
+    spec = spec_of(path)
+    found = [item["expression"] for part in ("matchConditions", "variables", "validations") for item in spec[part]]
+    return found + [item["messageExpression"] for item in spec["validations"] if "messageExpression" in item]
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_a_policy_is_in_force_and_fails_closed(path: str) -> None:
+    """Its binding denies, in every namespace; a policy that cannot be evaluated lets nothing pass."""
+    policy, binding = documents(path)
+    assert (policy["kind"], binding["kind"]) == ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
+    assert {item["apiVersion"] for item in (policy, binding)} == {"admissionregistration.k8s.io/v1"}
+    assert binding["spec"] == {"policyName": policy["metadata"]["name"], "validationActions": ["Deny"]}
+    assert policy["spec"]["failurePolicy"] == "Fail"
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_a_policys_expressions_are_well_formed(path: str) -> None:
+    """One line each, balanced, with names that exist and variables that were defined before."""
+    spec = spec_of(path)
+    defined = [variable["name"] for variable in spec["variables"]]
+    for text in expressions(path):
+        code = re.sub(r"'[^']*'", "''", text)
+        assert "\n" not in text
+        assert all(code.count(opening) == code.count(closing) for opening, closing in ("()", "[]", "{}"))
+        assert "'" not in code.replace("''", "")
+        assert {name for name in re.findall(r"(?<![.\w])(\w+)\.", code) if name not in LOCALS} <= KNOWN
+        assert set(re.findall(r"variables\.(\w+)", code)) <= set(defined)
+    for position, variable in enumerate(spec["variables"]):
+        assert set(re.findall(r"variables\.(\w+)", variable["expression"])) <= set(defined[:position])
+    assert not any("variables." in condition["expression"] for condition in spec["matchConditions"]), "not there yet"
+    assert all("\n" not in validation["message"] for validation in spec["validations"])
+
+
+def test_every_way_to_a_pods_annotations_is_watched() -> None:
+    """A status update and a Binding can change them too."""
+    (rule,) = spec_of(ANNOTATIONS)["matchConstraints"]["resourceRules"]
+    assert rule["operations"] == ["CREATE", "UPDATE"]
+    assert set(rule["resources"]) == {"pods", "pods/status", "pods/binding", "bindings"}
+
+
+@pytest.mark.parametrize("variable", ["written", "removed"])
+def test_every_annotation_that_agents_follow_is_guarded(variable: str) -> None:
+    """GPUShare's too: by its name, or by the beginning of it."""
+    (expression,) = [v["expression"] for v in spec_of(ANNOTATIONS)["variables"] if v["name"] == variable]
+    begins = tuple(re.findall(r"name\.startsWith\('([^']*)'\)", expression))
+    named = set(re.findall(r"name == '([^']*)'", expression))
+    assert [name for name in GUARDED if name not in named and not name.startswith(begins)] == []
+    assert [name for name in FREE if name in named or name.startswith(begins)] == []
+
+
+def test_the_writers_are_the_accounts_of_agents_and_extender() -> None:
+    """By the names that their pods run under; nobody else's."""
+    written = set(re.findall(r"'(system:serviceaccount:[^']*)'", expressions(ANNOTATIONS)[0]))
+    accounts = [
+        item["metadata"] for path in ("base", "extender") for item in documents(f"{path}/rbac.yaml")
+        if item["kind"] == "ServiceAccount"
+    ]  # fmt: skip
+    assert written == {f"system:serviceaccount:{account['namespace']}:{account['name']}" for account in accounts}
+
+
+@pytest.mark.parametrize("path", [NODE_NAME, SCHEDULER_NAME])
+def test_the_resources_are_those_of_the_default_settings(path: str) -> None:
+    """The second scheduler asks about vcore and vmemory; GPUShare's resource is added by who uses it."""
+    resources, gpushare = Settings().resources, Settings().gpushare
+    named = set(re.findall(r"'([a-z.]+/[a-z-]+)'", " ".join(expressions(path))))
+    expected = {resources.vcore, resources.vmemory}
+    assert named == (expected | {gpushare.resource} if path == NODE_NAME else expected)
+
+
+# --- what they decide ---
+
+
+class Policy:
+    """Evaluates one as an API server does: conditions, then variables in their order, then validations."""
+
+    def __init__(self, path: str) -> None:
+        cel = pytest.importorskip(
+            "cel_expr_python.cel", reason="cel-expr-python, which evaluates CEL, is not installed"
+        )
+        strings = pytest.importorskip("cel_expr_python.ext.ext_strings")
+        self._spec = spec_of(path)
+        self._environment = cel.NewEnv(
+            variables=dict.fromkeys(sorted(KNOWN), cel.Type.DYN), extensions=[strings.ExtStrings()]
+        )
+
+    def judge(self, raw: dict[str, Any], *, old: dict[str, Any] | None = None, user: str = TENANT) -> Verdict:
+        known = {"object": raw, "oldObject": old, "request": {"userInfo": {"username": user}}, "variables": {}}
+        if not all(self._is_true(condition["expression"], known) for condition in self._spec["matchConditions"]):
+            return Verdict(is_matched=False)
+        for variable in self._spec["variables"]:
+            value = self._value(variable["expression"], known)
+            known = {**known, "variables": {**known["variables"], variable["name"]: value}}
+        denied = [item for item in self._spec["validations"] if not self._is_true(item["expression"], known)]
+        texts = [
+            self._value(item["messageExpression"], known) if "messageExpression" in item else item["message"]
+            for item in denied
+        ]
+        return Verdict(is_matched=True, denials=tuple(texts))
+
+    def _value(self, expression: str, known: dict[str, Any]) -> Any:
+        return self._environment.compile(expression).eval(data=known).plain_value()
+
+    def _is_true(self, expression: str, known: dict[str, Any]) -> bool:
+        value = self._value(expression, known)
+        assert isinstance(value, bool), f"{expression}: {value}"
+        return value
+
+
+def pod(annotations: dict[str, str] | None = None, *, asks: str = "", **spec: Any) -> dict[str, Any]:
+    """`asks` is a resource that the container has a limit of."""
+    metadata = {"name": "a-pod"} if annotations is None else {"name": "a-pod", "annotations": annotations}
+    container: dict[str, Any] = {"name": "main", "resources": {"limits": {"cpu": "1"}}}
+    if asks:
+        container["resources"]["limits"][asks] = "10"
+    return {"metadata": metadata, "spec": {"containers": [{"name": "plain"}, container], **spec}}
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_a_tenant_can_neither_set_nor_change_nor_remove_a_guarded_annotation(name: str) -> None:
+    """Each is denied, with the annotation in the message."""
+    policy = Policy(ANNOTATIONS)
+    had, other = pod({name: "1", "mine": "x"}), pod({name: "2", "mine": "x"})
+    for raw, old in ((had, None), (had, pod()), (had, pod({"mine": "x"})), (other, had), (pod(), had), (pod({}), had)):
+        verdict = policy.judge(raw, old=old)
+        assert len(verdict.denials) == 1
+        assert name in verdict.denials[0]
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_a_tenant_may_write_all_other_annotations(name: str) -> None:
+    """Also beside guarded ones, which stay as they are."""
+    policy = Policy(ANNOTATIONS)
+    assert policy.judge(pod({name: "1"})) == Verdict(is_matched=True)
+    assert policy.judge(pod({name: "1", INDEX: "0"}), old=pod({INDEX: "0"})) == Verdict(is_matched=True)
+
+
+def test_an_update_that_leaves_the_annotations_alone_is_not_looked_at() -> None:
+    """The kubelets' updates of a pod's status are most of all updates."""
+    policy, had = Policy(ANNOTATIONS), pod({INDEX: "1"})
+    assert policy.judge({**had, "status": {"phase": "Running"}}, old=had) == Verdict(is_matched=False)
+    assert policy.judge(pod()) == Verdict(is_matched=False)
+    assert policy.judge({"metadata": {"name": "a-pod"}, "target": {"name": "a-node"}}) == Verdict(is_matched=False)
+
+
+def test_a_binding_brings_no_guarded_annotation_to_a_pod() -> None:
+    """The API server copies a Binding's annotations."""
+    binding = {"metadata": {"name": "a-pod", "annotations": {INDEX: "3"}}, "target": {"name": "a-node"}}
+    assert len(Policy(ANNOTATIONS).judge(binding).denials) == 1
+
+
+@pytest.mark.parametrize("account", ["gpushare-agent", "gpushare-agent-extender"])
+def test_agents_and_extender_may_write_them(account: str) -> None:
+    """And an account of the same name in another namespace may not."""
+    policy = Policy(ANNOTATIONS)
+    own = policy.judge(pod({INDEX: "1"}), old=pod(), user=f"system:serviceaccount:gpushare-system:{account}")
+    assert own == Verdict(is_matched=False)
+    assert policy.judge(pod({INDEX: "1"}), old=pod(), user=f"system:serviceaccount:other:{account}").denials
+
+
+@pytest.mark.parametrize("resource", ["tencent.com/vcuda-core", "tencent.com/vcuda-memory", "aliyun.com/gpu-mem"])
+def test_a_pod_with_a_share_may_not_name_its_node(resource: str) -> None:
+    """Whether a main or an init container asks; one that asks for nothing of ours may."""
+    policy = Policy(NODE_NAME)
+    assert policy.judge(pod(asks=resource, nodeName="a-node")).denials
+    init = {"name": "init", "resources": {"limits": {resource: 1}}}
+    assert policy.judge(pod(nodeName="a-node", initContainers=[{"name": "plain"}, init])).denials
+    assert policy.judge(pod(nodeName="a-node", initContainers=[])) == Verdict(is_matched=True)
+    assert policy.judge(pod(asks=resource)) == Verdict(is_matched=False)
+    assert policy.judge(pod(asks=resource, nodeName="")) == Verdict(is_matched=False)
+
+
+def test_a_pod_with_a_share_goes_to_the_second_scheduler() -> None:
+    """Others go where they like."""
+    policy, name = Policy(SCHEDULER_NAME), "gpushare-scheduler"
+    assert documents("extender/second-scheduler/scheduler.yaml")[0]["profiles"] == [{"schedulerName": name}]
+    asks = "tencent.com/vcuda-core"
+    assert policy.judge(pod(asks=asks, schedulerName="default-scheduler")).denials
+    assert policy.judge(pod(asks=asks)).denials
+    assert policy.judge(pod(asks=asks, schedulerName=name)) == Verdict(is_matched=False)
+    assert policy.judge(pod(schedulerName="default-scheduler")) == Verdict(is_matched=True)

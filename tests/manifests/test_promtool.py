@@ -1,0 +1,78 @@
+"""`promtool check metrics` has nothing to say about a full node's scrape."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+
+import pytest
+from aiohttp import ClientSession
+
+from tests.docs.test_docs import full_metrics
+from tests.support_agent import DEADLINE_S, open_agent, poll_until, wait_running, wait_settled
+from tests.support_sandbox import container, open_test_node, pod
+
+PROMTOOL = shutil.which("promtool")
+COMPLAINTS_ABOUT_GPU_MANAGERS_NAMES = {
+    # Its users' dashboards ask for this name, which it gave to a gauge.
+    'container_gpu_memory_total non-counter metrics should not have "_total" suffix',
+}
+
+pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="promtool is missing: apt-get install prometheus")
+
+
+async def complaints(text: str) -> tuple[int | None, set[str]]:
+    """promtool's exit code and lines, without those that are known."""
+    assert PROMTOOL is not None
+    child = await asyncio.create_subprocess_exec(
+        *(PROMTOOL, "check", "metrics"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    async with asyncio.timeout(DEADLINE_S):
+        out, _ = await child.communicate(text.encode())
+    said = {line for line in out.decode().splitlines() if line.strip()}
+    return child.returncode, said - COMPLAINTS_ABOUT_GPU_MANAGERS_NAMES
+
+
+async def test_the_scrape_of_an_embedded_node_is_clean() -> None:
+    """Pods with shares, a whole card and a refusal, cards that are used: nothing to say."""
+    async with (
+        open_test_node() as node,
+        open_agent(node, "--sample-period-s=0.05", "--simulated.cards=3", "--isolations-allowed=vcuda,none") as agent,
+    ):
+        for name, one in (
+            ("a", container(cores=30, blocks=8)),
+            ("b", container(cores=50, blocks=16)),
+            ("whole", container(cores=100)),
+        ):
+            node.api.create_pod(pod(name, one))
+        await wait_running(node, "a", "b", "whole")
+        node.api.create_pod(pod("refused", container(cores=10)))
+        await wait_settled(node, "refused")
+        pid = node.kubelet.runtime.living(node.api.pod("default", "a")["metadata"]["uid"])[0].pid
+        used = [{"pid": who, "card": card, "sm": 0.5, "memory_bytes": 2**30} for card in range(3) for who in (pid, 1)]
+        node.paths.usage.write_text(json.dumps({"processes": used}))
+        await poll_until(
+            lambda: agent.parts.usage.current is not None and len(agent.parts.usage.current.strangers) == 3, "use"
+        )
+        async with asyncio.timeout(DEADLINE_S), ClientSession() as session:
+            port = await agent.parts.web.wait_listening()
+            async with session.get(f"http://127.0.0.1:{port}/metrics") as response:
+                text = await response.text()
+    assert 'gpushare_container_memory_used_bytes{container="main",gpu="' in text
+    assert await complaints(text) in ((0, set()), (3, set()))
+
+
+async def test_the_check_finds_what_is_wrong() -> None:
+    """A gauge that is called a total is told: the check above can fail."""
+    code, said = await complaints("# HELP x_total X.\n# TYPE x_total gauge\nx_total 1\n")
+    assert code == 3
+    assert said == {'x_total non-counter metrics should not have "_total" suffix'}
+
+
+async def test_every_series_that_there_can_be_is_clean() -> None:
+    """Those too that the embedded node never shows: NVLink, ECC, Xid errors, MPS."""
+    assert (await complaints(full_metrics()))[1] == set()

@@ -1,0 +1,275 @@
+"""observability/http/debug_guard.py and the bounds of the listener: who is let in, and what strangers on the wire can do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from pathlib import Path
+
+import pytest
+import structlog
+
+from gpushare_agent.kit.tcp_listeners import is_loopback, listen_tcp
+from gpushare_agent.model.errors import StartupError, Unavailable
+from gpushare_agent.observability.http import debug_guard, debug_server
+from gpushare_agent.observability.http.debug_guard import Guard, check_debug_settings, is_for_this_host
+from gpushare_agent.observability.http.debug_server import DebugServer
+from gpushare_agent.settings.observation import DebugSettings
+from tests.support_debug import TOKEN, ask, send_raw, serving, sources
+
+HOST = b"Host: localhost\r\n"
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    file = tmp_path / "token"
+    file.write_text(TOKEN + "\n")
+    return file
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize("addr", ["0.0.0.0", "::", "10.1.2.3", "node-1", "localhost.example", "127.0.0.1.example", ""])
+def test_only_this_host_s_addresses_do_without_a_token(addr: str) -> None:
+    """Any other makes the agent end at start with what to do; empty means no listener."""
+    if not addr:
+        check_debug_settings(DebugSettings(addr=addr))
+        return
+    with pytest.raises(StartupError, match=r"debug\.token_file"):
+        DebugServer(DebugSettings(addr=addr), sources())
+    check_debug_settings(DebugSettings(addr=addr, token_file=Path("/token")))
+
+
+@pytest.mark.parametrize("addr", ["localhost", "127.0.0.1", "127.9.9.9", "::1"])
+def test_loopback_addresses_are_this_host_s(addr: str) -> None:
+    """The whole of 127/8, and ::1."""
+    assert is_for_this_host(addr)
+    check_debug_settings(DebugSettings(addr=addr))
+
+
+async def test_a_localhost_that_is_none_is_not_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hosts file may say anything: the resolved addresses are looked at."""
+
+    async def resolve(*_args: object, **_more: object) -> list[object]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.1.2.3", 0))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+    with pytest.raises(Unavailable, match=r"10\.1\.2\.3, which other hosts reach"):
+        await listen_tcp("localhost", 0, backlog=1, only_loopback=True)
+
+
+async def test_an_unknown_name_and_an_address_of_another_machine_are_told() -> None:
+    """The text says which of both it is."""
+    with pytest.raises(Unavailable, match="the address is unknown"):
+        await listen_tcp("no-such-name.invalid", 0, backlog=1)
+    with pytest.raises(Unavailable, match="this machine has no such address"):
+        await listen_tcp("192.0.2.1", 0, backlog=1)
+    assert not is_loopback("localhost")
+
+
+# --- the token ---
+
+
+@pytest.mark.parametrize("path", ["/debug/", "/debug/tasks", "/debug/none", "/"])
+async def test_without_the_token_nothing_is_said(token_file: Path, path: str) -> None:
+    """Not even which pages there are; on localhost too where a token file is set."""
+    async with serving(token_file=token_file) as port:
+        for headers in (
+            {},
+            {"Authorization": "Bearer"},
+            {"Authorization": "Bearer "},
+            {"Authorization": "Bearer wrong-wrong-wrong-wrong"},
+            {"Authorization": f"Bearer {TOKEN}x"},
+            {"Authorization": f"Bearer {TOKEN[:-1]}"},
+            {"Authorization": f"Basic {TOKEN}"},
+            {"Authorization": TOKEN},
+            {"Authorization": "Bearer é" + "x" * 2000},
+        ):
+            answer = await ask(port, path, **headers)
+            assert answer.status == 401, headers
+            assert "Bearer" in answer.headers["WWW-Authenticate"]
+            assert "/debug" not in answer.text
+
+
+async def test_the_token_lets_in_by_any_name_of_the_host(token_file: Path) -> None:
+    """A page of a browser has no token, so the name need not be looked at."""
+    async with serving(token_file=token_file) as port:
+        answer = await ask(port, "/debug/log", Authorization=f"bearer {TOKEN}", Host="node-1.example:5679")
+        twice = f"Authorization: Bearer {TOKEN}\r\n".encode() * 2
+        both = await send_raw(port, b"GET /debug/ HTTP/1.1\r\nConnection: close\r\n" + HOST + twice + b"\r\n")
+    assert answer.status == 200
+    assert both.startswith((b"HTTP/1.1 401", b"HTTP/1.1 400"))
+
+
+async def test_a_new_token_counts_without_a_restart(token_file: Path) -> None:
+    """The file is read again at most once a second; the old token is out then."""
+    now = 0.0
+    guard = Guard(token_file, clock=lambda: now)
+    assert await guard.denies(_Headers(Authorization=f"Bearer {TOKEN}")) is None
+    token_file.write_text("another-token-of-some-length")
+    assert await guard.denies(_Headers(Authorization=f"Bearer {TOKEN}")) is None
+    now = debug_guard.READ_AGAIN_S
+    denied = await guard.denies(_Headers(Authorization=f"Bearer {TOKEN}"))
+    assert denied is not None and denied.status == 401
+    assert await guard.denies(_Headers(Authorization="Bearer another-token-of-some-length")) is None
+
+
+@pytest.mark.parametrize("content", [None, "", "  \n", "short", "x" * 5000])
+async def test_a_token_file_that_cannot_be_used_lets_nobody_in(tmp_path: Path, content: str | None) -> None:
+    """Also not somebody with an empty token; the log says why once, and never what is in the file."""
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_text(content)
+    with structlog.testing.capture_logs() as logged:
+        async with serving(token_file=file) as port:
+            for token in ("", (content or "").strip()):
+                answer = await ask(port, "/debug/", Authorization=f"Bearer {token}"[:3000])
+                assert answer.status == 503
+                assert str(file) not in answer.text
+    told = [line for line in logged if line["event"] == "debug_token_unusable"]
+    assert len(told) == 1
+    assert not (content or "").strip() or (content or "").strip() not in str(told)
+
+
+# --- pages of a browser ---
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "localhost:15679", "127.0.0.1:5679", "LOCALHOST", "[::1]:5679", "127.1.2.3"]
+)
+async def test_this_host_s_names_are_served(host: str) -> None:
+    """With any port: kubectl port-forward chooses its own."""
+    async with serving() as port:
+        assert (await ask(port, "/debug/log", Host=host)).status == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1", "[2001:db8::1]", "[", "a b"),
+        *("[::1].evil.example", "[::1]evil.example", "[127.0.0.1]evil", "[127.0.0.1]", "[localhost]", "::1"),
+        *("127.0.0.1:evil.example", "localhost:", "localhost:1:2", "localhost:123456", "[::1]:x", "[::1", "::1]"),
+    ],
+)
+async def test_another_name_for_loopback_is_refused(host: str) -> None:
+    """DNS rebinding: the attacker's own name that resolves to 127.0.0.1."""
+    async with serving() as port:
+        answer = await send_raw(
+            port, f"GET /debug/tasks HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
+        )
+    assert answer.split(b" ")[1] in (b"403", b"400")
+    assert b"tasks at" not in answer
+
+
+async def test_a_request_without_a_host_or_with_two_is_refused() -> None:
+    """Old HTTP/1.0 as well."""
+    async with serving() as port:
+        for head in (
+            b"GET /debug/log HTTP/1.0\r\n\r\n",
+            b"GET /debug/log HTTP/1.1\r\nHost: localhost\r\nHost: x\r\n\r\n",
+        ):
+            assert (await send_raw(port, head)).split(b" ")[1] in (b"403", b"400")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://localhost:5679"},
+        {"Sec_Fetch_Site": "cross-site"},
+        {"Sec_Fetch_Site": "same-site"},
+    ],
+)
+@pytest.mark.parametrize(("method", "path"), [("POST", "/debug/log?level=debug"), ("GET", "/debug/profile?seconds=60")])
+async def test_what_a_web_page_sends_is_refused(headers: dict[str, str], method: str, path: str) -> None:
+    """Browsers mark such requests; neither a change nor work is done for them."""
+    async with serving() as port:
+        answer = await ask(port, path, method=method, **headers)
+    assert answer.status == 403
+
+
+async def test_a_person_at_the_address_bar_is_served() -> None:
+    """And the links of the index."""
+    async with serving() as port:
+        for site in ("none", "same-origin"):
+            assert (await ask(port, "/debug/", Sec_Fetch_Site=site)).status == 200
+
+
+# --- strangers on the wire ---
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"GET /debug/ HTTP/1.1\r\n" + HOST + b"X: " + b"a" * 20_000 + b"\r\n\r\n",
+        b"GET /debug/ HTTP/1.1\r\n" + HOST + b"".join(b"X%d: a\r\n" % n for n in range(1000)) + b"\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 300 + b"\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"POST /debug/log?level=debug HTTP/1.1\r\n"
+        + HOST
+        + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    ],
+    ids=["long path", "long header", "many headers", "TLS", "HTTP/2", "smuggling"],
+)
+async def test_oversized_and_foreign_requests_are_refused(request_bytes: bytes) -> None:
+    """A 4xx or a closed connection, and the next caller is served."""
+    async with serving() as port:
+        answer = await send_raw(port, request_bytes)
+        assert not answer or answer.split(b" ")[1][:1] == b"4", answer[:200]
+        assert (await ask(port, "/debug/log")).status == 200
+
+
+async def test_a_caller_who_sends_its_headers_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time runs from the connection on, and bytes do not lengthen it."""
+    monkeypatch.setattr(debug_server, "HEADERS_WITHIN_S", 0.2)
+    async with serving() as port, asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        ended = False
+
+        async def dribble() -> None:
+            writer.write(b"GET /debug/ HTTP/1.1\r\nX: ")
+            while not ended:
+                writer.write(b"a")
+                await asyncio.sleep(0.02)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(dribble())
+            try:
+                assert await reader.read() == b""
+            except ConnectionError:
+                pass
+            ended = True
+        writer.close()
+
+
+async def test_a_connection_beyond_the_bound_takes_the_place_of_the_longest_idle_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Idle ones can take neither all the agent's descriptors nor the pages from who comes later."""
+    monkeypatch.setattr(debug_server, "MAX_CONNECTIONS", 3)
+    async with serving() as port, asyncio.timeout(10):
+        opened = []
+        for _ in range(4):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /debug/log HTTP/1.1\r\n" + HOST + b"\r\n")
+            await reader.readuntil(b"}")
+            opened.append((reader, writer))
+        with contextlib.suppress(ConnectionError):
+            assert not (await opened[0][0].read()).strip()
+        for reader, writer in opened[1:]:
+            writer.write(b"GET /debug/log HTTP/1.1\r\n" + HOST + b"\r\n")
+            await reader.readuntil(b"}")
+        for _, writer in opened:
+            writer.close()
+
+
+class _Headers:
+    def __init__(self, **fields: str) -> None:
+        self._fields = fields
+
+    def getall(self, key: str, default: list[str]) -> list[str]:
+        return [self._fields[key]] if key in self._fields else default

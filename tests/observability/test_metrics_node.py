@@ -1,0 +1,391 @@
+"""The series of cards and containers: names, labels, values, and what has none."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from typing import Any
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from gpushare_agent.gpus.nvml.usage import throttle_words
+from gpushare_agent.model.usage import CardSample, UsageRound
+from gpushare_agent.observability.attribution import Holders, join_usage
+from gpushare_agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.observability.metrics.gpus import THROTTLE_REASONS
+from gpushare_agent.observability.metrics.node import node_series
+from gpushare_agent.observability.metrics.text import MAX_LABEL, NodePage, Series, labels_text
+from gpushare_agent.observability.node_snapshot import MIB, NodeSnapshot
+from gpushare_agent.runtime.cgroup_paths import PeerIdentity
+from tests.support_usage import (
+    CARD_MIB,
+    UUIDS,
+    allocation,
+    card_sample,
+    driver_sample,
+    facts,
+    id_of,
+    inventory,
+    key_of,
+    owner,
+    process,
+    snapshot,
+)
+
+OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
+LEGACY = {"pod_name": "p", "namespace": "default", "node": "n1", "container_name": "main"}
+OWN = {"namespace": "default", "pod": "p", "container": "main", "node": "n1"}
+
+Rows = dict[str, list[tuple[dict[str, str], float]]]
+
+
+def rows_of(shown: NodeSnapshot) -> Rows:
+    """As Prometheus reads them."""
+    metrics = AgentMetrics()
+    metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=1.0))
+    found: Rows = {}
+    for family in parse_text(metrics.exposition("")[1].decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
+    return found
+
+
+def used(*cards: CardSample, holders: Holders, owners: dict[int, PeerIdentity]) -> UsageRound:
+    return join_usage(driver_sample(*cards), owners, holders, sampled_at=999.5)
+
+
+def one_share(*processes: Any, **others: Any) -> NodeSnapshot:
+    """A container with 40 cores and 2 GiB of card 0."""
+    held = allocation(key_of(1))
+    known = Holders(cards={held.key: held.cards}, by_id={id_of(1): held.key})
+    usage = used(
+        card_sample(0, *processes, **others), card_sample(1), holders=known, owners={10: owner(1), 11: owner(1)}
+    )
+    return snapshot(facts(held), usage=usage)
+
+
+def test_gpu_managers_four_series_keep_their_names_labels_and_units() -> None:
+    """Percent of a card and MiB, a row for the card and one for the total; requests in cards and MiB."""
+    rows = rows_of(one_share(process(10, memory=300 * MIB, sm=0.1), process(11, memory=212 * MIB, sm=0.15)))
+    assert rows["container_gpu_utilization"] == [({**LEGACY, "gpu": "gpu0"}, 25.0), ({**LEGACY, "gpu": "total"}, 25.0)]
+    assert rows["container_gpu_memory_total"] == [
+        ({**LEGACY, "gpu_memory": "gpu0"}, 512.0),
+        ({**LEGACY, "gpu_memory": "total"}, 512.0),
+    ]
+    assert rows["container_request_gpu_utilization"] == [({**LEGACY, "req_of_gpu": "total"}, 0.4)]
+    assert rows["container_request_gpu_memory"] == [({**LEGACY, "req_of_gpu_memory": "total"}, 2048.0)]
+
+
+def test_the_total_of_whole_cards_is_the_sum_over_them() -> None:
+    """Two busy cards are up to 200 percent, as gpu-manager counts."""
+    held = allocation(key_of(1), (0, 1), cores=200, blocks=0)
+    known = Holders(cards={held.key: held.cards}, by_id={id_of(1): held.key})
+    cards = (card_sample(0, process(10, sm=0.5)), card_sample(1, process(11, sm=0.75)))
+    shown = snapshot(facts(held), usage=used(*cards, holders=known, owners={10: owner(1), 11: owner(1)}))
+    rows = rows_of(shown)
+    assert [(labels["gpu"], value) for labels, value in rows["container_gpu_utilization"]] == [
+        ("gpu0", 50.0),
+        ("gpu1", 75.0),
+        ("total", 125.0),
+    ]
+    assert [value for _, value in rows["gpushare_container_memory_limit_bytes"]] == [CARD_MIB * MIB] * 2
+    assert [value for _, value in rows["gpushare_container_allocated_cores_ratio"]] == [1.0, 1.0]
+
+
+def test_our_series_of_a_container_are_in_base_units_for_each_card() -> None:
+    """Given, limit, used."""
+    rows = rows_of(one_share(process(10, memory=300 * MIB, sm=0.1), process(11, memory=212 * MIB, sm=0.15)))
+    labels = {**OWN, "uuid": UUIDS[0], "gpu": "0"}
+    assert {name: found for name, found in rows.items() if name.startswith("gpushare_container_")} == {
+        "gpushare_container_allocated_cores_ratio": [(labels, 0.4)],
+        "gpushare_container_cores_limit_ratio": [(labels, 0.4)],
+        "gpushare_container_memory_limit_bytes": [(labels, 2048.0 * MIB)],
+        "gpushare_container_memory_used_bytes": [(labels, 512.0 * MIB)],
+        "gpushare_container_sm_utilization_ratio": [(labels, 0.25)],
+        "gpushare_container_memory_bandwidth_utilization_ratio": [(labels, 0.25)],
+        "gpushare_container_processes": [(labels, 2.0)],
+    }
+
+
+def test_an_elastic_share_may_use_more_than_it_was_given() -> None:
+    """The limit is the pod's ceiling."""
+    rows = rows_of(snapshot(facts(allocation(key_of(1)), core_limit=90)))
+    assert rows["gpushare_container_allocated_cores_ratio"][0][1] == 0.4
+    assert rows["gpushare_container_cores_limit_ratio"][0][1] == 0.9
+
+
+def test_before_the_first_round_a_container_has_its_limits_and_no_use() -> None:
+    """What was not looked at is not zero."""
+    rows = rows_of(snapshot(facts(allocation(key_of(1)))))
+    assert "gpushare_container_memory_limit_bytes" in rows
+    assert not {name for name in rows if "used" in name or "utilization_ratio" in name}
+    assert "container_gpu_memory_total" not in rows
+
+
+def test_a_container_admitted_after_the_last_round_uses_nothing_yet() -> None:
+    """From the moment of its allocation it has its series."""
+    empty = used(card_sample(0), holders=Holders(cards={}, by_id={}), owners={})
+    rows = rows_of(snapshot(facts(allocation(key_of(1))), usage=empty))
+    assert [value for _, value in rows["gpushare_container_memory_used_bytes"]] == [0.0]
+    assert [value for _, value in rows["container_gpu_utilization"]] == [0.0, 0.0]
+
+
+def test_a_container_admitted_onto_a_card_that_lists_no_processes_has_no_use() -> None:
+    """Nothing is known of it there, also before the next round."""
+    silent = used(card_sample(0, lists=False), holders=Holders(cards={}, by_id={}), owners={})
+    rows = rows_of(snapshot(facts(allocation(key_of(1))), usage=silent))
+    assert "gpushare_container_memory_used_bytes" not in rows
+
+
+def test_what_the_driver_does_not_tell_has_no_row() -> None:
+    """A card without lists of processes: no used series, neither zero nor anything else."""
+    rows = rows_of(one_share(lists=False))
+    assert "gpushare_container_memory_used_bytes" not in rows
+    assert "gpushare_container_sm_utilization_ratio" not in rows
+    assert {labels["uuid"] for labels, _ in rows["gpushare_card_stranger_processes"]} == {UUIDS[1]}
+
+
+def test_every_sample_of_a_card_has_its_series() -> None:
+    """By UUID, index and node; counters are counters."""
+    sample = CardSample(
+        uuid=UUIDS[0],
+        sm_ratio=0.5,
+        memory_ratio=0.25,
+        encoder_ratio=0.125,
+        decoder_ratio=0.0,
+        memory_used_bytes=100,
+        temperature_celsius=61.0,
+        power_watts=250.5,
+        power_limit_watts=700.0,
+        sm_clock_hertz=1.98e9,
+        memory_clock_hertz=2.6e9,
+        ecc_corrected_total=3,
+        ecc_uncorrected_total=1,
+        throttle_reasons=("power_cap", "sun_storm"),
+        pcie_received_bytes_per_second=1e9,
+        pcie_sent_bytes_per_second=5e8,
+        nvlink_received_bytes_total=2**40,
+        nvlink_sent_bytes_total=2**41,
+        processes=(process(77, memory=42),),
+    )
+    usage = used(sample, holders=Holders(cards={}, by_id={}), owners={})
+    sick = inventory(sick={1: "lost"})
+    rows = rows_of(snapshot(usage=usage, cards=sick, cordoned={UUIDS[1]: "by hand"}))
+    first, second = ({"uuid": UUIDS[index], "gpu": str(index), "node": "n1"} for index in (0, 1))
+    expected = {
+        "sm_utilization_ratio": 0.5,
+        "memory_bandwidth_utilization_ratio": 0.25,
+        "encoder_utilization_ratio": 0.125,
+        "decoder_utilization_ratio": 0.0,
+        "memory_used_bytes": 100,
+        "temperature_celsius": 61.0,
+        "power_watts": 250.5,
+        "power_limit_watts": 700.0,
+        "sm_clock_hertz": 1.98e9,
+        "memory_clock_hertz": 2.6e9,
+        "pcie_received_bytes_per_second": 1e9,
+        "pcie_sent_bytes_per_second": 5e8,
+        "nvlink_received_bytes_total": 2**40,
+        "nvlink_sent_bytes_total": 2**41,
+        "stranger_processes": 1,
+        "stranger_memory_used_bytes": 42,
+    }
+    assert {name: rows[f"gpushare_card_{name}"] for name in expected} == {
+        name: [(first, float(value))] for name, value in expected.items()
+    }
+    assert rows["gpushare_card_ecc_errors_total"] == [
+        ({**first, "kind": "corrected"}, 3.0),
+        ({**first, "kind": "uncorrected"}, 1.0),
+    ]
+    throttled = {labels["reason"]: value for labels, value in rows["gpushare_card_throttled"]}
+    assert throttled == dict.fromkeys(THROTTLE_REASONS, 0.0) | {"power_cap": 1.0, "sun_storm": 1.0}
+    assert rows["gpushare_card_healthy"] == [(first, 1.0), (second, 0.0)]
+    assert rows["gpushare_card_cordoned"] == [(first, 0.0), (second, 1.0)]
+    assert rows["gpushare_card_memory_capacity_bytes"] == [
+        (first, float(CARD_MIB * MIB)),
+        (second, float(CARD_MIB * MIB)),
+    ]
+    info = rows["gpushare_card_info"][0][0]
+    assert (info["name"], info["driver_version"]) == ("NVIDIA H100 80GB HBM3", "550.54.14")
+    assert rows["gpushare_usage_sampled_timestamp_seconds"] == [({"node": "n1"}, 999.5)]
+
+
+def test_the_throttle_reasons_are_those_of_the_driver() -> None:
+    """Every bit that has a name, so that each can be alerted on before it is ever set."""
+    assert throttle_words(0x7FF) == THROTTLE_REASONS
+
+
+def test_what_is_given_of_a_card_is_shown_from_the_allocation_on() -> None:
+    """Without any sample."""
+    rows = rows_of(snapshot(facts(allocation(key_of(1)))))
+    assert [value for _, value in rows["gpushare_card_cores_allocated_ratio"]] == [0.4, 0.0]
+    assert [value for _, value in rows["gpushare_card_memory_allocated_bytes"]] == [2048.0 * MIB, 0.0]
+    assert [value for _, value in rows["gpushare_card_cores_capacity_ratio"]] == [1.0, 1.0]
+
+
+def test_the_order_of_containers_does_not_depend_on_who_came_first() -> None:
+    """By namespace, pod and container."""
+    held = [facts(allocation(key_of(number), cores=10, blocks=1, pod=name)) for number, name in ((1, "b"), (2, "a"))]
+    one, other = (list(node_series(snapshot(*order))) for order in (held, held[::-1]))
+    assert one == other
+    assert [labels["pod"] for labels, _ in rows_of(snapshot(*held))["gpushare_container_memory_limit_bytes"]] == [
+        "a",
+        "b",
+    ]
+
+
+@pytest.mark.parametrize("value", ['a"b', "a\\b", "a\\nb", "a\\", "a\nb", 'é,}="', "x" * 1000])
+def test_no_label_breaks_out_of_its_quotes(value: str) -> None:
+    """Whatever a name holds, a reader gets it back, cut at the longest name of a pod."""
+    series = Series("gpushare_x", "X.", rows=[(labels_text(pod=value, a="1"), 1)])
+    text = NodePage(lambda: [series], max_age_s=1).text(is_openmetrics=False).decode()
+    (family,) = parse_text(text)
+    assert family.samples[0].labels == {"pod": value[:MAX_LABEL], "a": "1"}
+
+
+def test_namesakes_are_one_row_with_the_sum() -> None:
+    """A pod deleted by force whose processes run on, and the one made anew under its name: no series is there twice."""
+    old, new = allocation(key_of(1)), allocation(key_of(2), (0, 1), cores=200, blocks=0)
+    known = Holders(cards={one.key: one.cards for one in (old, new)}, by_id={id_of(1): old.key, id_of(2): new.key})
+    cards = (card_sample(0, process(10, sm=0.25), process(20, sm=0.5)), card_sample(1, process(21, sm=0.125)))
+    usage = used(*cards, holders=known, owners={10: owner(1), 20: owner(2), 21: owner(2)})
+    shown = snapshot(facts(old), facts(new), usage=usage)
+    rows = rows_of(shown)
+    assert rows["container_request_gpu_utilization"] == [({**LEGACY, "req_of_gpu": "total"}, 2.4)]
+    assert [(labels["gpu"], value) for labels, value in rows["container_gpu_utilization"]] == [
+        ("gpu0", 75.0),
+        ("total", 87.5),
+        ("gpu1", 12.5),
+    ]
+    assert [(labels["gpu"], value) for labels, value in rows["gpushare_container_processes"]] == [
+        ("0", 2.0),
+        ("1", 1.0),
+    ]
+    for found in rows.values():
+        assert len({tuple(sorted(labels.items())) for labels, _ in found}) == len(found)
+    metrics = AgentMetrics()
+    metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=1.0))
+    assert list(
+        parse_openmetrics(metrics.exposition(OPENMETRICS)[1].decode())
+    )  # raises for a series that is there twice
+
+
+def test_openmetrics_and_text_say_the_same() -> None:
+    """Both parse, a counter keeps its samples' names, and OpenMetrics ends with its last line once."""
+    metrics = AgentMetrics()
+    metrics.show_node(NodePage(lambda: node_series(one_share(process(10), nvlink_sent_bytes_total=5)), max_age_s=1.0))
+    type_of_text, text = metrics.exposition("")
+    type_of_open, opened = metrics.exposition(OPENMETRICS)
+    assert (type_of_text.partition(";")[0], type_of_open.partition(";")[0]) == (
+        "text/plain",
+        "application/openmetrics-text",
+    )
+    assert opened.endswith(b"\n# EOF\n") and opened.count(b"# EOF") == 1
+
+    def samples(families: Any) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
+        return {(s.name, tuple(sorted(s.labels.items()))) for family in families for s in family.samples}
+
+    assert samples(parse_openmetrics(opened.decode())) == samples(parse_text(text.decode()))
+    assert b"gpushare_card_nvlink_sent_bytes_total{" in opened
+
+
+def test_the_text_is_made_once_until_it_is_old_or_expired() -> None:
+    """However many readers ask, in whatever format."""
+    now, made = 0.0, []
+
+    def series() -> list[Series]:
+        made.append(now)
+        return [Series("gpushare_x", "X.", rows=[("", len(made))])]
+
+    page = NodePage(series, max_age_s=1.0, clock=lambda: now)
+    for _ in range(10):
+        page.text(is_openmetrics=False)
+        page.text(is_openmetrics=True)
+    assert len(made) == 1
+    now = 1.0
+    page.text(is_openmetrics=True)
+    assert len(made) == 2
+    page.expire()
+    assert b" 3\n" in page.text(is_openmetrics=False)
+
+
+def test_events_with_foreign_words_make_a_bounded_number_of_series() -> None:
+    """Xid numbers beyond the catalogue, words that are none, and too many of them share `other`."""
+    metrics = AgentMetrics()
+    for xid in range(0, 1000, 10):
+        metrics.gpu_event("xid", xid, is_ignored=xid == 0)
+    for number in range(200):
+        metrics.driver_error(f"word_{number}")
+        metrics.card_health_changed(f"GPU-{number}", healthy=False)
+    metrics.driver_error('a"b\nc')
+    values = metrics.registry.get_sample_value
+    assert values("gpushare_gpu_events_total", {"kind": "xid", "xid": "other", "ignored": "false"}) == 79
+    assert values("gpushare_gpu_events_total", {"kind": "xid", "xid": "", "ignored": "true"}) == 1
+    assert values("gpushare_driver_errors_total", {"error": "other"}) == 200 - 64 + 1
+    assert values("gpushare_card_health_changes_total", {"uuid": "other", "to": "unhealthy"}) == 200 - 64
+
+
+def test_known_label_sets_begin_at_zero() -> None:
+    """rate() of the first refusal is seen, for each resource and reason."""
+    metrics = AgentMetrics()
+    metrics.know_resources(["r"])
+    metrics.know_cards(["GPU-0"])
+    value = metrics.registry.get_sample_value
+    for labels in (("allocated", ""), ("refused", "Fragmented"), ("refused", "NotEnoughMemory")):
+        assert value("gpushare_admissions_total", {"resource": "r", "outcome": labels[0], "reason": labels[1]}) == 0
+    assert value("gpushare_reconcile_corrections_total", {"kind": "adopted"}) == 0
+    assert value("gpushare_identifications_total", {"method": "listed"}) == 0
+    assert value("gpushare_card_health_changes_total", {"uuid": "GPU-0", "to": "unhealthy"}) == 0
+    assert value("gpushare_rpc_duration_seconds_count", {"resource": "r", "method": "Allocate"}) == 0
+
+
+def test_a_registration_after_the_first_counts_as_another() -> None:
+    """For each resource of its own."""
+    metrics = AgentMetrics()
+    for resource in ("a", "a", "b", "a"):
+        metrics.registered(resource)
+    value = metrics.registry.get_sample_value
+    assert value("gpushare_registrations_total", {"resource": "a"}) == 3
+    assert value("gpushare_reregistrations_total", {"resource": "a"}) == 2
+    assert value("gpushare_reregistrations_total", {"resource": "b"}) == 0
+
+
+@pytest.mark.parametrize("accept", ["", OPENMETRICS])
+def test_the_packed_page_is_the_same_text(accept: str) -> None:
+    """The node's part is packed once, what is counted each time; together they are one gzip member."""
+    metrics = AgentMetrics()
+    metrics.show_node(NodePage(lambda: node_series(one_share(process(10))), max_age_s=60.0))
+    for _ in range(2):
+        metrics.pods_listed()
+        content_type, packed = metrics.packed_exposition(accept)
+        unpacker = zlib.decompressobj(wbits=31)
+        text = unpacker.decompress(packed)
+        assert (unpacker.eof, unpacker.unused_data) == (True, b"")
+        wanted_type, wanted = metrics.exposition(accept)
+        assert content_type == wanted_type
+        assert _steady(text) == _steady(wanted)
+    assert gzip.decompress(AgentMetrics().packed_exposition(accept)[1])
+
+
+def _steady(text: bytes) -> list[bytes]:
+    """Without what the process itself changes from one moment to the next."""
+    return [line for line in text.splitlines() if not line.startswith(b"process_")]
+
+
+def test_a_reload_counts_on_and_shows_the_new_state_alone() -> None:
+    """Counters never go down while the process lives; what a part of the former life told is gone with it."""
+    metrics = AgentMetrics()
+    metrics.show_pod_event_age(lambda: 7.0)
+    metrics.show_mps(lambda: True)
+    metrics.show_node(NodePage(lambda: node_series(one_share()), max_age_s=60.0))
+    metrics.pods_listed()
+    assert metrics.begin_anew() is metrics
+    metrics.show_pod_event_age(lambda: 8.0)
+    lines = metrics.exposition("")[1].decode().splitlines()
+    assert "gpushare_pod_lists_total 1.0" in lines
+    assert [line for line in lines if line.startswith("gpushare_pod_event_age_seconds")] == [
+        "gpushare_pod_event_age_seconds 8.0"
+    ]
+    assert not [line for line in lines if line.startswith(("gpushare_mps_serving", "gpushare_container_"))]

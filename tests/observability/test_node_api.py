@@ -1,0 +1,225 @@
+"""`/api/v1/node`, `/history` and `/decisions` over real HTTP: what they say, and what a wrong query is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+
+from bench.made_node import MadeNode
+from gpushare_agent.observability.http import answers as web_answers
+from gpushare_agent.observability.http.node_api import decision_document
+from gpushare_agent.observability.node_snapshot import node_document
+from gpushare_agent.observability.usage_history import UsageHistory
+from tests.support_kube import DEADLINE_S
+from tests.support_web import served_node
+
+
+async def _get(url: str, **headers: str) -> tuple[int, Any, dict[str, str]]:
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        ClientSession(auto_decompress=False) as session,
+        session.get(url, headers={"Accept-Encoding": "identity"} | headers) as answer,
+    ):
+        body = await answer.read()
+        found = dict(answer.headers)
+    return answer.status, json.loads(body) if found.get("Content-Encoding") is None else body, found
+
+
+async def test_the_node_is_the_one_document() -> None:
+    """What node_document makes of the snapshot, to the last field but the time."""
+    node = MadeNode(cards=2, containers=3)
+    async with served_node(node) as served:
+        status, found, headers = await _get(f"{served.url}/api/v1/node")
+    wanted = json.loads(json.dumps(node_document(node.snapshot())))
+    for document in (found, wanted):
+        del document["at"], document["agent"]["sampled_at"], document["agent"]["started_at"]
+    assert (status, found) == (200, wanted)
+    assert headers["Content-Type"] == "application/json; charset=utf-8"
+    assert headers["Cache-Control"] == "no-store"
+
+
+async def test_decisions_come_newest_first_and_as_asked_for() -> None:
+    """By pod, by namespace, above a number, one by its number, and at most so many."""
+    node = MadeNode(cards=2, containers=0)
+    async with served_node(node) as served:
+        for number in (1, 2, 3):
+            served.decisions.add(node.decision(number, refused=number == 2))
+
+        async def numbers(query: str) -> list[int]:
+            status, found, _ = await _get(f"{served.url}/api/v1/decisions{query}")
+            assert status == 200
+            return [one["number"] for one in found["decisions"]]
+
+        assert await numbers("") == [3, 2, 1]
+        assert await numbers("?limit=2") == [3, 2]
+        assert await numbers("?after=1") == [3, 2]
+        assert await numbers("?number=2") == [2]
+        assert await numbers("?number=9") == []
+        assert await numbers("?pod=trainer-1&namespace=team-a") == [1]
+        assert await numbers("?pod=trainer-1&namespace=team-b") == []
+
+
+async def test_a_decision_has_the_records_fields() -> None:
+    """Nested values too, enums by their value."""
+    node = MadeNode(cards=2, containers=0)
+    async with served_node(node) as served:
+        served.decisions.add(node.decision(1, refused=True))
+        _, found, _ = await _get(f"{served.url}/api/v1/decisions")
+    [one] = found["decisions"]
+    assert (one["outcome"], one["reason"], one["cards"]) == ("refused", "Fragmented", [])
+    assert one["asked"] == {"cores": 100, "memory_bytes": 4096 * 2**20, "hint": [], "must_cards": []}
+    assert [(card["index"], card["verdict"]) for card in one["candidates"]] == [
+        (0, "lacks 60 cores"),
+        (1, "lacks 60 cores"),
+    ]
+
+
+async def test_a_decision_is_told_as_its_record_is() -> None:
+    """Written by hand for speed: every field of the record and of what is in it, and no other."""
+    for refused in (True, False):
+        record = MadeNode(cards=2, containers=0).decision(1, refused=refused)
+        assert decision_document(record) == {
+            **asdict(record),
+            "candidates": [asdict(one) for one in record.candidates],
+        }
+    assert decision_document(replace(record, asked=None))["asked"] is None
+
+
+def _curves() -> UsageHistory:
+    """Two containers on two cards, one round."""
+    history = UsageHistory(60, 6, clock=lambda: 600.0)
+    history.add(MadeNode(cards=2, containers=2).snapshot().usage)
+    return history
+
+
+async def test_the_history_can_be_asked_for_one_half() -> None:
+    """Cards alone are a tenth of it: the dashboard needs no more."""
+    async with served_node(MadeNode(cards=1, containers=0), history=_curves()) as served:
+        whole = (await _get(f"{served.url}/api/v1/history"))[1]
+        assert set(whole) == {"at", "step_seconds", "cards", "containers"}
+        assert len(whole["cards"]) == len(whole["containers"]) == 2
+        for half, other in (("cards", "containers"), ("containers", "cards")):
+            found = (await _get(f"{served.url}/api/v1/history?only={half}"))[1]
+            assert found == {name: value for name, value in whole.items() if name != other}
+
+
+async def test_the_history_is_encoded_once_for_each_round() -> None:
+    """However many ask; a new round is seen at once."""
+    history = _curves()
+    asked: list[int] = []
+    pieces = history.pieces
+
+    def counted(**halves: bool) -> Iterator[bytes]:
+        asked.append(history.version)
+        return pieces(**halves)
+
+    history.pieces = counted  # type: ignore[method-assign]
+    async with served_node(MadeNode(cards=1, containers=0), history=history) as served:
+        first = [(await _get(f"{served.url}/api/v1/history"))[1] for _ in range(3)]
+        history.add(MadeNode(cards=2, containers=2, moment=9).snapshot().usage)
+        last = (await _get(f"{served.url}/api/v1/history"))[1]
+    assert asked == [1, 2]
+    assert first[0] == first[1] == first[2] != last
+
+
+async def test_a_long_answer_lets_the_loop_turn_between_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With slices of no length at all: a turn after each piece, and the text is whole."""
+    monkeypatch.setattr(web_answers, "SLICE_S", 0.0)
+    turns: list[int] = []
+    made: list[int] = []
+
+    def pieces() -> Iterator[bytes]:
+        for number in range(5):
+            made.append(number)
+            yield b"%d" % number
+
+    async def count() -> None:
+        while True:
+            turns.append(len(made))
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as group:
+        counting = group.create_task(count())
+        await asyncio.sleep(0)
+        assert await web_answers.join_in_slices(pieces()) == b"01234"
+        counting.cancel()
+    assert {1, 2, 3, 4} <= set(turns)
+
+
+async def test_many_decisions_are_the_same_bytes_each_time() -> None:
+    """More than are remembered as text; a large answer is packed in a thread and reads the same."""
+    node = MadeNode(cards=16, containers=0)
+    async with served_node(node) as served:
+        for number in range(1, 521):
+            served.decisions.add(node.decision(number))
+        plain = [(await _get(f"{served.url}/api/v1/decisions?limit=500"))[1] for _ in range(2)]
+        url = f"{served.url}/api/v1/decisions?limit=500"
+        async with asyncio.timeout(DEADLINE_S), ClientSession() as session, session.get(url) as answer:
+            assert answer.headers["Content-Encoding"] == "gzip"
+            packed = await answer.json()
+    assert plain[0] == plain[1] == packed
+    assert [one["number"] for one in packed["decisions"]] == list(range(520, 20, -1))
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ("node?pretty=1", 'the parameter "pretty" is not known here; known: none'),
+        ("decisions?pods=a", "known: after, limit, namespace, number, pod"),
+        ("decisions?limit=0", 'limit="0": a whole number from 1 to 500'),
+        ("decisions?limit=501", "from 1 to 500"),
+        ("decisions?limit=%D9%A3", "a whole number"),
+        ("decisions?limit=1&limit=2", "limit is given twice"),
+        ("decisions?after=-1", "from 0 to"),
+        ("decisions?after=" + "9" * 5000, "…"),
+        ("decisions?pod=", "1 to 253 characters"),
+        ("decisions?pod=" + "a" * 254, "1 to 253 characters"),
+        ("history?only=pods", "one of cards, containers"),
+        ("decisions?%3Cscript%3E=1", '"<script>"'),
+        ("stream?from=3", "known: none"),
+    ],
+)
+async def test_a_wrong_query_is_told_what_is_wrong(query: str, words: str) -> None:
+    """400 with a bounded text as JSON, never a silent default."""
+    async with served_node(MadeNode(cards=1, containers=0)) as served:
+        status, found, headers = await _get(f"{served.url}/api/v1/{query}")
+    assert status == 400
+    assert words in found["error"]
+    assert len(found["error"]) < 300
+    assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    ("accepted", "is_packed"),
+    [
+        ("gzip", True),
+        ("br, gzip;q=0.5", True),
+        ("*", True),
+        ("gzip;q=0", False),
+        ("gzip;q=0.000, br", False),
+        ("br", False),
+    ],
+)
+async def test_a_large_answer_is_packed_where_that_is_asked_for(accepted: str, is_packed: bool) -> None:
+    """By Accept-Encoding, a refusal of gzip included; caches are told that it depends on it."""
+    async with served_node(MadeNode(cards=2, containers=10)) as served:
+        _, _, headers = await _get(f"{served.url}/api/v1/node", **{"Accept-Encoding": accepted})
+    assert (headers.get("Content-Encoding") == "gzip") is is_packed
+    assert headers["Vary"] == "Accept-Encoding"
+
+
+async def test_only_reading_is_possible() -> None:
+    """Every method that could change something is 405 with what is allowed; HEAD answers without a body."""
+    async with served_node(MadeNode(cards=1, containers=0)) as served, ClientSession() as session:
+        for path in ("", "api/v1/node", "api/v1/decisions", "api/v1/stream", "dashboard/app.js"):
+            for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+                async with asyncio.timeout(DEADLINE_S), session.request(method, f"{served.url}/{path}") as answer:
+                    assert (answer.status, answer.headers["Allow"]) == (405, "GET,HEAD"), (method, path)
+            async with asyncio.timeout(DEADLINE_S), session.head(f"{served.url}/{path}") as answer:
+                assert (answer.status, await answer.read()) == (200, b"")

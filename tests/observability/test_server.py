@@ -1,0 +1,226 @@
+"""The web endpoints over a real socket: metrics in both names, health, readiness with reasons, version."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, web
+
+from gpushare_agent import __version__
+from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.model.errors import StartupError
+from gpushare_agent.observability.http.server import WebServer
+from gpushare_agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.observability.metrics.node import node_series
+from gpushare_agent.observability.metrics.text import NodePage
+from tests.support_kube import DEADLINE_S, running
+from tests.support_usage import allocation, facts, key_of, snapshot
+
+
+@asynccontextmanager
+async def served(metrics: AgentMetrics | None = None, **others: Any) -> AsyncIterator[str]:
+    """A running web server's address."""
+    defaults: dict[str, Any] = {"ready": list, "metrics": metrics or AgentMetrics()}
+    server = WebServer("127.0.0.1", 0, **(defaults | others))
+    async with running(server.run):
+        async with asyncio.timeout(DEADLINE_S):
+            port = await server.wait_listening()
+        yield f"http://127.0.0.1:{port}"
+
+
+async def _get(url: str) -> tuple[int, str]:
+    async with asyncio.timeout(DEADLINE_S), ClientSession() as session, session.get(url) as response:
+        return response.status, await response.text()
+
+
+def _metrics(*held: Allocation) -> AgentMetrics:
+    metrics = AgentMetrics()
+    shown = snapshot(*map(facts, held))
+    metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=60.0))
+    return metrics
+
+
+async def test_metrics_are_served_under_both_names() -> None:
+    """gpu-manager's path is the singular; what is counted and what is are one text."""
+    metrics = _metrics(allocation(key_of(1), cores=30, blocks=4, pod="a"))
+    async with served(metrics) as url:
+        answers = [await _get(f"{url}/{path}") for path in ("metrics", "metric")]
+    assert [status for status, _ in answers] == [200, 200]
+    for _, text in answers:
+        assert (
+            'container_request_gpu_utilization{container_name="main",namespace="default",node="n1",pod_name="a",'
+            'req_of_gpu="total"} 0.3\n'
+        ) in text
+        assert "gpushare_pod_lists_total 0.0\n" in text
+
+
+async def test_the_format_is_the_one_that_the_reader_asks_for() -> None:
+    """Prometheus' text unless OpenMetrics is accepted, each with its content type."""
+    async with served(_metrics(allocation(key_of(1)))) as url, ClientSession() as session:
+        async with asyncio.timeout(DEADLINE_S):
+            accepted = {"Accept": "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.3"}
+            async with session.get(f"{url}/metrics", headers=accepted) as response:
+                opened, type_of_open = await response.text(), response.headers["Content-Type"]
+            async with session.get(f"{url}/metrics") as response:
+                text, type_of_text = await response.text(), response.headers["Content-Type"]
+    assert type_of_open.startswith("application/openmetrics-text; version=1.0.0")
+    assert type_of_text.startswith("text/plain; version=0.0.4")
+    assert opened.endswith("# EOF\n")
+    assert "# EOF" not in text
+
+
+async def test_a_large_answer_is_compressed_for_those_who_ask() -> None:
+    """And is the same text."""
+    held = [allocation(key_of(number), cores=1, blocks=1, pod=f"pod-{number}") for number in range(60)]
+    async with served(_metrics(*held)) as url, ClientSession(auto_decompress=False) as session:
+        async with asyncio.timeout(DEADLINE_S):
+            async with session.get(f"{url}/metrics", headers={"Accept-Encoding": "gzip"}) as response:
+                packed = await response.read()
+                assert response.headers["Content-Encoding"] == "gzip"
+            async with session.get(f"{url}/metrics", headers={"Accept-Encoding": "identity"}) as response:
+                plain = await response.text()
+                assert "Content-Encoding" not in response.headers
+    unpacked = gzip.decompress(packed).decode()
+    assert len(packed) < len(plain) / 5
+    assert _node_rows(unpacked) == _node_rows(plain)
+
+
+async def test_who_refuses_gzip_gets_none() -> None:
+    """A quality of zero is a refusal."""
+    async with served(_metrics(allocation(key_of(1)))) as url, ClientSession(auto_decompress=False) as session:
+        for accepted, packing in (("gzip;q=0", None), ("br, gzip;q=0.000", None), ("gzip;q=0.5", "gzip")):
+            async with asyncio.timeout(DEADLINE_S):
+                async with session.get(f"{url}/metrics", headers={"Accept-Encoding": accepted}) as response:
+                    assert response.headers.get("Content-Encoding") == packing, accepted
+
+
+def _node_rows(text: str) -> list[str]:
+    return [line for line in text.splitlines() if 'node="n1"' in line]
+
+
+async def test_every_event_method_shows_in_the_metrics() -> None:
+    """Each thing that is counted has its series with its labels."""
+    metrics = AgentMetrics()
+    metrics.admission("r", "refused", "Fragmented")
+    metrics.rpc_finished("r", "Allocate", "OK", 0.003)
+    metrics.registered("r")
+    metrics.pod_resources_listed("admission")
+    metrics.taken_ids_offered("r", 3)
+    metrics.reconcile_corrected("freed")
+    metrics.pods_listed()
+    metrics.pod_watch_ended("ended")
+    metrics.pod_unreadable()
+    metrics.pod_annotated("patched")
+    metrics.pod_event("sent")
+    metrics.rejected_pod_deleted()
+    metrics.show_pod_event_age(lambda: 1.5)
+    metrics.identified("fetched")
+    metrics.gpu_event("xid", 79, False)
+    metrics.card_health_changed("GPU-1", False)
+    metrics.driver_error("gpu_is_lost")
+    metrics.sampled(0.002)
+    metrics.sampling_failed()
+    metrics.sampling_overran()
+    metrics.show_mps(lambda: True)
+    async with served(metrics) as url:
+        lines = (await _get(f"{url}/metrics"))[1].splitlines()
+    assert {
+        'gpushare_admissions_total{outcome="refused",reason="Fragmented",resource="r"} 1.0',
+        'gpushare_rpcs_total{code="OK",method="Allocate",resource="r"} 1.0',
+        'gpushare_rpc_duration_seconds_bucket{le="0.005",method="Allocate",resource="r"} 1.0',
+        'gpushare_rpc_duration_seconds_bucket{le="0.0025",method="Allocate",resource="r"} 0.0',
+        'gpushare_registrations_total{resource="r"} 1.0',
+        'gpushare_pod_resources_lists_total{purpose="admission"} 1.0',
+        'gpushare_taken_ids_offered_total{resource="r"} 3.0',
+        'gpushare_reconcile_corrections_total{kind="freed"} 1.0',
+        "gpushare_pod_lists_total 1.0",
+        'gpushare_pod_watches_ended_total{outcome="ended"} 1.0',
+        "gpushare_pods_unreadable_total 1.0",
+        'gpushare_pod_annotations_total{outcome="patched"} 1.0',
+        'gpushare_pod_events_total{outcome="sent"} 1.0',
+        "gpushare_rejected_pods_deleted_total 1.0",
+        "gpushare_pod_event_age_seconds 1.5",
+        'gpushare_identifications_total{method="fetched"} 1.0',
+        'gpushare_gpu_events_total{ignored="false",kind="xid",xid="79"} 1.0',
+        'gpushare_card_health_changes_total{to="unhealthy",uuid="GPU-1"} 1.0',
+        'gpushare_driver_errors_total{error="gpu_is_lost"} 1.0',
+        'gpushare_sampling_duration_seconds_bucket{le="0.0025"} 1.0',
+        "gpushare_sampling_failures_total 1.0",
+        "gpushare_sampling_overruns_total 1.0",
+        "gpushare_mps_serving 1.0",
+    } <= set(lines)
+    assert any(line.startswith("process_resident_memory_bytes ") for line in lines)
+    assert any(line.startswith("gpushare_build_info{") for line in lines)
+
+
+async def test_readiness_names_what_is_missing() -> None:
+    """503 with a line per reason until there is none; health does not depend on it."""
+    reasons = ["vcore is not registered", "pods are not listed"]
+    async with served(ready=lambda: reasons) as url:
+        assert await _get(f"{url}/readyz") == (503, "vcore is not registered\npods are not listed\n")
+        assert await _get(f"{url}/healthz") == (200, "ok\n")
+        reasons.clear()
+        assert await _get(f"{url}/readyz") == (200, "ok\n")
+
+
+async def test_version_and_index() -> None:
+    """The version is JSON; the index lists every path, also added ones."""
+
+    async def show(_request: web.Request) -> web.Response:
+        return web.Response(text="more")
+
+    async with served(routes=[("/extra", show)]) as url:
+        assert await _get(f"{url}/version") == (200, f'{{"version": "{__version__}"}}\n')
+        assert await _get(f"{url}/extra") == (200, "more")
+        index = (await _get(f"{url}/"))[1]
+        assert all(path in index for path in ("/metrics", "/readyz", "/extra"))
+        assert (await _get(f"{url}/absent"))[0] == 404
+
+
+async def test_an_added_route_replaces_one_of_the_same_path() -> None:
+    """A dashboard may take the index's place."""
+
+    async def show(_request: web.Request) -> web.Response:
+        return web.Response(text="dashboard")
+
+    async with served(routes=[("/", show)]) as url:
+        assert await _get(f"{url}/") == (200, "dashboard")
+
+
+async def test_a_taken_port_ends_the_start_with_the_cure() -> None:
+    """The error names address and port and says what to do."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        server = WebServer("127.0.0.1", port, metrics=AgentMetrics(), ready=list)
+        with pytest.raises(StartupError, match=rf"127.0.0.1:{port} failed: .* --query-port"):
+            await server.run()
+
+
+@pytest.mark.parametrize("addr", ["256.1.1.1.invalid", "192.0.2.1"])
+async def test_an_address_that_is_not_ours_ends_the_start(addr: str) -> None:
+    """An unknown name and another machine's address are named with the setting."""
+    with pytest.raises(StartupError, match="check --query-addr"):
+        await WebServer(addr, 0, metrics=AgentMetrics(), ready=list).run()
+
+
+async def test_localhost_is_served_on_each_of_its_addresses() -> None:
+    """A name with several addresses is reachable at all that this machine has, on one port."""
+    server = WebServer("localhost", 0, metrics=AgentMetrics(), ready=list)
+    async with running(server.run):
+        async with asyncio.timeout(DEADLINE_S):
+            port = await server.wait_listening()
+        assert (await _get(f"http://localhost:{port}/healthz"))[0] == 200
+
+
+async def test_the_port_is_free_after_the_end() -> None:
+    """A cancelled server leaves no socket behind."""
+    async with served() as url:
+        port = int(url.rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", port)):
+        pass

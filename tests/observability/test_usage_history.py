@@ -1,0 +1,238 @@
+"""The rings of the last minutes: means, gaps, turning, what is dropped."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.names import GpuUuid, PodUid
+from gpushare_agent.model.usage import CardSample, ContainerUse, UsageRound
+from gpushare_agent.observability.usage_history import MAX_CARDS, MAX_CONTAINERS, RATIO_DIGITS, UsageHistory
+from tests.support_core import allocation, container, ids, pod
+
+POINTS = 10
+STEP_S = 5.0
+A = ContainerKey(PodUid("pod-a"), "main")
+B = ContainerKey(PodUid("pod-b"), "main")
+CARD = GpuUuid("GPU-0")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def history() -> tuple[UsageHistory, Clock]:
+    clock = Clock()
+    return UsageHistory(POINTS * STEP_S, POINTS, clock=clock), clock
+
+
+def usage(
+    sm: float | None = 0.5, *, at: float = 1.0, cards: int = 1, keys: tuple[ContainerKey, ...] = (A,)
+) -> UsageRound:
+    uuids = [GpuUuid(f"GPU-{index}") for index in range(cards)]
+    return UsageRound(
+        sampled_at=at,
+        cards={uuid: CardSample(uuid=uuid, sm_ratio=sm, memory_used_bytes=4096) for uuid in uuids},
+        containers={
+            (key, uuid): ContainerUse(key=key, uuid=uuid, pids=(), memory_bytes=1024, sm_ratio=sm)
+            for key in keys
+            for uuid in uuids
+        },
+    )
+
+
+def document(kept: UsageHistory) -> dict[str, Any]:
+    """As a client reads it."""
+    found: dict[str, Any] = json.loads(b"".join(kept.pieces()))
+    return found
+
+
+def card_ratios(kept: UsageHistory) -> list[Any]:
+    values: list[Any] = document(kept)["cards"]["GPU-0"]["sm_ratio"]
+    return values
+
+
+def test_a_point_is_the_mean_of_its_rounds() -> None:
+    """Rounds of one step become one point, oldest point first."""
+    kept, clock = history()
+    for sm in (0.2, 0.4, 0.9):
+        kept.add(usage(sm))
+        clock.now += 1.0
+    clock.now = 1000.0 + STEP_S
+    kept.add(usage(0.1))
+    assert card_ratios(kept) == [None] * (POINTS - 2) + [0.5, 0.1]
+
+
+def test_a_step_without_a_round_is_a_gap() -> None:
+    """The driver was away: nothing is drawn there, neither zero nor the last value."""
+    kept, clock = history()
+    kept.add(usage(0.2))
+    clock.now += STEP_S
+    kept.add(None)
+    clock.now += STEP_S
+    kept.add(usage(0.4))
+    assert card_ratios(kept)[-3:] == [0.2, None, 0.4]
+
+
+def test_what_the_driver_does_not_tell_is_a_gap_of_that_curve_alone() -> None:
+    """Memory is drawn though the compute is not known."""
+    kept, _ = history()
+    kept.add(usage(None))
+    card = document(kept)["cards"]["GPU-0"]
+    assert (card["sm_ratio"][-1], card["memory_used_bytes"][-1]) == (None, 4096)
+
+
+def test_the_ring_turns() -> None:
+    """Only the last points are kept, whatever came before."""
+    kept, clock = history()
+    for number in range(3 * POINTS):
+        clock.now = 1000.0 + number * STEP_S
+        kept.add(usage(number / 100))
+    assert card_ratios(kept) == [number / 100 for number in range(2 * POINTS, 3 * POINTS)]
+
+
+def test_after_a_long_pause_nothing_old_is_shown() -> None:
+    """A ring whose places all are of the past has none of them left."""
+    kept, clock = history()
+    for number in range(POINTS):
+        clock.now = 1000.0 + number * STEP_S
+        kept.add(usage(0.9))
+    clock.now += 7.3 * POINTS * STEP_S
+    kept.add(usage(0.1))
+    assert card_ratios(kept) == [None] * (POINTS - 1) + [0.1]
+
+
+def test_a_container_is_the_sum_over_its_cards() -> None:
+    """By pod UID and container name."""
+    kept, _ = history()
+    kept.add(usage(0.25, cards=2))
+    container = document(kept)["containers"]["pod-a/main"]
+    assert (container["sm_ratio"][-1], container["memory_bytes"][-1]) == (0.5, 2048)
+
+
+def test_a_container_that_is_gone_keeps_its_curve_until_it_has_left_the_window() -> None:
+    """Its last points move to the left; then it is dropped."""
+    kept, clock = history()
+    kept.add(usage(0.5, keys=(A, B)))
+    clock.now += (POINTS - 1) * STEP_S
+    kept.add(usage(0.5, keys=(B,)))
+    assert document(kept)["containers"]["pod-a/main"]["sm_ratio"] == [0.5] + [None] * (POINTS - 1)
+    for _ in range(2 * POINTS):
+        clock.now += STEP_S
+        kept.add(usage(0.25, keys=(B,)))
+    assert document(kept)["containers"]["pod-b/main"]["sm_ratio"] == [0.25] * POINTS
+    clock.now += 3 * STEP_S
+    kept.add(usage(0.5, keys=(A,)))
+    assert document(kept)["containers"]["pod-b/main"]["sm_ratio"] == [0.25] * (POINTS - 3) + [None] * 3
+    clock.now += POINTS * STEP_S
+    kept.add(usage(0.5, keys=(B,)))
+    assert list(document(kept)["containers"]) == ["pod-b/main"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3 * POINTS), st.one_of(st.none(), st.floats(0, 1))), min_size=1, max_size=40))
+def test_every_point_is_the_mean_of_what_was_added_in_its_time(steps: list[tuple[int, float | None]]) -> None:
+    """Whatever the pauses between rounds: each of the last points, and nothing else, compared with a plain list."""
+    kept, clock = history()
+    slots: dict[int, list[float]] = {}
+    slot = int(clock.now / STEP_S)
+    for pause, sm in steps:
+        slot += pause if pause > POINTS else pause // POINTS
+        clock.now = slot * STEP_S + 1.0
+        kept.add(usage(sm))
+        if sm is not None:
+            slots.setdefault(slot, []).append(sm)
+    expected = [slots.get(number) for number in range(slot - POINTS + 1, slot + 1)]
+    shown = card_ratios(kept)
+    assert [value is None for value in shown] == [values is None for values in expected]
+    for value, values in zip(shown, expected, strict=True):
+        assert values is None or abs(value - sum(values) / len(values)) <= 0.5001 * 10**-RATIO_DIGITS
+
+
+def test_the_number_of_curves_is_bounded() -> None:
+    """A node that makes and ends containers all the time does not fill the memory."""
+    kept, _ = history()
+    keys = tuple(ContainerKey(PodUid(f"pod-{number:04d}"), "main") for number in range(MAX_CONTAINERS + 5))
+    kept.add(usage(keys=keys))
+    kept.add(usage(cards=MAX_CARDS + 3))
+    shown = document(kept)
+    assert len(shown["containers"]) == MAX_CONTAINERS
+    assert len(shown["cards"]) == MAX_CARDS
+
+
+def test_the_document_is_plain_json_and_says_when_and_how_far_apart() -> None:
+    """Without a round there is no time either."""
+    kept, _ = history()
+    assert document(kept) == {"at": None, "step_seconds": STEP_S, "cards": {}, "containers": {}}
+    kept.add(usage(at=123.5))
+    text = b"".join(kept.pieces())
+    assert json.loads(text)["at"] == 123.5
+
+
+def test_a_curve_says_whose_it_is_also_when_the_container_is_gone() -> None:
+    """For as long as it is shown; nothing else remembers the name of a pod that was deleted."""
+    owner = pod("train", container(cores=30))
+    held = allocation(owner, "main", ids(0, range(30)), [])
+    allocations = {held.key: held}
+    clock = Clock()
+    kept = UsageHistory(POINTS * STEP_S, POINTS, allocations=lambda: allocations, clock=clock)
+    kept.add(usage(0.2, keys=(held.key,)))
+    allocations.clear()
+    clock.now += STEP_S
+    kept.add(usage(0.2, keys=()))
+    (shown,) = document(kept)["containers"].values()
+    assert (shown["namespace"], shown["pod"], shown["container"], shown["cards"]) == (
+        "default",
+        "train",
+        "main",
+        ["GPU-0"],
+    )
+    clock.now += POINTS * STEP_S
+    kept.add(usage(0.2, keys=()))
+    assert document(kept)["containers"] == {}
+
+
+def test_a_reload_keeps_the_curves_unless_their_steps_change() -> None:
+    """Points of another length mean something else."""
+    old, clock = history()
+    old.add(usage(0.5, keys=(A,)))
+    same = UsageHistory(POINTS * STEP_S, POINTS, clock=clock)
+    other = UsageHistory(POINTS * STEP_S, POINTS + 1, clock=clock)
+    before = document(old)
+    for new in (same, other):
+        new.take_over(old)
+    assert document(same) == before
+    assert document(other)["cards"] == {}
+    clock.now += STEP_S
+    same.add(usage(0.25, keys=(A,)))
+    assert document(same)["containers"]["pod-a/main"]["sm_ratio"][-2:] == [0.5, 0.25]
+
+
+def test_a_document_under_way_is_of_one_moment() -> None:
+    """What is added while its pieces are taken changes none of them."""
+    kept, clock = history()
+    kept.add(usage(0.5, keys=(A, B)))
+    wanted = b"".join(kept.pieces())
+    pieces = kept.pieces()
+    taken = [next(pieces)]
+    clock.now += 2 * STEP_S
+    kept.add(usage(0.75, keys=(A,)))
+    assert b"".join([*taken, *pieces]) == wanted
+    assert kept.version == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_a_gap(value: float) -> None:
+    """JSON has no word for it."""
+    kept, _ = history()
+    kept.add(usage(value))
+    assert card_ratios(kept)[-1] is None

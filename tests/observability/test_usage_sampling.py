@@ -1,0 +1,252 @@
+"""The rounds of sampling: what they join, what is said and counted when they fail or last, and when numbers are dropped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from structlog.testing import capture_logs
+
+from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
+from gpushare_agent.model.usage import DriverSample, UsageRound
+from gpushare_agent.observability.usage_sampling import IDS_AGAIN_S, UsageSampling
+from gpushare_agent.runtime.cgroup_paths import PeerIdentity
+from tests.support_kube import DEADLINE_S, running
+from tests.support_usage import UUIDS, allocation, card_sample, driver_sample, id_of, key_of, owner, process
+
+
+def pod_of(key: ContainerKey, *, container_id: str = "", has_started: bool = True) -> Pod:
+    return Pod(
+        uid=key.pod_uid,
+        namespace="default",
+        name="p",
+        phase=PodPhase.RUNNING,
+        containers=(),
+        has_started=has_started,
+        container_ids={key.container: container_id} if container_id else {},
+    )
+
+
+@dataclass
+class World:
+    """Everything that the sampling asks, and what it tells."""
+
+    sample_now: DriverSample = field(default_factory=driver_sample)
+    error: Exception | None = None
+    owners: dict[int, PeerIdentity] = field(default_factory=dict)
+    owners_error: Exception | None = None
+    told_ids: dict[ContainerKey, str] = field(default_factory=dict)
+    held: dict[ContainerKey, Allocation] = field(default_factory=dict)
+    known_pods: dict[PodUid, Pod] = field(default_factory=dict)
+    counted: list[tuple[Any, ...]] = field(default_factory=list)
+    asked_ids: int = 0
+    open_samples: int = 0
+    most_open: int = 0
+    samples: int = 0
+    gate: asyncio.Event | None = None
+    now: float = 100.0
+
+    async def sample(self) -> DriverSample:
+        self.samples += 1
+        self.open_samples += 1
+        self.most_open = max(self.most_open, self.open_samples)
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+            if self.error is not None:
+                raise self.error
+            return self.sample_now
+        finally:
+            self.open_samples -= 1
+
+    async def identify(self, pids: Collection[int]) -> Mapping[int, PeerIdentity]:
+        if self.owners_error is not None:
+            raise self.owners_error
+        return {pid: self.owners[pid] for pid in pids if pid in self.owners}
+
+    async def running(self) -> Mapping[ContainerKey, str]:
+        self.asked_ids += 1
+        return self.told_ids
+
+    def pods(self) -> list[Pod]:
+        return list(self.known_pods.values())
+
+    def get(self, uid: PodUid) -> Pod | None:
+        return self.known_pods.get(uid)
+
+    def sampled(self, duration_s: float) -> None:
+        self.counted.append(("sampled",))
+
+    def sampling_failed(self) -> None:
+        self.counted.append(("failed",))
+
+    def sampling_overran(self) -> None:
+        self.counted.append(("overran",))
+
+    def driver_error(self, word: str, count: int = 1) -> None:
+        self.counted.append(("error", word, count))
+
+    def hold(self, key: ContainerKey, cards: tuple[int, ...] = (0,), *, container_id: str = "", **others: Any) -> None:
+        self.held[key] = allocation(key, cards, **others)
+        self.known_pods[key.pod_uid] = pod_of(key, container_id=container_id)
+
+    def sampling(self, *, period_s: float = 1.0, clock: Callable[[], float] | None = None) -> UsageSampling:
+        return UsageSampling(
+            driver=self,
+            owners=self,
+            pods=self,
+            ids=self,
+            allocations=lambda: self.held,
+            metrics=self,
+            period_s=period_s,
+            clock=clock or (lambda: self.now),
+            wall_clock=lambda: 5000.0,
+        )
+
+
+@asynccontextmanager
+async def rounds(sampling: UsageSampling) -> AsyncIterator[asyncio.Queue[UsageRound | None]]:
+    """A running sampling and what it tells its listener."""
+    told: asyncio.Queue[UsageRound | None] = asyncio.Queue()
+    sampling.subscribe(told.put_nowait)
+    async with running(sampling.run):
+        yield told
+
+
+async def test_a_round_joins_processes_with_the_pods_container_ids() -> None:
+    """The current round is what listeners are told, with the driver's errors counted by their words."""
+    world = World(owners={10: owner(1)})
+    world.hold(key_of(1), container_id=id_of(1))
+    world.sample_now = driver_sample(card_sample(0, process(10)), errors={"timeout": 2})
+    sampling = world.sampling()
+    told: list[UsageRound | None] = []
+    sampling.subscribe(told.append)
+    await sampling.look()
+    assert sampling.current is not None
+    assert sampling.current.containers[key_of(1), UUIDS[0]].pids == (10,)
+    assert sampling.current.sampled_at == 5000.0
+    assert told == [sampling.current]
+    assert world.counted == [("error", "timeout", 2), ("sampled",)]
+    assert world.asked_ids == 0
+
+
+async def test_the_runtime_is_asked_for_ids_that_no_status_has_and_not_each_round() -> None:
+    """A container that has just started is found by it; whoever is unknown to it too does not cost a call each round."""
+    world = World(owners={10: owner(1), 11: owner(1, "f" * 64)})
+    for name in ("a", "b"):
+        world.hold(key_of(1, name))
+    world.told_ids = {key_of(1, "b"): id_of(1)}
+    world.sample_now = driver_sample(card_sample(0, process(10), process(11)))
+    sampling = world.sampling()
+    for _ in range(3):
+        await sampling.look()
+        world.now += IDS_AGAIN_S / 4
+    assert world.asked_ids == 1
+    assert sampling.current is not None
+    assert sampling.current.containers[key_of(1, "b"), UUIDS[0]].pids == (10,)
+    assert [one.pid for one in sampling.current.strangers[UUIDS[0]]] == [11]
+    world.now += IDS_AGAIN_S
+    await sampling.look()
+    assert world.asked_ids == 2
+
+
+async def test_an_init_container_that_has_run_holds_nothing() -> None:
+    """The main container took its share over: it is the pod's only holder."""
+    world = World(owners={10: owner(1, "f" * 64)})
+    world.hold(key_of(1, "init"), kind=ContainerKind.INIT)
+    world.hold(key_of(1, "main"))
+    world.sample_now = driver_sample(card_sample(0, process(10)))
+    sampling = world.sampling()
+    await sampling.look()
+    assert sampling.current is not None
+    assert [key.container for key, _ in sampling.current.containers] == ["main"]
+    assert sampling.current.containers[key_of(1, "main"), UUIDS[0]].pids == (10,)
+    uid = key_of(1).pod_uid
+    world.known_pods[uid] = replace(world.known_pods[uid], has_started=False)
+    await sampling.look()
+    assert [key.container for key, _ in sampling.current.containers] == ["init", "main"]
+
+
+async def test_stale_numbers_are_dropped_after_three_periods() -> None:
+    """Two failed rounds keep the last one, the third drops it; it is logged once and comes back by itself."""
+    world = World(sample_now=driver_sample(card_sample(0)))
+    sampling = world.sampling()
+    await sampling.look()
+    last = sampling.current
+    world.error = Unavailable("the driver does not answer")
+    with capture_logs() as logs:
+        for _ in range(2):
+            world.now += 1.0
+            await sampling.look()
+            assert sampling.current is last
+        for _ in range(3):
+            world.now += 1.0
+            await sampling.look()
+            assert sampling.current is None
+    assert [line["event"] for line in logs] == ["usage_not_sampled", "usage_unknown"]
+    assert world.counted.count(("failed",)) == 5
+    world.error = None
+    await sampling.look()
+    assert sampling.current is not None
+
+
+async def test_listeners_hear_once_that_the_numbers_are_gone() -> None:
+    """None, and then nothing until there are numbers again."""
+    world = World()
+    sampling = world.sampling()
+    told: list[UsageRound | None] = []
+    sampling.subscribe(told.append)
+    await sampling.look()
+    world.owners_error = Unavailable("/proc does not answer")
+    for _ in range(6):
+        world.now += 1.0
+        await sampling.look()
+    assert [one is None for one in told] == [False, True]
+
+
+async def test_a_bug_in_one_round_costs_that_round() -> None:
+    """It is logged with its traceback, and the next round works."""
+    world = World(error=ZeroDivisionError("a bug"))
+    sampling = world.sampling()
+    with capture_logs() as logs:
+        await sampling.look()
+        await sampling.look()
+    assert [(line["event"], line["log_level"]) for line in logs] == [("usage_not_sampled", "error")]
+    world.error = None
+    await sampling.look()
+    assert sampling.current is not None
+
+
+async def test_a_slow_driver_delays_the_next_round_and_none_overlap() -> None:
+    """However many periods pass during a round, the next one begins after it; that is logged once and counted."""
+    world = World(gate=asyncio.Event())
+    period_s = 0.02
+    with capture_logs() as logs:
+        async with asyncio.timeout(DEADLINE_S), rounds(world.sampling(period_s=period_s)) as told:
+            for number in range(1, 4):
+                while not world.open_samples:
+                    await asyncio.sleep(0)
+                world.now += 3.5 * period_s
+                gate, world.gate = world.gate, asyncio.Event()
+                assert gate is not None
+                gate.set()
+                await told.get()
+                assert world.samples == number
+    assert world.most_open == 1
+    assert world.counted.count(("overran",)) == 3
+    assert [line["event"] for line in logs].count("usage_sampling_slow") == 1
+
+
+async def test_rounds_go_on_until_cancelled() -> None:
+    """Each period another one."""
+    world = World(sample_now=driver_sample(card_sample(0)))
+    async with rounds(world.sampling(period_s=0.01, clock=asyncio.get_running_loop().time)) as told:
+        async with asyncio.timeout(DEADLINE_S):
+            for _ in range(3):
+                assert await told.get() is not None

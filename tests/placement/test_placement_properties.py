@@ -1,0 +1,165 @@
+"""What holds for every placement, checked against counting through all possibilities."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.topology import Link, LinkKind, Topology
+from gpushare_agent.placement import CardRequest, CardState, Placed, place
+from gpushare_agent.placement.link import set_cost
+from gpushare_agent.placement.share import SharePolicy
+from gpushare_agent.placement.topology_tree import build_topology
+from tests.support_gpus import indexes_of, read_topology, uuid_of
+
+POLICIES = st.sampled_from(["binpack", "spread"])
+LINKS = st.sampled_from(
+    [Link(kind=kind) for kind in LinkKind if kind > LinkKind.NVLINK]
+    + [Link(kind=LinkKind.NVLINK, nvlinks=count) for count in (1, 2, 12)]
+)
+KNOWN = st.sampled_from(["p40-x7-two-switches", "v100-x8-cube-mesh", "a100-pcie-x8-nvlink-pairs", "t4-x4-two-sockets"])
+
+
+@st.composite
+def random_topologies(draw: st.DrawFn) -> Topology:
+    size = draw(st.integers(1, 7))
+    links = [[Link(kind=LinkKind.SELF)] * size for _ in range(size)]
+    for a in range(size):
+        for b in range(a):
+            links[a][b] = links[b][a] = draw(LINKS)
+    return build_topology(links, draw(st.lists(st.sampled_from([None, 0, 1]), min_size=size, max_size=size)))
+
+
+@st.composite
+def states(draw: st.DrawFn, index: int) -> CardState:
+    total = draw(st.sampled_from([8, 8, 16]))
+    is_free = draw(st.booleans())
+    return CardState(
+        index=index,
+        uuid=uuid_of(index),
+        healthy=draw(st.sampled_from([True, True, True, False])),
+        free_cores=100 if is_free else draw(st.sampled_from([0, 10, 50, 100])),
+        free_blocks=total if is_free else draw(st.integers(0, total)),
+        total_blocks=total,
+    )
+
+
+@st.composite
+def nodes(draw: st.DrawFn) -> tuple[Topology, list[CardState]]:
+    """A machine with some occupancy; now and then a card is missing from the list."""
+    topology = draw(st.one_of(KNOWN.map(read_topology), random_topologies()))
+    cards = [draw(states(index)) for index in range(len(topology.links))]
+    return topology, draw(st.sampled_from([cards, cards, cards[1:]]))
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> CardRequest:
+    return CardRequest(
+        cores=draw(st.one_of(st.sampled_from([1, 10, 50, 99]), st.integers(1, 5).map(lambda count: count * 100))),
+        blocks=draw(st.sampled_from([0, 1, 4, 8, 9, 16, 20, 40])),
+        hint=draw(st.one_of(st.just(()), st.lists(st.integers(-1, 8), max_size=4).map(tuple))),
+        must_cards=draw(st.one_of(st.just(()), st.lists(st.integers(0, 8).map(uuid_of), max_size=2).map(tuple))),
+    )
+
+
+def feasible_sets(request: CardRequest, cards: list[CardState]) -> list[tuple[CardState, ...]]:
+    """All sets of cards that could be given, written down straight from the rules."""
+    if request.cores < 100:
+        if request.blocks == 0:
+            return []
+        sets = [(c,) for c in cards if c.healthy and c.free_cores >= request.cores and c.free_blocks >= request.blocks]
+    else:
+        free = [c for c in cards if c.healthy and c.free_cores == 100 and c.free_blocks == c.total_blocks]
+        free.sort(key=lambda c: c.index)
+        sets = [
+            chosen
+            for chosen in combinations(free, request.cores // 100)
+            if sum(c.total_blocks for c in chosen) >= request.blocks
+        ]
+    return [chosen for chosen in sets if set(request.must_cards) <= {c.uuid for c in chosen}]
+
+
+@given(nodes(), requests(), POLICIES)
+def test_what_is_placed_is_feasible_and_what_is_refused_is_not(
+    machine: tuple[Topology, list[CardState]], request: CardRequest, share_policy: SharePolicy
+) -> None:
+    """Never an unhealthy card, never more than is free, never a refusal while anything would fit."""
+    topology, cards = machine
+    feasible = [tuple(c.uuid for c in chosen) for chosen in feasible_sets(request, cards)]
+    answer = place(request, cards, topology, share_policy=share_policy)
+    if isinstance(answer, Placed):
+        assert answer.cards in feasible
+    else:
+        assert feasible == []
+
+
+@given(nodes(), requests(), POLICIES, st.randoms(use_true_random=False))
+def test_the_order_of_the_cards_changes_nothing(
+    machine: tuple[Topology, list[CardState]], request: CardRequest, share_policy: SharePolicy, choice: object
+) -> None:
+    """The same cards in any order, asked twice, give the same answer to the letter."""
+    topology, cards = machine
+    shuffled = list(cards)
+    choice.shuffle(shuffled)  # type: ignore[attr-defined]
+    first = place(request, cards, topology, share_policy=share_policy)
+    assert place(request, shuffled, topology, share_policy=share_policy) == first
+    assert place(request, cards, topology, share_policy=share_policy) == first
+
+
+@given(nodes(), requests())
+def test_several_whole_cards_have_the_least_total_cost(
+    machine: tuple[Topology, list[CardState]], request: CardRequest
+) -> None:
+    """No feasible set is cheaper, and of the cheapest it is the one with the lowest indexes."""
+    topology, cards = machine
+    answer = place(request, cards, topology, share_policy="binpack")
+    if not isinstance(answer, Placed) or answer.policy not in ("link", "must-include") or request.cores < 200:
+        return
+    every = [tuple(c.index for c in chosen) for chosen in feasible_sets(request, cards)]
+    assert indexes_of(answer.cards) == min(every, key=lambda chosen: (set_cost(topology.links, chosen), chosen))
+
+
+@given(nodes(), requests(), POLICIES)
+def test_a_share_follows_its_policy(
+    machine: tuple[Topology, list[CardState]], request: CardRequest, share_policy: SharePolicy
+) -> None:
+    """Binpack leaves no fuller fitting card aside, spread no emptier one."""
+    topology, cards = machine
+    answer = place(request, cards, topology, share_policy=share_policy)
+    if not isinstance(answer, Placed) or answer.policy != "share":
+        return
+    by_uuid = {c.uuid: (c.free_cores, c.free_blocks) for (c,) in feasible_sets(request, cards)}
+    best = min(by_uuid.values()) if share_policy == "binpack" else max(by_uuid.values())
+    assert by_uuid[answer.cards[0]] == best
+
+
+@given(nodes(), requests())
+def test_a_hint_is_followed_exactly_when_it_is_feasible(
+    machine: tuple[Topology, list[CardState]], request: CardRequest
+) -> None:
+    """Feasible hints decide (must-include of a share decides before); others leave the answer as without any."""
+    topology, cards = machine
+    if request.cores < 100 and request.must_cards:
+        return
+    answer = place(request, cards, topology, share_policy="binpack")
+    every = [tuple(c.index for c in chosen) for chosen in feasible_sets(request, cards)]
+    if len(set(request.hint)) == len(request.hint) and tuple(sorted(request.hint)) in every:
+        assert isinstance(answer, Placed)
+        assert indexes_of(answer.cards) == tuple(sorted(request.hint))
+    else:
+        plain = CardRequest(cores=request.cores, blocks=request.blocks, must_cards=request.must_cards)
+        assert answer == place(plain, cards, topology, share_policy="binpack")
+
+
+@given(nodes(), requests())
+def test_fragmented_is_said_only_where_the_sum_would_do(
+    machine: tuple[Topology, list[CardState]], request: CardRequest
+) -> None:
+    """A user who reads Fragmented knows that repacking would help."""
+    topology, cards = machine
+    answer = place(request, cards, topology, share_policy="binpack")
+    if isinstance(answer, Refused) and answer.reason is RefusalReason.FRAGMENTED:
+        assert sum(c.free_cores for c in cards if c.healthy) >= request.cores

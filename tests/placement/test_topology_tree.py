@@ -1,0 +1,132 @@
+"""The topology tree: its shape on known machines, and what holds for every matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare_agent.model.topology import Branch, Link, LinkKind
+from gpushare_agent.placement.topology_tree import build_topology, infer_pcie_kinds, render_tree
+from tests.support_gpus import TOPOLOGY_NAMES, read_topology
+
+TREES = {
+    "p40-x7-two-switches": "PHB[PIX(0,1,2) PIX(3,4,5,6)]",
+    "six-cards-pix-phb-soc": "SYS[PHB[PIX(0,1) PIX(2,3)] PIX(4,5)]",
+    "t4-x4-two-sockets": "SYS[NODE(0,1) NODE(2,3)]",
+    "single-card": "SELF(0)",
+    "a100-pcie-x8-nvlink-pairs": "SYS[PHB[NVLINK(0,1) NVLINK(2,3)] PHB[NVLINK(4,5) NVLINK(6,7)]]",
+    "v100-x8-cube-mesh": "SYS[NODE(0,1,2,3) NODE(4,5,6,7)]",
+    "h100-x8-nvswitch": "SYS[NODE(0,1,2,3) NODE(4,5,6,7)]",
+    "a10-x16-deep-tree": (
+        "SYS[NODE[PXB[PIX(0,1) PIX(2,3)] PXB[PIX(4,5) PIX(6,7)]]"
+        " NODE[PXB[PIX(8,9) PIX(10,11)] PXB[PIX(12,13) PIX(14,15)]]]"
+    ),
+}
+
+
+def shape(branch: Branch) -> str:
+    if branch.children:
+        return f"{branch.kind.name}[{' '.join(shape(child) for child in branch.children)}]"
+    return f"{branch.kind.name}({','.join(map(str, branch.cards))})"
+
+
+def branches(branch: Branch) -> Iterator[Branch]:
+    yield branch
+    for child in branch.children:
+        yield from branches(child)
+
+
+@pytest.mark.parametrize("name", TOPOLOGY_NAMES)
+def test_each_known_machine_has_its_tree(name: str) -> None:
+    """Levels with a single branch are skipped; NVLink pairs are a level, an NVLink mesh is none."""
+    assert shape(read_topology(name).root) == TREES[name]
+
+
+def test_the_text_form_shows_branches_cards_and_notes() -> None:
+    """It reads like the trees that gpu-manager's users know."""
+    text = render_tree(read_topology("p40-x7-two-switches"), {4: "Unhealthy"})
+    assert text.splitlines() == [
+        "ROOT:7",
+        "|--PHB:7",
+        "|  |--PIX:3",
+        "|  |  |--GPU0",
+        "|  |  |--GPU1",
+        "|  |  |--GPU2",
+        "|  |--PIX:4",
+        "|  |  |--GPU3",
+        "|  |  |--GPU4 Unhealthy",
+        "|  |  |--GPU5",
+        "|  |  |--GPU6",
+    ]
+
+
+def test_no_cards_have_an_empty_tree() -> None:
+    """A node whose driver shows nothing."""
+    topology = build_topology((), ())
+    assert topology.root.cards == ()
+    assert render_tree(topology) == "ROOT:0"
+
+
+def test_a_hidden_pcie_kind_is_that_of_the_best_path() -> None:
+    """On the A100 machine NVLink hides the pair's PCIe kind; over either neighbour it is PHB."""
+    links = read_topology("a100-pcie-x8-nvlink-pairs").links
+    assert infer_pcie_kinds(links, [0] * 4 + [1] * 4)[0][1] is LinkKind.PHB
+
+
+def test_a_hidden_pcie_kind_without_a_path_follows_numa() -> None:
+    """Behind an NVSwitch every pair is hidden: one NUMA node is NODE, two are SYS, unknown ones are NODE."""
+    links = read_topology("h100-x8-nvswitch").links
+    kinds = infer_pcie_kinds(links, [0, 0, 1, 1, None, None, None, None])
+    assert (kinds[0][1], kinds[0][2], kinds[4][5]) == (LinkKind.NODE, LinkKind.SYS, LinkKind.NODE)
+
+
+def test_numa_narrows_what_a_path_says() -> None:
+    """In the V100 mesh every path goes over SYS, but two cards of one node cannot be farther apart than NODE."""
+    links = read_topology("v100-x8-cube-mesh").links
+    assert infer_pcie_kinds(links, [0] * 4 + [1] * 4)[0][1] is LinkKind.NODE
+    assert infer_pcie_kinds(links, [None] * 8)[0][1] is LinkKind.SYS
+
+
+def test_a_given_pcie_matrix_is_used_instead_of_guessing() -> None:
+    """NVML tells the PCIe kind besides NVLink; then two bridged cards of one switch stay in its branch."""
+    pix, nvlink, same = LinkKind.PIX, Link(kind=LinkKind.NVLINK, nvlinks=2), Link(kind=LinkKind.SELF)
+    far = Link(kind=LinkKind.SYS)
+    links = [[same, nvlink, far], [nvlink, same, far], [far, far, same]]
+    pcie = [
+        [LinkKind.SELF, pix, LinkKind.SYS],
+        [pix, LinkKind.SELF, LinkKind.SYS],
+        [LinkKind.SYS] * 2 + [LinkKind.SELF],
+    ]
+    assert shape(build_topology(links, [None] * 3, pcie=pcie).root) == "SYS[NVLINK(0,1) SELF(2)]"
+
+
+KINDS = st.sampled_from(
+    [Link(kind=kind) for kind in LinkKind if kind > LinkKind.NVLINK] + [Link(kind=LinkKind.NVLINK, nvlinks=2)]
+)
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> tuple[list[list[Link]], list[int | None]]:
+    size = draw(st.integers(1, 7))
+    links = [[Link(kind=LinkKind.SELF)] * size for _ in range(size)]
+    for a in range(size):
+        for b in range(a):
+            links[a][b] = links[b][a] = draw(KINDS)
+    return links, draw(st.lists(st.sampled_from([None, 0, 1]), min_size=size, max_size=size))
+
+
+@given(matrices())
+def test_every_tree_divides_its_cards_into_finer_branches(matrix: tuple[list[list[Link]], list[int | None]]) -> None:
+    """Also for matrices that no machine has: children part their branch's cards, are at least two, and are closer."""
+    topology = build_topology(*matrix)
+    assert topology.root.cards == tuple(range(len(matrix[0])))
+    for branch in branches(topology.root):
+        assert (branch.kind is LinkKind.SELF) == (len(branch.cards) == 1)
+        if branch.children:
+            assert len(branch.children) >= 2
+            assert sorted(card for child in branch.children for card in child.cards) == list(branch.cards)
+            assert all(child.kind < branch.kind for child in branch.children)
+            assert [child.cards[0] for child in branch.children] == sorted(child.cards[0] for child in branch.children)

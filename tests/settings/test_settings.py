@@ -1,0 +1,301 @@
+"""Settings: where they come from, which place wins, and what a mistake reads like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from gpushare_agent.settings.reference import all_keys, allowed_text, help_text
+from gpushare_agent.settings.settings import Settings, SettingsError, load_settings
+from gpushare_agent.settings.sources import split_flags
+from gpushare_agent.settings.values import parse_duration
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with TemporaryDirectory(prefix="gs", dir="/tmp") as name:
+        yield Path(name)
+
+
+def problems_of(*argv: str, environ: dict[str, str] | None = None) -> tuple[str, ...]:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(argv, environ or {})
+    assert all("\n" not in problem for problem in caught.value.problems)
+    return caught.value.problems
+
+
+def write(directory: Path, text: str | bytes) -> str:
+    path = directory / "settings.yaml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return str(path)
+
+
+def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(directory: Path) -> None:
+    """Each place wins over those after it, key by key, and the source of each key is told."""
+    path = write(directory, "web: {port: 1, addr: from-file}\nlog: {level: debug}\nwait_timeout_s: 3\n")
+    environ = {"GPUSHARE_WEB__PORT": "2", "GPUSHARE_LOG__LEVEL": "error", "GPUSHARE_CONFIG": path}
+    loaded = load_settings(["--query-port=3"], environ)
+    assert (loaded.settings.web.port, loaded.sources["web.port"]) == (3, "flag --query-port")
+    assert (loaded.settings.log.level, loaded.sources["log.level"]) == ("error", "variable GPUSHARE_LOG__LEVEL")
+    assert (loaded.settings.web.addr, loaded.sources["web.addr"]) == ("from-file", f"file {path}")
+    assert (loaded.settings.log.format, loaded.sources["log.format"]) == ("auto", "default")
+    assert set(loaded.sources) == {key.name for key in all_keys()}
+
+
+def test_the_config_flag_beats_the_config_variable(directory: Path) -> None:
+    """Only one file is read: the one that the stronger place names."""
+    path = write(directory, "web: {port: 7}")
+    loaded = load_settings(["--config", path], {"GPUSHARE_CONFIG": "/nonexistent"})
+    assert loaded.settings.web.port == 7
+    assert loaded.settings.config == Path(path)
+
+
+def test_the_labels_of_a_stronger_place_replace_those_of_a_weaker_one(directory: Path) -> None:
+    """Pairs are one value; they are not merged over the places."""
+    path = write(directory, "node_labels: {zone: a, rack: 7, gpu: yes}")
+    assert load_settings(["--config", path], {}).settings.node_labels == {"zone": "a", "rack": "7", "gpu": "true"}
+    assert load_settings(["--config", path, "--node-labels", "x=1, y=2"], {}).settings.node_labels == {
+        "x": "1",
+        "y": "2",
+    }
+
+
+GPU_MANAGER_FLAGS = [
+    ("--driver=nvidia", "driver", "nvml"),
+    ("--extra-config=/e", "extra_config", Path("/e")),
+    ("--volume-config=/v", "volume_config", Path("/v")),
+    ("--query-port=80", "web.port", 80),
+    ("--query-addr=0.0.0.0", "web.addr", "0.0.0.0"),
+    ("--kubeconfig=/k", "kubeconfig", Path("/k")),
+    ("--sample-period=2s", "sample_period_s", 2.0),
+    ("--node-labels=a=b", "node_labels", {"a": "b"}),
+    ("--hostname-override=n1", "node_name", "n1"),
+    ("--virtual-manager-path=/vm", "virtual_manager.path", Path("/vm")),
+    ("--device-plugin-path=/dp", "kubelet.device_plugin_path", Path("/dp")),
+    ("--checkpoint-path=/c", "allocation.checkpoint_path", Path("/c")),
+    ("--share-mode=false", "share_mode", False),
+    ("--allocation-check-period=1m", "allocation.check_period_s", 60.0),
+    ("--container-runtime-endpoint=/r.sock", "runtime.endpoint", "/r.sock"),
+    ("--cgroup-driver=systemd", "runtime.cgroup_driver", "systemd"),
+    ("--runtime-request-timeout=500ms", "runtime.request_timeout_s", 0.5),
+    ("--wait-timeout=1m30s", "wait_timeout_s", 90.0),
+]
+
+
+@pytest.mark.parametrize(("flag", "key", "value"), GPU_MANAGER_FLAGS)
+def test_every_flag_of_gpu_manager_is_understood(flag: str, key: str, value: object) -> None:
+    """The old name sets the new key, written with = or as two words."""
+    for argv in ([flag], flag.split("=", 1)):
+        loaded = load_settings(argv, {})
+        found: object = loaded.settings
+        for part in key.split("."):
+            found = getattr(found, part)
+        assert found == value
+        assert loaded.sources[key] == f"flag {flag.partition('=')[0]}"
+
+
+def test_a_boolean_flag_may_stand_alone_or_take_a_word() -> None:
+    """`--share-mode`, `--share-mode=true` and `--share-mode false` all work, and no other flag is swallowed."""
+    assert load_settings(["--share-mode", "--query-port", "1"], {}).settings.share_mode is True
+    assert load_settings(["--share-mode", "false"], {}).settings.share_mode is False
+    assert load_settings(["--share-mode=no"], {}).settings.share_mode is False
+
+
+def test_a_flag_given_twice_counts_the_last_time() -> None:
+    """Wrappers append flags to override, as with gpu-manager."""
+    assert load_settings(["--query-port=1", "--web.port=2"], {}).settings.web.port == 2
+
+
+def test_flag_names_are_unique_and_variables_too() -> None:
+    """No two settings share a spelling, also not when dots are written as dashes."""
+    spellings = [name for key in all_keys() for name in key.flag_names]
+    assert len(spellings) == len(set(spellings))
+    assert len({key.variable for key in all_keys()}) == len(all_keys())
+
+
+def test_every_setting_is_described_bounded_and_in_the_help() -> None:
+    """A setting without a description, or a number without both bounds, is a mistake in the tree."""
+    text = help_text()
+    for key in all_keys():
+        assert key.field.description, key.name
+        assert f"--{key.flag}" in text
+        assert key.variable in text
+        if key.field.annotation in (int, float):
+            assert " from " in allowed_text(key), key.name
+
+
+def test_defaults_are_valid_and_the_tree_is_frozen() -> None:
+    """What the tree holds cannot change under the services that share it."""
+    settings = Settings()
+    with pytest.raises(ValidationError):
+        settings.driver = "simulated"
+    with pytest.raises(ValidationError):
+        settings.web.port = 1
+
+
+def test_the_tree_alone_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only load_settings looks at variables, and only at those it is given."""
+    monkeypatch.setenv("GPUSHARE_WEB__PORT", "1")
+    monkeypatch.setenv("web", '{"port": 2}')
+    monkeypatch.setenv("driver", "simulated")
+    assert Settings().web.port == 5678
+    assert load_settings([], {}).settings == load_settings([], {"HOME": "/root"}).settings
+
+
+def test_the_node_name_is_the_flag_else_node_name_else_the_host() -> None:
+    """It is never empty, and the source says which it was."""
+    environ = {"NODE_NAME": "from-downward-api"}
+    assert load_settings(["--node-name=n"], environ).settings.node_name == "n"
+    loaded = load_settings(["--hostname-override="], environ)
+    assert (loaded.settings.node_name, loaded.sources["node_name"]) == ("from-downward-api", "variable NODE_NAME")
+    loaded = load_settings([], {})
+    assert loaded.settings.node_name
+    assert loaded.sources["node_name"] == "host name"
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--web.port=70000"], ["flag --web.port", "'70000'", "GPUSHARE_WEB__PORT", "from 0 to 65535"]),
+        (["--query-port", "abc"], ["flag --query-port", "'abc'", "--web.port", "whole number"]),
+        (["--driver", "cuda"], ["'cuda'", "GPUSHARE_DRIVER", "nvml, simulated"]),
+        (["--wait-timeout", "5 days"], ["flag --wait-timeout", "'5 days'", "1m30s"]),
+        (["--share-mode=maybe"], ["'maybe'", "true or false"]),
+        (["--card-memory-mib", "1,x"], ["flag --card-memory-mib", "'1,x'", "comma list"]),
+        (["--card-memory-mib", "0"], ["from 1 to"]),
+        (["--cards=2", "--card-memory-mib=1,2,3"], ["3 values for 2 cards", "--card-memory-mib"]),
+        (["--node-labels", "novalue"], ["'novalue'", "zone=a"]),
+        (["--resources.vcore", "x y"], ["'x y'", "tencent.com/vcuda-core"]),
+        (["--resources.vcore", "a." * 60 + "b/vcore-x"], ["of 129 characters", "at most 127"]),
+        (["--resources.vcore=a.b/c", "--resources.vmemory=a.b/c"], ["two resources", "--resources.vcore"]),
+        (["--node-name", "UPPER_case"], ["'UPPER_case'", "small letters"]),
+        (["--device-plugin-path="], ["flag --device-plugin-path", "a path"]),
+        (["--topolgy", "file"], ["--topolgy is unknown", "did you mean --topology?"]),
+        (["--v=4"], ["--v is unknown", "--log.level"]),
+        (["-x"], ["'-x' is not understood"]),
+        (["--query-port"], ["--query-port needs a value", "GPUSHARE_WEB__PORT"]),
+        (["--node-name", "--share-mode"], ["--node-name needs a value"]),
+    ],
+)
+def test_a_bad_flag_ends_in_one_line_that_tells_what_is_allowed(argv: list[str], expected: list[str]) -> None:
+    """The line names the flag as it was written, the value, the variable and what is allowed."""
+    (problem,) = problems_of(*argv)
+    assert all(part in problem for part in expected), problem
+
+
+def test_every_mistake_is_told_at_once(directory: Path) -> None:
+    """A person corrects all of them in one go."""
+    path = write(directory, "web: {prt: 1}\nhealth: {check_period_s: .nan}\nnode_name: 5")
+    found = problems_of("--nope", "--cards=-1", environ={"GPUSHARE_LOG_LEVEL": "x", "GPUSHARE_CONFIG": path})
+    assert len(found) == 6
+    assert any("GPUSHARE_LOG__LEVEL" in problem for problem in found)
+
+
+def test_variables_of_kubernetes_service_links_are_passed_over() -> None:
+    """A Service named gpushare-… makes variables that begin like ours; the agent starts all the same."""
+    environ = {
+        "GPUSHARE_SERVICE_HOST": "10.0.0.1",
+        "GPUSHARE_SERVICE_PORT": "80",
+        "GPUSHARE_AGENT_SERVICE_PORT_METRICS": "80",
+        "GPUSHARE_PORT": "tcp://10.0.0.1:80",
+        "GPUSHARE_AGENT_PORT_80_TCP": "tcp://10.0.0.1:80",
+        "GPUSHARE_AGENT_PORT_80_TCP_ADDR": "10.0.0.1",
+    }
+    assert load_settings([], environ).settings == load_settings([], {}).settings
+    (problem,) = problems_of(environ={"GPUSHARE_WEB_PORT": "80"})
+    assert "GPUSHARE_WEB__PORT" in problem
+
+
+BOMB = "a: &a [x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (BOMB, "aliases are not allowed (line 2)"),
+        ("web: {port: 1}\nweb: {port: 2}\n", "'web' is given twice"),
+        ("web: {port: 1, port: 2}\n", "'port' is given twice"),
+        ("- a\n- b\n", "must be a mapping"),
+        ("just text", "must be a mapping"),
+        ("web: [", "line 1"),
+        ("? [a]\n: 1\n", "plain text"),
+        ("x: !!python/object/apply:os.system [id]\n", "could not determine a constructor"),
+        (b"\xff\xfe\x00\x00x", "it is no text"),
+        (b"web: \x01\n", "it is no text"),
+        ("[" * 5000, "nested too deeply"),
+        ("#" * (1 << 20) + "\n", "larger than 1 MiB"),
+        ("web: 5\n", "web is '5', but must be a mapping"),
+        ("config: /other\n", "config cannot be set in a file"),
+        ("kubelet: {lok_again_s: 1}\n", "did you mean kubelet.look_again_s?"),
+        ("kubelet: {look_again_s: yes}\n", "True is not allowed for --kubelet.look-again-s"),
+        ("simulated: {cards: 1.5}\n", "1.5 is not allowed"),
+        ("driver: [nvml]\n", "one of nvml, simulated"),
+    ],
+)
+def test_a_bad_file_ends_in_one_line_that_names_it(directory: Path, content: str | bytes, expected: str) -> None:
+    """Hostile, broken and merely mistaken files are all told in a line with the file's name."""
+    path = write(directory, content)
+    (problem,) = problems_of("--config", path)
+    assert path in problem
+    assert expected in problem
+
+
+def test_a_missing_file_and_a_directory_are_told(directory: Path) -> None:
+    """The line says who asked for the file."""
+    (problem,) = problems_of(environ={"GPUSHARE_CONFIG": f"{directory}/none.yaml"})
+    assert problem.startswith("variable GPUSHARE_CONFIG: cannot read")
+    (problem,) = problems_of("--config", str(directory))
+    assert "directory" in problem
+
+
+def test_an_empty_file_and_empty_sections_mean_the_defaults(directory: Path) -> None:
+    """A file with everything commented out is a good start."""
+    path = write(directory, "web:\n#  port: 1\nlog: {level: }\n")
+    assert load_settings(["--config", path], {}).settings.web.port == 5678
+
+
+def test_dashes_may_replace_underscores_in_the_file(directory: Path) -> None:
+    """People copy flag names into files."""
+    path = write(directory, "kubelet: {look-again-s: 1}\nshare-mode: no\n")
+    settings = load_settings(["--config", path], {}).settings
+    assert settings.kubelet.look_again_s == 1
+    assert settings.share_mode is False
+
+
+@given(st.integers(0, 10_000), st.integers(0, 59), st.integers(0, 59), st.integers(0, 999))
+def test_go_durations_add_up(hours: int, minutes: int, seconds: int, milliseconds: int) -> None:
+    """Each unit counts what it says."""
+    text = f"{hours}h{minutes}m{seconds}s{milliseconds}ms"
+    assert parse_duration(text) == pytest.approx(hours * 3600 + minutes * 60 + seconds + milliseconds / 1000)
+
+
+@given(
+    st.lists(st.text(max_size=12) | st.sampled_from(["--cards", "--cards=3", "--share-mode", "true", "4"]), max_size=6)
+)
+def test_no_command_line_ends_in_anything_but_settings_or_a_settings_error(argv: list[str]) -> None:
+    """Whatever is typed, the answer is settings or readable lines."""
+    try:
+        load_settings(argv, {})
+    except SettingsError as error:
+        assert error.problems
+
+
+def test_splitting_takes_the_settings_flags_with_their_values_and_leaves_the_rest() -> None:
+    """Another command's own words and flags stay in order; a name that it claims stays with it."""
+    argv = ["apply", "--cards", "4", "-f", "x.yaml", "--share-mode", "--once", "--query-port=1", "--topology", "t"]
+    mine, others = split_flags(argv, leave=frozenset({"--topology"}))
+    assert mine == ["--cards", "4", "--share-mode", "--query-port=1"]
+    assert others == ["apply", "-f", "x.yaml", "--once", "--topology", "t"]
+
+
+def test_a_resource_name_of_127_characters_is_taken() -> None:
+    """The longest name that the kubelet's answers can be scanned for is no error."""
+    name = "a." * 60 + "b/vcore"
+    assert len(name) == 127
+    assert load_settings(["--resources.vcore", name], {}).settings.resources.vcore == name
