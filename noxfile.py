@@ -29,7 +29,7 @@ SAMPLES = ROOT / "manifests" / "samples"
 
 @nox.session
 def sandbox(session: nox.Session) -> None:
-    """Install everything and run the main job once on the embedded node: pods get their share of a card."""
+    """Install everything and run the main job once on the embedded node: pods get their share of a GPU."""
     session.install(".")
     samples = [] if "--apply" in session.posargs else ["--apply", str(SAMPLES)]
     # stderr=None: nox would mix the progress into standard output, where --format json has its document

@@ -52,7 +52,7 @@ async def admit_pods(node: BenchNode, runs: int, label: str) -> Samples:
             samples.whole.append(sum(one.total_s for one in times.values()) * 1000)
             for resource, one in times.items():
                 samples.resources[resource].append(one)
-            samples.wrong = "; ".join(node.wrong_cards()) or samples.wrong
+            samples.wrong = "; ".join(node.wrong_gpus()) or samples.wrong
         node.delete(pod)
         await asyncio.sleep(_FREED_S)
     if not samples.whole:
@@ -119,7 +119,7 @@ async def burst_row(node: BenchNode, runs: int) -> Row:
             node.create(pod)
         faults += await _admit_all(node, pods)
         times.append((time.perf_counter() - started) * 1000)
-        faults += node.wrong_cards()
+        faults += node.wrong_gpus()
         for pod in pods:
             node.delete(pod)
         await asyncio.sleep(_BURST_FREED_S)
@@ -129,7 +129,7 @@ async def burst_row(node: BenchNode, runs: int) -> Row:
         target_median=_BURST_MS,
         target_p99=_BURST_MS,
         failed="; ".join(faults[:3]),
-        note="no pod refused, each on one card and no card over-full by the kubelet's records, else the row says so; 200 "
+        note="no pod refused, each on one GPU and no GPU over-full by the kubelet's records, else the row says so; 200 "
         "Lists at the kubelet's rate limit of 100 a second are 1.9 s of it; the agent's own watch and annotations run "
         "beside",
     )

@@ -1,6 +1,6 @@
 """A large made cluster, and an API server that has it: for measuring the scheduler extender, which speaks to it over TCP.
 
-5,000 nodes with 8 cards each, whose agents tell of their cards and of who holds them, and 50,000 pods in four mixtures. The
+5,000 nodes with 8 GPUs each, whose agents tell of their GPUs and of who holds them, and 50,000 pods in four mixtures. The
 API server answers at once, so that what is measured is the extender. State owned: what was bound, the open watches.
 """
 
@@ -15,25 +15,23 @@ from typing import Any
 
 from aiohttp import web
 
-from gpushare_agent.cluster.node_annotations import CARDS_ANNOTATION, HELD_ANNOTATION
+from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
 
-CARDS, MEMORY_MIB, BLOCKS = 8, 24_576, 96
+GPUS, MEMORY_MIB, BLOCKS = 8, 24_576, 96
 MIXTURES: tuple[tuple[tuple[int, int, tuple[int, ...]], ...], ...] = (
-    ((200, 0, (0, 1)), *((50, 40, (card,)) for card in (2, 2, 3, 3, 4, 4, 5, 5)), (30, 20, (6,))),
-    (*((100, 0, (card,)) for card in range(7)), (30, 20, (7,)), (30, 20, (7,)), (30, 20, (7,))),
-    (*((70, 60, (card,)) for card in range(8)), (30, 20, (0,)), (30, 20, (1,))),
+    ((200, 0, (0, 1)), *((50, 40, (gpu,)) for gpu in (2, 2, 3, 3, 4, 4, 5, 5)), (30, 20, (6,))),
+    (*((100, 0, (gpu,)) for gpu in range(7)), (30, 20, (7,)), (30, 20, (7,)), (30, 20, (7,))),
+    (*((70, 60, (gpu,)) for gpu in range(8)), (30, 20, (0,)), (30, 20, (1,))),
     ((400, 0, (0, 1, 2, 3)), (100, 0, (4,)), *((10, 8, (5,)) for _ in range(8))),
 )
-"""Cores, blocks and cards of each pod of a node; the nodes have the mixtures in turn."""
+"""Cores, blocks and GPUs of each pod of a node; the nodes have the mixtures in turn."""
 PODS_PER_NODE = len(MIXTURES[0])
-_NVLINK_PAIRS = [
-    [("X" if a == b else "NV4" if a // 2 == b // 2 else "SYS") for b in range(CARDS)] for a in range(CARDS)
-]
+_NVLINK_PAIRS = [[("X" if a == b else "NV4" if a // 2 == b // 2 else "SYS") for b in range(GPUS)] for a in range(GPUS)]
 
 
 @dataclass(slots=True, kw_only=True)
-class MadeCluster:
+class SampleCluster:
     """`names` of the nodes; every object's JSON, made beforehand. `bound` has the pods that were bound, by UID."""
 
     nodes: int
@@ -51,26 +49,26 @@ class MadeCluster:
     def pods(self) -> int:
         return self.nodes * PODS_PER_NODE
 
-    def roomy_for_two_cards(self) -> set[str]:
-        """The nodes with two free cards, before anything is bound."""
+    def roomy_for_two_gpus(self) -> set[str]:
+        """The nodes with two free GPUs, before anything is bound."""
         return {name for number, name in enumerate(self.names) if number % len(MIXTURES) == 3}
 
     def raw_node(self, number: int) -> dict[str, Any]:
         name = self.names[number]
-        cards = [
+        gpus = [
             {"index": i, "uuid": f"GPU-{name}-{i}", "name": "NVIDIA A10", "memory_mib": MEMORY_MIB, "is_healthy": True,
              "links": _NVLINK_PAIRS[i]}
-            for i in range(CARDS)
+            for i in range(GPUS)
         ]  # fmt: skip
         held = {}
         for which, (cores, blocks, taken) in enumerate(MIXTURES[number % len(MIXTURES)]):
             whole = cores >= 100
             counts = [100, 0, 0, 1] if whole else [cores, blocks]
-            held[_uid(name, which)] = {str(card): counts for card in taken}
-        counts = {VCORE_RESOURCE: str(100 * CARDS), VMEMORY_RESOURCE: str(BLOCKS * CARDS)}
+            held[_uid(name, which)] = {str(gpu): counts for gpu in taken}
+        counts = {VCORE_RESOURCE: str(100 * GPUS), VMEMORY_RESOURCE: str(BLOCKS * GPUS)}
         annotations = {
-            CARDS_ANNOTATION: json.dumps({"schema": 1, "memory_block_mib": 256, "cards": cards}),
-            HELD_ANNOTATION: json.dumps({"schema": 1, "held": held}),
+            GPUS_ANNOTATION: json.dumps({"schema": 1, "memory_block_mib": 256, "cards": gpus}),
+            ALLOCATIONS_ANNOTATION: json.dumps({"schema": 1, "held": held}),
         }
         metadata = {"name": name, "uid": name, "resourceVersion": "1", "labels": {}, "annotations": annotations}
         return {"metadata": metadata, "status": {"capacity": counts, "allocatable": counts}}
@@ -123,7 +121,7 @@ def _uid(node: str, which: int) -> str:
 class ClusterServer:
     """Lists in pages, watches, patches and binds. `relist` makes every watcher list anew; `watches` counts by path."""
 
-    def __init__(self, cluster: MadeCluster) -> None:
+    def __init__(self, cluster: SampleCluster) -> None:
         self._cluster = cluster
         self._version = 1
         self._pending: dict[str, dict[str, Any]] = {}

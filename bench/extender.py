@@ -20,7 +20,7 @@ from pathlib import Path
 
 import aiohttp
 
-from bench.cluster import ClusterServer, MadeCluster, filter_args, raw_pod
+from bench.cluster import ClusterServer, SampleCluster, filter_args, raw_pod
 from bench.results import Row, row
 
 FILTER_P50_MS, FILTER_P99_MS = 10.0, 30.0
@@ -37,14 +37,14 @@ WISHES = ((10, 8), (20, 16), (30, 16), (30, 32), (50, 32), (50, 48), (70, 48), (
 
 async def extender_rows(state: Path, *, nodes: int, pods: int, resyncs: int) -> list[Row]:
     """`pods` is how many are scheduled one after the other. Raises RuntimeError where the extender does not come up."""
-    cluster = MadeCluster(nodes=nodes)
+    cluster = SampleCluster(nodes=nodes)
     server = ClusterServer(cluster)
     async with server.serving(), _extender(server, state) as extender:
         started_s = await extender.wait_ready()
         rows = [row(f"extender: start to ready, {nodes:,} nodes and {cluster.pods:,} pods", [started_s], unit="s")]
         resync = await _resync(extender, server, cluster, resyncs)
         timings = await _schedule(extender, server, cluster, pods)
-        note = f"{nodes:,} nodes of 8 cards, {cluster.pods:,} pods, names only (nodeCacheCapable); HTTP round trip"
+        note = f"{nodes:,} nodes of 8 GPUs, {cluster.pods:,} pods, names only (nodeCacheCapable); HTTP round trip"
         rows += [
             row(
                 "extender: filter",
@@ -160,7 +160,7 @@ class _Timings:
     bind_ms: list[float] = field(default_factory=list)
 
 
-async def _schedule(extender: _Extender, server: ClusterServer, cluster: MadeCluster, count: int) -> _Timings:
+async def _schedule(extender: _Extender, server: ClusterServer, cluster: SampleCluster, count: int) -> _Timings:
     """As a scheduler does: filter over all nodes, prioritize what fits, bind to the best."""
     timings = _Timings()
     for number, (cores, blocks) in zip(range(count), itertools.cycle(WISHES), strict=False):
@@ -191,9 +191,9 @@ class _Resync:
     wrong: int = 0
 
 
-async def _resync(extender: _Extender, server: ClusterServer, cluster: MadeCluster, count: int) -> _Resync:
-    """Everything is listed anew, while the scheduler goes on asking for two free cards: there are the same nodes always."""
-    result, expected = _Resync(), cluster.roomy_for_two_cards()
+async def _resync(extender: _Extender, server: ClusterServer, cluster: SampleCluster, count: int) -> _Resync:
+    """Everything is listed anew, while the scheduler goes on asking for two free GPUs: there are the same nodes always."""
+    result, expected = _Resync(), cluster.roomy_for_two_gpus()
     question = filter_args(raw_pod("probe", 200, 0), cluster.names)
     async with asyncio.timeout(_START_TIMEOUT_S):
         await server.watched(_LISTED)

@@ -17,14 +17,14 @@ from bench.agent import BenchAgent
 from bench.containers import Containers
 from bench.kubelet import BenchKubelet
 from bench.pods import CONTAINER, FOREIGN_RESOURCE, NAMESPACE, BenchPod, bench_pod, device, manifest, running_status
-from gpushare_agent.gpus.simulated.driver import CARDS_PER_NUMA_NODE, simulated_uuid
-from gpushare_agent.model.names import CORES_PER_CARD, VCORE_RESOURCE, VMEMORY_RESOURCE, device_id
+from gpushare_agent.gpus.simulated.driver import GPUS_PER_NUMA_NODE, simulated_uuid
+from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE, device_id
 from gpushare_agent.sandbox.api_access import write_kubeconfig
 from gpushare_agent.sandbox.api_server import EmbeddedApiServer
 
 NODE_NAME = "bench"
-CARDS, CARD_MEMORY_MIB, BLOCK_MIB = 8, 81920, 256
-BLOCKS_PER_CARD = CARD_MEMORY_MIB // BLOCK_MIB
+GPUS, GPU_MEMORY_MIB, BLOCK_MIB = 8, 81920, 256
+BLOCKS_PER_GPU = GPU_MEMORY_MIB // BLOCK_MIB
 FIRST_PID, PROCESSES = 200_000, 20
 RESOURCES = (VCORE_RESOURCE, VMEMORY_RESOURCE)
 PODS, POD_CORES, POD_BLOCKS, POD_FOREIGN = 100, 5, 20, 25
@@ -70,17 +70,17 @@ class BenchNode:
         (own / "cgroup").write_text(cgroup_text)
 
     def fill(self, pods: int = PODS, cores: int = POD_CORES, blocks: int = POD_BLOCKS) -> None:
-        """The 100 pods that hold 5,000 IDs, spread over the cards in turn; or others. Each has a container with 20
+        """The 100 pods that hold 5,000 IDs, spread over the GPUs in turn; or others. Each has a container with 20
         processes."""
         containers = Containers(self.state / "cgroup")
-        left = {card: [0, 0] for card in range(CARDS)}
+        left = {gpu: [0, 0] for gpu in range(GPUS)}
         for number in range(pods):
             pod = bench_pod(f"filled-{number:03d}", cores, blocks)
-            card = number % CARDS
-            uuid, numa = simulated_uuid(NODE_NAME, card), card // CARDS_PER_NUMA_NODE
+            gpu = number % GPUS
+            uuid, numa = simulated_uuid(NODE_NAME, gpu), gpu // GPUS_PER_NUMA_NODE
             for index, (resource, count) in enumerate(pod.requests.items()):
-                first = left[card][index]
-                left[card][index] += count
+                first = left[gpu][index]
+                left[gpu][index] += count
                 pod.held[resource] = [device(resource, device_id(uuid, n), numa) for n in range(first, first + count)]
             ports = range(number * POD_FOREIGN, (number + 1) * POD_FOREIGN)
             pod.hold(FOREIGN_RESOURCE, [device(FOREIGN_RESOURCE, f"fabric-port-{n:029d}", numa) for n in ports])
@@ -103,20 +103,20 @@ class BenchNode:
         text = json.dumps({"Data": {"PodDeviceEntries": entries, "RegisteredDevices": {}}, "Checksum": 0})
         (self.kubelet.plugin_directory / "kubelet_internal_checkpoint").write_text(text)
 
-    def wrong_cards(self) -> list[str]:
+    def wrong_gpus(self) -> list[str]:
         """What is wrong in where pods are, by the kubelet's own records: nothing, one hopes."""
-        wrong = [f"{pod.name} has cores of several cards or none" for pod in self.kubelet.pods.values() if not pod.card]
-        for card in range(CARDS):
-            uuid = simulated_uuid(NODE_NAME, card)
-            pods = [pod for pod in self.kubelet.pods.values() if pod.card == uuid]
+        wrong = [f"{pod.name} has cores of several GPUs or none" for pod in self.kubelet.pods.values() if not pod.gpu]
+        for gpu in range(GPUS):
+            uuid = simulated_uuid(NODE_NAME, gpu)
+            pods = [pod for pod in self.kubelet.pods.values() if pod.gpu == uuid]
             cores = sum(len(pod.held[VCORE_RESOURCE]) for pod in pods)
             blocks = sum(pod.blocks for pod in pods)
-            if cores > CORES_PER_CARD or blocks > BLOCKS_PER_CARD:
-                wrong.append(f"card {card} carries {cores} cores and {blocks} blocks")
+            if cores > CORES_PER_GPU or blocks > BLOCKS_PER_GPU:
+                wrong.append(f"GPU {gpu} carries {cores} cores and {blocks} blocks")
             wrong += [
-                f"{pod.name} has cores of card {card} and was not given its device node"
+                f"{pod.name} has cores of GPU {gpu} and was not given its device node"
                 for pod in pods
-                if f"/dev/nvidia{card}".encode() not in pod.answers.get(VCORE_RESOURCE, b"/dev/nvidia%d" % card)
+                if f"/dev/nvidia{gpu}".encode() not in pod.answers.get(VCORE_RESOURCE, b"/dev/nvidia%d" % gpu)
             ]
         return wrong
 
@@ -151,8 +151,8 @@ async def open_node(
 def _arguments(state: Path, kubelet: BenchKubelet, others: Mapping[str, object]) -> list[str]:
     flags = {
         "driver": "simulated",
-        "simulated.cards": CARDS,
-        "simulated.card-memory-mib": CARD_MEMORY_MIB,
+        "simulated.cards": GPUS,
+        "simulated.card-memory-mib": GPU_MEMORY_MIB,
         "simulated.device-nodes": "true",
         "resources.memory-block-mib": BLOCK_MIB,
         "node-name": NODE_NAME,

@@ -1,6 +1,6 @@
 """What watching costs: a scrape of a full node over HTTP, and a round of sampling with its processes.
 
-The cards and what is used of them are made up; the agent, its HTTP, the joining and the reading of processes are real. The
+The GPUs and what is used of them are made up; the agent, its HTTP, the joining and the reading of processes are real. The
 files that stand in for /proc have its shape; what the kernel's own cost to read is a row of its own.
 """
 
@@ -18,14 +18,14 @@ from pathlib import Path
 from aiohttp import ClientSession
 
 from bench.containers import Containers
-from bench.node import CARDS, FIRST_PID, NODE_NAME, PROCESSES, BenchNode, open_node
+from bench.node import FIRST_PID, GPUS, NODE_NAME, PROCESSES, BenchNode, open_node
 from bench.pods import CONTAINER
 from bench.results import Row, row
 from gpushare_agent.gpus.simulated.driver import simulated_uuid
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.names import PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
-from gpushare_agent.model.usage import CardSample, DriverSample, ProcessSample
+from gpushare_agent.model.usage import DriverSample, GpuSample, ProcessSample
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.usage_history import UsageHistory
 from gpushare_agent.observability.usage_sampling import UsageSampling
@@ -66,7 +66,7 @@ async def scrape_rows(runs: int) -> list[Row]:
                 if text.count(_ROWS) != _CONTAINERS:
                     faults.append(f"{text.count(_ROWS)} containers were shown; {node.agent.log_tail(3)}")
     size = f"{len(text) // 1000:,} KB of text, gzipped to {len(packed) // 1000}"
-    note = f"{CARDS} cards, {_CONTAINERS} containers whose use changes, {size}"
+    note = f"{GPUS} GPUs, {_CONTAINERS} containers whose use changes, {size}"
     failed = "; ".join(faults[:2])
     return [
         row("scrape of /metrics, first after a round", first, target_median=_SCRAPE_MS, failed=failed, note=note),
@@ -96,7 +96,7 @@ def _put_usage(node: BenchNode, step: int) -> None:
     raw = [
         {
             "pid": pid,
-            "card": number % CARDS,
+            "card": number % GPUS,
             "sm": round(0.005 + 0.000_01 * ((step + number) % 97), 6),
             "memory_bytes": (64 + (step + number) % 31) * _MIB,
         }
@@ -147,7 +147,7 @@ async def sampling_rows(state: Path, runs: int) -> list[Row]:
             times,
             target_median=_ROUND_MS,
             failed=failed,
-            note=f"{CARDS} cards, {_CONTAINERS} containers with {_PROCESSES_EACH} processes each, without the driver's part",
+            note=f"{GPUS} GPUs, {_CONTAINERS} containers with {_PROCESSES_EACH} processes each, without the driver's part",
         ),
         row(
             "  reading as many files of the kernel's /proc",
@@ -170,7 +170,7 @@ def _kernel_reads(count: int) -> float:
 
 
 def _pids(number: int) -> range:
-    """Of one container; the node's others of it are not on a card."""
+    """Of one container; the node's others of it are not on a GPU."""
     return range(FIRST_PID + PROCESSES * number, FIRST_PID + PROCESSES * number + _PROCESSES_EACH)
 
 
@@ -186,15 +186,15 @@ class _World:
     def __init__(self, state: Path) -> None:
         containers = Containers(state / "cgroup")
         uids = [PodUid(f"00000000-0000-4000-8000-{number:012d}") for number in range(_CONTAINERS)]
-        uuids = [simulated_uuid(NODE_NAME, card) for card in range(CARDS)]
+        uuids = [simulated_uuid(NODE_NAME, gpu) for gpu in range(GPUS)]
         self.held: Mapping[ContainerKey, Allocation] = {
             ContainerKey(uid, CONTAINER): Allocation(
                 key=ContainerKey(uid, CONTAINER),
                 namespace="bench",
                 pod_name=f"pod-{number:03d}",
                 kind=ContainerKind.MAIN,
-                cards=(uuids[number % CARDS],),
-                vcore_ids=frozenset(device_id(uuids[number % CARDS], n) for n in range(_CORES)),
+                gpus=(uuids[number % GPUS],),
+                vcore_ids=frozenset(device_id(uuids[number % GPUS], n) for n in range(_CORES)),
             )
             for number, uid in enumerate(uids)
         }
@@ -213,18 +213,18 @@ class _World:
         for number, uid in enumerate(uids):
             _put_processes(state / "proc", containers.text_of(uid), _pids(number))
         self._sample = DriverSample(
-            cards=tuple(
-                CardSample(
+            gpus=tuple(
+                GpuSample(
                     uuid=uuid,
                     sm_ratio=0.5,
                     memory_used_bytes=2**35,
                     processes=tuple(
                         ProcessSample(pid=pid, memory_bytes=64 * _MIB, sm_ratio=0.005, memory_ratio=0.002)
-                        for number in range(card, _CONTAINERS, CARDS)
+                        for number in range(gpu, _CONTAINERS, GPUS)
                         for pid in _pids(number)
                     ),
                 )
-                for card, uuid in enumerate(uuids)
+                for gpu, uuid in enumerate(uuids)
             )
         )
 

@@ -26,7 +26,7 @@ class Device:
     offer: bytes
 
     @property
-    def card(self) -> str:
+    def gpu(self) -> str:
         return self.id.partition("::")[0]
 
 
@@ -67,10 +67,10 @@ class BenchPod:
         return str(self.raw["metadata"]["uid"])
 
     @property
-    def card(self) -> str:
-        """The card of its cores; empty where it has none, or several."""
-        cards = {one.card for one in self.held.get(VCORE_RESOURCE, ())}
-        return cards.pop() if len(cards) == 1 else ""
+    def gpu(self) -> str:
+        """The GPU of its cores; empty where it has none, or several."""
+        gpus = {one.gpu for one in self.held.get(VCORE_RESOURCE, ())}
+        return gpus.pop() if len(gpus) == 1 else ""
 
     @property
     def blocks(self) -> int:

@@ -11,29 +11,29 @@ from bench.results import Row, row
 from gpushare_agent.kit.wire_scan import scan_pod_entries
 from gpushare_agent.kubelet.pod_resources_wire import decode_pod_entry
 from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.names import CORES_PER_CARD, GpuUuid
+from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.topology import Topology
-from gpushare_agent.placement import CardRequest, CardState, place
+from gpushare_agent.placement import GpuRequest, GpuState, place
 from gpushare_agent.placement.topology_text import parse_topology
 from gpushare_agent.placement.topology_tree import build_topology
 
 _TREE = Path(__file__).parents[1] / "tests" / "data" / "topology" / "a10-x16-deep-tree.txt"
-_CARDS, _BLOCKS = 16, 96
+_GPUS, _BLOCKS = 16, 96
 _PLACEMENT_TARGET_MS = 50.0
 
 
 def placement_rows(runs: int) -> list[Row]:
-    """8 of 16 cards, and the slowest number of cards that can be asked for."""
+    """8 of 16 GPUs, and the slowest number of GPUs that can be asked for."""
     parsed = parse_topology(_TREE.read_text())
     topology = build_topology(parsed.links, parsed.numa)
-    times = {count: _milliseconds(lambda count=count: _place(topology, count), runs) for count in range(1, _CARDS + 1)}  # type: ignore[misc]  # mypy does not infer a lambda's default
+    times = {count: _milliseconds(lambda count=count: _place(topology, count), runs) for count in range(1, _GPUS + 1)}  # type: ignore[misc]  # mypy does not infer a lambda's default
     slowest = max(times, key=lambda count: statistics.median(times[count]))
-    note = "in the benchmark's process, on the tree of a10-x16-deep-tree.txt, every card free"
+    note = "in the benchmark's process, on the tree of a10-x16-deep-tree.txt, every GPU free"
     target = _PLACEMENT_TARGET_MS
     return [
-        row("place 8 of 16 cards", times[8], target_median=target, target_p99=target, note=note),
+        row("place 8 of 16 GPUs", times[8], target_median=target, target_p99=target, note=note),
         row(
-            f"place {slowest} of 16 cards, the slowest",
+            f"place {slowest} of 16 GPUs, the slowest",
             times[slowest],
             target_median=target,
             target_p99=target,
@@ -59,14 +59,14 @@ def list_rows(answer: bytes, runs: int) -> list[Row]:
 
 
 def _place(topology: Topology, count: int) -> None:
-    cards = [
-        CardState(
-            index=index, uuid=GpuUuid(f"GPU-{index}"), healthy=True, free_cores=CORES_PER_CARD, free_blocks=_BLOCKS,
+    gpus = [
+        GpuState(
+            index=index, uuid=GpuUuid(f"GPU-{index}"), healthy=True, free_cores=CORES_PER_GPU, free_blocks=_BLOCKS,
             total_blocks=_BLOCKS,
         )
-        for index in range(_CARDS)
+        for index in range(_GPUS)
     ]  # fmt: skip
-    placed = place(CardRequest(cores=count * CORES_PER_CARD, blocks=0), cards, topology, share_policy="binpack")
+    placed = place(GpuRequest(cores=count * CORES_PER_GPU, blocks=0), gpus, topology, share_policy="binpack")
     if isinstance(placed, Refused):
         raise AssertionError(placed.detail)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from bench.made_node import MadeNode
 from bench.results import Row, row
+from bench.sample_node import SampleNode
 from gpushare_agent.observability.http.live_patch import patch, rounded
 from gpushare_agent.observability.http.live_stream import encode_event
 from gpushare_agent.observability.node_snapshot import node_document
 
-CARDS = 16
+GPUS = 16
 CONTAINERS = 200
 SECONDS = 60
 TARGET_KB_PER_S = 20.0
@@ -19,8 +19,8 @@ TARGET_CPU_MS_PER_S = 50.0
 
 def stream_rows() -> list[Row]:
     """One patch a second for a minute, encoded as it is sent; the processor time is for any number of readers."""
-    node = MadeNode(cards=CARDS, containers=CONTAINERS)
-    told = rounded(node_document(node.snapshot()))
+    node = SampleNode(gpus=GPUS, containers=CONTAINERS)
+    reported = rounded(node_document(node.snapshot()))
     sizes: list[float] = []
     costs: list[float] = []
     for _ in range(SECONDS):
@@ -28,11 +28,11 @@ def stream_rows() -> list[Row]:
         snapshot = node.snapshot()
         before = time.process_time()
         new = rounded(node_document(snapshot))
-        event = encode_event("patch", patch(told, new))
+        event = encode_event("patch", patch(reported, new))
         costs.append((time.process_time() - before) * 1000)
         sizes.append(len(event) / 1000)
-        told = new
-    what = f"{CARDS} cards, {CONTAINERS} containers, all changing"
+        reported = new
+    what = f"{GPUS} GPUs, {CONTAINERS} containers, all changing"
     return [
         row(f"stream per second: {what}", sizes, unit="KB", target_median=TARGET_KB_PER_S, target_p99=TARGET_KB_PER_S),
         row(f"stream, CPU per second: {what}", costs, target_median=TARGET_CPU_MS_PER_S),

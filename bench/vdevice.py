@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench.containers import Containers
 from bench.http2 import dial
-from bench.node import BLOCK_MIB, BLOCKS_PER_CARD, CARDS, POD_BLOCKS, POD_CORES, RESOURCES, BenchNode, open_node
+from bench.node import BLOCK_MIB, BLOCKS_PER_GPU, GPUS, POD_BLOCKS, POD_CORES, RESOURCES, BenchNode, open_node
 from bench.pods import CONTAINER, NAMESPACE, BenchPod, bench_pod
 from bench.results import Row, row
 from gpushare_agent.isolation.vcuda.config_format import decode_config, decode_pids
@@ -24,7 +24,7 @@ from gpushare_agent.isolation.vcuda.server import METHOD
 from gpushare_agent.isolation.vcuda.virtual_manager import VirtualManager, VirtualManagerPace
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import CORES_PER_CARD, VCORE_RESOURCE, DeviceId, GpuUuid, PodUid
+from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement.topology_tree import build_topology
@@ -195,14 +195,14 @@ class _World:
     is_synced = True
 
     def __init__(self, uids: Sequence[PodUid], containers: Containers) -> None:
-        card = GpuUuid("GPU-0")
+        gpu = GpuUuid("GPU-0")
         self._uids, self._containers = uids, containers
-        self.inventory = GpuInventory(cards=(), topology=build_topology((), ()), driver_version="550.54.14")
+        self.inventory = GpuInventory(gpus=(), topology=build_topology((), ()), driver_version="550.54.14")
         self.allocations = {
             (key := ContainerKey(uid, CONTAINER)): Allocation(
-                key=key, namespace=NAMESPACE, pod_name=uid, kind=ContainerKind.MAIN, cards=(card,),
-                vcore_ids=frozenset(DeviceId(f"{card}::{n}") for n in range(POD_CORES)),
-                vmemory_ids=frozenset(DeviceId(f"{card}::{n}") for n in range(POD_BLOCKS)),
+                key=key, namespace=NAMESPACE, pod_name=uid, kind=ContainerKind.MAIN, gpus=(gpu,),
+                vcore_ids=frozenset(DeviceId(f"{gpu}::{n}") for n in range(POD_CORES)),
+                vmemory_ids=frozenset(DeviceId(f"{gpu}::{n}") for n in range(POD_BLOCKS)),
             )
             for uid in uids
         }  # fmt: skip
@@ -236,7 +236,7 @@ async def memory_rows() -> list[Row]:
     found = {}
     for isolation in ("none", "vcuda"):
         async with open_node(isolation=isolation) as node:
-            cores, blocks = CARDS * CORES_PER_CARD // _SERVERS, CARDS * BLOCKS_PER_CARD // _SERVERS
+            cores, blocks = GPUS * CORES_PER_GPU // _SERVERS, GPUS * BLOCKS_PER_GPU // _SERVERS
             node.fill(_SERVERS, cores, blocks)
             await node.start_agent()
             if isolation == "vcuda":

@@ -25,7 +25,7 @@ from tests.support_settings import clean_environment
 DEADLINE_S = 15.0
 CORES = 100
 BLOCKS = 96
-"""Memory blocks of a simulated card."""
+"""Memory blocks of a simulated GPU."""
 
 Held = dict[tuple[str, str], tuple[frozenset[str], frozenset[str]]]
 """(pod UID, container) -> vcore IDs, vmemory IDs."""
@@ -43,7 +43,7 @@ class InnerAgent:
         return self.parts.metrics.registry.get_sample_value(name, labels) or 0.0
 
     def held(self) -> Held:
-        """The books: what each container holds."""
+        """The ledger: what each container holds."""
         return {
             (a.key.pod_uid, a.key.container): (frozenset(a.vcore_ids), frozenset(a.vmemory_ids))
             for a in self.parts.cache
@@ -115,7 +115,7 @@ def log_lines(node: EmbeddedNode, event: str) -> list[dict[str, Any]]:
 # --- moments ---
 
 
-class _Told(list[Any]):
+class _Reported(list[Any]):
     """A list that tells of each entry at once, before whoever made it goes on."""
 
     def __init__(self, before: Sequence[Any], tell: Callable[[Any], None]) -> None:
@@ -140,9 +140,11 @@ class Moments:
         self._acts: dict[int, Callable[[], object]] = {}
         self._next: tuple[str, Callable[[], object]] | None = None
         calls = node.kubelet.log
-        calls.open_calls = _Told(calls.open_calls, lambda call: self._note(call.subject.pod_name, call.method, "asked"))
-        calls.calls = _Told(calls.calls, lambda call: self._note(call.subject.pod_name, call.method, "answered"))
-        calls.pod_resources_calls = _Told(calls.pod_resources_calls, self._listed)
+        calls.open_calls = _Reported(
+            calls.open_calls, lambda call: self._note(call.subject.pod_name, call.method, "asked")
+        )
+        calls.calls = _Reported(calls.calls, lambda call: self._note(call.subject.pod_name, call.method, "answered"))
+        calls.pod_resources_calls = _Reported(calls.pod_resources_calls, self._listed)
 
     def at(self, number: int, act: Callable[[], object]) -> None:
         """Do this at the moment of that number, counted from 0."""
@@ -207,8 +209,8 @@ async def wait_synced(parts: NodeParts) -> None:
             version = await parts.store.wait_change(version)
 
 
-async def wait_books_equal(node: EmbeddedNode, agent: InnerAgent) -> None:
-    """The books of the agent are the kubelet's records of the pods that live."""
+async def wait_ledger_equal(node: EmbeddedNode, agent: InnerAgent) -> None:
+    """The ledger of the agent are the kubelet's records of the pods that live."""
     try:
         await wait_until(node, lambda: agent.held() == kubelet_held(node), "books like the kubelet's records")
     except TimeoutError as error:
@@ -232,7 +234,7 @@ async def wait_settled(node: EmbeddedNode, name: str) -> str:
 
 
 def kubelet_held(node: EmbeddedNode) -> Held:
-    """The kubelet's records of pods that live, as the books have them."""
+    """The kubelet's records of pods that live, as the ledger has them."""
     found: dict[tuple[str, str], dict[str, frozenset[str]]] = {}
     for record in node.kubelet.active_records():
         found.setdefault((record.pod_uid, record.container), {})[record.resource] = frozenset(record.ids)
@@ -253,25 +255,25 @@ def given(node: EmbeddedNode) -> Held:
 
 
 def assert_nothing_shared(node: EmbeddedNode, *, blocks: int = BLOCKS) -> None:
-    """No ID is held by two live containers, each container is on one card or on whole ones, and no card is overfull."""
+    """No ID is held by two live containers, each container is on one GPU or on whole ones, and no GPU is overfull."""
     held = given(node)
     for kind in (0, 1):
         ids = [device for both in held.values() for device in both[kind]]
         assert len(ids) == len(set(ids)), f"held twice: {sorted({d for d in ids if ids.count(d) > 1})[:5]}"
     used: dict[str, int] = {}
     for key, (vcores, vmemory) in sorted(held.items()):
-        per_card: dict[str, int] = {}
+        per_gpu: dict[str, int] = {}
         for device in vcores:
-            per_card[device.partition("::")[0]] = per_card.get(device.partition("::")[0], 0) + 1
-        assert len(per_card) == 1 or set(per_card.values()) == {CORES}, (key, per_card)
+            per_gpu[device.partition("::")[0]] = per_gpu.get(device.partition("::")[0], 0) + 1
+        assert len(per_gpu) == 1 or set(per_gpu.values()) == {CORES}, (key, per_gpu)
         if len(vcores) < CORES:
-            card = next(iter(per_card))
-            used[card] = used.get(card, 0) + len(vmemory)
+            gpu = next(iter(per_gpu))
+            used[gpu] = used.get(gpu, 0) + len(vmemory)
     assert all(count <= blocks for count in used.values()), used
 
 
-def cards_of(node: EmbeddedNode, name: str, container: str = "main") -> set[str]:
-    """The UUIDs of the cards whose vcore IDs a running container was given."""
+def gpus_of(node: EmbeddedNode, name: str, container: str = "main") -> set[str]:
+    """The UUIDs of the GPUs whose vcore IDs a running container was given."""
     uid = node.api.pod("default", name)["metadata"]["uid"]
     return {device.partition("::")[0] for device in given(node)[uid, container][0]}
 
@@ -281,11 +283,11 @@ def calls_of(node: EmbeddedNode, name: str, method: str = "Allocate") -> list[Pl
 
 
 def uuid_of(agent: InnerAgent, index: int) -> str:
-    return str(agent.parts.inventory.current.cards[index].uuid)
+    return str(agent.parts.inventory.current.gpus[index].uuid)
 
 
-def used_by_card(agent: InnerAgent) -> dict[str, int]:
-    return {str(card): cores for card, cores in agent.parts.cache.used_cores().items()}
+def used_by_gpu(agent: InnerAgent) -> dict[str, int]:
+    return {str(gpu): cores for gpu, cores in agent.parts.cache.used_cores().items()}
 
 
 def holders_of(agent: InnerAgent, kind: ResourceKind = ResourceKind.VCORE) -> int:

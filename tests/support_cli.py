@@ -24,7 +24,7 @@ from gpushare_agent.model.usage import ContainerUse, ProcessSample, UsageRound
 from gpushare_agent.observability.http.node_api import decision_document
 from gpushare_agent.observability.node_snapshot import MIB, node_document
 from tests.support_settings import clean_environment
-from tests.support_usage import UUIDS, allocation, card_sample, facts, inventory, key_of, snapshot
+from tests.support_usage import UUIDS, allocation, facts, gpu_sample, inventory, key_of, snapshot
 
 DEADLINE_S = 20.0
 SAMPLED_AT = 999.5
@@ -111,12 +111,12 @@ def agent_answers(document: dict[str, Any], *decisions: DecisionRecord) -> dict[
 
 
 def busy_node() -> dict[str, Any]:
-    """Card 0 with two shares and a stranger, card 1 held whole and unhealthy, card 2 cordoned, card 3 free."""
+    """GPU 0 with two shares and a stranger, GPU 1 held whole and unhealthy, GPU 2 cordoned, GPU 3 free."""
     trainer, evaluator, whole = key_of(1, "trainer"), key_of(2, "evaluator"), key_of(3)
     usage = UsageRound(
         sampled_at=SAMPLED_AT,
-        cards={
-            UUIDS[n]: card_sample(
+        gpus={
+            UUIDS[n]: gpu_sample(
                 n, sm_ratio=0.5, memory_used_bytes=3000 * MIB, temperature_celsius=61.0, power_watts=250.4,
                 power_limit_watts=700.0,
             )
@@ -127,7 +127,7 @@ def busy_node() -> dict[str, Any]:
                 key=trainer, uuid=UUIDS[0], pids=(7,), memory_bytes=2000 * MIB, sm_ratio=0.31
             )
         },
-        strangers={UUIDS[0]: (ProcessSample(pid=4711, memory_bytes=100 * MIB, sm_ratio=0.02),)},
+        unattributed={UUIDS[0]: (ProcessSample(pid=4711, memory_bytes=100 * MIB, sm_ratio=0.02),)},
     )  # fmt: skip
     return node_document(
         snapshot(
@@ -135,14 +135,14 @@ def busy_node() -> dict[str, Any]:
             facts(allocation(evaluator, (0,), cores=20, blocks=8, pod="eval")),
             facts(allocation(whole, (1,), cores=100, blocks=0, pod="big")),
             usage=usage,
-            cards=inventory(4, sick={1: "Xid 79: the card fell off the bus"}),
+            gpus=inventory(4, sick={1: "Xid 79: the GPU fell off the bus"}),
             cordoned={UUIDS[2]: "fan replaced on Monday"},
         )
     )
 
 
 def decision(number: int = 1, *, pod: str = "train", container: str = "main", **fields: Any) -> DecisionRecord:
-    """A share on card 0 of two; `fields` replace what the record has."""
+    """A share on GPU 0 of two; `fields` replace what the record has."""
     defaults: dict[str, Any] = {
         "at": 1_700_000_000.0,
         "namespace": "default",
@@ -150,9 +150,9 @@ def decision(number: int = 1, *, pod: str = "train", container: str = "main", **
         "resource": "tencent.com/vcuda-core",
         "outcome": Outcome.ALLOCATED,
         "reason": "",
-        "explanation": "card 0: the fullest of 2 cards with room",
+        "explanation": "GPU 0: the fullest of 2 GPUs with room",
         "policy": "share",
-        "cards": (0,),
+        "gpus": (0,),
         "asked": Asked(cores=40, memory_bytes=4096 * MIB),
         "candidates": (
             candidate(0, is_chosen=True, verdict="chosen"),
@@ -178,11 +178,11 @@ def candidate(index: int, *, is_chosen: bool = False, is_healthy: bool = True, v
 # --- a cluster ---
 
 
-def raw_node(name: str, cards: list[dict[str, Any]] | str | None, **capacity: str) -> dict[str, Any]:
-    """A node whose annotation has these cards, or this text; without any it has only a capacity, by `_` for / and -."""
+def raw_node(name: str, gpus: list[dict[str, Any]] | str | None, **capacity: str) -> dict[str, Any]:
+    """A node whose annotation has these GPUs, or this text; without any it has only a capacity, by `_` for / and -."""
     annotations = {}
-    if cards is not None:
-        text = cards if isinstance(cards, str) else json.dumps({"schema": 1, "memory_block_mib": 256, "cards": cards})
+    if gpus is not None:
+        text = gpus if isinstance(gpus, str) else json.dumps({"schema": 1, "memory_block_mib": 256, "cards": gpus})
         annotations["gpushare-agent/cards"] = text
     return {
         "metadata": {"name": name, "annotations": annotations},
@@ -190,7 +190,7 @@ def raw_node(name: str, cards: list[dict[str, Any]] | str | None, **capacity: st
     }
 
 
-def raw_card(index: int, **fields: Any) -> dict[str, Any]:
+def raw_gpu(index: int, **fields: Any) -> dict[str, Any]:
     usual = {"index": index, "uuid": f"GPU-{index}", "name": "NVIDIA H100", "memory_mib": 24576, "is_healthy": True}
     return {**usual, "numa": 0, "links": ["X"], **fields}
 

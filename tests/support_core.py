@@ -8,7 +8,7 @@ from dataclasses import replace
 from gpushare_agent.admission.decisions.identity import Known
 from gpushare_agent.kubelet.records import CheckpointEntry, ListedContainer, ListedPod
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.gpus import Card, GpuInventory
+from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceNames
@@ -39,34 +39,34 @@ def pod(name: str, *containers: ContainerSpec, uid: str = "", **changes: object)
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def inventory(cards: int = 2, memory_mib: int = 24 * 1024) -> GpuInventory:
-    """Healthy cards named GPU-0, GPU-1, … all PIX apart."""
-    links = [[Link(kind=LinkKind.SELF if a == b else LinkKind.PIX) for b in range(cards)] for a in range(cards)]
+def inventory(gpus: int = 2, memory_mib: int = 24 * 1024) -> GpuInventory:
+    """Healthy GPUs named GPU-0, GPU-1, … all PIX apart."""
+    links = [[Link(kind=LinkKind.SELF if a == b else LinkKind.PIX) for b in range(gpus)] for a in range(gpus)]
     return GpuInventory(
-        cards=tuple(
-            Card(
+        gpus=tuple(
+            Gpu(
                 index=i, minor=i, uuid=GpuUuid(f"GPU-{i}"), bus_id=f"0000:0{i}:00.0", name="Test", memory_mib=memory_mib
             )
-            for i in range(cards)
+            for i in range(gpus)
         ),
-        topology=build_topology(links, [None] * cards),
+        topology=build_topology(links, [None] * gpus),
     )
 
 
-def ids(card: int, numbers: range) -> list[str]:
-    return [device_id(GpuUuid(f"GPU-{card}"), n) for n in numbers]
+def ids(gpu: int, numbers: range) -> list[str]:
+    return [device_id(GpuUuid(f"GPU-{gpu}"), n) for n in numbers]
 
 
 def allocation(
     owner: Pod, name: str, cores: list[str], memory: list[str], kind: ContainerKind = ContainerKind.MAIN
 ) -> Allocation:
-    """What a container holds; its cards are those of its vcore IDs."""
+    """What a container holds; its GPUs are those of its vcore IDs."""
     return Allocation(
         key=ContainerKey(owner.uid, name),
         namespace=owner.namespace,
         pod_name=owner.name,
         kind=kind,
-        cards=tuple(sorted({GpuUuid(i.split("::")[0]) for i in cores})),
+        gpus=tuple(sorted({GpuUuid(i.split("::")[0]) for i in cores})),
         vcore_ids=frozenset(cores),  # type: ignore[arg-type]
         vmemory_ids=frozenset(memory),  # type: ignore[arg-type]
         is_whole=len(cores) >= 100,

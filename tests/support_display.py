@@ -1,4 +1,4 @@
-"""A node's snapshot for the tests of what shows it: two cards, a share, a whole card, a stranger, with and without use."""
+"""A node's snapshot for the tests of what shows it: two GPUs, a share, a whole GPU, a stranger, with and without use."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import replace
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.usage import CardSample, ContainerUse, ProcessSample, UsageRound
+from gpushare_agent.model.usage import ContainerUse, GpuSample, ProcessSample, UsageRound
 from gpushare_agent.observability.node_snapshot import MIB, AgentFacts, ContainerFacts, NodeSnapshot
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 
-CARD_MIB = 24 * 1024
-CARD_0, CARD_1 = GpuUuid("GPU-0"), GpuUuid("GPU-1")
+GPU_MIB = 24 * 1024
+GPU_0, GPU_1 = GpuUuid("GPU-0"), GpuUuid("GPU-1")
 SECRET = "s3cr3t-value-of-a-tenant"
 
 
@@ -27,7 +27,7 @@ def train_allocation() -> Allocation:
 
 
 def whole_allocation() -> Allocation:
-    """Both cards' second one, whole, of a pod that the API server has not told of."""
+    """Both GPUs' second one, whole, of a pod that the API server has not told of."""
     held = allocation(pod("big"), "main", ids(1, range(100)), [])
     return replace(held, is_whole=True, kind=ContainerKind.MAIN)
 
@@ -37,14 +37,14 @@ def usage_round() -> UsageRound:
     processes = (ProcessSample(pid=41), ProcessSample(pid=42), ProcessSample(pid=77))
     return UsageRound(
         sampled_at=1000.0,
-        cards={
-            CARD_0: CardSample(uuid=CARD_0, memory_used_bytes=3 * 1024 * MIB, processes=processes),
-            CARD_1: CardSample(uuid=CARD_1, memory_used_bytes=0, processes=()),
+        gpus={
+            GPU_0: GpuSample(uuid=GPU_0, memory_used_bytes=3 * 1024 * MIB, processes=processes),
+            GPU_1: GpuSample(uuid=GPU_1, memory_used_bytes=0, processes=()),
         },
         containers={
-            (key, CARD_0): ContainerUse(key=key, uuid=CARD_0, pids=(41, 42), memory_bytes=1536 * MIB, sm_ratio=0.07)
+            (key, GPU_0): ContainerUse(key=key, uuid=GPU_0, pids=(41, 42), memory_bytes=1536 * MIB, sm_ratio=0.07)
         },
-        strangers={CARD_0: (ProcessSample(pid=77),)},
+        unattributed={GPU_0: (ProcessSample(pid=77),)},
     )
 
 
@@ -54,7 +54,7 @@ def snapshot(*, usage: UsageRound | None = None) -> NodeSnapshot:
             held=train_allocation(), pod=train_pod(), cores=30, memory_bytes=2048 * MIB, core_limit=0, isolation="vcuda"
         ),
         ContainerFacts(
-            held=whole_allocation(), pod=None, cores=100, memory_bytes=CARD_MIB * MIB, core_limit=0, isolation=""
+            held=whole_allocation(), pod=None, cores=100, memory_bytes=GPU_MIB * MIB, core_limit=0, isolation=""
         ),
     ]
     return NodeSnapshot(
@@ -64,11 +64,11 @@ def snapshot(*, usage: UsageRound | None = None) -> NodeSnapshot:
             version="1.2.3", started_at=1.0, not_ready=(), isolation="vcuda", driver="simulated", sample_period_s=1.0
         ),
         names=NAMES,
-        inventory=inventory(2, CARD_MIB),
+        inventory=inventory(2, GPU_MIB),
         cordoned={},
         illnesses={},
-        cores_allocated={CARD_0: 30, CARD_1: 100},
-        memory_allocated_bytes={CARD_0: 2048 * MIB, CARD_1: CARD_MIB * MIB},
+        cores_allocated={GPU_0: 30, GPU_1: 100},
+        memory_allocated_bytes={GPU_0: 2048 * MIB, GPU_1: GPU_MIB * MIB},
         containers=facts,
         usage=usage,
     )

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from gpushare_agent.cluster.cluster_informer import ClusterInformer
 from gpushare_agent.cluster.kube.cluster import ALL_NODES, LIVE_PODS, ClusterApi, open_cluster_api
-from gpushare_agent.cluster.node_annotations import CARDS_ANNOTATION, HELD_ANNOTATION
+from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.extender.app import ExtenderParts, build, serve
 from gpushare_agent.extender.bind import Binder, BindTiming
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
@@ -29,7 +29,7 @@ from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.messages import BindArgs
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.nodes import read_node
-from gpushare_agent.extender.pod_plan import CardRoom, plan_pod
+from gpushare_agent.extender.pod_plan import GpuRoom, plan_pod
 from gpushare_agent.extender.pod_writes import PodWrites
 from gpushare_agent.extender.pods import lean_pod
 from gpushare_agent.extender.quota_watch import QuotaKeeper
@@ -59,13 +59,13 @@ NAMES = ResourceNames()
 Raw = dict[str, Any]
 
 
-def raw_node(name: str, *, cards: int = 2, memory_mib: int = 4096, model: str = "", pool: str = "") -> Raw:
-    """A node whose agent tells of its cards, and that nobody holds any."""
-    told = [
+def raw_node(name: str, *, gpus: int = 2, memory_mib: int = 4096, model: str = "", pool: str = "") -> Raw:
+    """A node whose agent tells of its GPUs, and that nobody holds any."""
+    reported = [
         {"index": i, "uuid": f"GPU-{name}-{i}", "name": model, "memory_mib": memory_mib, "is_healthy": True}
-        for i in range(cards)
+        for i in range(gpus)
     ]
-    counts = {VCORE_RESOURCE: str(cards * 100), VMEMORY_RESOURCE: str(cards * memory_mib // 256)}
+    counts = {VCORE_RESOURCE: str(gpus * 100), VMEMORY_RESOURCE: str(gpus * memory_mib // 256)}
     return {
         "apiVersion": "v1",
         "kind": "Node",
@@ -73,8 +73,8 @@ def raw_node(name: str, *, cards: int = 2, memory_mib: int = 4096, model: str = 
             "name": name,
             "labels": {key: value for key, value in ((MODEL_LABEL, model), (POOL_LABEL, pool)) if value},
             "annotations": {
-                CARDS_ANNOTATION: json.dumps({"schema": 1, "memory_block_mib": 256, "cards": told}),
-                HELD_ANNOTATION: json.dumps({"schema": 1, "held": {}}),
+                GPUS_ANNOTATION: json.dumps({"schema": 1, "memory_block_mib": 256, "cards": reported}),
+                ALLOCATIONS_ANNOTATION: json.dumps({"schema": 1, "held": {}}),
             },
         },
         "status": {"capacity": counts, "allocatable": counts},
@@ -139,7 +139,7 @@ class FakeCluster:
         self._serving = 0
         self.port = 0
         self.admitted: dict[str, dict[str, dict[str, list[int]]]] = {}
-        """By node and pod UID what its agent gave: card index -> [cores, blocks, units, is whole]."""
+        """By node and pod UID what its agent gave: GPU index -> [cores, blocks, units, is whole]."""
         self.rejected: list[str] = []
         """Pods that were bound to a node whose agent had no room for them."""
 
@@ -190,7 +190,7 @@ class FakeCluster:
         self._late.clear()
 
     def admit(self, pod: Raw) -> None:
-        """What the node's agent does once the pod is bound: it takes the cards of the annotations where they are free."""
+        """What the node's agent does once the pod is bound: it takes the GPUs of the annotations where they are free."""
         node, uid = pod["spec"]["nodeName"], pod["metadata"]["uid"]
         if not lean_pod(pod, NAMES).containers:
             return
@@ -208,7 +208,7 @@ class FakeCluster:
     def report_held(self, node: str) -> None:
         """The node's agent tells what its pods hold."""
         text = json.dumps({"schema": 1, "held": self.admitted.get(node, {})})
-        self.change("nodes", node, lambda raw: raw["metadata"]["annotations"].update({HELD_ANNOTATION: text}))
+        self.change("nodes", node, lambda raw: raw["metadata"]["annotations"].update({ALLOCATIONS_ANNOTATION: text}))
 
     def end_pod(self, key: str) -> None:
         """The pod is gone from its node, and from the API server."""
@@ -217,7 +217,7 @@ class FakeCluster:
         self.delete("pods", key)
 
     def used(self, node: str) -> dict[str, list[int]]:
-        """Of each card, by what the node's agent gave."""
+        """Of each GPU, by what the node's agent gave."""
         used: dict[str, list[int]] = {}
         for given in self.admitted.get(node, {}).values():
             for index, charge in given.items():
@@ -235,18 +235,18 @@ class FakeCluster:
                 return False
         return True
 
-    def _rooms(self, node: str) -> list[CardRoom]:
+    def _rooms(self, node: str) -> list[GpuRoom]:
         used = self.used(node)
-        told = json.loads(self.objects["nodes"][node]["metadata"]["annotations"][CARDS_ANNOTATION])["cards"]
+        reported = json.loads(self.objects["nodes"][node]["metadata"]["annotations"][GPUS_ANNOTATION])["cards"]
         rooms = []
-        for card in told:
-            cores, blocks, units, wholes = used.get(str(card["index"]), [0, 0, 0, 0])
+        for gpu in reported:
+            cores, blocks, units, wholes = used.get(str(gpu["index"]), [0, 0, 0, 0])
             rooms.append(
-                CardRoom(
-                    index=card["index"],
-                    uuid=card["uuid"],
-                    memory_mib=card["memory_mib"],
-                    is_healthy=card["is_healthy"],
+                GpuRoom(
+                    index=gpu["index"],
+                    uuid=gpu["uuid"],
+                    memory_mib=gpu["memory_mib"],
+                    is_healthy=gpu["is_healthy"],
                     cores=cores,
                     blocks=blocks,
                     units=units,
@@ -436,9 +436,9 @@ class FakeCluster:
                 since = version
                 if namespace and raw["metadata"].get("namespace") != namespace:
                     continue
-                told = what if self._is_asked(request, raw, namespace) else "DELETED"
+                reported = what if self._is_asked(request, raw, namespace) else "DELETED"
                 try:
-                    await response.write(json.dumps({"type": told, "object": raw}).encode() + b"\n")
+                    await response.write(json.dumps({"type": reported, "object": raw}).encode() + b"\n")
                 except ConnectionError:
                     return response
             news = self._changed
@@ -458,10 +458,10 @@ class FakeCluster:
 
 
 def holds(cluster: FakeCluster, node: str, *charges: tuple[str, int, int, int]) -> None:
-    """The node's agent tells of pods: UID, card, cores, blocks."""
-    held = {uid: {str(card): [cores, blocks, 0, 0]} for uid, card, cores, blocks in charges}
+    """The node's agent tells of pods: UID, GPU, cores, blocks."""
+    held = {uid: {str(gpu): [cores, blocks, 0, 0]} for uid, gpu, cores, blocks in charges}
     text = json.dumps({"schema": 1, "held": held})
-    cluster.change("nodes", node, lambda raw: raw["metadata"]["annotations"].update({HELD_ANNOTATION: text}))
+    cluster.change("nodes", node, lambda raw: raw["metadata"]["annotations"].update({ALLOCATIONS_ANNOTATION: text}))
 
 
 def put_quota(cluster: FakeCluster, quota: Any) -> None:
@@ -480,7 +480,7 @@ def foreign_lease(holder: str = "somebody") -> Raw:
 
 
 def charges_by_annotation(pod: Raw) -> dict[str, list[int]]:
-    """Card index -> [cores, blocks, units, is whole], as the agent that follows the annotations holds them."""
+    """GPU index -> [cores, blocks, units, is whole], as the agent that follows the annotations holds them."""
     held: dict[str, list[int]] = {}
     for position, container in enumerate(pod["spec"]["containers"]):
         limits = container["resources"]["limits"]
@@ -633,7 +633,7 @@ class Replica:
             read=lambda raw: read_node(raw, NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL),
             metrics=metrics,
             quota=quota,
-            told=pods.told,
+            reported=pods.reported,
         )
         self.binder = Binder(
             state=self.state,
@@ -661,8 +661,8 @@ class Replica:
             BindArgs(namespace=metadata["namespace"], pod=metadata["name"], uid=PodUid(metadata["uid"]), node=node)
         )
 
-    def books(self) -> dict[str, dict[str, list[int]]]:
-        """What is taken of each card by its picture, as `FakeCluster.used` has it."""
+    def ledger(self) -> dict[str, dict[str, list[int]]]:
+        """What is taken of each GPU by its picture, as `FakeCluster.used` has it."""
         found: dict[str, dict[str, list[int]]] = {}
         for node in self.state.document()["nodes"]:
             used: dict[str, list[int]] = {}

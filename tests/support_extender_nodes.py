@@ -83,7 +83,7 @@ async def with_plugins(cluster: EmbeddedCluster, **cores: int) -> AsyncIterator[
 
 
 @dataclass
-class ToldExtender:
+class ReportedExtender:
     """Answers as the test says: `fits` gives the reason why a pod does not fit on a node, empty where it does."""
 
     fits: Callable[[str, str], str] = lambda pod, node: ""
@@ -134,7 +134,7 @@ class ToldExtender:
 
 
 @asynccontextmanager
-async def serving(extender: ToldExtender) -> AsyncIterator[ToldExtender]:
+async def serving(extender: ReportedExtender) -> AsyncIterator[ReportedExtender]:
     app = web.Application()
     app.router.add_post("/scheduler/filter", extender.filter)
     app.router.add_post("/scheduler/priorities", extender.prioritize)
@@ -150,7 +150,7 @@ async def serving(extender: ToldExtender) -> AsyncIterator[ToldExtender]:
 
 
 @asynccontextmanager
-async def open_told(extender: ToldExtender, names: Sequence[str]) -> AsyncIterator[EmbeddedCluster]:
+async def open_reported(extender: ReportedExtender, names: Sequence[str]) -> AsyncIterator[EmbeddedCluster]:
     """A cluster whose scheduler asks this extender."""
     async with serving(extender), open_cluster(*names, extender_url=extender.url) as cluster:
         extender.cluster = cluster

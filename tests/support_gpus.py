@@ -7,14 +7,14 @@ from pathlib import Path
 
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.topology import Topology
-from gpushare_agent.placement import CardState
+from gpushare_agent.placement import GpuState
 from gpushare_agent.placement.topology_text import parse_topology
 from gpushare_agent.placement.topology_tree import build_topology
 
 TOPOLOGY_DIRECTORY = Path(__file__).parent / "data" / "topology"
 TOPOLOGY_NAMES = tuple(sorted(path.stem for path in TOPOLOGY_DIRECTORY.glob("*.txt")))
 BLOCKS = 96
-"""Memory blocks of a test card: 24 GiB in blocks of 256 MiB."""
+"""Memory blocks of a test GPU: 24 GiB in blocks of 256 MiB."""
 
 
 def topology_text(name: str) -> str:
@@ -34,19 +34,19 @@ def indexes_of(uuids: Collection[GpuUuid]) -> tuple[int, ...]:
     return tuple(int(uuid.removeprefix("GPU-")) for uuid in uuids)
 
 
-def card(index: int, *, cores: int = 100, blocks: int = BLOCKS, total: int = BLOCKS, healthy: bool = True) -> CardState:
-    """A card with this much free; as it is by default, wholly free."""
-    return CardState(
+def gpu(index: int, *, cores: int = 100, blocks: int = BLOCKS, total: int = BLOCKS, healthy: bool = True) -> GpuState:
+    """A GPU with this much free; as it is by default, wholly free."""
+    return GpuState(
         index=index, uuid=uuid_of(index), healthy=healthy, free_cores=cores, free_blocks=blocks, total_blocks=total
     )
 
 
 def node(
     topology: Topology, *, used: Collection[int] = (), shared: Mapping[int, tuple[int, int]] | None = None
-) -> list[CardState]:
-    """Every card of a topology: wholly free, except those wholly `used` and those with (cores, blocks) left."""
+) -> list[GpuState]:
+    """Every GPU of a topology: wholly free, except those wholly `used` and those with (cores, blocks) left."""
     left = dict(shared or {}) | dict.fromkeys(used, (0, 0))
     return [
-        card(index, cores=left[index][0], blocks=left[index][1]) if index in left else card(index)
+        gpu(index, cores=left[index][0], blocks=left[index][1]) if index in left else gpu(index)
         for index in range(len(topology.links))
     ]

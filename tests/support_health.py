@@ -18,7 +18,7 @@ from tests.support_core import inventory
 
 DEADLINE_S = 10.0
 IMMEDIATE = HealthPolicy(reset_xids=frozenset({79}), ignored_xids=frozenset({13}))
-"""One look that finds the card well is enough, at any time."""
+"""One look that finds the GPU well is enough, at any time."""
 
 
 class ShownDriver:
@@ -50,7 +50,7 @@ class ShownDriver:
         return news
 
     async def sample(self) -> DriverSample:
-        return DriverSample(cards=())
+        return DriverSample(gpus=())
 
     async def close(self) -> None:
         pass
@@ -64,14 +64,14 @@ class ShownDriver:
                 await asyncio.sleep(0)
 
 
-def xid(number: int, card: int | None = 0) -> GpuEvent:
-    return GpuEvent(kind=GpuEventKind.XID, uuid=None if card is None else GpuUuid(f"GPU-{card}"), xid=number)
+def xid(number: int, gpu: int | None = 0) -> GpuEvent:
+    return GpuEvent(kind=GpuEventKind.XID, uuid=None if gpu is None else GpuUuid(f"GPU-{gpu}"), xid=number)
 
 
 def sick(found: GpuInventory, index: int, reason: str = "fell off the bus") -> GpuInventory:
-    cards = list(found.cards)
-    cards[index] = replace(cards[index], health=Health.UNHEALTHY, unhealthy_reason=reason)
-    return replace(found, cards=tuple(cards))
+    gpus = list(found.gpus)
+    gpus[index] = replace(gpus[index], health=Health.UNHEALTHY, unhealthy_reason=reason)
+    return replace(found, gpus=tuple(gpus))
 
 
 def write_rehearsal(path: Path, **faults: object) -> None:

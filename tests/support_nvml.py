@@ -22,18 +22,18 @@ DEADLINE_S = 30
 
 TWO_PAIRS = """\
 count 4
-card 0 GPU-aaaa 2 00000000:3B:00.0 24576 0 Tesla P40
-card 1 GPU-bbbb 0 00000000:3C:00.0 24576 0 Tesla P40
-card 2 GPU-cccc 3 00000000:AF:00.0 16384 0 NVIDIA A10
-card 3 GPU-dddd 1 00000000:D8:00.0 16384 0 NVIDIA A10
+GPU 0 GPU-aaaa 2 00000000:3B:00.0 24576 0 Tesla P40
+GPU 1 GPU-bbbb 0 00000000:3C:00.0 24576 0 Tesla P40
+GPU 2 GPU-cccc 3 00000000:AF:00.0 16384 0 NVIDIA A10
+GPU 3 GPU-dddd 1 00000000:D8:00.0 16384 0 NVIDIA A10
 ancestor 0 1 10
 ancestor 2 3 30
 """
-"""A script of four cards; native/fake_nvml.c says what else a script can hold."""
+"""A script of four GPUs; native/fake_nvml.c says what else a script can hold."""
 
-ONE_CARD = """\
+ONE_GPU = """\
 count 1
-card 0 GPU-aaaa 0 00000000:3B:00.0 24576 0 NVIDIA A10
+GPU 0 GPU-aaaa 0 00000000:3B:00.0 24576 0 NVIDIA A10
 """
 
 
@@ -76,10 +76,10 @@ class Probe:
     async def sample(self) -> Any:
         return await self.ask("sample")
 
-    async def sample_card(self) -> Any:
-        """The one card of a sample."""
-        [card] = (await self.sample())["cards"]
-        return card
+    async def sample_gpu(self) -> Any:
+        """The one GPU of a sample."""
+        [gpu] = (await self.sample())["gpus"]
+        return gpu
 
     async def events(self) -> Any:
         return await self.ask("events")

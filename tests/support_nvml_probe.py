@@ -41,7 +41,7 @@ async def answer(driver: NvmlDriver, log: LogCapture, command: str) -> object:
 async def read(driver: NvmlDriver) -> dict[str, Any]:
     inventory = await driver.read()
     return {
-        "cards": [dataclasses.asdict(card) for card in inventory.cards],
+        "gpus": [dataclasses.asdict(gpu) for gpu in inventory.gpus],
         "links": [[f"{link.kind.name}{link.nvlinks or ''}" for link in row] for row in inventory.topology.links],
         "tree": render_tree(inventory.topology),
         "driver_version": inventory.driver_version,

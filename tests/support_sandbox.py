@@ -166,8 +166,8 @@ def _device(name: str, health: str, numa: int | None) -> Device:
     return Device(id=name, health=health, topology=topology)
 
 
-def device_ids(*cards: str, count: int, numa: int | None = 0) -> dict[str, tuple[str, int | None]]:
-    return {f"{card}::{n}": ("Healthy", numa) for card in cards for n in range(count)}
+def device_ids(*gpus: str, count: int, numa: int | None = 0) -> dict[str, tuple[str, int | None]]:
+    return {f"{gpu}::{n}": ("Healthy", numa) for gpu in gpus for n in range(count)}
 
 
 async def register(node: EmbeddedNode, plugin: SmallPlugin, socket_name: str, *, version: str = "v1beta1") -> None:

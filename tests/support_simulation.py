@@ -14,13 +14,13 @@ from gpushare_agent.simulation.schedulers import Policy, Scheduler
 from gpushare_agent.simulation.workload import Arrival, Cluster, Shape, Workload
 
 NAMES = ResourceNames()
-CARD_BLOCKS = 64
-CARD_MIB = CARD_BLOCKS * NAMES.memory_block_mib
+GPU_BLOCKS = 64
+GPU_MIB = GPU_BLOCKS * NAMES.memory_block_mib
 
 
-def cluster_of(*cards: int, model: str = "T4", memory_mib: int = CARD_MIB) -> Cluster:
-    """A node for each number of cards."""
-    machines = [Machine(model=model, cards=count, memory_mib=memory_mib) for count in cards]
+def cluster_of(*gpus: int, model: str = "T4", memory_mib: int = GPU_MIB) -> Cluster:
+    """A node for each number of GPUs."""
+    machines = [Machine(model=model, gpus=count, memory_mib=memory_mib) for count in gpus]
     return Cluster(source="test", nodes=tuple(machine.node(f"node-{n}") for n, machine in enumerate(machines)))
 
 

@@ -1,4 +1,4 @@
-"""Cards, containers and samples for tests of usage and metrics."""
+"""GPUs, containers and samples for tests of usage and metrics."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from gpushare_agent.gpus.health import HealthPolicy, why_not_offered
-from gpushare_agent.gpus.health_values import CardHealth
+from gpushare_agent.gpus.health_values import GpuHealth
 from gpushare_agent.gpus.simulated.driver import default_topology
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.gpus import Card, GpuInventory, Health
+from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.model.usage import CardSample, DriverSample, ProcessSample, UsageRound
+from gpushare_agent.model.usage import DriverSample, GpuSample, ProcessSample, UsageRound
 from gpushare_agent.observability.node_snapshot import MIB, AgentFacts, ContainerFacts, NodeSnapshot
 from gpushare_agent.placement.topology_tree import build_topology
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 
-CARD_MIB = 24576
+GPU_MIB = 24576
 UUIDS = tuple(GpuUuid(f"GPU-{index}") for index in range(4))
 
 
@@ -38,21 +38,21 @@ def owner(number: int, container_id: str | None = None) -> PeerIdentity:
 
 def allocation(
     key: ContainerKey,
-    cards: Sequence[int] = (0,),
+    gpus: Sequence[int] = (0,),
     *,
     cores: int = 40,
     blocks: int = 8,
     pod: str = "p",
     kind: ContainerKind = ContainerKind.MAIN,
 ) -> Allocation:
-    """Shares of one card, or with 100 cores a card whole ones."""
-    uuids = tuple(UUIDS[index] for index in cards)
+    """Shares of one GPU, or with 100 cores a GPU whole ones."""
+    uuids = tuple(UUIDS[index] for index in gpus)
     return Allocation(
         key=key,
         namespace="default",
         pod_name=pod,
         kind=kind,
-        cards=uuids,
+        gpus=uuids,
         vcore_ids=frozenset(device_id(uuid, n) for uuid in uuids for n in range(cores // len(uuids))),
         vmemory_ids=frozenset(device_id(uuids[0], n) for n in range(blocks)),
         is_whole=cores >= 100,
@@ -65,47 +65,47 @@ def process(pid: int, *, memory: int | None = 1024 * MIB, sm: float | None = 0.2
     )
 
 
-def card_sample(index: int, *processes: ProcessSample, lists: bool = True, **others: object) -> CardSample:
-    """`lists` false: the card cannot list its processes."""
-    return CardSample(uuid=UUIDS[index], processes=processes if lists else None, **others)  # type: ignore[arg-type]
+def gpu_sample(index: int, *processes: ProcessSample, lists: bool = True, **others: object) -> GpuSample:
+    """`lists` false: the GPU cannot list its processes."""
+    return GpuSample(uuid=UUIDS[index], processes=processes if lists else None, **others)  # type: ignore[arg-type]
 
 
-def driver_sample(*cards: CardSample, errors: Mapping[str, int] | None = None) -> DriverSample:
-    return DriverSample(cards=cards, errors=errors or {})
+def driver_sample(*gpus: GpuSample, errors: Mapping[str, int] | None = None) -> DriverSample:
+    return DriverSample(gpus=gpus, errors=errors or {})
 
 
-def inventory(cards: int = 2, *, sick: Mapping[int, str] | None = None) -> GpuInventory:
-    parsed = default_topology(cards)
+def inventory(gpus: int = 2, *, sick: Mapping[int, str] | None = None) -> GpuInventory:
+    parsed = default_topology(gpus)
     return GpuInventory(
-        cards=tuple(
-            Card(
+        gpus=tuple(
+            Gpu(
                 index=index,
                 minor=index,
                 uuid=UUIDS[index],
                 bus_id=f"00000000:0{index}:00.0",
                 name="NVIDIA H100 80GB HBM3",
-                memory_mib=CARD_MIB,
+                memory_mib=GPU_MIB,
                 numa_node=0,
                 health=Health.UNHEALTHY if sick and index in sick else Health.HEALTHY,
                 unhealthy_reason=(sick or {}).get(index, ""),
             )
-            for index in range(cards)
+            for index in range(gpus)
         ),
         topology=build_topology(parsed.links, parsed.numa),
         driver_version="550.54.14",
     )
 
 
-def _as_offered(card: Card, cordoned: Mapping[GpuUuid, str]) -> Card:
-    if card.uuid not in cordoned:
-        return card
-    reason = why_not_offered(CardHealth(cordon=cordoned[card.uuid]), HealthPolicy())
-    besides = f"; besides, {card.unhealthy_reason}" if card.unhealthy_reason else ""
-    return replace(card, health=Health.UNHEALTHY, unhealthy_reason=reason + besides)
+def _as_offered(gpu: Gpu, cordoned: Mapping[GpuUuid, str]) -> Gpu:
+    if gpu.uuid not in cordoned:
+        return gpu
+    reason = why_not_offered(GpuHealth(cordon=cordoned[gpu.uuid]), HealthPolicy())
+    besides = f"; besides, {gpu.unhealthy_reason}" if gpu.unhealthy_reason else ""
+    return replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=reason + besides)
 
 
 def facts(held: Allocation, *, core_limit: int = 0, pod: Pod | None = None) -> ContainerFacts:
-    memory_mib = CARD_MIB * len(held.cards) if held.is_whole else held.memory_blocks * 256
+    memory_mib = GPU_MIB * len(held.gpus) if held.is_whole else held.memory_blocks * 256
     return ContainerFacts(
         held=held, pod=pod, cores=held.cores, memory_bytes=memory_mib * MIB, core_limit=core_limit, isolation="vcuda"
     )
@@ -114,17 +114,17 @@ def facts(held: Allocation, *, core_limit: int = 0, pod: Pod | None = None) -> C
 def snapshot(
     *containers: ContainerFacts,
     usage: UsageRound | None = None,
-    cards: GpuInventory | None = None,
+    gpus: GpuInventory | None = None,
     cordoned: Mapping[GpuUuid, str] | None = None,
 ) -> NodeSnapshot:
     """`cards` are as the driver shows them; a cordoned one is Unhealthy for the kubelet, as with the agent."""
-    known = cards or inventory()
+    known = gpus or inventory()
     cores: dict[GpuUuid, int] = {}
     memory: dict[GpuUuid, int] = {}
     for one in containers:
-        for uuid in one.held.cards:
-            cores[uuid] = cores.get(uuid, 0) + one.cores // len(one.held.cards)
-            memory[uuid] = memory.get(uuid, 0) + one.memory_bytes // len(one.held.cards)
+        for uuid in one.held.gpus:
+            cores[uuid] = cores.get(uuid, 0) + one.cores // len(one.held.gpus)
+            memory[uuid] = memory.get(uuid, 0) + one.memory_bytes // len(one.held.gpus)
     return NodeSnapshot(
         node="n1",
         at=1000.0,
@@ -137,9 +137,9 @@ def snapshot(
             sample_period_s=1.0,
         ),
         names=ResourceNames(),
-        inventory=replace(known, cards=tuple(_as_offered(card, cordoned or {}) for card in known.cards)),
+        inventory=replace(known, gpus=tuple(_as_offered(gpu, cordoned or {}) for gpu in known.gpus)),
         cordoned=cordoned or {},
-        illnesses={card.uuid: card.unhealthy_reason for card in known.cards if not card.is_healthy},
+        illnesses={gpu.uuid: gpu.unhealthy_reason for gpu in known.gpus if not gpu.is_healthy},
         cores_allocated=cores,
         memory_allocated_bytes=memory,
         containers=containers,

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from bench.made_node import MadeNode
+from bench.sample_node import SampleNode
 from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.observability.http.answers import encode
 from gpushare_agent.observability.http.live_stream import LiveStream
@@ -27,7 +27,7 @@ class ServedNode:
     """`asked` counts how often the document was made."""
 
     url: str
-    node: MadeNode
+    node: SampleNode
     decisions: DecisionLog
     stream: LiveStream
     asked: list[int]
@@ -45,14 +45,14 @@ class MadeHistory:
     document: dict[str, Any]
     version: int = 1
 
-    def pieces(self, *, cards: bool, containers: bool) -> Iterator[bytes]:
-        assert cards or containers
+    def pieces(self, *, gpus: bool, containers: bool) -> Iterator[bytes]:
+        assert gpus or containers
         yield encode(self.document)
 
 
 @asynccontextmanager
 async def served_node(
-    node: MadeNode,
+    node: SampleNode,
     *,
     history: Curves | None = None,
     sample_period_s: float = 0.05,

@@ -20,10 +20,10 @@ from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions import plan as decide
 from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
 from gpushare_agent.admission.decisions.explain import Explanation, explain
-from gpushare_agent.admission.decisions.hints import hinted_cards
+from gpushare_agent.admission.decisions.hints import hinted_gpus
 from gpushare_agent.admission.decisions.identity import Call, Known, Served, reusing
 from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
-from gpushare_agent.admission.decisions.ledger import Books, Offer, Policy, free_ids
+from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
 from gpushare_agent.admission.decisions.plan import Plan
 from gpushare_agent.admission.decisions.recovery import adopt
 from gpushare_agent.isolation import ISOLATIONS
@@ -31,8 +31,8 @@ from gpushare_agent.kubelet.pod_resources_gate import InsideList, PodResourcesGa
 from gpushare_agent.kubelet.records import CheckpointEntry
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused
-from gpushare_agent.model.gpus import Card, GpuInventory
-from gpushare_agent.model.names import CORES_PER_CARD, DeviceId, GpuUuid, PodUid
+from gpushare_agent.model.gpus import Gpu, GpuInventory
+from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind
 
@@ -169,7 +169,7 @@ class Admission:
                 # Without a GetPreferredAllocation of its own: an init container's IDs are handed on.
                 heir = reusing(ids, kind, self._pods.get, self._identification.known())
                 if heir is not None:
-                    return self._book(heir, kind, ids, self._initial_cards(heir.pod.uid))
+                    return self._book(heir, kind, ids, self._initial_gpus(heir.pod.uid))
                 pending = self._take_pending(kind, ids, exactly=False)
             if pending is None:
                 repeated = self._answer_again(kind, ids)
@@ -177,7 +177,7 @@ class Admission:
             if isinstance(pending.outcome, Refused) or pending.served is None:
                 outcome = pending.outcome if isinstance(pending.outcome, Refused) else _without_plan(kind, ids)
                 return self._refuse(pending.served, kind, outcome, pending.why)
-            return self._book(pending.served, kind, ids, pending.outcome.cards, pending.why)
+            return self._book(pending.served, kind, ids, pending.outcome.gpus, pending.why)
 
     async def pre_start(self, resource: str, ids: Sequence[str]) -> Refused | None:
         """Check that the container about to start holds these IDs, and prepare what its isolation needs on the host.
@@ -223,16 +223,16 @@ class Admission:
         if self._current != served.pod.uid:
             self._current = served.pod.uid
             self._committed.clear()
-        books = self._books(served)
-        free = free_ids(served, offer.kind, offer.available, books)
+        ledger = self._ledger(served)
+        free = free_ids(served, offer.kind, offer.available, ledger)
         if len(free) < len(offer.available):
             self._observer.taken_ids_offered(offer.kind, len(offer.available) - len(free))
         is_gpu_mem = self._policy.names.wanted(served.container, ResourceKind.GPU_MEM) > 0
-        hint = hinted_cards(served.pod.annotations, served.container, self._node_name, is_gpu_mem=is_gpu_mem)
-        outcome: Plan | Refused = decide.plan(served, offer, free, books, self._policy, hint)
+        hint = hinted_gpus(served.pod.annotations, served.container, self._node_name, is_gpu_mem=is_gpu_mem)
+        outcome: Plan | Refused = decide.plan(served, offer, free, ledger, self._policy, hint)
         if isinstance(outcome, Plan):
-            outcome = self._obstacle(served, outcome, books) or outcome
-        why = explain(served, offer, free, books, self._policy, hint, outcome)
+            outcome = self._obstacle(served, outcome, ledger) or outcome
+        why = explain(served, offer, free, ledger, self._policy, hint, outcome)
         self._expect(
             _Pending(
                 kind=offer.kind, size=offer.size, served=served, outcome=outcome, planned_at=self._clock(), why=why
@@ -240,12 +240,12 @@ class Admission:
         )
         return outcome
 
-    def _obstacle(self, served: Served, plan: Plan, books: Books) -> Refused | None:
+    def _obstacle(self, served: Served, plan: Plan, ledger: Ledger) -> Refused | None:
         """What the isolation has against the plan: known now, the admission ends before anything is booked."""
-        edits = self._edits(served, [books.inventory.by_uuid()[card] for card in plan.cards])
+        edits = self._edits(served, [ledger.inventory.by_uuid()[gpu] for gpu in plan.gpus])
         if isinstance(edits, Refused):
             return edits
-        is_share = self._policy.names.wanted(served.container, ResourceKind.VCORE) < CORES_PER_CARD
+        is_share = self._policy.names.wanted(served.container, ResourceKind.VCORE) < CORES_PER_GPU
         policy = self._edit_policy()
         name = choose_isolation(served.pod.annotations, policy.isolation, policy.allowed)
         if not is_share or isinstance(name, Refused) or not ISOLATIONS[name].needs_daemon:
@@ -299,11 +299,11 @@ class Admission:
         pod = self._pods.get(served.pod.uid)
         if pod is None or pod.is_terminal:
             return self._refuse(served, kind, _deleted(served))  # its end has been told: nobody would free the share
-        books = self._books(served)
-        cards = decide.check(served, kind, ids, books, self._policy, planned)
-        if isinstance(cards, Refused):
-            return self._refuse(served, kind, cards, why)
-        edits = self._edits(served, [books.inventory.by_uuid()[card] for card in cards])
+        ledger = self._ledger(served)
+        gpus = decide.check(served, kind, ids, ledger, self._policy, planned)
+        if isinstance(gpus, Refused):
+            return self._refuse(served, kind, gpus, why)
+        edits = self._edits(served, [ledger.inventory.by_uuid()[gpu] for gpu in gpus])
         if isinstance(edits, Refused):
             return self._refuse(served, kind, edits, why)
         old = self._cache.get(served.key)
@@ -313,10 +313,10 @@ class Admission:
             namespace=served.pod.namespace,
             pod_name=served.pod.name,
             kind=served.container.kind,
-            cards=cards,
+            gpus=gpus,
             vcore_ids=old.vcore_ids if old is not None else frozenset(),
             vmemory_ids=old.vmemory_ids if old is not None else frozenset(),
-            is_whole=self._policy.names.wanted(served.container, ResourceKind.VCORE) >= CORES_PER_CARD,
+            is_whole=self._policy.names.wanted(served.container, ResourceKind.VCORE) >= CORES_PER_GPU,
             allocated_at=self._clock(),
         ).with_ids(kind, own)
         self._cache.put(allocation)
@@ -325,10 +325,10 @@ class Admission:
             self._committed.clear()
         self._committed.append(served.key)
         self._observer.allocated(served, allocation, kind, why if old is None else None)
-        return edits if kind.binds_card else ContainerEdits()
+        return edits if kind.binds_gpu else ContainerEdits()
 
-    def _edits(self, served: Served, cards: Sequence[Card]) -> ContainerEdits | Refused:
-        return edits_for(served.pod, served.container, cards, self._edit_policy())
+    def _edits(self, served: Served, gpus: Sequence[Gpu]) -> ContainerEdits | Refused:
+        return edits_for(served.pod, served.container, gpus, self._edit_policy())
 
     def _refuse(
         self, served: Served | None, kind: ResourceKind, refused: Refused, why: Explanation | None = None
@@ -345,8 +345,8 @@ class Admission:
         self._observer.refused(served, kind, refused, why)
         return refused
 
-    def _books(self, served: Served) -> Books:
-        return Books(
+    def _ledger(self, served: Served) -> Ledger:
+        return Ledger(
             inventory=self._inventory(),
             used_cores=self._cache.used_cores(without=served.key),
             used_blocks=self._cache.used_blocks(without=served.key),
@@ -367,13 +367,13 @@ class Admission:
         if pod is None or container is None or held.key.container in pod.running:
             return None  # whoever this is for, it is not a container that runs
         known = self._inventory().by_uuid()
-        if not kind.binds_card:
+        if not kind.binds_gpu:
             return ContainerEdits()
-        cards = [known[card] for card in held.cards if card in known]
-        return self._edits(Served(pod=pod, container=container), cards)
+        gpus = [known[gpu] for gpu in held.gpus if gpu in known]
+        return self._edits(Served(pod=pod, container=container), gpus)
 
-    def _initial_cards(self, uid: PodUid) -> tuple[GpuUuid, ...]:
-        return next((a.cards for a in self._cache.of_pod(uid) if a.kind is ContainerKind.INIT and a.cards), ())
+    def _initial_gpus(self, uid: PodUid) -> tuple[GpuUuid, ...]:
+        return next((a.gpus for a in self._cache.of_pod(uid) if a.kind is ContainerKind.INIT and a.gpus), ())
 
     def _holders_of(self, kind: ResourceKind, ids: frozenset[DeviceId]) -> list[ContainerKey]:
         """The containers that hold exactly these: several where an init container's IDs were handed on."""

@@ -2,7 +2,7 @@
 
 State: `_allocations` by container, and for each resource the holders of each device ID. An ID may have several holders,
 all of one pod: the kubelet hands an init container's IDs to the containers after it without any release (measured,
-docs/architecture.md), so use is counted by distinct IDs. The counts by card are kept along, because every call of an
+docs/architecture.md), so use is counted by distinct IDs. The counts by GPU are kept along, because every call of an
 admission asks for them and a node has thousands of IDs.
 
 The kubelet's records are the truth; this cache is rebuilt from them at start and reconciled with them afterwards. It
@@ -28,7 +28,7 @@ class AllocationCache:
         self._allocations: dict[ContainerKey, Allocation] = {}
         self._pods: dict[PodUid, dict[ContainerKey, None]] = {}
         self._holders: dict[ResourceKind, dict[DeviceId, frozenset[ContainerKey]]] = {kind: {} for kind in ResourceKind}
-        self._on_card: dict[ResourceKind, dict[GpuUuid, int]] = {kind: {} for kind in ResourceKind if kind.binds_card}
+        self._on_gpu: dict[ResourceKind, dict[GpuUuid, int]] = {kind: {} for kind in ResourceKind if kind.binds_gpu}
         self._charges: dict[GpuUuid, dict[DeviceId, int]] = {}
         self._on_change: list[Callable[[Allocation | None, Allocation | None], None]] = []
         self.version = 0
@@ -68,8 +68,8 @@ class AllocationCache:
             for device in ids:
                 others = holders.get(device)
                 holders[device] = own if others is None else others | own
-                if others is None and kind.binds_card:
-                    _add(self._on_card[kind], _card(device), 1)
+                if others is None and kind.binds_gpu:
+                    _add(self._on_gpu[kind], _gpu(device), 1)
         self._charge(allocation, 1)
         self._changed(old, allocation)
 
@@ -91,7 +91,7 @@ class AllocationCache:
             self.put(allocation)
 
     def used_cores(self, *, without: ContainerKey | None = None) -> dict[GpuUuid, int]:
-        """Distinct vcore IDs held on each card, those that only `without` holds left out."""
+        """Distinct vcore IDs held on each GPU, those that only `without` holds left out."""
         return self._used(ResourceKind.VCORE, without)
 
     def used_gpu_mem(self, *, without: ContainerKey | None = None) -> dict[GpuUuid, int]:
@@ -99,31 +99,31 @@ class AllocationCache:
         return self._used(ResourceKind.GPU_MEM, without)
 
     def _used(self, kind: ResourceKind, without: ContainerKey | None) -> dict[GpuUuid, int]:
-        used = dict(self._on_card[kind])
+        used = dict(self._on_gpu[kind])
         left_out = self._allocations.get(without) if without is not None else None
         for device in left_out.ids(kind) if left_out is not None else ():
             if len(self._holders[kind][device]) == 1:
-                _add(used, _card(device), -1)
+                _add(used, _gpu(device), -1)
         return used
 
     def used_blocks(self, *, without: ContainerKey | None = None) -> dict[GpuUuid, int]:
-        """Memory blocks charged to each card that is shared: distinct vmemory IDs of the containers on it."""
-        used = {card: len(charges) for card, charges in self._charges.items()}
+        """Memory blocks charged to each GPU that is shared: distinct vmemory IDs of the containers on it."""
+        used = {gpu: len(charges) for gpu, charges in self._charges.items()}
         left_out = self._allocations.get(without) if without is not None else None
-        if left_out is not None and (card := _charged_card(left_out)) is not None:
-            charges = self._charges[card]
-            _add(used, card, -sum(charges[device] == 1 for device in left_out.vmemory_ids))
+        if left_out is not None and (gpu := _charged_gpu(left_out)) is not None:
+            charges = self._charges[gpu]
+            _add(used, gpu, -sum(charges[device] == 1 for device in left_out.vmemory_ids))
         return used
 
     def _charge(self, allocation: Allocation, by: int) -> None:
-        card = _charged_card(allocation)
-        if card is None:
+        gpu = _charged_gpu(allocation)
+        if gpu is None:
             return
-        charges = self._charges.setdefault(card, {})
+        charges = self._charges.setdefault(gpu, {})
         for device in allocation.vmemory_ids:
             _add(charges, device, by)
         if not charges:
-            del self._charges[card]
+            del self._charges[gpu]
 
     def _drop(self, key: ContainerKey) -> Allocation | None:
         old = self._allocations.pop(key, None)
@@ -141,8 +141,8 @@ class AllocationCache:
                     holders[device] = left
                     continue
                 del holders[device]
-                if kind.binds_card:
-                    _add(self._on_card[kind], _card(device), -1)
+                if kind.binds_gpu:
+                    _add(self._on_gpu[kind], _gpu(device), -1)
         self._charge(old, -1)
         return old
 
@@ -156,14 +156,14 @@ def _ids(allocation: Allocation) -> tuple[tuple[ResourceKind, frozenset[DeviceId
     return tuple((kind, allocation.ids(kind)) for kind in ResourceKind)
 
 
-def _card(device: DeviceId) -> GpuUuid:
+def _gpu(device: DeviceId) -> GpuUuid:
     return GpuUuid(device.partition("::")[0])
 
 
-def _charged_card(allocation: Allocation) -> GpuUuid | None:
-    """The card to which its memory is charged block by block; None for whole cards, which come with all of it."""
-    has_charge = allocation.cards and allocation.vmemory_ids and not allocation.is_whole
-    return allocation.cards[0] if has_charge else None
+def _charged_gpu(allocation: Allocation) -> GpuUuid | None:
+    """The GPU to which its memory is charged block by block; None for whole GPUs, which come with all of it."""
+    has_charge = allocation.gpus and allocation.vmemory_ids and not allocation.is_whole
+    return allocation.gpus[0] if has_charge else None
 
 
 def _add(counts: dict[K, int], key: K, by: int) -> None:

@@ -1,7 +1,7 @@
-"""Keeps what ListAndWatch says of every resource: the cards' health at once, the memory account a moment after it changed.
+"""Keeps what ListAndWatch says of every resource: the GPUs' health at once, the memory account a moment after it changed.
 
-State owned: the tables (kubelet/device_table.py), and whether they are behind the books. A table that is behind does
-no harm: the admission looks at the books themselves.
+State owned: the tables (kubelet/device_table.py), and whether they are behind the ledger. A table that is behind does
+no harm: the admission looks at the ledger themselves.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.memory_share import MemoryUse, whole_cards
+from gpushare_agent.admission.decisions.memory_share import MemoryUse, whole_gpus
 from gpushare_agent.admission.decisions.offered_devices import withheld
 from gpushare_agent.kubelet.device_table import DeviceTable, device_rows
 from gpushare_agent.model.allocations import Allocation
@@ -57,7 +57,7 @@ class DeviceTables:
         use = MemoryUse(
             blocks=self._cache.used_blocks(),
             gpu_mem=self._cache.used_gpu_mem(),
-            whole=whole_cards(self._cache.view().values()),
+            whole=whole_gpus(self._cache.view().values()),
         )
         holders = {kind: self._cache.holders(kind) for kind in ResourceKind}
         no_shares = self._no_shares()

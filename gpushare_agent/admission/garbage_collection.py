@@ -137,11 +137,11 @@ class GarbageCollection:
         """Until cancelled: collect what ended when told, reconcile every period."""
         async with asyncio.TaskGroup() as group:
             # Two tasks: an admission may wait for what is gone to be freed, and a reconcile waits for admissions to pause.
-            group.create_task(forever("collecting", self._collect_when_told), name="collect what is gone")
+            group.create_task(forever("collecting", self._collect_when_reported), name="collect what is gone")
             group.create_task(forever("reconciling", self._reconcile_when_due), name="reconcile")
         raise AssertionError("unreachable: neither task ends")
 
-    async def _collect_when_told(self) -> NoReturn:
+    async def _collect_when_reported(self) -> NoReturn:
         while True:
             try:
                 async with asyncio.timeout(GONE_RETRY_S if self._gone else None):
@@ -236,7 +236,7 @@ class GarbageCollection:
             if len(asked) % GETS_AT_ONCE == 0:
                 await asyncio.sleep(GET_PAUSE_S)
         if not self._gate.is_idle:
-            return True  # an admission is under way: the books and the kubelet may differ for a moment
+            return True  # an admission is under way: the ledger and the kubelet may differ for a moment
         gone = {a.key.pod_uid for a in self._cache if self._pods.get(a.key.pod_uid) is None}
         scope = (asked - self._touched) | gone
         in_scope = {(p.namespace, p.name) for uid in scope if (p := self._pods.get(uid)) is not None}

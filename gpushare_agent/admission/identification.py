@@ -50,7 +50,7 @@ class KubeletFacts(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class Timeouts:
     """Seconds: for asking the API server about a pod in all, for looking again in doubt, between two looks."""
 
     lookup_s: float = 2.0
@@ -71,7 +71,7 @@ class Identification:
         refused: Collection[PodUid],
         names: ResourceNames,
         clock: Callable[[], float],
-        patience: Patience,
+        timeouts: Timeouts,
         on_identified: Callable[[str], None] = lambda method: None,
     ) -> None:
         self._pods = pods
@@ -81,7 +81,7 @@ class Identification:
         self._refused = refused
         self._names = names
         self._clock = clock
-        self._patience = patience
+        self._timeouts = timeouts
         self._on_identified = on_identified
 
     def known(self, verified: Collection[tuple[str, str]] = ()) -> Known:
@@ -123,17 +123,17 @@ class Identification:
             while (
                 isinstance(result, Unresolved)
                 and count < MAX_FETCHES_IN_ALL
-                and self._clock() - started_at < self._patience.lookup_s
-                and (strangers := _to_fetch(result, fetched))
+                and self._clock() - started_at < self._timeouts.lookup_s
+                and (unattributed := _to_fetch(result, fetched))
             ):
-                count += len(strangers)
-                failed = await self._fetch(strangers, self._left(started_at))
+                count += len(unattributed)
+                failed = await self._fetch(unattributed, self._left(started_at))
                 if failed is not None:
                     break
-                fetched.update(strangers)
+                fetched.update(unattributed)
                 result = identify(call, listed, self.known(fetched))
             if failed is not None:
-                if self._clock() - started_at + RETRY_S >= self._patience.lookup_s:
+                if self._clock() - started_at + RETRY_S >= self._timeouts.lookup_s:
                     return failed
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -142,7 +142,7 @@ class Identification:
             if isinstance(result, Served):
                 self._on_identified(_method(listed, is_fetched=count > 0, is_second_look=is_second_look))
                 return result
-            if self._clock() - started_at >= self._patience.look_again_s:
+            if self._clock() - started_at >= self._timeouts.look_again_s:
                 log.warning("pod_not_identified", doubt=result.doubt.value, candidates=_texts(result))
                 return _refusal(result, call, self._names)
             # A pod that was refused elsewhere turns Failed within milliseconds, and then one candidate is left.
@@ -157,7 +157,7 @@ class Identification:
         known = self.known()
         return [_Believed(pod, known) for pod in self._pods.pods() if not pod.is_terminal and not pod.has_started]
 
-    async def _fetch(self, strangers: Sequence[tuple[str, str]], timeout_s: float) -> Refused | None:
+    async def _fetch(self, unattributed: Sequence[tuple[str, str]], timeout_s: float) -> Refused | None:
         failures: list[str] = []
 
         async def fetch(namespace: str, name: str) -> None:
@@ -171,14 +171,14 @@ class Identification:
                 log.warning("pod_unreadable", namespace=namespace, pod=name, error=str(e))
 
         async with asyncio.TaskGroup() as group:
-            for namespace, name in strangers:
+            for namespace, name in unattributed:
                 group.create_task(fetch(namespace, name), name=f"fetch {namespace}/{name}")
         if not failures:
             return None
         return Refused(
             reason=RefusalReason.POD_UNKNOWN,
             detail="The kubelet admits a pod that this agent has not heard of, and the API server did not tell about it "
-            f"within {self._patience.lookup_s:g} s ({sorted(failures)[0]}). Nothing was allocated. Create the pod again "
+            f"within {self._timeouts.lookup_s:g} s ({sorted(failures)[0]}). Nothing was allocated. Create the pod again "
             "when the API server answers.",
         )
 
@@ -189,18 +189,18 @@ class Identification:
             await self._fetch(names, timeout_s)
 
     def _left(self, started_at: float) -> float:
-        return max(0.05, self._patience.lookup_s - (self._clock() - started_at))
+        return max(0.05, self._timeouts.lookup_s - (self._clock() - started_at))
 
     async def _pause(self) -> None:
         try:
-            async with asyncio.timeout(self._patience.pause_s):
+            async with asyncio.timeout(self._timeouts.pause_s):
                 await self._pods.wait_change(self._pods.version)
         except TimeoutError:
             pass
 
 
 class _Believed:
-    """A pod as our own books have it, for a kubelet that must not be asked."""
+    """A pod as our own ledger has it, for a kubelet that must not be asked."""
 
     def __init__(self, pod: Pod, known: Known) -> None:
         self.namespace = pod.namespace

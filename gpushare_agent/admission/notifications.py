@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from gpushare_agent.admission.decisions.explain import Explanation, in_short, with_cards
+from gpushare_agent.admission.decisions.explain import Explanation, in_short, with_gpus
 from gpushare_agent.admission.decisions.identity import Served
 from gpushare_agent.cluster.pod_events import MAX_MESSAGE_CHARS
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -21,7 +21,7 @@ from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
-_CARD_BY_CARD = " Card by card: "
+_GPU_BY_GPU = " GPU by GPU: "
 
 
 class CountsAdmissions(Protocol):
@@ -42,7 +42,7 @@ class KeepsDecisions(Protocol):
     def add(self, record: DecisionRecord) -> DecisionRecord: ...
 
 
-class AdmissionNews:
+class AdmissionObserver:
     """The observer of admission/admission.py."""
 
     def __init__(  # noqa: PLR0913 - one argument for each place that is told
@@ -69,24 +69,24 @@ class AdmissionNews:
     def allocated(self, served: Served, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
         self._metrics.admission(self._names.name(kind), "allocated", "")
         if why is not None:
-            self._decided(served, kind, why=with_cards(why, allocation.cards), refused=None, cards=allocation.cards)
-        if kind is ResourceKind.VCORE and (indexes := self._card_indexes(served.pod)) is not None:
+            self._decided(served, kind, why=with_gpus(why, allocation.gpus), refused=None, gpus=allocation.gpus)
+        if kind is ResourceKind.VCORE and (indexes := self._gpu_indexes(served.pod)) is not None:
             self._annotations.assigned(served.pod, indexes)
         if kind is ResourceKind.GPU_MEM and served.container.kind is ContainerKind.MAIN:
-            index = {card.uuid: card.index for card in self._inventory().cards}
-            for card in allocation.cards:
-                if card in index:
-                    self._annotations.memory_assigned(served.pod, index[card], self._wall_clock_ns())
+            index = {gpu.uuid: gpu.index for gpu in self._inventory().gpus}
+            for gpu in allocation.gpus:
+                if gpu in index:
+                    self._annotations.memory_assigned(served.pod, index[gpu], self._wall_clock_ns())
 
     def refused(self, served: Served | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None:
         self._metrics.admission(self._names.name(kind), "refused", refused.reason.value)
-        why = with_cards(why, ()) if why is not None else None
-        self._decided(served, kind, why=why, refused=refused, cards=())
+        why = with_gpus(why, ()) if why is not None else None
+        self._decided(served, kind, why=why, refused=refused, gpus=())
         if served is not None:
-            self._events.refused(served.pod, _with_cards_told(refused, why))
+            self._events.refused(served.pod, _with_gpus_reported(refused, why))
 
     def start_refused(self, served: Served | None, kind: ResourceKind, refused: Refused) -> None:
-        self._decided(served, kind, why=None, refused=refused, cards=())
+        self._decided(served, kind, why=None, refused=refused, gpus=())
         if served is not None:
             self._events.refused(served.pod, refused)
 
@@ -97,9 +97,9 @@ class AdmissionNews:
         *,
         why: Explanation | None,
         refused: Refused | None,
-        cards: tuple[GpuUuid, ...],
+        gpus: tuple[GpuUuid, ...],
     ) -> None:
-        index = {card.uuid: card.index for card in self._inventory().cards}
+        index = {gpu.uuid: gpu.index for gpu in self._inventory().gpus}
         self._decisions.add(
             DecisionRecord(
                 number=0,
@@ -113,7 +113,7 @@ class AdmissionNews:
                 reason=refused.reason.value if refused is not None else "",
                 explanation=refused.detail if refused is not None else why.why if why is not None else "",
                 policy=why.policy if refused is None and why is not None else "",
-                cards=tuple(sorted(index[card] for card in cards if card in index)),
+                gpus=tuple(sorted(index[gpu] for gpu in gpus if gpu in index)),
                 asked=why.asked if why is not None else None,
                 candidates=why.candidates if why is not None else (),
             )
@@ -122,9 +122,9 @@ class AdmissionNews:
     def taken_ids_offered(self, kind: ResourceKind, count: int) -> None:
         self._metrics.taken_ids_offered(self._names.name(kind), count)
 
-    def _card_indexes(self, pod: Pod) -> dict[int, tuple[int, ...]] | None:
-        """Card indexes by position in spec.containers once every main container has its cores, else None."""
-        index = {card.uuid: card.index for card in self._inventory().cards}
+    def _gpu_indexes(self, pod: Pod) -> dict[int, tuple[int, ...]] | None:
+        """GPU indexes by position in spec.containers once every main container has its cores, else None."""
+        index = {gpu.uuid: gpu.index for gpu in self._inventory().gpus}
         found: dict[int, tuple[int, ...]] = {}
         for container in pod.containers:
             if container.kind is not ContainerKind.MAIN or not self._names.wanted(container, ResourceKind.VCORE):
@@ -132,12 +132,12 @@ class AdmissionNews:
             held = self._allocations().get(ContainerKey(pod.uid, container.name))
             if held is None or not held.vcore_ids:
                 return None
-            found[container.position] = tuple(index[card] for card in held.cards if card in index)
+            found[container.position] = tuple(index[gpu] for gpu in held.gpus if gpu in index)
         return found
 
 
-def _with_cards_told(refused: Refused, why: Explanation | None) -> Refused:
-    """The Event also says what each card lacks, as far as there is room."""
-    left = MAX_MESSAGE_CHARS - len(refused.detail) - len(_CARD_BY_CARD) - 8
-    told = in_short(why.candidates, left) if why is not None and left > 0 else ""
-    return replace(refused, detail=f"{refused.detail}{_CARD_BY_CARD}{told}.") if told else refused
+def _with_gpus_reported(refused: Refused, why: Explanation | None) -> Refused:
+    """The Event also says what each GPU lacks, as far as there is room."""
+    left = MAX_MESSAGE_CHARS - len(refused.detail) - len(_GPU_BY_GPU) - 8
+    reported = in_short(why.candidates, left) if why is not None and left > 0 else ""
+    return replace(refused, detail=f"{refused.detail}{_GPU_BY_GPU}{reported}.") if reported else refused

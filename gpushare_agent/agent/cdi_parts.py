@@ -29,7 +29,7 @@ def cdi_specs(settings: Settings) -> CdiSpecs:
         has_directory = directory is not None and directory.is_dir()
         return SpecNodes(
             control=tuple(path for path in control if path not in absent),
-            has_card_nodes=is_real or settings.simulated.device_nodes,
+            has_gpu_nodes=is_real or settings.simulated.device_nodes,
             driver_directory=directory if has_directory else None,
             absent=(*absent, *([str(directory)] if directory is not None and not has_directory else [])),
         )

@@ -1,4 +1,4 @@
-"""Builds what watches the cards: the inventory with its rules, the watch, its memory, its news and the control socket."""
+"""Builds what watches the GPUs: the inventory with its rules, the watch, its memory, its news and the control socket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpushare_agent.gpus.health import HealthPolicy
 from gpushare_agent.gpus.health_keeping import HealthKeeping
 from gpushare_agent.gpus.health_state_file import HealthStateFile
 from gpushare_agent.gpus.inventory import GpuInventoryState
-from gpushare_agent.gpus.notifications import CardNews
+from gpushare_agent.gpus.notifications import GpuHealthObserver
 from gpushare_agent.gpus.watch import GpuDriver, GpuWatch
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.settings.settings import Settings
@@ -42,7 +42,7 @@ def build_health(settings: Settings, driver: GpuDriver, metrics: AgentMetrics) -
     """Joined, not started."""
     inventory = GpuInventoryState(health_policy(settings))
     events = NodeEvents(node_name=settings.node_name)
-    CardNews(inventory, events, metrics)
+    GpuHealthObserver(inventory, events, metrics)
     watch = GpuWatch(
         driver,
         inventory,

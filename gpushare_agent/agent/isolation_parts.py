@@ -1,4 +1,4 @@
-"""Builds what keeps shares real on this node: the services of the isolations in use, and the names of cards for CDI."""
+"""Builds what keeps shares real on this node: the services of the isolations in use, and the names of GPUs for CDI."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def build_isolation(  # noqa: PLR0913 - the composition hands in every collabora
 def _cdi_watch(settings: Settings, inventory: GpuInventoryState) -> CdiWatch | None:
     if not {DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI} & set(settings.device_list_strategy):
         return None
-    watch = CdiWatch(cdi_specs(settings), lambda: inventory.current.cards)
-    inventory.subscribe(lambda _: watch.cards_changed())
+    watch = CdiWatch(cdi_specs(settings), lambda: inventory.current.gpus)
+    inventory.subscribe(lambda _: watch.gpus_changed())
     return watch
 
 

@@ -1,6 +1,6 @@
 """The node agent: its order of start, its tasks, its end.
 
-Start: read the cards, rebuild the allocation cache from the kubelet's records, serve and register. Only then the slow
+Start: read the GPUs, rebuild the allocation cache from the kubelet's records, serve and register. Only then the slow
 libraries are loaded (the Kubernetes client alone costs a third of a second) and the API server, the web endpoints and the
 periodic work begin. One TaskGroup holds everything; a task that ends unexpectedly ends the process with its error.
 """
@@ -149,21 +149,21 @@ async def _run_once(
 async def live(parts: NodeParts) -> None:
     """One life of the agent, without signals: until it is cancelled, or a task of it fails (an exception group).
 
-    Raises StartupError where the web address is taken, the cards cannot be used, or nothing says where the API server is:
+    Raises StartupError where the web address is taken, the GPUs cannot be used, or nothing says where the API server is:
     then the kubelet hears of nothing.
     """
     try:
         async with asyncio.TaskGroup() as group:
             await parts.web.bind()
-            await parts.health.keeping.restore()  # before the cards are read: a cordoned one is never offered
-            await _read_cards(parts)
+            await parts.health.keeping.restore()  # before the GPUs are read: a cordoned one is never offered
+            await _read_gpus(parts)
             find_configuration(parts.settings.kubeconfig, os.environ)
             if parts.isolation.private_caches is not None:
                 await parts.isolation.private_caches.install()
             if parts.isolation.mps_watch is not None:  # first, or the kubelet would hear that no share can be had
                 await parts.isolation.mps_watch.look()
                 group.create_task(forever("mps watch", parts.isolation.mps_watch.run), name="mps watch")
-            if parts.isolation.cdi_watch is not None:  # before a container can name a card by it
+            if parts.isolation.cdi_watch is not None:  # before a container can name a GPU by it
                 await parts.isolation.cdi_watch.look()
                 group.create_task(forever("cdi specs", parts.isolation.cdi_watch.run), name="cdi specs")
             _tell_strategies(parts)
@@ -200,7 +200,7 @@ async def live(parts: NodeParts) -> None:
         await _close(parts)
 
 
-async def _read_cards(parts: NodeParts) -> None:
+async def _read_gpus(parts: NodeParts) -> None:
     """The first look at the driver. Raises StartupError unless the node may wait for one."""
     try:
         found = await parts.driver.read()
@@ -213,28 +213,28 @@ async def _read_cards(parts: NodeParts) -> None:
             ) from e
         log.error("gpus_unreadable", error=str(e), then="no device is offered; looked at again every 30 s")
         return
-    if not found.cards and found.unreadable and parts.settings.fail_on_init_error:
+    if not found.gpus and found.unreadable and parts.settings.fail_on_init_error:
         index, reason = found.unreadable[0]
         raise StartupError(
-            f"none of the {len(found.unreadable)} cards can be read (card {index}: {reason}). Look at nvidia-smi and the "
+            f"none of the {len(found.unreadable)} GPUs can be read (GPU {index}: {reason}). Look at nvidia-smi and the "
             "kernel log on this node; --fail-on-init-error=false keeps the agent waiting for them"
         )
     check_message_size(parts, found)
     parts.inventory.read(found)
-    for card in parts.inventory.current.cards:
+    for gpu in parts.inventory.current.gpus:
         log.info(
             "card",
-            index=card.index,
-            minor=card.minor,
-            uuid=card.uuid,
-            name=card.name,
-            memory_mib=card.memory_mib,
-            numa=card.numa_node,
-            health=card.health.value,
-            reason=card.unhealthy_reason,
+            index=gpu.index,
+            minor=gpu.minor,
+            uuid=gpu.uuid,
+            name=gpu.name,
+            memory_mib=gpu.memory_mib,
+            numa=gpu.numa_node,
+            health=gpu.health.value,
+            reason=gpu.unhealthy_reason,
         )
     for index, reason in found.unreadable:
-        log.error("card_unreadable", index=index, reason=reason)
+        log.error("gpu_unreadable", index=index, reason=reason)
 
 
 def _tell_strategies(parts: NodeParts) -> None:
@@ -242,7 +242,7 @@ def _tell_strategies(parts: NodeParts) -> None:
     settings = parts.settings
     has_nodes = settings.driver == "nvml" or settings.simulated.device_nodes
     mounts_driver = settings.isolation is IsolationName.VCUDA and bool(parts.volumes)
-    for text in strategy_warnings(settings.device_list_strategy, mounts_driver=mounts_driver, has_card_nodes=has_nodes):
+    for text in strategy_warnings(settings.device_list_strategy, mounts_driver=mounts_driver, has_gpu_nodes=has_nodes):
         log.warning("device_list_strategy", detail=text)
 
 
@@ -291,9 +291,9 @@ async def _run_kubernetes(parts: NodeParts) -> None:
         if parts.node_facts is not None:
             parts.node_facts.attach(api)
             group.create_task(forever("node facts", parts.node_facts.run), name="node facts")
-        if parts.node_held is not None:
-            parts.node_held.attach(api)
-            group.create_task(forever("node held", parts.node_held.run), name="node held")
+        if parts.node_allocations is not None:
+            parts.node_allocations.attach(api)
+            group.create_task(forever("node held", parts.node_allocations.run), name="node held")
         if parts.settings.allocation.cleanup_rejected_pods:
             parts.rejected.attach(api)
             group.create_task(forever("rejected pods", parts.rejected.run), name="rejected pods")
@@ -312,7 +312,7 @@ async def _open_api(parts: NodeParts, stack: AsyncExitStack) -> KubeApi:
 
 
 async def _announce(parts: NodeParts) -> None:
-    """Once the pods are listed: compare the books with them, and say READY when all is in place. Then it is done."""
+    """Once the pods are listed: compare the ledger with them, and say READY when all is in place. Then it is done."""
     version = parts.store.version
     while not parts.store.is_synced:
         version = await parts.store.wait_change(version)

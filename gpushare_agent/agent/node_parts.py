@@ -13,16 +13,16 @@ from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.admission.device_tables import DeviceTables
 from gpushare_agent.admission.garbage_collection import GarbageCollection
-from gpushare_agent.admission.identification import Identification, Patience
-from gpushare_agent.admission.notifications import AdmissionNews
+from gpushare_agent.admission.identification import Identification, Timeouts
+from gpushare_agent.admission.notifications import AdmissionObserver
 from gpushare_agent.admission.pod_processes import PodProcesses
 from gpushare_agent.admission.rejected_pods import RejectedPods
 from gpushare_agent.agent.health_parts import HealthParts, build_health
 from gpushare_agent.agent.isolation_parts import IsolationParts, build_isolation
 from gpushare_agent.agent.node_values import driver_volumes, edit_policy, resource_names, runtime_client
-from gpushare_agent.agent.node_views import node_snapshot, wanted_facts, wanted_held
+from gpushare_agent.agent.node_views import node_snapshot, wanted_allocations, wanted_facts
 from gpushare_agent.agent.usage_parts import build_usage, show_node
-from gpushare_agent.cluster.node_allocations import NodeHeldWriter
+from gpushare_agent.cluster.node_allocations import NodeAllocationsWriter
 from gpushare_agent.cluster.node_capacity import NodeCapacity
 from gpushare_agent.cluster.node_facts import NodeFactsWriter
 from gpushare_agent.cluster.pod_annotations import PodAnnotations
@@ -102,7 +102,7 @@ class NodeParts:
     tables: DeviceTables
     node_capacity: NodeCapacity | None
     node_facts: NodeFactsWriter | None
-    node_held: NodeHeldWriter | None
+    node_allocations: NodeAllocationsWriter | None
     isolation: IsolationParts
     decisions: DecisionLog
     usage: UsageSampling
@@ -142,10 +142,10 @@ def open_driver(settings: Settings) -> GpuDriver:
             ) from e
     try:
         return SimulatedDriver(
-            cards=simulated.cards,
-            card_memory_mib=simulated.card_memory_mib,
+            gpus=simulated.cards,
+            gpu_memory_mib=simulated.card_memory_mib,
             topology_text=text,
-            card_name=simulated.card_name,
+            gpu_name=simulated.card_name,
             seed=settings.node_name,
             faults_file=simulated.faults,
             usage_file=simulated.usage,
@@ -224,7 +224,7 @@ def build(settings: Settings, driver: GpuDriver, *, metrics: AgentMetrics | None
             refused=refused_pods,
             names=names,
             clock=time.monotonic,
-            patience=Patience(
+            timeouts=Timeouts(
                 lookup_s=settings.kubelet.pod_lookup_timeout_s, look_again_s=settings.kubelet.look_again_s
             ),
             on_identified=metrics.identified,
@@ -236,12 +236,12 @@ def build(settings: Settings, driver: GpuDriver, *, metrics: AgentMetrics | None
             names=names,
             share_policy=settings.placement.share_policy,
             share_mode=settings.share_mode,
-            max_shares_of_card=settings.mps.max_clients if isolation.mps_watch is not None else None,
+            max_shares_of_gpu=settings.mps.max_clients if isolation.mps_watch is not None else None,
         ),
         edits=edit_policy(settings, names, volumes),
         node_name=settings.node_name,
         refused_pods=refused_pods,
-        observer=AdmissionNews(
+        observer=AdmissionObserver(
             metrics=metrics,
             annotations=annotations,
             events=events,
@@ -287,7 +287,7 @@ def build(settings: Settings, driver: GpuDriver, *, metrics: AgentMetrics | None
             PluginEndpoint(
                 device_plugin_path=directory,
                 socket_name=SOCKETS[kind],
-                plugin=DevicePlugin(names.name(kind), table, admission, kind.binds_card, metrics),
+                plugin=DevicePlugin(names.name(kind), table, admission, kind.binds_gpu, metrics),
             )
             for kind, table in tables.tables.items()
         ],
@@ -339,7 +339,7 @@ def build(settings: Settings, driver: GpuDriver, *, metrics: AgentMetrics | None
         tables=tables,
         node_capacity=_node_capacity(settings, inventory),
         node_facts=_node_facts(settings, inventory, ready),
-        node_held=_node_held(settings, cache, store, ready),
+        node_allocations=_node_allocations(settings, cache, store, ready),
         isolation=isolation,
         decisions=decisions,
         usage=usage,
@@ -373,7 +373,7 @@ def _node_capacity(settings: Settings, inventory: GpuInventoryState) -> NodeCapa
     return NodeCapacity(
         node_name=settings.node_name,
         resource=settings.gpushare.count_resource,
-        count=lambda: len(inventory.current.cards),
+        count=lambda: len(inventory.current.gpus),
     )
 
 
@@ -385,12 +385,12 @@ def _node_facts(settings: Settings, inventory: GpuInventoryState, built: list[No
     return writer
 
 
-def _node_held(
+def _node_allocations(
     settings: Settings, cache: AllocationCache, store: PodStore, built: list[NodeParts]
-) -> NodeHeldWriter | None:
+) -> NodeAllocationsWriter | None:
     if not settings.facts.is_written:
         return None
-    writer = NodeHeldWriter(node_name=settings.node_name, wanted=lambda: wanted_held(built[0]))
+    writer = NodeAllocationsWriter(node_name=settings.node_name, wanted=lambda: wanted_allocations(built[0]))
     cache.subscribe(lambda old, new: writer.changed())
     store.subscribe(lambda old, new: writer.changed())
     return writer

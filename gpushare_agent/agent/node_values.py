@@ -84,7 +84,7 @@ def edit_policy(
         strategies=settings.device_list_strategy,
         devices=NodeDevices(
             extra=read_extra_devices(settings.extra_config),
-            has_card_nodes=is_real or settings.simulated.device_nodes,
+            has_gpu_nodes=is_real or settings.simulated.device_nodes,
         ),
         cdi_kind=settings.cdi.kind,
     )

@@ -1,4 +1,4 @@
-"""What is shown of containers and cards, read from the parts that know it."""
+"""What is shown of containers and GPUs, read from the parts that know it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from gpushare_agent import __version__
 from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
-from gpushare_agent.cluster.node_allocations_wanted import held_annotation, held_by_pods
+from gpushare_agent.cluster.node_allocations_wanted import allocations_annotation, allocations_by_pod
 from gpushare_agent.cluster.node_facts_wanted import NodeFacts, node_facts
 from gpushare_agent.isolation.vcuda.limits import vdevice_share
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.observability.node_snapshot import MIB, AgentFacts, ContainerFacts, NodeSnapshot
@@ -29,15 +29,15 @@ def _is_over(parts: NodeParts, held: Allocation) -> bool:
 
 
 def _memory_allocated(parts: NodeParts) -> dict[GpuUuid, int]:
-    """Bytes by card; a whole card's memory is all its holder's."""
+    """Bytes by GPU; a whole GPU's memory is all its holder's."""
     blocks, units = parts.cache.used_blocks(), parts.cache.used_gpu_mem()
-    whole = {card for a in parts.cache if a.is_whole for card in a.cards}
+    whole = {gpu for a in parts.cache if a.is_whole for gpu in a.gpus}
     return {
-        card.uuid: MIB * card.memory_mib
-        if card.uuid in whole
-        else MIB * blocks.get(card.uuid, 0) * parts.names.memory_block_mib
-        + MIB * units.get(card.uuid, 0) * parts.names.gpu_mem_unit_mib
-        for card in parts.inventory.current.cards
+        gpu.uuid: MIB * gpu.memory_mib
+        if gpu.uuid in whole
+        else MIB * blocks.get(gpu.uuid, 0) * parts.names.memory_block_mib
+        + MIB * units.get(gpu.uuid, 0) * parts.names.gpu_mem_unit_mib
+        for gpu in parts.inventory.current.gpus
     }
 
 
@@ -68,10 +68,10 @@ def node_snapshot(parts: NodeParts) -> NodeSnapshot:
     )
 
 
-def _facts(parts: NodeParts, held: Allocation, cards: Mapping[GpuUuid, Card]) -> ContainerFacts:
+def _facts(parts: NodeParts, held: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> ContainerFacts:
     pod = parts.store.get(held.key.pod_uid)
     annotations: Mapping[str, str] = pod.annotations if pod is not None else {}
-    share = vdevice_share(held, annotations, cards, parts.names)
+    share = vdevice_share(held, annotations, gpus, parts.names)
     chosen = choose_isolation(annotations, parts.settings.isolation, parts.settings.isolations_allowed)
     return ContainerFacts(
         held=held,
@@ -84,7 +84,7 @@ def _facts(parts: NodeParts, held: Allocation, cards: Mapping[GpuUuid, Card]) ->
 
 
 def wanted_facts(parts: NodeParts) -> NodeFacts | None:
-    """What the node's object should say of its cards, now; None until the driver was read once."""
+    """What the node's object should say of its GPUs, now; None until the driver was read once."""
     if not parts.inventory.is_read:
         return None
     return node_facts(
@@ -96,10 +96,10 @@ def wanted_facts(parts: NodeParts) -> NodeFacts | None:
     )
 
 
-def wanted_held(parts: NodeParts) -> str | None:
-    """Who holds what, for the node's object; None until the pods are listed and the cards read: a text that leaves out what
+def wanted_allocations(parts: NodeParts) -> str | None:
+    """Who holds what, for the node's object; None until the pods are listed and the GPUs read: a text that leaves out what
     is held would give it away."""
-    cards = parts.inventory.current.cards
-    if not parts.store.is_synced or not cards:
+    gpus = parts.inventory.current.gpus
+    if not parts.store.is_synced or not gpus:
         return None
-    return held_annotation(held_by_pods(parts.cache, cards, parts.store.get, parts.names))
+    return allocations_annotation(allocations_by_pod(parts.cache, gpus, parts.store.get, parts.names))

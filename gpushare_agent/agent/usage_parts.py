@@ -63,10 +63,10 @@ def show_node(parts: NodeParts) -> None:
     parts.cache.subscribe(lambda _old, _new: expire())
     parts.store.subscribe(lambda _old, _new: expire())
 
-    def cards_changed(inventory: GpuInventory) -> None:
-        metrics.know_cards([card.uuid for card in inventory.cards])
+    def gpus_changed(inventory: GpuInventory) -> None:
+        metrics.know_gpus([gpu.uuid for gpu in inventory.gpus])
         expire()
 
-    parts.inventory.subscribe(cards_changed)
+    parts.inventory.subscribe(gpus_changed)
     if (mps := parts.isolation.mps_watch) is not None:
         metrics.show_mps(lambda: not mps.trouble)

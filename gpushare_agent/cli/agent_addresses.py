@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from gpushare_agent.cli.agent_client import NodeDoor, check_url, default_url, open_agent_door
+from gpushare_agent.cli.agent_client import AgentClient, check_url, default_url, open_agent_client
 from gpushare_agent.cli.cluster_nodes import AGENT_NAMESPACE, ProxyDoor, find_agent, node_of_pod, open_cluster
 from gpushare_agent.settings.settings import Settings
 
@@ -27,12 +27,12 @@ class Where:
 
 
 @asynccontextmanager
-async def open_door(
+async def open_agent(
     settings: Settings, where: Where, *, pod: str = "", namespace: str = "default"
-) -> AsyncIterator[NodeDoor]:
+) -> AsyncIterator[AgentClient]:
     """`pod`, where it is named, is whose node is meant unless `where` names one. Raises AgentError."""
     if where.server or not (where.node or where.is_remote):
-        async with open_agent_door(check_url(where.server) if where.server else default_url(settings)) as door:
+        async with open_agent_client(check_url(where.server) if where.server else default_url(settings)) as door:
             yield door
         return
     async with open_cluster(settings) as api:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 32 << 20
-"""200 containers on 16 cards are a quarter of a megabyte; 500 decisions of 16 candidates two."""
+"""200 containers on 16 GPUs are a quarter of a megabyte; 500 decisions of 16 candidates two."""
 MAX_DECISIONS = 500
 _EVERY_ADDRESS = {"0.0.0.0": "localhost", "::": "localhost", "": "localhost"}
 _PARTS = {"node": str, "agent": dict, "cards": list, "containers": list, "topology": dict}
@@ -31,7 +31,7 @@ _PARTS = {"node": str, "agent": dict, "cards": list, "containers": list, "topolo
 Query = Mapping[str, str]
 
 
-class NodeDoor(Protocol):
+class AgentClient(Protocol):
     """One way to an agent. `name` is what messages call it."""
 
     @property
@@ -42,7 +42,7 @@ class NodeDoor(Protocol):
         ...
 
 
-async def read_node(door: NodeDoor) -> dict[str, Any]:
+async def read_node(door: AgentClient) -> dict[str, Any]:
     """The node's document. Raises AgentError, Corrupt where it is of a format that this program does not know."""
     document = await door.get("/api/v1/node", {})
     is_whole = all(isinstance(document.get(name), kind) for name, kind in _PARTS.items())
@@ -55,7 +55,7 @@ async def read_node(door: NodeDoor) -> dict[str, Any]:
 
 
 async def read_decisions(
-    door: NodeDoor, *, pod: str = "", namespace: str = "", limit: int = MAX_DECISIONS
+    door: AgentClient, *, pod: str = "", namespace: str = "", limit: int = MAX_DECISIONS
 ) -> list[dict[str, Any]]:
     """The newest first, as docs/api.md has them: of one pod where it is named."""
     wanted = {"pod": pod, "namespace": namespace, "limit": str(limit)}
@@ -119,7 +119,7 @@ class AgentDoor:
 
 
 @asynccontextmanager
-async def open_agent_door(url: str, *, timeout_s: float = TIMEOUT_S) -> AsyncIterator[AgentDoor]:
+async def open_agent_client(url: str, *, timeout_s: float = TIMEOUT_S) -> AsyncIterator[AgentDoor]:
     """Connects on first use."""
     import aiohttp
 

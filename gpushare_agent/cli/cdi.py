@@ -1,4 +1,4 @@
-"""`gpushare-agent cdi generate|list`: names the node's cards for container runtimes by CDI, and tells who names them.
+"""`gpushare-agent cdi generate|list`: names the node's GPUs for container runtimes by CDI, and tells who names them.
 
 The agent does the same by itself where a CDI strategy is set; by hand it serves a host that only wants the names, and a
 person who asks why a container does not start. docs/device-lists.md tells operators more.
@@ -17,7 +17,7 @@ from gpushare_agent.agent.cdi_parts import cdi_specs
 from gpushare_agent.agent.node_parts import open_driver
 from gpushare_agent.isolation.devices.cdi_specs import CdiState, SpecChange
 from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.settings.settings import Settings
 
 _DRIVER_TIMEOUT_S = 60.0
@@ -25,7 +25,7 @@ _DRIVER_TIMEOUT_S = 60.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "action", choices=("generate", "list"), help="write the agent's spec, or tell who names the cards"
+        "action", choices=("generate", "list"), help="write the agent's spec, or tell who names the GPUs"
     )
     parser.add_argument("--check", action="store_true", help="generate: tell what would be done, and change nothing")
     parser.add_argument(
@@ -36,17 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(
     settings: Settings, *, action: Literal["generate", "list"], check: bool, output: Literal["text", "json"]
 ) -> int:
-    """Prints the report; 1 where a card has no name that a runtime takes, or there is no card, else 0.
+    """Prints the report; 1 where a GPU has no name that a runtime takes, or there is no GPU, else 0.
 
     Raises:
         Unavailable: the driver does not answer, or the spec cannot be written.
-        StartupError: volume.conf or the topology file of simulated cards is wrong.
+        StartupError: volume.conf or the topology file of simulated GPUs is wrong.
     """
     specs = cdi_specs(settings)
-    cards = await _read_cards(settings)
-    if not cards:
-        raise Unavailable("the driver answers, but there is no card to name: no CDI spec was written or removed")
-    state = specs.ensure(cards) if action == "generate" and not check else specs.plan(cards)
+    gpus = await _read_gpus(settings)
+    if not gpus:
+        raise Unavailable("the driver answers, but there is no GPU to name: no CDI spec was written or removed")
+    state = specs.ensure(gpus) if action == "generate" and not check else specs.plan(gpus)
     is_done = action == "generate" and not check
     if action == "list":
         print(_list_as_json(state) if output == "json" else _list_as_text(state))
@@ -55,17 +55,17 @@ async def run(
     return 1 if state.unnamed else 0
 
 
-async def _read_cards(settings: Settings) -> Sequence[Card]:
+async def _read_gpus(settings: Settings) -> Sequence[Gpu]:
     driver = open_driver(settings)
     try:
         async with asyncio.timeout(_DRIVER_TIMEOUT_S):
-            return (await driver.read()).cards
+            return (await driver.read()).gpus
     finally:
         await driver.close()
 
 
 def _is_missing(state: CdiState) -> bool:
-    """Whether a card's name would only come with the agent's own spec, which is not there or says something else."""
+    """Whether a GPU's name would only come with the agent's own spec, which is not there or says something else."""
     return state.change is SpecChange.WRITTEN and any(path == state.own_path for _, path in state.named)
 
 
@@ -90,9 +90,9 @@ def _list_as_json(state: CdiState) -> str:
 def _as_text(state: CdiState, *, is_done: bool) -> str:
     ours = [uuid for uuid, path in state.named if path == state.own_path]
     does = "" if is_done or state.change is SpecChange.NONE else "would be "
-    lines = [f"{state.own_path}: {does}{state.change.value}, {len(ours)} of {_count(state)} cards named there"]
+    lines = [f"{state.own_path}: {does}{state.change.value}, {len(ours)} of {_count(state)} GPUs named there"]
     if not ours and state.change is SpecChange.NONE:
-        lines = [f"{state.own_path}: not needed, {len(state.named)} of {_count(state)} cards are named by others"]
+        lines = [f"{state.own_path}: not needed, {len(state.named)} of {_count(state)} GPUs are named by others"]
     if not is_done and state.spec is not None:
         lines.append(json.dumps(state.spec, indent=2))
     lines += [f"  {state.kind}={uuid}  {path}" for uuid, path in state.named]

@@ -1,4 +1,4 @@
-"""The nodes as the API server shows them, for a person's credentials: all cards of the cluster, and the way to an agent.
+"""The nodes as the API server shows them, for a person's credentials: all GPUs of the cluster, and the way to an agent.
 
 What an annotation says is checked in observability/gpu_summaries.py and observability/inspection.py. The rights that
 each command needs are listed in docs/cli.md. Nothing is kept.
@@ -19,7 +19,7 @@ from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.model.errors import Corrupt, NotFound, Unavailable
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.observability.gpu_summaries import NodeCards, cards_of_node
+from gpushare_agent.observability.gpu_summaries import NodeGpus, gpus_of_node
 from gpushare_agent.observability.inspection import NodeSums, node_sums
 from gpushare_agent.settings.settings import Settings
 
@@ -42,14 +42,14 @@ async def open_cluster(settings: Settings) -> AsyncIterator[KubeApi]:
 
 
 async def read_cluster(api: KubeApi, settings: Settings) -> list[NodeSums]:
-    """Every node that has cards, by name, with what its pods hold of them."""
+    """Every node that has GPUs, by name, with what its pods hold of them."""
     names = cluster_names(settings)
     nodes = sorted((node for node in await api.list_nodes(lambda raw: _node(raw, names)) if node), key=lambda n: n.name)
     pods: dict[str, list[Pod]] = {node.name: [] for node in nodes}
     for pod in await api.list_all_pods(lambda raw: _pod(raw, names), fields=_NOT_OVER):
         if pod.node_name in pods:
             pods[pod.node_name].append(pod)
-    return [node_sums(node.name, node.cards, pods[node.name], names) for node in nodes]
+    return [node_sums(node.name, node.gpus, pods[node.name], names) for node in nodes]
 
 
 def cluster_names(settings: Settings) -> ResourceNames:
@@ -61,7 +61,7 @@ def cluster_names(settings: Settings) -> ResourceNames:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Node:
     name: str
-    cards: NodeCards
+    gpus: NodeGpus
 
 
 def _node(raw: dict[str, Any], names: ResourceNames) -> _Node | None:
@@ -70,8 +70,8 @@ def _node(raw: dict[str, Any], names: ResourceNames) -> _Node | None:
     if not isinstance(name, str):
         return None
     capacity = {resource: _count(raw_capacity.get(resource)) for resource in names.names}
-    cards = cards_of_node(_mapping(metadata.get("annotations")), capacity, names)
-    return _Node(name=name, cards=cards) if cards is not None else None
+    gpus = gpus_of_node(_mapping(metadata.get("annotations")), capacity, names)
+    return _Node(name=name, gpus=gpus) if gpus is not None else None
 
 
 def _pod(raw: dict[str, Any], names: ResourceNames) -> Pod | None:

@@ -1,6 +1,6 @@
-"""`gpushare-agent cordon` and `uncordon`: have the running agent take a card out of service or put it back.
+"""`gpushare-agent cordon` and `uncordon`: have the running agent take a GPU out of service or put it back.
 
-They ask it through its control socket (gpus/control_server.py). Exit codes: 0 done, 1 it could not be done, 2 the card
+They ask it through its control socket (gpus/control_server.py). Exit codes: 0 done, 1 it could not be done, 2 the GPU
 was named wrongly.
 """
 
@@ -31,53 +31,53 @@ class Answer:
 
 def add_arguments(parser: argparse.ArgumentParser, *, has_reason: bool) -> None:
     parser.add_argument(
-        "gpu", metavar="GPU", nargs="?", default="", help="the card: its index, its UUID, or the beginning of it"
+        "gpu", metavar="GPU", nargs="?", default="", help="the GPU: its index, its UUID, or the beginning of it"
     )
     if has_reason:
-        parser.add_argument("--reason", metavar="TEXT", default="", help="why, for whoever finds the card cordoned")
-    parser.add_argument("--list", action="store_true", help="print the cards and their health, and change nothing")
+        parser.add_argument("--reason", metavar="TEXT", default="", help="why, for whoever finds the GPU cordoned")
+    parser.add_argument("--list", action="store_true", help="print the GPUs and their health, and change nothing")
     parser.add_argument("--socket", metavar="PATH", type=Path, help="the agent's control socket (default: the setting)")
 
 
 def run(action: str, options: argparse.Namespace, setting: Path | None) -> int:
-    """`action` is cordon or uncordon; without `options.gpu` the cards are listed. Raises Unavailable where none answers."""
+    """`action` is cordon or uncordon; without `options.gpu` the GPUs are listed. Raises Unavailable where none answers."""
     path = options.socket or setting
     if path is None:
         raise Unavailable(
-            f"cannot {action} a card: the setting control.socket is empty, so the agent has no such socket"
+            f"cannot {action} a GPU: the setting control.socket is empty, so the agent has no such socket"
         )
     if options.list:
-        return _print_cards(ask(path, "GET", "/cards"))
+        return _print_gpus(ask(path, "GET", "/cards"))
     request = {"gpu": options.gpu} | ({"reason": options.reason} if action == "cordon" else {})
     answer = ask(path, "POST", f"/{action}", request)
     if answer.status in WRONG_NAME:
-        say(f"gpushare-agent: cannot {action} the card: {answer.document.get('error', '')}\n")
+        say(f"gpushare-agent: cannot {action} the GPU: {answer.document.get('error', '')}\n")
         return 2
-    _check(answer, f"{action} the card")
-    print(told(action, answer.document))
+    _check(answer, f"{action} the GPU")
+    print(reported(action, answer.document))
     return 0
 
 
-def told(action: str, document: dict[str, Any]) -> str:
+def reported(action: str, document: dict[str, Any]) -> str:
     """What happened and what it means."""
-    card = document["card"]
-    name = f"card {card['index']} ({card['uuid']})"
+    gpu = document["card"]
+    name = f"GPU {gpu['index']} ({gpu['uuid']})"
     if action == "cordon":
         already = "" if document["changed"] else "already "
         lines = [
-            f"{name} is {already}cordoned{': ' + card['cordoned'] if card['cordoned'] else ''}.",
+            f"{name} is {already}cordoned{': ' + gpu['cordoned'] if gpu['cordoned'] else ''}.",
             "Pods that run on it go on; no new pod gets it, until `gpushare-agent uncordon`.",
         ]
     elif not document["changed"]:
         lines = [f"{name} was not cordoned and waits for no reset; nothing was changed."]
     else:
         lines = (
-            [f"{name} is in service again."] if card["is_healthy"] else [f"{name} is no longer held back by command."]
+            [f"{name} is in service again."] if gpu["is_healthy"] else [f"{name} is no longer held back by command."]
         )
         if document["ended_wait"]:
             lines.append(f"It had waited for a reset since {document['ended_wait']}; that wait is ended.")
-    if action == "uncordon" and not card["is_healthy"]:
-        lines.append(f"It is Unhealthy still: {card['reason']}.")
+    if action == "uncordon" and not gpu["is_healthy"]:
+        lines.append(f"It is Unhealthy still: {gpu['reason']}.")
     if document["not_kept"]:
         lines.append(f"This is forgotten when the agent ends, for it could not be written down: {document['not_kept']}")
     return "\n".join(lines)
@@ -126,20 +126,20 @@ def _check(answer: Answer, what: str) -> None:
         raise Unavailable(f"cannot {what}: {answer.document.get('error', f'HTTP {answer.status}')}")
 
 
-def _print_cards(answer: Answer) -> int:
-    _check(answer, "list the cards")
+def _print_gpus(answer: Answer) -> int:
+    _check(answer, "list the GPUs")
     print(f"{'GPU':>3}  {'UUID':<40}  {'STATE':<21}  REASON")
-    for card in answer.document["cards"]:
-        print(f"{card['index']:>3}  {card['uuid']:<40}  {_state(card):<21}  {_reason(card) or '-'}")
+    for gpu in answer.document["cards"]:
+        print(f"{gpu['index']:>3}  {gpu['uuid']:<40}  {_state(gpu):<21}  {_reason(gpu) or '-'}")
     return 0
 
 
-def _state(card: dict[str, Any]) -> str:
-    if card["cordoned"] is None:
-        return str(card["state"])
-    return "cordoned" if card["state"] == "healthy" else f"cordoned, {card['state']}"
+def _state(gpu: dict[str, Any]) -> str:
+    if gpu["cordoned"] is None:
+        return str(gpu["state"])
+    return "cordoned" if gpu["state"] == "healthy" else f"cordoned, {gpu['state']}"
 
 
-def _reason(card: dict[str, Any]) -> str:
-    """The operator's words, and what is wrong with the card itself."""
-    return "; besides, ".join(filter(None, (card["cordoned"], card["reason"])))
+def _reason(gpu: dict[str, Any]) -> str:
+    """The operator's words, and what is wrong with the GPU itself."""
+    return "; besides, ".join(filter(None, (gpu["cordoned"], gpu["reason"])))

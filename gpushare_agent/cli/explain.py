@@ -1,4 +1,4 @@
-"""`gpushare-agent explain POD`: why a pod's containers got their cards, or why they were refused.
+"""`gpushare-agent explain POD`: why a pod's containers got their GPUs, or why they were refused.
 
 The agent keeps its last decisions in memory (settings decisions.kept); what it decided before it was started is gone, and
 the answer says so. Exit codes: 0 with a decision, 1 without.
@@ -13,15 +13,15 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from gpushare_agent.cli.agent_addresses import Where, open_door
-from gpushare_agent.cli.agent_client import NodeDoor, read_decisions
+from gpushare_agent.cli.agent_addresses import Where, open_agent
+from gpushare_agent.cli.agent_client import AgentClient, read_decisions
 from gpushare_agent.cli.render_explain import decision_parts
 from gpushare_agent.cli.render_text import Form, counted, plain, print_as
 from gpushare_agent.model.errors import NotFound
 from gpushare_agent.settings.settings import Settings
 
 SCHEMA = 1
-_LOOKED_AT_FOR_STRANGERS = 200
+_LOOKED_AT_FOR_UNATTRIBUTED = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Asked:
 async def run(settings: Settings, where: Where, asked: Asked, *, form: Form) -> int:
     """Raises AgentError, NotFound where nothing was decided about the pod."""
     namespace = asked.namespace or ("default" if where.is_remote or where.node else "")
-    async with open_door(settings, where, pod=asked.pod, namespace=namespace) as door:
+    async with open_agent(settings, where, pod=asked.pod, namespace=namespace) as door:
         decisions = await read_decisions(door, pod=asked.pod, namespace=namespace)
         chosen = newest_of_containers(decisions, asked.container)
         if not chosen:
@@ -64,22 +64,22 @@ def newest_of_containers(decisions: Sequence[dict[str, Any]], container: str) ->
     return sorted(newest.values(), key=lambda decision: (decision["namespace"], decision["number"]))
 
 
-async def _nothing_known(door: NodeDoor, asked: Asked, namespace: str, decisions: Sequence[dict[str, Any]]) -> str:
+async def _nothing_known(door: AgentClient, asked: Asked, namespace: str, decisions: Sequence[dict[str, Any]]) -> str:
     name = f"{namespace}/{asked.pod}" if namespace else asked.pod
     if decisions:
         known = ", ".join(sorted({plain(decision["container"]) for decision in decisions}))
         return f"{door.name} has decided nothing about container {asked.container} of pod {name}, but about: {known}"
-    latest = await read_decisions(door, limit=_LOOKED_AT_FOR_STRANGERS)
-    strangers = [decision for decision in latest if not decision["pod"]]
+    latest = await read_decisions(door, limit=_LOOKED_AT_FOR_UNATTRIBUTED)
+    unattributed = [decision for decision in latest if not decision["pod"]]
     seen = (
-        f" It has refused {counted(len(strangers), 'call')} for a pod that it could not identify, the last one so: "
-        f"{plain(strangers[0]['explanation'])}."
-        if strangers
+        f" It has refused {counted(len(unattributed), 'call')} for a pod that it could not identify, the last one so: "
+        f"{plain(unattributed[0]['explanation'])}."
+        if unattributed
         else ""
     )
     in_namespace = f" -n {namespace}" if namespace else ""
     return (
         f"{door.name} has decided nothing about pod {name}. Perhaps it is on another node, waits for the scheduler, asks "
-        f"for no share of a card, or was decided before the agent started or too long ago.{seen} Its Events tell more: "
+        f"for no share of a GPU, or was decided before the agent started or too long ago.{seen} Its Events tell more: "
         f"kubectl describe pod{in_namespace} {asked.pod}"
     )

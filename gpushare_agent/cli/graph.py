@@ -1,4 +1,4 @@
-"""`gpushare-agent graph`: how the node's cards are connected, and what is free on each."""
+"""`gpushare-agent graph`: how the node's GPUs are connected, and what is free on each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from gpushare_agent.cli.agent_addresses import Where, open_door
+from gpushare_agent.cli.agent_addresses import Where, open_agent
 from gpushare_agent.cli.agent_client import read_node
 from gpushare_agent.cli.render_text import MIB, Form, health_line, is_cordoned, plain, print_as
 from gpushare_agent.model.errors import Corrupt
@@ -23,7 +23,7 @@ _KINDS = {"X": LinkKind.SELF, "NV": LinkKind.NVLINK} | {kind.name: kind for kind
 
 async def run(settings: Settings, where: Where, *, form: Form) -> int:
     """Raises AgentError."""
-    async with open_door(settings, where) as door:
+    async with open_agent(settings, where) as door:
         document = graph_document(await read_node(door))
 
     def tables(_width: int) -> Sequence[RenderableType]:
@@ -34,26 +34,26 @@ async def run(settings: Settings, where: Where, *, form: Form) -> int:
 
 
 def graph_document(node: dict[str, Any]) -> dict[str, Any]:
-    """The part of the node's document that concerns the tree. Nothing is free on a card that is not in service."""
+    """The part of the node's document that concerns the tree. Nothing is free on a GPU that is not in service."""
     return {
         "schema": SCHEMA,
         "node": node["node"],
         "tree": node["topology"]["tree"],
         "links": node["topology"]["links"],
-        "cards": [_card(card) for card in node["cards"]],
+        "cards": [_gpu(gpu) for gpu in node["cards"]],
     }
 
 
-def _card(card: dict[str, Any]) -> dict[str, Any]:
-    cores, memory = card["cores"], card["memory"]
-    is_usable = card["is_healthy"] and not is_cordoned(card)
+def _gpu(gpu: dict[str, Any]) -> dict[str, Any]:
+    cores, memory = gpu["cores"], gpu["memory"]
+    is_usable = gpu["is_healthy"] and not is_cordoned(gpu)
     return {
-        "index": card["index"],
-        "uuid": card["uuid"],
-        "name": card["name"],
-        "is_healthy": card["is_healthy"],
-        "health_reason": card["health_reason"],
-        "cordoned": card["cordoned"],
+        "index": gpu["index"],
+        "uuid": gpu["uuid"],
+        "name": gpu["name"],
+        "is_healthy": gpu["is_healthy"],
+        "health_reason": gpu["health_reason"],
+        "cordoned": gpu["cordoned"],
         "cores": {**cores, "free": max(0, cores["capacity"] - cores["allocated"]) if is_usable else 0},
         "memory": {
             **memory,
@@ -63,19 +63,19 @@ def _card(card: dict[str, Any]) -> dict[str, Any]:
 
 
 def tree_text(document: dict[str, Any]) -> str:
-    """A line for each branch and card: `GPU0 NVIDIA H100, free 60/100 cores, 20480/24576 MiB`. Raises Corrupt."""
-    notes = {card["index"]: _note(card) for card in document["cards"]}
+    """A line for each branch and GPU: `GPU0 NVIDIA H100, free 60/100 cores, 20480/24576 MiB`. Raises Corrupt."""
+    notes = {gpu["index"]: _note(gpu) for gpu in document["cards"]}
     return render_tree(Topology(links=(), root=_branch(document["tree"], MAX_DEPTH)), notes)
 
 
-def _note(card: dict[str, Any]) -> str:
-    cores, memory = card["cores"], card["memory"]
-    health = health_line(card)
+def _note(gpu: dict[str, Any]) -> str:
+    cores, memory = gpu["cores"], gpu["memory"]
+    health = health_line(gpu)
     free = (
         f"free {cores['free']}/{cores['capacity']} cores, "
         f"{memory['free_bytes'] // MIB}/{memory['capacity_bytes'] // MIB} MiB"
     )
-    return f"{plain(card['name'])}, {free}{'' if health == 'Healthy' else f', {health}'}"
+    return f"{plain(gpu['name'])}, {free}{'' if health == 'Healthy' else f', {health}'}"
 
 
 def _branch(raw: dict[str, Any], depth: int) -> Branch:
@@ -87,6 +87,6 @@ def _branch(raw: dict[str, Any], depth: int) -> Branch:
         )
     return Branch(
         kind=kind,
-        cards=tuple(raw["cards"]),
+        gpus=tuple(raw["cards"]),
         children=tuple(_branch(child, depth - 1) for child in raw["children"]),
     )

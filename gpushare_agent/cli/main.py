@@ -135,7 +135,7 @@ def _cdi_arguments(parser: argparse.ArgumentParser) -> None:
 def _cdi(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     parser = make_parser(
         "cdi",
-        "Names the node's cards for container runtimes by CDI, and tells who names them.",
+        "Names the node's GPUs for container runtimes by CDI, and tells who names them.",
         argv,
         examples=[f"{PROGRAM} cdi generate --check"],
     )
@@ -184,7 +184,7 @@ def _mps(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 def _extender(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     parser = make_parser(
         "extender",
-        "Runs the scheduler extender until SIGTERM or SIGINT: kube-scheduler asks it which nodes have room on a card.",
+        "Runs the scheduler extender until SIGTERM or SIGINT: kube-scheduler asks it which nodes have room on a GPU.",
         argv,
         examples=[f"{PROGRAM} extender --extender.addr 0.0.0.0 --extender.leader-elect=false"],
     )
@@ -257,7 +257,7 @@ def _uncordon_arguments(parser: argparse.ArgumentParser) -> None:
 def _cordon(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     parser = make_parser(
         "cordon",
-        "Takes a card out of service: pods that run on it go on, no new pod gets it. Needs root on the node.",
+        "Takes a GPU out of service: pods that run on it go on, no new pod gets it. Needs root on the node.",
         argv,
         examples=[f"{PROGRAM} cordon 3 --reason 'fan replaced on Monday'", f"{PROGRAM} cordon --list"],
     )
@@ -268,7 +268,7 @@ def _cordon(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 def _uncordon(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     parser = make_parser(
         "uncordon",
-        "Puts a card back in service, and ends its wait for a reset. Needs root on the node.",
+        "Puts a GPU back in service, and ends its wait for a reset. Needs root on the node.",
         argv,
         examples=[f"{PROGRAM} uncordon 3"],
     )
@@ -279,7 +279,7 @@ def _uncordon(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 def _ask_agent(action: str, parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str]) -> int:
     options, flags = parse(parser, argv)
     if not options.gpu and not options.list:
-        parser.error("name a card: its index, its UUID or the beginning of it; --list prints the cards")
+        parser.error("name a GPU: its index, its UUID or the beginning of it; --list prints the GPUs")
     settings = load_settings(flags, environ).settings
     from gpushare_agent.cli import cordon
 
@@ -315,7 +315,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="cdi",
-        summary="name the cards for container runtimes by CDI, and tell who names them",
+        summary="name the GPUs for container runtimes by CDI, and tell who names them",
         run=_cdi,
         add_arguments=_cdi_arguments,
     ),
@@ -331,18 +331,18 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="extender",
-        summary="run the scheduler extender, for kube-scheduler to ask where a card has room",
+        summary="run the scheduler extender, for kube-scheduler to ask where a GPU has room",
         run=_extender,
     ),
     Command(
         name="cordon",
-        summary="take a card out of service; running pods go on",
+        summary="take a GPU out of service; running pods go on",
         run=_cordon,
         add_arguments=_cordon_arguments,
     ),
     Command(
         name="uncordon",
-        summary="put a card back in service, and end its wait for a reset",
+        summary="put a GPU back in service, and end its wait for a reset",
         run=_uncordon,
         add_arguments=_uncordon_arguments,
     ),

@@ -16,7 +16,7 @@ import structlog
 from gpushare_agent.gpus.nvml.compute_mode import ComputeModes
 from gpushare_agent.isolation.mps.control import MpsControl
 from gpushare_agent.isolation.mps.daemon import MpsDaemonProcess
-from gpushare_agent.isolation.mps.supervision import Condition, MpsSupervision, Patience
+from gpushare_agent.isolation.mps.supervision import Condition, MpsSupervision, Timeouts
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.systemd import sd_notify
 from gpushare_agent.model.errors import StartupError, Unavailable
@@ -53,7 +53,7 @@ async def run(settings: Settings) -> int:
         MpsDaemonProcess(control),
         control,
         percentage=mps.default_active_thread_percentage,
-        patience=Patience(
+        timeouts=Timeouts(
             start_s=START_COMMANDS * mps.command_timeout_s,
             probe_period_s=mps.probe_period_s,
             drain_s=mps.drain_timeout_s,
@@ -75,7 +75,7 @@ async def run(settings: Settings) -> int:
 
 async def _make_exclusive(settings: Settings, modes: ComputeModes) -> None:
     if settings.driver != "nvml":
-        log.warning("compute_mode_not_set", reason="the cards are simulated")
+        log.warning("compute_mode_not_set", reason="the GPUs are simulated")
         return
     log.info("compute_mode_exclusive", changed=await modes.make_exclusive())
 

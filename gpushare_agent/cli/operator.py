@@ -32,10 +32,10 @@ docs/cli.md lists the rights that you need."""
 def operator_commands(*, is_plugin: bool) -> tuple[Command, ...]:
     """As they are for one of the two programs."""
     made = (
-        ("top", "live table of the cards, their containers and what they use", _top, _top_arguments),
-        ("inspect", "allocated and total of every card, of this node or of all", _inspect, _inspect_arguments),
-        ("graph", "how the cards are connected, and what is free on each", _graph, _where_arguments),
-        ("explain", "why a pod got its card, or why it was refused", _explain, _explain_arguments),
+        ("top", "live table of the GPUs, their containers and what they use", _top, _top_arguments),
+        ("inspect", "allocated and total of every GPU, of this node or of all", _inspect, _inspect_arguments),
+        ("graph", "how the GPUs are connected, and what is free on each", _graph, _where_arguments),
+        ("explain", "why a pod got its GPU, or why it was refused", _explain, _explain_arguments),
     )
     return tuple(
         Command(
@@ -147,28 +147,28 @@ def _start(purpose: _Purpose, argv: Sequence[str], environ: Mapping[str, str], *
 
 _TOP = _Purpose(
     name="top",
-    text="Shows the cards of a node, below each its containers, and what they use of it. Keys: q ends, j and k scroll.",
+    text="Shows the GPUs of a node, below each its containers, and what they use of it. Keys: q ends, j and k scroll.",
     examples=("top", "top --once -o json"),
     plugin_examples=("top --node gpu-1",),
     arguments=_top_arguments,
 )
 _INSPECT = _Purpose(
     name="inspect",
-    text="Tells allocated and total cores and memory of every card, per node and in all.",
+    text="Tells allocated and total cores and memory of every GPU, per node and in all.",
     examples=("inspect -d", "inspect --all-nodes"),
     plugin_examples=("inspect -d", "inspect --node gpu-1"),
     arguments=_inspect_arguments,
 )
 _GRAPH = _Purpose(
     name="graph",
-    text="Draws how the cards of a node are connected, with what is free on each.",
+    text="Draws how the GPUs of a node are connected, with what is free on each.",
     examples=("graph",),
     plugin_examples=("graph --node gpu-1",),
     arguments=_where_arguments,
 )
 _EXPLAIN = _Purpose(
     name="explain",
-    text="Tells why the containers of a pod got their cards, or why they were refused, card by card.",
+    text="Tells why the containers of a pod got their GPUs, or why they were refused, GPU by GPU.",
     examples=("explain train-0 -n research", "explain research/train-0 -c main -o json"),
     plugin_examples=("explain train-0 -n research",),
     arguments=_explain_arguments,

@@ -1,4 +1,4 @@
-"""A decision for people: what was asked, what was chosen or why not, every card's verdict, what to do. Pure.
+"""A decision for people: what was asked, what was chosen or why not, every GPU's verdict, what to do. Pure.
 
 Reads decisions as docs/api.md has them (the fields of model/decision_records.py).
 """
@@ -17,24 +17,24 @@ from gpushare_agent.model.decision_records import Outcome
 from gpushare_agent.model.errors import RefusalReason
 
 _POLICIES = {
-    "share": "a share of one card, by placement.share_policy",
-    "fragment": "one whole card, in the branch of the topology that is most used already",
-    "link": "several whole cards with the cheapest links between them",
-    "hint": "the card that the pod's annotation names (the scheduler extender's choice), which had room",
-    "must-include": "the card of the devices that the kubelet insisted on",
-    "memory": "a card with room for memory alone (GPUShare's resource)",
+    "share": "a share of one GPU, by placement.share_policy",
+    "fragment": "one whole GPU, in the branch of the topology that is most used already",
+    "link": "several whole GPUs with the cheapest links between them",
+    "hint": "the GPU that the pod's annotation names (the scheduler extender's choice), which had room",
+    "must-include": "the GPU of the devices that the kubelet insisted on",
+    "memory": "a GPU with room for memory alone (GPUShare's resource)",
 }
 _RETRIED = "Nothing: the pod's controller replaces it and the next try may succeed. If it goes on, read the agent's log"
 ADVICE = {
     RefusalReason.INVALID_REQUEST: "Correct the limits in the pod's manifest, as the refusal says",
-    RefusalReason.NO_HEALTHY_CARD: "Look why the cards are out of service (`gpushare-agent top`), or use another node",
+    RefusalReason.NO_HEALTHY_GPU: "Look why the GPUs are out of service (`gpushare-agent top`), or use another node",
     RefusalReason.NOT_ENOUGH_CORES: "Ask for fewer cores, wait until pods of this node end, or use another node",
     RefusalReason.NOT_ENOUGH_MEMORY: "Ask for less memory, wait until pods of this node end, or use another node",
-    RefusalReason.FRAGMENTED: "The node has enough in all, but on no single card: ask for less, or wait until pods here end",
-    RefusalReason.SHARING_DISABLED: "Ask for whole cards (a multiple of 100 cores), or use a node that shares its cards",
+    RefusalReason.FRAGMENTED: "The node has enough in all, but on no single GPU: ask for less, or wait until pods here end",
+    RefusalReason.SHARING_DISABLED: "Ask for whole GPUs (a multiple of 100 cores), or use a node that shares its GPUs",
     RefusalReason.UNKNOWN_DEVICE: "Restart the kubelet if it recurs: it named a device that this node does not offer",
     RefusalReason.DEVICE_IN_USE: _RETRIED,
-    RefusalReason.WRONG_CARDS: "Delete the pod so that it is admitted afresh; restart the kubelet if it recurs",
+    RefusalReason.WRONG_GPUS: "Delete the pod so that it is admitted afresh; restart the kubelet if it recurs",
     RefusalReason.POD_UNKNOWN: _RETRIED,
     RefusalReason.POD_AMBIGUOUS: _RETRIED,
     RefusalReason.NOT_READY: _RETRIED,
@@ -53,9 +53,9 @@ def decision_parts(decision: dict[str, Any]) -> list[RenderableType]:
 def _title(decision: dict[str, Any]) -> Text:
     is_allocated = decision["outcome"] == Outcome.ALLOCATED.value
     at = datetime.fromtimestamp(decision["at"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    what = f"got card {_cards(decision['cards'])}" if is_allocated else f"was refused: {plain(decision['reason'])}"
+    what = f"got GPU {_gpus(decision['cards'])}" if is_allocated else f"was refused: {plain(decision['reason'])}"
     if is_allocated and len(decision["cards"]) > 1:
-        what = f"got cards {_cards(decision['cards'])}"
+        what = f"got GPUs {_gpus(decision['cards'])}"
     name = f"{plain(decision['namespace'])}/{plain(decision['pod'])}, container {plain(decision['container'])}"
     if not decision["pod"]:
         name = "a pod that could not be identified"
@@ -75,7 +75,7 @@ def _asked(decision: dict[str, Any]) -> str:
         return f"{plain(decision['resource'])}; the refusal came before what it asks for was known"
     parts = [f"{asked['cores']} cores"] if asked["cores"] else []
     parts += [f"{mib(asked['memory_bytes'])} MiB"] if asked["memory_bytes"] else []
-    parts += [f"its annotation names card {_cards(asked['hint'])}"] if asked["hint"] else []
+    parts += [f"its annotation names GPU {_gpus(asked['hint'])}"] if asked["hint"] else []
     parts += [f"the kubelet insists on {', '.join(map(plain, asked['must_cards']))}"] if asked["must_cards"] else []
     return ", ".join(parts)
 
@@ -90,24 +90,24 @@ def _advice(reason: str) -> str:
     return f"{known[reason]}." if reason in known else ""
 
 
-def _cards(indexes: Sequence[int]) -> str:
+def _gpus(indexes: Sequence[int]) -> str:
     return ", ".join(map(str, indexes))
 
 
 def _candidates_table(candidates: Sequence[dict[str, Any]]) -> RenderableType:
     columns = ("  ", "GPU", "HEALTH", "FREE CORES", "FREE MiB", "TOTAL MiB", "VERDICT")
     rows: list[Sequence[str | Text]] = []
-    for card in candidates:
-        is_healthy = card["is_healthy"]
+    for gpu in candidates:
+        is_healthy = gpu["is_healthy"]
         rows.append(
             (
-                "  *" if card["is_chosen"] else "",
-                str(card["index"]),
+                "  *" if gpu["is_chosen"] else "",
+                str(gpu["index"]),
                 Text("Healthy" if is_healthy else "Unhealthy", style="" if is_healthy else "red"),
-                str(card["free_cores"]),
-                mib(card["free_memory_bytes"]),
-                mib(card["total_memory_bytes"]),
-                Text(plain(card["verdict"]), style="green" if card["is_chosen"] else ""),
+                str(gpu["free_cores"]),
+                mib(gpu["free_memory_bytes"]),
+                mib(gpu["total_memory_bytes"]),
+                Text(plain(gpu["verdict"]), style="green" if gpu["is_chosen"] else ""),
             )
         )
     return grid(columns, rows, right=("GPU", "FREE CORES", "FREE MiB", "TOTAL MiB"))

@@ -1,4 +1,4 @@
-"""Allocated and total of every card, per node and for the cluster. Pure: sums in, a document or tables out.
+"""Allocated and total of every GPU, per node and for the cluster. Pure: sums in, a document or tables out.
 
 The document's format is docs/cli.md; sizes are bytes.
 """
@@ -22,8 +22,8 @@ from gpushare_agent.cli.render_text import (
     part_of,
     plain,
 )
-from gpushare_agent.model.names import CORES_PER_CARD
-from gpushare_agent.observability.inspection import CardSums, ContainerSums, NodeSums
+from gpushare_agent.model.names import CORES_PER_GPU
+from gpushare_agent.observability.inspection import ContainerSums, GpuSums, NodeSums
 
 SCHEMA = 1
 
@@ -32,7 +32,7 @@ def inspection_document(nodes: Sequence[NodeSums]) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "nodes": [_node_document(node) for node in nodes],
-        "totals": _totals([card for node in nodes for card in node.cards]),
+        "totals": _totals([gpu for node in nodes for gpu in node.gpus]),
     }
 
 
@@ -40,28 +40,28 @@ def _node_document(node: NodeSums) -> dict[str, Any]:
     return {
         "node": node.node,
         "remark": node.remark,
-        "cards": [_card_document(card) for card in node.cards],
+        "cards": [_gpu_document(gpu) for gpu in node.gpus],
         "containers": [_container_document(container) for container in node.containers],
         "unplaced": {
             "containers": len(node.unplaced),
             "cores": sum(container.cores for container in node.unplaced),
             "memory_bytes": sum(container.memory_bytes for container in node.unplaced),
         },
-        "totals": _totals(node.cards),
+        "totals": _totals(node.gpus),
     }
 
 
-def _card_document(sums: CardSums) -> dict[str, Any]:
-    card = sums.card
+def _gpu_document(sums: GpuSums) -> dict[str, Any]:
+    gpu = sums.gpu
     return {
-        "index": card.index,
-        "uuid": card.uuid,
-        "name": card.name,
-        "is_healthy": card.is_healthy,
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        "is_healthy": gpu.is_healthy,
         "health_reason": sums.health_reason,
-        "cordoned": card.cordoned or None,
-        "cores": {"allocated": sums.cores_allocated, "capacity": CORES_PER_CARD},
-        "memory": {"allocated_bytes": sums.memory_allocated_bytes, "capacity_bytes": card.memory_bytes},
+        "cordoned": gpu.cordoned or None,
+        "cores": {"allocated": sums.cores_allocated, "capacity": CORES_PER_GPU},
+        "memory": {"allocated_bytes": sums.memory_allocated_bytes, "capacity_bytes": gpu.memory_bytes},
     }
 
 
@@ -70,24 +70,24 @@ def _container_document(container: ContainerSums) -> dict[str, Any]:
         "namespace": container.namespace,
         "pod": container.pod,
         "container": container.container,
-        "cards": list(container.cards),
+        "cards": list(container.gpus),
         "cores": container.cores,
         "memory_bytes": container.memory_bytes,
         "remark": container.remark,
     }
 
 
-def _totals(cards: Sequence[CardSums]) -> dict[str, Any]:
+def _totals(gpus: Sequence[GpuSums]) -> dict[str, Any]:
     return {
-        "cards": len(cards),
-        "cards_healthy": sum(1 for sums in cards if sums.card.is_healthy),
+        "cards": len(gpus),
+        "cards_healthy": sum(1 for sums in gpus if sums.gpu.is_healthy),
         "cores": {
-            "allocated": sum(sums.cores_allocated for sums in cards),
-            "capacity": len(cards) * CORES_PER_CARD,
+            "allocated": sum(sums.cores_allocated for sums in gpus),
+            "capacity": len(gpus) * CORES_PER_GPU,
         },
         "memory": {
-            "allocated_bytes": sum(sums.memory_allocated_bytes for sums in cards),
-            "capacity_bytes": sum(sums.card.memory_bytes for sums in cards),
+            "allocated_bytes": sum(sums.memory_allocated_bytes for sums in gpus),
+            "capacity_bytes": sum(sums.gpu.memory_bytes for sums in gpus),
         },
     }
 
@@ -95,7 +95,7 @@ def _totals(cards: Sequence[CardSums]) -> dict[str, Any]:
 def inspection_tables(document: dict[str, Any], *, with_details: bool) -> list[RenderableType]:
     """From the document, so that both forms say the same."""
     nodes = document["nodes"]
-    parts: list[RenderableType] = [_cards_table(nodes)]
+    parts: list[RenderableType] = [_gpus_table(nodes)]
     if with_details:
         parts += [Text(""), _containers_table(nodes)]
     remarks = [
@@ -105,14 +105,14 @@ def inspection_tables(document: dict[str, Any], *, with_details: bool) -> list[R
     return [*parts, Text(""), *remarks, *unplaced, _cluster_line(document)]
 
 
-def _cards_table(nodes: Sequence[dict[str, Any]]) -> RenderableType:
+def _gpus_table(nodes: Sequence[dict[str, Any]]) -> RenderableType:
     columns = ["NODE", "GPU", "NAME", "HEALTH", "CORES", "MEMORY MiB", "REASON"]
     rows: list[list[str | Text]] = []
     for node in nodes:
-        for position, card in enumerate(node["cards"]):
+        for position, gpu in enumerate(node["cards"]):
             name = node["node"] if position == 0 else ""
-            reason = "; ".join(health_reasons(card))
-            rows.append([name, str(card["index"]), card["name"] or "-", _health(card), *_amounts(card), reason])
+            reason = "; ".join(health_reasons(gpu))
+            rows.append([name, str(gpu["index"]), gpu["name"] or "-", _health(gpu), *_amounts(gpu), reason])
         cores, memory = _amounts(node["totals"])
         whose = "" if node["cards"] else node["node"]
         rows.append([whose, "all", "", "", Text(cores, style="bold"), Text(memory, style="bold"), ""])
@@ -121,8 +121,8 @@ def _cards_table(nodes: Sequence[dict[str, Any]]) -> RenderableType:
     return grid(columns, rows, right=("GPU", "CORES", "MEMORY MiB"))
 
 
-def _health(card: dict[str, Any]) -> Text:
-    word = health_word(card)
+def _health(gpu: dict[str, Any]) -> Text:
+    word = health_word(gpu)
     return Text(word, style=health_style(word))
 
 
@@ -160,7 +160,7 @@ def _unplaced_line(node: dict[str, Any], with_details: bool) -> Text:
     hint = "" if with_details else "; -d lists them"
     return Text(
         f"{plain(node['node'])}: {number} with {unplaced['cores']} cores and {unplaced['memory_bytes'] / MIB:.0f} MiB "
-        f"{verb} charged to no card{hint}",
+        f"{verb} charged to no GPU{hint}",
         style="yellow",
     )
 
@@ -169,8 +169,8 @@ def _cluster_line(document: dict[str, Any]) -> Text:
     totals, number = document["totals"], len(document["nodes"])
     cores, memory = _amounts(totals)
     where = f"in {number} nodes" if number != 1 else "of the node"
-    health = out_of_service([card for node in document["nodes"] for card in node["cards"]])
+    health = out_of_service([gpu for node in document["nodes"] for gpu in node["cards"]])
     return Text(
-        f"allocated of {counted(totals['cards'], 'card')} {where}{health}: cores {cores}, memory {memory} MiB",
+        f"allocated of {counted(totals['cards'], 'GPU')} {where}{health}: cores {cores}, memory {memory} MiB",
         style="bold",
     )

@@ -14,7 +14,7 @@ from gpushare_agent.simulation.workload import Cluster, Size, Workload
 
 _NO_NODE_TEXTS = {
     NoNode.FULL: "no node had enough in sum",
-    NoNode.FRAGMENTED: "a node had enough in sum, but none on its cards",
+    NoNode.FRAGMENTED: "a node had enough in sum, but none on its GPUs",
     NoNode.NEVER: "no node could serve it, were it empty",
 }
 
@@ -23,7 +23,7 @@ def tables(results: Sequence[PolicyResult], cluster: Cluster, workload: Workload
     skipped = "".join(f"; {count} left out: {why}" for why, count in sorted(workload.skipped.items()))
     return [
         Text(
-            f"{len(cluster.nodes)} nodes with {cluster.number_of_cards} cards ({cluster.source}), "
+            f"{len(cluster.nodes)} nodes with {cluster.number_of_gpus} GPUs ({cluster.source}), "
             f"{len(workload.arrivals)} pods within {span(workload.window_s)} ({workload.source}){skipped}"
         ),
         Text(""),

@@ -1,6 +1,6 @@
 """What the operator commands' output has in common: JSON, YAML, tables, sizes, and text that a terminal can take.
 
-Names of pods, cards and reasons come from elsewhere: control characters in them never reach the terminal.
+Names of pods, GPUs and reasons come from elsewhere: control characters in them never reach the terminal.
 """
 
 from __future__ import annotations
@@ -95,39 +95,39 @@ def part_of(part: float, whole: float) -> str:
     return f"{part:.0f}/{whole:.0f}{share}"
 
 
-def is_cordoned(card: dict[str, Any]) -> bool:
-    return card["cordoned"] is not None
+def is_cordoned(gpu: dict[str, Any]) -> bool:
+    return gpu["cordoned"] is not None
 
 
-def is_ill(card: dict[str, Any]) -> bool:
-    """Whether something is wrong with the card itself: a cordoned one is offered to nobody, and may be well."""
-    return bool(card["health_reason"]) or not (card["is_healthy"] or is_cordoned(card))
+def is_ill(gpu: dict[str, Any]) -> bool:
+    """Whether something is wrong with the GPU itself: a cordoned one is offered to nobody, and may be well."""
+    return bool(gpu["health_reason"]) or not (gpu["is_healthy"] or is_cordoned(gpu))
 
 
-def health_word(card: dict[str, Any]) -> str:
-    """Of a card of the node's document: Healthy, Cordoned, Unhealthy, or both of these."""
-    return ", ".join(word for word, _ in _words_with_reasons(card)) or "Healthy"
+def health_word(gpu: dict[str, Any]) -> str:
+    """Of a GPU of the node's document: Healthy, Cordoned, Unhealthy, or both of these."""
+    return ", ".join(word for word, _ in _words_with_reasons(gpu)) or "Healthy"
 
 
-def health_reasons(card: dict[str, Any]) -> list[str]:
-    """Why, as far as it is told: the operator's words and what is wrong with the card itself. Where a card is both, each
+def health_reasons(gpu: dict[str, Any]) -> list[str]:
+    """Why, as far as it is told: the operator's words and what is wrong with the GPU itself. Where a GPU is both, each
     begins with its word."""
-    told = {word: reason for word, reason in _words_with_reasons(card) if reason}
-    if is_cordoned(card) and is_ill(card):
-        return [f"{word}: {reason}" for word, reason in told.items()]
-    return list(told.values())
+    reported = {word: reason for word, reason in _words_with_reasons(gpu) if reason}
+    if is_cordoned(gpu) and is_ill(gpu):
+        return [f"{word}: {reason}" for word, reason in reported.items()]
+    return list(reported.values())
 
 
-def health_line(card: dict[str, Any]) -> str:
+def health_line(gpu: dict[str, Any]) -> str:
     """Each word with its reason."""
-    return "; ".join(f"{word}: {reason}" if reason else word for word, reason in _words_with_reasons(card)) or "Healthy"
+    return "; ".join(f"{word}: {reason}" if reason else word for word, reason in _words_with_reasons(gpu)) or "Healthy"
 
 
-def _words_with_reasons(card: dict[str, Any]) -> list[tuple[str, str]]:
-    told = (("Cordoned", is_cordoned(card), card["cordoned"]), ("Unhealthy", is_ill(card), card["health_reason"]))
+def _words_with_reasons(gpu: dict[str, Any]) -> list[tuple[str, str]]:
+    reported = (("Cordoned", is_cordoned(gpu), gpu["cordoned"]), ("Unhealthy", is_ill(gpu), gpu["health_reason"]))
     return [
         (word, plain(reason) if reason and reason not in _EMPTY_REASONS else "")
-        for word, is_so, reason in told
+        for word, is_so, reason in reported
         if is_so
     ]
 
@@ -136,7 +136,7 @@ def health_style(word: str) -> str:
     return "green" if word == "Healthy" else ("yellow" if word == "Cordoned" else "red")
 
 
-def out_of_service(cards: Sequence[dict[str, Any]]) -> str:
+def out_of_service(gpus: Sequence[dict[str, Any]]) -> str:
     """`, 1 unhealthy, 2 cordoned`; empty where all are in service."""
-    counts = ((sum(map(is_ill, cards)), "unhealthy"), (sum(map(is_cordoned, cards)), "cordoned"))
+    counts = ((sum(map(is_ill, gpus)), "unhealthy"), (sum(map(is_cordoned, gpus)), "cordoned"))
     return "".join(f", {number} {word}" for number, word in counts if number)

@@ -1,4 +1,4 @@
-"""The node's cards and their containers as a table, from the node's document. Pure: values in, a table out.
+"""The node's GPUs and their containers as a table, from the node's document. Pure: values in, a table out.
 
 A narrow terminal gets fewer columns, in the order in which an operator can do without them; the first column and what
 changes stay.
@@ -41,59 +41,59 @@ _PHASES = {"Running": "green", "Pending": "yellow", "Failed": "red", "Terminatin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One row. A card's is bold; `style` is the state's colour. A row of one cell is as wide as all columns."""
+    """One row. A GPU's is bold; `style` is the state's colour. A row of one cell is as wide as all columns."""
 
     cells: tuple[str, ...]
-    is_card: bool
+    is_gpu: bool
     style: str = ""
 
 
 def top_lines(document: dict[str, Any], width: int = PIPE_WIDTH) -> list[Line]:
-    """A line for each card, below it why it is out of service, as many lines as that needs in this width, and one line for
+    """A line for each GPU, below it why it is out of service, as many lines as that needs in this width, and one line for
     each of its containers and for each process of nobody's."""
     lines: list[Line] = []
-    for card in document["cards"]:
-        lines += [_card_line(card), *_reason_lines(card, width)]
+    for gpu in document["cards"]:
+        lines += [_gpu_line(gpu), *_reason_lines(gpu, width)]
         lines += [
             _container_line(container, part)
             for container in document["containers"]
             for part in container["cards"]
-            if part["uuid"] == card["uuid"]
+            if part["uuid"] == gpu["uuid"]
         ]
-        lines += [_stranger_line(process) for process in card["strangers"]]
+        lines += [_stranger_line(process) for process in gpu["strangers"]]
     homeless = [container for container in document["containers"] if not container["cards"]]
     if homeless:
-        lines.append(Line(cells=("on no card that the driver names", *([""] * (len(COLUMNS) - 1))), is_card=True))
+        lines.append(Line(cells=("on no GPU that the driver names", *([""] * (len(COLUMNS) - 1))), is_gpu=True))
         lines += [_container_line(container, None) for container in homeless]
     return lines
 
 
-def _card_line(card: dict[str, Any]) -> Line:
-    usage = card["usage"] or {}
-    state = health_word(card)
+def _gpu_line(gpu: dict[str, Any]) -> Line:
+    usage = gpu["usage"] or {}
+    state = health_word(gpu)
     return Line(
         cells=(
-            f"{card['index']} {card['name']}",
+            f"{gpu['index']} {gpu['name']}",
             state,
-            f"{card['cores']['allocated']}/{card['cores']['capacity']}",
+            f"{gpu['cores']['allocated']}/{gpu['cores']['capacity']}",
             percent(usage.get("sm_ratio")),
             mib(usage.get("memory_used_bytes")),
-            mib(card["memory"]["allocated_bytes"]),
-            mib(card["memory"]["capacity_bytes"]),
+            mib(gpu["memory"]["allocated_bytes"]),
+            mib(gpu["memory"]["capacity_bytes"]),
             _number(usage.get("temperature_celsius")),
             _power(usage),
         ),
-        is_card=True,
+        is_gpu=True,
         style=health_style(state),
     )
 
 
-def _reason_lines(card: dict[str, Any], width: int) -> list[Line]:
-    style = health_style(health_word(card))
+def _reason_lines(gpu: dict[str, Any], width: int) -> list[Line]:
+    style = health_style(health_word(gpu))
     room = max(1, width - len(REASON_INDENT))
     return [
-        Line(cells=(REASON_INDENT + part,), is_card=False, style=style)
-        for reason in health_reasons(card)
+        Line(cells=(REASON_INDENT + part,), is_gpu=False, style=style)
+        for reason in health_reasons(gpu)
         for part in textwrap.wrap(reason, room)
     ]
 
@@ -113,11 +113,11 @@ def _container_line(container: dict[str, Any], part: dict[str, Any] | None) -> L
         "",
         "",
     )
-    return Line(cells=cells, is_card=False, style=_PHASES.get(container["phase"], ""))
+    return Line(cells=cells, is_gpu=False, style=_PHASES.get(container["phase"], ""))
 
 
 def _cores(container: dict[str, Any]) -> str:
-    """`30`, elastic `30–60`, `whole` for a container that has its cards for itself."""
+    """`30`, elastic `30–60`, `whole` for a container that has its GPUs for itself."""
     if container["is_whole"]:
         return "whole"
     ceiling = container["core_limit"]
@@ -133,7 +133,7 @@ def _stranger_line(process: dict[str, Any]) -> Line:
         mib(process["memory_bytes"]),
         *([""] * 4),
     )
-    return Line(cells=cells, is_card=False, style="yellow")
+    return Line(cells=cells, is_gpu=False, style="yellow")
 
 
 def _number(value: float | None) -> str:
@@ -180,11 +180,11 @@ def _line(line: Line, widths: Mapping[str, int], width: int) -> Text:
         text.truncate(width, overflow="ellipsis")
         return text
     cells = {name: Text(plain_cell(cell)) for name, cell in zip(COLUMNS, line.cells, strict=True) if name in widths}
-    is_out_of_service = line.is_card and line.style != health_style("Healthy")
+    is_out_of_service = line.is_gpu and line.style != health_style("Healthy")
     for name in (STATE, FIRST) if is_out_of_service else (STATE,):
         if name in cells:
             cells[name].stylize(line.style)
-    return _row(cells, widths, style="bold" if line.is_card else "")
+    return _row(cells, widths, style="bold" if line.is_gpu else "")
 
 
 def _row(cells: Mapping[str, Text], widths: Mapping[str, int], *, style: str) -> Text:
@@ -200,11 +200,11 @@ def _row(cells: Mapping[str, Text], widths: Mapping[str, int], *, style: str) ->
 
 def heading(document: dict[str, Any]) -> Text:
     """The node in one line, and below it why the agent is not ready."""
-    agent, cards = document["agent"], document["cards"]
+    agent, gpus = document["agent"], document["cards"]
     parts = [
         f"node {document['node']}",
         "ready" if agent["is_ready"] else "NOT READY",
-        f"{counted(len(cards), 'card')}{out_of_service(cards)}",
+        f"{counted(len(gpus), 'GPU')}{out_of_service(gpus)}",
         counted(len(document["containers"]), "container"),
         f"isolation {agent['isolation']}",
         f"driver {agent['driver']} {agent['driver_version']}".rstrip(),

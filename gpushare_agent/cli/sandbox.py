@@ -18,8 +18,8 @@ from gpushare_agent.cli import sandbox_run
 from gpushare_agent.cli.sandbox_exec import add_exec_arguments, become, exec_request, split_inner_command
 from gpushare_agent.cli.sandbox_extender import free_port
 from gpushare_agent.sandbox.api_server import KUBERNETES_VERSIONS
-from gpushare_agent.sandbox.card_faults import LOST_REASON
 from gpushare_agent.sandbox.control import Answer, ask
+from gpushare_agent.sandbox.gpu_faults import LOST_REASON
 from gpushare_agent.sandbox.manifests import SAMPLE_SETS, ManifestError, read_manifests, sample_manifests
 from gpushare_agent.sandbox.node import NodePaths
 from gpushare_agent.sandbox.node_view import print_document
@@ -30,18 +30,18 @@ __all__ = ["add_arguments", "run", "split_inner_command"]
 
 _SETTINGS_OPTIONS = ("cards", "topology", "card_memory_mib")
 _MOST_NODES = 32
-_MOST_CARDS = 64
-_CARDS = re.compile(r"([0-9]{1,2})x([0-9]{1,9})")
+_MOST_GPUS = 64
+_GPUS = re.compile(r"([0-9]{1,2})x([0-9]{1,9})")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--cards", metavar="N", help="simulated cards (default 8, or one for each memory size)")
-    add("--topology", metavar="FILE", help="text of `nvidia-smi topo -m` that gives the cards and their links")
-    add("--card-memory-mib", metavar="M[,M...]", help="memory of the cards, MiB: one value, or one for each")
+    add("--cards", metavar="N", help="simulated GPUs (default 8, or one for each memory size)")
+    add("--topology", metavar="FILE", help="text of `nvidia-smi topo -m` that gives the GPUs and their links")
+    add("--card-memory-mib", metavar="M[,M...]", help="memory of the GPUs, MiB: one value, or one for each")
     add("--nodes", metavar="N", type=int, help="embedded nodes, each with an agent (default 1, or one for each entry of "
         "--node-cards)")  # fmt: skip
-    add("--node-cards", metavar="CxM[,CxM...]", help="cards of each node and their memory in MiB, such as 8x24576,4x16384 "
+    add("--node-cards", metavar="CxM[,CxM...]", help="GPUs of each node and their memory in MiB, such as 8x24576,4x16384 "
         "or 2x24576+1x81920; fewer entries than nodes are used in turn")  # fmt: skip
     add("--extender", action="store_true", help="run the scheduler extender too, and let the embedded scheduler ask it")
     add(
@@ -82,8 +82,8 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
     commands.add_parser("restart-kubelet", help="stop and start the embedded kubelet; containers run on")
     commands.add_parser("kill-agent", help="SIGKILL the agent; the sandbox starts it again")
     commands.add_parser("kill-extender", help="SIGKILL the extender; the sandbox starts it again")
-    _add_card_commands(commands)
-    commands.add_parser("status", help="print cards and pods")
+    _add_gpu_commands(commands)
+    commands.add_parser("status", help="print GPUs and pods")
     for name in ("restart-kubelet", "kill-agent", "fail-card", "heal-card"):
         commands.choices[name].add_argument("--node", metavar="NAME", help="which node, where there are several")
     for command in commands.choices.values():
@@ -92,26 +92,26 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
         help="table for people, json for scripts (table)")  # fmt: skip
 
 
-def _add_card_commands(commands: Any) -> None:
+def _add_gpu_commands(commands: Any) -> None:
     fail = commands.add_parser(
         "fail-card",
-        help="make a simulated card fail",
-        description="Makes a simulated card fail, as the driver would report it. What the agent makes of it is in `status` a"
-        " few seconds later: the card's units are Unhealthy, running pods go on, new ones go elsewhere.",
+        help="make a simulated GPU fail",
+        description="Makes a simulated GPU fail, as the driver would report it. What the agent makes of it is in `status` a"
+        " few seconds later: the GPU's units are Unhealthy, running pods go on, new ones go elsewhere.",
     )
-    fail.add_argument("card", metavar="INDEX", type=int, help="of the card, as `status` counts them")
+    fail.add_argument("card", metavar="INDEX", type=int, help="of the GPU, as `status` counts them")
     how = fail.add_mutually_exclusive_group()
-    how.add_argument("--xid", metavar="N", type=int, help="the driver reports this Xid error, once; 79: the card fell off"
+    how.add_argument("--xid", metavar="N", type=int, help="the driver reports this Xid error, once; 79: the GPU fell off"
         " the bus, 94: a contained memory error, 31: a program's own fault, which is ignored")  # fmt: skip
-    how.add_argument("--lost", metavar="REASON", help="the driver no longer finds the card, for this reason; the default,"
+    how.add_argument("--lost", metavar="REASON", help="the driver no longer finds the GPU, for this reason; the default,"
         f" with the reason {LOST_REASON!r}")  # fmt: skip
     heal = commands.add_parser(
         "heal-card",
         help="take back what fail-card did",
-        description="Ends the loss of a card; after an Xid error lets the driver see the card reset. The agent takes it back"
+        description="Ends the loss of a GPU; after an Xid error lets the driver see the GPU reset. The agent takes it back"
         " when it has passed its probes (--health.recovery-probes, --health.recovery-period-s).",
     )
-    heal.add_argument("card", metavar="INDEX", type=int, help="of the card")
+    heal.add_argument("card", metavar="INDEX", type=int, help="of the GPU")
 
 
 async def run(args: argparse.Namespace, extra_agent_flags: list[str], inner_command: Sequence[str] = ()) -> int:
@@ -147,11 +147,11 @@ def _agent_flags(args: argparse.Namespace, extra: list[str]) -> list[str]:
     ]
     if args.port is not None:
         flags.append(f"--web.port={args.port or free_port()}")
-    return [*flags, *_implied_cards(args, extra), *extra]
+    return [*flags, *_implied_gpus(args, extra), *extra]
 
 
-def _implied_cards(args: argparse.Namespace, extra: list[str]) -> list[str]:
-    """Several memory sizes are as many cards, where nothing else says how many there are."""
+def _implied_gpus(args: argparse.Namespace, extra: list[str]) -> list[str]:
+    """Several memory sizes are as many GPUs, where nothing else says how many there are."""
     count = len((args.card_memory_mib or "").split(","))
     if count == 1 or args.cards is not None or args.topology is not None:
         return []
@@ -161,7 +161,7 @@ def _implied_cards(args: argparse.Namespace, extra: list[str]) -> list[str]:
 
 
 def _node_flags(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
-    """Of each node: its cards, and for all but the first a web port of its own. Raises ManifestError."""
+    """Of each node: its GPUs, and for all but the first a web port of its own. Raises ManifestError."""
     entries = args.node_cards.split(",") if args.node_cards else []
     count = args.nodes if args.nodes is not None else max(1, len(entries))
     if not 1 <= count <= _MOST_NODES:
@@ -172,23 +172,23 @@ def _node_flags(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
         )
     if entries and any(getattr(args, name) is not None for name in _SETTINGS_OPTIONS):
         raise ManifestError(
-            "--node-cards tells everything of the cards: leave out --cards, --card-memory-mib, --topology"
+            "--node-cards tells everything of the GPUs: leave out --cards, --card-memory-mib, --topology"
         )
-    cards = [_cards_flags(entry) for entry in entries]
+    gpus = [_gpus_flags(entry) for entry in entries]
     ports = [(), *((f"--web.port={free_port()}",) for _ in range(count - 1))]
-    return tuple((*(cards[number % len(cards)] if cards else ()), *ports[number]) for number in range(count))
+    return tuple((*(gpus[number % len(gpus)] if gpus else ()), *ports[number]) for number in range(count))
 
 
-def _cards_flags(entry: str) -> tuple[str, ...]:
-    """`2x24576+1x81920`: kinds of cards of one node."""
+def _gpus_flags(entry: str) -> tuple[str, ...]:
+    """`2x24576+1x81920`: kinds of GPUs of one node."""
     sizes: list[str] = []
     for kind in entry.split("+"):
-        match = _CARDS.fullmatch(kind.strip())
-        if match is None or not 1 <= int(match[1]) <= _MOST_CARDS:
+        match = _GPUS.fullmatch(kind.strip())
+        if match is None or not 1 <= int(match[1]) <= _MOST_GPUS:
             raise ManifestError(f"--node-cards: {entry!r} must be COUNTxMIB, such as 8x24576, several joined by +")
         sizes += [match[2]] * int(match[1])
-    if len(sizes) > _MOST_CARDS:
-        raise ManifestError(f"--node-cards: {entry!r} has {len(sizes)} cards; a node can have {_MOST_CARDS}")
+    if len(sizes) > _MOST_GPUS:
+        raise ManifestError(f"--node-cards: {entry!r} has {len(sizes)} GPUs; a node can have {_MOST_GPUS}")
     return (f"--simulated.cards={len(sizes)}", f"--simulated.card-memory-mib={','.join(sizes)}")
 
 

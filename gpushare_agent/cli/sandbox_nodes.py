@@ -1,6 +1,6 @@
 """The nodes of one run of the sandbox: what each is made of, and what runs beside it while the sandbox lasts.
 
-A node has its agent, a child process; the player of what its containers use; who watches its cards; and, where isolation
+A node has its agent, a child process; the player of what its containers use; who watches its GPUs; and, where isolation
 mps is in use, a stand-in for the MPS control daemon. The order of the whole is in sandbox_run.
 """
 
@@ -22,16 +22,16 @@ from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.sandbox.agent_process import AgentProcess
-from gpushare_agent.sandbox.card_faults import CardFaults
-from gpushare_agent.sandbox.mps_stand_in import open_mps_stand_in
+from gpushare_agent.sandbox.controller import NodeBench
+from gpushare_agent.sandbox.fake_mps import open_fake_mps
+from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.node import EmbeddedNode, NodePaths
 from gpushare_agent.sandbox.node_report import ReportedNode
-from gpushare_agent.sandbox.workbench import NodeBench
 from gpushare_agent.sandbox.workload_player import WorkloadPlayer
 from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsError, load_settings
 
 NODE_NAME = "sandbox"
-_CARDS_INTERVAL_S = 1.0
+_GPUS_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ def node_names(loaded: LoadedSettings, count: int) -> list[str]:
 
 
 def check_driver(name: str, paths: NodePaths, flags: Sequence[str]) -> GpuDriver:
-    """The cards as the node's agent will see them. Raises SettingsError for a topology file that cannot be used: a mistake
+    """The GPUs as the node's agent will see them. Raises SettingsError for a topology file that cannot be used: a mistake
     of the command line, as any other setting."""
     arguments = ("--driver=simulated", f"--simulated.faults={paths.faults}", *flags, f"--node-name={name}")
     try:
@@ -79,7 +79,7 @@ async def build_node(
     resources, names = settings.resources, resource_names(settings)
     inventory = await driver.read()
     shown = ReportedNode(
-        node=node, cards=inventory.cards, vcore=resources.vcore, vmemory=resources.vmemory,
+        node=node, gpus=inventory.gpus, vcore=resources.vcore, vmemory=resources.vmemory,
         memory_block_mib=resources.memory_block_mib, gpu_mem=names.gpu_mem, gpu_mem_unit_mib=names.gpu_mem_unit_mib,
         addresses=_addresses(settings),
     )  # fmt: skip
@@ -88,7 +88,7 @@ async def build_node(
         agent=AgentProcess(
             arguments, node.paths.agent_log, tell, name="the agent" if is_only else f"the agent of {node.name}"
         ),
-        faults=CardFaults(settings.simulated.faults, len(inventory.cards), health_policy(settings)),
+        faults=GpuFaults(settings.simulated.faults, len(inventory.gpus), health_policy(settings)),
     )
     return RunningNode(bench=bench, settings=settings, driver=driver, player=_player(shown, settings))
 
@@ -120,7 +120,7 @@ def agent_lines(node: RunningNode) -> list[str]:
     """What a person types to ask the node's agent, as it must be written for this one."""
     where = node.bench.shown.addresses
     server = "" if where["web"] == _addresses(load_settings((), {}).settings)["web"] else f" --server {where['web']}"
-    cordon = [f"cordon CARD --socket {shlex.quote(where['control_socket'])}"] if where["control_socket"] else []
+    cordon = [f"cordon GPU --socket {shlex.quote(where['control_socket'])}"] if where["control_socket"] else []
     return [f"gpushare-agent {line}" for line in (f"top{server}", f"explain POD{server}", *cordon)]
 
 
@@ -137,13 +137,13 @@ async def running(nodes: Sequence[RunningNode]) -> AsyncIterator[None]:
     """Agents and all, until the block ends."""
     async with AsyncExitStack() as stack:
         for node in nodes:
-            await stack.enter_async_context(_mps_stand_in(node))
+            await stack.enter_async_context(_fake_mps(node))
         async with asyncio.TaskGroup() as group:
             agents, others = [], []
             for node in nodes:
                 name = node.bench.name
                 agents.append(group.create_task(forever("agent process", node.bench.agent.run), name=f"agent {name}"))
-                others.append(group.create_task(_watch_cards(node), name=f"cards {name}"))
+                others.append(group.create_task(_watch_gpus(node), name=f"GPUs {name}"))
                 if node.player is not None:
                     others.append(group.create_task(forever("workload", node.player.run), name=f"workload {name}"))
             try:
@@ -157,25 +157,25 @@ async def running(nodes: Sequence[RunningNode]) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _mps_stand_in(node: RunningNode) -> AsyncIterator[None]:
+async def _fake_mps(node: RunningNode) -> AsyncIterator[None]:
     """A daemon for isolation mps, unless a person has named the directory of one."""
     settings, paths = node.settings, node.bench.shown.node.paths
     is_used = IsolationName.MPS in (settings.isolation, *settings.isolations_allowed)
     if not is_used or settings.mps.pipe_directory != paths.mps_pipe:
         yield
         return
-    async with open_mps_stand_in(paths.mps_pipe, paths.mps_logs, paths.mps_control):
+    async with open_fake_mps(paths.mps_pipe, paths.mps_logs, paths.mps_control):
         yield
 
 
-async def _watch_cards(node: RunningNode) -> None:
-    """Why a card is not well: the kubelet is only told that it is not. Endless."""
+async def _watch_gpus(node: RunningNode) -> None:
+    """Why a GPU is not well: the kubelet is only told that it is not. Endless."""
     bench = node.bench
     while True:
         try:
-            read = (await node.driver.read()).cards
-            found = {card.uuid: card.unhealthy_reason for card in read if card.unhealthy_reason}
+            read = (await node.driver.read()).gpus
+            found = {gpu.uuid: gpu.unhealthy_reason for gpu in read if gpu.unhealthy_reason}
         except Unavailable as error:
-            found = {card.uuid: str(error) for card in bench.shown.cards}
+            found = {gpu.uuid: str(error) for gpu in bench.shown.gpus}
         bench.note_faults(found)
-        await asyncio.sleep(_CARDS_INTERVAL_S)
+        await asyncio.sleep(_GPUS_INTERVAL_S)

@@ -27,17 +27,17 @@ from gpushare_agent.sandbox.agent_process import last_lines
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.cluster import EmbeddedCluster, open_embedded_cluster, paths_of_node
 from gpushare_agent.sandbox.control import open_control
+from gpushare_agent.sandbox.controller import SandboxController
 from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
 from gpushare_agent.sandbox.manifests import Manifest
 from gpushare_agent.sandbox.node import NodePaths
 from gpushare_agent.sandbox.node_live_view import live_view
 from gpushare_agent.sandbox.node_view import has_several_nodes, pod_line, print_document, reason_text
 from gpushare_agent.sandbox.state_directory import default_state_directory, owned_state_directory
-from gpushare_agent.sandbox.workbench import Workbench
 from gpushare_agent.settings.settings import Settings, load_settings
 
 SETTLE_TIMEOUT_S = 60.0
-_WAIT_TOLD_AFTER_S = 2.0
+_WAIT_REPORTED_AFTER_S = 2.0
 _INTERRUPTED = 130
 _TIMES = KubeletTimes(status_interval_s=1.0, container_start_s=0.2)
 _REDRAW_S = 0.25
@@ -92,7 +92,7 @@ async def run(plan: Plan) -> int:
                 )
                 for node, flags, driver in zip(cluster.nodes, plan.node_flags, drivers, strict=True)
             ]
-            bench = Workbench(
+            bench = SandboxController(
                 nodes=tuple(node.bench for node in nodes), extender=extender.process if extender is not None else None
             )
             notes = _introduce(cluster, plan, nodes, extender, tell)
@@ -122,7 +122,7 @@ def _introduce(
     what = f"embedded node {first.name}" if len(nodes) == 1 else f"{len(nodes)} embedded nodes"
     tell(
         f"{what}, kubelet {plan.kubelet_version}, in {cluster.paths.state}\n"
-        f"stand-ins: {settings.driver} cards; each container is a real process, which only waits unless its image is "
+        f"stand-ins: {settings.driver} GPUs; each container is a real process, which only waits unless its image is "
         f"sandbox/host{_kept(settings)}" + ("" if plan.is_once else f"\n{places}")  # gone when the prompt is back
     )
     where = "" if plan.state == default_state_directory() else f" --state-dir {plan.state}"
@@ -192,9 +192,9 @@ async def _until_stopped(work: Coroutine[Any, Any, int], stop: asyncio.Event, in
     return results[0] if results else interrupted
 
 
-async def _create(bench: Workbench, plan: Plan, tell: Callable[[str], None]) -> None:
+async def _create(bench: SandboxController, plan: Plan, tell: Callable[[str], None]) -> None:
     """When the agent has registered: until then the scheduler would turn every pod away."""
-    async with told_after(_WAIT_TOLD_AFTER_S, "waiting for the agent to register its resources…"):
+    async with reported_after(_WAIT_REPORTED_AFTER_S, "waiting for the agent to register its resources…"):
         is_registered = await bench.wait_registered()
     late = next((one for one in bench.nodes if not one.is_registered()), None)
     if not is_registered and late is not None:
@@ -208,7 +208,7 @@ async def _create(bench: Workbench, plan: Plan, tell: Callable[[str], None]) -> 
 
 
 @asynccontextmanager
-async def told_after(seconds: float, text: str) -> AsyncIterator[None]:
+async def reported_after(seconds: float, text: str) -> AsyncIterator[None]:
     """Says on standard error what is waited for, where it takes that long."""
     timer = asyncio.get_running_loop().call_later(seconds, lambda: print(text, file=sys.stderr, flush=True))
     try:
@@ -217,7 +217,7 @@ async def told_after(seconds: float, text: str) -> AsyncIterator[None]:
         timer.cancel()
 
 
-async def _once(bench: Workbench, plan: Plan, tell: Callable[[str], None], nodes: Sequence[RunningNode]) -> int:
+async def _once(bench: SandboxController, plan: Plan, tell: Callable[[str], None], nodes: Sequence[RunningNode]) -> int:
     await _create(bench, plan, tell)
     try:
         async with asyncio.timeout(SETTLE_TIMEOUT_S):
@@ -237,7 +237,7 @@ async def _once(bench: Workbench, plan: Plan, tell: Callable[[str], None], nodes
     return 1 if others else 0
 
 
-async def _wait_settled(bench: Workbench) -> None:
+async def _wait_settled(bench: SandboxController) -> None:
     """With an extender a pod that waits may have been turned away because what another pod got was not known yet: it counts
     as settled when nothing has come of it for a while."""
     signal_ = bench.api.signal
@@ -251,7 +251,7 @@ async def _wait_settled(bench: Workbench) -> None:
         return
 
 
-async def _live(bench: Workbench, plan: Plan, tell: Callable[[str], None], notes: list[str]) -> int:
+async def _live(bench: SandboxController, plan: Plan, tell: Callable[[str], None], notes: list[str]) -> int:
     """Endless."""
     async with asyncio.TaskGroup() as group:
         group.create_task(_create(bench, plan, tell), name="create-pods")
@@ -264,7 +264,7 @@ async def _live(bench: Workbench, plan: Plan, tell: Callable[[str], None], notes
     return 0
 
 
-async def _draw(bench: Workbench, notes: list[str]) -> None:
+async def _draw(bench: SandboxController, notes: list[str]) -> None:
     signal_ = bench.api.signal
     console = Console()
     drawn: tuple[dict[str, Any], int, int] | None = None
@@ -278,7 +278,7 @@ async def _draw(bench: Workbench, notes: list[str]) -> None:
             await _next_look(signal_, seen)
 
 
-async def _print_changes(bench: Workbench, tell: Callable[[str], None]) -> None:
+async def _print_changes(bench: SandboxController, tell: Callable[[str], None]) -> None:
     """A line for every pod that is new, has changed, or has gone."""
     signal_, shown = bench.api.signal, dict[str, str]()
     while True:

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes",
         metavar="N|FILE",
         default=str(_USUAL_NODES),
-        help="a number of made nodes, or a CSV file of nodes: name,cards,memory_mib,model, or a trace's (%(default)s)",
+        help="a number of made nodes, or a CSV file of nodes: name,GPUs,memory_mib,model, or a trace's (%(default)s)",
     )
     pods = parser.add_mutually_exclusive_group()
     pods.add_argument(

@@ -1,4 +1,4 @@
-"""`gpushare-agent top`: the node's cards and their containers, once or as a live table.
+"""`gpushare-agent top`: the node's GPUs and their containers, once or as a live table.
 
 The live table polls the agent, stays when the agent goes away for a while (and says so), and ends with q or Ctrl-C. Without
 a terminal there is one table. State owned: the terminal's mode, put back at the end.
@@ -23,8 +23,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from gpushare_agent.cli.agent_addresses import Where, open_door
-from gpushare_agent.cli.agent_client import NodeDoor, read_node
+from gpushare_agent.cli.agent_addresses import Where, open_agent
+from gpushare_agent.cli.agent_client import AgentClient, read_node
 from gpushare_agent.cli.render_text import Form, plain, print_as
 from gpushare_agent.cli.render_top import heading, top_lines, top_table
 from gpushare_agent.model.errors import AgentError
@@ -39,7 +39,7 @@ _HELP = "q ends, j and k (or the arrows) scroll"
 
 async def run(settings: Settings, where: Where, *, once: bool, interval_s: float, form: Form) -> int:
     """Prints or shows the node. Raises AgentError where the agent cannot be asked even once."""
-    async with open_door(settings, where) as door:
+    async with open_agent(settings, where) as door:
         document = await read_node(door)
         if once or form != "table" or not (sys.stdout.isatty() and sys.stdin.isatty()):
             print_as(form, document, lambda width: _tables(document, width))
@@ -50,7 +50,7 @@ async def run(settings: Settings, where: Where, *, once: bool, interval_s: float
 
 def _tables(document: dict[str, Any], width: int) -> Sequence[RenderableType]:
     lines = top_lines(document, width)
-    note = [] if lines else [Text("this node has no card that the driver can name")]
+    note = [] if lines else [Text("this node has no GPU that the driver can name")]
     return [heading(document), top_table(lines, width), *note]
 
 
@@ -88,7 +88,7 @@ class _Screen:
         return Group(head, top_table(lines, width, shown), *trouble, Text(foot, style="dim"))
 
 
-async def _show_live(door: NodeDoor, document: dict[str, Any], interval_s: float) -> None:
+async def _show_live(door: AgentClient, document: dict[str, Any], interval_s: float) -> None:
     screen, console = _Screen(document), Console(highlight=False)
     with _terminal(screen), Live(console=console, screen=True, auto_refresh=False) as live:
         async with asyncio.TaskGroup() as group:
@@ -99,7 +99,7 @@ async def _show_live(door: NodeDoor, document: dict[str, Any], interval_s: float
             draw.cancel()
 
 
-async def _poll(door: NodeDoor, screen: _Screen, interval_s: float) -> None:
+async def _poll(door: AgentClient, screen: _Screen, interval_s: float) -> None:
     while True:
         await asyncio.sleep(interval_s)
         try:

@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 MAX_MESSAGE_CHARS = 1024
 """The API server refuses a longer Event message."""
 QUEUE_LIMIT = 256
-TOLD_LIMIT = 4096
+REPORTED_LIMIT = 4096
 REPEAT_AFTER_S = 600.0
 BURST = 25
 TRIES = 6
@@ -56,7 +56,7 @@ class EventQueue:
         self._backoff = backoff or Backoff(base_s=0.5, cap_s=10.0)
         self._clock = clock
         self._queue: deque[dict[str, Any]] = deque()
-        self._told: OrderedDict[tuple[str, ...], float] = OrderedDict()
+        self._reported: OrderedDict[tuple[str, ...], float] = OrderedDict()
         self._is_wanted = asyncio.Event()
 
     def attach(self, api: CreatesEvents) -> None:
@@ -66,16 +66,16 @@ class EventQueue:
     def note(self, key: tuple[str, ...], make: Callable[[], dict[str, Any]]) -> bool:
         """Queue the Event that `make` returns, unless one with this key was told of late; whether it is news."""
         now = self._clock()
-        told_at = self._told.get(key)
-        if told_at is not None and now - told_at < REPEAT_AFTER_S:
+        reported_at = self._reported.get(key)
+        if reported_at is not None and now - reported_at < REPEAT_AFTER_S:
             return False
         if len(self._queue) >= QUEUE_LIMIT:
             self._count("dropped")
             return False
-        self._told[key] = now
-        self._told.move_to_end(key)
-        while len(self._told) > TOLD_LIMIT:
-            self._told.popitem(last=False)
+        self._reported[key] = now
+        self._reported.move_to_end(key)
+        while len(self._reported) > REPORTED_LIMIT:
+            self._reported.popitem(last=False)
         self._queue.append(make())
         self._is_wanted.set()
         return True

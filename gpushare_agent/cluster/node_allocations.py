@@ -1,4 +1,4 @@
-"""Keeps the node's annotation about who holds what of each card true (cluster/node_allocations_wanted.py says what is in
+"""Keeps the node's annotation about who holds what of each GPU true (cluster/node_allocations_wanted.py says what is in
 it).
 
 Level, not edge: what is wanted is worked out anew after each change, and patched where it differs from what was written
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import structlog
 
-from gpushare_agent.cluster.node_annotations import HELD_ANNOTATION
+from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION
 from gpushare_agent.cluster.node_writing import PERIOD_S, NodeWriting, PatchesNodes
 from gpushare_agent.kit.backoff import Backoff
 
@@ -24,16 +24,16 @@ log = structlog.get_logger(__name__)
 GAP_S = 1.0
 """Between two patches."""
 LOOK_GAP_S = 0.05
-"""Between two looks at the books: one pod's Allocates come in a burst."""
+"""Between two looks at the ledger: one pod's Allocates come in a burst."""
 NOT_YET_S = 0.5
 """Between two looks at books that are not to be trusted yet: that they are is told by nobody."""
 RETRY_CAP_S = 30.0
 
 
-class NodeHeldWriter:
+class NodeAllocationsWriter:
     """`changed` at any time, `attach` when the API server can be reached, `run` once.
 
-    `wanted` is the text that the node should have, None while the books are not to be trusted yet.
+    `wanted` is the text that the node should have, None while the ledger is not to be trusted yet.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class NodeHeldWriter:
         self._clock = clock
         self._writing = NodeWriting(
             node_name=node_name,
-            told="node_held_not_written",
+            reported="node_held_not_written",
             lost="the scheduler extender counts this node's new pods wherever they could be",
             period_s=period_s,
             backoff=backoff or Backoff(base_s=1.0, cap_s=RETRY_CAP_S),
@@ -94,7 +94,7 @@ class NodeHeldWriter:
         wanted = self._wanted()  # the newest: the node may have taken a while to read
         if wanted is None or wanted == self._written:
             return False
-        await api.patch_node_metadata(self._node_name, labels={}, annotations={HELD_ANNOTATION: wanted})
+        await api.patch_node_metadata(self._node_name, labels={}, annotations={ALLOCATIONS_ANNOTATION: wanted})
         self._written = wanted
         log.debug("node_held_written", node=self._node_name, chars=len(wanted))
         return True
@@ -103,5 +103,5 @@ class NodeHeldWriter:
 def _annotation(raw_node: Mapping[str, Any]) -> str | None:
     raw_metadata = raw_node.get("metadata")
     raw_annotations = raw_metadata.get("annotations") if isinstance(raw_metadata, dict) else None
-    text = raw_annotations.get(HELD_ANNOTATION) if isinstance(raw_annotations, dict) else None
+    text = raw_annotations.get(ALLOCATIONS_ANNOTATION) if isinstance(raw_annotations, dict) else None
     return text if isinstance(text, str) else None

@@ -1,4 +1,4 @@
-"""What the node's object should say of who holds what of each card: one annotation, for the scheduler extender. Pure.
+"""What the node's object should say of who holds what of each GPU: one annotation, for the scheduler extender. Pure.
 
 The extender takes it for the truth in the place of what it has planned, so a pod is named only when its admission is over:
 half a pod would set the other half free for somebody else. Format: docs/node-facts.md. It does not speak to the API server
@@ -11,57 +11,57 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpushare_agent.cluster.node_annotations import HELD_SCHEMA
+from gpushare_agent.cluster.node_annotations import ALLOCATIONS_SCHEMA
 from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.gpus import Card
-from gpushare_agent.model.names import CORES_PER_CARD, DeviceId, GpuUuid, PodUid, split_device_id
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid, split_device_id
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
 
 MAX_CHARS = 200 * 1024
-"""All annotations of an object together may have 256 KiB; the rest is for the cards and for others."""
+"""All annotations of an object together may have 256 KiB; the rest is for the GPUs and for others."""
 MAX_PODS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldBy:
-    """What one pod has of each card, by index: cores, blocks, units and 1 for a whole card, trailing zeros left out."""
+class AllocatedTo:
+    """What one pod has of each GPU, by index: cores, blocks, units and 1 for a whole GPU, trailing zeros left out."""
 
     pod_uid: PodUid
-    cards: Mapping[int, tuple[int, ...]]
+    gpus: Mapping[int, tuple[int, ...]]
     since: float
     """Monotonic seconds, of its newest container."""
 
 
-def held_by_pods(
+def allocations_by_pod(
     allocations: Iterable[Allocation],
-    cards: Sequence[Card],
+    gpus: Sequence[Gpu],
     pod_of: Callable[[PodUid], Pod | None],
     names: ResourceNames,
-) -> list[HeldBy]:
+) -> list[AllocatedTo]:
     """The pods that hold something and whose admission is over, sorted by UID.
 
-    Counts are of distinct device IDs of the pod on the card, memory charged as the allocation cache charges it.
+    Counts are of distinct device IDs of the pod on the GPU, memory charged as the allocation cache charges it.
     """
     of_pod: dict[PodUid, list[Allocation]] = {}
     for allocation in allocations:
         of_pod.setdefault(allocation.key.pod_uid, []).append(allocation)
-    indexes = {card.uuid: card.index for card in cards}
+    indexes = {gpu.uuid: gpu.index for gpu in gpus}
     found = []
     for uid, own in sorted(of_pod.items()):
         if not _is_admitted(pod_of(uid), own, names):
             continue
         held = _held(own, indexes)
         if held:
-            found.append(HeldBy(pod_uid=uid, cards=held, since=max(one.allocated_at for one in own)))
+            found.append(AllocatedTo(pod_uid=uid, gpus=held, since=max(one.allocated_at for one in own)))
     return found
 
 
-def held_annotation(held: Iterable[HeldBy], *, max_chars: int = MAX_CHARS, max_pods: int = MAX_PODS) -> str:
+def allocations_annotation(held: Iterable[AllocatedTo], *, max_chars: int = MAX_CHARS, max_pods: int = MAX_PODS) -> str:
     """Compact JSON. Where not all have room, the newest stand there, for those are looked for, and it says so."""
     newest = sorted(held, key=lambda one: (-one.since, one.pod_uid))
     chars = len(_document([], is_truncated=True))
-    chosen: list[HeldBy] = []
+    chosen: list[AllocatedTo] = []
     for one in newest[:max_pods]:
         chars += len(_entry(one))
         if chars > max_chars:
@@ -86,17 +86,17 @@ def _is_admitted(pod: Pod | None, own: Sequence[Allocation], names: ResourceName
 
 
 def _held(own: Sequence[Allocation], indexes: Mapping[GpuUuid, int]) -> dict[int, tuple[int, ...]]:
-    cores = _by_card(device for one in own for device in one.vcore_ids)
-    units = _by_card(device for one in own for device in one.gpu_mem_ids)
+    cores = _by_gpu(device for one in own for device in one.vcore_ids)
+    units = _by_gpu(device for one in own for device in one.gpu_mem_ids)
     blocks: dict[GpuUuid, set[DeviceId]] = {}
     for one in own:
-        if one.cards and not one.is_whole:
-            blocks.setdefault(one.cards[0], set()).update(one.vmemory_ids)
-    whole = {card for one in own if one.is_whole for card in one.cards}
+        if one.gpus and not one.is_whole:
+            blocks.setdefault(one.gpus[0], set()).update(one.vmemory_ids)
+    whole = {gpu for one in own if one.is_whole for gpu in one.gpus}
     found = {}
     for uuid, index in sorted(indexes.items(), key=lambda item: item[1]):
         counts = [
-            min(len(cores.get(uuid, ())), CORES_PER_CARD),
+            min(len(cores.get(uuid, ())), CORES_PER_GPU),
             len(blocks.get(uuid, ())),
             len(units.get(uuid, ())),
             int(uuid in whole),
@@ -108,7 +108,7 @@ def _held(own: Sequence[Allocation], indexes: Mapping[GpuUuid, int]) -> dict[int
     return found
 
 
-def _by_card(devices: Iterable[DeviceId]) -> dict[GpuUuid, set[DeviceId]]:
+def _by_gpu(devices: Iterable[DeviceId]) -> dict[GpuUuid, set[DeviceId]]:
     found: dict[GpuUuid, set[DeviceId]] = {}
     for device in devices:
         parts = split_device_id(device)
@@ -117,15 +117,15 @@ def _by_card(devices: Iterable[DeviceId]) -> dict[GpuUuid, set[DeviceId]]:
     return found
 
 
-def _entry(one: HeldBy) -> str:
-    return json.dumps({one.pod_uid: {str(index): list(counts) for index, counts in sorted(one.cards.items())}})
+def _entry(one: AllocatedTo) -> str:
+    return json.dumps({one.pod_uid: {str(index): list(counts) for index, counts in sorted(one.gpus.items())}})
 
 
-def _document(held: Iterable[HeldBy], *, is_truncated: bool) -> str:
+def _document(held: Iterable[AllocatedTo], *, is_truncated: bool) -> str:
     document: dict[str, object] = {
-        "schema": HELD_SCHEMA,
+        "schema": ALLOCATIONS_SCHEMA,
         "held": {
-            one.pod_uid: {str(index): list(counts) for index, counts in sorted(one.cards.items())}
+            one.pod_uid: {str(index): list(counts) for index, counts in sorted(one.gpus.items())}
             for one in sorted(held, key=lambda one: one.pod_uid)
         },
     }

@@ -1,4 +1,4 @@
-"""The annotations by which a node tells of its cards, read as text that others may have written: bounded and checked.
+"""The annotations by which a node tells of its GPUs, read as text that others may have written: bounded and checked.
 
 The agent writes them (cluster/node_facts_wanted.py; docs/node-facts.md has the formats). Here because adapters and
 decisions both read them. Pure: text in, values out.
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.names import CORES_PER_CARD
+from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.model.resources import ResourceNames
 
-CARDS_ANNOTATION = "gpushare-agent/cards"
-CARDS_SCHEMA = 1
-HELD_ANNOTATION = "gpushare-agent/held"
-HELD_SCHEMA = 1
+GPUS_ANNOTATION = "gpushare-agent/cards"
+GPUS_SCHEMA = 1
+ALLOCATIONS_ANNOTATION = "gpushare-agent/held"
+ALLOCATIONS_SCHEMA = 1
 MAX_ANNOTATION_CHARS = 256 * 1024
 """All annotations of an object together may have so many bytes."""
-MAX_CARDS = 256
+MAX_GPUS = 256
 MAX_INDEX = 10_000
 MAX_TEXT_CHARS = 128
 MAX_MEMORY_MIB = 1 << 30
@@ -30,9 +30,9 @@ _MAX_NUMA = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldCard:
-    """One card as the annotation tells it. `cordoned` is why an operator took it out of service, empty where nobody did;
-    `links` has nvidia-smi's word for each card of the list, and is empty where that cannot be read."""
+class ReportedGpu:
+    """One GPU as the annotation tells it. `cordoned` is why an operator took it out of service, empty where nobody did;
+    `links` has nvidia-smi's word for each GPU of the list, and is empty where that cannot be read."""
 
     index: int
     uuid: str
@@ -45,32 +45,32 @@ class ToldCard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldCards:
-    """The cards in the annotation's order, no index twice. `memory_block_mib` is None where it is not told."""
+class ReportedGpus:
+    """The GPUs in the annotation's order, no index twice. `memory_block_mib` is None where it is not told."""
 
-    cards: tuple[ToldCard, ...]
+    gpus: tuple[ReportedGpu, ...]
     memory_block_mib: int | None = None
 
 
-def parse_cards(text: object) -> ToldCards:
-    """What the annotation `gpushare-agent/cards` says. One bad card makes the whole unreadable: half a list would show a
+def parse_gpus(text: object) -> ReportedGpus:
+    """What the annotation `gpushare-agent/cards` says. One bad GPU makes the whole unreadable: half a list would show a
     smaller node than there is.
 
     Raises:
         Corrupt: what is wrong, without the annotation's name.
     """
-    raw = parse_document(text, CARDS_SCHEMA)
-    raw_cards, block_mib = raw.get("cards"), raw.get("memory_block_mib")
-    if not isinstance(raw_cards, list):
+    raw = parse_document(text, GPUS_SCHEMA)
+    raw_gpus, block_mib = raw.get("cards"), raw.get("memory_block_mib")
+    if not isinstance(raw_gpus, list):
         raise Corrupt("`cards` is no list")
-    if len(raw_cards) > MAX_CARDS:
-        raise Corrupt(f"it lists {len(raw_cards)} cards, more than {MAX_CARDS}")
+    if len(raw_gpus) > MAX_GPUS:
+        raise Corrupt(f"it lists {len(raw_gpus)} GPUs, more than {MAX_GPUS}")
     if block_mib is not None and (not is_count(block_mib, MAX_BLOCK_MIB) or not block_mib):
         raise Corrupt("`memory_block_mib` is no size of a memory block")
-    cards = tuple(_card(raw_card, position) for position, raw_card in enumerate(raw_cards))
-    if len({card.index for card in cards}) != len(cards):
-        raise Corrupt("two cards have the same index")
-    return ToldCards(cards=cards, memory_block_mib=block_mib)
+    gpus = tuple(_gpu(raw_gpu, position) for position, raw_gpu in enumerate(raw_gpus))
+    if len({gpu.index for gpu in gpus}) != len(gpus):
+        raise Corrupt("two GPUs have the same index")
+    return ReportedGpus(gpus=gpus, memory_block_mib=block_mib)
 
 
 def parse_document(text: object, schema: int) -> dict[str, Any]:
@@ -98,18 +98,18 @@ def is_count(value: Any, most: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
 
 
-def even_cards(counts: Mapping[str, int], names: ResourceNames) -> tuple[int, int]:
-    """The number of cards and the memory of each, MiB, where only the node's counts of the resources are known: as many as
+def even_gpus(counts: Mapping[str, int], names: ResourceNames) -> tuple[int, int]:
+    """The number of GPUs and the memory of each, MiB, where only the node's counts of the resources are known: as many as
     the cores' hundreds, each with an equal part of the blocks or units."""
     cores, blocks = counts.get(names.vcore, 0), counts.get(names.vmemory, 0)
     units = counts.get(names.gpu_mem, 0) if names.gpu_mem else 0
-    number = min(MAX_CARDS, cores // CORES_PER_CARD)
+    number = min(MAX_GPUS, cores // CORES_PER_GPU)
     memory_mib = max(blocks * names.memory_block_mib, units * names.gpu_mem_unit_mib)
     return number, min(memory_mib // number, MAX_MEMORY_MIB) if number else 0
 
 
-def _card(raw: Any, position: int) -> ToldCard:
-    where = f"the card at place {position} of the list"
+def _gpu(raw: Any, position: int) -> ReportedGpu:
+    where = f"the GPU at place {position} of the list"
     if not isinstance(raw, dict):
         raise Corrupt(f"{where} is no JSON object")
     index, memory_mib, is_healthy = raw.get("index"), raw.get("memory_mib"), raw.get("is_healthy")
@@ -123,7 +123,7 @@ def _card(raw: Any, position: int) -> ToldCard:
     if not isinstance(uuid, str) or not isinstance(name, str):
         raise Corrupt(f"{where} has no `uuid` or no `name`")
     why = cordoned[:MAX_TEXT_CHARS] if isinstance(cordoned, str) else ""
-    return ToldCard(
+    return ReportedGpu(
         index=index,
         uuid=uuid[:MAX_TEXT_CHARS],
         name=name[:MAX_TEXT_CHARS],
@@ -136,6 +136,6 @@ def _card(raw: Any, position: int) -> ToldCard:
 
 
 def _words(raw: Any) -> tuple[str, ...]:
-    if not isinstance(raw, list) or len(raw) > MAX_CARDS:
+    if not isinstance(raw, list) or len(raw) > MAX_GPUS:
         return ()
     return tuple(word for word in raw if isinstance(word, str) and len(word) <= MAX_TEXT_CHARS)

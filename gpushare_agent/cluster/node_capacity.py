@@ -1,4 +1,4 @@
-"""Writes how many cards the node has into its capacity, as GPUShare's tools expect (`aliyun.com/gpu-count`).
+"""Writes how many GPUs the node has into its capacity, as GPUShare's tools expect (`aliyun.com/gpu-count`).
 
 Level, not edge: a kubelet that registers anew may reset it, so it is compared again every minute. Only with GPUShare's
 resource, for it takes the right to patch the status of nodes. No state but the last complaint.

@@ -1,4 +1,4 @@
-"""Tells who watches the node what became of its cards: a Kubernetes Event on the Node.
+"""Tells who watches the node what became of its GPUs: a Kubernetes Event on the Node.
 
 `note` only queues, `run` sends; bounded and deduplicated as pods' Events are (event_queue.py). The Events are in namespace
 default and name the node as their object's UID, as the kubelet's own do: there `kubectl describe node` looks for them.
@@ -38,7 +38,7 @@ class NodeEvents:
         self._queue.attach(api)
 
     def note(self, reason: NodeEventReason, uuid: str, message: str) -> None:
-        """Once in ten minutes per card, reason and text."""
+        """Once in ten minutes per GPU, reason and text."""
         name = self._node_name
         involved = {"apiVersion": "v1", "kind": "Node", "name": name, "uid": name}
         self._queue.note(

@@ -1,4 +1,4 @@
-"""Keeps the node's labels and its annotation about the cards true (cluster/node_facts_wanted.py says what they are).
+"""Keeps the node's labels and its annotation about the GPUs true (cluster/node_facts_wanted.py says what they are).
 
 Level, not edge: the node is read when something changed and every few minutes, and patched only where it differs; a
 change undone by hand comes back that way. Not in any admission's path. The loop is node_writing.py.
@@ -19,13 +19,13 @@ from gpushare_agent.kit.backoff import Backoff
 log = structlog.get_logger(__name__)
 
 GAP_S = 2.0
-"""Between two patches: a card that flaps must not write to the API server with every look."""
+"""Between two patches: a GPU that flaps must not write to the API server with every look."""
 
 
 class NodeFactsWriter:
     """`changed` at any time, `attach` when the API server can be reached, `run` once.
 
-    `wanted` is None while nothing is known of the cards: then what an earlier agent wrote stays.
+    `wanted` is None while nothing is known of the GPUs: then what an earlier agent wrote stays.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class NodeFactsWriter:
         self._gap_s = gap_s
         self._writing = NodeWriting(
             node_name=node_name,
-            told="node_facts_not_written",
-            lost="labels and cards on the node's object are those of before",
+            reported="node_facts_not_written",
+            lost="labels and GPUs on the node's object are those of before",
             period_s=period_s,
             backoff=backoff or Backoff(base_s=1.0, cap_s=period_s),
             clock=clock,
@@ -57,7 +57,7 @@ class NodeFactsWriter:
         self._writing.attach(api)
 
     def changed(self) -> None:
-        """The cards are not what they were: look soon."""
+        """The GPUs are not what they were: look soon."""
         self._writing.changed()
 
     async def run(self) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What the node's object should say of its cards: labels, and one annotation for the scheduler extender.
+"""What the node's object should say of its GPUs: labels, and one annotation for the scheduler extender.
 
 Pure: from the inventory to text, and from what the node has to the least patch. It does not speak to the API server
 (cluster/node_facts.py). Names: docs/node-facts.md; `gaia.tencent.com/gpu-model` is gpu-manager's, the names under the
@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpushare_agent.cluster.node_annotations import CARDS_ANNOTATION, CARDS_SCHEMA
-from gpushare_agent.model.gpus import Card, GpuInventory
+from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION, GPUS_SCHEMA
+from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import GPU_MODEL_LABEL, GpuUuid
 from gpushare_agent.model.topology import LinkKind, Topology
 
@@ -42,14 +42,14 @@ _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?", r
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
     """What the node should have. `owned` are label names that are the agent's whoever wrote them last; `unusable` those of
-    the setting node_labels that Kubernetes would refuse, and with them the whole patch. While none of the node's cards tells
-    its name, `are_cards_named` is false: what was known of them before stays."""
+    the setting node_labels that Kubernetes would refuse, and with them the whole patch. While none of the node's GPUs tells
+    its name, `are_gpus_named` is false: what was known of them before stays."""
 
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
     owned: Set[str] = field(default=frozenset())
     unusable: Sequence[str] = ()
-    are_cards_named: bool = True
+    are_gpus_named: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,25 +73,25 @@ def node_facts(
     label_prefix: str,
     node_labels: Mapping[str, str],
 ) -> NodeFacts:
-    """Everything that the node should have. `node_labels` are the operator's and win over what the cards say."""
+    """Everything that the node should have. `node_labels` are the operator's and win over what the GPUs say."""
     given = {name: value for name, value in node_labels.items() if is_label(name, value)}
-    labels = {**card_labels(inventory, label_prefix), **given}
+    labels = {**gpu_labels(inventory, label_prefix), **given}
     owned = {GPU_MODEL_LABEL, *given, *(name for name in labels if name.startswith(f"{OWN_PREFIX}/"))}
-    text = cards_annotation(inventory, cordoned=cordoned, memory_block_mib=memory_block_mib)
+    text = gpus_annotation(inventory, cordoned=cordoned, memory_block_mib=memory_block_mib)
     return NodeFacts(
         labels=dict(sorted(labels.items())),
-        annotations={CARDS_ANNOTATION: text},
+        annotations={GPUS_ANNOTATION: text},
         owned=frozenset(owned),
         unusable=tuple(sorted(node_labels.keys() - given.keys())),
-        are_cards_named=not inventory.cards or bool(_named(inventory)),
+        are_gpus_named=not inventory.gpus or bool(_named(inventory)),
     )
 
 
-def card_labels(inventory: GpuInventory, prefix: str) -> dict[str, str]:
-    """Labels that say what the node has, whether its cards are well or not: health is in the annotation.
+def gpu_labels(inventory: GpuInventory, prefix: str) -> dict[str, str]:
+    """Labels that say what the node has, whether its GPUs are well or not: health is in the annotation.
 
-    With several kinds of cards, product and model are those of the most numerous (then the largest) and `gpu.mixed` says
-    so; memory and compute capability are the least, which every card of the node keeps.
+    With several kinds of GPUs, product and model are those of the most numerous (then the largest) and `gpu.mixed` says
+    so; memory and compute capability are the least, which every GPU of the node keeps.
     """
     named = _named(inventory)
     if not named:
@@ -100,12 +100,12 @@ def card_labels(inventory: GpuInventory, prefix: str) -> dict[str, str]:
     labels = {
         GPU_MODEL_LABEL: gpu_model(product),
         f"{prefix}/gpu.product": label_value(product),
-        f"{prefix}/gpu.memory": str(min(card.memory_mib for card in named)),
-        f"{prefix}/gpu.count": str(len(inventory.cards)),
+        f"{prefix}/gpu.memory": str(min(gpu.memory_mib for gpu in named)),
+        f"{prefix}/gpu.count": str(len(inventory.gpus)),
     }
-    if len({(card.name, card.memory_mib) for card in named}) > 1:
+    if len({(gpu.name, gpu.memory_mib) for gpu in named}) > 1:
         labels[f"{prefix}/gpu.mixed"] = "true"
-    capabilities = [card.compute_capability for card in named]
+    capabilities = [gpu.compute_capability for gpu in named]
     known = [capability for capability in capabilities if capability is not None]
     if len(known) == len(named):
         major, minor = min(known)
@@ -141,13 +141,13 @@ def is_label(name: str, value: str) -> bool:
     return _LABEL_NAME.fullmatch(name) is not None and _LABEL_VALUE.fullmatch(value) is not None
 
 
-def cards_annotation(inventory: GpuInventory, *, cordoned: Set[GpuUuid], memory_block_mib: int) -> str:
-    """The cards as compact JSON. `links` has a word for each card of the list, in its order; about 250 bytes a card."""
-    cards = sorted(inventory.cards, key=lambda card: card.index)
+def gpus_annotation(inventory: GpuInventory, *, cordoned: Set[GpuUuid], memory_block_mib: int) -> str:
+    """The GPUs as compact JSON. `links` has a word for each GPU of the list, in its order; about 250 bytes a GPU."""
+    gpus = sorted(inventory.gpus, key=lambda gpu: gpu.index)
     document = {
-        "schema": CARDS_SCHEMA,
+        "schema": GPUS_SCHEMA,
         "memory_block_mib": memory_block_mib,
-        "cards": [_card(card, cards, inventory.topology, card.uuid in cordoned) for card in cards],
+        "cards": [_gpu(gpu, gpus, inventory.topology, gpu.uuid in cordoned) for gpu in gpus],
     }
     return json.dumps(document, separators=(",", ":"))
 
@@ -169,7 +169,7 @@ def plan_node_patch(raw_node: Mapping[str, Any], wanted: NodeFacts) -> NodePatch
         if name not in wanted.owned and name not in recorded and labels.get(name, value) != value
     }
     set_labels = {n: v for n, v in wanted.labels.items() if n not in foreign and labels.get(n) != v}
-    kept = wanted.labels.keys() if wanted.are_cards_named else wanted.labels.keys() | labels.keys()
+    kept = wanted.labels.keys() if wanted.are_gpus_named else wanted.labels.keys() | labels.keys()
     gone = {name for name in recorded - kept if name in labels}
     ours = (recorded & kept) | set_labels.keys() | (wanted.owned & wanted.labels.keys())
     wanted_annotations = {**wanted.annotations, LABELS_ANNOTATION: ",".join(sorted(ours))}
@@ -181,8 +181,8 @@ def plan_node_patch(raw_node: Mapping[str, Any], wanted: NodeFacts) -> NodePatch
     )
 
 
-def _named(inventory: GpuInventory) -> list[Card]:
-    return [card for card in inventory.cards if card.name and card.memory_mib > 0]
+def _named(inventory: GpuInventory) -> list[Gpu]:
+    return [gpu for gpu in inventory.gpus if gpu.name and gpu.memory_mib > 0]
 
 
 def _recorded(text: str) -> set[str]:
@@ -197,9 +197,9 @@ def _is_of_kubernetes(name: str) -> bool:
     return bool(slash) and any(domain == known or domain.endswith(f".{known}") for known in _KUBERNETES_DOMAINS)
 
 
-def _most_numerous(cards: Sequence[Card]) -> str:
-    counts = Counter(card.name for card in cards)
-    largest = {card.name: card.memory_mib for card in sorted(cards, key=lambda card: card.memory_mib)}
+def _most_numerous(gpus: Sequence[Gpu]) -> str:
+    counts = Counter(gpu.name for gpu in gpus)
+    largest = {gpu.name: gpu.memory_mib for gpu in sorted(gpus, key=lambda gpu: gpu.memory_mib)}
     return min(counts, key=lambda name: (-counts[name], -largest[name], name))
 
 
@@ -211,21 +211,21 @@ def _driver_labels(version: str, prefix: str) -> dict[str, str]:
     return {f"{base}.full": label_value(version), f"{base}.major": parts[0], f"{base}.minor": parts[1]}
 
 
-def _card(card: Card, cards: Sequence[Card], topology: Topology, is_cordoned: bool) -> dict[str, Any]:
+def _gpu(gpu: Gpu, gpus: Sequence[Gpu], topology: Topology, is_cordoned: bool) -> dict[str, Any]:
     fact: dict[str, Any] = {
-        "index": card.index,
-        "uuid": card.uuid,
-        "name": card.name,
-        "memory_mib": card.memory_mib,
-        "is_healthy": card.is_healthy,
-        "numa": card.numa_node,
-        "links": [_link_word(topology, card.index, other.index) for other in cards],
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        "memory_mib": gpu.memory_mib,
+        "is_healthy": gpu.is_healthy,
+        "numa": gpu.numa_node,
+        "links": [_link_word(topology, gpu.index, other.index) for other in gpus],
     }
     return {**fact, "cordoned": True} if is_cordoned else fact
 
 
 def _link_word(topology: Topology, a: int, b: int) -> str:
-    """nvidia-smi's word; a card that the topology does not know is far from all."""
+    """nvidia-smi's word; a GPU that the topology does not know is far from all."""
     if a == b:
         return "X"
     if max(a, b) >= len(topology.links):

@@ -44,14 +44,14 @@ class NodeWriting:
         self,
         *,
         node_name: str,
-        told: str,
+        reported: str,
         lost: str,
         period_s: float,
         backoff: Backoff,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._node_name = node_name
-        self._told = told
+        self._reported = reported
         self._lost = lost
         self._period_s = period_s
         self._backoff = backoff
@@ -104,4 +104,4 @@ class NodeWriting:
             return
         self._complained = (text, now)
         cure = CURE if is_refused else "none: it is tried again"
-        log.warning(self._told, node=self._node_name, error=text, lost=self._lost, cure=cure)
+        log.warning(self._reported, node=self._node_name, error=text, lost=self._lost, cure=cure)

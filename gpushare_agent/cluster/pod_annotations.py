@@ -1,4 +1,4 @@
-"""Tells the cluster which cards a pod got: annotations on the pod, patched in the background.
+"""Tells the cluster which GPUs a pod got: annotations on the pod, patched in the background.
 
 Never in the admission path: `assigned` only notes what is wanted, `run` sends it. The annotations are for people, for
 the scheduler extender and for gpu-manager's tools; the agent itself never relies on them. `predicate-node` and
@@ -73,12 +73,12 @@ class PodAnnotations:
         self._api.put(api)
 
     def assigned(self, pod: Pod, gpu_indexes: Mapping[int, tuple[int, ...]]) -> None:
-        """Note the card indexes of main containers, by position in spec.containers. What was noted for other positions
+        """Note the GPU indexes of main containers, by position in spec.containers. What was noted for other positions
         of the pod and is not yet sent stays."""
         self._wish(pod, wanted_annotations(pod, gpu_indexes))
 
     def memory_assigned(self, pod: Pod, gpu_index: int, now_ns: int) -> None:
-        """Note the card of a pod's GPUShare memory, as GPUShare's device plugin and inspection tool do. `now_ns`, since the
+        """Note the GPU of a pod's GPUShare memory, as GPUShare's device plugin and inspection tool do. `now_ns`, since the
         epoch, counts where no extender has written its own time."""
         wanted = {GPUSHARE_ASSIGNED_ANNOTATION: "true", GPUSHARE_INDEX_ANNOTATION: str(gpu_index)}
         if GPUSHARE_ASSUME_TIME_ANNOTATION not in pod.annotations:
@@ -142,7 +142,7 @@ class PodAnnotations:
 
 
 def wanted_annotations(pod: Pod, gpu_indexes: Mapping[int, tuple[int, ...]]) -> dict[str, str]:
-    """Assigned, and the card indexes of each main container that the pod has at a given position."""
+    """Assigned, and the GPU indexes of each main container that the pod has at a given position."""
     positions = {container.position for container in pod.containers if container.kind is ContainerKind.MAIN}
     wanted = {GPU_ASSIGNED_ANNOTATION: "true"}
     for position in sorted(positions & gpu_indexes.keys()):

@@ -1,4 +1,4 @@
-"""Tells a pod's owner why it got no card: a Kubernetes Event on the pod.
+"""Tells a pod's owner why it got no GPU: a Kubernetes Event on the pod.
 
 Never in the admission path: `refused` only notes the event, `run` sends it. Events are a courtesy: bounded in number and
 rate (a ReplicaSet's rejected pods come ten a second), and dropped rather than kept for long. The queue is event_queue.py.

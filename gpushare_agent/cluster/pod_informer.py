@@ -180,7 +180,7 @@ class PodInformer:
             pod = parse_pod(raw_pod, resources=self._resources)
         except Corrupt as e:
             log.warning(
-                "pod_unreadable", error=str(e), then="its last readable state stays; without one it gets no card"
+                "pod_unreadable", error=str(e), then="its last readable state stays; without one it gets no GPU"
             )
             if self._metrics is not None:
                 self._metrics.pod_unreadable()

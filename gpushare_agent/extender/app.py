@@ -148,7 +148,7 @@ def build(settings: Settings, api: ClusterApi) -> ExtenderParts:
     binder = Binder(state=state, writes=writes, waiting=pods.waiting, learn=quota.learn, metrics=metrics, timing=timing)
     extender = Extender(state=state, binder=binder, metrics=metrics, reserves_at_filter=chosen.reserve == "filter")
     read = partial(read_node, names=names, model_label=chosen.model_label, pool_label=chosen.pool_label)
-    nodes = NodesFeed(state=state, read=read, metrics=metrics, quota=quota, told=pods.told)
+    nodes = NodesFeed(state=state, read=read, metrics=metrics, quota=quota, reported=pods.reported)
     quotas = QuotaFeed(keeper=quota, events=events, metrics=metrics, component=socket.gethostname())
     of_quota = config_map(chosen.quota_namespace, chosen.quota_name)
     informers = (
@@ -292,7 +292,7 @@ def _show_state(parts: ExtenderParts) -> None:
     show = parts.metrics.show
     show("leading", "1 while this replica decides.", "", lambda: {"": float(not not_ready(parts))})
     show("open_binds", "Binds whose outcome is not known.", "", lambda: {"": parts.binder.open_binds})
-    show("waiting_pods", "Pods without a node that ask for cards.", "", lambda: {"": len(parts.pods.waiting)})
+    show("waiting_pods", "Pods without a node that ask for GPUs.", "", lambda: {"": len(parts.pods.waiting)})
     show(
         "foreign_predicate_pods",
         "Pods that bear such annotations now.",

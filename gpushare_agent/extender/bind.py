@@ -96,7 +96,7 @@ class Binder:
 
     @property
     def open_binds(self) -> int:
-        """Binds whose outcome is not known: their cards stay set aside."""
+        """Binds whose outcome is not known: their GPUs stay set aside."""
         return len(self._open)
 
     async def bind(self, args: BindArgs) -> str:
@@ -130,7 +130,7 @@ class Binder:
         finally:
             self._under_way.discard(args.uid)
         self._metrics.bind_ended("bound")
-        log.info("pod_bound", pod=f"{args.namespace}/{args.pod}", node=args.node, cards=_cards(bind.reservation))
+        log.info("pod_bound", pod=f"{args.namespace}/{args.pod}", node=args.node, gpus=_gpus(bind.reservation))
         return ""
 
     async def promise(self, pod: Pod, node: str) -> str:
@@ -180,9 +180,7 @@ class Binder:
                 async with asyncio.timeout(self._timing.bind_s):
                     await step(uid, reservation)
             except (AgentError, TimeoutError) as e:
-                log.warning(
-                    "bind_not_settled", pod=_name(reservation), error=str(e), then="asked again, its cards stay"
-                )
+                log.warning("bind_not_settled", pod=_name(reservation), error=str(e), then="asked again, its GPUs stay")
             finally:
                 self._under_way.discard(uid)
 
@@ -213,7 +211,7 @@ class Binder:
         return _Failed(text)
 
     async def _finish(self, bind: Bind, work: Coroutine[Any, Any, None], ends_at: float) -> None:
-        """Do the work in time; whatever becomes of it, the books are true afterwards. Raises _Failed."""
+        """Do the work in time; whatever becomes of it, the ledger is true afterwards. Raises _Failed."""
         try:
             async with asyncio.timeout_at(ends_at):
                 await work
@@ -221,9 +219,9 @@ class Binder:
             self._give_up(bind)
             self._metrics.bind_ended("unknown" if bind.is_open else "failed")
             said = str(e) or "the API server did not answer in time"
-            cards = "stay set aside until it is known whether the pod was bound" if bind.is_open else "are free again"
-            raise _Failed(f"{said}. Its cards {cards}; the scheduler tries again.") from e
-        except BaseException:  # cancelled: the books must be true even so
+            gpus = "stay set aside until it is known whether the pod was bound" if bind.is_open else "are free again"
+            raise _Failed(f"{said}. Its GPUs {gpus}; the scheduler tries again.") from e
+        except BaseException:  # cancelled: the ledger must be true even so
             self._give_up(bind)
             raise
         self._open.pop(bind.reservation.pod_uid, None)
@@ -331,8 +329,8 @@ class Binder:
             raise
 
 
-def _cards(reservation: Reservation) -> dict[str, list[int]]:
-    return {container.name: list(container.cards) for container in reservation.plan.containers if container.cards}
+def _gpus(reservation: Reservation) -> dict[str, list[int]]:
+    return {container.name: list(container.gpus) for container in reservation.plan.containers if container.gpus}
 
 
 def _name(reservation: Reservation) -> str:

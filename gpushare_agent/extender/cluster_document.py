@@ -1,18 +1,18 @@
-"""One node of the extender's books, for a person: its cards, and who has what of them. Pure; sorted."""
+"""One node of the extender's books, for a person: its GPUs, and who has what of them. Pure; sorted."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from gpushare_agent.extender.ledger import NodeBooks
+from gpushare_agent.extender.ledger import NodeLedger
 
 
-def node_document(books: NodeBooks) -> dict[str, Any]:
+def node_document(ledger: NodeLedger) -> dict[str, Any]:
     return {
-        "name": books.node.name,
-        "model": books.node.model,
-        "pool": books.node.pool,
-        "is_exact": books.node.is_exact,
+        "name": ledger.node.name,
+        "model": ledger.node.model,
+        "pool": ledger.node.pool,
+        "is_exact": ledger.node.is_exact,
         "cards": [
             {
                 "index": room.index,
@@ -24,19 +24,19 @@ def node_document(books: NodeBooks) -> dict[str, Any]:
                 "units": room.units,
                 "is_whole": room.is_whole,
             }
-            for room in books.rooms
+            for room in ledger.rooms
         ],
         "reservations": [
             {
                 "pod": f"{reservation.namespace}/{reservation.pod}",
                 "pod_uid": reservation.pod_uid,
                 "stage": reservation.stage.value,
-                "containers": {c.name: list(c.cards) for c in reservation.plan.containers if c.cards},
+                "containers": {c.name: list(c.gpus) for c in reservation.plan.containers if c.gpus},
                 "charges": {
                     str(c.index): [c.cores, c.blocks, c.units, int(c.is_whole)] for c in reservation.plan.charges
                 },
             }
-            for _, reservation in sorted(books.reservations.items())
+            for _, reservation in sorted(ledger.reservations.items())
         ],
-        "strangers": sorted(books.strangers),
+        "strangers": sorted(ledger.unattributed),
     }

@@ -153,7 +153,7 @@ class PodsFeed:
         self._state.remove_pod(uid)
         self._quota.forget(uid)
 
-    def told(self, uids: Collection[PodUid]) -> None:
+    def reported(self, uids: Collection[PodUid]) -> None:
         """The agent of a node has told what these pods hold."""
         self._drop_missing()
         for uid in sorted(self._untold.keys() & uids):
@@ -165,9 +165,9 @@ class PodsFeed:
             self._suspects.pop(pod.uid, None)
             return
         reservation = self._state.reservation(pod.uid)
-        if _is_told(said, reservation):
+        if _is_reported(said, reservation):
             self._suspects.pop(pod.uid, None)
-        elif _may_be_told(pod, said, reservation):
+        elif _may_be_reported(pod, said, reservation):
             self._untold[pod.uid] = pod, said
         elif pod.uid not in self._suspects:
             self._suspects[pod.uid] = None
@@ -202,7 +202,7 @@ def _first(said: Mapping[str, str]) -> Mapping[str, str]:
     return {name: said[name] for name in names[:ANNOTATIONS_KEPT]}
 
 
-def _is_told(said: Mapping[str, str], reservation: Reservation | None) -> bool:
+def _is_reported(said: Mapping[str, str], reservation: Reservation | None) -> bool:
     """Whether the annotations are our plan, or what the agent says that it gave."""
     if not said:
         return True
@@ -218,8 +218,8 @@ def _is_told(said: Mapping[str, str], reservation: Reservation | None) -> bool:
     )
 
 
-def _may_be_told(pod: Pod, said: Mapping[str, str], reservation: Reservation | None) -> bool:
-    """Whether the agent may have written the cards: it writes what it gave into the pod as well, often before it tells it of
+def _may_be_reported(pod: Pod, said: Mapping[str, str], reservation: Reservation | None) -> bool:
+    """Whether the agent may have written the GPUs: it writes what it gave into the pod as well, often before it tells it of
     its node."""
     is_confirmed = reservation is not None and reservation.stage is Stage.CONFIRMED
     is_here = said.get(PREDICATE_NODE_ANNOTATION, pod.node_name) == pod.node_name
@@ -236,18 +236,18 @@ class NodesFeed:
         read: Callable[[Mapping[str, Any]], NodeReading],
         metrics: CountsOddities,
         quota: LearnsNodes,
-        told: Callable[[Collection[PodUid]], None],
+        reported: Callable[[Collection[PodUid]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = state
         self._read = read
         self._quota = quota
         self._metrics = metrics
-        self._told = told
+        self._reported = reported
         self._clock = clock
         self._complaints: dict[str, str] = {}
         self._elsewhere: dict[str, set[PodUid]] = {}
-        """By node, the pods to which its agent gave other cards than planned."""
+        """By node, the pods to which its agent gave other GPUs than planned."""
 
     def key(self, raw: dict[str, Any]) -> str:
         metadata = raw.get("metadata")
@@ -264,7 +264,7 @@ class NodesFeed:
         self._quota.know_node(reading.node)
         self._state.put_node(reading.node, self._clock())
         self._compare(reading.node)
-        self._told((reading.node.held or {}).keys())
+        self._reported((reading.node.held or {}).keys())
         return True
 
     def remove(self, key: str) -> None:
@@ -278,7 +278,7 @@ class NodesFeed:
         former = self._elsewhere.pop(node.name, set())
         for uid, charges in sorted((node.held or {}).items()):
             reservation = self._state.reservation(uid)
-            planned = {card for one in reservation.plan.containers for card in one.cards} if reservation else set()
+            planned = {gpu for one in reservation.plan.containers for gpu in one.gpus} if reservation else set()
             held = {charge.index for charge in charges}
             if reservation is None or not planned or planned == held:
                 continue
@@ -291,7 +291,7 @@ class NodesFeed:
                     node=node.name,
                     planned=sorted(planned),
                     given=sorted(held),
-                    then="the agent's cards count",
+                    then="the agent's GPUs count",
                 )
 
     def _complain(self, name: str, complaint: str) -> None:

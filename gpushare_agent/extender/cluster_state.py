@@ -3,7 +3,7 @@
 Fed by the informers (`put_…`, `remove_…`), asked by the verbs. `filter`, `prioritize` and `victims` change nothing, so that
 preemption and autoscalers may ask what would be; `reserve` decides and commits in one step, so no share is given twice.
 
-The mutable state is: the books (cluster_books.py), and answers already worked out, by signature of the pod and version
+The mutable state is: the ledger (cluster_books.py), and answers already worked out, by signature of the pod and version
 of the node. Times are monotonic seconds.
 """
 
@@ -25,7 +25,7 @@ from gpushare_agent.extender.free_capacity import (
     signature_of,
     together_text,
 )
-from gpushare_agent.extender.ledger import ClusterBooks, NodeBooks
+from gpushare_agent.extender.ledger import ClusterLedger, NodeLedger
 from gpushare_agent.extender.pod_plan import plan_pod
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation, Stage
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -34,14 +34,14 @@ from gpushare_agent.model.pods import Pod
 from gpushare_agent.placement import validate_request
 
 MAX_ASKING = 16
-"""Containers of one pod that ask for cards. Each is planned on every node: without a bound one tenant's pod with a thousand
+"""Containers of one pod that ask for GPUs. Each is planned on every node: without a bound one tenant's pod with a thousand
 of them stops the scheduling of the whole cluster for many seconds (measured: 16 s on 600 nodes)."""
 WORK_OF_A_STEP = 400
 COST_OF_A_PLAN = 6
 """To plan a container costs about six times as much as to look at a node's summary, 10 µs."""
 SIGNATURES_KEPT = 32
 """With 5,000 nodes each takes about a mebibyte."""
-_UNKNOWN = "the extender knows no cards of this node: does the agent run there?"
+_UNKNOWN = "the extender knows no GPUs of this node: does the agent run there?"
 
 
 class QuotaCheck(Protocol):
@@ -62,7 +62,7 @@ class Filtered:
 
 
 class _Verdict(NamedTuple):
-    """About one node at one version of its books. `text` is empty where the pod fits; `score` counts only then. A tuple: a
+    """About one node at one version of its ledger. `text` is empty where the pod fits; `score` counts only then. A tuple: a
     new signature makes thousands of them at once."""
 
     version: int
@@ -84,7 +84,7 @@ class ClusterState:
         self._policy = policy
         self._quota = quota
         self._on_change = on_change
-        self._books = ClusterBooks(policy)
+        self._ledger = ClusterLedger(policy)
         self._verdicts: OrderedDict[Signature, dict[str, _Verdict]] = OrderedDict()
 
     @property
@@ -94,12 +94,12 @@ class ClusterState:
     # --- what the informers tell ---
 
     def put_node(self, node: ClusterNode, now: float) -> None:
-        for settled in self._books.put_node(node, now):
+        for settled in self._ledger.put_node(node, now):
             self._tell(None, settled)
 
     def remove_node(self, name: str) -> None:
         """What its pods have is forgotten until it comes back, but for binds that are under way."""
-        for gone in self._books.remove_node(name):
+        for gone in self._ledger.remove_node(name):
             self._tell(gone, None)
         for verdicts in self._verdicts.values():
             verdicts.pop(name, None)
@@ -110,12 +110,12 @@ class ClusterState:
         if pod.is_terminal:
             self.remove_pod(pod.uid)
         elif pod.node_name:
-            old = self._books.reservation(pod.uid)
-            self._books.put_bound(pod, now)
-            self._tell(old, self._books.reservation(pod.uid))
+            old = self._ledger.reservation(pod.uid)
+            self._ledger.put_bound(pod, now)
+            self._tell(old, self._ledger.reservation(pod.uid))
 
     def remove_pod(self, uid: PodUid) -> None:
-        self._tell(self._books.release(uid), None)
+        self._tell(self._ledger.release(uid), None)
 
     # --- what the scheduler asks ---
 
@@ -133,7 +133,7 @@ class ClusterState:
         """`filter` in steps of a few milliseconds, for an event loop that has others to serve: between two of them the state
         may change, and each node is judged as it is then."""
         wanted = signature_of(pod, self._policy.names)
-        asked = list(names) if names is not None else [books.node.name for books in self._books.nodes()]
+        asked = list(names) if names is not None else [ledger.node.name for ledger in self._ledger.nodes()]
         if not wanted:
             return Filtered(fitting=asked)
         invalid = self._invalid(pod)
@@ -149,17 +149,17 @@ class ClusterState:
             if work >= WORK_OF_A_STEP:
                 work = 0
                 yield
-            books = self._books.node(name)
-            if books is None:
+            ledger = self._ledger.node(name)
+            if ledger is None:
                 answer.failed[name] = _UNKNOWN
                 continue
-            if has_quota and (over := self._over_quota(pod, books, quotas)):
+            if has_quota and (over := self._over_quota(pod, ledger, quotas)):
                 answer.unresolvable[name] = over
                 continue
             verdict = verdicts.get(name)
-            if verdict is None or verdict.version != books.version:
-                work += cost + (COST_OF_A_PLAN if books.is_behind else 0)
-                verdict = verdicts[name] = self._judge(pod, wanted, books)
+            if verdict is None or verdict.version != ledger.version:
+                work += cost + (COST_OF_A_PLAN if ledger.is_behind else 0)
+                verdict = verdicts[name] = self._judge(pod, wanted, ledger)
             if not verdict.text:
                 answer.fitting.append(name)
             elif verdict.is_final:
@@ -176,47 +176,47 @@ class ClusterState:
         verdicts = self._verdicts_of(wanted)
         scores = []
         for name in names:
-            books = self._books.node(name)
+            ledger = self._ledger.node(name)
             verdict = verdicts.get(name)
-            if books is not None and (verdict is None or verdict.version != books.version):
-                verdict = verdicts[name] = self._judge(pod, wanted, books)
-            scores.append((name, verdict.score if books is not None and verdict is not None else 0))
+            if ledger is not None and (verdict is None or verdict.version != ledger.version):
+                verdict = verdicts[name] = self._judge(pod, wanted, ledger)
+            scores.append((name, verdict.score if ledger is not None and verdict is not None else 0))
         return scores
 
     def reserve(self, pod: Pod, node: str, now: float) -> Reservation | Refused:
-        """Plan the pod on the node and set its cards aside: decided and committed in this call.
+        """Plan the pod on the node and set its GPUs aside: decided and committed in this call.
 
         The same pod on the same node again gives the same reservation. Refused also where an earlier bind of the pod to
         another node is not settled.
         """
-        known = self._books.reservation(pod.uid)
+        known = self._ledger.reservation(pod.uid)
         if known is not None:
             return known if known.node == node else _elsewhere(pod, known)
-        books = self._books.node(node)
-        if books is None:
+        ledger = self._ledger.node(node)
+        if ledger is None:
             return Refused(reason=RefusalReason.NOT_READY, detail=f"node {node}: {_UNKNOWN}")
-        over = self._quota(pod, model=books.node.model, pool=books.node.pool) if self._quota is not None else None
+        over = self._quota(pod, model=ledger.node.model, pool=ledger.node.pool) if self._quota is not None else None
         if over is not None:
             return over
         invalid = self._invalid(pod)
         if invalid:
             return Refused(reason=RefusalReason.INVALID_REQUEST, detail=invalid)
-        plan = plan_pod(pod, books.rooms, books.node.topology, self._policy)
+        plan = plan_pod(pod, ledger.rooms, ledger.node.topology, self._policy)
         if isinstance(plan, Refused):
             return Refused(reason=plan.reason, detail=f"node {node}: {plan.detail}")
-        made = self._books.reserve(pod, node, plan, now)
+        made = self._ledger.reserve(pod, node, plan, now)
         self._tell(None, made)
         return made
 
     def undo(self, uid: PodUid) -> None:
         """The bind did not happen. What is bound, or is held by the agent, stays."""
-        known = self._books.reservation(uid)
+        known = self._ledger.reservation(uid)
         if known is not None and known.stage is Stage.ASSUMED:
-            self._tell(self._books.release(uid), None)
+            self._tell(self._ledger.release(uid), None)
 
     def bound(self, uid: PodUid) -> None:
         """The API server has taken the bind."""
-        self._books.mark_bound(uid)
+        self._ledger.mark_bound(uid)
 
     def victims(self, pod: Pod, candidates: Mapping[str, Sequence[PodUid]]) -> dict[str, list[PodUid]]:
         """The nodes where the pod fits once these pods are gone, each with its victims as they were given: what else they
@@ -226,40 +226,40 @@ class ClusterState:
             return {node: list(uids) for node, uids in candidates.items()}
         kept: dict[str, list[PodUid]] = {}
         for node, uids in candidates.items():
-            books = self._books.node(node)
-            if books is None or self._invalid(pod) or self._over_quota(pod, books, {}):
+            ledger = self._ledger.node(node)
+            if ledger is None or self._invalid(pod) or self._over_quota(pod, ledger, {}):
                 continue
-            rooms = books.rooms_without(frozenset(uids))
-            if not isinstance(plan_pod(pod, rooms, books.node.topology, self._policy), Refused):
+            rooms = ledger.rooms_without(frozenset(uids))
+            if not isinstance(plan_pod(pod, rooms, ledger.node.topology, self._policy), Refused):
                 kept[node] = list(uids)
         return kept
 
     # --- what others may know ---
 
     def reservation(self, uid: PodUid) -> Reservation | None:
-        return self._books.reservation(uid)
+        return self._ledger.reservation(uid)
 
     def reservations(self) -> list[Reservation]:
         """Of all pods, by node and UID; then those of nodes that are away."""
-        known = [r for books in self._books.nodes() for _, r in sorted(books.reservations.items())]
-        return known + self._books.orphans()
+        known = [r for ledger in self._ledger.nodes() for _, r in sorted(ledger.reservations.items())]
+        return known + self._ledger.orphans()
 
     def node(self, name: str) -> ClusterNode | None:
-        books = self._books.node(name)
-        return books.node if books is not None else None
+        ledger = self._ledger.node(name)
+        return ledger.node if ledger is not None else None
 
     def node_names(self) -> list[str]:
         """Sorted."""
-        return [books.node.name for books in self._books.nodes()]
+        return [ledger.node.name for ledger in self._ledger.nodes()]
 
     def node_document(self, name: str) -> dict[str, Any] | None:
-        """One node with its cards and reservations, for a person."""
-        books = self._books.node(name)
-        return node_document(books) if books is not None else None
+        """One node with its GPUs and reservations, for a person."""
+        ledger = self._ledger.node(name)
+        return node_document(ledger) if ledger is not None else None
 
     def document(self) -> dict[str, Any]:
         """Everything, sorted. Of a large cluster it takes a second: ask node by node there."""
-        return {"nodes": [node_document(books) for books in self._books.nodes()]}
+        return {"nodes": [node_document(ledger) for ledger in self._ledger.nodes()]}
 
     # --- inner workings ---
 
@@ -276,23 +276,23 @@ class ClusterState:
         self._verdicts.move_to_end(wanted)
         return verdicts
 
-    def _judge(self, pod: Pod, wanted: Signature, books: NodeBooks) -> _Verdict:
-        room, names = books.room, self._policy.names
+    def _judge(self, pod: Pod, wanted: Signature, ledger: NodeLedger) -> _Verdict:
+        room, names = ledger.room, self._policy.names
         for wish in wanted:
             if not has_room(room, wish):
-                return _Verdict(books.version, lack_text(room, wish, names), lacks_at_all(room, wish))
+                return _Verdict(ledger.version, lack_text(room, wish, names), lacks_at_all(room, wish))
         if len(wanted) > 1:
             if not may_fit_together(room, wanted):
-                return _Verdict(books.version, together_text(room, wanted))
-            plan = plan_pod(pod, books.rooms, books.node.topology, self._policy)
+                return _Verdict(ledger.version, together_text(room, wanted))
+            plan = plan_pod(pod, ledger.rooms, ledger.node.topology, self._policy)
             if isinstance(plan, Refused):
-                return _Verdict(books.version, plan.detail, plan.reason is RefusalReason.INVALID_REQUEST)
-        return _Verdict(books.version, "", score=score(room, wanted, self._policy.node_policy))
+                return _Verdict(ledger.version, plan.detail, plan.reason is RefusalReason.INVALID_REQUEST)
+        return _Verdict(ledger.version, "", score=score(room, wanted, self._policy.node_policy))
 
-    def _over_quota(self, pod: Pod, books: NodeBooks, known: dict[tuple[str, str], str]) -> str:
+    def _over_quota(self, pod: Pod, ledger: NodeLedger, known: dict[tuple[str, str], str]) -> str:
         if self._quota is None:
             return ""
-        key = books.node.model, books.node.pool
+        key = ledger.node.model, ledger.node.pool
         if key not in known:
             refused = self._quota(pod, model=key[0], pool=key[1])
             known[key] = refused.detail if refused is not None else ""
@@ -303,7 +303,7 @@ class ClusterState:
         names = self._policy.names
         asking = len(signature_of(pod, names))
         if asking > MAX_ASKING:
-            return f"{asking} containers of the pod ask for cards; at most {MAX_ASKING} are planned. Use several pods."
+            return f"{asking} containers of the pod ask for GPUs; at most {MAX_ASKING} are planned. Use several pods."
         for container in pod.containers:
             cores, blocks = container.requests.get(names.vcore, 0), container.requests.get(names.vmemory, 0)
             units = container.requests.get(names.gpu_mem, 0) if names.gpu_mem else 0

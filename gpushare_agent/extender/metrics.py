@@ -89,7 +89,7 @@ class ExtenderMetrics:
             registry, "node_annotations_unreadable", "Node annotations of the agent that could not be read.", (), []
         )
         self._disagreements = _counter(
-            registry, "placement_disagreements", "Pods whose agent gave other cards than were planned.", (), []
+            registry, "placement_disagreements", "Pods whose agent gave other GPUs than were planned.", (), []
         )
         self._lists = Histogram(
             "gpushare_extender_list_duration_seconds",

@@ -1,4 +1,4 @@
-"""A Node of the API server's JSON as the scheduler extender needs it: its cards, how they are linked, and who holds them.
+"""A Node of the API server's JSON as the scheduler extender needs it: its GPUs, how they are linked, and who holds them.
 
 Read once, bounded, and never trusted. What the node's annotations cannot tell is taken from its counts of the resources, and
 the complaint says so; nothing raises. Formats: docs/node-facts.md, Kubernetes core/v1 Node.
@@ -14,32 +14,32 @@ from typing import Any
 
 from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.cluster.node_annotations import (
-    CARDS_ANNOTATION,
-    HELD_ANNOTATION,
-    HELD_SCHEMA,
-    ToldCard,
-    even_cards,
+    ALLOCATIONS_ANNOTATION,
+    ALLOCATIONS_SCHEMA,
+    GPUS_ANNOTATION,
+    ReportedGpu,
+    even_gpus,
     is_count,
-    parse_cards,
     parse_document,
+    parse_gpus,
 )
-from gpushare_agent.extender.values import Charge, ClusterNode, NodeCard
+from gpushare_agent.extender.values import Charge, ClusterNode, NodeGpu
 from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.names import CORES_PER_CARD, GpuUuid, PodUid
+from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.topology import Link, LinkKind, Topology
 from gpushare_agent.placement.topology_text import link_of_word
 from gpushare_agent.placement.topology_tree import build_topology
 
-MAX_CARDS = 64
+MAX_GPUS = 64
 """Of a node, and highest index plus one: the tree over their links takes the cube of it in steps."""
 MAX_PODS = 512
-"""That hold cards of one node."""
+"""That hold GPUs of one node."""
 _MAX_UID_CHARS = 128
 _MAX_LABEL_CHARS = 63
 _MAX_COUNT = 1 << 30
 _COUNTS = 4
-"""Of a pod on a card: cores, blocks, units, and 1 for a whole card."""
+"""Of a pod on a GPU: cores, blocks, units, and 1 for a whole GPU."""
 _TOPOLOGIES_KEPT = 256
 """Nodes of one build are alike: a cluster has few."""
 
@@ -65,71 +65,71 @@ def read_node(raw: Mapping[str, Any], names: ResourceNames, *, model_label: str,
         return NodeReading(node=None)
     labels, annotations = _mapping(metadata.get("labels")), _mapping(metadata.get("annotations"))
     model, pool = _label(labels, model_label), _label(labels, pool_label)
-    text = annotations.get(CARDS_ANNOTATION)
+    text = annotations.get(GPUS_ANNOTATION)
     trouble = ""
     if text is not None:
         try:
-            cards, topology = _told(text, names, is_offered=any(offered))
+            gpus, topology = _reported(text, names, is_offered=any(offered))
         except Corrupt as error:
             trouble = (
-                f"node {name}: the annotation {CARDS_ANNOTATION} cannot be used: {error}. Its capacity is divided evenly "
+                f"node {name}: the annotation {GPUS_ANNOTATION} cannot be used: {error}. Its capacity is divided evenly "
                 "instead; see the agent's log there"
             )
         else:
             held, complaint = _held(
-                name, annotations.get(HELD_ANNOTATION), {str(card.index): card.index for card in cards}
+                name, annotations.get(ALLOCATIONS_ANNOTATION), {str(gpu.index): gpu.index for gpu in gpus}
             )
-            node = ClusterNode(name=name, cards=cards, topology=topology, model=model, pool=pool, held=held)
+            node = ClusterNode(name=name, gpus=gpus, topology=topology, model=model, pool=pool, held=held)
             return NodeReading(node=node, complaint=complaint)
     return NodeReading(node=_even_node(name, counts, names, model, pool), complaint=trouble)
 
 
-# --- the cards ---
+# --- the GPUs ---
 
 
-def _told(text: object, names: ResourceNames, *, is_offered: bool) -> tuple[tuple[NodeCard, ...], Topology]:
-    """The cards and links of the annotation. Where the kubelet offers nothing now, no card is of use."""
-    told = parse_cards(text)
-    cards = sorted(told.cards, key=lambda card: card.index)
-    if not cards:
-        raise Corrupt("it lists no cards")
-    if cards[-1].index >= MAX_CARDS:
-        raise Corrupt(f"it has a card {cards[-1].index}; indexes below {MAX_CARDS} are understood")
-    if told.memory_block_mib not in (None, names.memory_block_mib):
+def _reported(text: object, names: ResourceNames, *, is_offered: bool) -> tuple[tuple[NodeGpu, ...], Topology]:
+    """The GPUs and links of the annotation. Where the kubelet offers nothing now, no GPU is of use."""
+    reported = parse_gpus(text)
+    gpus = sorted(reported.gpus, key=lambda gpu: gpu.index)
+    if not gpus:
+        raise Corrupt("it lists no GPUs")
+    if gpus[-1].index >= MAX_GPUS:
+        raise Corrupt(f"it has a GPU {gpus[-1].index}; indexes below {MAX_GPUS} are understood")
+    if reported.memory_block_mib not in (None, names.memory_block_mib):
         raise Corrupt(
-            f"its memory blocks are of {told.memory_block_mib} MiB, here they are of {names.memory_block_mib}: make the "
+            f"its memory blocks are of {reported.memory_block_mib} MiB, here they are of {names.memory_block_mib}: make the "
             "setting memory_block_mib the same everywhere"
         )
-    uuids = [card.uuid or _made_uuid(card.index) for card in cards]
+    uuids = [gpu.uuid or _made_uuid(gpu.index) for gpu in gpus]
     if len(set(uuids)) != len(uuids):
-        raise Corrupt("two cards have the same UUID")
+        raise Corrupt("two GPUs have the same UUID")
     found = tuple(
-        NodeCard(
-            index=card.index,
+        NodeGpu(
+            index=gpu.index,
             uuid=GpuUuid(uuid),
-            memory_mib=card.memory_mib,
-            is_healthy=is_offered and card.is_healthy and not card.cordoned,
+            memory_mib=gpu.memory_mib,
+            is_healthy=is_offered and gpu.is_healthy and not gpu.cordoned,
         )
-        for card, uuid in zip(cards, uuids, strict=True)
+        for gpu, uuid in zip(gpus, uuids, strict=True)
     )
-    return found, _topology_of(told.cards)
+    return found, _topology_of(reported.gpus)
 
 
 def _made_uuid(index: int) -> str:
-    """For a card that nobody names: placement tells cards apart by it."""
+    """For a GPU that nobody names: placement tells GPUs apart by it."""
     return sys.intern(f"card-{index}")
 
 
-def _topology_of(cards: Iterable[ToldCard]) -> Topology:
-    """`links` of a card follow the order of the list, the matrix the indexes. A card without links is far from all."""
-    in_order = tuple(cards)
+def _topology_of(gpus: Iterable[ReportedGpu]) -> Topology:
+    """`links` of a GPU follow the order of the list, the matrix the indexes. A GPU without links is far from all."""
+    in_order = tuple(gpus)
     size = len(in_order)
-    if any(len(card.links) not in (0, size) for card in in_order):
-        raise Corrupt("the `links` of a card are not one word for each card")
+    if any(len(gpu.links) not in (0, size) for gpu in in_order):
+        raise Corrupt("the `links` of a GPU are not one word for each GPU")
     return _topology(
-        tuple(card.index for card in in_order),
-        tuple(card.links for card in in_order),
-        tuple(card.numa for card in in_order),
+        tuple(gpu.index for gpu in in_order),
+        tuple(gpu.links for gpu in in_order),
+        tuple(gpu.numa for gpu in in_order),
     )
 
 
@@ -145,26 +145,26 @@ def _topology(indexes: tuple[int, ...], words: tuple[tuple[str, ...], ...], numa
         for b, word in zip(indexes, row, strict=False):
             link = link_of_word(word)
             if link is None or (link.kind is LinkKind.SELF) != (a == b):
-                raise Corrupt(f"the link of cards {a} and {b} is {word[:20]!r}")
+                raise Corrupt(f"the link of GPUs {a} and {b} is {word[:20]!r}")
             matrix[a][b] = link
     for a in range(size):
         for b in range(a):
             if matrix[a][b] != matrix[b][a]:
-                raise Corrupt(f"cards {b} and {a} tell different links of each other")
+                raise Corrupt(f"GPUs {b} and {a} tell different links of each other")
     return build_topology(matrix, nodes)
 
 
 def _even_node(name: str, counts: Mapping[str, int], names: ResourceNames, model: str, pool: str) -> ClusterNode | None:
-    number, memory_mib = even_cards(counts, names)
-    number = min(number, MAX_CARDS)
+    number, memory_mib = even_gpus(counts, names)
+    number = min(number, MAX_GPUS)
     if not number:
         return None
-    cards = tuple(
-        NodeCard(index=index, uuid=GpuUuid(_made_uuid(index)), memory_mib=memory_mib) for index in range(number)
+    gpus = tuple(
+        NodeGpu(index=index, uuid=GpuUuid(_made_uuid(index)), memory_mib=memory_mib) for index in range(number)
     )
     indexes = tuple(range(number))
     topology = _topology(indexes, ((),) * number, (None,) * number)
-    return ClusterNode(name=name, cards=cards, topology=topology, model=model, pool=pool, is_exact=False)
+    return ClusterNode(name=name, gpus=gpus, topology=topology, model=model, pool=pool, is_exact=False)
 
 
 # --- who holds them ---
@@ -177,7 +177,7 @@ def _held(
     if text is None:
         return None, ""
     try:
-        raw = parse_document(text, HELD_SCHEMA).get("held")
+        raw = parse_document(text, ALLOCATIONS_SCHEMA).get("held")
         if not isinstance(raw, dict):
             raise Corrupt("`held` is no JSON object")
         if len(raw) > MAX_PODS:
@@ -185,8 +185,8 @@ def _held(
         return {PodUid(uid): _charges(uid, raw[uid], indexes) for uid in sorted(raw)}, ""
     except Corrupt as error:
         return None, (
-            f"node {name}: the annotation {HELD_ANNOTATION} cannot be used: {error}. Its pods are charged by what they ask "
-            "for; see the agent's log there"
+            f"node {name}: the annotation {ALLOCATIONS_ANNOTATION} cannot be used: {error}. "
+            "Its pods are charged by what they ask for; see the agent's log there"
         )
 
 
@@ -202,13 +202,13 @@ def _charges(uid: str, raw: Any, indexes: Mapping[str, int]) -> tuple[Charge, ..
 def _charge(uid: str, key: str, raw: Any, indexes: Mapping[str, int]) -> Charge:
     index = indexes.get(key)
     if index is None:
-        raise Corrupt(f"pod {uid} holds something of card {key[:20]!r}, which the node does not have")
-    where = f"what pod {uid} holds of card {index}"
+        raise Corrupt(f"pod {uid} holds something of GPU {key[:20]!r}, which the node does not have")
+    where = f"what pod {uid} holds of GPU {index}"
     if not isinstance(raw, list) or len(raw) > _COUNTS or not all(is_count(count, _MAX_COUNT) for count in raw):
         raise Corrupt(f"{where} is no list of at most {_COUNTS} counts")
     cores, blocks, units, whole = [*raw, 0, 0, 0, 0][:_COUNTS]
-    if cores > CORES_PER_CARD or whole > 1:
-        raise Corrupt(f"{where} is more than a card")
+    if cores > CORES_PER_GPU or whole > 1:
+        raise Corrupt(f"{where} is more than a GPU")
     return Charge(index=index, cores=cores, blocks=blocks, units=units, is_whole=whole == 1)
 
 
@@ -216,10 +216,10 @@ def _charge(uid: str, key: str, raw: Any, indexes: Mapping[str, int]) -> Charge:
 
 
 def _counts(status: Mapping[str, Any], names: ResourceNames) -> dict[str, int]:
-    """What can be given out of each resource that the node has: without the devices of unhealthy cards."""
+    """What can be given out of each resource that the node has: without the devices of unhealthy GPUs."""
     capacity, allocatable = _mapping(status.get("capacity")), _mapping(status.get("allocatable"))
-    told = {name: allocatable.get(name, capacity.get(name)) for name in names.names}
-    return {name: _count(quantity) for name, quantity in told.items() if quantity is not None}
+    reported = {name: allocatable.get(name, capacity.get(name)) for name in names.names}
+    return {name: _count(quantity) for name, quantity in reported.items() if quantity is not None}
 
 
 def _count(quantity: Any) -> int:

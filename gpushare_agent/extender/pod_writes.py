@@ -124,7 +124,7 @@ class PodWrites:
         return None
 
     async def announce(self, bind: Bind) -> dict[str, Any] | None:
-        """As `annotate`; in the version returned, the pod bears no choice of cards but the plan's, for an agent follows
+        """As `annotate`; in the version returned, the pod bears no choice of GPUs but the plan's, for an agent follows
         one where it can, whoever wrote it.
 
         Raises Conflict where somebody writes such annotations meanwhile, Rejected where there are too many of them.
@@ -139,7 +139,7 @@ class PodWrites:
             return None
         if len(foreign) > FOREIGN_REMOVED:
             raise Rejected(
-                f"it bears {len(foreign)} annotations that choose cards and are none of the plan, the first of them "
+                f"it bears {len(foreign)} annotations that choose GPUs and are none of the plan, the first of them "
                 f"{foreign[0]}. {FOREIGN_REMOVED} of them were removed, which is all that one bind does; the pod's owner "
                 "should remove the others, and find what writes them"
             )
@@ -197,14 +197,14 @@ class PodWrites:
 
 
 def extender_annotations(reservation: Reservation, time_ns: int) -> dict[str, str]:
-    """What gpu-admission writes, and GPUShare's extender where one card serves all that the pod asks by its resource."""
+    """What gpu-admission writes, and GPUShare's extender where one GPU serves all that the pod asks by its resource."""
     written = {
         PREDICATE_TIME_ANNOTATION: str(time_ns),
         PREDICATE_NODE_ANNOTATION: reservation.node,
         GPU_ASSIGNED_ANNOTATION: "false",
         **plan_annotations(reservation.plan, PREDICATE_GPU_INDEX_PREFIX),
     }
-    shared = {container.cards for container in reservation.plan.containers if container.units}
+    shared = {container.gpus for container in reservation.plan.containers if container.units}
     if len(shared) == 1:
         written |= {
             GPUSHARE_INDEX_ANNOTATION: str(shared.pop()[0]),
@@ -215,7 +215,7 @@ def extender_annotations(reservation: Reservation, time_ns: int) -> dict[str, st
 
 
 def foreign_annotations(raw_pod: Mapping[str, Any] | None, reservation: Reservation) -> list[str]:
-    """Names of the pod's annotations that choose cards, or say that an extender did, and are none of the plan. Sorted."""
+    """Names of the pod's annotations that choose GPUs, or say that an extender did, and are none of the plan. Sorted."""
     metadata = raw_pod.get("metadata") if raw_pod is not None else None
     present = metadata.get("annotations") if isinstance(metadata, Mapping) else None
     if not isinstance(present, Mapping):

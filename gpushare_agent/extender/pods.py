@@ -63,7 +63,7 @@ def lean_pod(raw: Mapping[str, Any], names: ResourceNames) -> Pod:
 
 
 def predicate_annotations(raw: Mapping[str, Any]) -> dict[str, str]:
-    """What a pod's annotations say of an extender's choice: the node's, and the cards' by container. Never believed, only
+    """What a pod's annotations say of an extender's choice: the node's, and the GPUs' by container. Never believed, only
     compared."""
     metadata = raw.get("metadata")
     annotations = metadata.get("annotations") if isinstance(metadata, dict) else None

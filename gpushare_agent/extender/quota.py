@@ -1,7 +1,7 @@
-"""What a namespace may use of the cluster's cards: reads the quota, and says no. Pure. quota_use.py counts.
+"""What a namespace may use of the cluster's GPUs: reads the quota, and says no. Pure. quota_use.py counts.
 
 Source of the format: gpu-admission 1.0 (docs/formats.md, section 9), which also decides what an absent namespace, model or
-pool means; docs/quota.md has the table. Ours are the totals `vcore` and `vmemory`, and parts of cards. Cards are counted in
+pool means; docs/quota.md has the table. Ours are the totals `vcore` and `vmemory`, and parts of GPUs. GPUs are counted in
 1/100, as vcore is.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from gpushare_agent.extender.quota_use import QuotaUse
 from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
-from gpushare_agent.model.names import CORES_PER_CARD
+from gpushare_agent.model.names import CORES_PER_GPU
 
 QUOTA_KEY = "gpu_quota"
 """The one key of the ConfigMap that is read, as in gpu-admission."""
@@ -25,7 +25,7 @@ MAX_NAMESPACES = 20_000
 MAX_NAMES = 256
 """Of models, and of pools, in one namespace's quota."""
 MAX_NAME_CHARS = 253
-MAX_CARDS = 1_000_000
+MAX_GPUS = 1_000_000
 MAX_TOTAL = 10**12
 _SHOWN_NAMES = 8
 _SHOWN_CHARS = 80
@@ -36,11 +36,11 @@ _CURE = "Wait until pods of the namespace end, ask for less, or have its quota r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespaceQuota:
-    """What one namespace may use. No pools: every pool. `cards` is by model, in 1/100 card; a model that it does not name
+    """What one namespace may use. No pools: every pool. `cards` is by model, in 1/100 GPU; a model that it does not name
     may not be used at all, and None limits no model. A total that is None limits nothing."""
 
     pools: tuple[str, ...] = ()
-    cards: Mapping[str, int] | None = None
+    gpus: Mapping[str, int] | None = None
     vcore: int | None = None
     vmemory: int | None = None
 
@@ -56,7 +56,7 @@ def check_quota(
     quota: Quota, namespace: str, asked: QuotaUse, used: QuotaUse, *, model: str, pool: str
 ) -> Refused | None:
     """Why a pod of the namespace may not go to nodes of this model and pool, None where it may. `used` is without the pod:
-    its namespace's cards of this model, and the namespace's totals (`Usage.of`)."""
+    its namespace's GPUs of this model, and the namespace's totals (`Usage.of`)."""
     limits = quota.namespaces.get(namespace)
     if limits is None:
         return None
@@ -67,23 +67,23 @@ def check_quota(
             detail=f"the quota of namespace {namespace} allows nodes of the pools {_listed(limits.pools)}, and this node is "
             f"in {where}. Have the pool added to the quota, or use nodes of a pool that it names.",
         )
-    if limits.cards is not None and model not in limits.cards:
-        return _exceeded(_no_such_model(namespace, limits.cards, model))
-    allowed = limits.cards[model] if limits.cards is not None else None
+    if limits.gpus is not None and model not in limits.gpus:
+        return _exceeded(_no_such_model(namespace, limits.gpus, model))
+    allowed = limits.gpus[model] if limits.gpus is not None else None
     return (
-        _over(namespace, f"{model} cards", allowed, asked.cards, used.cards, CORES_PER_CARD)
+        _over(namespace, f"{model} GPUs", allowed, asked.gpus, used.gpus, CORES_PER_GPU)
         or _over(namespace, "vcore", limits.vcore, asked.vcore, used.vcore, 1)
         or _over(namespace, "vmemory blocks", limits.vmemory, asked.vmemory, used.vmemory, 1)
     )
 
 
-def _no_such_model(namespace: str, cards: Mapping[str, int], model: str) -> str:
-    if not cards:
-        return f"the quota of namespace {namespace} allows no cards at all. Have models added to it."
-    named = f"the quota of namespace {namespace} names {_listed(sorted(cards))}"
+def _no_such_model(namespace: str, gpus: Mapping[str, int], model: str) -> str:
+    if not gpus:
+        return f"the quota of namespace {namespace} allows no GPUs at all. Have models added to it."
+    named = f"the quota of namespace {namespace} names {_listed(sorted(gpus))}"
     if not model:
-        return f"{named}, and this node has no label that tells its cards' model. Label the node, or use another."
-    return f"{named}, and none of {model} cards, which this node has. Have the model added to it, or use other nodes."
+        return f"{named}, and this node has no label that tells its GPUs' model. Label the node, or use another."
+    return f"{named}, and none of {model} GPUs, which this node has. Have the model added to it, or use other nodes."
 
 
 def _over(namespace: str, what: str, allowed: int | None, asked: int, used: int, parts: int) -> Refused | None:
@@ -155,10 +155,10 @@ def _namespace(name: str, raw: Any) -> NamespaceQuota:
     if unknown:
         raise Corrupt(f"{where}: the field {_shown(unknown[0])} is not known; the fields are {', '.join(_FIELDS)}")
     vcore, vmemory = _total(raw, "vcore", where), _total(raw, "vmemory", where)
-    cards = _cards(raw["quota"], where) if "quota" in raw else None
-    if cards is None and vcore is None and vmemory is None:
-        cards = {}  # gpu-admission allows no card where no model is named
-    return NamespaceQuota(pools=_pools(raw, where), cards=cards, vcore=vcore, vmemory=vmemory)
+    gpus = _gpus(raw["quota"], where) if "quota" in raw else None
+    if gpus is None and vcore is None and vmemory is None:
+        gpus = {}  # gpu-admission allows no GPU where no model is named
+    return NamespaceQuota(pools=_pools(raw, where), gpus=gpus, vcore=vcore, vmemory=vmemory)
 
 
 def _pools(raw: Mapping[str, Any], where: str) -> tuple[str, ...]:
@@ -170,31 +170,31 @@ def _pools(raw: Mapping[str, Any], where: str) -> tuple[str, ...]:
     return tuple(sorted(set(pools)))
 
 
-def _cards(raw: Any, where: str) -> dict[str, int]:
+def _gpus(raw: Any, where: str) -> dict[str, int]:
     if not isinstance(raw, dict) or len(raw) > MAX_NAMES:
         raise Corrupt(
-            f"{where}, field quota: {_shown(raw)} is no object with cards for each of at most {MAX_NAMES} models"
+            f"{where}, field quota: {_shown(raw)} is no object with GPUs for each of at most {MAX_NAMES} models"
         )
-    cards = {}
+    gpus = {}
     for model, number in sorted(raw.items()):
         _check_name(model, f"{where}, field quota")
         hundredths = _hundredths(number)
-        if hundredths is None or hundredths > MAX_CARDS * CORES_PER_CARD:
+        if hundredths is None or hundredths > MAX_GPUS * CORES_PER_GPU:
             raise Corrupt(
-                f"{where}, field quota, model {_shown(model)}: {_shown(number)} is no number of cards from 0 to {MAX_CARDS} "
+                f"{where}, field quota, model {_shown(model)}: {_shown(number)} is no number of GPUs from 0 to {MAX_GPUS} "
                 "with at most two decimals"
             )
-        cards[model] = hundredths
-    return cards
+        gpus[model] = hundredths
+    return gpus
 
 
 def _hundredths(number: Any) -> int | None:
     if isinstance(number, _Written):
         match = _PARTS.fullmatch(number.text)
-        return int(match[1]) * CORES_PER_CARD + int(f"{match[2]:0<2}") if match else None
+        return int(match[1]) * CORES_PER_GPU + int(f"{match[2]:0<2}") if match else None
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         return None
-    return number * CORES_PER_CARD
+    return number * CORES_PER_GPU
 
 
 def _total(raw: Mapping[str, Any], name: str, where: str) -> int | None:

@@ -1,6 +1,6 @@
 """What counts against a namespace's quota: of one pod, and of all its pods together. Pure. docs/quota.md says why so.
 
-Cards are counted in 1/100, as vcore is.
+GPUs are counted in 1/100, as vcore is.
 """
 
 from __future__ import annotations
@@ -8,25 +8,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpushare_agent.admission.decisions.memory_share import blocks_taken
-from gpushare_agent.model.names import CORES_PER_CARD, PodUid
+from gpushare_agent.model.names import CORES_PER_GPU, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaUse:
-    """What a pod takes of its namespace's quota, or all its pods together: 1/100 cards, vcore, blocks of memory."""
+    """What a pod takes of its namespace's quota, or all its pods together: 1/100 GPUs, vcore, blocks of memory."""
 
-    cards: int = 0
+    gpus: int = 0
     vcore: int = 0
     vmemory: int = 0
 
     def plus(self, other: QuotaUse) -> QuotaUse:
-        return QuotaUse(self.cards + other.cards, self.vcore + other.vcore, self.vmemory + other.vmemory)
+        return QuotaUse(self.gpus + other.gpus, self.vcore + other.vcore, self.vmemory + other.vmemory)
 
     def at_least(self, other: QuotaUse) -> QuotaUse:
         """The greater of each."""
-        return QuotaUse(max(self.cards, other.cards), max(self.vcore, other.vcore), max(self.vmemory, other.vmemory))
+        return QuotaUse(max(self.gpus, other.gpus), max(self.vcore, other.vcore), max(self.vmemory, other.vmemory))
 
 
 class Usage:
@@ -34,11 +34,11 @@ class Usage:
 
     def __init__(self) -> None:
         self._pods: dict[PodUid, tuple[str, str, QuotaUse]] = {}
-        self._cards: dict[tuple[str, str], int] = {}
+        self._gpus: dict[tuple[str, str], int] = {}
         self._totals: dict[str, QuotaUse] = {}
 
     def put(self, uid: PodUid, namespace: str, model: str, use: QuotaUse) -> None:
-        """The pod is on a node with cards of this model, or will be."""
+        """The pod is on a node with GPUs of this model, or will be."""
         self.remove(uid)
         self._pods[uid] = namespace, model, use
         self._count(namespace, model, use, 1)
@@ -50,44 +50,44 @@ class Usage:
             self._count(*old, -1)
 
     def of(self, namespace: str, model: str, *, without: PodUid | None = None) -> QuotaUse:
-        """The namespace's cards of the model, and its totals over all models; as if `without` were not there."""
+        """The namespace's GPUs of the model, and its totals over all models; as if `without` were not there."""
         total = self._totals.get(namespace, QuotaUse())
-        cards = self._cards.get((namespace, model), 0)
+        gpus = self._gpus.get((namespace, model), 0)
         left_out = self._pods.get(without) if without is not None else None
         if left_out is None or left_out[0] != namespace:
-            return QuotaUse(cards, total.vcore, total.vmemory)
+            return QuotaUse(gpus, total.vcore, total.vmemory)
         _, its_model, use = left_out
         return QuotaUse(
-            cards - (use.cards if its_model == model else 0), total.vcore - use.vcore, total.vmemory - use.vmemory
+            gpus - (use.gpus if its_model == model else 0), total.vcore - use.vcore, total.vmemory - use.vmemory
         )
 
     def by_model(self) -> dict[tuple[str, str], int]:
-        """1/100 cards by namespace and model, sorted; for metrics."""
-        return dict(sorted(self._cards.items()))
+        """1/100 GPUs by namespace and model, sorted; for metrics."""
+        return dict(sorted(self._gpus.items()))
 
     def _count(self, namespace: str, model: str, use: QuotaUse, sign: int) -> None:
         key = namespace, model
-        cards = self._cards.get(key, 0) + sign * use.cards
-        self._cards[key] = cards
-        if not cards:
-            del self._cards[key]
+        gpus = self._gpus.get(key, 0) + sign * use.gpus
+        self._gpus[key] = gpus
+        if not gpus:
+            del self._gpus[key]
         total = self._totals.get(namespace, QuotaUse())
-        total = total.plus(QuotaUse(sign * use.cards, sign * use.vcore, sign * use.vmemory))
+        total = total.plus(QuotaUse(sign * use.gpus, sign * use.vcore, sign * use.vmemory))
         self._totals[namespace] = total
         if total == QuotaUse():
             del self._totals[namespace]
 
 
-def use_of(pod: Pod, names: ResourceNames, *, card_memory_mib: int) -> QuotaUse:
-    """What a pod counts on a node whose cards have so much memory.
+def use_of(pod: Pod, names: ResourceNames, *, gpu_memory_mib: int) -> QuotaUse:
+    """What a pod counts on a node whose GPUs have so much memory.
 
     As Kubernetes counts a pod's requests: main containers and sidecars together, or an init container with the sidecars
-    started before it where that is more. Whole cards count with all their memory, for nobody else can use it; GPUShare's
-    memory as that part of a card, rounded up.
+    started before it where that is more. Whole GPUs count with all their memory, for nobody else can use it; GPUShare's
+    memory as that part of a GPU, rounded up.
     """
     peak = sidecars = mains = QuotaUse()
     for container in pod.containers:
-        use = _use_of_container(container, names, card_memory_mib)
+        use = _use_of_container(container, names, gpu_memory_mib)
         match container.kind:
             case ContainerKind.INIT:
                 peak = peak.at_least(sidecars.plus(use))
@@ -99,11 +99,11 @@ def use_of(pod: Pod, names: ResourceNames, *, card_memory_mib: int) -> QuotaUse:
     return peak.at_least(sidecars.plus(mains))
 
 
-def _use_of_container(container: ContainerSpec, names: ResourceNames, card_memory_mib: int) -> QuotaUse:
+def _use_of_container(container: ContainerSpec, names: ResourceNames, gpu_memory_mib: int) -> QuotaUse:
     cores, blocks = names.wanted(container, ResourceKind.VCORE), names.wanted(container, ResourceKind.VMEMORY)
     units = names.wanted(container, ResourceKind.GPU_MEM)
-    if cores >= CORES_PER_CARD:
-        whole = cores // CORES_PER_CARD * (card_memory_mib // names.memory_block_mib)
+    if cores >= CORES_PER_GPU:
+        whole = cores // CORES_PER_GPU * (gpu_memory_mib // names.memory_block_mib)
         blocks = max(blocks, whole)
-    part = -(-units * names.gpu_mem_unit_mib * CORES_PER_CARD // max(1, card_memory_mib))
+    part = -(-units * names.gpu_mem_unit_mib * CORES_PER_GPU // max(1, gpu_memory_mib))
     return QuotaUse(cores + part, cores, blocks + blocks_taken(units, names))

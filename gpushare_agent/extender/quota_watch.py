@@ -1,6 +1,6 @@
 """The quota in force, and what counts against it: a sink for the ConfigMap's informer, and the extender's quota check.
 
-A ConfigMap that cannot be read leaves the last good one in force; where there never was one, pods that ask for cards are
+A ConfigMap that cannot be read leaves the last good one in force; where there never was one, pods that ask for GPUs are
 refused until it is corrected, as gpu-admission means to. An absent ConfigMap is no quota. The mutable state is: the quota,
 what is used, and what the pods that we know ask for. Format and table: docs/quota.md.
 """
@@ -52,7 +52,7 @@ class QuotaKeeper:
         self._booked: dict[str, dict[PodUid, None]] = {}
         """Pods by the node on which they count, for a node whose model changes."""
         self._memories: dict[str, Counter[int]] = {}
-        """By model, the sizes of cards that nodes have now, and how many nodes."""
+        """By model, the sizes of GPUs that nodes have now, and how many nodes."""
         self.quota: Quota | None = Quota()
         """None: the ConfigMap was never readable."""
 
@@ -69,7 +69,7 @@ class QuotaKeeper:
             )
         if pod.namespace not in self.quota.namespaces:
             return None
-        asked = use_of(pod, self._names, card_memory_mib=max(self._memories.get(model, ()), default=0))
+        asked = use_of(pod, self._names, gpu_memory_mib=max(self._memories.get(model, ()), default=0))
         used = self._usage.of(pod.namespace, model, without=pod.uid)
         return check_quota(self.quota, pod.namespace, asked, used, model=model, pool=pool)
 
@@ -81,7 +81,7 @@ class QuotaKeeper:
         self._unbook(uid)
 
     def know_node(self, node: ClusterNode) -> None:
-        memory_mib = max((card.memory_mib for card in node.cards), default=0)
+        memory_mib = max((gpu.memory_mib for gpu in node.gpus), default=0)
         if self._nodes.get(node.name) == (node.model, memory_mib):
             return
         self.forget_node(node.name)
@@ -118,7 +118,7 @@ class QuotaKeeper:
         if pod is None:
             return
         model, memory_mib = self._nodes.get(node, ("", 0))
-        self._usage.put(uid, pod.namespace, model, use_of(pod, self._names, card_memory_mib=memory_mib))
+        self._usage.put(uid, pod.namespace, model, use_of(pod, self._names, gpu_memory_mib=memory_mib))
 
     def _unbook(self, uid: PodUid) -> None:
         node = self._place.pop(uid, "")
@@ -172,7 +172,7 @@ class QuotaFeed:
         then = "the last good one stays in force"
         if not self._was_good:
             self._keeper.quota = None
-            then = "pods that ask for cards are refused, for there was no good one before"
+            then = "pods that ask for GPUs are refused, for there was no good one before"
         log.error("quota_malformed", error=error, then=then, cure=f"correct the key {QUOTA_KEY} of the ConfigMap")
         metadata = raw["metadata"]
         name, namespace = self.key(raw), str(metadata.get("namespace", "default"))

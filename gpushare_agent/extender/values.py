@@ -1,7 +1,7 @@
-"""The cluster as the scheduler extender sees it: nodes with their cards, and what it has set aside for pods.
+"""The cluster as the scheduler extender sees it: nodes with their GPUs, and what it has set aside for pods.
 
 Sources: the agent's annotations on the node (`gpushare-agent/cards`, `gpushare-agent/held`), never a pod's annotations,
-which any tenant can write. Cards are named by their index on the node.
+which any tenant can write. GPUs are named by their index on the node.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from gpushare_agent.model.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeCard:
-    """One card of a node. A cordoned card is not healthy."""
+class NodeGpu:
+    """One GPU of a node. A cordoned GPU is not healthy."""
 
     index: int
     uuid: GpuUuid
@@ -29,7 +29,7 @@ class NodeCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Charge:
-    """What a pod takes of one card, all its containers together."""
+    """What a pod takes of one GPU, all its containers together."""
 
     index: int
     cores: int = 0
@@ -40,11 +40,11 @@ class Charge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
-    """One node that offers our resources. `is_exact` is False where the agent has not told of its cards and the node's
-    capacity was divided evenly. `held` is what each pod has of each card by the agent's books, None where it is silent."""
+    """One node that offers our resources. `is_exact` is False where the agent has not told of its GPUs and the node's
+    capacity was divided evenly. `held` is what each pod has of each GPU by the agent's ledger, None where it is silent."""
 
     name: str
-    cards: tuple[NodeCard, ...]
+    gpus: tuple[NodeGpu, ...]
     topology: Topology
     model: str = ""
     pool: str = ""
@@ -55,7 +55,7 @@ class ClusterNode:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPolicy:
     """The settings that bear on what the extender decides. `names` must be those of the nodes' agents, and `share_policy`
-    theirs too: else both choose different cards."""
+    theirs too: else both choose different GPUs."""
 
     names: ResourceNames
     share_policy: Literal["binpack", "spread"] = "binpack"
@@ -64,13 +64,13 @@ class ClusterPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedContainer:
-    """One container's cards by index; empty where it asks for nothing of ours. `cores` is 1/100 of a card, `blocks` memory
+    """One container's GPUs by index; empty where it asks for nothing of ours. `cores` is 1/100 of a GPU, `blocks` memory
     blocks, `units` GPUShare's units, each as asked."""
 
     name: str
     kind: ContainerKind
     position: int
-    cards: tuple[int, ...]
+    gpus: tuple[int, ...]
     cores: int = 0
     blocks: int = 0
     units: int = 0
@@ -78,12 +78,12 @@ class PlannedContainer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodPlan:
-    """Where a pod's containers go on one node, and what that takes of each card (sorted by index)."""
+    """Where a pod's containers go on one node, and what that takes of each GPU (sorted by index)."""
 
     containers: tuple[PlannedContainer, ...]
     charges: tuple[Charge, ...]
     link_cost: int = 0
-    """Of all the containers with several cards, as placement/link.py counts it."""
+    """Of all the containers with several GPUs, as placement/link.py counts it."""
 
 
 class Stage(StrEnum):
@@ -94,9 +94,9 @@ class Stage(StrEnum):
     BOUND = "bound"
     """The pod is bound to the node; its agent has not told of it yet."""
     CONFIRMED = "confirmed"
-    """The node's agent holds it: its cards count, whatever was planned."""
+    """The node's agent holds it: its GPUs count, whatever was planned."""
     UNPLACED = "unplaced"
-    """Bound by somebody else, or before our time, and nobody tells its cards: charged wherever it could be."""
+    """Bound by somebody else, or before our time, and nobody tells its GPUs: charged wherever it could be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

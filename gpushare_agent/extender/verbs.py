@@ -1,8 +1,8 @@
 """The verbs of the scheduler extender, as values: filter, prioritize, preempt and bind. HTTP and JSON: extender_web.py.
 
-With reserve=bind, filter changes nothing, so that preemption and autoscalers may ask what would be; cards are set aside by
+With reserve=bind, filter changes nothing, so that preemption and autoscalers may ask what would be; GPUs are set aside by
 bind. With reserve=filter it does what gpu-admission's does, for schedulers that bind themselves: it chooses one node, sets
-the cards aside and annotates the pod. Filtered again, a pod gets a new answer. No state of its own.
+the GPUs aside and annotates the pod. Filtered again, a pod gets a new answer. No state of its own.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Extender:
         best, _ = min(self._state.prioritize(pod, found.fitting), key=lambda one: (-one[1], one[0]))
         error = await self._binder.promise(pod, best)
         if error:
-            return _failed(f"cannot set aside cards of node {best} for pod {pod.namespace}/{pod.name}: {error}")
+            return _failed(f"cannot set aside GPUs of node {best} for pod {pod.namespace}/{pod.name}: {error}")
         others = {name: f"the pod was given to node {best}" for name in found.fitting if name != best}
         return FilterAnswer(fitting=[best], failed={**found.failed, **others}, unresolvable=found.unresolvable)
 

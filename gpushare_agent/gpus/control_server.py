@@ -1,4 +1,4 @@
-"""The control socket: through it root takes a card out of service and puts it back.
+"""The control socket: through it root takes a GPU out of service and puts it back.
 
 HTTP with JSON on a unix socket of mode 0600. Who asks is known by the kernel's word (SO_PEERCRED): root, or the agent's own
 user. aiohttp is imported in a thread once `run` begins, as web.py does. Without a socket the agent runs on.
@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import structlog
 
-from gpushare_agent.gpus.health_values import CardHealth, HealthState
+from gpushare_agent.gpus.health_values import GpuHealth, HealthState
 from gpushare_agent.gpus.inventory import GpuInventoryState
-from gpushare_agent.gpus.selection import cards_meant
+from gpushare_agent.gpus.selection import gpus_meant
 from gpushare_agent.kit.peer_credentials import peer_credentials
 from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, connectable_path, file_identity, remove_socket
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
-from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.gpus import Gpu
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -59,7 +59,7 @@ class KeepsNow(Protocol):
 
 
 class ControlServer:
-    """`look_soon` lets a card that an operator put back be looked at at once."""
+    """`look_soon` lets a GPU that an operator put back be looked at at once."""
 
     def __init__(
         self, path: Path, inventory: GpuInventoryState, keeping: KeepsNow, *, look_soon: Callable[[], None]
@@ -76,17 +76,17 @@ class ControlServer:
     async def run(self) -> NoReturn:
         """Serve until cancelled. While the socket cannot be had, it is tried again every half a minute."""
         await asyncio.to_thread(importlib.import_module, "aiohttp.web")
-        told = ""
+        reported = ""
         while True:
             try:
                 async with self._serving() as identity:
-                    told = ""
+                    reported = ""
                     await self._wait_gone(identity)
                 log.warning("control_socket_gone", path=str(self._path), then="opened anew")
             except Unavailable as e:
-                if str(e) != told:
+                if str(e) != reported:
                     log.warning("control_socket_not_open", error=str(e), retried_in_s=LOOK_AGAIN_S)
-                told = str(e)
+                reported = str(e)
                 await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _wait_gone(self, identity: FileIdentity | None) -> None:
@@ -128,7 +128,7 @@ class ControlServer:
 
     def _bind(self) -> tuple[socket.socket, FileIdentity | None]:
         """The bound socket and its file's identity, None where the file is gone already."""
-        lost = "Cards cannot be cordoned by command until it can"
+        lost = "GPUs cannot be cordoned by command until it can"
         try:
             self._path.parent.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
             if is_served(self._path):
@@ -169,54 +169,52 @@ class ControlServer:
     async def _cordon(self, request: web.Request) -> dict[str, Any]:
         raw = await _body(request)
         reason = _text(raw, "reason", MAX_REASON_CHARS)
-        card = self._card(_text(raw, "gpu", MAX_GPU_CHARS))
-        changed = self._inventory.cordon(card.uuid, reason)
-        log.info("cordon_asked", index=card.index, uuid=card.uuid, reason=reason, changed=changed)
-        return self._result(card, changed, await self._keeping.keep())
+        gpu = self._gpu(_text(raw, "gpu", MAX_GPU_CHARS))
+        changed = self._inventory.cordon(gpu.uuid, reason)
+        log.info("cordon_asked", index=gpu.index, uuid=gpu.uuid, reason=reason, changed=changed)
+        return self._result(gpu, changed, await self._keeping.keep())
 
     async def _uncordon(self, request: web.Request) -> dict[str, Any]:
-        card = self._card(_text(await _body(request), "gpu", MAX_GPU_CHARS))
-        before = self._inventory.healths[card.uuid]
-        changed = self._inventory.uncordon(card.uuid)
+        gpu = self._gpu(_text(await _body(request), "gpu", MAX_GPU_CHARS))
+        before = self._inventory.healths[gpu.uuid]
+        changed = self._inventory.uncordon(gpu.uuid)
         ended_wait = before.cause if before.state is HealthState.NEEDS_RESET else ""
-        log.info("uncordon_asked", index=card.index, uuid=card.uuid, changed=changed, ended_wait=ended_wait)
+        log.info("uncordon_asked", index=gpu.index, uuid=gpu.uuid, changed=changed, ended_wait=ended_wait)
         self._look_soon()
-        return self._result(card, changed, await self._keeping.keep()) | {"ended_wait": ended_wait}
+        return self._result(gpu, changed, await self._keeping.keep()) | {"ended_wait": ended_wait}
 
     async def _show(self, _request: web.Request) -> dict[str, Any]:
-        return {"cards": [self._shown(card) for card in self._inventory.current.cards]}
+        return {"cards": [self._shown(gpu) for gpu in self._inventory.current.gpus]}
 
-    def _result(self, card: Card, changed: bool, not_kept: str) -> dict[str, Any]:
-        now = self._inventory.current.by_uuid()[card.uuid]
+    def _result(self, gpu: Gpu, changed: bool, not_kept: str) -> dict[str, Any]:
+        now = self._inventory.current.by_uuid()[gpu.uuid]
         return {"card": self._shown(now), "changed": changed, "not_kept": not_kept}
 
-    def _shown(self, card: Card) -> dict[str, Any]:
-        return card_document(
-            card,
-            self._inventory.healths[card.uuid],
-            illness=self._inventory.illnesses.get(card.uuid, ""),
+    def _shown(self, gpu: Gpu) -> dict[str, Any]:
+        return gpu_document(
+            gpu,
+            self._inventory.healths[gpu.uuid],
+            illness=self._inventory.illnesses.get(gpu.uuid, ""),
             probes=self._inventory.policy.recovery_probes,
         )
 
-    def _card(self, text: str) -> Card:
-        cards = self._inventory.current.cards
-        meant = cards_meant(text, cards)
+    def _gpu(self, text: str) -> Gpu:
+        gpus = self._inventory.current.gpus
+        meant = gpus_meant(text, gpus)
         if len(meant) == 1:
             return meant[0]
-        known = (
-            ", ".join(f"{card.index} ({card.uuid})" for card in sorted(cards, key=lambda card: card.index)) or "none"
-        )
+        known = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in sorted(gpus, key=lambda gpu: gpu.index)) or "none"
         if not meant:
-            raise NotFound(f"this node has no card {text!r}; its cards: {known}")
-        raise Conflict(f"{text!r} is the beginning of {len(meant)} cards' UUIDs; the cards: {known}")
+            raise NotFound(f"this node has no GPU {text!r}; its GPUs: {known}")
+        raise Conflict(f"{text!r} is the beginning of {len(meant)} GPUs' UUIDs; the GPUs: {known}")
 
 
-def card_document(card: Card, health: CardHealth, *, illness: str, probes: int) -> dict[str, Any]:
+def gpu_document(gpu: Gpu, health: GpuHealth, *, illness: str, probes: int) -> dict[str, Any]:
     return {
-        "index": card.index,
-        "uuid": card.uuid,
-        "name": card.name,
-        "is_healthy": card.is_healthy,
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        "is_healthy": gpu.is_healthy,
         "reason": illness,
         "state": health.state.value,
         "cause": health.cause,

@@ -1,4 +1,4 @@
-"""What the driver reports of a card between two looks."""
+"""What the driver reports of a GPU between two looks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GpuEventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuEvent:
-    """`uuid` is None where the driver did not say which card. `xid` is the number in NVIDIA's catalogue of Xid errors, 0 for
+    """`uuid` is None where the driver did not say which GPU. `xid` is the number in NVIDIA's catalogue of Xid errors, 0 for
     events of another kind."""
 
     kind: GpuEventKind

@@ -1,4 +1,4 @@
-"""Writes what must outlive the agent of the cards' health (cordons, waits for a reset) as soon as it changes.
+"""Writes what must outlive the agent of the GPUs' health (cordons, waits for a reset) as soon as it changes.
 
 State owned: what is in the file, and why the last try to write it failed.
 """
@@ -31,7 +31,7 @@ class KeepsHealth(Protocol):
 
 
 class HealthKeeping:
-    """`restore` once, before the cards are read; then `run` once. Without a `file` nothing is remembered."""
+    """`restore` once, before the GPUs are read; then `run` once. Without a `file` nothing is remembered."""
 
     def __init__(self, inventory: GpuInventoryState, file: KeepsHealth | None, *, backoff: Backoff = RETRY) -> None:
         self._inventory = inventory
@@ -52,7 +52,7 @@ class HealthKeeping:
             log.warning(
                 "health_state_not_read",
                 error=str(e),
-                then="cordons and waits for a reset of an earlier run are not known; cordon the cards again that need it",
+                then="cordons and waits for a reset of an earlier run are not known; cordon the GPUs again that need it",
             )
             return
         self._written = kept
@@ -71,10 +71,10 @@ class HealthKeeping:
             try:
                 await self._file.save(kept)
             except Unavailable as e:
-                self._told(str(e))
+                self._reported(str(e))
             else:
                 self._written = kept
-                self._told("")
+                self._reported("")
             return self._trouble
 
     async def run(self) -> NoReturn:
@@ -92,7 +92,7 @@ class HealthKeeping:
         if self._inventory.kept != self._written:
             self._is_wanted.set()
 
-    def _told(self, trouble: str) -> None:
+    def _reported(self, trouble: str) -> None:
         """One line when it begins to fail and one when it works again."""
         if trouble and not self._trouble:
             log.warning(

@@ -1,8 +1,8 @@
-"""The file that remembers, over a restart of the agent, which cards are cordoned and which wait for a reset.
+"""The file that remembers, over a restart of the agent, which GPUs are cordoned and which wait for a reset.
 
     {"version": 1, "boot_id": "…", "cards": [{"uuid": "GPU-…", "cordoned": "why", "waits_for_reset": "what happened"}]}
 
-with one or both of the last two for each card, sorted by UUID. A reboot resets the cards: the waits of another boot are
+with one or both of the last two for each GPU, sorted by UUID. A reboot resets the GPUs: the waits of another boot are
 dropped, the cordons stay. A file that is not this format is set aside as `<name>.corrupt`. Every step is in a daemon thread
 and bounded in time. No state.
 """
@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 VERSION = 1
 MAX_BYTES = 1 << 20
-MAX_CARDS = 1024
+MAX_GPUS = 1024
 MAX_TEXT_CHARS = 1024
 READ_TIMEOUT_S = 2.0
 WRITE_TIMEOUT_S = 5.0
@@ -60,7 +60,7 @@ class HealthStateFile:
         Raises:
             Unavailable: the file or its directory cannot be used.
         """
-        what = f"reading what is known of the cards' health from {self._path}"
+        what = f"reading what is known of the GPUs' health from {self._path}"
         return await self._thread.call(self._load, what, READ_TIMEOUT_S)
 
     async def save(self, kept: KeptHealth) -> None:
@@ -69,7 +69,7 @@ class HealthStateFile:
         Raises:
             Unavailable: that was not possible, or not in time.
         """
-        what = f"keeping what is known of the cards' health in {self._path}"
+        what = f"keeping what is known of the GPUs' health in {self._path}"
         await self._thread.call(partial(self._save, kept), what, WRITE_TIMEOUT_S)
 
     def _load(self) -> KeptHealth:
@@ -86,7 +86,7 @@ class HealthStateFile:
         boot_id = self._this_boot()
         if not found.kept.waits or not boot_id or found.boot_id in ("", boot_id):
             return found.kept
-        log.info("health_waits_dropped", cards=sorted(found.kept.waits), why="the node was rebooted since")
+        log.info("health_waits_dropped", gpus=sorted(found.kept.waits), why="the node was rebooted since")
         return KeptHealth(cordons=found.kept.cordons, waits={})
 
     def _set_aside(self, why: str) -> None:
@@ -99,7 +99,7 @@ class HealthStateFile:
             "health_state_corrupt",
             why=why,
             kept_as=str(aside),
-            then="cordons and waits for a reset are forgotten; cordon the cards again that need it",
+            then="cordons and waits for a reset are forgotten; cordon the GPUs again that need it",
         )
 
     def _save(self, kept: KeptHealth) -> None:
@@ -145,24 +145,24 @@ def _parsed(content: bytes) -> _Read:
         raw = json.loads(content)
     except (ValueError, RecursionError) as e:
         raise Corrupt(f"it is no JSON: {e}") from e
-    raw_cards = raw.get("cards") if isinstance(raw, dict) else None
-    if not isinstance(raw_cards, list) or len(raw_cards) > MAX_CARDS or raw.get("version") != VERSION:
-        raise Corrupt(f"it is no object of version {VERSION} with a list of at most {MAX_CARDS} cards")
+    raw_gpus = raw.get("cards") if isinstance(raw, dict) else None
+    if not isinstance(raw_gpus, list) or len(raw_gpus) > MAX_GPUS or raw.get("version") != VERSION:
+        raise Corrupt(f"it is no object of version {VERSION} with a list of at most {MAX_GPUS} GPUs")
     cordons: dict[GpuUuid, str] = {}
     waits: dict[GpuUuid, str] = {}
-    for raw_card in raw_cards:
-        uuid = _text(raw_card, "uuid")
+    for raw_gpu in raw_gpus:
+        uuid = _text(raw_gpu, "uuid")
         if not uuid:
-            raise Corrupt("a card in it has no UUID")
+            raise Corrupt("a GPU in it has no UUID")
         for name, found in (("cordoned", cordons), ("waits_for_reset", waits)):
-            if (text := _text(raw_card, name)) is not None:
+            if (text := _text(raw_gpu, name)) is not None:
                 found[GpuUuid(uuid)] = text
     return _Read(kept=KeptHealth(cordons=cordons, waits=waits), boot_id=_text(raw, "boot_id") or "")
 
 
 def _text(raw: Any, name: str) -> str | None:
     if not isinstance(raw, dict):
-        raise Corrupt("a card in it is no object")
+        raise Corrupt("a GPU in it is no object")
     value = raw.get(name)
     if value is not None and (not isinstance(value, str) or len(value) > MAX_TEXT_CHARS):
         raise Corrupt(f"{name!r} in it is no text of at most {MAX_TEXT_CHARS} characters")
@@ -170,14 +170,14 @@ def _text(raw: Any, name: str) -> str | None:
 
 
 def _rendered(kept: KeptHealth, boot_id: str) -> bytes:
-    cards: list[dict[str, str]] = []
-    for uuid in sorted({*kept.cordons, *kept.waits})[:MAX_CARDS]:
-        card = {"uuid": str(uuid)}
+    gpus: list[dict[str, str]] = []
+    for uuid in sorted({*kept.cordons, *kept.waits})[:MAX_GPUS]:
+        gpu = {"uuid": str(uuid)}
         for name, texts in (("cordoned", kept.cordons), ("waits_for_reset", kept.waits)):
             if uuid in texts:
-                card[name] = texts[uuid][:MAX_TEXT_CHARS]
-        cards.append(card)
-    return json.dumps({"version": VERSION, "boot_id": boot_id, "cards": cards}, indent=2).encode() + b"\n"
+                gpu[name] = texts[uuid][:MAX_TEXT_CHARS]
+        gpus.append(gpu)
+    return json.dumps({"version": VERSION, "boot_id": boot_id, "cards": gpus}, indent=2).encode() + b"\n"
 
 
 def _write_whole(path: Path, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What the agent knows of a card's health beyond the driver's last look: states, and what outlives the agent.
+"""What the agent knows of a GPU's health beyond the driver's last look: states, and what outlives the agent.
 
 The rules are gpus/health.py; the owner is gpus/inventory.py.
 """
@@ -13,7 +13,7 @@ from gpushare_agent.model.names import GpuUuid
 
 
 class HealthState(StrEnum):
-    """One card's state. A cordon is no state: any card may be cordoned besides."""
+    """One GPU's state. A cordon is no state: any GPU may be cordoned besides."""
 
     HEALTHY = "healthy"
     LOST = "lost"
@@ -22,11 +22,11 @@ class HealthState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CardHealth:
+class GpuHealth:
     """`cause` tells what happened, empty while healthy. Times are the agent's monotonic clock, in seconds.
 
-    `passes` are looks in a row that found the card well; one counts from `probe_at` on. `relapses` is how often it fell ill
-    soon after it had recovered, without a pause. `cordon` is the operator's reason, None where the card is in service.
+    `passes` are looks in a row that found the GPU well; one counts from `probe_at` on. `relapses` is how often it fell ill
+    soon after it had recovered, without a pause. `cordon` is the operator's reason, None where the GPU is in service.
     """
 
     state: HealthState = HealthState.HEALTHY
@@ -40,7 +40,7 @@ class CardHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptHealth:
-    """What is remembered over a restart of the agent: cordons and their reasons, cards that wait for a reset and why."""
+    """What is remembered over a restart of the agent: cordons and their reasons, GPUs that wait for a reset and why."""
 
     cordons: Mapping[GpuUuid, str]
     waits: Mapping[GpuUuid, str]

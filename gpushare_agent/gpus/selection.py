@@ -1,16 +1,16 @@
-"""Which card a person means: an index, a UUID, or the beginning of one. Pure."""
+"""Which GPU a person means: an index, a UUID, or the beginning of one. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.gpus import Gpu
 
 PREFIX = "GPU-"
 
 
-def cards_meant(text: str, cards: Sequence[Card]) -> list[Card]:
-    """One card where it is clear, none where no card is meant, several where more of the UUID is needed.
+def gpus_meant(text: str, gpus: Sequence[Gpu]) -> list[Gpu]:
+    """One GPU where it is clear, none where no GPU is meant, several where more of the UUID is needed.
 
     Digits alone are an index. A UUID may be without its `GPU-`, in any case of letters, and cut short.
     """
@@ -18,7 +18,7 @@ def cards_meant(text: str, cards: Sequence[Card]) -> list[Card]:
     if not wanted:
         return []
     if wanted.isdecimal():
-        return [card for card in cards if str(card.index) == (wanted.lstrip("0") or "0")]
-    exact = [card for card in cards if card.uuid.lower() == wanted]
-    begins = [card for card in cards if card.uuid.lower().startswith((wanted, PREFIX.lower() + wanted))]
-    return exact or sorted(begins, key=lambda card: card.index)
+        return [gpu for gpu in gpus if str(gpu.index) == (wanted.lstrip("0") or "0")]
+    exact = [gpu for gpu in gpus if gpu.uuid.lower() == wanted]
+    begins = [gpu for gpu in gpus if gpu.uuid.lower().startswith((wanted, PREFIX.lower() + wanted))]
+    return exact or sorted(begins, key=lambda gpu: gpu.index)

@@ -1,8 +1,8 @@
-"""Asks the driver again and again how the cards are and what happened to them, and keeps the inventory true.
+"""Asks the driver again and again how the GPUs are and what happened to them, and keeps the inventory true.
 
-One card that fails turns Unhealthy with its reason and the others work on; a driver that cannot be read turns all cards
+One GPU that fails turns Unhealthy with its reason and the others work on; a driver that cannot be read turns all GPUs
 Unhealthy; both come back by themselves (gpus/health.py). An event is only a hint to look, but a serious one counts
-before the look: a card that hangs may keep the driver busy for seconds. The state is in gpus/inventory.py; here are
+before the look: a GPU that hangs may keep the driver busy for seconds. The state is in gpus/inventory.py; here are
 only the wish for a look and the number of failures in a row.
 """
 
@@ -23,13 +23,13 @@ from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.rate import TokenBucket
 from gpushare_agent.kit.supervision import forever
 from gpushare_agent.model.errors import AgentError
-from gpushare_agent.model.gpus import Card, GpuInventory
+from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import DriverSample
 
 log = structlog.get_logger(__name__)
 
-NO_CARDS_PERIOD_S = 30.0
+NO_GPUS_PERIOD_S = 30.0
 """How often a node without a readable driver is looked at again."""
 EVENT_BACKOFF_MAX_S = 30.0
 MIN_PAUSE_S = 0.01
@@ -39,19 +39,19 @@ LOG_BURST = 20.0
 
 class GpuDriver(Protocol):
     async def read(self) -> GpuInventory:
-        """Every card. Raises Unavailable where the driver cannot be read."""
+        """Every GPU. Raises Unavailable where the driver cannot be read."""
 
     async def events(self) -> list[GpuEvent]:
         """What happened since the last call, oldest first, at most 1,024; empty where nothing did. Does not wait for news.
         Raises Unavailable."""
 
     async def sample(self) -> DriverSample:
-        """What the cards and the processes on them use. Raises Unavailable."""
+        """What the GPUs and the processes on them use. Raises Unavailable."""
 
     async def close(self) -> None: ...
 
 
-class CountsGpuNews(Protocol):
+class CountsGpuChanges(Protocol):
     def gpu_event(self, kind: str, xid: int, is_ignored: bool) -> None: ...
 
     def driver_error(self, word: str) -> None:
@@ -74,7 +74,7 @@ class GpuWatch:
         *,
         period_s: float,
         event_period_s: float = 0.5,
-        metrics: CountsGpuNews | None = None,
+        metrics: CountsGpuChanges | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._driver = driver
@@ -109,7 +109,7 @@ class GpuWatch:
             except AgentError as e:
                 self._metrics.driver_error("look_failed")
                 if self._inventory.lost(str(e)) or not before:
-                    log.error("gpus_lost", error=str(e), retried_in_s=self._period_s if before else NO_CARDS_PERIOD_S)
+                    log.error("gpus_lost", error=str(e), retried_in_s=self._period_s if before else NO_GPUS_PERIOD_S)
                 return
             if self._inventory.read(found):
                 self._report(before)
@@ -149,8 +149,8 @@ class GpuWatch:
             await self.look()
 
     def _pause_s(self) -> float:
-        if not self._inventory.current.cards:
-            return NO_CARDS_PERIOD_S
+        if not self._inventory.current.gpus:
+            return NO_GPUS_PERIOD_S
         probe_at = self._inventory.next_probe_at()
         if probe_at is None:
             return self._period_s
@@ -177,20 +177,20 @@ class GpuWatch:
                 case EventMeaning.IGNORED:
                     log.info("gpu_event_ignored", **fields)
                 case EventMeaning.FOREIGN:
-                    log.warning("gpu_event_of_unknown_card", **fields)
+                    log.warning("gpu_event_of_unknown_gpu", **fields)
                 case EventMeaning.UNATTRIBUTED:
-                    log.error("gpu_event_of_no_card", **fields, then="no card is blamed; all are looked at now")
+                    log.error("gpu_event_of_no_gpu", **fields, then="no GPU is blamed; all are looked at now")
                 case EventMeaning.ILL | EventMeaning.NEEDS_RESET:
                     log.warning("gpu_event", **fields)
                 case _:
                     assert_never(meaning)
 
-    def _report(self, before: Mapping[GpuUuid, Card]) -> None:
-        for card in self._inventory.current.cards:
-            if card.uuid not in before:
-                log.info("card_found", index=card.index, uuid=card.uuid, name=card.name, memory_mib=card.memory_mib)
+    def _report(self, before: Mapping[GpuUuid, Gpu]) -> None:
+        for gpu in self._inventory.current.gpus:
+            if gpu.uuid not in before:
+                log.info("gpu_found", index=gpu.index, uuid=gpu.uuid, name=gpu.name, memory_mib=gpu.memory_mib)
         for index, reason in self._inventory.current.unreadable:
-            log.error("card_unreadable", index=index, reason=reason)
+            log.error("gpu_unreadable", index=index, reason=reason)
 
 
 _CALLS_FOR_A_LOOK = frozenset({EventMeaning.UNATTRIBUTED, EventMeaning.ILL, EventMeaning.NEEDS_RESET})

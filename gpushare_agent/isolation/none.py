@@ -1,4 +1,4 @@
-"""No isolation: the container sees its cards and is trusted to keep to its share."""
+"""No isolation: the container sees its GPUs and is trusted to keep to its share."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerSpec
@@ -17,7 +17,7 @@ from gpushare_agent.model.pods import ContainerSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpsConfig:
-    """The daemon's directories on the host, and whether the cards are in compute mode EXCLUSIVE_PROCESS."""
+    """The daemon's directories on the host, and whether the GPUs are in compute mode EXCLUSIVE_PROCESS."""
 
     pipe_directory: Path
     shm_directory: Path
@@ -37,7 +37,7 @@ class HamiCoreConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IsolationConfig:
     """The node's settings that isolations need. Directories are the host's: of the virtual manager, and of the driver's
-    files for shares and for whole cards (None: no driver directory is configured, and none is mounted)."""
+    files for shares and for whole GPUs (None: no driver directory is configured, and none is mounted)."""
 
     virtual_manager: Path
     shared_driver: Path | None = None
@@ -50,8 +50,8 @@ class IsolationConfig:
 class IsolationRequest:
     """One container and what it holds.
 
-    `cores` are percent of one card (100·k for whole cards, 0 for a container that asked for memory alone), `core_limit`
-    its elastic ceiling or 0. `memory_mib` is its share, 0 where it has whole cards and asked for none; `pod_memory_mib` what
+    `cores` are percent of one GPU (100·k for whole GPUs, 0 for a container that asked for memory alone), `core_limit`
+    its elastic ceiling or 0. `memory_mib` is its share, 0 where it has whole GPUs and asked for none; `pod_memory_mib` what
     all main containers of its pod ask for. `cards` are in order of index, as the container sees them.
 
     `container.name` and `pod_uid` come from the API server, which admits only DNS labels and UUIDs; whoever makes a
@@ -60,7 +60,7 @@ class IsolationRequest:
 
     pod_uid: PodUid
     container: ContainerSpec
-    cards: tuple[Card, ...]
+    gpus: tuple[Gpu, ...]
     cores: int
     memory_mib: int
     is_whole: bool

@@ -262,7 +262,7 @@ class DevicePlugin:
             "allocate" if method == "Allocate" else "pre_start_container",
             resource=self.resource,
             units=sum(len(ids) for ids in containers),
-            cards=_cards(containers),
+            gpus=_gpus(containers),
             code=code.name,
             duration_ms=round(took_s * 1000, 2),
             **({"detail": detail} if detail else {}),
@@ -275,7 +275,7 @@ async def _request(stream: Stream[Any, Any]) -> Any:
     return await stream.recv_message()
 
 
-def _cards(containers: Sequence[Sequence[str]]) -> list[str]:
-    """The cards that the IDs name, for the log."""
+def _gpus(containers: Sequence[Sequence[str]]) -> list[str]:
+    """The GPUs that the IDs name, for the log."""
     split = (split_device_id(device) for ids in containers for device in ids)
     return sorted({named[0] for named in split if named is not None})

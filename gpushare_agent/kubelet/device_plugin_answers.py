@@ -25,7 +25,7 @@ def status_of(reason: RefusalReason) -> Status:
     if reason in TRANSIENT_REASONS:
         return Status.UNAVAILABLE
     match reason:
-        case RefusalReason.INVALID_REQUEST | RefusalReason.UNKNOWN_DEVICE | RefusalReason.WRONG_CARDS:
+        case RefusalReason.INVALID_REQUEST | RefusalReason.UNKNOWN_DEVICE | RefusalReason.WRONG_GPUS:
             return Status.INVALID_ARGUMENT
         case RefusalReason.SHARING_DISABLED:
             return Status.FAILED_PRECONDITION

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from gpushare_agent.kit.wire_build import bytes_field, integer_field
 from gpushare_agent.model.errors import StartupError
-from gpushare_agent.model.gpus import Card, GpuInventory, Health
+from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import DeviceId, device_id
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
@@ -87,12 +87,12 @@ class DeviceTable:
 def device_rows(
     inventory: GpuInventory, kind: ResourceKind, names: ResourceNames, withheld: Collection[DeviceId] = ()
 ) -> list[DeviceRow]:
-    """The device IDs of every card, in order of card index, then number; a card's health is that of all its IDs but those
+    """The device IDs of every GPU, in order of GPU index, then number; a GPU's health is that of all its IDs but those
     that are `withheld`."""
     return [
-        DeviceRow(id=device, healthy=card.is_healthy and device not in withheld, numa=card.numa_node)
-        for card in sorted(inventory.cards, key=lambda card: card.index)
-        for device in (device_id(card.uuid, number) for number in range(names.units(card, kind)))
+        DeviceRow(id=device, healthy=gpu.is_healthy and device not in withheld, numa=gpu.numa_node)
+        for gpu in sorted(inventory.gpus, key=lambda gpu: gpu.index)
+        for device in (device_id(gpu.uuid, number) for number in range(names.units(gpu, kind)))
     ]
 
 
@@ -102,11 +102,11 @@ def check_unit_size(inventory: GpuInventory, names: ResourceNames, *, limit_byte
     Raises:
         StartupError: it cannot; the text names the unit that works.
     """
-    size = vmemory_list_bytes(inventory.cards, names.gpu_mem_unit_mib) if names.gpu_mem else 0
+    size = vmemory_list_bytes(inventory.gpus, names.gpu_mem_unit_mib) if names.gpu_mem else 0
     if size <= limit_bytes:
         return
-    works = smallest_block_mib(inventory.cards, limit_bytes=limit_bytes)
-    cure = "GiB" if works <= MIB_OF_GIB else "a node with fewer cards, for GiB would not fit either"
+    works = smallest_block_mib(inventory.gpus, limit_bytes=limit_bytes)
+    cure = "GiB" if works <= MIB_OF_GIB else "a node with fewer GPUs, for GiB would not fit either"
     raise StartupError(
         f"cannot announce {names.gpu_mem}: units of {names.gpu_mem_unit_mib} MiB make a ListAndWatch message of {size} "
         f"bytes, and the kubelet takes at most {limit_bytes}. The agent does not start. Set gpushare.unit to {cure}"
@@ -121,11 +121,11 @@ def check_size(
     Raises:
         StartupError: it cannot; the text names the smallest block size that works.
     """
-    size = vmemory_list_bytes(inventory.cards, memory_block_mib)
+    size = vmemory_list_bytes(inventory.gpus, memory_block_mib)
     if size <= limit_bytes:
         return
-    blocks = sum(card.memory_mib // memory_block_mib for card in inventory.cards)
-    workable = smallest_block_mib(inventory.cards, limit_bytes=limit_bytes)
+    blocks = sum(gpu.memory_mib // memory_block_mib for gpu in inventory.gpus)
+    workable = smallest_block_mib(inventory.gpus, limit_bytes=limit_bytes)
     raise StartupError(
         f"cannot announce {resource}: {blocks} blocks of {memory_block_mib} MiB make a ListAndWatch message of {size} "
         f"bytes, and the kubelet takes at most {limit_bytes}. The agent does not start. Set the memory block size "
@@ -133,23 +133,23 @@ def check_size(
     )
 
 
-def smallest_block_mib(cards: Sequence[Card], *, limit_bytes: int = MAX_LIST_BYTES) -> int:
-    """The smallest power of two, in MiB, whose blocks of all cards fit one message of `limit_bytes`.
+def smallest_block_mib(gpus: Sequence[Gpu], *, limit_bytes: int = MAX_LIST_BYTES) -> int:
+    """The smallest power of two, in MiB, whose blocks of all GPUs fit one message of `limit_bytes`.
 
-    A block that is larger than every card always fits, for then there is none.
+    A block that is larger than every GPU always fits, for then there is none.
     """
     block_mib = 1
-    while vmemory_list_bytes(cards, block_mib) > limit_bytes:
+    while vmemory_list_bytes(gpus, block_mib) > limit_bytes:
         block_mib *= 2
     return block_mib
 
 
-def vmemory_list_bytes(cards: Iterable[Card], memory_block_mib: int) -> int:
+def vmemory_list_bytes(gpus: Iterable[Gpu], memory_block_mib: int) -> int:
     """The size of the ListAndWatch message for blocks of this size, without building it."""
     return sum(
-        count * max(_frame_bytes(card, number, Health.HEALTHY), _frame_bytes(card, number, Health.UNHEALTHY))
-        for card in cards
-        for number, count in _digit_groups(card.memory_mib // memory_block_mib)
+        count * max(_frame_bytes(gpu, number, Health.HEALTHY), _frame_bytes(gpu, number, Health.UNHEALTHY))
+        for gpu in gpus
+        for number, count in _digit_groups(gpu.memory_mib // memory_block_mib)
     )
 
 
@@ -161,8 +161,8 @@ def _digit_groups(count: int) -> Iterator[tuple[int, int]]:
         first, limit = limit, limit * 10
 
 
-def _frame_bytes(card: Card, number: int, health: Health) -> int:
-    row = DeviceRow(id=device_id(card.uuid, number), healthy=health is Health.HEALTHY, numa=card.numa_node)
+def _frame_bytes(gpu: Gpu, number: int, health: Health) -> int:
+    row = DeviceRow(id=device_id(gpu.uuid, number), healthy=health is Health.HEALTHY, numa=gpu.numa_node)
     return len(_frame(row))
 
 

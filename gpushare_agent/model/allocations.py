@@ -21,8 +21,8 @@ class ContainerKey(NamedTuple):
 class Allocation:
     """The devices of one container.
 
-    The IDs of a resource are empty until the kubelet has allocated it. `cards` are the cards that the vcore or gpu-mem IDs
-    name, else the planned ones, in order of index; the memory is charged to them. `is_whole` means whole cards: their
+    The IDs of a resource are empty until the kubelet has allocated it. `cards` are the GPUs that the vcore or gpu-mem IDs
+    name, else the planned ones, in order of index; the memory is charged to them. `is_whole` means whole GPUs: their
     whole memory is the container's. `allocated_at` is seconds on the monotonic clock.
     """
 
@@ -30,7 +30,7 @@ class Allocation:
     namespace: str
     pod_name: str
     kind: ContainerKind
-    cards: tuple[GpuUuid, ...]
+    gpus: tuple[GpuUuid, ...]
     vcore_ids: frozenset[DeviceId] = frozenset()
     vmemory_ids: frozenset[DeviceId] = frozenset()
     gpu_mem_ids: frozenset[DeviceId] = frozenset()

@@ -18,7 +18,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One card as the container could have had it. `verdict` is a short text: `chosen`, `has room`, or what it lacks."""
+    """One GPU as the container could have had it. `verdict` is a short text: `chosen`, `has room`, or what it lacks."""
 
     index: int
     uuid: GpuUuid
@@ -32,12 +32,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the container asks for, and what bound the choice: the scheduler's hint, cards that could not be avoided."""
+    """What the container asks for, and what bound the choice: the scheduler's hint, GPUs that could not be avoided."""
 
     cores: int
     memory_bytes: int
     hint: tuple[int, ...] = ()
-    must_cards: tuple[GpuUuid, ...] = ()
+    must_gpus: tuple[GpuUuid, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +57,8 @@ class DecisionRecord:
     reason: str
     """RefusalReason's word, empty where it was allocated."""
     explanation: str
-    """Why this card, or the refusal's whole text."""
+    """Why this GPU, or the refusal's whole text."""
     policy: str
-    cards: tuple[int, ...]
+    gpus: tuple[int, ...]
     asked: Asked | None
     candidates: tuple[Candidate, ...]

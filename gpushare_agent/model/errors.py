@@ -38,17 +38,17 @@ class StartupError(AgentError):
 
 
 class RefusalReason(StrEnum):
-    """Why a container gets no card. The values are metric labels and Event reasons: stable, CamelCase."""
+    """Why a container gets no GPU. The values are metric labels and Event reasons: stable, CamelCase."""
 
     INVALID_REQUEST = "InvalidRequest"
-    NO_HEALTHY_CARD = "NoHealthyCard"
+    NO_HEALTHY_GPU = "NoHealthyCard"
     NOT_ENOUGH_CORES = "NotEnoughCores"
     NOT_ENOUGH_MEMORY = "NotEnoughMemory"
     FRAGMENTED = "Fragmented"
     SHARING_DISABLED = "SharingDisabled"
     UNKNOWN_DEVICE = "UnknownDevice"
     DEVICE_IN_USE = "DeviceInUse"
-    WRONG_CARDS = "WrongCards"
+    WRONG_GPUS = "WrongCards"
     POD_UNKNOWN = "PodUnknown"
     POD_AMBIGUOUS = "PodAmbiguous"
     NOT_READY = "NotReady"

@@ -1,4 +1,4 @@
-"""Cards as the driver reports them, and their health."""
+"""GPUs as the driver reports them, and their health."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvLink:
-    """One NVLink of a card. `remote_bus_id` is the PCI bus ID of the other end: a card's or an NVSwitch's."""
+    """One NVLink of a GPU. `remote_bus_id` is the PCI bus ID of the other end: a GPU's or an NVSwitch's."""
 
     number: int
     remote_bus_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class Gpu:
     """One GPU.
 
-    `index` is the driver's (NVML) index when the card was first seen, and the row in the topology; it does not change
-    while the agent runs. `minor` is the n of `/dev/nvidia<n>` and need not equal it. `memory_mib` is the whole card's
+    `index` is the driver's (NVML) index when the GPU was first seen, and the row in the topology; it does not change
+    while the agent runs. `minor` is the n of `/dev/nvidia<n>` and need not equal it. `memory_mib` is the whole GPU's
     memory. `numa_node` is None where the host tells none, `compute_capability` (major, minor) where the driver does not.
-    `unhealthy_reason` is empty while the card is healthy.
-    An unhealthy card of which the driver only ever told the UUID has minor -1 and 0 MiB.
+    `unhealthy_reason` is empty while the GPU is healthy.
+    An unhealthy GPU of which the driver only ever told the UUID has minor -1 and 0 MiB.
     """
 
     index: int
@@ -54,16 +54,16 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuInventory:
-    """What one look at the driver found: the cards by index and how they are connected.
+    """What one look at the driver found: the GPUs by index and how they are connected.
 
-    A card whose details could not be read is left in the list, Unhealthy, where its UUID is known; otherwise it is only
+    A GPU whose details could not be read is left in the list, Unhealthy, where its UUID is known; otherwise it is only
     in `unreadable` (index and reason), for it cannot be offered without a name.
     """
 
-    cards: tuple[Card, ...]
+    gpus: tuple[Gpu, ...]
     topology: Topology
     driver_version: str = ""
     unreadable: tuple[tuple[int, str], ...] = field(default=())
 
-    def by_uuid(self) -> dict[GpuUuid, Card]:
-        return {card.uuid: card for card in self.cards}
+    def by_uuid(self) -> dict[GpuUuid, Gpu]:
+        return {gpu.uuid: gpu for gpu in self.gpus}

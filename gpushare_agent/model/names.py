@@ -20,8 +20,8 @@ VCORE_SOCKET = "vcore.sock"
 VMEMORY_SOCKET = "vmemory.sock"
 GPU_MEM_SOCKET = "gpumem.sock"
 
-CORES_PER_CARD = 100
-"""One vcore unit is 1/100 of a card's compute."""
+CORES_PER_GPU = 100
+"""One vcore unit is 1/100 of a GPU's compute."""
 MEMORY_BLOCK_MIB = 256
 """Default size of one vmemory unit, MiB."""
 
@@ -35,14 +35,14 @@ PREDICATE_GPU_INDEX_PREFIX = "tencent.com/predicate-gpu-idx-"
 GPU_ASSIGNED_ANNOTATION = "tencent.com/gpu-assigned"
 
 GPUSHARE_INDEX_ANNOTATION = "ALIYUN_COM_GPU_MEM_IDX"
-"""GPUShare's, on the pod: the index of the card that its extender chose, or that the agent gave."""
+"""GPUShare's, on the pod: the index of the GPU that its extender chose, or that the agent gave."""
 GPUSHARE_ASSIGNED_ANNOTATION = "ALIYUN_COM_GPU_MEM_ASSIGNED"
 GPUSHARE_ASSUME_TIME_ANNOTATION = "ALIYUN_COM_GPU_MEM_ASSUME_TIME"
 ENV_GPUSHARE_INDEX = "ALIYUN_COM_GPU_MEM_IDX"
 ENV_GPUSHARE_POD = "ALIYUN_COM_GPU_MEM_POD"
 ENV_GPUSHARE_CONTAINER = "ALIYUN_COM_GPU_MEM_CONTAINER"
-ENV_GPUSHARE_CARD = "ALIYUN_COM_GPU_MEM_DEV"
-"""In the container: card index; units asked by the pod, by the container, and those of the card."""
+ENV_GPUSHARE_GPU = "ALIYUN_COM_GPU_MEM_DEV"
+"""In the container: GPU index; units asked by the pod, by the container, and those of the GPU."""
 
 DEVICE_CONTAINER_ANNOTATION = "tencent.com/vcuda-device"
 """On the container, in the Allocate response: `/dev/nvidia0,/dev/nvidia1`."""
@@ -64,12 +64,12 @@ def is_container_id(text: str) -> bool:
 
 
 def device_id(uuid: GpuUuid, number: int) -> DeviceId:
-    """The ID of unit `number` of a card."""
+    """The ID of unit `number` of a GPU."""
     return DeviceId(f"{uuid}::{number}")
 
 
 def split_device_id(device: str) -> tuple[GpuUuid, int] | None:
-    """The card and the number that a device ID names, None where it is no ID of ours."""
+    """The GPU and the number that a device ID names, None where it is no ID of ours."""
     uuid, separator, number = device.rpartition("::")
     if not separator or not uuid or not number.isascii() or not number.isdigit() or len(number) > 6:
         return None

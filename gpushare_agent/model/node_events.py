@@ -8,11 +8,11 @@ from enum import StrEnum
 class NodeEventReason(StrEnum):
     """Reasons that `kubectl get events` shows: stable, CamelCase."""
 
-    CARD_UNHEALTHY = "CardUnhealthy"
-    CARD_RECOVERED = "CardRecovered"
-    CARD_CORDONED = "CardCordoned"
-    CARD_UNCORDONED = "CardUncordoned"
+    GPU_UNHEALTHY = "CardUnhealthy"
+    GPU_RECOVERED = "CardRecovered"
+    GPU_CORDONED = "CardCordoned"
+    GPU_UNCORDONED = "CardUncordoned"
 
     @property
     def type(self) -> str:
-        return "Warning" if self is NodeEventReason.CARD_UNHEALTHY else "Normal"
+        return "Warning" if self is NodeEventReason.GPU_UNHEALTHY else "Normal"

@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from gpushare_agent.model.gpus import Card
-from gpushare_agent.model.names import CORES_PER_CARD, MEMORY_BLOCK_MIB, VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.names import CORES_PER_GPU, MEMORY_BLOCK_MIB, VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.model.pods import ContainerSpec, Pod
 
 
 class ResourceKind(StrEnum):
-    """What one device ID counts: 1/100 of a card's compute, one block of its memory, or one unit of GPUShare's memory."""
+    """What one device ID counts: 1/100 of a GPU's compute, one block of its memory, or one unit of GPUShare's memory."""
 
     VCORE = "vcore"
     VMEMORY = "vmemory"
     GPU_MEM = "gpu-mem"
 
     @property
-    def binds_card(self) -> bool:
-        """The ID says which card the container is on. vmemory IDs are counters, charged to the card of the vcore IDs."""
+    def binds_gpu(self) -> bool:
+        """The ID says which GPU the container is on. vmemory IDs are counters, charged to the GPU of the vcore IDs."""
         return self is not ResourceKind.VMEMORY
 
 
@@ -62,15 +62,15 @@ class ResourceNames:
     def wants_any(self, pod: Pod) -> bool:
         return any(pod.wants(name) for name in self.names)
 
-    def units(self, card: Card, kind: ResourceKind) -> int:
-        """Whole units of a card."""
+    def units(self, gpu: Gpu, kind: ResourceKind) -> int:
+        """Whole units of a GPU."""
         match kind:
             case ResourceKind.VCORE:
-                return CORES_PER_CARD
+                return CORES_PER_GPU
             case ResourceKind.VMEMORY:
-                return card.memory_mib // self.memory_block_mib
+                return gpu.memory_mib // self.memory_block_mib
             case ResourceKind.GPU_MEM:
-                return card.memory_mib // self.gpu_mem_unit_mib
+                return gpu.memory_mib // self.gpu_mem_unit_mib
 
     def memory_mib(self, container: ContainerSpec) -> int:
         """The memory that the container asks for, by whichever resource."""

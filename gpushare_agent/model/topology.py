@@ -1,7 +1,7 @@
-"""How the cards of a node are connected: link kinds, the matrix of links, and the tree made from it.
+"""How the GPUs of a node are connected: link kinds, the matrix of links, and the tree made from it.
 
-Positions are indexes into the inventory's card list (the NVML index). The tree groups cards into branches: the cards of
-a branch reach each other more cheaply than cards outside it.
+Positions are indexes into the inventory's GPU list (the NVML index). The tree groups GPUs into branches: the GPUs of
+a branch reach each other more cheaply than GPUs outside it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import IntEnum
 
 
 class LinkKind(IntEnum):
-    """The worst element on the way between two cards, cheapest first (the words of `nvidia-smi topo -m`)."""
+    """The worst element on the way between two GPUs, cheapest first (the words of `nvidia-smi topo -m`)."""
 
     SELF = 0
     NVLINK = 1
@@ -24,7 +24,7 @@ class LinkKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """The connection of two cards. `nvlinks` counts bonded NVLinks, 0 unless kind is NVLINK."""
+    """The connection of two GPUs. `nvlinks` counts bonded NVLinks, 0 unless kind is NVLINK."""
 
     kind: LinkKind
     nvlinks: int = 0
@@ -32,16 +32,16 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """A node of the topology tree: the cards below it (sorted indexes) and its sub-branches (none: a leaf group)."""
+    """A node of the topology tree: the GPUs below it (sorted indexes) and its sub-branches (none: a leaf group)."""
 
     kind: LinkKind
-    cards: tuple[int, ...]
+    gpus: tuple[int, ...]
     children: tuple[Branch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """A symmetric matrix of links, `links[a][b]`, and the tree over cards 0..n-1."""
+    """A symmetric matrix of links, `links[a][b]`, and the tree over GPUs 0..n-1."""
 
     links: tuple[tuple[Link, ...], ...]
     root: Branch

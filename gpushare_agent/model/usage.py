@@ -1,6 +1,6 @@
-"""What cards and containers use, as one look at the driver found it. Ratios are 0..1, sizes bytes, times seconds.
+"""What GPUs and containers use, as one look at the driver found it. Ratios are 0..1, sizes bytes, times seconds.
 
-None means that the driver does not tell: not supported by this card, or nothing known for this moment. It is never zero.
+None means that the driver does not tell: not supported by this GPU, or nothing known for this moment. It is never zero.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ProcessKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSample:
-    """One process on one card, by its PID on the host. The ratios are of the whole card."""
+    """One process on one GPU, by its PID on the host. The ratios are of the whole GPU."""
 
     pid: int
     kind: ProcessKind = ProcessKind.COMPUTE
@@ -36,8 +36,8 @@ class ProcessSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CardSample:
-    """One card. `processes` is None where the card could not list them, else sorted by PID, each PID once."""
+class GpuSample:
+    """One GPU. `processes` is None where the GPU could not list them, else sorted by PID, each PID once."""
 
     uuid: GpuUuid
     sm_ratio: float | None = None
@@ -55,7 +55,7 @@ class CardSample:
     """Since the driver was loaded (NVML's volatile count), as is the next one."""
     ecc_uncorrected_total: int | None = None
     throttle_reasons: tuple[str, ...] | None = None
-    """Snake-case words, sorted: `power_cap`, `hw_thermal`, …; empty while the card runs at the speed that it wants."""
+    """Snake-case words, sorted: `power_cap`, `hw_thermal`, …; empty while the GPU runs at the speed that it wants."""
     pcie_received_bytes_per_second: float | None = None
     pcie_sent_bytes_per_second: float | None = None
     nvlink_received_bytes_total: int | None = None
@@ -65,16 +65,16 @@ class CardSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverSample:
-    """One look at all cards that answer. `errors` counts the driver's error words (`gpu_is_lost`, `timeout`, …) of this
-    look; what a card does not support is no error."""
+    """One look at all GPUs that answer. `errors` counts the driver's error words (`gpu_is_lost`, `timeout`, …) of this
+    look; what a GPU does not support is no error."""
 
-    cards: tuple[CardSample, ...]
+    gpus: tuple[GpuSample, ...]
     errors: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerUse:
-    """What one container uses of one card, the sum over its processes. A ratio is None where no process's is known."""
+    """What one container uses of one GPU, the sum over its processes. A ratio is None where no process's is known."""
 
     key: ContainerKey
     uuid: GpuUuid
@@ -90,11 +90,11 @@ class ContainerUse:
 class UsageRound:
     """One round of sampling, joined with the containers. `sampled_at` is seconds since the epoch.
 
-    `strangers` are the processes of no known container, by card: the MPS server, a program started on the node itself,
+    `strangers` are the processes of no known container, by GPU: the MPS server, a program started on the node itself,
     a pod whose devices came another way.
     """
 
     sampled_at: float
-    cards: Mapping[GpuUuid, CardSample]
+    gpus: Mapping[GpuUuid, GpuSample]
     containers: Mapping[tuple[ContainerKey, GpuUuid], ContainerUse]
-    strangers: Mapping[GpuUuid, tuple[ProcessSample, ...]] = field(default_factory=dict)
+    unattributed: Mapping[GpuUuid, tuple[ProcessSample, ...]] = field(default_factory=dict)

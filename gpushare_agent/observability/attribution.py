@@ -1,7 +1,7 @@
 """Whose use is it? Joins one look at the driver with the containers that hold shares. Pure.
 
-A process counts for a container where the container holds a share of that very card. Everything else on a card is a
-stranger there, so that a card's processes are always all accounted for. A container without a process uses nothing, which
+A process counts for a container where the container holds a share of that very GPU. Everything else on a GPU is a
+stranger there, so that a GPU's processes are always all accounted for. A container without a process uses nothing, which
 is known and therefore zero; what the driver does not tell is None.
 """
 
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import GpuUuid, PodUid
-from gpushare_agent.model.usage import CardSample, ContainerUse, DriverSample, ProcessSample, UsageRound
+from gpushare_agent.model.usage import ContainerUse, DriverSample, GpuSample, ProcessSample, UsageRound
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 
 T = TypeVar("T")
@@ -24,48 +24,48 @@ RATIO_DIGITS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holders:
-    """The containers that hold shares now, with their cards, and whose each container ID is, as far as anybody tells.
+    """The containers that hold shares now, with their GPUs, and whose each container ID is, as far as anybody tells.
 
     `by_id` names containers without a share too: a process in one of those is nobody's but its own.
     """
 
-    cards: Mapping[ContainerKey, tuple[GpuUuid, ...]]
+    gpus: Mapping[ContainerKey, tuple[GpuUuid, ...]]
     by_id: Mapping[str, ContainerKey]
 
 
 def join_usage(
     sample: DriverSample, owners: Mapping[int, PeerIdentity], holders: Holders, *, sampled_at: float
 ) -> UsageRound:
-    """One round: what each holder uses of each of its cards that answered, and the strangers there.
+    """One round: what each holder uses of each of its GPUs that answered, and the strangers there.
 
     `owners` are the processes' cgroups by PID.
     """
-    on_card = _by_card(holders.cards)
+    on_gpu = _by_gpu(holders.gpus)
     containers: dict[tuple[ContainerKey, GpuUuid], ContainerUse] = {}
-    strangers: dict[GpuUuid, tuple[ProcessSample, ...]] = {}
-    for card in sample.cards:
-        here = on_card.get(card.uuid, {})
+    unattributed: dict[GpuUuid, tuple[ProcessSample, ...]] = {}
+    for gpu in sample.gpus:
+        here = on_gpu.get(gpu.uuid, {})
         found: dict[ContainerKey, list[ProcessSample]] = {key: [] for keys in here.values() for key in keys}
         unknown: list[ProcessSample] = []
-        for process in card.processes or ():
+        for process in gpu.processes or ():
             key = _holder_of(owners.get(process.pid), here, holders.by_id)
             (unknown if key is None else found[key]).append(process)
         for key, processes in found.items():
-            containers[key, card.uuid] = _use(key, card, processes)
+            containers[key, gpu.uuid] = _use(key, gpu, processes)
         if unknown:
-            strangers[card.uuid] = tuple(unknown)
+            unattributed[gpu.uuid] = tuple(unknown)
     return UsageRound(
         sampled_at=sampled_at,
-        cards={card.uuid: card for card in sample.cards},
+        gpus={gpu.uuid: gpu for gpu in sample.gpus},
         containers=dict(sorted(containers.items())),
-        strangers=dict(sorted(strangers.items())),
+        unattributed=dict(sorted(unattributed.items())),
     )
 
 
 def unknown_ids(sample: DriverSample, owners: Mapping[int, PeerIdentity], holders: Holders) -> frozenset[str]:
     """Container IDs that nobody has told of yet, in pods that hold shares: a moment after a container's start."""
-    pods = {key.pod_uid for key in holders.cards}
-    found = (owners.get(process.pid) for card in sample.cards for process in card.processes or ())
+    pods = {key.pod_uid for key in holders.gpus}
+    found = (owners.get(process.pid) for gpu in sample.gpus for process in gpu.processes or ())
     return frozenset(
         one.container_id
         for one in found
@@ -76,9 +76,9 @@ def unknown_ids(sample: DriverSample, owners: Mapping[int, PeerIdentity], holder
     )
 
 
-def _by_card(cards: Mapping[ContainerKey, tuple[GpuUuid, ...]]) -> dict[GpuUuid, dict[PodUid, list[ContainerKey]]]:
+def _by_gpu(gpus: Mapping[ContainerKey, tuple[GpuUuid, ...]]) -> dict[GpuUuid, dict[PodUid, list[ContainerKey]]]:
     found: dict[GpuUuid, dict[PodUid, list[ContainerKey]]] = {}
-    for key, uuids in cards.items():
+    for key, uuids in gpus.items():
         for uuid in uuids:
             found.setdefault(uuid, {}).setdefault(key.pod_uid, []).append(key)
     return found
@@ -87,23 +87,23 @@ def _by_card(cards: Mapping[ContainerKey, tuple[GpuUuid, ...]]) -> dict[GpuUuid,
 def _holder_of(
     owner: PeerIdentity | None, here: Mapping[PodUid, Sequence[ContainerKey]], by_id: Mapping[str, ContainerKey]
 ) -> ContainerKey | None:
-    """The container by its ID; while nobody has told the ID, the pod's only one on this card."""
+    """The container by its ID; while nobody has told the ID, the pod's only one on this GPU."""
     if owner is None:
         return None
-    told = by_id.get(owner.container_id) if owner.container_id is not None else None
-    if told is not None:
-        return told if told in here.get(told.pod_uid, ()) else None
+    reported = by_id.get(owner.container_id) if owner.container_id is not None else None
+    if reported is not None:
+        return reported if reported in here.get(reported.pod_uid, ()) else None
     keys = here.get(owner.pod_uid, ()) if owner.pod_uid is not None else ()
     return keys[0] if len(keys) == 1 else None
 
 
-def _use(key: ContainerKey, card: CardSample, processes: Sequence[ProcessSample]) -> ContainerUse:
-    if card.processes is None:
-        return ContainerUse(key=key, uuid=card.uuid, pids=())
+def _use(key: ContainerKey, gpu: GpuSample, processes: Sequence[ProcessSample]) -> ContainerUse:
+    if gpu.processes is None:
+        return ContainerUse(key=key, uuid=gpu.uuid, pids=())
     memory = _known(process.memory_bytes for process in processes)
     return ContainerUse(
         key=key,
-        uuid=card.uuid,
+        uuid=gpu.uuid,
         pids=tuple(sorted(process.pid for process in processes)),
         memory_bytes=sum(memory) if memory or not processes else None,
         sm_ratio=_share(process.sm_ratio for process in processes),
@@ -114,7 +114,7 @@ def _use(key: ContainerKey, card: CardSample, processes: Sequence[ProcessSample]
 
 
 def _share(ratios: Iterable[float | None]) -> float | None:
-    """Of the whole card: processes that are counted one by one may add up to a little more than there is."""
+    """Of the whole GPU: processes that are counted one by one may add up to a little more than there is."""
     values = list(ratios)
     known = _known(values)
     return min(1.0, round(sum(known, 0.0), RATIO_DIGITS)) if known or not values else None

@@ -2,7 +2,7 @@
 
 A message is a dictionary as gpu-manager's gateway writes it: the proto's own field names, zero and empty fields left out.
 `encode_usage` gives the bytes of the one that is large: the generated classes need 100 ms for 200 containers, this 2 ms.
-Units are gpu-manager's: gpu in percent of a card (`spec` in cards), memory in MiB. What the driver does not tell is left
+Units are gpu-manager's: gpu in percent of a GPU (`spec` in GPUs), memory in MiB. What the driver does not tell is left
 out, for the messages know no third state; /api/v1/node has it. Formats: protos/display.proto and docs/display.md.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 
 from gpushare_agent.kit.wire_build import bytes_field, varint
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.gpus import Card
-from gpushare_agent.model.names import CORES_PER_CARD, GpuUuid
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.observability.node_snapshot import MIB, NO_REASON, NodeSnapshot
 from gpushare_agent.placement.topology_tree import render_tree
@@ -29,8 +29,8 @@ _FIXED_32 = 5
 
 
 def graph_text(snapshot: NodeSnapshot) -> str:
-    """The topology tree as text, each card with what is used of it (by processes) and what can still be allocated."""
-    notes = {card.index: _card_note(card, snapshot) for card in snapshot.inventory.cards}
+    """The topology tree as text, each GPU with what is used of it (by processes) and what can still be allocated."""
+    notes = {gpu.index: _gpu_note(gpu, snapshot) for gpu in snapshot.inventory.gpus}
     return render_tree(snapshot.inventory.topology, notes) + "\n"
 
 
@@ -45,13 +45,13 @@ def version_json(snapshot: NodeSnapshot) -> dict[str, Any]:
 def usage_json(snapshot: NodeSnapshot) -> dict[str, Any]:
     """What each container uses and may use, by pod UID and container name."""
     found: dict[str, dict[str, Any]] = {}
-    cards = snapshot.inventory.by_uuid()
+    gpus = snapshot.inventory.by_uuid()
     for facts in sorted(snapshot.containers, key=lambda facts: facts.held.key):
         held = facts.held
         pod = found.setdefault(held.key.pod_uid, _pod_stat(held.namespace, facts.pod))
-        pod["stat"][held.key.container] = _filled({"dev": _devices(held.key, held.cards, cards, snapshot)})
+        pod["stat"][held.key.container] = _filled({"dev": _devices(held.key, held.gpus, gpus, snapshot)})
         pod["spec"][held.key.container] = _filled(
-            {"gpu": _number(facts.cores / CORES_PER_CARD), "mem": _number(facts.memory_bytes / MIB)}
+            {"gpu": _number(facts.cores / CORES_PER_GPU), "mem": _number(facts.memory_bytes / MIB)}
         )
     return _filled({"usage": {uid: _filled(stat) for uid, stat in found.items()}})
 
@@ -101,21 +101,21 @@ def _float(number: int, value: float | None) -> bytes:
     return varint(number << 3 | _FIXED_32) + struct.pack("<f", value) if value else b""
 
 
-def _card_note(card: Card, snapshot: NodeSnapshot) -> str:
-    """gpu-manager's words and units (bytes) for one card, and its health where that keeps it from being used."""
-    sample = snapshot.usage.cards.get(card.uuid) if snapshot.usage is not None else None
+def _gpu_note(gpu: Gpu, snapshot: NodeSnapshot) -> str:
+    """gpu-manager's words and units (bytes) for one GPU, and its health where that keeps it from being used."""
+    sample = snapshot.usage.gpus.get(gpu.uuid) if snapshot.usage is not None else None
     used_bytes = sample.memory_used_bytes if sample is not None else None
     pids = [process.pid for process in (sample.processes or ())] if sample is not None else []
-    total_bytes = card.memory_mib * MIB
-    cores_left = CORES_PER_CARD - snapshot.cores_allocated.get(card.uuid, 0)
-    memory_left = total_bytes - snapshot.memory_allocated_bytes.get(card.uuid, 0)
+    total_bytes = gpu.memory_mib * MIB
+    cores_left = CORES_PER_GPU - snapshot.cores_allocated.get(gpu.uuid, 0)
+    memory_left = total_bytes - snapshot.memory_allocated_bytes.get(gpu.uuid, 0)
     note = (
         f"(pids: [{' '.join(map(str, pids))}], usedMemory: {used_bytes or 0}, totalMemory: {total_bytes}, "
         f"allocatableCores: {max(0, cores_left)}, allocatableMemory: {max(0, memory_left)})"
     )
-    if (illness := snapshot.illnesses.get(card.uuid)) is not None:
+    if (illness := snapshot.illnesses.get(gpu.uuid)) is not None:
         note += f" Unhealthy: {_one_line(illness)}"
-    if (reason := snapshot.cordoned.get(card.uuid)) is not None:
+    if (reason := snapshot.cordoned.get(gpu.uuid)) is not None:
         note += f" Cordoned: {_one_line(reason) or NO_REASON}"
     return note
 
@@ -143,18 +143,18 @@ def _submitter(pod: Pod) -> str:
 
 
 def _devices(
-    key: ContainerKey, held: tuple[GpuUuid, ...], cards: Mapping[GpuUuid, Card], snapshot: NodeSnapshot
+    key: ContainerKey, held: tuple[GpuUuid, ...], gpus: Mapping[GpuUuid, Gpu], snapshot: NodeSnapshot
 ) -> list[dict[str, Any]]:
-    known = sorted((cards[uuid] for uuid in held if uuid in cards), key=lambda card: card.index)
-    return [_device(card, key, snapshot) for card in known]
+    known = sorted((gpus[uuid] for uuid in held if uuid in gpus), key=lambda gpu: gpu.index)
+    return [_device(gpu, key, snapshot) for gpu in known]
 
 
-def _device(card: Card, key: ContainerKey, snapshot: NodeSnapshot) -> dict[str, Any]:
-    use = snapshot.usage.containers.get((key, card.uuid)) if snapshot.usage is not None else None
+def _device(gpu: Gpu, key: ContainerKey, snapshot: NodeSnapshot) -> dict[str, Any]:
+    use = snapshot.usage.containers.get((key, gpu.uuid)) if snapshot.usage is not None else None
     return _filled(
         {
-            "id": card.bus_id,
-            "card_idx": str(card.index),
+            "id": gpu.bus_id,
+            "card_idx": str(gpu.index),
             "gpu": _number((use.sm_ratio or 0.0) * 100) if use is not None else 0,
             "mem": _number((use.memory_bytes or 0) / MIB) if use is not None else 0,
             "pids": list(use.pids) if use is not None else [],

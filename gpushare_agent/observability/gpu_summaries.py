@@ -1,7 +1,7 @@
-"""What a node's object says of its cards, for `inspect`: by the annotation, which cluster/node_annotations.py reads.
+"""What a node's object says of its GPUs, for `inspect`: by the annotation, which cluster/node_annotations.py reads.
 
 The agent writes it (node_facts.py, docs/node-facts.md). A node without one, of an older agent or of gpu-manager, still has
-its capacity: cards of equal size are taken from that.
+its capacity: GPUs of equal size are taken from that.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpushare_agent.cluster.node_annotations import CARDS_ANNOTATION, ToldCard, even_cards, parse_cards
+from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION, ReportedGpu, even_gpus, parse_gpus
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.resources import ResourceNames
 
@@ -18,8 +18,8 @@ MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeCard:
-    """One card as the node's object tells it."""
+class NodeGpu:
+    """One GPU as the node's object tells it."""
 
     index: int
     uuid: str
@@ -31,45 +31,43 @@ class NodeCard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeCards:
-    """The cards of one node by index, the size of its memory blocks, and what a reader should know of where this is from."""
+class NodeGpus:
+    """The GPUs of one node by index, the size of its memory blocks, and what a reader should know of where this is from."""
 
-    cards: tuple[NodeCard, ...]
+    gpus: tuple[NodeGpu, ...]
     memory_block_mib: int
     remark: str = ""
 
 
-def cards_of_node(
-    annotations: Mapping[str, Any], capacity: Mapping[str, int], names: ResourceNames
-) -> NodeCards | None:
+def gpus_of_node(annotations: Mapping[str, Any], capacity: Mapping[str, int], names: ResourceNames) -> NodeGpus | None:
     """By the annotation, else by the capacity of the resources; None for a node that offers none of them."""
-    text = annotations.get(CARDS_ANNOTATION)
+    text = annotations.get(GPUS_ANNOTATION)
     if text is None:
-        return _by_capacity(capacity, names, f"no {CARDS_ANNOTATION}")
+        return _by_capacity(capacity, names, f"no {GPUS_ANNOTATION}")
     try:
-        told = parse_cards(text)
+        reported = parse_gpus(text)
     except Corrupt as error:
-        return _by_capacity(capacity, names, f"the annotation {CARDS_ANNOTATION} cannot be read ({error})")
-    cards = tuple(_card(card) for card in sorted(told.cards, key=lambda card: card.index))
-    return NodeCards(cards=cards, memory_block_mib=told.memory_block_mib or names.memory_block_mib)
+        return _by_capacity(capacity, names, f"the annotation {GPUS_ANNOTATION} cannot be read ({error})")
+    gpus = tuple(_gpu(gpu) for gpu in sorted(reported.gpus, key=lambda gpu: gpu.index))
+    return NodeGpus(gpus=gpus, memory_block_mib=reported.memory_block_mib or names.memory_block_mib)
 
 
-def _card(told: ToldCard) -> NodeCard:
-    return NodeCard(
-        index=told.index,
-        uuid=told.uuid,
-        name=told.name,
-        memory_bytes=told.memory_mib * MIB,
-        is_healthy=told.is_healthy,
-        cordoned=told.cordoned,
+def _gpu(reported: ReportedGpu) -> NodeGpu:
+    return NodeGpu(
+        index=reported.index,
+        uuid=reported.uuid,
+        name=reported.name,
+        memory_bytes=reported.memory_mib * MIB,
+        is_healthy=reported.is_healthy,
+        cordoned=reported.cordoned,
     )
 
 
-def _by_capacity(capacity: Mapping[str, int], names: ResourceNames, trouble: str) -> NodeCards | None:
-    """Equal cards: their number is the cores' hundreds, their memory an equal part of the blocks or units."""
-    number, memory_mib = even_cards(capacity, names)
+def _by_capacity(capacity: Mapping[str, int], names: ResourceNames, trouble: str) -> NodeGpus | None:
+    """Equal GPUs: their number is the cores' hundreds, their memory an equal part of the blocks or units."""
+    number, memory_mib = even_gpus(capacity, names)
     if not number:
         return None
-    cards = tuple(NodeCard(index=index, uuid="", name="", memory_bytes=memory_mib * MIB) for index in range(number))
-    remark = f"{trouble}: cards of equal size are assumed from the node's capacity, and their health is not known"
-    return NodeCards(cards=cards, memory_block_mib=names.memory_block_mib, remark=remark)
+    gpus = tuple(NodeGpu(index=index, uuid="", name="", memory_bytes=memory_mib * MIB) for index in range(number))
+    remark = f"{trouble}: GPUs of equal size are assumed from the node's capacity, and their health is not known"
+    return NodeGpus(gpus=gpus, memory_block_mib=names.memory_block_mib, remark=remark)

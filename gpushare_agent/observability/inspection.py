@@ -1,8 +1,8 @@
-"""Adds up what is allocated on the cards of a node, from what the API server knows: its pods and their annotations.
+"""Adds up what is allocated on the GPUs of a node, from what the API server knows: its pods and their annotations.
 
-Pure sums for `inspect --all-nodes`; where one node's agent is asked, its own books are the truth and these sums are not
-used. Any tenant can write a pod's annotations: an index that the node has no card for, or that does not fit what the
-container asks for, is shown and charged to no card. Format: docs/formats.md, section 1.
+Pure sums for `inspect --all-nodes`; where one node's agent is asked, its own ledger is the truth and these sums are not
+used. Any tenant can write a pod's annotations: an index that the node has no GPU for, or that does not fit what the
+container asks for, is shown and charged to no GPU. Format: docs/formats.md, section 1.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpushare_agent.model.names import (
-    CORES_PER_CARD,
+    CORES_PER_GPU,
     GPU_ASSIGNED_ANNOTATION,
     GPUSHARE_INDEX_ANNOTATION,
     PREDICATE_GPU_INDEX_PREFIX,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.observability.gpu_summaries import NodeCard, NodeCards
+from gpushare_agent.observability.gpu_summaries import NodeGpu, NodeGpus
 
 MIB = 1024 * 1024
 MAX_INDEXES = 64
@@ -27,11 +27,11 @@ _INDEXES = re.compile(r"[0-9]{1,4}(,[0-9]{1,4})*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CardSums:
-    """One card and what of it is allocated. `health_reason` is what is wrong with the card itself, None where that is not
+class GpuSums:
+    """One GPU and what of it is allocated. `health_reason` is what is wrong with the GPU itself, None where that is not
     told."""
 
-    card: NodeCard
+    gpu: NodeGpu
     cores_allocated: int
     memory_allocated_bytes: int
     health_reason: str | None
@@ -45,7 +45,7 @@ class ContainerSums:
     namespace: str
     pod: str
     container: str
-    cards: tuple[int, ...]
+    gpus: tuple[int, ...]
     cores: int
     memory_bytes: int
     remark: str = ""
@@ -53,23 +53,23 @@ class ContainerSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSums:
-    """One node. What unplaced containers ask for is in no card's sum."""
+    """One node. What unplaced containers ask for is in no GPU's sum."""
 
     node: str
-    cards: tuple[CardSums, ...]
+    gpus: tuple[GpuSums, ...]
     containers: tuple[ContainerSums, ...]
     remark: str = ""
 
     @property
     def unplaced(self) -> tuple[ContainerSums, ...]:
-        return tuple(container for container in self.containers if not container.cards)
+        return tuple(container for container in self.containers if not container.gpus)
 
 
-def node_sums(node: str, cards: NodeCards, pods: Sequence[Pod], names: ResourceNames) -> NodeSums:
+def node_sums(node: str, gpus: NodeGpus, pods: Sequence[Pod], names: ResourceNames) -> NodeSums:
     """Pods that have ended hold nothing. What an init container asks for is handed on to the main ones and not counted."""
-    by_index = {card.index: card for card in cards.cards}
+    by_index = {gpu.index: gpu for gpu in gpus.gpus}
     containers = tuple(
-        _container_sums(pod, container, by_index, cards.memory_block_mib, names)
+        _container_sums(pod, container, by_index, gpus.memory_block_mib, names)
         for pod in sorted(pods, key=lambda pod: (pod.namespace, pod.name, pod.uid))
         if not pod.is_terminal
         for container in pod.containers
@@ -77,9 +77,9 @@ def node_sums(node: str, cards: NodeCards, pods: Sequence[Pod], names: ResourceN
     )
     return NodeSums(
         node=node,
-        cards=tuple(_card_sums(by_index[index], containers) for index in sorted(by_index)),
+        gpus=tuple(_gpu_sums(by_index[index], containers) for index in sorted(by_index)),
         containers=containers,
-        remark=cards.remark,
+        remark=gpus.remark,
     )
 
 
@@ -87,62 +87,64 @@ def _wants(container: ContainerSpec, names: ResourceNames) -> bool:
     return any(names.wanted(container, kind) > 0 for kind in names.kinds)
 
 
-def _card_sums(card: NodeCard, containers: Sequence[ContainerSums]) -> CardSums:
-    here = [container for container in containers if card.index in container.cards]
-    return CardSums(
-        card=card,
-        cores_allocated=sum(c.cores // len(c.cards) for c in here),
-        memory_allocated_bytes=sum(card.memory_bytes if _is_whole(c) else c.memory_bytes for c in here),
-        health_reason="" if card.is_healthy else None,  # the node's object has no room for it
+def _gpu_sums(gpu: NodeGpu, containers: Sequence[ContainerSums]) -> GpuSums:
+    here = [container for container in containers if gpu.index in container.gpus]
+    return GpuSums(
+        gpu=gpu,
+        cores_allocated=sum(c.cores // len(c.gpus) for c in here),
+        memory_allocated_bytes=sum(gpu.memory_bytes if _is_whole(c) else c.memory_bytes for c in here),
+        health_reason="" if gpu.is_healthy else None,  # the node's object has no room for it
     )
 
 
 def _is_whole(container: ContainerSums) -> bool:
-    return container.cores >= CORES_PER_CARD
+    return container.cores >= CORES_PER_GPU
 
 
 def _container_sums(
-    pod: Pod, container: ContainerSpec, cards: Mapping[int, NodeCard], block_mib: int, names: ResourceNames
+    pod: Pod, container: ContainerSpec, gpus: Mapping[int, NodeGpu], block_mib: int, names: ResourceNames
 ) -> ContainerSums:
     cores = names.wanted(container, ResourceKind.VCORE)
     blocks = names.wanted(container, ResourceKind.VMEMORY)
     units = names.wanted(container, ResourceKind.GPU_MEM)
-    told = _told_indexes(pod, container, is_gpu_mem=cores == 0 and units > 0)
-    wanted = max(1, cores // CORES_PER_CARD)
-    placed, remark = _placed(told, wanted, cards, is_assigned=pod.annotations.get(GPU_ASSIGNED_ANNOTATION) != "false")
+    reported = _reported_indexes(pod, container, is_gpu_mem=cores == 0 and units > 0)
+    wanted = max(1, cores // CORES_PER_GPU)
+    placed, remark = _placed(
+        reported, wanted, gpus, is_assigned=pod.annotations.get(GPU_ASSIGNED_ANNOTATION) != "false"
+    )
     memory_bytes = (blocks * block_mib + units * names.gpu_mem_unit_mib) * MIB
-    if cores >= CORES_PER_CARD and placed:
-        memory_bytes = sum(cards[index].memory_bytes for index in placed)
+    if cores >= CORES_PER_GPU and placed:
+        memory_bytes = sum(gpus[index].memory_bytes for index in placed)
     return ContainerSums(
         namespace=pod.namespace,
         pod=pod.name,
         container=container.name,
-        cards=placed,
+        gpus=placed,
         cores=cores,
         memory_bytes=memory_bytes,
         remark=remark,
     )
 
 
-def _told_indexes(pod: Pod, container: ContainerSpec, *, is_gpu_mem: bool) -> str | None:
+def _reported_indexes(pod: Pod, container: ContainerSpec, *, is_gpu_mem: bool) -> str | None:
     """The annotation about this container: by its position, else for memory alone GPUShare's, which is about the pod."""
     group = "" if container.kind is ContainerKind.MAIN else "init-"
-    told = pod.annotations.get(f"{PREDICATE_GPU_INDEX_PREFIX}{group}{container.position}")
-    return pod.annotations.get(GPUSHARE_INDEX_ANNOTATION) if told is None and is_gpu_mem else told
+    reported = pod.annotations.get(f"{PREDICATE_GPU_INDEX_PREFIX}{group}{container.position}")
+    return pod.annotations.get(GPUSHARE_INDEX_ANNOTATION) if reported is None and is_gpu_mem else reported
 
 
 def _placed(
-    told: str | None, wanted: int, cards: Mapping[int, NodeCard], *, is_assigned: bool
+    reported: str | None, wanted: int, gpus: Mapping[int, NodeGpu], *, is_assigned: bool
 ) -> tuple[tuple[int, ...], str]:
-    """The cards that it is charged to, and a remark."""
-    if told is None:
-        return (), "no card is known yet"
-    if not _INDEXES.fullmatch(told) or told.count(",") >= MAX_INDEXES:
-        return (), f"its annotation {told[:40]!r} is no list of card indexes"
-    indexes = tuple(sorted({int(word) for word in told.split(",")}))
-    missing = [index for index in indexes if index not in cards]
+    """The GPUs that it is charged to, and a remark."""
+    if reported is None:
+        return (), "no GPU is known yet"
+    if not _INDEXES.fullmatch(reported) or reported.count(",") >= MAX_INDEXES:
+        return (), f"its annotation {reported[:40]!r} is no list of GPU indexes"
+    indexes = tuple(sorted({int(word) for word in reported.split(",")}))
+    missing = [index for index in indexes if index not in gpus]
     if missing:
-        return (), f"its annotation names card {missing[0]}, which the node does not have"
+        return (), f"its annotation names GPU {missing[0]}, which the node does not have"
     if len(indexes) != wanted:
-        return (), f"its annotation names {len(indexes)} cards where it asks for {wanted}"
+        return (), f"its annotation names {len(indexes)} GPUs where it asks for {wanted}"
     return indexes, "" if is_assigned else "chosen by the scheduler, not yet given by the agent"

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.gpus import Card, GpuInventory
-from gpushare_agent.model.names import CORES_PER_CARD, GpuUuid
+from gpushare_agent.model.gpus import Gpu, GpuInventory
+from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.topology import Branch, Link, LinkKind, Topology
-from gpushare_agent.model.usage import CardSample, ContainerUse, ProcessSample, UsageRound
+from gpushare_agent.model.usage import ContainerUse, GpuSample, ProcessSample, UsageRound
 
 SCHEMA = 1
 MIB = 1024 * 1024
@@ -26,7 +26,7 @@ NO_REASON = "no reason given"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerFacts:
-    """What one container holds and how it is kept to it. `cores` and `memory_bytes` are its limits, on whole cards all of
+    """What one container holds and how it is kept to it. `cores` and `memory_bytes` are its limits, on whole GPUs all of
     them; `core_limit` is the elastic ceiling, 0 without one. `isolation` is empty where the pod is not known."""
 
     held: Allocation
@@ -59,9 +59,9 @@ class NodeSnapshot:
     names: ResourceNames
     inventory: GpuInventory
     cordoned: Mapping[GpuUuid, str]
-    """Cards that an operator took out of service, and why."""
+    """GPUs that an operator took out of service, and why."""
     illnesses: Mapping[GpuUuid, str]
-    """What is wrong with cards themselves; a cordon is none."""
+    """What is wrong with GPUs themselves; a cordon is none."""
     cores_allocated: Mapping[GpuUuid, int]
     memory_allocated_bytes: Mapping[GpuUuid, int]
     containers: Sequence[ContainerFacts]
@@ -81,9 +81,7 @@ def node_document(snapshot: NodeSnapshot) -> dict[str, Any]:
             "gpu_mem": snapshot.names.gpu_mem,
             "memory_block_bytes": snapshot.names.memory_block_mib * MIB,
         },
-        "cards": [
-            card_document(card, snapshot) for card in sorted(snapshot.inventory.cards, key=lambda card: card.index)
-        ],
+        "cards": [gpu_document(gpu, snapshot) for gpu in sorted(snapshot.inventory.gpus, key=lambda gpu: gpu.index)],
         "topology": topology_document(snapshot.inventory.topology),
         "containers": [
             container_document(facts, snapshot)
@@ -107,33 +105,33 @@ def agent_document(snapshot: NodeSnapshot) -> dict[str, Any]:
     }
 
 
-def card_document(card: Card, snapshot: NodeSnapshot) -> dict[str, Any]:
-    sample = snapshot.usage.cards.get(card.uuid) if snapshot.usage is not None else None
-    strangers = snapshot.usage.strangers.get(card.uuid, ()) if snapshot.usage is not None else ()
+def gpu_document(gpu: Gpu, snapshot: NodeSnapshot) -> dict[str, Any]:
+    sample = snapshot.usage.gpus.get(gpu.uuid) if snapshot.usage is not None else None
+    unattributed = snapshot.usage.unattributed.get(gpu.uuid, ()) if snapshot.usage is not None else ()
     return {
-        "index": card.index,
-        "uuid": card.uuid,
-        "minor": card.minor,
-        "bus_id": card.bus_id,
-        "name": card.name,
-        "numa": card.numa_node,
-        "is_healthy": card.is_healthy,
-        "health_reason": snapshot.illnesses.get(card.uuid, ""),
-        "cordoned": (snapshot.cordoned[card.uuid] or NO_REASON) if card.uuid in snapshot.cordoned else None,
-        "cores": {"capacity": CORES_PER_CARD, "allocated": snapshot.cores_allocated.get(card.uuid, 0)},
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "minor": gpu.minor,
+        "bus_id": gpu.bus_id,
+        "name": gpu.name,
+        "numa": gpu.numa_node,
+        "is_healthy": gpu.is_healthy,
+        "health_reason": snapshot.illnesses.get(gpu.uuid, ""),
+        "cordoned": (snapshot.cordoned[gpu.uuid] or NO_REASON) if gpu.uuid in snapshot.cordoned else None,
+        "cores": {"capacity": CORES_PER_GPU, "allocated": snapshot.cores_allocated.get(gpu.uuid, 0)},
         "memory": {
-            "capacity_bytes": card.memory_mib * MIB,
-            "allocated_bytes": snapshot.memory_allocated_bytes.get(card.uuid, 0),
+            "capacity_bytes": gpu.memory_mib * MIB,
+            "allocated_bytes": snapshot.memory_allocated_bytes.get(gpu.uuid, 0),
         },
-        "usage": _card_usage(sample) if sample is not None else None,
-        "strangers": [_process(process) for process in strangers],
+        "usage": _gpu_usage(sample) if sample is not None else None,
+        "strangers": [_process(process) for process in unattributed],
     }
 
 
 def container_document(facts: ContainerFacts, snapshot: NodeSnapshot) -> dict[str, Any]:
     held = facts.held
     by_uuid = snapshot.inventory.by_uuid()
-    cards = [by_uuid[uuid] for uuid in held.cards if uuid in by_uuid]
+    gpus = [by_uuid[uuid] for uuid in held.gpus if uuid in by_uuid]
     return {
         "namespace": held.namespace,
         "pod": held.pod_name,
@@ -148,19 +146,19 @@ def container_document(facts: ContainerFacts, snapshot: NodeSnapshot) -> dict[st
         "memory_bytes": facts.memory_bytes,
         "cards": [
             {
-                "index": card.index,
-                "uuid": card.uuid,
-                "cores": CORES_PER_CARD if held.is_whole else facts.cores,
-                "memory_bytes": card.memory_mib * MIB if held.is_whole else facts.memory_bytes,
-                "usage": _container_usage(held.key, card.uuid, snapshot.usage),
+                "index": gpu.index,
+                "uuid": gpu.uuid,
+                "cores": CORES_PER_GPU if held.is_whole else facts.cores,
+                "memory_bytes": gpu.memory_mib * MIB if held.is_whole else facts.memory_bytes,
+                "usage": _container_usage(held.key, gpu.uuid, snapshot.usage),
             }
-            for card in sorted(cards, key=lambda card: card.index)
+            for gpu in sorted(gpus, key=lambda gpu: gpu.index)
         ],
     }
 
 
 def topology_document(topology: Topology) -> dict[str, Any]:
-    """`links` is the matrix by card index in nvidia-smi's words, `tree` the branches with their cards."""
+    """`links` is the matrix by GPU index in nvidia-smi's words, `tree` the branches with their GPUs."""
     return {
         "links": [[link_word(link) for link in row] for row in topology.links],
         "tree": _branch(topology.root),
@@ -168,7 +166,7 @@ def topology_document(topology: Topology) -> dict[str, Any]:
 
 
 def link_word(link: Link) -> str:
-    """`NV4`, `PIX`, …, and `X` for a card and itself."""
+    """`NV4`, `PIX`, …, and `X` for a GPU and itself."""
     if link.kind is LinkKind.SELF:
         return "X"
     return f"NV{link.nvlinks}" if link.kind is LinkKind.NVLINK else link.kind.name
@@ -177,7 +175,7 @@ def link_word(link: Link) -> str:
 def _branch(branch: Branch) -> dict[str, Any]:
     return {
         "kind": link_word(Link(kind=branch.kind)).rstrip("0"),
-        "cards": list(branch.cards),
+        "cards": list(branch.gpus),
         "children": [_branch(child) for child in branch.children],
     }
 
@@ -195,7 +193,7 @@ def _phase(facts: ContainerFacts) -> str:
     return facts.pod.phase.value
 
 
-def _card_usage(sample: CardSample) -> dict[str, Any]:
+def _gpu_usage(sample: GpuSample) -> dict[str, Any]:
     return {
         "sm_ratio": sample.sm_ratio,
         "memory_ratio": sample.memory_ratio,
@@ -218,8 +216,8 @@ def _card_usage(sample: CardSample) -> dict[str, Any]:
 
 
 def _container_usage(key: ContainerKey, uuid: GpuUuid, usage: UsageRound | None) -> dict[str, Any] | None:
-    """None before the first sample, and where the card does not list its processes; without one of it there, zero."""
-    sample = usage.cards.get(uuid) if usage is not None else None
+    """None before the first sample, and where the GPU does not list its processes; without one of it there, zero."""
+    sample = usage.gpus.get(uuid) if usage is not None else None
     if usage is None or sample is None or sample.processes is None:
         return None
     use = usage.containers.get((key, uuid), ContainerUse(key=key, uuid=uuid, pids=(), memory_bytes=0, sm_ratio=0.0))

@@ -1,7 +1,7 @@
-"""The last minutes of use, for the dashboard's curves: a ring of points for each card and each container. Memory only.
+"""The last minutes of use, for the dashboard's curves: a ring of points for each GPU and each container. Memory only.
 
 A point is the mean of the rounds that fell into its time; one without a round is None, so that a gap is seen as a gap.
-What is gone is dropped once its last point has left the window. A container's values are the sums over its cards.
+What is gone is dropped once its last point has left the window. A container's values are the sums over its GPUs.
 
 State owned: the rings, and the slot that is being filled. Changed by `add` alone, which the sampling calls.
 """
@@ -22,7 +22,7 @@ from gpushare_agent.model.usage import ContainerUse, UsageRound
 
 K = TypeVar("K", GpuUuid, ContainerKey)
 
-MAX_CARDS = 16
+MAX_GPUS = 16
 MAX_CONTAINERS = 512
 """Rings kept at once; with the default of 180 points all of them take 1.5 MiB."""
 RATIO_DIGITS = 4
@@ -50,7 +50,7 @@ class UsageHistory:
         self._slot = 0
         self._version = 0
         self._at: float | None = None
-        self._cards: dict[GpuUuid, _Pair] = {}
+        self._gpus: dict[GpuUuid, _Pair] = {}
         self._containers: dict[ContainerKey, _Pair] = {}
 
     @property
@@ -70,14 +70,14 @@ class UsageHistory:
         self._slot = slot = math.floor(self._clock() / self._step_s)
         self._at = usage.sampled_at
         self._drop_old()
-        for uuid, card in usage.cards.items():
-            if (pair := self._pair(self._cards, uuid, MAX_CARDS)) is not None:
-                pair.add(slot, card.sm_ratio, card.memory_used_bytes)
+        for uuid, gpu in usage.gpus.items():
+            if (pair := self._pair(self._gpus, uuid, MAX_GPUS)) is not None:
+                pair.add(slot, gpu.sm_ratio, gpu.memory_used_bytes)
         allocations = self._allocations()
         for key, uses in _by_container(usage.containers).items():
             if (held := allocations.get(key)) is not None:
-                cards = tuple(sorted(use.uuid for use in uses))
-                self._owners[key] = _Owner(namespace=held.namespace, pod=held.pod_name, cards=cards)
+                gpus = tuple(sorted(use.uuid for use in uses))
+                self._owners[key] = _Owner(namespace=held.namespace, pod=held.pod_name, gpus=gpus)
             if (pair := self._pair(self._containers, key, MAX_CONTAINERS)) is not None:
                 pair.add(slot, _sum(use.sm_ratio for use in uses), _sum(use.memory_bytes for use in uses))
 
@@ -85,19 +85,19 @@ class UsageHistory:
         """The curves of an agent that has read its settings again; none where the steps are others now."""
         if (earlier._step_s, earlier._points) != (self._step_s, self._points):
             return
-        self._cards, self._containers, self._owners = earlier._cards, earlier._containers, earlier._owners
+        self._gpus, self._containers, self._owners = earlier._gpus, earlier._containers, earlier._owners
         self._slot, self._at, self._version = earlier._slot, earlier._at, earlier._version
 
-    def pieces(self, *, cards: bool = True, containers: bool = True) -> Iterator[bytes]:
+    def pieces(self, *, gpus: bool = True, containers: bool = True) -> Iterator[bytes]:
         """The document as JSON, in pieces of some kilobytes: a full one takes 40 ms, and the caller may do something else
         between two. It is of the moment of the call, whatever is added meanwhile. Oldest point first; `at` is when the
         newest round was, None before the first."""
         head = _json({"at": self._at, "step_seconds": self._step_s})[:-1]
         halves: dict[str, list[_Curve]] = {}
-        if cards:
+        if gpus:
             halves["cards"] = [
                 _Curve(str(uuid), {}, "memory_used_bytes", *pair.points(self._slot))
-                for uuid, pair in sorted(self._cards.items())
+                for uuid, pair in sorted(self._gpus.items())
             ]
         if containers:
             halves["containers"] = [
@@ -120,7 +120,7 @@ class UsageHistory:
 
     def _drop_old(self) -> None:
         oldest = self._slot - self._points
-        self._cards = {uuid: pair for uuid, pair in self._cards.items() if pair.last_slot > oldest}
+        self._gpus = {uuid: pair for uuid, pair in self._gpus.items() if pair.last_slot > oldest}
         self._containers = {key: pair for key, pair in self._containers.items() if pair.last_slot > oldest}
         self._owners = {key: owner for key, owner in self._owners.items() if key in self._containers}
 
@@ -131,7 +131,7 @@ class _Owner:
 
     namespace: str
     pod: str
-    cards: tuple[GpuUuid, ...]
+    gpus: tuple[GpuUuid, ...]
 
 
 def _owner_document(owner: _Owner | None, key: ContainerKey) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def _owner_document(owner: _Owner | None, key: ContainerKey) -> dict[str, Any]:
         "namespace": owner.namespace if owner is not None else None,
         "pod": owner.pod if owner is not None else None,
         "container": key.container,
-        "cards": list(owner.cards) if owner is not None else [],
+        "cards": list(owner.gpus) if owner is not None else [],
     }
 
 

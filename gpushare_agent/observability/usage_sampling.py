@@ -1,4 +1,4 @@
-"""Looks again and again at what the cards are used for, and by which containers.
+"""Looks again and again at what the GPUs are used for, and by which containers.
 
 Not for keeping the past (observability/usage_history.py) or for showing it. Rounds never overlap: a slow driver
 delays the next one, which then begins at the next full period. After three periods without a round there is no
@@ -37,7 +37,7 @@ IDS_AGAIN_S = 2.0
 Listener = Callable[[UsageRound | None], None]
 
 
-class SamplesCards(Protocol):
+class SamplesGpus(Protocol):
     async def sample(self) -> DriverSample:
         """Raises Unavailable."""
 
@@ -71,7 +71,7 @@ class UsageSampling:
     def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
         self,
         *,
-        driver: SamplesCards,
+        driver: SamplesGpus,
         owners: FindsOwners,
         pods: Pods,
         ids: Ids,
@@ -91,7 +91,7 @@ class UsageSampling:
         self._clock = clock
         self._wall_clock = wall_clock
         self._listeners: list[Listener] = []
-        self._told: Mapping[str, ContainerKey] = {}
+        self._reported: Mapping[str, ContainerKey] = {}
         self._ids_asked_at = float("-inf")
         self._round_at = float("-inf")
         self._is_failing = self._is_slow = False
@@ -144,14 +144,14 @@ class UsageSampling:
                 sample = await self._driver.sample()
                 for word, count in sorted(sample.errors.items()):
                     self._metrics.driver_error(word, count)
-                pids = {process.pid for card in sample.cards for process in card.processes or ()}
+                pids = {process.pid for gpu in sample.gpus for process in gpu.processes or ()}
                 owners = await self._owners.identify(pids)
                 holders = self._holders()
                 if unknown_ids(sample, owners, holders) and await self._ask_ids():
                     holders = self._holders()
         except TimeoutError as e:
             raise Unavailable(
-                f"sampling the cards' use got no answer within {self._timeout_s:g} s; it is tried again each"
+                f"sampling the GPUs' use got no answer within {self._timeout_s:g} s; it is tried again each"
                 f" {self._period_s:g} s. Look at nvidia-smi and the kernel log on this node"
             ) from e
         return join_usage(sample, owners, holders, sampled_at=sampled_at)
@@ -163,8 +163,8 @@ class UsageSampling:
             for name, container_id in pod.container_ids.items()
         }
         return Holders(
-            cards={key: held.cards for key, held in self._allocations().items() if not self._is_over(held)},
-            by_id={**self._told, **in_statuses},
+            gpus={key: held.gpus for key, held in self._allocations().items() if not self._is_over(held)},
+            by_id={**self._reported, **in_statuses},
         )
 
     def _is_over(self, held: Allocation) -> bool:
@@ -181,11 +181,11 @@ class UsageSampling:
         self._ids_asked_at = self._clock()
         try:
             async with asyncio.timeout(IDS_TIMEOUT_S):
-                told = await self._ids.running()
+                reported = await self._ids.running()
         except (AgentError, TimeoutError):
             return False
-        before, self._told = self._told, {container_id: key for key, container_id in told.items()}
-        return self._told != before
+        before, self._reported = self._reported, {container_id: key for key, container_id in reported.items()}
+        return self._reported != before
 
     def _failed(self, error: str) -> None:
         self._metrics.sampling_failed()

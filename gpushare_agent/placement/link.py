@@ -1,6 +1,6 @@
-"""Several whole cards: the set whose links, summed over all its pairs, cost least.
+"""Several whole GPUs: the set whose links, summed over all its pairs, cost least.
 
-Up to `EXACT_CARDS` free cards the answer is exact: depth-first search in lexicographic order, cut off where a lower bound
+Up to `EXACT_GPUS` free GPUs the answer is exact: depth-first search in lexicographic order, cut off where a lower bound
 shows that no better set can follow. Above, the same search stops after `BOUNDED_STEPS` steps and gives the best set seen,
 which is never worse than the greedy one it begins with.
 """
@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from gpushare_agent.model.topology import Link, LinkKind
 
-EXACT_CARDS = 16
+EXACT_GPUS = 16
 BOUNDED_STEPS = 1_000
 
 LINK_COSTS = {
@@ -27,11 +27,11 @@ LINK_COSTS = {
 """Each further step outwards doubles the cost: a collective operation runs at the pace of its worst link, so one SYS
 link must outweigh several better ones. NVLinks cost NVLINK_COST divided by their number, always below PIX."""
 NVLINK_COST = 1_800
-"""1,800 / n stays strictly decreasing up to 41 links; a card has at most 36."""
+"""1,800 / n stays strictly decreasing up to 41 links; a GPU has at most 36."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FreeCard:
+class FreeGpu:
     index: int
     blocks: int
 
@@ -40,7 +40,7 @@ class FreeCard:
 class LinkSet:
     """The chosen indexes, sorted, the sum of their links' costs, and how many sets the search touched."""
 
-    cards: tuple[int, ...]
+    gpus: tuple[int, ...]
     cost: int
     is_exact: bool
     steps: int
@@ -51,31 +51,31 @@ def link_cost(link: Link) -> int:
     return NVLINK_COST // link.nvlinks if link.kind is LinkKind.NVLINK else LINK_COSTS[link.kind]
 
 
-def set_cost(links: Sequence[Sequence[Link]], cards: Sequence[int]) -> int:
+def set_cost(links: Sequence[Sequence[Link]], gpus: Sequence[int]) -> int:
     """The cost of a set: that of all its pairs."""
-    return sum(link_cost(links[a][b]) for n, a in enumerate(cards) for b in cards[n + 1 :])
+    return sum(link_cost(links[a][b]) for n, a in enumerate(gpus) for b in gpus[n + 1 :])
 
 
 def choose_linked(
-    links: Sequence[Sequence[Link]], free: Sequence[FreeCard], count: int, *, blocks: int = 0, must: frozenset[int]
+    links: Sequence[Sequence[Link]], free: Sequence[FreeGpu], count: int, *, blocks: int = 0, must: frozenset[int]
 ) -> LinkSet | None:
-    """The cheapest `count` of the free cards that contain `must` and have `blocks` of memory together.
+    """The cheapest `count` of the free GPUs that contain `must` and have `blocks` of memory together.
 
     None where there is no such set. Of equally cheap sets the lexicographically lowest is taken.
     """
-    cards = sorted(free, key=lambda card: card.index)
+    gpus = sorted(free, key=lambda gpu: gpu.index)
     search = _Search(
-        costs=tuple(tuple(link_cost(links[a.index][b.index]) for b in cards) for a in cards),
-        memory=tuple(card.blocks for card in cards),
+        costs=tuple(tuple(link_cost(links[a.index][b.index]) for b in gpus) for a in gpus),
+        memory=tuple(gpu.blocks for gpu in gpus),
         count=count,
         blocks=blocks,
-        must=tuple(position for position, card in enumerate(cards) if card.index in must),
-        max_steps=None if len(cards) <= EXACT_CARDS else BOUNDED_STEPS,
+        must=tuple(position for position, gpu in enumerate(gpus) if gpu.index in must),
+        max_steps=None if len(gpus) <= EXACT_GPUS else BOUNDED_STEPS,
     )
     if len(search.must) != len(must) or not search.run():
         return None
     return LinkSet(
-        cards=tuple(sorted(cards[position].index for position in search.best)),
+        gpus=tuple(sorted(gpus[position].index for position in search.best)),
         cost=search.best_cost,
         is_exact=not search.is_stopped,
         steps=search.steps,
@@ -141,7 +141,7 @@ class _Search:
     def _can_improve(self, chosen: tuple[int, ...], cost: int, candidates: Sequence[int], added: Sequence[int]) -> bool:
         """Whether the cheapest that any completion can cost is below the limit, and the memory can suffice.
 
-        Each further card pays its links to the chosen, and at least its cheapest links to as many others as are missing
+        Each further GPU pays its links to the chosen, and at least its cheapest links to as many others as are missing
         besides it; those count half, for the other end pays them too.
         """
         missing = self.count - len(chosen)
@@ -161,7 +161,7 @@ class _Search:
         return min((s for s in sets if self._has_memory(s)), key=lambda s: (self._cost(s), sorted(s)), default=None)
 
     def _grow(self, chosen: tuple[int, ...], positions: Sequence[int]) -> tuple[int, ...]:
-        """Greedy: always the card that adds least, of equals the lowest."""
+        """Greedy: always the GPU that adds least, of equals the lowest."""
         left = [position for position in positions if position not in chosen]
         added = {position: self._added(position, chosen) for position in left}
         while len(chosen) < self.count:
@@ -186,6 +186,6 @@ class _Search:
         return sum(self.costs[a][b] for n, a in enumerate(chosen) for b in chosen[n + 1 :])
 
     def _cheapest_sums(self, position: int) -> list[int]:
-        """Entry m: what the m cheapest links of a card cost."""
+        """Entry m: what the m cheapest links of a GPU cost."""
         ordered = sorted(cost for other, cost in enumerate(self.costs[position]) if other != position)
         return [0, *accumulate(ordered)]

@@ -1,4 +1,4 @@
-"""Why no card can be given, in words for the pod's owner: what was asked, what is free, what to do."""
+"""Why no GPU can be given, in words for the pod's owner: what was asked, what is free, what to do."""
 
 from __future__ import annotations
 
@@ -6,113 +6,111 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.names import CORES_PER_CARD, GpuUuid
-from gpushare_agent.placement.request import CardRequest, CardState, describe_blocks, describe_request
+from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
+from gpushare_agent.placement.request import GpuRequest, GpuState, describe_blocks, describe_request
 
 _WAIT = "Wait for pods on this node to end"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusals:
-    """Writes refusals of one request. `healthy` is every healthy card, by index; `number_of_cards` counts all."""
+    """Writes refusals of one request. `healthy` is every healthy GPU, by index; `number_of_gpus` counts all."""
 
-    request: CardRequest
-    healthy: Sequence[CardState]
-    number_of_cards: int
+    request: GpuRequest
+    healthy: Sequence[GpuState]
+    number_of_gpus: int
     memory_block_mib: int
 
-    def no_healthy_card(self) -> Refused:
-        if self.number_of_cards == 0:
-            state = "this node has no cards that the driver can name"
+    def no_healthy_gpu(self) -> Refused:
+        if self.number_of_gpus == 0:
+            state = "this node has no GPUs that the driver can name"
         else:
-            state = f"none of the {self.number_of_cards} cards of this node is healthy"
+            state = f"none of the {self.number_of_gpus} GPUs of this node is healthy"
         advice = "Look for the reason in the agent's log; the pod can run on another node."
-        return self._refuse(RefusalReason.NO_HEALTHY_CARD, f"{state}. {advice}")
+        return self._refuse(RefusalReason.NO_HEALTHY_GPU, f"{state}. {advice}")
 
     def no_room_for_share(self) -> Refused:
         largest = self._largest(1)
-        if self.request.blocks > sum(card.total_blocks for card in largest):
-            return self._larger_than("the largest card of this node", largest)
-        free_cores = sum(card.free_cores for card in self.healthy)
-        free_blocks = sum(card.free_blocks for card in self.healthy)
+        if self.request.blocks > sum(gpu.total_blocks for gpu in largest):
+            return self._larger_than("the largest GPU of this node", largest)
+        free_cores = sum(gpu.free_cores for gpu in self.healthy)
+        free_blocks = sum(gpu.free_blocks for gpu in self.healthy)
         best = self._best_free()
         if free_cores < self.request.cores:
-            reason, state = RefusalReason.NOT_ENOUGH_CORES, f"only {free_cores} cores are free on all cards together"
+            reason, state = RefusalReason.NOT_ENOUGH_CORES, f"only {free_cores} cores are free on all GPUs together"
         elif free_blocks < self.request.blocks:
             reason = RefusalReason.NOT_ENOUGH_MEMORY
-            state = f"only {self._blocks(free_blocks)} are free on all cards together"
+            state = f"only {self._blocks(free_blocks)} are free on all GPUs together"
         else:
             reason = RefusalReason.FRAGMENTED
-            state = (
-                f"{free_cores} cores and {self._blocks(free_blocks)} are free in all, but no card has enough of both"
-            )
-        have = f"the best is card {best.index} with {best.free_cores} cores and {self._blocks(best.free_blocks)} free"
+            state = f"{free_cores} cores and {self._blocks(free_blocks)} are free in all, but no GPU has enough of both"
+        have = f"the best is GPU {best.index} with {best.free_cores} cores and {self._blocks(best.free_blocks)} free"
         return self._refuse(reason, f"{state}; {have}. {_WAIT}, or ask for less.")
 
     def no_room_for_whole(self) -> Refused:
-        wanted = self.request.whole_cards
+        wanted = self.request.whole_gpus
         if wanted > len(self.healthy):
-            state = f"{wanted} whole cards are more than the {len(self.healthy)} healthy cards of this node"
-            advice = f"Ask for at most {len(self.healthy) * CORES_PER_CARD} cores, or use a larger node."
+            state = f"{wanted} whole GPUs are more than the {len(self.healthy)} healthy GPUs of this node"
+            advice = f"Ask for at most {len(self.healthy) * CORES_PER_GPU} cores, or use a larger node."
             return self._refuse(RefusalReason.NOT_ENOUGH_CORES, f"{state}. {advice}")
         largest = self._largest(wanted)
-        if self.request.blocks > sum(card.total_blocks for card in largest):
-            return self._larger_than(f"the {wanted} largest cards of this node together", largest)
-        free = [card for card in self.healthy if card.is_free]
+        if self.request.blocks > sum(gpu.total_blocks for gpu in largest):
+            return self._larger_than(f"the {wanted} largest GPUs of this node together", largest)
+        free = [gpu for gpu in self.healthy if gpu.is_free]
         if len(free) >= wanted:
-            roomiest = sum(sorted((card.total_blocks for card in free), reverse=True)[:wanted])
-            state = f"the {wanted} largest of {len(free)} free cards have {self._blocks(roomiest)} together"
+            roomiest = sum(sorted((gpu.total_blocks for gpu in free), reverse=True)[:wanted])
+            state = f"the {wanted} largest of {len(free)} free GPUs have {self._blocks(roomiest)} together"
             return self._refuse(RefusalReason.NOT_ENOUGH_MEMORY, f"{state}. {_WAIT}, or ask for less memory.")
         return self._too_few_free(wanted, free)
 
-    def wrong_cards(self) -> Refused:
-        """The must-include cards cannot be given."""
-        named = ", ".join(self._state_of(uuid) for uuid in sorted(set(self.request.must_cards)))
-        need = "one card" if not self.request.whole_cards else f"{self.request.whole_cards} wholly free cards"
+    def wrong_gpus(self) -> Refused:
+        """The must-include GPUs cannot be given."""
+        named = ", ".join(self._state_of(uuid) for uuid in sorted(set(self.request.must_gpus)))
+        need = "one GPU" if not self.request.whole_gpus else f"{self.request.whole_gpus} wholly free GPUs"
         state = f"the kubelet insists on devices of {named}, which cannot be part of {need} with room for this"
         advice = "Delete the pod, so that it is admitted afresh; if that recurs, restart the kubelet."
-        return self._refuse(RefusalReason.WRONG_CARDS, f"{state}. {advice}")
+        return self._refuse(RefusalReason.WRONG_GPUS, f"{state}. {advice}")
 
-    def _too_few_free(self, wanted: int, free: Sequence[CardState]) -> Refused:
-        cores = sum(card.free_cores for card in self.healthy)
-        free_names = f"{len(free)} of {len(self.healthy)} cards {'is' if len(free) == 1 else 'are'} wholly free"
-        if cores >= wanted * CORES_PER_CARD:
+    def _too_few_free(self, wanted: int, free: Sequence[GpuState]) -> Refused:
+        cores = sum(gpu.free_cores for gpu in self.healthy)
+        free_names = f"{len(free)} of {len(self.healthy)} GPUs {'is' if len(free) == 1 else 'are'} wholly free"
+        if cores >= wanted * CORES_PER_GPU:
             state = f"{cores} cores are free in all, but only {free_names}: the others are in use"
-            return self._refuse(RefusalReason.FRAGMENTED, f"{state}. {_WAIT}, or use a node with free cards.")
-        state = f"{wanted} wholly free cards are needed, {free_names}"
-        return self._refuse(RefusalReason.NOT_ENOUGH_CORES, f"{state}. {_WAIT}, or ask for fewer cards.")
+            return self._refuse(RefusalReason.FRAGMENTED, f"{state}. {_WAIT}, or use a node with free GPUs.")
+        state = f"{wanted} wholly free GPUs are needed, {free_names}"
+        return self._refuse(RefusalReason.NOT_ENOUGH_CORES, f"{state}. {_WAIT}, or ask for fewer GPUs.")
 
     def _state_of(self, uuid: GpuUuid) -> str:
-        card = next((card for card in self.healthy if card.uuid == uuid), None)
-        if card is None:
-            return f"{uuid} (not a healthy card of this node)"
-        return f"card {card.index} ({card.free_cores} cores and {self._blocks(card.free_blocks)} free)"
+        gpu = next((gpu for gpu in self.healthy if gpu.uuid == uuid), None)
+        if gpu is None:
+            return f"{uuid} (not a healthy GPU of this node)"
+        return f"GPU {gpu.index} ({gpu.free_cores} cores and {self._blocks(gpu.free_blocks)} free)"
 
-    def _larger_than(self, what: str, largest: Sequence[CardState]) -> Refused:
-        names = ", ".join(f"card {card.index}" for card in largest)
-        total = sum(card.total_blocks for card in largest)
+    def _larger_than(self, what: str, largest: Sequence[GpuState]) -> Refused:
+        names = ", ".join(f"GPU {gpu.index}" for gpu in largest)
+        total = sum(gpu.total_blocks for gpu in largest)
         state = f"this is more memory than {what} ({names}) has at all: {self._blocks(total)}"
         return self._refuse(
-            RefusalReason.NOT_ENOUGH_MEMORY, f"{state}. Ask for at most that much, or use a node with larger cards."
+            RefusalReason.NOT_ENOUGH_MEMORY, f"{state}. Ask for at most that much, or use a node with larger GPUs."
         )
 
-    def _largest(self, count: int) -> list[CardState]:
-        ordered = sorted(self.healthy, key=lambda card: (-card.total_blocks, card.index))
-        return sorted(ordered[:count], key=lambda card: card.index)
+    def _largest(self, count: int) -> list[GpuState]:
+        ordered = sorted(self.healthy, key=lambda gpu: (-gpu.total_blocks, gpu.index))
+        return sorted(ordered[:count], key=lambda gpu: gpu.index)
 
-    def _best_free(self) -> CardState:
-        """The card that lacks least of the request, cores and memory weighed by their parts of it."""
+    def _best_free(self) -> GpuState:
+        """The GPU that lacks least of the request, cores and memory weighed by their parts of it."""
         wanted = self.request
 
-        def lack(card: CardState) -> int:
-            cores, blocks = max(0, wanted.cores - card.free_cores), max(0, wanted.blocks - card.free_blocks)
+        def lack(gpu: GpuState) -> int:
+            cores, blocks = max(0, wanted.cores - gpu.free_cores), max(0, wanted.blocks - gpu.free_blocks)
             return cores * wanted.blocks + blocks * wanted.cores
 
-        return min(self.healthy, key=lambda card: (lack(card), -card.free_cores, -card.free_blocks, card.index))
+        return min(self.healthy, key=lambda gpu: (lack(gpu), -gpu.free_cores, -gpu.free_blocks, gpu.index))
 
     def _blocks(self, blocks: int) -> str:
         return describe_blocks(blocks, self.memory_block_mib)
 
     def _refuse(self, reason: RefusalReason, rest: str) -> Refused:
         asked = describe_request(self.request.cores, self.request.blocks, self.memory_block_mib)
-        return Refused(reason=reason, detail=f"no card for {asked}: {rest}")
+        return Refused(reason=reason, detail=f"no GPU for {asked}: {rest}")

@@ -2,9 +2,9 @@
 
 Lives in model because both the drivers (adapters) and placement (decisions) need it. Pure: values in, values out.
 
-A branch exists where its cards reach each other more cheaply than cards outside it. NVLink cuts across the PCIe tree on
+A branch exists where its GPUs reach each other more cheaply than GPUs outside it. NVLink cuts across the PCIe tree on
 most machines, so it makes a level only where "has NVLink" is an equivalence relation inside the finest PCIe groups
-(bridged pairs). The links themselves stay in the matrix, which is what whole-card placement counts.
+(bridged pairs). The links themselves stay in the matrix, which is what whole-GPU placement counts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def build_topology(
 ) -> Topology:
     """The tree over a symmetric matrix of links.
 
-    `numa` has one entry per card. `pcie` gives the PCIe kind of each pair where it is known besides NVLink (NVML tells
+    `numa` has one entry per GPU. `pcie` gives the PCIe kind of each pair where it is known besides NVLink (NVML tells
     both); without it the PCIe level of NVLink pairs is inferred (`infer_pcie_kinds`).
     """
     kinds = pcie if pcie is not None else infer_pcie_kinds(links, numa)
-    cards = tuple(range(len(links)))
-    root = _branch(cards, _levels(links, kinds, cards))
+    gpus = tuple(range(len(links)))
+    root = _branch(gpus, _levels(links, kinds, gpus))
     return Topology(links=tuple(tuple(row) for row in links), root=root)
 
 
@@ -41,7 +41,7 @@ def infer_pcie_kinds(links: Sequence[Sequence[Link]], numa: Sequence[int | None]
     """The PCIe kind of every pair, also of those whose matrix entry shows NVLink and so hides it.
 
     A hidden pair is at most as far apart as the worst link of any path over known pairs; the best such path is taken.
-    Cards of one NUMA node are also at most NODE apart, cards of two are SYS apart.
+    GPUs of one NUMA node are also at most NODE apart, GPUs of two are SYS apart.
     """
     reach = _cheapest_worst_links(links)
     size = range(len(links))
@@ -79,8 +79,8 @@ def _cheapest_worst_links(links: Sequence[Sequence[Link]]) -> list[list[LinkKind
 _Level = tuple[LinkKind, Callable[[int, int], bool]]
 
 
-def _levels(links: Sequence[Sequence[Link]], kinds: KindMatrix, cards: tuple[int, ...]) -> list[_Level]:
-    """Coarse to fine: each level's kind, and whether two cards are together on it."""
+def _levels(links: Sequence[Sequence[Link]], kinds: KindMatrix, gpus: tuple[int, ...]) -> list[_Level]:
+    """Coarse to fine: each level's kind, and whether two GPUs are together on it."""
 
     def within(limit: LinkKind) -> Callable[[int, int], bool]:
         return lambda a, b: kinds[a][b] <= limit
@@ -89,14 +89,14 @@ def _levels(links: Sequence[Sequence[Link]], kinds: KindMatrix, cards: tuple[int
         return links[a][b].kind is LinkKind.NVLINK
 
     levels: list[_Level] = [(kind, within(kind)) for kind in _PCIE_LEVELS]
-    if _is_nvlink_a_level(has_nvlink, _finest_groups(cards, levels)):
+    if _is_nvlink_a_level(has_nvlink, _finest_groups(gpus, levels)):
         levels.append((LinkKind.NVLINK, has_nvlink))
     return levels
 
 
-def _finest_groups(cards: tuple[int, ...], levels: Sequence[_Level]) -> list[tuple[int, ...]]:
-    """The groups of several cards that no PCIe level divides into smaller groups of several cards."""
-    groups: list[tuple[int, ...]] = [cards] if cards else []
+def _finest_groups(gpus: tuple[int, ...], levels: Sequence[_Level]) -> list[tuple[int, ...]]:
+    """The groups of several GPUs that no PCIe level divides into smaller groups of several GPUs."""
+    groups: list[tuple[int, ...]] = [gpus] if gpus else []
     for _, is_together in levels:
         finer: list[tuple[int, ...]] = []
         for group in groups:
@@ -107,7 +107,7 @@ def _finest_groups(cards: tuple[int, ...], levels: Sequence[_Level]) -> list[tup
 
 
 def _is_nvlink_a_level(has_nvlink: Callable[[int, int], bool], groups: Sequence[tuple[int, ...]]) -> bool:
-    group_of = {card: number for number, group in enumerate(groups) for card in group}
+    group_of = {gpu: number for number, group in enumerate(groups) for gpu in group}
     for a, group_a in group_of.items():
         for b, group_b in group_of.items():
             if a != b and has_nvlink(a, b) and group_a != group_b:
@@ -119,32 +119,32 @@ def _is_nvlink_a_level(has_nvlink: Callable[[int, int], bool], groups: Sequence[
     )
 
 
-def _branch(cards: tuple[int, ...], levels: Sequence[_Level]) -> Branch:
+def _branch(gpus: tuple[int, ...], levels: Sequence[_Level]) -> Branch:
     """The branch over `cards`; levels that do not divide it are skipped, the last of them names its kind."""
-    if len(cards) == 1:
-        return Branch(kind=LinkKind.SELF, cards=cards)
+    if len(gpus) == 1:
+        return Branch(kind=LinkKind.SELF, gpus=gpus)
     kind = LinkKind.SYS
     for number, (level, is_together) in enumerate(levels):
-        parts = _components(cards, is_together)
+        parts = _components(gpus, is_together)
         if len(parts) <= 1:
             kind = level
         elif any(len(part) > 1 for part in parts):
             children = tuple(_branch(part, levels[number:]) for part in parts)
-            return Branch(kind=kind, cards=cards, children=children)
-        # parts of one card each: no pair is together from here on, unless NVLink joins some of them again
-    return Branch(kind=kind, cards=cards)
+            return Branch(kind=kind, gpus=gpus, children=children)
+        # parts of one GPU each: no pair is together from here on, unless NVLink joins some of them again
+    return Branch(kind=kind, gpus=gpus)
 
 
-def _components(cards: Sequence[int], is_together: Callable[[int, int], bool]) -> list[tuple[int, ...]]:
-    """Groups of cards joined directly or through others, each sorted, ordered by their lowest card."""
-    left = list(cards)
+def _components(gpus: Sequence[int], is_together: Callable[[int, int], bool]) -> list[tuple[int, ...]]:
+    """Groups of GPUs joined directly or through others, each sorted, ordered by their lowest GPU."""
+    left = list(gpus)
     groups = []
     while left:
         group, todo = [], [left.pop(0)]
         while todo:
-            card = todo.pop()
-            group.append(card)
-            joined = [other for other in left if is_together(card, other)]
+            gpu = todo.pop()
+            group.append(gpu)
+            joined = [other for other in left if is_together(gpu, other)]
             left = [other for other in left if other not in joined]
             todo.extend(joined)
         groups.append(tuple(sorted(group)))
@@ -152,13 +152,13 @@ def _components(cards: Sequence[int], is_together: Callable[[int, int], bool]) -
 
 
 def render_tree(topology: Topology, notes: Mapping[int, str] | None = None) -> str:
-    """The tree as text, one line per branch (`PIX:3` is three cards behind one switch) and card.
+    """The tree as text, one line per branch (`PIX:3` is three GPUs behind one switch) and GPU.
 
-    `notes` adds a remark to a card's line, by index.
+    `notes` adds a remark to a GPU's line, by index.
     """
     root = topology.root
-    lines = [f"ROOT:{len(root.cards)}"]
-    if root.cards:
+    lines = [f"ROOT:{len(root.gpus)}"]
+    if root.gpus:
         lines += _render(root, 1, notes or {})
     return "\n".join(lines)
 
@@ -166,10 +166,10 @@ def render_tree(topology: Topology, notes: Mapping[int, str] | None = None) -> s
 def _render(branch: Branch, depth: int, notes: Mapping[int, str]) -> list[str]:
     margin = "|  " * (depth - 1) + "|--"
     if branch.kind is LinkKind.SELF:
-        card = branch.cards[0]
-        return [f"{margin}GPU{card}{' ' + notes[card] if card in notes else ''}"]
+        gpu = branch.gpus[0]
+        return [f"{margin}GPU{gpu}{' ' + notes[gpu] if gpu in notes else ''}"]
     name = "NV" if branch.kind is LinkKind.NVLINK else branch.kind.name
-    children = branch.children or tuple(Branch(kind=LinkKind.SELF, cards=(card,)) for card in branch.cards)
-    return [f"{margin}{name}:{len(branch.cards)}"] + [
+    children = branch.children or tuple(Branch(kind=LinkKind.SELF, gpus=(gpu,)) for gpu in branch.gpus)
+    return [f"{margin}{name}:{len(branch.gpus)}"] + [
         line for child in children for line in _render(child, depth + 1, notes)
     ]

@@ -20,7 +20,7 @@ from gpushare_agent.runtime.cgroups import read_proc_text
 
 LOOK_TIMEOUT_S = 2.0
 MAX_PROCESSES = 8_192
-"""Looked at in one round: 16 cards with 48 MPS clients each are a tenth of it. Further ones are nobody's."""
+"""Looked at in one round: 16 GPUs with 48 MPS clients each are a tenth of it. Further ones are nobody's."""
 
 
 class ProcessOwners:

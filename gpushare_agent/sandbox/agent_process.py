@@ -48,8 +48,8 @@ def last_complaint(log_file: Path, offset: int = 0) -> str | None:
         text = log_file.read_bytes()[offset:].decode(errors="replace")
     except OSError:
         return None
-    told = [line.removeprefix(_COMPLAINT) for line in text.splitlines() if line.startswith(_COMPLAINT)]
-    return told[-1] if told else None
+    reported = [line.removeprefix(_COMPLAINT) for line in text.splitlines() if line.startswith(_COMPLAINT)]
+    return reported[-1] if reported else None
 
 
 def _environment() -> dict[str, str]:

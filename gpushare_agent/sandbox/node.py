@@ -107,12 +107,12 @@ class NodePaths:
 
     @property
     def faults(self) -> Path:
-        """What fails at the simulated cards."""
+        """What fails at the simulated GPUs."""
         return self.state / "faults.json"
 
     @property
     def usage(self) -> Path:
-        """What the containers' processes use of the simulated cards."""
+        """What the containers' processes use of the simulated GPUs."""
         return self.state / "usage.json"
 
     @property
@@ -140,7 +140,7 @@ class EmbeddedNode:
         return self.api.signal
 
     def agent_arguments(self) -> list[str]:
-        """Flags of `gpushare-agent run` for an agent of this node with simulated cards."""
+        """Flags of `gpushare-agent run` for an agent of this node with simulated GPUs."""
         flags = {
             "driver": "simulated",
             "simulated.device-nodes": "true",
@@ -227,7 +227,7 @@ async def open_node_on(
     cgroups: str | None,
 ) -> AsyncIterator[EmbeddedNode]:
     """Kubelet and container runtime of one node of this API server. Raises StartupError."""
-    for left in (paths.health_state, paths.faults, paths.usage):  # of an earlier node: this one's cards are new
+    for left in (paths.health_state, paths.faults, paths.usage):  # of an earlier node: this one's GPUs are new
         left.unlink(missing_ok=True)
     write_kubeconfig(paths.kubeconfig, api.url, api.token)
     kubelet = EmbeddedKubelet(

@@ -1,5 +1,5 @@
 """Resource fit as kube-scheduler has it: per node, what is allocatable less what pods have asked for. It counts, and knows
-no card. And how a scheduler tells why a pod waits.
+no GPU. And how a scheduler tells why a pod waits.
 
 State owned: what each living pod asks for, read once.
 """

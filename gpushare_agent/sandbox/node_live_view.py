@@ -1,6 +1,6 @@
 """The report on a terminal that is drawn again and again: it must fit, or the terminal would scroll away what matters.
 
-One line for each pod, then one for each card, then the notes; what has no room is counted. `status` shows everything.
+One line for each pod, then one for each GPU, then the notes; what has no room is counted. `status` shows everything.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rich.text import Text
 from gpushare_agent.sandbox.node_view import (
     ALLOCATED,
     NARROW,
-    card_text,
-    card_use,
+    gpu_text,
+    gpu_use,
     has_several_nodes,
     health_text,
     memory_asked,
@@ -33,16 +33,16 @@ _LINES_BETWEEN = 5
 
 
 def live_view(document: dict[str, Any], notes: Sequence[str], *, width: int, height: int) -> RenderableType:
-    """At most `height` - 1 lines, where that has room for the notes, one pod and one card."""
+    """At most `height` - 1 lines, where that has room for the notes, one pod and one GPU."""
     is_several = has_several_nodes(document)
     pods = document["pods"]
-    cards = [{**card, "node": node["name"]} for node in document["nodes"] for card in node["cards"]]
+    gpus = [{**gpu, "node": node["name"]} for node in document["nodes"] for gpu in node["cards"]]
     room = height - _LINES_BETWEEN - sum(_line_count(note, width) for note in notes)
-    for_pods, for_cards = _shared_room(room, len(pods), len(cards))
+    for_pods, for_gpus = _shared_room(room, len(pods), len(gpus))
     return Group(
         *_cut(partial(_pods_table, is_several=is_several), pods, for_pods, "pods", width),
         Text(""),
-        *_cut(partial(_cards_table, is_several=is_several), cards, for_cards, "cards", width),
+        *_cut(partial(_gpus_table, is_several=is_several), gpus, for_gpus, "GPUs", width),
         Text(""),
         *(Text(note) for note in notes),
     )
@@ -52,10 +52,10 @@ def _line_count(note: str, width: int) -> int:
     return len(Text(note).wrap(Console(width=width), width))
 
 
-def _shared_room(room: int, pods: int, cards: int) -> tuple[int, int]:
-    """Lines for pods and for cards. The cards give way first, down to a third of the room."""
-    for_cards = min(cards, max(room - pods, room // 3, 1))
-    return max(1, room - for_cards), for_cards
+def _shared_room(room: int, pods: int, gpus: int) -> tuple[int, int]:
+    """Lines for pods and for GPUs. The GPUs give way first, down to a third of the room."""
+    for_gpus = min(gpus, max(room - pods, room // 3, 1))
+    return max(1, room - for_gpus), for_gpus
 
 
 def _cut(make: Any, rows: list[dict[str, Any]], lines: int, what: str, width: int) -> list[RenderableType]:
@@ -82,13 +82,13 @@ def _pods_table(pods: list[dict[str, Any]], width: int, *, is_several: bool) -> 
     asked, used = ((), ()) if is_narrow else (("cores", "blocks"), ("used",))
     longest = {
         "pod": max(12, width // 4),
-        "cards": 12,
+        "GPUs": 12,
         "limit": max(14, width // 5),
         "used": max(10, width // 8),
         "PIDs": max(6, width // 6),
     }
     places = ("node",) if is_several else ()
-    table = _table("pod", "status", *places, *asked, "cards", "limit", *used, "PIDs", "reason", longest=longest)
+    table = _table("pod", "status", *places, *asked, "GPUs", "limit", *used, "PIDs", "reason", longest=longest)
     for pod in pods:
         namespace = "" if pod["namespace"] == "default" else f"{pod['namespace']}/"
         containers = pod["containers"]
@@ -96,7 +96,7 @@ def _pods_table(pods: list[dict[str, Any]], width: int, *, is_several: bool) -> 
         table.add_row(
             f"{namespace}{pod['name']}", status_of(pod), *([node_text(pod)] if is_several else ()),
             *(() if is_narrow else requests),
-            " ".join(map(card_text, containers)), " ".join(map(short_limit_text, containers)),
+            " ".join(map(gpu_text, containers)), " ".join(map(short_limit_text, containers)),
             *(() if is_narrow else [" ".join(used_text(c).replace(" %, ", "%/").replace(" MiB", "M") for c in containers)]),
             _pids(containers, is_narrow=is_narrow), " ".join(reason_text(pod).split()),
         )  # fmt: skip
@@ -110,12 +110,12 @@ def _pids(containers: list[dict[str, Any]], *, is_narrow: bool) -> str:
     return counts if is_narrow or not pids else f"{counts}: {pids}"
 
 
-def _cards_table(cards: list[dict[str, Any]], width: int, *, is_several: bool) -> Table:
+def _gpus_table(gpus: list[dict[str, Any]], width: int, *, is_several: bool) -> Table:
     name, used = (("name",), ("used",)) if width >= NARROW else ((), ())
     places = ("node",) if is_several else ()
-    table = _table(*places, "card", *name, *ALLOCATED, *used, "health", longest={"name": width // 4})
-    for card in cards:
-        place = (card["node"],) if is_several else ()
-        use = (*card_use(card), *([used_text(card)] if used else ()))
-        table.add_row(*place, str(card["index"]), *(card[key] for key in name), *use, health_text(card))
+    table = _table(*places, "GPU", *name, *ALLOCATED, *used, "health", longest={"name": width // 4})
+    for gpu in gpus:
+        place = (gpu["node"],) if is_several else ()
+        use = (*gpu_use(gpu), *([used_text(gpu)] if used else ()))
+        table.add_row(*place, str(gpu["index"]), *(gpu[key] for key in name), *use, health_text(gpu))
     return table

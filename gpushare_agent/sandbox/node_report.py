@@ -1,9 +1,9 @@
-"""What is on the embedded nodes: cards with their use, pods with what they got. One JSON document, also behind the tables.
+"""What is on the embedded nodes: GPUs with their use, pods with what they got. One JSON document, also behind the tables.
 
 Computed from the kubelet's side alone (its records, the device IDs, the Allocate answers, the containers' processes), the
-cards' identities, what a container itself would read at /etc/vcuda and what the sandbox plays it to use; the agent is not
+GPUs' identities, what a container itself would read at /etc/vcuda and what the sandbox plays it to use; the agent is not
 asked. Memory is charged to the
-card that the container's vcore IDs name, as the agent charges it.
+GPU that the container's vcore IDs name, as the agent charges it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from types import MappingProxyType
 from typing import Any
 
 from gpushare_agent.isolation.vcuda.edits import VDEVICE_DIRECTORY
-from gpushare_agent.model.gpus import Card
-from gpushare_agent.model.names import CORES_PER_CARD, GpuUuid, split_device_id
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerSpec
 from gpushare_agent.sandbox.api_store import RawObject
 from gpushare_agent.sandbox.node import EmbeddedNode
@@ -32,11 +32,11 @@ _ANSWERS_KEPT = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedNode:
-    """A node, the cards of its agent, and the agent's two resources. `ailments` says, per card, what the driver told of it;
+    """A node, the GPUs of its agent, and the agent's two resources. `ailments` says, per GPU, what the driver told of it;
     whoever asks the driver fills it in."""
 
     node: EmbeddedNode
-    cards: Sequence[Card]
+    gpus: Sequence[Gpu]
     vcore: str
     vmemory: str
     memory_block_mib: int
@@ -45,18 +45,18 @@ class ReportedNode:
     gpu_mem_unit_mib: int = 1024
     ailments: dict[GpuUuid, str] = field(default_factory=dict)
     used: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
-    """By pod UID and container, what it uses of its cards together; whoever plays that fills it in."""
-    used_of_cards: dict[int, dict[str, float]] = field(default_factory=dict)
+    """By pod UID and container, what it uses of its GPUs together; whoever plays that fills it in."""
+    used_of_gpus: dict[int, dict[str, float]] = field(default_factory=dict)
     """By index, likewise."""
     addresses: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Where this node's agent is asked: `web`, `debug`, `control_socket`; empty texts for what there is not."""
     vdevices: VDeviceReader = field(default_factory=VDeviceReader)
 
 
-def cards_of(ids: Iterable[str], cards: Sequence[Card]) -> list[Card]:
-    """The cards that these IDs name, by index."""
+def gpus_of(ids: Iterable[str], gpus: Sequence[Gpu]) -> list[Gpu]:
+    """The GPUs that these IDs name, by index."""
     uuids = {parts[0] for parts in map(split_device_id, ids) if parts is not None}
-    return [card for card in cards if card.uuid in uuids]
+    return [gpu for gpu in gpus if gpu.uuid in uuids]
 
 
 def report(*shown: ReportedNode) -> dict[str, Any]:
@@ -78,30 +78,30 @@ def _node(shown: ReportedNode) -> dict[str, Any]:
         "name": shown.node.name,
         "capacity": {name: int(count) for name, count in sorted(capacity.items()) if "/" in name},
         "addresses": dict(shown.addresses),
-        "cards": _cards(shown),
+        "cards": _gpus(shown),
     }
 
 
-def _cards(shown: ReportedNode) -> list[dict[str, Any]]:
+def _gpus(shown: ReportedNode) -> list[dict[str, Any]]:
     cores, blocks, units, whole = _use(shown)
-    health = card_health(shown)
+    health = gpu_health(shown)
     return [
         {
-            "index": card.index, "minor": card.minor, "uuid": card.uuid, "name": card.name, "memory_mib": card.memory_mib,
-            "numa": card.numa_node, "cores_allocated": cores.get(card.uuid, 0),
+            "index": gpu.index, "minor": gpu.minor, "uuid": gpu.uuid, "name": gpu.name, "memory_mib": gpu.memory_mib,
+            "numa": gpu.numa_node, "cores_allocated": cores.get(gpu.uuid, 0),
             **_memory_use(
-                card, blocks.get(card.uuid, 0), shown.memory_block_mib, units.get(card.uuid, 0) * shown.gpu_mem_unit_mib,
-                is_whole=card.uuid in whole,
+                gpu, blocks.get(gpu.uuid, 0), shown.memory_block_mib, units.get(gpu.uuid, 0) * shown.gpu_mem_unit_mib,
+                is_whole=gpu.uuid in whole,
             ),
-            "used": shown.used_of_cards.get(card.index),
-            "health": health.get(card.uuid, _AGENT_AWAY), "health_reason": shown.ailments.get(card.uuid, ""),
+            "used": shown.used_of_gpus.get(gpu.index),
+            "health": health.get(gpu.uuid, _AGENT_AWAY), "health_reason": shown.ailments.get(gpu.uuid, ""),
         }
-        for card in shown.cards
+        for gpu in shown.gpus
     ]  # fmt: skip
 
 
-def card_health(shown: ReportedNode) -> dict[GpuUuid, str]:
-    """As the kubelet has it; nothing of cards that no agent offers."""
+def gpu_health(shown: ReportedNode) -> dict[GpuUuid, str]:
+    """As the kubelet has it; nothing of GPUs that no agent offers."""
     health: dict[GpuUuid, str] = {}
     for device, is_healthy in shown.node.kubelet.devices(shown.vcore).items():
         if (parts := split_device_id(device)) is not None:
@@ -109,15 +109,15 @@ def card_health(shown: ReportedNode) -> dict[GpuUuid, str]:
     return health
 
 
-def _memory_use(card: Card, blocks: int, block_mib: int, units_mib: int, *, is_whole: bool) -> dict[str, int]:
-    """A card given as a whole comes with all of its memory, of which no block was asked for."""
+def _memory_use(gpu: Gpu, blocks: int, block_mib: int, units_mib: int, *, is_whole: bool) -> dict[str, int]:
+    """A GPU given as a whole comes with all of its memory, of which no block was asked for."""
     if is_whole:
-        return {"memory_blocks_allocated": card.memory_mib // block_mib, "memory_mib_allocated": card.memory_mib}
+        return {"memory_blocks_allocated": gpu.memory_mib // block_mib, "memory_mib_allocated": gpu.memory_mib}
     return {"memory_blocks_allocated": blocks, "memory_mib_allocated": blocks * block_mib + units_mib}
 
 
 def _use(shown: ReportedNode) -> tuple[dict[GpuUuid, int], dict[GpuUuid, int], dict[GpuUuid, int], set[GpuUuid]]:
-    """Cores, memory blocks and GPUShare's units in use on each card, and the cards given as a whole. IDs that containers of
+    """Cores, memory blocks and GPUShare's units in use on each GPU, and the GPUs given as a whole. IDs that containers of
     one pod share count once."""
     ids: dict[tuple[str, str], dict[str, set[str]]] = {}
     for record in shown.node.kubelet.active_records():
@@ -130,12 +130,12 @@ def _use(shown: ReportedNode) -> tuple[dict[GpuUuid, int], dict[GpuUuid, int], d
         vcore = by_resource.get(shown.vcore, set())
         used_cores |= vcore
         used_units |= by_resource.get(shown.gpu_mem, set())
-        cards = cards_of(vcore, shown.cards)
-        if len(vcore) >= CORES_PER_CARD:
-            whole |= {card.uuid for card in cards}
+        gpus = gpus_of(vcore, shown.gpus)
+        if len(vcore) >= CORES_PER_GPU:
+            whole |= {gpu.uuid for gpu in gpus}
         for position, block in enumerate(sorted(by_resource.get(shown.vmemory, set()) - set(charged))):
-            if cards:
-                charged[block] = cards[position % len(cards)].uuid
+            if gpus:
+                charged[block] = gpus[position % len(gpus)].uuid
     cores, units = (
         [parts[0] for parts in map(split_device_id, used) if parts is not None] for used in (used_cores, used_units)
     )
@@ -197,7 +197,7 @@ def _pod(shown: ReportedNode, pod: RawObject) -> dict[str, Any]:
 
 
 def _of_phase(pod: RawObject) -> dict[str, Any]:
-    """What holds whatever the answers said: a pod that has ended holds no card, and is told no limit."""
+    """What holds whatever the answers said: a pod that has ended holds no GPU, and is told no limit."""
     return {"cards": [], "vdevice": None, "used": None} if pod["status"]["phase"] in ("Succeeded", "Failed") else {}
 
 
@@ -225,7 +225,7 @@ def _container(
     devices = {d.container_path: d for answer in answers for d in answer.devices}
     return {
         "name": spec.name,
-        "cards": [card.index for card in cards_of(ids, shown.cards)],
+        "cards": [gpu.index for gpu in gpus_of(ids, shown.gpus)],
         "vcore": spec.requests.get(shown.vcore, 0),
         "vmemory": spec.requests.get(shown.vmemory, 0),
         "gpu_mem": spec.requests.get(shown.gpu_mem, 0),
@@ -241,7 +241,9 @@ def _container(
         "annotations": {k: v for answer in answers for k, v in sorted(answer.annotations.items())},
         **container_processes(shown, pod_uid, spec.name),
         "used": shown.used.get((pod_uid, spec.name)),
-        "vdevice": shown.vdevices.read(Path(told.host_path)) if (told := mounts.get(VDEVICE_DIRECTORY)) else None,
+        "vdevice": shown.vdevices.read(Path(reported.host_path))
+        if (reported := mounts.get(VDEVICE_DIRECTORY))
+        else None,
     }
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gpushare_agent.model.names import CORES_PER_CARD
+from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.sandbox.manifests import EXPECTATION_ANNOTATION
 
 _PHASE_STYLES = {
@@ -28,24 +28,24 @@ ALLOCATED = ("cores allocated", "memory allocated MiB")
 """Columns of card_use."""
 _PIPE_WIDTH = 160
 NARROW = 100
-"""Below this width a card's name, a request or a PID would take the place of what changes."""
+"""Below this width a GPU's name, a request or a PID would take the place of what changes."""
 _ROOM_FOR_PIDS = 130
 _PIDS_SHOWN = 3
 
 
-def card_text(container: dict[str, Any]) -> str:
+def gpu_text(container: dict[str, Any]) -> str:
     return ",".join(map(str, container["cards"])) or "-"
 
 
 def limit_text(container: dict[str, Any]) -> str:
-    """What the container is told of its share: `30 %, 4096 MiB`, elastic `30–60 %, 4096 MiB`; on whole cards `none`."""
-    told = container["vdevice"]
-    if told is None:
+    """What the container is told of its share: `30 %, 4096 MiB`, elastic `30–60 %, 4096 MiB`; on whole GPUs `none`."""
+    reported = container["vdevice"]
+    if reported is None:
         return "-"
-    if not told["is_limited"]:
+    if not reported["is_limited"]:
         return "none"
-    ceiling = f"–{told['core_limit']}" if told["core_limit"] > told["cores"] else ""
-    return f"{told['cores']}{ceiling} %, {told['memory_mib']} MiB"
+    ceiling = f"–{reported['core_limit']}" if reported["core_limit"] > reported["cores"] else ""
+    return f"{reported['cores']}{ceiling} %, {reported['memory_mib']} MiB"
 
 
 def short_limit_text(container: dict[str, Any]) -> str:
@@ -54,7 +54,7 @@ def short_limit_text(container: dict[str, Any]) -> str:
 
 
 def used_text(user: dict[str, Any]) -> str:
-    """Of a container or a card, in percent of a card: `12 %, 2048 MiB`."""
+    """Of a container or a GPU, in percent of a GPU: `12 %, 2048 MiB`."""
     used = user["used"]
     return "-" if used is None else f"{used['cores']:.0f} %, {used['memory_mib']} MiB"
 
@@ -68,17 +68,17 @@ def pids_text(container: dict[str, Any], *, is_short: bool) -> str:
     return f"{len(pids)}: {', '.join(map(str, pids[:_PIDS_SHOWN]))}{more}"
 
 
-def health_text(card: dict[str, Any]) -> Text:
-    """With the driver's reason for a card that is not well."""
-    text = ": ".join(filter(None, (card["health"], card["health_reason"])))
-    return Text(text, style="" if card["health"] == "Healthy" else "red")
+def health_text(gpu: dict[str, Any]) -> Text:
+    """With the driver's reason for a GPU that is not well."""
+    text = ": ".join(filter(None, (gpu["health"], gpu["health_reason"])))
+    return Text(text, style="" if gpu["health"] == "Healthy" else "red")
 
 
-def card_use(card: dict[str, Any]) -> tuple[str, str]:
+def gpu_use(gpu: dict[str, Any]) -> tuple[str, str]:
     """Cores and memory, each allocated and whole."""
     return (
-        f"{card['cores_allocated']} / {CORES_PER_CARD}",
-        f"{card['memory_mib_allocated']} / {card['memory_mib']}",
+        f"{gpu['cores_allocated']} / {CORES_PER_GPU}",
+        f"{gpu['memory_mib_allocated']} / {gpu['memory_mib']}",
     )
 
 
@@ -96,20 +96,20 @@ def status_of(pod: dict[str, Any]) -> Text:
     return Text(word, style=_PHASE_STYLES.get(word, ""))
 
 
-def cards_table(node: dict[str, Any], *, is_narrow: bool) -> Table:
-    table = Table(title=f"Cards of {node['name']}", title_justify="left")
+def gpus_table(node: dict[str, Any], *, is_narrow: bool) -> Table:
+    table = Table(title=f"GPUs of {node['name']}", title_justify="left")
     wide = () if is_narrow else ("name",)
-    for column in ("card", *wide, "NUMA", *ALLOCATED, *(("used",) if wide else ()), "health"):
+    for column in ("GPU", *wide, "NUMA", *ALLOCATED, *(("used",) if wide else ()), "health"):
         table.add_column(column, justify="left" if column in ("name", "health") else "right")
-    for card in node["cards"]:
-        numa = "-" if card["numa"] is None else str(card["numa"])
-        name, used = ((), ()) if is_narrow else ((card["name"],), (used_text(card),))
-        table.add_row(str(card["index"]), *name, numa, *card_use(card), *used, health_text(card))
+    for gpu in node["cards"]:
+        numa = "-" if gpu["numa"] is None else str(gpu["numa"])
+        name, used = ((), ()) if is_narrow else ((gpu["name"],), (used_text(gpu),))
+        table.add_row(str(gpu["index"]), *name, numa, *gpu_use(gpu), *used, health_text(gpu))
     return table
 
 
 def address_lines(node: dict[str, Any]) -> list[Text]:
-    """Where the node's agent is asked, below its cards."""
+    """Where the node's agent is asked, below its GPUs."""
     words = {"web": "web", "debug": "debug", "control_socket": "control socket"}
     found = [f"{words[key]} {where}" for key in words if (where := node["addresses"].get(key))]
     return [Text("  ".join(found), no_wrap=True, overflow="fold")] if found else []
@@ -121,7 +121,7 @@ def pods_table(document: dict[str, Any], width: int) -> Table:
     asked, used = ((), ()) if is_narrow else (("cores", "blocks"), ("used",))
     places = ("node",) if has_several_nodes(document) else ()
     table = Table(title="Pods", title_justify="left")
-    for column in ("pod", "phase", *places, "container", *asked, "cards", "limit", *used, "PIDs"):
+    for column in ("pod", "phase", *places, "container", *asked, "GPUs", "limit", *used, "PIDs"):
         table.add_column(column, justify="right" if column in asked else "left")
     for pod in document["pods"]:
         for position, container in enumerate(pod["containers"]):
@@ -131,7 +131,7 @@ def pods_table(document: dict[str, Any], width: int) -> Table:
             pids = pids_text(container, is_short=width < _ROOM_FOR_PIDS)
             use = () if is_narrow else (used_text(container),)
             place = (node_text(pod) if position == 0 else "",) if places else ()
-            table.add_row(name, phase, *place, container["name"], *requests, card_text(container), limit, *use, pids)
+            table.add_row(name, phase, *place, container["name"], *requests, gpu_text(container), limit, *use, pids)
     return table
 
 
@@ -158,7 +158,7 @@ def print_document(document: dict[str, Any], form: str, *, has_addresses: bool =
     console = Console(width=width, highlight=False)
     is_narrow = console.width < NARROW
     nodes = [
-        (cards_table(node, is_narrow=is_narrow), *(address_lines(node) if has_addresses else ()))
+        (gpus_table(node, is_narrow=is_narrow), *(address_lines(node) if has_addresses else ()))
         for node in document["nodes"]
     ]
     console.print(
@@ -182,7 +182,9 @@ def _asked(container: dict[str, Any]) -> str:
 
 def pod_line(pod: dict[str, Any], *, has_node: bool = False) -> str:
     """One pod in one line, for a log or a pipe, with its node where there are several."""
-    containers = "; ".join(f"{c['name']}: {_asked(c)} on card {card_text(c)}{_told(pod, c)}" for c in pod["containers"])
+    containers = "; ".join(
+        f"{c['name']}: {_asked(c)} on GPU {gpu_text(c)}{_reported(pod, c)}" for c in pod["containers"]
+    )
     reason = reason_text(pod)
     place = f" on {pod['node']}" if has_node and pod["node"] else ""
     return (
@@ -190,7 +192,7 @@ def pod_line(pod: dict[str, Any], *, has_node: bool = False) -> str:
     )
 
 
-def _told(pod: dict[str, Any], container: dict[str, Any]) -> str:
+def _reported(pod: dict[str, Any], container: dict[str, Any]) -> str:
     """Only of a pod that runs: the limit is written just before the start and would make a line of its own."""
     is_known = pod["phase"] == "Running" and container["vdevice"] is not None
     return f", limit {limit_text(container)}" if is_known else ""

@@ -1,4 +1,4 @@
-"""A scheduler as naive as kube-scheduler is about extended resources: it counts, and knows no card.
+"""A scheduler as naive as kube-scheduler is about extended resources: it counts, and knows no GPU.
 
 It works on the API server's objects only. A scheduler that asks an extender is in extender_scheduler.
 """

@@ -1,6 +1,6 @@
 """Reads the protobuf messages of device plugins that are large, and writes NUMA nodes.
 
-A node of 8 cards has thousands of device IDs; the generated classes need tens of milliseconds for such a message, the
+A node of 8 GPUs has thousands of device IDs; the generated classes need tens of milliseconds for such a message, the
 kubelet they stand for needs less than one. The counterpart for writing is kit/wire_build. Field numbers are those of
 protos/deviceplugin.proto and protos/podresources.proto.
 """

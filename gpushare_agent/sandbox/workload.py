@@ -1,4 +1,4 @@
-"""What the embedded node's containers use of their cards: played, for a stand-in that sleeps would use nothing.
+"""What the embedded node's containers use of their GPUs: played, for a stand-in that sleeps would use nothing.
 
 Each running container's use is a slow wave within its share, the same for the same name at the same time, and memory that
 fills up after its start; its annotation may set a constant load instead. Pure; workload_player.py writes it down.
@@ -25,15 +25,15 @@ _MOST_PIDS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedContainer:
-    """One running container with cards.
+    """One running container with GPUs.
 
-    `share` is the part of each card that it may use, 1 for whole ones; `memory_bytes` is its limit on each card. `load` is
+    `share` is the part of each GPU that it may use, 1 for whole ones; `memory_bytes` is its limit on each GPU. `load` is
     the constant part of both that it uses, None for the wave.
     """
 
     name: str
     """With namespace and pod: the wave's phase follows from it."""
-    cards: tuple[int, ...]
+    gpus: tuple[int, ...]
     pids: tuple[int, ...]
     share: float
     memory_bytes: int
@@ -43,14 +43,14 @@ class PlayedContainer:
 
 
 def played_usage(containers: Sequence[PlayedContainer], now_s: float) -> list[RehearsedProcess]:
-    """Each container's use, its processes having equal parts. A card on which more is wanted than it has gives each its
+    """Each container's use, its processes having equal parts. A GPU on which more is wanted than it has gives each its
     part of what there is, as its time is shared."""
     found = [process for container in containers for process in _processes(container, now_s)]
     wanted: dict[int, float] = {}
     for process in found:
-        wanted[process.card] = wanted.get(process.card, 0.0) + (process.sample.sm_ratio or 0.0)
+        wanted[process.gpu] = wanted.get(process.gpu, 0.0) + (process.sample.sm_ratio or 0.0)
     return [
-        replace(process, sample=replace(process.sample, sm_ratio=_part(process.sample.sm_ratio, wanted[process.card])))
+        replace(process, sample=replace(process.sample, sm_ratio=_part(process.sample.sm_ratio, wanted[process.gpu])))
         for process in found
     ]
 
@@ -67,14 +67,14 @@ def _processes(container: PlayedContainer, now_s: float) -> list[RehearsedProces
     each_bytes, rest_bytes = divmod(int(container.memory_bytes * memory_load(container)), len(pids))
     return [
         RehearsedProcess(
-            card=card,
+            gpu=gpu,
             sample=ProcessSample(
                 pid=pid,
                 sm_ratio=sm / len(pids),
                 memory_bytes=each_bytes + (rest_bytes if position == 0 else 0),
             ),
         )
-        for card in container.cards
+        for gpu in container.gpus
         for position, pid in enumerate(pids)
     ]
 

@@ -1,7 +1,7 @@
 """Writes what the embedded node's containers use into the agent's usage file, again and again (workload.py says how much).
 
-Which cards a container has is read from the kubelet's records: the IDs of the Allocate calls that were answered. State
-owned: the file, and `ReportedNode.used` and `used_of_cards`.
+Which GPUs a container has is read from the kubelet's records: the IDs of the Allocate calls that were answered. State
+owned: the file, and `ReportedNode.used` and `used_of_gpus`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import structlog
 
 from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
 from gpushare_agent.gpus.simulated.usage import RehearsedProcess, encode_usage
-from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import IsolationName
-from gpushare_agent.model.names import CORES_PER_CARD
+from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.sandbox.container_runtime import Container
-from gpushare_agent.sandbox.node_report import ReportedNode, cards_of, container_processes
+from gpushare_agent.sandbox.node_report import ReportedNode, container_processes, gpus_of
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION, annotation_number, containers_of
 from gpushare_agent.sandbox.workload import PlayedContainer, played_usage
 
@@ -57,7 +57,7 @@ class WorkloadPlayer:
             await asyncio.sleep(INTERVAL_S)
 
     def play(self) -> None:
-        """One moment. A file that cannot be written is one line of log; the cards show their last use then, and so they do
+        """One moment. A file that cannot be written is one line of log; the GPUs show their last use then, and so they do
         while the kubelet is down, for only it knows who has which."""
         if not self._shown.node.kubelet.is_running:
             return
@@ -86,25 +86,25 @@ class WorkloadPlayer:
         shown.used.clear()
         for run, pids in runs:
             shown.used[run.pod_uid, run.name] = _sum([process for pid in pids for process in by_pid.get(pid, ())])
-        for card in shown.cards:
-            shown.used_of_cards[card.index] = _sum([process for process in usage if process.card == card.index])
+        for gpu in shown.gpus:
+            shown.used_of_gpus[gpu.index] = _sum([process for process in usage if process.gpu == gpu.index])
 
     def _running(self) -> list[Container]:
         return [run for run in self._shown.node.kubelet.runtime.containers() if run.is_running]
 
     def _played(self, run: Container, now_s: float) -> PlayedContainer | None:
-        """None for a container without cards, and for one whose pod has gone."""
+        """None for a container without GPUs, and for one whose pod has gone."""
         shown = self._shown
-        cards = cards_of(self._ids(run), shown.cards)
+        gpus = gpus_of(self._ids(run), shown.gpus)
         pod = shown.node.api.find_pod(run.pod_namespace, run.pod_name)
-        if not cards or pod is None or pod["metadata"]["uid"] != run.pod_uid:
+        if not gpus or pod is None or pod["metadata"]["uid"] != run.pod_uid:
             return None
         wanted = next((spec.requests for spec in containers_of(pod) if spec.name == run.name), {})
-        share, memory_bytes = self._share(wanted, cards)
+        share, memory_bytes = self._share(wanted, gpus)
         annotations: dict[str, Any] = pod["metadata"].get("annotations") or {}
         return PlayedContainer(
             name=f"{run.pod_namespace}/{run.pod_name}/{run.name}",
-            cards=tuple(card.index for card in cards),
+            gpus=tuple(gpu.index for gpu in gpus),
             pids=tuple(container_processes(shown, run.pod_uid, run.name)["pids"]),
             share=share,
             memory_bytes=memory_bytes,
@@ -114,20 +114,20 @@ class WorkloadPlayer:
         )
 
     def _ids(self, run: Container) -> list[str]:
-        """Those that name its cards."""
+        """Those that name its GPUs."""
         names = (self._shown.vcore, self._shown.gpu_mem)
         records = self._shown.node.kubelet.records_of(run.pod_uid, run.name)
         found = [records[name].ids for name in names if name in records]
         return list(found[0]) if found else []
 
-    def _share(self, wanted: Mapping[str, int], cards: list[Card]) -> tuple[float, int]:
-        """Of each of its cards: the part of the card, and the bytes of memory."""
-        shown, whole_mib = self._shown, min(card.memory_mib for card in cards)
+    def _share(self, wanted: Mapping[str, int], gpus: list[Gpu]) -> tuple[float, int]:
+        """Of each of its GPUs: the part of the GPU, and the bytes of memory."""
+        shown, whole_mib = self._shown, min(gpu.memory_mib for gpu in gpus)
         cores = wanted.get(shown.vcore, 0)
-        if cores >= CORES_PER_CARD:
+        if cores >= CORES_PER_GPU:
             return 1.0, whole_mib * _MIB
         if cores:
-            return cores / CORES_PER_CARD, min(whole_mib, wanted.get(shown.vmemory, 0) * shown.memory_block_mib) * _MIB
+            return cores / CORES_PER_GPU, min(whole_mib, wanted.get(shown.vmemory, 0) * shown.memory_block_mib) * _MIB
         units_mib = min(whole_mib, wanted.get(shown.gpu_mem, 0) * shown.gpu_mem_unit_mib)
         return units_mib / whole_mib, units_mib * _MIB
 
@@ -135,6 +135,6 @@ class WorkloadPlayer:
 def _sum(processes: Iterable[RehearsedProcess]) -> dict[str, float]:
     samples = [process.sample for process in processes]
     return {
-        "cores": round(sum(sample.sm_ratio or 0.0 for sample in samples) * CORES_PER_CARD, 1),
+        "cores": round(sum(sample.sm_ratio or 0.0 for sample in samples) * CORES_PER_GPU, 1),
         "memory_mib": sum(sample.memory_bytes or 0 for sample in samples) // _MIB,
     }

@@ -31,7 +31,7 @@ class ExtenderSettings(BaseModel):
     port: Count = Field(default=3456, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
     reserve: Literal["bind", "filter"] = Field(
         default="bind",
-        description="When cards are set aside. bind: the scheduler delegates the bind, and filter changes nothing. filter:"
+        description="When GPUs are set aside. bind: the scheduler delegates the bind, and filter changes nothing. filter:"
         " as gpu-admission does, for schedulers that bind themselves; the answer is then exactly one node.",
     )
     node_policy: Literal["binpack", "spread"] = Field(
@@ -49,7 +49,7 @@ class ExtenderSettings(BaseModel):
     )
     quota_namespace: str = Field(default="kube-system", description="Namespace of that ConfigMap.")
     model_label: str = Field(
-        default=GPU_MODEL_LABEL, description="Node label that tells the cards' model, by which quota counts."
+        default=GPU_MODEL_LABEL, description="Node label that tells the GPUs' model, by which quota counts."
     )
     pool_label: str = Field(
         default="gaia.tencent.com/gpu-pool", description="Node label that tells the pool to which a node belongs."

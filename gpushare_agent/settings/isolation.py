@@ -42,7 +42,7 @@ class MpsSettings(IsolationSection):
         default=5.0, ge=0.1, le=120, description="Longest wait for the answer to one command, seconds."
     )
     max_clients: Count = Field(
-        default=48, ge=1, le=4096, description="Most sharing containers of one card. MPS serves 48 clients a card."
+        default=48, ge=1, le=4096, description="Most sharing containers of one GPU. MPS serves 48 clients a GPU."
     )
     default_active_thread_percentage: Count = Field(
         default=100, ge=1, le=100,
@@ -51,8 +51,8 @@ class MpsSettings(IsolationSection):
     )  # fmt: skip
     exclusive_process: bool = Field(
         default=False,
-        description="Let the command mps set the cards' compute mode to EXCLUSIVE_PROCESS, so that nobody uses them beside"
-        " the MPS server; whole cards then go through it too, without limits. Off: the mode stays as it is.",
+        description="Let the command mps set the GPUs' compute mode to EXCLUSIVE_PROCESS, so that nobody uses them beside"
+        " the MPS server; whole GPUs then go through it too, without limits. Off: the mode stays as it is.",
     )
     drain_timeout_s: Seconds = Field(
         default=30.0,
@@ -75,7 +75,7 @@ class HamiCoreSettings(IsolationSection):
     )
     memory_scaling: float = Field(
         default=1.0, ge=1.0, le=16.0, allow_inf_nan=False,
-        description="What a container may allocate is its share times this, at most the card's memory. Above 1 memory is"
+        description="What a container may allocate is its share times this, at most the GPU's memory. Above 1 memory is"
         " oversubscribed.",
     )  # fmt: skip
     core_scaling: float = Field(
@@ -95,7 +95,7 @@ class CdiSettings(IsolationSection):
         default=(Path("/etc/cdi"), Path("/var/run/cdi")),
         min_length=1,
         description="Where specs are looked for, comma list; the last one is where the agent writes its own if nobody else's"
-        " names the cards.",
+        " names the GPUs.",
     )
 
     @field_validator("kind")
@@ -111,11 +111,11 @@ class GpushareSettings(IsolationSection):
 
     enabled: bool = Field(default=False, description="Offer GPUShare's resource on this node.")
     resource: str = Field(
-        default="aliyun.com/gpu-mem", description="Resource whose unit is one unit of a card's memory. GPUShare's name."
+        default="aliyun.com/gpu-mem", description="Resource whose unit is one unit of a GPU's memory. GPUShare's name."
     )
     count_resource: str = Field(
         default="aliyun.com/gpu-count",
-        description="Capacity of the node that tells how many cards it has. GPUShare's name.",
+        description="Capacity of the node that tells how many GPUs it has. GPUShare's name.",
     )
     unit: Literal["GiB", "MiB"] = Field(
         default="GiB", description="What one unit is. MiB means many device IDs: the kubelet takes 4 MiB of them."

@@ -29,10 +29,10 @@ class _Section(BaseModel):
 
 
 class HealthSettings(_Section):
-    """Watching the cards."""
+    """Watching the GPUs."""
 
     check_period_s: Seconds = Field(
-        default=5.0, ge=0.05, le=3600, description="How often the driver is asked for the cards' state, seconds."
+        default=5.0, ge=0.05, le=3600, description="How often the driver is asked for the GPUs' state, seconds."
     )
     event_period_s: Seconds = Field(
         default=0.5,
@@ -42,29 +42,29 @@ class HealthSettings(_Section):
     )
     ignored_xids: Xids = Field(
         default=(13, 31, 43, 45, 68, 109),
-        description="Xid errors that leave a card Healthy, comma list. The default are those that a program causes, not the"
-        " card. Empty: none is ignored.",
+        description="Xid errors that leave a GPU Healthy, comma list. The default are those that a program causes, not the"
+        " GPU. Empty: none is ignored.",
     )
     reset_xids: Xids = Field(
         default=(48, 62, 64, 74, 79, 95, 119, 120, 136, 140, 143),
-        description="Xid errors after which a card stays Unhealthy until it was reset (or uncordoned by hand), comma list."
-        " After any other the card comes back once it has passed the probes.",
+        description="Xid errors after which a GPU stays Unhealthy until it was reset (or uncordoned by hand), comma list."
+        " After any other the GPU comes back once it has passed the probes.",
     )
     recovery_probes: Count = Field(
-        default=3, ge=1, le=100, description="Looks in a row that an Unhealthy card must pass to be Healthy again."
+        default=3, ge=1, le=100, description="Looks in a row that an Unhealthy GPU must pass to be Healthy again."
     )
     recovery_period_s: Seconds = Field(
         default=10.0,
         ge=0.05,
         le=3600,
-        description="Time between two of these looks, seconds. It doubles each time that the card falls ill again.",
+        description="Time between two of these looks, seconds. It doubles each time that the GPU falls ill again.",
     )
     recovery_period_max_s: Seconds = Field(
         default=600.0, ge=0.05, le=86400, description="Most time between two of these looks, seconds."
     )
     state_file: OptionalPath = Field(
         default=Path("/var/lib/gpushare-agent/health.json"),
-        description="File that keeps, over a restart of the agent, which cards are cordoned and which wait for a reset."
+        description="File that keeps, over a restart of the agent, which GPUs are cordoned and which wait for a reset."
         " Empty: neither outlives the agent.",
     )
 
@@ -89,11 +89,11 @@ class DecisionSettings(_Section):
 
 
 class FactsSettings(_Section):
-    """What the agent tells of its cards on the node's object."""
+    """What the agent tells of its GPUs on the node's object."""
 
     is_written: bool = Field(
         default=True,
-        description="Write labels and one annotation about the cards to the node's object. Needs the right to patch nodes."
+        description="Write labels and one annotation about the GPUs to the node's object. Needs the right to patch nodes."
         " false: the scheduler extender knows nothing of this node.",
     )
     label_prefix: str = Field(
@@ -115,7 +115,7 @@ class ControlSettings(_Section):
 
     socket: OptionalPath = Field(
         default=Path("/run/gpushare-agent/control.sock"),
-        description="Unix socket through which root takes cards out of service and back. Empty: none.",
+        description="Unix socket through which root takes GPUs out of service and back. Empty: none.",
     )
 
 

@@ -17,7 +17,7 @@ from pydantic_settings import InitSettingsSource
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.settings.observation import HealthSettings
 from gpushare_agent.settings.reference import Key, all_keys, allowed_text
-from gpushare_agent.settings.sources import Given, Layer, read_file, read_flags, read_variables
+from gpushare_agent.settings.sources import Layer, RawSetting, read_file, read_flags, read_variables
 from gpushare_agent.settings.tree import (
     AllocationSettings,
     KubeletSettings,
@@ -67,7 +67,7 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str]) -> LoadedSett
     layers.append(_node_name_layer(environ, layers))
 
     problems = [problem for layer in layers for problem in layer.problems]
-    given: dict[str, Given] = {}
+    given: dict[str, RawSetting] = {}
     for layer in reversed(layers):
         given |= layer.given
     try:
@@ -87,7 +87,7 @@ def _node_name_layer(environ: Mapping[str, str], layers: Sequence[Layer]) -> Lay
             del layer.given["node_name"]
     name = environ.get("NODE_NAME", "")
     variable, host = NODE_NAME_SOURCES
-    return Layer(given={"node_name": Given(value=name, source=variable if name else host)})
+    return Layer(given={"node_name": RawSetting(value=name, source=variable if name else host)})
 
 
 def _source(layer: Layer) -> InitSettingsSource:
@@ -100,7 +100,7 @@ def _source(layer: Layer) -> InitSettingsSource:
     return InitSettingsSource(Settings, tree)
 
 
-def _problem(location: tuple[int | str, ...], message: str, given: Mapping[str, Given]) -> str:
+def _problem(location: tuple[int | str, ...], message: str, given: Mapping[str, RawSetting]) -> str:
     """One line that names the place, the value, the setting, and what is allowed."""
     parts = [part for part in location if isinstance(part, str)]
     key = _key_at(parts)
@@ -109,7 +109,7 @@ def _problem(location: tuple[int | str, ...], message: str, given: Mapping[str, 
         name = ".".join(parts)
         places = sorted({g.source for n, g in given.items() if n.startswith(name + ".")})
         return f"{name}: {reason} (set by {', '.join(places) or 'default'})"
-    found = given.get(key.name, Given(value=key.default, source="default"))
+    found = given.get(key.name, RawSetting(value=key.default, source="default"))
     value = repr(found.value)
     if len(value) > _SHOWN_CHARACTERS:
         value = value[:_SHOWN_CHARACTERS] + "…"

@@ -32,7 +32,7 @@ _FORMER_FLAGS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class RawSetting:
     """A value as it was written, and where: "flag --web.port", "variable GPUSHARE_WEB__PORT", "file /etc/x.yaml"."""
 
     value: object
@@ -43,7 +43,7 @@ class Given:
 class Layer:
     """What one place says. Filled while it is read, then left alone."""
 
-    given: dict[str, Given] = field(default_factory=dict)
+    given: dict[str, RawSetting] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
@@ -107,7 +107,7 @@ def read_flags(argv: Sequence[str]) -> Layer:
         elif not equals:
             layer.problems.append(f"flag {name} needs a value: {name}=… (variable {key.variable})")
         if follows or equals or key.is_boolean:
-            layer.given[key.name] = Given(value=value, source=f"flag {name}")
+            layer.given[key.name] = RawSetting(value=value, source=f"flag {name}")
         position += 1 + follows
     return layer
 
@@ -137,7 +137,7 @@ def read_variables(environ: Mapping[str, str]) -> Layer:
             continue
         key = known.get(name)
         if key is not None:
-            layer.given[key.name] = Given(value=environ[name], source=f"variable {name}")
+            layer.given[key.name] = RawSetting(value=environ[name], source=f"variable {name}")
         elif name not in _OF_COMMANDS and not _is_service_link(name, environ[name]):
             layer.problems.append(
                 f"variable {name} is unknown{_nearest(name, known)}; docs/settings.md lists all variables"
@@ -181,7 +181,7 @@ def _flatten(tree: Mapping[object, object], prefix: str, path: Path, layer: Laye
         name = prefix + str(raw_name).replace("-", "_")
         if name in known:
             if value is not None:  # `key:` with nothing behind it means the default
-                layer.given[name] = Given(value=value, source=f"file {path}")
+                layer.given[name] = RawSetting(value=value, source=f"file {path}")
         elif name in sections and isinstance(value, Mapping):
             _flatten(value, name + ".", path, layer)
         elif name in sections and value is None:

@@ -59,17 +59,17 @@ class _Section(BaseModel):
 
 
 class SimulatedSettings(_Section):
-    """Cards without hardware (driver simulated)."""
+    """GPUs without hardware (driver simulated)."""
 
     cards: Count = Field(
-        default=8, ge=1, le=64, description="Cards to simulate. A topology file overrules it with its rows."
+        default=8, ge=1, le=64, description="GPUs to simulate. A topology file overrules it with its rows."
     )
     card_memory_mib: Annotated[tuple[Annotated[Count, Field(ge=1, le=4_194_304)], ...], BeforeValidator(comma_list)] = (
         Field(
             default=(24576,),
             min_length=1,
             max_length=64,
-            description="Memory of the cards, MiB: one value for all, or a comma list with one for each card.",
+            description="Memory of the GPUs, MiB: one value for all, or a comma list with one for each GPU.",
         )
     )
     topology: OptionalPath = Field(
@@ -80,21 +80,21 @@ class SimulatedSettings(_Section):
         default="NVIDIA Simulated 24GB",
         min_length=1,
         max_length=96,
-        description="The cards' product name, as NVML would say it.",
+        description="The GPUs' product name, as NVML would say it.",
     )
     device_nodes: bool = Field(
         default=False,
-        description="Give containers the device nodes /dev/nvidia0… of simulated cards. A real runtime cannot start a"
+        description="Give containers the device nodes /dev/nvidia0… of simulated GPUs. A real runtime cannot start a"
         " container whose device nodes do not exist, so only the embedded node wants this.",
     )
     faults: OptionalPath = Field(
         default=None,
-        description="JSON file that makes simulated cards fail while it exists, to rehearse it:"
+        description="JSON file that makes simulated GPUs fail while it exists, to rehearse it:"
         ' {"lost": {"0": "reason"}} or {"all_lost": "reason"}. Empty: none.',
     )
     usage: OptionalPath = Field(
         default=None,
-        description="JSON file that tells what processes use of simulated cards (docs/sandbox.md). Empty: they idle.",
+        description="JSON file that tells what processes use of simulated GPUs (docs/sandbox.md). Empty: they idle.",
     )
 
 
@@ -103,7 +103,7 @@ class ResourceSettings(_Section):
 
     vcore: str = Field(
         default=VCORE_RESOURCE,
-        description="Resource whose unit is 1/100 of a card's compute. The default is gpu-manager's, for its manifests.",
+        description="Resource whose unit is 1/100 of a GPU's compute. The default is gpu-manager's, for its manifests.",
     )
     vmemory: str = Field(
         default=VMEMORY_RESOURCE,
@@ -159,11 +159,11 @@ class KubeletSettings(_Section):
 
 
 class PlacementSettings(_Section):
-    """Which card a container gets."""
+    """Which GPU a container gets."""
 
     share_policy: Literal["binpack", "spread"] = Field(
         default="binpack",
-        description="Shares go to the fullest card that fits (binpack: whole cards stay free) or the emptiest (spread).",
+        description="Shares go to the fullest GPU that fits (binpack: whole GPUs stay free) or the emptiest (spread).",
     )
 
 
@@ -284,13 +284,13 @@ class Settings(BaseSettings):
     )
     driver: Annotated[Literal["nvml", "simulated"], BeforeValidator(lambda v: "nvml" if v == "nvidia" else v)] = Field(
         default="nvml",
-        description="Where cards come from: NVML (also called nvidia), or simulated for nodes without any.",
+        description="Where GPUs come from: NVML (also called nvidia), or simulated for nodes without any.",
     )
     isolation: IsolationName = Field(
         default=IsolationName.VCUDA,
         description="What keeps a container to its share (docs/isolation.md). vcuda: TKEStack's library in the driver"
         " directory, which reads its limits from /etc/vcuda. mps: NVIDIA MPS. hami-core: HAMi-core's library. none: nothing,"
-        " containers see their cards and are trusted.",
+        " containers see their GPUs and are trusted.",
     )
     isolations_allowed: Annotated[tuple[IsolationName, ...], BeforeValidator(comma_list)] = Field(
         default=(),
@@ -300,7 +300,7 @@ class Settings(BaseSettings):
     device_list_strategy: Annotated[tuple[DeviceListStrategy, ...], BeforeValidator(comma_list)] = Field(
         default=(DeviceListStrategy.ENVVAR, DeviceListStrategy.DEVICE_NODES),
         min_length=1,
-        description="How containers get their cards' devices, comma list (docs/device-lists.md): envvar, volume-mounts,"
+        description="How containers get their GPUs' devices, comma list (docs/device-lists.md): envvar, volume-mounts,"
         " device-nodes, cdi-annotations, cdi-cri.",
     )
     fail_on_init_error: bool = Field(
@@ -308,7 +308,7 @@ class Settings(BaseSettings):
         description="Exit when the driver cannot be read at start. false: stay, offer no device, look again every 30 s.",
     )
     share_mode: bool = Field(
-        default=True, description="Allow several containers on one card. false: only whole cards are given."
+        default=True, description="Allow several containers on one GPU. false: only whole GPUs are given."
     )
     extra_config: OptionalPath = Field(
         default=None,
@@ -377,11 +377,11 @@ class Settings(BaseSettings):
 
     @field_validator("simulated")
     @classmethod
-    def _one_memory_per_card(cls, value: SimulatedSettings) -> SimulatedSettings:
+    def _one_memory_per_gpu(cls, value: SimulatedSettings) -> SimulatedSettings:
         given = len(value.card_memory_mib)
         if value.topology is None and given not in (1, value.cards):
             raise ValueError(
-                f"card_memory_mib has {given} values for {value.cards} cards; give one, or one for each card"
+                f"card_memory_mib has {given} values for {value.cards} GPUs; give one, or one for each GPU"
             )
         return value
 

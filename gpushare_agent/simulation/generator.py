@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from gpushare_agent.model.names import CORES_PER_CARD
+from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.simulation.machines import Machine, memory_of
 from gpushare_agent.simulation.workload import Arrival, Cluster, Shape, Size, Workload
 
 MACHINES = (("H100", 8, 50), ("A10", 8, 30), ("T4", 4, 20))
-"""Model, cards, and how many of a hundred nodes are such."""
-WHOLE_CARDS = ((0, 60), (1, 28), (2, 6), (4, 4), (8, 2))
-"""Whole cards, 0 for a share, and how many of a hundred pods ask so."""
+"""Model, GPUs, and how many of a hundred nodes are such."""
+WHOLE_GPUS = ((0, 60), (1, 28), (2, 6), (4, 4), (8, 2))
+"""Whole GPUs, 0 for a share, and how many of a hundred pods ask so."""
 SHARES = (
     (10, 2_048, 20),
     (20, 4_096, 20),
@@ -41,8 +41,8 @@ class Durations:
 
 DURATIONS = {
     Size.SHARE: Durations(median_s=1_200.0, sigma=1.2),
-    Size.ONE_CARD: Durations(median_s=2_400.0, sigma=1.2),
-    Size.SEVERAL_CARDS: Durations(median_s=3_600.0, sigma=1.0),
+    Size.ONE_GPU: Durations(median_s=2_400.0, sigma=1.2),
+    Size.SEVERAL_GPUS: Durations(median_s=3_600.0, sigma=1.0),
 }
 MIN_DURATION_S, MAX_DURATION_S = 30.0, 86_400.0
 SWING, SWINGS = 0.5, 4
@@ -53,8 +53,8 @@ _DAY_S = 86_400.0
 def generate_cluster(count: int, seed: int) -> Cluster:
     """`count` nodes of the three kinds, shuffled."""
     kinds = [
-        Machine(model=model, cards=cards, memory_mib=memory_of(model))
-        for model, cards, weight in MACHINES
+        Machine(model=model, gpus=gpus, memory_mib=memory_of(model))
+        for model, gpus, weight in MACHINES
         for _ in range(math.ceil(count * weight / 100))
     ]
     Random(f"{seed}/nodes").shuffle(kinds)
@@ -76,9 +76,9 @@ def generate_workload(count: int, seed: int, *, block_mib: int) -> Workload:
 
 
 def _ask(chance: Random, block_mib: int) -> tuple[Shape, float]:
-    (whole,) = chance.choices([cards for cards, _ in WHOLE_CARDS], [weight for _, weight in WHOLE_CARDS])
+    (whole,) = chance.choices([gpus for gpus, _ in WHOLE_GPUS], [weight for _, weight in WHOLE_GPUS])
     if whole:
-        shape = Shape(whole * CORES_PER_CARD, 0)
+        shape = Shape(whole * CORES_PER_GPU, 0)
     else:
         (share,) = chance.choices(SHARES, [weight for *_, weight in SHARES])
         shape = Shape(share[0], max(1, share[1] // block_mib))

@@ -1,6 +1,6 @@
-"""The kinds of nodes that simulated clusters are made of: cards, their memory, and how they are linked.
+"""The kinds of nodes that simulated clusters are made of: GPUs, their memory, and how they are linked.
 
-`MEMORY_MIB` has, for models that a trace names without their memory, what nvidia-smi shows of such cards. A trace's model
+`MEMORY_MIB` has, for models that a trace names without their memory, what nvidia-smi shows of such GPUs. A trace's model
 that is a code name stands at `UNKNOWN_MEMORY_MIB`, which is an assumption.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from gpushare_agent.extender.values import ClusterNode, NodeCard
+from gpushare_agent.extender.values import ClusterNode, NodeGpu
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.topology import Link, LinkKind, Topology
 from gpushare_agent.placement.topology_tree import build_topology
@@ -27,7 +27,7 @@ MEMORY_MIB = {
 UNKNOWN_MEMORY_MIB = 32_768
 SMALLEST_MEMORY_MIB = min(MEMORY_MIB.values())
 _MESHED = frozenset({"A100", "H100"})
-"""Models whose cards are all joined by NVLink."""
+"""Models whose GPUs are all joined by NVLink."""
 _NVLINKS = 12
 
 
@@ -36,17 +36,17 @@ class Machine:
     """A kind of node."""
 
     model: str
-    cards: int
+    gpus: int
     memory_mib: int
 
     def node(self, name: str) -> ClusterNode:
         return ClusterNode(
             name=name,
-            cards=tuple(
-                NodeCard(index=index, uuid=GpuUuid(f"GPU-{name}-{index}"), memory_mib=self.memory_mib)
-                for index in range(self.cards)
+            gpus=tuple(
+                NodeGpu(index=index, uuid=GpuUuid(f"GPU-{name}-{index}"), memory_mib=self.memory_mib)
+                for index in range(self.gpus)
             ),
-            topology=_topology(self.cards, self.model in _MESHED),
+            topology=_topology(self.gpus, self.model in _MESHED),
             model=self.model,
         )
 
@@ -56,11 +56,11 @@ def memory_of(model: str) -> int:
 
 
 @cache
-def _topology(cards: int, is_meshed: bool) -> Topology:
-    """Meshed: NVLink between all. Else pairs below one switch, and half of the cards at each of two sockets from four up."""
-    socket = (lambda index: 2 * index // cards) if cards >= 4 else (lambda index: 0)
-    links = [[_link(a, b, socket, is_meshed) for b in range(cards)] for a in range(cards)]
-    return build_topology(links, [socket(index) for index in range(cards)])
+def _topology(gpus: int, is_meshed: bool) -> Topology:
+    """Meshed: NVLink between all. Else pairs below one switch, and half of the GPUs at each of two sockets from four up."""
+    socket = (lambda index: 2 * index // gpus) if gpus >= 4 else (lambda index: 0)
+    links = [[_link(a, b, socket, is_meshed) for b in range(gpus)] for a in range(gpus)]
+    return build_topology(links, [socket(index) for index in range(gpus)])
 
 
 def _link(a: int, b: int, socket: Callable[[int], int], is_meshed: bool) -> Link:

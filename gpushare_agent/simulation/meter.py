@@ -1,6 +1,6 @@
 """Measures a replay: what is in use over time, how fragmented the rest is, and samples of both for the chart.
 
-The mutable state is: what every card has left, sums over the cluster, integrals over the time of arrivals, the samples.
+The mutable state is: what every GPU has left, sums over the cluster, integrals over the time of arrivals, the samples.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpushare_agent.extender.values import Charge
-from gpushare_agent.model.names import CORES_PER_CARD
-from gpushare_agent.simulation.fragmentation import FreeCard, unusable_cores
+from gpushare_agent.model.names import CORES_PER_GPU
+from gpushare_agent.simulation.fragmentation import FreeGpu, unusable_cores
 from gpushare_agent.simulation.workload import Cluster, Shape
 
 _KNOWN_NODE_STATES = 200_000
@@ -54,23 +54,22 @@ class Meter:
         self._shapes = tuple(shapes)
         self._weight = sum(count for _, count in shapes)
         self._block_mib = block_mib
-        self._cards = {
+        self._gpus = {
             node.name: [
-                FreeCard(CORES_PER_CARD, card.memory_mib // block_mib, card.memory_mib // block_mib)
-                for card in node.cards
+                FreeGpu(CORES_PER_GPU, gpu.memory_mib // block_mib, gpu.memory_mib // block_mib) for gpu in node.gpus
             ]
             for node in cluster.nodes
         }
-        self._all_cores = CORES_PER_CARD * cluster.number_of_cards
-        self._all_blocks = sum(card.all_blocks for cards in self._cards.values() for card in cards)
+        self._all_cores = CORES_PER_GPU * cluster.number_of_gpus
+        self._all_blocks = sum(gpu.all_blocks for gpus in self._gpus.values() for gpu in gpus)
         self._cores = self._blocks = 0
         self._window, self._step_s = window, step_s
         self._now = self._next_sample = window[0]
         self._core_seconds = self._block_seconds = 0.0
         self._highest_cores = 0
         self._samples: list[Sample] = []
-        self._known: dict[tuple[FreeCard, ...], int] = {}
-        self._unusable = {name: self._unusable_of(name) for name in self._cards}
+        self._known: dict[tuple[FreeGpu, ...], int] = {}
+        self._unusable = {name: self._unusable_of(name) for name in self._gpus}
         self._all_unusable = sum(self._unusable.values())
         self._changed: set[str] = set()
 
@@ -105,12 +104,12 @@ class Meter:
         )
 
     def _book(self, node: str, charges: Sequence[Charge], sign: int) -> None:
-        cards = self._cards[node]
+        gpus = self._gpus[node]
         for charge in charges:
-            card = cards[charge.index]
-            blocks = sign * (card.all_blocks if charge.is_whole else charge.blocks)
+            gpu = gpus[charge.index]
+            blocks = sign * (gpu.all_blocks if charge.is_whole else charge.blocks)
             cores = sign * charge.cores
-            cards[charge.index] = FreeCard(card.cores - cores, card.blocks - blocks, card.all_blocks)
+            gpus[charge.index] = FreeGpu(gpu.cores - cores, gpu.blocks - blocks, gpu.all_blocks)
             self._cores += cores
             self._blocks += blocks
         self._changed.add(node)
@@ -133,10 +132,10 @@ class Meter:
 
     def _unusable_of(self, node: str) -> int:
         """Cores times pods: whole numbers, so that sums do not depend on their order."""
-        cards = tuple(sorted(self._cards[node]))
-        known = self._known.get(cards)
+        gpus = tuple(sorted(self._gpus[node]))
+        known = self._known.get(gpus)
         if known is None:
             if len(self._known) >= _KNOWN_NODE_STATES:
                 self._known.clear()
-            known = self._known[cards] = sum(unusable_cores(cards, shape) * count for shape, count in self._shapes)
+            known = self._known[gpus] = sum(unusable_cores(gpus, shape) * count for shape, count in self._shapes)
         return known

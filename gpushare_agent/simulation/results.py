@@ -73,7 +73,7 @@ def document(
     for node in cluster.nodes:
         counts = models.setdefault(node.model, [0, 0])
         counts[0] += 1
-        counts[1] += len(node.cards)
+        counts[1] += len(node.gpus)
     sizes = [arrival.shape.size for arrival in workload.arrivals]
     return {
         "schema": SCHEMA,
@@ -81,8 +81,8 @@ def document(
         "cluster": {
             "source": cluster.source,
             "nodes": len(cluster.nodes),
-            "cards": cluster.number_of_cards,
-            "models": {model: {"nodes": nodes, "cards": cards} for model, (nodes, cards) in sorted(models.items())},
+            "cards": cluster.number_of_gpus,
+            "models": {model: {"nodes": nodes, "cards": gpus} for model, (nodes, gpus) in sorted(models.items())},
             "nodes_per_try": nodes_per_try,
         },
         "workload": {

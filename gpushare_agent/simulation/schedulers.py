@@ -1,7 +1,7 @@
-"""kube-scheduler with and without the extender: for one pod, a node, and there the cards; or why not now.
+"""kube-scheduler with and without the extender: for one pod, a node, and there the GPUs; or why not now.
 
 With the extender the nodes are filtered, scored and reserved by extender/cluster_state.py, as in a cluster. Without it
-kube-scheduler goes by sums alone, and the node's agent may refuse the pod at its admission: there too the cards are
+kube-scheduler goes by sums alone, and the node's agent may refuse the pod at its admission: there too the GPUs are
 planned by the agent's decisions.
 
 As in kube-scheduler, a try looks at a part of the nodes (percentageOfNodesToScore) and takes one of the best by chance.
@@ -43,7 +43,7 @@ class NoNode(StrEnum):
     FULL = "full"
     """No node has enough in sum: every scheduler would let it wait."""
     FRAGMENTED = "fragmented"
-    """A node has enough in sum, but none on its cards: without the extender it would be sent there, and refused."""
+    """A node has enough in sum, but none on its GPUs: without the extender it would be sent there, and refused."""
     NEVER = "never"
     """Not even an empty node could serve it."""
 
@@ -80,7 +80,7 @@ class Scheduler:
         return any(self._sums.fits_empty(name, shape) for name in names)
 
     def place(self, pod: Pod, shape: Shape, now: float) -> Reservation | Refused | NoNode:
-        """A try: the pod's cards, or the agent's refusal after the bind, or no node."""
+        """A try: the pod's GPUs, or the agent's refusal after the bind, or no node."""
         ring = self._ring(self._rings, shape)
         left = len(ring)
         while left > 0:
@@ -120,7 +120,7 @@ class Scheduler:
     def _one_of_each_kind(self, shape: Shape) -> list[str]:
         kinds: dict[tuple[int, ...], str] = {}
         for name in self._eligible(shape):
-            kinds.setdefault(tuple(card.memory_mib for card in self._nodes[name].cards), name)
+            kinds.setdefault(tuple(gpu.memory_mib for gpu in self._nodes[name].gpus), name)
         return list(kinds.values())
 
     def _eligible(self, shape: Shape) -> list[str]:

@@ -1,7 +1,7 @@
-"""kube-scheduler's own arithmetic: it adds up a node's cores and memory blocks, and knows nothing of cards.
+"""kube-scheduler's own arithmetic: it adds up a node's cores and memory blocks, and knows nothing of GPUs.
 
-What is counted is what pods ask for. A whole card without a request for memory takes no blocks here, though nobody else
-gets any of that card: as in a cluster.
+What is counted is what pods ask for. A whole GPU without a request for memory takes no blocks here, though nobody else
+gets any of that GPU: as in a cluster.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from gpushare_agent.extender.values import ClusterNode
-from gpushare_agent.model.names import CORES_PER_CARD
+from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.simulation.workload import Shape
 
 
@@ -19,8 +19,8 @@ class NodeSums:
     def __init__(self, nodes: Iterable[ClusterNode], block_mib: int) -> None:
         self._total = {
             node.name: (
-                CORES_PER_CARD * len(node.cards),
-                sum(card.memory_mib // block_mib for card in node.cards),
+                CORES_PER_GPU * len(node.gpus),
+                sum(gpu.memory_mib // block_mib for gpu in node.gpus),
             )
             for node in nodes
         }

@@ -1,7 +1,7 @@
 """Reads clusters and workloads from CSV files: the project's own columns, or those of Alibaba's cluster-trace-gpu-v2023.
 
 The header tells which. docs/simulate.md lists the columns, and what is taken for what the trace does not tell: the memory
-of its cards, and the memory of its pods.
+of its GPUs, and the memory of its pods.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpushare_agent.model.errors import Corrupt, NotFound
-from gpushare_agent.model.names import CORES_PER_CARD
+from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.simulation.machines import SMALLEST_MEMORY_MIB, Machine, memory_of
 from gpushare_agent.simulation.workload import Arrival, Cluster, Shape, Workload
 
 MAX_ROWS = 1_000_000
-MAX_CARDS = 64
+MAX_GPUS = 64
 MAX_MEMORY_MIB = 1 << 24
 MAX_SECONDS = 1e9
 _MILLI_PER_CORE = 10
@@ -76,22 +76,22 @@ class _Row:
 
 
 def read_cluster(path: Path) -> Cluster:
-    """The nodes that have cards. Raises NotFound, Corrupt."""
+    """The nodes that have GPUs. Raises NotFound, Corrupt."""
     nodes = {}
     for row, is_trace in _rows(path, NODE_COLUMNS, TRACE_NODE_COLUMNS):
         read = _trace_machine(row) if is_trace else _machine(row)
         name = row.name("sn" if is_trace else "name")
         if name in nodes:
             raise Corrupt(f"{path}, line {row.line}: node {name} is listed twice")
-        if read.cards:
+        if read.gpus:
             nodes[name] = read.node(name)
     if not nodes:
-        raise Corrupt(f"{path}: no node of it has a card, so there is nothing to simulate on")
+        raise Corrupt(f"{path}: no node of it has a GPU, so there is nothing to simulate on")
     return Cluster(source=path.name, nodes=tuple(nodes[name] for name in sorted(nodes)))
 
 
 def read_workload(path: Path, *, block_mib: int) -> Workload:
-    """The pods that ask for cards, in the order of their arrival, the first of them at 0. Raises NotFound, Corrupt."""
+    """The pods that ask for GPUs, in the order of their arrival, the first of them at 0. Raises NotFound, Corrupt."""
     arrivals: list[Arrival] = []
     skipped: Counter[str] = Counter()
     names: set[str] = set()
@@ -105,7 +105,7 @@ def read_workload(path: Path, *, block_mib: int) -> Workload:
         names.add(read.name)
         arrivals.append(read)
     if not arrivals:
-        raise Corrupt(f"{path}: no pod of it asks for a card, so there is nothing to replay")
+        raise Corrupt(f"{path}: no pod of it asks for a GPU, so there is nothing to replay")
     begin = min(arrival.at_s for arrival in arrivals)
     ordered = sorted(arrival._replace(at_s=arrival.at_s - begin) for arrival in arrivals)
     return Workload(source=path.name, arrivals=tuple(ordered), skipped=skipped)
@@ -114,20 +114,20 @@ def read_workload(path: Path, *, block_mib: int) -> Workload:
 def _machine(row: _Row) -> Machine:
     return Machine(
         model=row.text("model"),
-        cards=row.whole("cards", MAX_CARDS),
+        gpus=row.whole("cards", MAX_GPUS),
         memory_mib=row.whole("memory_mib", MAX_MEMORY_MIB, 1),
     )
 
 
 def _trace_machine(row: _Row) -> Machine:
     model = row.text("model")
-    return Machine(model=model, cards=row.whole("gpu", MAX_CARDS), memory_mib=memory_of(model))
+    return Machine(model=model, gpus=row.whole("gpu", MAX_GPUS), memory_mib=memory_of(model))
 
 
 def _arrival(row: _Row, block_mib: int) -> Arrival | str:
-    cores, memory_mib = row.whole("cores", MAX_CARDS * CORES_PER_CARD), row.whole("memory_mib", MAX_MEMORY_MIB)
+    cores, memory_mib = row.whole("cores", MAX_GPUS * CORES_PER_GPU), row.whole("memory_mib", MAX_MEMORY_MIB)
     if not cores and not memory_mib:
-        return "asks for nothing of a card"
+        return "asks for nothing of a GPU"
     models = row.models("models") if "models" in row.cells else ()
     return Arrival(
         at_s=row.seconds("arrival_s"),
@@ -138,9 +138,9 @@ def _arrival(row: _Row, block_mib: int) -> Arrival | str:
 
 
 def _trace_arrival(row: _Row, block_mib: int) -> Arrival | str:
-    cards, milli = row.whole("num_gpu", MAX_CARDS), row.whole("gpu_milli", 1000)
-    if not cards or not milli:
-        return "asks for nothing of a card"
+    gpus, milli = row.whole("num_gpu", MAX_GPUS), row.whole("gpu_milli", 1000)
+    if not gpus or not milli:
+        return "asks for nothing of a GPU"
     created, deleted = row.seconds("creation_time"), row.seconds("deletion_time")
     began = row.seconds("scheduled_time") if row.text("scheduled_time") else created
     if deleted < began:
@@ -149,17 +149,17 @@ def _trace_arrival(row: _Row, block_mib: int) -> Arrival | str:
     return Arrival(
         at_s=created,
         name=row.name("name"),
-        shape=_trace_shape(cards, milli, models, block_mib),
+        shape=_trace_shape(gpus, milli, models, block_mib),
         duration_s=deleted - began,
     )
 
 
-def _trace_shape(cards: int, milli: int, models: tuple[str, ...], block_mib: int) -> Shape:
-    """Several cards are always whole; a share asks for as large a part of the memory as of the cores."""
-    if cards > 1 or milli == 1000:
-        return Shape(cards * CORES_PER_CARD, 0, models)
+def _trace_shape(gpus: int, milli: int, models: tuple[str, ...], block_mib: int) -> Shape:
+    """Several GPUs are always whole; a share asks for as large a part of the memory as of the cores."""
+    if gpus > 1 or milli == 1000:
+        return Shape(gpus * CORES_PER_GPU, 0, models)
     smallest_mib = min((memory_of(model) for model in models), default=SMALLEST_MEMORY_MIB)
-    cores = min(CORES_PER_CARD - 1, -(-milli // _MILLI_PER_CORE))
+    cores = min(CORES_PER_GPU - 1, -(-milli // _MILLI_PER_CORE))
     return Shape(cores, max(1, smallest_mib * milli // 1000 // block_mib), models)
 
 

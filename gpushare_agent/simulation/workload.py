@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from gpushare_agent.extender.values import ClusterNode
-from gpushare_agent.model.names import CORES_PER_CARD, PodUid
+from gpushare_agent.model.names import CORES_PER_GPU, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceNames
 
@@ -22,8 +22,8 @@ class Size(StrEnum):
     """The classes of pods that are told apart in results: who asks for more waits longer."""
 
     SHARE = "share"
-    ONE_CARD = "one card"
-    SEVERAL_CARDS = "several cards"
+    ONE_GPU = "one GPU"
+    SEVERAL_GPUS = "several GPUs"
 
 
 class Shape(NamedTuple):
@@ -35,14 +35,14 @@ class Shape(NamedTuple):
     models: tuple[str, ...] = ()
 
     @property
-    def whole_cards(self) -> int:
-        return self.cores // CORES_PER_CARD
+    def whole_gpus(self) -> int:
+        return self.cores // CORES_PER_GPU
 
     @property
     def size(self) -> Size:
-        if self.cores < CORES_PER_CARD:
+        if self.cores < CORES_PER_GPU:
             return Size.SHARE
-        return Size.ONE_CARD if self.whole_cards == 1 else Size.SEVERAL_CARDS
+        return Size.ONE_GPU if self.whole_gpus == 1 else Size.SEVERAL_GPUS
 
 
 class Arrival(NamedTuple):
@@ -82,8 +82,8 @@ class Cluster:
     nodes: tuple[ClusterNode, ...]
 
     @property
-    def number_of_cards(self) -> int:
-        return sum(len(node.cards) for node in self.nodes)
+    def number_of_gpus(self) -> int:
+        return sum(len(node.gpus) for node in self.nodes)
 
 
 def at_load(workload: Workload, cluster: Cluster, load: float) -> Workload:
@@ -93,7 +93,7 @@ def at_load(workload: Workload, cluster: Cluster, load: float) -> Workload:
     if not workload.window_s or not core_seconds:
         return workload
     begin_s = workload.arrivals[0].at_s
-    factor = core_seconds / (load * CORES_PER_CARD * cluster.number_of_cards) / workload.window_s
+    factor = core_seconds / (load * CORES_PER_GPU * cluster.number_of_gpus) / workload.window_s
     arrivals = (one._replace(at_s=round((one.at_s - begin_s) * factor, 3)) for one in workload.arrivals)
     return replace(workload, source=f"{workload.source} at load {load:g}", arrivals=tuple(arrivals))
 

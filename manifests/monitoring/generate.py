@@ -15,7 +15,7 @@ from typing import Any
 HERE = Path(__file__).parent
 RULE = HERE.parent / "components/prometheus-operator/prometheusrule.yaml"
 DATA_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-CARD = 'node=~"$node"'
+GPU = 'node=~"$node"'
 SHARE = 'node=~"$node", namespace=~"$namespace", pod=~"$pod"'
 BY_SHARE = "namespace, pod, container"
 
@@ -67,7 +67,7 @@ def stat(title: str, about: str, unit: str, expr: str, *, is_bad_above_zero: boo
     return panel("stat", title, about, unit, query(expr), defaults={"thresholds": thresholds})
 
 
-def cards_table() -> Panel:
+def gpus_table() -> Panel:
     by = "max by (node, gpu, uuid)"
     columns = [
         ("Healthy", "healthy", "bool_yes_no"),
@@ -89,9 +89,9 @@ def cards_table() -> Panel:
     return panel(
         "table",
         "Cards",
-        "Every card now. Others' memory is that of processes which belong to no container with a share.",
+        "Every GPU now. Others' memory is that of processes which belong to no container with a share.",
         "short",
-        *(query(f"{by} (gpushare_card_{name}{{{CARD}}})", is_table=True) for _, name, _ in columns),
+        *(query(f"{by} (gpushare_card_{name}{{{GPU}}})", is_table=True) for _, name, _ in columns),
         overrides=units,
         transformations=[
             {"id": "merge", "options": {}},
@@ -115,7 +115,7 @@ def top_containers() -> Panel:
     return panel(
         "table",
         "Containers, the busiest first",
-        "Over all cards of a container; 200 % are two whole cards.",
+        "Over all GPUs of a container; 200 % are two whole GPUs.",
         "short",
         *(query(expr, is_table=True) for _, expr, _ in columns),
         overrides=[
@@ -133,38 +133,38 @@ def top_containers() -> Panel:
 
 def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
     """Title, then panels as (width of 24, height, panel)."""
-    on_card = "{{node}} {{gpu}}"
+    on_gpu = "{{node}} {{gpu}}"
     of_share = "{{namespace}}/{{pod}}/{{container}}"
     agent = "{{instance}}"
-    reserved = f"sum(gpushare_card_cores_allocated_ratio{{{CARD}}}) / sum(gpushare_card_cores_capacity_ratio{{{CARD}}})"
-    memory = f"sum(gpushare_card_memory_allocated_bytes{{{CARD}}}) / sum(gpushare_card_memory_capacity_bytes{{{CARD}}})"
+    reserved = f"sum(gpushare_card_cores_allocated_ratio{{{GPU}}}) / sum(gpushare_card_cores_capacity_ratio{{{GPU}}})"
+    memory = f"sum(gpushare_card_memory_allocated_bytes{{{GPU}}}) / sum(gpushare_card_memory_capacity_bytes{{{GPU}}})"
     latency = "sum by (le) (rate(gpushare_rpc_duration_seconds_bucket[$__rate_interval]))"
     return [
         (
             "Now",
             [
-                (4, 4, stat("Cards", "Cards of the chosen nodes.", "short", f"count(gpushare_card_healthy{{{CARD}}})")),
+                (4, 4, stat("GPUs", "GPUs of the chosen nodes.", "short", f"count(gpushare_card_healthy{{{GPU}}})")),
                 (
                     4,
                     4,
                     stat(
-                        "Unhealthy cards",
-                        "Cards that are offered to no new pod, those that an operator cordoned included.",
+                        "Unhealthy GPUs",
+                        "GPUs that are offered to no new pod, those that an operator cordoned included.",
                         "short",
-                        f"count(gpushare_card_healthy{{{CARD}}}) - sum(gpushare_card_healthy{{{CARD}}})",
+                        f"count(gpushare_card_healthy{{{GPU}}}) - sum(gpushare_card_healthy{{{GPU}}})",
                         is_bad_above_zero=True,
                     ),
                 ),
-                (4, 4, stat("Compute allocated", "Of all cards.", "percentunit", reserved)),
-                (4, 4, stat("Memory allocated", "Of all cards.", "percentunit", memory)),
+                (4, 4, stat("Compute allocated", "Of all GPUs.", "percentunit", reserved)),
+                (4, 4, stat("Memory allocated", "Of all GPUs.", "percentunit", memory)),
                 (
                     4,
                     4,
                     stat(
                         "Compute used",
-                        "Mean SM use of all cards.",
+                        "Mean SM use of all GPUs.",
                         "percentunit",
-                        f"avg(gpushare_card_sm_utilization_ratio{{{CARD}}})",
+                        f"avg(gpushare_card_sm_utilization_ratio{{{GPU}}})",
                     ),
                 ),
                 (
@@ -178,7 +178,7 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                         is_bad_above_zero=True,
                     ),
                 ),
-                (24, 9, cards_table()),
+                (24, 9, gpus_table()),
             ],
         ),
         (
@@ -188,10 +188,10 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                     12,
                     8,
                     lines(
-                        "SM use per card",
-                        "Time in which a card computed.",
+                        "SM use per GPU",
+                        "Time in which a GPU computed.",
                         "percentunit",
-                        query(f"gpushare_card_sm_utilization_ratio{{{CARD}}}", on_card),
+                        query(f"gpushare_card_sm_utilization_ratio{{{GPU}}}", on_gpu),
                         max=1,
                     ),
                 ),
@@ -199,10 +199,10 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                     12,
                     8,
                     lines(
-                        "Memory used per card",
+                        "Memory used per GPU",
                         "By whomever.",
                         "bytes",
-                        query(f"gpushare_card_memory_used_bytes{{{CARD}}}", on_card),
+                        query(f"gpushare_card_memory_used_bytes{{{GPU}}}", on_gpu),
                     ),
                 ),
                 (
@@ -210,9 +210,9 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                     8,
                     lines(
                         "Temperature",
-                        "As the card tells it.",
+                        "As the GPU tells it.",
                         "celsius",
-                        query(f"gpushare_card_temperature_celsius{{{CARD}}}", on_card),
+                        query(f"gpushare_card_temperature_celsius{{{GPU}}}", on_gpu),
                     ),
                 ),
                 (
@@ -220,9 +220,9 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                     8,
                     lines(
                         "Power",
-                        "What a card draws.",
+                        "What a GPU draws.",
                         "watt",
-                        query(f"gpushare_card_power_watts{{{CARD}}}", on_card),
+                        query(f"gpushare_card_power_watts{{{GPU}}}", on_gpu),
                     ),
                 ),
             ],
@@ -304,7 +304,7 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                     8,
                     8,
                     lines(
-                        "Corrections of the books",
+                        "Corrections of the ledger",
                         "Should stay 0.",
                         "short",
                         query(
@@ -383,7 +383,7 @@ def dashboard() -> dict[str, Any]:
         "title": "GPU shares",
         "uid": "gpushare-agent",
         "tags": ["gpu", "gpushare-agent"],
-        "description": "Cards, the containers that share them, and the agents that place them.",
+        "description": "GPUs, the containers that share them, and the agents that place them.",
         "schemaVersion": 39,
         "editable": True,
         "refresh": "30s",

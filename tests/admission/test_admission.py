@@ -43,7 +43,7 @@ class Scripted:
         self.prepared: list[ContainerKey] = []
         self.not_prepared: Refused | None = None
         self.on_settle = lambda: False
-        self.cards = inventory()
+        self.gpus = inventory()
         config = IsolationConfig(virtual_manager=Path("/vm"))
         self.edits = EditPolicy(names=NAMES, config=config, isolation=IsolationName.NONE)
         gate = PodResourcesGate(self, clock=time.monotonic)
@@ -52,7 +52,7 @@ class Scripted:
             identification=self,
             cache=self.cache,
             pods=self,
-            inventory=lambda: self.cards,
+            inventory=lambda: self.gpus,
             policy=Policy(names=NAMES),
             edits=lambda: self.edits,
             node_name="node",
@@ -111,13 +111,13 @@ class Scripted:
         assert found is not None
         self.next = Served(pod=owner, container=found)
         size = found.requests[resource]
-        offered = [i for card in range(2) for i in ids(card, range(100 if resource == CORE else 96))]
+        offered = [i for gpu in range(2) for i in ids(gpu, range(100 if resource == CORE else 96))]
         chosen = list(await self.admission.preferred(resource, offered, must, size))
         chosen += [i for i in offered if i not in chosen][: size - len(chosen)]
         return await self.admission.allocate(resource, chosen)
 
 
-async def test_both_resources_of_a_container_land_on_one_card() -> None:
+async def test_both_resources_of_a_container_land_on_one_gpu() -> None:
     """In either order; the second call completes the allocation."""
     for order in ((CORE, MEMORY), (MEMORY, CORE)):
         owner = pod("a", container(cores=30, blocks=10))
@@ -125,7 +125,7 @@ async def test_both_resources_of_a_container_land_on_one_card() -> None:
         for resource in order:
             assert isinstance(await agent.admit(owner, "main", resource), ContainerEdits)
         (held,) = agent.cache
-        assert (held.cores, held.memory_blocks, held.cards) == (30, 10, ("GPU-0",))
+        assert (held.cores, held.memory_blocks, held.gpus) == (30, 10, ("GPU-0",))
         assert len(agent.outcomes) == 2
 
 
@@ -182,7 +182,7 @@ async def test_a_chain_of_init_sidecar_and_main_is_followed_without_being_asked(
 
 
 async def test_the_same_allocate_again_gets_the_same_answer() -> None:
-    """Isolation included, and the books as they were; once the container runs it is refused."""
+    """Isolation included, and the ledger as they were; once the container runs it is refused."""
     owner = pod("a", container(cores=10, blocks=1))
     agent = Scripted(owner)
     agent.edits = replace(agent.edits, isolation=IsolationName.VCUDA)
@@ -234,7 +234,7 @@ async def test_room_that_is_about_to_be_freed_is_waited_for_once() -> None:
     """The end of a pod may reach the kubelet before it reaches us."""
     old, new = pod("old", container(cores=90, blocks=90)), pod("new", container(cores=90, blocks=90))
     agent = Scripted(old, new)
-    agent.cards = inventory(1)
+    agent.gpus = inventory(1)
     await agent.admit(old, "main", CORE)
 
     def end() -> bool:
@@ -251,7 +251,7 @@ async def test_shares_that_are_freed_one_after_the_other_are_all_waited_for() ->
     olds = [pod(f"old{n}", container(cores=30, blocks=20)) for n in range(3)]
     new = pod("new", container(cores=90, blocks=60))
     agent = Scripted(*olds, new)
-    agent.cards = inventory(1)
+    agent.gpus = inventory(1)
     for old in olds:
         assert isinstance(await agent.admit(old, "main", CORE), ContainerEdits)
     ending = list(olds)
@@ -332,7 +332,7 @@ async def test_one_container_is_explained_once() -> None:
     assert second is None
 
 
-async def test_a_refusal_is_explained_by_the_cards_as_they_were() -> None:
+async def test_a_refusal_is_explained_by_the_gpus_as_they_were() -> None:
     """Also where it was found in the call before."""
     owner = pod("a", container(cores=30, blocks=200))
     agent = Scripted(owner)

@@ -10,16 +10,16 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.names import GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind
 
-CARDS = [GpuUuid("GPU-0"), GpuUuid("GPU-1")]
+GPUS = [GpuUuid("GPU-0"), GpuUuid("GPU-1")]
 KEYS = [ContainerKey(PodUid(f"uid-{pod}"), name) for pod in range(2) for name in ("first", "second")]
-DEVICES = st.frozensets(st.builds(device_id, st.sampled_from(CARDS), st.integers(0, 3)), max_size=4)
+DEVICES = st.frozensets(st.builds(device_id, st.sampled_from(GPUS), st.integers(0, 3)), max_size=4)
 ALLOCATIONS = st.builds(
     Allocation,
     key=st.sampled_from(KEYS),
     namespace=st.just("default"),
     pod_name=st.just("pod"),
     kind=st.just(ContainerKind.MAIN),
-    cards=st.lists(st.sampled_from(CARDS), max_size=2, unique=True).map(tuple),
+    gpus=st.lists(st.sampled_from(GPUS), max_size=2, unique=True).map(tuple),
     vcore_ids=DEVICES,
     vmemory_ids=DEVICES,
     is_whole=st.booleans(),
@@ -29,22 +29,20 @@ CHANGES = st.lists(ALLOCATIONS | st.sampled_from(KEYS))
 
 def _cores(cache: AllocationCache, without: ContainerKey | None) -> dict[GpuUuid, int]:
     held = {device for a in cache if a.key != without for device in a.vcore_ids}
-    counts = {card: sum(device.startswith(f"{card}::") for device in held) for card in CARDS}
-    return {card: count for card, count in counts.items() if count}
+    counts = {gpu: sum(device.startswith(f"{gpu}::") for device in held) for gpu in GPUS}
+    return {gpu: count for gpu, count in counts.items() if count}
 
 
 def _blocks(cache: AllocationCache, without: ContainerKey | None) -> dict[GpuUuid, int]:
     charged = {
-        card: {
-            d for a in cache if a.key != without and not a.is_whole and a.cards[:1] == (card,) for d in a.vmemory_ids
-        }
-        for card in CARDS
+        gpu: {d for a in cache if a.key != without and not a.is_whole and a.gpus[:1] == (gpu,) for d in a.vmemory_ids}
+        for gpu in GPUS
     }
-    return {card: len(ids) for card, ids in charged.items() if ids}
+    return {gpu: len(ids) for gpu, ids in charged.items() if ids}
 
 
 @given(CHANGES)
-def test_counts_by_card_equal_a_count_of_everything_after_any_changes(
+def test_counts_by_gpu_equal_a_count_of_everything_after_any_changes(
     changes: list[Allocation | ContainerKey],
 ) -> None:
     """However containers come, change, share IDs and go, the counts kept along are those of counting anew."""

@@ -1,4 +1,4 @@
-"""What a container with cards gets, by the names of docs/formats.md."""
+"""What a container with GPUs gets, by the names of docs/formats.md."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from gpushare_agent.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.model.pods import ContainerSpec
 from tests.support_core import NAMES, container, inventory, pod
 
-CARDS = tuple(replace(card, minor=card.index + 4) for card in inventory().cards)
+GPUS = tuple(replace(gpu, minor=gpu.index + 4) for gpu in inventory().gpus)
 POLICY = EditPolicy(names=NAMES, config=IsolationConfig(virtual_manager=Path("/vm")), isolation=IsolationName.NONE)
 
 
-def edits_of(wanted: ContainerSpec, cards: int = 1, policy: EditPolicy = POLICY, **annotations: str) -> ContainerEdits:
-    found = edits_for(pod("a", wanted, annotations=annotations), wanted, CARDS[:cards], policy)
+def edits_of(wanted: ContainerSpec, gpus: int = 1, policy: EditPolicy = POLICY, **annotations: str) -> ContainerEdits:
+    found = edits_for(pod("a", wanted, annotations=annotations), wanted, GPUS[:gpus], policy)
     assert isinstance(found, ContainerEdits)
     return found
 
 
-def test_a_share_gets_its_card_by_minor_number() -> None:
+def test_a_share_gets_its_gpu_by_minor_number() -> None:
     """/dev/nvidia<n> is the minor number, which need not be the index."""
     edits = edits_of(container(cores=30, blocks=10))
     assert dict(edits.env) == {"NVIDIA_VISIBLE_DEVICES": "GPU-0", "LD_LIBRARY_PATH": "/usr/local/nvidia/lib64"}
@@ -41,7 +41,7 @@ def test_a_share_gets_its_card_by_minor_number() -> None:
     }
 
 
-def test_whole_cards_are_listed_in_order_of_index() -> None:
+def test_whole_gpus_are_listed_in_order_of_index() -> None:
     """In the variable and in the annotation alike."""
     policy = replace(POLICY, devices=NodeDevices(extra=("/dev/nvidia-modeset",)))
     edits = edits_of(container(cores=200), 2, policy)
@@ -56,9 +56,9 @@ def test_a_32_bit_container_gets_both_library_directories() -> None:
     assert dict(edits.env)["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64:/usr/local/nvidia/lib"
 
 
-def test_simulated_cards_have_no_device_nodes_on_a_real_node() -> None:
-    """A container that names a device node which does not exist cannot start; the annotation still tells the card."""
-    edits = edits_of(container(cores=30, blocks=1), 1, replace(POLICY, devices=NodeDevices(has_card_nodes=False)))
+def test_simulated_gpus_have_no_device_nodes_on_a_real_node() -> None:
+    """A container that names a device node which does not exist cannot start; the annotation still tells the GPU."""
+    edits = edits_of(container(cores=30, blocks=1), 1, replace(POLICY, devices=NodeDevices(has_gpu_nodes=False)))
     assert edits.devices == () and dict(edits.annotations)["tencent.com/vcuda-device"] == "/dev/nvidia4"
 
 
@@ -70,13 +70,13 @@ def test_a_pod_may_choose_an_isolation_that_the_node_allows() -> None:
     assert not edits_of(wanted, 1, policy, **{ISOLATION_ANNOTATION: "none"}).mounts
     for text in ("mps", "VCUDA", "", "x" * 5000, "none\nnone"):
         owner = pod("a", wanted, annotations={ISOLATION_ANNOTATION: text})
-        refused = edits_for(owner, wanted, CARDS[:1], policy)
+        refused = edits_for(owner, wanted, GPUS[:1], policy)
         assert isinstance(refused, Refused) and refused.reason is RefusalReason.INVALID_REQUEST
         assert "none, vcuda" in refused.detail and len(refused.detail) < 400
 
 
 @pytest.mark.parametrize("strategies", [(DeviceListStrategy.DEVICE_NODES,), (DeviceListStrategy.CDI_CRI,)])
-def test_without_a_list_in_the_variable_nvidias_runtime_is_told_to_add_nothing(
+def test_without_a_list_in_the_variable_nvidias_runtime_is_reported_to_add_nothing(
     strategies: tuple[DeviceListStrategy, ...],
 ) -> None:
     """CUDA images say "all" in it."""

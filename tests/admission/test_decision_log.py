@@ -17,9 +17,9 @@ def record(pod: str, namespace: str = "default") -> DecisionRecord:
         resource="tencent.com/vcuda-core",
         outcome=Outcome.ALLOCATED,
         reason="",
-        explanation="card 0",
+        explanation="GPU 0",
         policy="share",
-        cards=(0,),
+        gpus=(0,),
         asked=None,
         candidates=(),
     )
@@ -45,24 +45,24 @@ def test_decisions_are_found_by_pod_and_since_a_number() -> None:
     assert [r.number for r in log.newest(10, after=2)] == [3]
 
 
-def test_every_new_decision_is_told() -> None:
+def test_every_new_decision_is_reported() -> None:
     """With its number."""
-    told: list[int] = []
+    reported: list[int] = []
     log = DecisionLog(1)
-    log.subscribe(lambda added: told.append(added.number))
+    log.subscribe(lambda added: reported.append(added.number))
     log.add(record("a"))
     log.add(record("b"))
-    assert told == [1, 2]
+    assert reported == [1, 2]
 
 
 def test_a_reload_keeps_the_records_and_their_numbers() -> None:
     """As many as the new settings keep; who was told of the old ones is not told of the new."""
-    told: list[int] = []
+    reported: list[int] = []
     old, new = DecisionLog(10), DecisionLog(2)
-    old.subscribe(lambda added: told.append(added.number))
+    old.subscribe(lambda added: reported.append(added.number))
     for name in "abc":
         old.add(record(name))
     new.take_over(old)
     assert [(r.number, r.pod) for r in new.newest(10)] == [(3, "c"), (2, "b")]
     assert new.add(record("d")).number == 4
-    assert told == [1, 2, 3]
+    assert reported == [1, 2, 3]

@@ -1,13 +1,13 @@
-"""Why this card, or none: every card's verdict, from the same books as the decision."""
+"""Why this GPU, or none: every GPU's verdict, from the same books as the decision."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.explain import Explanation, explain, in_short, with_cards
+from gpushare_agent.admission.decisions.explain import Explanation, explain, in_short, with_gpus
 from gpushare_agent.admission.decisions.identity import Served
-from gpushare_agent.admission.decisions.ledger import Books, Offer, Policy, free_ids
+from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
 from gpushare_agent.admission.decisions.plan import Plan, plan
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -25,7 +25,7 @@ def decide(
     cores: int,
     blocks: int,
     *held: Allocation,
-    cards: GpuInventory | None = None,
+    gpus: GpuInventory | None = None,
     hint: tuple[int, ...] = (),
     policy: Policy | None = None,
     gpu_mem: int = 0,
@@ -39,8 +39,8 @@ def decide(
     cache = AllocationCache()
     for one in held:
         cache.put(one)
-    found = cards or inventory()
-    books = Books(
+    found = gpus or inventory()
+    ledger = Ledger(
         inventory=found,
         used_cores=cache.used_cores(),
         used_blocks=cache.used_blocks(),
@@ -49,15 +49,15 @@ def decide(
         allocations=cache.view(),
     )
     kind = ResourceKind.GPU_MEM if gpu_mem else ResourceKind.VCORE
-    offered = [i for card in range(len(found.cards)) for i in ids(card, range((gpu_mem and 24) or 100))]
+    offered = [i for gpu in range(len(found.gpus)) for i in ids(gpu, range((gpu_mem and 24) or 100))]
     offer = Offer(kind=kind, available=offered, must_include=(), size=gpu_mem or cores)
-    free = free_ids(served, kind, offered, books)
-    outcome = plan(served, offer, free, books, policy, hint)
-    return outcome, explain(served, offer, free, books, policy, hint, outcome)
+    free = free_ids(served, kind, offered, ledger)
+    outcome = plan(served, offer, free, ledger, policy, hint)
+    return outcome, explain(served, offer, free, ledger, policy, hint, outcome)
 
 
-def share(name: str, card: int, cores: range, blocks: range) -> Allocation:
-    return allocation(pod(name), "main", ids(card, cores), ids(card, blocks))
+def share(name: str, gpu: int, cores: range, blocks: range) -> Allocation:
+    return allocation(pod(name), "main", ids(gpu, cores), ids(gpu, blocks))
 
 
 def verdicts(explanation: Explanation) -> list[str]:
@@ -65,19 +65,19 @@ def verdicts(explanation: Explanation) -> list[str]:
 
 
 def sick(found: GpuInventory, *indexes: int) -> GpuInventory:
-    cards = tuple(
-        replace(card, health=Health.UNHEALTHY, unhealthy_reason="Xid 79") if card.index in indexes else card
-        for card in found.cards
+    gpus = tuple(
+        replace(gpu, health=Health.UNHEALTHY, unhealthy_reason="Xid 79") if gpu.index in indexes else gpu
+        for gpu in found.gpus
     )
-    return replace(found, cards=cards)
+    return replace(found, gpus=gpus)
 
 
-def test_a_placed_share_is_explained_by_what_every_card_had() -> None:
-    """The fuller card was chosen; the other had room."""
+def test_a_placed_share_is_explained_by_what_every_gpu_had() -> None:
+    """The fuller GPU was chosen; the other had room."""
     outcome, why = decide(30, 10, share("other", 1, range(40), range(20)))
     assert isinstance(outcome, Plan)
     assert verdicts(why) == ["has room, but the policy prefers the chosen one", "chosen"]
-    assert (why.policy, why.why) == ("share", "card 1: the fullest of 2 cards with room")
+    assert (why.policy, why.why) == ("share", "GPU 1: the fullest of 2 GPUs with room")
     assert [(c.free_cores, c.free_memory_bytes, c.total_memory_bytes) for c in why.candidates] == [
         (100, 96 * 256 * MIB, 96 * 256 * MIB),
         (60, 76 * 256 * MIB, 96 * 256 * MIB),
@@ -85,9 +85,9 @@ def test_a_placed_share_is_explained_by_what_every_card_had() -> None:
     assert (why.asked.cores, why.asked.memory_bytes) == (30, 10 * 256 * MIB)
 
 
-def test_a_whole_card_is_explained_by_the_branches() -> None:
-    """A used card cannot be it; a free one was left for its branch."""
-    outcome, why = decide(100, 0, share("other", 0, range(10), range(5)), cards=inventory(3))
+def test_a_whole_gpu_is_explained_by_the_branches() -> None:
+    """A used GPU cannot be it; a free one was left for its branch."""
+    outcome, why = decide(100, 0, share("other", 0, range(10), range(5)), gpus=inventory(3))
     assert isinstance(outcome, Plan)
     assert verdicts(why) == [
         "in use: 90 cores and 23296 MiB are free, and it must be all",
@@ -97,19 +97,19 @@ def test_a_whole_card_is_explained_by_the_branches() -> None:
     assert why.policy == "fragment"
 
 
-def test_two_cards_by_link_are_explained_by_the_cost() -> None:
-    """The pair with NVLink wins over the free cards beside it."""
+def test_two_gpus_by_link_are_explained_by_the_cost() -> None:
+    """The pair with NVLink wins over the free GPUs beside it."""
     kinds = [[LinkKind.SELF if a == b else LinkKind.SYS for b in range(3)] for a in range(3)]
     links = [[Link(kind=kind) for kind in row] for row in kinds]
     links[1][2] = links[2][1] = Link(kind=LinkKind.NVLINK, nvlinks=4)
-    cards = replace(inventory(3), topology=build_topology(links, [None] * 3))
-    outcome, why = decide(200, 0, cards=cards)
-    assert isinstance(outcome, Plan) and outcome.cards == ("GPU-1", "GPU-2")
+    gpus = replace(inventory(3), topology=build_topology(links, [None] * 3))
+    outcome, why = decide(200, 0, gpus=gpus)
+    assert isinstance(outcome, Plan) and outcome.gpus == ("GPU-1", "GPU-2")
     assert verdicts(why) == ["free, but at a higher link cost", "chosen", "chosen"]
     assert why.policy == "link" and "link cost" in why.why
 
 
-def test_a_refusal_for_memory_says_what_each_card_is_short_of() -> None:
+def test_a_refusal_for_memory_says_what_each_gpu_is_short_of() -> None:
     """Cores are there; memory is not."""
     outcome, why = decide(10, 50, share("a", 0, range(10), range(60)), share("b", 1, range(10), range(70)))
     assert isinstance(outcome, Refused) and outcome.reason is RefusalReason.FRAGMENTED
@@ -118,50 +118,49 @@ def test_a_refusal_for_memory_says_what_each_card_is_short_of() -> None:
 
 
 def test_a_refusal_for_too_little_memory_at_all_has_its_own_reason() -> None:
-    """All cards together do not have it."""
+    """All GPUs together do not have it."""
     outcome, why = decide(10, 50, share("a", 0, range(10), range(90)), share("b", 1, range(10), range(80)))
     assert isinstance(outcome, Refused) and outcome.reason is RefusalReason.NOT_ENOUGH_MEMORY
     assert verdicts(why) == ["11264 MiB short", "8704 MiB short"]
 
 
-def test_a_refusal_for_fragmentation_shows_that_no_card_has_both() -> None:
-    """50 cores are free on each of two cards; 60 are asked."""
+def test_a_refusal_for_fragmentation_shows_that_no_gpu_has_both() -> None:
+    """50 cores are free on each of two GPUs; 60 are asked."""
     outcome, why = decide(60, 10, share("a", 0, range(50), range(5)), share("b", 1, range(50), range(5)))
     assert isinstance(outcome, Refused) and outcome.reason is RefusalReason.FRAGMENTED
     assert verdicts(why) == ["10 cores short", "10 cores short"]
 
 
-def test_an_unhealthy_card_is_named_with_the_drivers_reason() -> None:
+def test_an_unhealthy_gpu_is_named_with_the_drivers_reason() -> None:
     """In the verdicts, and in the refusal where the others have no room."""
-    outcome, why = decide(60, 10, share("a", 0, range(50), range(5)), cards=sick(inventory(), 1))
+    outcome, why = decide(60, 10, share("a", 0, range(50), range(5)), gpus=sick(inventory(), 1))
     assert isinstance(outcome, Refused) and outcome.reason is RefusalReason.NOT_ENOUGH_CORES
     assert verdicts(why) == ["10 cores short", "unhealthy: Xid 79"]
-    assert outcome.detail.endswith("Out of service, and not counted: card 1: Xid 79.")
+    assert outcome.detail.endswith("Out of service, and not counted: GPU 1: Xid 79.")
 
 
-def test_a_cordoned_card_is_not_called_unhealthy() -> None:
+def test_a_cordoned_gpu_is_not_called_unhealthy() -> None:
     """Somebody took it out of service by hand."""
     found = sick(inventory(), 1)
-    cards = tuple(
-        replace(card, unhealthy_reason="cordoned: new fan on Monday") if card.index == 1 else card
-        for card in found.cards
+    gpus = tuple(
+        replace(gpu, unhealthy_reason="cordoned: new fan on Monday") if gpu.index == 1 else gpu for gpu in found.gpus
     )
-    outcome, why = decide(60, 10, share("a", 0, range(50), range(5)), cards=replace(found, cards=cards))
+    outcome, why = decide(60, 10, share("a", 0, range(50), range(5)), gpus=replace(found, gpus=gpus))
     assert verdicts(why) == ["10 cores short", "cordoned: new fan on Monday"]
-    assert isinstance(outcome, Refused) and outcome.detail.endswith("not counted: card 1: cordoned: new fan on Monday.")
+    assert isinstance(outcome, Refused) and outcome.detail.endswith("not counted: GPU 1: cordoned: new fan on Monday.")
 
 
-def test_a_node_without_a_healthy_card_names_the_reasons() -> None:
+def test_a_node_without_a_healthy_gpu_names_the_reasons() -> None:
     """At most three of them: the text goes into the pod's status."""
-    outcome, why = decide(10, 10, cards=sick(inventory(5), 0, 1, 2, 3, 4))
-    assert isinstance(outcome, Refused) and outcome.reason is RefusalReason.NO_HEALTHY_CARD
-    assert "card 0: Xid 79; card 1: Xid 79; card 2: Xid 79; and 2 more." in outcome.detail
+    outcome, why = decide(10, 10, gpus=sick(inventory(5), 0, 1, 2, 3, 4))
+    assert isinstance(outcome, Refused) and outcome.reason is RefusalReason.NO_HEALTHY_GPU
+    assert "GPU 0: Xid 79; GPU 1: Xid 79; GPU 2: Xid 79; and 2 more." in outcome.detail
     assert verdicts(why) == ["unhealthy: Xid 79"] * 5
 
 
-def test_an_invalid_request_names_no_unhealthy_card() -> None:
-    """Whoever asks for 150 cores need not hear of cards, nor read verdicts on them."""
-    outcome, why = decide(150, 10, cards=sick(inventory(), 1))
+def test_an_invalid_request_names_no_unhealthy_gpu() -> None:
+    """Whoever asks for 150 cores need not hear of GPUs, nor read verdicts on them."""
+    outcome, why = decide(150, 10, gpus=sick(inventory(), 1))
     assert isinstance(outcome, Refused) and "Unhealthy" not in outcome.detail
     assert why.candidates == () and why.asked.cores == 150
 
@@ -176,11 +175,11 @@ def test_the_schedulers_hint_is_shown_followed_or_not() -> None:
     assert verdicts(why) == ["chosen", "10 cores short"]
 
 
-def test_a_card_full_of_mps_clients_says_so() -> None:
+def test_a_gpu_full_of_mps_clients_says_so() -> None:
     """It may have room in cores and memory."""
-    policy = Policy(names=NAMES, max_shares_of_card=1)
+    policy = Policy(names=NAMES, max_shares_of_gpu=1)
     _, why = decide(10, 10, share("other", 1, range(10), range(5)), policy=policy)
-    assert verdicts(why) == ["chosen", "1 sharing containers, the most that one card serves"]
+    assert verdicts(why) == ["chosen", "1 sharing containers, the most that one GPU serves"]
 
 
 def test_memory_alone_is_explained_in_memory() -> None:
@@ -192,36 +191,36 @@ def test_memory_alone_is_explained_in_memory() -> None:
     assert why.asked.memory_bytes == 20 * 1024 * MIB
 
 
-def test_other_cards_than_planned_change_the_verdicts() -> None:
+def test_other_gpus_than_planned_change_the_verdicts() -> None:
     """The kubelet's IDs bind; the explanation follows them."""
     _, why = decide(30, 10)
-    changed = with_cards(why, [GpuUuid("GPU-1")])
+    changed = with_gpus(why, [GpuUuid("GPU-1")])
     assert verdicts(changed) == [
         "planned, but the kubelet allocated other IDs",
         "chosen: the kubelet allocated its IDs",
     ]
     assert [c.is_chosen for c in changed.candidates] == [False, True]
-    assert with_cards(why, [GpuUuid("GPU-0")]) is why
+    assert with_gpus(why, [GpuUuid("GPU-0")]) is why
 
 
-def test_the_short_form_is_cut_between_cards() -> None:
+def test_the_short_form_is_cut_between_gpus() -> None:
     """An Event has 1,024 characters."""
     _, why = decide(60, 10, share("a", 0, range(50), range(5)), share("b", 1, range(50), range(5)))
-    assert in_short(why.candidates, 200) == "card 0: 10 cores short; card 1: 10 cores short"
-    assert in_short(why.candidates, 30) == "card 0: 10 cores short; …"
+    assert in_short(why.candidates, 200) == "GPU 0: 10 cores short; GPU 1: 10 cores short"
+    assert in_short(why.candidates, 30) == "GPU 0: 10 cores short; …"
     assert in_short(why.candidates, 5) == ""
 
 
 def test_a_drivers_long_words_are_cut() -> None:
     """What a driver says may be anything."""
     found = inventory(1)
-    cards = (replace(found.cards[0], health=Health.UNHEALTHY, unhealthy_reason="x" * 5000),)
-    outcome, why = decide(10, 10, cards=replace(found, cards=cards))
+    gpus = (replace(found.gpus[0], health=Health.UNHEALTHY, unhealthy_reason="x" * 5000),)
+    outcome, why = decide(10, 10, gpus=replace(found, gpus=gpus))
     assert isinstance(outcome, Refused) and len(outcome.detail) < 700
     assert len(why.candidates[0].verdict) < 250
 
 
-def test_the_memory_of_a_card_that_is_taken_whole_is_not_free() -> None:
+def test_the_memory_of_a_gpu_that_is_taken_whole_is_not_free() -> None:
     """Though its container asked for no blocks: the refusal is for memory, not for fragments."""
     taken = allocation(pod("whole"), "main", ids(0, range(100)), [])
     outcome, why = decide(10, 50, taken, share("b", 1, range(10), range(70)))
@@ -230,9 +229,9 @@ def test_the_memory_of_a_card_that_is_taken_whole_is_not_free() -> None:
     assert why.candidates[0].free_memory_bytes == 0
 
 
-def test_equal_cards_are_not_called_fullest() -> None:
+def test_equal_gpus_are_not_called_fullest() -> None:
     """The first one was taken, for nothing tells them apart."""
-    _, why = decide(30, 10, cards=inventory(8))
-    assert why.why == "card 0: the first of 8 cards with the same room"
+    _, why = decide(30, 10, gpus=inventory(8))
+    assert why.why == "GPU 0: the first of 8 GPUs with the same room"
     _, only = decide(30, 10, share("a", 0, range(90), range(5)))
-    assert only.why == "card 1: the only card with room"
+    assert only.why == "GPU 1: the only GPU with room"

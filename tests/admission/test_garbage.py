@@ -44,7 +44,7 @@ def kinds(result: Reconciliation) -> list[tuple[str, str]]:
     return [(c.kind, c.key.pod_uid) for c in result.corrections]
 
 
-def test_equal_books_need_no_correction() -> None:
+def test_equal_ledger_need_no_correction() -> None:
     """The usual case."""
     result = look((OTHER_HELD,), [OTHER], [OTHER_POD])
     assert kinds(result) == [] and not result.missing and not result.gone
@@ -131,7 +131,7 @@ def test_devices_shown_in_a_pod_that_ended_are_not_adopted() -> None:
     assert kinds(look((HELD,), [shown], [failed])) == [("ended", ONE.uid)]
 
 
-def test_learning_a_name_is_no_correction_of_the_books() -> None:
+def test_learning_a_name_is_no_correction_of_the_ledger() -> None:
     """After a restart the checkpoint gives IDs without names; the pod list brings them."""
     unnamed = replace(OTHER_HELD, pod_name="", namespace="")
     result = look((unnamed,), [OTHER], [OTHER_POD])

@@ -47,7 +47,7 @@ class Processes:
         return self.answer
 
 
-async def test_a_share_is_kept_while_its_processes_cannot_be_looked_for_and_that_is_told_once() -> None:
+async def test_a_share_is_kept_while_its_processes_cannot_be_looked_for_and_that_is_reported_once() -> None:
     """A stalled file system says nothing about them; when it answers again, what ended is freed."""
     cache, processes = AllocationCache(), Processes()
     collection = GarbageCollection(

@@ -18,7 +18,7 @@ import pytest
 from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
 from gpushare_agent.isolation import HamiCoreConfig, IsolationConfig, MpsConfig
 from gpushare_agent.model.allocations import ContainerEdits
-from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, GpuUuid
 from gpushare_agent.model.pods import Pod
@@ -26,8 +26,8 @@ from tests.support_core import NAMES, container, pod
 
 DIRECTORY = Path(__file__).parent.parent / "data" / "edits"
 UID = "5ca1ab1e-0000-4000-8000-00000000cafe"
-CARDS = tuple(
-    Card(
+GPUS = tuple(
+    Gpu(
         index=index,
         minor=index + 2,  # not the index, so that a mix-up shows
         uuid=GpuUuid(f"GPU-{index}{index}{index}{index}aaaa-0000-4000-8000-00000000000{index}"),
@@ -50,12 +50,12 @@ STRATEGIES: tuple[tuple[DeviceListStrategy, ...], ...] = (
     (DeviceListStrategy.VOLUME_MOUNTS, DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI),
 )
 SHARE = pod("share", container("cuda", cores=30, blocks=24), uid=UID)
-"""A quarter of the card's memory, as in GPUShare's documents."""
+"""A quarter of the GPU's memory, as in GPUShare's documents."""
 CASES: Mapping[str, tuple[Pod, int]] = {
     "elastic share: 30 cores, at most 60, 6144 MiB": (replace(SHARE, annotations={CORE_LIMIT_ANNOTATION: "60"}), 1),
     "share: 30 cores, 6144 MiB": (SHARE, 1),
-    "two whole cards": (pod("pair", container("cuda", cores=200), uid=UID), 2),
-    "whole card": (pod("whole", container("cuda", cores=100), uid=UID), 1),
+    "two whole GPUs": (pod("pair", container("cuda", cores=200), uid=UID), 2),
+    "whole GPU": (pod("whole", container("cuda", cores=100), uid=UID), 1),
 }
 
 
@@ -63,9 +63,9 @@ def golden_path(isolation: IsolationName, strategies: tuple[DeviceListStrategy, 
     return DIRECTORY / isolation / f"{'+'.join(strategies)}.json"
 
 
-def edits_of(owner: Pod, cards: int, isolation: IsolationName, strategies: tuple[DeviceListStrategy, ...]) -> Any:
+def edits_of(owner: Pod, gpus: int, isolation: IsolationName, strategies: tuple[DeviceListStrategy, ...]) -> Any:
     policy = EditPolicy(names=NAMES, config=CONFIG, isolation=isolation, strategies=strategies)
-    edits = edits_for(owner, owner.containers[0], CARDS[:cards], policy)
+    edits = edits_for(owner, owner.containers[0], GPUS[:gpus], policy)
     assert isinstance(edits, ContainerEdits), edits
     return {
         "annotations": dict(edits.annotations),
@@ -82,7 +82,7 @@ def test_the_edits_are_those_that_were_read(
     isolation: IsolationName, strategies: tuple[DeviceListStrategy, ...]
 ) -> None:
     """Nothing more, nothing less, nothing in another order."""
-    found = {name: edits_of(owner, cards, isolation, strategies) for name, (owner, cards) in CASES.items()}
+    found = {name: edits_of(owner, gpus, isolation, strategies) for name, (owner, gpus) in CASES.items()}
     text = json.dumps(found, indent=2, sort_keys=True) + "\n"
     path = golden_path(isolation, strategies)
     if os.environ.get("GOLDEN_EDITS") == "rewrite":

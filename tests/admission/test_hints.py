@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.admission.decisions.hints import hinted_cards, predicted_cards
+from gpushare_agent.admission.decisions.hints import hinted_gpus, predicted_gpus
 from gpushare_agent.model.names import GPUSHARE_INDEX_ANNOTATION, PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION
 from gpushare_agent.model.pods import ContainerKind
 from tests.support_core import container
@@ -14,10 +14,10 @@ from tests.support_core import container
 FIRST = PREDICATE_GPU_INDEX_PREFIX + "0"
 
 
-@pytest.mark.parametrize(("text", "cards"), [("0", (0,)), ("1,3", (1, 3)), (" 2 , 0 ", (2, 0))])
-def test_indexes_are_read(text: str, cards: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("text", "gpus"), [("0", (0,)), ("1,3", (1, 3)), (" 2 , 0 ", (2, 0))])
+def test_indexes_are_read(text: str, gpus: tuple[int, ...]) -> None:
     """In the order given."""
-    assert predicted_cards({FIRST: text}, container(), "node") == cards
+    assert predicted_gpus({FIRST: text}, container(), "node") == gpus
 
 
 @pytest.mark.parametrize(
@@ -25,21 +25,21 @@ def test_indexes_are_read(text: str, cards: tuple[int, ...]) -> None:
 )
 def test_garbage_is_no_hint(text: str) -> None:
     """Negative, doubled, huge, foreign digits, nonsense."""
-    assert predicted_cards({FIRST: text}, container(), "node") == ()
+    assert predicted_gpus({FIRST: text}, container(), "node") == ()
 
 
 def test_another_nodes_choice_is_no_hint() -> None:
     """The pod was moved by hand, or the annotation copied."""
     annotations = {FIRST: "1", PREDICATE_NODE_ANNOTATION: "elsewhere"}
-    assert predicted_cards(annotations, container(), "node") == ()
-    assert predicted_cards(annotations, container(), "elsewhere") == (1,)
+    assert predicted_gpus(annotations, container(), "node") == ()
+    assert predicted_gpus(annotations, container(), "elsewhere") == (1,)
 
 
 def test_each_container_has_its_own_hint() -> None:
     """By position among spec.containers; init containers have none."""
     annotations = {FIRST: "1", PREDICATE_GPU_INDEX_PREFIX + "1": "2"}
-    assert predicted_cards(annotations, container(position=1), "node") == (2,)
-    assert predicted_cards(annotations, container(kind=ContainerKind.INIT), "node") == ()
+    assert predicted_gpus(annotations, container(position=1), "node") == (2,)
+    assert predicted_gpus(annotations, container(kind=ContainerKind.INIT), "node") == ()
 
 
 FORGED = {GPUSHARE_INDEX_ANNOTATION: "1"}
@@ -47,7 +47,7 @@ HERE, ELSEWHERE = {PREDICATE_NODE_ANNOTATION: "node"}, {PREDICATE_NODE_ANNOTATIO
 
 
 @pytest.mark.parametrize(
-    ("annotations", "cards"),
+    ("annotations", "gpus"),
     [
         (FORGED, (1,)),
         ({**FORGED, **ELSEWHERE}, (1,)),
@@ -62,26 +62,26 @@ HERE, ELSEWHERE = {PREDICATE_NODE_ANNOTATION: "node"}, {PREDICATE_NODE_ANNOTATIO
     ],
 )
 def test_gpushares_index_counts_only_where_no_extender_named_this_node(
-    annotations: dict[str, str], cards: tuple[int, ...]
+    annotations: dict[str, str], gpus: tuple[int, ...]
 ) -> None:
     """Our extender's plan is by container; an index left on the pod by somebody else does not change it."""
-    assert hinted_cards(annotations, container(), "node", is_gpu_mem=True) == cards
+    assert hinted_gpus(annotations, container(), "node", is_gpu_mem=True) == gpus
 
 
 def test_gpushares_index_is_no_hint_for_other_resources() -> None:
     """It says where memory units are."""
-    assert hinted_cards(FORGED, container(), "node", is_gpu_mem=False) == ()
-    assert hinted_cards({**FORGED, FIRST: "2"}, container(), "node", is_gpu_mem=False) == (2,)
+    assert hinted_gpus(FORGED, container(), "node", is_gpu_mem=False) == ()
+    assert hinted_gpus({**FORGED, FIRST: "2"}, container(), "node", is_gpu_mem=False) == (2,)
 
 
 def test_an_init_containers_units_have_their_own_hint() -> None:
-    """Also where GPUShare's index names another card."""
+    """Also where GPUShare's index names another GPU."""
     annotations = {**FORGED, **HERE, FIRST: "2", PREDICATE_GPU_INDEX_PREFIX + "init-0": "3"}
-    assert hinted_cards(annotations, container(kind=ContainerKind.INIT), "node", is_gpu_mem=True) == (3,)
+    assert hinted_gpus(annotations, container(kind=ContainerKind.INIT), "node", is_gpu_mem=True) == (3,)
 
 
 @given(st.text(max_size=300))
 def test_any_text_gives_distinct_small_indexes_or_nothing(text: str) -> None:
     """Whatever a tenant writes."""
-    cards = predicted_cards({FIRST: text}, container(), "node")
-    assert len(set(cards)) == len(cards) <= 64 and all(0 <= card < 1000 for card in cards)
+    gpus = predicted_gpus({FIRST: text}, container(), "node")
+    assert len(set(gpus)) == len(gpus) <= 64 and all(0 <= gpu < 1000 for gpu in gpus)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from gpushare_agent.admission.decisions.identity import Call, ListedHoldings
-from gpushare_agent.admission.identification import Identification, Patience
+from gpushare_agent.admission.identification import Identification, Timeouts
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
 from gpushare_agent.model.pods import Pod
@@ -51,7 +51,7 @@ async def test_a_pod_that_cannot_be_decoded_refuses_the_call_with_the_reason() -
         refused=(),
         names=NAMES,
         clock=time.monotonic,
-        patience=Patience(),
+        timeouts=Timeouts(),
     )
     result = await identification.serve(Call(kind=ResourceKind.VCORE, size=10), Inside())
     assert isinstance(result, Refused) and result.reason is RefusalReason.NOT_READY

@@ -9,7 +9,7 @@ import pytest
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.identity import Served
-from gpushare_agent.admission.decisions.ledger import Books, Offer, Policy, free_ids
+from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
 from gpushare_agent.admission.decisions.memory_share import MemoryUse, blocks_taken, free_gpu_mem
 from gpushare_agent.admission.decisions.offered_devices import withheld
 from gpushare_agent.admission.decisions.plan import Plan, check, plan
@@ -22,7 +22,7 @@ from tests.support_core import allocation, container, ids, inventory, pod
 
 GPU_MEM = "aliyun.com/gpu-mem"
 NAMES = ResourceNames(gpu_mem=GPU_MEM)
-CARDS = inventory(2, 24 * 1024)
+GPUS = inventory(2, 24 * 1024)
 POLICY = Policy(names=NAMES)
 
 
@@ -30,29 +30,29 @@ def wants(units: int, name: str = "main", kind: ContainerKind = ContainerKind.MA
     return ContainerSpec(name=name, kind=kind, position=0, requests={GPU_MEM: units, **more})
 
 
-def units_of(card: int, numbers: range) -> frozenset[DeviceId]:
-    return frozenset(device_id(GpuUuid(f"GPU-{card}"), n) for n in numbers)
+def units_of(gpu: int, numbers: range) -> frozenset[DeviceId]:
+    return frozenset(device_id(GpuUuid(f"GPU-{gpu}"), n) for n in numbers)
 
 
 def holds(
-    owner: Pod, card: int, numbers: range, name: str = "main", kind: ContainerKind = ContainerKind.MAIN
+    owner: Pod, gpu: int, numbers: range, name: str = "main", kind: ContainerKind = ContainerKind.MAIN
 ) -> Allocation:
     return Allocation(
         key=ContainerKey(owner.uid, name),
         namespace="default",
         pod_name=owner.name,
         kind=kind,
-        cards=(GpuUuid(f"GPU-{card}"),),
-        gpu_mem_ids=units_of(card, numbers),
+        gpus=(GpuUuid(f"GPU-{gpu}"),),
+        gpu_mem_ids=units_of(gpu, numbers),
     )
 
 
-def books_of(*held: Allocation, without: ContainerKey | None = None) -> Books:
+def ledger_of(*held: Allocation, without: ContainerKey | None = None) -> Ledger:
     cache = AllocationCache()
     for one in held:
         cache.put(one)
-    return Books(
-        inventory=CARDS,
+    return Ledger(
+        inventory=GPUS,
         used_cores=cache.used_cores(without=without),
         used_blocks=cache.used_blocks(without=without),
         used_gpu_mem=cache.used_gpu_mem(without=without),
@@ -64,7 +64,7 @@ def books_of(*held: Allocation, without: ContainerKey | None = None) -> Books:
 def planned(
     owner: Pod,
     name: str,
-    books: Books,
+    ledger: Ledger,
     *,
     must: Sequence[str] = (),
     hint: tuple[int, ...] = (),
@@ -75,43 +75,43 @@ def planned(
     served = Served(pod=owner, container=spec)
     everything = sorted(units_of(0, range(24)) | units_of(1, range(24)))
     offer = Offer(kind=ResourceKind.GPU_MEM, available=everything, must_include=must, size=spec.requests[GPU_MEM])
-    return plan(served, offer, free_ids(served, offer.kind, everything, books), books, policy, hint)
+    return plan(served, offer, free_ids(served, offer.kind, everything, ledger), ledger, policy, hint)
 
 
-def test_the_fullest_card_that_fits_is_taken_and_its_ids_are_preferred() -> None:
+def test_the_fullest_gpu_that_fits_is_taken_and_its_ids_are_preferred() -> None:
     """The emptiest with spread; another with a hint that fits, not with one that does not."""
     a, b = pod("a", wants(6)), pod("b", wants(10))
-    books = books_of(holds(pod("x", wants(12)), 1, range(12)))
-    found = planned(a, "main", books)
-    assert isinstance(found, Plan) and found.cards == ("GPU-1",) and set(found.ids) == units_of(1, range(12, 18))
-    spread = planned(a, "main", books, policy=replace(POLICY, share_policy="spread"))
-    assert isinstance(spread, Plan) and spread.cards == ("GPU-0",)
-    hinted = planned(a, "main", books, hint=(0,))
-    assert isinstance(hinted, Plan) and hinted.cards == ("GPU-0",)
-    full = books_of(holds(pod("x", wants(20)), 1, range(20)))
+    ledger = ledger_of(holds(pod("x", wants(12)), 1, range(12)))
+    found = planned(a, "main", ledger)
+    assert isinstance(found, Plan) and found.gpus == ("GPU-1",) and set(found.ids) == units_of(1, range(12, 18))
+    spread = planned(a, "main", ledger, policy=replace(POLICY, share_policy="spread"))
+    assert isinstance(spread, Plan) and spread.gpus == ("GPU-0",)
+    hinted = planned(a, "main", ledger, hint=(0,))
+    assert isinstance(hinted, Plan) and hinted.gpus == ("GPU-0",)
+    full = ledger_of(holds(pod("x", wants(20)), 1, range(20)))
     unfit = planned(b, "main", full, hint=(1,))
-    assert isinstance(unfit, Plan) and unfit.cards == ("GPU-0",)
+    assert isinstance(unfit, Plan) and unfit.gpus == ("GPU-0",)
 
 
-def test_memory_is_one_account_for_both_resources_and_whole_cards() -> None:
-    """vmemory blocks of shares, gpu-mem units and whole cards take from the same card."""
+def test_memory_is_one_account_for_both_resources_and_whole_gpus() -> None:
+    """vmemory blocks of shares, gpu-mem units and whole GPUs take from the same GPU."""
     share, whole = pod("share", container(cores=30, blocks=40)), pod("whole", container(cores=100))
     held = (
-        allocation(share, "main", ids(0, range(30)), ids(0, range(40))),  # 10 GiB of card 0
+        allocation(share, "main", ids(0, range(30)), ids(0, range(40))),  # 10 GiB of GPU 0
         allocation(whole, "main", ids(1, range(100)), []),
     )
-    books = books_of(*held)
-    found = planned(pod("a", wants(14)), "main", books)
-    assert isinstance(found, Plan) and found.cards == ("GPU-0",)
-    refused = planned(pod("a", wants(15)), "main", books)
+    ledger = ledger_of(*held)
+    found = planned(pod("a", wants(14)), "main", ledger)
+    assert isinstance(found, Plan) and found.gpus == ("GPU-0",)
+    refused = planned(pod("a", wants(15)), "main", ledger)
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.NOT_ENOUGH_MEMORY
     assert f"15 {GPU_MEM} (15360 MiB)" in refused.detail and f"14 {GPU_MEM}" in refused.detail
 
 
-def test_vcuda_shares_and_whole_cards_see_what_gpu_mem_has_taken() -> None:
-    """A card with a memory share is not free as a whole, and has so many blocks less."""
-    memory = [holds(pod(f"m{card}", wants(20)), card, range(20)) for card in (0, 1)]
-    books = books_of(*memory)
+def test_vcuda_shares_and_whole_gpus_see_what_gpu_mem_has_taken() -> None:
+    """A GPU with a memory share is not free as a whole, and has so many blocks less."""
+    memory = [holds(pod(f"m{gpu}", wants(20)), gpu, range(20)) for gpu in (0, 1)]
+    ledger = ledger_of(*memory)
     for spec, reason in (
         (container(cores=30, blocks=17), RefusalReason.NOT_ENOUGH_MEMORY),
         (container(cores=100), RefusalReason.NOT_ENOUGH_CORES),
@@ -119,19 +119,19 @@ def test_vcuda_shares_and_whole_cards_see_what_gpu_mem_has_taken() -> None:
         served = Served(pod=pod("v", spec), container=spec)
         free = ids(0, range(100)) + ids(1, range(100))
         offer = Offer(kind=ResourceKind.VCORE, available=free, must_include=(), size=len(free))
-        outcome = plan(served, offer, [DeviceId(d) for d in free], books, POLICY, ())
+        outcome = plan(served, offer, [DeviceId(d) for d in free], ledger, POLICY, ())
         assert isinstance(outcome, Refused), (spec, reason)
     fits = container(cores=30, blocks=16)
     served = Served(pod=pod("v", fits), container=fits)
     offer = Offer(kind=ResourceKind.VCORE, available=ids(0, range(100)), must_include=(), size=30)
-    assert isinstance(plan(served, offer, [DeviceId(d) for d in ids(0, range(100))], books, POLICY, ()), Plan)
+    assert isinstance(plan(served, offer, [DeviceId(d) for d in ids(0, range(100))], ledger, POLICY, ()), Plan)
 
 
 @pytest.mark.parametrize(
     ("spec", "reason", "text"),
     [
-        (wants(25), RefusalReason.NOT_ENOUGH_MEMORY, "more than any card"),
-        (wants(2**40), RefusalReason.NOT_ENOUGH_MEMORY, "more than any card"),
+        (wants(25), RefusalReason.NOT_ENOUGH_MEMORY, "more than any GPU"),
+        (wants(2**40), RefusalReason.NOT_ENOUGH_MEMORY, "more than any GPU"),
         (wants(4, **{NAMES.vcore: 30}), RefusalReason.INVALID_REQUEST, "Ask for one or the other"),
         (wants(4, **{NAMES.vmemory: 3}), RefusalReason.INVALID_REQUEST, "Ask for one or the other"),
     ],
@@ -140,76 +140,76 @@ def test_a_wish_that_cannot_be_met_is_refused_with_what_is_valid(
     spec: ContainerSpec, reason: RefusalReason, text: str
 ) -> None:
     """Whatever is free; by both resources' calls."""
-    refused = planned(pod("a", spec), "main", books_of())
+    refused = planned(pod("a", spec), "main", ledger_of())
     assert isinstance(refused, Refused) and refused.reason is reason and text in refused.detail
 
 
 def test_a_node_that_does_not_share_gives_no_memory_shares() -> None:
     """share_mode off."""
-    refused = planned(pod("a", wants(4)), "main", books_of(), policy=replace(POLICY, share_mode=False))
+    refused = planned(pod("a", wants(4)), "main", ledger_of(), policy=replace(POLICY, share_mode=False))
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.SHARING_DISABLED
 
 
 def test_an_init_containers_units_go_on_to_the_containers_after_it() -> None:
-    """It is placed where its heir fits too, and the heir must come to the same card."""
+    """It is placed where its heir fits too, and the heir must come to the same GPU."""
     owner = pod("a", wants(4, "init", ContainerKind.INIT), wants(10))
     other = holds(pod("x", wants(16)), 1, range(16))  # 8 left there: enough for the init container, not for the heir
-    first = planned(owner, "init", books_of(other))
-    assert isinstance(first, Plan) and first.cards == ("GPU-0",)
+    first = planned(owner, "init", ledger_of(other))
+    assert isinstance(first, Plan) and first.gpus == ("GPU-0",)
     given = holds(owner, 0, range(4), "init", ContainerKind.INIT)
-    heir = planned(owner, "main", books_of(other, given), must=sorted(given.gpu_mem_ids))
-    assert isinstance(heir, Plan) and heir.cards == ("GPU-0",) and given.gpu_mem_ids <= set(heir.ids)
+    heir = planned(owner, "main", ledger_of(other, given), must=sorted(given.gpu_mem_ids))
+    assert isinstance(heir, Plan) and heir.gpus == ("GPU-0",) and given.gpu_mem_ids <= set(heir.ids)
 
 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (units_of(0, range(3)) | units_of(1, range(12, 15)), RefusalReason.WRONG_CARDS),
+        (units_of(0, range(3)) | units_of(1, range(12, 15)), RefusalReason.WRONG_GPUS),
         (units_of(0, range(5)), RefusalReason.INVALID_REQUEST),
         (units_of(0, range(20, 26)), RefusalReason.UNKNOWN_DEVICE),
         (units_of(1, range(6, 12)), RefusalReason.DEVICE_IN_USE),
     ],
 )
 def test_what_the_kubelet_allocates_is_checked(given: frozenset[DeviceId], reason: RefusalReason) -> None:
-    """Two cards, too few, no such unit, somebody else's."""
+    """Two GPUs, too few, no such unit, somebody else's."""
     spec = wants(6)
     served = Served(pod=pod("a", spec), container=spec)
-    books = books_of(holds(pod("x", wants(10)), 1, range(10)))
-    refused = check(served, ResourceKind.GPU_MEM, sorted(given), books, POLICY, ())
+    ledger = ledger_of(holds(pod("x", wants(10)), 1, range(10)))
+    refused = check(served, ResourceKind.GPU_MEM, sorted(given), ledger, POLICY, ())
     assert isinstance(refused, Refused) and refused.reason is reason
 
 
 def test_units_that_are_free_by_number_but_not_by_memory_are_refused() -> None:
     """The kubelet counts IDs; the account counts MiB."""
     share = pod("share", container(cores=30, blocks=80))
-    books = books_of(allocation(share, "main", ids(0, range(30)), ids(0, range(80))))
+    ledger = ledger_of(allocation(share, "main", ids(0, range(30)), ids(0, range(80))))
     spec = wants(5)
     served = Served(pod=pod("a", spec), container=spec)
-    refused = check(served, ResourceKind.GPU_MEM, sorted(units_of(0, range(5))), books, POLICY, ())
+    refused = check(served, ResourceKind.GPU_MEM, sorted(units_of(0, range(5))), ledger, POLICY, ())
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.NOT_ENOUGH_MEMORY
     fits = wants(4)
     served = Served(pod=pod("a", fits), container=fits)
-    assert check(served, ResourceKind.GPU_MEM, sorted(units_of(0, range(4))), books, POLICY, ()) == ("GPU-0",)
+    assert check(served, ResourceKind.GPU_MEM, sorted(units_of(0, range(4))), ledger, POLICY, ()) == ("GPU-0",)
 
 
 def test_a_block_taken_in_part_is_taken() -> None:
     """Sizes that do not divide each other."""
     names = ResourceNames(gpu_mem=GPU_MEM, memory_block_mib=300, gpu_mem_unit_mib=1024)
     assert [blocks_taken(units, names) for units in (0, 1, 3)] == [0, 4, 11]
-    card = CARDS.cards[0]
-    use = MemoryUse(blocks={card.uuid: 1}, gpu_mem={card.uuid: 2}, whole=frozenset())
-    assert free_gpu_mem(card, use, names) == (24 * 1024 - 300) // 1024 - 2
+    gpu = GPUS.gpus[0]
+    use = MemoryUse(blocks={gpu.uuid: 1}, gpu_mem={gpu.uuid: 2}, whole=frozenset())
+    assert free_gpu_mem(gpu, use, names) == (24 * 1024 - 300) // 1024 - 2
 
 
 def kept_back(kind: ResourceKind, *held: Allocation, no_shares: bool = False) -> Mapping[str, int]:
-    """How many IDs of each card are withheld."""
-    books = books_of(*held)
+    """How many IDs of each GPU are withheld."""
+    ledger = ledger_of(*held)
     use = MemoryUse(
-        blocks=books.used_blocks,
-        gpu_mem=books.used_gpu_mem,
-        whole=frozenset(card for one in held if one.is_whole for card in one.cards),
+        blocks=ledger.used_blocks,
+        gpu_mem=ledger.used_gpu_mem,
+        whole=frozenset(gpu for one in held if one.is_whole for gpu in one.gpus),
     )
-    found = withheld(kind, CARDS, books.holders, use, NAMES, no_shares=no_shares)
+    found = withheld(kind, GPUS, ledger.holders, use, NAMES, no_shares=no_shares)
     assert no_shares or not any(found & one.ids(kind) for one in held)
     counts: dict[str, int] = {}
     for device in found:
@@ -217,8 +217,8 @@ def kept_back(kind: ResourceKind, *held: Allocation, no_shares: bool = False) ->
     return counts
 
 
-def test_the_kubelet_is_told_what_the_account_cannot_pay_for() -> None:
-    """Each resource by what the others have taken; what is held stays; a whole card has no units."""
+def test_the_kubelet_is_reported_what_the_account_cannot_pay_for() -> None:
+    """Each resource by what the others have taken; what is held stays; a whole GPU has no units."""
     share = allocation(pod("s", container(cores=30, blocks=40)), "main", ids(0, range(30)), ids(0, range(40)))
     whole = allocation(pod("w", container(cores=100)), "main", ids(1, range(100)), [])
     memory = holds(pod("m", wants(6)), 0, range(6))
@@ -228,8 +228,8 @@ def test_the_kubelet_is_told_what_the_account_cannot_pay_for() -> None:
     assert kept_back(ResourceKind.GPU_MEM) == kept_back(ResourceKind.VMEMORY) == {}
 
 
-def test_without_the_daemon_of_the_isolation_no_memory_is_offered_but_cores_for_whole_cards() -> None:
-    """A share needs memory, a whole card does not."""
+def test_without_the_daemon_of_the_isolation_no_memory_is_offered_but_cores_for_whole_gpus() -> None:
+    """A share needs memory, a whole GPU does not."""
     assert kept_back(ResourceKind.VMEMORY, no_shares=True) == {"GPU-0": 96, "GPU-1": 96}
     assert kept_back(ResourceKind.GPU_MEM, no_shares=True) == {"GPU-0": 24, "GPU-1": 24}
     assert kept_back(ResourceKind.VCORE, no_shares=True) == {}

@@ -1,4 +1,4 @@
-"""What becomes of an outcome: a record, an Event that says what each card lacked."""
+"""What becomes of an outcome: a record, an Event that says what each GPU lacked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.admission.decisions.explain import Explanation
 from gpushare_agent.admission.decisions.identity import Served
-from gpushare_agent.admission.notifications import AdmissionNews
+from gpushare_agent.admission.notifications import AdmissionObserver
 from gpushare_agent.cluster.pod_events import MAX_MESSAGE_CHARS
 from gpushare_agent.model.decision_records import Asked, Candidate
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -17,14 +17,14 @@ from gpushare_agent.model.resources import ResourceKind
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 
 
-class Told:
+class Reported:
     """Everybody who is told."""
 
     def __init__(self) -> None:
         self.log = DecisionLog(10)
         self.events: list[str] = []
         self.counted: list[tuple[str, str]] = []
-        self.news = AdmissionNews(
+        self.news = AdmissionObserver(
             metrics=self,
             annotations=self,
             events=self,
@@ -48,7 +48,7 @@ class Told:
         self.events.append(refused.detail)
 
 
-def why(verdict: str = "10 cores short", cards: int = 2, chosen: int | None = None) -> Explanation:
+def why(verdict: str = "10 cores short", gpus: int = 2, chosen: int | None = None) -> Explanation:
     return Explanation(
         asked=Asked(cores=30, memory_bytes=1),
         candidates=tuple(
@@ -62,10 +62,10 @@ def why(verdict: str = "10 cores short", cards: int = 2, chosen: int | None = No
                 is_chosen=index == chosen,
                 verdict="chosen" if index == chosen else verdict,
             )
-            for index in range(cards)
+            for index in range(gpus)
         ),
         policy="share",
-        why="card 1: the fullest of 2 cards with room",
+        why="GPU 1: the fullest of 2 GPUs with room",
     )
 
 
@@ -75,50 +75,50 @@ SERVED = Served(pod=OWNER, container=OWNER.containers[0])
 
 def test_an_allocation_is_recorded_with_its_reason() -> None:
     """Once: what follows the plan is only counted."""
-    told = Told()
+    reported = Reported()
     held = allocation(OWNER, "main", ids(1, range(30)), [])
-    told.news.allocated(SERVED, held, ResourceKind.VCORE, why(chosen=1))
-    told.news.allocated(SERVED, held, ResourceKind.VMEMORY, None)
-    (record,) = told.log.newest(5)
+    reported.news.allocated(SERVED, held, ResourceKind.VCORE, why(chosen=1))
+    reported.news.allocated(SERVED, held, ResourceKind.VMEMORY, None)
+    (record,) = reported.log.newest(5)
     assert (record.namespace, record.pod, record.container, record.at) == ("default", "p", "main", 1_700_000_000.0)
-    assert (record.outcome, record.policy, record.cards) == ("allocated", "share", (1,))
-    assert record.explanation == "card 1: the fullest of 2 cards with room"
-    assert told.counted == [("allocated", "")] * 2
+    assert (record.outcome, record.policy, record.gpus) == ("allocated", "share", (1,))
+    assert record.explanation == "GPU 1: the fullest of 2 GPUs with room"
+    assert reported.counted == [("allocated", "")] * 2
 
 
-def test_a_refusals_event_says_what_each_card_lacked() -> None:
+def test_a_refusals_event_says_what_each_gpu_lacked() -> None:
     """The record keeps the refusal's own text beside the candidates."""
-    told = Told()
-    refused = Refused(reason=RefusalReason.FRAGMENTED, detail="no card for this.")
-    told.news.refused(SERVED, ResourceKind.VCORE, refused, why(chosen=0))
-    assert told.events == ["no card for this. Card by card: card 0: it was planned here; card 1: 10 cores short."]
-    (record,) = told.log.newest(5)
-    assert (record.reason, record.explanation, record.cards) == ("Fragmented", "no card for this.", ())
+    reported = Reported()
+    refused = Refused(reason=RefusalReason.FRAGMENTED, detail="no GPU for this.")
+    reported.news.refused(SERVED, ResourceKind.VCORE, refused, why(chosen=0))
+    assert reported.events == ["no GPU for this. GPU by GPU: GPU 0: it was planned here; GPU 1: 10 cores short."]
+    (record,) = reported.log.newest(5)
+    assert (record.reason, record.explanation, record.gpus) == ("Fragmented", "no GPU for this.", ())
     assert not any(candidate.is_chosen for candidate in record.candidates)
 
 
 def test_an_event_keeps_within_its_length() -> None:
-    """The refusal itself comes first; cards are left out rather than cut."""
-    told = Told()
+    """The refusal itself comes first; GPUs are left out rather than cut."""
+    reported = Reported()
     long = Refused(reason=RefusalReason.FRAGMENTED, detail="d" * (MAX_MESSAGE_CHARS - 100) + ".")
-    told.news.refused(SERVED, ResourceKind.VCORE, long, why(cards=64))
-    told.news.refused(SERVED, ResourceKind.VCORE, Refused(reason=long.reason, detail="d" * 2000), why())
-    assert len(told.events[0]) <= MAX_MESSAGE_CHARS and told.events[0].endswith("; ….")
-    assert told.events[1] == "d" * 2000
+    reported.news.refused(SERVED, ResourceKind.VCORE, long, why(gpus=64))
+    reported.news.refused(SERVED, ResourceKind.VCORE, Refused(reason=long.reason, detail="d" * 2000), why())
+    assert len(reported.events[0]) <= MAX_MESSAGE_CHARS and reported.events[0].endswith("; ….")
+    assert reported.events[1] == "d" * 2000
 
 
 def test_a_call_for_nobody_known_is_recorded_without_a_name() -> None:
     """No Event: there is no pod to put it on."""
-    told = Told()
-    told.news.refused(None, ResourceKind.VCORE, Refused(reason=RefusalReason.POD_UNKNOWN, detail="who?"), None)
-    (record,) = told.log.newest(5)
+    reported = Reported()
+    reported.news.refused(None, ResourceKind.VCORE, Refused(reason=RefusalReason.POD_UNKNOWN, detail="who?"), None)
+    (record,) = reported.log.newest(5)
     assert (record.pod, record.reason, record.candidates) == ("", "PodUnknown", ())
-    assert told.events == []
+    assert reported.events == []
 
 
-def test_a_refused_start_is_recorded_and_told_and_no_admission() -> None:
+def test_a_refused_start_is_recorded_and_reported_and_no_admission() -> None:
     """The container was admitted before."""
-    told = Told()
-    told.news.start_refused(SERVED, ResourceKind.VCORE, Refused(reason=RefusalReason.NOT_READY, detail="disk full"))
-    assert told.log.newest(5)[0].explanation == "disk full"
-    assert told.events == ["disk full"] and told.counted == []
+    reported = Reported()
+    reported.news.start_refused(SERVED, ResourceKind.VCORE, Refused(reason=RefusalReason.NOT_READY, detail="disk full"))
+    assert reported.log.newest(5)[0].explanation == "disk full"
+    assert reported.events == ["disk full"] and reported.counted == []

@@ -8,7 +8,7 @@ import pytest
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.identity import Served
-from gpushare_agent.admission.decisions.ledger import Books, Offer, Policy, free_ids
+from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
 from gpushare_agent.admission.decisions.plan import Plan, check, plan
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -22,12 +22,12 @@ POLICY = Policy(names=NAMES)
 CORES, MEMORY = ResourceKind.VCORE, ResourceKind.VMEMORY
 
 
-def books(served: Served, *held: Allocation, cards: GpuInventory | None = None) -> Books:
+def ledger(served: Served, *held: Allocation, gpus: GpuInventory | None = None) -> Ledger:
     cache = AllocationCache()
     for one in held:
         cache.put(one)
-    return Books(
-        inventory=cards or inventory(),
+    return Ledger(
+        inventory=gpus or inventory(),
         used_cores=cache.used_cores(without=served.key),
         used_blocks=cache.used_blocks(without=served.key),
         holders={kind: cache.holders(kind) for kind in ResourceKind},
@@ -42,54 +42,54 @@ def serve(owner: Pod, name: str = "main") -> Served:
 
 
 def planned(
-    served: Served, kind: ResourceKind, available: list[str], facts: Books, must: tuple[str, ...] = ()
+    served: Served, kind: ResourceKind, available: list[str], facts: Ledger, must: tuple[str, ...] = ()
 ) -> Plan | Refused:
     size = NAMES.wanted(served.container, kind)
     offer = Offer(kind=kind, available=available, must_include=must, size=size)
     return plan(served, offer, free_ids(served, kind, available, facts), facts, POLICY, ())
 
 
-def all_ids(cards: int = 2, count: int = 100) -> list[str]:
-    return [i for card in range(cards) for i in ids(card, range(count))]
+def all_ids(gpus: int = 2, count: int = 100) -> list[str]:
+    return [i for gpu in range(gpus) for i in ids(gpu, range(count))]
 
 
-def test_a_share_gets_ids_of_one_card() -> None:
-    """Binpack: the fullest card that fits, its lowest free IDs."""
+def test_a_share_gets_ids_of_one_gpu() -> None:
+    """Binpack: the fullest GPU that fits, its lowest free IDs."""
     served = serve(pod("new", container(cores=10, blocks=4)))
-    facts = books(served, allocation(pod("old"), "main", ids(1, range(30)), ids(1, range(10))))
+    facts = ledger(served, allocation(pod("old"), "main", ids(1, range(30)), ids(1, range(10))))
     result = planned(served, CORES, [i for i in all_ids() if i not in ids(1, range(30))], facts)
     assert isinstance(result, Plan)
-    assert result.cards == (GpuUuid("GPU-1"),) and result.ids == tuple(ids(1, range(30, 40)))
+    assert result.gpus == (GpuUuid("GPU-1"),) and result.ids == tuple(ids(1, range(30, 40)))
 
 
 def test_ids_that_a_live_container_holds_are_never_preferred() -> None:
     """The kubelet offers all of them; ours stay out."""
     served = serve(pod("new", container(cores=10, blocks=4)))
-    facts = books(served, allocation(pod("old"), "main", ids(0, range(30)), ids(0, range(10))))
+    facts = ledger(served, allocation(pod("old"), "main", ids(0, range(30)), ids(0, range(10))))
     result = planned(served, CORES, all_ids(), facts)
     assert isinstance(result, Plan) and not set(result.ids) & set(ids(0, range(30)))
 
 
-def test_a_card_has_no_more_room_than_the_kubelet_offers() -> None:
+def test_a_gpu_has_no_more_room_than_the_kubelet_offers() -> None:
     """Devices of a pod that still ends are free for us but not for the kubelet."""
     served = serve(pod("new", container(cores=50, blocks=4)))
-    result = planned(served, CORES, ids(0, range(40)) + ids(1, range(60)), books(served))
-    assert isinstance(result, Plan) and result.cards == (GpuUuid("GPU-1"),)
+    result = planned(served, CORES, ids(0, range(40)) + ids(1, range(60)), ledger(served))
+    assert isinstance(result, Plan) and result.gpus == (GpuUuid("GPU-1"),)
 
 
 def test_memory_first_plans_the_whole_container() -> None:
-    """The card is chosen for cores and memory; the IDs asked for are memory's."""
+    """The GPU is chosen for cores and memory; the IDs asked for are memory's."""
     served = serve(pod("new", container(cores=80, blocks=4)))
-    facts = books(served, allocation(pod("old"), "main", ids(0, range(30)), ids(0, range(10))))
+    facts = ledger(served, allocation(pod("old"), "main", ids(0, range(30)), ids(0, range(10))))
     result = planned(served, MEMORY, all_ids(count=96), facts)
     assert isinstance(result, Plan)
-    assert result.cards == (GpuUuid("GPU-1"),) and result.ids == tuple(ids(1, range(4)))
+    assert result.gpus == (GpuUuid("GPU-1"),) and result.ids == tuple(ids(1, range(4)))
 
 
 def test_memory_ids_are_counters() -> None:
-    """When a card's own memory IDs are gone, any others do: the memory is charged to the card of the cores."""
+    """When a GPU's own memory IDs are gone, any others do: the memory is charged to the GPU of the cores."""
     served = serve(pod("new", container(cores=10, blocks=4)))
-    result = planned(served, MEMORY, ids(1, range(2)) + ids(0, range(1)) + ids(1, range(50, 60)), books(served))
+    result = planned(served, MEMORY, ids(1, range(2)) + ids(0, range(1)) + ids(1, range(50, 60)), ledger(served))
     assert isinstance(result, Plan) and len(result.ids) == 4 and len(set(result.ids)) == 4
 
 
@@ -100,15 +100,15 @@ def test_requests_that_cannot_be_are_refused_with_what_is_valid(cores: int, bloc
     """The text names the number or the resource that is wrong."""
     served = serve(pod("bad", container(cores=cores, blocks=blocks)))
     kind = CORES if cores else MEMORY
-    result = planned(served, kind, all_ids(), books(served))
+    result = planned(served, kind, all_ids(), ledger(served))
     assert isinstance(result, Refused) and result.reason is RefusalReason.INVALID_REQUEST
     assert word in result.detail
 
 
-def test_allocated_ids_bind_the_card() -> None:
+def test_allocated_ids_bind_the_gpu() -> None:
     """What the kubelet allocated counts, not what was planned."""
     served = serve(pod("new", container(cores=10, blocks=4)))
-    result = check(served, CORES, ids(1, range(10)), books(served), POLICY, (GpuUuid("GPU-0"),))
+    result = check(served, CORES, ids(1, range(10)), ledger(served), POLICY, (GpuUuid("GPU-0"),))
     assert result == (GpuUuid("GPU-1"),)
 
 
@@ -120,13 +120,13 @@ def test_allocated_ids_bind_the_card() -> None:
         ([*ids(0, range(9)), "GPU-9::1"], RefusalReason.UNKNOWN_DEVICE),
         ([*ids(0, range(9)), "GPU-0::100"], RefusalReason.UNKNOWN_DEVICE),
         ([*ids(0, range(9)), "nonsense"], RefusalReason.UNKNOWN_DEVICE),
-        (ids(0, range(5)) + ids(1, range(5)), RefusalReason.WRONG_CARDS),
+        (ids(0, range(5)) + ids(1, range(5)), RefusalReason.WRONG_GPUS),
     ],
 )
 def test_wrong_ids_are_refused(given: list[str], reason: RefusalReason) -> None:
-    """Too few, twice, of no card, beyond the card, of two cards."""
+    """Too few, twice, of no GPU, beyond the GPU, of two GPUs."""
     served = serve(pod("new", container(cores=10, blocks=4)))
-    result = check(served, CORES, given, books(served), POLICY, ())
+    result = check(served, CORES, given, ledger(served), POLICY, ())
     assert isinstance(result, Refused) and result.reason is reason
     assert "default/new" in result.detail
 
@@ -134,38 +134,38 @@ def test_wrong_ids_are_refused(given: list[str], reason: RefusalReason) -> None:
 def test_ids_of_a_live_container_are_refused() -> None:
     """Whatever the kubelet believes, no ID is given twice."""
     served = serve(pod("new", container(cores=10, blocks=4)))
-    facts = books(served, allocation(pod("old"), "main", ids(0, range(5)), []))
+    facts = ledger(served, allocation(pod("old"), "main", ids(0, range(5)), []))
     result = check(served, CORES, ids(0, range(10)), facts, POLICY, ())
     assert isinstance(result, Refused) and result.reason is RefusalReason.DEVICE_IN_USE
 
 
-def test_memory_is_charged_to_the_card_of_the_cores() -> None:
-    """Memory IDs of the other card do not help a full card."""
+def test_memory_is_charged_to_the_gpu_of_the_cores() -> None:
+    """Memory IDs of the other GPU do not help a full GPU."""
     served = serve(pod("new", container(cores=10, blocks=60)))
     old = allocation(pod("old"), "main", ids(0, range(5)), ids(1, range(50)))
     mine = allocation(served.pod, "main", ids(0, range(10, 20)), [])
-    result = check(served, MEMORY, ids(1, range(50, 96)) + ids(0, range(14)), books(served, old, mine), POLICY, ())
+    result = check(served, MEMORY, ids(1, range(50, 96)) + ids(0, range(14)), ledger(served, old, mine), POLICY, ())
     assert isinstance(result, Refused) and result.reason is RefusalReason.NOT_ENOUGH_MEMORY
     assert "46 blocks" in result.detail
 
 
-def test_a_whole_card_must_be_free() -> None:
+def test_a_whole_gpu_must_be_free() -> None:
     """All hundred IDs do not help while its memory is charged."""
     served = serve(pod("new", container(cores=100)))
     whole = ids(0, range(100))
-    assert check(served, CORES, whole, books(served), POLICY, ()) == (GpuUuid("GPU-0"),)
-    waiting = replace(allocation(pod("old"), "main", [], ids(0, range(3))), cards=(GpuUuid("GPU-0"),))
-    result = check(served, CORES, whole, books(served, waiting), POLICY, ())
+    assert check(served, CORES, whole, ledger(served), POLICY, ()) == (GpuUuid("GPU-0"),)
+    waiting = replace(allocation(pod("old"), "main", [], ids(0, range(3))), gpus=(GpuUuid("GPU-0"),))
+    result = check(served, CORES, whole, ledger(served, waiting), POLICY, ())
     assert isinstance(result, Refused) and result.reason is RefusalReason.NOT_ENOUGH_CORES
 
 
-def test_an_unhealthy_card_is_not_given() -> None:
+def test_an_unhealthy_gpu_is_not_given() -> None:
     """It may have turned between the preference and the Allocate."""
     served = serve(pod("new", container(cores=10, blocks=4)))
     found = inventory()
-    sick = replace(found, cards=(replace(found.cards[0], health=Health.UNHEALTHY), found.cards[1]))
-    result = check(served, CORES, ids(0, range(10)), books(served, cards=sick), POLICY, ())
-    assert isinstance(result, Refused) and result.reason is RefusalReason.NO_HEALTHY_CARD
+    sick = replace(found, gpus=(replace(found.gpus[0], health=Health.UNHEALTHY), found.gpus[1]))
+    result = check(served, CORES, ids(0, range(10)), ledger(served, gpus=sick), POLICY, ())
+    assert isinstance(result, Refused) and result.reason is RefusalReason.NO_HEALTHY_GPU
 
 
 def chain(init_cores: int, main_cores: int, init_blocks: int = 2, main_blocks: int = 4) -> Pod:
@@ -177,41 +177,41 @@ def chain(init_cores: int, main_cores: int, init_blocks: int = 2, main_blocks: i
 
 
 def test_an_init_container_goes_where_its_heir_fits() -> None:
-    """Its IDs are handed on, so the main container's share must find room on the same card."""
+    """Its IDs are handed on, so the main container's share must find room on the same GPU."""
     served = serve(chain(10, 60), "i")
-    facts = books(served, allocation(pod("old"), "main", ids(0, range(50)), ids(0, range(4))))
+    facts = ledger(served, allocation(pod("old"), "main", ids(0, range(50)), ids(0, range(4))))
     result = planned(served, CORES, [i for i in all_ids() if i not in ids(0, range(50))], facts)
-    assert isinstance(result, Plan) and result.cards == (GpuUuid("GPU-1"),)
+    assert isinstance(result, Plan) and result.gpus == (GpuUuid("GPU-1"),)
 
 
-def test_the_heir_stays_on_the_init_containers_card() -> None:
-    """The kubelet includes the init container's IDs; the rest comes from the same card."""
+def test_the_heir_stays_on_the_init_containers_gpu() -> None:
+    """The kubelet includes the init container's IDs; the rest comes from the same GPU."""
     owner = chain(10, 60)
     served = serve(owner, "m")
     init = allocation(owner, "i", ids(1, range(10)), ids(1, range(2)), ContainerKind.INIT)
-    facts = books(served, init, allocation(pod("old"), "main", ids(0, range(40)), ids(0, range(4))))
+    facts = ledger(served, init, allocation(pod("old"), "main", ids(0, range(40)), ids(0, range(4))))
     must = tuple(ids(1, range(10)))
     result = planned(served, CORES, [i for i in all_ids() if i not in ids(0, range(40))], facts, must)
-    assert isinstance(result, Plan) and result.cards == (GpuUuid("GPU-1"),)
+    assert isinstance(result, Plan) and result.gpus == (GpuUuid("GPU-1"),)
     assert set(result.ids) == set(ids(1, range(60)))
     memory_first = planned(served, MEMORY, all_ids(count=96), facts, tuple(ids(1, range(2))))
-    assert isinstance(memory_first, Plan) and memory_first.cards == (GpuUuid("GPU-1"),)
+    assert isinstance(memory_first, Plan) and memory_first.gpus == (GpuUuid("GPU-1"),)
 
 
-def test_an_heir_of_a_full_card_counts_the_init_containers_units_as_its_own() -> None:
+def test_an_heir_of_a_full_gpu_counts_the_init_containers_units_as_its_own() -> None:
     """40 of the init container plus 20 free make 60, also for memory."""
     owner = chain(40, 60, init_blocks=50, main_blocks=90)
     served = serve(owner, "m")
     init = allocation(owner, "i", ids(0, range(40)), ids(0, range(50)), ContainerKind.INIT)
-    facts = books(served, init, allocation(pod("old"), "main", ids(0, range(60, 100)), ids(0, range(90, 96))))
+    facts = ledger(served, init, allocation(pod("old"), "main", ids(0, range(60, 100)), ids(0, range(90, 96))))
     given = ids(0, range(60))
     assert check(served, CORES, given, facts, POLICY, ()) == (GpuUuid("GPU-0"),)
 
 
-def test_an_init_container_with_more_cards_than_its_heir_is_refused() -> None:
-    """The kubelet would hand on IDs of both cards at random."""
+def test_an_init_container_with_more_gpus_than_its_heir_is_refused() -> None:
+    """The kubelet would hand on IDs of both GPUs at random."""
     served = serve(chain(200, 100, 0, 0), "i")
-    result = planned(served, CORES, all_ids(), books(served))
+    result = planned(served, CORES, all_ids(), ledger(served))
     assert isinstance(result, Refused) and result.reason is RefusalReason.INVALID_REQUEST
     assert "init container i" in result.detail
 
@@ -219,31 +219,31 @@ def test_an_init_container_with_more_cards_than_its_heir_is_refused() -> None:
 def test_offers_that_are_mostly_taken_are_refused_with_the_numbers() -> None:
     """Memory IDs run out when the kubelet offers what others hold."""
     served = serve(pod("new", container(cores=10, blocks=4)))
-    facts = books(served, allocation(pod("old"), "main", ids(1, range(5)), ids(0, range(10))))
+    facts = ledger(served, allocation(pod("old"), "main", ids(1, range(5)), ids(0, range(10))))
     result = planned(served, MEMORY, ids(0, range(12)), facts)
     assert (
         isinstance(result, Refused) and result.reason is RefusalReason.DEVICE_IN_USE and "2 of the 12" in result.detail
     )
 
 
-def test_a_card_with_as_many_shares_as_one_can_serve_takes_no_more() -> None:
-    """MPS has a bound on its clients: the next share goes to another card, and where there is none the text says why. Init
-    containers are over before the others start, and whole cards go on."""
-    policy = replace(POLICY, max_shares_of_card=2)
+def test_a_gpu_with_as_many_shares_as_one_can_serve_takes_no_more() -> None:
+    """MPS has a bound on its clients: the next share goes to another GPU, and where there is none the text says why. Init
+    containers are over before the others start, and whole GPUs go on."""
+    policy = replace(POLICY, max_shares_of_gpu=2)
     held = [allocation(pod(f"p{n}"), "main", ids(0, range(n, n + 1)), ids(0, range(n, n + 1))) for n in range(2)]
     init = allocation(pod("i"), "init", ids(1, range(1)), ids(1, range(1)), ContainerKind.INIT)
     served = serve(pod("new", container(cores=10, blocks=4)))
 
-    def place(facts: Books, which: Served = served) -> Plan | Refused:
+    def place(facts: Ledger, which: Served = served) -> Plan | Refused:
         size = NAMES.wanted(which.container, CORES)
         offer = Offer(kind=CORES, available=all_ids(), must_include=(), size=size)
         return plan(which, offer, free_ids(which, CORES, all_ids(), facts), facts, policy, ())
 
-    found = place(books(served, *held, init))
-    assert isinstance(found, Plan) and found.cards == (GpuUuid("GPU-1"),)
+    found = place(ledger(served, *held, init))
+    assert isinstance(found, Plan) and found.gpus == (GpuUuid("GPU-1"),)
     more = [allocation(pod(f"q{n}"), "main", ids(1, range(n, n + 1)), ids(1, range(n, n + 1))) for n in range(2)]
-    refused = place(books(served, *held, *more))
+    refused = place(ledger(served, *held, *more))
     assert isinstance(refused, Refused)
-    assert "2 cards count as full" in refused.detail and "mps.max_clients" in refused.detail
+    assert "2 GPUs count as full" in refused.detail and "mps.max_clients" in refused.detail
     whole = serve(pod("whole", container(cores=100)))
-    assert isinstance(place(books(whole, *held), whole), Plan)
+    assert isinstance(place(ledger(whole, *held), whole), Plan)

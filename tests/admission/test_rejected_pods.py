@@ -27,7 +27,7 @@ from tests.support_kube import (
 )
 
 RESOURCES = (VCORE_RESOURCE, VMEMORY_RESOURCE)
-MESSAGE = "Pod was rejected: Allocate failed due to rpc error: code = Unavailable desc = no card, which is unexpected"
+MESSAGE = "Pod was rejected: Allocate failed due to rpc error: code = Unavailable desc = no GPU, which is unexpected"
 
 
 def _rejected(name: str, version: int, **fields: Any) -> Pod:

@@ -25,14 +25,14 @@ from tests.support_agent import (
     arguments,
     assert_nothing_shared,
     calls_of,
-    cards_of,
+    gpus_of,
     holders_of,
     log_lines,
     open_agent,
     open_child,
     poll_until,
     uuid_of,
-    wait_books_equal,
+    wait_ledger_equal,
     wait_registered,
     wait_running,
     wait_settled,
@@ -79,7 +79,7 @@ async def test_a_request_that_cannot_be_granted_is_refused_with_what_is_valid(
         assert holders_of(agent) == 0
         node.api.create_pod(pod("right", container(cores=30, blocks=10)))
         await wait_running(node, "right")
-        await wait_books_equal(node, agent)
+        await wait_ledger_equal(node, agent)
 
 
 async def test_a_pod_that_asks_for_zero_cores_is_a_plain_pod() -> None:
@@ -102,11 +102,11 @@ async def test_a_predicate_annotation_that_makes_no_sense_is_ignored(text: str) 
         annotations = {f"{PREDICATE_GPU_INDEX_PREFIX}0": text}
         node.api.create_pod(pod("tenant", container(cores=30, blocks=10), annotations=annotations))
         await wait_running(node, "tenant")
-        assert cards_of(node, "tenant") == {uuid_of(agent, 0)}
+        assert gpus_of(node, "tenant") == {uuid_of(agent, 0)}
 
 
 async def test_a_predicate_annotation_counts_on_its_node_only_and_where_it_fits() -> None:
-    """Feasible on this node: honoured. For another node, or on a card that is full: not."""
+    """Feasible on this node: honoured. For another node, or on a GPU that is full: not."""
     async with open_test_node() as node, open_agent(node) as agent:
         for name, where, cores, expected in (
             ("elsewhere", "another-node", 30, 0),
@@ -116,9 +116,9 @@ async def test_a_predicate_annotation_counts_on_its_node_only_and_where_it_fits(
             annotations = {PREDICATE_NODE_ANNOTATION: where, f"{PREDICATE_GPU_INDEX_PREFIX}0": "3"}
             node.api.create_pod(pod(name, container(cores=cores, blocks=10), annotations=annotations))
             await wait_running(node, name)
-            assert cards_of(node, name) == {uuid_of(agent, expected)}, name
+            assert gpus_of(node, name) == {uuid_of(agent, expected)}, name
         assert_nothing_shared(node)
-        await wait_books_equal(node, agent)
+        await wait_ledger_equal(node, agent)
 
 
 # --- a kubelet that does not do what it is advised ---
@@ -175,24 +175,24 @@ async def _ignoring_advice(node: EmbeddedNode, change: Callable[[list[str]], lis
         service.close()
 
 
-def _card(ids: list[str]) -> str:
+def _gpu(ids: list[str]) -> str:
     return ids[0].partition("::")[0]
 
 
 CHANGES: dict[str, tuple[Callable[[list[str]], list[str]], str]] = {
-    "unknown-card": (lambda ids: [f"GPU-nobody::{n}" for n in range(len(ids))], "names no card"),
-    "unknown-number": (lambda ids: [*ids[1:], f"{_card(ids)}::100"], "names no card"),
-    "no-id-at-all": (lambda ids: [*ids[1:], "what\nis this"], "names no card"),
+    "unknown-card": (lambda ids: [f"GPU-nobody::{n}" for n in range(len(ids))], "names no GPU"),
+    "unknown-number": (lambda ids: [*ids[1:], f"{_gpu(ids)}::100"], "names no GPU"),
+    "no-id-at-all": (lambda ids: [*ids[1:], "what\nis this"], "names no GPU"),
     "two-cards": (lambda ids: [*ids[1:], "GPU-401624a8-3bbf-5047-8f24-740787bab347::99"], "on 2"),
     "too-few": (lambda ids: ids[1:], "29 vcore units"),
     "twice": (lambda ids: [*ids[1:], ids[1]], "30 vcore units"),
-    "taken": (lambda ids: [f"{_card(ids)}::{n}" for n in range(30)], "still holds"),
+    "taken": (lambda ids: [f"{_gpu(ids)}::{n}" for n in range(30)], "still holds"),
 }
 
 
 @pytest.mark.parametrize("case", CHANGES)
 async def test_ids_that_are_not_what_was_planned_are_refused(case: str) -> None:
-    """Whatever the kubelet allocates is checked against cards, request and books; the text says what is wrong."""
+    """Whatever the kubelet allocates is checked against GPUs, request and books; the text says what is wrong."""
     change, says = CHANGES[case]
     async with open_test_node() as node, open_agent(node) as agent:
         holder = {f"{PREDICATE_GPU_INDEX_PREFIX}0": "2"}
@@ -243,14 +243,14 @@ async def test_messages_that_are_none_are_answered_with_an_error(socket: str, me
             assert isinstance(stranger, GRPCError) or method == "PreStartContainer"
         node.api.create_pod(pod("after", container(cores=30, blocks=10)))
         await wait_running(node, "after")
-        await wait_books_equal(node, agent)
+        await wait_ledger_equal(node, agent)
 
 
 # --- files and disks ---
 
 
 async def test_a_topology_file_with_a_missing_row_ends_the_agent_with_the_file_named(short_dir: Path) -> None:
-    """Exit code 1 and one line; no card is guessed."""
+    """Exit code 1 and one line; no GPU is guessed."""
     whole = (Path(__file__).parent.parent / "data" / "topology" / "v100-x8-cube-mesh.txt").read_text()
     cut = "\n".join(line for line in whole.splitlines() if not line.startswith("GPU3"))
     path = short_dir / "topo.txt"

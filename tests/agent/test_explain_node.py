@@ -41,7 +41,7 @@ async def refuse(node: EmbeddedNode, agent: InnerAgent, manifest: dict[str, Any]
 
 
 async def test_what_was_placed_is_explained() -> None:
-    """A share, a whole card, and two cards by their links."""
+    """A share, a whole GPU, and two GPUs by their links."""
     async with (
         open_test_node() as node,
         open_agent(node, f"--simulated.topology={TOPOLOGY}") as agent,
@@ -52,44 +52,46 @@ async def test_what_was_placed_is_explained() -> None:
         share, whole, pair = (record_of(agent, name) for name in ("share", "whole", "pair"))
     assert [r.outcome for r in (share, whole, pair)] == [Outcome.ALLOCATED] * 3
     assert (share.policy, whole.policy, pair.policy) == ("share", "fragment", "link")
-    assert [len(r.cards) for r in (share, whole, pair)] == [1, 1, 2]
+    assert [len(r.gpus) for r in (share, whole, pair)] == [1, 1, 2]
     for record in (share, whole, pair):
-        assert tuple(c.index for c in record.candidates if c.is_chosen) == record.cards
+        assert tuple(c.index for c in record.candidates if c.is_chosen) == record.gpus
         assert len(record.candidates) == 8 and record.asked is not None
     assert "link cost" in pair.explanation
-    assert verdicts(pair)[share.cards[0]].startswith("in use: 70 cores")
+    assert verdicts(pair)[share.gpus[0]].startswith("in use: 70 cores")
 
 
 async def test_what_was_refused_is_explained() -> None:
-    """For memory, for fragmentation, and where a card is not counted because it is unhealthy."""
+    """For memory, for fragmentation, and where a GPU is not counted because it is unhealthy."""
     async with open_test_node() as node:
         faults = node.paths.faults
         async with open_agent(node, "--simulated.cards=3", "--placement.share-policy=spread") as agent:
-            memory, memory_told = await refuse(node, agent, pod("memory", container(cores=10, blocks=97)))
+            memory, memory_reported = await refuse(node, agent, pod("memory", container(cores=10, blocks=97)))
             for name in ("first", "second", "third"):
                 node.api.create_pod(pod(name, container(cores=50, blocks=10)))
             await wait_running(node, "first", "second", "third")
-            fragmented, fragmented_told = await refuse(node, agent, pod("fragmented", container(cores=60, blocks=1)))
+            fragmented, fragmented_reported = await refuse(
+                node, agent, pod("fragmented", container(cores=60, blocks=1))
+            )
             node.api.delete_pod("default", record_on(agent, 2))
             await wait_until(node, lambda: len(agent.held()) == 2, "two shares left")
             write_faults(faults, lost={"2": "fell off the bus"})
             sick = uuid_of(agent, 2)
             await wait_until(
-                node, lambda: not agent.parts.inventory.current.by_uuid()[sick].is_healthy, "an unhealthy card"
+                node, lambda: not agent.parts.inventory.current.by_uuid()[sick].is_healthy, "an unhealthy GPU"
             )
-            unhealthy, unhealthy_told = await refuse(node, agent, pod("unhealthy", container(cores=60, blocks=1)))
+            unhealthy, unhealthy_reported = await refuse(node, agent, pod("unhealthy", container(cores=60, blocks=1)))
     assert memory.reason == "NotEnoughMemory" and verdicts(memory) == ["256 MiB short"] * 3
-    assert "Card by card: card 0: 256 MiB short; card 1: 256 MiB short; card 2: 256 MiB short." in memory_told
+    assert "GPU by GPU: GPU 0: 256 MiB short; GPU 1: 256 MiB short; GPU 2: 256 MiB short." in memory_reported
     assert fragmented.reason == "Fragmented" and verdicts(fragmented) == ["10 cores short"] * 3
-    assert "card 2: 10 cores short" in fragmented_told
+    assert "GPU 2: 10 cores short" in fragmented_reported
     assert verdicts(unhealthy)[:2] == ["10 cores short"] * 2
     assert verdicts(unhealthy)[2].startswith("unhealthy: ") and "fell off the bus" in verdicts(unhealthy)[2]
-    assert "Out of service, and not counted: card 2" in unhealthy.explanation
-    assert "fell off the bus" in unhealthy_told
+    assert "Out of service, and not counted: GPU 2" in unhealthy.explanation
+    assert "fell off the bus" in unhealthy_reported
     assert not any(candidate.is_chosen for record in (memory, fragmented, unhealthy) for candidate in record.candidates)
 
 
-def record_on(agent: InnerAgent, card: int) -> str:
-    """The pod that was placed on this card."""
-    placed = (r for r in agent.parts.decisions.newest(50) if r.cards == (card,))
+def record_on(agent: InnerAgent, gpu: int) -> str:
+    """The pod that was placed on this GPU."""
+    placed = (r for r in agent.parts.decisions.newest(50) if r.gpus == (gpu,))
     return next(placed).pod

@@ -1,4 +1,4 @@
-"""Agents and extender together on embedded nodes: nothing is turned away by a node, and both mean the same cards."""
+"""Agents and extender together on embedded nodes: nothing is turned away by a node, and both mean the same GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from gpushare_agent.extender.values import Stage
 from gpushare_agent.sandbox.cluster import EmbeddedCluster
 from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
-from tests.support_agent import InnerAgent, cards_of
+from tests.support_agent import InnerAgent, gpus_of
 from tests.support_extender_nodes import (
     condition_of,
     free_port,
@@ -36,14 +36,14 @@ def held(cluster: EmbeddedCluster, node: str) -> Mapping[str, Mapping[str, list[
 
 
 def indexes(agent: InnerAgent, uuids: set[str]) -> list[int]:
-    return sorted(card.index for card in agent.parts.inventory.current.cards if card.uuid in uuids)
+    return sorted(gpu.index for gpu in agent.parts.inventory.current.gpus if gpu.uuid in uuids)
 
 
 # --- the annotation of the whole agent ---
 
 
 async def test_the_node_says_who_holds_what_once_a_pod_is_admitted_and_after_its_end() -> None:
-    """By pod and card: cores, blocks, units, whole."""
+    """By pod and GPU: cores, blocks, units, whole."""
     async with open_cluster("a") as cluster, open_agents(cluster, ("--simulated.cards=2",)):
         cluster.api.create_pod(
             pod("share", container("main", cores=30, blocks=4), container("other", cores=20, blocks=2))
@@ -71,15 +71,15 @@ async def test_an_agent_that_comes_back_leaves_the_annotation_as_it_is() -> None
         nodes = [
             c.after for c in cluster.api.store.changes_since(version) if c.resource == "nodes" and c.after is not None
         ]
-        told = [json.loads(raw["metadata"]["annotations"]["gpushare-agent/held"])["held"] for raw in nodes]
-        assert all(before.items() <= one.items() for one in told)
+        reported = [json.loads(raw["metadata"]["annotations"]["gpushare-agent/held"])["held"] for raw in nodes]
+        assert all(before.items() <= one.items() for one in reported)
 
 
 # --- with the extender ---
 
 
-async def test_a_pod_that_finds_cores_on_two_cards_but_no_whole_card_waits_and_runs_once_one_is_free() -> None:
-    """kube-scheduler alone adds 50 and 50 up to a card: the node would reject the pod for good."""
+async def test_a_pod_that_finds_cores_on_two_gpus_but_no_whole_gpu_waits_and_runs_once_one_is_free() -> None:
+    """kube-scheduler alone adds 50 and 50 up to a GPU: the node would reject the pod for good."""
     port = free_port()
     async with (
         open_cluster("a", extender_url=f"http://127.0.0.1:{port}/scheduler") as cluster,
@@ -89,18 +89,18 @@ async def test_a_pod_that_finds_cores_on_two_cards_but_no_whole_card_waits_and_r
         for name in ("left", "right"):
             cluster.api.create_pod(pod(name, container("main", cores=50, blocks=8)))
             await wait_phase(cluster.nodes[0], name, "Running")
-        assert cards_of(cluster.nodes[0], "left") != cards_of(cluster.nodes[0], "right")
+        assert gpus_of(cluster.nodes[0], "left") != gpus_of(cluster.nodes[0], "right")
         cluster.api.create_pod(pod("whole", container("main", cores=100)))
         await wait_cluster(cluster, lambda: condition_of(cluster, "whole").get("status") == "False", "the refusal")
-        told = condition_of(cluster, "whole")
-        assert told["reason"] == "Unschedulable" and "0/1 nodes are available" in told["message"]
-        assert "Insufficient" not in told["message"]  # by count it fits: it is the extender that knows
+        reported = condition_of(cluster, "whole")
+        assert reported["reason"] == "Unschedulable" and "0/1 nodes are available" in reported["message"]
+        assert "Insufficient" not in reported["message"]  # by count it fits: it is the extender that knows
         assert cluster.api.pod("default", "whole")["status"]["phase"] == "Pending"
-        freed = cards_of(cluster.nodes[0], "left")
+        freed = gpus_of(cluster.nodes[0], "left")
         cluster.api.delete_pod("default", "left", grace_period_s=0)
         await wait_phase(cluster.nodes[0], "whole", "Running", "Failed")
         assert cluster.api.pod("default", "whole")["status"]["phase"] == "Running"
-        assert cards_of(cluster.nodes[0], "whole") == freed
+        assert gpus_of(cluster.nodes[0], "whole") == freed
 
 
 async def test_without_the_extender_the_same_pod_is_rejected_by_its_node() -> None:
@@ -117,7 +117,7 @@ async def test_without_the_extender_the_same_pod_is_rejected_by_its_node() -> No
         assert (raw["status"]["phase"], raw["status"]["reason"]) == ("Failed", "UnexpectedAdmissionError")
 
 
-async def test_a_node_with_room_on_one_card_is_taken_before_one_that_has_it_in_pieces() -> None:
+async def test_a_node_with_room_on_one_gpu_is_taken_before_one_that_has_it_in_pieces() -> None:
     """The pod goes where it can run, and the extender's plan is what the agent does."""
     port = free_port()
     async with (
@@ -159,7 +159,7 @@ WITH_INIT = 0.15
 
 
 def mixed_pod(number: int, rng: random.Random) -> dict[str, Any]:
-    """Shares, whole cards, several containers, init containers and sidecars."""
+    """Shares, whole GPUs, several containers, init containers and sidecars."""
     name = f"p{number:03}"
     if rng.random() < WITH_INIT:
         is_sidecar = rng.random() < 0.3
@@ -179,8 +179,8 @@ def share(name: str, rng: random.Random) -> dict[str, Any]:
     return container(name, cores=rng.choice([5, 10, 25, 30, 40, 60, 75]), blocks=rng.choice([1, 4, 8, 16, 40, 60]))
 
 
-async def test_five_hundred_pods_on_twenty_nodes_of_mixed_cards_are_never_rejected_and_land_where_planned() -> None:
-    """They come and go in a full cluster; the agent's card is the extender's for every container."""
+async def test_five_hundred_pods_on_twenty_nodes_of_mixed_gpus_are_never_rejected_and_land_where_planned() -> None:
+    """They come and go in a full cluster; the agent's GPU is the extender's for every container."""
     port = free_port()
     names = [f"n{number:02}" for number in range(COUNT)]
     rng = random.Random(7)
@@ -201,7 +201,7 @@ async def test_five_hundred_pods_on_twenty_nodes_of_mixed_cards_are_never_reject
 
 
 class Crowd:
-    """Pods that come and go. Before one goes it is compared: its plan as the extender has it, its cards as the agent has."""
+    """Pods that come and go. Before one goes it is compared: its plan as the extender has it, its GPUs as the agent has."""
 
     def __init__(self, cluster: EmbeddedCluster, agents: dict[str, InnerAgent], extender: Any) -> None:
         self._cluster = cluster
@@ -234,7 +234,7 @@ class Crowd:
             return
         agent = self._agents[raw["spec"]["nodeName"]]
         reservation = self._extender.state.reservation(uid)
-        planned = {c.name: list(c.cards) for c in reservation.plan.containers if c.cards} if reservation else {}
-        got = {one.key.container: indexes(agent, set(map(str, one.cards))) for one in agent.parts.cache.of_pod(uid)}
-        if not got or any(planned.get(container) != cards for container, cards in got.items()):
+        planned = {c.name: list(c.gpus) for c in reservation.plan.containers if c.gpus} if reservation else {}
+        got = {one.key.container: indexes(agent, set(map(str, one.gpus))) for one in agent.parts.cache.of_pod(uid)}
+        if not got or any(planned.get(container) != gpus for container, gpus in got.items()):
             self.differing.append(f"{name} on {raw['spec']['nodeName']}: planned {planned}, got {got}")

@@ -15,7 +15,7 @@ from tests.support_agent import (
     assert_nothing_shared,
     open_agent,
     open_child,
-    wait_books_equal,
+    wait_ledger_equal,
     wait_running,
     wait_settled,
 )
@@ -32,15 +32,15 @@ def _two_containers(name: str) -> dict[str, object]:
 
 
 async def _assert_sound(node: EmbeddedNode, agent: InnerAgent) -> None:
-    """Who was there runs on, who comes gets its cards, the books are the kubelet's."""
+    """Who was there runs on, who comes gets its GPUs, the ledger is the kubelet's."""
     node.api.create_pod(pod("after", container(cores=50, blocks=20)))
     await wait_running(node, "before", "after")
-    await wait_books_equal(node, agent)
+    await wait_ledger_equal(node, agent)
     assert_nothing_shared(node)
 
 
 @pytest.mark.parametrize("number", range(ADMISSION + STARTS))
-async def test_an_agent_ended_at_any_moment_of_an_admission_comes_back_with_the_kubelets_books(number: int) -> None:
+async def test_an_agent_ended_at_any_moment_of_an_admission_comes_back_with_the_kubelets_ledger(number: int) -> None:
     """At each moment of a pod's admission: the next agent knows what is held, and serves the next pod."""
     async with open_test_node(seed=number) as node:
         async with open_agent(node) as agent:

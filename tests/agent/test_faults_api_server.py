@@ -13,7 +13,7 @@ from tests.support_agent import (
     holders_of,
     open_agent,
     open_child,
-    wait_books_equal,
+    wait_ledger_equal,
     wait_registered,
     wait_running,
     wait_settled,
@@ -47,7 +47,7 @@ async def test_without_an_api_server_the_agent_registers_and_says_why_it_refuses
             await wait_synced(agent.parts)
             node.api.create_pod(pod("late", container(cores=30, blocks=10)))
             await wait_running(node, "late")
-            await wait_books_equal(node, agent)
+            await wait_ledger_equal(node, agent)
 
 
 async def test_an_api_server_that_is_back_while_an_admission_waits_still_serves_it() -> None:
@@ -60,7 +60,7 @@ async def test_an_api_server_that_is_back_while_an_admission_waits_still_serves_
             await wait_until(node, lambda: node.kubelet.open_calls, "the admission to begin")
             await node.api.start_listening()
             await wait_running(node, "patient")
-            await wait_books_equal(node, agent)
+            await wait_ledger_equal(node, agent)
 
 
 async def test_pods_known_before_the_api_server_went_are_served_without_it() -> None:
@@ -78,7 +78,7 @@ async def test_pods_known_before_the_api_server_went_are_served_without_it() -> 
             node, lambda: len(calls_of(node, "known", "PreStartContainer")) == 3, "the container's restart"
         )
         assert not calls_of(node, "known", "PreStartContainer")[-1].error
-        await wait_books_equal(node, agent)
+        await wait_ledger_equal(node, agent)
         assert_nothing_shared(node)
 
 
@@ -95,7 +95,7 @@ async def test_pods_unknown_while_the_api_server_is_gone_are_refused_and_come_in
         await wait_until(node, lambda: holders_of(agent) == 0, "the ended pod's share freed")
         node.api.create_pod(pod("after", container(cores=100)))
         await wait_running(node, "after")
-        await wait_books_equal(node, agent)
+        await wait_ledger_equal(node, agent)
 
 
 async def test_an_api_server_that_stalls_costs_an_admission_its_bound_and_no_more() -> None:
@@ -108,7 +108,7 @@ async def test_an_api_server_that_stalls_costs_an_admission_its_bound_and_no_mor
         await wait_until(node, lambda: agent.parts.store.by_name("default", "stuck"), "the watch to go on")
         node.api.create_pod(pod("after", container(cores=30, blocks=10)))
         await wait_running(node, "after")
-        await wait_books_equal(node, agent)
+        await wait_ledger_equal(node, agent)
 
 
 async def test_an_api_server_that_forgets_its_history_loses_the_agent_nothing() -> None:
@@ -122,12 +122,12 @@ async def test_an_api_server_that_forgets_its_history_loses_the_agent_nothing() 
         node.api.compact()
         await node.api.start_listening()
         await wait_until(node, lambda: agent.parts.store.by_name("default", "two") is None, "a new list")
-        await wait_books_equal(node, agent)
+        await wait_ledger_equal(node, agent)
         async with asyncio.timeout(10):
             assert holders_of(agent) == 120
 
 
-async def test_an_agent_that_is_told_of_no_api_server_ends_before_the_kubelet_hears_of_it() -> None:
+async def test_an_agent_that_is_reported_of_no_api_server_ends_before_the_kubelet_hears_of_it() -> None:
     """Exit code 1 with the cure; registering first would make the resources come and go with every restart."""
     async with open_test_node() as node, open_child(node, "--kubeconfig=/none", wait=False) as child:
         async with asyncio.timeout(DEADLINE_S):

@@ -19,7 +19,7 @@ from tests.support_agent import (
     kubelet_held,
     open_agent,
     poll_until,
-    wait_books_equal,
+    wait_ledger_equal,
     wait_registered,
     wait_running,
     wait_settled,
@@ -75,12 +75,12 @@ async def test_a_kubelet_restarted_at_any_moment_of_an_admission_admits_again_wh
         await wait_running(node, "before", "during", "after")
         assert _container_ids(node, "before") == ids
         assert_nothing_shared(node)
-        await wait_books_equal(node, agent)
+        await wait_ledger_equal(node, agent)
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.36"])
 async def test_running_pods_survive_a_kubelet_restart_and_nothing_of_theirs_is_freed(version: str) -> None:
-    """While the new kubelet lists nothing, the books stay; the plugins are back in time, and no container restarts."""
+    """While the new kubelet lists nothing, the ledger stay; the plugins are back in time, and no container restarts."""
     async with open_test_node(kubelet_version=version, times=SLOW_ADMISSION) as node, open_agent(node) as agent:
         node.api.create_pod(pod("share", container(cores=30, blocks=10)))
         node.api.create_pod(pod("whole", container(cores=200)))
@@ -102,7 +102,7 @@ async def test_running_pods_survive_a_kubelet_restart_and_nothing_of_theirs_is_f
         assert len(calls_of(node, "share")) == 2
         node.api.create_pod(pod("next", container(cores=70, blocks=80)))
         await wait_running(node, "share", "whole", "next")
-        await wait_books_equal(node, agent)
+        await wait_ledger_equal(node, agent)
         assert_nothing_shared(node)
 
 
@@ -123,12 +123,12 @@ async def test_an_agent_started_while_the_kubelet_lists_nothing_yet_knows_its_po
             await _wait_kubelet_knows(node, "share", "init")
             node.api.create_pod(pod("next", container(cores=100)))
             await wait_running(node, "share", "init", "next")
-            await wait_books_equal(node, agent)
+            await wait_ledger_equal(node, agent)
             assert_nothing_shared(node)
 
 
 async def test_the_agent_serves_again_in_a_directory_that_was_removed_and_made_anew() -> None:
-    """Everything in it is lost, the kubelet's checkpoint too: what runs keeps its cards by our books."""
+    """Everything in it is lost, the kubelet's checkpoint too: what runs keeps its GPUs by our ledger."""
     async with (
         open_test_node(times=SLOW_ADMISSION) as node,
         open_agent(node, "--simulated.cards=1", kubelet_age_s=60) as agent,
@@ -179,7 +179,7 @@ async def test_a_socket_that_someone_deletes_is_served_and_registered_again(name
         await wait_registered(node)
         node.api.create_pod(pod("after", container(cores=60, blocks=40)))
         await wait_running(node, "before", "after")
-        await wait_books_equal(node, agent)
+        await wait_ledger_equal(node, agent)
         assert_nothing_shared(node)
 
 
@@ -199,6 +199,6 @@ async def test_the_agent_takes_its_socket_back_from_another_process() -> None:
             await wait_registered(node)
             node.api.create_pod(pod("after", container(cores=60, blocks=40)))
             await wait_running(node, "before", "after")
-        await wait_books_equal(node, agent)
+        await wait_ledger_equal(node, agent)
         assert_nothing_shared(node)
         assert not [ids for method, ids in rival.seen if method == "Allocate"]

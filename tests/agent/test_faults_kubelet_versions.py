@@ -13,12 +13,12 @@ from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import (
     assert_nothing_shared,
     calls_of,
-    cards_of,
     given,
+    gpus_of,
     holders_of,
     open_agent,
     open_child,
-    wait_books_equal,
+    wait_ledger_equal,
     wait_running,
     wait_settled,
     wait_until,
@@ -51,7 +51,7 @@ RUNNING = ["share", "plain", "two", "steps", "whole", "same-1", "same-2"]
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
 async def test_a_standard_workload_runs_on_every_kubelet(version: str, seed: int) -> None:
-    """Shares, several containers, init and sidecar, whole cards, plain pods, rejected ones that old kubelets go on listing:
+    """Shares, several containers, init and sidecar, whole GPUs, plain pods, rejected ones that old kubelets go on listing:
     all created at once, each container gets its own, and everything is free in the end."""
     async with (
         open_test_node(kubelet_version=version, seed=seed) as node,
@@ -63,8 +63,8 @@ async def test_a_standard_workload_runs_on_every_kubelet(version: str, seed: int
         for name, says in (("reject-1", "150"), ("reject-2", "97")):
             assert says in await wait_settled(node, name), name
         _assert_given_what_was_asked(node)
-        assert len(cards_of(node, "whole")) == 2
-        await wait_books_equal(node, agent)
+        assert len(gpus_of(node, "whole")) == 2
+        await wait_ledger_equal(node, agent)
         for name, cores, blocks in (("late-1", 10, 5), ("late-2", 30, 20)):  # as the rejected pods of before asked
             node.api.create_pod(pod(name, container(cores=cores, blocks=blocks)))
             await wait_running(node, name)
@@ -131,7 +131,7 @@ async def test_an_old_kubelet_on_which_the_operator_insists_is_never_asked_insid
             for cores in (30, 40):
                 node.api.create_pod(pod(f"p{cores}", container(cores=cores, blocks=10)))
                 await wait_running(node, f"p{cores}")
-            await wait_books_equal(node, agent)
+            await wait_ledger_equal(node, agent)
             assert_nothing_shared(node)
             node.kubelet._times = replace(SILENT, first_status_s=3600.0)  # the Node object stays as the test wrote it
             await node.kubelet.stop()
@@ -145,4 +145,4 @@ async def test_an_old_kubelet_on_which_the_operator_insists_is_never_asked_insid
             assert refused and "does not guess" in node.api.pod("default", refused[0])["status"]["message"]
             assert not any(call.inside for call in node.kubelet.pod_resources_calls if call.method == "List")
             assert len(calls_of(node, "p30")) == 2
-            await wait_books_equal(node, agent)
+            await wait_ledger_equal(node, agent)

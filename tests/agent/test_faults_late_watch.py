@@ -12,9 +12,9 @@ import pytest
 from tests.support_agent import (
     InnerAgent,
     assert_nothing_shared,
-    cards_of,
+    gpus_of,
     open_agent,
-    wait_books_equal,
+    wait_ledger_equal,
     wait_running,
     wait_settled,
     wait_until,
@@ -28,14 +28,14 @@ SHARE = (container(cores=60, blocks=80),)
 def late_watch(agent: InnerAgent) -> Iterator[None]:
     """Watch events are kept back, in order, until the block ends: the connection is slow, not broken."""
     informer: Any = agent.parts.informer
-    told, kept = informer._apply, []
+    reported, kept = informer._apply, []
     informer._apply = kept.append
     try:
         yield
     finally:
-        informer._apply = told
+        informer._apply = reported
         for event in kept:
-            told(event)
+            reported(event)
 
 
 @pytest.mark.parametrize("grace_s", [0, None])
@@ -52,11 +52,11 @@ async def test_a_pod_recreated_under_its_name_is_the_new_one(grace_s: int | None
             await wait_until(node, lambda: node.api.find_pod("default", "web-0") is None, "the name free")
             node.api.create_pod(pod("web-0", *SHARE))
             await wait_running(node, "web-0")
-        await wait_books_equal(node, agent)
+        await wait_ledger_equal(node, agent)
         assert former not in {a.key.pod_uid for a in agent.parts.cache}
         node.api.create_pod(pod("next", container(cores=30, blocks=80)))
         await wait_running(node, "web-0", "next")
-        assert cards_of(node, "web-0") != cards_of(node, "next")
+        assert gpus_of(node, "web-0") != gpus_of(node, "next")
         assert_nothing_shared(node)
 
 
@@ -69,7 +69,7 @@ async def test_a_pod_that_runs_without_devices_stands_in_nobodys_way() -> None:
             for name in ("one", "two"):
                 node.api.create_pod(pod(name, *SHARE))
                 await wait_running(node, name)
-            await wait_books_equal(node, agent)
+            await wait_ledger_equal(node, agent)
             assert {a.pod_name for a in agent.parts.cache} == {"one", "two"}
 
 

@@ -30,7 +30,7 @@ from tests.support_agent import (
     open_agent,
     open_child,
     poll_until,
-    wait_books_equal,
+    wait_ledger_equal,
     wait_running,
     wait_settled,
     wait_until,
@@ -111,7 +111,7 @@ async def test_a_list_refused_by_the_rate_limit_is_asked_again_and_the_pod_is_se
         node.api.create_pod(_share("two"))
         await wait_running(node, "one", "two")
         assert between.refused >= 20
-        await wait_books_equal(node, agent)
+        await wait_ledger_equal(node, agent)
 
 
 async def test_forty_pods_at_once_are_all_served_within_the_kubelets_rate_limit() -> None:
@@ -122,7 +122,7 @@ async def test_forty_pods_at_once_are_all_served_within_the_kubelets_rate_limit(
             node.api.create_pod(_share(name, cores=20, blocks=15))
         await wait_running(node, *names)
         assert_nothing_shared(node)
-        await wait_books_equal(node, agent)
+        await wait_ledger_equal(node, agent)
 
 
 async def test_a_pod_resources_api_that_stalls_refuses_the_pod_in_time_with_the_reason() -> None:
@@ -136,7 +136,7 @@ async def test_a_pod_resources_api_that_stalls_refuses_the_pod_in_time_with_the_
         between.may_answer.set()
         node.api.create_pod(_share("after"))
         await wait_running(node, "after")
-        await wait_books_equal(node, agent)
+        await wait_ledger_equal(node, agent)
 
 
 async def test_without_a_pod_resources_socket_the_error_names_the_path() -> None:
@@ -194,7 +194,7 @@ async def test_pods_come_and_go_while_another_program_lists_all_the_time() -> No
             await wait_settled(node, f"p{number}")
             assert_nothing_shared(node)
         await wait_running(node, *(f"p{number}" for number in range(24, 30)))
-        await wait_books_equal(node, agent)
+        await wait_ledger_equal(node, agent)
         lists.cancel()
 
 
@@ -253,7 +253,7 @@ async def _metric(node: EmbeddedNode, series: str) -> float:
 
 
 async def test_a_pod_that_only_fits_on_forgotten_ids_is_refused_with_advice() -> None:
-    """One card, fully held by a container that the kubelet has forgotten: nobody else gets it."""
+    """One GPU, fully held by a container that the kubelet has forgotten: nobody else gets it."""
     async with open_test_node() as node, open_agent(node, "--simulated.cards=1") as agent:
         node.api.create_pod(_share("holder", cores=80, blocks=50))
         await wait_running(node, "holder")
@@ -270,4 +270,4 @@ async def test_a_pod_that_only_fits_on_forgotten_ids_is_refused_with_advice() ->
         await wait_gone(node, "holder")
         node.api.create_pod(_share("third", cores=100))
         await wait_running(node, "third")
-        await wait_books_equal(node, agent)
+        await wait_ledger_equal(node, agent)

@@ -11,11 +11,11 @@ from tests.support_agent import (
     Moments,
     assert_nothing_shared,
     calls_of,
-    cards_of,
+    gpus_of,
     holders_of,
     open_agent,
     uuid_of,
-    wait_books_equal,
+    wait_ledger_equal,
     wait_running,
     wait_settled,
     wait_until,
@@ -33,7 +33,7 @@ def _share(name: str, cores: int = 60, blocks: int = 40, **extra: Any) -> dict[s
 @pytest.mark.parametrize("grace_s", [0, 5], ids=["force", "grace"])
 @pytest.mark.parametrize("number", range(ADMISSION))
 async def test_a_pod_deleted_at_any_moment_of_its_admission_leaves_nothing_behind(number: int, grace_s: int) -> None:
-    """Whether the admission then succeeds or fails: its share is free in the end, and the next pod gets the card."""
+    """Whether the admission then succeeds or fails: its share is free in the end, and the next pod gets the GPU."""
     async with open_test_node(seed=number) as node, open_agent(node, "--simulated.cards=1") as agent:
         moments = Moments(node, "brief")
         moments.at(number, lambda: node.api.delete_pod("default", "brief", grace_period_s=grace_s))
@@ -43,11 +43,11 @@ async def test_a_pod_deleted_at_any_moment_of_its_admission_leaves_nothing_behin
         await wait_until(node, lambda: not node.kubelet.listed_pods(), "the kubelet to forget the pod")
         node.api.create_pod(_share("next", cores=100, blocks=0))
         await wait_running(node, "next")
-        await wait_books_equal(node, agent)
+        await wait_ledger_equal(node, agent)
 
 
 async def test_pods_recreated_under_one_name_at_once_never_inherit_and_never_lose() -> None:
-    """As a StatefulSet's pod that is deleted by force: each bearer of the name has its own books."""
+    """As a StatefulSet's pod that is deleted by force: each bearer of the name has its own ledger."""
     async with open_test_node() as node, open_agent(node, "--simulated.cards=2") as agent:
         node.api.create_pod(_share("other", cores=30, blocks=20))
         await wait_running(node, "other")
@@ -59,13 +59,13 @@ async def test_pods_recreated_under_one_name_at_once_never_inherit_and_never_los
             node.api.delete_pod("default", "web-0", grace_period_s=0)
         node.api.create_pod(_share("web-0", cores=66, blocks=33))
         await wait_running(node, "other", "web-0")
-        await wait_books_equal(node, agent)
+        await wait_ledger_equal(node, agent)
         assert holders_of(agent) == 96
         assert_nothing_shared(node)
 
 
 async def test_a_pod_recreated_when_its_name_is_free_waits_for_nobody() -> None:
-    """As a StatefulSet's pod that is deleted in peace, on a card that holds only one of them."""
+    """As a StatefulSet's pod that is deleted in peace, on a GPU that holds only one of them."""
     async with open_test_node() as node, open_agent(node, "--simulated.cards=1") as agent:
         for _ in range(4):
             node.api.create_pod(_share("web-0"))
@@ -74,7 +74,7 @@ async def test_a_pod_recreated_when_its_name_is_free_waits_for_nobody() -> None:
             await wait_gone(node, "web-0")
         node.api.create_pod(_share("web-0"))
         await wait_running(node, "web-0")
-        await wait_books_equal(node, agent)
+        await wait_ledger_equal(node, agent)
         assert holders_of(agent) == 60
 
 
@@ -84,7 +84,7 @@ async def test_a_force_deleted_pods_share_is_kept_until_its_processes_are_gone()
         node.api.create_pod(_share("stays", cores=80, annotations={IGNORE_TERM_ANNOTATION: "30"}))
         await wait_running(node, "stays")
         uid = node.api.pod("default", "stays")["metadata"]["uid"]
-        assert cards_of(node, "stays") == {uuid_of(agent, 0)}
+        assert gpus_of(node, "stays") == {uuid_of(agent, 0)}
         node.api.delete_pod("default", "stays", grace_period_s=0)
         await wait_until(
             node, lambda: uid not in node.kubelet.runtime.pods() or not node.kubelet.active_records(), "gone"
@@ -92,7 +92,7 @@ async def test_a_force_deleted_pods_share_is_kept_until_its_processes_are_gone()
         node.api.create_pod(_share("next"))
         await wait_running(node, "next")
         assert node.kubelet.runtime.is_running(uid, "main"), "the lingering process ended too early for this test"
-        assert cards_of(node, "next") == {uuid_of(agent, 1)}
+        assert gpus_of(node, "next") == {uuid_of(agent, 1)}
         assert_nothing_shared(node)
         node.api.create_pod(_share("refused"))
         assert "free" in await wait_settled(node, "refused")
@@ -100,8 +100,8 @@ async def test_a_force_deleted_pods_share_is_kept_until_its_processes_are_gone()
         assert not node.kubelet.runtime.is_running(uid, "main")
         node.api.create_pod(_share("last", cores=80))
         await wait_running(node, "next", "last")
-        assert cards_of(node, "last") == {uuid_of(agent, 0)}
-        await wait_books_equal(node, agent)
+        assert gpus_of(node, "last") == {uuid_of(agent, 0)}
+        await wait_ledger_equal(node, agent)
 
 
 async def test_a_container_that_crashes_again_and_again_keeps_its_devices() -> None:

@@ -30,7 +30,7 @@ def annotations(node: EmbeddedNode, name: str) -> dict[str, str]:
     return dict(node.api.pod("default", name)["metadata"].get("annotations", {}))
 
 
-async def test_a_pod_gets_memory_of_one_card_with_gpushares_variables_and_annotations() -> None:
+async def test_a_pod_gets_memory_of_one_gpu_with_gpushares_variables_and_annotations() -> None:
     """Without any extender; the compute follows the memory, and the container finds its limits."""
     async with open_test_node() as node, open_agent(node, *FLAGS):
         await wait_allocatable(node, GPU_MEM, 48)
@@ -50,25 +50,25 @@ async def test_a_pod_gets_memory_of_one_card_with_gpushares_variables_and_annota
         await wait_until(
             node, lambda: annotations(node, "share").get("ALIYUN_COM_GPU_MEM_ASSIGNED") == "true", "the annotations"
         )
-        told = annotations(node, "share")
-        assert told["ALIYUN_COM_GPU_MEM_IDX"] == index and int(told["ALIYUN_COM_GPU_MEM_ASSUME_TIME"]) > 10**18
+        reported = annotations(node, "share")
+        assert reported["ALIYUN_COM_GPU_MEM_IDX"] == index and int(reported["ALIYUN_COM_GPU_MEM_ASSUME_TIME"]) > 10**18
 
 
-async def test_the_card_that_gpushares_extender_chose_is_taken_where_it_fits() -> None:
+async def test_the_gpu_that_gpushares_extender_chose_is_taken_where_it_fits() -> None:
     """And another where it does not: any tenant can write the annotation."""
     async with open_test_node() as node, open_agent(node, *FLAGS):
         await wait_allocatable(node, GPU_MEM, 48)
         for name, units, wish in (("first", 20, "1"), ("second", 4, "1"), ("third", 6, "1"), ("odd", 1, "../1")):
             node.api.create_pod(pod(name, memory(units), annotations={"ALIYUN_COM_GPU_MEM_IDX": wish}))
             await wait_running(node, name)
-        cards = [answer(node, name).envs["ALIYUN_COM_GPU_MEM_IDX"] for name in ("first", "second", "third")]
-        assert cards == ["1", "1", "0"]
+        gpus = [answer(node, name).envs["ALIYUN_COM_GPU_MEM_IDX"] for name in ("first", "second", "third")]
+        assert gpus == ["1", "1", "0"]
         await wait_until(
             node, lambda: annotations(node, "third").get("ALIYUN_COM_GPU_MEM_IDX") == "0", "the annotation set right"
         )
 
 
-async def test_a_cards_memory_is_one_account() -> None:
+async def test_a_gpus_memory_is_one_account() -> None:
     """What one resource takes the others offer no more, and get back when the pod has ended; also over a restart."""
     async with open_test_node() as node:
         async with open_agent(node, *FLAGS):
@@ -103,7 +103,7 @@ async def test_both_resources_in_one_container_are_refused_with_what_is_valid() 
         assert "Ask for one or the other" in message
 
 
-async def test_the_nodes_capacity_tells_how_many_cards_there_are() -> None:
+async def test_the_nodes_capacity_tells_how_many_gpus_there_are() -> None:
     """GPUShare's inspection tool divides by it; somebody who takes it away finds it back."""
     async with open_test_node() as node, open_agent(node, *FLAGS) as agent:
         await wait_allocatable(node, GPU_COUNT, 2)
@@ -119,7 +119,7 @@ async def test_without_the_setting_nothing_of_it_is_there() -> None:
 
 
 async def test_units_of_which_there_are_too_many_end_the_start() -> None:
-    """In MiB eight cards make a list that no kubelet takes; the text names the unit that fits."""
+    """In MiB eight GPUs make a list that no kubelet takes; the text names the unit that fits."""
     async with open_test_node() as node:
         with pytest.raises(BaseExceptionGroup) as raised:
             async with open_agent(node, "--gpushare.enabled", "--gpushare.unit=MiB", wait=False) as agent:
@@ -131,7 +131,7 @@ async def test_units_of_which_there_are_too_many_end_the_start() -> None:
 
 
 async def test_a_plan_by_container_goes_before_gpushares_index() -> None:
-    """Two containers on two cards, and an index left on the pod by somebody else: the extender's plan stands."""
+    """Two containers on two GPUs, and an index left on the pod by somebody else: the extender's plan stands."""
     async with open_test_node() as node, open_agent(node, *FLAGS):
         await wait_allocatable(node, GPU_MEM, 48)
         plan = {

@@ -1,4 +1,4 @@
-"""Errors of cards on the whole node: what the kubelet hears, what pods meet, how a card returns, what an operator does."""
+"""Errors of GPUs on the whole node: what the kubelet hears, what pods meet, how a GPU returns, what an operator does."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.support_agent import (
     CORES,
     InnerAgent,
     assert_nothing_shared,
-    cards_of,
+    gpus_of,
     open_agent,
     open_child,
     poll_until,
     uuid_of,
-    wait_books_equal,
+    wait_ledger_equal,
     wait_running,
     wait_settled,
     wait_until,
@@ -44,12 +44,12 @@ XID_DEADLINE_S = 2.0
 
 @dataclass
 class Lists:
-    """Every device list that the kubelet is sent: the resource, and by card how many of its IDs are healthy and not."""
+    """Every device list that the kubelet is sent: the resource, and by GPU how many of its IDs are healthy and not."""
 
     seen: list[tuple[str, dict[str, tuple[int, int]]]] = field(default_factory=list)
 
     def of(self, resource: str) -> list[dict[str, tuple[int, int]]]:
-        return [cards for name, cards in self.seen if name == resource]
+        return [gpus for name, gpus in self.seen if name == resource]
 
 
 def _record_lists(node: EmbeddedNode) -> Lists:
@@ -59,12 +59,12 @@ def _record_lists(node: EmbeddedNode) -> Lists:
     receive = devices._receive
 
     def note(endpoint: PluginEndpoint, found: Mapping[str, PluginDevice]) -> None:
-        cards: dict[str, tuple[int, int]] = {}
+        gpus: dict[str, tuple[int, int]] = {}
         for device in found.values():
-            card = device.id.partition("::")[0]
-            well, ill = cards.get(card, (0, 0))
-            cards[card] = (well + device.is_healthy, ill + (not device.is_healthy))
-        lists.seen.append((endpoint.resource, cards))
+            gpu = device.id.partition("::")[0]
+            well, ill = gpus.get(gpu, (0, 0))
+            gpus[gpu] = (well + device.is_healthy, ill + (not device.is_healthy))
+        lists.seen.append((endpoint.resource, gpus))
         receive(endpoint, found)
 
     devices._receive = note  # type: ignore[method-assign]
@@ -81,7 +81,7 @@ async def _agent(*flags: str) -> AsyncIterator[tuple[EmbeddedNode, InnerAgent, P
 
 
 def _is_away(node: EmbeddedNode, uuid: str) -> bool:
-    """All IDs of the card are Unhealthy, in both resources."""
+    """All IDs of the GPU are Unhealthy, in both resources."""
     return _states(node, uuid) == {False}
 
 
@@ -98,36 +98,36 @@ def _event_reasons(node: EmbeddedNode) -> list[str]:
     return [event["reason"] for event in node.api.events() if event["involvedObject"]["kind"] == "Node"]
 
 
-async def test_xid_79_takes_the_card_away_within_two_seconds_and_a_reset_brings_it_back() -> None:
-    """With the default period of events. Both resources, in one message each; the other card is never touched, who runs goes
-    on, a new pod goes elsewhere, one for which no card is left is refused with the reason, and the reset card is used."""
+async def test_xid_79_takes_the_gpu_away_within_two_seconds_and_a_reset_brings_it_back() -> None:
+    """With the default period of events. Both resources, in one message each; the other GPU is never touched, who runs goes
+    on, a new pod goes elsewhere, one for which no GPU is left is refused with the reason, and the reset GPU is used."""
     flags = ("--simulated.cards=3", "--health.event-period-s=0.5", "--health.check-period-s=0.2")
     async with _agent(*flags) as (node, agent, faults):
         ill, *others = (uuid_of(agent, index) for index in range(3))
         node.api.create_pod(pod("first", container(cores=30, blocks=10)))
         await wait_running(node, "first")
-        assert cards_of(node, "first") == {ill}
+        assert gpus_of(node, "first") == {ill}
         lists, before = _record_lists(node), agent.held()
         write_rehearsal(faults, xids=[{"id": 1, "card": 0, "xid": 79}])
         async with asyncio.timeout(XID_DEADLINE_S):
-            await wait_until(node, lambda: _is_away(node, ill), "the card's IDs Unhealthy in both resources")
+            await wait_until(node, lambda: _is_away(node, ill), "the GPU's IDs Unhealthy in both resources")
         for resource, count in ((CORE, CORES), (MEMORY, BLOCKS)):
             assert lists.of(resource) == [{ill: (0, count), others[0]: (count, 0), others[1]: (count, 0)}]
         assert agent.held() == before
         for name in ("second", "third"):
             node.api.create_pod(pod(name, container(cores=60, blocks=10)))
             await wait_running(node, "first", name)
-            assert cards_of(node, name) < set(others)
+            assert gpus_of(node, name) < set(others)
         node.api.create_pod(pod("nowhere", container(cores=70, blocks=10), nodeName=node.name))
-        message = await wait_settled(node, "nowhere")  # 80 cores are free for the kubelet, but on two cards
+        message = await wait_settled(node, "nowhere")  # 80 cores are free for the kubelet, but on two GPUs
         assert "Xid 79 (GPU has fallen off the bus)" in message and "waits for a reset" in message, message
         assert _states(node, ill) == {False}  # however many looks have found it well meanwhile
         write_rehearsal(faults, xids=[{"id": 1, "card": 0, "xid": 79}], resets=[{"id": 2, "card": 0}])
-        await wait_until(node, lambda: _states(node, ill) == {True}, "the reset card back")
+        await wait_until(node, lambda: _states(node, ill) == {True}, "the reset GPU back")
         node.api.create_pod(pod("fourth", container(cores=70, blocks=10)))
         await wait_running(node, "first", "second", "third", "fourth")
-        assert cards_of(node, "fourth") == {ill}
-        await wait_books_equal(node, agent)
+        assert gpus_of(node, "fourth") == {ill}
+        await wait_ledger_equal(node, agent)
         assert_nothing_shared(node)
         assert agent.count("gpushare_gpu_events_total", kind="xid", xid="79", ignored="false") == 1
         await wait_until(node, lambda: len(_event_reasons(node)) == 2, "both Events")
@@ -146,16 +146,16 @@ async def test_a_storm_of_a_thousand_events_costs_one_list_a_resource_for_each_c
             return agent.count("gpushare_gpu_events_total", kind="xid", xid="79", ignored="false") == 1000
 
         await poll_until(is_counted, "all events counted")
-        await wait_until(node, lambda: _is_away(node, ill), "the card away")
+        await wait_until(node, lambda: _is_away(node, ill), "the GPU away")
         write_rehearsal(faults, xids=storm, resets=[{"id": 1001, "card": 1}])
-        await wait_until(node, lambda: _states(node, ill) == {True}, "the card back")
+        await wait_until(node, lambda: _states(node, ill) == {True}, "the GPU back")
         for resource, count in ((CORE, CORES), (MEMORY, BLOCKS)):
-            assert [cards[ill] for cards in lists.of(resource)] == [(0, count), (count, 0)]
+            assert [gpus[ill] for gpus in lists.of(resource)] == [(0, count), (count, 0)]
         await wait_until(node, lambda: len(_event_reasons(node)) == 2, "both Events")
 
 
-async def test_ignored_errors_and_those_of_no_card_take_none_away() -> None:
-    """A tenant's bad pointer is no reason to take a card from the others; a lesser error is over after two good looks."""
+async def test_ignored_errors_and_those_of_no_gpu_take_none_away() -> None:
+    """A tenant's bad pointer is no reason to take a GPU from the others; a lesser error is over after two good looks."""
     async with _agent() as (node, agent, faults):
         lists = _record_lists(node)
         harmless = [{"id": 1, "card": 0, "xid": 13}, {"id": 2, "card": None, "xid": 79}]
@@ -168,7 +168,7 @@ async def test_ignored_errors_and_those_of_no_card_take_none_away() -> None:
         write_rehearsal(faults, xids=[*harmless, {"id": 3, "card": 0, "xid": 94}])
         uuid = uuid_of(agent, 0)
         await wait_until(node, lambda: len(lists.of(CORE)) == 2, "away and back")
-        assert [cards[uuid] for cards in lists.of(CORE)] == [(0, CORES), (CORES, 0)]
+        assert [gpus[uuid] for gpus in lists.of(CORE)] == [(0, CORES), (CORES, 0)]
 
 
 def _environment() -> dict[str, str]:
@@ -181,37 +181,37 @@ async def _cordon(node: EmbeddedNode, *words: str) -> tuple[int, str, str]:
     return ended.code, ended.out, ended.err
 
 
-async def test_a_cordoned_card_gets_no_new_pod_until_it_is_put_back() -> None:
-    """By the command line, on a running agent; who runs on the card goes on; the Node and the shown document tell of it."""
+async def test_a_cordoned_gpu_gets_no_new_pod_until_it_is_put_back() -> None:
+    """By the command line, on a running agent; who runs on the GPU goes on; the Node and the shown document tell of it."""
     async with _agent() as (node, agent, _):
         node.api.create_pod(pod("first", container(cores=30, blocks=10)))
         await wait_running(node, "first")
         uuid, other = uuid_of(agent, 0), uuid_of(agent, 1)
         code, out, err = await _cordon(node, "cordon", "0", "--reason", "new fan")
         assert (code, err) == (0, "")
-        assert out.startswith(f"card 0 ({uuid}) is cordoned: new fan.\nPods that run on it go on; no new pod gets it")
-        await wait_until(node, lambda: _is_away(node, uuid), "the cordoned card away")
-        assert (await _cordon(node, "cordon", uuid, "--reason", "new fan"))[1].startswith(f"card 0 ({uuid}) is already")
+        assert out.startswith(f"GPU 0 ({uuid}) is cordoned: new fan.\nPods that run on it go on; no new pod gets it")
+        await wait_until(node, lambda: _is_away(node, uuid), "the cordoned GPU away")
+        assert (await _cordon(node, "cordon", uuid, "--reason", "new fan"))[1].startswith(f"GPU 0 ({uuid}) is already")
         node.api.create_pod(pod("second", container(cores=30, blocks=10)))
         await wait_running(node, "first", "second")
-        assert cards_of(node, "second") == {other}
+        assert gpus_of(node, "second") == {other}
         code, out, _ = await _cordon(node, "cordon", "--list")
         rows = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
         assert rows[1:] == [["0", uuid, "cordoned", "new fan"], ["1", other, "healthy", "-"]]
         assert await _shown(agent) == [("new fan", "", False), (None, "", True)]
         code, out, _ = await _cordon(node, "uncordon", uuid[:12])
-        assert (code, out) == (0, f"card 0 ({uuid}) is in service again.\n")
-        await wait_until(node, lambda: _states(node, uuid) == {True}, "the card back")
+        assert (code, out) == (0, f"GPU 0 ({uuid}) is in service again.\n")
+        await wait_until(node, lambda: _states(node, uuid) == {True}, "the GPU back")
         await wait_until(node, lambda: len(_event_reasons(node)) == 2, "both Events")
         assert _event_reasons(node) == ["CardCordoned", "CardUncordoned"]
 
 
-async def test_a_cordon_without_a_reason_and_an_illness_are_told_apart() -> None:
-    """Card 0 is cordoned, card 1 is ill as well: in the list of the command and in the document that all else is made of."""
+async def test_a_cordon_without_a_reason_and_an_illness_are_reported_apart() -> None:
+    """GPU 0 is cordoned, GPU 1 is ill as well: in the list of the command and in the document that all else is made of."""
     async with _agent() as (node, agent, faults):
         write_rehearsal(faults, xids=[{"id": 1, "card": 1, "xid": 79}])
         uuid, other = uuid_of(agent, 0), uuid_of(agent, 1)
-        await wait_until(node, lambda: _is_away(node, other), "the ill card away")
+        await wait_until(node, lambda: _is_away(node, other), "the ill GPU away")
         for index in ("0", "1"):
             assert (await _cordon(node, "cordon", index))[0] == 0
         illness = agent.parts.inventory.illnesses[other]
@@ -223,7 +223,7 @@ async def test_a_cordon_without_a_reason_and_an_illness_are_told_apart() -> None
 
 
 async def _shown(agent: InnerAgent) -> list[tuple[Any, ...]]:
-    """Of /api/v1/node: each card's cordon, illness and health."""
+    """Of /api/v1/node: each GPU's cordon, illness and health."""
     port = await agent.parts.web.wait_listening()
     reader, writer = await asyncio.open_connection("localhost", port)
     writer.write(b"GET /api/v1/node HTTP/1.0\r\nHost: localhost\r\n\r\n")
@@ -231,17 +231,17 @@ async def _shown(agent: InnerAgent) -> list[tuple[Any, ...]]:
         answer = await reader.read()
     writer.close()
     await writer.wait_closed()
-    cards = json.loads(answer.partition(b"\r\n\r\n")[2])["cards"]
-    return [(card["cordoned"], card["health_reason"], card["is_healthy"]) for card in cards]
+    gpus = json.loads(answer.partition(b"\r\n\r\n")[2])["cards"]
+    return [(gpu["cordoned"], gpu["health_reason"], gpu["is_healthy"]) for gpu in gpus]
 
 
 async def test_the_commands_complain_in_one_line_and_end_with_the_right_code() -> None:
-    """2 for a wrong command line or an unknown card, 1 where no agent answers."""
+    """2 for a wrong command line or an unknown GPU, 1 where no agent answers."""
     async with _agent() as (node, agent, _):
         code, out, err = await _cordon(node, "cordon", "7")
         assert (code, out) == (2, "") and err.count("\n") == 1 and uuid_of(agent, 1) in err
         code, _, err = await _cordon(node, "cordon", "GPU-")
-        assert code == 2 and "beginning of 2 cards" in err
+        assert code == 2 and "beginning of 2 GPUs" in err
         code, _, err = await _cordon(node, "uncordon")
         assert code == 2 and "--list" in err
         code, _, err = await _cordon(node, "cordon", "0", f"--socket={node.paths.state / 'nobody.sock'}")
@@ -251,7 +251,7 @@ async def test_the_commands_complain_in_one_line_and_end_with_the_right_code() -
 
 
 async def test_a_cordon_and_a_wait_for_a_reset_outlive_a_killed_agent() -> None:
-    """The next one never offers the two cards, not in its first message either; uncordon gives each back."""
+    """The next one never offers the two GPUs, not in its first message either; uncordon gives each back."""
     async with open_test_node() as node:
         write_rehearsal(node.paths.faults)
         flags = (*FAST, "--simulated.cards=3")
@@ -259,40 +259,40 @@ async def test_a_cordon_and_a_wait_for_a_reset_outlive_a_killed_agent() -> None:
             await wait_until(node, node.paths.agent_control_socket.exists, "the control socket")
             assert (await _cordon(node, "cordon", "0"))[0] == 0
             write_rehearsal(node.paths.faults, xids=[{"id": 1, "card": 1, "xid": 79}])
-            await wait_until(node, lambda: node.kubelet.capacity()[CORE] == (3 * CORES, CORES), "one card left")
+            await wait_until(node, lambda: node.kubelet.capacity()[CORE] == (3 * CORES, CORES), "one GPU left")
             await poll_until(lambda: "waits_for_reset" in node.paths.health_state.read_text(), "the wait written down")
             child.kill()
             await child.wait()
         lists = _record_lists(node)
         async with open_agent(node, *flags) as agent:
             uuids = [uuid_of(agent, index) for index in range(3)]
-            assert all([cards[uuid] for uuid in uuids] == [(0, 100), (0, 100), (100, 0)] for cards in lists.of(CORE))
+            assert all([gpus[uuid] for uuid in uuids] == [(0, 100), (0, 100), (100, 0)] for gpus in lists.of(CORE))
             assert (await _cordon(node, "uncordon", "0"))[0] == 0
             code, out, _ = await _cordon(node, "uncordon", "1")
             assert code == 0 and "that wait is ended" in out
-            await wait_until(node, lambda: node.kubelet.capacity()[CORE] == (3 * CORES, 3 * CORES), "all cards back")
+            await wait_until(node, lambda: node.kubelet.capacity()[CORE] == (3 * CORES, 3 * CORES), "all GPUs back")
 
 
-async def test_a_reload_keeps_what_is_known_against_the_cards_also_where_no_file_does() -> None:
-    """SIGHUP with a state file that cannot be written: a cordoned, a waiting and a probed card stay away without a gap."""
+async def test_a_reload_keeps_what_is_known_against_the_gpus_also_where_no_file_does() -> None:
+    """SIGHUP with a state file that cannot be written: a cordoned, a waiting and a probed GPU stay away without a gap."""
     async with open_test_node() as node:
         write_rehearsal(node.paths.faults)
         (node.paths.state / "file").write_text("")
         settings = node.paths.state / "settings.yaml"
-        settings.write_text("simulated: {cards: 4}\n")
+        settings.write_text("simulated: {GPUs: 4}\n")
         flags = (f"--config={settings}", f"--health.state-file={node.paths.state}/file/h.json")
         async with open_child(node, *flags, "--health.recovery-period-s=3600", *FAST[1:3]) as child:
             await wait_until(node, node.paths.agent_control_socket.exists, "the control socket")
             assert (await _cordon(node, "cordon", "0", "--reason", "fan"))[0] == 0
             write_rehearsal(node.paths.faults, xids=[{"id": 1, "card": 1, "xid": 79}, {"id": 2, "card": 2, "xid": 94}])
             one_left = {CORE: (4 * CORES, CORES), MEMORY: (4 * BLOCKS, BLOCKS)}
-            await wait_until(node, lambda: node.kubelet.capacity() == one_left, "one card left")
+            await wait_until(node, lambda: node.kubelet.capacity() == one_left, "one GPU left")
             lists = _record_lists(node)
-            settings.write_text("simulated: {cards: 4}\nresources: {memory_block_mib: 512}\n")
+            settings.write_text("simulated: {GPUs: 4}\nresources: {memory_block_mib: 512}\n")
             child.send_signal(signal.SIGHUP)
             one_left = {CORE: (4 * CORES, CORES), MEMORY: (4 * BLOCKS // 2, BLOCKS // 2)}
-            await wait_until(node, lambda: node.kubelet.capacity() == one_left, "one card still, in larger blocks")
-            assert {sum(well > 0 for well, _ in cards.values()) for _, cards in lists.seen} <= {0, 1}
+            await wait_until(node, lambda: node.kubelet.capacity() == one_left, "one GPU still, in larger blocks")
+            assert {sum(well > 0 for well, _ in gpus.values()) for _, gpus in lists.seen} <= {0, 1}
             await wait_until(node, node.paths.agent_control_socket.exists, "the control socket again")
             _, out, _ = await _cordon(node, "cordon", "--list")
             states = [re.split(r" {2,}", line.strip())[2] for line in out.splitlines()[1:]]

@@ -22,7 +22,7 @@ from tests.support_agent import (
     DEADLINE_S,
     InnerAgent,
     calls_of,
-    cards_of,
+    gpus_of,
     open_agent,
     open_child,
     poll_until,
@@ -37,7 +37,7 @@ EDITS = Path(__file__).parent.parent / "data" / "edits"
 GOLDEN_UID = "5ca1ab1e-0000-4000-8000-00000000cafe"
 GOLDEN_UUIDS = ("GPU-0000aaaa-0000-4000-8000-000000000000", "GPU-1111aaaa-0000-4000-8000-000000000001")
 GOLDEN_MINOR = 2
-"""Of its first card."""
+"""Of its first GPU."""
 OF_THE_SANDBOX = {"PATH", "HOME", "LANG", "PWD", "GPUSHARE_VDEVICE"}
 ELASTIC = {"tencent.com/vcuda-core-limit": "60"}
 RUNS = ("sleep", "600")
@@ -58,8 +58,8 @@ def cases() -> dict[str, dict[str, Any]]:
             "elastic", running(cores=30, blocks=24), annotations=ELASTIC
         ),
         "share: 30 cores, 6144 MiB": pod("share", running(cores=30, blocks=24)),
-        "two whole cards": pod("pair", running(cores=200)),
-        "whole card": pod("whole", running(cores=100)),
+        "two whole GPUs": pod("pair", running(cores=200)),
+        "whole GPU": pod("whole", running(cores=100)),
     }
 
 
@@ -96,11 +96,11 @@ class Host:
         name: str,
         strategies: str = DEFAULT_LISTS,
     ) -> Any:
-        """The golden file's case with this node's cards, pod and directories in the place of its own."""
-        own = [card for card in agent.parts.inventory.current.cards if card.uuid in cards_of(node, name, "cuda")]
+        """The golden file's case with this node's GPUs, pod and directories in the place of its own."""
+        own = [gpu for gpu in agent.parts.inventory.current.gpus if gpu.uuid in gpus_of(node, name, "cuda")]
         places = {GOLDEN_UID: uid_of(node, name)}
-        places |= dict(zip(GOLDEN_UUIDS, (card.uuid for card in own), strict=False))
-        places |= {f"/dev/nvidia{GOLDEN_MINOR + n}": f"/dev/nvidia{card.minor}" for n, card in enumerate(own)}
+        places |= dict(zip(GOLDEN_UUIDS, (gpu.uuid for gpu in own), strict=False))
+        places |= {f"/dev/nvidia{GOLDEN_MINOR + n}": f"/dev/nvidia{gpu.minor}" for n, gpu in enumerate(own)}
         places |= {
             "/etc/gpu-manager/vm": str(self.virtual_manager),
             "/etc/gpu-manager/vdriver": str(self.drivers),
@@ -170,7 +170,7 @@ async def test_the_running_process_has_what_the_golden_files_say(isolation: str,
 
 
 async def test_a_cache_is_there_before_the_container_starts_and_gone_after_its_pod() -> None:
-    """The container's first command looks for it, and ends at once where it is missing; a whole card has none."""
+    """The container's first command looks for it, and ends at once where it is missing; a whole GPU has none."""
     async with open_test_node() as node:
         host = Host(node)
         looks = f"test -f {shlex.quote(str(host.hami))}/containers/*/cuda/cuda.cache && exec sleep 600"

@@ -10,7 +10,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.sandbox.mps_stand_in import open_mps_stand_in
+from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 from tests.support_agent import (
@@ -18,7 +18,7 @@ from tests.support_agent import (
     calls_of,
     open_agent,
     poll_until,
-    wait_books_equal,
+    wait_ledger_equal,
     wait_running,
     wait_settled,
     wait_until,
@@ -27,7 +27,7 @@ from tests.support_mps import MpsPlace, mps_place
 from tests.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod, wait_phase
 from tests.support_sandbox_cli import DEADLINE_S, document_of, ended, live, read_until, registered, start
 
-CARD_MIB = 24576
+GPU_MIB = 24576
 WAITS = ["sh", "-c", "while :; do sleep 600; done"]
 
 
@@ -36,8 +36,8 @@ def flags(place: MpsPlace) -> list[str]:
 
 
 def share(name: str, *, command: list[str] = WAITS, **limits: int) -> dict[str, Any]:
-    """A pod whose container is a process of this machine; 30 cores and a quarter of a card's memory, unless said."""
-    wanted = {"cores": 30, "blocks": CARD_MIB // 4 // 256} | limits
+    """A pod whose container is a process of this machine; 30 cores and a quarter of a GPU's memory, unless said."""
+    wanted = {"cores": 30, "blocks": GPU_MIB // 4 // 256} | limits
     named = {{"cores": CORE, "blocks": MEMORY}[key]: count for key, count in wanted.items() if count}
     return pod(name, limits_of("main", named) | {"image": "sandbox/host", "command": command})
 
@@ -75,7 +75,7 @@ async def test_a_share_finds_the_deployers_daemon_and_its_own_limits_inside_its_
     place = mps_place(short_dir)
     asks = f"echo get_server_list | {place.program} && echo connected; while :; do sleep 600; done"
     async with (
-        open_mps_stand_in(place.pipe, place.logs, place.program) as daemon,
+        open_fake_mps(place.pipe, place.logs, place.program) as daemon,
         open_test_node() as node,
         open_agent(node, *flags(place)) as agent,
     ):
@@ -83,12 +83,12 @@ async def test_a_share_finds_the_deployers_daemon_and_its_own_limits_inside_its_
         node.api.create_pod(share("seed", command=["sh", "-c", asks]))
         node.api.create_pod(share("whole", cores=100, blocks=0))
         await wait_running(node, "first", "seed", "whole")
-        card = agent.parts.inventory.current.cards[0]
+        gpu = agent.parts.inventory.current.gpus[0]
         inside = environment_inside(process_of(node, "seed"))
         names = ("CUDA_", "ALIYUN_", "NVIDIA_")
         assert {name: value for name, value in inside.items() if name.startswith(names)} == {
-            "NVIDIA_VISIBLE_DEVICES": card.uuid,
-            "CUDA_VISIBLE_DEVICES": card.uuid,
+            "NVIDIA_VISIBLE_DEVICES": gpu.uuid,
+            "CUDA_VISIBLE_DEVICES": gpu.uuid,
             "CUDA_MPS_PIPE_DIRECTORY": str(place.pipe),
             "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "30",
             "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=6144M",
@@ -111,37 +111,37 @@ async def test_a_share_finds_the_deployers_daemon_and_its_own_limits_inside_its_
 
 
 async def test_neither_daemon_nor_agent_disturbs_a_share_that_runs(short_dir: Path) -> None:
-    """The daemon dies and comes back, the agent restarts: the same processes run on, and the books are the same."""
+    """The daemon dies and comes back, the agent restarts: the same processes run on, and the ledger is the same."""
     place = mps_place(short_dir)
     async with open_test_node() as node:
-        async with open_mps_stand_in(place.pipe, place.logs, place.program) as daemon:
+        async with open_fake_mps(place.pipe, place.logs, place.program) as daemon:
             async with open_agent(node, *flags(place)) as agent:
                 node.api.create_pod(share("seed"))
                 await wait_running(node, "seed")
                 pid = process_of(node, "seed")
             async with open_agent(node, *flags(place)) as agent:
-                await wait_books_equal(node, agent)
+                await wait_ledger_equal(node, agent)
                 assert process_of(node, "seed") == pid
             said = {command.split()[0] for command in daemon.commands}
         assert said == {"get_default_active_thread_percentage"}, "the agent only asks"
         async with open_agent(node, *flags(place), wait=False) as agent:  # started while the daemon is down
             await wait_until(node, lambda: bool(healthy(node, CORE)), "the cores healthy")
             await wait_shares(node, agent, served=False)
-            await wait_books_equal(node, agent)
-            async with open_mps_stand_in(place.pipe, place.logs, place.program):
+            await wait_ledger_equal(node, agent)
+            async with open_fake_mps(place.pipe, place.logs, place.program):
                 await wait_shares(node, agent, served=True)
                 node.api.create_pod(share("second"))
                 await wait_running(node, "second")
             await wait_shares(node, agent, served=False)
             assert process_of(node, "seed") == pid and process_of(node, "second")
-            await wait_books_equal(node, agent)
+            await wait_ledger_equal(node, agent)
 
 
-async def test_while_the_daemon_is_down_shares_are_refused_and_whole_cards_go(short_dir: Path) -> None:
+async def test_while_the_daemon_is_down_shares_are_refused_and_whole_gpus_go(short_dir: Path) -> None:
     """Shares come again by themselves once the daemon does."""
     place = mps_place(short_dir)
     async with (
-        open_mps_stand_in(place.pipe, place.logs, place.program),
+        open_fake_mps(place.pipe, place.logs, place.program),
         open_test_node() as node,
         open_agent(node, *flags(place)) as agent,
     ):
@@ -165,11 +165,11 @@ async def test_while_the_daemon_is_down_shares_are_refused_and_whole_cards_go(sh
         assert environment_inside(process_of(node, "late"))["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=6144M"
 
 
-async def test_a_share_that_meets_a_daemon_in_trouble_is_told_the_reason(short_dir: Path) -> None:
+async def test_a_share_that_meets_a_daemon_in_trouble_is_reported_the_reason(short_dir: Path) -> None:
     """The text is on the pod: what is wrong with the daemon, and that nothing was allocated."""
     place = mps_place(short_dir)
     async with (
-        open_mps_stand_in(place.pipe, place.logs, place.program),
+        open_fake_mps(place.pipe, place.logs, place.program),
         open_test_node() as node,
         open_agent(node, *flags(place), "--isolation=none", "--isolations-allowed=mps") as agent,
     ):

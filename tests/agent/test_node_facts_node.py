@@ -1,4 +1,4 @@
-"""The whole agent tells the cluster of its cards on the embedded node's object."""
+"""The whole agent tells the cluster of its GPUs on the embedded node's object."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ def metadata(node: EmbeddedNode, part: str) -> dict[str, str]:
     return dict(node.api.node(node.name)["metadata"].get(part, {}))
 
 
-def cards(node: EmbeddedNode) -> list[dict[str, Any]]:
+def gpus(node: EmbeddedNode) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads(metadata(node, "annotations").get("gpushare-agent/cards", "{}")).get(
         "cards", []
     )
     return found
 
 
-async def test_the_node_says_what_cards_it_has_and_which_of_them_is_lost() -> None:
-    """The labels stay when a card is lost, and the annotation follows its health there and back."""
+async def test_the_node_says_what_gpus_it_has_and_which_of_them_is_lost() -> None:
+    """The labels stay when a GPU is lost, and the annotation follows its health there and back."""
     async with open_test_node() as node, open_agent(node, *FLAGS) as agent:
-        await wait_until(node, lambda: len(cards(node)) == 4, "the annotation")
+        await wait_until(node, lambda: len(gpus(node)) == 4, "the annotation")
         labels = metadata(node, "labels")
         assert labels["gpushare-agent/gpu.count"] == "4" and labels["rack"] == "a7"
-        assert labels["gpushare-agent/gpu.memory"] == str(agent.parts.inventory.current.cards[0].memory_mib)
+        assert labels["gpushare-agent/gpu.memory"] == str(agent.parts.inventory.current.gpus[0].memory_mib)
         assert labels["gaia.tencent.com/gpu-model"]
-        assert [card["uuid"] for card in cards(node)] == [card.uuid for card in agent.parts.inventory.current.cards]
+        assert [gpu["uuid"] for gpu in gpus(node)] == [gpu.uuid for gpu in agent.parts.inventory.current.gpus]
         node.paths.faults.write_text('{"lost": {"2": "rehearsed"}}')
-        await wait_until(node, lambda: [c["index"] for c in cards(node) if not c["is_healthy"]] == [2], "the loss")
+        await wait_until(node, lambda: [c["index"] for c in gpus(node) if not c["is_healthy"]] == [2], "the loss")
         assert metadata(node, "labels") == labels
         node.paths.faults.unlink()
-        await wait_until(node, lambda: all(card["is_healthy"] for card in cards(node)), "the return")
+        await wait_until(node, lambda: all(gpu["is_healthy"] for gpu in gpus(node)), "the return")
 
 
-async def test_an_agent_that_is_told_to_write_nothing_writes_nothing() -> None:
+async def test_an_agent_that_is_reported_to_write_nothing_writes_nothing() -> None:
     """Its account may lack the right."""
     async with open_test_node() as node, open_agent(node, *FLAGS, "--facts.is-written=false") as agent:
         assert agent.parts.node_facts is None
@@ -52,23 +52,23 @@ async def test_an_agent_that_is_told_to_write_nothing_writes_nothing() -> None:
         assert "gpushare-agent/cards" not in metadata(node, "annotations")
 
 
-async def test_an_agent_with_fewer_cards_corrects_what_the_one_before_it_wrote() -> None:
+async def test_an_agent_with_fewer_gpus_corrects_what_the_one_before_it_wrote() -> None:
     """The node's own record tells which labels the earlier agent wrote; others stay."""
     async with open_test_node() as node:
         async with open_agent(node, *FLAGS):
-            await wait_until(node, lambda: len(cards(node)) == 4, "the annotation")
+            await wait_until(node, lambda: len(gpus(node)) == 4, "the annotation")
         async with open_agent(node, "--simulated.cards=2"):
-            await wait_until(node, lambda: len(cards(node)) == 2, "the new annotation")
+            await wait_until(node, lambda: len(gpus(node)) == 2, "the new annotation")
             labels = metadata(node, "labels")
             assert labels["gpushare-agent/gpu.count"] == "2" and "rack" not in labels
             assert "kubernetes.io/hostname" in labels
 
 
 async def test_a_driver_that_cannot_be_read_at_the_start_leaves_what_the_node_says() -> None:
-    """Labels and annotation of the agent before stay until the cards are read; then they are compared."""
+    """Labels and annotation of the agent before stay until the GPUs are read; then they are compared."""
     async with open_test_node() as node:
         async with open_agent(node, *FLAGS):
-            await wait_until(node, lambda: len(cards(node)) == 4, "the annotation")
+            await wait_until(node, lambda: len(gpus(node)) == 4, "the annotation")
         before = metadata(node, "labels"), metadata(node, "annotations")["gpushare-agent/cards"]
         write_faults(node.paths.faults, all_lost="the driver is not loaded")
         asked = len(node.api.requests)

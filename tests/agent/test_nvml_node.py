@@ -18,8 +18,8 @@ FLAGS = (
     "--health.recovery-probes=1",
     "--health.recovery-period-s=0.05",
 )
-CARDS = TWO_PAIRS + "value utilization 0 1 1\n"
-HANGS = CARDS + "hang_sample\n"
+GPUS = TWO_PAIRS + "value utilization 0 1 1\n"
+HANGS = GPUS + "hang_sample\n"
 
 
 @pytest.fixture(scope="module")
@@ -35,22 +35,22 @@ def _set(script: Path, text: str) -> None:
     fresh.replace(script)
 
 
-async def test_a_node_whose_sampling_hangs_keeps_its_cards(
+async def test_a_node_whose_sampling_hangs_keeps_its_gpus(
     library_directory: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While no use can be told, a card that is lost goes alone, within moments, and comes back."""
+    """While no use can be told, a GPU that is lost goes alone, within moments, and comes back."""
     script = short_dir / "script"
-    _set(script, CARDS)
+    _set(script, GPUS)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(library_directory))
     monkeypatch.setenv("FAKE_NVML_SCRIPT", str(script))
     async with open_test_node() as node, open_child(node, *FLAGS):
         everything = (4 * CORES, 4 * CORES)
-        await wait_until(node, lambda: node.kubelet.capacity()[CORE] == everything, "all cards")
+        await wait_until(node, lambda: node.kubelet.capacity()[CORE] == everything, "all GPUs")
         _set(script, HANGS)
         await poll_until(lambda: log_lines(node, "usage_not_sampled"), "a sample that failed")
         _set(script, HANGS + "error 1 15\n")
-        await wait_until(node, lambda: node.kubelet.capacity()[CORE] == (4 * CORES, 3 * CORES), "one card lost")
+        await wait_until(node, lambda: node.kubelet.capacity()[CORE] == (4 * CORES, 3 * CORES), "one GPU lost")
         _set(script, HANGS)
-        await wait_until(node, lambda: node.kubelet.capacity()[CORE] == everything, "all cards again")
+        await wait_until(node, lambda: node.kubelet.capacity()[CORE] == everything, "all GPUs again")
         assert not log_lines(node, "gpus_lost")
-        _set(script, CARDS)
+        _set(script, GPUS)

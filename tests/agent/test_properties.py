@@ -1,7 +1,7 @@
-"""Any sequence of admissions, failures, deletions, agent restarts and kubelet restarts leaves the books true.
+"""Any sequence of admissions, failures, deletions, agent restarts and kubelet restarts leaves the ledger true.
 
 The embedded node knows for whom each call was, so "a wrong container" shows as a difference between its records and the
-agent's books, which go by the agent's own identification.
+agent's ledger, which go by the agent's own identification.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tests.support_agent import (
     holders_of,
     kubelet_held,
     open_agent,
-    wait_books_equal,
+    wait_ledger_equal,
     wait_until,
 )
 from tests.support_sandbox import SHORT_TIMES, container, limits_of, open_test_node, pod
 
-CARDS = 3
+GPUS = 3
 TIMES = replace(SHORT_TIMES, admission_delay_s=0.4)
 """A kubelet that admits pods sooner after its start than any plugin can be back kills running pods (measured)."""
 
@@ -64,7 +64,7 @@ STEP = st.one_of(
 
 
 class Play:
-    """Carries the steps out and checks after each that nothing is shared and the books are true."""
+    """Carries the steps out and checks after each that nothing is shared and the ledger is true."""
 
     def __init__(self, node: EmbeddedNode) -> None:
         self.node = node
@@ -75,7 +75,7 @@ class Play:
     async def start_agent(self) -> None:
         await self._stack.aclose()
         self._stack = AsyncExitStack()
-        flags = ("--cards", str(CARDS), "--allocation.cleanup-rejected-pods=false")
+        flags = ("--cards", str(GPUS), "--allocation.cleanup-rejected-pods=false")
         self.agent = await self._stack.enter_async_context(open_agent(self.node, *flags))
 
     async def end(self) -> None:
@@ -101,7 +101,7 @@ class Play:
     async def check(self) -> None:
         await wait_until(self.node, self._is_settled, "every pod settled")
         assert self.agent is not None
-        await wait_books_equal(self.node, self.agent)
+        await wait_ledger_equal(self.node, self.agent)
         assert_nothing_shared(self.node)
         for raw in self.node.api.pods():
             kind, status = raw["metadata"]["name"].split("-")[0], raw["status"]
@@ -145,7 +145,7 @@ async def play(steps: Sequence[tuple[str, Any]], seed: int, version: str) -> Non
             assert script.agent is not None
             await wait_until(node, lambda: not node.api.pods(), "every pod gone")
             await wait_until(node, lambda: not kubelet_held(node), "the kubelet holds nothing")
-            await wait_books_equal(node, script.agent)
+            await wait_ledger_equal(node, script.agent)
             assert holders_of(script.agent) == 0 and len(script.agent.parts.cache) == 0
             assert script.agent.count("gpushare_pod_resources_lists_total", purpose="overlapped") == 0
         finally:
@@ -165,6 +165,6 @@ async def play(steps: Sequence[tuple[str, Any]], seed: int, version: str) -> Non
     seed=st.integers(0, 1000),
     version=st.sampled_from(["1.31", "1.34", "1.36"]),
 )
-def test_the_books_stay_true(steps: list[tuple[str, Any]], seed: int, version: str) -> None:
+def test_the_ledger_stay_true(steps: list[tuple[str, Any]], seed: int, version: str) -> None:
     """Never over-committed, never a wrong container, books like the kubelet's records, everything freed at the end."""
     asyncio.run(play(steps, seed, version))

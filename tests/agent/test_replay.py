@@ -23,7 +23,7 @@ from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.explain import Explanation
 from gpushare_agent.admission.decisions.identity import Served
 from gpushare_agent.admission.decisions.ledger import Policy
-from gpushare_agent.admission.identification import Identification, Patience
+from gpushare_agent.admission.identification import Identification, Timeouts
 from gpushare_agent.cluster.kube.pods import parse_pod
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.isolation import IsolationConfig
@@ -45,7 +45,7 @@ from gpushare_agent.wire import v1beta1
 from tests.support_core import NAMES, container, inventory, pod
 
 DATA = Path(__file__).parent.parent / "data" / "kubelet"
-CARDS = ("GPU-4404041a-04cf-1ccf-9e70-f139a9b1e23c", "GPU-79a2ba02-")
+GPUS = ("GPU-4404041a-04cf-1ccf-9e70-f139a9b1e23c", "GPU-79a2ba02-")
 
 EXPECTED = {
     "create pod share-a": [("share-a", "main")],
@@ -146,13 +146,13 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def recorded_inventory() -> GpuInventory:
-    """The two cards whose IDs the trace offers, 320 blocks each."""
+    """The two GPUs whose IDs the trace offers, 320 blocks each."""
     request = v1beta1.PreferredAllocationRequest.parse(
         next(base64.b64decode(e["request"]) for e in recorded() if e.get("call") == "GetPreferredAllocation")
     )
     uuids = sorted({i.split("::")[0] for i in request.container_requests[0].available_device_ids})
     base = inventory(len(uuids), memory_mib=320 * 256)
-    return replace(base, cards=tuple(replace(c, uuid=GpuUuid(u)) for c, u in zip(base.cards, uuids, strict=True)))
+    return replace(base, gpus=tuple(replace(c, uuid=GpuUuid(u)) for c, u in zip(base.gpus, uuids, strict=True)))
 
 
 def recorded_pods() -> dict[str, Pod]:
@@ -167,7 +167,7 @@ def recorded_pods() -> dict[str, Pod]:
 
 @asynccontextmanager
 async def open_agent(directory: Path) -> AsyncIterator[Agent]:
-    cards = recorded_inventory()
+    gpus = recorded_inventory()
     store, cache, recorder, lists = PodStore(), AllocationCache(), Recorder(), RecordedLists()
     store.replace_all([])
     lister = Server([lists], codec=_Raw())
@@ -183,7 +183,7 @@ async def open_agent(directory: Path) -> AsyncIterator[Agent]:
         refused=refused,
         names=NAMES,
         clock=time.monotonic,
-        patience=Patience(look_again_s=0.0),
+        timeouts=Timeouts(look_again_s=0.0),
     )
     edits = EditPolicy(names=NAMES, config=IsolationConfig(virtual_manager=directory), isolation=IsolationName.NONE)
     admission = Admission(
@@ -191,7 +191,7 @@ async def open_agent(directory: Path) -> AsyncIterator[Agent]:
         identification=identification,
         cache=cache,
         pods=store,
-        inventory=lambda: cards,
+        inventory=lambda: gpus,
         policy=Policy(names=NAMES),
         edits=lambda: edits,
         node_name="rig",
@@ -306,24 +306,24 @@ def directory() -> Any:
 
 
 async def test_every_call_is_resolved_to_the_pod_and_container_of_its_note(directory: Path) -> None:
-    """The recorded requests as they are. The recorder spread the whole card over two: that one Allocate is refused."""
+    """The recorded requests as they are. The recorder spread the whole GPU over two: that one Allocate is refused."""
     async with open_agent(directory) as agent:
         outcomes = await replay(agent, lambda event, request: request)
         refused = [("whole", "main")]
         served = [(n, c, k) for n, c, k in EXPECTED_CALLS if (n, c) not in refused]
         assert agent.recorder.allocated_to == served
         assert [(n, c, r.reason) for n, c, r in agent.recorder.refusals] == [
-            ("whole", "main", RefusalReason.WRONG_CARDS)
+            ("whole", "main", RefusalReason.WRONG_GPUS)
         ]
         errors = [(method, o) for method, o in outcomes if isinstance(o, GRPCError)]
-        # ... and the PreStartContainer of that card, which the real kubelet then never sends.
+        # ... and the PreStartContainer of that GPU, which the real kubelet then never sends.
         assert [method for method, _ in errors] == ["Allocate", "PreStartContainer"]
         assert errors[0][1].status is Status.INVALID_ARGUMENT and "default/whole" in errors[0][1].message
         assert agent.lists.unexpected == 0
 
 
 async def test_a_kubelet_that_follows_our_preference_gets_every_pod_running(directory: Path) -> None:
-    """The whole card's Allocate carries the IDs that we preferred; then no call at all is refused."""
+    """The whole GPU's Allocate carries the IDs that we preferred; then no call at all is refused."""
     preferred: list[str] = []
     async with open_agent(directory) as agent:
 
@@ -331,12 +331,12 @@ async def test_a_kubelet_that_follows_our_preference_gets_every_pod_running(dire
             if event["call"] == "GetPreferredAllocation":
                 asked = v1beta1.PreferredAllocationRequest.parse(request).container_requests[0]
                 if asked.allocation_size == 100:
-                    card = next(
+                    gpu = next(
                         c.uuid
-                        for c in recorded_inventory().cards
+                        for c in recorded_inventory().gpus
                         if sum(i.startswith(c.uuid) for i in asked.available_device_ids) == 100
                     )
-                    preferred[:] = [f"{card}::{n}" for n in range(100)]
+                    preferred[:] = [f"{gpu}::{n}" for n in range(100)]
             if event["call"] == "Allocate":
                 ids = v1beta1.AllocateRequest.parse(request).container_requests[0].device_ids
                 if len(ids) == 100:
@@ -359,7 +359,7 @@ async def test_a_kubelet_that_follows_our_preference_gets_every_pod_running(dire
         assert len(cores) == sum(1 for _, _, kind in EXPECTED_CALLS if kind is ResourceKind.VCORE)
         for answer in cores:
             response = answer.container_responses[0]
-            assert response.envs["NVIDIA_VISIBLE_DEVICES"] in {c.uuid for c in recorded_inventory().cards}
+            assert response.envs["NVIDIA_VISIBLE_DEVICES"] in {c.uuid for c in recorded_inventory().gpus}
             assert {d.host_path for d in response.devices} >= {"/dev/nvidiactl", "/dev/nvidia-uvm"}
         held = {(a.pod_name, a.key.container): (a.cores, a.memory_blocks) for a in agent.cache}
         assert held == {

@@ -18,7 +18,7 @@ from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import (
     DEADLINE_S,
     InnerAgent,
-    cards_of,
+    gpus_of,
     open_agent,
     poll_until,
     uuid_of,
@@ -51,9 +51,9 @@ def key_of(node: EmbeddedNode, name: str, container_name: str = "main") -> Conta
 
 
 def index_of(node: EmbeddedNode, agent: InnerAgent, name: str) -> int:
-    """Of the one card that the pod's container has."""
-    (uuid,) = cards_of(node, name)
-    return next(card.index for card in agent.parts.inventory.current.cards if card.uuid == uuid)
+    """Of the one GPU that the pod's container has."""
+    (uuid,) = gpus_of(node, name)
+    return next(gpu.index for gpu in agent.parts.inventory.current.gpus if gpu.uuid == uuid)
 
 
 async def scrape(agent: InnerAgent) -> dict[str, list[tuple[dict[str, str], float]]]:
@@ -83,7 +83,7 @@ async def next_round(agent: InnerAgent, since: UsageRound | None) -> UsageRound:
 
 @asynccontextmanager
 async def sampled_node(*flags: str) -> AsyncIterator[tuple[EmbeddedNode, InnerAgent]]:
-    """Two cards, and two pods with shares that run."""
+    """Two GPUs, and two pods with shares that run."""
     async with open_test_node() as node, open_agent(node, *FAST, "--simulated.cards=2", *flags) as agent:
         for name in ("a", "b"):
             node.api.create_pod(pod(name, container(cores=30, blocks=8)))
@@ -95,11 +95,11 @@ async def test_use_is_shown_for_the_container_in_which_the_process_runs() -> Non
     """Each pod has what its own process uses, in gpu-manager's series and in ours; a program of the node is a stranger."""
     async with sampled_node() as (node, agent):
         (a, *_), (b, *_) = pids_of(node, "a"), pids_of(node, "b")
-        card_a, card_b = index_of(node, agent, "a"), index_of(node, agent, "b")
+        gpu_a, gpu_b = index_of(node, agent, "a"), index_of(node, agent, "b")
         put_usage(
             node,
-            {"pid": a, "card": card_a, "sm": 0.25, "memory_bytes": 512 * MIB},
-            {"pid": b, "card": card_b, "sm": 0.125, "memory_bytes": 256 * MIB},
+            {"pid": a, "card": gpu_a, "sm": 0.25, "memory_bytes": 512 * MIB},
+            {"pid": b, "card": gpu_b, "sm": 0.125, "memory_bytes": 256 * MIB},
             {"pid": 1, "card": 1, "sm": 0.0, "memory_bytes": 64 * MIB},
         )
         usage = agent.parts.usage
@@ -109,7 +109,7 @@ async def test_use_is_shown_for_the_container_in_which_the_process_runs() -> Non
             return now is not None and all(
                 (use := now.containers.get((key_of(node, name), uuid))) is not None and use.pids == (pid,)
                 for name, pid in (("a", a), ("b", b))
-                for uuid in cards_of(node, name)
+                for uuid in gpus_of(node, name)
             )
 
         await poll_until(is_seen, "both processes with their containers")
@@ -120,8 +120,8 @@ async def test_use_is_shown_for_the_container_in_which_the_process_runs() -> Non
             assert of_pod(rows["container_gpu_memory_total"], name) == [memory_mib, memory_mib]
             assert of_pod(rows["container_gpu_utilization"], name) == [sm * 100, sm * 100]
             assert of_pod(rows["gpushare_container_memory_limit_bytes"], name) == [8 * 256 * MIB]
-        strangers = {labels["gpu"]: value for labels, value in rows["gpushare_card_stranger_memory_used_bytes"]}
-        assert strangers == {"0": 0.0, "1": 64.0 * MIB}
+        unattributed = {labels["gpu"]: value for labels, value in rows["gpushare_card_stranger_memory_used_bytes"]}
+        assert unattributed == {"0": 0.0, "1": 64.0 * MIB}
         found = {labels["method"]: value for labels, value in rows["gpushare_identifications_total"]}
         assert sum(found.values()) >= 2
         points = json.loads(b"".join(agent.parts.usage_history.pieces()))["containers"][
@@ -176,7 +176,7 @@ async def test_a_restarted_containers_new_process_is_its_own() -> None:
         await wait_until(node, runs_again, "the container to run again")
         (pid, *_) = pids_of(node, "a")
         put_usage(node, {"pid": pid, "card": index_of(node, agent, "a"), "sm": 0.5, "memory_bytes": MIB})
-        (uuid,) = cards_of(node, "a")
+        (uuid,) = gpus_of(node, "a")
         key = key_of(node, "a")
 
         def seen() -> bool:
@@ -187,7 +187,7 @@ async def test_a_restarted_containers_new_process_is_its_own() -> None:
 
         await poll_until(seen, "the new process with its container")
         assert agent.parts.usage.current is not None
-        assert not agent.parts.usage.current.strangers
+        assert not agent.parts.usage.current.unattributed
 
 
 async def test_use_is_sampled_without_an_isolation_too() -> None:
@@ -202,4 +202,4 @@ async def test_use_is_sampled_without_an_isolation_too() -> None:
             return uses[0].sm_ratio if uses else None
 
         await poll_until(lambda: ratio() == 0.75, "its use")
-        assert uuid_of(agent, index_of(node, agent, "a")) in cards_of(node, "a")
+        assert uuid_of(agent, index_of(node, agent, "a")) in gpus_of(node, "a")

@@ -18,7 +18,7 @@ def directory_of(node: EmbeddedNode, name: str, inner: str = "main") -> Path:
 
 
 async def test_a_share_finds_its_limits_and_its_socket_before_it_starts() -> None:
-    """The mount is of its own directory; a whole card's says that nothing is limited."""
+    """The mount is of its own directory; a whole GPU's says that nothing is limited."""
     async with open_test_node() as node, open_agent(node, "--isolation=vcuda"):
         node.api.create_pod(pod("share", container(cores=30, blocks=10)))
         node.api.create_pod(pod("whole", container(cores=100)))
@@ -33,7 +33,7 @@ async def test_a_share_finds_its_limits_and_its_socket_before_it_starts() -> Non
         assert not decode_config((directory_of(node, "whole") / "vcuda.config").read_bytes()).enable
 
 
-async def test_an_elastic_limit_is_followed_and_a_bad_one_told() -> None:
+async def test_an_elastic_limit_is_followed_and_a_bad_one_reported() -> None:
     """The annotation may change while the pod runs; one below the cores is ignored, with an Event."""
     async with open_test_node() as node, open_agent(node, "--isolation=vcuda"):
         node.api.create_pod(

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from gpushare_agent.sandbox.card_faults import CardFaults
+from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.node_report import ReportedNode
 from gpushare_agent.sandbox.workload_player import WorkloadPlayer
@@ -40,7 +40,7 @@ PODS = (
     ("batch", "etl", 60, 72),
 )
 REFUSED = ("research", "train-one-more", 100, 0)
-FAILED_CARD = 7
+FAILED_GPU = 7
 WIDE, NARROW, NARROW_HEIGHT = 1440, 360, 1500
 MOST_HEIGHT = 2600
 ROWS = "document.querySelectorAll('.containers tbody tr').length >= arguments[0]"
@@ -48,7 +48,7 @@ ROWS = "document.querySelectorAll('.containers tbody tr').length >= arguments[0]
 
 @asynccontextmanager
 async def busy_node() -> AsyncIterator[tuple[EmbeddedNode, InnerAgent]]:
-    """A node with running pods, a refused one and an ill card, whose curves are full."""
+    """A node with running pods, a refused one and an ill GPU, whose curves are full."""
     flags = (
         f"--simulated.topology={TOPOLOGY}",
         "--simulated.card-name=Tesla V100-SXM2-32GB",
@@ -61,21 +61,21 @@ async def busy_node() -> AsyncIterator[tuple[EmbeddedNode, InnerAgent]]:
         for namespace, name, cores, blocks in (*PODS, REFUSED):
             node.api.create_pod(pod(name, container(cores=cores, blocks=blocks)), namespace)
             await wait_until(node, lambda key=(namespace, name): _phase(node, *key), f"{name} to be settled")
-        cards = agent.parts.inventory.current.cards
+        gpus = agent.parts.inventory.current.gpus
         started_at = time.time()
 
         def rehearsed_time() -> float:
             return started_at + (time.time() - started_at) * SPEED
 
         agent.parts.usage_history._clock = rehearsed_time
-        shown = ReportedNode(node=node, cards=cards, vcore=CORE, vmemory=MEMORY, memory_block_mib=256)
+        shown = ReportedNode(node=node, gpus=gpus, vcore=CORE, vmemory=MEMORY, memory_block_mib=256)
         player = WorkloadPlayer(shown, node.paths.usage, clock=rehearsed_time)
         while rehearsed_time() - started_at < HISTORY_S * 0.93:
             player.play()
             await asyncio.sleep(SAMPLE_S)
         agent.parts.usage_history._clock = lambda: rehearsed_at
         rehearsed_at = rehearsed_time()
-        CardFaults(node.paths.faults, len(cards)).report_xid(FAILED_CARD, 79)
+        GpuFaults(node.paths.faults, len(gpus)).report_xid(FAILED_GPU, 79)
         yield node, agent
 
 

@@ -24,7 +24,7 @@ TOPOLOGY = Path(__file__).parent.parent / "data" / "topology" / "v100-x8-cube-me
 LOAD = 0.5
 GIB = 1024**3
 
-CARDS = """return [...document.querySelectorAll('article.card')].map((card) => ({
+GPUS = """return [...document.querySelectorAll('article.card')].map((GPU) => ({
   uuid: card.dataset.uuid,
   title: card.querySelector('h3').textContent,
   badge: card.querySelector('.badge').textContent,
@@ -78,7 +78,7 @@ async def open_scene(*flags: str) -> AsyncIterator[Scene]:
     ):
         shown = ReportedNode(
             node=node,
-            cards=agent.parts.inventory.current.cards,
+            gpus=agent.parts.inventory.current.gpus,
             vcore=CORE,
             vmemory=MEMORY,
             memory_block_mib=256,
@@ -92,7 +92,7 @@ async def open_scene(*flags: str) -> AsyncIterator[Scene]:
 
 
 async def test_what_is_shown_is_what_the_json_says() -> None:
-    """Cards, the size and use of each share, the rows of the table, and a refusal with its reason and candidates."""
+    """GPUs, the size and use of each share, the rows of the table, and a refusal with its reason and candidates."""
     async with open_scene() as scene:
         await scene.create("whole", cores=100)
         await scene.create("pair", cores=200)
@@ -109,24 +109,24 @@ async def test_what_is_shown_is_what_the_json_says() -> None:
             ".every((one) => parseFloat(one.textContent) > 0)"
         )
         document = await scene.document()
-        cards, rows = await browser.script(CARDS), await browser.script(ROWS)
+        gpus, rows = await browser.script(GPUS), await browser.script(ROWS)
 
-        assert [(one["uuid"], one["title"]) for one in cards] == [
-            (card["uuid"], f"GPU {card['index']}") for card in document["cards"]
+        assert [(one["uuid"], one["title"]) for one in gpus] == [
+            (gpu["uuid"], f"GPU {gpu['index']}") for gpu in document["cards"]
         ]
-        for shown, card in zip(cards, document["cards"], strict=True):
+        for shown, gpu in zip(gpus, document["cards"], strict=True):
             assert shown["badge"] == "✓ Healthy"
-            assert shown["values"][0].startswith(f"{card['cores']['allocated']} of 100 cores held · ")
-            assert shown["values"][0].endswith(f" · {round(card['usage']['sm_ratio'] * 100)} % in use")
+            assert shown["values"][0].startswith(f"{gpu['cores']['allocated']} of 100 cores held · ")
+            assert shown["values"][0].endswith(f" · {round(gpu['usage']['sm_ratio'] * 100)} % in use")
             own = [
                 (one["pod"], held)
                 for one in document["containers"]
                 for held in one["cards"]
-                if held["uuid"] == card["uuid"]
+                if held["uuid"] == gpu["uuid"]
             ]
             for bar, limit, whole, used, factor in (
                 (shown["shares"][0], "cores", 100, "sm_ratio", 100),
-                (shown["shares"][1], "memory_bytes", card["memory"]["capacity_bytes"], "memory_bytes", 1),
+                (shown["shares"][1], "memory_bytes", gpu["memory"]["capacity_bytes"], "memory_bytes", 1),
             ):
                 assert [share["pod"] for share in bar] == [name for name, _ in own]
                 for share, (_, held) in zip(bar, own, strict=True):
@@ -155,7 +155,7 @@ async def test_what_is_shown_is_what_the_json_says() -> None:
 
 
 async def test_the_page_follows_the_node() -> None:
-    """A pod that ends leaves its row and its card; a card that is lost says so and why, and comes back."""
+    """A pod that ends leaves its row and its GPU; a GPU that is lost says so and why, and comes back."""
     async with open_scene() as scene:
         await scene.create("stays", cores=30, blocks=8)
         await scene.create("goes", cores=40, blocks=8)
@@ -171,14 +171,14 @@ async def test_the_page_follows_the_node() -> None:
 
         write_faults(scene.node.paths.faults, lost={"6": "GPU is lost"})
         await scene.browser.wait("document.querySelectorAll('.badge[data-kind=bad]').length === 1")
-        [ill] = [card for card in await scene.browser.script(CARDS) if card["badge"] != "✓ Healthy"]
+        [ill] = [gpu for gpu in await scene.browser.script(GPUS) if gpu["badge"] != "✓ Healthy"]
         assert ill["title"] == "GPU 6"
-        [reason] = [card["health_reason"] for card in (await scene.document())["cards"] if card["index"] == 6]
+        [reason] = [gpu["health_reason"] for gpu in (await scene.document())["cards"] if gpu["index"] == 6]
         assert reason and reason in ill["reason"]
         assert await scene.browser.script("return document.title") == "(1 unhealthy) node-a: GPUs"
         await scene.browser.wait(
             "document.querySelector('article.card[data-kind=bad] .stats').textContent"
-            ".startsWith('No use is told while the card is lost')"
+            ".startsWith('No use is told while the GPU is lost')"
         )
 
 
@@ -192,7 +192,7 @@ async def test_the_head_tells_the_state_of_the_agent() -> None:
         )
         assert texts[0] == document["node"] == "node-a"
         assert document["agent"]["version"] in texts[1]
-        assert "isolation none" in texts[1] and "simulated cards" in texts[1]
+        assert "isolation none" in texts[1] and "simulated GPUs" in texts[1]
         assert texts[2] == "✓ Ready"
         await scene.node.kubelet.stop()
         await scene.browser.wait("document.querySelector('#ready').textContent === '✕ Not ready'")

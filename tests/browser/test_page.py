@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.made_node import MadeNode, uid_of, uuid_of
+from bench.sample_node import SampleNode, uid_of, uuid_of
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.observability.node_snapshot import NodeSnapshot
 from tests.support_browser import WHY_NOT, Browser, open_browser
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 ACCESSIBILITY = (Path(__file__).parent / "accessibility.js").read_text(encoding="utf-8")
 TAB, ENTER, SPACE, RIGHT = "\ue004", "\ue007", " ", "\ue014"
-ILL = "Xid 79: the card has fallen off the bus"
+ILL = "Xid 79: the GPU has fallen off the bus"
 NAMED_ROLES = {
     "button",
     "checkbox",
@@ -36,14 +36,16 @@ NAMED_ROLES = {
 }
 
 
-def varied_node(containers: int = 12) -> MadeNode:
-    """A card of each state, and processes of nobody."""
-    return MadeNode(cards=4, containers=containers, unhealthy={2: ILL}, cordoned={1: "fan is noisy"}, strangers={0: 2})
+def varied_node(containers: int = 12) -> SampleNode:
+    """A GPU of each state, and processes of nobody."""
+    return SampleNode(
+        gpus=4, containers=containers, unhealthy={2: ILL}, cordoned={1: "fan is noisy"}, unattributed={0: 2}
+    )
 
 
 @asynccontextmanager
 async def opened(
-    node: MadeNode, *, width: int = 1280, sample_period_s: float = 0.05, **media: str
+    node: SampleNode, *, width: int = 1280, sample_period_s: float = 0.05, **media: str
 ) -> AsyncIterator[tuple[Browser, ServedNode]]:
     """The page, drawn, with two decisions; nothing may have been complained of at the end."""
     async with served_node(node, sample_period_s=sample_period_s) as served, open_browser(width=width) as browser:
@@ -186,7 +188,7 @@ async def test_the_chosen_theme_is_kept_and_wins_over_the_systems() -> None:
 
 @pytest.mark.parametrize("width", [360, 800, 1280, 1920])
 async def test_nothing_is_wider_than_the_window(width: int) -> None:
-    """The page itself never scrolls sideways, and no text of a card is cut off."""
+    """The page itself never scrolls sideways, and no text of a GPU is cut off."""
     async with opened(varied_node(containers=40), width=width) as (browser, _):
         await open_all_details(browser)
         assert await browser.script("return document.documentElement.scrollWidth - innerWidth") <= 0
@@ -197,17 +199,17 @@ async def test_nothing_is_wider_than_the_window(width: int) -> None:
         assert cut == []
 
 
-HEALTH = """return [...document.querySelectorAll('article.card')].map((card) => ['.badge', '.reason'].map((kind) =>
+HEALTH = """return [...document.querySelectorAll('article.card')].map((GPU) => ['.badge', '.reason'].map((kind) =>
   [...card.querySelectorAll(kind)].filter((one) => one.checkVisibility()).map((one) => one.textContent)))"""
 HUES = """return Object.fromEntries([...document.querySelectorAll('tbody tr[data-key]')].map((row) =>
   [row.dataset.key, row.className]))"""
-SHARES_OF_CARDS = """return [...document.querySelectorAll('article.card')].map((card) =>
+SHARES_OF_GPUS = """return [...document.querySelectorAll('article.card')].map((GPU) =>
   [...card.querySelector('.bar').querySelectorAll('.share:not(.other)')].map((share) => share.className))"""
 
 
 async def test_a_cordon_is_no_illness() -> None:
-    """It has its own badge, its reason and its count; a card that is ill besides shows both."""
-    node = MadeNode(cards=4, containers=0, unhealthy={2: ILL, 3: ILL}, cordoned={0: "fan is noisy", 1: "", 3: "smoke"})
+    """It has its own badge, its reason and its count; a GPU that is ill besides shows both."""
+    node = SampleNode(gpus=4, containers=0, unhealthy={2: ILL, 3: ILL}, cordoned={0: "fan is noisy", 1: "", 3: "smoke"})
     async with opened(node) as (browser, _):
         assert await browser.script(HEALTH) == [
             [["‖ Cordoned"], ["Cordoned: fan is noisy"]],
@@ -222,45 +224,45 @@ async def test_a_cordon_is_no_illness() -> None:
         assert await browser.script("return document.title") == "(2 unhealthy) node-of-4: GPUs"
 
 
-async def test_cordoned_cards_alone_make_nothing_unhealthy() -> None:
-    """Neither in the number of cards nor in the window's title."""
-    async with opened(MadeNode(cards=2, containers=0, cordoned={0: ""})) as (browser, _):
+async def test_cordoned_gpus_alone_make_nothing_unhealthy() -> None:
+    """Neither in the number of GPUs nor in the window's title."""
+    async with opened(SampleNode(gpus=2, containers=0, cordoned={0: ""})) as (browser, _):
         assert await browser.script("return document.querySelector('.tile').textContent") == "Cards21 cordoned"
         assert await browser.script("return document.title") == "node-of-2: GPUs"
 
 
 async def test_a_containers_colour_depends_on_nothing_but_who_is_there() -> None:
     """It is the same after a reload and for a page that saw the containers come one after another."""
-    node = MadeNode(cards=2, containers=3)
+    node = SampleNode(gpus=2, containers=3)
     async with opened(node) as (browser, served):
         for count in (9, 16):
             node.containers = count
             served.stream.look()
             await browser.wait("document.querySelectorAll('tbody tr[data-key]').length === arguments[0]", count)
-        grown, cards = await browser.script(HUES), await browser.script(SHARES_OF_CARDS)
+        grown, gpus = await browser.script(HUES), await browser.script(SHARES_OF_GPUS)
         await browser.open(served.url)
         await drawn(browser)
         assert await browser.script(HUES) == grown
-        assert await browser.script(SHARES_OF_CARDS) == cards
-    assert [len(set(shares)) for shares in cards] == [8, 8]
+        assert await browser.script(SHARES_OF_GPUS) == gpus
+    assert [len(set(shares)) for shares in gpus] == [8, 8]
 
 
-class PodOfTwo(MadeNode):
-    """The second container of card 0 belongs to the pod of the first one."""
+class PodOfTwo(SampleNode):
+    """The second container of GPU 0 belongs to the pod of the first one."""
 
     def snapshot(self) -> NodeSnapshot:
         made = super().snapshot()
         facts = list(made.containers)
         key = ContainerKey(uid_of(0), "sidecar")
-        held = replace(facts[self.cards].held, key=key, namespace="team-a", pod_name="inference-000")
-        facts[self.cards] = replace(facts[self.cards], held=held)
+        held = replace(facts[self.gpus].held, key=key, namespace="team-a", pod_name="inference-000")
+        facts[self.gpus] = replace(facts[self.gpus], held=held)
         return replace(made, containers=facts)
 
 
-async def test_containers_of_one_pod_on_a_card_are_told_apart() -> None:
+async def test_containers_of_one_pod_on_a_gpu_are_reported_apart() -> None:
     """By their names, in the bars and in the list; the others have the pod's name alone."""
-    async with opened(PodOfTwo(cards=2, containers=6)) as (browser, _):
-        names = "return [...document.querySelectorAll('article.card')].map((card) => arguments[0].map((kind) =>"
+    async with opened(PodOfTwo(gpus=2, containers=6)) as (browser, _):
+        names = "return [...document.querySelectorAll('article.card')].map((GPU) => arguments[0].map((kind) =>"
         names += " [...card.querySelectorAll(kind)].map((one) => one.textContent)))"
         of_two = ["inference-000/main", "inference-000/sidecar", "inference-004"]
         alone = ["inference-005", "inference-001", "inference-003"]  # team-a, team-b, team-d
@@ -270,7 +272,7 @@ async def test_containers_of_one_pod_on_a_card_are_told_apart() -> None:
         ]
 
 
-async def test_strangers_texts_stay_texts() -> None:
+async def test_unattributed_texts_stay_texts() -> None:
     """Markup in a reason or a name is shown as it is written, and makes no element."""
     hostile = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
     node = varied_node()
@@ -285,7 +287,7 @@ async def test_strangers_texts_stay_texts() -> None:
 
 async def test_one_change_touches_one_row() -> None:
     """Of 200 containers whose use stands still, the one that changes is redrawn, and nothing is made anew."""
-    node = MadeNode(cards=16, containers=200)
+    node = SampleNode(gpus=16, containers=200)
     async with opened(node, sample_period_s=0.2) as (browser, served):
         await browser.wait("document.querySelectorAll('tbody tr').length >= 200")
         await browser.script(
@@ -315,8 +317,8 @@ async def test_a_use_over_the_share_is_marked() -> None:
 
 
 async def test_an_empty_node_says_what_to_do() -> None:
-    """Without containers the limits to ask for, without cards where to look; no table, no drawing."""
-    async with opened(MadeNode(cards=1, containers=0)) as (browser, _):
+    """Without containers the limits to ask for, without GPUs where to look; no table, no drawing."""
+    async with opened(SampleNode(gpus=1, containers=0)) as (browser, _):
         text = await browser.script("return document.querySelector('#containers-empty').innerText")
         assert "No pod has a share yet." in text
         assert "tencent.com/vcuda-core: 30" in text
@@ -324,7 +326,7 @@ async def test_an_empty_node_says_what_to_do() -> None:
         assert await browser.script("return document.querySelector('#containers-table').hidden") is True
 
 
-async def test_a_lost_connection_is_told_and_mended() -> None:
+async def test_a_lost_connection_is_reported_and_mended() -> None:
     """The page says so while the agent is away, and shows the new agent's node once it is back."""
     node = varied_node(containers=4)
     async with open_browser() as browser:
@@ -357,7 +359,7 @@ async def test_the_curve_is_the_agents_past() -> None:
         "cards": {uuid_of(0): {"sm_ratio": [None, 0.5, 1.0, None, 0.25], "memory_used_bytes": [None] * 5}},
         "containers": {},
     }
-    node = MadeNode(cards=1, containers=0)
+    node = SampleNode(gpus=1, containers=0)
     async with served_node(node, history=MadeHistory(past), sample_period_s=5.0) as served, open_browser() as browser:
         await browser.open(served.url)
         path = await browser.wait("document.querySelector('.curve-sm').getAttribute('d')")

@@ -16,7 +16,7 @@ from tests.support_settings import Ended, run_program
 
 
 class Command:
-    """`cdi` on a host with two simulated cards; etc and run are its spec directories."""
+    """`cdi` on a host with two simulated GPUs; etc and run are its spec directories."""
 
     def __init__(self, root: Path) -> None:
         self.etc, self.run_directory = root / "etc", root / "run"
@@ -42,7 +42,7 @@ def command(short_dir: Path) -> Command:
 
 
 async def test_generate_writes_a_valid_spec_and_list_tells_of_it(command: Command) -> None:
-    """Before, `list` says that nobody names the cards, with the cure, and ends with 1."""
+    """Before, `list` says that nobody names the GPUs, with the cure, and ends with 1."""
     before = await command.run("list")
     assert before.code == 1
     assert before.out.count(f"nobody yet: `gpushare-agent cdi generate` writes {command.own_path}") == 2
@@ -50,7 +50,7 @@ async def test_generate_writes_a_valid_spec_and_list_tells_of_it(command: Comman
 
     ended = await command.run("generate")
     assert ended.code == 0, ended.err
-    assert ended.out.startswith(f"{command.own_path}: written, 2 of 2 cards named there\n")
+    assert ended.out.startswith(f"{command.own_path}: written, 2 of 2 GPUs named there\n")
     spec = json.loads(command.own_path.read_text())
     schema().validate(spec)
     assert [device["containerEdits"] for device in spec["devices"]] == [
@@ -74,7 +74,7 @@ async def test_check_shows_the_spec_and_writes_nothing(command: Command) -> None
 
 
 async def test_specs_of_others_are_used_and_ours_goes(command: Command) -> None:
-    """Once both cards are named by another file, ours is removed; broken files are told."""
+    """Once both GPUs are named by another file, ours is removed; broken files are told."""
     await command.run("generate")
     names = [device["name"] for device in json.loads(command.own_path.read_text())["devices"]]
     other = write_spec(command.etc / "nvidia.json", *names)
@@ -85,19 +85,19 @@ async def test_specs_of_others_are_used_and_ours_goes(command: Command) -> None:
     assert f"passed over  {command.etc / 'bad.yaml'}: is no YAML" in ended.out
     assert not command.own_path.exists()
     again = await command.run("generate")
-    assert again.out.startswith(f"{command.own_path}: not needed, 2 of 2 cards are named by others\n")
+    assert again.out.startswith(f"{command.own_path}: not needed, 2 of 2 GPUs are named by others\n")
     assert (await command.json("list"))["named"] == dict.fromkeys(names, str(other))
 
 
 async def test_an_ambiguous_name_ends_with_1_and_names_the_files(command: Command) -> None:
-    """`generate` names the other card all the same."""
+    """`generate` names the other GPU all the same."""
     [first, _] = (await command.json("generate", "--check"))["spec"]["devices"]
     for name in ("a.json", "b.json"):
         write_spec(command.etc / name, first["name"])
     ended = await command.run("generate")
     assert ended.code == 1
     assert f"{command.etc / 'a.json'} and {command.etc / 'b.json'}" in ended.out
-    assert "written, 1 of 2 cards named there" in ended.out
+    assert "written, 1 of 2 GPUs named there" in ended.out
 
 
 async def test_mistakes_are_readable_lines(command: Command, short_dir: Path) -> None:
@@ -124,12 +124,12 @@ def test_the_spec_mounts_the_driver_only_where_no_isolation_does(
     config.write_text(json.dumps({"volume": [volume]}))
     flags = ["--driver=simulated", f"--volume-config={config}", f"--isolation={isolation}"]
     specs = cdi_specs(load_settings([*flags, f"--cdi.spec-directories={short_dir}/cdi"], {}).settings)
-    cards = inventory().cards
-    before = specs.plan(cards)
+    gpus = inventory().gpus
+    before = specs.plan(gpus)
     absent = before.spec
     assert before.left_out == ((f"{base}/origin: not on this host",) if has_mount else ())
     (base / "origin").mkdir(parents=True)
-    present = specs.plan(cards).spec
+    present = specs.plan(gpus).spec
     assert absent is not None and "mounts" not in absent["containerEdits"]
     assert present is not None
     mounts = [(m["hostPath"], m["containerPath"]) for m in present["containerEdits"].get("mounts", [])]

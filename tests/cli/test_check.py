@@ -80,7 +80,7 @@ async def test_a_bare_directory_is_all_errors_each_with_a_cure(short_dir: Path) 
     assert all(not finding.cure for finding in findings if finding.level is Level.OK)
 
 
-async def test_a_dead_socket_file_is_told_from_a_missing_one_and_from_a_plain_file(short_dir: Path) -> None:
+async def test_a_dead_socket_file_is_reported_from_a_missing_one_and_from_a_plain_file(short_dir: Path) -> None:
     """The three have different cures."""
     plain, dead = short_dir / "plain", short_dir / "dead"
     plain.touch()
@@ -145,7 +145,7 @@ async def test_the_permissions_line_tells_whether_pods_may_be_deleted(short_dir:
         assert "delete" not in await permissions(node, off)
 
 
-async def test_a_wrong_node_name_is_told(short_dir: Path) -> None:
+async def test_a_wrong_node_name_is_reported(short_dir: Path) -> None:
     """The API server knows no such node: the cure names the flag."""
     async with complete_node(short_dir) as node:
         (found,) = not_ok(await check_node(node.settings("--node-name=other")))
@@ -153,8 +153,8 @@ async def test_a_wrong_node_name_is_told(short_dir: Path) -> None:
     assert "--node-name" in found.cure
 
 
-async def test_the_driver_without_cards_is_an_error_unless_the_agent_would_stay(short_dir: Path) -> None:
-    """With fail_on_init_error off, the agent starts without cards: a warning."""
+async def test_the_driver_without_gpus_is_an_error_unless_the_agent_would_stay(short_dir: Path) -> None:
+    """With fail_on_init_error off, the agent starts without GPUs: a warning."""
     async with complete_node(short_dir) as node:
         missing = f"--topology={short_dir}/none"
         (found,) = not_ok(await check_node(node.settings(missing)))
@@ -171,7 +171,7 @@ async def test_named_files_are_read(short_dir: Path) -> None:
     assert "--extra-config" in found.cure
 
 
-async def test_a_volume_config_that_cannot_be_read_is_told_once(short_dir: Path) -> None:
+async def test_a_volume_config_that_cannot_be_read_is_reported_once(short_dir: Path) -> None:
     """And the cure is not to do without it, for then shares would not be kept."""
     async with complete_node(short_dir) as node:
         (found,) = not_ok(await check_node(node.settings(f"--volume-config={short_dir}/none.conf")))
@@ -181,7 +181,7 @@ async def test_a_volume_config_that_cannot_be_read_is_told_once(short_dir: Path)
         assert [found.what for found in not_ok(await check_node(named))] == ["file"]
 
 
-async def test_a_long_device_plugin_path_is_told(short_dir: Path) -> None:
+async def test_a_long_device_plugin_path_is_reported(short_dir: Path) -> None:
     """A socket's path has room for 107 bytes."""
     long = short_dir / ("x" * 100)
     long.mkdir()
@@ -199,7 +199,7 @@ def test_a_directory_that_is_a_file_is_not_writable(short_dir: Path) -> None:
             node_probes.require_writable(path)
 
 
-def test_a_directory_that_takes_no_file_is_told() -> None:
+def test_a_directory_that_takes_no_file_is_reported() -> None:
     """What cannot be written to is found by writing, not by reading its mode: root may do anything but this."""
     with pytest.raises(Unavailable, match="cannot write"):
         node_probes.require_writable(Path("/sys/kernel"))

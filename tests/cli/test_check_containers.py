@@ -91,7 +91,7 @@ async def test_the_nodes_pids_are_seen_where_the_kubelet_has_one(
     ("self_link", "words"),
     [(None, "there, but no /proc"), ("77777777", "another PID namespace"), ("/nowhere", "another PID namespace")],
 )
-async def test_a_proc_root_of_another_namespace_is_told(short_dir: Path, self_link: str | None, words: str) -> None:
+async def test_a_proc_root_of_another_namespace_is_reported(short_dir: Path, self_link: str | None, words: str) -> None:
     """The PIDs of peers are looked up there: they must be the same numbers."""
     proc = short_dir / "proc"
     proc.mkdir()
@@ -152,7 +152,7 @@ async def driver_directory(short_dir: Path, *flags: str) -> list[Finding]:
     return await node_check_isolation.check_driver_directory(settings)
 
 
-async def test_shares_without_the_control_library_are_told_as_not_enforced(short_dir: Path) -> None:
+async def test_shares_without_the_control_library_are_reported_as_not_enforced(short_dir: Path) -> None:
     """Everything would run and nothing would be limited: no file, no volume, or the driver's own libcuda in its place."""
     install(short_dir, "nvidia", libcuda="libcuda.so.535.104.05")
     install(short_dir, "origin", libcuda="libcuda.so.535.104.05")
@@ -164,7 +164,7 @@ async def test_shares_without_the_control_library_are_told_as_not_enforced(short
 
 
 async def test_an_installed_driver_directory_is_ok_with_its_version(short_dir: Path) -> None:
-    """The control library where shares look, the driver's own for whole cards."""
+    """The control library where shares look, the driver's own for whole GPUs."""
     install(short_dir, "nvidia", libcuda="libcuda-control.so")
     install(short_dir, "origin", libcuda="libcuda.so.535.104.05")
     shared, whole = await driver_directory(short_dir, write_volumes(short_dir, "nvidia", "origin"))
@@ -199,11 +199,11 @@ async def test_a_driver_directory_that_is_not_installed_tells_whether_it_can_be(
     assert "it cannot be left out: without it shares are not enforced" in found.cure
     for flags in ([], [write_volumes(short_dir, "nvidia")]):
         (found,) = await driver_directory(short_dir, "--driver=simulated", *flags)
-        assert (found.level, "simulated cards" in found.detail) == (Level.OK, True)
+        assert (found.level, "simulated GPUs" in found.detail) == (Level.OK, True)
 
 
 @pytest.mark.parametrize(("hard", "level"), [(4096, Level.WARNING), (6500, Level.OK), (sys.maxsize, Level.OK)])
-async def test_too_few_open_files_are_told(
+async def test_too_few_open_files_are_reported(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch, hard: int, level: Level
 ) -> None:
     """A hundred containers may hold 64 connections each; without vDevice sockets there are none."""

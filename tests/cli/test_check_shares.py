@@ -46,12 +46,12 @@ async def test_hami_core_needs_its_library(tmp_path: Path) -> None:
     assert finding.level is Level.OK
 
 
-async def test_strategies_that_contradict_each_other_and_cards_without_a_name_are_told(tmp_path: Path) -> None:
-    """Two programs asked for one card; and with CDI every card gets its name from the agent."""
+async def test_strategies_that_contradict_each_other_and_gpus_without_a_name_are_reported(tmp_path: Path) -> None:
+    """Two programs asked for one GPU; and with CDI every GPU gets its name from the agent."""
     flags = ("--device-list-strategy=envvar,cdi-cri", f"--cdi.spec-directories={tmp_path}", "--simulated.cards=2")
     findings = await check_device_lists(settings_of(*flags))
     assert [f.level for f in findings] == [Level.WARNING, Level.OK]
-    assert "2 cards have a name" in findings[-1].detail
+    assert "2 GPUs have a name" in findings[-1].detail
     assert not list(tmp_path.iterdir()), "a check changes nothing"
 
 
@@ -69,7 +69,7 @@ def test_gpushares_names_must_be_names_of_their_own(flags: tuple[str, ...]) -> N
         settings_of(*flags)
 
 
-async def test_lists_that_no_kubelet_takes_are_told_before_the_agent_ends_by_them() -> None:
+async def test_lists_that_no_kubelet_takes_are_reported_before_the_agent_ends_by_them() -> None:
     """With the unit, or the block size, that fits."""
     (fine,) = await check_list_sizes(settings_of("--gpushare.enabled"))
     assert fine.level is Level.OK and "aliyun.com/gpu-mem" in fine.detail

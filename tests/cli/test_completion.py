@@ -177,7 +177,7 @@ def test_zsh_takes_the_script(scripts: dict[str, Path], short_dir: Path) -> None
         (["nonsense", ""], []),
     ],
 )
-def test_kubectl_is_told_what_may_follow(
+def test_kubectl_is_reported_what_may_follow(
     words: list[str], answer: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A word a line, and last that names of files are not wanted."""
@@ -185,7 +185,7 @@ def test_kubectl_is_told_what_may_follow(
     assert capsys.readouterr().out.splitlines() == [*answer, ":4"]
 
 
-def test_kubectl_is_told_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kubectl_is_reported_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     """Also where nothing was typed at all."""
     for words in ([], [""]):
         assert complete(words) == 0

@@ -106,7 +106,7 @@ async def test_a_missing_libcuda_is_an_error_that_says_where_it_looked(host: Fak
 
 
 async def test_without_the_control_library_only_the_volume_for_shares_fails(host: FakeHost) -> None:
-    """The error names the path; whole cards are served."""
+    """The error names the path; whole GPUs are served."""
     host.control.unlink()
     document = await run_json(host, code=1)
     shared, origin = document["volumes"]

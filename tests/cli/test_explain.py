@@ -56,36 +56,36 @@ async def text_of(
 
 
 def verdicts(text: str) -> dict[str, tuple[bool, str]]:
-    """By card: whether it is marked as chosen, and what is said of it."""
+    """By GPU: whether it is marked as chosen, and what is said of it."""
     rows = [line for line in text.partition("VERDICT\n")[2].splitlines() if "ealthy " in line]
     split = [(row.startswith("  *"), row.removeprefix("  *").split(maxsplit=5)) for row in rows]
     return {words[0]: (is_chosen, words[5]) for is_chosen, words in split}
 
 
 async def test_every_placement_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    """A share, a whole card, two cards by link."""
+    """A share, a whole GPU, two GPUs by link."""
     async with open_test_node() as node, open_agent(node, "--simulated.cards=4") as agent:
         url = f"http://127.0.0.1:{await agent.parts.web.wait_listening()}"
 
         share = await text_of(node, url, pod("share", container(cores=40, blocks=60)), "Running", capsys)
-        assert "default/share, container main got card 0" in share
+        assert "default/share, container main got GPU 0" in share
         assert "  asked  40 cores, 15360 MiB\n  policy share: " in share
         assert verdicts(share)["0"] == (True, "chosen")
         assert verdicts(share)["1"][0] is False
 
         whole = await text_of(node, url, pod("whole", container(cores=100, blocks=0)), "Running", capsys)
-        assert "default/whole, container main got card 1" in whole
+        assert "default/whole, container main got GPU 1" in whole
         assert "  policy fragment: " in whole
         assert [index for index, (is_chosen, _) in verdicts(whole).items() if is_chosen] == ["1"]
 
         pair = await text_of(node, url, pod("pair", container(cores=200, blocks=0)), "Running", capsys)
-        assert "default/pair, container main got cards 2, 3" in pair
+        assert "default/pair, container main got GPUs 2, 3" in pair
         assert "  policy link: " in pair
         assert [index for index, (is_chosen, _) in verdicts(pair).items() if is_chosen] == ["2", "3"]
 
 
 async def test_a_refusal_for_memory_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    """The node has so much in all, so the scheduler sent it; no card has, and each card's verdict says what is short."""
+    """The node has so much in all, so the scheduler sent it; no GPU has, and each GPU's verdict says what is short."""
     async with open_test_node() as node, open_agent(node, "--simulated.cards=2") as agent:
         url = f"http://127.0.0.1:{await agent.parts.web.wait_listening()}"
         memory = await text_of(node, url, pod("memory", container(cores=10, blocks=100)), "Failed", capsys)
@@ -94,8 +94,8 @@ async def test_a_refusal_for_memory_is_explained(capsys: pytest.CaptureFixture[s
     assert verdicts(memory) == {"0": (False, "1024 MiB short"), "1": (False, "1024 MiB short")}
 
 
-async def test_fragmentation_and_ill_cards_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two half-used cards hold no whole one; a card that fell off the bus is named with its reason."""
+async def test_fragmentation_and_ill_gpus_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two half-used GPUs hold no whole one; a GPU that fell off the bus is named with its reason."""
     async with open_test_node() as node:
         flags = ("--simulated.cards=2", "--placement.share-policy=spread")
         async with open_agent(node, *flags) as agent:
@@ -112,14 +112,14 @@ async def test_fragmentation_and_ill_cards_are_explained(capsys: pytest.CaptureF
             sick = await text_of(node, url, pod("sick", container(cores=10, blocks=1)), "Failed", capsys)
             assert "container main was refused: NoHealthyCard" in sick
             assert "GPU is lost" in sick
-            assert f"  do     {ADVICE[RefusalReason.NO_HEALTHY_CARD]}." in sick
+            assert f"  do     {ADVICE[RefusalReason.NO_HEALTHY_GPU]}." in sick
 
 
 async def _wait_sick(parts: Any) -> None:
     changed = asyncio.Event()
     parts.inventory.subscribe(lambda _: changed.set())
     async with asyncio.timeout(10):
-        while any(card.is_healthy for card in parts.inventory.current.cards):
+        while any(gpu.is_healthy for gpu in parts.inventory.current.gpus):
             changed.clear()
             await changed.wait()
 
@@ -130,15 +130,15 @@ async def _wait_sick(parts: Any) -> None:
 async def test_only_the_newest_decision_of_each_container_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """In the order in which the containers were decided; -c chooses one."""
     decisions = [
-        decision(3, container="b", cards=(1,)),
+        decision(3, container="b", gpus=(1,)),
         decision(2, container="a"),
-        decision(1, container="b", outcome=Outcome.REFUSED, reason="NotReady", cards=()),
+        decision(1, container="b", outcome=Outcome.REFUSED, reason="NotReady", gpus=()),
     ]
     out = await explained(capsys, decisions, AskedPod(pod="train"))
     titles = [line for line in out.splitlines() if line.startswith("default/")]
     assert [title.partition("  (")[0] for title in titles] == [
-        "default/train, container a got card 0",
-        "default/train, container b got card 1",
+        "default/train, container a got GPU 0",
+        "default/train, container b got GPU 1",
     ]
     only = await explained(capsys, decisions, AskedPod(pod="train", container="b"))
     assert "container a" not in only
@@ -160,19 +160,19 @@ async def test_without_a_namespace_every_pod_of_that_name_is_shown(capsys: pytes
     assert "default/train" not in await explained(capsys, decisions, AskedPod(pod="train", namespace="research"))
 
 
-async def test_hint_and_must_include_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_hint_and_must_include_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     """They bound the choice."""
-    asked = Asked(cores=40, memory_bytes=0, hint=(1, 3), must_cards=(GpuUuid("GPU-7"),))
+    asked = Asked(cores=40, memory_bytes=0, hint=(1, 3), must_gpus=(GpuUuid("GPU-7"),))
     out = await explained(capsys, [decision(asked=asked)], AskedPod(pod="train"))
-    assert "  asked  40 cores, its annotation names card 1, 3, the kubelet insists on GPU-7" in out
+    assert "  asked  40 cores, its annotation names GPU 1, 3, the kubelet insists on GPU-7" in out
 
 
-async def test_a_refusal_before_anything_was_known_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_refusal_before_anything_was_known_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     """No candidates, and what is known: the resource."""
     refused = decision(
         outcome=Outcome.REFUSED,
         reason="NotReady",
-        cards=(),
+        gpus=(),
         policy="",
         asked=None,
         candidates=(),
@@ -186,7 +186,7 @@ async def test_a_refusal_before_anything_was_known_is_told(capsys: pytest.Captur
 
 async def test_a_reason_that_is_not_known_has_no_advice(capsys: pytest.CaptureFixture[str]) -> None:
     """A newer agent may have more of them."""
-    refused = decision(outcome=Outcome.REFUSED, reason="BrandNew", policy="new", cards=())
+    refused = decision(outcome=Outcome.REFUSED, reason="BrandNew", policy="new", gpus=())
     out = await explained(capsys, [refused], AskedPod(pod="train"))
     assert "was refused: BrandNew" in out
     assert "  policy new\n" in out
@@ -221,7 +221,7 @@ async def test_json_and_yaml_have_the_decisions_as_the_agent_has_them(capsys: py
 # --- nothing is known ---
 
 
-async def test_a_pod_never_decided_about_is_told_with_where_to_look(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_pod_never_decided_about_is_reported_with_where_to_look(capsys: pytest.CaptureFixture[str]) -> None:
     """The likely causes, and its Events."""
     with pytest.raises(NotFound, match=r"on another node, waits .* kubectl describe pod -n research ghost$") as raised:
         await explained(capsys, [decision()], AskedPod(pod="ghost", namespace="research"))
@@ -275,7 +275,7 @@ async def test_the_plugin_finds_the_pods_node_by_itself(short_dir: Path, capsys:
         kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
         settings = load_settings(["--kubeconfig", str(kubeconfig)], {"NODE_NAME": "desk"}).settings
         assert await explain.run(settings, Where(is_remote=True), AskedPod(pod="train"), form="table") == 0
-    assert "default/train, container main got card 0" in capsys.readouterr().out
+    assert "default/train, container main got GPU 0" in capsys.readouterr().out
     assert [request.path for request in server.heard] == [
         "/api/v1/namespaces/default/pods/train",
         AGENTS,

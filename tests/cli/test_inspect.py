@@ -26,7 +26,7 @@ from tests.support_cli import (
     busy_node,
     json_server,
     raw_agent_pod,
-    raw_card,
+    raw_gpu,
     raw_list,
     raw_node,
 )
@@ -62,14 +62,14 @@ async def cluster(directory: Path, answers: Mapping[str, Any]) -> AsyncIterator[
 
 
 def two_nodes() -> dict[str, Any]:
-    """Node a with two cards and three pods, node b without an annotation, node c without cards."""
+    """Node a with two GPUs and three pods, node b without an annotation, node c without GPUs."""
     placed = {"metadata": {"annotations": {PREFIX + "0": "1", "tencent.com/gpu-assigned": "true"}}}
     forged = {"metadata": {"annotations": {PREFIX + "0": "7"}}}
     return {
         "/api/v1/nodes": raw_list(
             [
                 raw_node("b", None, core="200", memory="192"),
-                raw_node("a", [raw_card(0), raw_card(1, is_healthy=False)]),
+                raw_node("a", [raw_gpu(0), raw_gpu(1, is_healthy=False)]),
                 raw_node("c", None),
             ]
         ),
@@ -89,8 +89,8 @@ def two_nodes() -> dict[str, Any]:
 # --- one node ---
 
 
-async def test_one_node_is_told_by_its_agent(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line for each card, one for all of them, one for the end."""
+async def test_one_node_is_reported_by_its_agent(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each GPU, one for all of them, one for the end."""
     async with json_server(agent_answers(busy_node())) as agent:
         lines = (await inspected(capsys, LOCAL, Where(server=agent.url))).splitlines()
     rows = [line.split("  ") for line in lines]
@@ -99,17 +99,17 @@ async def test_one_node_is_told_by_its_agent(capsys: pytest.CaptureFixture[str])
         *("n1", "0", "NVIDIA H100 80GB HBM3", "Healthy", "60/100 (60 %)", "6144/24576 (25 %)")
     ]
     assert [re.findall(r"\d+/100", line) for line in lines[1:5]] == [["60/100"], ["100/100"], ["0/100"], ["0/100"]]
-    assert " Unhealthy " in lines[2] and lines[2].endswith("  Xid 79: the card fell off the bus")
+    assert " Unhealthy " in lines[2] and lines[2].endswith("  Xid 79: the GPU fell off the bus")
     assert " Cordoned " in lines[3] and lines[3].endswith("  fan replaced on Monday")
     assert lines[5].split() == ["all", "160/400", "(40", "%)", "30720/98304", "(31", "%)"]
     assert (
-        lines[-1] == "allocated of 4 cards of the node, 1 unhealthy, 1 cordoned: "
+        lines[-1] == "allocated of 4 GPUs of the node, 1 unhealthy, 1 cordoned: "
         "cores 160/400 (40 %), memory 30720/98304 (31 %) MiB"
     )
 
 
-async def test_a_card_that_is_cordoned_and_ill_says_both(capsys: pytest.CaptureFixture[str]) -> None:
-    """In table and document; without cards out of service there is no column for reasons."""
+async def test_a_gpu_that_is_cordoned_and_ill_says_both(capsys: pytest.CaptureFixture[str]) -> None:
+    """In table and document; without GPUs out of service there is no column for reasons."""
     document = busy_node()
     document["cards"][1]["cordoned"] = "loud"
     async with json_server(agent_answers(document)) as agent:
@@ -118,8 +118,8 @@ async def test_a_card_that_is_cordoned_and_ill_says_both(capsys: pytest.CaptureF
         agent.answers["/api/v1/node"] = document | {"cards": [document["cards"][0]]}
         assert "REASON" not in await inspected(capsys, LOCAL, Where(server=agent.url))
     assert " Cordoned, Unhealthy " in lines[2]
-    assert lines[2].endswith("  Cordoned: loud; Unhealthy: Xid 79: the card fell off the bus")
-    assert [card["health_reason"] for card in shown] == ["", "Xid 79: the card fell off the bus", "", ""]
+    assert lines[2].endswith("  Cordoned: loud; Unhealthy: Xid 79: the GPU fell off the bus")
+    assert [gpu["health_reason"] for gpu in shown] == ["", "Xid 79: the GPU fell off the bus", "", ""]
 
 
 async def test_details_list_every_container(capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,33 +160,35 @@ async def test_the_document_of_inspect_says_what_the_table_says(capsys: pytest.C
 # --- all nodes ---
 
 
-async def test_all_nodes_are_told_by_the_api_server(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sorted by name; what is unplaced is told and in no card's sum; a node without an annotation by its capacity."""
+async def test_all_nodes_are_reported_by_the_api_server(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sorted by name; what is unplaced is told and in no GPU's sum; a node without an annotation by its capacity."""
     async with cluster(short_dir, two_nodes()) as (server, settings):
         out = await inspected(capsys, settings)
     rows = [line.split() for line in out.splitlines()]
     assert rows[1] == ["a", "0", "NVIDIA", "H100", "Healthy", "0/100", "(0", "%)", "0/24576", "(0", "%)"]
     assert rows[2] == ["1", "NVIDIA", "H100", "Unhealthy", "30/100", "(30", "%)", "1024/24576", "(4", "%)"]
     assert rows[4][:3] == ["b", "0", "-"]
-    assert "a: 1 container with 30 cores and 1024 MiB is charged to no card; -d lists them" in out
-    assert "b: no gpushare-agent/cards: cards of equal size are assumed from the node's capacity" in out
-    assert out.splitlines()[-1].startswith("allocated of 4 cards in 2 nodes, 1 unhealthy: cores 30/400 (8 %)")
+    assert "a: 1 container with 30 cores and 1024 MiB is charged to no GPU; -d lists them" in out
+    assert "b: no gpushare-agent/cards: GPUs of equal size are assumed from the node's capacity" in out
+    assert out.splitlines()[-1].startswith("allocated of 4 GPUs in 2 nodes, 1 unhealthy: cores 30/400 (8 %)")
     assert {request.path for request in server.heard} == {"/api/v1/nodes", "/api/v1/pods"}
     assert all(request.headers["Authorization"] == "Bearer secret" for request in server.heard)
 
 
-async def test_of_all_nodes_a_cordon_is_told_and_no_reason(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The node's object says that a card is out and by whom, not why: that is not known, and not nothing."""
-    node = raw_node("a", [raw_card(0, is_healthy=False, cordoned=True), raw_card(1, is_healthy=False)])
+async def test_of_all_nodes_a_cordon_is_reported_and_no_reason(
+    short_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The node's object says that a GPU is out and by whom, not why: that is not known, and not nothing."""
+    node = raw_node("a", [raw_gpu(0, is_healthy=False, cordoned=True), raw_gpu(1, is_healthy=False)])
     async with cluster(short_dir, {"/api/v1/nodes": raw_list([node]), "/api/v1/pods": raw_list([])}) as (_, settings):
         lines = (await inspected(capsys, settings)).splitlines()
-        cards = json.loads(await inspected(capsys, settings, form="json"))["nodes"][0]["cards"]
+        gpus = json.loads(await inspected(capsys, settings, form="json"))["nodes"][0]["cards"]
     assert [line.split()[-7] for line in lines[1:3]] == ["Cordoned", "Unhealthy"]
-    assert lines[-1].startswith("allocated of 2 cards of the node, 1 unhealthy, 1 cordoned: ")
-    assert [(card["is_healthy"], card["health_reason"]) for card in cards] == [(False, None), (False, None)]
+    assert lines[-1].startswith("allocated of 2 GPUs of the node, 1 unhealthy, 1 cordoned: ")
+    assert [(gpu["is_healthy"], gpu["health_reason"]) for gpu in gpus] == [(False, None), (False, None)]
 
 
-async def test_the_details_say_why_a_container_is_charged_to_no_card(
+async def test_the_details_say_why_a_container_is_charged_to_no_gpu(
     short_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A forged annotation is shown as what it is."""
@@ -195,16 +197,16 @@ async def test_the_details_say_why_a_container_is_charged_to_no_card(
         document = json.loads(await inspected(capsys, settings, form="json"))
     (line,) = [line for line in out.splitlines() if " forged " in line]
     assert line.split(maxsplit=7)[1] == "-"
-    assert line.endswith("its annotation names card 7, which the node does not have")
+    assert line.endswith("its annotation names GPU 7, which the node does not have")
     assert document["nodes"][0]["unplaced"] == {"containers": 1, "cores": 30, "memory_bytes": 1024 * MIB}
     assert [one["pod"] for one in document["nodes"][0]["containers"]] == ["forged", "train"]
 
 
-async def test_a_cluster_without_cards_says_so(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_cluster_without_gpus_says_so(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And the document is an empty list."""
     empty = {"/api/v1/nodes": raw_list([raw_node("c", None)]), "/api/v1/pods": raw_list([])}
     async with cluster(short_dir, empty) as (_, settings):
-        assert "no node has cards" in await inspected(capsys, settings)
+        assert "no node has GPUs" in await inspected(capsys, settings)
         assert json.loads(await inspected(capsys, settings, form="json"))["nodes"] == []
 
 
@@ -217,7 +219,7 @@ async def test_a_missing_right_names_the_users_credentials(short_dir: Path) -> N
 
 
 async def test_both_ways_tell_the_same_of_a_real_node(capsys: pytest.CaptureFixture[str]) -> None:
-    """The agent by its books; the API server by what the agent wrote on the node and on the pods."""
+    """The agent by its ledger; the API server by what the agent wrote on the node and on the pods."""
     async with open_test_node() as node, open_agent(node, "--simulated.cards=2") as agent:
         for name, limits in (("share", {"cores": 40, "blocks": 16}), ("whole", {"cores": 100, "blocks": 0})):
             node.api.create_pod(pod(name, container(**limits)))
@@ -226,10 +228,10 @@ async def test_both_ways_tell_the_same_of_a_real_node(capsys: pytest.CaptureFixt
         settings = load_settings(["--kubeconfig", str(node.paths.kubeconfig)], {"NODE_NAME": "desk"}).settings
         where = Where(server=f"http://127.0.0.1:{await agent.parts.web.wait_listening()}")
         capsys.readouterr()
-        by_books = document_among_logs(await inspected(capsys, settings, where, form="json"))
+        by_ledger = document_among_logs(await inspected(capsys, settings, where, form="json"))
         by_annotations = document_among_logs(await inspected(capsys, settings, form="json"))
-    assert by_annotations == by_books
-    assert by_books["totals"]["cores"] == {"allocated": 140, "capacity": 200}
+    assert by_annotations == by_ledger
+    assert by_ledger["totals"]["cores"] == {"allocated": 140, "capacity": 200}
 
 
 def document_among_logs(text: str) -> dict[str, Any]:
@@ -282,7 +284,7 @@ async def test_without_a_node_the_only_agent_is_meant(short_dir: Path, capsys: p
     ("namespace", "path"),
     [("gpushare-system", "/api/v1/namespaces/gpushare-system/pods"), ("", "/api/v1/pods")],
 )
-async def test_a_node_without_an_agent_is_told(namespace: str, path: str, short_dir: Path) -> None:
+async def test_a_node_without_an_agent_is_reported(namespace: str, path: str, short_dir: Path) -> None:
     """With how to look for it, in the namespace that was searched, or in all."""
     async with cluster(short_dir, {path: raw_list([])}) as (server, settings):
         with pytest.raises(NotFound, match=r"no agent runs on node n9: .*--agent-namespace"):
@@ -292,7 +294,7 @@ async def test_a_node_without_an_agent_is_told(namespace: str, path: str, short_
     assert [request.path for request in server.heard] == [path]
 
 
-async def test_an_agent_that_the_api_server_cannot_reach_is_told(short_dir: Path) -> None:
+async def test_an_agent_that_the_api_server_cannot_reach_is_reported(short_dir: Path) -> None:
     """The API server's own words are in the line."""
     path = "/api/v1/namespaces/gpushare-system/pods"
     proxy = f"{path}/http:agent-n1:5678/proxy/api/v1/node"
@@ -327,14 +329,14 @@ async def drawn(capsys: pytest.CaptureFixture[str], document: dict[str, Any], fo
     return capsys.readouterr().out
 
 
-async def test_the_tree_tells_what_is_free_on_each_card(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is free on a card that is out of service."""
+async def test_the_tree_tells_what_is_free_on_each_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is free on a GPU that is out of service."""
     assert (await drawn(capsys, busy_node())).splitlines() == [
         "ROOT:4",
         "|--PHB:4",
         "|  |--PIX:2",
         "|  |  |--GPU0 NVIDIA H100 80GB HBM3, free 40/100 cores, 18432/24576 MiB",
-        "|  |  |--GPU1 NVIDIA H100 80GB HBM3, free 0/100 cores, 0/24576 MiB, Unhealthy: Xid 79: the card fell off the bus",
+        "|  |  |--GPU1 NVIDIA H100 80GB HBM3, free 0/100 cores, 0/24576 MiB, Unhealthy: Xid 79: the GPU fell off the bus",
         "|  |--PIX:2",
         "|  |  |--GPU2 NVIDIA H100 80GB HBM3, free 0/100 cores, 0/24576 MiB, Cordoned: fan replaced on Monday",
         "|  |  |--GPU3 NVIDIA H100 80GB HBM3, free 100/100 cores, 24576/24576 MiB",
@@ -342,12 +344,12 @@ async def test_the_tree_tells_what_is_free_on_each_card(capsys: pytest.CaptureFi
 
 
 async def test_the_tree_tells_a_cordon_from_an_illness(capsys: pytest.CaptureFixture[str]) -> None:
-    """Both where a card has both; without the operator's reason there is the one word."""
+    """Both where a GPU has both; without the operator's reason there is the one word."""
     document = busy_node()
     document["cards"][1]["cordoned"] = "loud"
     document["cards"][2]["cordoned"] = NO_REASON
     lines = (await drawn(capsys, document)).splitlines()
-    assert lines[4].endswith("/24576 MiB, Cordoned: loud; Unhealthy: Xid 79: the card fell off the bus")
+    assert lines[4].endswith("/24576 MiB, Cordoned: loud; Unhealthy: Xid 79: the GPU fell off the bus")
     assert lines[6].endswith("/24576 MiB, Cordoned")
 
 
@@ -362,7 +364,7 @@ async def test_the_graph_as_a_document_has_tree_links_and_what_is_free(capsys: p
 
 
 @pytest.mark.parametrize("kinds", [["NEW"], ["SYS"] * 40])
-async def test_a_tree_of_another_kind_is_told(kinds: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_tree_of_another_kind_is_reported(kinds: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """A kind of link that is not known, or a tree without an end."""
     node = busy_node()
     tree = node["topology"]["tree"]

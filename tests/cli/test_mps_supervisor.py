@@ -17,10 +17,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpushare_agent.isolation.mps.daemon import MpsDaemonProcess
-from gpushare_agent.isolation.mps.supervision import Condition, MpsSupervision, Patience
+from gpushare_agent.isolation.mps.supervision import Condition, MpsSupervision, Timeouts
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import StartupError
-from gpushare_agent.sandbox.mps_stand_in import open_mps_stand_in
+from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from tests.support_mps import DEADLINE_S, MpsPlace, is_alive, mps_place, poll_until, script
 from tests.support_settings import clean_environment, run_program
 
@@ -63,11 +63,11 @@ async def kept(
     """A supervision that runs, with short delays; drained at the end."""
     control = place.control(timeout_s=command_s)
     daemon, seen = MpsDaemonProcess(control), list[Condition]()
-    patience = Patience(
+    timeouts = Timeouts(
         start_s=start_s, probe_period_s=0.02, drain_s=drain_s, end_s=end_s, most_bad_starts=3,
         backoff=Backoff(base_s=0.001, cap_s=0.01),
     )  # fmt: skip
-    supervision = MpsSupervision(daemon, control, percentage=70, patience=patience, on_condition=seen.append)
+    supervision = MpsSupervision(daemon, control, percentage=70, timeouts=timeouts, on_condition=seen.append)
     found = Kept(supervision, daemon, seen)
 
     async def body() -> None:
@@ -87,11 +87,11 @@ async def kept(
         assert not is_alive(pid), pid
 
 
-async def why_given_up(place: MpsPlace, **patience: float) -> tuple[str, list[Condition]]:
+async def why_given_up(place: MpsPlace, **timeouts: float) -> tuple[str, list[Condition]]:
     """The error with which the supervision ended by itself."""
     found: Kept | None = None
     with pytest.raises(ExceptionGroup) as raised:
-        async with kept(place, **patience) as found:
+        async with kept(place, **timeouts) as found:
             assert found.task is not None
             async with asyncio.timeout(DEADLINE_S):
                 await asyncio.wait({found.task})
@@ -324,7 +324,7 @@ async def test_a_second_signal_cuts_the_waiting_for_clients_short(place: MpsPlac
 async def test_a_daemon_of_the_deployer_is_not_disturbed(place: MpsPlace) -> None:
     """The command refuses to start a second one, and says how to go on."""
     fake = place.program.read_text()
-    async with open_mps_stand_in(place.pipe, place.logs, place.program) as daemon:
+    async with open_fake_mps(place.pipe, place.logs, place.program) as daemon:
         script(place.program, fake.partition("\n")[2])
         async with program(place) as process:
             code, err = await end_of(process)

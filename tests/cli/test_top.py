@@ -14,7 +14,7 @@ from rich.console import Console
 
 from gpushare_agent.cli import top
 from gpushare_agent.cli.agent_addresses import Where
-from gpushare_agent.cli.agent_client import MAX_ANSWER_BYTES, check_url, default_url, open_agent_door, read_node
+from gpushare_agent.cli.agent_client import MAX_ANSWER_BYTES, check_url, default_url, open_agent_client, read_node
 from gpushare_agent.cli.render_text import Form
 from gpushare_agent.cli.render_top import top_lines, top_table
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
@@ -42,10 +42,10 @@ def drawn(document: dict[str, Any], width: int) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-async def test_each_container_stands_below_its_card_with_limit_and_use(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_each_container_stands_below_its_gpu_with_limit_and_use(capsys: pytest.CaptureFixture[str]) -> None:
     """The columns are those of the header, in MiB and percent."""
     lines = (await printed(busy_node(), capsys)).splitlines()
-    assert lines[0].startswith("node n1  ready  4 cards, 1 unhealthy, 1 cordoned  3 containers  isolation vcuda")
+    assert lines[0].startswith("node n1  ready  4 GPUs, 1 unhealthy, 1 cordoned  3 containers  isolation vcuda")
     assert lines[1].split() == [
         *("GPU", "/", "CONTAINER", "STATE", "CORES", "SM", "%", "USED", "MiB", "ALLOC", "MiB", "TOTAL", "MiB"),
         *("TEMP", "°C", "POWER", "W"),
@@ -60,10 +60,10 @@ async def test_each_container_stands_below_its_card_with_limit_and_use(capsys: p
     assert rows[6][:4] == ["default/big/main", "Unknown", "whole", "0"]
 
 
-async def test_a_card_out_of_service_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    """Unhealthy with the driver's reason, Cordoned with the operator's, each whole on a line below the card."""
+async def test_a_gpu_out_of_service_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unhealthy with the driver's reason, Cordoned with the operator's, each whole on a line below the GPU."""
     document = busy_node()
-    long = "Xid 79: the card fell off the bus; " + "it is looked at again and again; " * 8 + "the end"
+    long = "Xid 79: the GPU fell off the bus; " + "it is looked at again and again; " * 8 + "the end"
     document["cards"][1]["health_reason"] = long
     lines = (await printed(document, capsys)).splitlines()
     ill, cordoned = (next(n for n, line in enumerate(lines) if line.startswith(f"{index} ")) for index in (1, 2))
@@ -71,16 +71,16 @@ async def test_a_card_out_of_service_says_why(capsys: pytest.CaptureFixture[str]
     assert (" Cordoned " in lines[cordoned], lines[cordoned + 1]) == (True, "    fan replaced on Monday")
 
 
-async def test_a_card_that_is_cordoned_and_ill_says_both(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_gpu_that_is_cordoned_and_ill_says_both(capsys: pytest.CaptureFixture[str]) -> None:
     """With whose reason each is; without the operator's there is the one word."""
     document = busy_node()
     document["cards"][1]["cordoned"] = "loud"
     document["cards"][2]["cordoned"] = NO_REASON
     lines = (await printed(document, capsys)).splitlines()
-    assert "4 cards, 1 unhealthy, 2 cordoned" in lines[0]
+    assert "4 GPUs, 1 unhealthy, 2 cordoned" in lines[0]
     ill, cordoned = (next(n for n, line in enumerate(lines) if line.startswith(f"{index} ")) for index in (1, 2))
     assert " Cordoned, Unhealthy " in lines[ill]
-    assert lines[ill + 1 : ill + 3] == ["    Cordoned: loud", "    Unhealthy: Xid 79: the card fell off the bus"]
+    assert lines[ill + 1 : ill + 3] == ["    Cordoned: loud", "    Unhealthy: Xid 79: the GPU fell off the bus"]
     assert " Cordoned " in lines[cordoned]
     assert lines[cordoned + 1].startswith("3 ")
 
@@ -95,7 +95,7 @@ def test_a_reason_is_folded_in_a_narrow_terminal() -> None:
 
 
 async def test_what_is_not_known_is_a_dash_and_not_zero(capsys: pytest.CaptureFixture[str]) -> None:
-    """Card 3 was not sampled."""
+    """GPU 3 was not sampled."""
     lines = (await printed(busy_node(), capsys)).splitlines()
     (line,) = [line.split() for line in lines if line.startswith("3 ")]
     assert line[5:] == ["Healthy", "0/100", "-", "-", "0", "24576", "-", "-"]
@@ -110,7 +110,7 @@ async def test_an_agent_that_is_not_ready_says_why(capsys: pytest.CaptureFixture
     assert lines[1] == "  not ready: tencent.com/vcuda-core is not registered with the kubelet"
 
 
-async def test_old_samples_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_old_samples_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     """Values of a while ago look like those of now."""
     document = busy_node()
     document["at"] = document["agent"]["sampled_at"] + 42
@@ -119,19 +119,19 @@ async def test_old_samples_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "use not sampled yet" in await printed(document, capsys)
 
 
-async def test_a_container_whose_card_is_gone_is_still_shown(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_container_whose_gpu_is_gone_is_still_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing that holds a share is left out."""
     document = busy_node()
     document["containers"][0]["cards"] = []
     lines = (await printed(document, capsys)).splitlines()
-    assert lines[-2] == "on no card that the driver names"
+    assert lines[-2] == "on no GPU that the driver names"
     assert lines[-1].split()[:3] == ["default/big/main", "Unknown", "whole"]
 
 
-async def test_a_node_without_cards_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_node_without_gpus_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """An empty table would look like a fault of the program."""
     document = busy_node() | {"cards": [], "containers": []}
-    assert "this node has no card that the driver can name" in await printed(document, capsys)
+    assert "this node has no GPU that the driver can name" in await printed(document, capsys)
 
 
 async def test_json_and_yaml_are_the_agents_document(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +152,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
 
 
 def test_columns_go_in_the_order_of_their_worth() -> None:
-    """Power first, the state last: who looks at a small terminal still sees which card is ill."""
+    """Power first, the state last: who looks at a small terminal still sees which GPU is ill."""
     assert "POWER" in drawn(busy_node(), 160)[0]
     assert "POWER" not in drawn(busy_node(), 90)[0]
     assert "STATE" in drawn(busy_node(), 90)[0]
@@ -170,7 +170,7 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     assert "H100\N{REPLACEMENT CHARACTER}]0;title" in text
 
 
-async def test_an_agent_that_is_not_there_is_told_in_one_line() -> None:
+async def test_an_agent_that_is_not_there_is_reported_in_one_line() -> None:
     """With what was tried and what to do, and exit code 1."""
     ended = await run_program("top", "--once", "--server", "http://127.0.0.1:1")
     assert (ended.code, ended.out) == (1, "")
@@ -203,9 +203,9 @@ async def test_what_a_server_says_cannot_command_the_terminal() -> None:
     ],
     ids=["html", "list", "other-format", "no-cards", "long", "404", "503", "500"],
 )
-async def test_an_answer_that_is_not_the_agents_is_told(answer: Any, error: type[Exception], said: str) -> None:
+async def test_an_answer_that_is_not_the_agents_is_reported(answer: Any, error: type[Exception], said: str) -> None:
     """Each says what is wrong with the address or the other side."""
-    async with json_server({"/api/v1/node": answer}) as server, open_agent_door(server.url) as door:
+    async with json_server({"/api/v1/node": answer}) as server, open_agent_client(server.url) as door:
         with pytest.raises(error, match=said):
             await read_node(door)
 
@@ -214,15 +214,15 @@ async def test_an_agent_that_does_not_answer_is_given_up() -> None:
     """After the time limit, in words."""
     async with (
         json_server(stalls=frozenset({"/api/v1/node"})) as server,
-        open_agent_door(server.url, timeout_s=0.05) as door,
+        open_agent_client(server.url, timeout_s=0.05) as door,
     ):
         with pytest.raises(Unavailable, match=r"no answer within 0\.05 s"):
             await read_node(door)
 
 
-async def test_an_address_without_a_host_is_told() -> None:
+async def test_an_address_without_a_host_is_reported() -> None:
     """A name that does not exist is not the agent's fault."""
-    async with open_agent_door("http://no-such-host.invalid:5678") as door:
+    async with open_agent_client("http://no-such-host.invalid:5678") as door:
         with pytest.raises(
             Unavailable, match=r"cannot read http://no-such-host.invalid:5678/api/v1/node: .*--server URL"
         ):

@@ -223,7 +223,7 @@ def test_a_pod_whose_resources_are_unreadable_is_corrupt(container: Any) -> None
         ({"main": {"running": {}}}, set()),
     ],
 )
-def test_the_containers_that_run_are_told(statuses: Any, running: set[str]) -> None:
+def test_the_containers_that_run_are_reported(statuses: Any, running: set[str]) -> None:
     """A container of the pod runs when its present state says so; garbage says nothing."""
     assert parse_pod(raw_pod(status={"containerStatuses": statuses})).running == running
 
@@ -300,7 +300,7 @@ def test_the_ids_of_running_containers_are_kept_without_the_runtimes_name() -> N
 def test_names_of_a_tenants_own_do_not_push_out_what_the_extender_wrote() -> None:
     """Sixty-four of them sort before it; the policy guards only the extender's names."""
     own = {f"tencent.com/a{number:03}": "x" for number in range(100)}
-    told = {"tencent.com/predicate-node": "n", "tencent.com/predicate-gpu-idx-0": "1"}
-    read = parse_pod(raw_pod(metadata={"annotations": own | told}))
-    assert told.items() <= read.annotations.items()
+    reported = {"tencent.com/predicate-node": "n", "tencent.com/predicate-gpu-idx-0": "1"}
+    read = parse_pod(raw_pod(metadata={"annotations": own | reported}))
+    assert reported.items() <= read.annotations.items()
     assert len(read.annotations) == 64

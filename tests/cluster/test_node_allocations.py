@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.cluster.node_allocations import NodeHeldWriter
-from gpushare_agent.cluster.node_allocations_wanted import HeldBy, held_annotation, held_by_pods
-from gpushare_agent.cluster.node_annotations import HELD_ANNOTATION
+from gpushare_agent.cluster.node_allocations import NodeAllocationsWriter
+from gpushare_agent.cluster.node_allocations_wanted import AllocatedTo, allocations_annotation, allocations_by_pod
+from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION
 from gpushare_agent.cluster.node_writing import ROLE
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceNames
@@ -40,26 +40,26 @@ NAMES = ResourceNames()
 UID = PodUid("u1")
 
 
-def card(index: int) -> Card:
-    return Card(index=index, minor=index, uuid=GpuUuid(f"GPU-{index}"), bus_id="", name="", memory_mib=16384)
+def gpu(index: int) -> Gpu:
+    return Gpu(index=index, minor=index, uuid=GpuUuid(f"GPU-{index}"), bus_id="", name="", memory_mib=16384)
 
 
-CARDS = [card(index) for index in range(4)]
+GPUS = [gpu(index) for index in range(4)]
 
 
-def ids(*cards: int, first: int = 0, count: int = 100) -> frozenset[DeviceId]:
-    return frozenset(DeviceId(f"GPU-{one}::{number}") for one in cards for number in range(first, first + count))
+def ids(*gpus: int, first: int = 0, count: int = 100) -> frozenset[DeviceId]:
+    return frozenset(DeviceId(f"GPU-{one}::{number}") for one in gpus for number in range(first, first + count))
 
 
 def holding(
-    name: str = "main", cards: tuple[int, ...] = (0,), *, uid: PodUid = UID, at: float = 0.0, **more: Any
+    name: str = "main", gpus: tuple[int, ...] = (0,), *, uid: PodUid = UID, at: float = 0.0, **more: Any
 ) -> Allocation:
     return Allocation(
         key=ContainerKey(uid, name),
         namespace="default",
         pod_name=f"pod-{uid}",
         kind=more.pop("kind", ContainerKind.MAIN),
-        cards=tuple(GpuUuid(f"GPU-{one}") for one in cards),
+        gpus=tuple(GpuUuid(f"GPU-{one}") for one in gpus),
         allocated_at=at,
         **more,
     )
@@ -78,22 +78,22 @@ def spec(
 
 
 def held(*allocations: Allocation, known: Pod | None = None) -> dict[str, dict[int, tuple[int, ...]]]:
-    found = held_by_pods(allocations, CARDS, lambda uid: known, NAMES)
-    return {one.pod_uid: dict(one.cards) for one in found}
+    found = allocations_by_pod(allocations, GPUS, lambda uid: known, NAMES)
+    return {one.pod_uid: dict(one.gpus) for one in found}
 
 
 # --- what is in it ---
 
 
-def test_a_share_is_its_cores_and_its_blocks_on_its_card() -> None:
-    """The memory is charged to the card of the cores, whatever card its IDs name."""
-    share = holding(cards=(1,), vcore_ids=ids(1, count=30), vmemory_ids=ids(3, count=4))
+def test_a_share_is_its_cores_and_its_blocks_on_its_gpu() -> None:
+    """The memory is charged to the GPU of the cores, whatever GPU its IDs name."""
+    share = holding(gpus=(1,), vcore_ids=ids(1, count=30), vmemory_ids=ids(3, count=4))
     assert held(share) == {UID: {1: (30, 4)}}
 
 
-def test_whole_cards_are_said_to_be_whole_and_their_memory_is_not_counted() -> None:
+def test_whole_gpus_are_said_to_be_whole_and_their_memory_is_not_counted() -> None:
     """All of it is theirs."""
-    whole = holding(cards=(0, 2), vcore_ids=ids(0, 2), vmemory_ids=ids(0, count=8), is_whole=True)
+    whole = holding(gpus=(0, 2), vcore_ids=ids(0, 2), vmemory_ids=ids(0, count=8), is_whole=True)
     assert held(whole) == {UID: {0: (100, 0, 0, 1), 2: (100, 0, 0, 1)}}
 
 
@@ -158,9 +158,9 @@ def test_the_sums_are_those_of_the_allocation_cache(rows: list[tuple[str, int, i
                 vmemory_ids=frozenset(DeviceId(f"GPU-0::{uid}{index}{n}") for n in range(blocks)),
             )
         )
-    found = held_by_pods(cache, CARDS, lambda uid: None, NAMES)
-    for one in CARDS:
-        counts = [(*pod_cards.cards.get(one.index, ()), 0, 0)[:2] for pod_cards in found]
+    found = allocations_by_pod(cache, GPUS, lambda uid: None, NAMES)
+    for one in GPUS:
+        counts = [(*pod_gpus.gpus.get(one.index, ()), 0, 0)[:2] for pod_gpus in found]
         by_pod = {f"{uid}{one.index}" for uid in "ab"}
         cores = [len({d for a in cache if a.key.pod_uid == uid for d in a.vcore_ids}) for uid in sorted(by_pod)]
         assert sum(count[0] for count in counts) == sum(cores)
@@ -169,10 +169,10 @@ def test_the_sums_are_those_of_the_allocation_cache(rows: list[tuple[str, int, i
 
 def test_the_text_is_compact_sorted_and_has_a_schema() -> None:
     """The same holdings give the same text, or it would be written again and again."""
-    text = held_annotation(
+    text = allocations_annotation(
         [
-            HeldBy(pod_uid=PodUid("b"), cards={10: (5,), 2: (30, 4)}, since=2.0),
-            HeldBy(pod_uid=PodUid("a"), cards={0: (100, 0, 0, 1)}, since=1.0),
+            AllocatedTo(pod_uid=PodUid("b"), gpus={10: (5,), 2: (30, 4)}, since=2.0),
+            AllocatedTo(pod_uid=PodUid("a"), gpus={0: (100, 0, 0, 1)}, since=1.0),
         ]
     )
     assert text == '{"schema":1,"held":{"a":{"0":[100,0,0,1]},"b":{"2":[30,4],"10":[5]}}}'
@@ -181,8 +181,8 @@ def test_the_text_is_compact_sorted_and_has_a_schema() -> None:
 @given(st.integers(100, 3000), st.integers(1, 40), st.integers(0, 60))
 def test_a_text_without_room_for_all_keeps_the_newest_and_says_so(chars: int, most: int, pods: int) -> None:
     """The newest are those whose place the extender does not know yet."""
-    every = [HeldBy(pod_uid=PodUid(f"uid-{n:03}"), cards={n % 8: (n, 1)}, since=float(n)) for n in range(pods)]
-    text = held_annotation(every, max_chars=chars, max_pods=most)
+    every = [AllocatedTo(pod_uid=PodUid(f"uid-{n:03}"), gpus={n % 8: (n, 1)}, since=float(n)) for n in range(pods)]
+    text = allocations_annotation(every, max_chars=chars, max_pods=most)
     document = json.loads(text)
     kept = sorted(document["held"])
     assert len(text) <= chars and len(kept) <= most
@@ -197,7 +197,7 @@ class NodeObject:
     """A node of the API server: answers GET, applies merge patches."""
 
     def __init__(self, text: str | None = None) -> None:
-        self.annotations: dict[str, str] = {} if text is None else {HELD_ANNOTATION: text}
+        self.annotations: dict[str, str] = {} if text is None else {ALLOCATIONS_ANNOTATION: text}
         self.patched = asyncio.Event()
 
     async def __call__(self, server: FakeApiServer, request: Seen, connection: Connection) -> None:
@@ -212,10 +212,10 @@ class NodeObject:
         async with asyncio.timeout(DEADLINE_S):
             await self.patched.wait()
         self.patched.clear()
-        return self.annotations[HELD_ANNOTATION]
+        return self.annotations[ALLOCATIONS_ANNOTATION]
 
 
-class Books:
+class Ledger:
     def __init__(self, text: str | None = "first") -> None:
         self.text = text
         self.looks = 0
@@ -235,9 +235,9 @@ class Books:
 
 @asynccontextmanager
 async def running(
-    server: FakeApiServer, books: Books, *, gap_s: float = 0.0, period_s: float = 60.0
-) -> AsyncIterator[NodeHeldWriter]:
-    writer = NodeHeldWriter(node_name=NODE, wanted=books, gap_s=gap_s, period_s=period_s, backoff=FAST)
+    server: FakeApiServer, ledger: Ledger, *, gap_s: float = 0.0, period_s: float = 60.0
+) -> AsyncIterator[NodeAllocationsWriter]:
+    writer = NodeAllocationsWriter(node_name=NODE, wanted=ledger, gap_s=gap_s, period_s=period_s, backoff=FAST)
     async with opened(server.url) as api, asyncio.TaskGroup() as group:
         writer.attach(api)
         task = group.create_task(writer.run(), name="node held")
@@ -258,23 +258,23 @@ async def wait_requests(server: FakeApiServer, count: int) -> None:
 
 async def test_each_change_is_one_patch_and_the_node_is_read_once() -> None:
     """A node with many pods changes often; what was written last is known."""
-    node, books = NodeObject(), Books()
-    async with fake_api(others=[node]) as server, running(server, books) as writer:
+    node, ledger = NodeObject(), Ledger()
+    async with fake_api(others=[node]) as server, running(server, ledger) as writer:
         assert await node.wait_patch() == "first"
-        books.text = "second"
+        ledger.text = "second"
         writer.changed()
         assert await node.wait_patch() == "second"
         assert methods(server) == ["GET", "PATCH", "PATCH"]
-        assert server.requests[-1].body == {"metadata": {"annotations": {HELD_ANNOTATION: "second"}}}
+        assert server.requests[-1].body == {"metadata": {"annotations": {ALLOCATIONS_ANNOTATION: "second"}}}
 
 
 async def test_changes_during_the_gap_are_one_patch() -> None:
     """However many pods come in one second."""
-    node, books = NodeObject(), Books()
-    async with fake_api(others=[node]) as server, running(server, books, gap_s=0.2) as writer:
+    node, ledger = NodeObject(), Ledger()
+    async with fake_api(others=[node]) as server, running(server, ledger, gap_s=0.2) as writer:
         await node.wait_patch()
         for number in range(50):
-            books.text = f"change {number}"
+            ledger.text = f"change {number}"
             writer.changed()
             await asyncio.sleep(0)
         assert await node.wait_patch() == "change 49"
@@ -283,59 +283,59 @@ async def test_changes_during_the_gap_are_one_patch() -> None:
 
 async def test_what_the_node_says_already_is_not_written_again() -> None:
     """After the agent's own restart nothing has changed."""
-    node, books = NodeObject("first"), Books()
-    async with fake_api(others=[node]) as server, running(server, books) as writer:
+    node, ledger = NodeObject("first"), Ledger()
+    async with fake_api(others=[node]) as server, running(server, ledger) as writer:
         await wait_requests(server, 1)
-        looks = books.looks
+        looks = ledger.looks
         writer.changed()
-        await books.wait_looks(looks + 2)
+        await ledger.wait_looks(looks + 2)
         assert methods(server) == ["GET"]
 
 
-async def test_nothing_is_written_until_the_books_can_be_trusted() -> None:
+async def test_nothing_is_written_until_the_ledger_can_be_trusted() -> None:
     """An empty text would give away what running pods hold."""
-    node, books = NodeObject("what the agent before it wrote"), Books(None)
-    async with fake_api(others=[node]) as server, running(server, books) as writer:
-        await books.wait_looks(3)
+    node, ledger = NodeObject("what the agent before it wrote"), Ledger(None)
+    async with fake_api(others=[node]) as server, running(server, ledger) as writer:
+        await ledger.wait_looks(3)
         assert methods(server) == []
-        books.text = "known now"
+        ledger.text = "known now"
         writer.changed()
         assert await node.wait_patch() == "known now"
 
 
 async def test_what_somebody_undid_comes_back_after_the_period() -> None:
     """Level, not edge."""
-    node, books = NodeObject(), Books()
-    async with fake_api(others=[node]) as server, running(server, books, period_s=0.1):
+    node, ledger = NodeObject(), Ledger()
+    async with fake_api(others=[node]) as server, running(server, ledger, period_s=0.1):
         await node.wait_patch()
-        node.annotations[HELD_ANNOTATION] = "forged"
+        node.annotations[ALLOCATIONS_ANNOTATION] = "forged"
         assert await node.wait_patch() == "first"
         assert "forged" not in node.annotations.values()
 
 
 async def test_after_a_failed_patch_the_node_is_read_again() -> None:
     """The server may have taken it all the same."""
-    node, books = NodeObject(), Books()
+    node, ledger = NodeObject(), Ledger()
     fails = answers(500, raw_status(500, "etcd is away"))
 
     async def answer(server: FakeApiServer, request: Seen, connection: Connection) -> None:
         is_first_patch = request.method == "PATCH" and methods(server).count("PATCH") == 1
         await (fails if is_first_patch else node)(server, request, connection)
 
-    async with fake_api(others=[answer]) as server, running(server, books):
+    async with fake_api(others=[answer]) as server, running(server, ledger):
         assert await node.wait_patch() == "first"
         assert methods(server) == ["GET", "PATCH", "GET", "PATCH"]
 
 
-async def test_a_missing_right_is_told_once_with_what_is_lost_and_the_cure() -> None:
+async def test_a_missing_right_is_reported_once_with_what_is_lost_and_the_cure() -> None:
     """And asked for again each period, not each second."""
-    books = Books()
+    ledger = Ledger()
     with capture_logs() as logs:
         async with (
             fake_api(others=[answers(403, raw_status(403, "nodes is forbidden"))]) as server,
-            running(server, books, period_s=0.05),
+            running(server, ledger, period_s=0.05),
             asyncio.timeout(DEADLINE_S),
         ):
             await wait_requests(server, 3)
-    (told,) = [entry for entry in logs if entry["event"] == "node_held_not_written"]
-    assert ROLE in told["cure"] and "extender" in told["lost"]
+    (reported,) = [entry for entry in logs if entry["event"] == "node_held_not_written"]
+    assert ROLE in reported["cure"] and "extender" in reported["lost"]

@@ -106,8 +106,8 @@ async def test_the_node_gets_labels_and_annotation_by_a_merge_patch_and_is_then_
     assert methods(server).startswith("GET PATCH GET GET")
 
 
-async def test_nothing_is_written_before_the_cards_were_read() -> None:
-    """Labels of an earlier agent stay on the node, which is not even read; the first look at the cards is written."""
+async def test_nothing_is_written_before_the_gpus_were_read() -> None:
+    """Labels of an earlier agent stay on the node, which is not even read; the first look at the GPUs is written."""
     node, wish = NodeObject(), Wish()
     node.labels["gpushare-agent/gpu.product"] = "P40"
     is_read: list[bool] = []
@@ -162,13 +162,13 @@ async def test_a_missing_right_is_one_warning_that_names_the_role() -> None:
             now[0] = 3601.0
             seen = len(server.requests)
             await server.wait_for(lambda requests: len(requests) >= seen + 4)
-    told = [entry for entry in logs if entry["event"] == "node_facts_not_written"]
-    assert len(told) == 2
-    assert all(ROLE in entry["cure"] and "facts.is_written" in entry["cure"] for entry in told)
-    assert "403" in told[0]["error"] and NODE in told[0]["error"]
+    reported = [entry for entry in logs if entry["event"] == "node_facts_not_written"]
+    assert len(reported) == 2
+    assert all(ROLE in entry["cure"] and "facts.is_written" in entry["cure"] for entry in reported)
+    assert "403" in reported[0]["error"] and NODE in reported[0]["error"]
 
 
-async def test_a_server_that_is_away_is_tried_again_with_growing_patience() -> None:
+async def test_a_server_that_is_away_is_tried_again_with_growing_timeouts() -> None:
     """Also one that answers rubbish, and the facts arrive in the end."""
     asked: list[int] = []
     node = NodeObject()
@@ -204,7 +204,7 @@ async def test_a_label_that_another_program_holds_is_named_once_and_left() -> No
 
 
 async def test_labels_that_kubernetes_would_refuse_are_named_once_and_the_others_written() -> None:
-    """One bad entry of node_labels does not keep the cards' facts away."""
+    """One bad entry of node_labels does not keep the GPUs' facts away."""
     node = NodeObject()
 
     def wanted() -> NodeFacts:
@@ -214,8 +214,8 @@ async def test_labels_that_kubernetes_would_refuse_are_named_once_and_the_others
         async with fake_api(others=[node]) as server, running(server, wanted, period_s=0.002):
             await server.wait_for(lambda requests: len(requests) >= 6)
     assert LABELS.items() <= node.labels.items()
-    (told,) = [entry for entry in logs if entry["event"] == "node_labels_unusable"]
-    assert (told["labels"], told["log_level"]) == (["bad name"], "error")
+    (reported,) = [entry for entry in logs if entry["event"] == "node_labels_unusable"]
+    assert (reported["labels"], reported["log_level"]) == (["bad name"], "error")
 
 
 @pytest.mark.parametrize("name", ["", "..", "a" * 300])

@@ -1,4 +1,4 @@
-"""What the node's object says of its cards: names, values, the least patch."""
+"""What the node's object says of its GPUs: names, values, the least patch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.cluster.node_annotations import CARDS_ANNOTATION
+from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION
 from gpushare_agent.cluster.node_facts_wanted import (
     LABELS_ANNOTATION,
     NodeFacts,
-    card_labels,
-    cards_annotation,
+    gpu_labels,
     gpu_model,
+    gpus_annotation,
     is_label,
     label_value,
     node_facts,
     plan_node_patch,
 )
-from gpushare_agent.model.gpus import Card, GpuInventory, Health
+from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import GPU_MODEL_LABEL
 from gpushare_agent.placement.topology_tree import build_topology
 from tests.support_gpus import read_topology, uuid_of
@@ -30,8 +30,8 @@ OWN = "gpushare-agent"
 V100_ROW_0 = ["X", "NV1", "NV1", "NV2", "NV2"]
 
 
-def card(index: int, name: str = "NVIDIA H100 80GB HBM3", memory_mib: int = 81559, **fields: Any) -> Card:
-    return Card(
+def gpu(index: int, name: str = "NVIDIA H100 80GB HBM3", memory_mib: int = 81559, **fields: Any) -> Gpu:
+    return Gpu(
         index=index,
         minor=index,
         uuid=uuid_of(index),
@@ -43,8 +43,8 @@ def card(index: int, name: str = "NVIDIA H100 80GB HBM3", memory_mib: int = 8155
     )
 
 
-def inventory(*cards: Card, version: str = "") -> GpuInventory:
-    return GpuInventory(cards=cards, topology=build_topology((), ()), driver_version=version)
+def inventory(*gpus: Gpu, version: str = "") -> GpuInventory:
+    return GpuInventory(gpus=gpus, topology=build_topology((), ()), driver_version=version)
 
 
 def facts_of(found: GpuInventory, prefix: str = OWN, **node_labels: str) -> NodeFacts:
@@ -95,7 +95,7 @@ def after(raw: dict[str, Any], facts: NodeFacts) -> dict[str, Any]:
     ],
 )
 def test_the_model_is_the_word_behind_the_brand(name: str, model: str) -> None:
-    """Quota lists and node selectors of gpu-manager's users name cards by it."""
+    """Quota lists and node selectors of gpu-manager's users name GPUs by it."""
     assert gpu_model(name) == model
 
 
@@ -106,10 +106,10 @@ def test_every_name_gives_a_value_that_kubernetes_takes(name: str) -> None:
     assert is_label("a/b", label_value(name))
 
 
-def test_equal_cards_give_the_names_of_nvidias_feature_discovery_under_the_prefix() -> None:
+def test_equal_gpus_give_the_names_of_nvidias_feature_discovery_under_the_prefix() -> None:
     """With the prefix nvidia.com they are the same names, for clusters that do not run it."""
-    cards = (card(0, compute_capability=(9, 0)), card(1, compute_capability=(9, 0)))
-    assert card_labels(inventory(*cards, version="550.54.15"), "nvidia.com") == {
+    gpus = (gpu(0, compute_capability=(9, 0)), gpu(1, compute_capability=(9, 0)))
+    assert gpu_labels(inventory(*gpus, version="550.54.15"), "nvidia.com") == {
         "gaia.tencent.com/gpu-model": "H100",
         "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3",
         "nvidia.com/gpu.memory": "81559",
@@ -122,14 +122,14 @@ def test_equal_cards_give_the_names_of_nvidias_feature_discovery_under_the_prefi
     }
 
 
-def test_mixed_cards_are_named_by_the_most_numerous_and_promise_the_least() -> None:
-    """A selector on memory or compute capability then holds for whichever card the pod gets."""
+def test_mixed_gpus_are_named_by_the_most_numerous_and_promise_the_least() -> None:
+    """A selector on memory or compute capability then holds for whichever GPU the pod gets."""
     found = inventory(
-        card(0, "Tesla P40", 24576, compute_capability=(6, 1)),
-        card(1, "NVIDIA A10", 23028, compute_capability=(8, 6)),
-        card(2, "Tesla P40", 24576, compute_capability=(6, 1)),
+        gpu(0, "Tesla P40", 24576, compute_capability=(6, 1)),
+        gpu(1, "NVIDIA A10", 23028, compute_capability=(8, 6)),
+        gpu(2, "Tesla P40", 24576, compute_capability=(6, 1)),
     )
-    labels = card_labels(found, OWN)
+    labels = gpu_labels(found, OWN)
     assert labels[GPU_MODEL_LABEL] == "P40"
     assert labels[f"{OWN}/gpu.product"] == "Tesla-P40"
     assert labels[f"{OWN}/gpu.memory"] == "23028"
@@ -138,38 +138,38 @@ def test_mixed_cards_are_named_by_the_most_numerous_and_promise_the_least() -> N
     assert (labels[f"{OWN}/gpu.compute.major"], labels[f"{OWN}/gpu.compute.minor"]) == ("6", "1")
 
 
-def test_of_as_many_cards_of_two_kinds_the_larger_names_the_node() -> None:
+def test_of_as_many_gpus_of_two_kinds_the_larger_names_the_node() -> None:
     """Whatever their order, so that the label does not change with it."""
-    pair = (card(0, "NVIDIA A10", 23028), card(1, "NVIDIA L40S", 46068))
-    for cards in (pair, pair[::-1]):
-        assert card_labels(inventory(*cards), OWN)[GPU_MODEL_LABEL] == "L40S"
+    pair = (gpu(0, "NVIDIA A10", 23028), gpu(1, "NVIDIA L40S", 46068))
+    for gpus in (pair, pair[::-1]):
+        assert gpu_labels(inventory(*gpus), OWN)[GPU_MODEL_LABEL] == "L40S"
 
 
-def test_a_capability_that_one_card_does_not_tell_gives_no_label() -> None:
-    """The least of the others could be more than that card has."""
-    labels = card_labels(inventory(card(0, compute_capability=(9, 0)), card(1)), OWN)
+def test_a_capability_that_one_gpu_does_not_tell_gives_no_label() -> None:
+    """The least of the others could be more than that GPU has."""
+    labels = gpu_labels(inventory(gpu(0, compute_capability=(9, 0)), gpu(1)), OWN)
     assert not [name for name in labels if "compute" in name]
 
 
-def test_labels_do_not_change_with_the_health_of_a_card() -> None:
+def test_labels_do_not_change_with_the_health_of_a_gpu() -> None:
     """Pods are selected onto nodes by what they have; what fails is in the annotation."""
-    ill = card(1, health=Health.UNHEALTHY, unhealthy_reason="Xid 79")
-    assert card_labels(inventory(card(0), card(1)), OWN) == card_labels(inventory(card(0), ill), OWN)
+    ill = gpu(1, health=Health.UNHEALTHY, unhealthy_reason="Xid 79")
+    assert gpu_labels(inventory(gpu(0), gpu(1)), OWN) == gpu_labels(inventory(gpu(0), ill), OWN)
 
 
-def test_a_node_without_a_readable_card_has_no_card_labels_and_an_empty_list() -> None:
-    """Zero cards is a fact for the scheduler extender; a card of which only the UUID is known counts for nothing."""
-    blank = card(0, "", 0, health=Health.UNHEALTHY)
-    assert card_labels(inventory(), OWN) == {} == card_labels(inventory(blank), OWN)
-    assert json.loads(cards_annotation(inventory(), cordoned=set(), memory_block_mib=256))["cards"] == []
+def test_a_node_without_a_readable_gpu_has_no_gpu_labels_and_an_empty_list() -> None:
+    """Zero GPUs is a fact for the scheduler extender; a GPU of which only the UUID is known counts for nothing."""
+    blank = gpu(0, "", 0, health=Health.UNHEALTHY)
+    assert gpu_labels(inventory(), OWN) == {} == gpu_labels(inventory(blank), OWN)
+    assert json.loads(gpus_annotation(inventory(), cordoned=set(), memory_block_mib=256))["cards"] == []
 
 
-def test_the_annotation_tells_each_card_with_its_links_in_the_lists_order() -> None:
+def test_the_annotation_tells_each_gpu_with_its_links_in_the_lists_order() -> None:
     """The scheduler extender places with the same facts as the agent."""
     topology = read_topology("v100-x8-cube-mesh")
-    cards = tuple(card(index) for index in (2, 0, 1, 3, 7, 6, 5, 4))
-    found = GpuInventory(cards=cards, topology=topology)
-    document = json.loads(cards_annotation(found, cordoned={uuid_of(2)}, memory_block_mib=512))
+    gpus = tuple(gpu(index) for index in (2, 0, 1, 3, 7, 6, 5, 4))
+    found = GpuInventory(gpus=gpus, topology=topology)
+    document = json.loads(gpus_annotation(found, cordoned={uuid_of(2)}, memory_block_mib=512))
     assert (document["schema"], document["memory_block_mib"]) == (1, 512)
     assert [fact["index"] for fact in document["cards"]] == list(range(8))
     for row, fact in enumerate(document["cards"]):
@@ -181,22 +181,22 @@ def test_the_annotation_tells_each_card_with_its_links_in_the_lists_order() -> N
     assert [fact["index"] for fact in document["cards"] if fact.get("cordoned")] == [2]
 
 
-def test_links_of_a_card_that_the_topology_does_not_know_are_the_farthest() -> None:
+def test_links_of_a_gpu_that_the_topology_does_not_know_are_the_farthest() -> None:
     """A gap in the indexes must not shift the words of the others."""
-    found = inventory(card(0), card(5))
-    rows = [fact["links"] for fact in json.loads(facts_of(found).annotations[CARDS_ANNOTATION])["cards"]]
+    found = inventory(gpu(0), gpu(5))
+    rows = [fact["links"] for fact in json.loads(facts_of(found).annotations[GPUS_ANNOTATION])["cards"]]
     assert rows == [["X", "SYS"], ["SYS", "X"]]
 
 
-def test_sixteen_cards_take_a_small_part_of_what_annotations_may() -> None:
+def test_sixteen_gpus_take_a_small_part_of_what_annotations_may() -> None:
     """Kubernetes allows 256 KiB for all annotations of an object together."""
-    cards = tuple(card(index, "N" * 95) for index in range(16))
-    assert len(cards_annotation(inventory(*cards), cordoned=set(), memory_block_mib=256)) < 8192
+    gpus = tuple(gpu(index, "N" * 95) for index in range(16))
+    assert len(gpus_annotation(inventory(*gpus), cordoned=set(), memory_block_mib=256)) < 8192
 
 
 def test_the_operators_labels_win_and_one_that_kubernetes_refuses_is_left_out() -> None:
     """A wrong one must not keep the others away."""
-    found = facts_of(inventory(card(0)), **{"gaia.tencent.com/gpu-model": "big", "bad name": "x", "ok": "é"})
+    found = facts_of(inventory(gpu(0)), **{"gaia.tencent.com/gpu-model": "big", "bad name": "x", "ok": "é"})
     assert found.labels[GPU_MODEL_LABEL] == "big"
     assert not {"bad name", "ok"} & found.labels.keys()
     assert found.unusable == ("bad name", "ok")
@@ -204,7 +204,7 @@ def test_the_operators_labels_win_and_one_that_kubernetes_refuses_is_left_out() 
 
 def test_a_fresh_node_gets_everything_and_the_second_look_changes_nothing() -> None:
     """Level, not edge: patched only where it differs."""
-    facts = facts_of(inventory(card(0)), rack="a")
+    facts = facts_of(inventory(gpu(0)), rack="a")
     node = after(node_with({"kubernetes.io/os": "linux"}), facts)
     assert node["metadata"]["labels"] == {"kubernetes.io/os": "linux", **facts.labels}
     assert node["metadata"]["annotations"][LABELS_ANNOTATION] == ",".join(sorted(facts.labels))
@@ -213,23 +213,23 @@ def test_a_fresh_node_gets_everything_and_the_second_look_changes_nothing() -> N
 
 def test_labels_that_no_longer_apply_go_and_those_of_others_stay() -> None:
     """Only what the node's own record names as written by the agent is removed."""
-    mixed = facts_of(inventory(card(0), card(1, "Tesla P40", 24576)), rack="a")
+    mixed = facts_of(inventory(gpu(0), gpu(1, "Tesla P40", 24576)), rack="a")
     node = after(node_with({"gpushare-agent/by-hand": "x", "zone": "z"}), mixed)
-    plain = facts_of(inventory(card(0)))
+    plain = facts_of(inventory(gpu(0)))
     patch = plan_node_patch(node, plain)
     assert {name for name, value in patch.labels.items() if value is None} == {f"{OWN}/gpu.mixed", "rack"}
     assert {"gpushare-agent/by-hand", "zone"} <= after(node, plain)["metadata"]["labels"].keys()
 
 
-def test_labels_stay_while_no_card_of_the_node_tells_its_name() -> None:
-    """Cards that are lost from the agent's start on are known by their UUIDs alone; the annotation tells their health."""
-    node = after(node_with(), facts_of(inventory(card(0)), rack="a"))
-    lost = facts_of(inventory(card(0, "", 0, health=Health.UNHEALTHY, unhealthy_reason="lost")))
+def test_labels_stay_while_no_gpu_of_the_node_tells_its_name() -> None:
+    """GPUs that are lost from the agent's start on are known by their UUIDs alone; the annotation tells their health."""
+    node = after(node_with(), facts_of(inventory(gpu(0)), rack="a"))
+    lost = facts_of(inventory(gpu(0, "", 0, health=Health.UNHEALTHY, unhealthy_reason="lost")))
     dark = after(node, lost)
     assert dark["metadata"]["labels"] == node["metadata"]["labels"]
-    assert not json.loads(dark["metadata"]["annotations"][CARDS_ANNOTATION])["cards"][0]["is_healthy"]
+    assert not json.loads(dark["metadata"]["annotations"][GPUS_ANNOTATION])["cards"][0]["is_healthy"]
     assert plan_node_patch(dark, lost).is_empty
-    assert "rack" not in after(dark, facts_of(inventory(card(0))))["metadata"]["labels"]
+    assert "rack" not in after(dark, facts_of(inventory(gpu(0))))["metadata"]["labels"]
 
 
 @pytest.mark.parametrize(
@@ -248,21 +248,21 @@ def test_labels_stay_while_no_card_of_the_node_tells_its_name() -> None:
 def test_a_forged_record_removes_no_label_of_kubernetes_and_no_name_that_is_none(name: str) -> None:
     """A kubelet may write the record, but must not have the agent remove what it may not remove itself."""
     node = node_with({name: "x", "rack": "a"}, {LABELS_ANNOTATION: f"rack,{name}"})
-    patch = plan_node_patch(node, facts_of(inventory(card(0))))
+    patch = plan_node_patch(node, facts_of(inventory(gpu(0))))
     assert [gone for gone, value in patch.labels.items() if value is None] == ["rack"]
 
 
 @pytest.mark.parametrize("name", ["mykubernetes.io/x", "k8s.io.example.com/x", "kubernetes.io"])
 def test_names_that_only_look_like_those_of_kubernetes_are_removed(name: str) -> None:
     """The domain counts, at a dot."""
-    patch = plan_node_patch(node_with({name: "x"}, {LABELS_ANNOTATION: name}), facts_of(inventory(card(0))))
+    patch = plan_node_patch(node_with({name: "x"}, {LABELS_ANNOTATION: name}), facts_of(inventory(gpu(0))))
     assert patch.labels[name] is None
 
 
 @pytest.mark.parametrize("record", [",".join(f"l{n}" for n in range(257)), "l0," + "l" * 16384])
 def test_a_record_that_is_larger_than_any_of_ours_removes_nothing(record: str) -> None:
     """It is forged; what the agent sees to is written all the same."""
-    facts = facts_of(inventory(card(0)))
+    facts = facts_of(inventory(gpu(0)))
     patch = plan_node_patch(node_with({"l0": "x"}, {LABELS_ANNOTATION: record}), facts)
     assert dict(patch.labels) == dict(facts.labels)
     assert patch.annotations[LABELS_ANNOTATION] == ",".join(sorted(facts.labels))
@@ -270,7 +270,7 @@ def test_a_record_that_is_larger_than_any_of_ours_removes_nothing(record: str) -
 
 def test_a_foreign_prefix_is_not_fought_over() -> None:
     """Where NVIDIA's feature discovery runs too, its values stay, and nothing of it is recorded as ours or removed."""
-    facts = facts_of(inventory(card(0)), "nvidia.com")
+    facts = facts_of(inventory(gpu(0)), "nvidia.com")
     theirs = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3-SHARED", "nvidia.com/gpu.count": "1"}
     patch = plan_node_patch(node_with(theirs), facts)
     assert patch.foreign == ("nvidia.com/gpu.product",)
@@ -282,7 +282,7 @@ def test_a_foreign_prefix_is_not_fought_over() -> None:
 
 def test_a_change_by_hand_of_a_label_that_is_ours_is_put_right() -> None:
     """Also where the record is lost: the names under the own prefix and gpu-manager's are the agent's."""
-    facts = facts_of(inventory(card(0)))
+    facts = facts_of(inventory(gpu(0)))
     node = after(node_with(), facts)
     node["metadata"]["labels"][GPU_MODEL_LABEL] = "P40"
     node["metadata"]["labels"][f"{OWN}/gpu.count"] = "7"
@@ -293,7 +293,7 @@ def test_a_change_by_hand_of_a_label_that_is_ours_is_put_right() -> None:
 @pytest.mark.parametrize("raw", [{}, {"metadata": None}, {"metadata": {"labels": [], "annotations": {"a": 1}}}])
 def test_a_node_without_labels_or_with_odd_ones_is_patched(raw: dict[str, Any]) -> None:
     """The API server omits empty maps."""
-    facts = facts_of(inventory(card(0)))
+    facts = facts_of(inventory(gpu(0)))
     assert dict(plan_node_patch(raw, facts).labels) == dict(facts.labels)
 
 
@@ -309,7 +309,7 @@ def test_whatever_came_before_a_second_look_is_quiet_and_others_labels_are_never
     owned = frozenset(name for name in wanted if name.startswith("gpushare-agent/"))
     node = node_with(initial)
     for labels in (*earlier, wanted):
-        facts = NodeFacts(labels=labels, annotations={CARDS_ANNOTATION: "{}"}, owned=owned)
+        facts = NodeFacts(labels=labels, annotations={GPUS_ANNOTATION: "{}"}, owned=owned)
         node = after(node, facts)
         assert plan_node_patch(node, facts).is_empty
     untouched = initial.keys() - wanted.keys() - {name for labels in earlier for name in labels}

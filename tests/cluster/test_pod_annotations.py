@@ -1,4 +1,4 @@
-"""Which cards a pod got is written on the pod, in the background, once, and only where it differs."""
+"""Which GPUs a pod got is written on the pod, in the background, once, and only where it differs."""
 
 from __future__ import annotations
 

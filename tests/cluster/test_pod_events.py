@@ -67,7 +67,7 @@ async def test_a_refusal_becomes_a_warning_on_the_pod() -> None:
     assert body["metadata"]["name"].startswith("a.")
 
 
-async def test_a_reason_is_told_once_per_pod_for_a_while() -> None:
+async def test_a_reason_is_reported_once_per_pod_for_a_while() -> None:
     """Repeats are held back for ten minutes; another reason and another pod are not."""
     now = [0.0]
     counted = Counted()
@@ -81,11 +81,11 @@ async def test_a_reason_is_told_once_per_pod_for_a_while() -> None:
         events.refused(pod("a"), NO_CORES)
         async with running(events.run):
             await counted.wait(4)
-    told = [(request.body["involvedObject"]["name"], request.body["reason"]) for request in server.requests]
-    assert told == [("a", "NotEnoughCores"), ("b", "NotEnoughCores"), ("a", "Fragmented"), ("a", "NotEnoughCores")]
+    reported = [(request.body["involvedObject"]["name"], request.body["reason"]) for request in server.requests]
+    assert reported == [("a", "NotEnoughCores"), ("b", "NotEnoughCores"), ("a", "Fragmented"), ("a", "NotEnoughCores")]
 
 
-async def test_a_warning_with_another_text_is_told_although_the_reason_is_the_same() -> None:
+async def test_a_warning_with_another_text_is_reported_although_the_reason_is_the_same() -> None:
     """A second, different bad annotation is an Event and a line in the log; the same one again is neither."""
     counted = Counted()
     async with fake_api(others=[answers(201, {})]) as server, opened(server.url) as api:

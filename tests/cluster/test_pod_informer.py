@@ -336,7 +336,7 @@ async def test_fetch_before_the_api_is_there_waits_and_gives_up() -> None:
         assert await fetched is not None
 
 
-async def test_fetch_does_not_revive_a_pod_whose_deletion_was_told() -> None:
+async def test_fetch_does_not_revive_a_pod_whose_deletion_was_reported() -> None:
     """A GET that was answered before the watch told the deletion comes too late, and says so with None."""
     async with fake_api(others=[answers(200, raw_pod("a"))]) as server, opened(server.url) as api:
         store = PodStore()

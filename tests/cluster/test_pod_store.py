@@ -175,14 +175,14 @@ def test_no_pod_ever_goes_back_in_time_or_returns(steps: list[tuple[str, int, in
     deleted: set[PodUid] = set()
     for step, number, version in steps:
         before = {held.uid: int(held.resource_version) for held in store.pods()}
-        told = pod(f"p{number}", version=str(version))
+        reported = pod(f"p{number}", version=str(version))
         if step == "upsert":
-            store.upsert(told)
+            store.upsert(reported)
         elif step == "remove":
-            store.remove(told.uid)
-            deleted.add(told.uid)
+            store.remove(reported.uid)
+            deleted.add(reported.uid)
         else:
-            store.replace_all([told], resource_version=str(version))
+            store.replace_all([reported], resource_version=str(version))
         for held in store.pods():
             assert held.uid not in deleted
             assert int(held.resource_version) >= before.get(held.uid, 0)

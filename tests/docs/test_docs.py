@@ -15,7 +15,7 @@ from gpushare_agent import __version__
 from gpushare_agent.cli.main import COMMANDS
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.model.errors import RefusalReason
-from gpushare_agent.model.usage import CardSample
+from gpushare_agent.model.usage import GpuSample
 from gpushare_agent.observability.attribution import Holders, join_usage
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.metrics.node import node_series
@@ -94,18 +94,18 @@ def full_metrics() -> str:
     """Every event has happened once and the driver tells everything, so that every series is there."""
     metrics = AgentMetrics()
     metrics.know_resources(["r"])
-    metrics.know_cards([UUIDS[0]])
+    metrics.know_gpus([UUIDS[0]])
     metrics.gpu_event("xid", 79, is_ignored=False)
     metrics.driver_error("timeout")
     metrics.show_pod_event_age(lambda: 1.0)
     metrics.show_mps(lambda: True)
-    told: dict[str, Any] = {
-        field.name: 1 for field in fields(CardSample) if "|" in str(field.type) and field.name != "processes"
+    reported: dict[str, Any] = {
+        field.name: 1 for field in fields(GpuSample) if "|" in str(field.type) and field.name != "processes"
     }
     one = replace(process(10), encoder_ratio=0.0, decoder_ratio=0.0)
-    sample = CardSample(**{**told, "uuid": UUIDS[0], "throttle_reasons": (), "processes": (one,)})
+    sample = GpuSample(**{**reported, "uuid": UUIDS[0], "throttle_reasons": (), "processes": (one,)})
     held = allocation(key_of(1))
-    holders = Holders(cards={held.key: held.cards}, by_id={id_of(1): held.key})
+    holders = Holders(gpus={held.key: held.gpus}, by_id={id_of(1): held.key})
     usage = join_usage(driver_sample(sample), {10: owner(1)}, holders, sampled_at=1.0)
     shown = snapshot(facts(held), usage=usage)
     metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=1.0))

@@ -72,7 +72,7 @@ async def test_the_guides_question_of_the_api_names_the_pod_that_uses_most(short
     """The jq program of the page, over a history as the agent serves it."""
     if (jq := shutil.which("jq")) is None:
         pytest.skip("jq is missing: apt-get install jq")
-    (program,) = re.findall(r"--arg card \"\$UUID\" '(.*?)'", text_of(GUIDE / "see-usage.md"), flags=re.S)
+    (program,) = re.findall(r"--arg GPU \"\$UUID\" '(.*?)'", text_of(GUIDE / "see-usage.md"), flags=re.S)
     moments = iter([10.0, 20.0])
     held = {key.key: key for key in (allocation(key_of(1), (0,), pod="lazy"), allocation(key_of(2), (0,), pod="busy"))}
     held |= {one.key: one for one in [allocation(key_of(3), (1,), pod="elsewhere")]}
@@ -82,18 +82,18 @@ async def test_the_guides_question_of_the_api_names_the_pod_that_uses_most(short
         history.add(
             UsageRound(
                 sampled_at=1.0,
-                cards={},
+                gpus={},
                 containers={
-                    (key, UUIDS[card]): ContainerUse(key=key, uuid=UUIDS[card], pids=(), memory_bytes=0, sm_ratio=sm)
-                    for (key, card), sm in use.items()
+                    (key, UUIDS[gpu]): ContainerUse(key=key, uuid=UUIDS[gpu], pids=(), memory_bytes=0, sm_ratio=sm)
+                    for (key, gpu), sm in use.items()
                 },
-                strangers={},
+                unattributed={},
             )
         )
     document = short_dir / "history.json"
     document.write_text(b"".join(history.pieces()).decode(), encoding="utf-8")
     child = await asyncio.create_subprocess_exec(
-        *(jq, "-c", "--arg", "card", UUIDS[0], program, str(document)), stdout=asyncio.subprocess.PIPE
+        *(jq, "-c", "--arg", "GPU", UUIDS[0], program, str(document)), stdout=asyncio.subprocess.PIPE
     )
     async with asyncio.timeout(10):
         out, _ = await child.communicate()

@@ -70,7 +70,7 @@ async def test_the_other_replica_takes_over_what_a_killed_one_had_bound(short_di
     pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8))]
     flags = [f"--extender.{name.replace('_', '-')}={value}" for name, value in ELECTION.items()]
     async with (
-        fake_cluster(raw_node("n1", cards=1), pods=pods) as cluster,
+        fake_cluster(raw_node("n1", gpus=1), pods=pods) as cluster,
         process_of_extender(short_dir, cluster, *flags) as (process, url),
         running_extender(cluster, is_ready=False, leader_elect=True, **ELECTION) as second,
     ):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpushare_agent.admission.decisions.hints import hinted_cards
+from gpushare_agent.admission.decisions.hints import hinted_gpus
 from gpushare_agent.cluster.kube.pods import parse_pod
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.nodes import read_node
@@ -58,31 +58,31 @@ async def test_one_fault_is_overcome(fault: str, place: str) -> None:
         assert await replica.bind(pod, "n1") == ""
         assert cluster.node_of("a") == "n1"
         assert predicted(cluster.pod("a"))["tencent.com/predicate-gpu-idx-0"] == "0"
-        assert replica.books()["n1"] == {"0": [60, 8, 0, 0]}
+        assert replica.ledger()["n1"] == {"0": [60, 8, 0, 0]}
         cluster.carry_out_late()
         assert cluster.rejected == []
 
 
 @pytest.mark.parametrize("fault", ["409", "429", "500", "silent"])
 async def test_a_bind_that_never_works_is_undone(fault: str) -> None:
-    """After a bounded number of tries the scheduler is told, and the cards are free for others at once."""
+    """After a bounded number of tries the scheduler is told, and the GPUs are free for others at once."""
     pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8))]
-    async with fake_cluster(raw_node("n1", cards=1), pods=pods) as cluster, running_replica(cluster) as replica:
+    async with fake_cluster(raw_node("n1", gpus=1), pods=pods) as cluster, running_replica(cluster) as replica:
         await replica.lead()
         cluster.faults = [fault] * 10
         error = await replica.bind(pods[0], "n1")
         assert error.startswith("cannot bind pod default/a to node n1: ")
-        assert error.endswith("Its cards are free again; the scheduler tries again.")
+        assert error.endswith("Its GPUs are free again; the scheduler tries again.")
         assert 3 <= sum(method == "PATCH" for method, _ in cluster.seen) <= 6
         cluster.faults = []
         assert await replica.bind(pods[1], "n1") == ""
 
 
-async def test_an_unknown_outcome_keeps_the_cards_until_it_is_known() -> None:
-    """The bind was sent and nothing answers any more: nobody else gets the cards, and once it is known that the pod is not
+async def test_an_unknown_outcome_keeps_the_gpus_until_it_is_known() -> None:
+    """The bind was sent and nothing answers any more: nobody else gets the GPUs, and once it is known that the pod is not
     bound, and cannot be bound any more, they are free."""
     pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8))]
-    async with fake_cluster(raw_node("n1", cards=1), pods=pods) as cluster, running_replica(cluster) as replica:
+    async with fake_cluster(raw_node("n1", gpus=1), pods=pods) as cluster, running_replica(cluster) as replica:
         await replica.lead()
         cluster.faults = [GOOD, "late", *["500"] * 20]
         error = await replica.bind(pods[0], "n1")
@@ -105,7 +105,7 @@ async def test_an_unknown_outcome_keeps_the_cards_until_it_is_known() -> None:
 async def test_an_unknown_outcome_that_was_a_bind_is_found() -> None:
     """The API server bound the pod and its answer was lost, with all that followed: it counts as bound once it is seen."""
     pod = raw_pod("a", (60, 8))
-    async with fake_cluster(raw_node("n1", cards=1), pods=[pod]) as cluster, running_replica(cluster) as replica:
+    async with fake_cluster(raw_node("n1", gpus=1), pods=[pod]) as cluster, running_replica(cluster) as replica:
         await replica.lead()
         cluster.faults = [GOOD, "silent-done", *["500"] * 20]
         assert "stay set aside" in await replica.bind(pod, "n1")
@@ -115,10 +115,10 @@ async def test_an_unknown_outcome_that_was_a_bind_is_found() -> None:
         assert [r.stage for r in replica.state.reservations()] == [Stage.BOUND]
 
 
-async def test_a_pod_that_is_gone_frees_its_cards() -> None:
+async def test_a_pod_that_is_gone_frees_its_gpus() -> None:
     """Deleted, or replaced by one of the same name, while its bind was unknown."""
     pods = [raw_pod("a", (60, 8)), raw_pod("b", (30, 4))]
-    async with fake_cluster(raw_node("n1", cards=1), pods=pods) as cluster, running_replica(cluster) as replica:
+    async with fake_cluster(raw_node("n1", gpus=1), pods=pods) as cluster, running_replica(cluster) as replica:
         await replica.lead()
         for name in ("a", "b"):
             cluster.faults = [GOOD, "silent", *["500"] * 20]
@@ -147,7 +147,7 @@ async def test_a_pod_that_another_binds_meanwhile_is_left_to_it() -> None:
         await eventually(lambda: [r.node for r in replica.state.reservations()] == ["n2"])
 
 
-async def test_a_pod_that_the_informer_has_not_told_of_is_read() -> None:
+async def test_a_pod_that_the_informer_has_not_reported_of_is_read() -> None:
     """The scheduler may be quicker than our watch."""
     async with fake_cluster(raw_node("n1")) as cluster, running_replica(cluster) as replica:
         await replica.lead()
@@ -220,11 +220,11 @@ async def test_more_choices_than_are_removed_at_once_refuse_the_bind() -> None:
         await replica.lead()
         error = await replica.bind(pod, "n1")
         assert (
-            f"it bears 70 annotations that choose cards and are none of the plan, the first of them {min(forged)}"
+            f"it bears 70 annotations that choose GPUs and are none of the plan, the first of them {min(forged)}"
             in error
         )
         assert "the pod's owner should remove the others" in error
-        assert error.endswith("Its cards are free again; the scheduler tries again.")
+        assert error.endswith("Its GPUs are free again; the scheduler tries again.")
         assert predicted(cluster.pod("a")).keys() - forged.keys() == {
             PREDICATE_NODE_ANNOTATION,
             f"{PREDICATE_GPU_INDEX_PREFIX}0",
@@ -254,8 +254,8 @@ async def test_a_pod_whose_choices_somebody_writes_again_is_not_bound() -> None:
         assert replica.state.reservations() == []
 
 
-async def test_units_on_two_cards_leave_no_index_of_gpushares() -> None:
-    """One index cannot say two cards: none is written, the forged one goes, and the plan stands by container."""
+async def test_units_on_two_gpus_leave_no_index_of_gpushares() -> None:
+    """One index cannot say two GPUs: none is written, the forged one goes, and the plan stands by container."""
     pod = raw_pod("a", (0, 0), (0, 0), annotations=FORGED_INDEX)
     for container in pod["spec"]["containers"]:
         container["resources"] = {"limits": {"aliyun.com/gpu-mem": "3"}}
@@ -269,12 +269,12 @@ async def test_units_on_two_cards_leave_no_index_of_gpushares() -> None:
         lean = lean_pod(pod, names)
         reservation = state.reserve(lean, "n1", 0.0)
         assert isinstance(reservation, Reservation)
-        assert len({c.cards for c in reservation.plan.containers}) == 2
+        assert len({c.gpus for c in reservation.plan.containers}) == 2
         assert await writes.bind_once(Bind(reservation)) is None
-        told = parse_pod(cluster.pod("a"))
-        assert GPUSHARE_INDEX_ANNOTATION not in told.annotations
-        assert [hinted_cards(told.annotations, one, "n1", is_gpu_mem=True) for one in told.containers] == [
-            one.cards for one in reservation.plan.containers
+        reported = parse_pod(cluster.pod("a"))
+        assert GPUSHARE_INDEX_ANNOTATION not in reported.annotations
+        assert [hinted_gpus(reported.annotations, one, "n1", is_gpu_mem=True) for one in reported.containers] == [
+            one.gpus for one in reservation.plan.containers
         ]
 
 
@@ -286,7 +286,7 @@ async def test_a_server_that_asks_for_more_time_than_there_is_is_named() -> None
         for asked, said in (("3600", "60 s or more"), ("7", "7 s")):
             cluster.retry_after, cluster.faults = asked, ["429"]
             error = await replica.bind(pod, "n1")
-            assert f"it asks to wait {said}, and a bind may take 5 s. Its cards are free again" in error
+            assert f"it asks to wait {said}, and a bind may take 5 s. Its GPUs are free again" in error
             assert "did not answer in time" not in error
 
 
@@ -327,7 +327,7 @@ async def test_the_next_leader_takes_over_what_the_last_left() -> None:
         cluster.faults = []
         await second.lead()
         assert [r.stage for r in second.state.reservations()] == [Stage.UNPLACED]
-        assert "cores" in await second.bind(pods[1], "n1"), "nobody has told which card pod a has"
+        assert "cores" in await second.bind(pods[1], "n1"), "nobody has told which GPU pod a has"
         assert await second.bind(pods[1], "n2") == ""
         cluster.report_held("n1")
         await eventually(lambda: Stage.CONFIRMED in [r.stage for r in second.state.reservations()])
@@ -345,7 +345,7 @@ class Step:
 
 
 NODES = {"n1": 1, "n2": 2}
-"""With so many cards."""
+"""With so many GPUs."""
 WISHES = ((50, 8), (60, 8), (100, 0), (30, 12))
 PODS = st.integers(0, 4)
 AT = st.sampled_from([0, 0, 1])
@@ -426,14 +426,14 @@ class Rehearsal:
         await self.leader.binder.settle()
         for node in NODES:
             self.cluster.report_held(node)
-        await eventually(lambda: self.leader.books() == {node: self.cluster.used(node) for node in NODES})
+        await eventually(lambda: self.leader.ledger() == {node: self.cluster.used(node) for node in NODES})
 
 
 async def rehearse(wishes: Sequence[tuple[int, int]], troubles: Sequence[str], steps: Sequence[Step]) -> None:
     pods = [raw_pod(f"p{number}", wish) for number, wish in enumerate(wishes)]
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(
-            fake_cluster(*(raw_node(node, cards=cards) for node, cards in NODES.items()), pods=pods)
+            fake_cluster(*(raw_node(node, gpus=gpus) for node, gpus in NODES.items()), pods=pods)
         )
         replicas = [await stack.enter_async_context(running_replica(cluster)) for _ in range(2)]
         group = await stack.enter_async_context(asyncio.TaskGroup())
@@ -460,6 +460,6 @@ def test_no_interleaving_gives_a_share_twice_or_loses_one(
     wishes: list[tuple[int, int]], troubles: list[str], steps: list[Step]
 ) -> None:
     """Concurrent schedulings, binds that fail in every way, late requests, leaders that change or die between patch and
-    bind, watches that lag, pods that end: every bound pod finds room at its agent, and at the end the books say what the
+    bind, watches that lag, pods that end: every bound pod finds room at its agent, and at the end the ledger says what the
     agents hold."""
     asyncio.run(rehearse(wishes, troubles, steps))

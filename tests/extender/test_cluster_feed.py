@@ -33,7 +33,7 @@ NODE_KEY, INDEX_KEY = "tencent.com/predicate-node", "tencent.com/predicate-gpu-i
 
 @dataclass
 class Feeding:
-    """A feed on a state with one node of two cards, and a clock for the test to turn."""
+    """A feed on a state with one node of two GPUs, and a clock for the test to turn."""
 
     now: float = 1000.0
     is_leading: bool = True
@@ -72,9 +72,9 @@ def forged(name: str, **annotations: str) -> Raw:
 
 
 async def test_a_pod_that_only_the_binder_knew_is_forgotten_after_a_list() -> None:
-    """The watch was silent while it was bound and deleted, and ends with 410: its whole card is free again."""
+    """The watch was silent while it was bound and deleted, and ends with 410: its whole GPU is free again."""
     pod, other = raw_pod("a", (100, 0)), raw_pod("b", (100, 0))
-    async with fake_cluster(raw_node("n1", cards=1), pods=[other]) as cluster, running_extender(cluster) as asker:
+    async with fake_cluster(raw_node("n1", gpus=1), pods=[other]) as cluster, running_extender(cluster) as asker:
         cluster.mute(True)
         cluster.put("pods", pod)
         assert await asker.bind(pod, "n1") == ""
@@ -94,10 +94,10 @@ def test_a_bind_under_way_outlives_a_list_and_is_dropped_once_it_ended(feeding: 
     feeding.pods.list_begins()
     feeding.pods.list_ended([])
     assert feeding.reserved() == ["uid-a"]
-    feeding.pods.told([])
+    feeding.pods.reported([])
     assert feeding.reserved() == ["uid-a"]
     feeding.state.bound(lean_pod(raw_pod("a", (30, 4)), NAMES).uid)
-    feeding.pods.told([])
+    feeding.pods.reported([])
     assert feeding.reserved() == []
 
 
@@ -127,7 +127,7 @@ def test_pods_that_the_agent_confirmed_while_the_list_was_read_go_too(feeding: F
     assert feeding.reserved() == []
 
 
-def test_one_pod_is_told_of_once_in_ten_minutes(feeding: Feeding) -> None:
+def test_one_pod_is_reported_of_once_in_ten_minutes(feeding: Feeding) -> None:
     """However often its annotations change from wrong to right and back."""
     with capture_logs() as lines:
         for _ in range(5):

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gpushare_agent.extender.cluster_state import ClusterState
-from gpushare_agent.extender.values import Charge, ClusterNode, ClusterPolicy, NodeCard, Reservation, Stage
+from gpushare_agent.extender.values import Charge, ClusterNode, ClusterPolicy, NodeGpu, Reservation, Stage
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.names import CORES_PER_CARD, GpuUuid, PodUid
+from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
 from gpushare_agent.model.topology import Link, LinkKind
 from gpushare_agent.placement.topology_tree import build_topology
@@ -21,13 +21,13 @@ from tests.support_core import NAMES, container, pod
 BLOCKS = 96
 
 
-def node(name: str = "a", cards: int = 2, **changes: object) -> ClusterNode:
-    """Cards of 24 GiB, all PIX apart; its agent tells what it holds."""
-    links = [[Link(kind=LinkKind.SELF if a == b else LinkKind.PIX) for b in range(cards)] for a in range(cards)]
+def node(name: str = "a", gpus: int = 2, **changes: object) -> ClusterNode:
+    """GPUs of 24 GiB, all PIX apart; its agent tells what it holds."""
+    links = [[Link(kind=LinkKind.SELF if a == b else LinkKind.PIX) for b in range(gpus)] for a in range(gpus)]
     made = ClusterNode(
         name=name,
-        cards=tuple(NodeCard(index=i, uuid=GpuUuid(f"GPU-{name}-{i}"), memory_mib=BLOCKS * 256) for i in range(cards)),
-        topology=build_topology(links, [None] * cards),
+        gpus=tuple(NodeGpu(index=i, uuid=GpuUuid(f"GPU-{name}-{i}"), memory_mib=BLOCKS * 256) for i in range(gpus)),
+        topology=build_topology(links, [None] * gpus),
         held={},
     )
     return replace(made, **changes)  # type: ignore[arg-type]
@@ -54,12 +54,12 @@ def reserve(cluster: ClusterState, owner: Pod, name: str = "a") -> Reservation:
     return made
 
 
-def cards_of(reservation: Reservation | None) -> dict[int, int]:
+def gpus_of(reservation: Reservation | None) -> dict[int, int]:
     assert reservation is not None
     return {charge.index: charge.cores for charge in reservation.plan.charges}
 
 
-def test_half_free_on_two_cards_is_no_whole_card() -> None:
+def test_half_free_on_two_gpus_is_no_whole_gpu() -> None:
     """The hole that kube-scheduler leaves open: it adds up."""
     cluster = state(node("a"), node("b"))
     for number, place in enumerate(("a", "b")):
@@ -69,7 +69,7 @@ def test_half_free_on_two_cards_is_no_whole_card() -> None:
     whole = pod("whole", container(cores=100), node_name="")
     answer = cluster.filter(whole, ["a", "b"])
     assert answer.fitting == []
-    assert answer.failed == dict.fromkeys(["a", "b"], "1 wholly free cards wanted, 0 of 2 are")
+    assert answer.failed == dict.fromkeys(["a", "b"], "1 wholly free GPUs wanted, 0 of 2 are")
     cluster.remove_pod(PodUid("uid-half-1-0"))
     assert cluster.filter(whole, ["a", "b"]).fitting == ["b"]
 
@@ -87,7 +87,7 @@ def test_to_filter_changes_nothing() -> None:
 
 def test_two_pods_of_one_moment_get_two_places() -> None:
     """The second finds what the first has left, before anything is bound."""
-    cluster = state(node(cards=1))
+    cluster = state(node(gpus=1))
     reserve(cluster, share("first", 60))
     refused = cluster.reserve(share("second", 60), "a", 1.0)
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.NOT_ENOUGH_CORES
@@ -117,29 +117,29 @@ def test_a_bind_that_failed_leaves_nothing() -> None:
 
 
 def test_the_agents_word_counts_whatever_was_planned() -> None:
-    """It put the pod on another card: that one is taken."""
+    """It put the pod on another GPU: that one is taken."""
     cluster = state(node())
     planned = reserve(cluster, share("p", 60))
-    assert cards_of(planned) == {0: 60}
+    assert gpus_of(planned) == {0: 60}
     cluster.put_pod(on(share("p", 60), "a"), 2.0)
     held = {PodUid("uid-p"): (Charge(index=1, cores=60, blocks=10),)}
     cluster.put_node(node(held=held), 3.0)
     confirmed = cluster.reservation(PodUid("uid-p"))
-    assert confirmed is not None and confirmed.stage is Stage.CONFIRMED and cards_of(confirmed) == {1: 60}
-    assert [c.cards for c in confirmed.plan.containers] == [(0,)], "what was planned can still be compared"
+    assert confirmed is not None and confirmed.stage is Stage.CONFIRMED and gpus_of(confirmed) == {1: 60}
+    assert [c.gpus for c in confirmed.plan.containers] == [(0,)], "what was planned can still be compared"
 
 
-def test_a_pod_that_nobody_tells_about_may_be_on_every_card() -> None:
+def test_a_pod_that_nobody_tells_about_may_be_on_every_gpu() -> None:
     """A leader died between its bind and our start. Nothing may be given twice, until the agent tells."""
     cluster = state(node())
     cluster.put_pod(on(share("unknown", 60), "a"), 1.0)
     found = cluster.reservation(PodUid("uid-unknown"))
-    assert found is not None and found.stage is Stage.UNPLACED and cards_of(found) == {0: 60, 1: 60}
+    assert found is not None and found.stage is Stage.UNPLACED and gpus_of(found) == {0: 60, 1: 60}
     assert cluster.filter(share("p", 60), None).fitting == []
     assert cluster.filter(share("p", 40), None).fitting == ["a"]
     cluster.put_node(node(held={PodUid("uid-unknown"): (Charge(index=0, cores=60, blocks=10),)}), 2.0)
     assert cluster.filter(share("p", 60), None).fitting == ["a"]
-    assert cards_of(reserve(cluster, share("p", 60))) == {1: 60}
+    assert gpus_of(reserve(cluster, share("p", 60))) == {1: 60}
 
 
 def test_the_pod_may_be_known_before_its_node() -> None:
@@ -148,53 +148,53 @@ def test_the_pod_may_be_known_before_its_node() -> None:
     cluster.put_pod(on(share("p", 60), "a"), 1.0)
     assert cluster.reservation(PodUid("uid-p")) is None
     cluster.put_node(node(held={PodUid("uid-p"): (Charge(index=1, cores=60, blocks=10),)}), 2.0)
-    assert cards_of(cluster.reservation(PodUid("uid-p"))) == {1: 60}
+    assert gpus_of(cluster.reservation(PodUid("uid-p"))) == {1: 60}
     cluster.remove_node("a")
-    assert cluster.filter(share("q", 10), ["a"]).failed["a"].startswith("the extender knows no cards")
+    assert cluster.filter(share("q", 10), ["a"]).failed["a"].startswith("the extender knows no GPUs")
     cluster.put_node(node(), 3.0)
-    assert cards_of(cluster.reservation(PodUid("uid-p"))) == {0: 60, 1: 60}
+    assert gpus_of(cluster.reservation(PodUid("uid-p"))) == {0: 60, 1: 60}
 
 
 def test_a_bind_under_way_survives_its_node_going_and_coming() -> None:
-    """A node's object may be deleted and made anew within a bind; its cards must not be given twice."""
-    cluster = state(node(cards=1))
+    """A node's object may be deleted and made anew within a bind; its GPUs must not be given twice."""
+    cluster = state(node(gpus=1))
     reserve(cluster, share("p", 60))
     cluster.remove_node("a")
     kept = cluster.reservation(PodUid("uid-p"))
     assert kept is not None and kept.stage is Stage.ASSUMED and cluster.reservations() == [kept]
-    cluster.put_node(node(cards=1), 2.0)
+    cluster.put_node(node(gpus=1), 2.0)
     assert cluster.filter(share("q", 60), None).fitting == []
     cluster.remove_node("a")
     cluster.bound(PodUid("uid-p"))
-    cluster.put_node(node(cards=1), 3.0)
+    cluster.put_node(node(gpus=1), 3.0)
     bound = cluster.reservation(PodUid("uid-p"))
     assert bound is not None and bound.stage is Stage.BOUND
     cluster.remove_node("a")
     cluster.undo(PodUid("uid-p"))
-    cluster.put_node(node(cards=1), 4.0)
+    cluster.put_node(node(gpus=1), 4.0)
     assert cluster.filter(share("q", 60), None).fitting == ["a"], "what was bound is not known to be on the node yet"
 
 
 def test_an_assumed_pod_can_be_undone_while_its_node_is_away() -> None:
     """Then nothing comes back with the node."""
-    cluster = state(node(cards=1))
+    cluster = state(node(gpus=1))
     reserve(cluster, share("p", 60))
     cluster.remove_node("a")
     cluster.undo(PodUid("uid-p"))
     assert cluster.reservation(PodUid("uid-p")) is None
-    cluster.put_node(node(cards=1), 2.0)
+    cluster.put_node(node(gpus=1), 2.0)
     assert cluster.filter(share("q", 60), None).fitting == ["a"]
 
 
 def test_what_the_agent_holds_for_a_pod_that_is_gone_stays_taken() -> None:
     """Deleted by force, its processes run on."""
     held = {PodUid("uid-p"): (Charge(index=0, cores=60, blocks=10),)}
-    cluster = state(node(cards=1, held=held))
+    cluster = state(node(gpus=1, held=held))
     assert cluster.filter(share("q", 60), None).fitting == []
     cluster.put_pod(on(share("p", 60), "a"), 1.0)
     cluster.remove_pod(PodUid("uid-p"))
     assert cluster.filter(share("q", 60), None).fitting == []
-    cluster.put_node(node(cards=1), 2.0)
+    cluster.put_node(node(gpus=1), 2.0)
     assert cluster.filter(share("q", 60), None).fitting == ["a"]
 
 
@@ -203,13 +203,13 @@ def test_an_agent_that_never_tells_does_not_make_its_node_useless() -> None:
     cluster = state(node(held=None, is_exact=False))
     for name in ("p", "q"):
         cluster.put_pod(on(share(name, 60), "a"), 1.0)
-    assert cards_of(cluster.reservation(PodUid("uid-p"))) == {0: 60}
-    assert cards_of(cluster.reservation(PodUid("uid-q"))) == {1: 60}
+    assert gpus_of(cluster.reservation(PodUid("uid-p"))) == {0: 60}
+    assert gpus_of(cluster.reservation(PodUid("uid-q"))) == {1: 60}
 
 
 def test_a_pod_that_was_bound_elsewhere_gives_its_reservation_back() -> None:
     """Somebody bound it by hand."""
-    cluster = state(node(cards=1), node("b", cards=1))
+    cluster = state(node(gpus=1), node("b", gpus=1))
     reserve(cluster, share("p", 60))
     cluster.put_pod(on(share("p", 60), "b"), 2.0)
     assert cluster.filter(share("q", 60), ["a", "b"]).fitting == ["a"]
@@ -217,7 +217,7 @@ def test_a_pod_that_was_bound_elsewhere_gives_its_reservation_back() -> None:
 
 def test_a_pod_that_has_ended_holds_nothing() -> None:
     """Succeeded and Failed pods stay in the API server for long; one being deleted still holds."""
-    cluster = state(node(cards=1))
+    cluster = state(node(gpus=1))
     owner = share("p", 60)
     reserve(cluster, owner)
     cluster.put_pod(replace(on(owner, "a"), is_deleting=True), 2.0)
@@ -228,7 +228,7 @@ def test_a_pod_that_has_ended_holds_nothing() -> None:
 
 def test_victims_are_kept_where_their_end_makes_room() -> None:
     """As the scheduler chose them; a node where it would not help is left out."""
-    cluster = state(node("a", cards=1), node("b", cards=1))
+    cluster = state(node("a", gpus=1), node("b", gpus=1))
     for name, place in (("x", "a"), ("y", "a"), ("z", "b")):
         reserve(cluster, share(name, 45), place)
     wanted = share("p", 90)
@@ -237,8 +237,8 @@ def test_victims_are_kept_where_their_end_makes_room() -> None:
 
 
 def test_what_more_room_would_not_cure_is_unresolvable() -> None:
-    """No eviction makes a card larger, or a node have more of them."""
-    cluster = state(node("a"), node("b", cards=1))
+    """No eviction makes a GPU larger, or a node have more of them."""
+    cluster = state(node("a"), node("b", gpus=1))
     reserve(cluster, share("x", 60), "a")
     pair = pod("pair", container(cores=200), node_name="")
     answer = cluster.filter(pair, ["a", "b"])
@@ -246,7 +246,7 @@ def test_what_more_room_would_not_cure_is_unresolvable() -> None:
     huge = cluster.filter(share("huge", 10, BLOCKS + 1), ["a", "b"])
     assert set(huge.unresolvable) == {"a", "b"} and not huge.failed
     invalid = cluster.filter(pod("odd", container(cores=150), node_name=""), ["a"])
-    assert "neither a share of one card nor whole cards" in invalid.unresolvable["a"]
+    assert "neither a share of one GPU nor whole GPUs" in invalid.unresolvable["a"]
 
 
 def test_pods_that_ask_for_nothing_of_ours_pass() -> None:
@@ -257,12 +257,12 @@ def test_pods_that_ask_for_nothing_of_ours_pass() -> None:
     assert cluster.victims(pod("plain", container()), {"x": [PodUid("u")]}) == {"x": ["u"]}
 
 
-def test_an_unhealthy_card_takes_nothing() -> None:
+def test_an_unhealthy_gpu_takes_nothing() -> None:
     """The node says so when nothing is left."""
-    sick = replace(node(cards=1), cards=(replace(node().cards[0], is_healthy=False),))
+    sick = replace(node(gpus=1), gpus=(replace(node().gpus[0], is_healthy=False),))
     cluster = state(sick)
-    assert cluster.filter(share("p", 10), None).unresolvable == {"a": "the node has no healthy card"}
-    cluster.put_node(node(cards=1), 1.0)
+    assert cluster.filter(share("p", 10), None).unresolvable == {"a": "the node has no healthy GPU"}
+    cluster.put_node(node(gpus=1), 1.0)
     assert cluster.filter(share("p", 10), None).fitting == ["a"]
 
 
@@ -294,12 +294,12 @@ def test_a_quota_is_asked_once_for_each_kind_of_node() -> None:
     assert isinstance(cluster.reserve(share("p", 10), "a", 1.0), Refused)
 
 
-def test_changes_of_reservations_are_told() -> None:
+def test_changes_of_reservations_are_reported() -> None:
     """Quotas count by them."""
-    told: list[tuple[str, str]] = []
+    reported: list[tuple[str, str]] = []
     cluster = ClusterState(
         policy=ClusterPolicy(names=NAMES),
-        on_change=lambda old, new: told.append((old.pod if old else "", new.pod if new else "")),
+        on_change=lambda old, new: reported.append((old.pod if old else "", new.pod if new else "")),
     )
     cluster.put_node(node(), 0.0)
     reserve(cluster, share("p", 10))
@@ -309,7 +309,7 @@ def test_changes_of_reservations_are_told() -> None:
     cluster.put_pod(on(share("r", 10), "late"), 2.0)
     cluster.put_node(node("late"), 3.0)
     cluster.remove_node("late")
-    assert told == [("", "p"), ("p", ""), ("", "q"), ("q", ""), ("", "r"), ("r", "")]
+    assert reported == [("", "p"), ("p", ""), ("", "q"), ("q", ""), ("", "r"), ("r", "")]
 
 
 def test_a_filter_in_steps_gives_the_same_answer_and_lets_others_in_between() -> None:
@@ -339,7 +339,7 @@ def test_a_pod_with_very_many_containers_is_not_planned_at_all() -> None:
     cluster = state(node())
     odd = pod("odd", *(container(f"c{i}", 1, 1, position=i) for i in range(17)), node_name="")
     answer = cluster.filter(odd, None)
-    assert answer.unresolvable["a"].startswith("17 containers of the pod ask for cards; at most 16 are planned")
+    assert answer.unresolvable["a"].startswith("17 containers of the pod ask for GPUs; at most 16 are planned")
     assert isinstance(cluster.reserve(odd, "a", 1.0), Refused)
     fine = pod("fine", *(container(f"c{i}", 1, 1, position=i) for i in range(16)), node_name="")
     assert cluster.filter(fine, None).fitting == ["a"]
@@ -349,8 +349,8 @@ def test_what_is_too_much_together_is_said_so() -> None:
     """Each container alone would fit."""
     cluster = state(node())
     four = pod("four", *(container(f"c{i}", 60, 5, position=i) for i in range(4)), node_name="")
-    told = cluster.filter(four, None).failed["a"]
-    assert told.startswith(
+    reported = cluster.filter(four, None).failed["a"]
+    assert reported.startswith(
         "the pod's containers ask for 240 cores and 20 memory blocks together, the node has 200 cores"
     )
 
@@ -364,21 +364,21 @@ def test_a_node_that_names_a_pod_whose_bind_is_under_way_does_not_hold_it() -> N
     assert assumed is not None and assumed.stage is Stage.ASSUMED
     cluster.bound(PodUid("uid-p"))
     confirmed = cluster.reservation(PodUid("uid-p"))
-    assert confirmed is not None and confirmed.stage is Stage.CONFIRMED and cards_of(confirmed) == {1: 60}
+    assert confirmed is not None and confirmed.stage is Stage.CONFIRMED and gpus_of(confirmed) == {1: 60}
 
 
 def test_our_agents_node_that_does_not_tell_yet_is_charged_everywhere() -> None:
     """Its annotation may be unreadable, or not written yet: nothing is guessed."""
     cluster = state(node(held=None))
     cluster.put_pod(on(share("p", 60), "a"), 1.0)
-    assert cards_of(cluster.reservation(PodUid("uid-p"))) == {0: 60, 1: 60}
+    assert gpus_of(cluster.reservation(PodUid("uid-p"))) == {0: 60, 1: 60}
 
 
 def test_nobody_is_evicted_for_a_pod_over_its_quota() -> None:
     """It would not be scheduled afterwards either."""
     refusal = Refused(reason=RefusalReason.QUOTA_EXCEEDED, detail="over")
     cluster = ClusterState(policy=ClusterPolicy(names=NAMES), quota=lambda pod, *, model, pool: refusal)
-    cluster.put_node(node(cards=1), 0.0)
+    cluster.put_node(node(gpus=1), 0.0)
     cluster.put_pod(on(share("x", 60), "a"), 1.0)
     assert cluster.victims(share("p", 60), {"a": [PodUid("uid-x")]}) == {}
 
@@ -389,7 +389,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.cluster = state(node("a"), node("b", cards=3))
+        self.cluster = state(node("a"), node("b", gpus=3))
         self.pods = {
             PodUid(f"uid-{name}"): pod(name, container(cores=cores, blocks=blocks), node_name="")
             for name, cores, blocks in (
@@ -440,7 +440,7 @@ class Machine(RuleBasedStateMachine):
     @rule(place=st.sampled_from(["a", "b"]), some=st.sets(uids))
     def the_agent_tells(self, place: str, some: set[PodUid]) -> None:
         held = {uid: charges for uid, (where, charges) in self.truth.items() if where == place and uid in some}
-        self.cluster.put_node(node(place, cards=2 if place == "a" else 3, held=held), self.now)
+        self.cluster.put_node(node(place, gpus=2 if place == "a" else 3, held=held), self.now)
 
     @rule(uid=uids)
     def the_pod_ends(self, uid: PodUid) -> None:
@@ -453,13 +453,13 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: not self.assumed and not self.unheard)
     @rule()
     def a_new_leader_lists_everything(self) -> None:
-        self.cluster = state(node("a"), node("b", cards=3))
+        self.cluster = state(node("a"), node("b", gpus=3))
         for uid, (place, _) in sorted(self.truth.items()):
             self.cluster.put_pod(on(self.pods[uid], place), self.now)
 
     @invariant()
     def nothing_is_given_twice(self) -> None:
-        """By what is really taken, not by what the books say."""
+        """By what is really taken, not by what the ledger says."""
         taken: dict[tuple[str, int], list[int]] = {}
         for place, charges in [*self.truth.values(), *self.assumed.values()]:
             for charge in charges:
@@ -467,16 +467,16 @@ class Machine(RuleBasedStateMachine):
                 used[0] += charge.cores
                 used[1] += BLOCKS if charge.is_whole else charge.blocks
         for used in taken.values():
-            assert used[0] <= CORES_PER_CARD and used[1] <= BLOCKS
+            assert used[0] <= CORES_PER_GPU and used[1] <= BLOCKS
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        """Every pod that has something is on the books, and once all have ended nobody is."""
+        """Every pod that has something is on the ledger, and once all have ended nobody is."""
         booked = {reservation.pod_uid for reservation in self.cluster.reservations()}
         assert booked == set(self.truth) | set(self.assumed)
         if not booked:
-            cards = [card for one in self.cluster.document()["nodes"] for card in one["cards"]]
-            assert all(card["cores"] == card["blocks"] == 0 and not card["is_whole"] for card in cards)
+            gpus = [gpu for one in self.cluster.document()["nodes"] for gpu in one["cards"]]
+            assert all(gpu["cores"] == gpu["blocks"] == 0 and not gpu["is_whole"] for gpu in gpus)
 
 
 TestInterleavings = Machine.TestCase
@@ -485,8 +485,8 @@ TestInterleavings.settings = settings(
 )
 
 
-def test_init_containers_go_on_the_books_once() -> None:
+def test_init_containers_go_on_the_ledger_once() -> None:
     """What they hold is handed on."""
     cluster = state(node())
     owner = pod("p", container("init", 60, 20, ContainerKind.INIT), container("main", 50, 10), node_name="")
-    assert cards_of(reserve(cluster, owner)) == {0: 60}
+    assert gpus_of(reserve(cluster, owner)) == {0: 60}

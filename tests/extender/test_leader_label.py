@@ -133,9 +133,9 @@ async def test_a_patch_that_fails_is_tried_again(fault: str) -> None:
         with structlog.testing.capture_logs() as logs:
             async with labelling(cluster, Term(is_leading=True)):
                 await eventually(lambda: leaders(cluster) == ["a"] and warnings(logs) != [])
-        told = warnings(logs)
-        assert {entry["log_level"] for entry in told} == {"warning"}
-        assert all("POD_NAME" in entry["cure"] and entry["pod"] == f"{NAMESPACE}/a" for entry in told)
+        reported = warnings(logs)
+        assert {entry["log_level"] for entry in reported} == {"warning"}
+        assert all("POD_NAME" in entry["cure"] and entry["pod"] == f"{NAMESPACE}/a" for entry in reported)
 
 
 async def test_a_pod_that_does_not_exist_is_a_warning() -> None:
@@ -209,5 +209,5 @@ async def test_in_a_pod_without_its_variables_a_warning_says_what_is_lost(monkey
     async with fake_cluster() as cluster:
         with structlog.testing.capture_logs() as logs:
             async with running_extender(cluster):
-                (told,) = [entry for entry in logs if entry["event"] == "leader_label_off"]
-        assert (told["log_level"], told["missing"]) == ("warning", ["POD_NAME"])
+                (reported,) = [entry for entry in logs if entry["event"] == "leader_label_off"]
+        assert (reported["log_level"], reported["missing"]) == ("warning", ["POD_NAME"])

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.cluster.node_allocations_wanted import held_annotation, held_by_pods
-from gpushare_agent.cluster.node_annotations import CARDS_ANNOTATION, HELD_ANNOTATION
-from gpushare_agent.cluster.node_facts_wanted import cards_annotation
-from gpushare_agent.extender.nodes import MAX_CARDS, NodeReading, read_node
+from gpushare_agent.cluster.node_allocations_wanted import allocations_annotation, allocations_by_pod
+from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
+from gpushare_agent.cluster.node_facts_wanted import gpus_annotation
+from gpushare_agent.extender.nodes import MAX_GPUS, NodeReading, read_node
 from gpushare_agent.extender.values import Charge, ClusterNode
-from gpushare_agent.model.gpus import Card, GpuInventory
+from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.topology import LinkKind
@@ -29,13 +29,20 @@ COUNTS = {VCORE_RESOURCE: "400", VMEMORY_RESOURCE: "384"}
 LINKS = [["X", "PIX"], ["PIX", "X"]]
 
 
-def raw_card(index: int, /, **fields: Any) -> dict[str, Any]:
-    told = {"index": index, "uuid": f"GPU-{index}", "name": "M40", "memory_mib": 24576, "is_healthy": True, "numa": 0}
-    return {**told, "links": LINKS[index] if index < len(LINKS) else [], **fields}
+def raw_gpu(index: int, /, **fields: Any) -> dict[str, Any]:
+    reported = {
+        "index": index,
+        "uuid": f"GPU-{index}",
+        "name": "M40",
+        "memory_mib": 24576,
+        "is_healthy": True,
+        "numa": 0,
+    }
+    return {**reported, "links": LINKS[index] if index < len(LINKS) else [], **fields}
 
 
-def cards_text(*cards: Any, **fields: Any) -> str:
-    return json.dumps({"schema": 1, "memory_block_mib": 256, "cards": list(cards), **fields})
+def gpus_text(*gpus: Any, **fields: Any) -> str:
+    return json.dumps({"schema": 1, "memory_block_mib": 256, "cards": list(gpus), **fields})
 
 
 def held_text(held: Any, **fields: Any) -> str:
@@ -43,18 +50,18 @@ def held_text(held: Any, **fields: Any) -> str:
 
 
 def raw_node(
-    cards: object = None,
+    gpus: object = None,
     held: object = None,
     *,
     allocatable: Mapping[str, Any] | None = None,
     labels: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    told = {CARDS_ANNOTATION: cards, HELD_ANNOTATION: held}
+    reported = {GPUS_ANNOTATION: gpus, ALLOCATIONS_ANNOTATION: held}
     return {
         "metadata": {
             "name": "n1",
             "labels": labels if labels is not None else {MODEL_LABEL: "M40", POOL_LABEL: "public"},
-            "annotations": {name: text for name, text in told.items() if text is not None},
+            "annotations": {name: text for name, text in reported.items() if text is not None},
         },
         "status": {"capacity": COUNTS, "allocatable": COUNTS if allocatable is None else allocatable},
     }
@@ -72,63 +79,63 @@ def node_of(raw: Mapping[str, Any], names: ResourceNames = NAMES) -> ClusterNode
 
 
 def inventory(name: str) -> GpuInventory:
-    """The cards of a machine whose topology text is a sample."""
+    """The GPUs of a machine whose topology text is a sample."""
     parsed = parse_topology(topology_text(name))
-    cards = tuple(
-        Card(index=i, minor=i, uuid=GpuUuid(f"GPU-{i}"), bus_id="", name="M40", memory_mib=24576, numa_node=numa)
+    gpus = tuple(
+        Gpu(index=i, minor=i, uuid=GpuUuid(f"GPU-{i}"), bus_id="", name="M40", memory_mib=24576, numa_node=numa)
         for i, numa in enumerate(parsed.numa)
     )
-    return GpuInventory(cards=cards, topology=build_topology(parsed.links, parsed.numa))
+    return GpuInventory(gpus=gpus, topology=build_topology(parsed.links, parsed.numa))
 
 
 # --- what the agent tells ---
 
 
 @pytest.mark.parametrize("name", TOPOLOGY_NAMES)
-def test_the_cards_and_links_that_the_agent_writes_are_read_back(name: str) -> None:
+def test_the_gpus_and_links_that_the_agent_writes_are_read_back(name: str) -> None:
     """Writer and reader agree, the tree over the links too: placement walks it."""
     found = inventory(name)
-    node = node_of(raw_node(cards_annotation(found, cordoned=frozenset(), memory_block_mib=256)))
-    assert [(c.index, c.uuid, c.memory_mib, c.is_healthy) for c in node.cards] == [
-        (c.index, c.uuid, c.memory_mib, True) for c in found.cards
+    node = node_of(raw_node(gpus_annotation(found, cordoned=frozenset(), memory_block_mib=256)))
+    assert [(c.index, c.uuid, c.memory_mib, c.is_healthy) for c in node.gpus] == [
+        (c.index, c.uuid, c.memory_mib, True) for c in found.gpus
     ]
     assert node.topology == found.topology
     assert (node.name, node.model, node.pool, node.is_exact, node.held) == ("n1", "M40", "public", True, None)
 
 
 def test_what_the_agent_says_is_held_is_read_back() -> None:
-    """A share with memory, and two whole cards."""
+    """A share with memory, and two whole GPUs."""
     found = inventory(TOPOLOGY_NAMES[0])
     share, whole = pod("share", uid="u-share"), pod("whole", uid="u-whole")
-    held = held_by_pods(
+    held = allocations_by_pod(
         [
             allocation(share, "main", ids(0, range(30)), ids(0, range(16))),
             allocation(whole, "main", ids(1, range(100)) + ids(2, range(100)), []),
         ],
-        found.cards,
+        found.gpus,
         lambda uid: None,
         NAMES,
     )
-    cards = cards_annotation(found, cordoned=frozenset(), memory_block_mib=256)
-    assert node_of(raw_node(cards, held_annotation(held))).held == {
+    gpus = gpus_annotation(found, cordoned=frozenset(), memory_block_mib=256)
+    assert node_of(raw_node(gpus, allocations_annotation(held))).held == {
         "u-share": (Charge(index=0, cores=30, blocks=16),),
         "u-whole": (Charge(index=1, cores=100, is_whole=True), Charge(index=2, cores=100, is_whole=True)),
     }
 
 
-def test_unhealthy_and_cordoned_cards_are_not_healthy() -> None:
+def test_unhealthy_and_cordoned_gpus_are_not_healthy() -> None:
     """Neither takes new pods; both keep their place."""
-    text = cards_text(raw_card(0, is_healthy=False), raw_card(1, cordoned=True))
-    assert [card.is_healthy for card in node_of(raw_node(text)).cards] == [False, False]
+    text = gpus_text(raw_gpu(0, is_healthy=False), raw_gpu(1, cordoned=True))
+    assert [gpu.is_healthy for gpu in node_of(raw_node(text)).gpus] == [False, False]
 
 
-def test_cards_are_sorted_by_index_and_links_follow_the_list() -> None:
+def test_gpus_are_sorted_by_index_and_links_follow_the_list() -> None:
     """Whatever order the list has; a gap in the indexes is far from all."""
-    text = cards_text(
-        raw_card(2, links=["X", "NV2"], numa=1), raw_card(0, links=["NV2", "X"], numa=1), memory_block_mib=256
+    text = gpus_text(
+        raw_gpu(2, links=["X", "NV2"], numa=1), raw_gpu(0, links=["NV2", "X"], numa=1), memory_block_mib=256
     )
     node = node_of(raw_node(text))
-    assert [card.index for card in node.cards] == [0, 2]
+    assert [gpu.index for gpu in node.gpus] == [0, 2]
     assert (node.topology.link(0, 2).kind, node.topology.link(0, 2).nvlinks) == (LinkKind.NVLINK, 2)
     assert node.topology.link(0, 1).kind is LinkKind.SYS
     assert len(node.topology.links) == 3
@@ -136,31 +143,31 @@ def test_cards_are_sorted_by_index_and_links_follow_the_list() -> None:
 
 def test_nodes_of_one_build_share_their_topology() -> None:
     """Thousands of nodes are alike."""
-    first = node_of(raw_node(cards_text(raw_card(0), raw_card(1))))
-    second = node_of(raw_node(cards_text(raw_card(0, uuid="GPU-a"), raw_card(1, uuid="GPU-b"))))
+    first = node_of(raw_node(gpus_text(raw_gpu(0), raw_gpu(1))))
+    second = node_of(raw_node(gpus_text(raw_gpu(0, uuid="GPU-a"), raw_gpu(1, uuid="GPU-b"))))
     assert first.topology is second.topology
 
 
-def test_a_card_without_a_uuid_gets_one_of_its_own() -> None:
-    """Placement tells cards apart by it; one that fell off before it was named has none."""
-    cards = node_of(raw_node(cards_text(raw_card(0, uuid=""), raw_card(1, uuid="")))).cards
-    assert len({card.uuid for card in cards}) == 2
+def test_a_gpu_without_a_uuid_gets_one_of_its_own() -> None:
+    """Placement tells GPUs apart by it; one that fell off before it was named has none."""
+    gpus = node_of(raw_node(gpus_text(raw_gpu(0, uuid=""), raw_gpu(1, uuid="")))).gpus
+    assert len({gpu.uuid for gpu in gpus}) == 2
 
 
-def test_the_cards_of_a_node_that_offers_nothing_now_take_no_pod() -> None:
+def test_the_gpus_of_a_node_that_offers_nothing_now_take_no_pod() -> None:
     """The agent is away, or the kubelet has just started: whoever is bound there is rejected. What is held stays."""
     raw = raw_node(
-        cards_text(raw_card(0), raw_card(1)), held_text({"u": {"1": [30]}}), allocatable={**COUNTS, VCORE_RESOURCE: "0"}
+        gpus_text(raw_gpu(0), raw_gpu(1)), held_text({"u": {"1": [30]}}), allocatable={**COUNTS, VCORE_RESOURCE: "0"}
     )
     node = node_of(raw)
-    assert [card.is_healthy for card in node.cards] == [False, False]
+    assert [gpu.is_healthy for gpu in node.gpus] == [False, False]
     assert node.held == {"u": (Charge(index=1, cores=30),)}
 
 
 @pytest.mark.parametrize("key", ["cards", "other"])
 def test_a_node_that_never_offered_anything_of_ours_is_left_out(key: str) -> None:
     """Also where an annotation outlived the agent."""
-    raw = raw_node(cards_text(raw_card(0, links=["X"])) if key == "cards" else None)
+    raw = raw_node(gpus_text(raw_gpu(0, links=["X"])) if key == "cards" else None)
     raw["status"] = {"capacity": {"cpu": "8"}, "allocatable": {"cpu": "8"}}
     assert read(raw) == NodeReading(node=None)
 
@@ -169,9 +176,9 @@ def test_a_node_that_never_offered_anything_of_ours_is_left_out(key: str) -> Non
 
 
 def test_zeros_at_the_end_are_left_out() -> None:
-    """Cores, blocks, units, whole; a pod that holds no card holds nothing."""
+    """Cores, blocks, units, whole; a pod that holds no GPU holds nothing."""
     text = held_text({"b": {"1": [30, 16], "0": [100, 0, 0, 1]}, "c": {"0": [0, 0, 6]}, "d": {}, "a": {"0": []}})
-    assert node_of(raw_node(cards_text(raw_card(0), raw_card(1)), text)).held == {
+    assert node_of(raw_node(gpus_text(raw_gpu(0), raw_gpu(1)), text)).held == {
         "a": (Charge(index=0),),
         "b": (Charge(index=0, cores=100, is_whole=True), Charge(index=1, cores=30, blocks=16)),
         "c": (Charge(index=0, units=6),),
@@ -182,7 +189,7 @@ def test_zeros_at_the_end_are_left_out() -> None:
 def test_a_list_of_pods_that_the_agent_had_to_cut_is_taken_as_it_is() -> None:
     """Those that it does not name are charged by what they ask for."""
     text = held_text({"u": {"0": [30]}}, truncated=True)
-    assert node_of(raw_node(cards_text(raw_card(0), raw_card(1)), text)).held == {"u": (Charge(index=0, cores=30),)}
+    assert node_of(raw_node(gpus_text(raw_gpu(0), raw_gpu(1)), text)).held == {"u": (Charge(index=0, cores=30),)}
 
 
 @pytest.mark.parametrize(
@@ -201,30 +208,30 @@ def test_a_list_of_pods_that_the_agent_had_to_cut_is_taken_as_it_is() -> None:
         (held_text({"": {}}), "UID is empty or too long"),
         (held_text({"u" * 129: {}}), "UID is empty or too long"),
         (held_text({"u": [30]}), "what pod u holds is no JSON object"),
-        (held_text({"u": {"2": [30]}}), "pod u holds something of card '2', which the node does not have"),
-        (held_text({"u": {"01": [30]}}), "card '01'"),
-        (held_text({"u": {"-1": [30]}}), "card '-1'"),
+        (held_text({"u": {"2": [30]}}), "pod u holds something of GPU '2', which the node does not have"),
+        (held_text({"u": {"01": [30]}}), "GPU '01'"),
+        (held_text({"u": {"-1": [30]}}), "GPU '-1'"),
         (held_text({"u": {"٠": [30]}}), "which the node does not have"),
-        (held_text({"u": {"0": 30}}), "what pod u holds of card 0 is no list"),
+        (held_text({"u": {"0": 30}}), "what pod u holds of GPU 0 is no list"),
         (held_text({"u": {"0": [1, 2, 3, 1, 0]}}), "no list of at most 4 counts"),
         (held_text({"u": {"0": [-1]}}), "no list of at most 4 counts"),
         (held_text({"u": {"0": [True]}}), "no list of at most 4 counts"),
         (held_text({"u": {"0": [1.5]}}), "no list of at most 4 counts"),
         (held_text({"u": {"0": [1, 1 << 31]}}), "no list of at most 4 counts"),
-        (held_text({"u": {"0": [101]}}), "is more than a card"),
-        (held_text({"u": {"0": [100, 0, 0, 2]}}), "is more than a card"),
-        (held_text({"good": {"0": [30]}, "u": {"0": [101]}}), "what pod u holds of card 0"),
+        (held_text({"u": {"0": [101]}}), "is more than a GPU"),
+        (held_text({"u": {"0": [100, 0, 0, 2]}}), "is more than a GPU"),
+        (held_text({"good": {"0": [30]}, "u": {"0": [101]}}), "what pod u holds of GPU 0"),
     ],
     ids=range(26),
 )
 def test_one_bad_part_makes_what_is_held_unknown(text: object, said: str) -> None:
-    """Half of it would set the other half free. The cards count all the same."""
-    reading = read(raw_node(cards_text(raw_card(0), raw_card(1)), text))
+    """Half of it would set the other half free. The GPUs count all the same."""
+    reading = read(raw_node(gpus_text(raw_gpu(0), raw_gpu(1)), text))
     assert reading.node is not None
     assert reading.node.held is None
-    assert (reading.node.is_exact, len(reading.node.cards)) == (True, 2)
+    assert (reading.node.is_exact, len(reading.node.gpus)) == (True, 2)
     assert said in reading.complaint
-    assert reading.complaint.startswith(f"node n1: the annotation {HELD_ANNOTATION} cannot be used")
+    assert reading.complaint.startswith(f"node n1: the annotation {ALLOCATIONS_ANNOTATION} cannot be used")
     assert len(reading.complaint) < 1000
 
 
@@ -237,75 +244,75 @@ def test_one_bad_part_makes_what_is_held_unknown(text: object, said: str) -> Non
         (7, "it is no text"),
         ("{", "it is no JSON"),
         ("9" * 5_000, "it is no JSON"),
-        (cards_text(schema=2), "`schema` is not 1"),
-        (cards_text(cards={}), "`cards` is no list"),
-        (cards_text(), "it lists no cards"),
-        (cards_text(7), "place 0 of the list is no JSON object"),
-        (cards_text(raw_card(0), raw_card(1, index=0)), "two cards have the same index"),
-        (cards_text(raw_card(0), raw_card(1, uuid="GPU-0")), "two cards have the same UUID"),
-        (cards_text(raw_card(MAX_CARDS)), f"it has a card {MAX_CARDS}"),
-        (cards_text(raw_card(10_000)), "it has a card 10000"),
-        (cards_text(raw_card(10_001)), "no usable `index`"),
-        (cards_text(raw_card(0), raw_card(1, memory_mib=-1)), "place 1 of the list has no usable `memory_mib`"),
-        (cards_text(raw_card(0, is_healthy="yes")), "`is_healthy`"),
-        (cards_text(raw_card(0, uuid=7)), "no `uuid`"),
-        (cards_text(memory_block_mib=0), "`memory_block_mib` is no size"),
-        (cards_text(raw_card(0, links=["X"]), memory_block_mib=512), "of 512 MiB, here they are of 256"),
-        (cards_text(raw_card(0, links=["X", "PIX"])), "not one word for each card"),
-        (cards_text(raw_card(0, links=["X", 7]), raw_card(1)), "not one word for each card"),
-        (cards_text(raw_card(0, links=["X", "WIRE"]), raw_card(1)), "the link of cards 0 and 1 is 'WIRE'"),
-        (cards_text(raw_card(0, links=["PIX", "PIX"]), raw_card(1)), "the link of cards 0 and 0 is 'PIX'"),
-        (cards_text(raw_card(0, links=["X", "X"]), raw_card(1)), "the link of cards 0 and 1 is 'X'"),
-        (cards_text(raw_card(0, links=["X", "SYS"]), raw_card(1)), "cards 0 and 1 tell different links"),
-        (cards_text(*[raw_card(0)] * 257), "it lists 257 cards"),
+        (gpus_text(schema=2), "`schema` is not 1"),
+        (gpus_text(cards={}), "`cards` is no list"),
+        (gpus_text(), "it lists no GPUs"),
+        (gpus_text(7), "place 0 of the list is no JSON object"),
+        (gpus_text(raw_gpu(0), raw_gpu(1, index=0)), "two GPUs have the same index"),
+        (gpus_text(raw_gpu(0), raw_gpu(1, uuid="GPU-0")), "two GPUs have the same UUID"),
+        (gpus_text(raw_gpu(MAX_GPUS)), f"it has a GPU {MAX_GPUS}"),
+        (gpus_text(raw_gpu(10_000)), "it has a GPU 10000"),
+        (gpus_text(raw_gpu(10_001)), "no usable `index`"),
+        (gpus_text(raw_gpu(0), raw_gpu(1, memory_mib=-1)), "place 1 of the list has no usable `memory_mib`"),
+        (gpus_text(raw_gpu(0, is_healthy="yes")), "`is_healthy`"),
+        (gpus_text(raw_gpu(0, uuid=7)), "no `uuid`"),
+        (gpus_text(memory_block_mib=0), "`memory_block_mib` is no size"),
+        (gpus_text(raw_gpu(0, links=["X"]), memory_block_mib=512), "of 512 MiB, here they are of 256"),
+        (gpus_text(raw_gpu(0, links=["X", "PIX"])), "not one word for each GPU"),
+        (gpus_text(raw_gpu(0, links=["X", 7]), raw_gpu(1)), "not one word for each GPU"),
+        (gpus_text(raw_gpu(0, links=["X", "WIRE"]), raw_gpu(1)), "the link of GPUs 0 and 1 is 'WIRE'"),
+        (gpus_text(raw_gpu(0, links=["PIX", "PIX"]), raw_gpu(1)), "the link of GPUs 0 and 0 is 'PIX'"),
+        (gpus_text(raw_gpu(0, links=["X", "X"]), raw_gpu(1)), "the link of GPUs 0 and 1 is 'X'"),
+        (gpus_text(raw_gpu(0, links=["X", "SYS"]), raw_gpu(1)), "GPUs 0 and 1 tell different links"),
+        (gpus_text(*[raw_gpu(0)] * 257), "it lists 257 GPUs"),
     ],
     ids=range(24),
 )
-def test_cards_that_cannot_be_used_leave_the_capacity_divided_evenly(text: object, said: str) -> None:
+def test_gpus_that_cannot_be_used_leave_the_capacity_divided_evenly(text: object, said: str) -> None:
     """And nothing that the agent says it holds: its indexes may be others."""
     reading = read(raw_node(text, held_text({"u": {"0": [30]}})))
     assert reading.node is not None
-    assert [(c.index, c.memory_mib, c.is_healthy) for c in reading.node.cards] == [(n, 24576, True) for n in range(4)]
+    assert [(c.index, c.memory_mib, c.is_healthy) for c in reading.node.gpus] == [(n, 24576, True) for n in range(4)]
     assert (reading.node.is_exact, reading.node.held) == (False, None)
-    assert reading.complaint.startswith(f"node n1: the annotation {CARDS_ANNOTATION} cannot be used")
+    assert reading.complaint.startswith(f"node n1: the annotation {GPUS_ANNOTATION} cannot be used")
     assert said in reading.complaint
     assert len(reading.complaint) < 1000
 
 
-def test_a_node_of_gpu_manager_has_equal_cards() -> None:
-    """It has no annotation: that is no complaint. Its cards are far from each other."""
+def test_a_node_of_gpu_manager_has_equal_gpus() -> None:
+    """It has no annotation: that is no complaint. Its GPUs are far from each other."""
     node = node_of(raw_node())
-    assert [card.memory_mib for card in node.cards] == [24576] * 4
-    assert len({card.uuid for card in node.cards}) == 4
+    assert [gpu.memory_mib for gpu in node.gpus] == [24576] * 4
+    assert len({gpu.uuid for gpu in node.gpus}) == 4
     assert (node.is_exact, node.model, node.pool) == (False, "M40", "public")
     assert node.topology.link(0, 3).kind is LinkKind.SYS
 
 
 def test_what_can_be_given_out_counts_before_the_capacity() -> None:
-    """The devices of unhealthy cards are in the capacity alone."""
-    assert len(node_of(raw_node(allocatable={VCORE_RESOURCE: "300", VMEMORY_RESOURCE: "288"})).cards) == 3
+    """The devices of unhealthy GPUs are in the capacity alone."""
+    assert len(node_of(raw_node(allocatable={VCORE_RESOURCE: "300", VMEMORY_RESOURCE: "288"})).gpus) == 3
     raw = raw_node()
     del raw["status"]["allocatable"]
-    assert len(node_of(raw).cards) == 4
+    assert len(node_of(raw).gpus) == 4
 
 
 @pytest.mark.parametrize("cores", ["0", "99", "-100", "many", 150.5, "0.5", [], True])
-def test_less_than_a_card_is_no_node_of_ours(cores: object) -> None:
+def test_less_than_a_gpu_is_no_node_of_ours(cores: object) -> None:
     """Nothing could be placed there."""
     assert read(raw_node(allocatable={VCORE_RESOURCE: cores, VMEMORY_RESOURCE: "96"})) == NodeReading(node=None)
 
 
 def test_a_huge_capacity_is_bounded() -> None:
-    """Whoever may patch a node's status could make any number of cards."""
+    """Whoever may patch a node's status could make any number of GPUs."""
     node = node_of(raw_node(allocatable={VCORE_RESOURCE: 2**62, VMEMORY_RESOURCE: str(2**62)}))
-    assert len(node.cards) == MAX_CARDS
+    assert len(node.gpus) == MAX_GPUS
 
 
 def test_gpushares_resource_tells_the_memory_too() -> None:
     """Where the node offers it, and no blocks."""
     names = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
     node = node_of(raw_node(allocatable={VCORE_RESOURCE: "200", VMEMORY_RESOURCE: "0", names.gpu_mem: "48"}), names)
-    assert [card.memory_mib for card in node.cards] == [24576, 24576]
+    assert [gpu.memory_mib for gpu in node.gpus] == [24576, 24576]
 
 
 @pytest.mark.parametrize("labels", [{}, {MODEL_LABEL: 7, POOL_LABEL: ["x"]}, {MODEL_LABEL: "x" * 64, POOL_LABEL: None}])
@@ -316,7 +323,7 @@ def test_labels_that_are_none_read_as_empty(labels: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("raw", [{}, {"metadata": None}, {"metadata": {"name": 7}}, {"metadata": {"name": ""}}])
-def test_an_object_without_a_name_is_left_out_and_told(raw: dict[str, Any]) -> None:
+def test_an_object_without_a_name_is_left_out_and_reported(raw: dict[str, Any]) -> None:
     """It cannot be named to the scheduler."""
     assert read(raw) == NodeReading(node=None, complaint="a node without a name is left out")
 
@@ -335,7 +342,7 @@ _JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(_KEYS), inner, max_size=8),
     max_leaves=20,
 )
-_CARD = st.fixed_dictionaries(
+_GPU = st.fixed_dictionaries(
     {
         "index": st.integers(min_value=0, max_value=3) | _JSON,
         "uuid": st.sampled_from(["", "GPU-0", "GPU-1", "card-0"]),
@@ -349,7 +356,7 @@ _CARD = st.fixed_dictionaries(
         "cordoned": _JSON,
     },
 )
-_CARDS_TEXT = st.lists(_CARD, max_size=3).map(lambda cards: cards_text(*cards))
+_GPUS_TEXT = st.lists(_GPU, max_size=3).map(lambda gpus: gpus_text(*gpus))
 _COUNTS = st.lists(st.integers(min_value=-1, max_value=101), max_size=5)
 _HELD_TEXT = st.dictionaries(
     st.sampled_from(["u", "v", ""]), st.dictionaries(st.sampled_from(["0", "1", "00"]), _COUNTS | _JSON) | _JSON
@@ -357,23 +364,23 @@ _HELD_TEXT = st.dictionaries(
 _ANY_TEXT = _JSON.map(json.dumps) | st.text(max_size=50) | _JSON
 
 
-@given(_CARDS_TEXT | _ANY_TEXT, _HELD_TEXT | _ANY_TEXT)
-def test_no_annotation_is_too_odd(cards: object, held: object) -> None:
+@given(_GPUS_TEXT | _ANY_TEXT, _HELD_TEXT | _ANY_TEXT)
+def test_no_annotation_is_too_odd(gpus: object, held: object) -> None:
     """A node comes out whose parts fit each other, and a complaint wherever something was not taken."""
-    reading = read(raw_node(cards, held))
+    reading = read(raw_node(gpus, held))
     node = reading.node
     assert node is not None
-    indexes = [card.index for card in node.cards]
+    indexes = [gpu.index for gpu in node.gpus]
     assert indexes == sorted(set(indexes))
-    assert len({card.uuid for card in node.cards}) == len(indexes) > 0
+    assert len({gpu.uuid for gpu in node.gpus}) == len(indexes) > 0
     assert len(node.topology.links) == max(indexes) + 1
     for charges in (node.held or {}).values():
         assert [charge.index for charge in charges] == sorted({charge.index for charge in charges})
         assert all(charge.index in indexes and 0 <= charge.cores <= 100 for charge in charges)
-    if cards is not None and not node.is_exact:
-        assert CARDS_ANNOTATION in reading.complaint
+    if gpus is not None and not node.is_exact:
+        assert GPUS_ANNOTATION in reading.complaint
     if held is not None and node.is_exact and node.held is None:
-        assert HELD_ANNOTATION in reading.complaint
+        assert ALLOCATIONS_ANNOTATION in reading.complaint
 
 
 @given(
@@ -381,7 +388,7 @@ def test_no_annotation_is_too_odd(cards: object, held: object) -> None:
         st.sampled_from(["metadata", "status"]),
         _JSON | st.dictionaries(
             st.sampled_from(["name", "labels", "annotations", "capacity", "allocatable"]),
-            _JSON | st.dictionaries(st.sampled_from([VCORE_RESOURCE, VMEMORY_RESOURCE, CARDS_ANNOTATION]), _JSON),
+            _JSON | st.dictionaries(st.sampled_from([VCORE_RESOURCE, VMEMORY_RESOURCE, GPUS_ANNOTATION]), _JSON),
         ),
     )
 )  # fmt: skip

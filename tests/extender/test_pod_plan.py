@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.hints import predicted_cards
+from gpushare_agent.admission.decisions.hints import predicted_gpus
 from gpushare_agent.admission.decisions.identity import Served
-from gpushare_agent.admission.decisions.ledger import Books, Offer, Policy, free_ids
-from gpushare_agent.admission.decisions.memory_share import whole_cards
+from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
+from gpushare_agent.admission.decisions.memory_share import whole_gpus
 from gpushare_agent.admission.decisions.plan import Plan, check, plan
-from gpushare_agent.extender.pod_plan import CardRoom, plan_annotations, plan_pod
+from gpushare_agent.extender.pod_plan import GpuRoom, plan_annotations, plan_pod
 from gpushare_agent.extender.values import Charge, ClusterPolicy, PodPlan
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory, Health
 from gpushare_agent.model.names import (
-    CORES_PER_CARD,
+    CORES_PER_GPU,
     PREDICATE_GPU_INDEX_PREFIX,
     VCORE_RESOURCE,
     VMEMORY_RESOURCE,
@@ -37,21 +37,21 @@ from tests.support_core import NAMES, container, inventory, pod
 POLICY = ClusterPolicy(names=NAMES)
 
 
-def rooms(found: GpuInventory, cache: AllocationCache | None = None) -> list[CardRoom]:
-    """The cards with what the cache says is taken."""
+def rooms(found: GpuInventory, cache: AllocationCache | None = None) -> list[GpuRoom]:
+    """The GPUs with what the cache says is taken."""
     cores, blocks = (cache.used_cores(), cache.used_blocks()) if cache is not None else ({}, {})
-    whole = whole_cards(cache.view().values()) if cache is not None else frozenset()
+    whole = whole_gpus(cache.view().values()) if cache is not None else frozenset()
     return [
-        CardRoom(
-            index=card.index,
-            uuid=card.uuid,
-            memory_mib=card.memory_mib,
-            is_healthy=card.is_healthy,
-            cores=cores.get(card.uuid, 0),
-            blocks=blocks.get(card.uuid, 0),
-            is_whole=card.uuid in whole,
+        GpuRoom(
+            index=gpu.index,
+            uuid=gpu.uuid,
+            memory_mib=gpu.memory_mib,
+            is_healthy=gpu.is_healthy,
+            cores=cores.get(gpu.uuid, 0),
+            blocks=blocks.get(gpu.uuid, 0),
+            is_whole=gpu.uuid in whole,
         )
-        for card in found.cards
+        for gpu in found.gpus
     ]
 
 
@@ -67,9 +67,9 @@ class Node:
         self._taken: dict[ResourceKind, set[str]] = {kind: set() for kind in ResourceKind}
 
     def admit(self, owner: Pod, hints: dict[str, str] | None = None) -> Refused | dict[str, tuple[int, ...]]:
-        """Card indexes by container, or the first refusal."""
+        """GPU indexes by container, or the first refusal."""
         owner = replace(owner, annotations=dict(hints or {}))
-        index = {card.uuid: card.index for card in self.found.cards}
+        index = {gpu.uuid: gpu.index for gpu in self.found.gpus}
         reusable: dict[ResourceKind, set[str]] = {}
         for one in owner.containers:
             served = Served(pod=owner, container=one)
@@ -88,7 +88,7 @@ class Node:
                 else:
                     reusable.setdefault(kind, set()).difference_update(ids)
         return {
-            key.container: tuple(sorted(index[card] for card in self.cache.view()[key].cards))
+            key.container: tuple(sorted(index[gpu] for gpu in self.cache.view()[key].gpus))
             for key in sorted(self.cache.view())
             if key.pod_uid == owner.uid
         }
@@ -97,31 +97,31 @@ class Node:
         count = self.policy.names.wanted(served.container, kind)
         chosen = self._random.sample(sorted(reusable), min(count, len(reusable)))
         planned: tuple[GpuUuid, ...] = ()
-        books = self._books(served)
+        ledger = self._ledger(served)
         if len(chosen) < count:
             every = [
-                device_id(card.uuid, n) for card in self.found.cards for n in range(self.policy.names.units(card, kind))
+                device_id(gpu.uuid, n) for gpu in self.found.gpus for n in range(self.policy.names.units(gpu, kind))
             ]
             available = [device for device in every if device not in self._taken[kind]]
             if len(available) < count - len(chosen):
                 return Refused(reason=RefusalReason.NOT_ENOUGH_CORES, detail="the kubelet has too few")
             available += chosen  # as the kubelet does
             offer = Offer(kind=kind, available=available, must_include=chosen, size=count)
-            free = free_ids(served, kind, available, books)
-            hint = predicted_cards(served.pod.annotations, served.container, "node")
-            outcome = plan(served, offer, free, books, self.policy, hint)
+            free = free_ids(served, kind, available, ledger)
+            hint = predicted_gpus(served.pod.annotations, served.container, "node")
+            outcome = plan(served, offer, free, ledger, self.policy, hint)
             if isinstance(outcome, Refused):
                 return outcome
             assert isinstance(outcome, Plan)
-            planned = outcome.cards
+            planned = outcome.gpus
             chosen += [device for device in outcome.ids if device not in chosen]
         else:
             planned = next(
-                (a.cards for a in self.cache.of_pod(served.pod.uid) if a.kind is ContainerKind.INIT and a.cards), ()
+                (a.gpus for a in self.cache.of_pod(served.pod.uid) if a.kind is ContainerKind.INIT and a.gpus), ()
             )
-        cards = check(served, kind, chosen, books, self.policy, planned)
-        if isinstance(cards, Refused):
-            return cards
+        gpus = check(served, kind, chosen, ledger, self.policy, planned)
+        if isinstance(gpus, Refused):
+            return gpus
         old = self.cache.get(served.key)
         self._taken[kind].update(chosen)
         self.cache.put(
@@ -130,16 +130,16 @@ class Node:
                 namespace=served.pod.namespace,
                 pod_name=served.pod.name,
                 kind=served.container.kind,
-                cards=cards,
+                gpus=gpus,
                 vcore_ids=old.vcore_ids if old is not None else frozenset(),
                 vmemory_ids=old.vmemory_ids if old is not None else frozenset(),
-                is_whole=self.policy.names.wanted(served.container, ResourceKind.VCORE) >= CORES_PER_CARD,
+                is_whole=self.policy.names.wanted(served.container, ResourceKind.VCORE) >= CORES_PER_GPU,
             ).with_ids(kind, frozenset(chosen))  # type: ignore[arg-type]
         )
         return None
 
-    def _books(self, served: Served) -> Books:
-        return Books(
+    def _ledger(self, served: Served) -> Ledger:
+        return Ledger(
             inventory=self.found,
             used_cores=self.cache.used_cores(without=served.key),
             used_blocks=self.cache.used_blocks(without=served.key),
@@ -171,7 +171,7 @@ def pods(draw: st.DrawFn, name: str) -> Pod:
 
 @st.composite
 def nodes(draw: st.DrawFn) -> GpuInventory:
-    """One to five cards, not all alike, some unhealthy, with some links."""
+    """One to five GPUs, not all alike, some unhealthy, with some links."""
     count = draw(st.integers(1, 5))
     kinds = [LinkKind.NVLINK, LinkKind.PIX, LinkKind.PHB, LinkKind.SYS]
     links = [[Link(kind=LinkKind.SELF)] * count for _ in range(count)]
@@ -179,15 +179,15 @@ def nodes(draw: st.DrawFn) -> GpuInventory:
         for b in range(a):
             kind = draw(st.sampled_from(kinds))
             links[a][b] = links[b][a] = Link(kind=kind, nvlinks=2 if kind is LinkKind.NVLINK else 0)
-    cards = tuple(
+    gpus = tuple(
         replace(
-            card,
+            gpu,
             memory_mib=draw(st.sampled_from([8, 16, 24])) * 1024,
             health=draw(st.sampled_from([Health.HEALTHY] * 5 + [Health.UNHEALTHY])),
         )
-        for card in inventory(count).cards
+        for gpu in inventory(count).gpus
     )
-    return GpuInventory(cards=cards, topology=build_topology(links, [None] * count))
+    return GpuInventory(gpus=gpus, topology=build_topology(links, [None] * count))
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -201,7 +201,7 @@ def nodes(draw: st.DrawFn) -> GpuInventory:
 def test_the_agent_does_what_was_planned(
     found: GpuInventory, owners: tuple[Pod, ...], share_policy: str, seed: int, hints: bool
 ) -> None:
-    """Every container of every pod on the same cards, with and without the extender's annotations; and what a pod has
+    """Every container of every pod on the same GPUs, with and without the extender's annotations; and what a pod has
     taken afterwards is what the plan charged."""
     node = Node(found, Policy(names=NAMES, share_policy=share_policy), seed)  # type: ignore[arg-type]
     policy = ClusterPolicy(names=NAMES, share_policy=share_policy)  # type: ignore[arg-type]
@@ -210,9 +210,9 @@ def test_the_agent_does_what_was_planned(
         planned = plan_pod(owner, before, found.topology, policy)
         if isinstance(planned, Refused) or _leaves_blocks_without_cores(owner):
             continue
-        told = dict(plan_annotations(planned, PREDICATE_GPU_INDEX_PREFIX)) if hints else {}
-        admitted = node.admit(owner, told)
-        assert admitted == {c.name: c.cards for c in planned.containers if c.cards}
+        reported = dict(plan_annotations(planned, PREDICATE_GPU_INDEX_PREFIX)) if hints else {}
+        admitted = node.admit(owner, reported)
+        assert admitted == {c.name: c.gpus for c in planned.containers if c.gpus}
         after = {room.index: room for room in rooms(found, node.cache)}
         charged = {charge.index: charge for charge in planned.charges}
         for room in before:
@@ -222,18 +222,18 @@ def test_the_agent_does_what_was_planned(
 
 
 def _leaves_blocks_without_cores(owner: Pod) -> bool:
-    """An init container's cores go on to a whole-card container, and its memory blocks, of which that one wants none, to a
+    """An init container's cores go on to a whole-GPU container, and its memory blocks, of which that one wants none, to a
     share after it. Where the kubelet then hands on the blocks first, the agent looks for the share on the init container's
-    card, which is full: it refuses, or not, by the kubelet's order (docs/critique.md)."""
+    GPU, which is full: it refuses, or not, by the kubelet's order (docs/critique.md)."""
     has_share_before = False
     has_whole_between = False
     for one in owner.containers:
         cores = NAMES.wanted(one, ResourceKind.VCORE)
         if cores and has_whole_between:
             return True
-        if one.kind is ContainerKind.INIT and 0 < cores < CORES_PER_CARD:
+        if one.kind is ContainerKind.INIT and 0 < cores < CORES_PER_GPU:
             has_share_before = True
-        elif has_share_before and cores >= CORES_PER_CARD:
+        elif has_share_before and cores >= CORES_PER_GPU:
             has_whole_between = True
     return False
 
@@ -244,13 +244,13 @@ def planned(owner: Pod, found: GpuInventory | None = None, policy: ClusterPolicy
 
 
 def test_containers_that_fit_alone_may_not_fit_together() -> None:
-    """Three shares of 60 cores need three cards."""
+    """Three shares of 60 cores need three GPUs."""
     owner = pod("p", *(container(f"c{i}", 60, 10, position=i) for i in range(3)))
     outcome = planned(owner)
     assert isinstance(outcome, Refused) and outcome.reason is RefusalReason.FRAGMENTED
     assert outcome.detail.startswith("container c2: ")
     three = planned(owner, inventory(3))
-    assert isinstance(three, PodPlan) and [c.cards for c in three.containers] == [(0,), (1,), (2,)]
+    assert isinstance(three, PodPlan) and [c.gpus for c in three.containers] == [(0,), (1,), (2,)]
 
 
 def test_what_an_init_container_holds_is_charged_once() -> None:
@@ -261,7 +261,7 @@ def test_what_an_init_container_holds_is_charged_once() -> None:
     assert outcome.charges == (Charge(index=0, cores=50, blocks=10),)
 
 
-def test_only_main_containers_with_cards_are_told_to_the_agent() -> None:
+def test_only_main_containers_with_gpus_are_reported_to_the_agent() -> None:
     """The names are gpu-admission's: by position in spec.containers."""
     owner = pod(
         "p",
@@ -282,7 +282,7 @@ def test_a_request_that_no_node_can_serve_is_invalid(cores: int, blocks: int) ->
 
 
 def test_memory_alone_is_one_account_with_blocks() -> None:
-    """GPUShare's units and memory blocks come from the same card's memory."""
+    """GPUShare's units and memory blocks come from the same GPU's memory."""
     names = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
     policy = ClusterPolicy(names=names)
     asks = ContainerSpec(name="units", kind=ContainerKind.MAIN, position=1, requests={"aliyun.com/gpu-mem": 20})

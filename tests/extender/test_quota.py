@@ -19,7 +19,7 @@ from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceNames
 from tests.support_core import NAMES, container, pod
 
-CARD_MIB = 24 * 1024
+GPU_MIB = 24 * 1024
 GPU_MEM = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
 GPU_ADMISSION = {
     "default": {"pool": ["public"], "quota": {"M40": 4, "P100": 4}},
@@ -49,19 +49,19 @@ def memory_container(units: int, kind: ContainerKind = ContainerKind.MAIN) -> Co
 
 
 def test_gpu_admissions_own_example_is_read() -> None:
-    """Cards become hundredths."""
+    """GPUs become hundredths."""
     assert parse_quota({QUOTA_KEY: json.dumps(GPU_ADMISSION)}) == Quota(
         namespaces={
-            "default": NamespaceQuota(pools=("public",), cards={"M40": 400, "P100": 400}),
-            "B": NamespaceQuota(pools=("wx",), cards={"M40": 800, "P100": 200}),
+            "default": NamespaceQuota(pools=("public",), gpus={"M40": 400, "P100": 400}),
+            "B": NamespaceQuota(pools=("wx",), gpus={"M40": 800, "P100": 200}),
         }
     )
 
 
-def test_parts_of_cards_are_read_exactly() -> None:
+def test_parts_of_gpus_are_read_exactly() -> None:
     """A float would make 114.99 of 1.15."""
     text = '{"a": {"quota": {"M40": 1.15, "P40": 0.3, "T4": 2.50}}}'
-    assert parse_quota({QUOTA_KEY: text}).namespaces["a"].cards == {"M40": 115, "P40": 30, "T4": 250}
+    assert parse_quota({QUOTA_KEY: text}).namespaces["a"].gpus == {"M40": 115, "P40": 30, "T4": 250}
 
 
 def test_other_keys_of_the_config_map_are_left_to_others() -> None:
@@ -72,17 +72,17 @@ def test_other_keys_of_the_config_map_are_left_to_others() -> None:
 @pytest.mark.parametrize(
     ("entry", "read"),
     [
-        ({}, NamespaceQuota(cards={})),
-        ({"pool": ["x"]}, NamespaceQuota(pools=("x",), cards={})),
-        ({"quota": {}}, NamespaceQuota(cards={})),
-        ({"quota": {}, "vcore": 100}, NamespaceQuota(cards={}, vcore=100)),
+        ({}, NamespaceQuota(gpus={})),
+        ({"pool": ["x"]}, NamespaceQuota(pools=("x",), gpus={})),
+        ({"quota": {}}, NamespaceQuota(gpus={})),
+        ({"quota": {}, "vcore": 100}, NamespaceQuota(gpus={}, vcore=100)),
         ({"vcore": 400}, NamespaceQuota(vcore=400)),
         ({"vmemory": 64, "pool": []}, NamespaceQuota(vmemory=64)),
-        ({"pool": ["b", "a", "b"], "quota": {"M40": 0}}, NamespaceQuota(pools=("a", "b"), cards={"M40": 0})),
+        ({"pool": ["b", "a", "b"], "quota": {"M40": 0}}, NamespaceQuota(pools=("a", "b"), gpus={"M40": 0})),
     ],
 )
 def test_what_is_left_out_means_what_the_document_says(entry: dict[str, Any], read: NamespaceQuota) -> None:
-    """No models and no total: no cards at all, as in gpu-admission. A total alone limits no model."""
+    """No models and no total: no GPUs at all, as in gpu-admission. A total alone limits no model."""
     assert quota_of(a=entry).namespaces["a"] == read
 
 
@@ -106,16 +106,16 @@ def test_what_is_left_out_means_what_the_document_says(entry: dict[str, Any], re
         ('{"a": {"pool": [""]}}', 'field pool: "" is no name'),
         ('{"a": {"pool": [{}]}}', "field pool: an object is no name"),
         ('{"a": {"pool": null}}', "field pool: null is no list"),
-        ('{"a": {"quota": null}}', "field quota: null is no object with cards"),
-        ('{"a": {"quota": ["M40"]}}', "field quota: a list is no object with cards"),
-        ('{"a": {"quota": {"M40": "4"}}}', 'model "M40": "4" is no number of cards'),
-        ('{"a": {"quota": {"M40": -1}}}', 'model "M40": -1 is no number of cards'),
-        ('{"a": {"quota": {"M40": true}}}', "true is no number of cards"),
-        ('{"a": {"quota": {"M40": 1.005}}}', "1.005 is no number of cards from 0 to 1000000 with at most two decimals"),
-        ('{"a": {"quota": {"M40": 1e3}}}', "1e3 is no number of cards"),
-        ('{"a": {"quota": {"M40": 1e999999999}}}', "1e999999999 is no number of cards"),
-        ('{"a": {"quota": {"M40": NaN}}}', "NaN is no number of cards"),
-        ('{"a": {"quota": {"M40": 1000001}}}', "1000001 is no number of cards"),
+        ('{"a": {"quota": null}}', "field quota: null is no object with GPUs"),
+        ('{"a": {"quota": ["M40"]}}', "field quota: a list is no object with GPUs"),
+        ('{"a": {"quota": {"M40": "4"}}}', 'model "M40": "4" is no number of GPUs'),
+        ('{"a": {"quota": {"M40": -1}}}', 'model "M40": -1 is no number of GPUs'),
+        ('{"a": {"quota": {"M40": true}}}', "true is no number of GPUs"),
+        ('{"a": {"quota": {"M40": 1.005}}}', "1.005 is no number of GPUs from 0 to 1000000 with at most two decimals"),
+        ('{"a": {"quota": {"M40": 1e3}}}', "1e3 is no number of GPUs"),
+        ('{"a": {"quota": {"M40": 1e999999999}}}', "1e999999999 is no number of GPUs"),
+        ('{"a": {"quota": {"M40": NaN}}}', "NaN is no number of GPUs"),
+        ('{"a": {"quota": {"M40": 1000001}}}', "1000001 is no number of GPUs"),
         ('{"a": {"quota": {"\\ud800": 1}}}', '"\\ud800" is no name'),
         ('{"a": {"vcore": 0.5}}', "field vcore: 0.5 is no whole number"),
         ('{"a": {"vmemory": -1}}', "field vmemory: -1 is no whole number"),
@@ -124,7 +124,7 @@ def test_what_is_left_out_means_what_the_document_says(entry: dict[str, Any], re
     ],
     ids=range(32),
 )
-def test_a_mistake_is_told_with_the_key_and_the_place(text: str, said: str) -> None:
+def test_a_mistake_is_reported_with_the_key_and_the_place(text: str, said: str) -> None:
     """Nothing is guessed: the last good quota stays."""
     with pytest.raises(Corrupt) as caught:
         parse_quota({QUOTA_KEY: text})
@@ -148,7 +148,7 @@ def test_the_number_of_namespaces_is_bounded() -> None:
         quota_of(**{f"n{n}": {} for n in range(20_001)})
 
 
-def test_a_config_map_without_the_key_is_told_with_the_keys_it_has() -> None:
+def test_a_config_map_without_the_key_is_reported_with_the_keys_it_has() -> None:
     """A namespace as a key is the likely mistake."""
     with pytest.raises(Corrupt, match=r'no key gpu_quota; it has "team-a", "team-b"'):
         parse_quota({"team-b": "{}", "team-a": "{}"})
@@ -172,7 +172,7 @@ def test_any_text_is_read_or_refused_as_corrupt(text: str) -> None:
     except Corrupt:
         return
     for limits in quota.namespaces.values():
-        numbers = [*(limits.cards or {}).values(), limits.vcore, limits.vmemory]
+        numbers = [*(limits.gpus or {}).values(), limits.vcore, limits.vmemory]
         assert all(number is None or (type(number) is int and number >= 0) for number in numbers)
 
 
@@ -219,23 +219,23 @@ def test_any_text_is_read_or_refused_as_corrupt(text: str) -> None:
     ids=range(12),
 )
 def test_a_pod_counts_what_kubernetes_would_count(containers: list[ContainerSpec], counts: Use) -> None:
-    """Init containers beside nothing but the sidecars before them; whole cards with all their memory."""
-    assert use_of(pod("p", *containers), NAMES, card_memory_mib=CARD_MIB) == counts
+    """Init containers beside nothing but the sidecars before them; whole GPUs with all their memory."""
+    assert use_of(pod("p", *containers), NAMES, gpu_memory_mib=GPU_MIB) == counts
 
 
-@pytest.mark.parametrize(("units", "cards"), [(1, 5), (6, 25), (24, 100)])
-def test_gpushares_memory_counts_as_that_part_of_a_card(units: int, cards: int) -> None:
+@pytest.mark.parametrize(("units", "gpus"), [(1, 5), (6, 25), (24, 100)])
+def test_gpushares_memory_counts_as_that_part_of_a_gpu(units: int, gpus: int) -> None:
     """Rounded up, and its blocks; it takes no cores."""
-    counted = use_of(pod("p", memory_container(units)), GPU_MEM, card_memory_mib=CARD_MIB)
-    assert counted == Use(cards, 0, units * 4)
+    counted = use_of(pod("p", memory_container(units)), GPU_MEM, gpu_memory_mib=GPU_MIB)
+    assert counted == Use(gpus, 0, units * 4)
 
 
-def test_gpushares_memory_on_cards_of_unknown_memory_is_not_free() -> None:
+def test_gpushares_memory_on_gpus_of_unknown_memory_is_not_free() -> None:
     """A node that tells no memory divides nothing by zero."""
-    assert use_of(pod("p", memory_container(1)), GPU_MEM, card_memory_mib=0).cards >= 100
+    assert use_of(pod("p", memory_container(1)), GPU_MEM, gpu_memory_mib=0).gpus >= 100
 
 
-def test_a_pod_told_of_twice_counts_once() -> None:
+def test_a_pod_reported_of_twice_counts_once() -> None:
     """The informer repeats itself; a pod that moved counts where it is."""
     usage = Usage()
     usage.put(PodUid("u"), "a", "M40", Use(30, 30, 16))
@@ -282,8 +282,8 @@ def test_usage_is_the_sum_of_its_pods_whatever_came_before(
             known[uid] = namespace, model, use
     for namespace in "ab":
         own = [(model, use) for owner, model, use in known.values() if owner == namespace]
-        cards = sum(use.cards for model, use in own if model == "M40")
-        expected = Use(cards, sum(use.vcore for _, use in own), sum(use.vmemory for _, use in own))
+        gpus = sum(use.gpus for model, use in own if model == "M40")
+        expected = Use(gpus, sum(use.vcore for _, use in own), sum(use.vmemory for _, use in own))
         assert usage.of(namespace, "M40") == expected
     for uid in "uvw":
         usage.remove(PodUid(uid))
@@ -328,8 +328,8 @@ def test_the_refusal_of_a_pool_names_those_that_are_allowed() -> None:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("P40", "names M40, T4, and none of P40 cards"),
-        ("", "names M40, T4, and this node has no label that tells its cards' model"),
+        ("P40", "names M40, T4, and none of P40 GPUs"),
+        ("", "names M40, T4, and this node has no label that tells its GPUs' model"),
     ],
 )
 def test_a_model_that_the_quota_does_not_name_may_not_be_used(model: str, said: str) -> None:
@@ -340,25 +340,25 @@ def test_a_model_that_the_quota_does_not_name_may_not_be_used(model: str, said: 
     assert said in refused.detail
 
 
-def test_an_empty_quota_allows_no_card() -> None:
+def test_an_empty_quota_allows_no_gpu() -> None:
     """As in gpu-admission."""
     refused = check(quota_of(a={}), Use(1, 1, 1))
-    assert refused is not None and "allows no cards at all" in refused.detail
+    assert refused is not None and "allows no GPUs at all" in refused.detail
 
 
 @pytest.mark.parametrize(("asked", "is_allowed"), [(30, True), (31, False), (100, False)])
-def test_shares_count_as_parts_of_a_card(asked: int, is_allowed: bool) -> None:
-    """3.7 of 4 cards are used: 0.3 fit, 0.31 do not."""
+def test_shares_count_as_parts_of_a_gpu(asked: int, is_allowed: bool) -> None:
+    """3.7 of 4 GPUs are used: 0.3 fit, 0.31 do not."""
     refused = check(quota_of(a={"quota": {"M40": 4}}), Use(asked, asked, 4), Use(370, 370, 40))
     assert reason(refused) is (None if is_allowed else RefusalReason.QUOTA_EXCEEDED)
 
 
 def test_a_refusal_names_the_quota_the_used_and_the_asked() -> None:
-    """And what is left, in cards."""
+    """And what is left, in GPUs."""
     refused = check(quota_of(a={"quota": {"M40": 4}}), Use(50, 50, 4), Use(375, 375, 40))
     assert refused is not None
     assert refused.detail == (
-        "the pod asks for 0.5 M40 cards; namespace a has used 3.75 of its quota of 4, so 0.25 are left. "
+        "the pod asks for 0.5 M40 GPUs; namespace a has used 3.75 of its quota of 4, so 0.25 are left. "
         "Wait until pods of the namespace end, ask for less, or have its quota raised."
     )
 
@@ -393,12 +393,12 @@ def test_long_lists_are_cut() -> None:
 @given(_USES, _USES, st.integers(min_value=0, max_value=500))
 def test_what_is_allowed_never_goes_over_the_quota(asked: Use, used: Use, limit: int) -> None:
     """And what is refused would."""
-    quota = Quota(namespaces={"a": NamespaceQuota(cards={"M40": limit}, vcore=limit, vmemory=limit)})
+    quota = Quota(namespaces={"a": NamespaceQuota(gpus={"M40": limit}, vcore=limit, vmemory=limit)})
     together = used.plus(asked)
     is_over = any(
         wanted and total > limit
         for wanted, total in (
-            (asked.cards, together.cards), (asked.vcore, together.vcore), (asked.vmemory, together.vmemory),
+            (asked.gpus, together.gpus), (asked.vcore, together.vcore), (asked.vmemory, together.vmemory),
         )
     )  # fmt: skip
     assert (check(quota, asked, used) is not None) == is_over
@@ -408,7 +408,7 @@ def test_a_pod_of_another_namespace_is_not_counted() -> None:
     """The whole way: two namespaces, one quota each."""
     usage, quota = Usage(), parse_quota({QUOTA_KEY: json.dumps(GPU_ADMISSION)})
     mine: Pod = replace(pod("p", container(cores=300)), namespace="default")
-    use = use_of(mine, NAMES, card_memory_mib=CARD_MIB)
+    use = use_of(mine, NAMES, gpu_memory_mib=GPU_MIB)
     usage.put(PodUid("other"), "B", "M40", use)
     assert check_quota(quota, "default", use, usage.of("default", "M40"), model="M40", pool="public") is None
     usage.put(mine.uid, "default", "M40", use)

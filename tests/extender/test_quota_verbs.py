@@ -162,7 +162,7 @@ def test_pods_count_while_their_node_is_known(keeper: QuotaKeeper) -> None:
     state, metrics = state_of(keeper), ExtenderMetrics()
     pods = PodsFeed(state=state, names=NAMES, metrics=metrics, quota=keeper)
     read = partial(read_node, names=NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL)
-    nodes = NodesFeed(state=state, read=read, metrics=metrics, quota=keeper, told=pods.told)
+    nodes = NodesFeed(state=state, read=read, metrics=metrics, quota=keeper, reported=pods.reported)
     raw = raw_node("n1", model="M40")
     pods.put(raw_pod("a", (60, 4), namespace="team", node="n1"))
     assert keeper.usage.by_model() == {}
@@ -181,7 +181,7 @@ def test_pods_count_while_their_node_is_known(keeper: QuotaKeeper) -> None:
 
 
 def test_a_nodes_memory_counts_while_it_is_there(keeper: QuotaKeeper) -> None:
-    """A whole card counts with the largest card's memory of its model: of the nodes there are, not of those there were."""
+    """A whole GPU counts with the largest GPU's memory of its model: of the nodes there are, not of those there were."""
     quotas, _, _ = feed(keeper)
     quotas.put(config_map(json.dumps({"team": {"pool": ["public"], "quota": {"M40": 8}, "vmemory": 16}})))
     whole = lean_pod(raw_pod("w", (100, 0), namespace="team"), NAMES)
@@ -197,7 +197,7 @@ def test_a_nodes_memory_counts_while_it_is_there(keeper: QuotaKeeper) -> None:
     for mend in (
         lambda: keeper.forget_node("n2"),
         lambda: keeper.know_node(replace(huge, model="V100")),
-        lambda: keeper.know_node(replace(huge, cards=node().cards)),
+        lambda: keeper.know_node(replace(huge, gpus=node().gpus)),
     ):
         keeper.know_node(huge)
         assert keeper(whole, model="M40", pool="public") is not None

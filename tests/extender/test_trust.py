@@ -29,7 +29,7 @@ FORGED = [
 
 @pytest.mark.parametrize("forged", FORGED)
 async def test_forged_annotations_change_nothing_and_are_counted(forged: dict[str, str]) -> None:
-    """Another card, another node, an index past belief, more cards than asked: placement and quota are as without."""
+    """Another GPU, another node, an index past belief, more GPUs than asked: placement and quota are as without."""
     pods = [raw_pod("evil", (60, 8), annotations=forged), raw_pod("good", (60, 8))]
     quota = {"default": {"vcore": 120}}
     async with fake_cluster(raw_node("n1"), raw_node("n2"), pods=pods) as cluster:
@@ -46,7 +46,7 @@ async def test_forged_annotations_change_nothing_and_are_counted(forged: dict[st
             assert predicted(cluster.pod("good"))["tencent.com/predicate-gpu-idx-0"] == "1"
 
 
-async def test_a_bound_pod_cannot_take_another_ones_cards_by_annotation() -> None:
+async def test_a_bound_pod_cannot_take_another_ones_gpus_by_annotation() -> None:
     """Someone else's reservation, written on one's own pod after it was bound, frees nothing and takes nothing."""
     pods = [raw_pod("a", (100, 0)), raw_pod("b", (30, 4)), raw_pod("c", (100, 0))]
     async with fake_cluster(raw_node("n1"), pods=pods) as cluster, running_extender(cluster) as asker:
@@ -63,7 +63,7 @@ async def test_a_bound_pod_cannot_take_another_ones_cards_by_annotation() -> Non
         assert (await asker.filter(pods[2], ["n1"]))["NodeNames"] == []
 
 
-async def test_cards_that_the_agent_gave_otherwise_are_counted() -> None:
+async def test_gpus_that_the_agent_gave_otherwise_are_counted() -> None:
     """The agent's word replaces the plan, and the difference shows in a metric."""
     pod = raw_pod("a", (60, 8))
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
@@ -75,7 +75,7 @@ async def test_cards_that_the_agent_gave_otherwise_are_counted() -> None:
 
 
 async def test_what_the_agent_wrote_of_its_own_choice_is_not_foreign() -> None:
-    """It writes the cards that it gave into the pod, often before it tells them of its node: nothing is counted until then,
+    """It writes the GPUs that it gave into the pod, often before it tells them of its node: nothing is counted until then,
     and then the choice as the agent's, not as a stranger's annotation."""
     pod = raw_pod("a", (60, 8))
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
@@ -91,8 +91,8 @@ async def test_what_the_agent_wrote_of_its_own_choice_is_not_foreign() -> None:
         assert "gpushare_extender_placement_disagreements_total 1.0" in metrics
 
 
-async def test_cards_that_neither_we_nor_the_agent_chose_are_foreign() -> None:
-    """Written on a bound pod before its agent told: counted once it tells other cards."""
+async def test_gpus_that_neither_we_nor_the_agent_chose_are_foreign() -> None:
+    """Written on a bound pod before its agent told: counted once it tells other GPUs."""
     pod = raw_pod("a", (60, 8))
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
         assert await asker.bind(pod, "n1") == ""

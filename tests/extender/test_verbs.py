@@ -56,7 +56,7 @@ def on_node(name: str, uid: str, node: str, cores: int) -> Raw:
 
 @pytest.fixture
 async def golden_extender() -> AsyncIterator[Asker]:
-    """node-a is empty, node-b and node-c have 40 cores left on each of two cards, node-d has 70 on one."""
+    """node-a is empty, node-b and node-c have 40 cores left on each of two GPUs, node-d has 70 on one."""
     pods = [
         on_node("old-1", "victim-1", "node-b", 60),
         on_node("old-2", "victim-2", "node-c", 60),
@@ -100,7 +100,7 @@ async def test_each_verb_answers_as_the_scheduler_reads_it(
 async def test_filter_changes_nothing() -> None:
     """Asked any number of times, filter writes nothing and sets nothing aside."""
     async with (
-        fake_cluster(raw_node("n1", cards=1), pods=[raw_pod("a", (100, 0))]) as cluster,
+        fake_cluster(raw_node("n1", gpus=1), pods=[raw_pod("a", (100, 0))]) as cluster,
         running_extender(cluster) as asker,
     ):
         before = await asker.get("/debug/state")
@@ -127,7 +127,7 @@ async def test_a_pod_that_asks_for_nothing_of_ours_fits_everywhere() -> None:
 
 
 async def test_a_pod_that_asks_for_nothing_of_ours_is_bound_anywhere() -> None:
-    """A scheduler without managedResources delegates every bind: to nodes without cards too, and with no annotation."""
+    """A scheduler without managedResources delegates every bind: to nodes without GPUs too, and with no annotation."""
     pod = raw_pod("plain", (0, 0))
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
         assert await asker.bind(pod, "node-without-cards") == ""
@@ -154,15 +154,15 @@ async def test_bind_annotates_then_binds() -> None:
         assert [request[0] for request in cluster.seen[-2:]] == ["PATCH", "POST"]
 
 
-async def test_a_full_card_is_refused_with_a_reason_at_bind_too() -> None:
+async def test_a_full_gpu_is_refused_with_a_reason_at_bind_too() -> None:
     """Two pods that filter let through at once: the second bind says why it cannot be."""
     pods = [raw_pod("a", (60, 4)), raw_pod("b", (60, 4))]
-    async with fake_cluster(raw_node("n1", cards=1), pods=pods) as cluster, running_extender(cluster) as asker:
+    async with fake_cluster(raw_node("n1", gpus=1), pods=pods) as cluster, running_extender(cluster) as asker:
         for pod in pods:
             assert (await asker.filter(pod, ["n1"]))["NodeNames"] == ["n1"]
         assert await asker.bind(pods[0], "n1") == ""
         error = await asker.bind(pods[1], "n1")
-        assert error.startswith("cannot bind pod default/b to node n1: container c0: no card for 60 cores")
+        assert error.startswith("cannot bind pod default/b to node n1: container c0: no GPU for 60 cores")
         assert cluster.node_of("b") == ""
         assert (await asker.filter(pods[1], ["n1"]))["NodeNames"] == []
 
@@ -212,7 +212,7 @@ async def test_a_bind_of_a_pod_that_was_replaced_is_refused() -> None:
         ("/scheduler/preemption", {"Pod": raw_pod("a", (30, 4)), "NodeNameToVictims": [1]}, 400, "NodeNameToVictims"),
     ],
 )
-async def test_a_malformed_request_is_told_what_is_wrong(path: str, body: Any, status: int, words: str) -> None:
+async def test_a_malformed_request_is_reported_what_is_wrong(path: str, body: Any, status: int, words: str) -> None:
     """In the field Error where the answer has one, else with status 400; and the extender goes on."""
     async with fake_cluster(raw_node("n1")) as cluster, running_extender(cluster) as asker:
         got, answer = await asker.post(path, body)
@@ -244,7 +244,7 @@ async def test_quota_counts_reservations_and_follows_its_config_map() -> None:
 
 
 async def test_gpu_admission_scenario_with_its_filter() -> None:
-    """gpu-admission's own test: three nodes of two cards and eight blocks, four pods that are filtered and bound by the
+    """gpu-admission's own test: three nodes of two GPUs and eight blocks, four pods that are filtered and bound by the
     scheduler one after another, go to the nodes that it documents. Each answer is exactly one node."""
     counts = {VCORE_RESOURCE: "200", VMEMORY_RESOURCE: "8"}
     nodes = [
@@ -278,7 +278,7 @@ async def test_a_pod_that_is_filtered_twice_gets_an_answer_twice() -> None:
     """With reserve=filter: the scheduler did not bind it the first time; the first reservation is gone."""
     pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8))]
     async with (
-        fake_cluster(raw_node("n1", cards=1), pods=pods) as cluster,
+        fake_cluster(raw_node("n1", gpus=1), pods=pods) as cluster,
         running_extender(cluster, reserve="filter") as asker,
     ):
         for _ in range(2):
@@ -288,10 +288,10 @@ async def test_a_pod_that_is_filtered_twice_gets_an_answer_twice() -> None:
 
 
 async def test_what_filter_set_aside_expires_when_the_pod_is_never_bound() -> None:
-    """With reserve=filter: after the time of the setting the cards are free, and the annotations gone."""
+    """With reserve=filter: after the time of the setting the GPUs are free, and the annotations gone."""
     pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8))]
     async with (
-        fake_cluster(raw_node("n1", cards=1), pods=pods) as cluster,
+        fake_cluster(raw_node("n1", gpus=1), pods=pods) as cluster,
         running_extender(cluster, reserve="filter", assume_timeout_s=1) as asker,
     ):
         assert (await asker.filter(pods[0], ["n1"]))["NodeNames"] == ["n1"]

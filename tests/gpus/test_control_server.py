@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.cli.cordon import Answer, ask, told
+from gpushare_agent.cli.cordon import Answer, ask, reported
 from gpushare_agent.gpus import control_server
 from gpushare_agent.gpus.control_server import MAX_REQUEST_BYTES, ControlServer, is_served
 from gpushare_agent.gpus.inventory import GpuInventoryState
@@ -71,22 +71,22 @@ async def _ask(path: Path, method: str, target: str, request: Any = None) -> Ans
     return await asyncio.to_thread(ask, path, method, target, request)
 
 
-async def test_a_card_is_cordoned_and_put_back(short_dir: Path) -> None:
-    """By index or by UUID; the answer shows the card as it is now."""
+async def test_a_gpu_is_cordoned_and_put_back(short_dir: Path) -> None:
+    """By index or by UUID; the answer shows the GPU as it is now."""
     path = short_dir / "run" / "control.sock"
     async with _listening(path) as parts:
         answer = await _ask(path, "POST", "/cordon", {"gpu": "1", "reason": " new fan "})
         assert (answer.status, answer.document["changed"], answer.document["not_kept"]) == (200, True, "")
-        card = answer.document["card"]
-        assert (card["index"], card["is_healthy"], card["cordoned"]) == (1, False, "new fan")
-        assert parts.inventory.current.cards[1].unhealthy_reason == "cordoned: new fan"
+        gpu = answer.document["card"]
+        assert (gpu["index"], gpu["is_healthy"], gpu["cordoned"]) == (1, False, "new fan")
+        assert parts.inventory.current.gpus[1].unhealthy_reason == "cordoned: new fan"
         again = await _ask(path, "POST", "/cordon", {"gpu": "GPU-1", "reason": "new fan"})
         assert not again.document["changed"]
         back = await _ask(path, "POST", "/uncordon", {"gpu": "gpu-1"})
         assert back.document["changed"] and back.document["card"]["is_healthy"]
         assert parts.looks == 1 and parts.inventory.cordoned == {}
-        cards = (await _ask(path, "GET", "/cards")).document["cards"]
-    assert [(card["index"], card["state"], card["cordoned"]) for card in cards] == [
+        gpus = (await _ask(path, "GET", "/cards")).document["cards"]
+    assert [(gpu["index"], gpu["state"], gpu["cordoned"]) for gpu in gpus] == [
         (0, "healthy", None),
         (1, "healthy", None),
     ]
@@ -100,7 +100,7 @@ async def test_uncordon_ends_a_wait_for_a_reset_and_says_so(short_dir: Path) -> 
         answer = await _ask(path, "POST", "/uncordon", {"gpu": "0"})
         assert answer.document["ended_wait"] == "Xid 79 (GPU has fallen off the bus)"
         assert answer.document["card"]["state"] == "probing" and parts.looks == 1
-    text = told("uncordon", answer.document)
+    text = reported("uncordon", answer.document)
     assert "that wait is ended" in text and "It is Unhealthy still" in text
 
 
@@ -112,15 +112,15 @@ async def test_what_could_not_be_written_down_is_in_the_answer(short_dir: Path) 
         answer = await _ask(path, "POST", "/cordon", {"gpu": "0"})
         assert (answer.status, answer.document["not_kept"]) == (200, "the disk is full")
         assert parts.inventory.cordoned == {"GPU-0": ""}
-    assert "forgotten when the agent ends" in told("cordon", answer.document)
+    assert "forgotten when the agent ends" in reported("cordon", answer.document)
 
 
 @pytest.mark.parametrize(
     ("request_", "status", "text"),
     [
-        ({"gpu": "7"}, 404, "no card '7'; its cards: 0 (GPU-0), 1 (GPU-1)"),
-        ({"gpu": "GPU-"}, 409, "the beginning of 2 cards"),
-        ({}, 404, "no card ''"),
+        ({"gpu": "7"}, 404, "no GPU '7'; its GPUs: 0 (GPU-0), 1 (GPU-1)"),
+        ({"gpu": "GPU-"}, 409, "the beginning of 2 GPUs"),
+        ({}, 404, "no GPU ''"),
         ({"gpu": 1}, 400, "'gpu' must be a text"),
         ({"gpu": "0", "reason": "x" * 201}, 400, "at most 200 printable"),
         ({"gpu": "0", "reason": "a\nb"}, 400, "printable"),
@@ -129,7 +129,7 @@ async def test_what_could_not_be_written_down_is_in_the_answer(short_dir: Path) 
         ({"gpu": "0", "more": "x" * MAX_REQUEST_BYTES}, 400, "bytes were sent"),
     ],
 )
-async def test_a_bad_request_changes_nothing_and_is_told_why(
+async def test_a_bad_request_changes_nothing_and_is_reported_why(
     short_dir: Path, request_: Any, status: int, text: str
 ) -> None:
     """What root asks is bounded and checked, too."""
@@ -266,7 +266,7 @@ async def test_a_file_in_the_sockets_place_is_left_alone(short_dir: Path) -> Non
     assert "--control.socket" in logs[0]["error"]
 
 
-async def test_where_no_agent_listens_the_asker_is_told(short_dir: Path) -> None:
+async def test_where_no_agent_listens_the_asker_is_reported(short_dir: Path) -> None:
     """No socket, or one that nobody serves, or something else."""
     path = short_dir / "control.sock"
     with pytest.raises(Unavailable, match="no agent listens"):

@@ -1,4 +1,4 @@
-"""A card's way from well to ill and back: events, looks, probes, resets, cordons."""
+"""A GPU's way from well to ill and back: events, looks, probes, resets, cordons."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from gpushare_agent.gpus.health import (
     waiting,
     why_not_offered,
 )
-from gpushare_agent.gpus.health_values import CardHealth, HealthState
-from gpushare_agent.model.gpus import Card, Health
+from gpushare_agent.gpus.health_values import GpuHealth, HealthState
+from gpushare_agent.model.gpus import Gpu, Health
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.settings.settings import HealthSettings
 from tests.support_core import inventory
 
-WELL = inventory(1).cards[0]
+WELL = inventory(1).gpus[0]
 POLICY = HealthPolicy(
     ignored_xids=frozenset({13}),
     reset_xids=frozenset({79}),
@@ -48,7 +48,7 @@ POLICY = HealthPolicy(
 DOCUMENT = (Path(__file__).parents[2] / "docs/health.md").read_text(encoding="utf-8")
 
 
-def bad(reason: str = "fell off the bus") -> Card:
+def bad(reason: str = "fell off the bus") -> Gpu:
     return replace(WELL, health=Health.UNHEALTHY, unhealthy_reason=reason)
 
 
@@ -56,18 +56,18 @@ def xid(number: int, uuid: str | None = "GPU-0") -> GpuEvent:
     return GpuEvent(kind=GpuEventKind.XID, uuid=None if uuid is None else GpuUuid(uuid), xid=number)
 
 
-def hit(health: CardHealth, number: int, now: float) -> CardHealth:
+def hit(health: GpuHealth, number: int, now: float) -> GpuHealth:
     """The health after an Xid error that counts."""
     return after_event(health, xid(number), needs_reset=number in POLICY.reset_xids, policy=POLICY, now=now)
 
 
-def looked(health: CardHealth, *looks: tuple[float, Card]) -> CardHealth:
+def looked(health: GpuHealth, *looks: tuple[float, Gpu]) -> GpuHealth:
     for now, seen in looks:
         health = after_look(health, seen, POLICY, now)
     return health
 
 
-def is_offered(health: CardHealth) -> bool:
+def is_offered(health: GpuHealth) -> bool:
     return offered(WELL, health, POLICY).is_healthy
 
 
@@ -83,20 +83,20 @@ def is_offered(health: CardHealth) -> bool:
         (GpuEvent(kind=GpuEventKind.DOUBLE_BIT_ECC, uuid=GpuUuid("GPU-0")), EventMeaning.NEEDS_RESET),
     ],
 )
-def test_an_event_is_ignored_or_held_against_its_card_or_against_none(event: GpuEvent, meaning: EventMeaning) -> None:
-    """The lists of the settings decide, and whether the driver named a card that is ours."""
+def test_an_event_is_ignored_or_held_against_its_gpu_or_against_none(event: GpuEvent, meaning: EventMeaning) -> None:
+    """The lists of the settings decide, and whether the driver named a GPU that is ours."""
     assert meaning_of(event, {GpuUuid("GPU-0")}, POLICY) is meaning
 
 
-def test_a_card_that_is_well_at_the_first_look_is_healthy_at_once() -> None:
+def test_a_gpu_that_is_well_at_the_first_look_is_healthy_at_once() -> None:
     """No probes are needed for what was never ill; one that is ill at the first look needs them."""
-    assert is_offered(looked(CardHealth(), (0, WELL)))
-    assert not is_offered(looked(CardHealth(), (0, bad()), (5, WELL)))
+    assert is_offered(looked(GpuHealth(), (0, WELL)))
+    assert not is_offered(looked(GpuHealth(), (0, bad()), (5, WELL)))
 
 
-def test_a_lost_card_comes_back_after_three_looks_each_a_period_after_the_one_before() -> None:
+def test_a_lost_gpu_comes_back_after_three_looks_each_a_period_after_the_one_before() -> None:
     """Looks in between do not count."""
-    lost = looked(CardHealth(), (100, bad()))
+    lost = looked(GpuHealth(), (100, bad()))
     assert (lost.state, lost.cause) == (HealthState.LOST, "fell off the bus")
     early = looked(lost, (105, WELL))
     assert (early.state, early.passes) == (HealthState.PROBING, 0)
@@ -107,34 +107,34 @@ def test_a_lost_card_comes_back_after_three_looks_each_a_period_after_the_one_be
 
 def test_a_look_that_fails_among_the_probes_starts_them_again() -> None:
     """Passes must be in a row."""
-    two = looked(CardHealth(), (0, bad()), (10, WELL), (20, WELL))
+    two = looked(GpuHealth(), (0, bad()), (10, WELL), (20, WELL))
     again = looked(two, (25, bad("not answering")))
     assert (again.state, again.passes, again.cause, again.probe_at) == (HealthState.LOST, 0, "not answering", 35)
 
 
-def test_a_card_that_stays_lost_does_not_put_off_its_first_probe() -> None:
-    """A card that was away for an hour is back after two more looks, not after a longer wait."""
-    lost = looked(CardHealth(), *((at, bad()) for at in range(0, 3600, 5)))
+def test_a_gpu_that_stays_lost_does_not_put_off_its_first_probe() -> None:
+    """A GPU that was away for an hour is back after two more looks, not after a longer wait."""
+    lost = looked(GpuHealth(), *((at, bad()) for at in range(0, 3600, 5)))
     assert looked(lost, (3600, WELL)).passes == 1
 
 
-def test_an_event_takes_a_well_card_away_until_the_probes_are_passed() -> None:
+def test_an_event_takes_a_well_gpu_away_until_the_probes_are_passed() -> None:
     """The look right after the event, which finds it well, is none of them."""
-    ill = hit(CardHealth(), 94, now=0)
+    ill = hit(GpuHealth(), 94, now=0)
     assert (ill.state, ill.cause) == (HealthState.PROBING, "Xid 94 (contained memory error)")
     assert not is_offered(looked(ill, (0.1, WELL), (10, WELL), (20, WELL)))
     assert is_offered(looked(ill, (0.1, WELL), (10, WELL), (20, WELL), (30, WELL)))
 
 
 def test_another_event_among_the_probes_starts_them_again() -> None:
-    """A card on which errors go on does not come back."""
-    health = hit(looked(hit(CardHealth(), 94, now=0), (10, WELL), (20, WELL)), 63, now=25)
+    """A GPU on which errors go on does not come back."""
+    health = hit(looked(hit(GpuHealth(), 94, now=0), (10, WELL), (20, WELL)), 63, now=25)
     assert (health.state, health.passes, health.probe_at) == (HealthState.PROBING, 0, 35)
 
 
-def test_a_card_that_needs_a_reset_stays_away_however_well_it_looks() -> None:
+def test_a_gpu_that_needs_a_reset_stays_away_however_well_it_looks() -> None:
     """Only a look that finds it away, and later ones that find it well, are a reset."""
-    ill = hit(CardHealth(), 79, now=0)
+    ill = hit(GpuHealth(), 79, now=0)
     assert ill.state is HealthState.NEEDS_RESET
     waited = looked(ill, *((at, WELL) for at in range(0, 100_000, 1000)))
     assert waited == ill and not is_offered(waited)
@@ -143,36 +143,36 @@ def test_a_card_that_needs_a_reset_stays_away_however_well_it_looks() -> None:
     assert is_offered(looked(reset, (100_010, WELL), (100_020, WELL), (100_030, WELL)))
 
 
-def test_an_event_that_needs_a_reset_counts_also_for_a_lost_and_for_a_probed_card() -> None:
+def test_an_event_that_needs_a_reset_counts_also_for_a_lost_and_for_a_probed_gpu() -> None:
     """The look may have come before the event."""
-    for before in (looked(CardHealth(), (0, bad())), hit(CardHealth(), 94, now=0)):
+    for before in (looked(GpuHealth(), (0, bad())), hit(GpuHealth(), 94, now=0)):
         assert hit(before, 79, now=1).state is HealthState.NEEDS_RESET
 
 
 def test_a_lesser_event_does_not_shorten_the_wait_for_a_reset() -> None:
     """Nor does it hide the first cause."""
-    ill = hit(CardHealth(), 79, now=0)
+    ill = hit(GpuHealth(), 79, now=0)
     assert hit(ill, 94, now=1) == ill
 
 
 def test_a_driver_that_answers_nothing_is_no_reset() -> None:
-    """A well card is lost with the driver; one that waits for a reset goes on waiting."""
-    ill = hit(CardHealth(), 79, now=0)
+    """A well GPU is lost with the driver; one that waits for a reset goes on waiting."""
+    ill = hit(GpuHealth(), 79, now=0)
     assert after_driver_lost(ill, "NVML is gone", POLICY, 1) == ill
-    assert after_driver_lost(CardHealth(), "NVML is gone", POLICY, 1).state is HealthState.LOST
+    assert after_driver_lost(GpuHealth(), "NVML is gone", POLICY, 1).state is HealthState.LOST
 
 
 def test_an_unanswered_look_is_forgiven_once_an_hour() -> None:
-    """What was known of the card before holds again, and what an operator did meanwhile."""
+    """What was known of the GPU before holds again, and what an operator did meanwhile."""
     assert is_brief_loss_forgiven(None, 5)
     assert not is_brief_loss_forgiven(100, 99 + RELAPSE_WITHIN_S)
     assert is_brief_loss_forgiven(100, 100 + RELAPSE_WITHIN_S)
-    before = CardHealth(relapses=2, recovered_at=1.0)
+    before = GpuHealth(relapses=2, recovered_at=1.0)
     lost = cordoned(after_driver_lost(before, "no answer", POLICY, 5), "fan")
     assert as_before_loss(before, lost) == replace(before, cordon="fan")
 
 
-def _recovered(health: CardHealth, at: float) -> CardHealth:
+def _recovered(health: GpuHealth, at: float) -> GpuHealth:
     while not is_offered(health):
         health = looked(health, (at, WELL))
         at += 1
@@ -180,8 +180,8 @@ def _recovered(health: CardHealth, at: float) -> CardHealth:
 
 
 def test_each_relapse_doubles_the_time_between_probes_up_to_the_most() -> None:
-    """A card that flaps is looked at ever longer before it is trusted."""
-    health, periods, at = CardHealth(), [], 0.0
+    """A GPU that flaps is looked at ever longer before it is trusted."""
+    health, periods, at = GpuHealth(), [], 0.0
     for _ in range(9):
         health = looked(health, (at, bad()))
         periods.append(probe_period_s(health, POLICY))
@@ -190,16 +190,16 @@ def test_each_relapse_doubles_the_time_between_probes_up_to_the_most() -> None:
     assert periods == [10, 20, 40, 80, 160, 320, 600, 600, 600]
 
 
-def test_a_card_that_was_well_for_an_hour_begins_with_the_first_period_again() -> None:
+def test_a_gpu_that_was_well_for_an_hour_begins_with_the_first_period_again() -> None:
     """A relapse is an illness soon after the recovery."""
-    health = replace(CardHealth(), relapses=5, recovered_at=0.0)
+    health = replace(GpuHealth(), relapses=5, recovered_at=0.0)
     assert looked(health, (RELAPSE_WITHIN_S - 1, bad())).relapses == 6
     assert looked(health, (RELAPSE_WITHIN_S, bad())).relapses == 0
 
 
-def test_a_cordoned_card_is_away_with_the_operators_reason_however_well_it_is() -> None:
+def test_a_cordoned_gpu_is_away_with_the_operators_reason_however_well_it_is() -> None:
     """The cordon outlasts an illness and its end."""
-    health = cordoned(CardHealth(), "new fan")
+    health = cordoned(GpuHealth(), "new fan")
     assert offered(WELL, health, POLICY).unhealthy_reason == "cordoned: new fan"
     ill = looked(health, (0, bad()))
     assert why_not_offered(ill, POLICY).startswith("cordoned: new fan; besides, fell off the bus")
@@ -210,10 +210,10 @@ def test_a_cordoned_card_is_away_with_the_operators_reason_however_well_it_is() 
 
 def test_uncordon_ends_a_wait_for_a_reset_and_leaves_the_rest_to_the_probes() -> None:
     """An operator's word is no look."""
-    put_back = uncordoned(cordoned(hit(CardHealth(), 79, now=0), "x"), POLICY, 50)
+    put_back = uncordoned(cordoned(hit(GpuHealth(), 79, now=0), "x"), POLICY, 50)
     assert (put_back.state, put_back.cordon, put_back.probe_at) == (HealthState.PROBING, None, 60)
     assert is_offered(looked(put_back, (60, WELL), (70, WELL), (80, WELL)))
-    lost = looked(CardHealth(), (0, bad()))
+    lost = looked(GpuHealth(), (0, bad()))
     assert uncordoned(lost, POLICY, 1) == lost
 
 
@@ -222,21 +222,21 @@ def test_a_wait_of_an_earlier_agent_is_one_still() -> None:
     assert looked(waiting("Xid 79"), (0, WELL), (1000, WELL)).state is HealthState.NEEDS_RESET
 
 
-def test_the_reason_tells_what_happened_and_what_brings_the_card_back() -> None:
+def test_the_reason_tells_what_happened_and_what_brings_the_gpu_back() -> None:
     """And does not change with each look, for each change is told to the API server."""
-    ill = hit(CardHealth(), 94, now=0)
+    ill = hit(GpuHealth(), 94, now=0)
     text = "after Xid 94 (contained memory error): comes back after 3 looks that find it well, 10 s apart"
     assert {
         why_not_offered(h, POLICY) for h in (ill, looked(ill, (10, WELL)), looked(ill, (10, WELL), (20, WELL)))
     } == {text}
-    assert "gpushare-agent uncordon" in why_not_offered(hit(CardHealth(), 79, now=0), POLICY)
-    assert why_not_offered(CardHealth(), POLICY) == ""
+    assert "gpushare-agent uncordon" in why_not_offered(hit(GpuHealth(), 79, now=0), POLICY)
+    assert why_not_offered(GpuHealth(), POLICY) == ""
 
 
 def test_the_next_probe_is_the_earliest_that_lies_ahead() -> None:
-    """A lost card whose first probe is overdue waits for the usual look; so nobody looks without a pause."""
-    lost, probed = looked(CardHealth(), (0, bad())), hit(CardHealth(), 94, now=4)
-    assert next_probe_at([lost, probed, CardHealth()], 5) == 10
+    """A lost GPU whose first probe is overdue waits for the usual look; so nobody looks without a pause."""
+    lost, probed = looked(GpuHealth(), (0, bad())), hit(GpuHealth(), 94, now=4)
+    assert next_probe_at([lost, probed, GpuHealth()], 5) == 10
     assert next_probe_at([lost, probed], 12) == 14
     assert next_probe_at([lost, probed], 20) is None
 
@@ -248,12 +248,12 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_whatever_happens_an_offered_card_was_well_at_enough_looks_since_it_was_last_ill(
+def test_whatever_happens_an_offered_gpu_was_well_at_enough_looks_since_it_was_last_ill(
     steps: list[tuple[str, float]],
 ) -> None:
     """Never after fewer passes, never while cordoned, never with a wait for a reset; and three good looks a long time apart
-    bring back every card that waits for nothing else."""
-    health, now, good_looks, was_ill, needs_reset = CardHealth(), 0.0, 0, False, False
+    bring back every GPU that waits for nothing else."""
+    health, now, good_looks, was_ill, needs_reset = GpuHealth(), 0.0, 0, False, False
     for step, pause_s in steps:
         now += pause_s
         if step == "well":
@@ -282,7 +282,9 @@ def test_whatever_happens_an_offered_card_was_well_at_enough_looks_since_it_was_
 def test_the_document_shows_every_state_as_the_code_has_it() -> None:
     """docs/health.md's table of states is made from the code's."""
     assert set(STATES) == set(HealthState)
-    rows = "".join(f"| `{state}` | {told} | {means} | {ends} |\n" for state, (told, means, ends) in STATES.items())
+    rows = "".join(
+        f"| `{state}` | {reported} | {means} | {ends} |\n" for state, (reported, means, ends) in STATES.items()
+    )
     assert rows in DOCUMENT
 
 

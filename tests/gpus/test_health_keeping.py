@@ -1,4 +1,4 @@
-"""Cordons and waits for a reset are written as soon as they change, and read before the cards are."""
+"""Cordons and waits for a reset are written as soon as they change, and read before the GPUs are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpushare_agent.model.names import GpuUuid
 from tests.support_core import inventory
 from tests.support_health import DEADLINE_S, IMMEDIATE, xid
 
-CARD = GpuUuid("GPU-0")
+GPU = GpuUuid("GPU-0")
 FAST = Backoff(base_s=0.001, cap_s=0.001)
 
 
@@ -80,7 +80,7 @@ async def test_a_wait_for_a_reset_is_written_without_being_asked() -> None:
 
 
 async def test_what_changes_nothing_that_is_kept_is_not_written() -> None:
-    """A card that fails and returns costs no write."""
+    """A GPU that fails and returns costs no write."""
     state, file = _state(), File()
     keeping = HealthKeeping(state, file)
     async with _running(keeping):
@@ -90,13 +90,13 @@ async def test_what_changes_nothing_that_is_kept_is_not_written() -> None:
     assert file.tries == 0
 
 
-async def test_a_write_that_fails_is_told_once_and_tried_again() -> None:
+async def test_a_write_that_fails_is_reported_once_and_tried_again() -> None:
     """And the asker learns why his cordon may be forgotten."""
     state, file = _state(), File()
     keeping = HealthKeeping(state, file, backoff=FAST)
     file.trouble = "the disk is full"
     with capture_logs() as logs:
-        state.cordon(CARD, "fan")
+        state.cordon(GPU, "fan")
         assert await keeping.keep() == "the disk is full"
         async with _running(keeping):
             await file.wait(4)
@@ -107,7 +107,7 @@ async def test_a_write_that_fails_is_told_once_and_tried_again() -> None:
 
 
 async def test_a_file_that_cannot_be_read_is_a_warning() -> None:
-    """The agent starts; the cards are as the driver shows them."""
+    """The agent starts; the GPUs are as the driver shows them."""
     state, file = GpuInventoryState(IMMEDIATE), File()
     file.trouble = "no such disk"
     with capture_logs() as logs:
@@ -118,22 +118,22 @@ async def test_a_file_that_cannot_be_read_is_a_warning() -> None:
 
 async def test_what_is_restored_is_not_written_again() -> None:
     """Until it changes."""
-    kept = KeptHealth(cordons={CARD: "fan"}, waits={})
+    kept = KeptHealth(cordons={GPU: "fan"}, waits={})
     state, file = GpuInventoryState(IMMEDIATE), File(kept)
     keeping = HealthKeeping(state, file)
     await keeping.restore()
     state.read(inventory())
-    assert state.cordoned == {CARD: "fan"}
+    assert state.cordoned == {GPU: "fan"}
     assert (await keeping.keep(), file.tries) == ("", 0)
-    state.uncordon(CARD)
+    state.uncordon(GPU)
     assert (await keeping.keep(), file.saves) == ("", [NOTHING_KEPT])
 
 
-async def test_without_a_file_the_asker_is_told_so() -> None:
+async def test_without_a_file_the_asker_is_reported_so() -> None:
     """And nothing else is tried, ever again."""
     state = _state()
     keeping = HealthKeeping(state, None)
     await keeping.restore()
     async with _running(keeping):
-        state.cordon(CARD, "fan")
+        state.cordon(GPU, "fan")
         assert await keeping.keep() == NO_FILE

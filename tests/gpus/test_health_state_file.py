@@ -44,17 +44,17 @@ async def test_what_is_saved_is_loaded_again(tmp_path: Path, boot: Path) -> None
 
 
 async def test_a_reboot_ends_the_waits_and_keeps_the_cordons(tmp_path: Path, boot: Path) -> None:
-    """The cards were reset by it."""
+    """The GPUs were reset by it."""
     file = HealthStateFile(tmp_path / "health.json", boot_id=boot)
     await file.save(KEPT)
     boot.write_text("boot-2\n")
     with capture_logs() as logs:
         assert await file.load() == KeptHealth(cordons=KEPT.cordons, waits={})
-    assert [(line["event"], line["cards"]) for line in logs] == [("health_waits_dropped", ["GPU-2"])]
+    assert [(line["event"], line["gpus"]) for line in logs] == [("health_waits_dropped", ["GPU-2"])]
 
 
-async def test_where_the_boot_cannot_be_told_the_waits_are_kept(tmp_path: Path, boot: Path) -> None:
-    """A card that was not reset is worse than one that an operator has to put back."""
+async def test_where_the_boot_cannot_be_reported_the_waits_are_kept(tmp_path: Path, boot: Path) -> None:
+    """A GPU that was not reset is worse than one that an operator has to put back."""
     file = HealthStateFile(tmp_path / "health.json", boot_id=boot)
     await file.save(KEPT)
     boot.unlink()
@@ -111,7 +111,7 @@ async def test_what_is_no_file_is_set_aside_too(tmp_path: Path, boot: Path, make
     assert (tmp_path / "health.json.corrupt").exists()
 
 
-async def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path, boot: Path) -> None:
+async def test_a_directory_that_cannot_be_made_is_reported(tmp_path: Path, boot: Path) -> None:
     """Reading finds nothing there that could be wrong, or says so; writing says so."""
     (tmp_path / "taken").write_text("a file")
     file = HealthStateFile(tmp_path / "taken" / "health.json", boot_id=boot)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpushare_agent.gpus.health import EventMeaning, HealthPolicy
-from gpushare_agent.gpus.health_values import CardHealth, HealthState, KeptHealth
+from gpushare_agent.gpus.health_values import GpuHealth, HealthState, KeptHealth
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import GpuUuid
@@ -16,19 +16,19 @@ FIRST, SECOND = GpuUuid("GPU-0"), GpuUuid("GPU-1")
 
 
 def _state() -> tuple[GpuInventoryState, list[GpuInventory]]:
-    state, told = GpuInventoryState(IMMEDIATE), []
+    state, reported = GpuInventoryState(IMMEDIATE), []
     state.read(inventory())
-    state.subscribe(told.append)
-    return state, told
+    state.subscribe(reported.append)
+    return state, reported
 
 
 def reasons(state: GpuInventoryState) -> list[str]:
-    return [card.unhealthy_reason for card in state.current.cards]
+    return [gpu.unhealthy_reason for gpu in state.current.gpus]
 
 
-def test_a_cordon_is_told_once_and_lifted_once() -> None:
+def test_a_cordon_is_reported_once_and_lifted_once() -> None:
     """The same again changes nothing; another reason does."""
-    state, told = _state()
+    state, reported = _state()
     assert [state.cordon(SECOND, "fan"), state.cordon(SECOND, "fan"), state.cordon(SECOND, "smoke")] == [
         True,
         False,
@@ -36,11 +36,11 @@ def test_a_cordon_is_told_once_and_lifted_once() -> None:
     ]
     assert reasons(state) == ["", "cordoned: smoke"] and state.cordoned == {SECOND: "smoke"}
     assert [state.uncordon(SECOND), state.uncordon(SECOND), state.uncordon(FIRST)] == [True, False, False]
-    assert reasons(state) == ["", ""] and len(told) == 3
+    assert reasons(state) == ["", ""] and len(reported) == 3
 
 
-def test_an_illness_is_told_apart_from_a_cordon() -> None:
-    """A card that is only cordoned has none; the other one's stands without the operator's words."""
+def test_an_illness_is_reported_apart_from_a_cordon() -> None:
+    """A GPU that is only cordoned has none; the other one's stands without the operator's words."""
     state, _ = _state()
     state.note_events([xid(79, 1)])
     alone = reasons(state)[1]
@@ -50,11 +50,11 @@ def test_an_illness_is_told_apart_from_a_cordon() -> None:
     assert reasons(state) == ["cordoned: fan", f"cordoned: smoke; besides, {alone}"]
 
 
-def test_events_of_many_cards_are_one_change_and_their_meanings_are_counted() -> None:
+def test_events_of_many_gpus_are_one_change_and_their_meanings_are_counted() -> None:
     """What each was taken for is for the log and the counters."""
-    state, told = _state()
+    state, reported = _state()
     noted = state.note_events([xid(79, 0), xid(79, 1), xid(79, 0), xid(13, 0), xid(79, 8), xid(79, None)])
-    assert len(told) == 1 and all(reasons(state))
+    assert len(reported) == 1 and all(reasons(state))
     assert sorted((meaning.value, count) for (_, meaning), count in noted.items()) == [
         (EventMeaning.FOREIGN.value, 1),
         (EventMeaning.IGNORED.value, 1),
@@ -64,15 +64,15 @@ def test_events_of_many_cards_are_one_change_and_their_meanings_are_counted() ->
     ]
 
 
-def test_what_is_kept_is_taken_over_by_the_next_agent_before_the_cards_are_read() -> None:
-    """A cordoned card is never offered, not even for a moment; what is kept of absent cards stays."""
+def test_what_is_kept_is_taken_over_by_the_next_agent_before_the_gpus_are_read() -> None:
+    """A cordoned GPU is never offered, not even for a moment; what is kept of absent GPUs stays."""
     state, _ = _state()
     state.cordon(FIRST, "fan")
     state.note_events([xid(79, 1)])
     assert state.kept == KeptHealth(cordons={FIRST: "fan"}, waits={SECOND: "Xid 79 (GPU has fallen off the bus)"})
     absent = GpuUuid("GPU-absent")
     again, offered = GpuInventoryState(IMMEDIATE), []
-    again.subscribe(lambda found: offered.extend(card.is_healthy for card in found.cards))
+    again.subscribe(lambda found: offered.extend(gpu.is_healthy for gpu in found.gpus))
     again.restore(KeptHealth(cordons={**state.kept.cordons, absent: "away"}, waits=state.kept.waits))
     again.read(inventory())
     assert offered == [False, False]
@@ -85,17 +85,17 @@ def test_a_look_that_sees_the_reset_ends_what_is_kept_of_the_wait() -> None:
     state, _ = _state()
     state.note_events([xid(79, 1)])
     state.read(sick(inventory(), 1))
-    assert state.kept.waits == {} and not state.current.cards[1].is_healthy
+    assert state.kept.waits == {} and not state.current.gpus[1].is_healthy
     state.read(inventory())
     assert reasons(state) == ["", ""]
 
 
-def test_an_inventory_without_cards_has_no_probe_due() -> None:
-    """And neither has one whose remembered cards were never seen."""
+def test_an_inventory_without_gpus_has_no_probe_due() -> None:
+    """And neither has one whose remembered GPUs were never seen."""
     state = GpuInventoryState(IMMEDIATE)
     state.restore(KeptHealth(cordons={FIRST: ""}, waits={SECOND: "Xid 79"}))
     assert state.next_probe_at() is None
-    assert not state.lost("no driver") and state.current.cards == ()
+    assert not state.lost("no driver") and state.current.gpus == ()
 
 
 PROBES = HealthPolicy(
@@ -112,11 +112,11 @@ def _clocked() -> tuple[GpuInventoryState, list[float]]:
 
 
 def _offered(state: GpuInventoryState) -> list[bool]:
-    return [card.is_healthy for card in state.current.cards]
+    return [gpu.is_healthy for gpu in state.current.gpus]
 
 
 def test_one_look_that_the_driver_leaves_unanswered_is_over_with_the_next() -> None:
-    """No card failed: none has to pass probes, none has a relapse. A cordon of that time holds."""
+    """No GPU failed: none has to pass probes, none has a relapse. A cordon of that time holds."""
     state, now = _clocked()
     state.lost("no answer")
     assert _offered(state) == [False, False]
@@ -124,11 +124,11 @@ def test_one_look_that_the_driver_leaves_unanswered_is_over_with_the_next() -> N
     now[0] = 5.0
     state.read(inventory())
     assert _offered(state) == [True, False] and reasons(state)[1] == "cordoned: fan"
-    assert state.healths[FIRST] == CardHealth()
+    assert state.healths[FIRST] == GpuHealth()
 
 
 def test_a_second_unanswered_look_and_a_second_loss_within_the_hour_call_for_probes() -> None:
-    """A driver that fails again and again must not have its cards come and go with every look."""
+    """A driver that fails again and again must not have its GPUs come and go with every look."""
     state, now = _clocked()
     for at in (0.0, 5.0):
         now[0] = at
@@ -147,8 +147,8 @@ def test_a_second_unanswered_look_and_a_second_loss_within_the_hour_call_for_pro
         assert _offered(state) == [is_back] * 2
 
 
-def test_after_an_unanswered_look_that_a_card_did_not_survive_all_are_probed() -> None:
-    """What was well and is not any more shows that something happened; a card that was ill before shows nothing."""
+def test_after_an_unanswered_look_that_a_gpu_did_not_survive_all_are_probed() -> None:
+    """What was well and is not any more shows that something happened; a GPU that was ill before shows nothing."""
     state, _ = _clocked()
     state.lost("no answer")
     state.read(sick(inventory(), 1))
@@ -160,8 +160,8 @@ def test_after_an_unanswered_look_that_a_card_did_not_survive_all_are_probed() -
     assert _offered(state) == [True, False]
 
 
-def test_an_error_of_a_card_beside_an_unanswered_look_is_not_forgiven() -> None:
-    """Before or after that look; the other card comes back at once."""
+def test_an_error_of_a_gpu_beside_an_unanswered_look_is_not_forgiven() -> None:
+    """Before or after that look; the other GPU comes back at once."""
     for is_before in (True, False):
         state, now = _clocked()
         if is_before:
@@ -175,7 +175,7 @@ def test_an_error_of_a_card_beside_an_unanswered_look_is_not_forgiven() -> None:
 
 
 def test_the_next_life_of_the_same_process_goes_on_with_all_that_was_known() -> None:
-    """Cordons and waits that no file keeps, probes that have begun, relapses; what a file says of known cards is older."""
+    """Cordons and waits that no file keeps, probes that have begun, relapses; what a file says of known GPUs is older."""
     state, now = _clocked()
     state.note_events([xid(94, 0), xid(79, 1)])
     state.cordon(SECOND, "fan")
@@ -218,7 +218,7 @@ def test_an_unanswered_look_is_over_with_the_next_in_the_next_life_too() -> None
     assert _offered(again) == [False, False]
 
 
-def test_cards_of_which_none_could_be_named_are_not_read_yet() -> None:
+def test_gpus_of_which_none_could_be_named_are_not_read_yet() -> None:
     """The driver told that there are some: nothing may be taken for their absence."""
     state = GpuInventoryState(IMMEDIATE)
     state.read(replace(inventory(0), unreadable=((0, "NVML: GPU is lost"),)))

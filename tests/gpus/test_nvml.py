@@ -1,4 +1,4 @@
-"""The cards as the NVML driver reads them: the real nvidia-ml-py, on a scripted libnvidia-ml.so.1."""
+"""The GPUs as the NVML driver reads them: the real nvidia-ml-py, on a scripted libnvidia-ml.so.1."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ def library_directory() -> Iterator[Path]:
         yield directory
 
 
-async def test_cards_are_read_with_their_minor_numbers_names_and_memory(library_directory: Path) -> None:
+async def test_gpus_are_read_with_their_minor_numbers_names_and_memory(library_directory: Path) -> None:
     """The minor number is the driver's and not the index; names, memory, bus IDs and the version come along."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         inventory = await probe.read()
-    cards = inventory["cards"]
-    assert [(card["index"], card["minor"], card["uuid"]) for card in cards] == [
+    gpus = inventory["gpus"]
+    assert [(gpu["index"], gpu["minor"], gpu["uuid"]) for gpu in gpus] == [
         (0, 2, "GPU-aaaa"),
         (1, 0, "GPU-bbbb"),
         (2, 3, "GPU-cccc"),
         (3, 1, "GPU-dddd"),
     ]
-    assert [card["name"] for card in cards] == ["Tesla P40", "Tesla P40", "NVIDIA A10", "NVIDIA A10"]
-    assert [card["memory_mib"] for card in cards] == [24576, 24576, 16384, 16384]
-    assert cards[2]["bus_id"] == "00000000:AF:00.0"
-    assert {card["health"] for card in cards} == {"Healthy"}
+    assert [gpu["name"] for gpu in gpus] == ["Tesla P40", "Tesla P40", "NVIDIA A10", "NVIDIA A10"]
+    assert [gpu["memory_mib"] for gpu in gpus] == [24576, 24576, 16384, 16384]
+    assert gpus[2]["bus_id"] == "00000000:AF:00.0"
+    assert {gpu["health"] for gpu in gpus} == {"Healthy"}
     assert inventory["driver_version"] == "580.1.2"
 
 
@@ -52,8 +52,8 @@ async def test_the_tree_follows_the_common_ancestors(library_directory: Path) ->
     ]
 
 
-async def test_nvlinks_between_two_cards_are_counted(library_directory: Path) -> None:
-    """Two active links to the same card are NV2, whatever form the remote bus ID has; PCIe still shapes the tree."""
+async def test_nvlinks_between_two_gpus_are_counted(library_directory: Path) -> None:
+    """Two active links to the same GPU are NV2, whatever form the remote bus ID has; PCIe still shapes the tree."""
     links = (
         "nvlink 0 0 0 0000:3c:00.0\nnvlink 0 3 0 0000:3c:00.0\n"
         "nvlink 1 0 0 00000000:3B:00.0\nnvlink 1 1 0 00000000:3B:00.0\n"
@@ -64,16 +64,16 @@ async def test_nvlinks_between_two_cards_are_counted(library_directory: Path) ->
     assert inventory["links"][0] == ["SELF", "NVLINK2", "SYS", "SYS"]
     assert inventory["links"][1] == ["NVLINK2", "SELF", "NVLINK1", "SYS"]
     assert inventory["links"][2] == ["SYS", "NVLINK1", "SELF", "PHB"]
-    assert inventory["cards"][0]["nvlinks"] == [
+    assert inventory["gpus"][0]["nvlinks"] == [
         {"number": 0, "remote_bus_id": "00000000:3C:00.0"},
         {"number": 3, "remote_bus_id": "00000000:3C:00.0"},
     ]
     assert "PIX:2" in inventory["tree"]
 
 
-async def test_links_through_an_nvswitch_join_all_cards_that_have_them(library_directory: Path) -> None:
-    """Cards whose links end at switches reach each other with all of them; a card without keeps its PCIe links."""
-    links = "".join(f"nvlink {card} {n} 2 00000000:{5 + n:02X}:00.0\n" for card in (0, 1, 2) for n in range(6))
+async def test_links_through_an_nvswitch_join_all_gpus_that_have_them(library_directory: Path) -> None:
+    """GPUs whose links end at switches reach each other with all of them; a GPU without keeps its PCIe links."""
+    links = "".join(f"nvlink {gpu} {n} 2 00000000:{5 + n:02X}:00.0\n" for gpu in (0, 1, 2) for n in range(6))
     async with running_probe(library_directory, TWO_PAIRS + links) as probe:
         inventory = await probe.read()
     assert inventory["links"][0] == ["SELF", "NVLINK6", "NVLINK6", "SYS"]
@@ -87,86 +87,86 @@ async def test_numa_nodes_come_from_the_kernel(library_directory: Path) -> None:
             (probe.directory / "pci" / bus_id).mkdir(parents=True)
             (probe.directory / "pci" / bus_id / "numa_node").write_text(text)
         inventory = await probe.read()
-    assert [card["numa_node"] for card in inventory["cards"]] == [0, None, 1, None]
+    assert [gpu["numa_node"] for gpu in inventory["gpus"]] == [0, None, 1, None]
 
 
-async def test_one_lost_card_leaves_the_others_working(library_directory: Path) -> None:
-    """A card lost between two looks stays in the list, Unhealthy with NVML's reason, its place in the tree unchanged."""
+async def test_one_lost_gpu_leaves_the_others_working(library_directory: Path) -> None:
+    """A GPU lost between two looks stays in the list, Unhealthy with NVML's reason, its place in the tree unchanged."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         before = await probe.read()
         probe.becomes(TWO_PAIRS + "error 1 15\n")
         after = await probe.read()
         probe.becomes(TWO_PAIRS)
         back = await probe.read()
-    assert [card["health"] for card in after["cards"]] == ["Healthy", "Unhealthy", "Healthy", "Healthy"]
-    assert after["cards"][1]["unhealthy_reason"] == "NVML: GPU is lost"
-    assert after["cards"][1]["minor"] == 0
+    assert [gpu["health"] for gpu in after["gpus"]] == ["Healthy", "Unhealthy", "Healthy", "Healthy"]
+    assert after["gpus"][1]["unhealthy_reason"] == "NVML: GPU is lost"
+    assert after["gpus"][1]["minor"] == 0
     assert after["tree"] == before["tree"]
     assert back == before
 
 
-async def test_a_card_lost_from_the_start_is_unhealthy_under_its_uuid(library_directory: Path) -> None:
+async def test_a_gpu_lost_from_the_start_is_unhealthy_under_its_uuid(library_directory: Path) -> None:
     """With a UUID but nothing else it is listed with unknown minor and no memory."""
     async with running_probe(library_directory, TWO_PAIRS + "error 1 15\n") as probe:
         inventory = await probe.read()
-    lost = inventory["cards"][1]
+    lost = inventory["gpus"][1]
     assert (lost["uuid"], lost["health"], lost["minor"], lost["memory_mib"]) == ("GPU-bbbb", "Unhealthy", -1, 0)
 
 
-async def test_a_card_without_a_name_is_reported_as_unreadable(library_directory: Path) -> None:
+async def test_a_gpu_without_a_name_is_reported_as_unreadable(library_directory: Path) -> None:
     """No handle and never seen: only its index and the reason are known, and the others keep their indexes."""
     async with running_probe(library_directory, TWO_PAIRS + "handle_error 1 15\n") as probe:
         inventory = await probe.read()
     assert inventory["unreadable"] == [[1, "NVML: GPU is lost"]]
-    assert [card["index"] for card in inventory["cards"]] == [0, 2, 3]
+    assert [gpu["index"] for gpu in inventory["gpus"]] == [0, 2, 3]
     assert inventory["links"][0][1] == "SYS"
 
 
-async def test_a_card_whose_handle_fails_later_is_still_known(library_directory: Path) -> None:
+async def test_a_gpu_whose_handle_fails_later_is_still_known(library_directory: Path) -> None:
     """Its UUID is remembered from the earlier look, so it is Unhealthy and not unreadable."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         await probe.read()
         probe.becomes(TWO_PAIRS + "handle_error 2 15\n")
         inventory = await probe.read()
     assert inventory["unreadable"] == []
-    assert inventory["cards"][2]["unhealthy_reason"] == "NVML: GPU is lost"
+    assert inventory["gpus"][2]["unhealthy_reason"] == "NVML: GPU is lost"
 
 
-async def test_cards_keep_their_index_when_the_driver_numbers_them_anew(library_directory: Path) -> None:
-    """A card off the bus shifts NVML's indexes; ours stay, and the card that is gone is Unhealthy."""
+async def test_gpus_keep_their_index_when_the_driver_numbers_them_anew(library_directory: Path) -> None:
+    """A GPU off the bus shifts NVML's indexes; ours stay, and the GPU that is gone is Unhealthy."""
     fewer = """\
 count 3
-card 0 GPU-aaaa 2 00000000:3B:00.0 24576 0 Tesla P40
-card 1 GPU-cccc 3 00000000:AF:00.0 16384 0 NVIDIA A10
-card 2 GPU-dddd 1 00000000:D8:00.0 16384 0 NVIDIA A10
+GPU 0 GPU-aaaa 2 00000000:3B:00.0 24576 0 Tesla P40
+GPU 1 GPU-cccc 3 00000000:AF:00.0 16384 0 NVIDIA A10
+GPU 2 GPU-dddd 1 00000000:D8:00.0 16384 0 NVIDIA A10
 ancestor 1 2 30
 """
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         before = await probe.read()
         probe.becomes(fewer)
         after = await probe.read()
-    assert [(card["index"], card["uuid"]) for card in after["cards"]] == [
-        (card["index"], card["uuid"]) for card in before["cards"]
+    assert [(gpu["index"], gpu["uuid"]) for gpu in after["gpus"]] == [
+        (gpu["index"], gpu["uuid"]) for gpu in before["gpus"]
     ]
-    assert [card["health"] for card in after["cards"]] == ["Healthy", "Unhealthy", "Healthy", "Healthy"]
-    assert "does not list it" in after["cards"][1]["unhealthy_reason"]
+    assert [gpu["health"] for gpu in after["gpus"]] == ["Healthy", "Unhealthy", "Healthy", "Healthy"]
+    assert "does not list it" in after["gpus"][1]["unhealthy_reason"]
     assert after["links"] == before["links"]
 
 
-async def test_all_cards_lost_are_unhealthy_and_come_back(library_directory: Path) -> None:
+async def test_all_gpus_lost_are_unhealthy_and_come_back(library_directory: Path) -> None:
     """While all are lost NVML is opened anew at each look; the first look after the recovery sees them healthy."""
     script = TWO_PAIRS + "nvlink 0 0 0 00000000:3C:00.0\nnvlink 1 0 0 00000000:3B:00.0\n"
     async with running_probe(library_directory, script) as probe:
         calls = probe.directory / "calls"
         before = await probe.read()
-        probe.becomes(script + "".join(f"error {card} 15\n" for card in range(4)) + f"log {calls}\n")
+        probe.becomes(script + "".join(f"error {gpu} 15\n" for gpu in range(4)) + f"log {calls}\n")
         lost = await probe.read()
         assert calls.read_text().split() == ["shutdown", "init", "shutdown"]
         probe.becomes(script)
         back = await probe.read()
     assert lost["links"] == before["links"]
     assert lost["links"][0][1] == "NVLINK1"
-    assert [card["health"] for card in lost["cards"]] == ["Unhealthy"] * 4
+    assert [gpu["health"] for gpu in lost["gpus"]] == ["Unhealthy"] * 4
     assert back == before
 
 
@@ -209,15 +209,15 @@ async def test_an_absent_library_is_unavailable_with_a_checklist() -> None:
         assert hint in answer["unavailable"]
 
 
-async def test_a_card_in_mig_mode_is_unhealthy_and_says_why(library_directory: Path) -> None:
-    """A card divided by MIG is listed but never given; the reason tells what to do."""
+async def test_a_gpu_in_mig_mode_is_unhealthy_and_says_why(library_directory: Path) -> None:
+    """A GPU divided by MIG is listed but never given; the reason tells what to do."""
     script = TWO_PAIRS.replace("24576 0 Tesla", "24576 1 Tesla", 1)
     async with running_probe(library_directory, script) as probe:
         inventory = await probe.read()
-    assert inventory["cards"][0]["health"] == "Unhealthy"
-    assert inventory["cards"][0]["unhealthy_reason"].startswith("MIG mode is enabled")
-    assert inventory["cards"][0]["memory_mib"] == 24576
-    assert inventory["cards"][1]["health"] == "Healthy"
+    assert inventory["gpus"][0]["health"] == "Unhealthy"
+    assert inventory["gpus"][0]["unhealthy_reason"].startswith("MIG mode is enabled")
+    assert inventory["gpus"][0]["memory_mib"] == 24576
+    assert inventory["gpus"][1]["health"] == "Healthy"
 
 
 async def test_a_hung_driver_costs_one_thread_and_is_unavailable(library_directory: Path) -> None:
@@ -232,7 +232,7 @@ async def test_a_hung_driver_costs_one_thread_and_is_unavailable(library_directo
     assert "no answer within 0.5 s" in first["unavailable"]
     assert "still hangs" in second["unavailable"]
     assert threads == 1
-    assert len(answer["cards"]) == 4
+    assert len(answer["gpus"]) == 4
 
 
 async def test_a_hung_driver_does_not_keep_the_process_from_ending(library_directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""The cards' compute mode with the real nvidia-ml-py, in the supervisor's own process, on a small libnvidia-ml.so.1."""
+"""The GPUs' compute mode with the real nvidia-ml-py, in the supervisor's own process, on a small libnvidia-ml.so.1."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def end_of(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
 async def test_the_mode_is_set_only_if_the_setting_asks_and_set_back_at_the_end(
     place: MpsPlace, flags: list[str], meanwhile: str
 ) -> None:
-    """A card that had it before keeps it: somebody else has set it."""
+    """A GPU that had it before keeps it: somebody else has set it."""
     process = await supervisor(place, *flags)
     try:
         await poll_until(lambda: place.record("set_default"), "a daemon with its default")

@@ -1,4 +1,4 @@
-"""What happened to cards, as the NVML driver tells it: the real nvidia-ml-py, on a scripted libnvidia-ml.so.1."""
+"""What happened to GPUs, as the NVML driver tells it: the real nvidia-ml-py, on a scripted libnvidia-ml.so.1."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ async def complaints(probe: Probe) -> list[tuple[str, str | None]]:
     return [(entry["event"], entry.get("uuid")) for entry in await probe.ask("logged")]
 
 
-async def test_events_are_told_once_and_in_order(library_directory: Path) -> None:
-    """Xids with their number, double-bit ECC errors, each with its card; what is taken is not told again."""
+async def test_events_are_reported_once_and_in_order(library_directory: Path) -> None:
+    """Xids with their number, double-bit ECC errors, each with its GPU; what is taken is not told again."""
     happened = event(1, 2, XID, 31) + event(2, 0, DOUBLE_BIT_ECC, 0) + event(3, 2, XID, 79)
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         assert await probe.events() == []
@@ -52,7 +52,7 @@ async def test_events_are_told_once_and_in_order(library_directory: Path) -> Non
         assert await probe.events() == []
 
 
-async def test_a_storm_is_told_in_bounded_parts(library_directory: Path) -> None:
+async def test_a_storm_is_reported_in_bounded_parts(library_directory: Path) -> None:
     """At most 1,024 events come in one call, the rest with the next; none is lost between."""
     storm = "".join(event(number, 1, XID, number) for number in range(1, 1501))
     async with running_probe(library_directory, TWO_PAIRS) as probe:
@@ -60,10 +60,10 @@ async def test_a_storm_is_told_in_bounded_parts(library_directory: Path) -> None
         probe.becomes(TWO_PAIRS + storm)
         first, second, third = [await probe.events() for _ in range(3)]
     assert [len(first), len(second), len(third)] == [1024, 476, 0]
-    assert [told["xid"] for told in first + second] == list(range(1, 1501))
+    assert [reported["xid"] for reported in first + second] == list(range(1, 1501))
 
 
-async def test_the_card_of_an_event_is_known_by_its_handle_when_it_fell_off_the_bus(library_directory: Path) -> None:
+async def test_the_gpu_of_an_event_is_known_by_its_handle_when_it_fell_off_the_bus(library_directory: Path) -> None:
     """It answers neither for its UUID nor for anything else, yet the Xid is its own."""
     fallen = TWO_PAIRS + "error 1 15\nuuid_error 1 15\n"
     async with running_probe(library_directory, TWO_PAIRS) as probe:
@@ -72,8 +72,8 @@ async def test_the_card_of_an_event_is_known_by_its_handle_when_it_fell_off_the_
         assert await probe.events() == [xid_of("GPU-bbbb", 79)]
 
 
-async def test_the_card_of_an_unknown_handle_is_asked_for_its_uuid(library_directory: Path) -> None:
-    """A handle that is not the registered one tells its UUID; one that does not, or none, leaves the card unknown."""
+async def test_the_gpu_of_an_unknown_handle_is_asked_for_its_uuid(library_directory: Path) -> None:
+    """A handle that is not the registered one tells its UUID; one that does not, or none, leaves the GPU unknown."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         await probe.events()
         probe.becomes(TWO_PAIRS + event(1, 32 + 3, XID, 48))
@@ -84,8 +84,8 @@ async def test_the_card_of_an_unknown_handle_is_asked_for_its_uuid(library_direc
     assert unknown == [xid_of(None, 48), xid_of(None, 62)]
 
 
-async def test_a_card_is_registered_for_what_it_supports(library_directory: Path) -> None:
-    """A card without ECC reports Xids only; one that reports nothing is named in the log, once."""
+async def test_a_gpu_is_registered_for_what_it_supports(library_directory: Path) -> None:
+    """A GPU without ECC reports Xids only; one that reports nothing is named in the log, once."""
     script = TWO_PAIRS + f"event_types 0 {XID}\nevent_types 1 0\n"
     happened = event(1, 0, DOUBLE_BIT_ECC, 0) + event(2, 1, XID, 79) + event(3, 0, XID, 63)
     async with running_probe(library_directory, script) as probe:
@@ -94,10 +94,10 @@ async def test_a_card_is_registered_for_what_it_supports(library_directory: Path
         assert await probe.events() == [xid_of("GPU-aaaa", 63)]
         await probe.ask("close")
         await probe.events()
-        assert await complaints(probe) == [("card_without_events", "GPU-bbbb")]
+        assert await complaints(probe) == [("gpu_without_events", "GPU-bbbb")]
 
 
-async def test_a_card_that_cannot_be_registered_leaves_the_others(library_directory: Path) -> None:
+async def test_a_gpu_that_cannot_be_registered_leaves_the_others(library_directory: Path) -> None:
     """It is named in the log with NVML's reason, and the events of the others come."""
     script = TWO_PAIRS + "call_error nvmlDeviceRegisterEvents 1 999\n"
     async with running_probe(library_directory, script) as probe:
@@ -108,7 +108,7 @@ async def test_a_card_that_cannot_be_registered_leaves_the_others(library_direct
     assert (entry["uuid"], entry["reason"], entry["log_level"]) == ("GPU-bbbb", "Unknown Error", "warning")
 
 
-async def test_a_failing_wait_is_told_once_and_the_set_is_made_again(library_directory: Path) -> None:
+async def test_a_failing_wait_is_reported_once_and_the_set_is_made_again(library_directory: Path) -> None:
     """One Unavailable, then a new event set; while waiting goes on failing every other call says so."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         await probe.events()
@@ -122,12 +122,12 @@ async def test_a_failing_wait_is_told_once_and_the_set_is_made_again(library_dir
         assert await probe.events() == []
         probe.becomes(TWO_PAIRS + event(1, 0, XID, 48))
         assert await probe.events() == [xid_of("GPU-aaaa", 48)]
-    assert "waiting for events of the cards failed: NVML: Unknown Error" in failed["unavailable"]
+    assert "waiting for events of the GPUs failed: NVML: Unknown Error" in failed["unavailable"]
     assert made_again == []
     assert fails_on == failed
 
 
-async def test_events_before_a_failing_wait_are_told_before_the_failure(library_directory: Path) -> None:
+async def test_events_before_a_failing_wait_are_reported_before_the_failure(library_directory: Path) -> None:
     """The Xid comes with this call and the failure with the next one: neither is lost."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         await probe.events()
@@ -154,7 +154,7 @@ async def test_the_set_is_made_again_after_nvml_was_reopened(library_directory: 
     assert "Driver Not Loaded" in gone["unavailable"] and "opening NVML failed" in still_gone["unavailable"]
 
 
-async def test_a_card_that_comes_back_is_registered_again(library_directory: Path) -> None:
+async def test_a_gpu_that_comes_back_is_registered_again(library_directory: Path) -> None:
     """A loss alone keeps the set, so that the last Xid is not missed; the return makes a new one."""
     lost = TWO_PAIRS + "error 1 15\n"
     async with running_probe(library_directory, TWO_PAIRS) as probe:
@@ -174,8 +174,8 @@ async def test_a_card_that_comes_back_is_registered_again(library_directory: Pat
         assert await probe.events() == [xid_of("GPU-bbbb", 48)]
 
 
-async def test_a_storm_is_told_wholly_before_the_set_is_made_again(library_directory: Path) -> None:
-    """A card came back meanwhile, which asks for a new set: it waits until the old one is empty."""
+async def test_a_storm_is_reported_wholly_before_the_set_is_made_again(library_directory: Path) -> None:
+    """A GPU came back meanwhile, which asks for a new set: it waits until the old one is empty."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         await probe.events()
         probe.becomes(TWO_PAIRS + "error 1 15\n")
@@ -191,12 +191,12 @@ async def test_a_storm_is_told_wholly_before_the_set_is_made_again(library_direc
         assert calls.read_text().split() == ["event_set_free", "event_set"]
 
 
-async def test_a_library_without_events_is_told_once_and_has_none(library_without_events: Path) -> None:
+async def test_a_library_without_events_is_reported_once_and_has_none(library_without_events: Path) -> None:
     """Missing symbols are no failure to repeat: the log says that Xids are not seen, and looks and samples go on."""
     async with running_probe(library_without_events, TWO_PAIRS) as probe:
         assert [await probe.events() for _ in range(3)] == [[], [], []]
         assert [event for event, _ in await complaints(probe)] == ["nvml_has_no_events"]
-        assert len((await probe.sample())["cards"]) == 4
+        assert len((await probe.sample())["gpus"]) == 4
 
 
 async def test_a_close_frees_the_set(library_directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""The processes on a card, as the NVML driver samples them: the real nvidia-ml-py, on a scripted libnvidia-ml.so.1."""
+"""The processes on a GPU, as the NVML driver samples them: the real nvidia-ml-py, on a scripted libnvidia-ml.so.1."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support_nvml import ONE_CARD, fake_library, running_probe
+from tests.support_nvml import ONE_GPU, fake_library, running_probe
 
 MIB = 1024 * 1024
 IDLE = (0.0, 0.0, 0.0, 0.0)
@@ -28,24 +28,24 @@ def now_us() -> int:
     return time.time_ns() // 1000
 
 
-def listed(card: Any) -> list[tuple[int, str, int | None]]:
-    return [(process["pid"], process["kind"], process["memory_bytes"]) for process in card["processes"]]
+def listed(gpu: Any) -> list[tuple[int, str, int | None]]:
+    return [(process["pid"], process["kind"], process["memory_bytes"]) for process in gpu["processes"]]
 
 
-def use(card: Any, pid: int) -> tuple[float | None, ...]:
-    [process] = [process for process in card["processes"] if process["pid"] == pid]
+def use(gpu: Any, pid: int) -> tuple[float | None, ...]:
+    [process] = [process for process in gpu["processes"] if process["pid"] == pid]
     return tuple(process[f"{part}_ratio"] for part in ("sm", "memory", "encoder", "decoder"))
 
 
 async def test_the_three_lists_become_one_by_pid(library_directory: Path) -> None:
     """A PID in two lists is one process, of the kind that tells more, with the larger memory and not the sum."""
-    script = ONE_CARD + (
+    script = ONE_GPU + (
         "process compute 0 300 1000\nprocess compute 0 100 2000\nprocess graphics 0 100 3000\n"
         "process graphics 0 200 400\nprocess compute 0 400 50\nprocess mps 0 400 40\nprocess mps 0 500 60\n"
     )
     async with running_probe(library_directory, script) as probe:
-        card = await probe.sample_card()
-    assert listed(card) == [
+        gpu = await probe.sample_gpu()
+    assert listed(gpu) == [
         (100, "compute", 3000),
         (200, "graphics", 400),
         (300, "compute", 1000),
@@ -56,74 +56,74 @@ async def test_the_three_lists_become_one_by_pid(library_directory: Path) -> Non
 
 async def test_memory_that_the_driver_does_not_tell_is_none(library_directory: Path) -> None:
     """Not available is not 18 exabytes, and no zero; one list that tells it is enough."""
-    script = ONE_CARD + "process compute 0 100 -\nprocess compute 0 200 -\nprocess graphics 0 200 70\n"
+    script = ONE_GPU + "process compute 0 100 -\nprocess compute 0 200 -\nprocess graphics 0 200 70\n"
     async with running_probe(library_directory, script) as probe:
-        card = await probe.sample_card()
-    assert listed(card) == [(100, "compute", None), (200, "compute", 70)]
+        gpu = await probe.sample_gpu()
+    assert listed(gpu) == [(100, "compute", None), (200, "compute", 70)]
 
 
 async def test_a_list_that_grows_while_it_is_read_is_read_again(library_directory: Path) -> None:
     """The list was longer than the room for it twice: the third reading has it all and nothing is counted."""
-    script = ONE_CARD + TRAINING + "grows compute 0 2\n"
+    script = ONE_GPU + TRAINING + "grows compute 0 2\n"
     async with running_probe(library_directory, script) as probe:
         sample = await probe.sample()
-    assert [process["pid"] for process in sample["cards"][0]["processes"]] == [100]
+    assert [process["pid"] for process in sample["gpus"][0]["processes"]] == [100]
     assert sample["errors"] == {}
 
 
 async def test_a_list_that_never_stops_growing_is_given_up(library_directory: Path) -> None:
-    """After three readings the processes of this round are unknown, counted once; the card's values are there."""
-    script = ONE_CARD + TRAINING + "value power 0 90000\ngrows compute 0 1000\n"
+    """After three readings the processes of this round are unknown, counted once; the GPU's values are there."""
+    script = ONE_GPU + TRAINING + "value power 0 90000\ngrows compute 0 1000\n"
     async with running_probe(library_directory, script) as probe:
         sample = await probe.sample()
-        probe.becomes(ONE_CARD + TRAINING)
-        later = await probe.sample_card()
-    [card] = sample["cards"]
-    assert (card["processes"], card["power_watts"], sample["errors"]) == (None, 90.0, {"insufficient_size": 1})
+        probe.becomes(ONE_GPU + TRAINING)
+        later = await probe.sample_gpu()
+    [gpu] = sample["gpus"]
+    assert (gpu["processes"], gpu["power_watts"], sample["errors"]) == (None, 90.0, {"insufficient_size": 1})
     assert len(later["processes"]) == 1
 
 
 async def test_a_failing_list_makes_the_processes_unknown(library_directory: Path) -> None:
     """A process that one list would have told must not look ended."""
-    script = ONE_CARD + TRAINING + "call_error nvmlDeviceGetMPSComputeRunningProcesses_v3 0 10\n"
+    script = ONE_GPU + TRAINING + "call_error nvmlDeviceGetMPSComputeRunningProcesses_v3 0 10\n"
     async with running_probe(library_directory, script) as probe:
         sample = await probe.sample()
-    assert (sample["cards"][0]["processes"], sample["errors"]) == (None, {"timeout": 1})
+    assert (sample["gpus"][0]["processes"], sample["errors"]) == (None, {"timeout": 1})
 
 
-async def test_a_list_that_the_card_does_not_have_is_an_empty_one(library_directory: Path) -> None:
-    """A card without graphics lists its compute processes; one without any list cannot list them."""
+async def test_a_list_that_the_gpu_does_not_have_is_an_empty_one(library_directory: Path) -> None:
+    """A GPU without graphics lists its compute processes; one without any list cannot list them."""
     without = "call_error nvmlDeviceGetGraphicsRunningProcesses_v3 0 3\n"
     without_any = without + "".join(
         f"call_error nvmlDeviceGet{kind}RunningProcesses_v3 0 3\n" for kind in ("Compute", "MPSCompute")
     )
-    async with running_probe(library_directory, ONE_CARD + TRAINING + without) as probe:
-        card = await probe.sample_card()
-        probe.becomes(ONE_CARD + TRAINING + without_any)
+    async with running_probe(library_directory, ONE_GPU + TRAINING + without) as probe:
+        gpu = await probe.sample_gpu()
+        probe.becomes(ONE_GPU + TRAINING + without_any)
         sample = await probe.sample()
-    assert listed(card) == [(100, "compute", 512 * MIB)]
-    assert (sample["cards"][0]["processes"], sample["errors"]) == (None, {})
+    assert listed(gpu) == [(100, "compute", 512 * MIB)]
+    assert (sample["gpus"][0]["processes"], sample["errors"]) == (None, {})
 
 
 async def test_the_first_round_does_not_know_what_processes_use(library_directory: Path, now_us: int) -> None:
     """The driver's buffer may be full of old samples: the first round only notes where it ends."""
-    script = ONE_CARD + TRAINING + f"sample 0 100 {now_us - 3_600_000_000} 90 40 0 0\n"
+    script = ONE_GPU + TRAINING + f"sample 0 100 {now_us - 3_600_000_000} 90 40 0 0\n"
     async with running_probe(library_directory, script) as probe:
-        first = await probe.sample_card()
-        second = await probe.sample_card()
+        first = await probe.sample_gpu()
+        second = await probe.sample_gpu()
     assert use(first, 100) == UNKNOWN
     assert use(second, 100) == IDLE
 
 
 async def test_a_process_uses_the_mean_of_its_new_samples(library_directory: Path, now_us: int) -> None:
     """Samples of the same process since the last round are averaged, older ones are not counted twice."""
-    async with running_probe(library_directory, ONE_CARD + TRAINING) as probe:
-        await probe.sample_card()
+    async with running_probe(library_directory, ONE_GPU + TRAINING) as probe:
+        await probe.sample_gpu()
         samples = f"sample 0 100 {now_us} 80 40 10 0\nsample 0 100 {now_us + 1000} 40 20 0 30\n"
-        probe.becomes(ONE_CARD + TRAINING + samples)
-        both = await probe.sample_card()
-        probe.becomes(ONE_CARD + TRAINING + samples + f"sample 0 100 {now_us + 2000} 10 6 0 0\n")
-        newest = await probe.sample_card()
+        probe.becomes(ONE_GPU + TRAINING + samples)
+        both = await probe.sample_gpu()
+        probe.becomes(ONE_GPU + TRAINING + samples + f"sample 0 100 {now_us + 2000} 10 6 0 0\n")
+        newest = await probe.sample_gpu()
     assert use(both, 100) == (0.6, 0.3, 0.05, 0.15)
     assert use(newest, 100) == (0.1, 0.06, 0.0, 0.0)
 
@@ -133,21 +133,21 @@ async def test_a_busy_process_without_a_new_sample_keeps_its_use_for_one_round(
     library_directory: Path, now_us: int, answer: str
 ) -> None:
     """Our rounds may be quicker than the driver's; then it is idle. Not found and a success of zero entries are alike."""
-    script = ONE_CARD + TRAINING + answer
+    script = ONE_GPU + TRAINING + answer
     async with running_probe(library_directory, script) as probe:
-        await probe.sample_card()
+        await probe.sample_gpu()
         probe.becomes(script + f"sample 0 100 {now_us} 80 40 0 0\n")
-        rounds = [use(await probe.sample_card(), 100) for _ in range(3)]
+        rounds = [use(await probe.sample_gpu(), 100) for _ in range(3)]
     assert rounds == [(0.8, 0.4, 0.0, 0.0), (0.8, 0.4, 0.0, 0.0), IDLE]
 
 
 async def test_a_client_of_mps_without_samples_is_not_called_idle(library_directory: Path, now_us: int) -> None:
     """Some drivers sample no clients of MPS: one that never had a sample is unknown, one that had is idle without."""
-    script = ONE_CARD + "process mps 0 100 1\nprocess mps 0 200 1\n"
+    script = ONE_GPU + "process mps 0 100 1\nprocess mps 0 200 1\n"
     async with running_probe(library_directory, script) as probe:
-        await probe.sample_card()
+        await probe.sample_gpu()
         probe.becomes(script + f"sample 0 200 {now_us} 80 40 0 0\n")
-        rounds = [await probe.sample_card() for _ in range(3)]
+        rounds = [await probe.sample_gpu() for _ in range(3)]
     assert use(rounds[0], 200) == (0.8, 0.4, 0.0, 0.0)
     assert use(rounds[2], 200) == IDLE
     assert use(rounds[2], 100) == UNKNOWN
@@ -157,65 +157,65 @@ async def test_a_process_that_worked_and_is_in_no_list_counts_for_its_round(
     library_directory: Path, now_us: int
 ) -> None:
     """It has ended within the round: it is told once, without memory, and is gone with the next."""
-    async with running_probe(library_directory, ONE_CARD + TRAINING) as probe:
-        await probe.sample_card()
-        probe.becomes(ONE_CARD + TRAINING + f"sample 0 900 {now_us} 50 5 0 0\n")
-        fresh = await probe.sample_card()
-        gone = await probe.sample_card()
+    async with running_probe(library_directory, ONE_GPU + TRAINING) as probe:
+        await probe.sample_gpu()
+        probe.becomes(ONE_GPU + TRAINING + f"sample 0 900 {now_us} 50 5 0 0\n")
+        fresh = await probe.sample_gpu()
+        gone = await probe.sample_gpu()
     assert listed(fresh) == [(100, "compute", 512 * MIB), (900, "compute", None)]
     assert use(fresh, 900) == (0.5, 0.05, 0.0, 0.0)
     assert listed(gone) == [(100, "compute", 512 * MIB)]
 
 
 async def test_entries_that_the_driver_left_unfilled_are_no_samples(library_directory: Path, now_us: int) -> None:
-    """No PID, more than the whole card, a time far ahead: none of them is believed, nor moves the time to ask from."""
-    async with running_probe(library_directory, ONE_CARD + TRAINING) as probe:
-        await probe.sample_card()
+    """No PID, more than the whole GPU, a time far ahead: none of them is believed, nor moves the time to ask from."""
+    async with running_probe(library_directory, ONE_GPU + TRAINING) as probe:
+        await probe.sample_gpu()
         rubbish = (
             f"sample 0 0 {now_us} 50 5 0 0\nsample 0 100 {now_us} 4000 5 0 0\n"
             f"sample 0 100 {now_us + 3_600_000_000} 70 5 0 0\n"
         )
-        probe.becomes(ONE_CARD + TRAINING + rubbish)
-        first = await probe.sample_card()
-        probe.becomes(ONE_CARD + TRAINING + rubbish + f"sample 0 100 {now_us + 1000} 20 10 0 0\n")
-        second = await probe.sample_card()
+        probe.becomes(ONE_GPU + TRAINING + rubbish)
+        first = await probe.sample_gpu()
+        probe.becomes(ONE_GPU + TRAINING + rubbish + f"sample 0 100 {now_us + 1000} 20 10 0 0\n")
+        second = await probe.sample_gpu()
     assert use(first, 100) == IDLE
     assert use(second, 100) == (0.2, 0.1, 0.0, 0.0)
 
 
 async def test_samples_are_seen_after_the_clock_was_set_back(library_directory: Path) -> None:
     """The newest sample is ahead of the clock: what comes after it has an earlier time and counts all the same."""
-    async with running_probe(library_directory, ONE_CARD + TRAINING) as probe:
-        await probe.sample_card()
+    async with running_probe(library_directory, ONE_GPU + TRAINING) as probe:
+        await probe.sample_gpu()
         now_us = time.time_ns() // 1000
         ahead = f"sample 0 100 {now_us + 5_000_000} 50 5 0 0\n"
-        probe.becomes(ONE_CARD + TRAINING + ahead)
-        first = await probe.sample_card()
-        probe.becomes(ONE_CARD + TRAINING + ahead + f"sample 0 200 {now_us + 4_900_000} 20 10 0 0\n")
-        second = await probe.sample_card()
+        probe.becomes(ONE_GPU + TRAINING + ahead)
+        first = await probe.sample_gpu()
+        probe.becomes(ONE_GPU + TRAINING + ahead + f"sample 0 200 {now_us + 4_900_000} 20 10 0 0\n")
+        second = await probe.sample_gpu()
     assert use(first, 100) == (0.5, 0.05, 0.0, 0.0)
     assert use(second, 200) == (0.2, 0.1, 0.0, 0.0)
 
 
 async def test_samples_that_cannot_be_read_leave_the_processes_listed(library_directory: Path, now_us: int) -> None:
-    """Their use is unknown then, whether the card does not support it (no error) or fails."""
+    """Their use is unknown then, whether the GPU does not support it (no error) or fails."""
     function = "nvmlDeviceGetProcessUtilization"
-    async with running_probe(library_directory, ONE_CARD + TRAINING) as probe:
-        await probe.sample_card()
+    async with running_probe(library_directory, ONE_GPU + TRAINING) as probe:
+        await probe.sample_gpu()
         answers = []
         for code in (3, 10):
-            probe.becomes(ONE_CARD + TRAINING + f"sample 0 100 {now_us} 50 5 0 0\ncall_error {function} 0 {code}\n")
+            probe.becomes(ONE_GPU + TRAINING + f"sample 0 100 {now_us} 50 5 0 0\ncall_error {function} 0 {code}\n")
             answers.append(await probe.sample())
     for answer in answers:
-        assert use(answer["cards"][0], 100) == UNKNOWN
+        assert use(answer["gpus"][0], 100) == UNKNOWN
     assert [answer["errors"] for answer in answers] == [{}, {"timeout": 1}]
 
 
 async def test_growing_samples_are_read_again(library_directory: Path, now_us: int) -> None:
     """The samples came between the question for their number and that for them: they are asked for again."""
-    async with running_probe(library_directory, ONE_CARD + TRAINING) as probe:
-        await probe.sample_card()
-        probe.becomes(ONE_CARD + TRAINING + f"sample 0 100 {now_us} 50 5 0 0\ngrows samples 0 1\n")
+    async with running_probe(library_directory, ONE_GPU + TRAINING) as probe:
+        await probe.sample_gpu()
+        probe.becomes(ONE_GPU + TRAINING + f"sample 0 100 {now_us} 50 5 0 0\ngrows samples 0 1\n")
         sample = await probe.sample()
-    assert use(sample["cards"][0], 100) == (0.5, 0.05, 0.0, 0.0)
+    assert use(sample["gpus"][0], 100) == (0.5, 0.05, 0.0, 0.0)
     assert sample["errors"] == {}

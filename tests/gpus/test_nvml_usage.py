@@ -1,4 +1,4 @@
-"""What cards use, as the NVML driver samples it: the real nvidia-ml-py, on a scripted libnvidia-ml.so.1."""
+"""What GPUs use, as the NVML driver samples it: the real nvidia-ml-py, on a scripted libnvidia-ml.so.1."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support_nvml import ONE_CARD, TWO_PAIRS, Probe, fake_library, running_probe
+from tests.support_nvml import ONE_GPU, TWO_PAIRS, Probe, fake_library, running_probe
 
 MIB = 1024 * 1024
 
@@ -29,9 +29,9 @@ field 0 4 0 0 3 1
 field 0 138 4294967295 0 3 2048
 field 0 139 4294967295 0 3 4096
 """
-"""For card 0: everything that a card can tell, apart from processes."""
+"""For GPU 0: everything that a GPU can tell, apart from processes."""
 
-CARD_FIELDS = [
+GPU_FIELDS = [
     "sm_ratio",
     "memory_ratio",
     "encoder_ratio",
@@ -66,19 +66,19 @@ def old_library_directory() -> Iterator[Path]:
 
 
 def traced(probe: Probe) -> list[str]:
-    """The calls since the last time, each as function and card."""
+    """The calls since the last time, each as function and GPU."""
     path = probe.directory / "trace"
     lines = path.read_text().splitlines()
     path.unlink()
     return lines
 
 
-async def test_every_value_of_a_card_comes_in_its_unit(library_directory: Path) -> None:
+async def test_every_value_of_a_gpu_comes_in_its_unit(library_directory: Path) -> None:
     """Percent become ratios, milliwatts watts, MHz hertz, KB/s and KiB bytes; idle is no throttling."""
-    async with running_probe(library_directory, ONE_CARD + BUSY) as probe:
+    async with running_probe(library_directory, ONE_GPU + BUSY) as probe:
         sample = await probe.sample()
-    [card] = sample["cards"]
-    assert {name: card[name] for name in CARD_FIELDS} == {
+    [gpu] = sample["gpus"]
+    assert {name: gpu[name] for name in GPU_FIELDS} == {
         "sm_ratio": 0.87,
         "memory_ratio": 0.34,
         "encoder_ratio": 0.12,
@@ -98,27 +98,27 @@ async def test_every_value_of_a_card_comes_in_its_unit(library_directory: Path) 
         "nvlink_received_bytes_total": 4096 * 1024,
         "nvlink_sent_bytes_total": 2048 * 1024,
     }
-    assert (card["uuid"], card["processes"], sample["errors"]) == ("GPU-aaaa", [], {})
+    assert (gpu["uuid"], gpu["processes"], sample["errors"]) == ("GPU-aaaa", [], {})
 
 
-async def test_a_card_that_supports_nothing_is_sampled_without_an_error(library_directory: Path) -> None:
+async def test_a_gpu_that_supports_nothing_is_sampled_without_an_error(library_directory: Path) -> None:
     """Each value is None, never zero; its memory and its empty process list are known all the same."""
-    async with running_probe(library_directory, ONE_CARD) as probe:
+    async with running_probe(library_directory, ONE_GPU) as probe:
         sample = await probe.sample()
-    [card] = sample["cards"]
-    told = {name: card[name] for name in CARD_FIELDS if card[name] is not None}
-    assert told == {"memory_used_bytes": 0, "memory_total_bytes": 24576 * MIB}
+    [gpu] = sample["gpus"]
+    reported = {name: gpu[name] for name in GPU_FIELDS if gpu[name] is not None}
+    assert reported == {"memory_used_bytes": 0, "memory_total_bytes": 24576 * MIB}
     assert sample["errors"] == {}
 
 
-async def test_what_a_card_does_not_support_is_asked_once(library_directory: Path) -> None:
-    """The second round asks only what the first one had an answer to, and always for processes; so does each card."""
+async def test_what_a_gpu_does_not_support_is_asked_once(library_directory: Path) -> None:
+    """The second round asks only what the first one had an answer to, and always for processes; so does each GPU."""
     script = TWO_PAIRS + "value power 1 90000\n"
     async with running_probe(library_directory, script) as probe:
         probe.becomes(script + f"trace {probe.directory / 'trace'}\n")
         await probe.sample()
         first = traced(probe)
-        for _ in range(3):  # each card has had its turn at PCIe
+        for _ in range(3):  # each GPU has had its turn at PCIe
             await probe.sample()
         traced(probe)
         await probe.sample()
@@ -139,50 +139,48 @@ async def test_what_a_card_does_not_support_is_asked_once(library_directory: Pat
 
 async def test_a_reopened_nvml_is_asked_everything_again(library_directory: Path) -> None:
     """After a close, what was not supported before may be now."""
-    async with running_probe(library_directory, ONE_CARD) as probe:
-        before = await probe.sample_card()
-        probe.becomes(ONE_CARD + BUSY)
-        still = await probe.sample_card()
+    async with running_probe(library_directory, ONE_GPU) as probe:
+        before = await probe.sample_gpu()
+        probe.becomes(ONE_GPU + BUSY)
+        still = await probe.sample_gpu()
         await probe.ask("close")
-        after = await probe.sample_card()
+        after = await probe.sample_gpu()
     assert before["sm_ratio"] is None and still["sm_ratio"] is None
     assert after["sm_ratio"] == 0.87
 
 
-async def test_what_a_card_does_not_support_is_asked_again_after_600_rounds(library_directory: Path) -> None:
+async def test_what_a_gpu_does_not_support_is_asked_again_after_600_rounds(library_directory: Path) -> None:
     """MIG mode and permissions change while NVML stays open."""
-    async with running_probe(library_directory, ONE_CARD) as probe:
+    async with running_probe(library_directory, ONE_GPU) as probe:
         await probe.sample()
-        probe.becomes(ONE_CARD + BUSY)
+        probe.becomes(ONE_GPU + BUSY)
         answer = await probe.ask("sample_600")
-    assert answer["cards"][0]["sm_ratio"] == 0.87
+    assert answer["gpus"][0]["sm_ratio"] == 0.87
 
 
-async def test_pcie_is_measured_on_one_card_a_round_and_kept(library_directory: Path) -> None:
-    """NVML measures for 20 ms each way, so the cards take turns; a card keeps its value until its next turn."""
-    script = TWO_PAIRS + "".join(
-        f"value pcie_0 {card} {card + 1}\nvalue pcie_1 {card} {card + 1}\n" for card in range(4)
-    )
+async def test_pcie_is_measured_on_one_gpu_a_round_and_kept(library_directory: Path) -> None:
+    """NVML measures for 20 ms each way, so the GPUs take turns; a GPU keeps its value until its next turn."""
+    script = TWO_PAIRS + "".join(f"value pcie_0 {gpu} {gpu + 1}\nvalue pcie_1 {gpu} {gpu + 1}\n" for gpu in range(4))
     async with running_probe(library_directory, script) as probe:
         probe.becomes(script + f"trace {probe.directory / 'trace'}\n")
         known, measured = [], []
         for _ in range(4):
-            cards = (await probe.sample())["cards"]
-            known.append(sum(card["pcie_sent_bytes_per_second"] is not None for card in cards))
+            gpus = (await probe.sample())["gpus"]
+            known.append(sum(gpu["pcie_sent_bytes_per_second"] is not None for gpu in gpus))
             measured.append([call.split()[1] for call in traced(probe) if "PcieThroughput" in call])
     assert known == [1, 2, 3, 4]
     assert sorted(measured) == [["0", "0"], ["1", "1"], ["2", "2"], ["3", "3"]]
-    assert [card["pcie_sent_bytes_per_second"] for card in cards] == [1000, 2000, 3000, 4000]
+    assert [gpu["pcie_sent_bytes_per_second"] for gpu in gpus] == [1000, 2000, 3000, 4000]
 
 
 async def test_an_error_of_one_value_is_counted_and_leaves_the_others(library_directory: Path) -> None:
     """A failing power sensor costs the power; the error has NVML's word."""
     errors = "call_error nvmlDeviceGetPowerUsage 0 10\ncall_error nvmlDeviceGetClockInfo 0 999\n"
-    async with running_probe(library_directory, ONE_CARD + BUSY + errors) as probe:
+    async with running_probe(library_directory, ONE_GPU + BUSY + errors) as probe:
         sample = await probe.sample()
         again = await probe.sample()
-    [card] = sample["cards"]
-    assert (card["power_watts"], card["sm_clock_hertz"], card["temperature_celsius"]) == (None, None, 61.0)
+    [gpu] = sample["gpus"]
+    assert (gpu["power_watts"], gpu["sm_clock_hertz"], gpu["temperature_celsius"]) == (None, None, 61.0)
     assert sample["errors"] == {"timeout": 1, "unknown": 2}
     assert again["errors"] == sample["errors"]
 
@@ -192,107 +190,107 @@ async def test_an_answer_that_there_is_nothing_is_no_error(library_directory: Pa
     """Not supported, no permission, not found, function not found, no data: the value is None and nothing is counted."""
     functions = ("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPowerUsage", "nvmlDeviceGetFieldValues")
     errors = "".join(f"call_error {function} 0 {code}\n" for function in functions)
-    async with running_probe(library_directory, ONE_CARD + BUSY + errors) as probe:
+    async with running_probe(library_directory, ONE_GPU + BUSY + errors) as probe:
         sample = await probe.sample()
-    [card] = sample["cards"]
-    assert (card["sm_ratio"], card["power_watts"], card["ecc_corrected_total"]) == (None, None, None)
-    assert (card["temperature_celsius"], sample["errors"]) == (61.0, {})
+    [gpu] = sample["gpus"]
+    assert (gpu["sm_ratio"], gpu["power_watts"], gpu["ecc_corrected_total"]) == (None, None, None)
+    assert (gpu["temperature_celsius"], sample["errors"]) == (61.0, {})
 
 
-async def test_a_counter_that_the_card_lacks_leaves_the_others(library_directory: Path) -> None:
+async def test_a_counter_that_the_gpu_lacks_leaves_the_others(library_directory: Path) -> None:
     """One call asks for all counters; the answer is per counter, and only a true error of one is counted."""
-    script = ONE_CARD + "field 0 3 0 0 3 7\nfield 0 4 0 2 3 0\nfield 0 138 4294967295 10 3 0\n"
+    script = ONE_GPU + "field 0 3 0 0 3 7\nfield 0 4 0 2 3 0\nfield 0 138 4294967295 10 3 0\n"
     async with running_probe(library_directory, script) as probe:
         sample = await probe.sample()
-    [card] = sample["cards"]
-    assert (card["ecc_corrected_total"], card["ecc_uncorrected_total"]) == (7, None)
-    assert (card["nvlink_sent_bytes_total"], card["nvlink_received_bytes_total"]) == (None, None)
+    [gpu] = sample["gpus"]
+    assert (gpu["ecc_corrected_total"], gpu["ecc_uncorrected_total"]) == (7, None)
+    assert (gpu["nvlink_sent_bytes_total"], gpu["nvlink_received_bytes_total"]) == (None, None)
     assert sample["errors"] == {"timeout": 1}
 
 
-async def test_a_lost_card_leaves_the_sample(library_directory: Path) -> None:
-    """The others are sampled; the loss is counted once a round, and the card comes back with a later one."""
+async def test_a_lost_gpu_leaves_the_sample(library_directory: Path) -> None:
+    """The others are sampled; the loss is counted once a round, and the GPU comes back with a later one."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         await probe.sample()
         probe.becomes(TWO_PAIRS + "error 1 15\n")
         lost = await probe.sample()
         probe.becomes(TWO_PAIRS)
         back = await probe.sample()
-    assert [card["uuid"] for card in lost["cards"]] == ["GPU-aaaa", "GPU-cccc", "GPU-dddd"]
+    assert [gpu["uuid"] for gpu in lost["gpus"]] == ["GPU-aaaa", "GPU-cccc", "GPU-dddd"]
     assert lost["errors"] == {"gpu_is_lost": 1}
-    assert len(back["cards"]) == 4 and back["errors"] == {}
+    assert len(back["gpus"]) == 4 and back["errors"] == {}
 
 
-async def test_a_card_that_answers_nothing_but_unknown_leaves_the_sample(library_directory: Path) -> None:
-    """After a reset under an open NVML the handle answers only Unknown Error: that is a lost card and no bad sensor."""
+async def test_a_gpu_that_answers_nothing_but_unknown_leaves_the_sample(library_directory: Path) -> None:
+    """After a reset under an open NVML the handle answers only Unknown Error: that is a lost GPU and no bad sensor."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         await probe.sample()
         probe.becomes(TWO_PAIRS + "error 2 999\n")
         lost = await probe.sample()
-    assert [card["uuid"] for card in lost["cards"]] == ["GPU-aaaa", "GPU-bbbb", "GPU-dddd"]
+    assert [gpu["uuid"] for gpu in lost["gpus"]] == ["GPU-aaaa", "GPU-bbbb", "GPU-dddd"]
     assert list(lost["errors"]) == ["unknown"]
 
 
-async def test_all_cards_lost_is_an_empty_sample(library_directory: Path) -> None:
-    """The driver itself answers, so it is no failure of the sample; the looks deal with the cards."""
+async def test_all_gpus_lost_is_an_empty_sample(library_directory: Path) -> None:
+    """The driver itself answers, so it is no failure of the sample; the looks deal with the GPUs."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         await probe.sample()
-        probe.becomes(TWO_PAIRS + "".join(f"error {card} 15\n" for card in range(4)))
+        probe.becomes(TWO_PAIRS + "".join(f"error {gpu} 15\n" for gpu in range(4)))
         lost = await probe.sample()
         looked = await probe.read()
         probe.becomes(TWO_PAIRS)
         back = await probe.sample()
-    assert lost == {"cards": [], "errors": {"gpu_is_lost": 4}}
-    assert {card["health"] for card in looked["cards"]} == {"Unhealthy"}
-    assert len(back["cards"]) == 4
+    assert lost == {"gpus": [], "errors": {"gpu_is_lost": 4}}
+    assert {gpu["health"] for gpu in looked["gpus"]} == {"Unhealthy"}
+    assert len(back["gpus"]) == 4
 
 
-async def test_a_node_without_cards_has_an_empty_sample(library_directory: Path) -> None:
-    """A driver that counts no card is no error."""
+async def test_a_node_without_gpus_has_an_empty_sample(library_directory: Path) -> None:
+    """A driver that counts no GPU is no error."""
     async with running_probe(library_directory, "count 0\n") as probe:
-        assert await probe.sample() == {"cards": [], "errors": {}}
+        assert await probe.sample() == {"gpus": [], "errors": {}}
 
 
 async def test_a_driver_lost_as_a_whole_is_unavailable_and_comes_back(library_directory: Path) -> None:
     """Uninitialized costs one sample, a driver that is not loaded each until it is: NVML is opened anew each time."""
-    async with running_probe(library_directory, ONE_CARD + BUSY) as probe:
+    async with running_probe(library_directory, ONE_GPU + BUSY) as probe:
         await probe.sample()
-        probe.becomes("driver 1\n" + ONE_CARD + BUSY)
+        probe.becomes("driver 1\n" + ONE_GPU + BUSY)
         lost = await probe.sample()
         probe.becomes("init 9\ndriver 9\n")
         gone = await probe.sample()
-        probe.becomes(ONE_CARD + BUSY)
-        back = await probe.sample_card()
-    assert "sampling the cards through NVML failed: Uninitialized" in lost["unavailable"]
+        probe.becomes(ONE_GPU + BUSY)
+        back = await probe.sample_gpu()
+    assert "sampling the GPUs through NVML failed: Uninitialized" in lost["unavailable"]
     assert "opening NVML failed: Driver Not Loaded" in gone["unavailable"]
     assert back["sm_ratio"] == 0.87
 
 
 async def test_an_older_driver_is_asked_by_the_older_names(old_library_directory: Path) -> None:
     """Without the newer symbols memory, temperature and throttling still come; what has no older name is None."""
-    async with running_probe(old_library_directory, ONE_CARD + BUSY + "process compute 0 77 1048576\n") as probe:
+    async with running_probe(old_library_directory, ONE_GPU + BUSY + "process compute 0 77 1048576\n") as probe:
         looked = await probe.read()
         sample = await probe.sample()
-    [card] = sample["cards"]
-    assert card["memory_used_bytes"] == 1300 * MIB  # the older call counts the reserved bytes too
-    assert (card["temperature_celsius"], card["throttle_reasons"]) == (61.0, ["hw_thermal", "power_cap"])
-    assert (card["ecc_corrected_total"], card["nvlink_sent_bytes_total"]) == (None, None)
-    assert [(process["pid"], process["kind"]) for process in card["processes"]] == [(77, "compute")]
-    assert sample["errors"] == {} and looked["cards"][0]["health"] == "Healthy"
+    [gpu] = sample["gpus"]
+    assert gpu["memory_used_bytes"] == 1300 * MIB  # the older call counts the reserved bytes too
+    assert (gpu["temperature_celsius"], gpu["throttle_reasons"]) == (61.0, ["hw_thermal", "power_cap"])
+    assert (gpu["ecc_corrected_total"], gpu["nvlink_sent_bytes_total"]) == (None, None)
+    assert [(process["pid"], process["kind"]) for process in gpu["processes"]] == [(77, "compute")]
+    assert sample["errors"] == {} and looked["gpus"][0]["health"] == "Healthy"
 
 
 async def test_a_sample_that_hangs_is_unavailable_and_never_overlaps_another(library_directory: Path) -> None:
     """Later samples are refused while it hangs; there is one thread for them, and all is well when it returns."""
-    async with running_probe(library_directory, ONE_CARD + BUSY, timeout_s=0.5) as probe:
+    async with running_probe(library_directory, ONE_GPU + BUSY, timeout_s=0.5) as probe:
         await probe.sample()
-        probe.becomes(ONE_CARD + BUSY + "hang_sample\n")
+        probe.becomes(ONE_GPU + BUSY + "hang_sample\n")
         first = await probe.sample()
         second = await probe.sample()
         threads = await probe.ask("threads")
-        probe.becomes(ONE_CARD + BUSY)
+        probe.becomes(ONE_GPU + BUSY)
         while "unavailable" in (answer := await probe.sample()):
             assert "still hangs" in answer["unavailable"]
     assert "no answer within 0.5 s" in first["unavailable"]
     assert "still hangs" in second["unavailable"]
     assert threads == 1
-    assert answer["cards"][0]["sm_ratio"] == 0.87
+    assert answer["gpus"][0]["sm_ratio"] == 0.87

@@ -1,4 +1,4 @@
-"""Naming a card by hand."""
+"""Naming a GPU by hand."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from gpushare_agent.gpus.selection import cards_meant
+from gpushare_agent.gpus.selection import gpus_meant
 from gpushare_agent.model.names import GpuUuid
 from tests.support_core import inventory
 
 UUIDS = ("GPU-11aa-1", "GPU-11ab-2", "GPU-2ccc-3")
-CARDS = [replace(card, uuid=GpuUuid(uuid)) for card, uuid in zip(inventory(3).cards, UUIDS, strict=True)]
+GPUS = [replace(gpu, uuid=GpuUuid(uuid)) for gpu, uuid in zip(inventory(3).gpus, UUIDS, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -32,12 +32,12 @@ CARDS = [replace(card, uuid=GpuUuid(uuid)) for card, uuid in zip(inventory(3).ca
         ("GPU-9", []),
     ],
 )
-def test_a_card_is_an_index_a_uuid_or_its_beginning(text: str, indexes: list[int]) -> None:
+def test_a_gpu_is_an_index_a_uuid_or_its_beginning(text: str, indexes: list[int]) -> None:
     """Several are left to the asker to tell apart; digits alone are never a UUID."""
-    assert [card.index for card in cards_meant(text, CARDS)] == indexes
+    assert [gpu.index for gpu in gpus_meant(text, GPUS)] == indexes
 
 
 def test_a_whole_uuid_wins_over_a_longer_one_that_begins_so() -> None:
     """What is named in full is meant."""
-    longer = replace(CARDS[1], uuid=GpuUuid(UUIDS[0] + "-x"))
-    assert cards_meant(UUIDS[0], [longer, CARDS[0]]) == [CARDS[0]]
+    longer = replace(GPUS[1], uuid=GpuUuid(UUIDS[0] + "-x"))
+    assert gpus_meant(UUIDS[0], [longer, GPUS[0]]) == [GPUS[0]]

@@ -1,4 +1,4 @@
-"""Simulated cards: what they are made of, and how their faults and their use are rehearsed."""
+"""Simulated GPUs: what they are made of, and how their faults and their use are rehearsed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support_gpus import topology_text
 
 def simulated(
     *,
-    cards: int = 2,
+    gpus: int = 2,
     memory: tuple[int, ...] = (24576,),
     topology: str | None = None,
     seed: str = "n1",
@@ -31,10 +31,10 @@ def simulated(
     usage: Path | None = None,
 ) -> SimulatedDriver:
     return SimulatedDriver(
-        cards=cards,
-        card_memory_mib=memory,
+        gpus=gpus,
+        gpu_memory_mib=memory,
         topology_text=topology,
-        card_name="NVIDIA Simulated 24GB",
+        gpu_name="NVIDIA Simulated 24GB",
         seed=seed,
         faults_file=faults,
         usage_file=usage,
@@ -47,27 +47,27 @@ async def inventory_of(driver: SimulatedDriver) -> GpuInventory:
     return inventory
 
 
-async def test_uuids_are_the_same_after_a_restart_and_differ_between_nodes_and_cards() -> None:
-    """The kubelet's checkpoint names cards by UUID, so a restarted agent must find the same ones."""
-    first, again = await inventory_of(simulated(cards=8)), await inventory_of(simulated(cards=8))
-    other = await inventory_of(simulated(cards=8, seed="n2"))
+async def test_uuids_are_the_same_after_a_restart_and_differ_between_nodes_and_gpus() -> None:
+    """The kubelet's checkpoint names GPUs by UUID, so a restarted agent must find the same ones."""
+    first, again = await inventory_of(simulated(gpus=8)), await inventory_of(simulated(gpus=8))
+    other = await inventory_of(simulated(gpus=8, seed="n2"))
     assert first == again
-    assert len({card.uuid for card in (*first.cards, *other.cards)}) == 16
-    assert all(card.uuid.startswith("GPU-") for card in first.cards)
+    assert len({gpu.uuid for gpu in (*first.gpus, *other.gpus)}) == 16
+    assert all(gpu.uuid.startswith("GPU-") for gpu in first.gpus)
 
 
 async def test_bus_ids_differ_and_minors_are_the_indexes() -> None:
-    """Also for the largest number of cards."""
-    cards = (await inventory_of(simulated(cards=64))).cards
-    assert len({card.bus_id for card in cards}) == 64
-    assert [card.minor for card in cards] == [card.index for card in cards] == list(range(64))
-    assert all(len(card.bus_id) == len("00000000:3B:00.0") for card in cards)
+    """Also for the largest number of GPUs."""
+    gpus = (await inventory_of(simulated(gpus=64))).gpus
+    assert len({gpu.bus_id for gpu in gpus}) == 64
+    assert [gpu.minor for gpu in gpus] == [gpu.index for gpu in gpus] == list(range(64))
+    assert all(len(gpu.bus_id) == len("00000000:3B:00.0") for gpu in gpus)
 
 
 async def test_the_default_machine_has_pairs_and_numa_nodes_of_four() -> None:
-    """Six cards: two pairs on the first node, one on the second."""
-    inventory = await inventory_of(simulated(cards=6))
-    assert [card.numa_node for card in inventory.cards] == [0, 0, 0, 0, 1, 1]
+    """Six GPUs: two pairs on the first node, one on the second."""
+    inventory = await inventory_of(simulated(gpus=6))
+    assert [gpu.numa_node for gpu in inventory.gpus] == [0, 0, 0, 0, 1, 1]
     assert render_tree(inventory.topology).splitlines() == [
         "ROOT:6",
         "|--SYS:6",
@@ -84,44 +84,44 @@ async def test_the_default_machine_has_pairs_and_numa_nodes_of_four() -> None:
     ]
 
 
-async def test_a_topology_text_decides_the_number_of_cards_and_their_numa_nodes() -> None:
+async def test_a_topology_text_decides_the_number_of_gpus_and_their_numa_nodes() -> None:
     """The --cards setting is not asked then."""
-    inventory = await inventory_of(simulated(cards=2, topology=topology_text("t4-x4-two-sockets")))
-    assert [card.numa_node for card in inventory.cards] == [0, 0, 1, 1]
+    inventory = await inventory_of(simulated(gpus=2, topology=topology_text("t4-x4-two-sockets")))
+    assert [gpu.numa_node for gpu in inventory.gpus] == [0, 0, 1, 1]
 
 
 async def test_a_short_memory_list_repeats_its_last_value() -> None:
-    """Cards may differ."""
-    inventory = await inventory_of(simulated(cards=4, memory=(81920, 24576)))
-    assert [card.memory_mib for card in inventory.cards] == [81920, 24576, 24576, 24576]
+    """GPUs may differ."""
+    inventory = await inventory_of(simulated(gpus=4, memory=(81920, 24576)))
+    assert [gpu.memory_mib for gpu in inventory.gpus] == [81920, 24576, 24576, 24576]
 
 
 async def test_nvlinks_are_those_of_the_matrix() -> None:
     """A V100 of the cube mesh has six links; eight links of an NVSwitch machine end at the switch."""
     mesh = await inventory_of(simulated(topology=topology_text("v100-x8-cube-mesh")))
-    assert {len(card.nvlinks) for card in mesh.cards} == {6}
-    assert [link.remote_bus_id for link in mesh.cards[0].nvlinks].count(mesh.cards[3].bus_id) == 2
+    assert {len(gpu.nvlinks) for gpu in mesh.gpus} == {6}
+    assert [link.remote_bus_id for link in mesh.gpus[0].nvlinks].count(mesh.gpus[3].bus_id) == 2
     switched = await inventory_of(simulated(topology=topology_text("h100-x8-nvswitch")))
-    assert {len(card.nvlinks) for card in switched.cards} == {18}
-    assert len({link.remote_bus_id for card in switched.cards for link in card.nvlinks}) == 1
+    assert {len(gpu.nvlinks) for gpu in switched.gpus} == {18}
+    assert len({link.remote_bus_id for gpu in switched.gpus for link in gpu.nvlinks}) == 1
 
 
-def test_more_memory_sizes_than_cards_are_refused_naming_both_numbers() -> None:
+def test_more_memory_sizes_than_gpus_are_refused_naming_both_numbers() -> None:
     """A size too many is a mistake in the settings."""
-    with pytest.raises(StartupError, match="3 card memory sizes were given for 2 cards"):
-        simulated(cards=2, memory=(1, 2, 3))
+    with pytest.raises(StartupError, match="3 GPU memory sizes were given for 2 GPUs"):
+        simulated(gpus=2, memory=(1, 2, 3))
 
 
-@pytest.mark.parametrize("cards", [0, -1, 65])
-def test_an_impossible_number_of_cards_is_refused(cards: int) -> None:
-    """One to 64 cards can be simulated."""
+@pytest.mark.parametrize("gpus", [0, -1, 65])
+def test_an_impossible_number_of_gpus_is_refused(gpus: int) -> None:
+    """One to 64 GPUs can be simulated."""
     with pytest.raises(StartupError, match="choose 1 to 64"):
-        simulated(cards=cards)
+        simulated(gpus=gpus)
 
 
 @pytest.mark.parametrize("memory", [(), (0,), (24576, -1)])
 def test_impossible_memory_sizes_are_refused(memory: tuple[int, ...]) -> None:
-    """Every card has some memory."""
+    """Every GPU has some memory."""
     with pytest.raises(StartupError, match="sizes above 0 MiB"):
         simulated(memory=memory)
 
@@ -132,16 +132,16 @@ def test_a_faulty_topology_text_is_refused() -> None:
         simulated(topology="nonsense")
 
 
-async def test_lost_cards_are_unhealthy_with_the_given_reason_until_the_file_says_otherwise(tmp_path: Path) -> None:
+async def test_lost_gpus_are_unhealthy_with_the_given_reason_until_the_file_says_otherwise(tmp_path: Path) -> None:
     """Faults come and go while the agent runs."""
     faults = tmp_path / "faults.json"
-    driver = simulated(cards=3, faults=faults)
+    driver = simulated(gpus=3, faults=faults)
     before = await driver.read()
-    faults.write_text(json.dumps({"lost": {"1": "fell off the bus", "9": "no such card"}}))
+    faults.write_text(json.dumps({"lost": {"1": "fell off the bus", "9": "no such GPU"}}))
     lost = await driver.read()
     faults.unlink()
-    assert [card.is_healthy for card in lost.cards] == [True, False, True]
-    assert lost.cards[1].unhealthy_reason == "fell off the bus"
+    assert [gpu.is_healthy for gpu in lost.gpus] == [True, False, True]
+    assert lost.gpus[1].unhealthy_reason == "fell off the bus"
     assert lost.topology == before.topology
     assert await driver.read() == before
 
@@ -183,7 +183,7 @@ async def test_a_malformed_faults_file_is_ignored_with_one_warning(tmp_path: Pat
     driver = simulated(faults=faults)
     with capture_logs() as logs:
         inventories = [await driver.read(), await driver.read()]
-    assert all(card.is_healthy for inventory in inventories for card in inventory.cards)
+    assert all(gpu.is_healthy for inventory in inventories for gpu in inventory.gpus)
     assert [entry["event"] for entry in logs] == ["faults_file_ignored"]
 
 
@@ -193,7 +193,7 @@ async def test_a_faults_file_that_is_no_file_is_ignored(tmp_path: Path) -> None:
     os.mkfifo(faults)
     with capture_logs() as logs:
         inventory = await simulated(faults=faults).read()
-    assert all(card.health is Health.HEALTHY for card in inventory.cards)
+    assert all(gpu.health is Health.HEALTHY for gpu in inventory.gpus)
     assert ["no regular file" in entry["reason"] for entry in logs] == [True]
 
 
@@ -210,7 +210,7 @@ async def test_an_event_is_reported_once(tmp_path: Path) -> None:
     """The file keeps it; the driver tells it at the next call only."""
     faults = tmp_path / "faults.json"
     driver = simulated(faults=faults)
-    uuids = [card.uuid for card in (await driver.read()).cards]
+    uuids = [gpu.uuid for gpu in (await driver.read()).gpus]
     write(faults, xids=[XID_79])
     assert await driver.events() == [GpuEvent(kind=GpuEventKind.XID, uuid=uuids[1], xid=79)]
     assert await driver.events() == []
@@ -229,7 +229,7 @@ async def test_what_was_in_the_file_at_the_first_look_is_history(tmp_path: Path,
     driver = simulated(faults=faults)
     await getattr(driver, first_look)()
     assert await driver.events() == []
-    assert all(card.is_healthy for card in (await driver.read()).cards)
+    assert all(gpu.is_healthy for gpu in (await driver.read()).gpus)
     write(faults, xids=[{"id": 3, "card": 0, "xid": 48}])
     assert [event.xid for event in await driver.events()] == [48]
 
@@ -246,7 +246,7 @@ async def test_a_malformed_file_at_the_first_look_is_no_look(tmp_path: Path) -> 
 
 
 async def test_a_storm_comes_in_calls_of_1024_oldest_first(tmp_path: Path) -> None:
-    """However they lie in the file, and those of cards that are not there left out."""
+    """However they lie in the file, and those of GPUs that are not there left out."""
     faults = tmp_path / "faults.json"
     driver = simulated(faults=faults)
     await driver.read()
@@ -257,14 +257,14 @@ async def test_a_storm_comes_in_calls_of_1024_oldest_first(tmp_path: Path) -> No
     assert calls[0] + calls[1] == [number for number in range(1, 1501) if number != 7]
 
 
-async def test_a_reset_card_is_lost_for_one_look(tmp_path: Path) -> None:
-    """Between two looks a reset would go unseen; so the next look sees it, and the one after it sees the card back."""
+async def test_a_reset_gpu_is_lost_for_one_look(tmp_path: Path) -> None:
+    """Between two looks a reset would go unseen; so the next look sees it, and the one after it sees the GPU back."""
     faults = tmp_path / "faults.json"
     driver = simulated(faults=faults)
     before = await driver.read()
     write(faults, resets=[{"id": 1, "card": 1}])
     looks = [await driver.read() for _ in range(2)]
-    assert [card.unhealthy_reason for card in looks[0].cards] == ["", "being reset (simulated)"]
+    assert [gpu.unhealthy_reason for gpu in looks[0].gpus] == ["", "being reset (simulated)"]
     assert looks[1] == before
 
 
@@ -296,20 +296,20 @@ def test_faults_are_written_as_they_are_read() -> None:
 # --- use ---
 
 
-async def test_cards_without_a_usage_file_idle() -> None:
+async def test_gpus_without_a_usage_file_idle() -> None:
     """All their memory is free, no process is on them, and they are cool."""
     driver = simulated()
     sample = await driver.sample()
-    assert [card.uuid for card in sample.cards] == [card.uuid for card in (await driver.read()).cards]
+    assert [gpu.uuid for gpu in sample.gpus] == [gpu.uuid for gpu in (await driver.read()).gpus]
     assert sample.errors == {}
-    for card in sample.cards:
-        assert (card.sm_ratio, card.memory_used_bytes, card.processes) == (0.0, 0, ())
-        assert card.memory_total_bytes == 24576 * 2**20
-        assert (card.temperature_celsius, card.power_watts, card.throttle_reasons) == (32, 45.0, ())
+    for gpu in sample.gpus:
+        assert (gpu.sm_ratio, gpu.memory_used_bytes, gpu.processes) == (0.0, 0, ())
+        assert gpu.memory_total_bytes == 24576 * 2**20
+        assert (gpu.temperature_celsius, gpu.power_watts, gpu.throttle_reasons) == (32, 45.0, ())
 
 
-async def test_a_cards_use_is_the_sum_of_its_processes(tmp_path: Path) -> None:
-    """Processes by PID; one on two cards is on each; one on a card that is not there is on none."""
+async def test_a_gpus_use_is_the_sum_of_its_processes(tmp_path: Path) -> None:
+    """Processes by PID; one on two GPUs is on each; one on a GPU that is not there is on none."""
     usage = tmp_path / "usage.json"
     write(usage, processes=[
         {"pid": 20, "card": 0, "sm": 0.25, "memory_bytes": 2**30, "memory": 0.1, "encoder": 0.5, "kind": "mps"},
@@ -317,7 +317,7 @@ async def test_a_cards_use_is_the_sum_of_its_processes(tmp_path: Path) -> None:
         {"pid": 10, "card": 1, "sm": 1, "memory_bytes": 2**20},
         {"pid": 30, "card": 7, "sm": 1},
     ])  # fmt: skip
-    first, second = (await simulated(usage=usage).sample()).cards
+    first, second = (await simulated(usage=usage).sample()).gpus
     assert (first.sm_ratio, first.memory_used_bytes, first.encoder_ratio) == (0.75, 2**30 + 2**20, 0.5)
     assert first.memory_ratio == pytest.approx(0.1 + 0.5 * 0.6)
     assert first.processes is not None and second.processes is not None
@@ -328,21 +328,21 @@ async def test_a_cards_use_is_the_sum_of_its_processes(tmp_path: Path) -> None:
     assert (second.temperature_celsius, second.power_watts, second.throttle_reasons) == (74, 300.0, ("power_cap",))
 
 
-async def test_no_card_shows_more_than_all_of_itself(tmp_path: Path) -> None:
+async def test_no_gpu_shows_more_than_all_of_itself(tmp_path: Path) -> None:
     """Whatever its processes are said to use together."""
     usage = tmp_path / "usage.json"
     write(usage, processes=[{"pid": pid, "card": 0, "sm": 0.9, "memory_bytes": 2**40} for pid in (1, 2)])
-    card = (await simulated(usage=usage).sample()).cards[0]
-    assert (card.sm_ratio, card.memory_used_bytes) == (1.0, card.memory_total_bytes)
+    gpu = (await simulated(usage=usage).sample()).gpus[0]
+    assert (gpu.sm_ratio, gpu.memory_used_bytes) == (1.0, gpu.memory_total_bytes)
 
 
-async def test_a_lost_card_is_not_sampled_but_counted(tmp_path: Path) -> None:
+async def test_a_lost_gpu_is_not_sampled_but_counted(tmp_path: Path) -> None:
     """As NVML's error word."""
     faults = tmp_path / "faults.json"
     write(faults, lost={"0": "gone"})
-    driver = simulated(cards=3, faults=faults)
+    driver = simulated(gpus=3, faults=faults)
     sample = await driver.sample()
-    assert [card.uuid for card in sample.cards] == [card.uuid for card in (await driver.read()).cards[1:]]
+    assert [gpu.uuid for gpu in sample.gpus] == [gpu.uuid for gpu in (await driver.read()).gpus[1:]]
     assert sample.errors == {"gpu_is_lost": 1}
 
 
@@ -359,18 +359,18 @@ async def test_a_lost_card_is_not_sampled_but_counted(tmp_path: Path) -> None:
     ids=lambda processes: repr(processes)[:60],
 )  # fmt: skip
 async def test_a_malformed_usage_file_is_ignored_with_one_warning(tmp_path: Path, processes: Any) -> None:
-    """The cards idle then, all of them: half a file would be believed."""
+    """The GPUs idle then, all of them: half a file would be believed."""
     usage = tmp_path / "usage.json"
     write(usage, processes=processes)
     driver = simulated(usage=usage)
     with capture_logs() as logs:
         samples = [await driver.sample() for _ in range(2)]
-    assert {card.processes for sample in samples for card in sample.cards} == {()}
+    assert {gpu.processes for sample in samples for gpu in sample.gpus} == {()}
     assert [entry["event"] for entry in logs] == ["usage_file_ignored"]
 
 
 def test_use_is_written_as_it_is_read() -> None:
-    """By card and PID."""
+    """By GPU and PID."""
     first, second = {"pid": 9, "card": 1, "sm": 0.5, "memory_bytes": 7}, {"pid": 3, "card": 0, "sm": 1.0}
     text = json.dumps({"processes": [first, second]})
     written = encode_usage(parse_usage(text))

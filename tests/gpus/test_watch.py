@@ -1,4 +1,4 @@
-"""Cards that fail and come back, a driver that goes away, and what it tells between two looks."""
+"""GPUs that fail and come back, a driver that goes away, and what it tells between two looks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Counted:
 
 
 def health(state: GpuInventoryState) -> list[str]:
-    return [card.health.value for card in state.current.cards]
+    return [gpu.health.value for gpu in state.current.gpus]
 
 
 async def _look(watch: GpuWatch, driver: ShownDriver, *shown: GpuInventory | Exception) -> None:
@@ -53,34 +53,34 @@ async def _running(watch: GpuWatch) -> AsyncIterator[None]:
             await asyncio.wait({task})
 
 
-async def test_one_card_fails_and_returns() -> None:
+async def test_one_gpu_fails_and_returns() -> None:
     """The other one is not touched; each change is told once."""
-    state, told, driver = GpuInventoryState(IMMEDIATE), [], ShownDriver()
-    state.subscribe(lambda found: told.append([c.is_healthy for c in found.cards]))
+    state, reported, driver = GpuInventoryState(IMMEDIATE), [], ShownDriver()
+    state.subscribe(lambda found: reported.append([c.is_healthy for c in found.gpus]))
     whole, watch = inventory(), GpuWatch(driver, state, period_s=1)
     await _look(watch, driver, whole, whole, sick(whole, 1), sick(whole, 1), whole)
-    assert told == [[True, True], [True, False], [True, True]]
+    assert reported == [[True, True], [True, False], [True, True]]
 
 
-async def test_a_driver_that_cannot_be_read_makes_every_card_unhealthy() -> None:
+async def test_a_driver_that_cannot_be_read_makes_every_gpu_unhealthy() -> None:
     """With the reason, until it can be read again."""
     state, driver, counted = GpuInventoryState(IMMEDIATE), ShownDriver(), Counted()
     watch = GpuWatch(driver, state, period_s=1, metrics=counted)
     await _look(watch, driver, inventory(), Unavailable("NVML is gone"))
     assert health(state) == ["Unhealthy", "Unhealthy"]
-    assert state.current.cards[0].unhealthy_reason.startswith("NVML is gone")
+    assert state.current.gpus[0].unhealthy_reason.startswith("NVML is gone")
     assert counted.errors == ["look_failed"]
     await _look(watch, driver, inventory())
     assert health(state) == ["Healthy", "Healthy"]
 
 
-async def test_a_card_that_is_not_shown_any_more_stays_unhealthy_in_its_place() -> None:
+async def test_a_gpu_that_is_not_shown_any_more_stays_unhealthy_in_its_place() -> None:
     """Containers may hold its IDs; the topology keeps its rows."""
     state, driver, three = GpuInventoryState(IMMEDIATE), ShownDriver(), inventory(3)
-    two = replace(three, cards=(three.cards[0], replace(three.cards[2], index=1)), topology=inventory(2).topology)
+    two = replace(three, gpus=(three.gpus[0], replace(three.gpus[2], index=1)), topology=inventory(2).topology)
     watch = GpuWatch(driver, state, period_s=1)
     await _look(watch, driver, three, two)
-    assert [(c.index, c.uuid, c.is_healthy) for c in state.current.cards] == [
+    assert [(c.index, c.uuid, c.is_healthy) for c in state.current.gpus] == [
         (0, "GPU-0", True),
         (1, "GPU-1", False),
         (2, "GPU-2", True),
@@ -90,18 +90,18 @@ async def test_a_card_that_is_not_shown_any_more_stays_unhealthy_in_its_place() 
     assert health(state) == ["Healthy"] * 3
 
 
-async def test_a_node_without_cards_waits_for_them() -> None:
+async def test_a_node_without_gpus_waits_for_them() -> None:
     """fail_on_init_error=false: nothing is offered, and they appear later."""
     state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
     watch = GpuWatch(driver, state, period_s=1)
     await _look(watch, driver, Unavailable("no driver"))
-    assert state.current.cards == ()
+    assert state.current.gpus == ()
     await _look(watch, driver, inventory())
-    assert len(state.current.cards) == 2
+    assert len(state.current.gpus) == 2
 
 
-async def test_an_event_takes_its_card_away_before_the_driver_is_looked_at() -> None:
-    """A card that hangs may keep the driver busy for seconds; the other card is not touched."""
+async def test_an_event_takes_its_gpu_away_before_the_driver_is_looked_at() -> None:
+    """A GPU that hangs may keep the driver busy for seconds; the other GPU is not touched."""
     state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
     watch = GpuWatch(driver, state, period_s=3600)
     await watch.look()
@@ -124,16 +124,16 @@ async def test_an_event_that_counts_is_followed_by_a_look_at_once() -> None:
 
 
 async def test_a_thousand_events_are_one_change() -> None:
-    """Of two cards together; the counter counts each."""
-    state, driver, counted, told = GpuInventoryState(IMMEDIATE), ShownDriver(inventory(3)), Counted(), []
+    """Of two GPUs together; the counter counts each."""
+    state, driver, counted, reported = GpuInventoryState(IMMEDIATE), ShownDriver(inventory(3)), Counted(), []
     watch = GpuWatch(driver, state, period_s=1, metrics=counted)
     await watch.look()
-    state.subscribe(lambda found: told.append([c.is_healthy for c in found.cards]))
+    state.subscribe(lambda found: reported.append([c.is_healthy for c in found.gpus]))
     driver.news.extend([[xid(79, n % 2) for n in range(1000)], [xid(79, 0)] * 1000])
     with capture_logs() as logs:
         await watch.fetch_events()
         await watch.fetch_events()
-    assert told == [[False, False, True]]
+    assert reported == [[False, False, True]]
     assert len(counted.events) == 2000
     assert [(line["uuid"], line["count"]) for line in logs if line["event"] == "gpu_event"] == [
         ("GPU-0", 500),
@@ -157,7 +157,7 @@ async def test_a_storm_that_goes_on_does_not_fill_the_log() -> None:
     assert (len(lines), lines[-1]["unlogged"]) == (21, 80)
 
 
-async def test_an_event_of_no_card_blames_none_and_is_followed_by_a_look() -> None:
+async def test_an_event_of_no_gpu_blames_none_and_is_followed_by_a_look() -> None:
     """And an error in the log."""
     state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
     watch = GpuWatch(driver, state, period_s=3600, event_period_s=0.005)
@@ -167,10 +167,10 @@ async def test_an_event_of_no_card_blames_none_and_is_followed_by_a_look() -> No
         async with _running(watch):
             await driver.wait(lambda: driver.looks == 2)
     assert health(state) == ["Healthy", "Healthy"]
-    assert [line["log_level"] for line in logs if line["event"] == "gpu_event_of_no_card"] == ["error"]
+    assert [line["log_level"] for line in logs if line["event"] == "gpu_event_of_no_gpu"] == ["error"]
 
 
-async def test_an_event_of_a_card_that_is_not_ours_is_counted_and_nothing_else() -> None:
+async def test_an_event_of_a_gpu_that_is_not_ours_is_counted_and_nothing_else() -> None:
     """Such as one that the runtime hides from the agent."""
     state, driver, counted = GpuInventoryState(IMMEDIATE), ShownDriver(), Counted()
     watch = GpuWatch(driver, state, period_s=1, metrics=counted)
@@ -180,7 +180,7 @@ async def test_an_event_of_a_card_that_is_not_ours_is_counted_and_nothing_else()
     assert health(state) == ["Healthy", "Healthy"] and counted.events == [("xid", 79, False)]
 
 
-async def test_a_driver_whose_events_fail_is_asked_ever_later_and_told_of_once() -> None:
+async def test_a_driver_whose_events_fail_is_asked_ever_later_and_reported_of_once() -> None:
     """It never spins; looks go on, and the first success is told, too."""
     state, driver, counted = GpuInventoryState(IMMEDIATE), ShownDriver(), Counted()
     watch = GpuWatch(driver, state, period_s=1, event_period_s=0.5, metrics=counted)
@@ -194,7 +194,7 @@ async def test_a_driver_whose_events_fail_is_asked_ever_later_and_told_of_once()
     assert counted.errors == ["events_failed"] * 8
 
 
-async def test_a_sick_card_is_looked_at_when_its_probe_is_due() -> None:
+async def test_a_sick_gpu_is_looked_at_when_its_probe_is_due() -> None:
     """The usual look is an hour away."""
     state = GpuInventoryState(HealthPolicy(recovery_probes=3, recovery_period_s=0.02, recovery_period_max_s=1.0))
     driver = ShownDriver()

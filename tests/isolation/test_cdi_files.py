@@ -87,7 +87,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("name", "content", "why"), BROKEN, ids=[f"{name}-{why}" for name, _, why in BROKEN])
-def test_what_is_no_spec_is_told_and_passed_over(
+def test_what_is_no_spec_is_reported_and_passed_over(
     files: CdiFiles, etc: Path, name: str, content: bytes, why: str
 ) -> None:
     """The file beside it is read all the same."""
@@ -103,7 +103,7 @@ def test_a_pipe_among_the_specs_stops_nobody(files: CdiFiles, etc: Path) -> None
     assert "no regular file" in problem_of(files)
 
 
-def test_of_very_many_files_the_first_are_read_and_the_rest_is_told(files: CdiFiles, etc: Path) -> None:
+def test_of_very_many_files_the_first_are_read_and_the_rest_is_reported(files: CdiFiles, etc: Path) -> None:
     """In order of name."""
     for number in range(MAX_FILES + 1):
         (etc / f"{number:04d}.json").write_text(json.dumps(spec(f"GPU-{number}")))
@@ -184,7 +184,7 @@ def no_room(short_dir: Path) -> Iterator[CdiFiles]:
     yield CdiFiles([short_dir / "file" / "cdi"])
 
 
-def test_a_directory_that_cannot_be_made_is_told_with_the_cure(no_room: CdiFiles) -> None:
+def test_a_directory_that_cannot_be_made_is_reported_with_the_cure(no_room: CdiFiles) -> None:
     """The text names the file, the reason, what follows and the setting."""
     with pytest.raises(Unavailable) as caught:
         no_room.write(b"spec")
@@ -205,7 +205,7 @@ def test_a_directory_that_cannot_be_made_is_told_with_the_cure(no_room: CdiFiles
         "a: &a [1]\nb: [*a, *a]",
     ],
 )
-def test_a_yaml_file_of_any_content_is_passed_over_and_told(tmp_path: Path, text: str) -> None:
+def test_a_yaml_file_of_any_content_is_passed_over_and_reported(tmp_path: Path, text: str) -> None:
     """Whoever may write there must not end the agent, nor fill its memory with a few hundred bytes."""
     (tmp_path / "x.yaml").write_text(text)
     (file,) = CdiFiles([tmp_path]).read()

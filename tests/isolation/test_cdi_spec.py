@@ -1,4 +1,4 @@
-"""The agent's own CDI spec against the published schema, and who names a card."""
+"""The agent's own CDI spec against the published schema, and who names a GPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gpushare_agent.isolation.devices.cdi_spec import (
     SPEC_CONTROL_NODES,
     SpecNodes,
     build_spec,
-    cards_to_name,
     encode_spec,
+    gpus_to_name,
     naming,
     spec_version,
 )
@@ -27,10 +27,10 @@ from gpushare_agent.sandbox.cdi_resolver import CdiResolver
 from tests.support_cdi import NVIDIA_CTK, schema
 from tests.support_core import inventory
 
-CARDS = tuple(replace(card, minor=card.index + 4) for card in inventory().cards)
+GPUS = tuple(replace(gpu, minor=gpu.index + 4) for gpu in inventory().gpus)
 KIND = "nvidia.com/gpu"
 DRIVER = Path("/etc/gpu-manager/vdriver/origin")
-FULL = build_spec(CARDS, KIND, SpecNodes(driver_directory=DRIVER))
+FULL = build_spec(GPUS, KIND, SpecNodes(driver_directory=DRIVER))
 
 
 def file(path: str, *devices: str, kind: str = KIND) -> SpecFile:
@@ -43,28 +43,26 @@ def file(path: str, *devices: str, kind: str = KIND) -> SpecFile:
         SpecNodes(),
         SpecNodes(driver_directory=DRIVER),
         SpecNodes(control=()),
-        SpecNodes(has_card_nodes=False),
-        SpecNodes(has_card_nodes=False, driver_directory=DRIVER),
+        SpecNodes(has_gpu_nodes=False),
+        SpecNodes(has_gpu_nodes=False, driver_directory=DRIVER),
     ],
 )
 def test_every_spec_satisfies_the_published_schema_and_resolves(nodes: SpecNodes, tmp_path: Path) -> None:
-    """With and without nodes and driver directory; a runtime finds both cards in it, and edits for each."""
-    content = encode_spec(build_spec(CARDS, KIND, nodes))
+    """With and without nodes and driver directory; a runtime finds both GPUs in it, and edits for each."""
+    content = encode_spec(build_spec(GPUS, KIND, nodes))
     schema().validate(json.loads(content))
     (tmp_path / "ours.json").write_bytes(content)
-    for card in CARDS:
-        edits = CdiResolver([tmp_path]).resolve([f"{KIND}={card.uuid}"])
-        own = (f"/dev/nvidia{card.minor}",) if nodes.has_card_nodes else ()
-        assert set(edits.device_nodes) == {*own, *(nodes.control if nodes.has_card_nodes else ())}
+    for gpu in GPUS:
+        edits = CdiResolver([tmp_path]).resolve([f"{KIND}={gpu.uuid}"])
+        own = (f"/dev/nvidia{gpu.minor}",) if nodes.has_gpu_nodes else ()
+        assert set(edits.device_nodes) == {*own, *(nodes.control if nodes.has_gpu_nodes else ())}
         assert dict(edits.env) == {"NVIDIA_VISIBLE_DEVICES": "void"}
         assert dict(edits.mounts) == ({str(DRIVER): "/usr/local/nvidia"} if nodes.driver_directory else {})
 
 
 def test_the_spec_is_this() -> None:
     """The whole of it, for a person to review."""
-    assert encode_spec(
-        build_spec(CARDS[:1], KIND, SpecNodes(control=("/dev/nvidiactl",), driver_directory=DRIVER))
-    ) == (
+    assert encode_spec(build_spec(GPUS[:1], KIND, SpecNodes(control=("/dev/nvidiactl",), driver_directory=DRIVER))) == (
         b"""{
   "cdiVersion": "0.3.0",
   "kind": "nvidia.com/gpu",
@@ -177,11 +175,11 @@ def test_the_version_is_the_lowest_that_has_what_the_spec_uses(kind: str, name: 
 
 
 def test_others_go_first_and_ours_names_the_rest() -> None:
-    """A card that another spec names under the kind is not in ours; another kind does not count."""
+    """A GPU that another spec names under the kind is not in ours; another kind does not count."""
     others = naming([file("/etc/cdi/n.yaml", "0", "GPU-0"), file("/etc/cdi/x.json", "GPU-1", kind="x.io/gpu")], KIND,
-                    [card.uuid for card in CARDS])  # fmt: skip
+                    [gpu.uuid for gpu in GPUS])  # fmt: skip
     assert others.named == {"GPU-0": "/etc/cdi/n.yaml"} and not others.ambiguous
-    assert [card.uuid for card in cards_to_name(CARDS, others, SpecNodes())] == ["GPU-1"]
+    assert [gpu.uuid for gpu in gpus_to_name(GPUS, others, SpecNodes())] == ["GPU-1"]
 
 
 def test_the_later_directory_counts_and_one_directory_may_not_say_it_twice() -> None:
@@ -190,15 +188,15 @@ def test_the_later_directory_counts_and_one_directory_may_not_say_it_twice() -> 
     assert naming([a, b], KIND, ["GPU-0"]).named == {"GPU-0": "/run/cdi/b.json"}
     twice = naming([a, b, c], KIND, ["GPU-0", "GPU-1"])
     assert twice.named == {} and twice.ambiguous == {"GPU-0": ("/run/cdi/b.json", "/run/cdi/c.json")}
-    assert [card.uuid for card in cards_to_name(CARDS, twice, SpecNodes())] == ["GPU-1"]
+    assert [gpu.uuid for gpu in gpus_to_name(GPUS, twice, SpecNodes())] == ["GPU-1"]
 
 
-def test_a_card_whose_minor_number_is_unknown_is_not_named() -> None:
-    """/dev/nvidia-1 does not exist; where cards have no nodes it does not matter."""
-    lost = (CARDS[0], replace(CARDS[1], minor=-1))
+def test_a_gpu_whose_minor_number_is_unknown_is_not_named() -> None:
+    """/dev/nvidia-1 does not exist; where GPUs have no nodes it does not matter."""
+    lost = (GPUS[0], replace(GPUS[1], minor=-1))
     nobody = naming([], KIND, [])
-    assert cards_to_name(lost, nobody, SpecNodes()) == lost[:1]
-    assert cards_to_name(lost, nobody, SpecNodes(has_card_nodes=False)) == lost
+    assert gpus_to_name(lost, nobody, SpecNodes()) == lost[:1]
+    assert gpus_to_name(lost, nobody, SpecNodes(has_gpu_nodes=False)) == lost
 
 
 def test_what_is_a_kind_and_a_device_name() -> None:

@@ -1,4 +1,4 @@
-"""The agent's own spec beside those of others, as cards and files come and go."""
+"""The agent's own spec beside those of others, as GPUs and files come and go."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gpushare_agent.isolation.devices.cdi_files import CdiFiles
 from gpushare_agent.isolation.devices.cdi_spec import SpecNodes
 from gpushare_agent.isolation.devices.cdi_specs import CdiSpecs, SpecChange
 from gpushare_agent.model.errors import Rejected
-from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.sandbox.cdi_resolver import CdiResolver
 from tests.support_cdi import NVIDIA_CTK, schema, write_spec
 from tests.support_core import inventory
 
-CARDS = inventory(3).cards
+GPUS = inventory(3).gpus
 KIND = "nvidia.com/gpu"
 
 
@@ -43,9 +43,9 @@ class Host:
     def own_names(self) -> list[str]:
         return [device["name"] for device in self.own()["devices"]] if self.own_path.exists() else []
 
-    def nodes_of(self, card: Card) -> tuple[str, ...]:
+    def nodes_of(self, gpu: Gpu) -> tuple[str, ...]:
         """As the runtime gives them."""
-        return CdiResolver([self.etc, self.run]).resolve([f"{KIND}={card.uuid}"]).device_nodes
+        return CdiResolver([self.etc, self.run]).resolve([f"{KIND}={gpu.uuid}"]).device_nodes
 
 
 @pytest.fixture
@@ -53,17 +53,17 @@ def host(short_dir: Path) -> Host:
     return Host(short_dir)
 
 
-def test_where_nobody_names_the_cards_ours_does(host: Host) -> None:
-    """Every name resolves to the card's node and the control nodes; the second time nothing is written."""
-    assert host.specs.plan(CARDS).change is SpecChange.WRITTEN
+def test_where_nobody_names_the_gpus_ours_does(host: Host) -> None:
+    """Every name resolves to the GPU's node and the control nodes; the second time nothing is written."""
+    assert host.specs.plan(GPUS).change is SpecChange.WRITTEN
     assert not host.own_path.exists()
-    state = host.specs.ensure(CARDS)
+    state = host.specs.ensure(GPUS)
     assert state.change is SpecChange.WRITTEN and state.troubles == ()
-    assert state.named == tuple((card.uuid, str(host.own_path)) for card in CARDS)
-    for card in CARDS:
-        assert host.nodes_of(card) == ("/dev/nvidiactl", f"/dev/nvidia{card.minor}")
+    assert state.named == tuple((gpu.uuid, str(host.own_path)) for gpu in GPUS)
+    for gpu in GPUS:
+        assert host.nodes_of(gpu) == ("/dev/nvidiactl", f"/dev/nvidia{gpu.minor}")
     identity = host.own_path.stat().st_ino
-    assert host.specs.ensure(CARDS).change is SpecChange.NONE
+    assert host.specs.ensure(GPUS).change is SpecChange.NONE
     assert host.own_path.stat().st_ino == identity
 
 
@@ -71,90 +71,90 @@ def test_where_nvidia_ctk_names_all_nothing_is_written(host: Host) -> None:
     """By UUID and under our kind; its spec brings the driver's libraries too."""
     host.etc.mkdir()
     (host.etc / "nvidia.yaml").write_bytes(NVIDIA_CTK)
-    state = host.specs.ensure(CARDS[:2])
+    state = host.specs.ensure(GPUS[:2])
     assert state.change is SpecChange.NONE and state.spec is None
-    assert dict(state.named) == {card.uuid: str(host.etc / "nvidia.yaml") for card in CARDS[:2]}
+    assert dict(state.named) == {gpu.uuid: str(host.etc / "nvidia.yaml") for gpu in GPUS[:2]}
     assert not host.run.exists()
 
 
 def test_where_others_name_some_ours_names_the_rest(host: Host) -> None:
-    """A spec from before a card was added; and one that names cards by index alone names none of ours."""
+    """A spec from before a GPU was added; and one that names GPUs by index alone names none of ours."""
     host.run.mkdir()
     (host.run / "nvidia.yaml").write_bytes(NVIDIA_CTK)
-    assert host.specs.ensure(CARDS).named[2] == (CARDS[2].uuid, str(host.own_path))
+    assert host.specs.ensure(GPUS).named[2] == (GPUS[2].uuid, str(host.own_path))
     assert host.own_names() == ["GPU-2"]
     (host.run / "nvidia.yaml").unlink()
     write_spec(host.run / "nvidia.json", "0", "1", "2", "all")
-    assert host.specs.ensure(CARDS).change is SpecChange.WRITTEN
+    assert host.specs.ensure(GPUS).change is SpecChange.WRITTEN
     assert host.own_names() == ["GPU-0", "GPU-1", "GPU-2"]
 
 
 def test_a_spec_that_comes_later_beside_ours_makes_names_ambiguous_until_the_next_look(host: Host) -> None:
     """nvidia-ctk's service writes into the same directory at boot; then ours goes."""
-    host.specs.ensure(CARDS[:2])
+    host.specs.ensure(GPUS[:2])
     (host.run / "nvidia.yaml").write_bytes(NVIDIA_CTK)
     with pytest.raises(Rejected):
-        host.nodes_of(CARDS[0])
-    assert host.specs.ensure(CARDS[:2]).change is SpecChange.REMOVED
+        host.nodes_of(GPUS[0])
+    assert host.specs.ensure(GPUS[:2]).change is SpecChange.REMOVED
     assert not host.own_path.exists()
-    assert "/dev/nvidia0" in host.nodes_of(CARDS[0])
+    assert "/dev/nvidia0" in host.nodes_of(GPUS[0])
     (host.run / "nvidia.yaml").unlink()
-    assert host.specs.ensure(CARDS[:2]).change is SpecChange.WRITTEN
+    assert host.specs.ensure(GPUS[:2]).change is SpecChange.WRITTEN
 
 
-def test_the_spec_follows_cards_and_control_nodes(host: Host) -> None:
-    """A card that came, another minor number, a node that the first user of a card made."""
-    host.specs.ensure(CARDS[:1])
-    assert host.specs.ensure(CARDS[:2]).change is SpecChange.WRITTEN
-    assert host.specs.ensure([CARDS[0], replace(CARDS[1], minor=9)]).change is SpecChange.WRITTEN
-    assert "/dev/nvidia9" in host.nodes_of(CARDS[1])
+def test_the_spec_follows_gpus_and_control_nodes(host: Host) -> None:
+    """A GPU that came, another minor number, a node that the first user of a GPU made."""
+    host.specs.ensure(GPUS[:1])
+    assert host.specs.ensure(GPUS[:2]).change is SpecChange.WRITTEN
+    assert host.specs.ensure([GPUS[0], replace(GPUS[1], minor=9)]).change is SpecChange.WRITTEN
+    assert "/dev/nvidia9" in host.nodes_of(GPUS[1])
     host.control = ("/dev/nvidiactl", "/dev/nvidia-uvm")
-    assert host.specs.ensure(CARDS[:2]).change is SpecChange.WRITTEN
-    assert "/dev/nvidia-uvm" in host.nodes_of(CARDS[0])
+    assert host.specs.ensure(GPUS[:2]).change is SpecChange.WRITTEN
+    assert "/dev/nvidia-uvm" in host.nodes_of(GPUS[0])
 
 
-def test_no_cards_for_a_moment_take_no_names(host: Host) -> None:
+def test_no_gpus_for_a_moment_take_no_names(host: Host) -> None:
     """A driver that does not answer is no reason that a container cannot restart."""
-    host.specs.ensure(CARDS)
+    host.specs.ensure(GPUS)
     assert host.specs.ensure([]).change is SpecChange.NONE
     assert host.own_names() == ["GPU-0", "GPU-1", "GPU-2"]
 
 
-def test_two_others_in_one_directory_are_told_once(host: Host) -> None:
-    """The card has no name then, and ours would not cure it; the log says so until it changes."""
+def test_two_others_in_one_directory_are_reported_once(host: Host) -> None:
+    """The GPU has no name then, and ours would not cure it; the log says so until it changes."""
     write_spec(host.etc / "a.json", "GPU-0")
     write_spec(host.etc / "b.json", "GPU-0")
     (host.etc / "c.json").write_text("{")
     with capture_logs() as logs:
-        state = host.specs.ensure(CARDS[:2])
-        host.specs.ensure(CARDS[:2])
+        state = host.specs.ensure(GPUS[:2])
+        host.specs.ensure(GPUS[:2])
     assert state.unnamed == ("GPU-0",)
     [trouble], [passed_over] = state.troubles, state.passed_over
     assert "a.json and " in trouble and "Remove all but one" in trouble
     assert "c.json: is no JSON" in passed_over
-    told = [entry["detail"] for entry in logs if entry["event"] == "cdi_spec_trouble"]
-    assert told == [trouble, passed_over]
+    reported = [entry["detail"] for entry in logs if entry["event"] == "cdi_spec_trouble"]
+    assert reported == [trouble, passed_over]
     assert host.own_names() == ["GPU-1"]
     with pytest.raises(Rejected):
-        host.nodes_of(CARDS[0])
+        host.nodes_of(GPUS[0])
     (host.etc / "b.json").unlink()
-    assert host.specs.ensure(CARDS[:2]).unnamed == ()
-    assert "/dev/nvidia0" in host.nodes_of(CARDS[0])
+    assert host.specs.ensure(GPUS[:2]).unnamed == ()
+    assert "/dev/nvidia0" in host.nodes_of(GPUS[0])
 
 
-def test_what_the_host_lacks_is_told_once(host: Host) -> None:
-    """The spec leaves it out, so that containers start; where others name the cards it does not matter."""
+def test_what_the_host_lacks_is_reported_once(host: Host) -> None:
+    """The spec leaves it out, so that containers start; where others name the GPUs it does not matter."""
     host.absent = ("/dev/nvidia-uvm",)
     with capture_logs() as logs:
-        assert host.specs.ensure(CARDS[:2]).left_out == ("/dev/nvidia-uvm: not on this host",)
-        host.specs.ensure(CARDS[:2])
+        assert host.specs.ensure(GPUS[:2]).left_out == ("/dev/nvidia-uvm: not on this host",)
+        host.specs.ensure(GPUS[:2])
         (host.run / "nvidia.yaml").write_bytes(NVIDIA_CTK)
-        assert host.specs.ensure(CARDS[:2]).left_out == ()
+        assert host.specs.ensure(GPUS[:2]).left_out == ()
     assert [entry["event"] for entry in logs].count("cdi_spec_trouble") == 1
 
 
-def test_a_card_of_which_only_the_uuid_is_known_has_no_name(host: Host) -> None:
+def test_a_gpu_of_which_only_the_uuid_is_known_has_no_name(host: Host) -> None:
     """It is told, and the others are named."""
-    state = host.specs.ensure([CARDS[0], replace(CARDS[1], minor=-1)])
+    state = host.specs.ensure([GPUS[0], replace(GPUS[1], minor=-1)])
     assert state.unnamed == ("GPU-1",) and "minor number" in state.troubles[0]
     assert host.own_names() == ["GPU-0"]

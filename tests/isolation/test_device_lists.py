@@ -22,7 +22,7 @@ from gpushare_agent.model.pods import ContainerSpec
 from tests.support_core import NAMES, container, inventory, pod
 
 ENVVAR, MOUNTS, NODES, ANNOTATIONS, CRI = DeviceListStrategy
-REQUEST = DeviceListRequest(cards=inventory().cards, node=NodeDevices(), cdi_kind="nvidia.com/gpu", unique="p_1")
+REQUEST = DeviceListRequest(gpus=inventory().gpus, node=NodeDevices(), cdi_kind="nvidia.com/gpu", unique="p_1")
 LABEL_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 VISIBLE = "NVIDIA_VISIBLE_DEVICES"
 
@@ -36,7 +36,7 @@ def test_envvar_lists_the_uuids() -> None:
     assert edits(ENVVAR) == ContainerEdits(env=((VISIBLE, "GPU-0,GPU-1"),))
 
 
-def test_volume_mounts_name_each_card_by_a_path() -> None:
+def test_volume_mounts_name_each_gpu_by_a_path() -> None:
     """/dev/null at <directory>/<uuid>; the variable names the directory."""
     directory = "/var/run/nvidia-container-devices"
     mounts = tuple(ContainerMount(host_path="/dev/null", container_path=f"{directory}/GPU-{n}") for n in (0, 1))
@@ -86,7 +86,7 @@ def test_the_annotations_key_is_one_that_cdi_takes(uid: str) -> None:
     policy = EditPolicy(names=NAMES, config=None, isolation=IsolationName.NONE, strategies=(ANNOTATIONS,))  # type: ignore[arg-type]
 
     def key_of(inner: ContainerSpec) -> str:
-        found = edits_for(pod("p", inner, uid=uid), inner, inventory().cards, policy)
+        found = edits_for(pod("p", inner, uid=uid), inner, inventory().gpus, policy)
         assert isinstance(found, ContainerEdits)
         [key] = [name for name, _ in found.annotations if name.startswith("cdi.k8s.io/")]
         return key
@@ -110,16 +110,18 @@ def test_the_annotations_key_is_one_that_cdi_takes(uid: str) -> None:
         (list(DeviceListStrategy), ["volume-mounts wins", "ask two programs"]),
     ],
 )
-def test_strategies_that_contradict_each_other_are_told(strategies: list[DeviceListStrategy], words: list[str]) -> None:
+def test_strategies_that_contradict_each_other_are_reported(
+    strategies: list[DeviceListStrategy], words: list[str]
+) -> None:
     """Each contradiction once, with what to drop; what goes together is not complained of."""
     found = strategy_warnings(strategies)
     assert len(found) == len(words)
     assert all(word in text for word, text in zip(words, found, strict=True))
 
 
-def test_device_nodes_alone_are_told_where_they_are_not_enough() -> None:
+def test_device_nodes_alone_are_reported_where_they_are_not_enough() -> None:
     """Without libraries from anywhere, or without nodes at all; with another strategy, that one brings them."""
     assert "no libraries" in strategy_warnings([NODES], mounts_driver=False)[0]
-    assert "no device nodes" in strategy_warnings([NODES], has_card_nodes=False)[0]
+    assert "no device nodes" in strategy_warnings([NODES], has_gpu_nodes=False)[0]
     assert strategy_warnings([NODES]) == []
-    assert strategy_warnings([NODES, CRI], mounts_driver=False, has_card_nodes=False) == []
+    assert strategy_warnings([NODES, CRI], mounts_driver=False, has_gpu_nodes=False) == []

@@ -86,7 +86,7 @@ def test_a_volume_has_links_and_hard_links_to_the_hosts_files(host: FakeHost) ->
 
 
 def test_a_program_in_each_volume_loads_what_it_should(host: FakeHost) -> None:
-    """A real program with LD_LIBRARY_PATH at lib64: control library for shares, the driver's own for whole cards."""
+    """A real program with LD_LIBRARY_PATH at lib64: control library for shares, the driver's own for whole GPUs."""
     program = host.root.parent / "ask"
     subprocess.run([require_cc(), "-o", str(program), str(NATIVE / "ask_libraries.c"), "-ldl"], check=True)
     names = [
@@ -332,7 +332,7 @@ def test_a_version_that_somebody_damaged_is_not_mended_but_made_anew(host: FakeH
     assert not install(host).changed
 
 
-def test_a_file_at_the_place_of_the_volume_or_a_full_disk_is_told(host: FakeHost) -> None:
+def test_a_file_at_the_place_of_the_volume_or_a_full_disk_is_reported(host: FakeHost) -> None:
     """The error names the place, and says that nothing has changed."""
     host.base.write_text("a file")
     with pytest.raises(StartupError, match="What was in force stays") as caught:

@@ -78,7 +78,7 @@ def test_a_cache_that_is_older_than_a_removal_is_no_error(host: FakeHost) -> Non
     assert {library.soname for library in found.libraries} == {"libnvidia-ptxjitcompiler.so.1"}
 
 
-def test_32_and_64_bit_libraries_are_told_apart(host: FakeHost) -> None:
+def test_32_and_64_bit_libraries_are_reported_apart(host: FakeHost) -> None:
     """By the ELF header, not by the directory's name."""
     if not has_m32():
         pytest.skip("this machine's cc cannot make 32-bit objects (-m32)")

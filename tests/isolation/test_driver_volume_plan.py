@@ -101,7 +101,7 @@ def test_the_driver_version_is_in_the_full_name_of_libcuda(name: str, version: t
     assert driver_version(name) == version
 
 
-def test_the_volume_for_whole_cards_is_as_the_driver_has_it() -> None:
+def test_the_volume_for_whole_gpus_is_as_the_driver_has_it() -> None:
     """Files by ELF class, a link for the soname, and a bare one to that."""
     made = planned(VolumeName.ORIGIN)
     assert {file.target: str(file.source) for file in made.files} == {
@@ -143,7 +143,7 @@ def test_a_share_gets_no_libcuda_that_nothing_controls() -> None:
     assert "/usr/lib/32/libcuda.so.535.104.05" in warning
 
 
-def test_a_missing_libcuda_is_refused_and_the_places_are_told() -> None:
+def test_a_missing_libcuda_is_refused_and_the_places_are_reported() -> None:
     """Without it no container could compute."""
     detail = refused(VolumeName.ORIGIN, DRIVER[2:])
     assert "/etc/ld.so.cache, /usr/lib64" in detail

@@ -187,7 +187,7 @@ def test_without_the_library_no_container_is_prepared(files: HamiCoreFiles) -> N
         files.prepare(KEY)
 
 
-def test_a_directory_that_cannot_be_made_is_told_with_its_path(short_dir: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_reported_with_its_path(short_dir: Path) -> None:
     """At the start as a start-up error, later as something to try again."""
     (short_dir / "file").write_text("")
     files = HamiCoreFiles(fake_library(short_dir / "libvgpu.so"), short_dir / "file/hami", INSIDE)

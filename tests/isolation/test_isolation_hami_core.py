@@ -19,16 +19,16 @@ from gpushare_agent.model.names import PodUid
 from tests.support_core import container, inventory
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")
-CARDS = inventory(memory_mib=24 * 1024).cards
+GPUS = inventory(memory_mib=24 * 1024).gpus
 HAMI = HamiCoreConfig(library=Path("/lib/libvgpu.so"), directory=Path("/hami"))
 
 
-def request(cores: int = 30, memory_mib: int = 6144, cards: int = 1, **changes: object) -> IsolationRequest:
+def request(cores: int = 30, memory_mib: int = 6144, gpus: int = 1, **changes: object) -> IsolationRequest:
     config = replace(HAMI, **{k: changes.pop(k) for k in ("memory_scaling", "core_scaling") if k in changes})
     made = IsolationRequest(
         pod_uid=UID,
         container=container("cuda"),
-        cards=CARDS[:cards],
+        gpus=GPUS[:gpus],
         cores=cores,
         memory_mib=memory_mib,
         is_whole=cores >= 100,
@@ -44,7 +44,7 @@ def env_of(wanted: IsolationRequest) -> dict[str, str]:
 
 
 def test_a_share_gets_its_limits_in_the_librarys_units() -> None:
-    """MiB with an m for the one card it sees, percent without a sign, and where its processes meet."""
+    """MiB with an m for the one GPU it sees, percent without a sign, and where its processes meet."""
     assert env_of(request()) == {
         "CUDA_DEVICE_MEMORY_LIMIT_0": "6144m",
         "CUDA_DEVICE_SM_LIMIT": "30",
@@ -72,10 +72,10 @@ def test_the_mounts_name_the_files_that_the_adapter_makes() -> None:
     assert str(files.cache_file(ContainerKey(UID, "cuda"))) in {mount.host_path for mount in edits.mounts}
 
 
-@pytest.mark.parametrize("cards", [1, 2])
-def test_whole_cards_get_neither_library_nor_limits(cards: int) -> None:
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_whole_gpus_get_neither_library_nor_limits(gpus: int) -> None:
     """What is nobody else's needs no guard, whatever the scaling."""
-    assert edit_hami_core(request(100 * cards, 0, cards, memory_scaling=2.0)) == ContainerEdits()
+    assert edit_hami_core(request(100 * gpus, 0, gpus, memory_scaling=2.0)) == ContainerEdits()
 
 
 def test_an_elastic_ceiling_raises_the_limit_and_never_lowers_it() -> None:
@@ -88,8 +88,8 @@ def test_an_elastic_ceiling_raises_the_limit_and_never_lowers_it() -> None:
 @pytest.mark.parametrize(
     ("scaling", "mib", "percent"), [(1.0, "6144m", "30"), (1.5, "9216m", "45"), (16.0, "24576m", "100")]
 )
-def test_scaling_multiplies_up_to_the_card(scaling: float, mib: str, percent: str) -> None:
-    """Nobody is told of more than the card has."""
+def test_scaling_multiplies_up_to_the_gpu(scaling: float, mib: str, percent: str) -> None:
+    """Nobody is told of more than the GPU has."""
     found = env_of(request(memory_scaling=scaling, core_scaling=scaling))
     assert (found["CUDA_DEVICE_MEMORY_LIMIT_0"], found["CUDA_DEVICE_SM_LIMIT"]) == (mib, percent)
 
@@ -98,7 +98,7 @@ def test_scaling_multiplies_up_to_the_card(scaling: float, mib: str, percent: st
     "wanted", [request(30, 0), request(0, 6144), request(30, 6144, 0), request(30, 0, memory_scaling=16.0)]
 )
 def test_a_limit_of_zero_is_refused(wanted: IsolationRequest) -> None:
-    """The library takes it for no limit: the share would be the whole card."""
+    """The library takes it for no limit: the share would be the whole GPU."""
     refused = edit_hami_core(wanted)
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.INVALID_REQUEST
     assert "no limit" in refused.detail and "container cuda" in refused.detail and "at least one" in refused.detail
@@ -114,7 +114,7 @@ def test_a_limit_of_zero_is_refused(wanted: IsolationRequest) -> None:
 def test_every_limit_is_a_number_that_the_library_reads_as_one(
     cores: int, memory_mib: int, memory_scaling: float, core_scaling: float, core_limit: int
 ) -> None:
-    """Digits without a leading zero (which it would read as octal), at least the share, at most the card."""
+    """Digits without a leading zero (which it would read as octal), at least the share, at most the GPU."""
     found = env_of(
         request(cores, memory_mib, memory_scaling=memory_scaling, core_scaling=core_scaling, core_limit=core_limit)
     )

@@ -16,7 +16,7 @@ from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import PodUid
 from tests.support_core import container, inventory
 
-CARDS = tuple(replace(card, memory_mib=24576) for card in inventory().cards)
+GPUS = tuple(replace(gpu, memory_mib=24576) for gpu in inventory().gpus)
 PIPE = Path("/root/nvidia-mps")
 MPS = MpsConfig(pipe_directory=PIPE, shm_directory=Path("/dev/shm"))
 MOUNTS = (
@@ -26,13 +26,13 @@ MOUNTS = (
 
 
 def request(mps: MpsConfig | None = MPS, **changes: Any) -> IsolationRequest:
-    """30 cores and a quarter of card 1's memory, unless changed."""
+    """30 cores and a quarter of GPU 1's memory, unless changed."""
     share: dict[str, Any] = {"cores": 30, "memory_mib": 6144, "pod_memory_mib": 8192, "is_whole": False}
     return IsolationRequest(
         pod_uid=PodUid("c41939ed-8d17-46fa-bb5c-60c9e6632b81"),
         container=container(cores=30, blocks=24),
         config=IsolationConfig(virtual_manager=Path("/vm"), mps=mps),
-        **({"cards": CARDS[1:2]} | share | changes),
+        **({"gpus": GPUS[1:2]} | share | changes),
     )
 
 
@@ -43,7 +43,7 @@ def env_of(**changes: Any) -> dict[str, str]:
 
 
 def test_a_share_gets_its_own_limits_the_way_to_the_daemon_and_gpushares_variables() -> None:
-    """Cores are the percentage, the memory is of ordinal 0, for it sees one card; the pipe is at the host's path."""
+    """Cores are the percentage, the memory is of ordinal 0, for it sees one GPU; the pipe is at the host's path."""
     assert edit_mps(request()) == ContainerEdits(
         env=(
             ("ALIYUN_COM_GPU_MEM_CONTAINER", "6"),
@@ -69,7 +69,7 @@ def test_an_elastic_ceiling_raises_the_percentage(core_limit: int, percentage: s
     ("memory_mib", "percentage"), [(6144, "25"), (24576, "100"), (1, "1"), (245, "1"), (8191, "33")]
 )
 def test_memory_alone_gives_the_same_part_of_the_compute(memory_mib: int, percentage: str) -> None:
-    """100 times asked by card, rounded down, but never to zero, which would be no bound."""
+    """100 times asked by GPU, rounded down, but never to zero, which would be no bound."""
     assert env_of(cores=0, memory_mib=memory_mib)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == percentage
 
 
@@ -82,15 +82,15 @@ def test_gpushares_variables_count_in_the_nodes_unit_and_at_least_one() -> None:
 
 
 @pytest.mark.parametrize("mps", [MPS, None])
-def test_whole_cards_get_nothing(mps: MpsConfig | None) -> None:
-    """Their processes reach the card without the daemon, and so also while it is down."""
-    assert edit_mps(request(mps, cores=200, memory_mib=0, is_whole=True, cards=CARDS[:2])) == ContainerEdits()
+def test_whole_gpus_get_nothing(mps: MpsConfig | None) -> None:
+    """Their processes reach the GPU without the daemon, and so also while it is down."""
+    assert edit_mps(request(mps, cores=200, memory_mib=0, is_whole=True, gpus=GPUS[:2])) == ContainerEdits()
 
 
-def test_whole_cards_in_exclusive_mode_go_through_the_daemon_without_limits() -> None:
-    """There only the MPS server may hold a card."""
+def test_whole_gpus_in_exclusive_mode_go_through_the_daemon_without_limits() -> None:
+    """There only the MPS server may hold a GPU."""
     mps = replace(MPS, exclusive_process=True)
-    found = edit_mps(request(mps, cores=200, memory_mib=0, is_whole=True, cards=CARDS[:2]))
+    found = edit_mps(request(mps, cores=200, memory_mib=0, is_whole=True, gpus=GPUS[:2]))
     env = (("CUDA_MPS_PIPE_DIRECTORY", "/root/nvidia-mps"), ("CUDA_VISIBLE_DEVICES", "GPU-0,GPU-1"))
     assert found == ContainerEdits(env=env, mounts=MOUNTS)
 
@@ -100,10 +100,10 @@ def test_whole_cards_in_exclusive_mode_go_through_the_daemon_without_limits() ->
     [
         ({"memory_mib": 0}, "asks for no memory"),
         ({"cores": 0, "memory_mib": 0}, "asks for no memory"),
-        ({"memory_mib": 24577}, "24577 MiB, and card 1 has 24576 MiB"),
-        ({"cards": (replace(CARDS[0], memory_mib=0),)}, "card 0 has 0 MiB"),
-        ({"cards": CARDS[:2]}, "names 2"),
-        ({"cards": ()}, "names 0"),
+        ({"memory_mib": 24577}, "24577 MiB, and GPU 1 has 24576 MiB"),
+        ({"gpus": (replace(GPUS[0], memory_mib=0),)}, "GPU 0 has 0 MiB"),
+        ({"gpus": GPUS[:2]}, "names 2"),
+        ({"gpus": ()}, "names 0"),
         ({"cores": -1}, "-1 cores"),
         ({"cores": 101}, "101 cores"),
         ({"mps": None}, "mps.pipe_directory"),

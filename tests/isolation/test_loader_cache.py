@@ -45,7 +45,7 @@ def test_every_form_that_ldconfig_writes_is_read(short_dir: Path, form: str) -> 
         assert ("libcuda.so.1", "/usr/lib/i386-linux-gnu/libcuda.so.1") in found
 
 
-def test_hardware_capabilities_are_told(short_dir: Path) -> None:
+def test_hardware_capabilities_are_reported(short_dir: Path) -> None:
     """A build that only some processors can run is recognised as such."""
     made = parse_loader_cache(new_cache(b"liba.so\0/a\0/b\0", (0, 8, 0), (0, 11, 1 << 62)))
     assert [(entry.name, entry.path, bool(entry.hwcap)) for entry in made] == [

@@ -17,7 +17,7 @@ from gpushare_agent.isolation.mps import control as mps_control
 from gpushare_agent.isolation.mps.control import MpsControl
 from gpushare_agent.isolation.mps.files import DAEMON_FILES, PID_FILE, MpsFiles
 from gpushare_agent.model.errors import StartupError, Unavailable
-from gpushare_agent.sandbox.mps_stand_in import open_mps_stand_in
+from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from tests.support_mps import MpsPlace, is_alive, mps_place, poll_until, script
 
 ABSENT = Path("nvidia-cuda-mps-control-that-nobody-has")
@@ -50,7 +50,7 @@ async def reason(control: MpsControl) -> str:
 
 async def test_commands_reach_the_daemon_in_its_own_words(place: MpsPlace) -> None:
     """And its answers come back as values."""
-    async with open_mps_stand_in(place.pipe, place.logs, place.program) as daemon:
+    async with open_fake_mps(place.pipe, place.logs, place.program) as daemon:
         daemon.clients = {41: [43, 42]}
         control = place.control()
         await control.check()
@@ -120,14 +120,14 @@ async def test_a_program_that_hangs_is_killed_with_what_it_started(place: MpsPla
         ("yes", "longer than 65536 bytes"),
     ],
 )
-async def test_an_answer_that_is_none_is_told(place: MpsPlace, text: str, words: str) -> None:
+async def test_an_answer_that_is_none_is_reported(place: MpsPlace, text: str, words: str) -> None:
     """With what the program said, shortened; a stream without end is cut off."""
     script(place.program, text)
     found = await reason(place.control())
     assert words in found and len(found) < 1000
 
 
-async def test_numbers_that_are_none_are_told(place: MpsPlace) -> None:
+async def test_numbers_that_are_none_are_reported(place: MpsPlace) -> None:
     """Lists of PIDs are checked word by word."""
     script(place.program, "echo 12 -3")
     for ask in (place.control().get_server_list, lambda: place.control().get_client_list(12)):
@@ -159,7 +159,7 @@ async def test_a_descendant_that_keeps_the_output_open_costs_no_descriptor(place
                 os.kill(pid, signal.SIGKILL)
 
 
-async def test_a_program_that_cannot_be_run_is_told(place: MpsPlace) -> None:
+async def test_a_program_that_cannot_be_run_is_reported(place: MpsPlace) -> None:
     """A file that the kernel does not take for a program, and none at all."""
     place.program.write_bytes(b"\x7fELF, or so")
     with pytest.raises(Unavailable, match="cannot be run"):
@@ -189,7 +189,7 @@ def a_dangling_link(place: MpsPlace) -> None:
     ("spoil", "words"),
     [(a_file, "is not a directory"), (nothing, "No such file"), (a_dangling_link, "No such file")],
 )
-async def test_a_pipe_directory_that_is_none_is_told_without_asking(
+async def test_a_pipe_directory_that_is_none_is_reported_without_asking(
     place: MpsPlace, spoil: Callable[[MpsPlace], None], words: str
 ) -> None:
     """The program is not run: it would answer of another place."""
@@ -210,7 +210,7 @@ async def test_a_pipe_directory_of_another_user_is_not_believed(place: MpsPlace)
     await place.control().check()
 
 
-def test_a_path_that_cannot_hold_sockets_is_told(place: MpsPlace) -> None:
+def test_a_path_that_cannot_hold_sockets_is_reported(place: MpsPlace) -> None:
     """A relative one, and one that is too long for a unix address."""
     assert "not an absolute path" in MpsFiles(Path("pipe"), place.logs, "x").obstacle()
     assert "too long" in MpsFiles(Path("/" + "x" * 100), place.logs, "x").obstacle()
@@ -254,7 +254,10 @@ def test_a_living_daemon_is_known_by_its_socket_its_lock_or_its_pid(place: MpsPl
     assert f"names PID {os.getpid()}" in files_of(place, own_name).live_daemon()
 
 
-@pytest.mark.parametrize("text", ["", "-1", "0", "lorem", "99999999999999999999", "4194305", str(os.getpid())])
+@pytest.mark.parametrize(
+    "text",
+    ["", "-1", "0", "lorem", "9" * 20, "4194305", pytest.param(str(os.getpid()), id="another program")],
+)
 def test_a_pid_file_that_names_no_daemon_means_none(place: MpsPlace, text: str) -> None:
     """A dead PID, one that another program has by now, and nonsense."""
     (place.pipe / PID_FILE).write_text(text)

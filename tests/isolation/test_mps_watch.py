@@ -68,17 +68,17 @@ async def test_nothing_is_believed_of_a_daemon_that_was_not_asked() -> None:
         assert watch.trouble == ""
 
 
-async def test_a_change_is_told_once_and_recovery_comes_by_itself() -> None:
+async def test_a_change_is_reported_once_and_recovery_comes_by_itself() -> None:
     """In the log and to who subscribed; looks that find the same say nothing."""
     daemon = ScriptedDaemon()
     watch = MpsWatch(daemon, period_s=0.001)
-    told: list[str] = []
-    watch.subscribe(lambda: told.append(watch.trouble))
+    reported: list[str] = []
+    watch.subscribe(lambda: reported.append(watch.trouble))
     with capture_logs() as logs:
         async with running(watch):
             for daemon.trouble in ("", "no answer", ""):
                 await daemon.wait_asked(daemon.asked + 3)  # the look before the last has ended, with this answer
-    assert told == ["", "no answer", ""]
+    assert reported == ["", "no answer", ""]
     assert [line["event"] for line in logs] == ["mps_serves", "mps_does_not_serve", "mps_serves"]
     assert logs[1]["reason"] == "no answer" and logs[1]["log_level"] == "error"
 
@@ -87,11 +87,11 @@ async def test_another_reason_is_news_too() -> None:
     """A person who cured the first one has to learn of the second."""
     daemon = ScriptedDaemon()
     watch = MpsWatch(daemon, period_s=60)
-    told: list[str] = []
-    watch.subscribe(lambda: told.append(watch.trouble))
+    reported: list[str] = []
+    watch.subscribe(lambda: reported.append(watch.trouble))
     for daemon.trouble in ("no directory", "no directory", "no answer"):
         await watch.look()
-    assert told == ["no directory", "no answer"]
+    assert reported == ["no directory", "no answer"]
 
 
 async def test_looks_never_overlap() -> None:

@@ -74,7 +74,7 @@ class Faulty:
 
 
 async def test_a_share_that_is_about_to_start_finds_its_cache(short_dir: Path) -> None:
-    """A whole card gets none, and neither does what holds nothing."""
+    """A whole GPU gets none, and neither does what holds nothing."""
     world = World(short_dir)
     caches = world.caches()
     await caches.install()
@@ -121,7 +121,7 @@ async def test_the_directory_of_a_pod_that_is_gone_is_removed(short_dir: Path) -
     assert not world.cache.parent.parent.exists()
 
 
-async def test_a_round_that_fails_is_told_once_and_when_it_is_over(short_dir: Path) -> None:
+async def test_a_round_that_fails_is_reported_once_and_when_it_is_over(short_dir: Path) -> None:
     """A full disk says the same every two seconds."""
     files = Faulty(Unavailable("disk is sick"))
     world = World(short_dir)

@@ -203,7 +203,7 @@ async def test_no_registration_reads_only(short_dir: Path) -> None:
     assert (code, out.splitlines()[-1]) == (0, "[]")
 
 
-async def test_a_whole_cards_missing_limit_is_explained(short_dir: Path) -> None:
+async def test_a_whole_gpus_missing_limit_is_explained(short_dir: Path) -> None:
     """`limited no` alone would look like a fault."""
     whole = encode_config(
         pod_uid=POD,
@@ -216,7 +216,7 @@ async def test_a_whole_cards_missing_limit_is_explained(short_dir: Path) -> None
         enable=False,
     )
     code, out, _ = await run_client("--addr", str(prepare(short_dir, whole)), "--no-register")
-    assert (code, rows_of(out)["limited"]) == (0, "no: whole cards, the library hands every call on unchanged")
+    assert (code, rows_of(out)["limited"]) == (0, "no: whole GPUs, the library hands every call on unchanged")
 
 
 async def test_the_client_says_why_it_could_not_register(short_dir: Path) -> None:

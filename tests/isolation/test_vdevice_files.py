@@ -82,7 +82,7 @@ def tree(root: Path) -> dict[str, str]:
         pytest.param(
             {"limit": 0, "memory_bytes": 2 * 80 * 1024 * MIB, "utilization": 200, "hard_limit": True, "enable": False},
             {"limit": "0", "gpu_memory": "171798691840", "utilization": "200", "hard_limit": "1", "enable": "0"},
-            id="whole cards",
+            id="whole GPUs",
         ),
     ],
 )
@@ -517,7 +517,7 @@ def test_a_root_that_cannot_be_written_is_unavailable_with_the_setting(short_dir
         VDeviceFiles(short_dir / "vm").prepare(KEY)
 
 
-def test_more_than_1024_pids_are_told_once_per_change(files: VDeviceFiles) -> None:
+def test_more_than_1024_pids_are_reported_once_per_change(files: VDeviceFiles) -> None:
     """The warning has the number that was dropped, and comes with a write only."""
     files.prepare(KEY)
     with structlog.testing.capture_logs() as logs:

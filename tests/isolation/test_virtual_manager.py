@@ -329,21 +329,21 @@ async def test_a_whole_tree_that_cannot_be_written_refuses_the_start_with_the_re
         assert (world.directory / "vcuda.sock").is_socket()
 
 
-class Told:
+class Reported:
     """A runtime."""
 
     def __init__(self, *containers: RuntimeContainer, error: Unavailable | None = None) -> None:
-        self.containers_told, self.error = list(containers), error
+        self.containers_reported, self.error = list(containers), error
 
     async def containers(self, *, only_running: bool) -> list[RuntimeContainer]:
         if self.error is not None:
             raise self.error
-        return self.containers_told
+        return self.containers_reported
 
     async def status(self, container_id: str) -> RuntimeContainerStatus:
         if self.error is not None:
             raise self.error
-        found = next((c for c in self.containers_told if c.id == container_id), None)
+        found = next((c for c in self.containers_reported if c.id == container_id), None)
         if found is None:
             raise NotFound("no such container")
         return RuntimeContainerStatus(container=found, pid=None)
@@ -357,7 +357,7 @@ class Store:
         return self._pods
 
 
-def told(container_id: str, state: RuntimeState = RuntimeState.RUNNING) -> RuntimeContainer:
+def reported(container_id: str, state: RuntimeState = RuntimeState.RUNNING) -> RuntimeContainer:
     return RuntimeContainer(
         id=container_id,
         pod_uid=POD,
@@ -372,7 +372,7 @@ def told(container_id: str, state: RuntimeState = RuntimeState.RUNNING) -> Runti
 
 async def test_the_runtime_is_believed_before_the_statuses() -> None:
     """A restarted container's new ID is there before the kubelet has written it; ended ones do not count."""
-    runtime = Told(told(ID, RuntimeState.EXITED), told(OTHER_ID))
+    runtime = Reported(reported(ID, RuntimeState.EXITED), reported(OTHER_ID))
     found = ContainerIds(runtime, Store(pod("share", uid=POD, container_ids={"cuda": ID})))
     assert await found.running() == {KEY: OTHER_ID}
     assert await found.owner_of(ID) == KEY
@@ -381,7 +381,7 @@ async def test_the_runtime_is_believed_before_the_statuses() -> None:
 
 async def test_without_a_runtime_the_pods_statuses_tell() -> None:
     """An ID in no status is not refused for ever but asked for again: the kubelet writes it soon."""
-    away = Told(error=Unavailable("no socket there"))
+    away = Reported(error=Unavailable("no socket there"))
     found = ContainerIds(away, Store(pod("share", uid=POD, container_ids={"cuda": ID})))
     assert await found.running() == {KEY: ID}
     assert await found.owner_of(ID) == KEY
@@ -503,7 +503,7 @@ async def test_a_disk_that_hangs_does_not_hold_up_the_end(short_dir: Path) -> No
             await stop_task(task)
 
 
-async def test_a_directory_that_holds_something_foreign_is_left_and_told(short_dir: Path) -> None:
+async def test_a_directory_that_holds_something_foreign_is_left_and_reported(short_dir: Path) -> None:
     """The round goes on with the others."""
     world = World(short_dir)
     foreign = world.files.root / ("0" * 32)

@@ -91,7 +91,7 @@ def with_components(**components: Any) -> dict[str, Any]:
         (" " * (1024 * 1024) + "{}", "larger than"),
     ],
 )
-def test_a_mistake_is_told_with_its_place(short_dir: Path, document: object, place: str) -> None:
+def test_a_mistake_is_reported_with_its_place(short_dir: Path, document: object, place: str) -> None:
     """The message names the file and the key, and is one line."""
     with pytest.raises(StartupError) as caught:
         read(short_dir, document)
@@ -101,7 +101,7 @@ def test_a_mistake_is_told_with_its_place(short_dir: Path, document: object, pla
     assert len(str(caught.value)) < 600
 
 
-def test_a_file_that_cannot_be_read_is_told(short_dir: Path) -> None:
+def test_a_file_that_cannot_be_read_is_reported(short_dir: Path) -> None:
     """Missing, or a directory, or not UTF-8."""
     (short_dir / "bytes").write_bytes(b'{"volume": "\xff"}')
     for name in ("missing", ".", "bytes"):
@@ -129,7 +129,7 @@ JSON = st.recursive(
 
 @settings(max_examples=200)
 @given(JSON)
-def test_any_json_is_volumes_or_a_told_mistake(document: object) -> None:
+def test_any_json_is_volumes_or_a_reported_mistake(document: object) -> None:
     """Nothing else than the one error for mistakes comes out."""
     try:
         _volumes(document)

@@ -136,7 +136,7 @@ def test_delays_double_until_the_cap() -> None:
 
 
 @pytest.mark.parametrize("is_abstract", [False, True])
-def test_the_service_manager_is_told(short_dir: Path, is_abstract: bool) -> None:
+def test_the_service_manager_is_reported(short_dir: Path, is_abstract: bool) -> None:
     """One datagram on the socket that NOTIFY_SOCKET names, as a path or an abstract name."""
     name = f"{short_dir}/notify"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:

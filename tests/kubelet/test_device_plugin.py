@@ -94,16 +94,16 @@ async def test_list_and_watch_sends_all_devices_then_one_message_per_change_and_
         assert b.plugin.open_streams == 0
 
 
-async def test_a_stream_that_the_kubelet_leaves_is_forgotten_and_told() -> None:
+async def test_a_stream_that_the_kubelet_leaves_is_forgotten_and_reported() -> None:
     """The registration watch learns of the end at once."""
     async with bench() as b:
-        told = asyncio.Event()
+        reported = asyncio.Event()
         async with Channel(path=str(b.path)) as channel:
             await anext(v1beta1.DevicePluginStub(channel).list_and_watch())
             assert b.plugin.open_streams == 1
-            b.plugin.on_streams_changed = told.set
+            b.plugin.on_streams_changed = reported.set
         async with asyncio.timeout(DEADLINE_S):
-            await told.wait()
+            await reported.wait()
         assert b.plugin.open_streams == 0
 
 
@@ -167,13 +167,13 @@ async def test_an_allocate_answer_holds_everything_that_the_edits_say() -> None:
 CODES = {
     RefusalReason.INVALID_REQUEST: Status.INVALID_ARGUMENT,
     RefusalReason.UNKNOWN_DEVICE: Status.INVALID_ARGUMENT,
-    RefusalReason.WRONG_CARDS: Status.INVALID_ARGUMENT,
+    RefusalReason.WRONG_GPUS: Status.INVALID_ARGUMENT,
     RefusalReason.SHARING_DISABLED: Status.FAILED_PRECONDITION,
     RefusalReason.POD_UNKNOWN: Status.UNAVAILABLE,
     RefusalReason.POD_AMBIGUOUS: Status.UNAVAILABLE,
     RefusalReason.NOT_READY: Status.UNAVAILABLE,
     RefusalReason.DEVICE_IN_USE: Status.UNAVAILABLE,
-    RefusalReason.NO_HEALTHY_CARD: Status.RESOURCE_EXHAUSTED,
+    RefusalReason.NO_HEALTHY_GPU: Status.RESOURCE_EXHAUSTED,
     RefusalReason.QUOTA_EXCEEDED: Status.RESOURCE_EXHAUSTED,
     RefusalReason.WRONG_POOL: Status.RESOURCE_EXHAUSTED,
     RefusalReason.NOT_ENOUGH_CORES: Status.RESOURCE_EXHAUSTED,

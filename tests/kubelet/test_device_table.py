@@ -18,7 +18,7 @@ from gpushare_agent.kubelet.device_table import (
     vmemory_list_bytes,
 )
 from gpushare_agent.model.errors import StartupError
-from gpushare_agent.model.gpus import Card, GpuInventory, Health
+from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.topology import Branch, LinkKind, Topology
@@ -39,8 +39,8 @@ ROWS = st.lists(
 NAMES = ResourceNames()
 
 
-def card(index: int, *, memory_mib: int = 1024, numa: int | None = None, health: Health = Health.HEALTHY) -> Card:
-    return Card(
+def gpu(index: int, *, memory_mib: int = 1024, numa: int | None = None, health: Health = Health.HEALTHY) -> Gpu:
+    return Gpu(
         index=index,
         minor=index,
         uuid=GpuUuid(f"GPU-{index:08x}-0000-4000-8000-000000000000"),
@@ -52,8 +52,8 @@ def card(index: int, *, memory_mib: int = 1024, numa: int | None = None, health:
     )
 
 
-def inventory(*cards: Card) -> GpuInventory:
-    return GpuInventory(cards=cards, topology=Topology(links=(), root=Branch(kind=LinkKind.SYS, cards=())))
+def inventory(*gpus: Gpu) -> GpuInventory:
+    return GpuInventory(gpus=gpus, topology=Topology(links=(), root=Branch(kind=LinkKind.SYS, gpus=())))
 
 
 def as_message(rows: list[DeviceRow]) -> v1beta1.ListAndWatchResponse:
@@ -107,18 +107,18 @@ async def test_every_waiter_sees_the_newest_version_of_several_changes() -> None
     assert await table.wait_change(-1) == 2
 
 
-def test_vcore_ids_are_a_hundred_per_card_in_order_of_index() -> None:
-    """`<uuid>::0` to `<uuid>::99`, with the card's NUMA node and health on each."""
-    rows = device_rows(inventory(card(1, numa=0, health=Health.UNHEALTHY), card(0)), ResourceKind.VCORE, NAMES)
-    assert [row.id for row in rows[:2]] == [f"{card(0).uuid}::0", f"{card(0).uuid}::1"]
-    assert rows[-1] == DeviceRow(id=f"{card(1).uuid}::99", healthy=False, numa=0)
+def test_vcore_ids_are_a_hundred_per_gpu_in_order_of_index() -> None:
+    """`<uuid>::0` to `<uuid>::99`, with the GPU's NUMA node and health on each."""
+    rows = device_rows(inventory(gpu(1, numa=0, health=Health.UNHEALTHY), gpu(0)), ResourceKind.VCORE, NAMES)
+    assert [row.id for row in rows[:2]] == [f"{gpu(0).uuid}::0", f"{gpu(0).uuid}::1"]
+    assert rows[-1] == DeviceRow(id=f"{gpu(1).uuid}::99", healthy=False, numa=0)
     assert len(rows) == 200
     assert {row.numa for row in rows[:100]} == {None}
 
 
-def test_vmemory_ids_count_whole_blocks_of_each_card() -> None:
-    """A rest smaller than a block is not offered; cards may differ."""
-    rows = device_rows(inventory(card(0, memory_mib=1023), card(1, memory_mib=512)), ResourceKind.VMEMORY, NAMES)
+def test_vmemory_ids_count_whole_blocks_of_each_gpu() -> None:
+    """A rest smaller than a block is not offered; GPUs may differ."""
+    rows = device_rows(inventory(gpu(0, memory_mib=1023), gpu(1, memory_mib=512)), ResourceKind.VMEMORY, NAMES)
     assert [row.id.rpartition("::")[2] for row in rows] == ["0", "1", "2", "0", "1"]
 
 
@@ -126,29 +126,29 @@ def test_vmemory_ids_count_whole_blocks_of_each_card() -> None:
     st.lists(st.tuples(st.integers(0, 3000), st.none() | st.integers(0, 300)), max_size=3),
     st.sampled_from([1, 2, 16, 256]),
 )
-def test_the_computed_size_is_that_of_the_message_with_every_card_unhealthy(
+def test_the_computed_size_is_that_of_the_message_with_every_gpu_unhealthy(
     shapes: list[tuple[int, int | None]], block_mib: int
 ) -> None:
     """ "Unhealthy" is the longer word: a list that fits so fits always."""
-    cards = [card(i, memory_mib=m, numa=n, health=Health.UNHEALTHY) for i, (m, n) in enumerate(shapes)]
-    table = DeviceTable(device_rows(inventory(*cards), ResourceKind.VMEMORY, ResourceNames(memory_block_mib=block_mib)))
-    assert vmemory_list_bytes(cards, block_mib) == table.encoded_size
+    gpus = [gpu(i, memory_mib=m, numa=n, health=Health.UNHEALTHY) for i, (m, n) in enumerate(shapes)]
+    table = DeviceTable(device_rows(inventory(*gpus), ResourceKind.VMEMORY, ResourceNames(memory_block_mib=block_mib)))
+    assert vmemory_list_bytes(gpus, block_mib) == table.encoded_size
 
 
 def test_a_list_over_4_mib_is_refused_with_the_smallest_block_that_works() -> None:
     """The size named in the text passes the check, half of it does not."""
-    cards = [card(i, memory_mib=81920, numa=0) for i in range(16)]
+    gpus = [gpu(i, memory_mib=81920, numa=0) for i in range(16)]
     with pytest.raises(StartupError, match=r"blocks of 1 MiB.*memory_block_mib\) to 32 MiB or more"):
-        check_size(inventory(*cards), "example.com/memory", 1)
-    assert smallest_block_mib(cards) == 32
-    check_size(inventory(*cards), "example.com/memory", 32)
+        check_size(inventory(*gpus), "example.com/memory", 1)
+    assert smallest_block_mib(gpus) == 32
+    check_size(inventory(*gpus), "example.com/memory", 32)
     with pytest.raises(StartupError):
-        check_size(inventory(*cards), "example.com/memory", 16)
-    table = DeviceTable(device_rows(inventory(*cards), ResourceKind.VMEMORY, ResourceNames(memory_block_mib=32)))
+        check_size(inventory(*gpus), "example.com/memory", 16)
+    table = DeviceTable(device_rows(inventory(*gpus), ResourceKind.VMEMORY, ResourceNames(memory_block_mib=32)))
     assert table.encoded_size <= MAX_LIST_BYTES
 
 
-def test_no_cards_make_an_empty_list_of_any_block_size() -> None:
+def test_no_gpus_make_an_empty_list_of_any_block_size() -> None:
     """A node whose driver found nothing serves zero devices."""
     assert device_rows(inventory(), ResourceKind.VMEMORY, ResourceNames(memory_block_mib=1)) == []
     check_size(inventory(), "example.com/memory", 1)

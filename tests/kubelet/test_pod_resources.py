@@ -169,7 +169,9 @@ async def test_get_answers_one_pod(short_dir: Path) -> None:
         (Status.INTERNAL, "boom", Unavailable),
     ],
 )
-async def test_get_errors_are_told_apart(short_dir: Path, status: Status, text: str, error: type[Exception]) -> None:
+async def test_get_errors_are_reported_apart(
+    short_dir: Path, status: Status, text: str, error: type[Exception]
+) -> None:
     """An unknown pod, a kubelet without Get, a fault."""
 
     async def fail() -> bytes:

@@ -35,14 +35,14 @@ FAST = Backoff(base_s=0.01, cap_s=0.05)
 class Agent:
     registrar: Registrar
     tables: dict[str, DeviceTable]
-    told: Recorder
+    reported: Recorder
     """("registered", resource) and "kubelet-restart", in order."""
 
 
 @asynccontextmanager
 async def agent(directory: Path, *, poll_s: float = NEVER_S, backoff: Backoff = FAST) -> AsyncIterator[Agent]:
     """Two device plugins under a running registrar."""
-    told = Recorder()
+    reported = Recorder()
     tables = {name: DeviceTable([DeviceRow(id=f"{name}-0", healthy=True)]) for name in SOCKETS}
     endpoints = [
         PluginEndpoint(
@@ -56,15 +56,15 @@ async def agent(directory: Path, *, poll_s: float = NEVER_S, backoff: Backoff = 
         device_plugin_path=directory,
         endpoints=endpoints,
         register=register,
-        on_registered=lambda resource: told.record(("registered", resource)),
-        on_kubelet_restart=lambda: told.record("kubelet-restart"),
+        on_registered=lambda resource: reported.record(("registered", resource)),
+        on_kubelet_restart=lambda: reported.record("kubelet-restart"),
         poll_s=poll_s,
         backoff=backoff,
     )
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(registrar.run())
         try:
-            yield Agent(registrar=registrar, tables=tables, told=told)
+            yield Agent(registrar=registrar, tables=tables, reported=reported)
         finally:
             await stop_task(running)
     assert not any((directory / name).is_socket() for name in SOCKETS.values()), "a socket was left behind"
@@ -88,8 +88,8 @@ async def test_both_resources_are_registered_and_list_their_devices() -> None:
             ]
             assert kubelet.options == dict.fromkeys(SOCKETS, options)
             assert [d.id for d in kubelet.lists[CORES][0].devices] == [f"{CORES}-0"]
-            await a.told.wait_for(("registered", CORES))
-            await a.told.wait_for(("registered", MEMORY))
+            await a.reported.wait_for(("registered", CORES))
+            await a.reported.wait_for(("registered", MEMORY))
             assert a.registrar.is_registered(CORES)
             assert a.registrar.is_registered(MEMORY)
             assert not a.registrar.is_registered("example.com/other")
@@ -114,7 +114,7 @@ async def test_a_kubelet_that_comes_later_is_waited_for() -> None:
             assert not a.registrar.is_registered(CORES)
             await kubelet.start()
             await both_registered(kubelet)
-            assert "kubelet-restart" not in a.told.events
+            assert "kubelet-restart" not in a.reported.events
 
 
 async def test_a_restarted_kubelet_is_registered_with_again() -> None:
@@ -125,10 +125,10 @@ async def test_a_restarted_kubelet_is_registered_with_again() -> None:
             for restarts in (1, 2, 3):
                 await kubelet.restart()
                 await both_registered(kubelet, 1 + restarts)
-                await a.told.wait_for("kubelet-restart", restarts)
+                await a.reported.wait_for("kubelet-restart", restarts)
                 for name in SOCKETS:
-                    await a.told.wait_for(("registered", name), 1 + restarts)
-                assert a.told.events.count("kubelet-restart") == restarts
+                    await a.reported.wait_for(("registered", name), 1 + restarts)
+                assert a.reported.events.count("kubelet-restart") == restarts
                 assert a.registrar.is_registered(CORES)
 
 
@@ -140,7 +140,7 @@ async def test_a_new_kubelet_socket_alone_is_enough_to_register_again() -> None:
             async with fake_kubelet(directory, started=False) as second:
                 await second.start(removes_sockets=False)  # the first one goes on following ListAndWatch
                 await both_registered(second)
-                await a.told.wait_for("kubelet-restart")
+                await a.reported.wait_for("kubelet-restart")
 
 
 async def test_a_kubelet_that_stopped_is_not_registered_with() -> None:
@@ -179,7 +179,7 @@ async def test_our_own_socket_gone_or_replaced_is_served_and_registered_again(is
             await kubelet.happened.wait_for(("register", CORES), 2)
             await kubelet.wait_listed(CORES, times=2)
             assert kubelet.registrations(MEMORY) == 1
-            assert "kubelet-restart" not in a.told.events
+            assert "kubelet-restart" not in a.reported.events
 
 
 @pytest.mark.parametrize("is_moved", [True, False])
@@ -264,7 +264,7 @@ async def test_restarted_servers_listen_on_new_sockets_and_register_again() -> N
             assert None not in after
             assert not set(before) & set(after)
             await both_registered(kubelet, 2)
-            assert "kubelet-restart" not in a.told.events
+            assert "kubelet-restart" not in a.reported.events
 
 
 async def test_stopping_ends_the_streams_and_removes_only_our_sockets() -> None:

@@ -319,9 +319,9 @@ def test_the_quotas_example_says_what_its_comment_says() -> None:
     extender = extender_settings().extender
     assert found["metadata"] == {"name": extender.quota_name, "namespace": extender.quota_namespace}
     assert parse_quota(found["data"]).namespaces == {
-        "research": NamespaceQuota(pools=("public", "research"), cards={"P40": 400, "H100": 250}),
+        "research": NamespaceQuota(pools=("public", "research"), gpus={"P40": 400, "H100": 250}),
         "serving": NamespaceQuota(vcore=800, vmemory=512),
-        "batch": NamespaceQuota(cards={}),
+        "batch": NamespaceQuota(gpus={}),
     }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from gpushare_agent.cli.check.api import CLEANUP_RIGHT, FACTS_RIGHT, NEEDED_RIGHTS
 from gpushare_agent.isolation.driver_volume.volume_config import read_volume_config
-from gpushare_agent.model.names import CORES_PER_CARD, VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
 from gpushare_agent.settings.settings import Settings, load_settings
 from tests.support_manifests import (
@@ -222,15 +222,15 @@ def test_the_check_job_is_the_daemon_sets_pod() -> None:
 def test_a_sample_is_a_pod_that_fits_the_default_simulated_node(path: Path) -> None:
     """All samples together run on the sandbox's default node, so that applying them exits 0."""
     settings = Settings()
-    blocks_per_card = settings.simulated.card_memory_mib[0] // settings.resources.memory_block_mib
+    blocks_per_gpu = settings.simulated.card_memory_mib[0] // settings.resources.memory_block_mib
     for pod in documents(f"samples/{path.name}"):
         assert pod["kind"] == "Pod"
         assert "runtimeClassName" not in pod["spec"], "it would add a libcuda without limits to the container"
         for container in pod["spec"]["containers"]:
             limits = container["resources"]["limits"]
             cores = limits[VCORE_RESOURCE]
-            assert 0 < cores < CORES_PER_CARD or cores % CORES_PER_CARD == 0
-            assert (0 < limits.get(VMEMORY_RESOURCE, 0) <= blocks_per_card) or cores >= CORES_PER_CARD
+            assert 0 < cores < CORES_PER_GPU or cores % CORES_PER_GPU == 0
+            assert (0 < limits.get(VMEMORY_RESOURCE, 0) <= blocks_per_gpu) or cores >= CORES_PER_GPU
 
 
 def test_sample_pods_have_names_of_their_own() -> None:

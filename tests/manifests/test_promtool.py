@@ -38,7 +38,7 @@ async def complaints(text: str) -> tuple[int | None, set[str]]:
 
 
 async def test_the_scrape_of_an_embedded_node_is_clean() -> None:
-    """Pods with shares, a whole card and a refusal, cards that are used: nothing to say."""
+    """Pods with shares, a whole GPU and a refusal, GPUs that are used: nothing to say."""
     async with (
         open_test_node() as node,
         open_agent(node, "--sample-period-s=0.05", "--simulated.cards=3", "--isolations-allowed=vcuda,none") as agent,
@@ -53,10 +53,10 @@ async def test_the_scrape_of_an_embedded_node_is_clean() -> None:
         node.api.create_pod(pod("refused", container(cores=10)))
         await wait_settled(node, "refused")
         pid = node.kubelet.runtime.living(node.api.pod("default", "a")["metadata"]["uid"])[0].pid
-        used = [{"pid": who, "card": card, "sm": 0.5, "memory_bytes": 2**30} for card in range(3) for who in (pid, 1)]
+        used = [{"pid": who, "card": gpu, "sm": 0.5, "memory_bytes": 2**30} for gpu in range(3) for who in (pid, 1)]
         node.paths.usage.write_text(json.dumps({"processes": used}))
         await poll_until(
-            lambda: agent.parts.usage.current is not None and len(agent.parts.usage.current.strangers) == 3, "use"
+            lambda: agent.parts.usage.current is not None and len(agent.parts.usage.current.unattributed) == 3, "use"
         )
         async with asyncio.timeout(DEADLINE_S), ClientSession() as session:
             port = await agent.parts.web.wait_listening()

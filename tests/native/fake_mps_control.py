@@ -21,7 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-from gpushare_agent.sandbox import mps_stand_in
+from gpushare_agent.sandbox import fake_mps
 
 HERE = Path(sys.argv[1])
 
@@ -31,7 +31,7 @@ def record(text: str) -> None:
         file.write(f"{text}\n")
 
 
-class Misbehaving(mps_stand_in.MpsStandIn):
+class Misbehaving(fake_mps.FakeMps):
     def answer(self, command: str) -> str:
         record(command)
         self.clients = {}
@@ -70,7 +70,7 @@ def control() -> int:
     if (HERE / "nonsense").exists():
         sys.stdout.write((HERE / "nonsense").read_text())
         return 0
-    return mps_stand_in.main([])
+    return fake_mps.main([])
 
 
 sys.exit(daemon() if sys.argv[2:] == ["-f"] else control())

@@ -225,7 +225,7 @@ static int get_card(device_t *device, card_t *card)
 {
     struct card_wish wish = {.index = device->index};
     int code = card_error(device);
-    if (code == OK && !find("card", take_card, &wish))
+    if (code == OK && !find("GPU", take_card, &wish))
         code = NOT_FOUND;
     *card = wish.card;
     return code;
@@ -296,7 +296,7 @@ int nvmlDeviceGetUUID(device_t *device, char *answer, unsigned size)
     int numbers[2] = {(int)device->index, OK}, code = driver_error();
     if (code == OK && find("uuid_error", take_code, numbers))
         return numbers[1];
-    if (code == OK && !find("card", take_card, &wish))
+    if (code == OK && !find("GPU", take_card, &wish))
         return NOT_FOUND;
     snprintf(answer, size, "%s", wish.card.uuid);
     return code;

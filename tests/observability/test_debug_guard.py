@@ -60,7 +60,7 @@ async def test_a_localhost_that_is_none_is_not_listened_on(monkeypatch: pytest.M
         await listen_tcp("localhost", 0, backlog=1, only_loopback=True)
 
 
-async def test_an_unknown_name_and_an_address_of_another_machine_are_told() -> None:
+async def test_an_unknown_name_and_an_address_of_another_machine_are_reported() -> None:
     """The text says which of both it is."""
     with pytest.raises(Unavailable, match="the address is unknown"):
         await listen_tcp("no-such-name.invalid", 0, backlog=1)
@@ -128,9 +128,9 @@ async def test_a_token_file_that_cannot_be_used_lets_nobody_in(tmp_path: Path, c
                 answer = await ask(port, "/debug/", Authorization=f"Bearer {token}"[:3000])
                 assert answer.status == 503
                 assert str(file) not in answer.text
-    told = [line for line in logged if line["event"] == "debug_token_unusable"]
-    assert len(told) == 1
-    assert not (content or "").strip() or (content or "").strip() not in str(told)
+    reported = [line for line in logged if line["event"] == "debug_token_unusable"]
+    assert len(reported) == 1
+    assert not (content or "").strip() or (content or "").strip() not in str(reported)
 
 
 # --- pages of a browser ---

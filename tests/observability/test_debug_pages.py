@@ -33,8 +33,8 @@ def test_allocations_are_shown_by_pod_with_runs_of_devices() -> None:
     assert found["left_out"] == 0
 
 
-def test_devices_are_runs_by_card() -> None:
-    """Single numbers stand alone, an ID that names no card stands as it is."""
+def test_devices_are_runs_by_gpu() -> None:
+    """Single numbers stand alone, an ID that names no GPU stands as it is."""
     assert device_ranges(["GPU-1::3", "GPU-0::7", "GPU-0::0", "GPU-0::1", "GPU-0::2", "odd"]) == {
         "GPU-0": "0-2,7",
         "GPU-1": "3",
@@ -62,12 +62,12 @@ def test_many_pods_are_cut_and_counted() -> None:
 
 
 def test_the_topology_is_shown_as_matrix_tree_and_text() -> None:
-    """All three agree on two cards."""
+    """All three agree on two GPUs."""
     found = topology_page(sources())
     assert found["links"] == [["X", "PIX"], ["PIX", "X"]]
     assert found["tree"]["cards"] == [0, 1]
     assert found["graph"][0] == "ROOT:2"
-    assert [card["uuid"] for card in found["cards"]] == ["GPU-0", "GPU-1"]
+    assert [gpu["uuid"] for gpu in found["cards"]] == ["GPU-0", "GPU-1"]
 
 
 def test_settings_tell_their_value_and_whether_it_is_the_default() -> None:

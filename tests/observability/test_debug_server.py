@@ -126,7 +126,7 @@ async def test_the_listener_ends_at_once_while_a_profile_is_taken() -> None:
 
 @pytest.mark.usefixtures("level_is_kept")
 @pytest.mark.parametrize("method", ["PUT", "POST"])
-async def test_the_log_level_changes_now_and_the_old_one_is_told(method: str) -> None:
+async def test_the_log_level_changes_now_and_the_old_one_is_reported(method: str) -> None:
     """A line of the new level is written from then on."""
     logging.getLogger().setLevel("INFO")
     async with serving() as port:

@@ -26,16 +26,16 @@ from gpushare_agent.observability.http.server import WebServer
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.wire.display import GraphResponse, UsageResponse, VersionResponse
 from tests.support_agent import poll_until
-from tests.support_display import CARD_0, CARD_1, CARD_MIB, snapshot, usage_round
+from tests.support_display import GPU_0, GPU_1, GPU_MIB, snapshot, usage_round
 from tests.support_kube import DEADLINE_S, running
 
 MIB = 1024 * 1024
 GRAPH = f"""\
 ROOT:2
 |--PIX:2
-|  |--GPU0 (pids: [41 42 77], usedMemory: {3 * 1024 * MIB}, totalMemory: {CARD_MIB * MIB}, \
-allocatableCores: 70, allocatableMemory: {(CARD_MIB - 2048) * MIB})
-|  |--GPU1 (pids: [], usedMemory: 0, totalMemory: {CARD_MIB * MIB}, allocatableCores: 0, allocatableMemory: 0)
+|  |--GPU0 (pids: [41 42 77], usedMemory: {3 * 1024 * MIB}, totalMemory: {GPU_MIB * MIB}, \
+allocatableCores: 70, allocatableMemory: {(GPU_MIB - 2048) * MIB})
+|  |--GPU1 (pids: [], usedMemory: 0, totalMemory: {GPU_MIB * MIB}, allocatableCores: 0, allocatableMemory: 0)
 """
 
 
@@ -68,22 +68,20 @@ async def serving(path: Path, **others: Any) -> AsyncIterator[DisplayServer]:
         yield server
 
 
-def test_the_graph_shows_what_is_used_and_free_of_each_card() -> None:
-    """One line a card, in gpu-manager's words and bytes, below the tree."""
+def test_the_graph_shows_what_is_used_and_free_of_each_gpu() -> None:
+    """One line a GPU, in gpu-manager's words and bytes, below the tree."""
     assert graph_text(snapshot(usage=usage_round())) == GRAPH
 
 
-def test_the_graph_names_the_health_of_a_card_in_one_line() -> None:
-    """A cordon is no illness, a card may have both, and a reason of several lines cannot make a line of its own."""
+def test_the_graph_names_the_health_of_a_gpu_in_one_line() -> None:
+    """A cordon is no illness, a GPU may have both, and a reason of several lines cannot make a line of its own."""
     seen = snapshot()
-    cards = [
-        replace(card, health=Health.UNHEALTHY, unhealthy_reason="for the kubelet") for card in seen.inventory.cards
-    ]
+    gpus = [replace(gpu, health=Health.UNHEALTHY, unhealthy_reason="for the kubelet") for gpu in seen.inventory.gpus]
     ill = replace(
         seen,
-        inventory=replace(seen.inventory, cards=tuple(cards)),
-        cordoned={CARD_0: "swap", CARD_1: ""},
-        illnesses={CARD_0: "Xid 79\nGPU9"},
+        inventory=replace(seen.inventory, gpus=tuple(gpus)),
+        cordoned={GPU_0: "swap", GPU_1: ""},
+        illnesses={GPU_0: "Xid 79\nGPU9"},
     )
     lines = graph_text(ill).splitlines()
     assert lines[2].endswith(") Unhealthy: Xid 79 GPU9 Cordoned: swap")
@@ -91,13 +89,13 @@ def test_the_graph_names_the_health_of_a_card_in_one_line() -> None:
     assert len(lines) == 4
 
 
-def test_usage_is_told_in_percent_and_mib_by_pod_and_container() -> None:
+def test_usage_is_reported_in_percent_and_mib_by_pod_and_container() -> None:
     """Keys, units and whose it is are gpu-manager's; what is zero is left out, as its gateway does."""
     assert usage_json(snapshot(usage=usage_round())) == {
         "usage": {
             "uid-big": {
                 "project": "default",
-                "spec": {"main": {"gpu": 1.0, "mem": float(CARD_MIB)}},
+                "spec": {"main": {"gpu": 1.0, "mem": float(GPU_MIB)}},
                 "stat": {"main": {"dev": [{"id": "0000:01:00.0", "card_idx": "1"}]}},
             },
             "uid-train": {
@@ -131,7 +129,7 @@ def test_the_bytes_of_usage_are_those_of_the_generated_class(round_of: Any) -> N
     assert UsageResponse.parse(encode_usage({})) == UsageResponse()
 
 
-def test_a_node_without_cards_and_pods_has_an_empty_usage_and_a_bare_root() -> None:
+def test_a_node_without_gpus_and_pods_has_an_empty_usage_and_a_bare_root() -> None:
     """As gpu-manager's empty message."""
     empty = snapshot()
     nothing = replace(
@@ -139,9 +137,9 @@ def test_a_node_without_cards_and_pods_has_an_empty_usage_and_a_bare_root() -> N
         containers=(),
         inventory=replace(
             empty.inventory,
-            cards=(),
+            gpus=(),
             topology=replace(
-                empty.inventory.topology, links=(), root=replace(empty.inventory.topology.root, cards=(), children=())
+                empty.inventory.topology, links=(), root=replace(empty.inventory.topology.root, gpus=(), children=())
             ),
         ),
     )
@@ -226,7 +224,7 @@ async def test_a_socket_that_another_process_serves_is_left_to_it(short_dir: Pat
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "link", "no directory"])
-async def test_what_is_no_socket_stays_and_is_told_with_the_cure(short_dir: Path, kind: str) -> None:
+async def test_what_is_no_socket_stays_and_is_reported_with_the_cure(short_dir: Path, kind: str) -> None:
     """The agent runs on without the display; nothing is removed."""
     path = short_dir / "d" / "display.sock"
     if kind != "no directory":

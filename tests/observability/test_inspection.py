@@ -1,4 +1,4 @@
-"""What a node's object and its pods say of its cards: sums that hold, whatever a tenant or an old agent wrote."""
+"""What a node's object and its pods say of its GPUs: sums that hold, whatever a tenant or an old agent wrote."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.cluster.node_annotations import CARDS_ANNOTATION, MAX_CARDS
-from gpushare_agent.cluster.node_facts_wanted import cards_annotation
+from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION, MAX_GPUS
+from gpushare_agent.cluster.node_facts_wanted import gpus_annotation
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.observability.gpu_summaries import NodeCard, NodeCards, cards_of_node
+from gpushare_agent.observability.gpu_summaries import NodeGpu, NodeGpus, gpus_of_node
 from gpushare_agent.observability.inspection import NodeSums, node_sums
 from tests.support_usage import UUIDS, inventory
 
 MIB = 1024 * 1024
 NAMES = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
-CARDS = NodeCards(
-    cards=tuple(NodeCard(index=n, uuid=f"GPU-{n}", name="H100", memory_bytes=24576 * MIB) for n in range(4)),
+GPUS = NodeGpus(
+    gpus=tuple(NodeGpu(index=n, uuid=f"GPU-{n}", name="H100", memory_bytes=24576 * MIB) for n in range(4)),
     memory_block_mib=256,
 )
 PREFIX = "tencent.com/predicate-gpu-idx-"
@@ -47,22 +47,22 @@ def pod(*containers: ContainerSpec, annotations: dict[str, str] | None = None, *
 
 
 def sums(*pods: Pod) -> NodeSums:
-    return node_sums("n", CARDS, pods, NAMES)
+    return node_sums("n", GPUS, pods, NAMES)
 
 
 def allocated(found: NodeSums) -> list[tuple[int, int]]:
-    """Cores and MiB of each card."""
-    return [(card.cores_allocated, card.memory_allocated_bytes // MIB) for card in found.cards]
+    """Cores and MiB of each GPU."""
+    return [(gpu.cores_allocated, gpu.memory_allocated_bytes // MIB) for gpu in found.gpus]
 
 
-def test_a_share_is_charged_to_the_card_that_the_annotation_names() -> None:
+def test_a_share_is_charged_to_the_gpu_that_the_annotation_names() -> None:
     """Its cores, and its blocks in the node's block size."""
     found = sums(pod(annotations={PREFIX + "0": "2", "tencent.com/gpu-assigned": "true"}))
     assert allocated(found) == [(0, 0), (0, 0), (40, 4096), (0, 0)]
-    assert (found.containers[0].cards, found.containers[0].remark) == ((2,), "")
+    assert (found.containers[0].gpus, found.containers[0].remark) == ((2,), "")
 
 
-def test_whole_cards_are_charged_with_all_their_memory() -> None:
+def test_whole_gpus_are_charged_with_all_their_memory() -> None:
     """Whatever memory the container asks for."""
     found = sums(pod(container(cores=200, blocks=0), annotations={PREFIX + "0": "1,3"}))
     assert allocated(found) == [(0, 0), (100, 24576), (0, 0), (100, 24576)]
@@ -91,22 +91,22 @@ def test_a_choice_that_the_agent_has_not_carried_out_is_remarked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "remark"),
+    ("reported", "remark"),
     [
-        (None, "no card is known yet"),
-        ("9", "names card 9, which the node does not have"),
-        ("0,1", "names 2 cards where it asks for 1"),
-        ("", "'' is no list of card indexes"),
-        ("-1", "'-1' is no list of card indexes"),
-        ("0,", "'0,' is no list of card indexes"),
-        ("٣", "is no list of card indexes"),
-        ("99999999999", "is no list of card indexes"),
-        (",".join(["0"] * 1000), "is no list of card indexes"),
+        (None, "no GPU is known yet"),
+        ("9", "names GPU 9, which the node does not have"),
+        ("0,1", "names 2 GPUs where it asks for 1"),
+        ("", "'' is no list of GPU indexes"),
+        ("-1", "'-1' is no list of GPU indexes"),
+        ("0,", "'0,' is no list of GPU indexes"),
+        ("٣", "is no list of GPU indexes"),
+        ("99999999999", "is no list of GPU indexes"),
+        (",".join(["0"] * 1000), "is no list of GPU indexes"),
     ],
 )
-def test_an_annotation_that_does_not_fit_is_told_and_charged_to_no_card(told: str | None, remark: str) -> None:
+def test_an_annotation_that_does_not_fit_is_reported_and_charged_to_no_gpu(reported: str | None, remark: str) -> None:
     """Any tenant can write it."""
-    found = sums(pod(annotations={} if told is None else {PREFIX + "0": told}))
+    found = sums(pod(annotations={} if reported is None else {PREFIX + "0": reported}))
     assert allocated(found) == [(0, 0)] * 4
     assert remark in found.containers[0].remark
     assert found.unplaced == found.containers
@@ -120,10 +120,10 @@ def test_a_pod_that_has_ended_holds_nothing(phase: PodPhase) -> None:
 
 
 def test_an_init_container_is_not_counted_beside_the_main_one() -> None:
-    """The kubelet hands its devices on; a sidecar has some of its own, whose card no annotation names."""
+    """The kubelet hands its devices on; a sidecar has some of its own, whose GPU no annotation names."""
     init, sidecar = container("i", kind=ContainerKind.INIT), container("s", kind=ContainerKind.SIDECAR)
     found = sums(pod(init, sidecar, container(), annotations={PREFIX + "0": "0"}))
-    assert [(c.container, c.cards) for c in found.containers] == [("s", ()), ("main", (0,))]
+    assert [(c.container, c.gpus) for c in found.containers] == [("s", ()), ("main", (0,))]
 
 
 def test_pods_come_sorted_whatever_the_order_of_the_list() -> None:
@@ -144,37 +144,37 @@ def test_pods_come_sorted_whatever_the_order_of_the_list() -> None:
     )
 )
 def test_what_is_asked_is_charged_once_or_unplaced(pods: list[tuple[int, int, str | None]]) -> None:
-    """Over any pods: the cards' cores are those of the placed containers, and no sum is negative."""
+    """Over any pods: the GPUs' cores are those of the placed containers, and no sum is negative."""
     found = sums(
         *(
-            pod(container(cores=cores, blocks=blocks), annotations={} if told is None else {PREFIX + "0": told})
-            for cores, blocks, told in pods
+            pod(container(cores=cores, blocks=blocks), annotations={} if reported is None else {PREFIX + "0": reported})
+            for cores, blocks, reported in pods
         )
     )
-    placed = [c for c in found.containers if c.cards]
-    exact = sum(c.cores // len(c.cards) * len(c.cards) for c in placed)
-    assert sum(card.cores_allocated for card in found.cards) == exact
-    assert all(card.cores_allocated >= 0 and card.memory_allocated_bytes >= 0 for card in found.cards)
+    placed = [c for c in found.containers if c.gpus]
+    exact = sum(c.cores // len(c.gpus) * len(c.gpus) for c in placed)
+    assert sum(gpu.cores_allocated for gpu in found.gpus) == exact
+    assert all(gpu.cores_allocated >= 0 and gpu.memory_allocated_bytes >= 0 for gpu in found.gpus)
     assert len(found.containers) == sum(1 for cores, blocks, _ in pods if cores or blocks)
 
 
-# --- the cards ---
+# --- the GPUs ---
 
 
-def read(text: object, capacity: dict[str, int] | None = None) -> NodeCards | None:
-    return cards_of_node({CARDS_ANNOTATION: text}, CAPACITY if capacity is None else capacity, NAMES)
+def read(text: object, capacity: dict[str, int] | None = None) -> NodeGpus | None:
+    return gpus_of_node({GPUS_ANNOTATION: text}, CAPACITY if capacity is None else capacity, NAMES)
 
 
 def test_what_the_agent_writes_is_read_back() -> None:
     """Writer and reader agree on the format."""
-    text = cards_annotation(inventory(3, sick={1: "lost"}), cordoned={UUIDS[2]}, memory_block_mib=512)
+    text = gpus_annotation(inventory(3, sick={1: "lost"}), cordoned={UUIDS[2]}, memory_block_mib=512)
     found = read(text)
     assert found is not None
     assert (found.memory_block_mib, found.remark) == (512, "")
-    assert [(c.index, c.uuid, c.memory_bytes // MIB, c.is_healthy) for c in found.cards] == [
-        (0, "GPU-0", 24576, True), (1, "GPU-1", 24576, False), (2, "GPU-2", 24576, found.cards[2].is_healthy),
+    assert [(c.index, c.uuid, c.memory_bytes // MIB, c.is_healthy) for c in found.gpus] == [
+        (0, "GPU-0", 24576, True), (1, "GPU-1", 24576, False), (2, "GPU-2", 24576, found.gpus[2].is_healthy),
     ]  # fmt: skip
-    assert [bool(card.cordoned) for card in found.cards] == [False, False, True]
+    assert [bool(gpu.cordoned) for gpu in found.gpus] == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -195,10 +195,10 @@ def test_what_the_agent_writes_is_read_back() -> None:
     ids=range(11),
 )
 def test_an_annotation_that_cannot_be_read_leaves_the_capacity(text: object) -> None:
-    """Equal cards, and a remark that says so."""
+    """Equal GPUs, and a remark that says so."""
     found = read(text)
     assert found is not None
-    assert [card.memory_bytes // MIB for card in found.cards] == [24576] * 4
+    assert [gpu.memory_bytes // MIB for gpu in found.gpus] == [24576] * 4
     assert "assumed from the node's capacity" in found.remark
 
 
@@ -218,33 +218,33 @@ def test_an_annotation_that_cannot_be_read_leaves_the_capacity(text: object) -> 
         {"index": 1},
     ],
 )
-def test_one_bad_card_makes_the_whole_annotation_unreadable(change: dict[str, Any]) -> None:
+def test_one_bad_gpu_makes_the_whole_annotation_unreadable(change: dict[str, Any]) -> None:
     """Half a list would show a smaller node than there is. The last case is an index given twice."""
-    cards = [{"index": n, "uuid": f"GPU-{n}", "name": "x", "memory_mib": 1024, "is_healthy": True} for n in range(2)]
-    good = read(json.dumps({"schema": 1, "cards": cards}))
+    gpus = [{"index": n, "uuid": f"GPU-{n}", "name": "x", "memory_mib": 1024, "is_healthy": True} for n in range(2)]
+    good = read(json.dumps({"schema": 1, "cards": gpus}))
     assert good is not None and good.remark == ""
-    cards[0] |= change
-    found = read(json.dumps({"schema": 1, "cards": cards}))
+    gpus[0] |= change
+    found = read(json.dumps({"schema": 1, "cards": gpus}))
     assert found is not None and "cannot be read" in found.remark
 
 
-def test_too_many_cards_are_not_believed() -> None:
+def test_too_many_gpus_are_not_believed() -> None:
     """No machine has them."""
-    cards = [{"index": n, "uuid": "u", "name": "x", "memory_mib": 1, "is_healthy": True} for n in range(MAX_CARDS + 1)]
-    found = read(json.dumps({"schema": 1, "cards": cards}))
+    gpus = [{"index": n, "uuid": "u", "name": "x", "memory_mib": 1, "is_healthy": True} for n in range(MAX_GPUS + 1)]
+    found = read(json.dumps({"schema": 1, "cards": gpus}))
     assert found is not None and found.remark
 
 
-def test_a_node_without_annotation_and_capacity_has_no_cards() -> None:
+def test_a_node_without_annotation_and_capacity_has_no_gpus() -> None:
     """It is left out of the list."""
-    assert cards_of_node({}, {}, NAMES) is None
-    assert cards_of_node({}, {"tencent.com/vcuda-core": 50}, NAMES) is None
+    assert gpus_of_node({}, {}, NAMES) is None
+    assert gpus_of_node({}, {"tencent.com/vcuda-core": 50}, NAMES) is None
 
 
 def test_a_huge_capacity_is_bounded() -> None:
-    """Whoever may patch a node's status could make any number of cards."""
-    found = cards_of_node({}, {"tencent.com/vcuda-core": 2**62}, NAMES)
-    assert found is not None and len(found.cards) == MAX_CARDS
+    """Whoever may patch a node's status could make any number of GPUs."""
+    found = gpus_of_node({}, {"tencent.com/vcuda-core": 2**62}, NAMES)
+    assert found is not None and len(found.gpus) == MAX_GPUS
 
 
 @given(st.text(max_size=200))

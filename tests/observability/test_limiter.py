@@ -252,7 +252,7 @@ async def test_costly_answers_are_made_one_at_a_time_and_cheap_ones_between(peer
         assert {await peer.read_status() for peer in asking} == {200}
 
 
-async def test_who_asks_too_much_at_once_is_told_503_and_others_are_not(peers: list[Peer]) -> None:
+async def test_who_asks_too_much_at_once_is_reported_503_and_others_are_not(peers: list[Peer]) -> None:
     """With Retry-After; an address of its own still finds a place."""
     may_answer, began = asyncio.Event(), asyncio.Event()
 

@@ -10,38 +10,38 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.made_node import MadeNode, uid_of, uuid_of
-from gpushare_agent.observability.http.live_patch import CARD_USE, CONTAINER_USE, container_key, patch, rounded
+from bench.sample_node import SampleNode, uid_of, uuid_of
+from gpushare_agent.observability.http.live_patch import CONTAINER_USE, GPU_USE, container_key, patch, rounded
 from gpushare_agent.observability.node_snapshot import node_document
 
 Document = dict[str, Any]
 
 
-def shown(node: MadeNode) -> Document:
+def shown(node: SampleNode) -> Document:
     return rounded(node_document(node.snapshot()))
 
 
 def applied(document: Document, change: Mapping[str, Any]) -> Document:
     """As a reader of the stream does it."""
     new = copy.deepcopy(document)
-    cards = {card["uuid"]: card for card in new["cards"]}
+    gpus = {gpu["uuid"]: gpu for gpu in new["cards"]}
     containers = {container_key(one): one for one in new["containers"]}
     for name in ("at", "schema", "node", "resources", "topology"):
         new[name] = change.get(name, new[name])
     new["agent"] |= change.get("agent", {})
     for uuid, fields in change.get("cards", {}).items():
-        cards[uuid] = cards.get(uuid, {}) | fields
+        gpus[uuid] = gpus.get(uuid, {}) | fields
     for uuid, values in change.get("card_use", {}).items():
-        cards[uuid]["usage"] |= _named(CARD_USE, values)
+        gpus[uuid]["usage"] |= _named(GPU_USE, values)
     containers |= change.get("containers", {})
     for key, uses in change.get("container_use", {}).items():
         for index, *values in uses:
             held = next(one for one in containers[key]["cards"] if one["index"] == index)
             held["usage"] |= _named(CONTAINER_USE, values)
     for name in change.get("gone", ()):
-        cards.pop(name, None)
+        gpus.pop(name, None)
         containers.pop(name, None)
-    new["cards"] = sorted(cards.values(), key=lambda card: card["index"])
+    new["cards"] = sorted(gpus.values(), key=lambda gpu: gpu["index"])
     new["containers"] = sorted(containers.values(), key=_order)
     return new
 
@@ -60,14 +60,14 @@ def test_an_applied_patch_gives_the_new_document(data: st.DataObject) -> None:
     """Whatever came, went, fell ill or merely used something else between two moments."""
 
     def made() -> Document:
-        cards = data.draw(st.integers(1, 4))
-        node = MadeNode(
-            cards=cards,
-            containers=data.draw(st.integers(0, 2 * cards)),
+        gpus = data.draw(st.integers(1, 4))
+        node = SampleNode(
+            gpus=gpus,
+            containers=data.draw(st.integers(0, 2 * gpus)),
             moment=data.draw(st.integers(0, 50)),
-            unhealthy=data.draw(st.dictionaries(st.integers(0, cards - 1), st.sampled_from(["lost", "Xid 79"]))),
-            cordoned=data.draw(st.dictionaries(st.integers(0, cards - 1), st.just("fan"))),
-            strangers=data.draw(st.dictionaries(st.integers(0, cards - 1), st.integers(0, 30))),
+            unhealthy=data.draw(st.dictionaries(st.integers(0, gpus - 1), st.sampled_from(["lost", "Xid 79"]))),
+            cordoned=data.draw(st.dictionaries(st.integers(0, gpus - 1), st.just("fan"))),
+            unattributed=data.draw(st.dictionaries(st.integers(0, gpus - 1), st.integers(0, 30))),
         )
         document = shown(node)
         for thing in [*document["cards"], *(held for one in document["containers"] for held in one["cards"])]:
@@ -84,7 +84,7 @@ def test_an_applied_patch_gives_the_new_document(data: st.DataObject) -> None:
 
 def test_a_node_that_stands_still_has_no_patch() -> None:
     """The time alone is no news."""
-    node = MadeNode(cards=2, containers=3)
+    node = SampleNode(gpus=2, containers=3)
     old = shown(node)
     still = shown(node) | {"at": old["at"] + 60, "agent": old["agent"]}
     assert patch(old, still) == {}
@@ -92,7 +92,7 @@ def test_a_node_that_stands_still_has_no_patch() -> None:
 
 def test_only_numbers_that_changed_are_sent_as_lists() -> None:
     """A step of the use names no field, no static value and no topology."""
-    node = MadeNode(cards=2, containers=2)
+    node = SampleNode(gpus=2, containers=2)
     old = shown(node)
     node.step()
     found = patch(old, shown(node) | {"agent": old["agent"]})
@@ -104,9 +104,9 @@ def test_only_numbers_that_changed_are_sent_as_lists() -> None:
     assert (index, values) == (1, [container["cards"][0]["usage"][name] for name in CONTAINER_USE])
 
 
-def test_an_unhealthy_card_sends_only_its_changed_fields() -> None:
-    """Health and reason of that card, nothing of the other."""
-    node = MadeNode(cards=2, containers=0)
+def test_an_unhealthy_gpu_sends_only_its_changed_fields() -> None:
+    """Health and reason of that GPU, nothing of the other."""
+    node = SampleNode(gpus=2, containers=0)
     old = shown(node)
     node.unhealthy[1] = "Xid 79"
     found = patch(old, shown(node) | {"agent": old["agent"]})
@@ -115,8 +115,8 @@ def test_an_unhealthy_card_sends_only_its_changed_fields() -> None:
 
 
 def test_a_container_that_ends_is_named_gone() -> None:
-    """By its key; its card's sums follow."""
-    node = MadeNode(cards=1, containers=2)
+    """By its key; its GPU's sums follow."""
+    node = SampleNode(gpus=1, containers=2)
     old = shown(node)
     node.containers = 1
     found = patch(old, shown(node))
@@ -126,7 +126,7 @@ def test_a_container_that_ends_is_named_gone() -> None:
 
 def test_a_new_process_sends_the_container_anew() -> None:
     """PIDs are no numbers of the use: a list in the middle would need a name."""
-    node = MadeNode(cards=1, containers=1)
+    node = SampleNode(gpus=1, containers=1)
     old, new = shown(node), shown(node)
     new["containers"][0]["cards"][0]["usage"] |= {"pids": [1, 2]}
     found = patch(old, new)
@@ -136,7 +136,7 @@ def test_a_new_process_sends_the_container_anew() -> None:
 
 def test_uses_are_rounded_to_three_digits_and_counts_are_not() -> None:
     """Ratios get at most three digits behind the point, numbers that are none become unknown."""
-    document = node_document(MadeNode(cards=1, containers=0).snapshot())
+    document = node_document(SampleNode(gpus=1, containers=0).snapshot())
     document["cards"][0]["usage"] |= {
         "sm_ratio": 0.123456,
         "memory_ratio": 0.00004,
@@ -156,17 +156,17 @@ def test_uses_are_rounded_to_three_digits_and_counts_are_not() -> None:
     assert usage["encoder_ratio"] is None
 
 
-def test_many_strangers_are_cut_to_the_largest_and_counted() -> None:
+def test_many_unattributed_are_cut_to_the_largest_and_counted() -> None:
     """A node's other programs do not fill the stream."""
-    card = shown(MadeNode(cards=1, containers=0, strangers={0: 500}))["cards"][0]
-    assert len(card["strangers"]) == 20
-    assert card["strangers_count"] == 500
-    assert card["strangers"][0]["pid"] == 900 + 499
+    gpu = shown(SampleNode(gpus=1, containers=0, unattributed={0: 500}))["cards"][0]
+    assert len(gpu["strangers"]) == 20
+    assert gpu["strangers_count"] == 500
+    assert gpu["strangers"][0]["pid"] == 900 + 499
 
 
-def test_sixteen_cards_and_two_hundred_containers_that_all_change_fit_twenty_kilobytes() -> None:
+def test_sixteen_gpus_and_two_hundred_containers_that_all_change_fit_twenty_kilobytes() -> None:
     """With everything different at each of thirty steps."""
-    node = MadeNode(cards=16, containers=200)
+    node = SampleNode(gpus=16, containers=200)
     old, sizes = shown(node), []
     for _ in range(30):
         node.step()

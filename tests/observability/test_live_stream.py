@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from bench.made_node import MadeNode, uid_of
+from bench.sample_node import SampleNode, uid_of
 from gpushare_agent.observability.http.live_stream import MOST_STREAMS
 from tests.support_agent import poll_until
 from tests.support_kube import DEADLINE_S
@@ -82,7 +82,7 @@ async def reading(served: ServedNode, *, method: str = "GET", buffer_bytes: int 
 
 async def test_the_document_comes_first_and_then_what_changed() -> None:
     """With the headers of an event stream, the time after which to connect again, and the names of the numbers."""
-    async with served_node(MadeNode(cards=2, containers=2)) as served, reading(served) as reader:
+    async with served_node(SampleNode(gpus=2, containers=2)) as served, reading(served) as reader:
         assert reader.status == 200
         assert reader.headers["Content-Type"] == "text/event-stream"
         assert reader.headers["Cache-Control"] == "no-store"
@@ -100,7 +100,7 @@ async def test_the_document_comes_first_and_then_what_changed() -> None:
 
 async def test_a_change_that_nobody_announced_is_seen_at_the_next_period() -> None:
     """The stream looks by itself while somebody reads."""
-    async with served_node(MadeNode(cards=1, containers=1)) as served, reading(served) as reader:
+    async with served_node(SampleNode(gpus=1, containers=1)) as served, reading(served) as reader:
         await reader.next_event()
         served.node.unhealthy[0] = "lost"
         while "cards" not in (found := (await reader.next_event())[1]):
@@ -111,7 +111,7 @@ async def test_a_change_that_nobody_announced_is_seen_at_the_next_period() -> No
 
 async def test_a_document_that_cannot_be_made_costs_one_period() -> None:
     """A bug in what is shown is logged; the stream goes on once it can be made again."""
-    async with served_node(MadeNode(cards=1, containers=1)) as served, reading(served) as reader:
+    async with served_node(SampleNode(gpus=1, containers=1)) as served, reading(served) as reader:
         await reader.next_event()
         served.node.cordoned = None  # type: ignore[assignment]  # not to be looked through: the document raises
         before = served.asked[0]
@@ -123,7 +123,7 @@ async def test_a_document_that_cannot_be_made_costs_one_period() -> None:
 
 async def test_decisions_come_once_without_their_candidates() -> None:
     """The last ones with the document, new ones with the patch."""
-    node = MadeNode(cards=2, containers=0)
+    node = SampleNode(gpus=2, containers=0)
     async with served_node(node) as served:
         served.decisions.add(node.decision(1))
         async with reading(served) as reader:
@@ -141,7 +141,7 @@ async def test_decisions_come_once_without_their_candidates() -> None:
 
 async def test_without_a_reader_nothing_is_computed() -> None:
     """Not before the first, and not after the last has gone."""
-    async with served_node(MadeNode(cards=1, containers=1), heartbeat_s=0.05) as served:
+    async with served_node(SampleNode(gpus=1, containers=1), heartbeat_s=0.05) as served:
         served.step()
         async with reading(served) as reader:
             await reader.next_event()
@@ -156,7 +156,7 @@ async def test_without_a_reader_nothing_is_computed() -> None:
 
 async def test_all_readers_share_one_work() -> None:
     """Thirty-two streams cost as many documents as one, and get the same bytes."""
-    async with served_node(MadeNode(cards=2, containers=4), sample_period_s=0.2) as served, AsyncExitStack() as stack:
+    async with served_node(SampleNode(gpus=2, containers=4), sample_period_s=0.2) as served, AsyncExitStack() as stack:
         readers = [await stack.enter_async_context(reading(served)) for _ in range(MOST_STREAMS)]
         firsts = {await reader.next_block() for reader in readers}
         before = served.asked[0]
@@ -169,7 +169,7 @@ async def test_all_readers_share_one_work() -> None:
 
 async def test_a_late_reader_gets_the_document_that_patches_follow() -> None:
     """The second reader's document and the next patch fit together: both readers then know the same."""
-    async with served_node(MadeNode(cards=1, containers=1), sample_period_s=0.2) as served, reading(served) as early:
+    async with served_node(SampleNode(gpus=1, containers=1), sample_period_s=0.2) as served, reading(served) as early:
         node = (await early.next_event())[1]
         served.step()
         change = (await early.next_event())[1]
@@ -184,9 +184,9 @@ async def test_a_late_reader_gets_the_document_that_patches_follow() -> None:
             assert await early.next_event() == await late.next_event()
 
 
-async def test_more_streams_than_allowed_are_told_to_come_later() -> None:
+async def test_more_streams_than_allowed_are_reported_to_come_later() -> None:
     """503 with Retry-After; a place that becomes free is given again."""
-    async with served_node(MadeNode(cards=1, containers=1), heartbeat_s=0.05) as served:
+    async with served_node(SampleNode(gpus=1, containers=1), heartbeat_s=0.05) as served:
         async with AsyncExitStack() as stack:
             for _ in range(MOST_STREAMS):
                 await stack.enter_async_context(reading(served))
@@ -201,7 +201,7 @@ async def test_more_streams_than_allowed_are_told_to_come_later() -> None:
 
 async def test_a_slow_reader_is_dropped_and_the_others_go_on() -> None:
     """One that takes nothing costs a bounded number of events, then its connection."""
-    node = MadeNode(cards=16, containers=200)
+    node = SampleNode(gpus=16, containers=200)
     async with served_node(node, sample_period_s=0.01) as served, reading(served) as good:
         async with reading(served, buffer_bytes=4096):
             await good.next_event()
@@ -216,7 +216,7 @@ async def test_a_slow_reader_is_dropped_and_the_others_go_on() -> None:
 
 async def test_an_idle_stream_sends_comments() -> None:
     """So that proxies keep the connection and a vanished reader is noticed."""
-    node = MadeNode(cards=1, containers=0)
+    node = SampleNode(gpus=1, containers=0)
     async with served_node(node, sample_period_s=5.0, heartbeat_s=0.03) as served, reading(served) as reader:
         await reader.next_event()
         assert await reader.next_block() == ": still here"
@@ -225,7 +225,7 @@ async def test_an_idle_stream_sends_comments() -> None:
 async def test_streams_end_at_once_with_the_server() -> None:
     """The answer is ended properly, without waiting for a timeout."""
     async with AsyncExitStack() as stack:
-        async with served_node(MadeNode(cards=1, containers=1)) as served:
+        async with served_node(SampleNode(gpus=1, containers=1)) as served:
             reader = await stack.enter_async_context(reading(served))
             await reader.next_event()
         async with asyncio.timeout(QUICK_END_S):

@@ -1,4 +1,4 @@
-"""The series of cards and containers: names, labels, values, and what has none."""
+"""The series of GPUs and containers: names, labels, values, and what has none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from gpushare_agent.gpus.nvml.usage import throttle_words
-from gpushare_agent.model.usage import CardSample, UsageRound
+from gpushare_agent.model.usage import GpuSample, UsageRound
 from gpushare_agent.observability.attribution import Holders, join_usage
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.metrics.gpus import THROTTLE_REASONS
@@ -20,12 +20,12 @@ from gpushare_agent.observability.metrics.text import MAX_LABEL, NodePage, Serie
 from gpushare_agent.observability.node_snapshot import MIB, NodeSnapshot
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 from tests.support_usage import (
-    CARD_MIB,
+    GPU_MIB,
     UUIDS,
     allocation,
-    card_sample,
     driver_sample,
     facts,
+    gpu_sample,
     id_of,
     inventory,
     key_of,
@@ -52,22 +52,20 @@ def rows_of(shown: NodeSnapshot) -> Rows:
     return found
 
 
-def used(*cards: CardSample, holders: Holders, owners: dict[int, PeerIdentity]) -> UsageRound:
-    return join_usage(driver_sample(*cards), owners, holders, sampled_at=999.5)
+def used(*gpus: GpuSample, holders: Holders, owners: dict[int, PeerIdentity]) -> UsageRound:
+    return join_usage(driver_sample(*gpus), owners, holders, sampled_at=999.5)
 
 
 def one_share(*processes: Any, **others: Any) -> NodeSnapshot:
-    """A container with 40 cores and 2 GiB of card 0."""
+    """A container with 40 cores and 2 GiB of GPU 0."""
     held = allocation(key_of(1))
-    known = Holders(cards={held.key: held.cards}, by_id={id_of(1): held.key})
-    usage = used(
-        card_sample(0, *processes, **others), card_sample(1), holders=known, owners={10: owner(1), 11: owner(1)}
-    )
+    known = Holders(gpus={held.key: held.gpus}, by_id={id_of(1): held.key})
+    usage = used(gpu_sample(0, *processes, **others), gpu_sample(1), holders=known, owners={10: owner(1), 11: owner(1)})
     return snapshot(facts(held), usage=usage)
 
 
 def test_gpu_managers_four_series_keep_their_names_labels_and_units() -> None:
-    """Percent of a card and MiB, a row for the card and one for the total; requests in cards and MiB."""
+    """Percent of a GPU and MiB, a row for the GPU and one for the total; requests in GPUs and MiB."""
     rows = rows_of(one_share(process(10, memory=300 * MIB, sm=0.1), process(11, memory=212 * MIB, sm=0.15)))
     assert rows["container_gpu_utilization"] == [({**LEGACY, "gpu": "gpu0"}, 25.0), ({**LEGACY, "gpu": "total"}, 25.0)]
     assert rows["container_gpu_memory_total"] == [
@@ -78,23 +76,23 @@ def test_gpu_managers_four_series_keep_their_names_labels_and_units() -> None:
     assert rows["container_request_gpu_memory"] == [({**LEGACY, "req_of_gpu_memory": "total"}, 2048.0)]
 
 
-def test_the_total_of_whole_cards_is_the_sum_over_them() -> None:
-    """Two busy cards are up to 200 percent, as gpu-manager counts."""
+def test_the_total_of_whole_gpus_is_the_sum_over_them() -> None:
+    """Two busy GPUs are up to 200 percent, as gpu-manager counts."""
     held = allocation(key_of(1), (0, 1), cores=200, blocks=0)
-    known = Holders(cards={held.key: held.cards}, by_id={id_of(1): held.key})
-    cards = (card_sample(0, process(10, sm=0.5)), card_sample(1, process(11, sm=0.75)))
-    shown = snapshot(facts(held), usage=used(*cards, holders=known, owners={10: owner(1), 11: owner(1)}))
+    known = Holders(gpus={held.key: held.gpus}, by_id={id_of(1): held.key})
+    gpus = (gpu_sample(0, process(10, sm=0.5)), gpu_sample(1, process(11, sm=0.75)))
+    shown = snapshot(facts(held), usage=used(*gpus, holders=known, owners={10: owner(1), 11: owner(1)}))
     rows = rows_of(shown)
     assert [(labels["gpu"], value) for labels, value in rows["container_gpu_utilization"]] == [
         ("gpu0", 50.0),
         ("gpu1", 75.0),
         ("total", 125.0),
     ]
-    assert [value for _, value in rows["gpushare_container_memory_limit_bytes"]] == [CARD_MIB * MIB] * 2
+    assert [value for _, value in rows["gpushare_container_memory_limit_bytes"]] == [GPU_MIB * MIB] * 2
     assert [value for _, value in rows["gpushare_container_allocated_cores_ratio"]] == [1.0, 1.0]
 
 
-def test_our_series_of_a_container_are_in_base_units_for_each_card() -> None:
+def test_our_series_of_a_container_are_in_base_units_for_each_gpu() -> None:
     """Given, limit, used."""
     rows = rows_of(one_share(process(10, memory=300 * MIB, sm=0.1), process(11, memory=212 * MIB, sm=0.15)))
     labels = {**OWN, "uuid": UUIDS[0], "gpu": "0"}
@@ -126,30 +124,30 @@ def test_before_the_first_round_a_container_has_its_limits_and_no_use() -> None:
 
 def test_a_container_admitted_after_the_last_round_uses_nothing_yet() -> None:
     """From the moment of its allocation it has its series."""
-    empty = used(card_sample(0), holders=Holders(cards={}, by_id={}), owners={})
+    empty = used(gpu_sample(0), holders=Holders(gpus={}, by_id={}), owners={})
     rows = rows_of(snapshot(facts(allocation(key_of(1))), usage=empty))
     assert [value for _, value in rows["gpushare_container_memory_used_bytes"]] == [0.0]
     assert [value for _, value in rows["container_gpu_utilization"]] == [0.0, 0.0]
 
 
-def test_a_container_admitted_onto_a_card_that_lists_no_processes_has_no_use() -> None:
+def test_a_container_admitted_onto_a_gpu_that_lists_no_processes_has_no_use() -> None:
     """Nothing is known of it there, also before the next round."""
-    silent = used(card_sample(0, lists=False), holders=Holders(cards={}, by_id={}), owners={})
+    silent = used(gpu_sample(0, lists=False), holders=Holders(gpus={}, by_id={}), owners={})
     rows = rows_of(snapshot(facts(allocation(key_of(1))), usage=silent))
     assert "gpushare_container_memory_used_bytes" not in rows
 
 
 def test_what_the_driver_does_not_tell_has_no_row() -> None:
-    """A card without lists of processes: no used series, neither zero nor anything else."""
+    """A GPU without lists of processes: no used series, neither zero nor anything else."""
     rows = rows_of(one_share(lists=False))
     assert "gpushare_container_memory_used_bytes" not in rows
     assert "gpushare_container_sm_utilization_ratio" not in rows
     assert {labels["uuid"] for labels, _ in rows["gpushare_card_stranger_processes"]} == {UUIDS[1]}
 
 
-def test_every_sample_of_a_card_has_its_series() -> None:
+def test_every_sample_of_a_gpu_has_its_series() -> None:
     """By UUID, index and node; counters are counters."""
-    sample = CardSample(
+    sample = GpuSample(
         uuid=UUIDS[0],
         sm_ratio=0.5,
         memory_ratio=0.25,
@@ -170,9 +168,9 @@ def test_every_sample_of_a_card_has_its_series() -> None:
         nvlink_sent_bytes_total=2**41,
         processes=(process(77, memory=42),),
     )
-    usage = used(sample, holders=Holders(cards={}, by_id={}), owners={})
+    usage = used(sample, holders=Holders(gpus={}, by_id={}), owners={})
     sick = inventory(sick={1: "lost"})
-    rows = rows_of(snapshot(usage=usage, cards=sick, cordoned={UUIDS[1]: "by hand"}))
+    rows = rows_of(snapshot(usage=usage, gpus=sick, cordoned={UUIDS[1]: "by hand"}))
     first, second = ({"uuid": UUIDS[index], "gpu": str(index), "node": "n1"} for index in (0, 1))
     expected = {
         "sm_utilization_ratio": 0.5,
@@ -204,8 +202,8 @@ def test_every_sample_of_a_card_has_its_series() -> None:
     assert rows["gpushare_card_healthy"] == [(first, 1.0), (second, 0.0)]
     assert rows["gpushare_card_cordoned"] == [(first, 0.0), (second, 1.0)]
     assert rows["gpushare_card_memory_capacity_bytes"] == [
-        (first, float(CARD_MIB * MIB)),
-        (second, float(CARD_MIB * MIB)),
+        (first, float(GPU_MIB * MIB)),
+        (second, float(GPU_MIB * MIB)),
     ]
     info = rows["gpushare_card_info"][0][0]
     assert (info["name"], info["driver_version"]) == ("NVIDIA H100 80GB HBM3", "550.54.14")
@@ -217,7 +215,7 @@ def test_the_throttle_reasons_are_those_of_the_driver() -> None:
     assert throttle_words(0x7FF) == THROTTLE_REASONS
 
 
-def test_what_is_given_of_a_card_is_shown_from_the_allocation_on() -> None:
+def test_what_is_given_of_a_gpu_is_shown_from_the_allocation_on() -> None:
     """Without any sample."""
     rows = rows_of(snapshot(facts(allocation(key_of(1)))))
     assert [value for _, value in rows["gpushare_card_cores_allocated_ratio"]] == [0.4, 0.0]
@@ -248,9 +246,9 @@ def test_no_label_breaks_out_of_its_quotes(value: str) -> None:
 def test_namesakes_are_one_row_with_the_sum() -> None:
     """A pod deleted by force whose processes run on, and the one made anew under its name: no series is there twice."""
     old, new = allocation(key_of(1)), allocation(key_of(2), (0, 1), cores=200, blocks=0)
-    known = Holders(cards={one.key: one.cards for one in (old, new)}, by_id={id_of(1): old.key, id_of(2): new.key})
-    cards = (card_sample(0, process(10, sm=0.25), process(20, sm=0.5)), card_sample(1, process(21, sm=0.125)))
-    usage = used(*cards, holders=known, owners={10: owner(1), 20: owner(2), 21: owner(2)})
+    known = Holders(gpus={one.key: one.gpus for one in (old, new)}, by_id={id_of(1): old.key, id_of(2): new.key})
+    gpus = (gpu_sample(0, process(10, sm=0.25), process(20, sm=0.5)), gpu_sample(1, process(21, sm=0.125)))
+    usage = used(*gpus, holders=known, owners={10: owner(1), 20: owner(2), 21: owner(2)})
     shown = snapshot(facts(old), facts(new), usage=usage)
     rows = rows_of(shown)
     assert rows["container_request_gpu_utilization"] == [({**LEGACY, "req_of_gpu": "total"}, 2.4)]
@@ -318,7 +316,7 @@ def test_events_with_foreign_words_make_a_bounded_number_of_series() -> None:
         metrics.gpu_event("xid", xid, is_ignored=xid == 0)
     for number in range(200):
         metrics.driver_error(f"word_{number}")
-        metrics.card_health_changed(f"GPU-{number}", healthy=False)
+        metrics.gpu_health_changed(f"GPU-{number}", healthy=False)
     metrics.driver_error('a"b\nc')
     values = metrics.registry.get_sample_value
     assert values("gpushare_gpu_events_total", {"kind": "xid", "xid": "other", "ignored": "false"}) == 79
@@ -331,7 +329,7 @@ def test_known_label_sets_begin_at_zero() -> None:
     """rate() of the first refusal is seen, for each resource and reason."""
     metrics = AgentMetrics()
     metrics.know_resources(["r"])
-    metrics.know_cards(["GPU-0"])
+    metrics.know_gpus(["GPU-0"])
     value = metrics.registry.get_sample_value
     for labels in (("allocated", ""), ("refused", "Fragmented"), ("refused", "NotEnoughMemory")):
         assert value("gpushare_admissions_total", {"resource": "r", "outcome": labels[0], "reason": labels[1]}) == 0

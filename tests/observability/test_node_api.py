@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from bench.made_node import MadeNode
+from bench.sample_node import SampleNode
 from gpushare_agent.observability.http import answers as web_answers
 from gpushare_agent.observability.http.node_api import decision_document
 from gpushare_agent.observability.node_snapshot import node_document
@@ -33,7 +33,7 @@ async def _get(url: str, **headers: str) -> tuple[int, Any, dict[str, str]]:
 
 async def test_the_node_is_the_one_document() -> None:
     """What node_document makes of the snapshot, to the last field but the time."""
-    node = MadeNode(cards=2, containers=3)
+    node = SampleNode(gpus=2, containers=3)
     async with served_node(node) as served:
         status, found, headers = await _get(f"{served.url}/api/v1/node")
     wanted = json.loads(json.dumps(node_document(node.snapshot())))
@@ -46,7 +46,7 @@ async def test_the_node_is_the_one_document() -> None:
 
 async def test_decisions_come_newest_first_and_as_asked_for() -> None:
     """By pod, by namespace, above a number, one by its number, and at most so many."""
-    node = MadeNode(cards=2, containers=0)
+    node = SampleNode(gpus=2, containers=0)
     async with served_node(node) as served:
         for number in (1, 2, 3):
             served.decisions.add(node.decision(number, refused=number == 2))
@@ -67,40 +67,40 @@ async def test_decisions_come_newest_first_and_as_asked_for() -> None:
 
 async def test_a_decision_has_the_records_fields() -> None:
     """Nested values too, enums by their value."""
-    node = MadeNode(cards=2, containers=0)
+    node = SampleNode(gpus=2, containers=0)
     async with served_node(node) as served:
         served.decisions.add(node.decision(1, refused=True))
         _, found, _ = await _get(f"{served.url}/api/v1/decisions")
     [one] = found["decisions"]
     assert (one["outcome"], one["reason"], one["cards"]) == ("refused", "Fragmented", [])
     assert one["asked"] == {"cores": 100, "memory_bytes": 4096 * 2**20, "hint": [], "must_cards": []}
-    assert [(card["index"], card["verdict"]) for card in one["candidates"]] == [
+    assert [(gpu["index"], gpu["verdict"]) for gpu in one["candidates"]] == [
         (0, "lacks 60 cores"),
         (1, "lacks 60 cores"),
     ]
 
 
-async def test_a_decision_is_told_as_its_record_is() -> None:
+async def test_a_decision_is_reported_as_its_record_is() -> None:
     """Written by hand for speed: every field of the record and of what is in it, and no other."""
     for refused in (True, False):
-        record = MadeNode(cards=2, containers=0).decision(1, refused=refused)
-        assert decision_document(record) == {
-            **asdict(record),
-            "candidates": [asdict(one) for one in record.candidates],
-        }
+        record = SampleNode(gpus=2, containers=0).decision(1, refused=refused)
+        published = {"gpus": "cards", "must_gpus": "must_cards"}
+        expected = {published.get(name, name): value for name, value in asdict(record).items()}
+        expected["asked"] = {published.get(name, name): value for name, value in expected["asked"].items()}
+        assert decision_document(record) == expected
     assert decision_document(replace(record, asked=None))["asked"] is None
 
 
 def _curves() -> UsageHistory:
-    """Two containers on two cards, one round."""
+    """Two containers on two GPUs, one round."""
     history = UsageHistory(60, 6, clock=lambda: 600.0)
-    history.add(MadeNode(cards=2, containers=2).snapshot().usage)
+    history.add(SampleNode(gpus=2, containers=2).snapshot().usage)
     return history
 
 
 async def test_the_history_can_be_asked_for_one_half() -> None:
-    """Cards alone are a tenth of it: the dashboard needs no more."""
-    async with served_node(MadeNode(cards=1, containers=0), history=_curves()) as served:
+    """GPUs alone are a tenth of it: the dashboard needs no more."""
+    async with served_node(SampleNode(gpus=1, containers=0), history=_curves()) as served:
         whole = (await _get(f"{served.url}/api/v1/history"))[1]
         assert set(whole) == {"at", "step_seconds", "cards", "containers"}
         assert len(whole["cards"]) == len(whole["containers"]) == 2
@@ -120,9 +120,9 @@ async def test_the_history_is_encoded_once_for_each_round() -> None:
         return pieces(**halves)
 
     history.pieces = counted  # type: ignore[method-assign]
-    async with served_node(MadeNode(cards=1, containers=0), history=history) as served:
+    async with served_node(SampleNode(gpus=1, containers=0), history=history) as served:
         first = [(await _get(f"{served.url}/api/v1/history"))[1] for _ in range(3)]
-        history.add(MadeNode(cards=2, containers=2, moment=9).snapshot().usage)
+        history.add(SampleNode(gpus=2, containers=2, moment=9).snapshot().usage)
         last = (await _get(f"{served.url}/api/v1/history"))[1]
     assert asked == [1, 2]
     assert first[0] == first[1] == first[2] != last
@@ -154,7 +154,7 @@ async def test_a_long_answer_lets_the_loop_turn_between_its_pieces(monkeypatch: 
 
 async def test_many_decisions_are_the_same_bytes_each_time() -> None:
     """More than are remembered as text; a large answer is packed in a thread and reads the same."""
-    node = MadeNode(cards=16, containers=0)
+    node = SampleNode(gpus=16, containers=0)
     async with served_node(node) as served:
         for number in range(1, 521):
             served.decisions.add(node.decision(number))
@@ -185,9 +185,9 @@ async def test_many_decisions_are_the_same_bytes_each_time() -> None:
         ("stream?from=3", "known: none"),
     ],
 )
-async def test_a_wrong_query_is_told_what_is_wrong(query: str, words: str) -> None:
+async def test_a_wrong_query_is_reported_what_is_wrong(query: str, words: str) -> None:
     """400 with a bounded text as JSON, never a silent default."""
-    async with served_node(MadeNode(cards=1, containers=0)) as served:
+    async with served_node(SampleNode(gpus=1, containers=0)) as served:
         status, found, headers = await _get(f"{served.url}/api/v1/{query}")
     assert status == 400
     assert words in found["error"]
@@ -208,7 +208,7 @@ async def test_a_wrong_query_is_told_what_is_wrong(query: str, words: str) -> No
 )
 async def test_a_large_answer_is_packed_where_that_is_asked_for(accepted: str, is_packed: bool) -> None:
     """By Accept-Encoding, a refusal of gzip included; caches are told that it depends on it."""
-    async with served_node(MadeNode(cards=2, containers=10)) as served:
+    async with served_node(SampleNode(gpus=2, containers=10)) as served:
         _, _, headers = await _get(f"{served.url}/api/v1/node", **{"Accept-Encoding": accepted})
     assert (headers.get("Content-Encoding") == "gzip") is is_packed
     assert headers["Vary"] == "Accept-Encoding"
@@ -216,7 +216,7 @@ async def test_a_large_answer_is_packed_where_that_is_asked_for(accepted: str, i
 
 async def test_only_reading_is_possible() -> None:
     """Every method that could change something is 405 with what is allowed; HEAD answers without a body."""
-    async with served_node(MadeNode(cards=1, containers=0)) as served, ClientSession() as session:
+    async with served_node(SampleNode(gpus=1, containers=0)) as served, ClientSession() as session:
         for path in ("", "api/v1/node", "api/v1/decisions", "api/v1/stream", "dashboard/app.js"):
             for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
                 async with asyncio.timeout(DEADLINE_S), session.request(method, f"{served.url}/{path}") as answer:

@@ -12,7 +12,7 @@ from aiohttp import ClientSession
 from multidict import CIMultiDict
 
 import gpushare_agent
-from bench.made_node import MadeNode
+from bench.sample_node import SampleNode
 from tests.support_kube import DEADLINE_S
 from tests.support_web import served_node
 
@@ -22,7 +22,7 @@ BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 
 
 async def _get(path: str, **headers: str) -> tuple[int, bytes, CIMultiDict[str]]:
-    async with served_node(MadeNode(cards=1, containers=0)) as served:
+    async with served_node(SampleNode(gpus=1, containers=0)) as served:
         return await _ask(f"{served.url}{path}", **headers)
 
 
@@ -58,7 +58,7 @@ async def test_everything_else_gets_the_list_of_paths(accept: str) -> None:
 async def test_every_file_is_served_with_its_type() -> None:
     """And nothing is in the directory that is not."""
     kinds = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-    async with served_node(MadeNode(cards=1, containers=0)) as served:
+    async with served_node(SampleNode(gpus=1, containers=0)) as served:
         for name in FILES:
             status, body, headers = await _ask(f"{served.url}/dashboard/{name}")
             if name == "index.html":
@@ -84,7 +84,7 @@ async def test_every_answer_protects_a_browser(path: str) -> None:
 
 async def test_an_unchanged_file_is_not_sent_again() -> None:
     """304 for its tag, also among others and weak; the whole for another tag; each coding has a tag of its own."""
-    async with served_node(MadeNode(cards=1, containers=0)) as served:
+    async with served_node(SampleNode(gpus=1, containers=0)) as served:
         url = f"{served.url}/dashboard/app.js"
         _, _, headers = await _ask(url)
         tag = headers["ETag"]

@@ -122,7 +122,7 @@ async def test_every_event_method_shows_in_the_metrics() -> None:
     metrics.show_pod_event_age(lambda: 1.5)
     metrics.identified("fetched")
     metrics.gpu_event("xid", 79, False)
-    metrics.card_health_changed("GPU-1", False)
+    metrics.gpu_health_changed("GPU-1", False)
     metrics.driver_error("gpu_is_lost")
     metrics.sampled(0.002)
     metrics.sampling_failed()

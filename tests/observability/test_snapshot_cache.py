@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.made_node import MadeNode
+from bench.sample_node import SampleNode
 from gpushare_agent.observability.node_snapshot import NodeSnapshot
 from gpushare_agent.observability.snapshot_cache import SnapshotCache
 
@@ -13,7 +13,7 @@ def test_a_snapshot_is_made_once_until_it_is_old_or_expired() -> None:
 
     def make() -> NodeSnapshot:
         made.append(now)
-        return MadeNode(cards=1, containers=1).snapshot()
+        return SampleNode(gpus=1, containers=1).snapshot()
 
     cache = SnapshotCache(make, max_age_s=1.0, clock=lambda: now)
     first = cache.current()

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import GpuUuid, PodUid
-from gpushare_agent.model.usage import CardSample, ContainerUse, UsageRound
-from gpushare_agent.observability.usage_history import MAX_CARDS, MAX_CONTAINERS, RATIO_DIGITS, UsageHistory
+from gpushare_agent.model.usage import ContainerUse, GpuSample, UsageRound
+from gpushare_agent.observability.usage_history import MAX_CONTAINERS, MAX_GPUS, RATIO_DIGITS, UsageHistory
 from tests.support_core import allocation, container, ids, pod
 
 POINTS = 10
 STEP_S = 5.0
 A = ContainerKey(PodUid("pod-a"), "main")
 B = ContainerKey(PodUid("pod-b"), "main")
-CARD = GpuUuid("GPU-0")
+GPU = GpuUuid("GPU-0")
 
 
 class Clock:
@@ -37,12 +37,12 @@ def history() -> tuple[UsageHistory, Clock]:
 
 
 def usage(
-    sm: float | None = 0.5, *, at: float = 1.0, cards: int = 1, keys: tuple[ContainerKey, ...] = (A,)
+    sm: float | None = 0.5, *, at: float = 1.0, gpus: int = 1, keys: tuple[ContainerKey, ...] = (A,)
 ) -> UsageRound:
-    uuids = [GpuUuid(f"GPU-{index}") for index in range(cards)]
+    uuids = [GpuUuid(f"GPU-{index}") for index in range(gpus)]
     return UsageRound(
         sampled_at=at,
-        cards={uuid: CardSample(uuid=uuid, sm_ratio=sm, memory_used_bytes=4096) for uuid in uuids},
+        gpus={uuid: GpuSample(uuid=uuid, sm_ratio=sm, memory_used_bytes=4096) for uuid in uuids},
         containers={
             (key, uuid): ContainerUse(key=key, uuid=uuid, pids=(), memory_bytes=1024, sm_ratio=sm)
             for key in keys
@@ -57,7 +57,7 @@ def document(kept: UsageHistory) -> dict[str, Any]:
     return found
 
 
-def card_ratios(kept: UsageHistory) -> list[Any]:
+def gpu_ratios(kept: UsageHistory) -> list[Any]:
     values: list[Any] = document(kept)["cards"]["GPU-0"]["sm_ratio"]
     return values
 
@@ -70,7 +70,7 @@ def test_a_point_is_the_mean_of_its_rounds() -> None:
         clock.now += 1.0
     clock.now = 1000.0 + STEP_S
     kept.add(usage(0.1))
-    assert card_ratios(kept) == [None] * (POINTS - 2) + [0.5, 0.1]
+    assert gpu_ratios(kept) == [None] * (POINTS - 2) + [0.5, 0.1]
 
 
 def test_a_step_without_a_round_is_a_gap() -> None:
@@ -81,15 +81,15 @@ def test_a_step_without_a_round_is_a_gap() -> None:
     kept.add(None)
     clock.now += STEP_S
     kept.add(usage(0.4))
-    assert card_ratios(kept)[-3:] == [0.2, None, 0.4]
+    assert gpu_ratios(kept)[-3:] == [0.2, None, 0.4]
 
 
 def test_what_the_driver_does_not_tell_is_a_gap_of_that_curve_alone() -> None:
     """Memory is drawn though the compute is not known."""
     kept, _ = history()
     kept.add(usage(None))
-    card = document(kept)["cards"]["GPU-0"]
-    assert (card["sm_ratio"][-1], card["memory_used_bytes"][-1]) == (None, 4096)
+    gpu = document(kept)["cards"]["GPU-0"]
+    assert (gpu["sm_ratio"][-1], gpu["memory_used_bytes"][-1]) == (None, 4096)
 
 
 def test_the_ring_turns() -> None:
@@ -98,7 +98,7 @@ def test_the_ring_turns() -> None:
     for number in range(3 * POINTS):
         clock.now = 1000.0 + number * STEP_S
         kept.add(usage(number / 100))
-    assert card_ratios(kept) == [number / 100 for number in range(2 * POINTS, 3 * POINTS)]
+    assert gpu_ratios(kept) == [number / 100 for number in range(2 * POINTS, 3 * POINTS)]
 
 
 def test_after_a_long_pause_nothing_old_is_shown() -> None:
@@ -109,13 +109,13 @@ def test_after_a_long_pause_nothing_old_is_shown() -> None:
         kept.add(usage(0.9))
     clock.now += 7.3 * POINTS * STEP_S
     kept.add(usage(0.1))
-    assert card_ratios(kept) == [None] * (POINTS - 1) + [0.1]
+    assert gpu_ratios(kept) == [None] * (POINTS - 1) + [0.1]
 
 
-def test_a_container_is_the_sum_over_its_cards() -> None:
+def test_a_container_is_the_sum_over_its_gpus() -> None:
     """By pod UID and container name."""
     kept, _ = history()
-    kept.add(usage(0.25, cards=2))
+    kept.add(usage(0.25, gpus=2))
     container = document(kept)["containers"]["pod-a/main"]
     assert (container["sm_ratio"][-1], container["memory_bytes"][-1]) == (0.5, 2048)
 
@@ -152,7 +152,7 @@ def test_every_point_is_the_mean_of_what_was_added_in_its_time(steps: list[tuple
         if sm is not None:
             slots.setdefault(slot, []).append(sm)
     expected = [slots.get(number) for number in range(slot - POINTS + 1, slot + 1)]
-    shown = card_ratios(kept)
+    shown = gpu_ratios(kept)
     assert [value is None for value in shown] == [values is None for values in expected]
     for value, values in zip(shown, expected, strict=True):
         assert values is None or abs(value - sum(values) / len(values)) <= 0.5001 * 10**-RATIO_DIGITS
@@ -163,10 +163,10 @@ def test_the_number_of_curves_is_bounded() -> None:
     kept, _ = history()
     keys = tuple(ContainerKey(PodUid(f"pod-{number:04d}"), "main") for number in range(MAX_CONTAINERS + 5))
     kept.add(usage(keys=keys))
-    kept.add(usage(cards=MAX_CARDS + 3))
+    kept.add(usage(gpus=MAX_GPUS + 3))
     shown = document(kept)
     assert len(shown["containers"]) == MAX_CONTAINERS
-    assert len(shown["cards"]) == MAX_CARDS
+    assert len(shown["cards"]) == MAX_GPUS
 
 
 def test_the_document_is_plain_json_and_says_when_and_how_far_apart() -> None:
@@ -235,4 +235,4 @@ def test_what_is_no_number_is_a_gap(value: float) -> None:
     """JSON has no word for it."""
     kept, _ = history()
     kept.add(usage(value))
-    assert card_ratios(kept)[-1] is None
+    assert gpu_ratios(kept)[-1] is None

@@ -18,7 +18,7 @@ from gpushare_agent.model.usage import DriverSample, UsageRound
 from gpushare_agent.observability.usage_sampling import IDS_AGAIN_S, UsageSampling
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 from tests.support_kube import DEADLINE_S, running
-from tests.support_usage import UUIDS, allocation, card_sample, driver_sample, id_of, key_of, owner, process
+from tests.support_usage import UUIDS, allocation, driver_sample, gpu_sample, id_of, key_of, owner, process
 
 
 def pod_of(key: ContainerKey, *, container_id: str = "", has_started: bool = True) -> Pod:
@@ -41,7 +41,7 @@ class World:
     error: Exception | None = None
     owners: dict[int, PeerIdentity] = field(default_factory=dict)
     owners_error: Exception | None = None
-    told_ids: dict[ContainerKey, str] = field(default_factory=dict)
+    reported_ids: dict[ContainerKey, str] = field(default_factory=dict)
     held: dict[ContainerKey, Allocation] = field(default_factory=dict)
     known_pods: dict[PodUid, Pod] = field(default_factory=dict)
     counted: list[tuple[Any, ...]] = field(default_factory=list)
@@ -72,7 +72,7 @@ class World:
 
     async def running(self) -> Mapping[ContainerKey, str]:
         self.asked_ids += 1
-        return self.told_ids
+        return self.reported_ids
 
     def pods(self) -> list[Pod]:
         return list(self.known_pods.values())
@@ -92,8 +92,8 @@ class World:
     def driver_error(self, word: str, count: int = 1) -> None:
         self.counted.append(("error", word, count))
 
-    def hold(self, key: ContainerKey, cards: tuple[int, ...] = (0,), *, container_id: str = "", **others: Any) -> None:
-        self.held[key] = allocation(key, cards, **others)
+    def hold(self, key: ContainerKey, gpus: tuple[int, ...] = (0,), *, container_id: str = "", **others: Any) -> None:
+        self.held[key] = allocation(key, gpus, **others)
         self.known_pods[key.pod_uid] = pod_of(key, container_id=container_id)
 
     def sampling(self, *, period_s: float = 1.0, clock: Callable[[], float] | None = None) -> UsageSampling:
@@ -113,25 +113,25 @@ class World:
 @asynccontextmanager
 async def rounds(sampling: UsageSampling) -> AsyncIterator[asyncio.Queue[UsageRound | None]]:
     """A running sampling and what it tells its listener."""
-    told: asyncio.Queue[UsageRound | None] = asyncio.Queue()
-    sampling.subscribe(told.put_nowait)
+    reported: asyncio.Queue[UsageRound | None] = asyncio.Queue()
+    sampling.subscribe(reported.put_nowait)
     async with running(sampling.run):
-        yield told
+        yield reported
 
 
 async def test_a_round_joins_processes_with_the_pods_container_ids() -> None:
     """The current round is what listeners are told, with the driver's errors counted by their words."""
     world = World(owners={10: owner(1)})
     world.hold(key_of(1), container_id=id_of(1))
-    world.sample_now = driver_sample(card_sample(0, process(10)), errors={"timeout": 2})
+    world.sample_now = driver_sample(gpu_sample(0, process(10)), errors={"timeout": 2})
     sampling = world.sampling()
-    told: list[UsageRound | None] = []
-    sampling.subscribe(told.append)
+    reported: list[UsageRound | None] = []
+    sampling.subscribe(reported.append)
     await sampling.look()
     assert sampling.current is not None
     assert sampling.current.containers[key_of(1), UUIDS[0]].pids == (10,)
     assert sampling.current.sampled_at == 5000.0
-    assert told == [sampling.current]
+    assert reported == [sampling.current]
     assert world.counted == [("error", "timeout", 2), ("sampled",)]
     assert world.asked_ids == 0
 
@@ -141,8 +141,8 @@ async def test_the_runtime_is_asked_for_ids_that_no_status_has_and_not_each_roun
     world = World(owners={10: owner(1), 11: owner(1, "f" * 64)})
     for name in ("a", "b"):
         world.hold(key_of(1, name))
-    world.told_ids = {key_of(1, "b"): id_of(1)}
-    world.sample_now = driver_sample(card_sample(0, process(10), process(11)))
+    world.reported_ids = {key_of(1, "b"): id_of(1)}
+    world.sample_now = driver_sample(gpu_sample(0, process(10), process(11)))
     sampling = world.sampling()
     for _ in range(3):
         await sampling.look()
@@ -150,7 +150,7 @@ async def test_the_runtime_is_asked_for_ids_that_no_status_has_and_not_each_roun
     assert world.asked_ids == 1
     assert sampling.current is not None
     assert sampling.current.containers[key_of(1, "b"), UUIDS[0]].pids == (10,)
-    assert [one.pid for one in sampling.current.strangers[UUIDS[0]]] == [11]
+    assert [one.pid for one in sampling.current.unattributed[UUIDS[0]]] == [11]
     world.now += IDS_AGAIN_S
     await sampling.look()
     assert world.asked_ids == 2
@@ -161,7 +161,7 @@ async def test_an_init_container_that_has_run_holds_nothing() -> None:
     world = World(owners={10: owner(1, "f" * 64)})
     world.hold(key_of(1, "init"), kind=ContainerKind.INIT)
     world.hold(key_of(1, "main"))
-    world.sample_now = driver_sample(card_sample(0, process(10)))
+    world.sample_now = driver_sample(gpu_sample(0, process(10)))
     sampling = world.sampling()
     await sampling.look()
     assert sampling.current is not None
@@ -175,7 +175,7 @@ async def test_an_init_container_that_has_run_holds_nothing() -> None:
 
 async def test_stale_numbers_are_dropped_after_three_periods() -> None:
     """Two failed rounds keep the last one, the third drops it; it is logged once and comes back by itself."""
-    world = World(sample_now=driver_sample(card_sample(0)))
+    world = World(sample_now=driver_sample(gpu_sample(0)))
     sampling = world.sampling()
     await sampling.look()
     last = sampling.current
@@ -200,14 +200,14 @@ async def test_listeners_hear_once_that_the_numbers_are_gone() -> None:
     """None, and then nothing until there are numbers again."""
     world = World()
     sampling = world.sampling()
-    told: list[UsageRound | None] = []
-    sampling.subscribe(told.append)
+    reported: list[UsageRound | None] = []
+    sampling.subscribe(reported.append)
     await sampling.look()
     world.owners_error = Unavailable("/proc does not answer")
     for _ in range(6):
         world.now += 1.0
         await sampling.look()
-    assert [one is None for one in told] == [False, True]
+    assert [one is None for one in reported] == [False, True]
 
 
 async def test_a_bug_in_one_round_costs_that_round() -> None:
@@ -228,7 +228,7 @@ async def test_a_slow_driver_delays_the_next_round_and_none_overlap() -> None:
     world = World(gate=asyncio.Event())
     period_s = 0.02
     with capture_logs() as logs:
-        async with asyncio.timeout(DEADLINE_S), rounds(world.sampling(period_s=period_s)) as told:
+        async with asyncio.timeout(DEADLINE_S), rounds(world.sampling(period_s=period_s)) as reported:
             for number in range(1, 4):
                 while not world.open_samples:
                     await asyncio.sleep(0)
@@ -236,7 +236,7 @@ async def test_a_slow_driver_delays_the_next_round_and_none_overlap() -> None:
                 gate, world.gate = world.gate, asyncio.Event()
                 assert gate is not None
                 gate.set()
-                await told.get()
+                await reported.get()
                 assert world.samples == number
     assert world.most_open == 1
     assert world.counted.count(("overran",)) == 3
@@ -245,8 +245,8 @@ async def test_a_slow_driver_delays_the_next_round_and_none_overlap() -> None:
 
 async def test_rounds_go_on_until_cancelled() -> None:
     """Each period another one."""
-    world = World(sample_now=driver_sample(card_sample(0)))
-    async with rounds(world.sampling(period_s=0.01, clock=asyncio.get_running_loop().time)) as told:
+    world = World(sample_now=driver_sample(gpu_sample(0)))
+    async with rounds(world.sampling(period_s=0.01, clock=asyncio.get_running_loop().time)) as reported:
         async with asyncio.timeout(DEADLINE_S):
             for _ in range(3):
-                assert await told.get() is not None
+                assert await reported.get() is not None

@@ -1,4 +1,4 @@
-"""Placement's rules one by one: share, whole cards, hints, must-include, and what a refusal says."""
+"""Placement's rules one by one: share, whole GPUs, hints, must-include, and what a refusal says."""
 
 from __future__ import annotations
 
@@ -6,33 +6,31 @@ import pytest
 
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.topology import Topology
-from gpushare_agent.placement import CardRequest, CardState, Placed, place, validate_request
+from gpushare_agent.placement import GpuRequest, GpuState, Placed, place, validate_request
 from gpushare_agent.placement.share import SharePolicy
-from tests.support_gpus import card, indexes_of, node, read_topology, uuid_of
+from tests.support_gpus import gpu, indexes_of, node, read_topology, uuid_of
 
 P40 = read_topology("p40-x7-two-switches")
 T4 = read_topology("t4-x4-two-sockets")
 
 
 def placed(
-    request: CardRequest, cards: list[CardState], topology: Topology = T4, share_policy: SharePolicy = "binpack"
+    request: GpuRequest, gpus: list[GpuState], topology: Topology = T4, share_policy: SharePolicy = "binpack"
 ) -> tuple[int, ...]:
-    answer = place(request, cards, topology, share_policy=share_policy)
+    answer = place(request, gpus, topology, share_policy=share_policy)
     assert isinstance(answer, Placed), answer
-    return indexes_of(answer.cards)
+    return indexes_of(answer.gpus)
 
 
-def refused(
-    request: CardRequest, cards: list[CardState], topology: Topology = T4, *, share_mode: bool = True
-) -> Refused:
-    answer = place(request, cards, topology, share_policy="binpack", share_mode=share_mode)
+def refused(request: GpuRequest, gpus: list[GpuState], topology: Topology = T4, *, share_mode: bool = True) -> Refused:
+    answer = place(request, gpus, topology, share_policy="binpack", share_mode=share_mode)
     assert isinstance(answer, Refused), answer
     return answer
 
 
 @pytest.mark.parametrize(("cores", "blocks"), [(1, 1), (99, 4), (100, 0), (100, 5), (200, 0), (1600, 7)])
-def test_shares_with_memory_and_whole_cards_are_valid(cores: int, blocks: int) -> None:
-    """Memory is needed for a share and optional for whole cards."""
+def test_shares_with_memory_and_whole_gpus_are_valid(cores: int, blocks: int) -> None:
+    """Memory is needed for a share and optional for whole GPUs."""
     assert validate_request(cores, blocks, share_mode=True, memory_block_mib=256) is None
 
 
@@ -41,63 +39,63 @@ def test_shares_with_memory_and_whole_cards_are_valid(cores: int, blocks: int) -
     [
         (150, 4, "next valid numbers of cores are 100 and 200"),
         (250, 0, "next valid numbers of cores are 200 and 300"),
-        (0, 0, "asks for nothing of a card"),
+        (0, 0, "asks for nothing of a GPU"),
         (0, 4, "4 memory blocks (1024 MiB) asks for memory without cores"),
-        (30, 0, "share of a card without memory"),
+        (30, 0, "share of a GPU without memory"),
         (-1, 4, "cannot be negative"),
         (30, -4, "cannot be negative"),
     ],
 )
-def test_an_invalid_request_is_told_what_is_valid(cores: int, blocks: int, text: str) -> None:
+def test_an_invalid_request_is_reported_what_is_valid(cores: int, blocks: int, text: str) -> None:
     """The text names the request, the fault, and the two valid forms."""
     answer = validate_request(cores, blocks, share_mode=True, memory_block_mib=256)
     assert answer is not None
     assert answer.reason is RefusalReason.INVALID_REQUEST
     assert text in answer.detail
     assert answer.detail.startswith(f"{cores} cores with {blocks} memory blocks" if blocks else f"{cores} cores ")
-    assert "1 to 99 cores with memory (a share of one card), or a multiple of 100 (whole cards" in answer.detail
-    assert place(CardRequest(cores=cores, blocks=blocks), node(T4), T4, share_policy="binpack") == answer
+    assert "1 to 99 cores with memory (a share of one GPU), or a multiple of 100 (whole GPUs" in answer.detail
+    assert place(GpuRequest(cores=cores, blocks=blocks), node(T4), T4, share_policy="binpack") == answer
 
 
 def test_shares_are_refused_where_sharing_is_off() -> None:
-    """Whole cards still go."""
-    answer = refused(CardRequest(cores=50, blocks=4), node(T4), share_mode=False)
+    """Whole GPUs still go."""
+    answer = refused(GpuRequest(cores=50, blocks=4), node(T4), share_mode=False)
     assert answer.reason is RefusalReason.SHARING_DISABLED
     assert "Ask for a multiple of 100 cores" in answer.detail
-    whole = place(CardRequest(cores=100, blocks=0), node(T4), T4, share_policy="binpack", share_mode=False)
+    whole = place(GpuRequest(cores=100, blocks=0), node(T4), T4, share_policy="binpack", share_mode=False)
     assert isinstance(whole, Placed)
 
 
 SHARED = {0: (60, 40), 1: (30, 50), 2: (30, 20)}
 
 
-def test_binpack_takes_the_fullest_card_that_fits() -> None:
+def test_binpack_takes_the_fullest_gpu_that_fits() -> None:
     """Fewest free cores first, then fewest free blocks, then the lowest index."""
-    cards = node(T4, shared=SHARED)
-    assert placed(CardRequest(cores=20, blocks=10), cards) == (2,)
-    assert placed(CardRequest(cores=20, blocks=30), cards) == (1,)
-    assert placed(CardRequest(cores=40, blocks=30), cards) == (0,)
-    assert placed(CardRequest(cores=40, blocks=60), cards) == (3,)
-    assert placed(CardRequest(cores=20, blocks=10), node(T4)) == (0,)
+    gpus = node(T4, shared=SHARED)
+    assert placed(GpuRequest(cores=20, blocks=10), gpus) == (2,)
+    assert placed(GpuRequest(cores=20, blocks=30), gpus) == (1,)
+    assert placed(GpuRequest(cores=40, blocks=30), gpus) == (0,)
+    assert placed(GpuRequest(cores=40, blocks=60), gpus) == (3,)
+    assert placed(GpuRequest(cores=20, blocks=10), node(T4)) == (0,)
 
 
-def test_spread_takes_the_emptiest_card() -> None:
+def test_spread_takes_the_emptiest_gpu() -> None:
     """Most free cores first, then most free blocks, then the lowest index."""
-    assert placed(CardRequest(cores=20, blocks=10), node(T4, shared=SHARED), share_policy="spread") == (3,)
-    assert placed(CardRequest(cores=20, blocks=10), node(T4, shared=SHARED, used={3}), share_policy="spread") == (0,)
-    cards = node(T4, shared={0: (30, 40), 1: (30, 50), 2: (30, 50)}, used={3})
-    assert placed(CardRequest(cores=20, blocks=10), cards, share_policy="spread") == (1,)
+    assert placed(GpuRequest(cores=20, blocks=10), node(T4, shared=SHARED), share_policy="spread") == (3,)
+    assert placed(GpuRequest(cores=20, blocks=10), node(T4, shared=SHARED, used={3}), share_policy="spread") == (0,)
+    gpus = node(T4, shared={0: (30, 40), 1: (30, 50), 2: (30, 50)}, used={3})
+    assert placed(GpuRequest(cores=20, blocks=10), gpus, share_policy="spread") == (1,)
 
 
-def test_a_card_with_any_share_or_memory_in_use_is_not_given_whole() -> None:
+def test_a_gpu_with_any_share_or_memory_in_use_is_not_given_whole() -> None:
     """Free means all cores and all blocks."""
-    cards = [card(0, cores=99), card(1, blocks=95), card(2), card(3, healthy=False)]
-    assert placed(CardRequest(cores=100, blocks=0), cards) == (2,)
+    gpus = [gpu(0, cores=99), gpu(1, blocks=95), gpu(2), gpu(3, healthy=False)]
+    assert placed(GpuRequest(cores=100, blocks=0), gpus) == (2,)
 
 
-def test_fragment_takes_from_the_branch_with_the_fewest_free_cards() -> None:
+def test_fragment_takes_from_the_branch_with_the_fewest_free_gpus() -> None:
     """On the P40 machine: the branch of three when fresh, else the one with less left."""
-    whole = CardRequest(cores=100, blocks=0)
+    whole = GpuRequest(cores=100, blocks=0)
     assert placed(whole, node(P40), P40) == (0,)
     assert placed(whole, node(P40, used={0}), P40) == (1,)
     assert placed(whole, node(P40, used={3, 4}), P40) == (5,)
@@ -105,23 +103,23 @@ def test_fragment_takes_from_the_branch_with_the_fewest_free_cards() -> None:
     assert placed(whole, node(P40, used={3}), P40) == (0,)
 
 
-def test_fragment_counts_a_shared_card_as_used() -> None:
-    """A branch with a shared card is already broken up."""
-    assert placed(CardRequest(cores=100, blocks=0), node(P40, shared={4: (50, 50), 5: (50, 50)}), P40) == (3,)
+def test_fragment_counts_a_shared_gpu_as_used() -> None:
+    """A branch with a shared GPU is already broken up."""
+    assert placed(GpuRequest(cores=100, blocks=0), node(P40, shared={4: (50, 50), 5: (50, 50)}), P40) == (3,)
 
 
-def test_fragment_skips_branches_whose_free_cards_are_too_small() -> None:
-    """With memory asked for, only cards that have it count."""
-    cards = [card(0, total=40, blocks=40), card(1, total=40, blocks=40), card(2), card(3)]
-    assert placed(CardRequest(cores=100, blocks=60), cards) == (2,)
+def test_fragment_skips_branches_whose_free_gpus_are_too_small() -> None:
+    """With memory asked for, only GPUs that have it count."""
+    gpus = [gpu(0, total=40, blocks=40), gpu(1, total=40, blocks=40), gpu(2), gpu(3)]
+    assert placed(GpuRequest(cores=100, blocks=60), gpus) == (2,)
 
 
-def test_whole_cards_must_have_the_memory_together() -> None:
+def test_whole_gpus_must_have_the_memory_together() -> None:
     """The cheapest pair is passed over where it has too little memory."""
-    cards = [card(0, total=40, blocks=40), card(1, total=40, blocks=40), card(2), card(3)]
-    assert placed(CardRequest(cores=200, blocks=0), cards) == (0, 1)
-    assert placed(CardRequest(cores=200, blocks=100), cards) == (2, 3)
-    assert placed(CardRequest(cores=300, blocks=200), cards) == (0, 2, 3)
+    gpus = [gpu(0, total=40, blocks=40), gpu(1, total=40, blocks=40), gpu(2), gpu(3)]
+    assert placed(GpuRequest(cores=200, blocks=0), gpus) == (0, 1)
+    assert placed(GpuRequest(cores=200, blocks=100), gpus) == (2, 3)
+    assert placed(GpuRequest(cores=300, blocks=200), gpus) == (0, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -143,101 +141,99 @@ def test_whole_cards_must_have_the_memory_together() -> None:
 def test_a_hint_is_followed_if_it_fits_and_ignored_otherwise(
     cores: int, hint: tuple[int, ...], expected: tuple[tuple[int, ...], str]
 ) -> None:
-    """A tenant can write the annotation: wrong numbers, doubles and cards in use lose it its effect, nothing else."""
+    """A tenant can write the annotation: wrong numbers, doubles and GPUs in use lose it its effect, nothing else."""
     answer = place(
-        CardRequest(cores=cores, blocks=10, hint=hint), node(T4, shared={1: (10, 5)}), T4, share_policy="binpack"
+        GpuRequest(cores=cores, blocks=10, hint=hint), node(T4, shared={1: (10, 5)}), T4, share_policy="binpack"
     )
     assert isinstance(answer, Placed)
-    assert (indexes_of(answer.cards), answer.policy) == expected
+    assert (indexes_of(answer.gpus), answer.policy) == expected
 
 
 def test_a_hint_without_the_memory_is_ignored() -> None:
-    """Two small cards do not hold what was asked."""
-    cards = [card(0, total=40, blocks=40), card(1, total=40, blocks=40), card(2), card(3)]
-    assert placed(CardRequest(cores=200, blocks=100, hint=(0, 1)), cards) == (2, 3)
+    """Two small GPUs do not hold what was asked."""
+    gpus = [gpu(0, total=40, blocks=40), gpu(1, total=40, blocks=40), gpu(2), gpu(3)]
+    assert placed(GpuRequest(cores=200, blocks=100, hint=(0, 1)), gpus) == (2, 3)
 
 
-def test_must_include_decides_the_card_of_a_share() -> None:
+def test_must_include_decides_the_gpu_of_a_share() -> None:
     """Even against the policy and the hint."""
-    request = CardRequest(cores=20, blocks=10, hint=(1,), must_cards=(uuid_of(3), uuid_of(3)))
+    request = GpuRequest(cores=20, blocks=10, hint=(1,), must_gpus=(uuid_of(3), uuid_of(3)))
     answer = place(request, node(T4, shared=SHARED), T4, share_policy="binpack")
     assert isinstance(answer, Placed)
-    assert (indexes_of(answer.cards), answer.policy) == ((3,), "must-include")
+    assert (indexes_of(answer.gpus), answer.policy) == ((3,), "must-include")
 
 
-def test_must_include_is_part_of_the_whole_cards() -> None:
-    """The rest is the cheapest completion; a hint without the card is ignored, one with it is followed."""
-    assert placed(CardRequest(cores=200, blocks=0, must_cards=(uuid_of(3),)), node(T4)) == (2, 3)
-    assert placed(CardRequest(cores=100, blocks=0, must_cards=(uuid_of(1),)), node(T4)) == (1,)
-    assert placed(CardRequest(cores=200, blocks=0, hint=(0, 1), must_cards=(uuid_of(3),)), node(T4)) == (2, 3)
-    assert placed(CardRequest(cores=200, blocks=0, hint=(0, 3), must_cards=(uuid_of(3),)), node(T4)) == (0, 3)
-    assert placed(CardRequest(cores=300, blocks=0, must_cards=(uuid_of(3), uuid_of(4))), node(P40), P40) == (3, 4, 5)
+def test_must_include_is_part_of_the_whole_gpus() -> None:
+    """The rest is the cheapest completion; a hint without the GPU is ignored, one with it is followed."""
+    assert placed(GpuRequest(cores=200, blocks=0, must_gpus=(uuid_of(3),)), node(T4)) == (2, 3)
+    assert placed(GpuRequest(cores=100, blocks=0, must_gpus=(uuid_of(1),)), node(T4)) == (1,)
+    assert placed(GpuRequest(cores=200, blocks=0, hint=(0, 1), must_gpus=(uuid_of(3),)), node(T4)) == (2, 3)
+    assert placed(GpuRequest(cores=200, blocks=0, hint=(0, 3), must_gpus=(uuid_of(3),)), node(T4)) == (0, 3)
+    assert placed(GpuRequest(cores=300, blocks=0, must_gpus=(uuid_of(3), uuid_of(4))), node(P40), P40) == (3, 4, 5)
 
 
 @pytest.mark.parametrize(
     "request_",
     [
-        CardRequest(cores=20, blocks=10, must_cards=(uuid_of(0),)),
-        CardRequest(cores=20, blocks=10, must_cards=(uuid_of(1),)),
-        CardRequest(cores=20, blocks=10, must_cards=(uuid_of(2), uuid_of(3))),
-        CardRequest(cores=20, blocks=10, must_cards=(uuid_of(77),)),
-        CardRequest(cores=100, blocks=10, must_cards=(uuid_of(0),)),
-        CardRequest(cores=100, blocks=0, must_cards=(uuid_of(2), uuid_of(3))),
-        CardRequest(cores=300, blocks=0, must_cards=(uuid_of(2),)),
+        GpuRequest(cores=20, blocks=10, must_gpus=(uuid_of(0),)),
+        GpuRequest(cores=20, blocks=10, must_gpus=(uuid_of(1),)),
+        GpuRequest(cores=20, blocks=10, must_gpus=(uuid_of(2), uuid_of(3))),
+        GpuRequest(cores=20, blocks=10, must_gpus=(uuid_of(77),)),
+        GpuRequest(cores=100, blocks=10, must_gpus=(uuid_of(0),)),
+        GpuRequest(cores=100, blocks=0, must_gpus=(uuid_of(2), uuid_of(3))),
+        GpuRequest(cores=300, blocks=0, must_gpus=(uuid_of(2),)),
     ],
 )
-def test_must_include_that_cannot_be_is_refused_as_wrong_cards(request_: CardRequest) -> None:
-    """Full, unhealthy, unknown, too many, or not enough free cards around it: the text names the cards insisted on."""
-    cards = [card(0, cores=10), card(1, healthy=False), card(2), card(3)]
-    answer = refused(request_, cards)
-    assert answer.reason is RefusalReason.WRONG_CARDS
+def test_must_include_that_cannot_be_is_refused_as_wrong_gpus(request_: GpuRequest) -> None:
+    """Full, unhealthy, unknown, too many, or not enough free GPUs around it: the text names the GPUs insisted on."""
+    gpus = [gpu(0, cores=10), gpu(1, healthy=False), gpu(2), gpu(3)]
+    answer = refused(request_, gpus)
+    assert answer.reason is RefusalReason.WRONG_GPUS
     assert "the kubelet insists on devices of" in answer.detail
 
 
 @pytest.mark.parametrize(
     ("cores", "blocks", "reason", "texts"),
     [
-        (20, 97, RefusalReason.NOT_ENOUGH_MEMORY, ["97 memory blocks (24832 MiB)", "largest card", "card 1", "24576"]),
-        (95, 4, RefusalReason.FRAGMENTED, ["130 cores", "best is card 1 with 70 cores and 8 memory blocks"]),
-        (20, 25, RefusalReason.FRAGMENTED, ["28 memory blocks (7168 MiB) are free in all", "best is card 0"]),
-        (20, 40, RefusalReason.NOT_ENOUGH_MEMORY, ["only 28 memory blocks (7168 MiB) are free on all cards together"]),
-        (300, 0, RefusalReason.NOT_ENOUGH_CORES, ["more than the 2 healthy cards", "at most 200 cores"]),
-        (100, 97, RefusalReason.NOT_ENOUGH_MEMORY, ["the 1 largest cards", "24576 MiB"]),
-        (200, 0, RefusalReason.NOT_ENOUGH_CORES, ["2 wholly free cards are needed, 0 of 2 cards are wholly free"]),
-        (100, 0, RefusalReason.FRAGMENTED, ["130 cores are free in all, but only 0 of 2 cards are wholly free"]),
+        (20, 97, RefusalReason.NOT_ENOUGH_MEMORY, ["97 memory blocks (24832 MiB)", "largest GPU", "GPU 1", "24576"]),
+        (95, 4, RefusalReason.FRAGMENTED, ["130 cores", "best is GPU 1 with 70 cores and 8 memory blocks"]),
+        (20, 25, RefusalReason.FRAGMENTED, ["28 memory blocks (7168 MiB) are free in all", "best is GPU 0"]),
+        (20, 40, RefusalReason.NOT_ENOUGH_MEMORY, ["only 28 memory blocks (7168 MiB) are free on all GPUs together"]),
+        (300, 0, RefusalReason.NOT_ENOUGH_CORES, ["more than the 2 healthy GPUs", "at most 200 cores"]),
+        (100, 97, RefusalReason.NOT_ENOUGH_MEMORY, ["the 1 largest GPUs", "24576 MiB"]),
+        (200, 0, RefusalReason.NOT_ENOUGH_CORES, ["2 wholly free GPUs are needed, 0 of 2 GPUs are wholly free"]),
+        (100, 0, RefusalReason.FRAGMENTED, ["130 cores are free in all, but only 0 of 2 GPUs are wholly free"]),
     ],
 )
 def test_a_refusal_says_what_was_asked_what_is_free_and_what_to_do(
     cores: int, blocks: int, reason: RefusalReason, texts: list[str]
 ) -> None:
-    """Fragmented means that the sum would do; the unhealthy and emptiest card counts for nothing."""
-    cards = [card(0, cores=60, blocks=20, total=40), card(1, cores=70, blocks=8), card(2, total=500, healthy=False)]
-    answer = refused(CardRequest(cores=cores, blocks=blocks), cards)
+    """Fragmented means that the sum would do; the unhealthy and emptiest GPU counts for nothing."""
+    gpus = [gpu(0, cores=60, blocks=20, total=40), gpu(1, cores=70, blocks=8), gpu(2, total=500, healthy=False)]
+    answer = refused(GpuRequest(cores=cores, blocks=blocks), gpus)
     assert answer.reason is reason
-    assert answer.detail.startswith(
-        f"no card for {cores} cores" + (f" with {blocks} memory blocks" if blocks else ": ")
-    )
+    assert answer.detail.startswith(f"no GPU for {cores} cores" + (f" with {blocks} memory blocks" if blocks else ": "))
     assert [text for text in texts if text not in answer.detail] == []
     assert "Wait for pods" in answer.detail or "Ask for at most" in answer.detail
 
 
-def test_not_enough_cores_counts_all_cards_together() -> None:
+def test_not_enough_cores_counts_all_gpus_together() -> None:
     """Where even the sum is too little, waiting is the advice."""
-    answer = refused(CardRequest(cores=50, blocks=4), [card(0, cores=20), card(1, cores=20)])
+    answer = refused(GpuRequest(cores=50, blocks=4), [gpu(0, cores=20), gpu(1, cores=20)])
     assert answer.reason is RefusalReason.NOT_ENOUGH_CORES
-    assert "only 40 cores are free on all cards together" in answer.detail
+    assert "only 40 cores are free on all GPUs together" in answer.detail
 
 
-def test_free_cards_that_are_too_small_are_a_matter_of_memory() -> None:
-    """The large cards exist but are in use."""
-    cards = [card(0, total=40, blocks=40), card(1, cores=50)]
-    answer = refused(CardRequest(cores=100, blocks=60), cards)
+def test_free_gpus_that_are_too_small_are_a_matter_of_memory() -> None:
+    """The large GPUs exist but are in use."""
+    gpus = [gpu(0, total=40, blocks=40), gpu(1, cores=50)]
+    answer = refused(GpuRequest(cores=100, blocks=60), gpus)
     assert answer.reason is RefusalReason.NOT_ENOUGH_MEMORY
-    assert "largest of 1 free cards have 40 memory blocks" in answer.detail
+    assert "largest of 1 free GPUs have 40 memory blocks" in answer.detail
 
 
-@pytest.mark.parametrize("cards", [[], [card(0, healthy=False), card(1, healthy=False)]])
+@pytest.mark.parametrize("gpus", [[], [gpu(0, healthy=False), gpu(1, healthy=False)]])
 @pytest.mark.parametrize("cores", [20, 100, 200])
-def test_without_a_healthy_card_nothing_is_placed(cores: int, cards: list[CardState]) -> None:
-    """No card at all, or none that works."""
-    assert refused(CardRequest(cores=cores, blocks=4), cards).reason is RefusalReason.NO_HEALTHY_CARD
+def test_without_a_healthy_gpu_nothing_is_placed(cores: int, gpus: list[GpuState]) -> None:
+    """No GPU at all, or none that works."""
+    assert refused(GpuRequest(cores=cores, blocks=4), gpus).reason is RefusalReason.NO_HEALTHY_GPU

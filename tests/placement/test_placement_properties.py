@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.topology import Link, LinkKind, Topology
-from gpushare_agent.placement import CardRequest, CardState, Placed, place
+from gpushare_agent.placement import GpuRequest, GpuState, Placed, place
 from gpushare_agent.placement.link import set_cost
 from gpushare_agent.placement.share import SharePolicy
 from gpushare_agent.placement.topology_tree import build_topology
@@ -34,10 +34,10 @@ def random_topologies(draw: st.DrawFn) -> Topology:
 
 
 @st.composite
-def states(draw: st.DrawFn, index: int) -> CardState:
+def states(draw: st.DrawFn, index: int) -> GpuState:
     total = draw(st.sampled_from([8, 8, 16]))
     is_free = draw(st.booleans())
-    return CardState(
+    return GpuState(
         index=index,
         uuid=uuid_of(index),
         healthy=draw(st.sampled_from([True, True, True, False])),
@@ -48,118 +48,118 @@ def states(draw: st.DrawFn, index: int) -> CardState:
 
 
 @st.composite
-def nodes(draw: st.DrawFn) -> tuple[Topology, list[CardState]]:
-    """A machine with some occupancy; now and then a card is missing from the list."""
+def nodes(draw: st.DrawFn) -> tuple[Topology, list[GpuState]]:
+    """A machine with some occupancy; now and then a GPU is missing from the list."""
     topology = draw(st.one_of(KNOWN.map(read_topology), random_topologies()))
-    cards = [draw(states(index)) for index in range(len(topology.links))]
-    return topology, draw(st.sampled_from([cards, cards, cards[1:]]))
+    gpus = [draw(states(index)) for index in range(len(topology.links))]
+    return topology, draw(st.sampled_from([gpus, gpus, gpus[1:]]))
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> CardRequest:
-    return CardRequest(
+def requests(draw: st.DrawFn) -> GpuRequest:
+    return GpuRequest(
         cores=draw(st.one_of(st.sampled_from([1, 10, 50, 99]), st.integers(1, 5).map(lambda count: count * 100))),
         blocks=draw(st.sampled_from([0, 1, 4, 8, 9, 16, 20, 40])),
         hint=draw(st.one_of(st.just(()), st.lists(st.integers(-1, 8), max_size=4).map(tuple))),
-        must_cards=draw(st.one_of(st.just(()), st.lists(st.integers(0, 8).map(uuid_of), max_size=2).map(tuple))),
+        must_gpus=draw(st.one_of(st.just(()), st.lists(st.integers(0, 8).map(uuid_of), max_size=2).map(tuple))),
     )
 
 
-def feasible_sets(request: CardRequest, cards: list[CardState]) -> list[tuple[CardState, ...]]:
-    """All sets of cards that could be given, written down straight from the rules."""
+def feasible_sets(request: GpuRequest, gpus: list[GpuState]) -> list[tuple[GpuState, ...]]:
+    """All sets of GPUs that could be given, written down straight from the rules."""
     if request.cores < 100:
         if request.blocks == 0:
             return []
-        sets = [(c,) for c in cards if c.healthy and c.free_cores >= request.cores and c.free_blocks >= request.blocks]
+        sets = [(c,) for c in gpus if c.healthy and c.free_cores >= request.cores and c.free_blocks >= request.blocks]
     else:
-        free = [c for c in cards if c.healthy and c.free_cores == 100 and c.free_blocks == c.total_blocks]
+        free = [c for c in gpus if c.healthy and c.free_cores == 100 and c.free_blocks == c.total_blocks]
         free.sort(key=lambda c: c.index)
         sets = [
             chosen
             for chosen in combinations(free, request.cores // 100)
             if sum(c.total_blocks for c in chosen) >= request.blocks
         ]
-    return [chosen for chosen in sets if set(request.must_cards) <= {c.uuid for c in chosen}]
+    return [chosen for chosen in sets if set(request.must_gpus) <= {c.uuid for c in chosen}]
 
 
 @given(nodes(), requests(), POLICIES)
 def test_what_is_placed_is_feasible_and_what_is_refused_is_not(
-    machine: tuple[Topology, list[CardState]], request: CardRequest, share_policy: SharePolicy
+    machine: tuple[Topology, list[GpuState]], request: GpuRequest, share_policy: SharePolicy
 ) -> None:
-    """Never an unhealthy card, never more than is free, never a refusal while anything would fit."""
-    topology, cards = machine
-    feasible = [tuple(c.uuid for c in chosen) for chosen in feasible_sets(request, cards)]
-    answer = place(request, cards, topology, share_policy=share_policy)
+    """Never an unhealthy GPU, never more than is free, never a refusal while anything would fit."""
+    topology, gpus = machine
+    feasible = [tuple(c.uuid for c in chosen) for chosen in feasible_sets(request, gpus)]
+    answer = place(request, gpus, topology, share_policy=share_policy)
     if isinstance(answer, Placed):
-        assert answer.cards in feasible
+        assert answer.gpus in feasible
     else:
         assert feasible == []
 
 
 @given(nodes(), requests(), POLICIES, st.randoms(use_true_random=False))
-def test_the_order_of_the_cards_changes_nothing(
-    machine: tuple[Topology, list[CardState]], request: CardRequest, share_policy: SharePolicy, choice: object
+def test_the_order_of_the_gpus_changes_nothing(
+    machine: tuple[Topology, list[GpuState]], request: GpuRequest, share_policy: SharePolicy, choice: object
 ) -> None:
-    """The same cards in any order, asked twice, give the same answer to the letter."""
-    topology, cards = machine
-    shuffled = list(cards)
+    """The same GPUs in any order, asked twice, give the same answer to the letter."""
+    topology, gpus = machine
+    shuffled = list(gpus)
     choice.shuffle(shuffled)  # type: ignore[attr-defined]
-    first = place(request, cards, topology, share_policy=share_policy)
+    first = place(request, gpus, topology, share_policy=share_policy)
     assert place(request, shuffled, topology, share_policy=share_policy) == first
-    assert place(request, cards, topology, share_policy=share_policy) == first
+    assert place(request, gpus, topology, share_policy=share_policy) == first
 
 
 @given(nodes(), requests())
-def test_several_whole_cards_have_the_least_total_cost(
-    machine: tuple[Topology, list[CardState]], request: CardRequest
+def test_several_whole_gpus_have_the_least_total_cost(
+    machine: tuple[Topology, list[GpuState]], request: GpuRequest
 ) -> None:
     """No feasible set is cheaper, and of the cheapest it is the one with the lowest indexes."""
-    topology, cards = machine
-    answer = place(request, cards, topology, share_policy="binpack")
+    topology, gpus = machine
+    answer = place(request, gpus, topology, share_policy="binpack")
     if not isinstance(answer, Placed) or answer.policy not in ("link", "must-include") or request.cores < 200:
         return
-    every = [tuple(c.index for c in chosen) for chosen in feasible_sets(request, cards)]
-    assert indexes_of(answer.cards) == min(every, key=lambda chosen: (set_cost(topology.links, chosen), chosen))
+    every = [tuple(c.index for c in chosen) for chosen in feasible_sets(request, gpus)]
+    assert indexes_of(answer.gpus) == min(every, key=lambda chosen: (set_cost(topology.links, chosen), chosen))
 
 
 @given(nodes(), requests(), POLICIES)
 def test_a_share_follows_its_policy(
-    machine: tuple[Topology, list[CardState]], request: CardRequest, share_policy: SharePolicy
+    machine: tuple[Topology, list[GpuState]], request: GpuRequest, share_policy: SharePolicy
 ) -> None:
-    """Binpack leaves no fuller fitting card aside, spread no emptier one."""
-    topology, cards = machine
-    answer = place(request, cards, topology, share_policy=share_policy)
+    """Binpack leaves no fuller fitting GPU aside, spread no emptier one."""
+    topology, gpus = machine
+    answer = place(request, gpus, topology, share_policy=share_policy)
     if not isinstance(answer, Placed) or answer.policy != "share":
         return
-    by_uuid = {c.uuid: (c.free_cores, c.free_blocks) for (c,) in feasible_sets(request, cards)}
+    by_uuid = {c.uuid: (c.free_cores, c.free_blocks) for (c,) in feasible_sets(request, gpus)}
     best = min(by_uuid.values()) if share_policy == "binpack" else max(by_uuid.values())
-    assert by_uuid[answer.cards[0]] == best
+    assert by_uuid[answer.gpus[0]] == best
 
 
 @given(nodes(), requests())
 def test_a_hint_is_followed_exactly_when_it_is_feasible(
-    machine: tuple[Topology, list[CardState]], request: CardRequest
+    machine: tuple[Topology, list[GpuState]], request: GpuRequest
 ) -> None:
     """Feasible hints decide (must-include of a share decides before); others leave the answer as without any."""
-    topology, cards = machine
-    if request.cores < 100 and request.must_cards:
+    topology, gpus = machine
+    if request.cores < 100 and request.must_gpus:
         return
-    answer = place(request, cards, topology, share_policy="binpack")
-    every = [tuple(c.index for c in chosen) for chosen in feasible_sets(request, cards)]
+    answer = place(request, gpus, topology, share_policy="binpack")
+    every = [tuple(c.index for c in chosen) for chosen in feasible_sets(request, gpus)]
     if len(set(request.hint)) == len(request.hint) and tuple(sorted(request.hint)) in every:
         assert isinstance(answer, Placed)
-        assert indexes_of(answer.cards) == tuple(sorted(request.hint))
+        assert indexes_of(answer.gpus) == tuple(sorted(request.hint))
     else:
-        plain = CardRequest(cores=request.cores, blocks=request.blocks, must_cards=request.must_cards)
-        assert answer == place(plain, cards, topology, share_policy="binpack")
+        plain = GpuRequest(cores=request.cores, blocks=request.blocks, must_gpus=request.must_gpus)
+        assert answer == place(plain, gpus, topology, share_policy="binpack")
 
 
 @given(nodes(), requests())
 def test_fragmented_is_said_only_where_the_sum_would_do(
-    machine: tuple[Topology, list[CardState]], request: CardRequest
+    machine: tuple[Topology, list[GpuState]], request: GpuRequest
 ) -> None:
     """A user who reads Fragmented knows that repacking would help."""
-    topology, cards = machine
-    answer = place(request, cards, topology, share_policy="binpack")
+    topology, gpus = machine
+    answer = place(request, gpus, topology, share_policy="binpack")
     if isinstance(answer, Refused) and answer.reason is RefusalReason.FRAGMENTED:
-        assert sum(c.free_cores for c in cards if c.healthy) >= request.cores
+        assert sum(c.free_cores for c in gpus if c.healthy) >= request.cores

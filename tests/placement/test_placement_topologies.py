@@ -8,15 +8,15 @@ from itertools import combinations
 import pytest
 
 from gpushare_agent.model.topology import Link, LinkKind, Topology
-from gpushare_agent.placement import CardRequest, Placed, place
-from gpushare_agent.placement.link import FreeCard, choose_linked, link_cost, set_cost
+from gpushare_agent.placement import GpuRequest, Placed, place
+from gpushare_agent.placement.link import FreeGpu, choose_linked, link_cost, set_cost
 from tests.support_gpus import BLOCKS, TOPOLOGY_NAMES, indexes_of, node, read_topology
 
 
 def whole(topology: Topology, cores: int, *, used: tuple[int, ...] = ()) -> tuple[int, ...]:
-    answer = place(CardRequest(cores=cores, blocks=0), node(topology, used=used), topology, share_policy="binpack")
+    answer = place(GpuRequest(cores=cores, blocks=0), node(topology, used=used), topology, share_policy="binpack")
     assert isinstance(answer, Placed), answer
-    return indexes_of(answer.cards)
+    return indexes_of(answer.gpus)
 
 
 def test_link_costs_are_in_the_documented_order() -> None:
@@ -27,7 +27,7 @@ def test_link_costs_are_in_the_documented_order() -> None:
     assert costs[0] > 0
 
 
-def test_the_seven_p40_cards_are_given_switch_by_switch() -> None:
+def test_the_seven_p40_gpus_are_given_switch_by_switch() -> None:
     """300 cores take the switch of three; 400 then take the switch of four whole."""
     p40 = read_topology("p40-x7-two-switches")
     assert whole(p40, 300) == (0, 1, 2)
@@ -37,7 +37,7 @@ def test_the_seven_p40_cards_are_given_switch_by_switch() -> None:
     assert whole(p40, 700) == tuple(range(7))
 
 
-def test_two_v100_cards_are_a_pair_with_two_nvlinks() -> None:
+def test_two_v100_gpus_are_a_pair_with_two_nvlinks() -> None:
     """0 and 3 are the lowest pair with NV2; with 0 gone it is 1 and 2."""
     v100 = read_topology("v100-x8-cube-mesh")
     assert whole(v100, 200) == (0, 3)
@@ -45,11 +45,11 @@ def test_two_v100_cards_are_a_pair_with_two_nvlinks() -> None:
     assert whole(v100, 200, used=(0,)) == (1, 2)
 
 
-def test_four_v100_cards_are_the_first_of_the_two_fully_linked_quads() -> None:
+def test_four_v100_gpus_are_the_first_of_the_two_fully_linked_quads() -> None:
     """Exactly two sets of four have the least total cost, (0,1,2,3) and (4,5,6,7).
 
     Each of these quads is joined by NVLink in all its six pairs, three NV2 (900 each) and three NV1 (1,800): 8,100. Every
-    other four cards have at least two pairs that only SYS joins, 32,000 each. The tie goes to the lowest indexes.
+    other four GPUs have at least two pairs that only SYS joins, 32,000 each. The tie goes to the lowest indexes.
     """
     v100 = read_topology("v100-x8-cube-mesh")
     costs = {four: set_cost(v100.links, four) for four in combinations(range(8), 4)}
@@ -62,8 +62,8 @@ def test_four_v100_cards_are_the_first_of_the_two_fully_linked_quads() -> None:
     assert whole(v100, 400, used=(0,)) == (4, 5, 6, 7)
 
 
-def test_a100_cards_are_given_by_bridged_pairs_and_then_by_socket() -> None:
-    """A pair is a bridged one; a single card comes from the pair that is broken up already."""
+def test_a100_gpus_are_given_by_bridged_pairs_and_then_by_socket() -> None:
+    """A pair is a bridged one; a single GPU comes from the pair that is broken up already."""
     a100 = read_topology("a100-pcie-x8-nvlink-pairs")
     assert whole(a100, 200, used=(0,)) == (2, 3)
     assert whole(a100, 400, used=(0,)) == (4, 5, 6, 7)
@@ -71,22 +71,22 @@ def test_a100_cards_are_given_by_bridged_pairs_and_then_by_socket() -> None:
     assert whole(a100, 100, used=(0,)) == (1,)
 
 
-def test_behind_an_nvswitch_the_lowest_free_cards_are_as_good_as_any() -> None:
-    """All pairs cost the same; a single card still comes from the socket with fewer left."""
+def test_behind_an_nvswitch_the_lowest_free_gpus_are_as_good_as_any() -> None:
+    """All pairs cost the same; a single GPU still comes from the socket with fewer left."""
     h100 = read_topology("h100-x8-nvswitch")
     assert whole(h100, 400, used=(1, 4)) == (0, 2, 3, 5)
     assert whole(h100, 100, used=(4,)) == (5,)
 
 
-def test_t4_cards_of_one_socket_stay_together() -> None:
+def test_t4_gpus_of_one_socket_stay_together() -> None:
     """NODE is cheaper than SYS."""
     t4 = read_topology("t4-x4-two-sockets")
     assert whole(t4, 200, used=(0,)) == (2, 3)
     assert whole(t4, 100, used=(0,)) == (1,)
 
 
-def test_six_cards_fill_the_socket_of_four_or_that_of_two() -> None:
-    """Two cards are a PIX pair; four are the socket; one comes from the socket of two."""
+def test_six_gpus_fill_the_socket_of_four_or_that_of_two() -> None:
+    """Two GPUs are a PIX pair; four are the socket; one comes from the socket of two."""
     six = read_topology("six-cards-pix-phb-soc")
     assert whole(six, 200) == (0, 1)
     assert whole(six, 200, used=(1,)) == (2, 3)
@@ -94,12 +94,12 @@ def test_six_cards_fill_the_socket_of_four_or_that_of_two() -> None:
     assert whole(six, 100) == (4,)
 
 
-def test_a_single_card_can_be_given() -> None:
+def test_a_single_gpu_can_be_given() -> None:
     """The smallest tree."""
     assert whole(read_topology("single-card"), 100) == (0,)
 
 
-def test_a10_cards_follow_the_deep_tree() -> None:
+def test_a10_gpus_follow_the_deep_tree() -> None:
     """Two are a PIX pair, four a PXB quad, eight a socket; one comes from the most broken pair, level by level."""
     a10 = read_topology("a10-x16-deep-tree")
     assert whole(a10, 200, used=(0,)) == (2, 3)
@@ -115,10 +115,10 @@ def test_of_equally_cheap_sets_the_lowest_indexes_win_also_against_the_greedy_st
     rows = ["X BBBBAA", "BX CAABA", "BC XBAAA", "BABX ABB", "BAAAX CC", "ABABCX A", "AAABCAX "]
     kinds = {"A": LinkKind.PIX, "B": LinkKind.PXB, "C": LinkKind.PHB, "X": LinkKind.SELF}
     links = [[Link(kind=kinds[letter]) for letter in row.replace(" ", "")] for row in rows]
-    found = choose_linked(links, [FreeCard(index=index, blocks=1) for index in range(7)], 5, must=frozenset())
+    found = choose_linked(links, [FreeGpu(index=index, blocks=1) for index in range(7)], 5, must=frozenset())
     assert found is not None
     assert set_cost(links, (0, 2, 3, 5, 6)) == found.cost
-    assert found.cards == (0, 1, 3, 5, 6)
+    assert found.gpus == (0, 1, 3, 5, 6)
 
 
 @pytest.mark.parametrize("name", TOPOLOGY_NAMES)
@@ -130,26 +130,26 @@ def test_every_request_on_every_machine_is_decided_exactly_in_few_steps(name: st
     topology = read_topology(name)
     size, choice = len(topology.links), random.Random(name)
     for free in [range(size), *(sorted(choice.sample(range(size), choice.randint(1, size))) for _ in range(60))]:
-        cards = [FreeCard(index=index, blocks=choice.choice([60, BLOCKS, 160])) for index in free]
+        gpus = [FreeGpu(index=index, blocks=choice.choice([60, BLOCKS, 160])) for index in free]
         for count in range(1, len(free) + 1):
-            most = sum(sorted(card.blocks for card in cards)[-count:])
+            most = sum(sorted(gpu.blocks for gpu in gpus)[-count:])
             for blocks in (0, most - 40, most):
-                found = choose_linked(topology.links, cards, count, blocks=blocks, must=frozenset())
+                found = choose_linked(topology.links, gpus, count, blocks=blocks, must=frozenset())
                 assert found is not None
                 assert found.is_exact
                 assert found.steps <= 600
 
 
-def test_above_sixteen_free_cards_a_set_is_still_found_in_bounded_steps() -> None:
-    """64 cards in switches of eight: eight cards are one switch, and twenty are a set of twenty that fits."""
+def test_above_sixteen_free_gpus_a_set_is_still_found_in_bounded_steps() -> None:
+    """64 GPUs in switches of eight: eight GPUs are one switch, and twenty are a set of twenty that fits."""
     pix, far, same = Link(kind=LinkKind.PIX), Link(kind=LinkKind.SYS), Link(kind=LinkKind.SELF)
     links = [[same if a == b else pix if a // 8 == b // 8 else far for b in range(64)] for a in range(64)]
-    cards = [FreeCard(index=index, blocks=60 if index < 40 else 96) for index in range(64)]
-    eight = choose_linked(links, cards, 8, must=frozenset({12}))
+    gpus = [FreeGpu(index=index, blocks=60 if index < 40 else 96) for index in range(64)]
+    eight = choose_linked(links, gpus, 8, must=frozenset({12}))
     assert eight is not None
-    assert eight.cards == tuple(range(8, 16))
-    twenty = choose_linked(links, cards, 20, blocks=20 * 96, must=frozenset())
+    assert eight.gpus == tuple(range(8, 16))
+    twenty = choose_linked(links, gpus, 20, blocks=20 * 96, must=frozenset())
     assert twenty is not None
-    assert len(set(twenty.cards)) == 20
-    assert min(twenty.cards) >= 40
+    assert len(set(twenty.gpus)) == 20
+    assert min(twenty.gpus) >= 40
     assert twenty.steps <= 1_000

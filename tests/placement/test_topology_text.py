@@ -25,7 +25,7 @@ MODERN = (
 
 @pytest.mark.parametrize("name", TOPOLOGY_NAMES)
 def test_every_sample_gives_a_square_matrix_with_itself_on_the_diagonal(name: str) -> None:
-    """Each sample text is read; the matrix is square and symmetric, and a card's link to itself is SELF."""
+    """Each sample text is read; the matrix is square and symmetric, and a GPU's link to itself is SELF."""
     parsed = parse_topology(topology_text(name))
     size = range(len(parsed.links))
     assert len(parsed.numa) == len(parsed.links) > 0
@@ -34,7 +34,7 @@ def test_every_sample_gives_a_square_matrix_with_itself_on_the_diagonal(name: st
 
 
 def test_nic_rows_and_columns_are_ignored() -> None:
-    """The P40 machine has seven cards; its InfiniBand adapter is none."""
+    """The P40 machine has seven GPUs; its InfiniBand adapter is none."""
     parsed = parse_topology(P40)
     assert len(parsed.links) == 7
     assert parsed.links[0][2] == Link(kind=LinkKind.PIX)
@@ -101,10 +101,10 @@ def test_missing_last_cells_are_an_unknown_numa_node() -> None:
         ("\tGPU0\tGPU1\nGPU0\tX\tPIX\nGPU1\tPIX\n", 3, "row GPU1 has 1 cells, 2 are needed"),
         ("\tGPU0\nGPU0\tX\nGPU1\tX\n", 3, "row GPU1 has no column"),
         ("\tGPU0\nGPU0\tX\nGPU0\tX\n", 3, "row GPU0 appears again, first in line 2"),
-        ("\tGPU0\tGPU2\nGPU0\tX\tPIX\nGPU2\tPIX\tX\n", 1, "column 2 of the cards is GPU2, not GPU1"),
+        ("\tGPU0\tGPU2\nGPU0\tX\tPIX\nGPU2\tPIX\tX\n", 1, "column 2 of the GPUs is GPU2, not GPU1"),
         ("\tGPU0\tmlx5_0\tGPU1\n", 1, "another column stands between"),
         ("GPU0\tX\tPIX\nGPU1\tPIX\tX\n", 1, "comes before the header"),
-        ("\t".join(["", *(f"GPU{n}" for n in range(65))]), 1, "65 cards are named, at most 64"),
+        ("\t".join(["", *(f"GPU{n}" for n in range(65))]), 1, "65 GPUs are named, at most 64"),
     ],
 )
 def test_a_faulty_text_is_refused_naming_line_and_fault(text: str, line: int, what: str) -> None:

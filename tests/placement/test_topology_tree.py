@@ -30,7 +30,7 @@ TREES = {
 def shape(branch: Branch) -> str:
     if branch.children:
         return f"{branch.kind.name}[{' '.join(shape(child) for child in branch.children)}]"
-    return f"{branch.kind.name}({','.join(map(str, branch.cards))})"
+    return f"{branch.kind.name}({','.join(map(str, branch.gpus))})"
 
 
 def branches(branch: Branch) -> Iterator[Branch]:
@@ -45,7 +45,7 @@ def test_each_known_machine_has_its_tree(name: str) -> None:
     assert shape(read_topology(name).root) == TREES[name]
 
 
-def test_the_text_form_shows_branches_cards_and_notes() -> None:
+def test_the_text_form_shows_branches_gpus_and_notes() -> None:
     """It reads like the trees that gpu-manager's users know."""
     text = render_tree(read_topology("p40-x7-two-switches"), {4: "Unhealthy"})
     assert text.splitlines() == [
@@ -63,10 +63,10 @@ def test_the_text_form_shows_branches_cards_and_notes() -> None:
     ]
 
 
-def test_no_cards_have_an_empty_tree() -> None:
+def test_no_gpus_have_an_empty_tree() -> None:
     """A node whose driver shows nothing."""
     topology = build_topology((), ())
-    assert topology.root.cards == ()
+    assert topology.root.gpus == ()
     assert render_tree(topology) == "ROOT:0"
 
 
@@ -84,14 +84,14 @@ def test_a_hidden_pcie_kind_without_a_path_follows_numa() -> None:
 
 
 def test_numa_narrows_what_a_path_says() -> None:
-    """In the V100 mesh every path goes over SYS, but two cards of one node cannot be farther apart than NODE."""
+    """In the V100 mesh every path goes over SYS, but two GPUs of one node cannot be farther apart than NODE."""
     links = read_topology("v100-x8-cube-mesh").links
     assert infer_pcie_kinds(links, [0] * 4 + [1] * 4)[0][1] is LinkKind.NODE
     assert infer_pcie_kinds(links, [None] * 8)[0][1] is LinkKind.SYS
 
 
 def test_a_given_pcie_matrix_is_used_instead_of_guessing() -> None:
-    """NVML tells the PCIe kind besides NVLink; then two bridged cards of one switch stay in its branch."""
+    """NVML tells the PCIe kind besides NVLink; then two bridged GPUs of one switch stay in its branch."""
     pix, nvlink, same = LinkKind.PIX, Link(kind=LinkKind.NVLINK, nvlinks=2), Link(kind=LinkKind.SELF)
     far = Link(kind=LinkKind.SYS)
     links = [[same, nvlink, far], [nvlink, same, far], [far, far, same]]
@@ -119,14 +119,14 @@ def matrices(draw: st.DrawFn) -> tuple[list[list[Link]], list[int | None]]:
 
 
 @given(matrices())
-def test_every_tree_divides_its_cards_into_finer_branches(matrix: tuple[list[list[Link]], list[int | None]]) -> None:
-    """Also for matrices that no machine has: children part their branch's cards, are at least two, and are closer."""
+def test_every_tree_divides_its_gpus_into_finer_branches(matrix: tuple[list[list[Link]], list[int | None]]) -> None:
+    """Also for matrices that no machine has: children part their branch's GPUs, are at least two, and are closer."""
     topology = build_topology(*matrix)
-    assert topology.root.cards == tuple(range(len(matrix[0])))
+    assert topology.root.gpus == tuple(range(len(matrix[0])))
     for branch in branches(topology.root):
-        assert (branch.kind is LinkKind.SELF) == (len(branch.cards) == 1)
+        assert (branch.kind is LinkKind.SELF) == (len(branch.gpus) == 1)
         if branch.children:
             assert len(branch.children) >= 2
-            assert sorted(card for child in branch.children for card in child.cards) == list(branch.cards)
+            assert sorted(gpu for child in branch.children for gpu in child.gpus) == list(branch.gpus)
             assert all(child.kind < branch.kind for child in branch.children)
-            assert [child.cards[0] for child in branch.children] == sorted(child.cards[0] for child in branch.children)
+            assert [child.gpus[0] for child in branch.children] == sorted(child.gpus[0] for child in branch.children)

@@ -226,7 +226,7 @@ def test_no_text_raises(text: str, own_text: str) -> None:
         assert (found.pod_uid, found.container_id) != (None, None)
 
 
-def test_names_of_directories_are_told_apart() -> None:
+def test_names_of_directories_are_reported_apart() -> None:
     """The same names serve the search below the mounted hierarchies."""
     assert pod_uid_of(f"pod{UID}") == pod_uid_of(f"kubepods-pod{UID_}.slice") == UID
     assert pod_uid_of(f"pod{UID_}") is pod_uid_of("podman") is pod_uid_of(f"pod{UID}\n") is None

@@ -188,13 +188,13 @@ def test_deep_trees_without_pods_are_left(tmp_path: Path) -> None:
     [(PATHS[0], "cgroupfs", False), (PATHS[0], "systemd", True), (PATHS[4], "systemd", False),
      (PATHS[4], "cgroupfs", True), (PATHS[6], "cgroupfs", True), (PATHS[4], "", False), ("system.slice", "systemd", False)],
 )  # fmt: skip
-def test_a_wrong_driver_setting_is_told(tmp_path: Path, path: str, setting: str, disagrees: bool) -> None:
+def test_a_wrong_driver_setting_is_reported(tmp_path: Path, path: str, setting: str, disagrees: bool) -> None:
     """The kubelet's names of pods decide; without a pod or a setting there is nothing to say."""
     make_cgroup(make_v2(tmp_path) / path)
-    told = Cgroups(tmp_path).check_driver(setting)
-    assert (told is not None) is disagrees
-    if told is not None:
-        assert setting in told
+    reported = Cgroups(tmp_path).check_driver(setting)
+    assert (reported is not None) is disagrees
+    if reported is not None:
+        assert setting in reported
 
 
 def make_proc(proc: Path, **texts: str) -> Path:

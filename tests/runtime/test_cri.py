@@ -144,7 +144,7 @@ async def test_containers_of_pods_are_listed_in_order(short_dir: Path) -> None:
         ({}, 1, None),
     ],
 )
-async def test_a_running_containers_pid_is_told_where_the_runtime_says_it(
+async def test_a_running_containers_pid_is_reported_where_the_runtime_says_it(
     short_dir: Path, info: dict[str, str], state: int, pid: int | None
 ) -> None:
     """containerd and CRI-O do, in verbose answers; what is no PID is none."""

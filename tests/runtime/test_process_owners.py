@@ -30,7 +30,7 @@ def proc(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_each_process_is_told_by_its_own_cgroup(proc: Path) -> None:
+def test_each_process_is_reported_by_its_own_cgroup(proc: Path) -> None:
     """Pod and container, nobody for the node's own, and nobody for a PID that is not here."""
     put(proc, 10, path_of(UID, "a"))
     put(proc, 11, path_of(OTHER, "b"))

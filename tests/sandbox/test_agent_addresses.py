@@ -51,17 +51,20 @@ async def test_the_first_lines_say_how_the_agent_is_asked_and_that_works() -> No
             await read_until(process, "its agent:")
             top, explain, cordon = [(await process.stdout.readline()).decode().strip() for _ in range(3)]
             await registered(state)
-            told = (await document_of(state))["node"]["addresses"]
-            assert told["control_socket"] == str(state / "agent-control.sock")
-            assert explain == f"gpushare-agent explain POD --server {told['web']}"
-            assert "/debug/tasks" in await page_of(told["debug"])
-            assert "is cordoned" in await printed_by(cordon.replace("CARD", "1"))
+            reported = (await document_of(state))["node"]["addresses"]
+            assert reported["control_socket"] == str(state / "agent-control.sock")
+            assert explain == f"gpushare-agent explain POD --server {reported['web']}"
+            assert "/debug/tasks" in await page_of(reported["debug"])
+            assert "is cordoned" in await printed_by(cordon.replace("GPU", "1"))
             assert "cordoned" in await printed_by(f"{top} --once")
             status = (await sandbox("status", "--state-dir", state)).out
-            assert f"web {told['web']}  debug {told['debug']}  control socket {told['control_socket']}" in status
+            assert (
+                f"web {reported['web']}  debug {reported['debug']}  control socket {reported['control_socket']}"
+                in status
+            )
             await sandbox("kill-agent", "--state-dir", state)
             await read_until(process, "starting it again")
-            assert "/debug/tasks" in await page_of(told["debug"])
+            assert "/debug/tasks" in await page_of(reported["debug"])
 
 
 @pytest.mark.parametrize(
@@ -88,7 +91,7 @@ def test_the_debug_port_is_the_given_one_for_the_first_node_and_else_a_free_one(
     assert found == port if port is not None else found not in (0, 5679, 7001)
 
 
-def test_an_address_that_means_all_is_told_as_one_that_can_be_asked() -> None:
+def test_an_address_that_means_all_is_reported_as_one_that_can_be_asked() -> None:
     """And what is switched off is not told."""
     flags = ("--web.addr=0.0.0.0", "--web.port=5", "--debug.addr=::1", "--debug.port=6", "--control.socket=")
     assert _addresses(load_settings(flags, {}).settings) == {

@@ -19,7 +19,7 @@ import yaml
 from rich.console import Console
 
 from gpushare_agent.cli import sandbox as app
-from gpushare_agent.cli.sandbox_run import told_after
+from gpushare_agent.cli.sandbox_run import reported_after
 from gpushare_agent.sandbox.node_live_view import live_view
 from tests.support_sandbox import container, pod
 from tests.support_sandbox_cli import ROOT, ended, live, read_until, registered, sandbox
@@ -40,15 +40,15 @@ async def test_the_fitting_samples_run_and_the_document_is_complete(folder: Path
     )
     assert done.code == 0, done.err
     document = json.loads(done.out)
-    cards = document["node"]["cards"]
-    assert [card["index"] for card in cards] == [0, 1, 2, 3]
-    assert sum(card["cores_allocated"] for card in cards) == 25 + 60 + 200
+    gpus = document["node"]["cards"]
+    assert [gpu["index"] for gpu in gpus] == [0, 1, 2, 3]
+    assert sum(gpu["cores_allocated"] for gpu in gpus) == 25 + 60 + 200
     pods = {p["name"]: p for p in document["pods"]}
     assert {p["phase"] for p in pods.values()} == {"Running"}
     assert all(0 < c["used"]["cores"] <= 180 for p in pods.values() for c in p["containers"])
     assert (
         pods["share"]["containers"][0]["env"]["NVIDIA_VISIBLE_DEVICES"]
-        == cards[pods["share"]["containers"][0]["cards"][0]]["uuid"]
+        == gpus[pods["share"]["containers"][0]["cards"][0]]["uuid"]
     )
     assert len(pods["pair"]["containers"][0]["cards"]) == 2
     assert not state.exists()
@@ -116,9 +116,9 @@ async def test_the_documented_runs_work(folder: Path, arguments: list[str]) -> N
     assert done.code == 0, done.err
     assert "web http" not in done.err
     if "json" in arguments:
-        cards = json.loads(done.out)["node"]["cards"]
-        assert [card["memory_mib"] for card in cards] == [24576, 16384]
-        whole = next(card for card in cards if card["cores_allocated"])
+        gpus = json.loads(done.out)["node"]["cards"]
+        assert [gpu["memory_mib"] for gpu in gpus] == [24576, 16384]
+        whole = next(gpu for gpu in gpus if gpu["cores_allocated"])
         assert whole["memory_blocks_allocated"] == whole["memory_mib"] // 256
         assert whole["memory_mib_allocated"] == whole["memory_mib"]
 
@@ -186,8 +186,8 @@ async def test_an_agent_ended_by_sigterm_is_started_again_without_a_complaint(fo
 @pytest.mark.parametrize("count", [0, 4, 30])
 def test_the_live_view_fits_a_small_terminal(count: int) -> None:
     """80 by 24: pods first, one line each, the rest counted, the notes at the end whole."""
-    told = {"cores": 40, "memory_mib": 2048, "core_limit": 0, "is_limited": True, "pids": [4711]}
-    one = {"vcore": 40, "vmemory": 8, "gpu_mem": 0, "cards": [0], "pids": [4711], "vdevice": told, "used": None}
+    reported = {"cores": 40, "memory_mib": 2048, "core_limit": 0, "is_limited": True, "pids": [4711]}
+    one = {"vcore": 40, "vmemory": 8, "gpu_mem": 0, "cards": [0], "pids": [4711], "vdevice": reported, "used": None}
     pods = [
         {
             "namespace": "default", "name": f"pod-{n}-with-a-name-that-is-rather-long", "phase": "Failed",
@@ -196,12 +196,12 @@ def test_the_live_view_fits_a_small_terminal(count: int) -> None:
         }
         for n in range(count)
     ]  # fmt: skip
-    card = {"name": "T", "cores_allocated": 80, "memory_mib": 24576, "memory_mib_allocated": 4096, "health": "Healthy"}
-    cards = [{**card, "index": n, "health_reason": "", "used": None} for n in range(8)]
+    gpu = {"name": "T", "cores_allocated": 80, "memory_mib": 24576, "memory_mib_allocated": 4096, "health": "Healthy"}
+    gpus = [{**gpu, "index": n, "health_reason": "", "used": None} for n in range(8)]
     notes = ["web " + "x " * 50, "Ctrl-C ends the sandbox"]
     console = Console(width=80, height=24, file=io.StringIO())
     with console.capture() as captured:
-        console.print(live_view({"pods": pods, "nodes": [{"name": "a", "cards": cards}]}, notes, width=80, height=24))
+        console.print(live_view({"pods": pods, "nodes": [{"name": "a", "cards": gpus}]}, notes, width=80, height=24))
     lines = captured.get().splitlines()
     assert len(lines) < 24
     assert lines[0].startswith("pod")
@@ -212,7 +212,7 @@ def test_the_live_view_fits_a_small_terminal(count: int) -> None:
     assert sum("40%/2048M" in line and "1+1" in line for line in lines) == shown
 
 
-async def test_an_agent_that_cannot_start_is_told_with_its_last_lines(folder: Path) -> None:
+async def test_an_agent_that_cannot_start_is_reported_with_its_last_lines(folder: Path) -> None:
     """A wrong setting that only the agent meets: exit 1, its own words, and no sandbox left."""
     done = await sandbox("--state-dir", folder / "s", "--once", "--port", "0", "--extra-config", folder / "absent.json")
     assert done.code == 1
@@ -228,11 +228,11 @@ async def test_isolation_none_is_said_at_the_start(folder: Path) -> None:
     assert (done.code, "isolation none: shares are booked and not kept" in done.err) == (0, True)
 
 
-async def test_a_wait_is_told_only_where_it_is_long(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_wait_is_reported_only_where_it_is_long(capsys: pytest.CaptureFixture[str]) -> None:
     """On standard error, so that a document on standard output stays one."""
-    async with told_after(3600, "not this"):
+    async with reported_after(3600, "not this"):
         pass
-    async with told_after(0, "waiting…"):
+    async with reported_after(0, "waiting…"):
         due = asyncio.Event()
         asyncio.get_running_loop().call_later(0, due.set)  # behind the one that tells
         async with asyncio.timeout(10):

@@ -76,12 +76,12 @@ async def test_a_container_whose_cdi_device_no_spec_has_waits_until_one_has(answ
 
 @pytest.mark.parametrize("strategy", ["cdi-annotations", "cdi-cri"])
 async def test_the_agents_answers_name_what_the_agents_spec_has(strategy: str) -> None:
-    """A share gets its card's node and the control nodes, seen inside the running container; whole cards get theirs."""
+    """A share gets its GPU's node and the control nodes, seen inside the running container; whole GPUs get theirs."""
     flags = (f"--device-list-strategy={strategy}", "--isolation=none", "--simulated.cards=2")
     async with open_test_node() as node:
         settings = load_settings(arguments(node, *flags), {}).settings
-        cards = (await open_driver(settings).read()).cards
-        cdi_specs(settings).ensure(cards)
+        gpus = (await open_driver(settings).read()).gpus
+        cdi_specs(settings).ensure(gpus)
         async with open_agent(node, *flags):
             limits = {CORE: "200", MEMORY: "1"}
             node.api.create_pod(pod("p", {**PRINTS, "resources": {"limits": limits}}, restartPolicy="Never"))

@@ -16,11 +16,11 @@ import pytest
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.sandbox.agent_process import AgentProcess
-from gpushare_agent.sandbox.card_faults import CardFaults
 from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
+from gpushare_agent.sandbox.controller import NodeBench, SandboxController
+from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.node_report import ReportedNode
 from gpushare_agent.sandbox.state_directory import owned_state_directory
-from gpushare_agent.sandbox.workbench import NodeBench, Workbench
 from tests.support_sandbox import CORE, MEMORY, open_test_node, pod
 
 DEADLINE_S = 10.0
@@ -36,7 +36,7 @@ async def _obeys(request: Request, _asker_pid: int) -> Answer:
 
 
 @as_root
-async def test_a_socket_that_another_user_serves_is_told_nothing(short_dir: Path) -> None:
+async def test_a_socket_that_another_user_serves_is_reported_nothing(short_dir: Path) -> None:
     """The kernel knows who listens; what `exec` would run with is that user's word."""
     with bind_unix_socket(short_dir / "control.sock", mode=0o600) as theirs:
         os.seteuid(NOBODY)
@@ -109,16 +109,16 @@ async def test_a_directory_that_others_may_only_read_serves(short_dir: Path) -> 
 
 
 @asynccontextmanager
-async def open_bench() -> AsyncIterator[tuple[Workbench, Path]]:
+async def open_bench() -> AsyncIterator[tuple[SandboxController, Path]]:
     """A node without an agent, and the socket that obeys for it."""
     async with open_test_node() as node:
-        shown = ReportedNode(node=node, cards=(), vcore=CORE, vmemory=MEMORY, memory_block_mib=256)
+        shown = ReportedNode(node=node, gpus=(), vcore=CORE, vmemory=MEMORY, memory_block_mib=256)
         one = NodeBench(
             shown=shown,
             agent=AgentProcess([], node.paths.agent_log, lambda _: None),
-            faults=CardFaults(node.paths.faults, 2),
+            faults=GpuFaults(node.paths.faults, 2),
         )
-        bench = Workbench(nodes=(one,))
+        bench = SandboxController(nodes=(one,))
         async with open_control(node.paths.control_socket, bench.handle):
             yield bench, node.paths.control_socket
 
@@ -157,10 +157,10 @@ async def _sent(path: Path, line: bytes) -> Answer:
         (b'{"command": "delete", "names": [3]}', '"names" must hold texts'),
         (b'{"command": "fail-card"}', '"card" must be a whole number, not None'),
         (b'{"command": "fail-card", "card": true}', '"card" must be a whole number, not True'),
-        (b'{"command": "fail-card", "card": 2}', "there is no card 2: this node has the cards 0 to 1"),
+        (b'{"command": "fail-card", "card": 2}', "there is no GPU 2: this node has the GPUs 0 to 1"),
         (b'{"command": "fail-card", "card": 0, "xid": "79"}', "\"xid\" must be a whole number, not '79'"),
         (b'{"command": "fail-card", "card": 0, "xid": 0}', "Xid 0 cannot be reported"),
-        (b'{"command": "heal-card", "card": -1}', "there is no card -1"),
+        (b'{"command": "heal-card", "card": -1}', "there is no GPU -1"),
         (b'{"command": "exec", "pod": [], "container": {}}', 'pods "[]" not found'),
     ],
     ids=lambda value: repr(value[:40]) if isinstance(value, bytes) else "",

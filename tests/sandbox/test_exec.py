@@ -48,10 +48,10 @@ async def test_a_process_in_a_container_registers_and_reads_its_limits_and_its_o
         process = await start("exec", "share", "--state-dir", state, "--", *CLIENT, "-o", "json")
         done = await ended(process)
         assert done.code == 0, done.err
-        told = json.loads(done.out)
+        reported = json.loads(done.out)
         shown = (await containers_of(state, "share"))["main"]
-        assert (told["utilization"], told["memory_bytes"], told["enable"]) == (25, 16 * 256 * 2**20, True)
-        assert set(told["pids"]) == {process.pid, shown["pid"]}
+        assert (reported["utilization"], reported["memory_bytes"], reported["enable"]) == (25, 16 * 256 * 2**20, True)
+        assert set(reported["pids"]) == {process.pid, shown["pid"]}
 
         other = await sandbox(
             "exec", "--state-dir", state, "-c", "evaluator", "two-shares", "--", *CLIENT, "-o", "json"
@@ -128,7 +128,7 @@ async def _in_a_terminal(state: Path, typed: bytes) -> int:
         os.close(ours)
 
 
-async def test_what_cannot_be_run_is_told_as_kubectl_and_a_shell_tell_it(short_dir: Path) -> None:
+async def test_what_cannot_be_run_is_reported_as_kubectl_and_a_shell_tell_it(short_dir: Path) -> None:
     """1 where there is no such running container, 126 and 127 where there is no such program, 2 without a command."""
     state = short_dir / "s"
     (short_dir / "text").write_text("no program\n")

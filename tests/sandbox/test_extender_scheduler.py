@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from tests.support_extender_nodes import (
-    ToldExtender,
+    ReportedExtender,
     condition_of,
     node_of,
     open_cluster,
-    open_told,
+    open_reported,
     serving,
     wait_bound,
     wait_cluster,
@@ -20,8 +20,8 @@ from tests.support_sandbox import CORE, container, pod, wait_phase
 
 async def test_only_nodes_that_fit_by_count_are_filtered_and_the_best_score_wins() -> None:
     """The resource fit is the scheduler's own, before the extender's."""
-    extender = ToldExtender(score=lambda pod, node: {"b": 3, "c": 7}.get(node, 0))
-    async with open_told(extender, ["a", "b", "c"]) as cluster, with_plugins(cluster, a=2, b=10, c=10):
+    extender = ReportedExtender(score=lambda pod, node: {"b": 3, "c": 7}.get(node, 0))
+    async with open_reported(extender, ["a", "b", "c"]) as cluster, with_plugins(cluster, a=2, b=10, c=10):
         cluster.api.create_pod(pod("p", container(cores=5)))
         assert await wait_bound(cluster, "p") == "c"
         assert extender.seen == [("filter", "p", ["b", "c"]), ("prioritize", "p", ["b", "c"]), ("bind", "p", "c")]
@@ -30,19 +30,21 @@ async def test_only_nodes_that_fit_by_count_are_filtered_and_the_best_score_wins
 
 async def test_a_pod_that_the_extender_refuses_waits_with_its_reasons_and_is_tried_again() -> None:
     """It is Pending and Unschedulable, not Failed; what the nodes say stands in its status and in an Event."""
-    reasons = {"a": "cores are free on two cards, and it needs one whole card", "b": "no card is healthy"}
-    extender = ToldExtender(fits=lambda pod, node: reasons[node])
-    async with open_told(extender, ["a", "b", "c"]) as cluster, with_plugins(cluster, a=10, b=10, c=1):
+    reasons = {"a": "cores are free on two GPUs, and it needs one whole GPU", "b": "no GPU is healthy"}
+    extender = ReportedExtender(fits=lambda pod, node: reasons[node])
+    async with open_reported(extender, ["a", "b", "c"]) as cluster, with_plugins(cluster, a=10, b=10, c=1):
         cluster.api.create_pod(pod("p", container(cores=5)))
         await wait_cluster(cluster, lambda: condition_of(cluster, "p"), "the scheduler's word")
-        told = condition_of(cluster, "p")
-        assert (told["status"], told["reason"]) == ("False", "Unschedulable")
-        assert told["message"] == (
-            f"0/3 nodes are available: 1 Insufficient {CORE}, 1 cores are free on two cards, and it needs one whole card, "
-            "1 no card is healthy."
+        reported = condition_of(cluster, "p")
+        assert (reported["status"], reported["reason"]) == ("False", "Unschedulable")
+        assert reported["message"] == (
+            f"0/3 nodes are available: 1 Insufficient {CORE}, 1 cores are free on two GPUs, and it needs one whole GPU, "
+            "1 no GPU is healthy."
         )
         assert cluster.api.pod("default", "p")["status"]["phase"] == "Pending"
-        assert [e["message"] for e in cluster.api.events() if e["reason"] == "FailedScheduling"] == [told["message"]]
+        assert [e["message"] for e in cluster.api.events() if e["reason"] == "FailedScheduling"] == [
+            reported["message"]
+        ]
         await wait_cluster(cluster, lambda: len(extender.asked("filter", "p")) >= 3, "further tries")
         reasons["b"] = ""
         assert await wait_bound(cluster, "p") == "b"
@@ -57,8 +59,8 @@ async def test_what_is_being_bound_counts_as_taken() -> None:
             await may_bind.wait()
         return ""
 
-    extender = ToldExtender(before_bind=before_bind)
-    async with open_told(extender, ["a", "b"]) as cluster, with_plugins(cluster, a=10, b=6):
+    extender = ReportedExtender(before_bind=before_bind)
+    async with open_reported(extender, ["a", "b"]) as cluster, with_plugins(cluster, a=10, b=6):
         cluster.api.create_pod(pod("first", container(cores=8)))
         await wait_cluster(cluster, lambda: extender.asked("bind", "first"), "the first bind")
         cluster.api.create_pod(pod("second", container(cores=6)))
@@ -69,25 +71,25 @@ async def test_what_is_being_bound_counts_as_taken() -> None:
         assert await wait_bound(cluster, "first") == "a"
 
 
-async def test_a_bind_that_fails_is_told_and_tried_again() -> None:
+async def test_a_bind_that_fails_is_reported_and_tried_again() -> None:
     """What was taken for it is free meanwhile."""
-    errors = ["the node has no such card any more", ""]
+    errors = ["the node has no such GPU any more", ""]
 
     async def before_bind(name: str) -> str:
         return errors.pop(0) if name == "p" else ""
 
-    extender = ToldExtender(before_bind=before_bind)
-    async with open_told(extender, ["a"]) as cluster, with_plugins(cluster, a=10):
+    extender = ReportedExtender(before_bind=before_bind)
+    async with open_reported(extender, ["a"]) as cluster, with_plugins(cluster, a=10):
         cluster.api.create_pod(pod("p", container(cores=10)))
         assert await wait_bound(cluster, "p") == "a"
         assert len(extender.asked("bind", "p")) == 2
-        (told,) = [e["message"] for e in cluster.api.events() if e["reason"] == "FailedScheduling"]
-        assert "binding to node a: the extender refused to bind: the node has no such card any more" in told
+        (reported,) = [e["message"] for e in cluster.api.events() if e["reason"] == "FailedScheduling"]
+        assert "binding to node a: the extender refused to bind: the node has no such GPU any more" in reported
 
 
 async def test_while_the_extender_is_away_pods_wait_and_are_not_given_up() -> None:
     """It may come later than the nodes, and answer an error at first."""
-    extender = ToldExtender(filter_error="this replica does not lead")
+    extender = ReportedExtender(filter_error="this replica does not lead")
     async with open_cluster("a", extender_url=extender.url) as cluster, with_plugins(cluster, a=10):
         extender.cluster = cluster
         cluster.api.create_pod(pod("p", container(cores=10)))
@@ -99,8 +101,8 @@ async def test_while_the_extender_is_away_pods_wait_and_are_not_given_up() -> No
             assert await wait_bound(cluster, "p") == "a"
 
 
-async def test_a_pod_that_asks_for_no_card_needs_no_extender() -> None:
+async def test_a_pod_that_asks_for_no_gpu_needs_no_extender() -> None:
     """kube-scheduler sends it only pods with the resources that it manages."""
-    async with open_told(ToldExtender(), ["a"]) as cluster, with_plugins(cluster, a=1):
+    async with open_reported(ReportedExtender(), ["a"]) as cluster, with_plugins(cluster, a=1):
         cluster.api.create_pod(pod("plain"))
         await wait_phase(cluster.nodes[0], "plain", "Running")

@@ -18,12 +18,12 @@ from gpushare_agent.cli import sandbox as app
 from gpushare_agent.cli.sandbox import _node_flags
 from gpushare_agent.model.errors import AgentError, Rejected
 from gpushare_agent.sandbox.agent_process import AgentProcess
-from gpushare_agent.sandbox.card_faults import CardFaults
 from gpushare_agent.sandbox.cluster import EmbeddedCluster
+from gpushare_agent.sandbox.controller import NodeBench, SandboxController
+from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.manifests import ManifestError
 from gpushare_agent.sandbox.node_report import ReportedNode
 from gpushare_agent.sandbox.node_view import pod_line, print_document
-from gpushare_agent.sandbox.workbench import NodeBench, Workbench
 from tests.support_extender_nodes import (
     DEADLINE_S,
     condition_of,
@@ -77,7 +77,7 @@ def parsed(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def test_the_cards_of_each_node_are_given_in_turn() -> None:
+def test_the_gpus_of_each_node_are_given_in_turn() -> None:
     """Kinds of one node are joined by a plus; all but the first get a web port of their own."""
     first, second, third = _node_flags(parsed("--nodes", "3", "--node-cards", "2x24576+1x81920,4x16384"))
     assert first == ("--simulated.cards=3", "--simulated.card-memory-mib=24576,24576,81920")
@@ -95,29 +95,29 @@ def test_the_cards_of_each_node_are_given_in_turn() -> None:
         (("--nodes", "1", "--node-cards", "1x1024,1x1024"), "2 entries for 1 nodes"),
         (("--node-cards", "8"), "'8' must be COUNTxMIB"),
         (("--node-cards", "0x1024"), "must be COUNTxMIB"),
-        (("--node-cards", "64x1024+1x1024"), "has 65 cards"),
+        (("--node-cards", "64x1024+1x1024"), "has 65 GPUs"),
         (("--node-cards", "1x1024", "--cards", "2"), "leave out --cards"),
     ],
 )
-def test_nodes_and_cards_that_cannot_be_are_refused(words: tuple[str, ...], why: str) -> None:
+def test_nodes_and_gpus_that_cannot_be_are_refused(words: tuple[str, ...], why: str) -> None:
     """Before anything is started."""
     with pytest.raises(ManifestError, match=why):
         _node_flags(parsed(*words))
 
 
 @asynccontextmanager
-async def open_bench(*names: str) -> AsyncIterator[tuple[Workbench, EmbeddedCluster]]:
+async def open_bench(*names: str) -> AsyncIterator[tuple[SandboxController, EmbeddedCluster]]:
     """Nodes without agents."""
     async with open_cluster(*names) as cluster:
         benches = [
             NodeBench(
-                shown=ReportedNode(node=node, cards=(), vcore=CORE, vmemory=MEMORY, memory_block_mib=256),
+                shown=ReportedNode(node=node, gpus=(), vcore=CORE, vmemory=MEMORY, memory_block_mib=256),
                 agent=AgentProcess([], node.paths.agent_log, lambda _: None),
-                faults=CardFaults(node.paths.faults, 2),
+                faults=GpuFaults(node.paths.faults, 2),
             )
             for node in cluster.nodes
         ]
-        yield Workbench(nodes=tuple(benches)), cluster
+        yield SandboxController(nodes=tuple(benches)), cluster
 
 
 async def test_a_command_for_one_of_several_nodes_must_say_which() -> None:
@@ -130,7 +130,7 @@ async def test_a_command_for_one_of_several_nodes_must_say_which() -> None:
             with pytest.raises(Rejected, match=why):
                 await bench.handle({"command": "fail-card", "card": 0, **request}, 1)
         answer = await bench.handle({"command": "fail-card", "card": 1, "node": "b"}, 1)
-        assert answer["lines"] == ["card 1 is lost: GPU is lost"]
+        assert answer["lines"] == ["GPU 1 is lost: GPU is lost"]
         assert [node.paths.faults.exists() for node in cluster.nodes] == [False, True]
         first = cluster.nodes[0].kubelet.runtime
         await bench.handle({"command": "restart-kubelet", "node": "b"}, 1)
@@ -150,14 +150,14 @@ async def test_the_document_of_several_nodes_says_where_each_pod_is(capsys: pyte
         assert pod_line(shown, has_node=True).startswith("pod default/p Running on b [")
         print_document(document, "table")
         text = capsys.readouterr().out
-        assert "Cards of a" in text and "Cards of b" in text and " node " in text
+        assert "GPUs of a" in text and "GPUs of b" in text and " node " in text
     async with open_bench("a") as (bench, _):
         document = bench.document()
         assert document["node"] == document["nodes"][0]
 
 
 async def test_the_whole_command_with_two_nodes_and_the_extender() -> None:
-    """What fits by count and on no card waits with the extender's reason; the rest runs, and it is said where."""
+    """What fits by count and on no GPU waits with the extender's reason; the rest runs, and it is said where."""
     folder = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
     try:
         shares = [pod(f"share-{n}", container("main", cores=60, blocks=8)) for n in range(4)]
@@ -175,7 +175,7 @@ async def test_the_whole_command_with_two_nodes_and_the_extender() -> None:
         (waits,) = (shown for shown in document["pods"] if not shown["node"])
         assert (waits["phase"], waits["reason"]) == ("Pending", "Unschedulable")
         assert (
-            f"1 Insufficient {CORE}." in waits["message"] and "no card has more than 40 cores free" in waits["message"]
+            f"1 Insufficient {CORE}." in waits["message"] and "no GPU has more than 40 cores free" in waits["message"]
         )
         assert f"default/{waits['name']} is Pending: Unschedulable" in done.err
         assert not (folder / "s").exists()

@@ -14,13 +14,13 @@ import pytest
 import yaml
 
 from gpushare_agent.model.errors import Rejected, StartupError, Unavailable
-from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
 from gpushare_agent.sandbox.manifests import ManifestError, parse_manifests, read_manifests, sample_manifests
 from gpushare_agent.sandbox.node import open_embedded_node
 from gpushare_agent.sandbox.node_report import ReportedNode, reason_and_message, report
-from gpushare_agent.sandbox.node_view import card_text, pod_line
+from gpushare_agent.sandbox.node_view import gpu_text, pod_line
 from gpushare_agent.sandbox.pod_manifest import containers_of, pod_requests
 from gpushare_agent.sandbox.state_directory import owned_state_directory
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec, Mount
@@ -208,8 +208,8 @@ async def test_the_control_socket_answers_its_owner_only(folder: Path) -> None:
 # --- report ---
 
 
-def _card(index: int, uuid: str) -> Card:
-    return Card(
+def _gpu(index: int, uuid: str) -> Gpu:
+    return Gpu(
         index=index, minor=index + 3, uuid=GpuUuid(uuid), bus_id="", name="Test", memory_mib=1024, numa_node=index
     )
 
@@ -225,22 +225,22 @@ def test_a_container_that_waits_or_has_failed_is_the_reason_in_any_phase(phase: 
         "lastState": badly["state"],
     }
 
-    def told(*statuses: dict[str, Any]) -> tuple[str, str]:
+    def reported(*statuses: dict[str, Any]) -> tuple[str, str]:
         return reason_and_message({"status": {"phase": phase, "containerStatuses": statuses}})
 
-    assert told(well, badly, waits) == ("CrashLoopBackOff", "back-off 10s restarting, exit code 3")
-    assert told(well, badly) == ("Error", "container b ended with exit code 3")
-    assert told(well) == ("", "")
+    assert reported(well, badly, waits) == ("CrashLoopBackOff", "back-off 10s restarting, exit code 3")
+    assert reported(well, badly) == ("Error", "container b ended with exit code 3")
+    assert reported(well) == ("", "")
 
 
-async def test_an_ended_pod_is_shown_without_cards_and_with_its_exit_code() -> None:
+async def test_an_ended_pod_is_shown_without_gpus_and_with_its_exit_code() -> None:
     """It holds none any more, and the answer that it once got is still in the document."""
     answer = ContainerAllocateResponse(envs={"X": "y"})
     plugin = SmallPlugin(CORE, device_ids("a", count=100), answer=answer)
     async with open_test_node() as node, open_plugin(node, plugin):
         node.api.create_pod(pod("p", container("main", cores=30), restartPolicy="Never"))
         await wait_phase(node, "p", "Running")
-        shown = ReportedNode(node=node, cards=(_card(0, "a"),), vcore=CORE, vmemory=MEMORY, memory_block_mib=256)
+        shown = ReportedNode(node=node, gpus=(_gpu(0, "a"),), vcore=CORE, vmemory=MEMORY, memory_block_mib=256)
         assert report(shown)["pods"][0]["containers"][0]["cards"] == [0]
         node.kubelet.kill_container("default", "p", "main")
         await wait_phase(node, "p", "Failed")
@@ -250,8 +250,8 @@ async def test_an_ended_pod_is_shown_without_cards_and_with_its_exit_code() -> N
     assert (ended["reason"], ended["message"]) == ("Error", "container main ended with exit code 137")
 
 
-async def test_the_report_charges_memory_to_the_card_of_the_cores() -> None:
-    """vmemory IDs name another card: their blocks count where the container's vcore IDs are."""
+async def test_the_report_charges_memory_to_the_gpu_of_the_cores() -> None:
+    """vmemory IDs name another GPU: their blocks count where the container's vcore IDs are."""
     answer = ContainerAllocateResponse(
         envs={"NVIDIA_VISIBLE_DEVICES": "b"},
         mounts=[Mount(host_path="/h", container_path="/c", read_only=True)],
@@ -267,7 +267,7 @@ async def test_the_report_charges_memory_to_the_card_of_the_cores() -> None:
             node.api.create_pod(pod("q", container("main", cores=300)))
             await node.kubelet.wait_for(lambda: node.api.pod("default", "q")["status"].get("conditions"))
             shown = ReportedNode(
-                node=node, cards=(_card(0, "a"), _card(1, "b")), vcore=CORE, vmemory=MEMORY, memory_block_mib=256
+                node=node, gpus=(_gpu(0, "a"), _gpu(1, "b")), vcore=CORE, vmemory=MEMORY, memory_block_mib=256
             )
             document = report(shown)
             process = node.kubelet.runtime.find(node.api.pod("default", "p")["metadata"]["uid"], "main")
@@ -292,12 +292,12 @@ async def test_the_report_charges_memory_to_the_card_of_the_cores() -> None:
         "devices": [{"host_path": "/dev/x", "container_path": "/dev/x", "permissions": "rwm"}], "annotations": {"k": "v"},
         "pid": process.pid, "pids": [process.pid], "used": None, "vdevice": None,
     }]  # fmt: skip
-    assert card_text(p["containers"][0]) == "1"
+    assert gpu_text(p["containers"][0]) == "1"
     assert "q Pending" in pod_line(q)
     assert f"1 Insufficient {CORE}" in pod_line(q)
 
 
-async def test_a_node_in_a_used_directory_begins_with_new_cards(short_dir: Path) -> None:
+async def test_a_node_in_a_used_directory_begins_with_new_gpus(short_dir: Path) -> None:
     """What an earlier node's agent noted of cordons, and what failed and was used there, is not this one's."""
     async with open_embedded_node(short_dir) as node:
         left = (node.paths.health_state, node.paths.faults, node.paths.usage)

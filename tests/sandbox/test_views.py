@@ -13,7 +13,7 @@ from rich.console import Console
 from gpushare_agent.isolation.vcuda.config_format import encode_pids
 from gpushare_agent.sandbox.node_live_view import live_view
 from gpushare_agent.sandbox.node_view import (
-    cards_table,
+    gpus_table,
     limit_text,
     pids_text,
     pod_line,
@@ -28,11 +28,11 @@ from tests.support_vdevice import share_config
 SHARE = {"cores": 30, "memory_mib": 4096, "core_limit": 0, "is_limited": True, "pids": [4711]}
 
 
-def shown_container(pids: int = 1, **told: Any) -> dict[str, Any]:
+def shown_container(pids: int = 1, **reported: Any) -> dict[str, Any]:
     """Of a document, as far as the views read it."""
     return {
         "name": "main", "vcore": 30, "vmemory": 16, "gpu_mem": 0, "cards": [0], "pids": list(range(4711, 4711 + pids)),
-        "vdevice": {**SHARE, **told}, "used": {"cores": 12.4, "memory_mib": 2048},
+        "vdevice": {**SHARE, **reported}, "used": {"cores": 12.4, "memory_mib": 2048},
     }  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def test_unchanged_files_are_not_read_again_and_changed_ones_are(short_dir: Path
 
 
 @pytest.mark.parametrize(
-    ("told", "text"),
+    ("reported", "text"),
     [
         ({}, "30 %, 4096 MiB"),
         ({"core_limit": 60}, "30–60 %, 4096 MiB"),
@@ -117,12 +117,12 @@ def test_unchanged_files_are_not_read_again_and_changed_ones_are(short_dir: Path
     ],
     ids=["share", "elastic", "elastic by nothing", "whole"],
 )
-def test_a_limit_reads_as_it_binds(told: dict[str, Any], text: str) -> None:
-    """A share, one that may rise, and a whole card, which is not limited."""
-    assert limit_text(shown_container(**told)) == text
+def test_a_limit_reads_as_it_binds(reported: dict[str, Any], text: str) -> None:
+    """A share, one that may rise, and a whole GPU, which is not limited."""
+    assert limit_text(shown_container(**reported)) == text
 
 
-def test_a_container_that_is_told_nothing_has_no_limit_to_show() -> None:
+def test_a_container_that_is_reported_nothing_has_no_limit_to_show() -> None:
     """A dash in a table, and so where its use is not known; in a line for a pipe nothing at all."""
     untold = {**shown_container(), "vdevice": None, "used": None}
     assert used_text(untold) == "-"
@@ -155,17 +155,17 @@ def test_the_table_of_pods_names_limits_and_processes(width: int, cells: list[st
     assert [cell.strip() for cell in row.split("│")[1:-1]] == cells
 
 
-CARD = {
+GPU = {
     "index": 0, "name": "T", "numa": None, "cores_allocated": 30, "memory_mib": 24576, "memory_mib_allocated": 4096,
     "used": {"cores": 12.4, "memory_mib": 2048}, "health": "Healthy", "health_reason": "",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_tables_of_cards_tell_what_is_allocated_from_what_is_used(width: int) -> None:
+def test_the_tables_of_gpus_tell_what_is_allocated_from_what_is_used(width: int) -> None:
     """Use needs the room of a wide terminal; what is allocated is shown in any case."""
-    node = {"name": "a", "cards": [CARD]}
-    table = printed(cards_table(node, is_narrow=width < 100), width)
+    node = {"name": "a", "cards": [GPU]}
+    table = printed(gpus_table(node, is_narrow=width < 100), width)
     live = printed(live_view({"pods": [], "nodes": [node]}, [], width=width, height=24), width)
     for text in (table, live):
         assert "cores allocated" in text and "memory allocated MiB" in text
@@ -176,7 +176,7 @@ def test_the_tables_of_cards_tell_what_is_allocated_from_what_is_used(width: int
 def test_status_says_where_each_nodes_agent_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
     """Not what is switched off; and not the report of --once, for then nobody is there to be asked."""
     addresses = {"web": "http://localhost:1", "debug": "", "control_socket": "/s/agent-control.sock"}
-    document = {"nodes": [{"name": "a", "cards": [CARD], "addresses": addresses}], "pods": []}
+    document = {"nodes": [{"name": "a", "cards": [GPU], "addresses": addresses}], "pods": []}
     print_document(document, "table", has_addresses=True)
     assert "web http://localhost:1  control socket /s/agent-control.sock\n" in capsys.readouterr().out
     print_document(document, "table")
@@ -197,11 +197,11 @@ def test_the_live_view_names_limits_and_processes_within_its_width() -> None:
         "nodes": [{"name": "a", "cards": []}],
     }
     wide = printed(live_view(document, [], width=120, height=24), 120).splitlines()
-    assert wide[0].split() == ["pod", "status", "cores", "blocks", "cards", "limit", "used", "PIDs", "reason"]
+    assert wide[0].split() == ["pod", "status", "cores", "blocks", "GPUs", "limit", "used", "PIDs", "reason"]
     assert "30%/4096M 30–60%/4096M" in wide[1]
     assert "2+1: 4711 4712 4711" in wide[1]
     narrow = printed(live_view(document, [], width=80, height=24), 80).splitlines()
-    assert narrow[0].split() == ["pod", "status", "cards", "limit", "PIDs", "reason"]
+    assert narrow[0].split() == ["pod", "status", "GPUs", "limit", "PIDs", "reason"]
     assert "30%/4096M" in narrow[1]
     assert "2+1 " in narrow[1]
     assert max(map(len, (*wide, *narrow))) <= 120
@@ -210,7 +210,7 @@ def test_the_live_view_names_limits_and_processes_within_its_width() -> None:
 def test_a_line_for_a_pipe_tells_the_limit_of_a_pod_that_runs() -> None:
     """And no PIDs, for each change of a line is a new line."""
     line = pod_line(shown_pod(shown_container(2)))
-    assert line == "pod default/share Running [main: 30 cores, 16 blocks on card 0, limit 30 %, 4096 MiB]"
+    assert line == "pod default/share Running [main: 30 cores, 16 blocks on GPU 0, limit 30 %, 4096 MiB]"
     assert "limit" not in pod_line(shown_pod(shown_container(), phase="Pending"))
 
 

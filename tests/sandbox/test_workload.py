@@ -1,4 +1,4 @@
-"""What the sandbox plays its containers to use: how much, on which cards, by which processes."""
+"""What the sandbox plays its containers to use: how much, on which GPUs, by which processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MOMENTS = [PERIOD_S * n / 40 for n in range(200)]
 
 def played(**changes: Any) -> PlayedContainer:
     base: dict[str, Any] = {
-        "name": "default/a/main", "cards": (0,), "pids": (7,), "share": 0.5, "memory_bytes": 1000, "age_s": 0.0,
+        "name": "default/a/main", "gpus": (0,), "pids": (7,), "share": 0.5, "memory_bytes": 1000, "age_s": 0.0,
     }  # fmt: skip
     return PlayedContainer(**{**base, **changes})
 
@@ -58,7 +58,7 @@ def played(**changes: Any) -> PlayedContainer:
         ({"is_limited": False}, 0.2, 1.2),
         ({"share": 1.0, "is_limited": False}, 0.2, 0.9),
     ],
-    ids=["share", "whole card", "share that nothing limits", "whole card without isolation"],
+    ids=["share", "whole GPU", "share that nothing limits", "whole GPU without isolation"],
 )
 def test_use_is_a_wave_within_the_share(changes: dict[str, Any], low: float, high: float) -> None:
     """Between these parts of the share, and reaching both; only what nothing limits goes over it."""
@@ -87,9 +87,9 @@ def test_memory_fills_up_after_the_start() -> None:
 
 
 def test_a_constant_load_is_exact() -> None:
-    """Half of the share of each card, half of the memory of each card, in equal parts of its processes."""
-    usage = played_usage([played(load=0.5, cards=(0, 2), pids=(7, 8), memory_bytes=1001)], 77.0)
-    assert [(p.card, p.sample.pid, p.sample.sm_ratio, p.sample.memory_bytes) for p in usage] == [
+    """Half of the share of each GPU, half of the memory of each GPU, in equal parts of its processes."""
+    usage = played_usage([played(load=0.5, gpus=(0, 2), pids=(7, 8), memory_bytes=1001)], 77.0)
+    assert [(p.gpu, p.sample.pid, p.sample.sm_ratio, p.sample.memory_bytes) for p in usage] == [
         (0, 7, 0.125, 250), (0, 8, 0.125, 250), (2, 7, 0.125, 250), (2, 8, 0.125, 250),
     ]  # fmt: skip
     usage = played_usage([played(load=1, memory_bytes=1001, pids=(7, 8))], 77.0)
@@ -101,10 +101,10 @@ def test_a_container_without_processes_uses_nothing() -> None:
     assert played_usage([played(pids=())], 0.0) == []
 
 
-def test_what_is_wanted_of_a_card_beyond_all_of_it_is_shared_out() -> None:
-    """Three that want half of it each get a third, and the other card is not touched by that."""
+def test_what_is_wanted_of_a_gpu_beyond_all_of_it_is_shared_out() -> None:
+    """Three that want half of it each get a third, and the other GPU is not touched by that."""
     crowd = [played(name=str(n), pids=(n,), load=1.0) for n in (1, 2, 3)]
-    usage = played_usage([*crowd, played(cards=(1,), load=1.0)], 0.0)
+    usage = played_usage([*crowd, played(gpus=(1,), load=1.0)], 0.0)
     assert [p.sample.sm_ratio for p in usage] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0.5], abs=1e-5)
 
 
@@ -113,14 +113,14 @@ def test_what_is_wanted_of_a_card_beyond_all_of_it_is_shared_out() -> None:
 
 @asynccontextmanager
 async def open_played(**settings: Any) -> AsyncIterator[tuple[EmbeddedNode, WorkloadPlayer, ReportedNode]]:
-    """A node with two simulated cards behind small plugins, and who plays its containers' use."""
+    """A node with two simulated GPUs behind small plugins, and who plays its containers' use."""
     async with open_test_node() as node:
-        cards = (
-            await SimulatedDriver(cards=2, card_memory_mib=(24576,), topology_text=None, card_name="T", seed="n").read()
-        ).cards
-        uuids = [card.uuid for card in cards]
+        gpus = (
+            await SimulatedDriver(gpus=2, gpu_memory_mib=(24576,), topology_text=None, gpu_name="T", seed="n").read()
+        ).gpus
+        uuids = [gpu.uuid for gpu in gpus]
         shown = ReportedNode(
-            node=node, cards=cards, vcore=CORE, vmemory=MEMORY, memory_block_mib=256, gpu_mem=GPU_MEM,
+            node=node, gpus=gpus, vcore=CORE, vmemory=MEMORY, memory_block_mib=256, gpu_mem=GPU_MEM,
         )  # fmt: skip
         async with (
             open_plugin(node, SmallPlugin(CORE, device_ids(*uuids, count=100)), "core.sock"),
@@ -145,17 +145,17 @@ HALF = {"sandbox.gpushare-agent/load": "0.5"}
 
 
 @pytest.mark.parametrize(
-    ("limits", "sm", "memory_bytes", "cards"),
+    ("limits", "sm", "memory_bytes", "gpus"),
     [
         ({CORE: 40, MEMORY: 8}, 0.2, GIB, {0}),
         ({CORE: 100}, 0.5, 12 * GIB, {0}),
         ({CORE: 200}, 0.5, 12 * GIB, {0, 1}),
         ({GPU_MEM: 6}, 0.125, 3 * GIB, {1}),
     ],
-    ids=["share", "whole card", "two cards", "memory only"],
+    ids=["share", "whole GPU", "two GPUs", "memory only"],
 )
-async def test_a_container_uses_the_cards_that_it_was_given(
-    limits: dict[str, int], sm: float, memory_bytes: int, cards: set[int]
+async def test_a_container_uses_the_gpus_that_it_was_given(
+    limits: dict[str, int], sm: float, memory_bytes: int, gpus: set[int]
 ) -> None:
     """Half of its share, as its annotation says, by its own process."""
     async with open_played() as (node, player, shown):
@@ -164,19 +164,17 @@ async def test_a_container_uses_the_cards_that_it_was_given(
         run = node.kubelet.runtime.find(uid, "main")
         assert run is not None
         usage = written(node.paths.usage)
-        assert {process.card for process in usage} == cards
+        assert {process.gpu for process in usage} == gpus
         assert {process.sample.pid for process in usage} == {run.pid}
         assert {process.sample.sm_ratio for process in usage} == {sm}
         assert {process.sample.memory_bytes for process in usage} == {memory_bytes}
-        used = {"cores": sm * 100 * len(cards), "memory_mib": memory_bytes * len(cards) // 2**20}
+        used = {"cores": sm * 100 * len(gpus), "memory_mib": memory_bytes * len(gpus) // 2**20}
         assert shown.used == {(uid, "main"): used}
         document = report(shown)
         assert document["pods"][0]["containers"][0]["used"] == used
         whole = {"cores": sm * 100, "memory_mib": memory_bytes // 2**20}
         nothing = {"cores": 0, "memory_mib": 0}
-        assert [card["used"] for card in document["node"]["cards"]] == [
-            whole if n in cards else nothing for n in (0, 1)
-        ]
+        assert [gpu["used"] for gpu in document["node"]["cards"]] == [whole if n in gpus else nothing for n in (0, 1)]
 
 
 async def test_all_processes_of_a_container_have_a_part() -> None:
@@ -199,8 +197,8 @@ def written_now(node: EmbeddedNode, player: WorkloadPlayer) -> Usage:
     return written(node.paths.usage)
 
 
-async def test_containers_without_cards_and_ended_ones_use_nothing() -> None:
-    """A plain container of the same pod, and afterwards the one with the card."""
+async def test_containers_without_gpus_and_ended_ones_use_nothing() -> None:
+    """A plain container of the same pod, and afterwards the one with the GPU."""
     async with open_played() as (node, player, shown):
         uid = await run_pod(node, "a", container("main", cores=40, blocks=8), container("plain"), restartPolicy="Never")
         assert len(written_now(node, player)) == 1
@@ -212,7 +210,7 @@ async def test_containers_without_cards_and_ended_ones_use_nothing() -> None:
 
 
 async def test_while_the_kubelet_is_down_use_stays_as_it_was() -> None:
-    """Only the kubelet knows who has which card, and the containers run on."""
+    """Only the kubelet knows who has which GPU, and the containers run on."""
     async with open_played() as (node, player, _):
         await run_pod(node, "a", container("main", cores=40, blocks=8), annotations=HALF)
         before = written_now(node, player)
@@ -244,7 +242,7 @@ async def test_only_isolation_none_lets_a_container_over_its_share(
         assert (max(found) > 0.4) is is_over
 
 
-async def test_a_usage_file_that_cannot_be_written_is_told_once() -> None:
+async def test_a_usage_file_that_cannot_be_written_is_reported_once() -> None:
     """And the sandbox goes on."""
     async with open_played() as (node, player, _):
         node.paths.usage.mkdir()

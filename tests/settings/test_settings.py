@@ -169,7 +169,7 @@ def test_the_node_name_is_the_flag_else_node_name_else_the_host() -> None:
         (["--share-mode=maybe"], ["'maybe'", "true or false"]),
         (["--card-memory-mib", "1,x"], ["flag --card-memory-mib", "'1,x'", "comma list"]),
         (["--card-memory-mib", "0"], ["from 1 to"]),
-        (["--cards=2", "--card-memory-mib=1,2,3"], ["3 values for 2 cards", "--card-memory-mib"]),
+        (["--cards=2", "--card-memory-mib=1,2,3"], ["3 values for 2 GPUs", "--card-memory-mib"]),
         (["--node-labels", "novalue"], ["'novalue'", "zone=a"]),
         (["--resources.vcore", "x y"], ["'x y'", "tencent.com/vcuda-core"]),
         (["--resources.vcore", "a." * 60 + "b/vcore-x"], ["of 129 characters", "at most 127"]),
@@ -189,7 +189,7 @@ def test_a_bad_flag_ends_in_one_line_that_tells_what_is_allowed(argv: list[str],
     assert all(part in problem for part in expected), problem
 
 
-def test_every_mistake_is_told_at_once(directory: Path) -> None:
+def test_every_mistake_is_reported_at_once(directory: Path) -> None:
     """A person corrects all of them in one go."""
     path = write(directory, "web: {prt: 1}\nhealth: {check_period_s: .nan}\nnode_name: 5")
     found = problems_of("--nope", "--cards=-1", environ={"GPUSHARE_LOG_LEVEL": "x", "GPUSHARE_CONFIG": path})
@@ -246,7 +246,7 @@ def test_a_bad_file_ends_in_one_line_that_names_it(directory: Path, content: str
     assert expected in problem
 
 
-def test_a_missing_file_and_a_directory_are_told(directory: Path) -> None:
+def test_a_missing_file_and_a_directory_are_reported(directory: Path) -> None:
     """The line says who asked for the file."""
     (problem,) = problems_of(environ={"GPUSHARE_CONFIG": f"{directory}/none.yaml"})
     assert problem.startswith("variable GPUSHARE_CONFIG: cannot read")

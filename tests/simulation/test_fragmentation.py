@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from gpushare_agent.simulation.fragmentation import FreeCard, typical_shapes, unusable_cores
+from gpushare_agent.simulation.fragmentation import FreeGpu, typical_shapes, unusable_cores
 from gpushare_agent.simulation.workload import Shape
 
-EMPTY = FreeCard(100, 64, 64)
-HALF = FreeCard(50, 32, 64)
-NO_MEMORY = FreeCard(90, 0, 64)
+EMPTY = FreeGpu(100, 64, 64)
+HALF = FreeGpu(50, 32, 64)
+NO_MEMORY = FreeGpu(90, 0, 64)
 
 
-def test_a_share_cannot_use_a_card_that_lacks_cores_or_memory() -> None:
-    """The card's free cores count; those of cards that fit do not."""
+def test_a_share_cannot_use_a_gpu_that_lacks_cores_or_memory() -> None:
+    """The GPU's free cores count; those of GPUs that fit do not."""
     assert unusable_cores([EMPTY, HALF, NO_MEMORY], Shape(60, 8)) == 140
     assert unusable_cores([EMPTY, HALF, NO_MEMORY], Shape(50, 32)) == 90
     assert unusable_cores([EMPTY], Shape(10, 65)) == 100
 
 
-def test_whole_cards_need_wholly_free_ones() -> None:
-    """Two halves are no card; a card without memory in use but with cores is none either, nor the other way round."""
+def test_whole_gpus_need_wholly_free_ones() -> None:
+    """Two halves are no GPU; a GPU without memory in use but with cores is none either, nor the other way round."""
     assert unusable_cores([HALF, HALF], Shape(100, 0)) == 100
     assert unusable_cores([EMPTY, HALF], Shape(100, 0)) == 50
-    assert unusable_cores([FreeCard(100, 63, 64)], Shape(100, 0)) == 100
+    assert unusable_cores([FreeGpu(100, 63, 64)], Shape(100, 0)) == 100
 
 
-def test_too_few_free_cards_on_the_node_are_all_unusable() -> None:
+def test_too_few_free_gpus_on_the_node_are_all_unusable() -> None:
     """So are those that lack the memory together."""
     assert unusable_cores([EMPTY, EMPTY, HALF], Shape(300, 0)) == 250
     assert unusable_cores([EMPTY, EMPTY, HALF], Shape(200, 0)) == 50

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.simulation.schedulers import NoNode, Policy
 from gpushare_agent.simulation.workload import Arrival, Shape, Size, Workload
-from tests.support_simulation import CARD_BLOCKS, arrival, cluster_of, replay, waited, workload_of
+from tests.support_simulation import GPU_BLOCKS, arrival, cluster_of, replay, waited, workload_of
 
 EXTENDERS = [Policy.BINPACK, Policy.SPREAD]
 HALVES = (arrival(0, 50, 100, name="a"), arrival(0, 50, 100, name="b"))
@@ -26,8 +26,8 @@ def test_who_finds_room_starts_at_once(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("policy", EXTENDERS)
-def test_with_the_extender_a_whole_card_waits_for_two_halves(policy: Policy) -> None:
-    """50 free on each of two cards: the pod starts when they end, and nobody is refused."""
+def test_with_the_extender_a_whole_gpu_waits_for_two_halves(policy: Policy) -> None:
+    """50 free on each of two GPUs: the pod starts when they end, and nobody is refused."""
     result = replay(cluster_of(2), workload_of(*HALVES, arrival(1, 100, 10)), policy, share_policy="spread")
     assert waited(result) == [0, 0, 99]
     assert result.tally.no_node == {NoNode.FRAGMENTED: 1}
@@ -44,8 +44,8 @@ def test_without_the_extender_the_agent_refuses_it_and_its_job_tries_again() -> 
 
 
 def test_a_job_whose_pods_are_always_refused_gives_up() -> None:
-    """More memory than a card has, less than the node: kube-scheduler binds it each time."""
-    share = arrival(0, 50, 10, blocks=CARD_BLOCKS + 1)
+    """More memory than a GPU has, less than the node: kube-scheduler binds it each time."""
+    share = arrival(0, 50, 10, blocks=GPU_BLOCKS + 1)
     result = replay(cluster_of(2), workload_of(share), Policy.AGENT_ONLY)
     assert result.ran == 0
     assert result.tally.gave_up == 1
@@ -53,10 +53,10 @@ def test_a_job_whose_pods_are_always_refused_gives_up() -> None:
 
 
 @pytest.mark.parametrize("policy", EXTENDERS)
-def test_what_no_node_could_ever_serve_is_told_so_and_holds_nobody_up(policy: Policy) -> None:
-    """A share larger than every card, more cards than a node has, and a number of cores that is neither."""
+def test_what_no_node_could_ever_serve_is_reported_so_and_holds_nobody_up(policy: Policy) -> None:
+    """A share larger than every GPU, more GPUs than a node has, and a number of cores that is neither."""
     impossible = [
-        arrival(0, 50, 10, blocks=CARD_BLOCKS + 1, name="large"),
+        arrival(0, 50, 10, blocks=GPU_BLOCKS + 1, name="large"),
         arrival(0, 300, 10, name="many"),
         arrival(0, 150, 10, name="neither"),
     ]
@@ -67,7 +67,7 @@ def test_what_no_node_could_ever_serve_is_told_so_and_holds_nobody_up(policy: Po
 
 @pytest.mark.parametrize("policy", list(Policy))
 def test_a_full_cluster_lets_pods_wait_in_the_order_of_their_arrival(policy: Policy) -> None:
-    """One card, four pods of 10 s each: they run one after the other."""
+    """One GPU, four pods of 10 s each: they run one after the other."""
     pods = [arrival(at_s, 100, 10) for at_s in (0, 1, 2, 3)]
     result = replay(cluster_of(1), workload_of(*pods), policy)
     assert waited(result) == [0, 9, 18, 27]
@@ -75,7 +75,7 @@ def test_a_full_cluster_lets_pods_wait_in_the_order_of_their_arrival(policy: Pol
 
 
 def test_a_pod_is_not_tried_again_before_its_back_off_is_over() -> None:
-    """The card is free 0.5 s after the try that failed; the pod gets it 1 s after that try."""
+    """The GPU is free 0.5 s after the try that failed; the pod gets it 1 s after that try."""
     result = replay(cluster_of(1), workload_of(arrival(0, 100, 10), arrival(9.5, 100, 1)), Policy.BINPACK)
     assert waited(result) == [0, 1]
 
@@ -85,7 +85,7 @@ def test_a_small_pod_goes_past_a_large_one() -> None:
     pods = [arrival(0, 50, 20), arrival(1, 100, 5), arrival(2, 50, 5)]
     result = replay(cluster_of(1), workload_of(*pods), Policy.BINPACK)
     assert result.tally.waited_s[Size.SHARE] == [0, 0]
-    assert result.tally.waited_s[Size.ONE_CARD] == [19]
+    assert result.tally.waited_s[Size.ONE_GPU] == [19]
 
 
 def test_a_pod_runs_only_on_a_model_that_it_names() -> None:
@@ -98,7 +98,7 @@ def test_a_pod_runs_only_on_a_model_that_it_names() -> None:
 
 
 def test_utilisation_is_a_mean_over_the_time_of_arrivals() -> None:
-    """One of two cards for the whole time, the other for half of it; what runs on after the last arrival does not count."""
+    """One of two GPUs for the whole time, the other for half of it; what runs on after the last arrival does not count."""
     pods = [arrival(0, 100, 1000), arrival(0, 100, 50, name="half"), arrival(100, 10, 1)]
     measured = replay(cluster_of(2), workload_of(*pods), Policy.BINPACK).measured
     assert measured.cores_part == pytest.approx(0.75)
@@ -106,7 +106,7 @@ def test_utilisation_is_a_mean_over_the_time_of_arrivals() -> None:
     assert measured.highest_cores_part == 1.0
 
 
-SHAPES = st.sampled_from([(10, 8), (50, 16), (70, 40), (100, 0), (200, 0), (400, 0), (30, CARD_BLOCKS), (150, 0)])
+SHAPES = st.sampled_from([(10, 8), (50, 16), (70, 40), (100, 0), (200, 0), (400, 0), (30, GPU_BLOCKS), (150, 0)])
 
 
 @settings(max_examples=60, deadline=None)
@@ -117,14 +117,14 @@ SHAPES = st.sampled_from([(10, 8), (50, 16), (70, 40), (100, 0), (200, 0), (400,
     st.sampled_from([1, 2, 500]),
 )
 def test_every_pod_is_accounted_for_and_everything_is_given_back(
-    pods: list[tuple[int, tuple[int, int], int]], cards: list[int], policy: Policy, per_try: int
+    pods: list[tuple[int, tuple[int, int], int]], gpus: list[int], policy: Policy, per_try: int
 ) -> None:
     """Each runs, is impossible, or is given up; nothing is ever in use beyond what there is, and nothing is at the end."""
     arrivals = [
         Arrival(at_s=float(at), name=f"p{number}", shape=Shape(*shape), duration_s=float(length))
         for number, (at, shape, length) in enumerate(pods)
     ]
-    result = replay(cluster_of(*cards), workload_of(*arrivals), policy, per_try=per_try)
+    result = replay(cluster_of(*gpus), workload_of(*arrivals), policy, per_try=per_try)
     assert result.ran + result.tally.no_node[NoNode.NEVER] + result.tally.gave_up == len(arrivals)
     for sample in result.measured.samples:
         assert 0 <= sample.cores_part <= 1

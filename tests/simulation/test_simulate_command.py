@@ -85,8 +85,8 @@ def test_a_trace_is_replayed(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--nodes", str(TRACES / "openb_node_list.csv"), "--pods", str(TRACES / "openb_pod_list.csv"), "--quiet"]
     assert main(["simulate", *words], {}) == 0
     out = capsys.readouterr().out
-    assert "4 nodes with 20 cards (openb_node_list.csv), 4 pods" in out
-    assert "1 left out: asks for nothing of a card" in out
+    assert "4 nodes with 20 GPUs (openb_node_list.csv), 4 pods" in out
+    assert "1 left out: asks for nothing of a GPU" in out
 
 
 def test_progress_goes_to_standard_error_only(
@@ -101,7 +101,7 @@ def test_progress_goes_to_standard_error_only(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (["--policy", "best"], "name some of binpack, spread, agent-only"),
         (["--generate", "0"], "not a whole number from 1 to"),
@@ -112,11 +112,11 @@ def test_progress_goes_to_standard_error_only(
         (["--score-percent", "101"], "not a whole number from 1 to 100"),
     ],
 )
-def test_a_mistake_is_told_in_a_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_reported_in_a_line(words: list[str], reported: str, capsys: pytest.CaptureFixture[str]) -> None:
     """And not in a traceback."""
     assert main(["simulate", "--quiet", *words], {}) in (1, 2)
     err = capsys.readouterr().err
-    assert told in err
+    assert reported in err
     assert "Traceback" not in err
 
 
@@ -134,7 +134,7 @@ def test_the_chart_is_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     capsys.readouterr()
 
 
-def test_a_chart_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chart_that_cannot_be_written_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """After the result, which is not lost."""
     pytest.importorskip("matplotlib", reason="the chart needs the extra gpushare-agent[plot]")
     assert main([*SMALL, "--plot", str(tmp_path / "absent" / "a.png")], {}) == 1

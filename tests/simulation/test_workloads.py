@@ -12,7 +12,7 @@ from gpushare_agent.model.topology import LinkKind
 from gpushare_agent.simulation.generator import (
     MACHINES,
     SHARES,
-    WHOLE_CARDS,
+    WHOLE_GPUS,
     generate_cluster,
     generate_workload,
 )
@@ -25,12 +25,12 @@ POD_HEADER = "name,arrival_s,duration_s,cores,memory_mib\n"
 
 
 def test_a_made_cluster_has_the_documented_parts() -> None:
-    """Of 200 nodes so many hundredths are of each kind, and every card has an index and a UUID of its own."""
+    """Of 200 nodes so many hundredths are of each kind, and every GPU has an index and a UUID of its own."""
     cluster = generate_cluster(200, 7)
-    models = Counter((node.model, len(node.cards)) for node in cluster.nodes)
-    assert models == {(model, cards): 2 * weight for model, cards, weight in MACHINES}
-    uuids = [card.uuid for node in cluster.nodes for card in node.cards]
-    assert len(set(uuids)) == len(uuids) == cluster.number_of_cards
+    models = Counter((node.model, len(node.gpus)) for node in cluster.nodes)
+    assert models == {(model, gpus): 2 * weight for model, gpus, weight in MACHINES}
+    uuids = [gpu.uuid for node in cluster.nodes for gpu in node.gpus]
+    assert len(set(uuids)) == len(uuids) == cluster.number_of_gpus
     assert [node.name for node in cluster.nodes] == sorted(node.name for node in cluster.nodes)
 
 
@@ -48,9 +48,9 @@ def test_made_nodes_are_linked_as_such_machines_are() -> None:
 def test_made_pods_are_drawn_from_the_documented_distributions() -> None:
     """20,000 of them are within two hundredths of the table."""
     arrivals = generate_workload(20_000, 3, block_mib=256).arrivals
-    wholes = Counter(one.shape.whole_cards for one in arrivals)
-    for cards, percent in WHOLE_CARDS:
-        assert wholes[cards] / 20_000 == pytest.approx(percent / 100, abs=0.02)
+    wholes = Counter(one.shape.whole_gpus for one in arrivals)
+    for gpus, percent in WHOLE_GPUS:
+        assert wholes[gpus] / 20_000 == pytest.approx(percent / 100, abs=0.02)
     shares = [one.shape for one in arrivals if one.shape.size is Size.SHARE]
     for cores, memory_mib, percent in SHARES:
         assert shares.count(Shape(cores, memory_mib // 256)) / len(shares) == pytest.approx(percent / 100, abs=0.02)
@@ -76,9 +76,9 @@ def test_a_load_brings_arrivals_together_until_they_ask_for_that_part() -> None:
 
 
 def test_a_trace_of_nodes_is_read() -> None:
-    """A node without cards is left out; a model that is a code name gets the assumed memory."""
+    """A node without GPUs is left out; a model that is a code name gets the assumed memory."""
     cluster = read_cluster(TRACES / "openb_node_list.csv")
-    assert [(node.name, node.model, len(node.cards), node.cards[0].memory_mib) for node in cluster.nodes] == [
+    assert [(node.name, node.model, len(node.gpus), node.gpus[0].memory_mib) for node in cluster.nodes] == [
         ("node-a", "G2", 8, 32_768),
         ("node-b", "T4", 2, 15_360),
         ("node-d", "V100M32", 8, 32_510),
@@ -87,7 +87,7 @@ def test_a_trace_of_nodes_is_read() -> None:
 
 
 def test_a_trace_of_pods_is_read() -> None:
-    """By arrival, from 0 on; thousandths of a card are rounded up, and a share has that part of the smallest card."""
+    """By arrival, from 0 on; thousandths of a GPU are rounded up, and a share has that part of the smallest GPU."""
     workload = read_workload(TRACES / "openb_pod_list.csv", block_mib=256)
     assert workload.arrivals == (
         Arrival(at_s=0.0, name="task-1", shape=Shape(46, 27, ("T4",)), duration_s=500.0),
@@ -95,7 +95,7 @@ def test_a_trace_of_pods_is_read() -> None:
         Arrival(at_s=2000.0, name="task-3", shape=Shape(800, 0, ("G2", "V100M32")), duration_s=9990.0),
         Arrival(at_s=2500.0, name="task-4", shape=Shape(5, 3), duration_s=20.0),
     )
-    assert workload.skipped == {"asks for nothing of a card": 1, "ends before it begins": 1}
+    assert workload.skipped == {"asks for nothing of a GPU": 1, "ends before it begins": 1}
 
 
 def test_files_of_the_own_format_are_read(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_files_of_the_own_format_are_read(tmp_path: Path) -> None:
     nodes, pods = tmp_path / "nodes.csv", tmp_path / "pods.csv"
     nodes.write_text("name,cards,memory_mib,model\nb,2,1024,X\na,1,2048,\n")
     pods.write_text("name,arrival_s,duration_s,cores,memory_mib,models\np,5.5,10,30,300,Y|X\nq,5,1,100,0,\n")
-    assert [(node.name, node.model, len(node.cards)) for node in read_cluster(nodes).nodes] == [
+    assert [(node.name, node.model, len(node.gpus)) for node in read_cluster(nodes).nodes] == [
         ("a", "", 1),
         ("b", "X", 2),
     ]
@@ -114,7 +114,7 @@ def test_files_of_the_own_format_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ("name,cores\n", "must name the columns name, arrival_s"),
         (POD_HEADER + "p,0,1,x,0\n", "line 2: cores is 'x', expected a whole number"),
@@ -124,25 +124,27 @@ def test_files_of_the_own_format_are_read(tmp_path: Path) -> None:
         (POD_HEADER + "p,0,1,10\n", "line 2: memory_mib is ''"),
         (POD_HEADER + "p,0,1,10,256\np,1,1,10,256\n", "line 3: pod p is listed twice"),
         (POD_HEADER + "\x07,0,1,10,256\n", "line 2: name is"),
-        (POD_HEADER + "p,0,1,0,0\n", "no pod of it asks for a card"),
+        (POD_HEADER + "p,0,1,0,0\n", "no pod of it asks for a GPU"),
         (POD_HEADER + "p,0,1,99999999,0\n", "line 2: cores is '99999999'"),
     ],
 )
-def test_a_wrong_file_of_pods_is_told_with_the_line_and_the_mistake(tmp_path: Path, text: str, told: str) -> None:
+def test_a_wrong_file_of_pods_is_reported_with_the_line_and_the_mistake(
+    tmp_path: Path, text: str, reported: str
+) -> None:
     """Nothing of it is replayed."""
     path = tmp_path / "pods.csv"
     path.write_text(text)
     with pytest.raises(Corrupt) as caught:
         read_workload(path, block_mib=256)
     assert str(path) in str(caught.value)
-    assert told in str(caught.value)
+    assert reported in str(caught.value)
 
 
-def test_wrong_files_of_nodes_are_told(tmp_path: Path) -> None:
-    """No cards at all, a name twice, no text, and no file."""
+def test_wrong_files_of_nodes_are_reported(tmp_path: Path) -> None:
+    """No GPUs at all, a name twice, no text, and no file."""
     path = tmp_path / "nodes.csv"
     path.write_text("name,cards,memory_mib,model\na,0,1,X\n")
-    with pytest.raises(Corrupt, match="no node of it has a card"):
+    with pytest.raises(Corrupt, match="no node of it has a GPU"):
         read_cluster(path)
     path.write_text("name,cards,memory_mib,model\na,1,1,X\na,1,1,X\n")
     with pytest.raises(Corrupt, match="line 3: node a is listed twice"):

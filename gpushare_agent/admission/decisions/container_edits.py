@@ -15,14 +15,14 @@ from gpushare_agent.isolation.devices.device_lists import DeviceListRequest, Nod
 from gpushare_agent.isolation.vcuda.limits import core_limit
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
 from gpushare_agent.model.merging import merged
 from gpushare_agent.model.names import (
-    CORES_PER_CARD,
+    CORES_PER_GPU,
     DEVICE_CONTAINER_ANNOTATION,
-    ENV_GPUSHARE_CARD,
     ENV_GPUSHARE_CONTAINER,
+    ENV_GPUSHARE_GPU,
     ENV_GPUSHARE_INDEX,
     ENV_GPUSHARE_POD,
     ENV_LIBRARY_PATH,
@@ -47,26 +47,24 @@ class EditPolicy:
     cdi_kind: str = "nvidia.com/gpu"
 
 
-def edits_for(
-    pod: Pod, container: ContainerSpec, cards: Sequence[Card], policy: EditPolicy
-) -> ContainerEdits | Refused:
+def edits_for(pod: Pod, container: ContainerSpec, gpus: Sequence[Gpu], policy: EditPolicy) -> ContainerEdits | Refused:
     """The edits for a container that holds a share of, or all of, `cards` (in order of index); or why it cannot have them:
     the pod chose an isolation that the node does not allow, or the isolation cannot keep such a share."""
     name = choose_isolation(pod.annotations, policy.isolation, policy.allowed)
     if isinstance(name, Refused):
         return name
     names = policy.names
-    if not cards:
-        return _without_cards(pod, container)
+    if not gpus:
+        return _without_gpus(pod, container)
     if pod.is_static and ISOLATIONS[name].preparation is not None:
         return _static(pod, name)
-    cores = names.wanted(container, ResourceKind.VCORE) or _cores_of_memory(container, cards, names)
-    is_whole = cores >= CORES_PER_CARD and not names.wanted(container, ResourceKind.GPU_MEM)
+    cores = names.wanted(container, ResourceKind.VCORE) or _cores_of_memory(container, gpus, names)
+    is_whole = cores >= CORES_PER_GPU and not names.wanted(container, ResourceKind.GPU_MEM)
     isolated = ISOLATIONS[name].edit(
         IsolationRequest(
             pod_uid=pod.uid,
             container=container,
-            cards=tuple(cards),
+            gpus=tuple(gpus),
             cores=cores,
             memory_mib=names.memory_mib(container),
             is_whole=is_whole,
@@ -79,18 +77,18 @@ def edits_for(
     if isinstance(isolated, Refused):
         return isolated
     request = DeviceListRequest(
-        cards=tuple(cards), node=policy.devices, cdi_kind=policy.cdi_kind, unique=_unique(pod, container)
+        gpus=tuple(gpus), node=policy.devices, cdi_kind=policy.cdi_kind, unique=_unique(pod, container)
     )
-    parts = [_base(container, cards, names), device_edits(request, policy.strategies)]
+    parts = [_base(container, gpus, names), device_edits(request, policy.strategies)]
     if names.wanted(container, ResourceKind.GPU_MEM):
-        parts.append(_gpushare(pod, container, cards[0], names))
+        parts.append(_gpushare(pod, container, gpus[0], names))
     return merged(*parts, isolated)
 
 
-def _without_cards(pod: Pod, container: ContainerSpec) -> Refused:
+def _without_gpus(pod: Pod, container: ContainerSpec) -> Refused:
     return Refused(
         reason=RefusalReason.NOT_READY,
-        detail=f"the card of pod {pod.namespace}/{pod.name}, container {container.name}, is gone. Create the pod again.",
+        detail=f"the GPU of pod {pod.namespace}/{pod.name}, container {container.name}, is gone. Create the pod again.",
     )
 
 
@@ -102,27 +100,27 @@ def _static(pod: Pod, name: IsolationName) -> Refused:
     )
 
 
-def _cores_of_memory(container: ContainerSpec, cards: Sequence[Card], names: ResourceNames) -> int:
-    """Who asks for memory alone gets as much of the compute: 100 × asked / card, at least 1 (GPUShare's rule)."""
-    if not names.wanted(container, ResourceKind.GPU_MEM) or not cards:
+def _cores_of_memory(container: ContainerSpec, gpus: Sequence[Gpu], names: ResourceNames) -> int:
+    """Who asks for memory alone gets as much of the compute: 100 × asked / GPU, at least 1 (GPUShare's rule)."""
+    if not names.wanted(container, ResourceKind.GPU_MEM) or not gpus:
         return 0
-    return min(CORES_PER_CARD, max(1, CORES_PER_CARD * names.memory_mib(container) // cards[0].memory_mib))
+    return min(CORES_PER_GPU, max(1, CORES_PER_GPU * names.memory_mib(container) // gpus[0].memory_mib))
 
 
-def _gpushare(pod: Pod, container: ContainerSpec, card: Card, names: ResourceNames) -> ContainerEdits:
-    """GPUShare's variables: the card's index; units asked by the pod, by the container, and those of the card."""
+def _gpushare(pod: Pod, container: ContainerSpec, gpu: Gpu, names: ResourceNames) -> ContainerEdits:
+    """GPUShare's variables: the GPU's index; units asked by the pod, by the container, and those of the GPU."""
     unit_mib = names.gpu_mem_unit_mib
     return ContainerEdits(
         env=(
-            (ENV_GPUSHARE_INDEX, str(card.index)),
+            (ENV_GPUSHARE_INDEX, str(gpu.index)),
             (ENV_GPUSHARE_POD, str(max(_pod_memory_mib(pod, names), names.memory_mib(container)) // unit_mib)),
             (ENV_GPUSHARE_CONTAINER, str(names.memory_mib(container) // unit_mib)),
-            (ENV_GPUSHARE_CARD, str(card.memory_mib // unit_mib)),
+            (ENV_GPUSHARE_GPU, str(gpu.memory_mib // unit_mib)),
         )
     )
 
 
-def _base(container: ContainerSpec, cards: Sequence[Card], names: ResourceNames) -> ContainerEdits:
+def _base(container: ContainerSpec, gpus: Sequence[Gpu], names: ResourceNames) -> ContainerEdits:
     """gpu-manager's annotations, which its tools read, and the place of the driver's libraries."""
     libraries = [f"{LIBRARY_DIRECTORY}/lib64"]
     if container.env.get("compat32", "").lower() == "true":
@@ -133,7 +131,7 @@ def _base(container: ContainerSpec, cards: Sequence[Card], names: ResourceNames)
         annotations=(
             (names.vcore, str(names.wanted(container, ResourceKind.VCORE))),
             (names.vmemory, str(blocks * names.memory_block_mib * MIB)),
-            (DEVICE_CONTAINER_ANNOTATION, ",".join(f"/dev/nvidia{card.minor}" for card in cards)),
+            (DEVICE_CONTAINER_ANNOTATION, ",".join(f"/dev/nvidia{gpu.minor}" for gpu in gpus)),
         ),
     )
 

@@ -1,6 +1,6 @@
-"""Why a container got this card, or none: every card of the node with its verdict. Pure, and decides nothing.
+"""Why a container got this GPU, or none: every GPU of the node with its verdict. Pure, and decides nothing.
 
-Read from the books as they were when the decision fell (admission/decisions/plan.py), so that the explanation cannot
+Read from the ledger as they were when the decision fell (admission/decisions/plan.py), so that the explanation cannot
 differ from the decision. State owned: none; admission/admission.py keeps the result in admission/decision_log.py.
 """
 
@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 from gpushare_agent.admission.decisions import memory_share
 from gpushare_agent.admission.decisions.identity import Served
 from gpushare_agent.admission.decisions.ledger import (
-    Books,
+    Ledger,
     Offer,
     Policy,
-    card_states,
     full_of_shares,
+    gpu_states,
     memory_states,
-    must_cards,
+    must_gpus,
 )
 from gpushare_agent.admission.decisions.plan import Plan
 from gpushare_agent.admission.decisions.reuse import reach
 from gpushare_agent.model.decision_records import Asked, Candidate
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.names import CORES_PER_CARD, DeviceId, GpuUuid
+from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
 MIB = 1024 * 1024
@@ -44,7 +44,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Room:
-    """A card as the container could have had it."""
+    """A GPU as the container could have had it."""
 
     index: int
     uuid: GpuUuid
@@ -58,36 +58,36 @@ class _Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Need:
-    """What one card must have. `cards` is how many whole ones are wanted, 0 for a share."""
+    """What one GPU must have. `cards` is how many whole ones are wanted, 0 for a share."""
 
     cores: int
     memory_bytes: int
-    cards: int
+    gpus: int
 
 
 def explain(
     served: Served,
     offer: Offer,
     free: Sequence[DeviceId],
-    books: Books,
+    ledger: Ledger,
     policy: Policy,
     hint: tuple[int, ...],
     outcome: Plan | Refused,
 ) -> Explanation:
-    """The verdict on every card, in order of index; none where the request makes no sense on any card."""
-    need, rooms = _need_and_rooms(served, offer, free, books, policy)
-    chosen = outcome.cards if isinstance(outcome, Plan) else ()
-    full = full_of_shares(served, books, policy)
-    reasons = {card.uuid: card.unhealthy_reason for card in books.inventory.cards}
+    """The verdict on every GPU, in order of index; none where the request makes no sense on any GPU."""
+    need, rooms = _need_and_rooms(served, offer, free, ledger, policy)
+    chosen = outcome.gpus if isinstance(outcome, Plan) else ()
+    full = full_of_shares(served, ledger, policy)
+    reasons = {gpu.uuid: gpu.unhealthy_reason for gpu in ledger.inventory.gpus}
     bound_by = (
         ResourceKind.GPU_MEM if policy.names.wanted(served.container, ResourceKind.GPU_MEM) else ResourceKind.VCORE
     )
-    must = must_cards(served, offer, books, bound_by)
+    must = must_gpus(served, offer, ledger, bound_by)
     asked = Asked(
         cores=policy.names.wanted(served.container, ResourceKind.VCORE),
         memory_bytes=policy.names.memory_mib(served.container) * MIB,
         hint=hint,
-        must_cards=must,
+        must_gpus=must,
     )
     if isinstance(outcome, Refused) and outcome.reason in (
         RefusalReason.INVALID_REQUEST,
@@ -105,7 +105,7 @@ def explain(
             is_chosen=room.uuid in chosen,
             verdict="chosen"
             if room.uuid in chosen
-            else f"{policy.max_shares_of_card} sharing containers, the most that one card serves"
+            else f"{policy.max_shares_of_gpu} sharing containers, the most that one GPU serves"
             if room.uuid in full
             else _lack(room, need, reasons[room.uuid]) or _why_not(room, need, outcome, must),
         )
@@ -117,17 +117,17 @@ def explain(
     return Explanation(asked=asked, candidates=candidates, policy=placed.policy, why=placed.explanation)
 
 
-def with_cards(explanation: Explanation, cards: Collection[GpuUuid]) -> Explanation:
-    """The same where the container got other cards than planned, which the kubelet's IDs then name, or none after all."""
-    if {c.uuid for c in explanation.candidates if c.is_chosen} == set(cards):
+def with_gpus(explanation: Explanation, gpus: Collection[GpuUuid]) -> Explanation:
+    """The same where the container got other GPUs than planned, which the kubelet's IDs then name, or none after all."""
+    if {c.uuid for c in explanation.candidates if c.is_chosen} == set(gpus):
         return explanation
     candidates = tuple(
         replace(
             candidate,
-            is_chosen=candidate.uuid in cards,
+            is_chosen=candidate.uuid in gpus,
             verdict="chosen: the kubelet allocated its IDs"
-            if candidate.uuid in cards
-            else ("planned, but the kubelet allocated other IDs" if cards else "it was planned here")
+            if candidate.uuid in gpus
+            else ("planned, but the kubelet allocated other IDs" if gpus else "it was planned here")
             if candidate.is_chosen
             else candidate.verdict,
         )
@@ -137,10 +137,10 @@ def with_cards(explanation: Explanation, cards: Collection[GpuUuid]) -> Explanat
 
 
 def in_short(candidates: Sequence[Candidate], most_chars: int) -> str:
-    """`card 0: 20 cores short; card 1: …`, for an Event. Empty where not one card fits into `most_chars`."""
+    """`card 0: 20 cores short; GPU 1: …`, for an Event. Empty where not one GPU fits into `most_chars`."""
     text = ""
     for candidate in candidates:
-        more = f"{'; ' if text else ''}card {candidate.index}: {candidate.verdict}"
+        more = f"{'; ' if text else ''}GPU {candidate.index}: {candidate.verdict}"
         if len(text) + len(more) > most_chars:
             return f"{text}; …" if text else ""
         text += more
@@ -148,21 +148,21 @@ def in_short(candidates: Sequence[Candidate], most_chars: int) -> str:
 
 
 def _need_and_rooms(
-    served: Served, offer: Offer, free: Sequence[DeviceId], books: Books, policy: Policy
+    served: Served, offer: Offer, free: Sequence[DeviceId], ledger: Ledger, policy: Policy
 ) -> tuple[_Need, list[_Room]]:
     names = policy.names
     if names.wanted(served.container, ResourceKind.GPU_MEM):
         units = memory_share.reach(served.pod, served.container, names)
-        return _Need(cores=0, memory_bytes=units * names.gpu_mem_unit_mib * MIB, cards=0), [
-            _memory_room(state, names) for state in memory_states(served, books, policy)
+        return _Need(cores=0, memory_bytes=units * names.gpu_mem_unit_mib * MIB, gpus=0), [
+            _memory_room(state, names) for state in memory_states(served, ledger, policy)
         ]
     reached = reach(served.pod, served.container, names)
     cores = names.wanted(served.container, ResourceKind.VCORE) if isinstance(reached, Refused) else reached.cores
     blocks = names.wanted(served.container, ResourceKind.VMEMORY) if isinstance(reached, Refused) else reached.blocks
     block = names.memory_block_mib * MIB
-    states = card_states(served, books, policy, offered=free if offer.kind is ResourceKind.VCORE else None)
-    whole = cores // CORES_PER_CARD
-    return _Need(cores=CORES_PER_CARD if whole else cores, memory_bytes=0 if whole else blocks * block, cards=whole), [
+    states = gpu_states(served, ledger, policy, offered=free if offer.kind is ResourceKind.VCORE else None)
+    whole = cores // CORES_PER_GPU
+    return _Need(cores=CORES_PER_GPU if whole else cores, memory_bytes=0 if whole else blocks * block, gpus=whole), [
         _Room(
             index=state.index,
             uuid=state.uuid,
@@ -191,11 +191,11 @@ def _memory_room(state: memory_share.MemoryState, names: ResourceNames) -> _Room
 
 
 def _lack(room: _Room, need: _Need, reason: str) -> str:
-    """Why the card cannot be given, empty where it can."""
+    """Why the GPU cannot be given, empty where it can."""
     if not room.is_healthy:
-        told = reason[:MAX_REASON_CHARS] or "no reason given"
-        return told if told.startswith("cordoned") else f"unhealthy: {told}"
-    if need.cards:
+        reported = reason[:MAX_REASON_CHARS] or "no reason given"
+        return reported if reported.startswith("cordoned") else f"unhealthy: {reported}"
+    if need.gpus:
         if room.is_free:
             return ""
         return f"in use: {room.free_cores} cores and {room.free_bytes // MIB} MiB are free, and it must be all"
@@ -208,9 +208,9 @@ def _lack(room: _Room, need: _Need, reason: str) -> str:
 
 
 def _why_not(room: _Room, need: _Need, outcome: Plan | Refused, must: Collection[GpuUuid]) -> str:
-    """The card has room, and yet was not chosen."""
+    """The GPU has room, and yet was not chosen."""
     if isinstance(outcome, Refused):
-        return "wholly free, but not enough cards are" if need.cards else "has room"
+        return "wholly free, but not enough GPUs are" if need.gpus else "has room"
     if must and room.uuid not in must:
         return "has room, but the kubelet's IDs name another"
     match outcome.placed.policy:

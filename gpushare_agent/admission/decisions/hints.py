@@ -14,14 +14,14 @@ from gpushare_agent.model.names import (
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 
-MAX_CARDS = 64
+MAX_GPUS = 64
 MAX_LENGTH = 256
 
 
-def predicted_cards(annotations: Mapping[str, str], container: ContainerSpec, node_name: str) -> tuple[int, ...]:
-    """The card indexes that the extender chose for the container on this node, empty where it did not or is wrong.
+def predicted_gpus(annotations: Mapping[str, str], container: ContainerSpec, node_name: str) -> tuple[int, ...]:
+    """The GPU indexes that the extender chose for the container on this node, empty where it did not or is wrong.
 
-    gpu-admission has none for init containers and sidecars; ours are counted within spec.initContainers. Whether those cards
+    gpu-admission has none for init containers and sidecars; ours are counted within spec.initContainers. Whether those GPUs
     exist and fit is for placement to check.
     """
     if annotations.get(PREDICATE_NODE_ANNOTATION, node_name) != node_name:
@@ -34,23 +34,23 @@ def predicted_cards(annotations: Mapping[str, str], container: ContainerSpec, no
     if not all(part.isascii() and part.isdigit() and len(part) <= 3 for part in parts):
         return ()
     indexes = tuple(int(part) for part in parts)
-    if len(indexes) > MAX_CARDS or len(set(indexes)) != len(indexes):
+    if len(indexes) > MAX_GPUS or len(set(indexes)) != len(indexes):
         return ()
     return indexes
 
 
-def hinted_cards(
+def hinted_gpus(
     annotations: Mapping[str, str], container: ContainerSpec, node_name: str, *, is_gpu_mem: bool
 ) -> tuple[int, ...]:
-    """The cards that an extender chose for the container. For GPUShare's resource, GPUShare's index counts only where no
+    """The GPUs that an extender chose for the container. For GPUShare's resource, GPUShare's index counts only where no
     extender has named this node: one index for a whole pod cannot say what ours plans, and may be older, or forged."""
-    predicted = predicted_cards(annotations, container, node_name)
+    predicted = predicted_gpus(annotations, container, node_name)
     if predicted or not is_gpu_mem or annotations.get(PREDICATE_NODE_ANNOTATION) == node_name:
         return predicted
-    return _gpushare_card(annotations)
+    return _gpushare_gpu(annotations)
 
 
-def _gpushare_card(annotations: Mapping[str, str]) -> tuple[int, ...]:
-    """The card index that GPUShare's extender chose for the pod, empty where it did not or is wrong."""
+def _gpushare_gpu(annotations: Mapping[str, str]) -> tuple[int, ...]:
+    """The GPU index that GPUShare's extender chose for the pod, empty where it did not or is wrong."""
     text = annotations.get(GPUSHARE_INDEX_ANNOTATION, "")
     return (int(text),) if text.isascii() and text.isdigit() and len(text) <= 3 else ()

@@ -191,7 +191,7 @@ def _is_out(pod: Pod, known: Known) -> bool:
 
 def _is_doubtful(pod: Pod, served: Served | None, call: Call, known: Known) -> bool:
     """By what we know the kubelet should list the pod with devices. Either it lost them, or the name is a new pod's, of
-    which the watch has not told yet: then these books and this UID are the old one's."""
+    which the watch has not told yet: then this ledger and this UID are the old one's."""
     return (
         pod.has_started
         or pod.is_deleting

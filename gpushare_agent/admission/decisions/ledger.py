@@ -1,4 +1,4 @@
-"""The books as one container sees them: what is free for it on each card, which offered IDs nobody else holds. Pure.
+"""The ledger as one container sees them: what is free for it on each GPU, which offered IDs nobody else holds. Pure.
 
 What the pod's own init containers hold counts as free: the kubelet hands it on.
 """
@@ -14,10 +14,10 @@ from gpushare_agent.admission.decisions import memory_share
 from gpushare_agent.admission.decisions.identity import Served, initial_ids
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import CORES_PER_CARD, DeviceId, GpuUuid, split_device_id
+from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.placement import CardState
+from gpushare_agent.placement import GpuState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +27,13 @@ class Policy:
     names: ResourceNames
     share_policy: Literal["binpack", "spread"] = "binpack"
     share_mode: bool = True
-    max_shares_of_card: int | None = None
-    """Sharing containers that one card can serve: MPS has a bound on its clients."""
+    max_shares_of_gpu: int | None = None
+    """Sharing containers that one GPU can serve: MPS has a bound on its clients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Books:
-    """What is taken, as seen by one container: use by others on each card, and who holds each ID."""
+class Ledger:
+    """What is taken, as seen by one container: use by others on each GPU, and who holds each ID."""
 
     inventory: GpuInventory
     used_cores: Mapping[GpuUuid, int]
@@ -53,156 +53,158 @@ class Offer:
     size: int
 
 
-def card_states(
-    served: Served | None, books: Books, policy: Policy, *, offered: Collection[DeviceId] | None = None
-) -> list[CardState]:
-    """Each card as `served` may use it: what the pod's own init containers hold counts as free for it.
+def gpu_states(
+    served: Served | None, ledger: Ledger, policy: Policy, *, offered: Collection[DeviceId] | None = None
+) -> list[GpuState]:
+    """Each GPU as `served` may use it: what the pod's own init containers hold counts as free for it.
 
-    `offered`, where given, are the vcore IDs that the kubelet can hand out: a card has no more room than that.
+    `offered`, where given, are the vcore IDs that the kubelet can hand out: a GPU has no more room than that.
     """
-    per_card: dict[GpuUuid, int] | None = None
+    per_gpu: dict[GpuUuid, int] | None = None
     if offered is not None:
-        per_card = {}
+        per_gpu = {}
         for device in offered:
             uuid = GpuUuid(device.partition("::")[0])
-            per_card[uuid] = per_card.get(uuid, 0) + 1
-    own_cores, own_blocks = _own_initial(served, books) if served is not None else ({}, {})
-    full = full_of_shares(served, books, policy) if served is not None else frozenset()
-    whole = _whole_of_others(served, books)
+            per_gpu[uuid] = per_gpu.get(uuid, 0) + 1
+    own_cores, own_blocks = _own_initial(served, ledger) if served is not None else ({}, {})
+    full = full_of_shares(served, ledger, policy) if served is not None else frozenset()
+    whole = _whole_of_others(served, ledger)
     states = []
-    for card in books.inventory.cards:
-        total = policy.names.units(card, ResourceKind.VMEMORY)
-        free = CORES_PER_CARD - books.used_cores.get(card.uuid, 0) + own_cores.get(card.uuid, 0)
-        if card.uuid in full:
+    for gpu in ledger.inventory.gpus:
+        total = policy.names.units(gpu, ResourceKind.VMEMORY)
+        free = CORES_PER_GPU - ledger.used_cores.get(gpu.uuid, 0) + own_cores.get(gpu.uuid, 0)
+        if gpu.uuid in full:
             free = 0
-        if per_card is not None:
-            free = min(free, per_card.get(card.uuid, 0))
-        left = total - books.used_blocks.get(card.uuid, 0) + own_blocks.get(card.uuid, 0)
-        left -= memory_share.blocks_taken(books.used_gpu_mem.get(card.uuid, 0), policy.names)
+        if per_gpu is not None:
+            free = min(free, per_gpu.get(gpu.uuid, 0))
+        left = total - ledger.used_blocks.get(gpu.uuid, 0) + own_blocks.get(gpu.uuid, 0)
+        left -= memory_share.blocks_taken(ledger.used_gpu_mem.get(gpu.uuid, 0), policy.names)
         states.append(
-            CardState(
-                index=card.index,
-                uuid=card.uuid,
-                healthy=card.is_healthy,
+            GpuState(
+                index=gpu.index,
+                uuid=gpu.uuid,
+                healthy=gpu.is_healthy,
                 free_cores=max(0, free),
-                free_blocks=0 if card.uuid in whole else max(0, min(total, left)),
+                free_blocks=0 if gpu.uuid in whole else max(0, min(total, left)),
                 total_blocks=total,
             )
         )
     return states
 
 
-def memory_states(served: Served, books: Books, policy: Policy) -> list[memory_share.MemoryState]:
-    """Each card as `served` may use it: what the pod's own init containers hold counts as free for it."""
+def memory_states(served: Served, ledger: Ledger, policy: Policy) -> list[memory_share.MemoryState]:
+    """Each GPU as `served` may use it: what the pod's own init containers hold counts as free for it."""
     use = memory_share.MemoryUse(
-        blocks=books.used_blocks, gpu_mem=books.used_gpu_mem, whole=memory_share.whole_cards(books.allocations.values())
+        blocks=ledger.used_blocks,
+        gpu_mem=ledger.used_gpu_mem,
+        whole=memory_share.whole_gpus(ledger.allocations.values()),
     )
     own: Counter[GpuUuid] = Counter()
-    for device in initial_ids(served.pod.uid, ResourceKind.GPU_MEM, books.allocations):
-        keys = books.holders[ResourceKind.GPU_MEM].get(DeviceId(device), frozenset())
-        if keys != {served.key} and may_take_over(served, keys, books):
+    for device in initial_ids(served.pod.uid, ResourceKind.GPU_MEM, ledger.allocations):
+        keys = ledger.holders[ResourceKind.GPU_MEM].get(DeviceId(device), frozenset())
+        if keys != {served.key} and may_take_over(served, keys, ledger):
             own[GpuUuid(device.partition("::")[0])] += 1
-    full = full_of_shares(served, books, policy)
+    full = full_of_shares(served, ledger, policy)
     states = []
-    for card in books.inventory.cards:
-        total = policy.names.units(card, ResourceKind.GPU_MEM)
-        free = memory_share.free_gpu_mem(card, use, policy.names) + own[card.uuid]
+    for gpu in ledger.inventory.gpus:
+        total = policy.names.units(gpu, ResourceKind.GPU_MEM)
+        free = memory_share.free_gpu_mem(gpu, use, policy.names) + own[gpu.uuid]
         states.append(
             memory_share.MemoryState(
-                index=card.index,
-                uuid=card.uuid,
-                is_healthy=card.is_healthy,
-                free_units=0 if card.uuid in full else min(total, free),
+                index=gpu.index,
+                uuid=gpu.uuid,
+                is_healthy=gpu.is_healthy,
+                free_units=0 if gpu.uuid in full else min(total, free),
                 total_units=total,
             )
         )
     return states
 
 
-def free_ids(served: Served, kind: ResourceKind, available: Sequence[str], books: Books) -> list[DeviceId]:
-    """The offered IDs that no other container holds by our books, whatever the kubelet says.
+def free_ids(served: Served, kind: ResourceKind, available: Sequence[str], ledger: Ledger) -> list[DeviceId]:
+    """The offered IDs that no other container holds by our ledger, whatever the kubelet says.
 
     The rest of the offer is taken: the kubelet forgot a holder, which is the fault that this check exists to catch.
     """
-    holders = books.holders[kind]
+    holders = ledger.holders[kind]
     return [
         DeviceId(device)
         for device in available
-        if (keys := holders.get(DeviceId(device))) is None or may_take_over(served, keys, books)
+        if (keys := holders.get(DeviceId(device))) is None or may_take_over(served, keys, ledger)
     ]
 
 
-def must_cards(
-    served: Served, offer: Offer, books: Books, kind: ResourceKind = ResourceKind.VCORE
+def must_gpus(
+    served: Served, offer: Offer, ledger: Ledger, kind: ResourceKind = ResourceKind.VCORE
 ) -> tuple[GpuUuid, ...]:
-    """Cards that the container cannot avoid: of the IDs to include, and of what init containers leave to it. `kind` is the
-    resource whose IDs bind the card."""
+    """GPUs that the container cannot avoid: of the IDs to include, and of what init containers leave to it. `kind` is the
+    resource whose IDs bind the GPU."""
     ids: set[str] = set()
     if offer.kind is kind:
         ids.update(offer.must_include)
-    held = books.allocations.get(served.key)
+    held = ledger.allocations.get(served.key)
     if held is not None:
         ids |= held.ids(kind)
     if not ids and served.container.kind is not ContainerKind.INIT:
-        holders = books.holders[kind]
+        holders = ledger.holders[kind]
         ids |= {
             device
-            for device in initial_ids(served.pod.uid, kind, books.allocations)
-            if may_take_over(served, holders.get(DeviceId(device), frozenset()), books)
+            for device in initial_ids(served.pod.uid, kind, ledger.allocations)
+            if may_take_over(served, holders.get(DeviceId(device), frozenset()), ledger)
         }
-    known = books.inventory.by_uuid()
+    known = ledger.inventory.by_uuid()
     found = {split[0] for device in ids if (split := split_device_id(device)) is not None and split[0] in known}
     return tuple(sorted(found, key=lambda uuid: known[uuid].index))
 
 
-def full_of_shares(served: Served, books: Books, policy: Policy) -> frozenset[GpuUuid]:
-    """Cards that have as many sharing containers as they can serve. Init containers are over before the others start."""
-    if policy.max_shares_of_card is None or policy.names.wanted(served.container, ResourceKind.VCORE) >= CORES_PER_CARD:
+def full_of_shares(served: Served, ledger: Ledger, policy: Policy) -> frozenset[GpuUuid]:
+    """GPUs that have as many sharing containers as they can serve. Init containers are over before the others start."""
+    if policy.max_shares_of_gpu is None or policy.names.wanted(served.container, ResourceKind.VCORE) >= CORES_PER_GPU:
         return frozenset()
     shares = Counter(
-        card
-        for key, held in books.allocations.items()
+        gpu
+        for key, held in ledger.allocations.items()
         if not held.is_whole and held.kind is not ContainerKind.INIT and key != served.key
-        for card in held.cards[:1]
+        for gpu in held.gpus[:1]
     )
-    return frozenset(card for card, count in shares.items() if count >= policy.max_shares_of_card)
+    return frozenset(gpu for gpu, count in shares.items() if count >= policy.max_shares_of_gpu)
 
 
-def _whole_of_others(served: Served | None, books: Books) -> frozenset[GpuUuid]:
-    """Whole cards come with all their memory, whether it was asked for or not. Those of the pod's own init containers are
+def _whole_of_others(served: Served | None, ledger: Ledger) -> frozenset[GpuUuid]:
+    """Whole GPUs come with all their memory, whether it was asked for or not. Those of the pod's own init containers are
     handed on."""
-    return memory_share.whole_cards(
+    return memory_share.whole_gpus(
         held
-        for key, held in books.allocations.items()
-        if served is None or not may_take_over(served, frozenset({key}), books)
+        for key, held in ledger.allocations.items()
+        if served is None or not may_take_over(served, frozenset({key}), ledger)
     )
 
 
-def _own_initial(served: Served, books: Books) -> tuple[dict[GpuUuid, int], dict[GpuUuid, int]]:
-    """Cores and blocks by card that only the pod's init containers hold: the kubelet hands them on."""
+def _own_initial(served: Served, ledger: Ledger) -> tuple[dict[GpuUuid, int], dict[GpuUuid, int]]:
+    """Cores and blocks by GPU that only the pod's init containers hold: the kubelet hands them on."""
     cores: dict[GpuUuid, int] = {}
     blocks: dict[GpuUuid, set[DeviceId]] = {}
-    for key, held in books.allocations.items():
+    for key, held in ledger.allocations.items():
         if key.pod_uid != served.pod.uid or held.kind is not ContainerKind.INIT or key == served.key:
             continue
-        for device in held.vmemory_ids if held.cards and not held.is_whole else ():
-            if may_take_over(served, books.holders[ResourceKind.VMEMORY].get(device, frozenset()), books):
-                blocks.setdefault(held.cards[0], set()).add(device)
-    for core in initial_ids(served.pod.uid, ResourceKind.VCORE, books.allocations):
-        keys = books.holders[ResourceKind.VCORE].get(DeviceId(core), frozenset())
-        if keys != {served.key} and may_take_over(served, keys, books):
-            card = GpuUuid(core.partition("::")[0])
-            cores[card] = cores.get(card, 0) + 1
-    return cores, {card: len(ids) for card, ids in blocks.items()}
+        for device in held.vmemory_ids if held.gpus and not held.is_whole else ():
+            if may_take_over(served, ledger.holders[ResourceKind.VMEMORY].get(device, frozenset()), ledger):
+                blocks.setdefault(held.gpus[0], set()).add(device)
+    for core in initial_ids(served.pod.uid, ResourceKind.VCORE, ledger.allocations):
+        keys = ledger.holders[ResourceKind.VCORE].get(DeviceId(core), frozenset())
+        if keys != {served.key} and may_take_over(served, keys, ledger):
+            gpu = GpuUuid(core.partition("::")[0])
+            cores[gpu] = cores.get(gpu, 0) + 1
+    return cores, {gpu: len(ids) for gpu, ids in blocks.items()}
 
 
-def may_take_over(served: Served, keys: frozenset[ContainerKey], books: Books) -> bool:
+def may_take_over(served: Served, keys: frozenset[ContainerKey], ledger: Ledger) -> bool:
     """All holders are the container itself or init containers of its pod, whose IDs the kubelet hands on."""
     return all(
         key == served.key
         or (
             key.pod_uid == served.pod.uid
-            and (held := books.allocations.get(key)) is not None
+            and (held := ledger.allocations.get(key)) is not None
             and held.kind is ContainerKind.INIT
         )
         for key in keys

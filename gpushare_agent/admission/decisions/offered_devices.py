@@ -1,4 +1,4 @@
-"""Which device IDs the kubelet is told not to give away though their card is well: what the card's memory account cannot pay
+"""Which device IDs the kubelet is told not to give away though their GPU is well: what the GPU's memory account cannot pay
 for any more, and shares while the daemon that they need is down. Pure.
 
 An ID that somebody holds is not withheld for the account's sake: the container runs on.
@@ -26,19 +26,19 @@ def withheld(
     *,
     no_shares: bool,
 ) -> frozenset[DeviceId]:
-    """IDs of one resource. Whole cards need no memory IDs: with `no_shares` all of those are withheld, and no cores."""
+    """IDs of one resource. Whole GPUs need no memory IDs: with `no_shares` all of those are withheld, and no cores."""
     if kind is ResourceKind.VCORE or (kind is ResourceKind.VMEMORY and not names.gpu_mem and not no_shares):
         return frozenset()
     found: set[DeviceId] = set()
-    for card in inventory.cards:
-        own = [device_id(card.uuid, number) for number in range(names.units(card, kind))]
+    for gpu in inventory.gpus:
+        own = [device_id(gpu.uuid, number) for number in range(names.units(gpu, kind))]
         if no_shares:
             found.update(own)
             continue
         unheld = [device for device in own if device not in holders[kind]]
         if kind is ResourceKind.GPU_MEM:
-            found.update(unheld[free_gpu_mem(card, use, names) :])
+            found.update(unheld[free_gpu_mem(gpu, use, names) :])
         else:
-            taken = blocks_taken(use.gpu_mem.get(card.uuid, 0), names)
+            taken = blocks_taken(use.gpu_mem.get(gpu.uuid, 0), names)
             found.update(unheld[max(0, len(unheld) - taken) :])
     return frozenset(found)

@@ -14,7 +14,7 @@ from gpushare_agent.kubelet.records import CheckpointEntry, ListedPod
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import CORES_PER_CARD, DeviceId, GpuUuid, PodUid, split_device_id
+from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid, split_device_id
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
@@ -99,9 +99,9 @@ def adopt(
     return [_allocation(key, _Held(ids=written[key]), None, inventory, now) for key in keys]
 
 
-def cards_of(ids: frozenset[DeviceId], inventory: GpuInventory) -> tuple[GpuUuid, ...]:
-    """The cards that vcore or gpu-mem IDs name, by index; cards that are gone come last."""
-    index = {card.uuid: card.index for card in inventory.cards}
+def gpus_of(ids: frozenset[DeviceId], inventory: GpuInventory) -> tuple[GpuUuid, ...]:
+    """The GPUs that vcore or gpu-mem IDs name, by index; GPUs that are gone come last."""
+    index = {gpu.uuid: gpu.index for gpu in inventory.gpus}
     found = {split[0] for device in ids if (split := split_device_id(device)) is not None}
     return tuple(sorted(found, key=lambda uuid: (index.get(uuid, len(index)), uuid)))
 
@@ -165,10 +165,10 @@ def _allocation(key: ContainerKey, held: _Held, pod: Pod | None, inventory: GpuI
         namespace=pod.namespace if pod is not None else held.namespace,
         pod_name=pod.name if pod is not None else held.pod_name,
         kind=spec.kind if spec is not None else assumed,
-        cards=cards_of(vcore_ids or gpu_mem_ids, inventory),
+        gpus=gpus_of(vcore_ids or gpu_mem_ids, inventory),
         vcore_ids=vcore_ids,
         gpu_mem_ids=gpu_mem_ids,
         vmemory_ids=held.ids.get(ResourceKind.VMEMORY, frozenset()),
-        is_whole=bool(vcore_ids) and len(vcore_ids) % CORES_PER_CARD == 0,
+        is_whole=bool(vcore_ids) and len(vcore_ids) % CORES_PER_GPU == 0,
         allocated_at=now,
     )

@@ -1,8 +1,8 @@
 """How far a container's placement reaches: what later containers of its pod will take over from it. Pure.
 
 The kubelet gives an ordinary init container's device IDs to the containers after it, before it asks for new ones
-(measured). A share must stay on one card, so an init container has to be placed where its heirs fit too; and when an init
-container has more whole cards than an heir asks for, the kubelet picks among their IDs at random, over all the cards,
+(measured). A share must stay on one GPU, so an init container has to be placed where its heirs fit too; and when an init
+container has more whole GPUs than an heir asks for, the kubelet picks among their IDs at random, over all the GPUs,
 which no placement can mend: such a pod is refused before it starts.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.names import CORES_PER_CARD
+from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
@@ -25,7 +25,7 @@ class Reach:
 
 
 def reach(pod: Pod, container: ContainerSpec, names: ResourceNames) -> Reach | Refused:
-    """The container's own request, enlarged for an init container by what its heirs need on the same card."""
+    """The container's own request, enlarged for an init container by what its heirs need on the same GPU."""
     cores = names.wanted(container, ResourceKind.VCORE)
     blocks = names.wanted(container, ResourceKind.VMEMORY)
     if container.kind is not ContainerKind.INIT:
@@ -37,7 +37,7 @@ def reach(pod: Pod, container: ContainerSpec, names: ResourceNames) -> Reach | R
         heir_blocks = names.wanted(heir, ResourceKind.VMEMORY)
         if not heir_cores or not pool_cores:
             continue
-        if cores > CORES_PER_CARD and heir_cores < cores:
+        if cores > CORES_PER_GPU and heir_cores < cores:
             return _scattered(pod, container, heir, cores, heir_cores)
         need_cores += max(0, heir_cores - pool_cores)
         need_blocks += max(0, heir_blocks - pool_blocks)
@@ -45,9 +45,9 @@ def reach(pod: Pod, container: ContainerSpec, names: ResourceNames) -> Reach | R
             pool_cores, pool_blocks = max(pool_cores, heir_cores), max(pool_blocks, heir_blocks)
         else:
             pool_cores, pool_blocks = max(0, pool_cores - heir_cores), max(0, pool_blocks - heir_blocks)
-    if need_cores > CORES_PER_CARD:
-        # The heir wants whole cards: this container's card becomes one of them. How many more are free shows then.
-        need_cores = max(cores, CORES_PER_CARD)
+    if need_cores > CORES_PER_GPU:
+        # The heir wants whole GPUs: this container's GPU becomes one of them. How many more are free shows then.
+        need_cores = max(cores, CORES_PER_GPU)
         need_blocks = blocks
     return Reach(cores=need_cores, blocks=need_blocks)
 
@@ -57,5 +57,5 @@ def _scattered(pod: Pod, container: ContainerSpec, heir: ContainerSpec, cores: i
         reason=RefusalReason.INVALID_REQUEST,
         detail=f"pod {pod.namespace}/{pod.name}: init container {container.name} asks for {cores} cores and container "
         f"{heir.name} after it for {heir_cores}. The kubelet would hand on devices from several of the init container's "
-        f"cards at random. Give the init container at most {CORES_PER_CARD} cores, or as many as {heir.name}.",
+        f"GPUs at random. Give the init container at most {CORES_PER_GPU} cores, or as many as {heir.name}.",
     )

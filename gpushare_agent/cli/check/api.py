@@ -29,7 +29,7 @@ NEEDED_RIGHTS = (
 CLEANUP_RIGHT = ("delete", "pods")
 """Only for removing rejected pods (allocation.cleanup_rejected_pods)."""
 FACTS_RIGHT = ("patch", "nodes")
-"""Only for the labels and the annotation about the cards (facts.is_written)."""
+"""Only for the labels and the annotation about the GPUs (facts.is_written)."""
 
 
 async def check_api(settings: Settings) -> list[Finding]:
@@ -94,7 +94,7 @@ async def _check_rights(api: KubeApi, settings: Settings) -> list[Finding]:
         )
     if settings.facts.is_written and not await api.can_i(*FACTS_RIGHT):
         detail = (
-            "not allowed: patch nodes; labels and the scheduler extender's list of cards will be missing on the node"
+            "not allowed: patch nodes; labels and the scheduler extender's list of GPUs will be missing on the node"
         )
         findings.append(warning("permissions", detail, f"{_ROLE_CURE}; or set --facts.is-written=false"))
     if settings.gpushare.enabled and not await api.can_i("patch", "nodes/status"):

@@ -23,7 +23,7 @@ from gpushare_agent.settings.settings import Settings
 PLAN_TIMEOUT_S = 15.0
 """A driver that is not installed yet is looked for in all of the host's libraries."""
 
-_NOT_ENFORCED = "shares are not enforced: a container can use its cards wholly"
+_NOT_ENFORCED = "shares are not enforced: a container can use its GPUs wholly"
 _INSTALL = (
     "run `gpushare-agent driver-volume` on this node (as the agent's init container does) after each driver update"
 )
@@ -59,7 +59,7 @@ async def check_driver_directory(settings: Settings) -> list[Finding]:
         cure = f"mount or mend the file (docs/driver-volume.md); it cannot be left out: without it {_NOT_ENFORCED}"
         return [error("driver directory", str(failure), cure)]
     if settings.driver == "simulated":
-        return [ok("driver directory", f"{settings.volume_config} is right; simulated cards need no driver files")]
+        return [ok("driver directory", f"{settings.volume_config} is right; simulated GPUs need no driver files")]
     findings = [await asyncio.to_thread(_volume_finding, settings, volume) for volume in volumes]
     if VolumeName.SHARED not in {volume.name for volume in volumes}:
         detail = f"{settings.volume_config} has no volume {VolumeName.SHARED}: {_NOT_ENFORCED}"
@@ -69,7 +69,7 @@ async def check_driver_directory(settings: Settings) -> list[Finding]:
 
 def _no_config(settings: Settings) -> Finding:
     if settings.driver == "simulated":
-        return ok("driver directory", "not needed for simulated cards")
+        return ok("driver directory", "not needed for simulated GPUs")
     is_there = USUAL_CONFIG.exists()
     detail = f"no volume.conf is set, so containers get no driver directory: {_NOT_ENFORCED}"
     cure = f"set --volume-config={USUAL_CONFIG}" + (", which is there" if is_there else " (docs/driver-volume.md)")

@@ -14,14 +14,14 @@ from gpushare_agent.cli.check.finding import Finding, Level, error, ok, warning
 from gpushare_agent.kit.bounded_grpc import ServerLimits
 from gpushare_agent.kit.open_files import read_open_files_limit
 from gpushare_agent.model.errors import AgentError, Unavailable
-from gpushare_agent.model.gpus import Card, GpuInventory
+from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import VCORE_SOCKET, VMEMORY_SOCKET
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.settings.settings import Settings
 
 DRIVER_TIMEOUT_S = 15.0
-"""Without persistence mode a card takes a second or two to wake."""
+"""Without persistence mode a GPU takes a second or two to wake."""
 _CONTAINERS = 100
 """A full node; with 64 connections each they need more descriptors than the usual limits allow."""
 _CONNECTIONS = ServerLimits().max_connections
@@ -30,17 +30,17 @@ _MIB = 1 << 20
 
 
 async def check_driver(settings: Settings) -> list[Finding]:
-    """The cards, and with NVML the device nodes that containers need."""
+    """The GPUs, and with NVML the device nodes that containers need."""
     try:
-        inventory = await _read_cards(settings)
+        inventory = await _read_gpus(settings)
     except AgentError as failure:
-        cure = "make `nvidia-smi` work on the host; a node without cards can rehearse with --driver simulated"
+        cure = "make `nvidia-smi` work on the host; a node without GPUs can rehearse with --driver simulated"
         if settings.driver == "simulated":
             cure = "check --topology, --cards and --card-memory-mib"
         level = Level.ERROR if settings.fail_on_init_error else Level.WARNING
         return [Finding(level=level, what="driver", detail=str(failure), cure=cure)]
-    findings = [_cards_finding(settings, inventory)]
-    findings += [_card_trouble(card) for card in inventory.cards if not card.is_healthy]
+    findings = [_gpus_finding(settings, inventory)]
+    findings += [_gpu_trouble(gpu) for gpu in inventory.gpus if not gpu.is_healthy]
     findings += [
         warning(
             "card",
@@ -54,7 +54,7 @@ async def check_driver(settings: Settings) -> list[Finding]:
     return findings
 
 
-async def _read_cards(settings: Settings) -> GpuInventory:
+async def _read_gpus(settings: Settings) -> GpuInventory:
     driver = open_driver(settings)
     try:
         return await driver.read()
@@ -62,18 +62,16 @@ async def _read_cards(settings: Settings) -> GpuInventory:
         await driver.close()
 
 
-def _cards_finding(settings: Settings, inventory: GpuInventory) -> Finding:
-    if not inventory.cards:
-        return warning(
-            "driver", "it answers, but there is no card", "the node will offer nothing; is a card plugged in?"
-        )
-    memory = sum(card.memory_mib for card in inventory.cards)
-    kind = "simulated cards" if settings.driver == "simulated" else f"cards, driver {inventory.driver_version}"
-    return ok("driver", f"{len(inventory.cards)} {kind}, {memory} MiB in all")
+def _gpus_finding(settings: Settings, inventory: GpuInventory) -> Finding:
+    if not inventory.gpus:
+        return warning("driver", "it answers, but there is no GPU", "the node will offer nothing; is a GPU plugged in?")
+    memory = sum(gpu.memory_mib for gpu in inventory.gpus)
+    kind = "simulated GPUs" if settings.driver == "simulated" else f"GPUs, driver {inventory.driver_version}"
+    return ok("driver", f"{len(inventory.gpus)} {kind}, {memory} MiB in all")
 
 
-def _card_trouble(card: Card) -> Finding:
-    detail = f"number {card.index} ({card.uuid}) is unhealthy: {card.unhealthy_reason}"
+def _gpu_trouble(gpu: Gpu) -> Finding:
+    detail = f"number {gpu.index} ({gpu.uuid}) is unhealthy: {gpu.unhealthy_reason}"
     return warning("card", detail, "see `nvidia-smi -q` and the kernel log; it is not given to pods until it recovers")
 
 
@@ -81,7 +79,7 @@ def _device_nodes_finding(inventory: GpuInventory) -> Finding:
     paths = [
         Path("/dev/nvidiactl"),
         Path("/dev/nvidia-uvm"),
-        *(Path(f"/dev/nvidia{card.minor}") for card in inventory.cards),
+        *(Path(f"/dev/nvidia{gpu.minor}") for gpu in inventory.gpus),
     ]
     missing: list[str] = []
     for path in paths:

@@ -1,4 +1,4 @@
-"""The probes of `gpushare-agent check` for the other ways in which a share is kept and a card gets in: MPS, HAMi-core,
+"""The probes of `gpushare-agent check` for the other ways in which a share is kept and a GPU gets in: MPS, HAMi-core,
 device lists and CDI. What is not in use on the node is not looked at.
 """
 
@@ -55,10 +55,10 @@ async def check_hami_core(settings: Settings) -> list[Finding]:
 
 
 async def check_device_lists(settings: Settings) -> list[Finding]:
-    """The strategies do not contradict each other, and CDI names every card where it is to give them."""
+    """The strategies do not contradict each other, and CDI names every GPU where it is to give them."""
     has_nodes = settings.driver == "nvml" or settings.simulated.device_nodes
     mounts_driver = settings.isolation is IsolationName.VCUDA and settings.volume_config is not None
-    texts = strategy_warnings(settings.device_list_strategy, mounts_driver=mounts_driver, has_card_nodes=has_nodes)
+    texts = strategy_warnings(settings.device_list_strategy, mounts_driver=mounts_driver, has_gpu_nodes=has_nodes)
     findings = [warning("device lists", text, "see docs/device-lists.md") for text in texts]
     if not {DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI} & set(settings.device_list_strategy):
         return findings
@@ -85,17 +85,17 @@ async def check_list_sizes(settings: Settings) -> list[Finding]:
 
 
 async def _check_cdi(settings: Settings) -> list[Finding]:
-    cure = "see docs/device-lists.md; `gpushare-agent cdi list` tells who names which card"
+    cure = "see docs/device-lists.md; `gpushare-agent cdi list` tells who names which GPU"
     try:
         driver = open_driver(settings)
         try:
-            cards = (await driver.read()).cards
+            gpus = (await driver.read()).gpus
         finally:
             await driver.close()
-        state = await asyncio.to_thread(cdi_specs(settings).plan, cards)
+        state = await asyncio.to_thread(cdi_specs(settings).plan, gpus)
     except AgentError as failure:
         return [error("cdi", str(failure), cure)]
     found = [warning("cdi", f"passed over: {text}", cure) for text in state.passed_over]
     if state.unnamed or state.troubles:
         return [*found, *(error("cdi", text, cure) for text in state.troubles or state.unnamed)]
-    return [*found, ok("cdi", f"{len(state.named)} cards have a name of kind {state.kind}, or get it from the agent")]
+    return [*found, ok("cdi", f"{len(state.named)} GPUs have a name of kind {state.kind}, or get it from the agent")]

@@ -1,6 +1,6 @@
-"""Asking NVML for one value of one card, and telling an answer from "there is none" from an error.
+"""Asking NVML for one value of one GPU, and telling an answer from "there is none" from an error.
 
-Blocking, only for the nvml_* modules of this package. State owned: what a card turned out not to support.
+Blocking, only for the nvml_* modules of this package. State owned: what a GPU turned out not to support.
 
 Source: NVML API reference, return values.
 """
@@ -42,19 +42,19 @@ _TRIES = 3
 
 _LOST = ("GPU_IS_LOST", "RESET_REQUIRED")
 _MAYBE_LOST = "UNKNOWN"
-"""One value may be unknown for its own reasons, but a card that has nothing else to say is lost, as after a reset."""
+"""One value may be unknown for its own reasons, but a GPU that has nothing else to say is lost, as after a reset."""
 
 
 _MEMBERS = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
 """Of NVML's union of values, by nvmlValueType_t."""
 
 
-class CardLostError(Exception):
-    """The card does not answer any more; the other cards may."""
+class GpuLostError(Exception):
+    """The GPU does not answer any more; the other GPUs may."""
 
 
-class CardAsker:
-    """For one card in one round. `unsupported` is remembered by the caller for the next round, `errors` for all cards."""
+class NvmlCaller:
+    """For one GPU in one round. `unsupported` is remembered by the caller for the next round, `errors` for all GPUs."""
 
     def __init__(
         self, session: NvmlSession, nvml: Any, handle: Any, *, unsupported: set[object], errors: Counter[str]
@@ -68,7 +68,7 @@ class CardAsker:
         self._unknowns = 0
 
     def value(self, name: str, *arguments: Any) -> Any | None:
-        """What NVML's function of this name answers, None where the card does not tell.
+        """What NVML's function of this name answers, None where the GPU does not tell.
 
         Raises:
             CardLostError, DriverLostError: there is no point in asking further.
@@ -103,13 +103,13 @@ class CardAsker:
         else:
             self._answers += verdict is Verdict.EMPTY
         if word in _LOST:
-            raise CardLostError from error
+            raise GpuLostError from error
         return verdict
 
     def check_alive(self) -> None:
-        """Raises CardLostError where the card had no answer at all."""
+        """Raises CardLostError where the GPU had no answer at all."""
         if self._unknowns and not self._answers:
-            raise CardLostError
+            raise GpuLostError
 
     def entries(self, name: str, *arguments: Any) -> list[Any] | Verdict:
         """A list, asked always, also when it is empty; UNSUPPORTED or FAILED where there is none."""

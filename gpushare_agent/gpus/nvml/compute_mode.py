@@ -1,6 +1,6 @@
-"""Sets the cards' compute mode through NVML, and sets it back. Blocking NVML calls go to a thread, bounded.
+"""Sets the GPUs' compute mode through NVML, and sets it back. Blocking NVML calls go to a thread, bounded.
 
-The mode is a card's own and outlives whoever set it, until the driver is unloaded. Source: NVML API reference
+The mode is a GPU's own and outlives whoever set it, until the driver is unloaded. Source: NVML API reference
 (nvmlDeviceSetComputeMode: root with CAP_SYS_ADMIN only). State owned: what the modes were before.
 """
 
@@ -17,16 +17,16 @@ _TIMEOUT_S = 10.0
 
 
 class ComputeModes:
-    """Of all cards of the node."""
+    """Of all GPUs of the node."""
 
     def __init__(self) -> None:
         self._thread = DaemonThread("nvml-compute-mode", advice=_ADVICE)
         self._before: dict[str, int] = {}
 
     async def make_exclusive(self) -> list[str]:
-        """Sets EXCLUSIVE_PROCESS where it is not set; the UUIDs of the cards that were changed. Raises StartupError."""
+        """Sets EXCLUSIVE_PROCESS where it is not set; the UUIDs of the GPUs that were changed. Raises StartupError."""
         try:
-            return await self._thread.call(self._make_exclusive, "setting the cards' compute mode", _TIMEOUT_S)
+            return await self._thread.call(self._make_exclusive, "setting the GPUs' compute mode", _TIMEOUT_S)
         except Unavailable as error:
             raise StartupError(
                 f"{error} The MPS control daemon was not started; without mps.exclusive_process the mode stays as it is"
@@ -35,7 +35,7 @@ class ComputeModes:
     async def restore(self) -> None:
         """Sets the modes back that `make_exclusive` has changed. Raises Unavailable."""
         if self._before:
-            await self._thread.call(self._restore, "setting the cards' compute mode back", _TIMEOUT_S)
+            await self._thread.call(self._restore, "setting the GPUs' compute mode back", _TIMEOUT_S)
 
     def _make_exclusive(self) -> list[str]:
         import pynvml
@@ -45,7 +45,7 @@ class ComputeModes:
             for index in range(pynvml.nvmlDeviceGetCount()):
                 self._make_one_exclusive(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index))
         except pynvml.NVMLError as error:
-            raise Unavailable(f"setting the cards' compute mode to EXCLUSIVE_PROCESS failed: {error}.") from error
+            raise Unavailable(f"setting the GPUs' compute mode to EXCLUSIVE_PROCESS failed: {error}.") from error
         return sorted(self._before)
 
     def _make_one_exclusive(self, nvml: Any, handle: Any) -> None:
@@ -62,5 +62,5 @@ class ComputeModes:
                 pynvml.nvmlDeviceSetComputeMode(pynvml.nvmlDeviceGetHandleByUUID(uuid), mode)
             pynvml.nvmlShutdown()
         except pynvml.NVMLError as error:
-            raise Unavailable(f"setting the cards' compute mode back failed: {error}.") from error
+            raise Unavailable(f"setting the GPUs' compute mode back failed: {error}.") from error
         self._before.clear()

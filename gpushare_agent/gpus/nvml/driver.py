@@ -1,8 +1,8 @@
-"""The NVML driver: cards, topology, use and events of real GPUs, for asyncio.
+"""The NVML driver: GPUs, topology, use and events of real GPUs, for asyncio.
 
 NVML calls block, and a sick driver can block them for ever. So they run in daemon threads, bounded by a timeout
-(kit/daemon_thread.py): one for the cards (nvml_reader.py) and the events (nvml_events.py), one for the samples
-(nvml_sampler.py), each with an opening of NVML of its own. That a sample hangs says nothing of the cards' health: the looks
+(kit/daemon_thread.py): one for the GPUs (nvml_reader.py) and the events (nvml_events.py), one for the samples
+(nvml_sampler.py), each with an opening of NVML of its own. That a sample hangs says nothing of the GPUs' health: the looks
 go on.
 
 Source: NVML API reference, through nvidia-ml-py (module pynvml).
@@ -31,14 +31,14 @@ log = structlog.get_logger(__name__)
 _CLOSE_TIMEOUT_S = 0.8
 _HANGS = "The driver may hang: look for NVRM and Xid lines in `dmesg`; a hung driver needs a reboot. "
 _LOOK_HANGS = f"{_HANGS}It is asked again at the next look."
-_SAMPLE_HANGS = f"{_HANGS}The looks at the cards go on; use is asked for again at the next sample."
+_SAMPLE_HANGS = f"{_HANGS}The looks at the GPUs go on; use is asked for again at the next sample."
 
 
 class NvmlDriver:
-    """Asks the cards of this node. Close it when done; asking after that opens NVML again."""
+    """Asks the GPUs of this node. Close it when done; asking after that opens NVML again."""
 
     def __init__(self, *, pci_devices: Path = Path("/sys/bus/pci/devices"), timeout_s: float = 10.0) -> None:
-        """`pci_devices` is where the kernel tells each card's NUMA node; `timeout_s` bounds one call."""
+        """`pci_devices` is where the kernel tells each GPU's NUMA node; `timeout_s` bounds one call."""
         self._session = NvmlSession()
         self._sampler = NvmlSampler()
         self._reader = NvmlReader(
@@ -50,14 +50,14 @@ class NvmlDriver:
         self._sampling_thread = DaemonThread("nvml-sampling", advice=_SAMPLE_HANGS)
 
     async def read(self) -> GpuInventory:
-        """All cards of the node as they are now, and how they are connected.
+        """All GPUs of the node as they are now, and how they are connected.
 
-        A card that NVML lost is Unhealthy in the answer, with the reason. Cancelled, the look goes on in its thread.
+        A GPU that NVML lost is Unhealthy in the answer, with the reason. Cancelled, the look goes on in its thread.
 
         Raises:
             Unavailable: NVML is absent, was lost as a whole, or does not answer in time.
         """
-        return await self._thread.call(self._reader.read, "reading the cards through NVML", self._timeout_s)
+        return await self._thread.call(self._reader.read, "reading the GPUs through NVML", self._timeout_s)
 
     async def events(self) -> list[GpuEvent]:
         """What happened since the last call, oldest first, at most 1,024. Does not wait for news.
@@ -65,15 +65,15 @@ class NvmlDriver:
         Raises:
             Unavailable: NVML cannot be opened, or waiting for events failed (told once; the next call registers anew).
         """
-        return await self._thread.call(self._events.take, "taking the cards' events from NVML", self._timeout_s)
+        return await self._thread.call(self._events.take, "taking the GPUs' events from NVML", self._timeout_s)
 
     async def sample(self) -> DriverSample:
-        """What the cards that answer and the processes on them use.
+        """What the GPUs that answer and the processes on them use.
 
         Raises:
             Unavailable: NVML is absent, was lost as a whole, or does not answer in time.
         """
-        what = "sampling the cards through NVML"
+        what = "sampling the GPUs through NVML"
         return await self._sampling_thread.call(self._sampler.sample, what, self._timeout_s)
 
     async def close(self) -> None:

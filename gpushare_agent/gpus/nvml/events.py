@@ -1,10 +1,10 @@
-"""What happened to the cards, from an event set of NVML: critical Xids and double-bit ECC errors.
+"""What happened to the GPUs, from an event set of NVML: critical Xids and double-bit ECC errors.
 
 Blocking, only for nvml.py, and brief: what is there is taken, nothing is waited for. State owned: the event set, the
-cards that are registered in it and an error that has not been told yet. A set ends with the opening of NVML that made it.
+GPUs that are registered in it and an error that has not been told yet. A set ends with the opening of NVML that made it.
 
-The set is made again when a card answers that was not there or did not answer before: after a reset the old registration
-is worth nothing. A card that fails stays registered, for its last Xid may be yet to come.
+The set is made again when a GPU answers that was not there or did not answer before: after a reset the old registration
+is worth nothing. A GPU that fails stays registered, for its last Xid may be yet to come.
 
 Source: NVML API reference (nvmlEventSetWait_v2, nvmlDeviceRegisterEvents).
 """
@@ -113,9 +113,7 @@ class NvmlEvents:
                 f"making an event set failed: NVML: {error}. It is tried again at the next call."
             ) from error
         self._unsupported_in_opening = self._session.openings
-        log.warning(
-            "nvml_has_no_events", reason=str(error), effect="Xid errors are not seen; cards are still looked at"
-        )
+        log.warning("nvml_has_no_events", reason=str(error), effect="Xid errors are not seen; GPUs are still looked at")
 
     def _register(self, nvml: Any, uuid: GpuUuid, handle: Any) -> bool:
         wanted = nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeDoubleBitEccError
@@ -128,7 +126,7 @@ class NvmlEvents:
             self._complain(uuid, str(error))
             return False
         if not types:
-            self._complain(uuid, "the card reports neither Xid nor double-bit ECC errors")
+            self._complain(uuid, "the GPU reports neither Xid nor double-bit ECC errors")
         else:
             self._complained.discard(uuid)
         return bool(types)
@@ -136,7 +134,7 @@ class NvmlEvents:
     def _complain(self, uuid: GpuUuid, reason: str) -> None:
         if uuid not in self._complained:
             self._complained.add(uuid)
-            log.warning("card_without_events", uuid=uuid, reason=reason, effect="its Xid errors are not seen")
+            log.warning("gpu_without_events", uuid=uuid, reason=reason, effect="its Xid errors are not seen")
 
     def _drain(self, nvml: Any) -> list[GpuEvent]:
         events: list[GpuEvent] = []
@@ -155,8 +153,8 @@ class NvmlEvents:
 
     def _wait_failed(self, error: Exception, *, has_news: bool) -> None:
         problem = Unavailable(
-            f"waiting for events of the cards failed: NVML: {error}. The event set is made again at the next call; what "
-            "happens until then is seen only by the looks at the cards. See NVRM and Xid lines in `dmesg`."
+            f"waiting for events of the GPUs failed: NVML: {error}. The event set is made again at the next call; what "
+            "happens until then is seen only by the looks at the GPUs. See NVRM and Xid lines in `dmesg`."
         )
         try:
             self._session.check_driver(error)
@@ -166,15 +164,15 @@ class NvmlEvents:
         self._tell(problem, has_news=has_news)
 
     def _event(self, nvml: Any, news: Any) -> GpuEvent | None:
-        uuid = self._card_of(nvml, news.device)
+        uuid = self._gpu_of(nvml, news.device)
         if news.eventType & nvml.nvmlEventTypeXidCriticalError:
             return GpuEvent(kind=GpuEventKind.XID, uuid=uuid, xid=news.eventData)
         if news.eventType & nvml.nvmlEventTypeDoubleBitEccError:
             return GpuEvent(kind=GpuEventKind.DOUBLE_BIT_ECC, uuid=uuid)
         return None
 
-    def _card_of(self, nvml: Any, device: Any) -> GpuUuid | None:
-        """By the handle first: a card that fell off the bus does not tell its UUID any more."""
+    def _gpu_of(self, nvml: Any, device: Any) -> GpuUuid | None:
+        """By the handle first: a GPU that fell off the bus does not tell its UUID any more."""
         address = _address(device)
         if not address or address in self._by_address:
             return self._by_address.get(address)

@@ -1,10 +1,10 @@
-"""The processes on one card and what each uses of it, from NVML's lists and utilisation samples.
+"""The processes on one GPU and what each uses of it, from NVML's lists and utilisation samples.
 
 Blocking, only for nvml_usage.py. NVML has three lists of processes (compute, graphics, clients of MPS), each with the
 memory, and apart from them samples of utilisation, one for each process that did something in the driver's sampling
 period of up to a second. A process may be in several lists, in a list and in no sample, or in a sample and in no list.
 
-State owned: the newest sample seen and the last use of each process, for one card in one opening of NVML.
+State owned: the newest sample seen and the last use of each process, for one GPU in one opening of NVML.
 
 Source: NVML API reference (nvmlDeviceGetComputeRunningProcesses and its siblings, nvmlDeviceGetProcessUtilization).
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from gpushare_agent.gpus.nvml.calls import CardAsker, Verdict
+from gpushare_agent.gpus.nvml.calls import NvmlCaller, Verdict
 from gpushare_agent.model.usage import ProcessKind, ProcessSample
 
 _LISTS = {
@@ -59,13 +59,13 @@ class _Listed:
     memory_bytes: int | None = None
 
 
-class CardProcesses:
+class GpuProcesses:
     def __init__(self) -> None:
         self._newest_us: int | None = None
         self._last: dict[int, _LastUse] = {}
 
-    def read(self, asker: CardAsker) -> tuple[ProcessSample, ...] | None:
-        """By PID; None where the card could not list them. Raises CardLostError, DriverLostError."""
+    def read(self, asker: NvmlCaller) -> tuple[ProcessSample, ...] | None:
+        """By PID; None where the GPU could not list them. Raises CardLostError, DriverLostError."""
         listed = _read_lists(asker)
         is_known = self._newest_us is not None
         fresh = self._read_use(asker)
@@ -101,8 +101,8 @@ class CardProcesses:
             return _UNKNOWN if kind is ProcessKind.MPS else _IDLE
         return last.use if last.rounds_ago <= _ROUNDS_KEPT else _IDLE
 
-    def _read_use(self, asker: CardAsker) -> dict[int, _Use] | None:
-        """The mean over each process's samples since the last call; None where the card does not tell.
+    def _read_use(self, asker: NvmlCaller) -> dict[int, _Use] | None:
+        """The mean over each process's samples since the last call; None where the GPU does not tell.
 
         The first call only notes how far the driver's buffer goes: it may be full of what was long ago.
         """
@@ -123,7 +123,7 @@ class CardProcesses:
 
 
 def _is_sound(sample: Any, since_us: int, now_us: int) -> bool:
-    """Drivers leave entries of their buffer unfilled: no process, more than all of the card, a time that is not one."""
+    """Drivers leave entries of their buffer unfilled: no process, more than all of the GPU, a time that is not one."""
     shares = (sample.smUtil, sample.memUtil, sample.encUtil, sample.decUtil)
     return bool(sample.pid and max(shares) <= 100 and since_us < sample.timeStamp <= now_us + _CLOCK_SLACK_US)
 
@@ -137,8 +137,8 @@ def _mean(samples: list[Any]) -> _Use:
     )
 
 
-def _read_lists(asker: CardAsker) -> dict[int, _Listed] | None:
-    """None where a list failed, for a process left out would look ended, or where the card has none of the lists."""
+def _read_lists(asker: NvmlCaller) -> dict[int, _Listed] | None:
+    """None where a list failed, for a process left out would look ended, or where the GPU has none of the lists."""
     listed: dict[int, _Listed] = {}
     answers = {kind: _entries(asker, name) for kind, name in _LISTS.items()}
     if Verdict.FAILED in answers.values() or all(answer is Verdict.UNSUPPORTED for answer in answers.values()):
@@ -150,7 +150,7 @@ def _read_lists(asker: CardAsker) -> dict[int, _Listed] | None:
     return listed
 
 
-def _entries(asker: CardAsker, name: str) -> list[Any] | Verdict:
+def _entries(asker: NvmlCaller, name: str) -> list[Any] | Verdict:
     """By the versions' own names: pynvml's name without a version raises an error of its own on older drivers."""
     answer = asker.entries(f"{name}_v3")
     return asker.entries(f"{name}_v2") if answer is Verdict.UNSUPPORTED else answer  # older drivers

@@ -1,7 +1,7 @@
-"""What NVML says of the cards, in blocking calls. Only nvml.py uses this, from one thread at a time.
+"""What NVML says of the GPUs, in blocking calls. Only nvml.py uses this, from one thread at a time.
 
-State owned: the cards seen so far. A card keeps the index under which it was first seen, also when the driver loses
-another one and numbers the rest anew; a card that is gone stays in the answer, Unhealthy.
+State owned: the GPUs seen so far. A GPU keeps the index under which it was first seen, also when the driver loses
+another one and numbers the rest anew; a GPU that is gone stays in the answer, Unhealthy.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from gpushare_agent.gpus.nvml.repair import repair_reason
-from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, FoundCard, NvmlSession, UnnamedCard
+from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, FoundGpu, NvmlSession, UnnamedGpu
 from gpushare_agent.gpus.nvml.topology import NvmlTopology, canonical_bus_id, kernel_bus_id, text_of
 from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.gpus import Card, GpuInventory, Health
+from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid
 
 _MIB = 1024 * 1024
-_MIG_REASON = "MIG mode is enabled: a card divided by MIG cannot be shared here. Disable MIG on it."
+_MIG_REASON = "MIG mode is enabled: a GPU divided by MIG cannot be shared here. Disable MIG on it."
 _UNKNOWN_MINOR = -1
 
 
@@ -41,12 +41,12 @@ class NvmlReader:
         self._pci_devices = pci_devices
         self._topology = NvmlTopology()
         self._opening_of_links = 0
-        self._known: dict[GpuUuid, Card] = {}
+        self._known: dict[GpuUuid, Gpu] = {}
         self._last_nvml_index: dict[GpuUuid, int] = {}
         self._answering: set[GpuUuid] = set()
 
     def read(self) -> GpuInventory:
-        """One look. NVML found lost, as a whole or with all its cards, is opened again at once for another.
+        """One look. NVML found lost, as a whole or with all its GPUs, is opened again at once for another.
 
         Raises:
             Unavailable: NVML cannot be opened, or is lost again straight after.
@@ -65,7 +65,7 @@ class NvmlReader:
                 self._close_wholly()
                 raise Unavailable(f"NVML opens, but does not answer: {error.__cause__}. {CHECKLIST}") from error
         if self._is_all_lost(inventory):
-            self._close_wholly()  # the next look opens it afresh: a reset card comes back only that way
+            self._close_wholly()  # the next look opens it afresh: a reset GPU comes back only that way
         return inventory
 
     def _close_wholly(self) -> None:
@@ -73,28 +73,28 @@ class NvmlReader:
         self._let_go()
 
     def _is_all_lost(self, inventory: GpuInventory) -> bool:
-        """No card answers. One that answers but must not be given, as with MIG enabled, shows that NVML works."""
-        return bool(inventory.cards or inventory.unreadable) and not self._answering
+        """No GPU answers. One that answers but must not be given, as with MIG enabled, shows that NVML works."""
+        return bool(inventory.gpus or inventory.unreadable) and not self._answering
 
     def _look(self) -> GpuInventory:
         self._answering.clear()
-        found, unnamed = self._session.find_cards()
+        found, unnamed = self._session.find_gpus()
         nvml = self._session.open()
-        seen: dict[GpuUuid, Card] = {}
-        for card in found:
-            seen[card.uuid] = self._read_card(nvml, card, taken={earlier.index for earlier in seen.values()})
+        seen: dict[GpuUuid, Gpu] = {}
+        for gpu in found:
+            seen[gpu.uuid] = self._read_gpu(nvml, gpu, taken={earlier.index for earlier in seen.values()})
         self._session.looked(self._answering)
-        self._on_look((tuple((card.nvml_index, card.uuid) for card in found), frozenset(self._answering)))
+        self._on_look((tuple((gpu.nvml_index, gpu.uuid) for gpu in found), frozenset(self._answering)))
         return self._inventory(nvml, seen, found, unnamed)
 
-    def _read_card(self, nvml: Any, found: FoundCard, *, taken: Iterable[int]) -> Card:
+    def _read_gpu(self, nvml: Any, found: FoundGpu, *, taken: Iterable[int]) -> Gpu:
         handle, uuid = found.handle, found.uuid
         self._last_nvml_index[uuid] = found.nvml_index
         known = self._known.get(uuid)
         index = known.index if known else self._new_index(found.nvml_index, taken)
         try:
             bus_id = canonical_bus_id(text_of(nvml.nvmlDeviceGetPciInfo(handle).busId))
-            card = Card(
+            gpu = Gpu(
                 index=index,
                 minor=nvml.nvmlDeviceGetMinorNumber(handle),
                 uuid=uuid,
@@ -106,11 +106,11 @@ class NvmlReader:
             )
         except nvml.NVMLError as error:
             self._session.check_driver(error)
-            blank = Card(index=index, minor=_UNKNOWN_MINOR, uuid=uuid, bus_id="", name="", memory_mib=0)
+            blank = Gpu(index=index, minor=_UNKNOWN_MINOR, uuid=uuid, bus_id="", name="", memory_mib=0)
             return _unhealthy(known or blank, f"NVML: {error}")
         self._answering.add(uuid)
         reason = _MIG_REASON if self._has_mig(nvml, handle) else repair_reason(self._session, nvml, handle)
-        return _unhealthy(card, reason) if reason else card
+        return _unhealthy(gpu, reason) if reason else gpu
 
     def _compute_capability(self, nvml: Any, handle: Any) -> tuple[int, int] | None:
         try:
@@ -123,14 +123,14 @@ class NvmlReader:
     def _has_mig(self, nvml: Any, handle: Any) -> bool:
         try:
             current, _ = nvml.nvmlDeviceGetMigMode(handle)
-        except nvml.NVMLError as error:  # older cards and drivers know no MIG
+        except nvml.NVMLError as error:  # older GPUs and drivers know no MIG
             self._session.check_driver(error)
             return False
         return bool(current)
 
     def _new_index(self, nvml_index: int, taken: Iterable[int]) -> int:
-        """The NVML index, unless a card seen before has it."""
-        used = {card.index for card in self._known.values()} | set(taken)
+        """The NVML index, unless a GPU seen before has it."""
+        used = {gpu.index for gpu in self._known.values()} | set(taken)
         while nvml_index in used:
             nvml_index += 1
         return nvml_index
@@ -144,29 +144,29 @@ class NvmlReader:
         return node if node >= 0 else None
 
     def _inventory(
-        self, nvml: Any, seen: dict[GpuUuid, Card], found: list[FoundCard], failures: list[UnnamedCard]
+        self, nvml: Any, seen: dict[GpuUuid, Gpu], found: list[FoundGpu], failures: list[UnnamedGpu]
     ) -> GpuInventory:
-        handles = {card.uuid: card.handle for card in found if self._can_tell_links(seen[card.uuid])}
-        gone = {uuid: card for uuid, card in self._known.items() if uuid not in seen}
+        handles = {gpu.uuid: gpu.handle for gpu in found if self._can_tell_links(seen[gpu.uuid])}
+        gone = {uuid: gpu for uuid, gpu in self._known.items() if uuid not in seen}
         unnamed = {failure.nvml_index: failure.reason for failure in failures}
-        for uuid, card in gone.items():
+        for uuid, gpu in gone.items():
             reason = unnamed.pop(self._last_nvml_index[uuid], "the driver does not list it any more")
-            seen[uuid] = _unhealthy(card, reason)
-        cards = sorted(seen.values(), key=lambda card: card.index)
+            seen[uuid] = _unhealthy(gpu, reason)
+        gpus = sorted(seen.values(), key=lambda gpu: gpu.index)
         if self._opening_of_links != self._session.openings:
             self._topology.expire_links()
             self._opening_of_links = self._session.openings
-        cards, topology = self._topology.read(nvml, cards, handles)
-        self._known = {card.uuid: card for card in cards}
+        gpus, topology = self._topology.read(nvml, gpus, handles)
+        self._known = {gpu.uuid: gpu for gpu in gpus}
         return GpuInventory(
-            cards=tuple(cards),
+            gpus=tuple(gpus),
             topology=topology,
             driver_version=self._driver_version(nvml),
             unreadable=tuple(sorted(unnamed.items())),
         )
 
-    def _can_tell_links(self, card: Card) -> bool:
-        return card.uuid in self._answering and card.unhealthy_reason != _MIG_REASON
+    def _can_tell_links(self, gpu: Gpu) -> bool:
+        return gpu.uuid in self._answering and gpu.unhealthy_reason != _MIG_REASON
 
     def _driver_version(self, nvml: Any) -> str:
         try:
@@ -176,5 +176,5 @@ class NvmlReader:
             return ""
 
 
-def _unhealthy(card: Card, reason: str) -> Card:
-    return replace(card, health=Health.UNHEALTHY, unhealthy_reason=reason)
+def _unhealthy(gpu: Gpu, reason: str) -> Gpu:
+    return replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=reason)

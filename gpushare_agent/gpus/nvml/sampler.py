@@ -1,7 +1,7 @@
-"""Sampling with an opening of NVML of its own, so that a sample that hangs keeps nobody from looking at the cards.
+"""Sampling with an opening of NVML of its own, so that a sample that hangs keeps nobody from looking at the GPUs.
 
 NVML may be called from several threads and counts its openings: it shuts down when the last one is closed, and only a
-whole shutdown brings back a card that was reset, or a driver that was loaded anew. So the reader's thread, which notices
+whole shutdown brings back a GPU that was reset, or a driver that was loaded anew. So the reader's thread, which notices
 these, also makes the sampler let go. It waits for a round that is under way, but not for one that hangs.
 
 Blocking, only for nvml.py: `sample` from the sampling thread, `looked` from the reader's, `let_go` from either. State owned:
@@ -30,12 +30,12 @@ class NvmlSampler:
         self._enumerated: object = None
 
     def sample(self) -> DriverSample:
-        """One round over all cards. Raises Unavailable."""
+        """One round over all GPUs. Raises Unavailable."""
         with self._turn:
             self._let_go_if_asked()
             found = self._found
             if found != self._enumerated:
-                self._session.forget_cards()
+                self._session.forget_gpus()
                 self._enumerated = found
             try:
                 return self._usage.sample()
@@ -52,7 +52,7 @@ class NvmlSampler:
                 self._turn.release()
 
     def looked(self, found: object) -> None:
-        """What a look found; where that is not what the look before found, the cards are enumerated anew."""
+        """What a look found; where that is not what the look before found, the GPUs are enumerated anew."""
         self._found = found
 
     def _let_go_if_asked(self) -> None:

@@ -1,9 +1,9 @@
 """One opening of NVML, for those that ask it from one thread: the looks and the events have one, the samples another.
 
 NVML counts its openings and shuts down with the last one (nvml_sampler.py). State owned: whether this one is open, how often
-it was, the handles of the cards, and which of them answered the last look. Handles end with the opening that gave them.
+it was, the handles of the GPUs, and which of them answered the last look. Handles end with the opening that gave them.
 
-pynvml is imported when first needed: it costs 30 ms, and a node with simulated cards does not have to have it.
+pynvml is imported when first needed: it costs 30 ms, and a node with simulated GPUs does not have to have it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class DriverLostError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundCard:
-    """A card that has a handle and tells its UUID; what else it answers is not known yet."""
+class FoundGpu:
+    """A GPU that has a handle and tells its UUID; what else it answers is not known yet."""
 
     nvml_index: int
     uuid: GpuUuid
@@ -39,8 +39,8 @@ class FoundCard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnnamedCard:
-    """Why the card at an NVML index could not even be named."""
+class UnnamedGpu:
+    """Why the GPU at an NVML index could not even be named."""
 
     nvml_index: int
     reason: str
@@ -92,47 +92,47 @@ class NvmlSession:
         except self._pynvml.NVMLError:
             return
 
-    def find_cards(self) -> tuple[list[FoundCard], list[UnnamedCard]]:
-        """All cards by NVML's index, asked anew. Raises DriverLostError, Unavailable."""
+    def find_gpus(self) -> tuple[list[FoundGpu], list[UnnamedGpu]]:
+        """All GPUs by NVML's index, asked anew. Raises DriverLostError, Unavailable."""
         nvml = self.open()
         try:
             count = nvml.nvmlDeviceGetCount()
         except nvml.NVMLError as error:
             raise DriverLostError from error
-        looks = [self._find_card(nvml, nvml_index) for nvml_index in range(count)]
-        found = [look for look in looks if isinstance(look, FoundCard)]
-        self._handles = {card.uuid: card.handle for card in found}
-        return found, [look for look in looks if isinstance(look, UnnamedCard)]
+        looks = [self._find_gpu(nvml, nvml_index) for nvml_index in range(count)]
+        found = [look for look in looks if isinstance(look, FoundGpu)]
+        self._handles = {gpu.uuid: gpu.handle for gpu in found}
+        return found, [look for look in looks if isinstance(look, UnnamedGpu)]
 
-    def _find_card(self, nvml: Any, nvml_index: int) -> FoundCard | UnnamedCard:
+    def _find_gpu(self, nvml: Any, nvml_index: int) -> FoundGpu | UnnamedGpu:
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(nvml_index)
             uuid = GpuUuid(text_of(nvml.nvmlDeviceGetUUID(handle)))
         except nvml.NVMLError as error:
             self.check_driver(error)
-            return UnnamedCard(nvml_index=nvml_index, reason=f"NVML: {error}")
-        return FoundCard(nvml_index=nvml_index, uuid=uuid, handle=handle)
+            return UnnamedGpu(nvml_index=nvml_index, reason=f"NVML: {error}")
+        return FoundGpu(nvml_index=nvml_index, uuid=uuid, handle=handle)
 
     def handles(self) -> Mapping[GpuUuid, Any]:
-        """Of the cards that the last enumeration of this opening found. Raises DriverLostError, Unavailable."""
+        """Of the GPUs that the last enumeration of this opening found. Raises DriverLostError, Unavailable."""
         if self._handles is None:
-            self.find_cards()
+            self.find_gpus()
         return self._handles or {}
 
-    def forget_cards(self) -> None:
-        """The next question for handles enumerates the cards anew."""
+    def forget_gpus(self) -> None:
+        """The next question for handles enumerates the GPUs anew."""
         self._handles = None
 
     def answering(self) -> Set[GpuUuid]:
-        """The cards that answered the last look of this opening; all that have a handle where there was none yet."""
+        """The GPUs that answered the last look of this opening; all that have a handle where there was none yet."""
         return self.handles().keys() if self._answering is None else self._answering
 
     def looked(self, answering: Set[GpuUuid]) -> None:
-        """A look found these cards to answer."""
+        """A look found these GPUs to answer."""
         self._answering = frozenset(answering)
 
     def check_driver(self, error: Exception) -> None:
-        """Tells an error of one card from one of the whole driver: raises DriverLostError for the latter."""
+        """Tells an error of one GPU from one of the whole driver: raises DriverLostError for the latter."""
         if self.word(error) in _OF_DRIVER:
             raise DriverLostError from error
 

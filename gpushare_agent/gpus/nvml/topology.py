@@ -1,7 +1,7 @@
-"""How the cards are connected, as NVML tells it: common ancestors on PCIe, and NVLinks.
+"""How the GPUs are connected, as NVML tells it: common ancestors on PCIe, and NVLinks.
 
 State owned: what was read once. PCIe does not change while a node runs, so each pair is asked once; NVLinks are asked
-again whenever NVML was opened anew. A lost card thereby keeps its place in the topology.
+again whenever NVML was opened anew. A lost GPU thereby keeps its place in the topology.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpushare_agent.model.gpus import Card, NvLink
+from gpushare_agent.model.gpus import Gpu, NvLink
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.topology import Link, LinkKind, Topology
 from gpushare_agent.placement.topology_tree import build_topology, kind_by_numa
 
 _ANCESTORS = {
-    0: LinkKind.PIX,  # NVML_TOPOLOGY_INTERNAL: two cards on one board, behind the board's own switch
+    0: LinkKind.PIX,  # NVML_TOPOLOGY_INTERNAL: two GPUs on one board, behind the board's own switch
     10: LinkKind.PIX,  # NVML_TOPOLOGY_SINGLE
     20: LinkKind.PXB,  # NVML_TOPOLOGY_MULTIPLE
     30: LinkKind.PHB,  # NVML_TOPOLOGY_HOSTBRIDGE
@@ -43,8 +43,8 @@ def kernel_bus_id(bus_id: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _CardLinks:
-    """Active NVLinks of a card: to known ends by bus ID, and how many of them go into an NVSwitch."""
+class _GpuLinks:
+    """Active NVLinks of a GPU: to known ends by bus ID, and how many of them go into an NVSwitch."""
 
     links: tuple[NvLink, ...] = ()
     switch_links: int = 0
@@ -53,34 +53,34 @@ class _CardLinks:
         return sum(link.remote_bus_id == bus_id for link in self.links)
 
 
-_NO_LINKS = _CardLinks()
+_NO_LINKS = _GpuLinks()
 
 
 class NvmlTopology:
-    """Reads the topology once and completes it when new cards appear."""
+    """Reads the topology once and completes it when new GPUs appear."""
 
     def __init__(self) -> None:
         self._ancestors: dict[frozenset[GpuUuid], LinkKind] = {}
-        self._links: dict[GpuUuid, _CardLinks] = {}
+        self._links: dict[GpuUuid, _GpuLinks] = {}
         self._up_to_date: set[GpuUuid] = set()
 
     def expire_links(self) -> None:
-        """NVLinks may come up differently after a driver restart: cards that answer are asked again."""
+        """NVLinks may come up differently after a driver restart: GPUs that answer are asked again."""
         self._up_to_date.clear()
 
-    def read(self, nvml: Any, cards: Sequence[Card], handles: Mapping[GpuUuid, Any]) -> tuple[list[Card], Topology]:
-        """The cards with their NVLinks, and the topology with a row per index (unnamed cards: far from all).
+    def read(self, nvml: Any, gpus: Sequence[Gpu], handles: Mapping[GpuUuid, Any]) -> tuple[list[Gpu], Topology]:
+        """The GPUs with their NVLinks, and the topology with a row per index (unnamed GPUs: far from all).
 
-        `handles` has the cards that answer; the others keep what was read of them before.
+        `handles` has the GPUs that answer; the others keep what was read of them before.
         """
         for uuid, handle in handles.items():
             if uuid not in self._up_to_date and (links := _read_links(nvml, handle)) is not None:
                 self._links[uuid] = links
                 self._up_to_date.add(uuid)
-        linked = [replace(card, nvlinks=self._links_of(card).links) for card in cards]
-        rows: list[Card | None] = [None] * (max((card.index for card in cards), default=-1) + 1)
-        for card in linked:
-            rows[card.index] = card
+        linked = [replace(gpu, nvlinks=self._links_of(gpu).links) for gpu in gpus]
+        rows: list[Gpu | None] = [None] * (max((gpu.index for gpu in gpus), default=-1) + 1)
+        for gpu in linked:
+            rows[gpu.index] = gpu
         pcie = [
             [LinkKind.SELF if row == column else self._pcie_kind(nvml, a, b, handles) for column, b in enumerate(rows)]
             for row, a in enumerate(rows)
@@ -89,13 +89,13 @@ class NvmlTopology:
             [self._link(a, b, kind) for b, kind in zip(rows, kinds, strict=True)]
             for a, kinds in zip(rows, pcie, strict=True)
         ]
-        numa = [card.numa_node if card else None for card in rows]
+        numa = [gpu.numa_node if gpu else None for gpu in rows]
         return linked, build_topology(matrix, numa, pcie=pcie)
 
-    def _links_of(self, card: Card) -> _CardLinks:
-        return self._links.get(card.uuid, _NO_LINKS)
+    def _links_of(self, gpu: Gpu) -> _GpuLinks:
+        return self._links.get(gpu.uuid, _NO_LINKS)
 
-    def _pcie_kind(self, nvml: Any, a: Card | None, b: Card | None, handles: Mapping[GpuUuid, Any]) -> LinkKind:
+    def _pcie_kind(self, nvml: Any, a: Gpu | None, b: Gpu | None, handles: Mapping[GpuUuid, Any]) -> LinkKind:
         if a is None or b is None:
             return LinkKind.SYS
         pair = frozenset({a.uuid, b.uuid})
@@ -107,7 +107,7 @@ class NvmlTopology:
             self._ancestors[pair] = _ANCESTORS.get(ancestor, LinkKind.SYS)
         return self._ancestors.get(pair, kind_by_numa(a.numa_node, b.numa_node))
 
-    def _link(self, a: Card | None, b: Card | None, pcie: LinkKind) -> Link:
+    def _link(self, a: Gpu | None, b: Gpu | None, pcie: LinkKind) -> Link:
         if a is None or b is None or a is b:
             return Link(kind=pcie)
         first, second = self._links_of(a), self._links_of(b)
@@ -116,8 +116,8 @@ class NvmlTopology:
         return Link(kind=LinkKind.NVLINK, nvlinks=nvlinks) if nvlinks else Link(kind=pcie)
 
 
-def _read_links(nvml: Any, handle: Any) -> _CardLinks | None:
-    """The card's active NVLinks, None where the card stopped answering half-way."""
+def _read_links(nvml: Any, handle: Any) -> _GpuLinks | None:
+    """The GPU's active NVLinks, None where the GPU stopped answering half-way."""
     links: list[NvLink] = []
     switch_links = 0
     for number in range(nvml.NVML_NVLINK_MAX_LINKS):
@@ -131,7 +131,7 @@ def _read_links(nvml: Any, handle: Any) -> _CardLinks | None:
             continue
         links.append(NvLink(number=number, remote_bus_id=remote))
         switch_links += _goes_to_switch(nvml, handle, number)
-    return _CardLinks(links=tuple(links), switch_links=switch_links)
+    return _GpuLinks(links=tuple(links), switch_links=switch_links)
 
 
 def _goes_to_switch(nvml: Any, handle: Any, number: int) -> bool:
@@ -143,6 +143,6 @@ def _goes_to_switch(nvml: Any, handle: Any, number: int) -> bool:
 
 
 def _says_there_is_none(nvml: Any, error: Exception) -> bool:
-    """A card without this link, without any, or a driver without the call."""
+    """A GPU without this link, without any, or a driver without the call."""
     none = (nvml.NVML_ERROR_INVALID_ARGUMENT, nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND)
     return getattr(error, "value", None) in none

@@ -1,7 +1,7 @@
-"""What the cards and the processes on them use, as NVML tells it. Blocking calls, only for nvml.py.
+"""What the GPUs and the processes on them use, as NVML tells it. Blocking calls, only for nvml.py.
 
-Every value is asked each round, except PCIe traffic: NVML measures that on the spot for 20 ms each way, so one card has
-its turn per round and the others keep their last value. State owned: what each card does not support, and whose turn it
+Every value is asked each round, except PCIe traffic: NVML measures that on the spot for 20 ms each way, so one GPU has
+its turn per round and the others keep their last value. State owned: what each GPU does not support, and whose turn it
 is; both end with the opening of NVML (nvml_session.py).
 
 Source: NVML API reference. Units there: percent, milliwatts, MHz, KB/s (1000 bytes), NVLink in KiB.
@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpushare_agent.gpus.nvml.calls import CardAsker, CardLostError
-from gpushare_agent.gpus.nvml.processes import CardProcesses
+from gpushare_agent.gpus.nvml.calls import GpuLostError, NvmlCaller
+from gpushare_agent.gpus.nvml.processes import GpuProcesses
 from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, NvmlSession
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.usage import CardSample, DriverSample
+from gpushare_agent.model.usage import DriverSample, GpuSample
 
 _ROUNDS_UNTIL_ASKED_AGAIN = 600
-"""What a card does not support can change while NVML is open: MIG mode, permissions."""
+"""What a GPU does not support can change while NVML is open: MIG mode, permissions."""
 
 _ALL_LINKS = 0xFFFFFFFF
 _KIB = 1024
@@ -42,17 +42,17 @@ _THROTTLE_WORDS = {
     0x400: "reliability",
 }
 _GPU_IDLE = 0x001
-"""A card that has nothing to do is not throttled."""
+"""A GPU that has nothing to do is not throttled."""
 
 Values = dict[str, Any]
 """Fields of CardSample."""
 
 
 @dataclass(slots=True)
-class _CardMemory:
+class _GpuMemory:
     """What one round leaves for the next."""
 
-    processes: CardProcesses = field(default_factory=CardProcesses)
+    processes: GpuProcesses = field(default_factory=GpuProcesses)
     unsupported: set[object] = field(default_factory=set)
     pcie: Values = field(default_factory=dict)
 
@@ -62,10 +62,10 @@ class NvmlUsage:
         self._session = session
         self._opening = 0
         self._rounds = 0
-        self._cards: dict[GpuUuid, _CardMemory] = {}
+        self._gpus: dict[GpuUuid, _GpuMemory] = {}
 
     def sample(self) -> DriverSample:
-        """One round over all cards.
+        """One round over all GPUs.
 
         Raises:
             Unavailable: NVML cannot be opened, or was lost as a whole; the next call opens it again.
@@ -75,7 +75,7 @@ class NvmlUsage:
         except DriverLostError as error:
             self._session.close()
             raise Unavailable(
-                f"sampling the cards through NVML failed: {error.__cause__}. It is opened again at the next sample. "
+                f"sampling the GPUs through NVML failed: {error.__cause__}. It is opened again at the next sample. "
                 f"{CHECKLIST}"
             ) from error
 
@@ -86,27 +86,27 @@ class NvmlUsage:
         uuids = sorted(handles)
         has_turn = uuids[self._rounds % len(uuids)] if uuids else None
         errors: Counter[str] = Counter()
-        cards: list[CardSample] = []
+        gpus: list[GpuSample] = []
         for uuid in uuids:
-            memory = self._cards.setdefault(uuid, _CardMemory())
-            asker = CardAsker(self._session, nvml, handles[uuid], unsupported=memory.unsupported, errors=errors)
+            memory = self._gpus.setdefault(uuid, _GpuMemory())
+            asker = NvmlCaller(self._session, nvml, handles[uuid], unsupported=memory.unsupported, errors=errors)
             try:
-                cards.append(_sample_card(uuid, asker, memory, measure_pcie=uuid == has_turn))
-            except CardLostError:
-                del self._cards[uuid]
-        return DriverSample(cards=tuple(cards), errors=dict(sorted(errors.items())))
+                gpus.append(_sample_gpu(uuid, asker, memory, measure_pcie=uuid == has_turn))
+            except GpuLostError:
+                del self._gpus[uuid]
+        return DriverSample(gpus=tuple(gpus), errors=dict(sorted(errors.items())))
 
     def _begin_round(self) -> None:
         if self._opening != self._session.openings:
             self._opening = self._session.openings
-            self._cards.clear()
+            self._gpus.clear()
         self._rounds += 1
         if self._rounds % _ROUNDS_UNTIL_ASKED_AGAIN == 0:
-            for memory in self._cards.values():
+            for memory in self._gpus.values():
                 memory.unsupported.clear()
 
 
-def _sample_card(uuid: GpuUuid, asker: CardAsker, memory: _CardMemory, *, measure_pcie: bool) -> CardSample:
+def _sample_gpu(uuid: GpuUuid, asker: NvmlCaller, memory: _GpuMemory, *, measure_pcie: bool) -> GpuSample:
     values: Values = {}
     for part in _PARTS:
         values.update(part(asker))
@@ -114,10 +114,10 @@ def _sample_card(uuid: GpuUuid, asker: CardAsker, memory: _CardMemory, *, measur
         memory.pcie = dict(_pcie(asker))
     processes = memory.processes.read(asker)
     asker.check_alive()
-    return CardSample(uuid=uuid, processes=processes, **values, **memory.pcie)
+    return GpuSample(uuid=uuid, processes=processes, **values, **memory.pcie)
 
 
-def _utilisation(asker: CardAsker) -> Iterator[tuple[str, Any]]:
+def _utilisation(asker: NvmlCaller) -> Iterator[tuple[str, Any]]:
     rates = asker.value("nvmlDeviceGetUtilizationRates")
     if rates is not None:
         yield "sm_ratio", rates.gpu / 100
@@ -128,7 +128,7 @@ def _utilisation(asker: CardAsker) -> Iterator[tuple[str, Any]]:
             yield name, use[0] / 100
 
 
-def _memory(asker: CardAsker) -> Iterator[tuple[str, Any]]:
+def _memory(asker: NvmlCaller) -> Iterator[tuple[str, Any]]:
     """The second version of the call counts what the driver keeps for itself apart from what is used."""
     use = asker.value("nvmlDeviceGetMemoryInfo", asker.nvml.nvmlMemory_v2)
     if use is None:
@@ -138,7 +138,7 @@ def _memory(asker: CardAsker) -> Iterator[tuple[str, Any]]:
         yield "memory_total_bytes", use.total
 
 
-def _temperature_and_power(asker: CardAsker) -> Iterator[tuple[str, Any]]:
+def _temperature_and_power(asker: NvmlCaller) -> Iterator[tuple[str, Any]]:
     sensor = asker.nvml.NVML_TEMPERATURE_GPU
     degrees = asker.value("nvmlDeviceGetTemperatureV", sensor)
     if degrees is None:
@@ -148,7 +148,7 @@ def _temperature_and_power(asker: CardAsker) -> Iterator[tuple[str, Any]]:
     yield "power_limit_watts", _scaled(asker.value("nvmlDeviceGetEnforcedPowerLimit"), 1 / 1000)
 
 
-def _clocks(asker: CardAsker) -> Iterator[tuple[str, Any]]:
+def _clocks(asker: NvmlCaller) -> Iterator[tuple[str, Any]]:
     nvml = asker.nvml
     yield "sm_clock_hertz", _scaled(asker.value("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM), _MHZ)
     yield "memory_clock_hertz", _scaled(asker.value("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM), _MHZ)
@@ -165,8 +165,8 @@ def throttle_words(mask: int) -> tuple[str, ...]:
     return tuple(sorted(_THROTTLE_WORDS.get(bit, f"unknown_{bit:#x}") for bit in bits))
 
 
-def _counters(asker: CardAsker) -> Iterator[tuple[str, Any]]:
-    """All in one call; those that the card does not have are left out of the next one."""
+def _counters(asker: NvmlCaller) -> Iterator[tuple[str, Any]]:
+    """All in one call; those that the GPU does not have are left out of the next one."""
     nvml = asker.nvml
     wanted = {
         "ecc_corrected_total": ((nvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL, 0), 1),
@@ -179,7 +179,7 @@ def _counters(asker: CardAsker) -> Iterator[tuple[str, Any]]:
         yield name, None if count is None else int(count) * unit
 
 
-def _pcie(asker: CardAsker) -> Iterator[tuple[str, Any]]:
+def _pcie(asker: NvmlCaller) -> Iterator[tuple[str, Any]]:
     nvml = asker.nvml
     received = asker.value("nvmlDeviceGetPcieThroughput", nvml.NVML_PCIE_UTIL_RX_BYTES)
     sent = asker.value("nvmlDeviceGetPcieThroughput", nvml.NVML_PCIE_UTIL_TX_BYTES)
@@ -191,7 +191,7 @@ def _scaled(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
 
-_PARTS: tuple[Callable[[CardAsker], Iterator[tuple[str, Any]]], ...] = (
+_PARTS: tuple[Callable[[NvmlCaller], Iterator[tuple[str, Any]]], ...] = (
     _memory,
     _utilisation,
     _temperature_and_power,

@@ -1,6 +1,6 @@
-"""Cards that do not exist: a driver for rehearsing on machines without GPUs, and for the embedded node.
+"""GPUs that do not exist: a driver for rehearsing on machines without GPUs, and for the embedded node.
 
-It answers as the NVML driver does, from settings and files instead of hardware. Cards keep their UUIDs over restarts: these
+It answers as the NVML driver does, from settings and files instead of hardware. GPUs keep their UUIDs over restarts: these
 are made from the seed (the node's name) and the index. What they use and how they fail is rehearsed through two files that
 somebody writes while the agent runs: simulated_usage.py and simulated_faults.py tell their formats.
 
@@ -17,52 +17,52 @@ from pathlib import Path
 from gpushare_agent.gpus.events import GpuEvent
 from gpushare_agent.gpus.simulated.faults import Faults, parse_faults
 from gpushare_agent.gpus.simulated.input import SimulatedInput
-from gpushare_agent.gpus.simulated.usage import Usage, card_samples, parse_usage
+from gpushare_agent.gpus.simulated.usage import Usage, gpu_samples, parse_usage
 from gpushare_agent.model.errors import StartupError, Unavailable
-from gpushare_agent.model.gpus import Card, GpuInventory, Health, NvLink
+from gpushare_agent.model.gpus import Gpu, GpuInventory, Health, NvLink
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.topology import Link, LinkKind
 from gpushare_agent.model.usage import DriverSample
-from gpushare_agent.placement.topology_text import MAX_CARDS, ParsedTopology, parse_topology
+from gpushare_agent.placement.topology_text import MAX_GPUS, ParsedTopology, parse_topology
 from gpushare_agent.placement.topology_tree import build_topology
 
 DRIVER_VERSION = "535.0-simulated"
-CARDS_PER_NUMA_NODE = 4
+GPUS_PER_NUMA_NODE = 4
 _UUID_SPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "simulated-cards.gpushare-agent")
 _NVSWITCH_BUS_ID = "00000000:FE:00.0"
-_MAX_NVLINKS_OF_A_CARD = 36
+_MAX_NVLINKS_OF_A_GPU = 36
 _MAX_EVENTS_AT_ONCE = 1024
 _RESET_REASON = "being reset (simulated)"
 
 
 class SimulatedDriver:
-    """Simulated cards. With a topology text its cards are those of the text, else `cards` cards in a default layout.
+    """Simulated GPUs. With a topology text its GPUs are those of the text, else `cards` GPUs in a default layout.
 
-    `card_memory_mib` has one value per card; a shorter list repeats its last value.
+    `card_memory_mib` has one value per GPU; a shorter list repeats its last value.
     """
 
     def __init__(
         self,
         *,
-        cards: int,
-        card_memory_mib: Sequence[int],
+        gpus: int,
+        gpu_memory_mib: Sequence[int],
         topology_text: str | None,
-        card_name: str,
+        gpu_name: str,
         seed: str,
         faults_file: Path | None = None,
         usage_file: Path | None = None,
     ) -> None:
         """Raises StartupError for sizes that do not fit together, Corrupt for a topology text that is none."""
-        parsed = parse_topology(topology_text) if topology_text is not None else default_topology(cards)
-        memory = _spread_memory(card_memory_mib, len(parsed.links))
+        parsed = parse_topology(topology_text) if topology_text is not None else default_topology(gpus)
+        memory = _spread_memory(gpu_memory_mib, len(parsed.links))
         self._inventory = GpuInventory(
-            cards=tuple(
-                Card(
+            gpus=tuple(
+                Gpu(
                     index=index,
                     minor=index,
                     uuid=simulated_uuid(seed, index),
                     bus_id=_bus_id(index),
-                    name=card_name,
+                    name=gpu_name,
                     memory_mib=memory_mib,
                     numa_node=parsed.numa[index],
                     nvlinks=_nvlinks(parsed.links[index]),
@@ -79,35 +79,35 @@ class SimulatedDriver:
         self._reported_reset: int | None = None
 
     async def read(self) -> GpuInventory:
-        """The cards, lost ones Unhealthy, and so those that were reset since the last look.
+        """The GPUs, lost ones Unhealthy, and so those that were reset since the last look.
 
         Raises:
             Unavailable: the faults file says that the whole driver is lost, or cannot be read in time.
         """
-        faults = await self._look("reading the simulated cards")
+        faults = await self._look("reading the simulated GPUs")
         return _with_faults(self._inventory, {**self._new_resets(faults), **faults.lost})
 
     async def events(self) -> list[GpuEvent]:
         """The events of the faults file that were not reported yet. Raises Unavailable, as read does."""
-        faults = await self._look("reading the simulated cards' events")
+        faults = await self._look("reading the simulated GPUs' events")
         known = self._reported_event or 0
         new = [event for event in faults.events if event.id > known][:_MAX_EVENTS_AT_ONCE]
         if new:
             self._reported_event = new[-1].id
-        uuids = {card.index: card.uuid for card in self._inventory.cards}
+        uuids = {gpu.index: gpu.uuid for gpu in self._inventory.gpus}
         return [
-            GpuEvent(kind=event.kind, uuid=None if event.card is None else uuids[event.card], xid=event.xid)
+            GpuEvent(kind=event.kind, uuid=None if event.gpu is None else uuids[event.gpu], xid=event.xid)
             for event in new
-            if event.card is None or event.card in uuids
+            if event.gpu is None or event.gpu in uuids
         ]
 
     async def sample(self) -> DriverSample:
-        """What the usage file says, of all cards that are not lost. Raises Unavailable, as read does."""
-        faults = await self._look("reading the simulated cards' use")
+        """What the usage file says, of all GPUs that are not lost. Raises Unavailable, as read does."""
+        faults = await self._look("reading the simulated GPUs' use")
         usage, _ = await self._usage.read()
-        there = [card for card in self._inventory.cards if card.index not in faults.lost]
-        lost = len(self._inventory.cards) - len(there)
-        return DriverSample(cards=card_samples(there, usage), errors={"gpu_is_lost": lost} if lost else {})
+        there = [gpu for gpu in self._inventory.gpus if gpu.index not in faults.lost]
+        lost = len(self._inventory.gpus) - len(there)
+        return DriverSample(gpus=gpu_samples(there, usage), errors={"gpu_is_lost": lost} if lost else {})
 
     async def close(self) -> None:
         """Nothing is held open."""
@@ -124,38 +124,38 @@ class SimulatedDriver:
     def _new_resets(self, faults: Faults) -> dict[int, str]:
         known = self._reported_reset or 0
         self._reported_reset = max((known, *(reset.id for reset in faults.resets)))
-        return {reset.card: _RESET_REASON for reset in faults.resets if reset.id > known}
+        return {reset.gpu: _RESET_REASON for reset in faults.resets if reset.id > known}
 
 
 def simulated_uuid(seed: str, index: int) -> GpuUuid:
-    """The UUID of a simulated card: the same for the same seed and index, for ever."""
+    """The UUID of a simulated GPU: the same for the same seed and index, for ever."""
     return GpuUuid(f"GPU-{uuid.uuid5(_UUID_SPACE, f'{seed}/{index}')}")
 
 
-def default_topology(cards: int) -> ParsedTopology:
+def default_topology(gpus: int) -> ParsedTopology:
     """A plausible server: pairs behind a PCIe switch, two pairs a NUMA node."""
-    if not 1 <= cards <= MAX_CARDS:
-        raise StartupError(f"simulating {cards} cards is not possible: choose 1 to {MAX_CARDS} (--cards)")
-    rows = tuple(tuple(_default_link(a, b) for b in range(cards)) for a in range(cards))
-    return ParsedTopology(links=rows, numa=tuple(index // CARDS_PER_NUMA_NODE for index in range(cards)))
+    if not 1 <= gpus <= MAX_GPUS:
+        raise StartupError(f"simulating {gpus} GPUs is not possible: choose 1 to {MAX_GPUS} (--cards)")
+    rows = tuple(tuple(_default_link(a, b) for b in range(gpus)) for a in range(gpus))
+    return ParsedTopology(links=rows, numa=tuple(index // GPUS_PER_NUMA_NODE for index in range(gpus)))
 
 
 def _default_link(a: int, b: int) -> Link:
     if a == b:
         return Link(kind=LinkKind.SELF)
-    if a // CARDS_PER_NUMA_NODE != b // CARDS_PER_NUMA_NODE:
+    if a // GPUS_PER_NUMA_NODE != b // GPUS_PER_NUMA_NODE:
         return Link(kind=LinkKind.SYS)
     return Link(kind=LinkKind.PIX if a // 2 == b // 2 else LinkKind.PHB)
 
 
-def _spread_memory(card_memory_mib: Sequence[int], cards: int) -> list[int]:
-    if not card_memory_mib or any(memory <= 0 for memory in card_memory_mib):
-        raise StartupError(f"card memory must be one or more sizes above 0 MiB, not {list(card_memory_mib)}")
-    if len(card_memory_mib) > cards:
+def _spread_memory(gpu_memory_mib: Sequence[int], gpus: int) -> list[int]:
+    if not gpu_memory_mib or any(memory <= 0 for memory in gpu_memory_mib):
+        raise StartupError(f"GPU memory must be one or more sizes above 0 MiB, not {list(gpu_memory_mib)}")
+    if len(gpu_memory_mib) > gpus:
         raise StartupError(
-            f"{len(card_memory_mib)} card memory sizes were given for {cards} cards: name at most one size per card"
+            f"{len(gpu_memory_mib)} GPU memory sizes were given for {gpus} GPUs: name at most one size per GPU"
         )
-    return [card_memory_mib[min(index, len(card_memory_mib) - 1)] for index in range(cards)]
+    return [gpu_memory_mib[min(index, len(gpu_memory_mib) - 1)] for index in range(gpus)]
 
 
 def _bus_id(index: int) -> str:
@@ -164,19 +164,19 @@ def _bus_id(index: int) -> str:
 
 
 def _nvlinks(row: Sequence[Link]) -> tuple[NvLink, ...]:
-    """A matrix row as links of the card. More links than a card can have means that they all go through an NVSwitch."""
+    """A matrix row as links of the GPU. More links than a GPU can have means that they all go through an NVSwitch."""
     counts = [(peer, link.nvlinks) for peer, link in enumerate(row) if link.kind is LinkKind.NVLINK]
     remotes = [_bus_id(peer) for peer, nvlinks in counts for _ in range(nvlinks)]
-    if len(remotes) > _MAX_NVLINKS_OF_A_CARD:
+    if len(remotes) > _MAX_NVLINKS_OF_A_GPU:
         remotes = [_NVSWITCH_BUS_ID] * max(nvlinks for _, nvlinks in counts)
     return tuple(NvLink(number=number, remote_bus_id=remote) for number, remote in enumerate(remotes))
 
 
 def _with_faults(inventory: GpuInventory, lost: dict[int, str]) -> GpuInventory:
-    cards = tuple(
-        replace(card, health=Health.UNHEALTHY, unhealthy_reason=lost[card.index] or "lost, no reason given")
-        if card.index in lost
-        else card
-        for card in inventory.cards
+    gpus = tuple(
+        replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=lost[gpu.index] or "lost, no reason given")
+        if gpu.index in lost
+        else gpu
+        for gpu in inventory.gpus
     )
-    return replace(inventory, cards=cards)
+    return replace(inventory, gpus=gpus)

@@ -1,8 +1,8 @@
-"""The faults file of simulated cards: what fails, what the driver reports, which card was reset. Pure.
+"""The faults file of simulated GPUs: what fails, what the driver reports, which GPU was reset. Pure.
 
 `{"lost": {"<index>": "<reason>"}, "all_lost": "<reason>", "xids": [{"id": 1, "card": 3, "xid": 79}],
 "resets": [{"id": 2, "card": 3}]}`, each key optional (docs/sandbox.md). IDs grow; those that a driver finds at its first
-look are history to it. An entry of `xids` may have `"kind": "double-bit-ecc"` instead of an xid, and no card, as where a
+look are history to it. An entry of `xids` may have `"kind": "double-bit-ecc"` instead of an xid, and no GPU, as where a
 driver does not say which.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from gpushare_agent.gpus.events import GpuEventKind
 from gpushare_agent.gpus.simulated.input import entries, whole_number
-from gpushare_agent.placement.topology_text import MAX_CARDS
+from gpushare_agent.placement.topology_text import MAX_GPUS
 
 MAX_EVENTS = 100_000
 _MAX_XID = 100_000
@@ -26,22 +26,22 @@ class RehearsedEvent:
     """`card` is None where the driver shall not say which."""
 
     id: int
-    card: int | None
+    gpu: int | None
     kind: GpuEventKind = GpuEventKind.XID
     xid: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsedReset:
-    """The card is lost at the next look, and back at the one after it."""
+    """The GPU is lost at the next look, and back at the one after it."""
 
     id: int
-    card: int
+    gpu: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """`lost` maps card index to reason; an empty `all_lost` means the driver answers. Events and resets by ID."""
+    """`lost` maps GPU index to reason; an empty `all_lost` means the driver answers. Events and resets by ID."""
 
     lost: dict[int, str] = field(default_factory=dict)
     all_lost: str = ""
@@ -63,7 +63,7 @@ def parse_faults(text: str) -> Faults:
         )
     events = [_event(entry) for entry in entries(raw_faults, "xids", MAX_EVENTS)]
     resets = [
-        RehearsedReset(id=whole_number(entry, "id", 1, _MAX_ID), card=whole_number(entry, "card", 0, MAX_CARDS - 1))
+        RehearsedReset(id=whole_number(entry, "id", 1, _MAX_ID), gpu=whole_number(entry, "card", 0, MAX_GPUS - 1))
         for entry in entries(raw_faults, "resets", MAX_EVENTS)
     ]
     return Faults(
@@ -80,11 +80,11 @@ def encode_faults(faults: Faults) -> str:
     if faults.all_lost:
         raw["all_lost"] = faults.all_lost
     raw["xids"] = [
-        {"id": event.id, "card": event.card}
+        {"id": event.id, "card": event.gpu}
         | ({"xid": event.xid} if event.kind is GpuEventKind.XID else {"kind": event.kind.value})
         for event in faults.events
     ]
-    raw["resets"] = [{"id": reset.id, "card": reset.card} for reset in faults.resets]
+    raw["resets"] = [{"id": reset.id, "card": reset.gpu} for reset in faults.resets]
     return json.dumps(raw)
 
 
@@ -92,7 +92,7 @@ def _event(entry: dict[str, Any]) -> RehearsedEvent:
     kind = GpuEventKind(entry.get("kind", GpuEventKind.XID.value))
     return RehearsedEvent(
         id=whole_number(entry, "id", 1, _MAX_ID),
-        card=None if entry.get("card") is None else whole_number(entry, "card", 0, MAX_CARDS - 1),
+        gpu=None if entry.get("card") is None else whole_number(entry, "card", 0, MAX_GPUS - 1),
         kind=kind,
         xid=whole_number(entry, "xid", 1, _MAX_XID) if kind is GpuEventKind.XID else 0,
     )

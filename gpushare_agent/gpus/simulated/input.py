@@ -1,4 +1,4 @@
-"""JSON files that tell simulated cards what to do: read again at every look, written by a person, a test or the sandbox.
+"""JSON files that tell simulated GPUs what to do: read again at every look, written by a person, a test or the sandbox.
 
 A file that is absent, no regular file, too large or malformed says nothing, and one line of log tells so. State owned: what
 was last said about the file. The formats are simulated_faults' and simulated_usage's.
@@ -48,7 +48,7 @@ class SimulatedInput(Generic[T]):
             async with asyncio.timeout(_READ_TIMEOUT_S):
                 return await asyncio.to_thread(self._read, self._path)
         except TimeoutError as error:
-            text = f"reading the simulated cards' {self._name} file {self._path} took longer than {_READ_TIMEOUT_S:g} s"
+            text = f"reading the simulated GPUs' {self._name} file {self._path} took longer than {_READ_TIMEOUT_S:g} s"
             raise Unavailable(f"{text}; it is read again at the next look. Check its file system.") from error
 
     def _read(self, path: Path) -> tuple[T, bool]:

@@ -1,7 +1,7 @@
-"""The usage file of simulated cards: what processes use of them. Pure; what a card as a whole shows is computed from it.
+"""The usage file of simulated GPUs: what processes use of them. Pure; what a GPU as a whole shows is computed from it.
 
 `{"processes": [{"pid": 123, "card": 0, "sm": 0.25, "memory_bytes": 1073741824}]}` (docs/sandbox.md). Ratios are of the whole
-card, 0..1. Optional: `memory`, `encoder` and `decoder`, ratios too, and `kind`: compute, graphics or mps.
+GPU, 0..1. Optional: `memory`, `encoder` and `decoder`, ratios too, and `kind`: compute, graphics or mps.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpushare_agent.gpus.simulated.input import entries, ratio, whole_number
-from gpushare_agent.model.gpus import Card
-from gpushare_agent.model.usage import CardSample, ProcessKind, ProcessSample
-from gpushare_agent.placement.topology_text import MAX_CARDS
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.usage import GpuSample, ProcessKind, ProcessSample
+from gpushare_agent.placement.topology_text import MAX_GPUS
 
 MAX_PROCESSES = 50_000
 MAX_PID = 4_194_304
@@ -35,7 +35,7 @@ _CAPPED_FROM = 0.97
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsedProcess:
-    card: int
+    gpu: int
     sample: ProcessSample
 
 
@@ -50,19 +50,19 @@ def parse_usage(text: str) -> Usage:
     found = [_process(entry) for entry in entries(raw_usage, "processes", MAX_PROCESSES)]
     seen: set[tuple[int, int]] = set()
     for process in found:
-        where = (process.card, process.sample.pid)
+        where = (process.gpu, process.sample.pid)
         if where in seen:
-            raise ValueError(f"process {where[1]} is on card {where[0]} twice")
+            raise ValueError(f"process {where[1]} is on GPU {where[0]} twice")
         seen.add(where)
     return tuple(found)
 
 
 def encode_usage(usage: Iterable[RehearsedProcess]) -> str:
-    """What parse_usage reads, by card and PID."""
+    """What parse_usage reads, by GPU and PID."""
     raw = [
-        {"pid": process.sample.pid, "card": process.card, "sm": process.sample.sm_ratio,
+        {"pid": process.sample.pid, "card": process.gpu, "sm": process.sample.sm_ratio,
          "memory_bytes": process.sample.memory_bytes}
-        for process in sorted(usage, key=lambda process: (process.card, process.sample.pid))
+        for process in sorted(usage, key=lambda process: (process.gpu, process.sample.pid))
     ]  # fmt: skip
     return json.dumps({"processes": raw})
 
@@ -78,25 +78,25 @@ def _process(entry: dict[str, Any]) -> RehearsedProcess:
         encoder_ratio=ratio(entry, "encoder") or 0.0,
         decoder_ratio=ratio(entry, "decoder") or 0.0,
     )
-    return RehearsedProcess(card=whole_number(entry, "card", 0, MAX_CARDS - 1), sample=sample)
+    return RehearsedProcess(gpu=whole_number(entry, "card", 0, MAX_GPUS - 1), sample=sample)
 
 
-def card_samples(cards: Sequence[Card], usage: Usage) -> tuple[CardSample, ...]:
-    """One for each card, in their order; processes on a card that is not there are left out."""
-    by_card: dict[int, list[ProcessSample]] = {card.index: [] for card in cards}
+def gpu_samples(gpus: Sequence[Gpu], usage: Usage) -> tuple[GpuSample, ...]:
+    """One for each GPU, in their order; processes on a GPU that is not there are left out."""
+    by_gpu: dict[int, list[ProcessSample]] = {gpu.index: [] for gpu in gpus}
     for process in usage:
-        if process.card in by_card:
-            by_card[process.card].append(process.sample)
-    return tuple(_card_sample(card, by_card[card.index]) for card in cards)
+        if process.gpu in by_gpu:
+            by_gpu[process.gpu].append(process.sample)
+    return tuple(_gpu_sample(gpu, by_gpu[gpu.index]) for gpu in gpus)
 
 
-def _card_sample(card: Card, processes: Sequence[ProcessSample]) -> CardSample:
-    """The sums, none above the whole card; temperature, power, clocks and traffic as a card under such a load has them."""
-    total_bytes = card.memory_mib * _MIB
+def _gpu_sample(gpu: Gpu, processes: Sequence[ProcessSample]) -> GpuSample:
+    """The sums, none above the whole GPU; temperature, power, clocks and traffic as a GPU under such a load has them."""
+    total_bytes = gpu.memory_mib * _MIB
     load = _whole(p.sm_ratio for p in processes)
     memory_load = _whole(p.memory_ratio for p in processes)
-    return CardSample(
-        uuid=card.uuid,
+    return GpuSample(
+        uuid=gpu.uuid,
         sm_ratio=load,
         memory_ratio=memory_load,
         encoder_ratio=_whole(p.encoder_ratio for p in processes),

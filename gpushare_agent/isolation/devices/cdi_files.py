@@ -25,7 +25,7 @@ from gpushare_agent.model.cdi import OWN_SPEC_NAME, SpecFile, is_device_name, is
 from gpushare_agent.model.errors import Unavailable
 
 MAX_BYTES = 1024 * 1024
-"""A spec of nvidia-ctk for eight cards has some 60 KB."""
+"""A spec of nvidia-ctk for eight GPUs has some 60 KB."""
 MAX_FILES = 200
 """Of one directory, in order of name."""
 _MAX_DEVICES = 4096
@@ -210,6 +210,6 @@ def _require_no_directory(directory: int) -> None:
 
 def _refused(what: str, path: Path, error: OSError) -> Unavailable:
     return Unavailable(
-        f"{what} the CDI spec {path} failed: {error.strerror or error}. Containers that get cards by CDI do not start"
+        f"{what} the CDI spec {path} failed: {error.strerror or error}. Containers that get GPUs by CDI do not start"
         " without it; make the directory writable, or choose another with --cdi.spec-directories, one that the runtime reads"
     )

@@ -1,7 +1,7 @@
-"""The agent's own CDI spec: which cards it must name, and what it says of them. Pure.
+"""The agent's own CDI spec: which GPUs it must name, and what it says of them. Pure.
 
 Somebody else's specs (those of nvidia-ctk, mostly) go first, for they also bring the driver's libraries: ours names only the
-cards that no other names. Two files of one directory that name the same device make its name ambiguous, and runtimes then
+GPUs that no other names. Two files of one directory that name the same device make its name ambiguous, and runtimes then
 know it no more; of two directories the later one counts.
 
 Source: the CDI specification 1.1.0 and its reference library. docs/device-lists.md tells operators more.
@@ -16,24 +16,24 @@ from pathlib import Path
 from typing import Any
 
 from gpushare_agent.model.cdi import SpecFile
-from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import ENV_VISIBLE_DEVICES, LIBRARY_DIRECTORY, GpuUuid
 
 SPEC_CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
 """All that CUDA and graphics may want. Those that the host lacks are left out: a runtime would not start the container."""
 
 _VOID = f"{ENV_VISIBLE_DEVICES}=void"
-"""Under NVIDIA's runtime the card shall not come in a second way."""
+"""Under NVIDIA's runtime the GPU shall not come in a second way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecNodes:
-    """What the host has: the control nodes that exist; whether cards have nodes at all (simulated ones may not). Where
-    `driver_directory` is given, every container with a card of ours gets it at /usr/local/nvidia. `absent` are paths that
+    """What the host has: the control nodes that exist; whether GPUs have nodes at all (simulated ones may not). Where
+    `driver_directory` is given, every container with a GPU of ours gets it at /usr/local/nvidia. `absent` are paths that
     the spec would have and the host lacks."""
 
     control: tuple[str, ...] = SPEC_CONTROL_NODES
-    has_card_nodes: bool = True
+    has_gpu_nodes: bool = True
     driver_directory: Path | None = None
     absent: tuple[str, ...] = ()
 
@@ -65,29 +65,29 @@ def naming(files: Iterable[SpecFile], kind: str, devices: Iterable[str]) -> Nami
     return Naming(named=named, ambiguous=ambiguous)
 
 
-def cards_to_name(cards: Sequence[Card], others: Naming, nodes: SpecNodes) -> tuple[Card, ...]:
-    """Those that nobody else names, in order of index. A card without a minor number has no node yet."""
+def gpus_to_name(gpus: Sequence[Gpu], others: Naming, nodes: SpecNodes) -> tuple[Gpu, ...]:
+    """Those that nobody else names, in order of index. A GPU without a minor number has no node yet."""
     return tuple(
-        card
-        for card in sorted(cards, key=lambda card: card.index)
-        if card.uuid not in others.named
-        and card.uuid not in others.ambiguous
-        and (card.minor >= 0 or not nodes.has_card_nodes)
+        gpu
+        for gpu in sorted(gpus, key=lambda gpu: gpu.index)
+        if gpu.uuid not in others.named
+        and gpu.uuid not in others.ambiguous
+        and (gpu.minor >= 0 or not nodes.has_gpu_nodes)
     )
 
 
-def build_spec(cards: Sequence[Card], kind: str, nodes: SpecNodes) -> dict[str, Any]:
+def build_spec(gpus: Sequence[Gpu], kind: str, nodes: SpecNodes) -> dict[str, Any]:
     """The spec for `cards`, at least one.
 
-    A device may not be without edits, so a card without a node has the variable. There is no device `all`: nobody here asks
-    for it, and it would be a name for every card that outlives the agent.
+    A device may not be without edits, so a GPU without a node has the variable. There is no device `all`: nobody here asks
+    for it, and it would be a name for every GPU that outlives the agent.
     """
     devices = []
-    for card in cards:
-        edits = {"deviceNodes": [_node(f"/dev/nvidia{card.minor}")]} if nodes.has_card_nodes else {"env": [_VOID]}
-        devices.append({"name": str(card.uuid), "containerEdits": edits})
+    for gpu in gpus:
+        edits = {"deviceNodes": [_node(f"/dev/nvidia{gpu.minor}")]} if nodes.has_gpu_nodes else {"env": [_VOID]}
+        devices.append({"name": str(gpu.uuid), "containerEdits": edits})
     common: dict[str, Any] = {"env": [_VOID]}
-    if nodes.has_card_nodes and nodes.control:
+    if nodes.has_gpu_nodes and nodes.control:
         common["deviceNodes"] = [_node(path) for path in nodes.control]
     if nodes.driver_directory is not None:
         common["mounts"] = [
@@ -97,7 +97,7 @@ def build_spec(cards: Sequence[Card], kind: str, nodes: SpecNodes) -> dict[str, 
                 "options": ["ro", "nosuid", "nodev", "rbind", "rprivate"],
             }
         ]
-    version = spec_version(kind, [card.uuid for card in cards])
+    version = spec_version(kind, [gpu.uuid for gpu in gpus])
     return {"cdiVersion": version, "kind": kind, "devices": devices, "containerEdits": common}
 
 

@@ -1,6 +1,6 @@
-"""Keeps a CDI name for every card: by somebody else's specs where they name it, else by the agent's own.
+"""Keeps a CDI name for every GPU: by somebody else's specs where they name it, else by the agent's own.
 
-Look again whenever the cards change, and every now and then: control nodes appear when a card is first used, and a spec that
+Look again whenever the GPUs change, and every now and then: control nodes appear when a GPU is first used, and a spec that
 nvidia-ctk writes later beside ours would make our names ambiguous, which the next look cures. All calls block; run them in a
 DaemonThread, one at a time. State owned: none but the file.
 """
@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import structlog
 
-from gpushare_agent.isolation.devices.cdi_spec import SpecNodes, build_spec, cards_to_name, encode_spec, naming
+from gpushare_agent.isolation.devices.cdi_spec import SpecNodes, build_spec, encode_spec, gpus_to_name, naming
 from gpushare_agent.model.cdi import SpecFile
-from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.gpus import Gpu
 
 log = structlog.get_logger(__name__)
 
@@ -48,8 +48,8 @@ class SpecChange(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CdiState:
-    """Who names which card, by UUID: the file that the runtime uses once `change` is made. `spec` is the agent's own, None
-    where it needs none. `troubles` are cards without a name, each with the cure; `passed_over` files that are no specs;
+    """Who names which GPU, by UUID: the file that the runtime uses once `change` is made. `spec` is the agent's own, None
+    where it needs none. `troubles` are GPUs without a name, each with the cure; `passed_over` files that are no specs;
     `left_out` what the spec lacks because the host does."""
 
     kind: str
@@ -70,30 +70,30 @@ class CdiSpecs:
         self._files = files
         self._kind = kind
         self._nodes = nodes
-        self._told: tuple[str, ...] = ()
+        self._reported: tuple[str, ...] = ()
 
-    def plan(self, cards: Sequence[Card]) -> CdiState:
+    def plan(self, gpus: Sequence[Gpu]) -> CdiState:
         """What `ensure` would do; changes nothing."""
         own_path = str(self._files.own_path)
         files, nodes = self._files.read(), self._nodes()
         others = [file for file in files if file.path != own_path]
-        found = naming(others, self._kind, [card.uuid for card in cards])
-        ours = cards_to_name(cards, found, nodes)
+        found = naming(others, self._kind, [gpu.uuid for gpu in gpus])
+        ours = gpus_to_name(gpus, found, nodes)
         spec = build_spec(ours, self._kind, nodes) if ours else None
-        named = dict(found.named) | dict.fromkeys((card.uuid for card in ours), own_path)
-        unnamed = tuple(card.uuid for card in cards if card.uuid not in named)
+        named = dict(found.named) | dict.fromkeys((gpu.uuid for gpu in ours), own_path)
+        unnamed = tuple(gpu.uuid for gpu in gpus if gpu.uuid not in named)
         return CdiState(
             kind=self._kind,
             own_path=own_path,
-            named=tuple((card.uuid, named[card.uuid]) for card in cards if card.uuid in named),
+            named=tuple((gpu.uuid, named[gpu.uuid]) for gpu in gpus if gpu.uuid in named),
             unnamed=unnamed,
             spec=spec,
-            change=self._change(spec, cards, files),
+            change=self._change(spec, gpus, files),
             troubles=(
                 *(_ambiguity(self._kind, uuid, paths) for uuid, paths in found.ambiguous.items()),
                 *(
-                    f"{self._kind}={uuid} has no name: the driver does not tell the card's minor number. Containers that get"
-                    " it do not start; see the card's health"
+                    f"{self._kind}={uuid} has no name: the driver does not tell the GPU's minor number. Containers that get"
+                    " it do not start; see the GPU's health"
                     for uuid in unnamed
                     if uuid not in found.ambiguous
                 ),
@@ -102,15 +102,15 @@ class CdiSpecs:
             left_out=tuple(f"{path}: not on this host" for path in nodes.absent) if spec else (),
         )
 
-    def ensure(self, cards: Sequence[Card]) -> CdiState:
+    def ensure(self, gpus: Sequence[Gpu]) -> CdiState:
         """Writes the agent's own spec, or removes it where it names nothing any more; what was done is in `change`.
 
-        Without any card the file stays: a driver that is away for a moment takes no names from running containers' restarts.
+        Without any GPU the file stays: a driver that is away for a moment takes no names from running containers' restarts.
 
         Raises:
             Unavailable: the file could not be written or removed; what was there stays.
         """
-        state = self.plan(cards)
+        state = self.plan(gpus)
         if state.change is SpecChange.WRITTEN and state.spec is not None:
             self._files.write(encode_spec(state.spec))
         if state.change is SpecChange.REMOVED:
@@ -120,23 +120,23 @@ class CdiSpecs:
         self._tell(state)
         return state
 
-    def _change(self, spec: Mapping[str, Any] | None, cards: Sequence[Card], files: Sequence[SpecFile]) -> SpecChange:
+    def _change(self, spec: Mapping[str, Any] | None, gpus: Sequence[Gpu], files: Sequence[SpecFile]) -> SpecChange:
         if spec is not None:
             return SpecChange.NONE if self._files.holds(encode_spec(spec)) else SpecChange.WRITTEN
         is_there = any(file.path == str(self._files.own_path) for file in files)
-        return SpecChange.REMOVED if cards and is_there else SpecChange.NONE
+        return SpecChange.REMOVED if gpus and is_there else SpecChange.NONE
 
     def _tell(self, state: CdiState) -> None:
         """Once, until it changes."""
-        told = (*state.troubles, *state.passed_over, *state.left_out)
-        for text in told:
-            if text not in self._told:
+        reported = (*state.troubles, *state.passed_over, *state.left_out)
+        for text in reported:
+            if text not in self._reported:
                 log.warning("cdi_spec_trouble", detail=text)
-        self._told = told
+        self._reported = reported
 
 
 def _ambiguity(kind: str, uuid: str, paths: Sequence[str]) -> str:
     return (
         f"{kind}={uuid} is named by {' and '.join(paths)}, files of one directory: container runtimes refuse such a name,"
-        " and containers that get the card do not start. Remove all but one of the files"
+        " and containers that get the GPU do not start. Remove all but one of the files"
     )

@@ -1,4 +1,4 @@
-"""Looks again and again that a CDI spec names every card (isolation/devices/cdi_specs.py does the work, in a thread).
+"""Looks again and again that a CDI spec names every GPU (isolation/devices/cdi_specs.py does the work, in a thread).
 
 State owned: the last trouble, for the log.
 """
@@ -14,7 +14,7 @@ import structlog
 
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import AgentError
-from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.gpus import Gpu
 
 log = structlog.get_logger(__name__)
 
@@ -23,29 +23,29 @@ LOOK_TIMEOUT_S = 5.0
 
 
 class KeepsSpecs(Protocol):
-    def ensure(self, cards: Sequence[Card]) -> object:
+    def ensure(self, gpus: Sequence[Gpu]) -> object:
         """Raises AgentError."""
 
 
 class CdiWatch:
-    """`look` before the node registers, `run` once, `cards_changed` at any time."""
+    """`look` before the node registers, `run` once, `gpus_changed` at any time."""
 
-    def __init__(self, specs: KeepsSpecs, cards: Callable[[], Sequence[Card]], *, period_s: float = PERIOD_S) -> None:
+    def __init__(self, specs: KeepsSpecs, gpus: Callable[[], Sequence[Gpu]], *, period_s: float = PERIOD_S) -> None:
         self._specs = specs
-        self._cards = cards
+        self._gpus = gpus
         self._period_s = period_s
         self._thread = DaemonThread("cdi-specs", advice="Check the disks of the setting cdi.spec_directories.")
         self._has_changed = asyncio.Event()
         self._trouble = ""
 
-    def cards_changed(self) -> None:
+    def gpus_changed(self) -> None:
         self._has_changed.set()
 
     async def look(self) -> None:
         """One look; what fails is logged once, and the next look tries again."""
-        cards = tuple(self._cards())
+        gpus = tuple(self._gpus())
         try:
-            await self._thread.call(partial(self._specs.ensure, cards), "looking at the CDI specs", LOOK_TIMEOUT_S)
+            await self._thread.call(partial(self._specs.ensure, gpus), "looking at the CDI specs", LOOK_TIMEOUT_S)
         except AgentError as e:
             self._tell(str(e))
         except Exception as e:  # noqa: BLE001 - one cycle: a file that somebody put there must not end the agent

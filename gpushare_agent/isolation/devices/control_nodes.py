@@ -1,4 +1,4 @@
-"""Which of the driver's control nodes the host has now. They may come after the agent: the first user of a card makes them.
+"""Which of the driver's control nodes the host has now. They may come after the agent: the first user of a GPU makes them.
 
 State owned: which were absent at the last look, for the log. A look takes no more than a stat in devtmpfs, which is memory.
 """

@@ -1,4 +1,4 @@
-"""How a container gets its cards' devices: one pure function per strategy; several may be in force at once.
+"""How a container gets its GPUs' devices: one pure function per strategy; several may be in force at once.
 
 Source: docs/formats.md, sections 1 and 7; NVIDIA's container toolkit and device plugin for the names of each way in.
 """
@@ -9,56 +9,56 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, DeviceNode
-from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import DeviceListStrategy
 from gpushare_agent.model.merging import merged
 from gpushare_agent.model.names import ENV_VISIBLE_DEVICES
 
 CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
-"""Beside the cards' own; further ones are for the extra-config file, or a CDI spec."""
+"""Beside the GPUs' own; further ones are for the extra-config file, or a CDI spec."""
 VOLUME_MOUNT_ROOT = "/var/run/nvidia-container-devices"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeDevices:
-    """What the host has besides the cards: the control nodes that exist, and further nodes from the extra-config file.
+    """What the host has besides the GPUs: the control nodes that exist, and further nodes from the extra-config file.
 
-    `has_card_nodes` is false for simulated cards on a real node, where /dev/nvidia0 does not exist and a container
+    `has_gpu_nodes` is false for simulated GPUs on a real node, where /dev/nvidia0 does not exist and a container
     that names it would not start.
     """
 
     control: tuple[str, ...] = CONTROL_NODES
     extra: tuple[str, ...] = ()
-    has_card_nodes: bool = True
+    has_gpu_nodes: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceListRequest:
     """`cards` in order of index. `unique` names the container among all of the node, in characters of a label's name."""
 
-    cards: tuple[Card, ...]
+    gpus: tuple[Gpu, ...]
     node: NodeDevices
     cdi_kind: str
     unique: str
 
 
 def _envvar(request: DeviceListRequest) -> ContainerEdits:
-    return ContainerEdits(env=((ENV_VISIBLE_DEVICES, ",".join(card.uuid for card in request.cards)),))
+    return ContainerEdits(env=((ENV_VISIBLE_DEVICES, ",".join(gpu.uuid for gpu in request.gpus)),))
 
 
 def _volume_mounts(request: DeviceListRequest) -> ContainerEdits:
     return ContainerEdits(
         env=((ENV_VISIBLE_DEVICES, VOLUME_MOUNT_ROOT),),
         mounts=tuple(
-            ContainerMount(host_path="/dev/null", container_path=f"{VOLUME_MOUNT_ROOT}/{card.uuid}")
-            for card in request.cards
+            ContainerMount(host_path="/dev/null", container_path=f"{VOLUME_MOUNT_ROOT}/{gpu.uuid}")
+            for gpu in request.gpus
         ),
     )
 
 
 def _device_nodes(request: DeviceListRequest) -> ContainerEdits:
-    cards = tuple(f"/dev/nvidia{card.minor}" for card in request.cards)
-    paths = (*cards, *request.node.control) if request.node.has_card_nodes else ()
+    gpus = tuple(f"/dev/nvidia{gpu.minor}" for gpu in request.gpus)
+    paths = (*gpus, *request.node.control) if request.node.has_gpu_nodes else ()
     return ContainerEdits(
         devices=tuple(
             DeviceNode(host_path=path, container_path=path) for path in dict.fromkeys((*paths, *request.node.extra))
@@ -67,7 +67,7 @@ def _device_nodes(request: DeviceListRequest) -> ContainerEdits:
 
 
 def _cdi_names(request: DeviceListRequest) -> tuple[str, ...]:
-    return tuple(f"{request.cdi_kind}={card.uuid}" for card in request.cards)
+    return tuple(f"{request.cdi_kind}={gpu.uuid}" for gpu in request.gpus)
 
 
 def _cdi_annotations(request: DeviceListRequest) -> ContainerEdits:
@@ -102,11 +102,11 @@ _BY_NVIDIAS_RUNTIME = (DeviceListStrategy.ENVVAR, DeviceListStrategy.VOLUME_MOUN
 
 
 def strategy_warnings(
-    strategies: Iterable[DeviceListStrategy], *, mounts_driver: bool = True, has_card_nodes: bool = True
+    strategies: Iterable[DeviceListStrategy], *, mounts_driver: bool = True, has_gpu_nodes: bool = True
 ) -> list[str]:
     """What of the strategies contradicts itself or does nothing, each with the cure, for the log and `check`.
 
-    `mounts_driver`: containers get the driver's libraries from the driver directory. `has_card_nodes` as in NodeDevices.
+    `mounts_driver`: containers get the driver's libraries from the driver directory. `has_gpu_nodes` as in NodeDevices.
     """
     given = set(strategies)
     cdi = [name for name in _CDI if name in given]
@@ -120,16 +120,16 @@ def strategy_warnings(
     if by_runtime and cdi:
         found.append(
             f"{_list(by_runtime)} and {_list(cdi)} ask two programs, NVIDIA's runtime and the CDI support of the container"
-            " runtime, for the same card: a container may get it and the driver's files twice, and which of the two sets"
+            " runtime, for the same GPU: a container may get it and the driver's files twice, and which of the two sets"
             " NVIDIA_VISIBLE_DEVICES is theirs to say. Keep one of the ways"
         )
-    if given == {DeviceListStrategy.DEVICE_NODES} and has_card_nodes and not mounts_driver:
+    if given == {DeviceListStrategy.DEVICE_NODES} and has_gpu_nodes and not mounts_driver:
         found.append(
             "device-nodes alone brings no libraries of the driver, and this isolation mounts none: CUDA programs will not"
             " find libcuda. Add envvar (with NVIDIA's runtime) or a CDI strategy"
         )
-    if given == {DeviceListStrategy.DEVICE_NODES} and not has_card_nodes:
-        found.append("device-nodes alone gives containers nothing here: the simulated cards have no device nodes")
+    if given == {DeviceListStrategy.DEVICE_NODES} and not has_gpu_nodes:
+        found.append("device-nodes alone gives containers nothing here: the simulated GPUs have no device nodes")
     return found
 
 

@@ -1,4 +1,4 @@
-"""gpu-manager's extra-config file: further device nodes for every container that gets a card.
+"""gpu-manager's extra-config file: further device nodes for every container that gets a GPU.
 
 Format: `{"default": {"devices": ["/dev/…"]}}` (docs/formats.md).
 """

@@ -19,7 +19,7 @@ CONTROL_LIBRARY_NAME = "libcuda-control.so"
 
 
 class VolumeName(StrEnum):
-    """The two volumes there are. Containers with a share get the first, containers with whole cards the second."""
+    """The two volumes there are. Containers with a share get the first, containers with whole GPUs the second."""
 
     SHARED = "nvidia"
     ORIGIN = "origin"

@@ -1,12 +1,12 @@
 """HAMi-core: its library is preloaded into every process of the container and keeps it to its limits.
 
 Source: docs/formats.md, section 7; the units, the rounding and the library's own path were read in HAMi-core's sources.
-Whole cards get neither library nor limits. The files on the host are made by isolation/hami_core/files.py.
+Whole GPUs get neither library nor limits. The files on the host are made by isolation/hami_core/files.py.
 
 | variable | what the library makes of it |
 |---|---|
-| `CUDA_DEVICE_MEMORY_LIMIT_<i>` | `<MiB>m` for the i-th card that the container sees; 0 or no number: no limit |
-| `CUDA_DEVICE_SM_LIMIT` | percent of every card; 0, 100 and more, or no number: no limit |
+| `CUDA_DEVICE_MEMORY_LIMIT_<i>` | `<MiB>m` for the i-th GPU that the container sees; 0 or no number: no limit |
+| `CUDA_DEVICE_SM_LIMIT` | percent of every GPU; 0, 100 and more, or no number: no limit |
 | `CUDA_DEVICE_MEMORY_SHARED_CACHE` | the file by which its processes know of each other; without it they end |
 """
 
@@ -18,7 +18,7 @@ from gpushare_agent.isolation.request import HamiCoreConfig, Isolation, Isolatio
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import IsolationName
-from gpushare_agent.model.names import CORES_PER_CARD
+from gpushare_agent.model.names import CORES_PER_GPU
 
 LIBRARY_PATH = "/usr/local/vgpu/libvgpu.so"
 """In the container. The library opens itself under this path once more: it can be nowhere else."""
@@ -39,7 +39,7 @@ def edit_hami_core(request: IsolationRequest) -> ContainerEdits | Refused:
     config = request.config.hami_core
     if config is None:
         raise AssertionError("isolation hami-core is in use without its settings")
-    limits = [min(int(request.memory_mib * config.memory_scaling), card.memory_mib) for card in request.cards]
+    limits = [min(int(request.memory_mib * config.memory_scaling), gpu.memory_mib) for gpu in request.gpus]
     if not limits or min(limits) < 1 or request.cores < 1:
         return _unlimited(request)
     cache = f"{CACHE_DIRECTORY}/{request.container.name}.cache"
@@ -68,16 +68,16 @@ def _cache_file(request: IsolationRequest, directory: Path) -> Path:
 
 def _percent(request: IsolationRequest, config: HamiCoreConfig) -> int:
     """The share times the scaling, or the elastic ceiling where that is higher: the library knows no other elasticity."""
-    return min(CORES_PER_CARD, max(int(request.cores * config.core_scaling), request.core_limit))
+    return min(CORES_PER_GPU, max(int(request.cores * config.core_scaling), request.core_limit))
 
 
 def _unlimited(request: IsolationRequest) -> Refused:
-    cards = ", ".join(f"{card.index} with {card.memory_mib} MiB" for card in request.cards) or "none"
+    gpus = ", ".join(f"{gpu.index} with {gpu.memory_mib} MiB" for gpu in request.gpus) or "none"
     return Refused(
         reason=RefusalReason.INVALID_REQUEST,
-        detail=f"container {request.container.name} asks for {request.cores} cores and {request.memory_mib} MiB (cards: "
-        f"{cards}), which makes a limit of 0 under isolation {IsolationName.HAMI_CORE}, whose library takes 0 for no limit. "
-        "Nothing was allocated. Ask for cores and at least one memory block, or for whole cards.",
+        detail=f"container {request.container.name} asks for {request.cores} cores and {request.memory_mib} MiB (GPUs: "
+        f"{gpus}), which makes a limit of 0 under isolation {IsolationName.HAMI_CORE}, whose library takes 0 for no limit. "
+        "Nothing was allocated. Ask for cores and at least one memory block, or for whole GPUs.",
     )
 
 

@@ -4,7 +4,7 @@
     <directory>/containers/<pod uid>/<container>/<container>.cache    mounted read-write, for that container alone
 
 The cache file is the tenant's from its start on: it is neither opened, mapped nor read again, and made anew before each
-start, for the library would count the processes of an earlier life, whose PIDs come again, as using the card. Containers
+start, for the library would count the processes of an earlier life, whose PIDs come again, as using the GPU. Containers
 run under any user, also of a user namespace, so the file is open to all (0666, as the library itself would make it), and
 `containers`, which is root's alone (0700), keeps everybody else from it: the only way in is the mount. The mount is of the
 file, not of its directory, so a tenant can plant nothing for the agent to stumble over. No sticky bit anywhere: behind one

@@ -91,7 +91,7 @@ class MpsControl:
         await self._ask(f"set_default_device_pinned_mem_limit {device} {memory_mib}M")
 
     async def quit(self) -> None:
-        """Ends the daemon and its servers; clients that still run lose their card."""
+        """Ends the daemon and its servers; clients that still run lose their GPU."""
         await self._ask("quit")
 
     async def _ask(self, command: str) -> str:

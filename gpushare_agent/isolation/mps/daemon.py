@@ -79,15 +79,15 @@ class MpsDaemonProcess:
         assert self._process is not None  # noqa: S101 - only started daemons are waited for
         return await self._process.wait()
 
-    async def end(self, *, patience_s: float = TERM_TIMEOUT_S) -> None:
-        """SIGTERM, and after `patience_s` SIGKILL, for it and what it started; waits for its end.
+    async def end(self, *, timeout_s: float = TERM_TIMEOUT_S) -> None:
+        """SIGTERM, and after `timeout_s` SIGKILL, for it and what it started; waits for its end.
 
         Of one that has ended by itself the servers are left alone: their clients may run on.
         """
         process, self._process = self._process, None
         if process is None or process.returncode is not None:
             return
-        for number, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, _KILL_TIMEOUT_S)):
+        for number, wait_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, _KILL_TIMEOUT_S)):
             if wait_s <= 0:
                 continue
             with suppress(ProcessLookupError):

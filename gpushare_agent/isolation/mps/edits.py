@@ -1,8 +1,8 @@
 """NVIDIA MPS: each process of the container gets its own bound on compute and memory from the control daemon.
 
 Source: docs/formats.md, section 7; NVIDIA's documents on the Multi-Process Service for the variables. A container on whole
-cards has none of them, so that its processes reach the card without the daemon. Only where the cards are in compute mode
-EXCLUSIVE_PROCESS do they need it too, for there one process alone, the MPS server, may hold a card: then they get the way to
+GPUs has none of them, so that its processes reach the GPU without the daemon. Only where the GPUs are in compute mode
+EXCLUSIVE_PROCESS do they need it too, for there one process alone, the MPS server, may hold a GPU: then they get the way to
 the daemon and no limits.
 """
 
@@ -11,12 +11,12 @@ from __future__ import annotations
 from gpushare_agent.isolation.request import Isolation, IsolationRequest, MpsConfig
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import Card
+from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import (
-    CORES_PER_CARD,
-    ENV_GPUSHARE_CARD,
+    CORES_PER_GPU,
     ENV_GPUSHARE_CONTAINER,
+    ENV_GPUSHARE_GPU,
     ENV_GPUSHARE_INDEX,
     ENV_GPUSHARE_POD,
 )
@@ -39,53 +39,51 @@ def edit_mps(request: IsolationRequest) -> ContainerEdits | Refused:
         return ContainerEdits(env=tuple(sorted(_connection(request, mps).items())), mounts=_mounts(mps))
     if (unkeepable := _unkeepable(request)) is not None:
         return unkeepable
-    card = request.cards[0]
-    env = _connection(request, mps) | _gpushare(request, card)
-    env[ENV_THREAD_PERCENTAGE] = str(_percentage(request, card))
-    env[ENV_MEMORY_LIMIT] = f"0={request.memory_mib}M"  # ordinal 0: it sees this one card
+    gpu = request.gpus[0]
+    env = _connection(request, mps) | _gpushare(request, gpu)
+    env[ENV_THREAD_PERCENTAGE] = str(_percentage(request, gpu))
+    env[ENV_MEMORY_LIMIT] = f"0={request.memory_mib}M"  # ordinal 0: it sees this one GPU
     return ContainerEdits(env=tuple(sorted(env.items())), mounts=_mounts(mps))
 
 
 def _unkeepable(request: IsolationRequest) -> Refused | None:
     """Why MPS could not keep such a share: a limit of zero would be no limit."""
-    if len(request.cards) != 1:
-        return _refused(request, f"a share lies on one card, and this one names {len(request.cards)}")
-    if not 0 <= request.cores <= CORES_PER_CARD:
-        return _refused(request, f"{request.cores} cores are no share of a card")
-    card = request.cards[0]
+    if len(request.gpus) != 1:
+        return _refused(request, f"a share lies on one GPU, and this one names {len(request.gpus)}")
+    if not 0 <= request.cores <= CORES_PER_GPU:
+        return _refused(request, f"{request.cores} cores are no share of a GPU")
+    gpu = request.gpus[0]
     if request.memory_mib <= 0:
         return _refused(request, "it asks for no memory, and MPS takes a limit of 0 MiB for none at all")
-    if request.memory_mib > card.memory_mib:
-        return _refused(
-            request, f"it asks for {request.memory_mib} MiB, and card {card.index} has {card.memory_mib} MiB"
-        )
+    if request.memory_mib > gpu.memory_mib:
+        return _refused(request, f"it asks for {request.memory_mib} MiB, and GPU {gpu.index} has {gpu.memory_mib} MiB")
     return None
 
 
-def _percentage(request: IsolationRequest, card: Card) -> int:
-    """The cores, raised to an elastic ceiling: MPS holds a bound fixed when a process starts, so it cannot follow the card's
-    load. Who asked for memory alone may use as much of the card's compute as of its memory."""
+def _percentage(request: IsolationRequest, gpu: Gpu) -> int:
+    """The cores, raised to an elastic ceiling: MPS holds a bound fixed when a process starts, so it cannot follow the GPU's
+    load. Who asked for memory alone may use as much of the GPU's compute as of its memory."""
     if request.cores > 0:
-        return max(request.cores, min(request.core_limit, CORES_PER_CARD))
-    return max(1, CORES_PER_CARD * request.memory_mib // card.memory_mib)
+        return max(request.cores, min(request.core_limit, CORES_PER_GPU))
+    return max(1, CORES_PER_GPU * request.memory_mib // gpu.memory_mib)
 
 
 def _connection(request: IsolationRequest, mps: MpsConfig) -> dict[str, str]:
-    """Where the daemon is, and the cards by UUID: numbers would mean the server's own order."""
+    """Where the daemon is, and the GPUs by UUID: numbers would mean the server's own order."""
     return {
         ENV_PIPE_DIRECTORY: str(mps.pipe_directory),
-        ENV_CUDA_VISIBLE_DEVICES: ",".join(card.uuid for card in request.cards),
+        ENV_CUDA_VISIBLE_DEVICES: ",".join(gpu.uuid for gpu in request.gpus),
     }
 
 
-def _gpushare(request: IsolationRequest, card: Card) -> dict[str, str]:
+def _gpushare(request: IsolationRequest, gpu: Gpu) -> dict[str, str]:
     """In whole units, at least one: programs divide CONTAINER by DEV for the part of the memory that they may take."""
     unit = request.memory_unit_mib
     return {
-        ENV_GPUSHARE_INDEX: str(card.index),
+        ENV_GPUSHARE_INDEX: str(gpu.index),
         ENV_GPUSHARE_POD: str(max(1, max(request.pod_memory_mib, request.memory_mib) // unit)),
         ENV_GPUSHARE_CONTAINER: str(max(1, request.memory_mib // unit)),
-        ENV_GPUSHARE_CARD: str(max(1, card.memory_mib // unit)),
+        ENV_GPUSHARE_GPU: str(max(1, gpu.memory_mib // unit)),
     }
 
 

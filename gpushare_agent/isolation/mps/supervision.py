@@ -54,7 +54,7 @@ class Daemon(Protocol):
 
     async def wait(self) -> int: ...
 
-    async def end(self, *, patience_s: float = ...) -> None: ...
+    async def end(self, *, timeout_s: float = ...) -> None: ...
 
 
 class Control(Protocol):
@@ -70,7 +70,7 @@ class Control(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class Timeouts:
     """`start_s` bounds a start, `most_bad_starts` in a row end the supervisor; `drain_s` is for clients, `end_s` for the
     daemon after it was told to quit."""
 
@@ -91,13 +91,13 @@ class MpsSupervision:
         control: Control,
         *,
         percentage: int,
-        patience: Patience,
+        timeouts: Timeouts,
         on_condition: Callable[[Condition], None],
     ) -> None:
         self._daemon = daemon
         self._control = control
         self._percentage = percentage
-        self._patience = patience
+        self._timeouts = timeouts
         self._on_condition = on_condition
         self._condition = Condition.STOPPED
         self._bad_starts = 0
@@ -123,15 +123,15 @@ class MpsSupervision:
                 why = str(error)
                 self._bad_starts += 1
                 self._failures += 1
-            await self._daemon.end(patience_s=0)
+            await self._daemon.end(timeout_s=0)
             self._become(Condition.WAITING)
-            if self._bad_starts >= self._patience.most_bad_starts:
+            if self._bad_starts >= self._timeouts.most_bad_starts:
                 raise StartupError(
                     f"the MPS control daemon could not be started {self._bad_starts} times in a row, the last time because "
                     f"{why}. What it said itself stands above and in its control.log (mps.log_directory). No further start "
                     "is tried"
                 )
-            delay_s = self._patience.backoff.delay_s(self._failures)
+            delay_s = self._timeouts.backoff.delay_s(self._failures)
             log.error("mps_daemon_down", reason=why, next_start_in_s=round(delay_s, 2))
             await asyncio.sleep(delay_s)
 
@@ -144,7 +144,7 @@ class MpsSupervision:
         log.info("mps_daemon_started", pid=self._daemon.pid)
         last = "it was not asked"
         try:
-            async with asyncio.timeout(self._patience.start_s):
+            async with asyncio.timeout(self._timeouts.start_s):
                 while True:
                     try:
                         await self._control.get_default_active_thread_percentage()
@@ -156,7 +156,7 @@ class MpsSupervision:
                         raise Unavailable(f"it {_ending(self._daemon.exit_code)} before it answered")
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError as error:
-            raise Unavailable(f"it did not answer within {self._patience.start_s:g} s of its start: {last}") from error
+            raise Unavailable(f"it did not answer within {self._timeouts.start_s:g} s of its start: {last}") from error
         self._bad_starts = 0
         self._become(Condition.SERVING)
 
@@ -164,7 +164,7 @@ class MpsSupervision:
         """Until it ends; how it did."""
         while True:
             try:
-                async with asyncio.timeout(self._patience.probe_period_s):
+                async with asyncio.timeout(self._timeouts.probe_period_s):
                     return f"it {_ending(await self._daemon.wait())}"
             except TimeoutError:
                 pass
@@ -184,26 +184,26 @@ class MpsSupervision:
             left = await self._wait_for_clients()
             if left:
                 log.warning(
-                    "mps_clients_left", clients=left, waited_s=self._patience.drain_s, then="they lose their card"
+                    "mps_clients_left", clients=left, waited_s=self._timeouts.drain_s, then="they lose their GPU"
                 )
             await self._quit()
-        await self._daemon.end(patience_s=self._patience.end_s)
+        await self._daemon.end(timeout_s=self._timeouts.end_s)
         self._become(Condition.STOPPED)
 
     async def end_now(self) -> None:
         """Without another word to clients: somebody has no more patience."""
-        await self._daemon.end(patience_s=1.0)
+        await self._daemon.end(timeout_s=1.0)
         self._become(Condition.STOPPED)
 
     async def _wait_for_clients(self) -> list[int]:
         """PIDs of those that still run at the end of the patience."""
         clients: list[int] = []
         try:
-            async with asyncio.timeout(self._patience.drain_s):
+            async with asyncio.timeout(self._timeouts.drain_s):
                 while self._daemon.exit_code is None:
                     found = await self._clients()
                     if found != clients:
-                        log.info("mps_waits_for_clients", clients=found, at_most_s=self._patience.drain_s)
+                        log.info("mps_waits_for_clients", clients=found, at_most_s=self._timeouts.drain_s)
                     clients = found
                     if not clients:
                         return []
@@ -226,7 +226,7 @@ class MpsSupervision:
     async def _quit(self) -> None:
         try:
             await self._control.quit()
-            async with asyncio.timeout(self._patience.end_s):
+            async with asyncio.timeout(self._timeouts.end_s):
                 await self._daemon.wait()
         except (Unavailable, TimeoutError) as error:
             log.warning("mps_daemon_did_not_quit", reason=str(error) or "it still runs", then="SIGTERM, then SIGKILL")

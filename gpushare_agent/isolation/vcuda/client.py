@@ -227,8 +227,8 @@ def _interval(text: str) -> float:
 def _require_directory(directory: Path) -> None:
     if not directory.is_dir():
         raise NotFound(
-            f"there is no directory {directory}: this is not a container with a share of a card, or the agent runs with"
-            f" isolation none. A container gets it by asking for cores of a card; outside of one, name the socket with"
+            f"there is no directory {directory}: this is not a container with a share of a GPU, or the agent runs with"
+            f" isolation none. A container gets it by asking for cores of a GPU; outside of one, name the socket with"
             f" --addr or {ADDRESS_VARIABLE}"
         )
 

@@ -54,7 +54,7 @@ MAX_DOCKER_NAME_BYTES = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VDeviceConfig:
-    """vcuda.config, read back. `limit` and `utilization` are percent of one card."""
+    """vcuda.config, read back. `limit` and `utilization` are percent of one GPU."""
 
     pod_uid: str
     container: str

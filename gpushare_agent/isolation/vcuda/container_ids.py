@@ -41,12 +41,12 @@ class ContainerIds:
     async def running(self) -> Mapping[ContainerKey, str]:
         """The IDs of the containers that run."""
         try:
-            told = await self._runtime.containers(only_running=True)
+            reported = await self._runtime.containers(only_running=True)
         except AgentError as e:
             self._note_away(e)
             return self._in_statuses()
         self._note_back()
-        return {ContainerKey(c.pod_uid, c.container_name): c.id for c in told if c.state is RuntimeState.RUNNING}
+        return {ContainerKey(c.pod_uid, c.container_name): c.id for c in reported if c.state is RuntimeState.RUNNING}
 
     async def owner_of(self, container_id: str) -> ContainerKey | None:
         """Whose container this is; None where the runtime knows none of this ID.

@@ -106,11 +106,11 @@ class ContainerProcesses:
         """Take over the running containers' IDs. A source that is away delays, and loses nothing."""
         lives = dict(self._lives)
         try:
-            told = await self._source.running()
+            reported = await self._source.running()
         except AgentError as e:
             log.warning("container_ids_unknown", error=str(e), then="asked again")
             return
-        for key, container_id in told.items():
+        for key, container_id in reported.items():
             life = self._lives.setdefault(key, _Life())
             if life is lives.get(key, life) and container_id != life.former:
                 life.id = container_id

@@ -1,6 +1,6 @@
 """TKEStack's vcuda library: it replaces libcuda inside the container and reads its limits from /etc/vcuda.
 
-Source: docs/formats.md, the vDevice protocol and the driver directory. A container on whole cards gets the untouched
+Source: docs/formats.md, the vDevice protocol and the driver directory. A container on whole GPUs gets the untouched
 libraries, and its vcuda.config says that nothing is limited.
 """
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.gpus import Card
-from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, CORES_PER_CARD, GpuUuid
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.resources import ResourceNames
 
 MIB = 1024 * 1024
@@ -42,7 +42,7 @@ def core_limit(annotations: Mapping[str, str], cores: int) -> CoreLimit:
     if text is None:
         return CoreLimit()
     shown = text[:16]
-    if not (text.isascii() and text.isdigit() and len(text) <= 3 and int(text) <= CORES_PER_CARD):
+    if not (text.isascii() and text.isdigit() and len(text) <= 3 and int(text) <= CORES_PER_GPU):
         return CoreLimit(complaint=f"{CORE_LIMIT_ANNOTATION} is {shown!r}, but must be a whole number from 0 to 100")
     limit = int(text)
     if limit and limit < cores:
@@ -54,13 +54,13 @@ def core_limit(annotations: Mapping[str, str], cores: int) -> CoreLimit:
 
 
 def vdevice_share(
-    held: Allocation, annotations: Mapping[str, str], cards: Mapping[GpuUuid, Card], names: ResourceNames
+    held: Allocation, annotations: Mapping[str, str], gpus: Mapping[GpuUuid, Gpu], names: ResourceNames
 ) -> VDeviceShare:
-    """The limits of a container. Whole cards are not limited: the library is told so, and shows their whole memory."""
+    """The limits of a container. Whole GPUs are not limited: the library is told so, and shows their whole memory."""
     if held.is_whole:
-        memory_mib = sum(cards[uuid].memory_mib for uuid in held.cards if uuid in cards)
+        memory_mib = sum(gpus[uuid].memory_mib for uuid in held.gpus if uuid in gpus)
         return VDeviceShare(cores=held.cores, memory_bytes=memory_mib * MIB, core_limit=0, is_limited=False)
-    cores = share_cores(held, cards, names)
+    cores = share_cores(held, gpus, names)
     memory_mib = held.memory_blocks * names.memory_block_mib + len(held.gpu_mem_ids) * names.gpu_mem_unit_mib
     return VDeviceShare(
         cores=cores,
@@ -70,16 +70,16 @@ def vdevice_share(
     )
 
 
-def share_cores(held: Allocation, cards: Mapping[GpuUuid, Card], names: ResourceNames) -> int:
-    """Percent of the card's compute. Who holds memory alone gets as much of it as of the memory (GPUShare's rule)."""
-    card = cards.get(held.cards[0]) if held.gpu_mem_ids and held.cards else None
-    if card is None:
+def share_cores(held: Allocation, gpus: Mapping[GpuUuid, Gpu], names: ResourceNames) -> int:
+    """Percent of the GPU's compute. Who holds memory alone gets as much of it as of the memory (GPUShare's rule)."""
+    gpu = gpus.get(held.gpus[0]) if held.gpu_mem_ids and held.gpus else None
+    if gpu is None:
         return held.cores
-    cores = CORES_PER_CARD * len(held.gpu_mem_ids) * names.gpu_mem_unit_mib // card.memory_mib
-    return min(CORES_PER_CARD, max(1, cores))
+    cores = CORES_PER_GPU * len(held.gpu_mem_ids) * names.gpu_mem_unit_mib // gpu.memory_mib
+    return min(CORES_PER_GPU, max(1, cores))
 
 
 def driver_numbers(version: str) -> tuple[int, int]:
-    """Major and minor of a driver version such as 580.159.04; (0, 0) where it says none (simulated cards)."""
+    """Major and minor of a driver version such as 580.159.04; (0, 0) where it says none (simulated GPUs)."""
     match = _DRIVER.match(version)
     return (int(match[1]), int(match[2])) if match else (0, 0)

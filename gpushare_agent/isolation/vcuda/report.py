@@ -50,7 +50,7 @@ def changes_as_text(before: VDevice, after: VDevice, now: str) -> str:
 
 
 def _limits(config: VDeviceConfig) -> tuple[tuple[str, str], ...]:
-    whole = "no: whole cards, the library hands every call on unchanged"
+    whole = "no: whole GPUs, the library hands every call on unchanged"
     return (
         ("pod uid", config.pod_uid),
         ("container", config.container),

@@ -39,7 +39,7 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 METHOD = "/vcuda.VCUDAService/RegisterVDevice"
-_TOLD_LIMIT = 256
+_REPORTED_LIMIT = 256
 _LINES_PER_S, _LINE_BURST = 0.1, 20
 """Of one container in the log: a caller that forks is a new peer each time."""
 
@@ -228,7 +228,7 @@ class _Registration:
         self._limits = limits
         clock = asyncio.get_running_loop().time
         self._rate = TokenBucket(rate=limits.calls_per_s, burst=limits.call_burst, clock=clock)
-        self._told: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._reported: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._lines = TokenBucket(rate=_LINES_PER_S, burst=_LINE_BURST, clock=clock)
         self._log = log.bind(pod_uid=key.pod_uid, container=key.container)
 
@@ -310,11 +310,11 @@ class _Registration:
             raise _Disagreement(f"the calling process is in container {peer.container_id}")
 
     def _tell_once(self, event: str, pid: int, **fields: Any) -> None:
-        if (event, pid) in self._told or not self._lines.take():
+        if (event, pid) in self._reported or not self._lines.take():
             return
-        self._told[event, pid] = None
-        if len(self._told) > _TOLD_LIMIT:
-            self._told.popitem(last=False)
+        self._reported[event, pid] = None
+        if len(self._reported) > _REPORTED_LIMIT:
+            self._reported.popitem(last=False)
         self._log.warning(event, **({"pid": pid} if pid else {}), **fields)
 
 

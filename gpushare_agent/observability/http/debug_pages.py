@@ -48,7 +48,7 @@ class DebugSources:
 
 
 def allocations_page(sources: DebugSources) -> dict[str, Any]:
-    """The books: what each container holds, device by device."""
+    """The ledger: what each container holds, device by device."""
     rows, left_out = _bounded(sorted(sources.allocations(), key=lambda a: (a.namespace, a.pod_name, a.key)))
     return {"allocations": [_allocation(row, sources.now()) for row in rows], "left_out": left_out}
 
@@ -61,14 +61,14 @@ def _allocation(held: Allocation, now: float) -> dict[str, Any]:
         "container": held.key.container,
         "kind": held.kind.value,
         "is_whole": held.is_whole,
-        "cards": list(held.cards),
+        "cards": list(held.gpus),
         "devices": {kind.value: device_ranges(held.ids(kind)) for kind in ResourceKind if held.ids(kind)},
         "age_seconds": round(now - held.allocated_at, 3),
     }
 
 
 def device_ranges(ids: Iterable[str]) -> dict[str, str]:
-    """Numbers by card, runs of them as `0-24`: a share of memory has hundreds of IDs."""
+    """Numbers by GPU, runs of them as `0-24`: a share of memory has hundreds of IDs."""
     numbers: defaultdict[str, list[int]] = defaultdict(list)
     for device in ids:
         split = split_device_id(device)
@@ -76,7 +76,7 @@ def device_ranges(ids: Iterable[str]) -> dict[str, str]:
             numbers[device[:_TEXT_SHOWN]] = []
         else:
             numbers[split[0]].append(split[1])
-    return {card: _runs(sorted(found)) for card, found in sorted(numbers.items())}
+    return {gpu: _runs(sorted(found)) for gpu, found in sorted(numbers.items())}
 
 
 def _runs(numbers: Sequence[int]) -> str:
@@ -131,7 +131,7 @@ def _container(container: ContainerSpec) -> dict[str, Any]:
 
 
 def topology_page(sources: DebugSources) -> dict[str, Any]:
-    """The cards, the matrix of links, the tree that placement walks, and the tree as people read it."""
+    """The GPUs, the matrix of links, the tree that placement walks, and the tree as people read it."""
     from gpushare_agent.observability.display_document import graph_text
 
     snapshot = sources.snapshot()
@@ -139,17 +139,17 @@ def topology_page(sources: DebugSources) -> dict[str, Any]:
     return {
         "cards": [
             {
-                "index": card.index,
-                "minor": card.minor,
-                "uuid": card.uuid,
-                "bus_id": card.bus_id,
-                "name": card.name,
-                "numa": card.numa_node,
-                "health": card.health.value,
-                "health_reason": card.unhealthy_reason,
-                "nvlinks": [{"number": link.number, "remote_bus_id": link.remote_bus_id} for link in card.nvlinks],
+                "index": gpu.index,
+                "minor": gpu.minor,
+                "uuid": gpu.uuid,
+                "bus_id": gpu.bus_id,
+                "name": gpu.name,
+                "numa": gpu.numa_node,
+                "health": gpu.health.value,
+                "health_reason": gpu.unhealthy_reason,
+                "nvlinks": [{"number": link.number, "remote_bus_id": link.remote_bus_id} for link in gpu.nvlinks],
             }
-            for card in sorted(inventory.cards, key=lambda card: card.index)
+            for gpu in sorted(inventory.gpus, key=lambda gpu: gpu.index)
         ],
         "unreadable": [{"index": index, "reason": reason} for index, reason in inventory.unreadable],
         **topology_document(inventory.topology),

@@ -115,7 +115,7 @@ def _pages(sources: DebugSources, tools: DebugTools) -> list[_Page]:
         ("GET", "/debug/profile", "where time goes, as flame graph text; ?seconds=10&hz=100&idle=0", tools.profile),
         ("GET", "/debug/settings", "every setting in force", _json(settings_page, sources)),
         ("GET", "/debug/tasks", "every task and where it waits", _show_tasks),
-        ("GET", "/debug/topology", "cards, links, tree", _json(topology_page, sources)),
+        ("GET", "/debug/topology", "GPUs, links, tree", _json(topology_page, sources)),
     ]
     return [_Page(method=m, path=p, summary=s, handler=h) for m, p, s, h in own]
 

@@ -2,7 +2,7 @@
 
 Pure functions over the JSON of observability/node_snapshot.py. The format of a patch is docs/api.md. Uses are rounded
 to three digits, so that what nobody can see is not sent; and they come as lists in the order of CARD_USE and
-CONTAINER_USE, because with names 16 cards and 200 containers would take 60 KB a second.
+CONTAINER_USE, because with names 16 GPUs and 200 containers would take 60 KB a second.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 Document = dict[str, Any]
 
 DIGITS = 3
-CARD_USE = (
+GPU_USE = (
     "sm_ratio",
     "memory_ratio",
     "memory_used_bytes",
@@ -35,8 +35,8 @@ CARD_USE = (
 CONTAINER_USE = ("sm_ratio", "memory_bytes", "encoder_ratio", "decoder_ratio")
 EXACT = frozenset({"ecc_corrected_total", "ecc_uncorrected_total", "pid"})
 """Counts in which one more is news."""
-MOST_STRANGERS = 20
-"""Of one card, the largest: a node's other programs must not fill the stream."""
+MOST_UNATTRIBUTED = 20
+"""Of one GPU, the largest: a node's other programs must not fill the stream."""
 _WHOLE_PARTS = ("schema", "node", "resources", "topology")
 
 
@@ -50,7 +50,7 @@ def rounded(document: Document) -> Document:
         **document,
         "at": round(document["at"], 1),
         "agent": {**document["agent"], "sampled_at": _moment(document["agent"]["sampled_at"])},
-        "cards": [_rounded_card(card) for card in document["cards"]],
+        "cards": [_rounded_gpu(gpu) for gpu in document["cards"]],
         "containers": [
             {**container, "cards": [{**held, "usage": _rounded(held["usage"])} for held in container["cards"]]}
             for container in document["containers"]
@@ -62,13 +62,13 @@ def patch(old: Document, new: Document) -> Document:
     """What turns `old` into `new`, both rounded; empty where nothing changed but the time."""
     found = {name: new[name] for name in _WHOLE_PARTS if old[name] != new[name]}
     _put(found, "agent", _changed(old["agent"], new["agent"]))
-    old_cards, new_cards = _by_uuid(old), _by_uuid(new)
+    old_gpus, new_gpus = _by_uuid(old), _by_uuid(new)
     old_containers, new_containers = _by_key(old), _by_key(new)
-    _put(found, "cards", dict(_changed_cards(old_cards, new_cards)))
-    _put(found, "card_use", dict(_changed_card_use(old_cards, new_cards)))
+    _put(found, "cards", dict(_changed_gpus(old_gpus, new_gpus)))
+    _put(found, "card_use", dict(_changed_gpu_use(old_gpus, new_gpus)))
     _put(found, "containers", dict(_changed_containers(old_containers, new_containers)))
     _put(found, "container_use", dict(_changed_container_use(old_containers, new_containers)))
-    _put(found, "gone", sorted({*old_cards, *old_containers} - {*new_cards, *new_containers}))
+    _put(found, "gone", sorted({*old_gpus, *old_containers} - {*new_gpus, *new_containers}))
     return {"at": new["at"], **found} if found else {}
 
 
@@ -78,7 +78,7 @@ def _put(found: Document, name: str, value: Any) -> None:
 
 
 def _by_uuid(document: Document) -> dict[str, Document]:
-    return {card["uuid"]: card for card in document["cards"]}
+    return {gpu["uuid"]: gpu for gpu in document["cards"]}
 
 
 def _by_key(document: Document) -> dict[str, Document]:
@@ -89,29 +89,29 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Document:
     return {name: value for name, value in new.items() if name not in old or old[name] != value}
 
 
-def _changed_cards(old: Mapping[str, Document], new: Mapping[str, Document]) -> Iterator[tuple[str, Document]]:
-    """Cards with a change besides their numbers: the changed fields, `usage` whole where more than numbers changed."""
-    for uuid, card in new.items():
+def _changed_gpus(old: Mapping[str, Document], new: Mapping[str, Document]) -> Iterator[tuple[str, Document]]:
+    """GPUs with a change besides their numbers: the changed fields, `usage` whole where more than numbers changed."""
+    for uuid, gpu in new.items():
         before = old.get(uuid)
         if before is None:
-            yield uuid, card
+            yield uuid, gpu
             continue
-        changed = _changed(before, card)
-        if _is_only_numbers(before["usage"], card["usage"], CARD_USE):
+        changed = _changed(before, gpu)
+        if _is_only_numbers(before["usage"], gpu["usage"], GPU_USE):
             changed.pop("usage", None)
         if changed:
             yield uuid, changed
 
 
-def _changed_card_use(old: Mapping[str, Document], new: Mapping[str, Document]) -> Iterator[tuple[str, list[Any]]]:
-    for uuid, card in new.items():
+def _changed_gpu_use(old: Mapping[str, Document], new: Mapping[str, Document]) -> Iterator[tuple[str, list[Any]]]:
+    for uuid, gpu in new.items():
         before = old.get(uuid)
         if (
             before is not None
-            and before["usage"] != card["usage"]
-            and _is_only_numbers(before["usage"], card["usage"], CARD_USE)
+            and before["usage"] != gpu["usage"]
+            and _is_only_numbers(before["usage"], gpu["usage"], GPU_USE)
         ):
-            yield uuid, _numbers(card["usage"], CARD_USE)
+            yield uuid, _numbers(gpu["usage"], GPU_USE)
 
 
 def _changed_containers(old: Mapping[str, Document], new: Mapping[str, Document]) -> Iterator[tuple[str, Document]]:
@@ -124,7 +124,7 @@ def _changed_containers(old: Mapping[str, Document], new: Mapping[str, Document]
 def _changed_container_use(
     old: Mapping[str, Document], new: Mapping[str, Document]
 ) -> Iterator[tuple[str, list[list[Any]]]]:
-    """`[[card's index, …], …]` of the cards on which the use changed."""
+    """`[[GPU's index, …], …]` of the GPUs on which the use changed."""
     for key, container in new.items():
         before = old.get(key)
         if before is None or before == container or not _is_only_use(before, container):
@@ -166,13 +166,13 @@ def _numbers(usage: Document | None, names: Sequence[str]) -> list[Any]:
     return values
 
 
-def _rounded_card(card: Document) -> Document:
-    strangers = sorted(card["strangers"], key=lambda one: (-(one["memory_bytes"] or 0), one["pid"]))
+def _rounded_gpu(gpu: Document) -> Document:
+    unattributed = sorted(gpu["strangers"], key=lambda one: (-(one["memory_bytes"] or 0), one["pid"]))
     return {
-        **card,
-        "usage": _rounded(card["usage"]),
-        "strangers": [_rounded(one) for one in strangers[:MOST_STRANGERS]],
-        "strangers_count": len(strangers),
+        **gpu,
+        "usage": _rounded(gpu["usage"]),
+        "strangers": [_rounded(one) for one in unattributed[:MOST_UNATTRIBUTED]],
+        "strangers_count": len(unattributed),
     }
 
 

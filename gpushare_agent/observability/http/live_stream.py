@@ -17,7 +17,7 @@ import structlog
 
 from gpushare_agent.model.decision_records import DecisionRecord
 from gpushare_agent.observability.http.answers import BadQueryError, bad_query, encode, read_query
-from gpushare_agent.observability.http.live_patch import CARD_USE, CONTAINER_USE, Document, patch, rounded
+from gpushare_agent.observability.http.live_patch import CONTAINER_USE, GPU_USE, Document, patch, rounded
 from gpushare_agent.observability.http.node_api import Decisions, brief_decision
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ class LiveStream:
         self._period_s = min(sample_period_s, PERIOD_S)
         self._heartbeat_s = heartbeat_s
         self._readers: set[_Reader] = set()
-        self._told: Document | None = None
-        self._told_decision = 0
+        self._reported: Document | None = None
+        self._reported_decision = 0
         self._first_event = b""
         self._is_closed = False
         self._has_reader = asyncio.Event()
@@ -118,21 +118,21 @@ class LiveStream:
                 log.exception("stream_not_published", path=PATH, then="looked at again in the next period")
 
     def _publish(self) -> None:
-        if self._told is None or not self._readers:
+        if self._reported is None or not self._readers:
             return
         new = rounded(self._document())
-        found = patch(self._told, new)
+        found = patch(self._reported, new)
         decisions = self._new_decisions()
         if decisions:
             found = {"at": new["at"], **found, "decisions": decisions}
-        self._told = new
+        self._reported = new
         if found:
             self._first_event = b""
             self._send(encode_event("patch", found))
 
     def _new_decisions(self) -> list[Document]:
-        found = self._decisions.newest(MOST_NEW_DECISIONS, after=self._told_decision)
-        self._told_decision = found[0].number if found else self._told_decision
+        found = self._decisions.newest(MOST_NEW_DECISIONS, after=self._reported_decision)
+        self._reported_decision = found[0].number if found else self._reported_decision
         return _brief(found)
 
     def _send(self, event: bytes) -> None:
@@ -146,8 +146,8 @@ class LiveStream:
         reader = _Reader()
         reader.transport = transport
         if not self._readers:  # what the last reader was told may be hours old
-            self._told, self._first_event = rounded(self._document()), b""
-            self._told_decision = 0
+            self._reported, self._first_event = rounded(self._document()), b""
+            self._reported_decision = 0
             self._new_decisions()
         self._readers.add(reader)
         reader.put(self._document_event())
@@ -161,16 +161,16 @@ class LiveStream:
         self._readers.discard(reader)
         if not self._readers:
             self._has_reader.clear()
-            self._told, self._first_event = None, b""
+            self._reported, self._first_event = None, b""
 
     def _document_event(self) -> bytes:
-        if not self._first_event and self._told is not None:
+        if not self._first_event and self._reported is not None:
             newest = self._decisions.newest(MOST_NEW_DECISIONS)
-            told = [one for one in newest if one.number <= self._told_decision]
+            reported = [one for one in newest if one.number <= self._reported_decision]
             document = {
-                **self._told,
-                "use_fields": {"card": CARD_USE, "container": CONTAINER_USE},
-                "decisions": _brief(told),
+                **self._reported,
+                "use_fields": {"card": GPU_USE, "container": CONTAINER_USE},
+                "decisions": _brief(reported),
             }
             self._first_event = f"retry: {RETRY_MS}\n".encode() + encode_event("node", document)
         return self._first_event

@@ -58,7 +58,7 @@ class Curves(Protocol):
     @property
     def version(self) -> int: ...
 
-    def pieces(self, *, cards: bool, containers: bool) -> Iterable[bytes]: ...
+    def pieces(self, *, gpus: bool, containers: bool) -> Iterable[bytes]: ...
 
 
 class NodeApi:
@@ -99,7 +99,7 @@ class NodeApi:
         known = self._curves.get(only)
         if known is not None and known[0] == version:
             return known[1]
-        pieces = self._history.pieces(cards=only != "containers", containers=only != "cards")
+        pieces = self._history.pieces(gpus=only != "containers", containers=only != "cards")
         body = JsonBody(await join_in_slices(pieces))
         self._curves.pop(only, None)
         if len(body.text) <= MOST_KEPT_BYTES:
@@ -145,28 +145,28 @@ def brief_decision(record: DecisionRecord) -> dict[str, Any]:
         "reason": record.reason,
         "explanation": record.explanation,
         "policy": record.policy,
-        "cards": record.cards,
+        "cards": record.gpus,
         "asked": None
         if asked is None
         else {
             "cores": asked.cores,
             "memory_bytes": asked.memory_bytes,
             "hint": asked.hint,
-            "must_cards": asked.must_cards,
+            "must_cards": asked.must_gpus,
         },
     }
 
 
-def _candidate(card: Candidate) -> dict[str, Any]:
+def _candidate(gpu: Candidate) -> dict[str, Any]:
     return {
-        "index": card.index,
-        "uuid": card.uuid,
-        "is_healthy": card.is_healthy,
-        "free_cores": card.free_cores,
-        "free_memory_bytes": card.free_memory_bytes,
-        "total_memory_bytes": card.total_memory_bytes,
-        "is_chosen": card.is_chosen,
-        "verdict": card.verdict,
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "is_healthy": gpu.is_healthy,
+        "free_cores": gpu.free_cores,
+        "free_memory_bytes": gpu.free_memory_bytes,
+        "total_memory_bytes": gpu.total_memory_bytes,
+        "is_chosen": gpu.is_chosen,
+        "verdict": gpu.verdict,
     }
 
 

@@ -1,6 +1,6 @@
 """The agent's metrics: counted where things happen, read at /metrics.
 
-Methods are named for the event and never fail. What is a state (cards, containers and their use) is not counted but made
+Methods are named for the event and never fail. What is a state (GPUs, containers and their use) is not counted but made
 from the node's snapshot (metrics_node.py), so that no series outlives its pod. Label sets that are known from the start
 begin at zero, or rate() would miss the first event. The mutable state is the registry, one per instance, and the page of
 the node. Names kept from gpu-manager: docs/formats.md, section 8.
@@ -50,7 +50,7 @@ class AgentMetrics:
         build.labels(__version__, platform.python_version()).set(1)
         self._count_calls(registry)
         self._count_pods(registry)
-        self._count_cards(registry)
+        self._count_gpus(registry)
 
     def _count_calls(self, registry: CollectorRegistry) -> None:
         """The kubelet's calls and the containers'."""
@@ -132,15 +132,15 @@ class AgentMetrics:
         )
         self._deletions = _counter(registry, "rejected_pods_deleted", "Rejected pods deleted after their replacement.")
 
-    def _count_cards(self, registry: CollectorRegistry) -> None:
+    def _count_gpus(self, registry: CollectorRegistry) -> None:
         """The driver: events, errors, sampling."""
         self._uuids: set[str] = set()
         self._words: set[str] = set()
         self._gpu_events = _counter(
-            registry, "gpu_events", "Events that the driver reported of a card.", "kind", "xid", "ignored"
+            registry, "gpu_events", "Events that the driver reported of a GPU.", "kind", "xid", "ignored"
         )
         self._health_changes = _counter(
-            registry, "card_health_changes", "Cards that fell ill or recovered.", "uuid", "to"
+            registry, "card_health_changes", "GPUs that fell ill or recovered.", "uuid", "to"
         )
         self._driver_errors = _counter(registry, "driver_errors", "Errors of the GPU driver by its own word.", "error")
         self._sampling = Histogram(
@@ -167,8 +167,8 @@ class AgentMetrics:
             self._reregistrations.labels(resource)
             self._taken_ids.labels(resource)
 
-    def know_cards(self, uuids: Collection[str]) -> None:
-        """The node's cards: their series begin at zero."""
+    def know_gpus(self, uuids: Collection[str]) -> None:
+        """The node's GPUs: their series begin at zero."""
         for uuid in uuids:
             for to in ("healthy", "unhealthy"):
                 self._health_changes.labels(_bounded(uuid, self._uuids), to)
@@ -229,7 +229,7 @@ class AgentMetrics:
         shown = "" if xid <= 0 else str(xid) if xid <= _MAX_XID else "other"
         self._gpu_events.labels(str(kind), shown, "true" if is_ignored else "false").inc()
 
-    def card_health_changed(self, uuid: str, healthy: bool) -> None:
+    def gpu_health_changed(self, uuid: str, healthy: bool) -> None:
         self._health_changes.labels(_bounded(uuid, self._uuids), "healthy" if healthy else "unhealthy").inc()
 
     def driver_error(self, word: str, count: int = 1) -> None:
@@ -249,7 +249,7 @@ class AgentMetrics:
         self._sampling_overruns.inc()
 
     def show_node(self, page: NodePage) -> None:
-        """The cards and containers, made when they are asked for. Call once."""
+        """The GPUs and containers, made when they are asked for. Call once."""
         self._page = page
 
     def show_pod_event_age(self, age_s: Callable[[], float | None]) -> None:

@@ -11,18 +11,18 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.gpus import Card
-from gpushare_agent.model.names import CORES_PER_CARD, GpuUuid
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.usage import ContainerUse
 from gpushare_agent.observability.metrics.text import Labels, Number, Series, labels_text, rounded
 from gpushare_agent.observability.node_snapshot import MIB, ContainerFacts, NodeSnapshot
 
 
 def container_series(snapshot: NodeSnapshot) -> list[Series]:
-    """By namespace, pod, container and card."""
+    """By namespace, pod, container and GPU."""
     containers = sorted(snapshot.containers, key=lambda f: (f.held.namespace, f.held.pod_name, f.held.key))
-    cards = snapshot.inventory.by_uuid()
-    shares = {facts.held.key: _shares(snapshot, facts, cards) for facts in containers}
+    gpus = snapshot.inventory.by_uuid()
+    shares = {facts.held.key: _shares(snapshot, facts, gpus) for facts in containers}
     labelled = [
         (
             labels_text(
@@ -54,49 +54,49 @@ def _summed(series: Series) -> Series:
 
 
 class _Share(NamedTuple):
-    """A container on one of its cards. `use` is None while nothing is known of it."""
+    """A container on one of its GPUs. `use` is None while nothing is known of it."""
 
     facts: ContainerFacts
-    card: Card
+    gpu: Gpu
     use: ContainerUse | None
     labels: Labels
 
 
-def _shares(snapshot: NodeSnapshot, facts: ContainerFacts, cards: Mapping[GpuUuid, Card]) -> list[_Share]:
+def _shares(snapshot: NodeSnapshot, facts: ContainerFacts, gpus: Mapping[GpuUuid, Gpu]) -> list[_Share]:
     held = facts.held
-    own = [cards[uuid] for uuid in held.cards if uuid in cards]
+    own = [gpus[uuid] for uuid in held.gpus if uuid in gpus]
     return [
         _Share(
             facts,
-            card,
-            _use_of(snapshot, facts, card),
+            gpu,
+            _use_of(snapshot, facts, gpu),
             labels_text(
                 namespace=held.namespace,
                 pod=held.pod_name,
                 container=held.key.container,
-                uuid=card.uuid,
-                gpu=str(card.index),
+                uuid=gpu.uuid,
+                gpu=str(gpu.index),
                 node=snapshot.node,
             ),
         )
-        for card in sorted(own, key=_index)
+        for gpu in sorted(own, key=_index)
     ]
 
 
-def _index(card: Card) -> int:
-    return card.index
+def _index(gpu: Gpu) -> int:
+    return gpu.index
 
 
-def _use_of(snapshot: NodeSnapshot, facts: ContainerFacts, card: Card) -> ContainerUse | None:
+def _use_of(snapshot: NodeSnapshot, facts: ContainerFacts, gpu: Gpu) -> ContainerUse | None:
     """A container that was admitted after the last round has no process yet: it uses nothing."""
     usage = snapshot.usage
-    sample = usage.cards.get(card.uuid) if usage is not None else None
+    sample = usage.gpus.get(gpu.uuid) if usage is not None else None
     if usage is None or sample is None:
         return None
-    use = usage.containers.get((facts.held.key, card.uuid))
+    use = usage.containers.get((facts.held.key, gpu.uuid))
     if use is not None or sample.processes is None:
         return use
-    return ContainerUse(key=facts.held.key, uuid=card.uuid, pids=(), memory_bytes=0, sm_ratio=0.0,
+    return ContainerUse(key=facts.held.key, uuid=gpu.uuid, pids=(), memory_bytes=0, sm_ratio=0.0,
                         memory_ratio=0.0, encoder_ratio=0.0, decoder_ratio=0.0)  # fmt: skip
 
 
@@ -104,10 +104,10 @@ def _use_of(snapshot: NodeSnapshot, facts: ContainerFacts, card: Card) -> Contai
 
 
 def _requested(containers: Iterable[tuple[Labels, ContainerFacts]]) -> list[Series]:
-    cores = Series("container_request_gpu_utilization", "Requested share of GPUs, in cards.")
+    cores = Series("container_request_gpu_utilization", "Requested share of GPUs, in GPUs.")
     memory = Series("container_request_gpu_memory", "Requested GPU memory, in MiB.")
     for labels, facts in containers:
-        cores.rows.append((f'{labels},req_of_gpu="total"', facts.held.cores / CORES_PER_CARD))
+        cores.rows.append((f'{labels},req_of_gpu="total"', facts.held.cores / CORES_PER_GPU))
         memory.rows.append((f'{labels},req_of_gpu_memory="total"', facts.memory_bytes / MIB))
     return [cores, memory]
 
@@ -115,14 +115,14 @@ def _requested(containers: Iterable[tuple[Labels, ContainerFacts]]) -> list[Seri
 def _used_as_gpu_manager_shows_it(
     containers: Iterable[tuple[Labels, ContainerFacts]], shares: Mapping[ContainerKey, Sequence[_Share]]
 ) -> list[Series]:
-    """A row for each card and one for all of them; none of what is not known."""
-    sm = Series("container_gpu_utilization", "Used compute of GPUs, in percent of a card.")
+    """A row for each GPU and one for all of them; none of what is not known."""
+    sm = Series("container_gpu_utilization", "Used compute of GPUs, in percent of a GPU.")
     memory = Series("container_gpu_memory_total", "Used GPU memory, in MiB.")
     for labels, facts in containers:
         ratios: list[float] = []
         sizes: list[int] = []
         for share in shares[facts.held.key]:
-            use, index = share.use, share.card.index
+            use, index = share.use, share.gpu.index
             if use is not None and use.sm_ratio is not None:
                 ratios.append(use.sm_ratio)
                 sm.rows.append((f'{labels},gpu="gpu{index}"', rounded(use.sm_ratio * 100)))
@@ -141,34 +141,34 @@ def _used_as_gpu_manager_shows_it(
 _CONTAINER_STATES: tuple[tuple[str, str, Callable[[_Share], Number]], ...] = (
     (
         "allocated_cores_ratio",
-        "Compute of the card that the container was given, 1 is the whole card.",
-        lambda share: 1.0 if share.facts.held.is_whole else share.facts.cores / CORES_PER_CARD,
+        "Compute of the GPU that the container was given, 1 is the whole GPU.",
+        lambda share: 1.0 if share.facts.held.is_whole else share.facts.cores / CORES_PER_GPU,
     ),
     (
         "cores_limit_ratio",
-        "Compute of the card that the container may use at most.",
+        "Compute of the GPU that the container may use at most.",
         lambda share: (
-            1.0 if share.facts.held.is_whole else (share.facts.core_limit or share.facts.cores) / CORES_PER_CARD
+            1.0 if share.facts.held.is_whole else (share.facts.core_limit or share.facts.cores) / CORES_PER_GPU
         ),
     ),
     (
         "memory_limit_bytes",
-        "Memory of the card that the container may use at most.",
-        lambda share: share.card.memory_mib * MIB if share.facts.held.is_whole else share.facts.memory_bytes,
+        "Memory of the GPU that the container may use at most.",
+        lambda share: share.gpu.memory_mib * MIB if share.facts.held.is_whole else share.facts.memory_bytes,
     ),
 )
 
 _CONTAINER_USES: tuple[tuple[str, str, Callable[[ContainerUse], Number | None]], ...] = (
-    ("memory_used_bytes", "Memory of the card that the container uses.", attrgetter("memory_bytes")),
-    ("sm_utilization_ratio", "Time in which the container computed on the card.", attrgetter("sm_ratio")),
+    ("memory_used_bytes", "Memory of the GPU that the container uses.", attrgetter("memory_bytes")),
+    ("sm_utilization_ratio", "Time in which the container computed on the GPU.", attrgetter("sm_ratio")),
     (
         "memory_bandwidth_utilization_ratio",
-        "Time in which the container read or wrote the card's memory.",
+        "Time in which the container read or wrote the GPU's memory.",
         attrgetter("memory_ratio"),
     ),
-    ("encoder_utilization_ratio", "Use of the card's encoder by the container.", attrgetter("encoder_ratio")),
-    ("decoder_utilization_ratio", "Use of the card's decoder by the container.", attrgetter("decoder_ratio")),
-    ("processes", "Processes of the container on the card.", lambda use: len(use.pids)),
+    ("encoder_utilization_ratio", "Use of the GPU's encoder by the container.", attrgetter("encoder_ratio")),
+    ("decoder_utilization_ratio", "Use of the GPU's decoder by the container.", attrgetter("decoder_ratio")),
+    ("processes", "Processes of the container on the GPU.", lambda use: len(use.pids)),
 )
 
 

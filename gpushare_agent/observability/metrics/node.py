@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from gpushare_agent.observability.metrics.containers import container_series
-from gpushare_agent.observability.metrics.gpus import card_series
+from gpushare_agent.observability.metrics.gpus import gpu_series
 from gpushare_agent.observability.metrics.text import Series, labels_text
 from gpushare_agent.observability.node_snapshot import NodeSnapshot
 
 
 def node_series(snapshot: NodeSnapshot) -> list[Series]:
     """Those that have a row, always in the same order."""
-    found = [*container_series(snapshot), *card_series(snapshot)]
+    found = [*container_series(snapshot), *gpu_series(snapshot)]
     if snapshot.usage is not None:
         text = "When usage was last sampled, in seconds since the epoch."
         rows = [(labels_text(node=snapshot.node), snapshot.usage.sampled_at)]

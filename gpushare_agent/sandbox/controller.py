@@ -14,11 +14,11 @@ from gpushare_agent.model.errors import AgentError, Rejected
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.api_server import EmbeddedApiServer
-from gpushare_agent.sandbox.card_faults import LOST_REASON, CardFaults
 from gpushare_agent.sandbox.container_entry import enter_container
 from gpushare_agent.sandbox.control import Answer, Request
+from gpushare_agent.sandbox.gpu_faults import LOST_REASON, GpuFaults
 from gpushare_agent.sandbox.manifests import Manifest
-from gpushare_agent.sandbox.node_report import HEALTHY, ReportedNode, card_health, reason_and_message, report
+from gpushare_agent.sandbox.node_report import HEALTHY, ReportedNode, gpu_health, reason_and_message, report
 
 READY_TIMEOUT_S = 30.0
 _UNSCHEDULABLE = "Unschedulable"
@@ -31,7 +31,7 @@ class NodeBench:
 
     shown: ReportedNode
     agent: AgentProcess
-    faults: CardFaults
+    faults: GpuFaults
 
     @property
     def name(self) -> str:
@@ -44,37 +44,37 @@ class NodeBench:
         allocatable = raw.get("status", {}).get("allocatable", {})
         return all(int(allocatable.get(name, 0)) > 0 for name in (self.shown.vcore, self.shown.vmemory))
 
-    def fail_card(self, request: Request) -> str:
+    def fail_gpu(self, request: Request) -> str:
         """An Xid error where one is given, else a loss."""
         index, reason = _whole_number(request, "card"), str(request.get("lost") or LOST_REASON)
         if request.get("xid") is None:
             self.faults.lose(index, reason)
-            done = f"card {index} is lost: {reason}"
+            done = f"GPU {index} is lost: {reason}"
         else:
             xid = _whole_number(request, "xid")
             self.faults.report_xid(index, xid)
-            done = f"card {index} has reported Xid {xid}"
+            done = f"GPU {index} has reported Xid {xid}"
         self.note_faults()
         return done
 
-    def heal_card(self, index: int) -> str:
+    def heal_gpu(self, index: int) -> str:
         healed = self.faults.heal(index, is_offered=self._is_offered(index))
         self.note_faults()
         if healed.done:
-            return f"card {index} {healed.done}; the agent takes it back once it has passed its probes"
+            return f"GPU {index} {healed.done}; the agent takes it back once it has passed its probes"
         if healed.spared:
-            return f"card {index} is not ill ({healed.spared}); nothing was done to it"
-        return f"nothing is wrong with card {index}"
+            return f"GPU {index} is not ill ({healed.spared}); nothing was done to it"
+        return f"nothing is wrong with GPU {index}"
 
     def _is_offered(self, index: int) -> bool:
         """By what the kubelet has heard last."""
-        cards = card_health(self.shown)
-        return any(card.index == index and cards.get(card.uuid) == HEALTHY for card in self.shown.cards)
+        gpus = gpu_health(self.shown)
+        return any(gpu.index == index and gpus.get(gpu.uuid) == HEALTHY for gpu in self.shown.gpus)
 
-    def note_faults(self, told: Mapping[GpuUuid, str] = MappingProxyType({})) -> None:
-        """What the report says to be wrong with the cards: the faults that were made, else what the driver has `told`."""
-        made = self.faults.by_card()
-        found = {card.uuid: text for card in self.shown.cards if (text := made.get(card.index) or told.get(card.uuid))}
+    def note_faults(self, reported: Mapping[GpuUuid, str] = MappingProxyType({})) -> None:
+        """What the report says to be wrong with the GPUs: the faults that were made, else what the driver has `told`."""
+        made = self.faults.by_gpu()
+        found = {gpu.uuid: text for gpu in self.shown.gpus if (text := made.get(gpu.index) or reported.get(gpu.uuid))}
         if found != self.shown.ailments:
             self.shown.ailments.clear()
             self.shown.ailments.update(found)
@@ -82,7 +82,7 @@ class NodeBench:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workbench:
+class SandboxController:
     """All nodes, which share one API server; the first of them speaks for it."""
 
     nodes: tuple[NodeBench, ...]
@@ -174,9 +174,9 @@ class Workbench:
                 raise AgentError("no extender runs: the sandbox was started without --extender, or it is being started")
             return _done(["the extender was killed; the sandbox starts it again"])
         if command == "fail-card":
-            return _done([self._node(request).fail_card(request)])
+            return _done([self._node(request).fail_gpu(request)])
         if command == "heal-card":
-            return _done([self._node(request).heal_card(_whole_number(request, "card"))])
+            return _done([self._node(request).heal_gpu(_whole_number(request, "card"))])
         if command == "status":
             return {**_done([]), "document": self.document()}
         raise Rejected(f"unknown command {command!r}")

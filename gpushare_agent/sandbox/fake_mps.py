@@ -1,7 +1,7 @@
 """A stand-in for NVIDIA's MPS control daemon and its control program: it answers the same commands and serves no client.
 
-`open_mps_stand_in` runs the daemon in this process and leaves a control program beside it, for the agent to ask with. Run
-as a program (`python -m …mps_stand_in`) it is that control program: commands on standard input, or the daemon itself with
+`open_fake_mps` runs the daemon in this process and leaves a control program beside it, for the agent to ask with. Run
+as a program (`python -m …fake_mps`) it is that control program: commands on standard input, or the daemon itself with
 `-f`. What it was asked stands in `control.log` of the log directory. Its sockets and files have the real ones' names; what
 is said through them is its own. Only the standard library is imported, for each question starts it anew.
 
@@ -28,7 +28,7 @@ _ANSWER_TIMEOUT_S = 30.0
 _MAX_COMMANDS_BYTES = 64 * 1024
 
 
-class MpsStandIn:
+class FakeMps:
     """The daemon. `clients` are PIDs that it claims to serve, by the PID of their server."""
 
     def __init__(self, pipe: Path, logs: Path) -> None:
@@ -129,18 +129,18 @@ class MpsStandIn:
 def write_control_program(path: Path) -> None:
     """A control program that speaks to a stand-in, for this installation of the agent and this Python."""
     package = str(Path(__file__).resolve().parents[2])
-    words = [sys.executable, "-P", "-m", "gpushare_agent.sandbox.mps_stand_in"]
+    words = [sys.executable, "-P", "-m", "gpushare_agent.sandbox.fake_mps"]
     path.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(package)} exec {shlex.join(words)} "$@"\n')
     path.chmod(0o755)
 
 
 @asynccontextmanager
-async def open_mps_stand_in(pipe: Path, logs: Path, control: Path) -> AsyncIterator[MpsStandIn]:
+async def open_fake_mps(pipe: Path, logs: Path, control: Path) -> AsyncIterator[FakeMps]:
     """A daemon that serves in this process while the block runs, and its control program at `control`."""
     for directory in (pipe, logs, control.parent):
         directory.mkdir(mode=0o755, parents=True, exist_ok=True)
     write_control_program(control)
-    stand_in, started = MpsStandIn(pipe, logs), asyncio.Event()
+    stand_in, started = FakeMps(pipe, logs), asyncio.Event()
     async with asyncio.TaskGroup() as group:
         task = group.create_task(stand_in.run(started), name="mps stand-in")
         try:
@@ -161,7 +161,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _run_daemon(pipe: Path, logs: Path) -> None:
-    stand_in = MpsStandIn(pipe, logs)
+    stand_in = FakeMps(pipe, logs)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stand_in.is_ended.set)

@@ -1,7 +1,7 @@
-"""Failing cards of the embedded node: what `sandbox fail-card` and `heal-card` write into the agent's faults file.
+"""Failing GPUs of the embedded node: what `sandbox fail-card` and `heal-card` write into the agent's faults file.
 
 The file is read before each change, so that what a person has written there stays. State owned: the last ID given, for those
-in the file go when their card is healed. Format: gpus/simulated/faults.py.
+in the file go when their GPU is healed. Format: gpus/simulated/faults.py.
 """
 
 from __future__ import annotations
@@ -27,50 +27,50 @@ LOST_REASON = "GPU is lost"
 _MAX_XID = 100_000
 _KEPT = 1000
 """Events and resets in the file; the agent has read older ones long ago."""
-_THE_CARD = GpuUuid("the card")
+_THE_GPU = GpuUuid("the GPU")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Healed:
-    """`done` is what was done to the card, empty for nothing; `spared` says why some of its errors called for nothing."""
+    """`done` is what was done to the GPU, empty for nothing; `spared` says why some of its errors called for nothing."""
 
     done: str = ""
     spared: str = ""
 
 
-class CardFaults:
+class GpuFaults:
     """`path` is None where the agent looks at no faults file; `cards` is how many there are; `policy` is the agent's."""
 
-    def __init__(self, path: Path | None, cards: int, policy: HealthPolicy | None = None) -> None:
+    def __init__(self, path: Path | None, gpus: int, policy: HealthPolicy | None = None) -> None:
         self._path = path
-        self._cards = cards
+        self._gpus = gpus
         self._policy = policy or HealthPolicy()
         self._last_id = 0
 
     def lose(self, index: int, reason: str = LOST_REASON) -> None:
-        """The driver no longer finds the card, until it is healed. Raises Rejected, Unavailable (as all of these do)."""
+        """The driver no longer finds the GPU, until it is healed. Raises Rejected, Unavailable (as all of these do)."""
         faults = self._checked(index)
         self._write(replace(faults, lost={**faults.lost, index: reason or LOST_REASON}))
 
     def report_xid(self, index: int, xid: int) -> None:
-        """The driver reports an Xid error of the card, once."""
+        """The driver reports an Xid error of the GPU, once."""
         if not 1 <= xid <= _MAX_XID:
             raise Rejected(
-                f"Xid {xid} cannot be reported: there are 1 to {_MAX_XID}; 79 says that a card fell off the bus"
+                f"Xid {xid} cannot be reported: there are 1 to {_MAX_XID}; 79 says that a GPU fell off the bus"
             )
         faults = self._checked(index)
-        event = RehearsedEvent(id=self._next_id(faults), card=index, xid=xid)
+        event = RehearsedEvent(id=self._next_id(faults), gpu=index, xid=xid)
         self._write(replace(faults, events=(*faults.events, event)[-_KEPT:]))
 
     def heal(self, index: int, *, is_offered: bool = False) -> Healed:
-        """Takes everything back that was done to the card: a loss ends; after errors that took it out of service the driver
+        """Takes everything back that was done to the GPU: a loss ends; after errors that took it out of service the driver
         sees it reset. `is_offered`: the kubelet has it as Healthy.
 
-        A reset takes a card away for a while, so none is shown after errors that the agent ignores, nor after those from
-        which the card has come back by itself.
+        A reset takes a GPU away for a while, so none is shown after errors that the agent ignores, nor after those from
+        which the GPU has come back by itself.
         """
         faults = self._checked(index)
-        own = [event for event in faults.events if event.card == index]
+        own = [event for event in faults.events if event.gpu == index]
         ignored = [event for event in own if self._meaning(event) is EventMeaning.IGNORED]
         harmful = [
             event
@@ -82,33 +82,33 @@ class CardFaults:
         resets = faults.resets
         if harmful:
             done.append(f"was reset after {_event_words(harmful)}")
-            resets = (*resets, RehearsedReset(id=self._next_id(faults), card=index))[-_KEPT:]
+            resets = (*resets, RehearsedReset(id=self._next_id(faults), gpu=index))[-_KEPT:]
         if own or done:
             self._last_id = max(self._last_id, faults.last_id)  # the driver has seen the IDs that go
-            lost = {card: reason for card, reason in faults.lost.items() if card != index}
-            events = tuple(event for event in faults.events if event.card != index)
+            lost = {gpu: reason for gpu, reason in faults.lost.items() if gpu != index}
+            events = tuple(event for event in faults.events if event.gpu != index)
             self._write(replace(faults, lost=lost, events=events, resets=resets))
         over = [event for event in own if event not in ignored and event not in harmful]
         spared = [f"{_event_words(ignored)}: ignored (health.ignored_xids)"] if ignored else []
-        spared += [f"{_event_words(over)}: the agent has taken the card back by itself"] if over else []
+        spared += [f"{_event_words(over)}: the agent has taken the GPU back by itself"] if over else []
         return Healed(done=" and ".join(done), spared="; ".join(spared))
 
     def _meaning(self, event: RehearsedEvent) -> EventMeaning:
-        return meaning_of(GpuEvent(kind=event.kind, uuid=_THE_CARD, xid=event.xid), {_THE_CARD}, self._policy)
+        return meaning_of(GpuEvent(kind=event.kind, uuid=_THE_GPU, xid=event.xid), {_THE_GPU}, self._policy)
 
-    def by_card(self) -> dict[int, str]:
-        """What is wrong with each card that something is wrong with; nothing where the file cannot be read."""
+    def by_gpu(self) -> dict[int, str]:
+        """What is wrong with each GPU that something is wrong with; nothing where the file cannot be read."""
         try:
             faults = self._read()
         except (Rejected, Unavailable):
             return {}
-        words = {index: _event_words([e for e in faults.events if e.card == index]) for index in range(self._cards)}
+        words = {index: _event_words([e for e in faults.events if e.gpu == index]) for index in range(self._gpus)}
         words |= {index: ", ".join(filter(None, (faults.lost[index], words.get(index)))) for index in faults.lost}
         return {index: text for index, text in sorted(words.items()) if text}
 
     def _checked(self, index: int) -> Faults:
-        if not 0 <= index < self._cards:
-            raise Rejected(f"there is no card {index}: this node has the cards 0 to {self._cards - 1}")
+        if not 0 <= index < self._gpus:
+            raise Rejected(f"there is no GPU {index}: this node has the GPUs 0 to {self._gpus - 1}")
         return self._read()
 
     def _next_id(self, faults: Faults) -> int:
@@ -136,7 +136,7 @@ class CardFaults:
 
     def _file(self) -> Path:
         if self._path is None:
-            raise Rejected("cards cannot fail here: the sandbox was started with an empty --simulated.faults")
+            raise Rejected("GPUs cannot fail here: the sandbox was started with an empty --simulated.faults")
         return self._path
 
 

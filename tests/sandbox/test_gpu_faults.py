@@ -1,4 +1,4 @@
-"""Cards that fail: what `fail-card` and `heal-card` do, what the kubelet then shows, and where pods go."""
+"""GPUs that fail: what `fail-card` and `heal-card` do, what the kubelet then shows, and where pods go."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpushare_agent.cli import sandbox as app
 from gpushare_agent.gpus.health import HealthPolicy
 from gpushare_agent.gpus.simulated.driver import SimulatedDriver
 from gpushare_agent.model.errors import Rejected, Unavailable
-from gpushare_agent.sandbox.card_faults import CardFaults, Healed
+from gpushare_agent.sandbox.gpu_faults import GpuFaults, Healed
 from tests.support_agent import open_agent
 from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod, wait_allocatable, wait_phase
 from tests.support_sandbox_cli import DEADLINE_S, document_of, live, read_until, sandbox
@@ -36,51 +36,51 @@ QUICK = ("--health.check-period-s=0.2", "--health.recovery-period-s=0.2", "--hea
 
 def driver_of(faults: Path) -> SimulatedDriver:
     return SimulatedDriver(
-        cards=3, card_memory_mib=(24576,), topology_text=None, card_name="T", seed="n", faults_file=faults
+        gpus=3, gpu_memory_mib=(24576,), topology_text=None, gpu_name="T", seed="n", faults_file=faults
     )
 
 
 # --- the file ---
 
 
-async def test_a_lost_card_is_lost_to_the_driver_until_it_is_healed(tmp_path: Path) -> None:
+async def test_a_lost_gpu_is_lost_to_the_driver_until_it_is_healed(tmp_path: Path) -> None:
     """With the given reason, or NVML's words."""
-    faults, driver = CardFaults(tmp_path / "faults.json", 3), driver_of(tmp_path / "faults.json")
+    faults, driver = GpuFaults(tmp_path / "faults.json", 3), driver_of(tmp_path / "faults.json")
     faults.lose(1)
     faults.lose(2, "a cable")
-    assert [card.unhealthy_reason for card in (await driver.read()).cards] == ["", "GPU is lost", "a cable"]
-    assert faults.by_card() == {1: "GPU is lost", 2: "a cable"}
+    assert [gpu.unhealthy_reason for gpu in (await driver.read()).gpus] == ["", "GPU is lost", "a cable"]
+    assert faults.by_gpu() == {1: "GPU is lost", 2: "a cable"}
     assert faults.heal(1) == Healed(done="is no longer lost (GPU is lost)")
-    assert [card.is_healthy for card in (await driver.read()).cards] == [True, True, False]
+    assert [gpu.is_healthy for gpu in (await driver.read()).gpus] == [True, True, False]
     assert (faults.heal(1), faults.heal(0)) == (Healed(), Healed())
 
 
 async def test_an_xid_is_reported_each_time_and_healing_shows_a_reset(tmp_path: Path) -> None:
-    """IDs grow also when a healed card's entries have gone, so the driver takes none for an old one."""
-    faults, driver = CardFaults(tmp_path / "faults.json", 3), driver_of(tmp_path / "faults.json")
+    """IDs grow also when a healed GPU's entries have gone, so the driver takes none for an old one."""
+    faults, driver = GpuFaults(tmp_path / "faults.json", 3), driver_of(tmp_path / "faults.json")
     await driver.read()
     for _ in range(2):
         faults.report_xid(1, 79)
         faults.report_xid(1, 48)
         faults.report_xid(1, 79)
-        assert faults.by_card() == {1: "Xid 79, Xid 48"}
+        assert faults.by_gpu() == {1: "Xid 79, Xid 48"}
         assert [event.xid for event in await driver.events()] == [79, 48, 79]
         assert faults.heal(1).done == "was reset after Xid 79, Xid 48"
-        assert faults.by_card() == {}
-        assert [[card.is_healthy for card in (await driver.read()).cards] for _ in range(2)] == [
+        assert faults.by_gpu() == {}
+        assert [[gpu.is_healthy for gpu in (await driver.read()).gpus] for _ in range(2)] == [
             [True, False, True], [True, True, True],
         ]  # fmt: skip
         assert await driver.events() == []
 
 
 async def test_what_a_person_has_written_stays(tmp_path: Path) -> None:
-    """His IDs count, too; only what belongs to the healed card goes."""
+    """His IDs count, too; only what belongs to the healed GPU goes."""
     path = tmp_path / "faults.json"
-    faults = CardFaults(path, 3)
+    faults = GpuFaults(path, 3)
     path.write_text('{"lost": {"0": "mine"}, "xids": [{"id": 40, "card": 0, "xid": 48}]}')
     faults.report_xid(1, 79)
     faults.lose(1)
-    assert faults.by_card() == {0: "mine, Xid 48", 1: "GPU is lost, Xid 79"}
+    assert faults.by_gpu() == {0: "mine, Xid 48", 1: "GPU is lost, Xid 79"}
     assert faults.heal(1).done == "is no longer lost (GPU is lost) and was reset after Xid 79"
     assert json.loads(path.read_text()) == {
         "lost": {"0": "mine"}, "xids": [{"id": 40, "card": 0, "xid": 48}], "resets": [{"id": 42, "card": 1}],
@@ -91,7 +91,7 @@ def test_the_file_keeps_no_more_than_a_thousand_events(tmp_path: Path) -> None:
     """The newest ones."""
     path = tmp_path / "faults.json"
     path.write_text(json.dumps({"xids": [{"id": number + 1, "card": 0, "xid": 31} for number in range(1000)]}))
-    CardFaults(path, 3).report_xid(1, 79)
+    GpuFaults(path, 3).report_xid(1, 79)
     xids = json.loads(path.read_text())["xids"]
     assert (len(xids), xids[0]["id"], xids[-1]) == (1000, 2, {"id": 1001, "card": 1, "xid": 79})
 
@@ -100,18 +100,18 @@ def test_a_file_that_cannot_be_read_is_not_overwritten(tmp_path: Path) -> None:
     """It says how to go on; the report shows no fault of it."""
     path = tmp_path / "faults.json"
     path.write_text("{")
-    faults = CardFaults(path, 3)
+    faults = GpuFaults(path, 3)
     with pytest.raises(Rejected, match=r"cannot be read.*Mend it, or remove it"):
         faults.lose(0)
-    assert (path.read_text(), faults.by_card()) == ("{", {})
+    assert (path.read_text(), faults.by_gpu()) == ("{", {})
 
 
 def test_where_there_is_no_file_nothing_fails(tmp_path: Path) -> None:
     """Without the setting, and where the directory has gone."""
     with pytest.raises(Rejected, match=r"empty --simulated\.faults"):
-        CardFaults(None, 3).lose(0)
+        GpuFaults(None, 3).lose(0)
     with pytest.raises(Unavailable, match="cannot be written"):
-        CardFaults(tmp_path / "absent" / "faults.json", 3).lose(0)
+        GpuFaults(tmp_path / "absent" / "faults.json", 3).lose(0)
 
 
 POLICY = HealthPolicy(ignored_xids=frozenset({31}), reset_xids=frozenset({79}))
@@ -122,24 +122,24 @@ POLICY = HealthPolicy(ignored_xids=frozenset({31}), reset_xids=frozenset({79}))
     [
         ((31,), True, Healed(spared="Xid 31: ignored (health.ignored_xids)")),
         ((31,), False, Healed(spared="Xid 31: ignored (health.ignored_xids)")),
-        ((94,), True, Healed(spared="Xid 94: the agent has taken the card back by itself")),
+        ((94,), True, Healed(spared="Xid 94: the agent has taken the GPU back by itself")),
         ((94,), False, Healed(done="was reset after Xid 94")),
         ((79,), True, Healed(done="was reset after Xid 79")),
         ((31, 79), False, Healed(done="was reset after Xid 79", spared="Xid 31: ignored (health.ignored_xids)")),
     ],
 )
-async def test_a_reset_is_shown_only_where_the_card_is_out_of_service(
+async def test_a_reset_is_shown_only_where_the_gpu_is_out_of_service(
     tmp_path: Path, xids: tuple[int, ...], is_offered: bool, healed: Healed
 ) -> None:
-    """It would take a Healthy card away for its probes. The report forgets the errors all the same."""
+    """It would take a Healthy GPU away for its probes. The report forgets the errors all the same."""
     path = tmp_path / "faults.json"
-    faults, driver = CardFaults(path, 3, POLICY), driver_of(path)
+    faults, driver = GpuFaults(path, 3, POLICY), driver_of(path)
     await driver.read()
     for xid in xids:
         faults.report_xid(1, xid)
     assert faults.heal(1, is_offered=is_offered) == healed
-    assert [card.is_healthy for card in (await driver.read()).cards] == [True, not healed.done, True]
-    assert faults.by_card() == {}
+    assert [gpu.is_healthy for gpu in (await driver.read()).gpus] == [True, not healed.done, True]
+    assert faults.by_gpu() == {}
     faults.report_xid(1, 79)
     assert [event.xid for event in await driver.events()] == [79]
 
@@ -147,28 +147,28 @@ async def test_a_reset_is_shown_only_where_the_card_is_out_of_service(
 # --- the kubelet ---
 
 
-@pytest.mark.parametrize("card", [0, 1])
-async def test_a_lost_card_leaves_the_node_and_new_pods_go_elsewhere(card: int) -> None:
-    """Allocatable drops by that card alone, its pod runs on, and the next pod gets another card."""
+@pytest.mark.parametrize("gpu", [0, 1])
+async def test_a_lost_gpu_leaves_the_node_and_new_pods_go_elsewhere(gpu: int) -> None:
+    """Allocatable drops by that GPU alone, its pod runs on, and the next pod gets another GPU."""
     async with open_test_node() as node, open_agent(node, "--cards=3", *QUICK) as agent:
-        faults = CardFaults(node.paths.faults, 3)
-        uuids = [c.uuid for c in agent.parts.inventory.current.cards]
-        for name in ("first", "second") if card == 1 else ("second",):
+        faults = GpuFaults(node.paths.faults, 3)
+        uuids = [c.uuid for c in agent.parts.inventory.current.gpus]
+        for name in ("first", "second") if gpu == 1 else ("second",):
             node.api.create_pod(pod(name, container("main", cores=60, blocks=8)))
             await wait_phase(node, name, "Running")
         [held] = [r.ids for r in node.kubelet.active_records() if r.resource == CORE and _is_of(node, r, "second")]
-        assert {name.partition("::")[0] for name in held} == {uuids[card]}
-        faults.lose(card)
+        assert {name.partition("::")[0] for name in held} == {uuids[gpu]}
+        faults.lose(gpu)
         await wait_allocatable(node, CORE, 200)
         await wait_allocatable(node, MEMORY, 192)
-        assert not any(ok for name, ok in node.kubelet.devices(CORE).items() if name.startswith(uuids[card]))
-        assert all(ok for name, ok in node.kubelet.devices(CORE).items() if not name.startswith(uuids[card]))
+        assert not any(ok for name, ok in node.kubelet.devices(CORE).items() if name.startswith(uuids[gpu]))
+        assert all(ok for name, ok in node.kubelet.devices(CORE).items() if not name.startswith(uuids[gpu]))
         node.api.create_pod(pod("next", container("main", cores=30, blocks=8)))
         await wait_phase(node, "next", "Running")
         [given] = [r.ids for r in node.kubelet.active_records() if r.resource == CORE and _is_of(node, r, "next")]
-        assert uuids[card] not in {name.partition("::")[0] for name in given}
+        assert uuids[gpu] not in {name.partition("::")[0] for name in given}
         assert node.api.pod("default", "second")["status"]["phase"] == "Running"
-        faults.heal(card)
+        faults.heal(gpu)
         await wait_allocatable(node, CORE, 300)
 
 
@@ -179,8 +179,8 @@ def _is_of(node: Any, record: Any, name: str) -> bool:
 # --- the commands ---
 
 
-async def test_fail_card_and_heal_card_from_another_terminal(folder: Path) -> None:
-    """`status` tells what is wrong; the card's units leave the node and return; what containers use is shown as well."""
+async def test_fail_gpu_and_heal_gpu_from_another_terminal(folder: Path) -> None:
+    """`status` tells what is wrong; the GPU's units leave the node and return; what containers use is shown as well."""
     state = folder / "s"
     (folder / "p.yaml").write_text(
         yaml.safe_dump(
@@ -190,9 +190,9 @@ async def test_fail_card_and_heal_card_from_another_terminal(folder: Path) -> No
     async with live(state, "--apply", folder / "p.yaml", "--cards", "2", *QUICK) as process:
         await read_until(process, "pod default/mine Running")
         lost = await sandbox("fail-card", "1", "--lost", "a cable", "--state-dir", state)
-        assert (lost.code, lost.out) == (0, "card 1 is lost: a cable\n"), lost.err
+        assert (lost.code, lost.out) == (0, "GPU 1 is lost: a cable\n"), lost.err
         document = await shown_until(state, 1, "Unhealthy")
-        assert [card["health_reason"] for card in document["node"]["cards"]] == ["", "a cable"]
+        assert [gpu["health_reason"] for gpu in document["node"]["cards"]] == ["", "a cable"]
         used = {"cores": 20.0, "memory_mib": 1024}
         assert document["pods"][0]["containers"][0]["used"] == used
         status = await sandbox("status", "--state-dir", state)
@@ -200,21 +200,21 @@ async def test_fail_card_and_heal_card_from_another_terminal(folder: Path) -> No
         assert "20 %, 1024 MiB" in status.out
         healed = await sandbox("heal-card", "1", "--state-dir", state)
         assert healed.out == (
-            "card 1 is no longer lost (a cable); the agent takes it back once it has passed its probes\n"
+            "GPU 1 is no longer lost (a cable); the agent takes it back once it has passed its probes\n"
         )
         document = await shown_until(state, 1, "Healthy")
-        assert [card["health_reason"] for card in document["node"]["cards"]] == ["", ""]
+        assert [gpu["health_reason"] for gpu in document["node"]["cards"]] == ["", ""]
         xid = await sandbox("fail-card", "0", "--xid", "79", "--state-dir", state)
-        assert (xid.code, xid.out) == (0, "card 0 has reported Xid 79\n"), xid.err
+        assert (xid.code, xid.out) == (0, "GPU 0 has reported Xid 79\n"), xid.err
         document = await shown_until(state, 0, "Unhealthy")
-        assert [card["health_reason"] for card in document["node"]["cards"]] == ["Xid 79", ""]
+        assert [gpu["health_reason"] for gpu in document["node"]["cards"]] == ["Xid 79", ""]
         assert [p["phase"] for p in document["pods"]] == ["Running"]
         reset = await sandbox("heal-card", "0", "--state-dir", state)
-        assert reset.out.startswith("card 0 was reset after Xid 79; ")
+        assert reset.out.startswith("GPU 0 was reset after Xid 79; ")
         await shown_until(state, 0, "Healthy")
         await sandbox("fail-card", "0", "--xid", "31", "--state-dir", state)
         spared = await sandbox("heal-card", "0", "--state-dir", state)
-        assert spared.out == ("card 0 is not ill (Xid 31: ignored (health.ignored_xids)); nothing was done to it\n"), (
+        assert spared.out == ("GPU 0 is not ill (Xid 31: ignored (health.ignored_xids)); nothing was done to it\n"), (
             spared.err
         )
         resets = json.loads((state / "faults.json").read_text())["resets"]
@@ -231,7 +231,7 @@ async def test_fail_card_and_heal_card_from_another_terminal(folder: Path) -> No
     ],
     ids=" ".join,
 )
-def test_a_card_command_that_makes_no_sense_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_command_that_makes_no_sense_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """With exit code 2 and the usage."""
     parser = argparse.ArgumentParser()
     app.add_arguments(parser)
@@ -240,12 +240,12 @@ def test_a_card_command_that_makes_no_sense_is_refused(words: list[str], capsys:
     assert "usage:" in capsys.readouterr().err
 
 
-async def shown_until(state: Path, card: int, health: str) -> dict[str, Any]:
-    """The report once the kubelet holds the card for that, and use is known."""
+async def shown_until(state: Path, gpu: int, health: str) -> dict[str, Any]:
+    """The report once the kubelet holds the GPU for that, and use is known."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             document = await document_of(state)
             is_used = document["pods"][0]["containers"][0]["used"] is not None
-            if document["node"]["cards"][card]["health"] == health and is_used:
+            if document["node"]["cards"][gpu]["health"] == health and is_used:
                 return document
             await asyncio.sleep(0.05)  # another process: it can only be asked again

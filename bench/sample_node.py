@@ -1,4 +1,4 @@
-"""A node made up in memory: cards, containers and a use that differs at each step, for what shows or sends the node.
+"""A node made up in memory: GPUs, containers and a use that differs at each step, for what shows or sends the node.
 
 Nothing runs behind it. For the stream's cost, and for trying the dashboard at a size that the embedded node takes
 minutes to reach.
@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from gpushare_agent import __version__
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.decision_records import Asked, Candidate, DecisionRecord, Outcome
-from gpushare_agent.model.gpus import Card, GpuInventory, Health
+from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.topology import Link, LinkKind, Topology
-from gpushare_agent.model.usage import CardSample, ContainerUse, ProcessSample, UsageRound
+from gpushare_agent.model.usage import ContainerUse, GpuSample, ProcessSample, UsageRound
 from gpushare_agent.observability.node_snapshot import MIB, AgentFacts, ContainerFacts, NodeSnapshot
 from gpushare_agent.placement.topology_tree import build_topology
 
-CARD_MIB = 81920
+GPU_MIB = 81920
 SHARE_CORES = 5
 SHARE_BLOCKS = 16
-MOST_PER_CARD = 100 // SHARE_CORES
+MOST_PER_GPU = 100 // SHARE_CORES
 
 
 def uuid_of(index: int) -> GpuUuid:
@@ -37,35 +37,35 @@ def uid_of(number: int) -> PodUid:
 
 
 @dataclass
-class MadeNode:
-    """`step` makes time pass: every card and container then uses something else."""
+class SampleNode:
+    """`step` makes time pass: every GPU and container then uses something else."""
 
-    cards: int = 16
+    gpus: int = 16
     containers: int = 200
     moment: int = 0
     unhealthy: dict[int, str] = field(default_factory=dict)
     cordoned: dict[int, str] = field(default_factory=dict)
-    strangers: dict[int, int] = field(default_factory=dict)
-    """Processes of nobody, by card."""
+    unattributed: dict[int, int] = field(default_factory=dict)
+    """Processes of nobody, by GPU."""
     excess: dict[int, float] = field(default_factory=dict)
     """Use of single containers, by number, as a part of their share, instead of the wave."""
 
     def __post_init__(self) -> None:
-        if self.containers > self.cards * MOST_PER_CARD:
-            raise ValueError(f"{self.cards} cards have room for {self.cards * MOST_PER_CARD} containers at most")
-        self.topology = _topology(self.cards)
+        if self.containers > self.gpus * MOST_PER_GPU:
+            raise ValueError(f"{self.gpus} GPUs have room for {self.gpus * MOST_PER_GPU} containers at most")
+        self.topology = _topology(self.gpus)
 
     def step(self) -> None:
         self.moment += 1
 
     def snapshot(self) -> NodeSnapshot:
         facts = [self._container(number) for number in range(self.containers)]
-        per_card = [0] * self.cards
+        per_gpu = [0] * self.gpus
         for number in range(self.containers):
-            per_card[number % self.cards] += 1
-        uuids = [uuid_of(index) for index in range(self.cards)]
+            per_gpu[number % self.gpus] += 1
+        uuids = [uuid_of(index) for index in range(self.gpus)]
         return NodeSnapshot(
-            node="node-of-" + str(self.cards),
+            node="node-of-" + str(self.gpus),
             at=time.time(),
             agent=AgentFacts(
                 version=__version__,
@@ -77,22 +77,22 @@ class MadeNode:
             ),
             names=ResourceNames(),
             inventory=GpuInventory(
-                cards=tuple(self._card(index) for index in range(self.cards)),
+                gpus=tuple(self._gpu(index) for index in range(self.gpus)),
                 topology=self.topology,
                 driver_version="580.65.06",
             ),
             cordoned={uuid_of(index): why for index, why in self.cordoned.items()},
             illnesses={uuid_of(index): why for index, why in self.unhealthy.items()},
-            cores_allocated={uuid: count * SHARE_CORES for uuid, count in zip(uuids, per_card, strict=True)},
+            cores_allocated={uuid: count * SHARE_CORES for uuid, count in zip(uuids, per_gpu, strict=True)},
             memory_allocated_bytes={
-                uuid: count * SHARE_BLOCKS * 256 * MIB for uuid, count in zip(uuids, per_card, strict=True)
+                uuid: count * SHARE_BLOCKS * 256 * MIB for uuid, count in zip(uuids, per_gpu, strict=True)
             },
             containers=facts,
             usage=self._usage(facts),
         )
 
     def decision(self, number: int, *, refused: bool = False) -> DecisionRecord:
-        """Of one container: placed on card 0, or refused for want of a card."""
+        """Of one container: placed on GPU 0, or refused for want of a GPU."""
         candidates = tuple(
             Candidate(
                 index=index,
@@ -100,11 +100,11 @@ class MadeNode:
                 is_healthy=index not in self.unhealthy,
                 free_cores=40,
                 free_memory_bytes=20000 * MIB,
-                total_memory_bytes=CARD_MIB * MIB,
+                total_memory_bytes=GPU_MIB * MIB,
                 is_chosen=not refused and index == 0,
                 verdict="lacks 60 cores" if refused else "chosen" if index == 0 else "has room",
             )
-            for index in range(self.cards)
+            for index in range(self.gpus)
         )
         return DecisionRecord(
             number=number,
@@ -116,41 +116,41 @@ class MadeNode:
             resource="tencent.com/vcuda-core",
             outcome=Outcome.REFUSED if refused else Outcome.ALLOCATED,
             reason="Fragmented" if refused else "",
-            explanation="no card has 100 cores free at once" if refused else "the fullest card that fits",
+            explanation="no GPU has 100 cores free at once" if refused else "the fullest GPU that fits",
             policy="" if refused else "share",
-            cards=() if refused else (0,),
+            gpus=() if refused else (0,),
             asked=Asked(cores=100 if refused else 5, memory_bytes=4096 * MIB),
             candidates=candidates,
         )
 
-    def _card(self, index: int) -> Card:
+    def _gpu(self, index: int) -> Gpu:
         illness, cordon = self.unhealthy.get(index, ""), self.cordoned.get(index)
         reason = illness if cordon is None else f"cordoned: {cordon}; {illness}"
-        return Card(
+        return Gpu(
             index=index,
             minor=index,
             uuid=uuid_of(index),
             bus_id=f"00000000:{index + 1:02X}:00.0",
             name="NVIDIA H100 80GB HBM3",
-            memory_mib=CARD_MIB,
-            numa_node=index * 2 // self.cards,
+            memory_mib=GPU_MIB,
+            numa_node=index * 2 // self.gpus,
             health=Health.UNHEALTHY if reason else Health.HEALTHY,
             unhealthy_reason=reason,
         )
 
     def _container(self, number: int) -> ContainerFacts:
-        uid, card = uid_of(number), uuid_of(number % self.cards)
+        uid, gpu = uid_of(number), uuid_of(number % self.gpus)
         key = ContainerKey(uid, "main")
         name, namespace = f"inference-{number:03d}", f"team-{'abcde'[number % 5]}"
-        first = number // self.cards * SHARE_CORES
+        first = number // self.gpus * SHARE_CORES
         return ContainerFacts(
             held=Allocation(
                 key=key,
                 namespace=namespace,
                 pod_name=name,
                 kind=ContainerKind.MAIN,
-                cards=(card,),
-                vcore_ids=frozenset(DeviceId(f"{card}::{first + n}") for n in range(SHARE_CORES)),
+                gpus=(gpu,),
+                vcore_ids=frozenset(DeviceId(f"{gpu}::{first + n}") for n in range(SHARE_CORES)),
             ),
             pod=Pod(
                 uid=uid,
@@ -173,36 +173,36 @@ class MadeNode:
     def _usage(self, facts: list[ContainerFacts]) -> UsageRound:
         uses: dict[tuple[ContainerKey, GpuUuid], ContainerUse] = {}
         for number, one in enumerate(facts):
-            card, wave = one.held.cards[0], self.excess.get(number, self._wave(number))
-            uses[one.held.key, card] = ContainerUse(
+            gpu, wave = one.held.gpus[0], self.excess.get(number, self._wave(number))
+            uses[one.held.key, gpu] = ContainerUse(
                 key=one.held.key,
-                uuid=card,
+                uuid=gpu,
                 pids=(10_000 + number,),
                 memory_bytes=int(one.memory_bytes * wave * 0.9),
                 sm_ratio=one.cores / 100 * wave,
                 encoder_ratio=0.0,
                 decoder_ratio=0.0,
             )
-        cards = {uuid_of(index): self._sample(index, uses) for index in range(self.cards)}
-        strangers = {
+        gpus = {uuid_of(index): self._sample(index, uses) for index in range(self.gpus)}
+        unattributed = {
             uuid_of(index): tuple(
                 ProcessSample(pid=900 + n, memory_bytes=(350 + 100 * n) * MIB, sm_ratio=0.01) for n in range(count)
             )
-            for index, count in self.strangers.items()
+            for index, count in self.unattributed.items()
         }
-        return UsageRound(sampled_at=time.time(), cards=cards, containers=uses, strangers=strangers)
+        return UsageRound(sampled_at=time.time(), gpus=gpus, containers=uses, unattributed=unattributed)
 
-    def _sample(self, index: int, uses: dict[tuple[ContainerKey, GpuUuid], ContainerUse]) -> CardSample:
-        own = [use for (_, card), use in uses.items() if card == uuid_of(index)]
+    def _sample(self, index: int, uses: dict[tuple[ContainerKey, GpuUuid], ContainerUse]) -> GpuSample:
+        own = [use for (_, gpu), use in uses.items() if gpu == uuid_of(index)]
         sm, wave = sum(use.sm_ratio or 0.0 for use in own), self._wave(index)
-        return CardSample(
+        return GpuSample(
             uuid=uuid_of(index),
             sm_ratio=sm,
             memory_ratio=sm * 0.6,
             encoder_ratio=0.0,
             decoder_ratio=0.0,
             memory_used_bytes=600 * MIB + sum(use.memory_bytes or 0 for use in own),
-            memory_total_bytes=CARD_MIB * MIB,
+            memory_total_bytes=GPU_MIB * MIB,
             temperature_celsius=34 + 40 * sm,
             power_watts=90 + 500 * sm,
             power_limit_watts=700,
@@ -219,9 +219,9 @@ class MadeNode:
         )
 
 
-def _topology(cards: int) -> Topology:
-    """Two sockets with pairs behind a switch; within a socket every card has NVLink to every other."""
-    half = max(1, cards // 2)
+def _topology(gpus: int) -> Topology:
+    """Two sockets with pairs behind a switch; within a socket every GPU has NVLink to every other."""
+    half = max(1, gpus // 2)
 
     def link(a: int, b: int) -> Link:
         if a == b:
@@ -237,7 +237,7 @@ def _topology(cards: int) -> Topology:
             return LinkKind.SYS
         return LinkKind.PIX if a // 2 == b // 2 else LinkKind.NODE
 
-    size = range(cards)
+    size = range(gpus)
     return build_topology(
         [[link(a, b) for b in size] for a in size],
         [min(1, a // half) for a in size],

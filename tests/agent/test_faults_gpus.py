@@ -1,4 +1,4 @@
-"""NVML is lost, for one card and for all, while pods run and while new ones come."""
+"""NVML is lost, for one GPU and for all, while pods run and while new ones come."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.support_agent import (
     InnerAgent,
     Moments,
     assert_nothing_shared,
-    cards_of,
+    gpus_of,
     log_lines,
     open_agent,
     open_child,
     uuid_of,
-    wait_books_equal,
+    wait_ledger_equal,
     wait_running,
     wait_settled,
     wait_until,
@@ -27,7 +27,7 @@ from tests.support_agent import (
 from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod, wait_phase
 
 ONE_LOOK = ("--health.recovery-probes=1", "--health.recovery-period-s=0.05")
-"""A card is back at the first look that finds it well; tests/agent/test_health_node.py has more of the way back."""
+"""A GPU is back at the first look that finds it well; tests/agent/test_health_node.py has more of the way back."""
 
 
 def _faults(node: EmbeddedNode) -> str:
@@ -35,7 +35,7 @@ def _faults(node: EmbeddedNode) -> str:
 
 
 def _healthy(node: EmbeddedNode, uuid: str) -> set[bool]:
-    """The states of a card's IDs, of both resources, as the kubelet has them."""
+    """The states of a GPU's IDs, of both resources, as the kubelet has them."""
     return {
         state
         for resource in (CORE, MEMORY)
@@ -44,8 +44,8 @@ def _healthy(node: EmbeddedNode, uuid: str) -> set[bool]:
     }
 
 
-async def _wait_healthy(node: EmbeddedNode, cards: int) -> None:
-    wanted = {CORE: cards * CORES, MEMORY: cards * BLOCKS}
+async def _wait_healthy(node: EmbeddedNode, gpus: int) -> None:
+    wanted = {CORE: gpus * CORES, MEMORY: gpus * BLOCKS}
 
     def is_shown() -> bool:
         status = node.api.node(node.name)["status"]["allocatable"]
@@ -54,35 +54,35 @@ async def _wait_healthy(node: EmbeddedNode, cards: int) -> None:
             for name, count in wanted.items()
         )
 
-    await wait_until(node, is_shown, f"{cards} healthy cards")
+    await wait_until(node, is_shown, f"{gpus} healthy GPUs")
 
 
-async def test_a_lost_card_is_unhealthy_in_both_resources_and_new_pods_go_elsewhere() -> None:
-    """Who runs on it stays and keeps its share; when the card is back, it is used again."""
+async def test_a_lost_gpu_is_unhealthy_in_both_resources_and_new_pods_go_elsewhere() -> None:
+    """Who runs on it stays and keeps its share; when the GPU is back, it is used again."""
     async with open_test_node() as node:
         faults = node.paths.state / "faults.json"
         async with open_agent(node, "--simulated.cards=2", _faults(node), *ONE_LOOK) as agent:
             node.api.create_pod(pod("first", container(cores=30, blocks=10)))
             await wait_running(node, "first")
             lost, other = uuid_of(agent, 0), uuid_of(agent, 1)
-            assert cards_of(node, "first") == {lost}
+            assert gpus_of(node, "first") == {lost}
             write_faults(faults, lost={"0": "fell off the bus"})
             await _wait_healthy(node, 1)
             assert _healthy(node, lost) == {False} and _healthy(node, other) == {True}
             node.api.create_pod(pod("second", container(cores=30, blocks=10)))
             await wait_running(node, "first", "second")
-            assert cards_of(node, "second") == {other}
-            await wait_books_equal(node, agent)
+            assert gpus_of(node, "second") == {other}
+            await wait_ledger_equal(node, agent)
             write_faults(faults)
             await _wait_healthy(node, 2)
             node.api.create_pod(pod("third", container(cores=70, blocks=80)))
             node.api.create_pod(pod("fourth", container(cores=70, blocks=80)))
             await wait_running(node, "first", "second", "third", "fourth")
-            await wait_books_equal(node, agent)
+            await wait_ledger_equal(node, agent)
             assert_nothing_shared(node)
 
 
-async def test_with_all_cards_lost_pods_wait_and_running_ones_stay() -> None:
+async def test_with_all_gpus_lost_pods_wait_and_running_ones_stay() -> None:
     """The whole driver gone: nothing can be allocated, nothing is taken away; back, the waiting pod runs."""
     async with open_test_node() as node:
         faults = node.paths.state / "faults.json"
@@ -100,33 +100,33 @@ async def test_with_all_cards_lost_pods_wait_and_running_ones_stay() -> None:
             write_faults(faults)
             await _wait_healthy(node, 2)
             await wait_running(node, "first", "waits")
-            await wait_books_equal(node, agent)
+            await wait_ledger_equal(node, agent)
             assert_nothing_shared(node)
 
 
-async def test_a_card_lost_between_preference_and_allocate_is_not_given() -> None:
-    """The plan is made and the card fails: the pod is refused and told that it will be placed elsewhere."""
-    # No look of its own finds the card well in between.
+async def test_a_gpu_lost_between_preference_and_allocate_is_not_given() -> None:
+    """The plan is made and the GPU fails: the pod is refused and told that it will be placed elsewhere."""
+    # No look of its own finds the GPU well in between.
     flags = ("--simulated.cards=2", "--health.check-period-s=3600", "--health.recovery-period-s=3600")
     async with open_test_node() as node, open_agent(node, *flags) as agent:
-        Moments(node, "unlucky").at_next("GetPreferredAllocation answered", lambda: _lose_card(agent, 0))
+        Moments(node, "unlucky").at_next("GetPreferredAllocation answered", lambda: _lose_gpu(agent, 0))
         node.api.create_pod(pod("unlucky", container(cores=30, blocks=10)))
         message = await wait_settled(node, "unlucky")
         assert "NoHealthyCard" in message and "Create the pod again" in message
         await _wait_healthy(node, 1)
         node.api.create_pod(pod("again", container(cores=30, blocks=10)))
         await wait_running(node, "again")
-        await wait_books_equal(node, agent)
+        await wait_ledger_equal(node, agent)
 
 
-def _lose_card(agent: InnerAgent, index: int) -> None:
+def _lose_gpu(agent: InnerAgent, index: int) -> None:
     """What the next look at the driver would find, found at this very moment."""
     found = agent.parts.inventory.current
-    cards = tuple(
-        replace(card, health=Health.UNHEALTHY, unhealthy_reason="lost") if card.index == index else card
-        for card in found.cards
+    gpus = tuple(
+        replace(gpu, health=Health.UNHEALTHY, unhealthy_reason="lost") if gpu.index == index else gpu
+        for gpu in found.gpus
     )
-    agent.parts.inventory.read(replace(found, cards=cards))
+    agent.parts.inventory.read(replace(found, gpus=gpus))
 
 
 async def test_without_a_driver_the_agent_ends_with_the_reason() -> None:
@@ -141,7 +141,7 @@ async def test_without_a_driver_the_agent_ends_with_the_reason() -> None:
         assert "Traceback" not in text
 
 
-async def test_without_a_driver_and_told_to_stay_the_agent_serves_no_device() -> None:
+async def test_without_a_driver_and_reported_to_stay_the_agent_serves_no_device() -> None:
     """Registered with zero devices; it goes on looking."""
     async with open_test_node() as node:
         write_faults(node.paths.state / "faults.json", all_lost="driver not loaded")
