@@ -21,7 +21,7 @@ from gpushare_agent.admission.decisions import plan as decide
 from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
 from gpushare_agent.admission.decisions.explain import Explanation, explain
 from gpushare_agent.admission.decisions.hints import hinted_gpus
-from gpushare_agent.admission.decisions.identity import Call, Known, Served, reusing
+from gpushare_agent.admission.decisions.identity import Call, Known, Target, reusing
 from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
 from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
 from gpushare_agent.admission.decisions.plan import Plan
@@ -56,7 +56,7 @@ _MAY_PASS = frozenset(
 
 
 class Identifier(Protocol):
-    async def serve(self, call: Call, inside: InsideList) -> Served | Refused: ...
+    async def serve(self, call: Call, inside: InsideList) -> Target | Refused: ...
     def known(self) -> Known: ...
 
 
@@ -72,12 +72,12 @@ class PodsByUid(Protocol):
 class AdmissionObserver(Protocol):
     """Told of each outcome, synchronously; must not block."""
 
-    def allocated(self, served: Served, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
+    def allocated(self, target: Target, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
         """`why` is None where nothing was decided now: an init container's IDs are handed on, or a further resource of a
         container comes to those that it has."""
 
-    def refused(self, served: Served | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None: ...
-    def start_refused(self, served: Served | None, kind: ResourceKind, refused: Refused) -> None:
+    def refused(self, target: Target | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None: ...
+    def start_refused(self, target: Target | None, kind: ResourceKind, refused: Refused) -> None:
         """A container that was admitted may not start."""
 
     def taken_ids_offered(self, kind: ResourceKind, count: int) -> None: ...
@@ -89,7 +89,7 @@ class _Pending:
 
     kind: ResourceKind
     size: int
-    served: Served | None
+    target: Target | None
     outcome: Plan | Refused
     planned_at: float
     why: Explanation | None = None
@@ -146,7 +146,7 @@ class Admission:
                 Call(kind=kind, size=size, must_include=frozenset(must_include)), inside
             )
             if isinstance(found, Refused):
-                self._expect(_Pending(kind=kind, size=size, served=None, outcome=found, planned_at=self._clock()))
+                self._expect(_Pending(kind=kind, size=size, target=None, outcome=found, planned_at=self._clock()))
                 return list(must_include)
             offer = Offer(kind=kind, available=available, must_include=must_include, size=size)
             outcome = self._plan(found, offer)
@@ -167,17 +167,17 @@ class Admission:
             pending = self._take_pending(kind, ids, exactly=True)
             if pending is None:
                 # Without a GetPreferredAllocation of its own: an init container's IDs are handed on.
-                heir = reusing(ids, kind, self._pods.get, self._identification.known())
-                if heir is not None:
-                    return self._book(heir, kind, ids, self._initial_gpus(heir.pod.uid))
+                successor = reusing(ids, kind, self._pods.get, self._identification.known())
+                if successor is not None:
+                    return self._book(successor, kind, ids, self._initial_gpus(successor.pod.uid))
                 pending = self._take_pending(kind, ids, exactly=False)
             if pending is None:
                 repeated = self._answer_again(kind, ids)
                 return repeated if repeated is not None else self._refuse(None, kind, _without_plan(kind, ids))
-            if isinstance(pending.outcome, Refused) or pending.served is None:
+            if isinstance(pending.outcome, Refused) or pending.target is None:
                 outcome = pending.outcome if isinstance(pending.outcome, Refused) else _without_plan(kind, ids)
-                return self._refuse(pending.served, kind, outcome, pending.why)
-            return self._book(pending.served, kind, ids, pending.outcome.gpus, pending.why)
+                return self._refuse(pending.target, kind, outcome, pending.why)
+            return self._book(pending.target, kind, ids, pending.outcome.gpus, pending.why)
 
     async def pre_start(self, resource: str, ids: Sequence[str]) -> Refused | None:
         """Check that the container about to start holds these IDs, and prepare what its isolation needs on the host.
@@ -191,7 +191,7 @@ class Admission:
         if refused is None:
             refused = await self._prepare(self._holders_of(kind, wanted))
         if refused is not None:
-            self._observer.start_refused(self._served_by(self._holders_of(kind, wanted)), kind, refused)
+            self._observer.start_refused(self._target_of(self._holders_of(kind, wanted)), kind, refused)
         return refused
 
     async def _take_over(self, kind: ResourceKind, wanted: frozenset[DeviceId]) -> Refused | None:
@@ -219,35 +219,35 @@ class Admission:
         self._current = None
         self._committed.clear()
 
-    def _plan(self, served: Served, offer: Offer) -> Plan | Refused:
-        if self._current != served.pod.uid:
-            self._current = served.pod.uid
+    def _plan(self, target: Target, offer: Offer) -> Plan | Refused:
+        if self._current != target.pod.uid:
+            self._current = target.pod.uid
             self._committed.clear()
-        ledger = self._ledger(served)
-        free = free_ids(served, offer.kind, offer.available, ledger)
+        ledger = self._ledger(target)
+        free = free_ids(target, offer.kind, offer.available, ledger)
         if len(free) < len(offer.available):
             self._observer.taken_ids_offered(offer.kind, len(offer.available) - len(free))
-        is_gpu_mem = self._policy.names.wanted(served.container, ResourceKind.GPU_MEM) > 0
-        hint = hinted_gpus(served.pod.annotations, served.container, self._node_name, is_gpu_mem=is_gpu_mem)
-        outcome: Plan | Refused = decide.plan(served, offer, free, ledger, self._policy, hint)
+        is_gpu_mem = self._policy.names.wanted(target.container, ResourceKind.GPU_MEM) > 0
+        hint = hinted_gpus(target.pod.annotations, target.container, self._node_name, is_gpu_mem=is_gpu_mem)
+        outcome: Plan | Refused = decide.plan(target, offer, free, ledger, self._policy, hint)
         if isinstance(outcome, Plan):
-            outcome = self._obstacle(served, outcome, ledger) or outcome
-        why = explain(served, offer, free, ledger, self._policy, hint, outcome)
+            outcome = self._obstacle(target, outcome, ledger) or outcome
+        why = explain(target, offer, free, ledger, self._policy, hint, outcome)
         self._expect(
             _Pending(
-                kind=offer.kind, size=offer.size, served=served, outcome=outcome, planned_at=self._clock(), why=why
+                kind=offer.kind, size=offer.size, target=target, outcome=outcome, planned_at=self._clock(), why=why
             )
         )
         return outcome
 
-    def _obstacle(self, served: Served, plan: Plan, ledger: Ledger) -> Refused | None:
+    def _obstacle(self, target: Target, plan: Plan, ledger: Ledger) -> Refused | None:
         """What the isolation has against the plan: known now, the admission ends before anything is booked."""
-        edits = self._edits(served, [ledger.inventory.by_uuid()[gpu] for gpu in plan.gpus])
+        edits = self._edits(target, [ledger.inventory.by_uuid()[gpu] for gpu in plan.gpus])
         if isinstance(edits, Refused):
             return edits
-        is_share = self._policy.names.wanted(served.container, ResourceKind.VCORE) < CORES_PER_GPU
+        is_share = self._policy.names.wanted(target.container, ResourceKind.VCORE) < CORES_PER_GPU
         policy = self._edit_policy()
-        name = choose_isolation(served.pod.annotations, policy.isolation, policy.allowed)
+        name = choose_isolation(target.pod.annotations, policy.isolation, policy.allowed)
         if not is_share or isinstance(name, Refused) or not ISOLATIONS[name].needs_daemon:
             return None
         trouble = self._daemon_trouble()
@@ -255,18 +255,18 @@ class Admission:
             return None
         return Refused(
             reason=RefusalReason.NOT_READY,
-            detail=f"{_who(served)} wants a share under isolation {name}, whose daemon cannot serve it: {trouble}. "
+            detail=f"{_who(target)} wants a share under isolation {name}, whose daemon cannot serve it: {trouble}. "
             "Nothing was allocated. Create the pod again once the daemon answers.",
         )
 
     def _expect(self, pending: _Pending) -> None:
         """Remember a plan; older ones of the same container, and those whose Allocate never came, go."""
         oldest = pending.planned_at - PLAN_LIFETIME_S
-        key = pending.served.key if pending.served is not None else None
+        key = pending.target.key if pending.target is not None else None
         self._pending = [
             p
             for p in self._pending
-            if p.planned_at > oldest and (p.kind, p.served.key if p.served is not None else None) != (pending.kind, key)
+            if p.planned_at > oldest and (p.kind, p.target.key if p.target is not None else None) != (pending.kind, key)
         ]
         self._pending.append(pending)
 
@@ -289,68 +289,68 @@ class Admission:
 
     def _book(
         self,
-        served: Served,
+        target: Target,
         kind: ResourceKind,
         ids: Sequence[str],
         planned: tuple[GpuUuid, ...],
         why: Explanation | None = None,
     ) -> ContainerEdits | Refused:
-        _name_in_log(served)
-        pod = self._pods.get(served.pod.uid)
+        _name_in_log(target)
+        pod = self._pods.get(target.pod.uid)
         if pod is None or pod.is_terminal:
-            return self._refuse(served, kind, _deleted(served))  # its end has been told: nobody would free the share
-        ledger = self._ledger(served)
-        gpus = decide.check(served, kind, ids, ledger, self._policy, planned)
+            return self._refuse(target, kind, _deleted(target))  # its end has been told: nobody would free the share
+        ledger = self._ledger(target)
+        gpus = decide.check(target, kind, ids, ledger, self._policy, planned)
         if isinstance(gpus, Refused):
-            return self._refuse(served, kind, gpus, why)
-        edits = self._edits(served, [ledger.inventory.by_uuid()[gpu] for gpu in gpus])
+            return self._refuse(target, kind, gpus, why)
+        edits = self._edits(target, [ledger.inventory.by_uuid()[gpu] for gpu in gpus])
         if isinstance(edits, Refused):
-            return self._refuse(served, kind, edits, why)
-        old = self._cache.get(served.key)
+            return self._refuse(target, kind, edits, why)
+        old = self._cache.get(target.key)
         own = frozenset(DeviceId(device) for device in ids)
         allocation = Allocation(
-            key=served.key,
-            namespace=served.pod.namespace,
-            pod_name=served.pod.name,
-            kind=served.container.kind,
+            key=target.key,
+            namespace=target.pod.namespace,
+            pod_name=target.pod.name,
+            kind=target.container.kind,
             gpus=gpus,
             vcore_ids=old.vcore_ids if old is not None else frozenset(),
             vmemory_ids=old.vmemory_ids if old is not None else frozenset(),
-            is_whole=self._policy.names.wanted(served.container, ResourceKind.VCORE) >= CORES_PER_GPU,
+            is_whole=self._policy.names.wanted(target.container, ResourceKind.VCORE) >= CORES_PER_GPU,
             allocated_at=self._clock(),
         ).with_ids(kind, own)
         self._cache.put(allocation)
-        if self._current != served.pod.uid:
-            self._current = served.pod.uid
+        if self._current != target.pod.uid:
+            self._current = target.pod.uid
             self._committed.clear()
-        self._committed.append(served.key)
-        self._observer.allocated(served, allocation, kind, why if old is None else None)
+        self._committed.append(target.key)
+        self._observer.allocated(target, allocation, kind, why if old is None else None)
         return edits if kind.binds_gpu else ContainerEdits()
 
-    def _edits(self, served: Served, gpus: Sequence[Gpu]) -> ContainerEdits | Refused:
-        return edits_for(served.pod, served.container, gpus, self._edit_policy())
+    def _edits(self, target: Target, gpus: Sequence[Gpu]) -> ContainerEdits | Refused:
+        return edits_for(target.pod, target.container, gpus, self._edit_policy())
 
     def _refuse(
-        self, served: Served | None, kind: ResourceKind, refused: Refused, why: Explanation | None = None
+        self, target: Target | None, kind: ResourceKind, refused: Refused, why: Explanation | None = None
     ) -> Refused:
         """Undo what this admission has booked for the pod: the kubelet frees all of it without a word."""
-        if served is not None:
-            _name_in_log(served)
-            if self._current == served.pod.uid:
+        if target is not None:
+            _name_in_log(target)
+            if self._current == target.pod.uid:
                 for key in self._committed:
                     self._cache.release(key)
                 self._committed.clear()
-            if not served.pod.has_started and self._pods.get(served.pod.uid) is not None:
-                self._refused_pods.add(served.pod.uid)
-        self._observer.refused(served, kind, refused, why)
+            if not target.pod.has_started and self._pods.get(target.pod.uid) is not None:
+                self._refused_pods.add(target.pod.uid)
+        self._observer.refused(target, kind, refused, why)
         return refused
 
-    def _ledger(self, served: Served) -> Ledger:
+    def _ledger(self, target: Target) -> Ledger:
         return Ledger(
             inventory=self._inventory(),
-            used_cores=self._cache.used_cores(without=served.key),
-            used_blocks=self._cache.used_blocks(without=served.key),
-            used_gpu_mem=self._cache.used_gpu_mem(without=served.key),
+            used_cores=self._cache.used_cores(without=target.key),
+            used_blocks=self._cache.used_blocks(without=target.key),
+            used_gpu_mem=self._cache.used_gpu_mem(without=target.key),
             holders={kind: self._cache.holders(kind) for kind in ResourceKind},
             allocations=self._cache.view(),
         )
@@ -370,7 +370,7 @@ class Admission:
         if not kind.binds_gpu:
             return ContainerEdits()
         gpus = [known[gpu] for gpu in held.gpus if gpu in known]
-        return self._edits(Served(pod=pod, container=container), gpus)
+        return self._edits(Target(pod=pod, container=container), gpus)
 
     def _initial_gpus(self, uid: PodUid) -> tuple[GpuUuid, ...]:
         return next((a.gpus for a in self._cache.of_pod(uid) if a.kind is ContainerKind.INIT and a.gpus), ())
@@ -382,11 +382,11 @@ class Admission:
         keys = self._cache.holders(kind).get(next(iter(ids)), frozenset())
         return sorted(key for key in keys if (held := self._cache.get(key)) is not None and held.ids(kind) == ids)
 
-    def _served_by(self, keys: Sequence[ContainerKey]) -> Served | None:
+    def _target_of(self, keys: Sequence[ContainerKey]) -> Target | None:
         """The last of the containers: those before it handed their IDs on."""
         pod = self._pods.get(keys[-1].pod_uid) if keys else None
         container = pod.container(keys[-1].container) if pod is not None else None
-        return Served(pod=pod, container=container) if pod is not None and container is not None else None
+        return Target(pod=pod, container=container) if pod is not None and container is not None else None
 
     def _kind(self, resource: str) -> ResourceKind:
         kind = self._policy.names.kind(resource)
@@ -395,21 +395,21 @@ class Admission:
         return kind
 
 
-def _who(served: Served) -> str:
-    return f"container {served.container.name} of pod {served.pod.namespace}/{served.pod.name}"
+def _who(target: Target) -> str:
+    return f"container {target.container.name} of pod {target.pod.namespace}/{target.pod.name}"
 
 
-def _name_in_log(served: Served) -> None:
+def _name_in_log(target: Target) -> None:
     """The line that the device plugin writes for this call then says whom it was for."""
     structlog.contextvars.bind_contextvars(
-        namespace=served.pod.namespace, pod=served.pod.name, pod_uid=served.pod.uid, container=served.container.name
+        namespace=target.pod.namespace, pod=target.pod.name, pod_uid=target.pod.uid, container=target.container.name
     )
 
 
-def _deleted(served: Served) -> Refused:
+def _deleted(target: Target) -> Refused:
     return Refused(
         reason=RefusalReason.POD_UNKNOWN,
-        detail=f"pod {served.pod.namespace}/{served.pod.name} was deleted during its admission. Nothing was allocated.",
+        detail=f"pod {target.pod.namespace}/{target.pod.name} was deleted during its admission. Nothing was allocated.",
     )
 
 

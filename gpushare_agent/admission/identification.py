@@ -12,7 +12,7 @@ from typing import Protocol
 
 import structlog
 
-from gpushare_agent.admission.decisions.identity import Call, Doubt, Known, ListedHoldings, Served, Unresolved, identify
+from gpushare_agent.admission.decisions.identity import Call, Doubt, Known, ListedHoldings, Target, Unresolved, identify
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound, RefusalReason, Refused, Rejected, Unavailable
 from gpushare_agent.model.names import PodUid
@@ -99,7 +99,7 @@ class Identification:
             verified=verified,
         )
 
-    async def serve(self, call: Call, inside: InsideLister) -> Served | Refused:
+    async def serve(self, call: Call, inside: InsideLister) -> Target | Refused:
         """The container of the call, or a refusal that says why it cannot be told. Never raises for outside faults."""
         try:
             return await self._serve(call, inside)
@@ -110,7 +110,7 @@ class Identification:
                 "Create the pod again; if it persists, see `gpushare-agent check` on this node.",
             )
 
-    async def _serve(self, call: Call, inside: InsideLister) -> Served | Refused:
+    async def _serve(self, call: Call, inside: InsideLister) -> Target | Refused:
         """Raises Unavailable, Corrupt: what the kubelet lists cannot be had or read, as a whole or of one pod."""
         started_at = self._clock()
         fetched: set[tuple[str, str]] = set()
@@ -139,7 +139,7 @@ class Identification:
                 continue
             if isinstance(result, Unresolved) and is_second_look:
                 result = _settle(result, fetched)
-            if isinstance(result, Served):
+            if isinstance(result, Target):
                 self._on_identified(_method(listed, is_fetched=count > 0, is_second_look=is_second_look))
                 return result
             if self._clock() - started_at >= self._timeouts.look_again_s:
@@ -235,7 +235,7 @@ def _to_fetch(result: Unresolved, fetched: set[tuple[str, str]]) -> list[tuple[s
     return wanted[:MAX_FETCHES]
 
 
-def _settle(result: Unresolved, fetched: set[tuple[str, str]]) -> Served | Unresolved:
+def _settle(result: Unresolved, fetched: set[tuple[str, str]]) -> Target | Unresolved:
     """A listed pod that the API server no longer has is being deleted; it does not stand in a known pod's way."""
     if len(result.candidates) == 1 and set(result.unknown) <= fetched and not result.candidates[0].pod.has_started:
         return result.candidates[0]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from gpushare_agent.admission.decisions.explain import Explanation, in_short, with_gpus
-from gpushare_agent.admission.decisions.identity import Served
+from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.cluster.pod_events import MAX_MESSAGE_CHARS
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.decision_records import DecisionRecord, Outcome
@@ -66,33 +66,33 @@ class AdmissionObserver:
         self._names = names
         self._decisions = decisions
 
-    def allocated(self, served: Served, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
+    def allocated(self, target: Target, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
         self._metrics.admission(self._names.name(kind), "allocated", "")
         if why is not None:
-            self._decided(served, kind, why=with_gpus(why, allocation.gpus), refused=None, gpus=allocation.gpus)
-        if kind is ResourceKind.VCORE and (indexes := self._gpu_indexes(served.pod)) is not None:
-            self._annotations.assigned(served.pod, indexes)
-        if kind is ResourceKind.GPU_MEM and served.container.kind is ContainerKind.MAIN:
+            self._decided(target, kind, why=with_gpus(why, allocation.gpus), refused=None, gpus=allocation.gpus)
+        if kind is ResourceKind.VCORE and (indexes := self._gpu_indexes(target.pod)) is not None:
+            self._annotations.assigned(target.pod, indexes)
+        if kind is ResourceKind.GPU_MEM and target.container.kind is ContainerKind.MAIN:
             index = {gpu.uuid: gpu.index for gpu in self._inventory().gpus}
             for gpu in allocation.gpus:
                 if gpu in index:
-                    self._annotations.memory_assigned(served.pod, index[gpu], self._wall_clock_ns())
+                    self._annotations.memory_assigned(target.pod, index[gpu], self._wall_clock_ns())
 
-    def refused(self, served: Served | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None:
+    def refused(self, target: Target | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None:
         self._metrics.admission(self._names.name(kind), "refused", refused.reason.value)
         why = with_gpus(why, ()) if why is not None else None
-        self._decided(served, kind, why=why, refused=refused, gpus=())
-        if served is not None:
-            self._events.refused(served.pod, _with_gpus_reported(refused, why))
+        self._decided(target, kind, why=why, refused=refused, gpus=())
+        if target is not None:
+            self._events.refused(target.pod, _with_gpus_reported(refused, why))
 
-    def start_refused(self, served: Served | None, kind: ResourceKind, refused: Refused) -> None:
-        self._decided(served, kind, why=None, refused=refused, gpus=())
-        if served is not None:
-            self._events.refused(served.pod, refused)
+    def start_refused(self, target: Target | None, kind: ResourceKind, refused: Refused) -> None:
+        self._decided(target, kind, why=None, refused=refused, gpus=())
+        if target is not None:
+            self._events.refused(target.pod, refused)
 
     def _decided(
         self,
-        served: Served | None,
+        target: Target | None,
         kind: ResourceKind,
         *,
         why: Explanation | None,
@@ -104,10 +104,10 @@ class AdmissionObserver:
             DecisionRecord(
                 number=0,
                 at=self._wall_clock_ns() / 1e9,
-                namespace=served.pod.namespace if served is not None else "",
-                pod=served.pod.name if served is not None else "",
-                pod_uid=served.pod.uid if served is not None else "",
-                container=served.container.name if served is not None else "",
+                namespace=target.pod.namespace if target is not None else "",
+                pod=target.pod.name if target is not None else "",
+                pod_uid=target.pod.uid if target is not None else "",
+                container=target.container.name if target is not None else "",
                 resource=self._names.name(kind),
                 outcome=Outcome.ALLOCATED if refused is None else Outcome.REFUSED,
                 reason=refused.reason.value if refused is not None else "",

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpushare_agent.admission.decisions import memory_share
-from gpushare_agent.admission.decisions.reuse import reach
+from gpushare_agent.admission.decisions.reuse import effective_request
 from gpushare_agent.extender.values import Charge, ClusterPolicy, PlannedContainer, PodPlan
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Gpu, GpuInventory
@@ -124,11 +124,11 @@ def _plan_container(pod: Pod, container: ContainerSpec, planning: _Planning) -> 
     if not cores and not blocks:
         return blank
     refused = validate_request(cores, blocks, share_mode=True, memory_block_mib=names.memory_block_mib)
-    reached = refused or reach(pod, container, names)
-    if isinstance(reached, Refused):
-        return _named(pod, container, reached)
+    effective = refused or effective_request(pod, container, names)
+    if isinstance(effective, Refused):
+        return _named(pod, container, effective)
     placed = place(
-        GpuRequest(cores=reached.cores, blocks=reached.blocks, must_gpus=_must(planning)),
+        GpuRequest(cores=effective.cores, blocks=effective.blocks, must_gpus=_must(planning)),
         _gpu_states(planning),
         planning.topology,
         share_policy=planning.policy.share_policy,
@@ -190,7 +190,7 @@ def _plan_units(
     if refused is not None:
         return _named(pod, container, refused)
     placed = memory_share.place_memory(
-        memory_share.reach(pod, container, names),
+        memory_share.effective_request(pod, container, names),
         _memory_states(planning, names),
         names,
         share_policy=planning.policy.share_policy,

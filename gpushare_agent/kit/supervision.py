@@ -56,3 +56,16 @@ async def stop_task(task: asyncio.Task[Any]) -> None:
     """
     task.cancel()
     await asyncio.wait({task})
+
+
+async def wait_for(event: asyncio.Event, at_most_s: float | None) -> bool:
+    """Waits until `event` is set, at most so long (None: without a limit); False when the time ran out first.
+
+    Clearing the event is the caller's. A caller that is cancelled stays cancelled.
+    """
+    try:
+        async with asyncio.timeout(at_most_s):
+            await event.wait()
+    except TimeoutError:
+        return event.is_set()
+    return True

@@ -11,7 +11,7 @@ from gpushare_agent.admission.admission import Admission
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.explain import Explanation
-from gpushare_agent.admission.decisions.identity import Call, Known, Served
+from gpushare_agent.admission.decisions.identity import Call, Known, Target
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.isolation import IsolationConfig
 from gpushare_agent.kubelet.pod_resources import PodListing
@@ -33,7 +33,7 @@ class Scripted:
 
     def __init__(self, *pods: Pod) -> None:
         self.pods = {p.uid: p for p in pods}
-        self.next: Served | Refused | None = None
+        self.next: Target | Refused | None = None
         self.checkpoint: list[CheckpointEntry] | None = []
         self.cache = AllocationCache()
         self.refused_pods: set[PodUid] = set()
@@ -70,7 +70,7 @@ class Scripted:
     async def list_entries(self, *, timeout_s: float) -> Sequence[PodListing]:
         raise AssertionError("nobody lists here")
 
-    async def serve(self, call: Call, inside: InsideList) -> Served | Refused:
+    async def serve(self, call: Call, inside: InsideList) -> Target | Refused:
         assert self.next is not None
         return self.next
 
@@ -91,16 +91,16 @@ class Scripted:
         self.settles += 1
         return self.on_settle()
 
-    def allocated(self, served: Served, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
-        self.outcomes.append(f"{served.pod.name}/{served.container.name} {kind}")
+    def allocated(self, target: Target, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
+        self.outcomes.append(f"{target.pod.name}/{target.container.name} {kind}")
         self.explained.append(why)
 
-    def refused(self, served: Served | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None:
+    def refused(self, target: Target | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None:
         self.outcomes.append(f"refused {refused.reason}")
         self.explained.append(why)
 
-    def start_refused(self, served: Served | None, kind: ResourceKind, refused: Refused) -> None:
-        self.outcomes.append(f"start refused {served.pod.name if served else '?'} {refused.reason}")
+    def start_refused(self, target: Target | None, kind: ResourceKind, refused: Refused) -> None:
+        self.outcomes.append(f"start refused {target.pod.name if target else '?'} {refused.reason}")
 
     def taken_ids_offered(self, kind: ResourceKind, count: int) -> None:
         self.outcomes.append(f"taken {count}")
@@ -109,7 +109,7 @@ class Scripted:
         """A whole call pair, the IDs as preferred."""
         found = owner.container(name)
         assert found is not None
-        self.next = Served(pod=owner, container=found)
+        self.next = Target(pod=owner, container=found)
         size = found.requests[resource]
         offered = [i for gpu in range(2) for i in ids(gpu, range(100 if resource == CORE else 96))]
         chosen = list(await self.admission.preferred(resource, offered, must, size))
@@ -216,7 +216,7 @@ async def test_plans_of_a_kubelet_that_went_are_forgotten() -> None:
     agent = Scripted(owner)
     found = owner.container("main")
     assert found is not None
-    agent.next = Served(pod=owner, container=found)
+    agent.next = Target(pod=owner, container=found)
     await agent.admission.preferred(CORE, ids(0, range(100)), (), 10)
     agent.admission.kubelet_restarted()
     assert isinstance(await agent.admission.allocate(CORE, ids(0, range(10))), Refused)
@@ -295,7 +295,7 @@ async def test_a_plan_left_over_does_not_claim_an_heirs_ids() -> None:
     )
     agent = Scripted(stale, owner)
     await agent.admit(owner, "i", CORE)
-    agent.next = Served(pod=stale, container=stale.containers[0])
+    agent.next = Target(pod=stale, container=stale.containers[0])
     await agent.admission.preferred(CORE, ids(1, range(100)), (), 5)
     held = agent.cache.get(ContainerKey(owner.uid, "i"))
     assert held is not None

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.explain import Explanation, explain, in_short, with_gpus
-from gpushare_agent.admission.decisions.identity import Served
+from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
 from gpushare_agent.admission.decisions.plan import Plan, plan
 from gpushare_agent.model.allocations import Allocation
@@ -35,7 +35,7 @@ def decide(
     wanted = container(cores=cores, blocks=blocks)
     if gpu_mem:
         wanted = replace(wanted, requests={policy.names.gpu_mem: gpu_mem})
-    served = Served(pod=pod("p", wanted), container=wanted)
+    target = Target(pod=pod("p", wanted), container=wanted)
     cache = AllocationCache()
     for one in held:
         cache.put(one)
@@ -51,9 +51,9 @@ def decide(
     kind = ResourceKind.GPU_MEM if gpu_mem else ResourceKind.VCORE
     offered = [i for gpu in range(len(found.gpus)) for i in ids(gpu, range((gpu_mem and 24) or 100))]
     offer = Offer(kind=kind, available=offered, must_include=(), size=gpu_mem or cores)
-    free = free_ids(served, kind, offered, ledger)
-    outcome = plan(served, offer, free, ledger, policy, hint)
-    return outcome, explain(served, offer, free, ledger, policy, hint, outcome)
+    free = free_ids(target, kind, offered, ledger)
+    outcome = plan(target, offer, free, ledger, policy, hint)
+    return outcome, explain(target, offer, free, ledger, policy, hint, outcome)
 
 
 def share(name: str, gpu: int, cores: range, blocks: range) -> Allocation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpushare_agent.admission.decisions.identity import Call, Doubt, Served, Unresolved, identify, reusing
+from gpushare_agent.admission.decisions.identity import Call, Doubt, Target, Unresolved, identify, reusing
 from gpushare_agent.model.names import VCORE_RESOURCE as CORE
 from gpushare_agent.model.names import VMEMORY_RESOURCE as MEMORY
 from gpushare_agent.model.pods import ContainerKind, PodPhase
@@ -14,8 +14,8 @@ from tests.support_core import Listing, allocation, container, ids, known, pod
 VCORE_10 = Call(kind=ResourceKind.VCORE, size=10)
 
 
-def served_name(result: Served | Unresolved) -> str:
-    assert isinstance(result, Served), result
+def served_name(result: Target | Unresolved) -> str:
+    assert isinstance(result, Target), result
     return f"{result.pod.name}/{result.container.name}"
 
 
@@ -108,8 +108,8 @@ def test_a_listed_stranger_without_devices_is_to_be_fetched_first() -> None:
     a = pod("a", container(cores=10))
     result = identify(VCORE_10, [Listing("a", {"main": {}}), Listing("who", {"main": {}})], known(a))
     assert isinstance(result, Unresolved) and result.unknown == (("default", "who"),)
-    served = identify(VCORE_10, [Listing("a", {"main": {}}), Listing("who", {"main": {CORE: 5}})], known(a))
-    assert served_name(served) == "a/main"
+    target = identify(VCORE_10, [Listing("a", {"main": {}}), Listing("who", {"main": {CORE: 5}})], known(a))
+    assert served_name(target) == "a/main"
 
 
 def test_a_stale_pod_of_the_same_name_is_suspected() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.identity import Served
+from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
 from gpushare_agent.admission.decisions.memory_share import MemoryUse, blocks_taken, free_gpu_mem
 from gpushare_agent.admission.decisions.offered_devices import withheld
@@ -72,10 +72,10 @@ def planned(
 ) -> Plan | Refused:
     spec = owner.container(name)
     assert spec is not None
-    served = Served(pod=owner, container=spec)
+    target = Target(pod=owner, container=spec)
     everything = sorted(units_of(0, range(24)) | units_of(1, range(24)))
     offer = Offer(kind=ResourceKind.GPU_MEM, available=everything, must_include=must, size=spec.requests[GPU_MEM])
-    return plan(served, offer, free_ids(served, offer.kind, everything, ledger), ledger, policy, hint)
+    return plan(target, offer, free_ids(target, offer.kind, everything, ledger), ledger, policy, hint)
 
 
 def test_the_fullest_gpu_that_fits_is_taken_and_its_ids_are_preferred() -> None:
@@ -116,15 +116,15 @@ def test_vcuda_shares_and_whole_gpus_see_what_gpu_mem_has_taken() -> None:
         (container(cores=30, blocks=17), RefusalReason.NOT_ENOUGH_MEMORY),
         (container(cores=100), RefusalReason.NOT_ENOUGH_CORES),
     ):
-        served = Served(pod=pod("v", spec), container=spec)
+        target = Target(pod=pod("v", spec), container=spec)
         free = ids(0, range(100)) + ids(1, range(100))
         offer = Offer(kind=ResourceKind.VCORE, available=free, must_include=(), size=len(free))
-        outcome = plan(served, offer, [DeviceId(d) for d in free], ledger, POLICY, ())
+        outcome = plan(target, offer, [DeviceId(d) for d in free], ledger, POLICY, ())
         assert isinstance(outcome, Refused), (spec, reason)
     fits = container(cores=30, blocks=16)
-    served = Served(pod=pod("v", fits), container=fits)
+    target = Target(pod=pod("v", fits), container=fits)
     offer = Offer(kind=ResourceKind.VCORE, available=ids(0, range(100)), must_include=(), size=30)
-    assert isinstance(plan(served, offer, [DeviceId(d) for d in ids(0, range(100))], ledger, POLICY, ()), Plan)
+    assert isinstance(plan(target, offer, [DeviceId(d) for d in ids(0, range(100))], ledger, POLICY, ()), Plan)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_an_init_containers_units_go_on_to_the_containers_after_it() -> None:
     first = planned(owner, "init", ledger_of(other))
     assert isinstance(first, Plan) and first.gpus == ("GPU-0",)
     given = holds(owner, 0, range(4), "init", ContainerKind.INIT)
-    heir = planned(owner, "main", ledger_of(other, given), must=sorted(given.gpu_mem_ids))
-    assert isinstance(heir, Plan) and heir.gpus == ("GPU-0",) and given.gpu_mem_ids <= set(heir.ids)
+    successor = planned(owner, "main", ledger_of(other, given), must=sorted(given.gpu_mem_ids))
+    assert isinstance(successor, Plan) and successor.gpus == ("GPU-0",) and given.gpu_mem_ids <= set(successor.ids)
 
 
 @pytest.mark.parametrize(
@@ -173,9 +173,9 @@ def test_an_init_containers_units_go_on_to_the_containers_after_it() -> None:
 def test_what_the_kubelet_allocates_is_checked(given: frozenset[DeviceId], reason: RefusalReason) -> None:
     """Two GPUs, too few, no such unit, somebody else's."""
     spec = wants(6)
-    served = Served(pod=pod("a", spec), container=spec)
+    target = Target(pod=pod("a", spec), container=spec)
     ledger = ledger_of(holds(pod("x", wants(10)), 1, range(10)))
-    refused = check(served, ResourceKind.GPU_MEM, sorted(given), ledger, POLICY, ())
+    refused = check(target, ResourceKind.GPU_MEM, sorted(given), ledger, POLICY, ())
     assert isinstance(refused, Refused) and refused.reason is reason
 
 
@@ -184,12 +184,12 @@ def test_units_that_are_free_by_number_but_not_by_memory_are_refused() -> None:
     share = pod("share", container(cores=30, blocks=80))
     ledger = ledger_of(allocation(share, "main", ids(0, range(30)), ids(0, range(80))))
     spec = wants(5)
-    served = Served(pod=pod("a", spec), container=spec)
-    refused = check(served, ResourceKind.GPU_MEM, sorted(units_of(0, range(5))), ledger, POLICY, ())
+    target = Target(pod=pod("a", spec), container=spec)
+    refused = check(target, ResourceKind.GPU_MEM, sorted(units_of(0, range(5))), ledger, POLICY, ())
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.NOT_ENOUGH_MEMORY
     fits = wants(4)
-    served = Served(pod=pod("a", fits), container=fits)
-    assert check(served, ResourceKind.GPU_MEM, sorted(units_of(0, range(4))), ledger, POLICY, ()) == ("GPU-0",)
+    target = Target(pod=pod("a", fits), container=fits)
+    assert check(target, ResourceKind.GPU_MEM, sorted(units_of(0, range(4))), ledger, POLICY, ()) == ("GPU-0",)
 
 
 def test_a_block_taken_in_part_is_taken() -> None:

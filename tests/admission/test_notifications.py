@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.admission.decisions.explain import Explanation
-from gpushare_agent.admission.decisions.identity import Served
+from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.notifications import AdmissionObserver
 from gpushare_agent.cluster.pod_events import MAX_MESSAGE_CHARS
 from gpushare_agent.model.decision_records import Asked, Candidate
@@ -70,15 +70,15 @@ def why(verdict: str = "10 cores short", gpus: int = 2, chosen: int | None = Non
 
 
 OWNER = pod("p", container(cores=30, blocks=10))
-SERVED = Served(pod=OWNER, container=OWNER.containers[0])
+TARGET = Target(pod=OWNER, container=OWNER.containers[0])
 
 
 def test_an_allocation_is_recorded_with_its_reason() -> None:
     """Once: what follows the plan is only counted."""
     reported = Reported()
     held = allocation(OWNER, "main", ids(1, range(30)), [])
-    reported.news.allocated(SERVED, held, ResourceKind.VCORE, why(chosen=1))
-    reported.news.allocated(SERVED, held, ResourceKind.VMEMORY, None)
+    reported.news.allocated(TARGET, held, ResourceKind.VCORE, why(chosen=1))
+    reported.news.allocated(TARGET, held, ResourceKind.VMEMORY, None)
     (record,) = reported.log.newest(5)
     assert (record.namespace, record.pod, record.container, record.at) == ("default", "p", "main", 1_700_000_000.0)
     assert (record.outcome, record.policy, record.gpus) == ("allocated", "share", (1,))
@@ -90,7 +90,7 @@ def test_a_refusals_event_says_what_each_gpu_lacked() -> None:
     """The record keeps the refusal's own text beside the candidates."""
     reported = Reported()
     refused = Refused(reason=RefusalReason.FRAGMENTED, detail="no GPU for this.")
-    reported.news.refused(SERVED, ResourceKind.VCORE, refused, why(chosen=0))
+    reported.news.refused(TARGET, ResourceKind.VCORE, refused, why(chosen=0))
     assert reported.events == ["no GPU for this. GPU by GPU: GPU 0: it was planned here; GPU 1: 10 cores short."]
     (record,) = reported.log.newest(5)
     assert (record.reason, record.explanation, record.gpus) == ("Fragmented", "no GPU for this.", ())
@@ -101,8 +101,8 @@ def test_an_event_keeps_within_its_length() -> None:
     """The refusal itself comes first; GPUs are left out rather than cut."""
     reported = Reported()
     long = Refused(reason=RefusalReason.FRAGMENTED, detail="d" * (MAX_MESSAGE_CHARS - 100) + ".")
-    reported.news.refused(SERVED, ResourceKind.VCORE, long, why(gpus=64))
-    reported.news.refused(SERVED, ResourceKind.VCORE, Refused(reason=long.reason, detail="d" * 2000), why())
+    reported.news.refused(TARGET, ResourceKind.VCORE, long, why(gpus=64))
+    reported.news.refused(TARGET, ResourceKind.VCORE, Refused(reason=long.reason, detail="d" * 2000), why())
     assert len(reported.events[0]) <= MAX_MESSAGE_CHARS and reported.events[0].endswith("; ….")
     assert reported.events[1] == "d" * 2000
 
@@ -119,6 +119,6 @@ def test_a_call_for_nobody_known_is_recorded_without_a_name() -> None:
 def test_a_refused_start_is_recorded_and_reported_and_no_admission() -> None:
     """The container was admitted before."""
     reported = Reported()
-    reported.news.start_refused(SERVED, ResourceKind.VCORE, Refused(reason=RefusalReason.NOT_READY, detail="disk full"))
+    reported.news.start_refused(TARGET, ResourceKind.VCORE, Refused(reason=RefusalReason.NOT_READY, detail="disk full"))
     assert reported.log.newest(5)[0].explanation == "disk full"
     assert reported.events == ["disk full"] and reported.counted == []

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.identity import Served
+from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
 from gpushare_agent.admission.decisions.plan import Plan, check, plan
 from gpushare_agent.model.allocations import Allocation
@@ -22,31 +22,31 @@ POLICY = Policy(names=NAMES)
 CORES, MEMORY = ResourceKind.VCORE, ResourceKind.VMEMORY
 
 
-def ledger(served: Served, *held: Allocation, gpus: GpuInventory | None = None) -> Ledger:
+def ledger(target: Target, *held: Allocation, gpus: GpuInventory | None = None) -> Ledger:
     cache = AllocationCache()
     for one in held:
         cache.put(one)
     return Ledger(
         inventory=gpus or inventory(),
-        used_cores=cache.used_cores(without=served.key),
-        used_blocks=cache.used_blocks(without=served.key),
+        used_cores=cache.used_cores(without=target.key),
+        used_blocks=cache.used_blocks(without=target.key),
         holders={kind: cache.holders(kind) for kind in ResourceKind},
         allocations=cache.view(),
     )
 
 
-def serve(owner: Pod, name: str = "main") -> Served:
+def serve(owner: Pod, name: str = "main") -> Target:
     found = owner.container(name)
     assert found is not None
-    return Served(pod=owner, container=found)
+    return Target(pod=owner, container=found)
 
 
 def planned(
-    served: Served, kind: ResourceKind, available: list[str], facts: Ledger, must: tuple[str, ...] = ()
+    target: Target, kind: ResourceKind, available: list[str], facts: Ledger, must: tuple[str, ...] = ()
 ) -> Plan | Refused:
-    size = NAMES.wanted(served.container, kind)
+    size = NAMES.wanted(target.container, kind)
     offer = Offer(kind=kind, available=available, must_include=must, size=size)
-    return plan(served, offer, free_ids(served, kind, available, facts), facts, POLICY, ())
+    return plan(target, offer, free_ids(target, kind, available, facts), facts, POLICY, ())
 
 
 def all_ids(gpus: int = 2, count: int = 100) -> list[str]:
@@ -55,41 +55,41 @@ def all_ids(gpus: int = 2, count: int = 100) -> list[str]:
 
 def test_a_share_gets_ids_of_one_gpu() -> None:
     """Binpack: the fullest GPU that fits, its lowest free IDs."""
-    served = serve(pod("new", container(cores=10, blocks=4)))
-    facts = ledger(served, allocation(pod("old"), "main", ids(1, range(30)), ids(1, range(10))))
-    result = planned(served, CORES, [i for i in all_ids() if i not in ids(1, range(30))], facts)
+    target = serve(pod("new", container(cores=10, blocks=4)))
+    facts = ledger(target, allocation(pod("old"), "main", ids(1, range(30)), ids(1, range(10))))
+    result = planned(target, CORES, [i for i in all_ids() if i not in ids(1, range(30))], facts)
     assert isinstance(result, Plan)
     assert result.gpus == (GpuUuid("GPU-1"),) and result.ids == tuple(ids(1, range(30, 40)))
 
 
 def test_ids_that_a_live_container_holds_are_never_preferred() -> None:
     """The kubelet offers all of them; ours stay out."""
-    served = serve(pod("new", container(cores=10, blocks=4)))
-    facts = ledger(served, allocation(pod("old"), "main", ids(0, range(30)), ids(0, range(10))))
-    result = planned(served, CORES, all_ids(), facts)
+    target = serve(pod("new", container(cores=10, blocks=4)))
+    facts = ledger(target, allocation(pod("old"), "main", ids(0, range(30)), ids(0, range(10))))
+    result = planned(target, CORES, all_ids(), facts)
     assert isinstance(result, Plan) and not set(result.ids) & set(ids(0, range(30)))
 
 
 def test_a_gpu_has_no_more_room_than_the_kubelet_offers() -> None:
     """Devices of a pod that still ends are free for us but not for the kubelet."""
-    served = serve(pod("new", container(cores=50, blocks=4)))
-    result = planned(served, CORES, ids(0, range(40)) + ids(1, range(60)), ledger(served))
+    target = serve(pod("new", container(cores=50, blocks=4)))
+    result = planned(target, CORES, ids(0, range(40)) + ids(1, range(60)), ledger(target))
     assert isinstance(result, Plan) and result.gpus == (GpuUuid("GPU-1"),)
 
 
 def test_memory_first_plans_the_whole_container() -> None:
     """The GPU is chosen for cores and memory; the IDs asked for are memory's."""
-    served = serve(pod("new", container(cores=80, blocks=4)))
-    facts = ledger(served, allocation(pod("old"), "main", ids(0, range(30)), ids(0, range(10))))
-    result = planned(served, MEMORY, all_ids(count=96), facts)
+    target = serve(pod("new", container(cores=80, blocks=4)))
+    facts = ledger(target, allocation(pod("old"), "main", ids(0, range(30)), ids(0, range(10))))
+    result = planned(target, MEMORY, all_ids(count=96), facts)
     assert isinstance(result, Plan)
     assert result.gpus == (GpuUuid("GPU-1"),) and result.ids == tuple(ids(1, range(4)))
 
 
 def test_memory_ids_are_counters() -> None:
     """When a GPU's own memory IDs are gone, any others do: the memory is charged to the GPU of the cores."""
-    served = serve(pod("new", container(cores=10, blocks=4)))
-    result = planned(served, MEMORY, ids(1, range(2)) + ids(0, range(1)) + ids(1, range(50, 60)), ledger(served))
+    target = serve(pod("new", container(cores=10, blocks=4)))
+    result = planned(target, MEMORY, ids(1, range(2)) + ids(0, range(1)) + ids(1, range(50, 60)), ledger(target))
     assert isinstance(result, Plan) and len(result.ids) == 4 and len(set(result.ids)) == 4
 
 
@@ -98,17 +98,17 @@ def test_memory_ids_are_counters() -> None:
 )
 def test_requests_that_cannot_be_are_refused_with_what_is_valid(cores: int, blocks: int, word: str) -> None:
     """The text names the number or the resource that is wrong."""
-    served = serve(pod("bad", container(cores=cores, blocks=blocks)))
+    target = serve(pod("bad", container(cores=cores, blocks=blocks)))
     kind = CORES if cores else MEMORY
-    result = planned(served, kind, all_ids(), ledger(served))
+    result = planned(target, kind, all_ids(), ledger(target))
     assert isinstance(result, Refused) and result.reason is RefusalReason.INVALID_REQUEST
     assert word in result.detail
 
 
 def test_allocated_ids_bind_the_gpu() -> None:
     """What the kubelet allocated counts, not what was planned."""
-    served = serve(pod("new", container(cores=10, blocks=4)))
-    result = check(served, CORES, ids(1, range(10)), ledger(served), POLICY, (GpuUuid("GPU-0"),))
+    target = serve(pod("new", container(cores=10, blocks=4)))
+    result = check(target, CORES, ids(1, range(10)), ledger(target), POLICY, (GpuUuid("GPU-0"),))
     assert result == (GpuUuid("GPU-1"),)
 
 
@@ -125,46 +125,46 @@ def test_allocated_ids_bind_the_gpu() -> None:
 )
 def test_wrong_ids_are_refused(given: list[str], reason: RefusalReason) -> None:
     """Too few, twice, of no GPU, beyond the GPU, of two GPUs."""
-    served = serve(pod("new", container(cores=10, blocks=4)))
-    result = check(served, CORES, given, ledger(served), POLICY, ())
+    target = serve(pod("new", container(cores=10, blocks=4)))
+    result = check(target, CORES, given, ledger(target), POLICY, ())
     assert isinstance(result, Refused) and result.reason is reason
     assert "default/new" in result.detail
 
 
 def test_ids_of_a_live_container_are_refused() -> None:
     """Whatever the kubelet believes, no ID is given twice."""
-    served = serve(pod("new", container(cores=10, blocks=4)))
-    facts = ledger(served, allocation(pod("old"), "main", ids(0, range(5)), []))
-    result = check(served, CORES, ids(0, range(10)), facts, POLICY, ())
+    target = serve(pod("new", container(cores=10, blocks=4)))
+    facts = ledger(target, allocation(pod("old"), "main", ids(0, range(5)), []))
+    result = check(target, CORES, ids(0, range(10)), facts, POLICY, ())
     assert isinstance(result, Refused) and result.reason is RefusalReason.DEVICE_IN_USE
 
 
 def test_memory_is_charged_to_the_gpu_of_the_cores() -> None:
     """Memory IDs of the other GPU do not help a full GPU."""
-    served = serve(pod("new", container(cores=10, blocks=60)))
+    target = serve(pod("new", container(cores=10, blocks=60)))
     old = allocation(pod("old"), "main", ids(0, range(5)), ids(1, range(50)))
-    mine = allocation(served.pod, "main", ids(0, range(10, 20)), [])
-    result = check(served, MEMORY, ids(1, range(50, 96)) + ids(0, range(14)), ledger(served, old, mine), POLICY, ())
+    mine = allocation(target.pod, "main", ids(0, range(10, 20)), [])
+    result = check(target, MEMORY, ids(1, range(50, 96)) + ids(0, range(14)), ledger(target, old, mine), POLICY, ())
     assert isinstance(result, Refused) and result.reason is RefusalReason.NOT_ENOUGH_MEMORY
     assert "46 blocks" in result.detail
 
 
 def test_a_whole_gpu_must_be_free() -> None:
     """All hundred IDs do not help while its memory is charged."""
-    served = serve(pod("new", container(cores=100)))
+    target = serve(pod("new", container(cores=100)))
     whole = ids(0, range(100))
-    assert check(served, CORES, whole, ledger(served), POLICY, ()) == (GpuUuid("GPU-0"),)
+    assert check(target, CORES, whole, ledger(target), POLICY, ()) == (GpuUuid("GPU-0"),)
     waiting = replace(allocation(pod("old"), "main", [], ids(0, range(3))), gpus=(GpuUuid("GPU-0"),))
-    result = check(served, CORES, whole, ledger(served, waiting), POLICY, ())
+    result = check(target, CORES, whole, ledger(target, waiting), POLICY, ())
     assert isinstance(result, Refused) and result.reason is RefusalReason.NOT_ENOUGH_CORES
 
 
 def test_an_unhealthy_gpu_is_not_given() -> None:
     """It may have turned between the preference and the Allocate."""
-    served = serve(pod("new", container(cores=10, blocks=4)))
+    target = serve(pod("new", container(cores=10, blocks=4)))
     found = inventory()
     sick = replace(found, gpus=(replace(found.gpus[0], health=Health.UNHEALTHY), found.gpus[1]))
-    result = check(served, CORES, ids(0, range(10)), ledger(served, gpus=sick), POLICY, ())
+    result = check(target, CORES, ids(0, range(10)), ledger(target, gpus=sick), POLICY, ())
     assert isinstance(result, Refused) and result.reason is RefusalReason.NO_HEALTHY_GPU
 
 
@@ -178,49 +178,49 @@ def chain(init_cores: int, main_cores: int, init_blocks: int = 2, main_blocks: i
 
 def test_an_init_container_goes_where_its_heir_fits() -> None:
     """Its IDs are handed on, so the main container's share must find room on the same GPU."""
-    served = serve(chain(10, 60), "i")
-    facts = ledger(served, allocation(pod("old"), "main", ids(0, range(50)), ids(0, range(4))))
-    result = planned(served, CORES, [i for i in all_ids() if i not in ids(0, range(50))], facts)
+    target = serve(chain(10, 60), "i")
+    facts = ledger(target, allocation(pod("old"), "main", ids(0, range(50)), ids(0, range(4))))
+    result = planned(target, CORES, [i for i in all_ids() if i not in ids(0, range(50))], facts)
     assert isinstance(result, Plan) and result.gpus == (GpuUuid("GPU-1"),)
 
 
 def test_the_heir_stays_on_the_init_containers_gpu() -> None:
     """The kubelet includes the init container's IDs; the rest comes from the same GPU."""
     owner = chain(10, 60)
-    served = serve(owner, "m")
+    target = serve(owner, "m")
     init = allocation(owner, "i", ids(1, range(10)), ids(1, range(2)), ContainerKind.INIT)
-    facts = ledger(served, init, allocation(pod("old"), "main", ids(0, range(40)), ids(0, range(4))))
+    facts = ledger(target, init, allocation(pod("old"), "main", ids(0, range(40)), ids(0, range(4))))
     must = tuple(ids(1, range(10)))
-    result = planned(served, CORES, [i for i in all_ids() if i not in ids(0, range(40))], facts, must)
+    result = planned(target, CORES, [i for i in all_ids() if i not in ids(0, range(40))], facts, must)
     assert isinstance(result, Plan) and result.gpus == (GpuUuid("GPU-1"),)
     assert set(result.ids) == set(ids(1, range(60)))
-    memory_first = planned(served, MEMORY, all_ids(count=96), facts, tuple(ids(1, range(2))))
+    memory_first = planned(target, MEMORY, all_ids(count=96), facts, tuple(ids(1, range(2))))
     assert isinstance(memory_first, Plan) and memory_first.gpus == (GpuUuid("GPU-1"),)
 
 
 def test_an_heir_of_a_full_gpu_counts_the_init_containers_units_as_its_own() -> None:
     """40 of the init container plus 20 free make 60, also for memory."""
     owner = chain(40, 60, init_blocks=50, main_blocks=90)
-    served = serve(owner, "m")
+    target = serve(owner, "m")
     init = allocation(owner, "i", ids(0, range(40)), ids(0, range(50)), ContainerKind.INIT)
-    facts = ledger(served, init, allocation(pod("old"), "main", ids(0, range(60, 100)), ids(0, range(90, 96))))
+    facts = ledger(target, init, allocation(pod("old"), "main", ids(0, range(60, 100)), ids(0, range(90, 96))))
     given = ids(0, range(60))
-    assert check(served, CORES, given, facts, POLICY, ()) == (GpuUuid("GPU-0"),)
+    assert check(target, CORES, given, facts, POLICY, ()) == (GpuUuid("GPU-0"),)
 
 
 def test_an_init_container_with_more_gpus_than_its_heir_is_refused() -> None:
     """The kubelet would hand on IDs of both GPUs at random."""
-    served = serve(chain(200, 100, 0, 0), "i")
-    result = planned(served, CORES, all_ids(), ledger(served))
+    target = serve(chain(200, 100, 0, 0), "i")
+    result = planned(target, CORES, all_ids(), ledger(target))
     assert isinstance(result, Refused) and result.reason is RefusalReason.INVALID_REQUEST
     assert "init container i" in result.detail
 
 
 def test_offers_that_are_mostly_taken_are_refused_with_the_numbers() -> None:
     """Memory IDs run out when the kubelet offers what others hold."""
-    served = serve(pod("new", container(cores=10, blocks=4)))
-    facts = ledger(served, allocation(pod("old"), "main", ids(1, range(5)), ids(0, range(10))))
-    result = planned(served, MEMORY, ids(0, range(12)), facts)
+    target = serve(pod("new", container(cores=10, blocks=4)))
+    facts = ledger(target, allocation(pod("old"), "main", ids(1, range(5)), ids(0, range(10))))
+    result = planned(target, MEMORY, ids(0, range(12)), facts)
     assert (
         isinstance(result, Refused) and result.reason is RefusalReason.DEVICE_IN_USE and "2 of the 12" in result.detail
     )
@@ -232,17 +232,17 @@ def test_a_gpu_with_as_many_shares_as_one_can_serve_takes_no_more() -> None:
     policy = replace(POLICY, max_shares_of_gpu=2)
     held = [allocation(pod(f"p{n}"), "main", ids(0, range(n, n + 1)), ids(0, range(n, n + 1))) for n in range(2)]
     init = allocation(pod("i"), "init", ids(1, range(1)), ids(1, range(1)), ContainerKind.INIT)
-    served = serve(pod("new", container(cores=10, blocks=4)))
+    target = serve(pod("new", container(cores=10, blocks=4)))
 
-    def place(facts: Ledger, which: Served = served) -> Plan | Refused:
+    def place(facts: Ledger, which: Target = target) -> Plan | Refused:
         size = NAMES.wanted(which.container, CORES)
         offer = Offer(kind=CORES, available=all_ids(), must_include=(), size=size)
         return plan(which, offer, free_ids(which, CORES, all_ids(), facts), facts, policy, ())
 
-    found = place(ledger(served, *held, init))
+    found = place(ledger(target, *held, init))
     assert isinstance(found, Plan) and found.gpus == (GpuUuid("GPU-1"),)
     more = [allocation(pod(f"q{n}"), "main", ids(1, range(n, n + 1)), ids(1, range(n, n + 1))) for n in range(2)]
-    refused = place(ledger(served, *held, *more))
+    refused = place(ledger(target, *held, *more))
     assert isinstance(refused, Refused)
     assert "2 GPUs count as full" in refused.detail and "mps.max_clients" in refused.detail
     whole = serve(pod("whole", container(cores=100)))

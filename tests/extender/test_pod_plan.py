@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.hints import predicted_gpus
-from gpushare_agent.admission.decisions.identity import Served
+from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
 from gpushare_agent.admission.decisions.memory_share import whole_gpus
 from gpushare_agent.admission.decisions.plan import Plan, check, plan
@@ -72,7 +72,7 @@ class Node:
         index = {gpu.uuid: gpu.index for gpu in self.found.gpus}
         reusable: dict[ResourceKind, set[str]] = {}
         for one in owner.containers:
-            served = Served(pod=owner, container=one)
+            served = Target(pod=owner, container=one)
             kinds = [kind for kind in self.policy.names.kinds if self.policy.names.wanted(one, kind)]
             self._random.shuffle(kinds)
             for kind in kinds:
@@ -93,7 +93,7 @@ class Node:
             if key.pod_uid == owner.uid
         }
 
-    def _allocate(self, served: Served, kind: ResourceKind, reusable: set[str]) -> Refused | None:
+    def _allocate(self, served: Target, kind: ResourceKind, reusable: set[str]) -> Refused | None:
         count = self.policy.names.wanted(served.container, kind)
         chosen = self._random.sample(sorted(reusable), min(count, len(reusable)))
         planned: tuple[GpuUuid, ...] = ()
@@ -138,7 +138,7 @@ class Node:
         )
         return None
 
-    def _ledger(self, served: Served) -> Ledger:
+    def _ledger(self, served: Target) -> Ledger:
         return Ledger(
             inventory=self.found,
             used_cores=self.cache.used_cores(without=served.key),

@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.log_writer import WRITER
 from gpushare_agent.kit.logs import setup_logging
-from gpushare_agent.kit.supervision import EndedUnexpectedlyError, forever, periodic, stop_task
+from gpushare_agent.kit.supervision import EndedUnexpectedlyError, forever, periodic, stop_task, wait_for
 from gpushare_agent.kit.systemd import sd_notify
 from gpushare_agent.model.errors import Unavailable
 
@@ -212,3 +212,17 @@ def test_console_logs_show_no_local_variables_and_a_second_setup_replaces_the_fi
     assert "shown" in text
     assert "Traceback" in text
     assert "hunter2" not in text
+
+
+async def test_waiting_for_an_event_ends_with_it_or_with_the_time() -> None:
+    """True where it was set; without a limit it is waited for as long as it takes."""
+    event = asyncio.Event()
+    assert not await wait_for(event, 0.001)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_set(event))
+        assert await wait_for(event, None)
+    assert await wait_for(event, 0)
+
+
+async def _set(event: asyncio.Event) -> None:
+    event.set()

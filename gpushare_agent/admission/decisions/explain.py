@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from gpushare_agent.admission.decisions import memory_share
-from gpushare_agent.admission.decisions.identity import Served
+from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import (
     Ledger,
     Offer,
@@ -21,7 +21,7 @@ from gpushare_agent.admission.decisions.ledger import (
     must_gpus,
 )
 from gpushare_agent.admission.decisions.plan import Plan
-from gpushare_agent.admission.decisions.reuse import reach
+from gpushare_agent.admission.decisions.reuse import effective_request
 from gpushare_agent.model.decision_records import Asked, Candidate
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid
@@ -66,7 +66,7 @@ class _Need:
 
 
 def explain(
-    served: Served,
+    target: Target,
     offer: Offer,
     free: Sequence[DeviceId],
     ledger: Ledger,
@@ -75,17 +75,17 @@ def explain(
     outcome: Plan | Refused,
 ) -> Explanation:
     """The verdict on every GPU, in order of index; none where the request makes no sense on any GPU."""
-    need, rooms = _need_and_rooms(served, offer, free, ledger, policy)
+    need, rooms = _need_and_rooms(target, offer, free, ledger, policy)
     chosen = outcome.gpus if isinstance(outcome, Plan) else ()
-    full = full_of_shares(served, ledger, policy)
+    full = full_of_shares(target, ledger, policy)
     reasons = {gpu.uuid: gpu.unhealthy_reason for gpu in ledger.inventory.gpus}
     bound_by = (
-        ResourceKind.GPU_MEM if policy.names.wanted(served.container, ResourceKind.GPU_MEM) else ResourceKind.VCORE
+        ResourceKind.GPU_MEM if policy.names.wanted(target.container, ResourceKind.GPU_MEM) else ResourceKind.VCORE
     )
-    must = must_gpus(served, offer, ledger, bound_by)
+    must = must_gpus(target, offer, ledger, bound_by)
     asked = Asked(
-        cores=policy.names.wanted(served.container, ResourceKind.VCORE),
-        memory_bytes=policy.names.memory_mib(served.container) * MIB,
+        cores=policy.names.wanted(target.container, ResourceKind.VCORE),
+        memory_bytes=policy.names.memory_mib(target.container) * MIB,
         hint=hint,
         must_gpus=must,
     )
@@ -148,19 +148,21 @@ def in_short(candidates: Sequence[Candidate], most_chars: int) -> str:
 
 
 def _need_and_rooms(
-    served: Served, offer: Offer, free: Sequence[DeviceId], ledger: Ledger, policy: Policy
+    target: Target, offer: Offer, free: Sequence[DeviceId], ledger: Ledger, policy: Policy
 ) -> tuple[_Need, list[_Room]]:
     names = policy.names
-    if names.wanted(served.container, ResourceKind.GPU_MEM):
-        units = memory_share.reach(served.pod, served.container, names)
+    if names.wanted(target.container, ResourceKind.GPU_MEM):
+        units = memory_share.effective_request(target.pod, target.container, names)
         return _Need(cores=0, memory_bytes=units * names.gpu_mem_unit_mib * MIB, gpus=0), [
-            _memory_room(state, names) for state in memory_states(served, ledger, policy)
+            _memory_room(state, names) for state in memory_states(target, ledger, policy)
         ]
-    reached = reach(served.pod, served.container, names)
-    cores = names.wanted(served.container, ResourceKind.VCORE) if isinstance(reached, Refused) else reached.cores
-    blocks = names.wanted(served.container, ResourceKind.VMEMORY) if isinstance(reached, Refused) else reached.blocks
+    effective = effective_request(target.pod, target.container, names)
+    cores = names.wanted(target.container, ResourceKind.VCORE) if isinstance(effective, Refused) else effective.cores
+    blocks = (
+        names.wanted(target.container, ResourceKind.VMEMORY) if isinstance(effective, Refused) else effective.blocks
+    )
     block = names.memory_block_mib * MIB
-    states = gpu_states(served, ledger, policy, offered=free if offer.kind is ResourceKind.VCORE else None)
+    states = gpu_states(target, ledger, policy, offered=free if offer.kind is ResourceKind.VCORE else None)
     whole = cores // CORES_PER_GPU
     return _Need(cores=CORES_PER_GPU if whole else cores, memory_bytes=0 if whole else blocks * block, gpus=whole), [
         _Room(

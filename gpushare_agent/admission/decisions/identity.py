@@ -37,7 +37,7 @@ class ListedHoldings(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class Target:
     """The container that a call is for."""
 
     pod: Pod
@@ -58,7 +58,7 @@ class Unresolved:
     """No container, or several. `unknown` are listed pods to fetch first; `suspects` those to read again."""
 
     doubt: Doubt
-    candidates: tuple[Served, ...] = ()
+    candidates: tuple[Target, ...] = ()
     unknown: tuple[tuple[str, str], ...] = ()
     suspects: tuple[tuple[str, str], ...] = ()
 
@@ -87,9 +87,9 @@ class Known:
     verified: Collection[tuple[str, str]] = ()
 
 
-def identify(call: Call, listed: Sequence[ListedHoldings], known: Known) -> Served | Unresolved:
+def identify(call: Call, listed: Sequence[ListedHoldings], known: Known) -> Target | Unresolved:
     """The container that the call serves, or why it cannot be told."""
-    candidates: list[Served] = []
+    candidates: list[Target] = []
     unknown: list[tuple[str, str]] = []
     suspects: list[tuple[str, str]] = []
     for entry in listed:
@@ -103,13 +103,13 @@ def identify(call: Call, listed: Sequence[ListedHoldings], known: Known) -> Serv
         if _is_out(pod, known):
             suspects.append((entry.namespace, entry.name))
             continue
-        served = _lacking(pod, entry, call, known)
-        if (entry.namespace, entry.name) not in known.verified and _is_doubtful(pod, served, call, known):
+        target = _lacking(pod, entry, call, known)
+        if (entry.namespace, entry.name) not in known.verified and _is_doubtful(pod, target, call, known):
             unknown.append((entry.namespace, entry.name))
-        elif served is None:
+        elif target is None:
             suspects.append((entry.namespace, entry.name))
         else:
-            candidates.append(served)
+            candidates.append(target)
     candidates = _narrow(candidates, call, known)
     if len(candidates) == 1 and not unknown:
         return candidates[0]
@@ -133,7 +133,7 @@ def lacks(pod: Pod, container: ContainerSpec, kind: ResourceKind, known: Known) 
 
 def reusing(
     ids: Collection[str], kind: ResourceKind, pod_of: Callable[[PodUid], Pod | None], known: Known
-) -> Served | None:
+) -> Target | None:
     """The container of an Allocate that had no GetPreferredAllocation.
 
     The kubelet skips it when an init container's IDs cover the whole request; the IDs then tell the pod, and the first
@@ -153,7 +153,7 @@ def reusing(
     container = next((c for c in pod.containers if lacks(pod, c, kind, known)), None)
     if container is None or known.names.wanted(container, kind) != len(wanted):
         return None
-    return Served(pod=pod, container=container)
+    return Target(pod=pod, container=container)
 
 
 def initial_ids(uid: PodUid, kind: ResourceKind, allocations: Mapping[ContainerKey, Allocation]) -> frozenset[str]:
@@ -189,17 +189,17 @@ def _is_out(pod: Pod, known: Known) -> bool:
     return pod.is_terminal or (pod.uid in known.refused and not pod.has_started)
 
 
-def _is_doubtful(pod: Pod, served: Served | None, call: Call, known: Known) -> bool:
+def _is_doubtful(pod: Pod, target: Target | None, call: Call, known: Known) -> bool:
     """By what we know the kubelet should list the pod with devices. Either it lost them, or the name is a new pod's, of
     which the watch has not told yet: then this ledger and this UID are the old one's."""
     return (
         pod.has_started
         or pod.is_deleting
-        or (served is not None and not lacks(pod, served.container, call.kind, known))
+        or (target is not None and not lacks(pod, target.container, call.kind, known))
     )
 
 
-def _lacking(pod: Pod, entry: ListedHoldings, call: Call, known: Known) -> Served | None:
+def _lacking(pod: Pod, entry: ListedHoldings, call: Call, known: Known) -> Target | None:
     holds = entry.holds(known.names.name(call.kind))
     for container in pod.containers:
         wanted = known.names.wanted(container, call.kind)
@@ -212,13 +212,13 @@ def _lacking(pod: Pod, entry: ListedHoldings, call: Call, known: Known) -> Serve
         elif holds.get(container.name) or container.name in pod.running:
             continue  # a container that runs needs nothing: one admitted before the resource was known runs without
         if wanted == call.size:
-            return Served(pod=pod, container=container)
+            return Target(pod=pod, container=container)
         if not pod.has_started:
             return None
     return None
 
 
-def _narrow(candidates: list[Served], call: Call, known: Known) -> list[Served]:
+def _narrow(candidates: list[Target], call: Call, known: Known) -> list[Target]:
     """IDs that must be included are an init container's: they point at its pod."""
     if len(candidates) < 2 or not call.must_include:
         return candidates

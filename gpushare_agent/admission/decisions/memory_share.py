@@ -86,19 +86,19 @@ def validate(
     return None
 
 
-def reach(pod: Pod, container: ContainerSpec, names: ResourceNames) -> int:
+def effective_request(pod: Pod, container: ContainerSpec, names: ResourceNames) -> int:
     """Units that must be free where the container is placed: an init container's IDs go on to the containers after it, which
     may need more on the same GPU."""
     wanted = names.wanted(container, ResourceKind.GPU_MEM)
     if container.kind is not ContainerKind.INIT:
         return wanted
     pool = need = wanted
-    for heir in pod.containers[pod.containers.index(container) + 1 :]:
-        units = names.wanted(heir, ResourceKind.GPU_MEM)
+    for successor in pod.containers[pod.containers.index(container) + 1 :]:
+        units = names.wanted(successor, ResourceKind.GPU_MEM)
         if not units or not pool:
             continue
         need += max(0, units - pool)
-        pool = max(pool, units) if heir.kind is ContainerKind.INIT else max(0, pool - units)
+        pool = max(pool, units) if successor.kind is ContainerKind.INIT else max(0, pool - units)
     return need
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gpushare_agent.admission.decisions import memory_share
-from gpushare_agent.admission.decisions.identity import Served
+from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import (
     Ledger,
     Offer,
@@ -25,7 +25,7 @@ from gpushare_agent.admission.decisions.ledger import (
     memory_states,
     must_gpus,
 )
-from gpushare_agent.admission.decisions.reuse import reach
+from gpushare_agent.admission.decisions.reuse import effective_request
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, split_device_id
@@ -55,24 +55,24 @@ class Plan:
 
 
 def plan(
-    served: Served, offer: Offer, free: Sequence[DeviceId], ledger: Ledger, policy: Policy, hint: tuple[int, ...]
+    target: Target, offer: Offer, free: Sequence[DeviceId], ledger: Ledger, policy: Policy, hint: tuple[int, ...]
 ) -> Plan | Refused:
     """Place the container and choose the IDs of the offered resource from `free` (see `free_ids`)."""
-    if policy.names.wanted(served.container, ResourceKind.GPU_MEM):
-        return _plan_memory(served, offer, free, ledger, policy, hint)
-    cores = policy.names.wanted(served.container, ResourceKind.VCORE)
-    blocks = policy.names.wanted(served.container, ResourceKind.VMEMORY)
+    if policy.names.wanted(target.container, ResourceKind.GPU_MEM):
+        return _plan_memory(target, offer, free, ledger, policy, hint)
+    cores = policy.names.wanted(target.container, ResourceKind.VCORE)
+    blocks = policy.names.wanted(target.container, ResourceKind.VMEMORY)
     refused = validate_request(
         cores, blocks, share_mode=policy.share_mode, memory_block_mib=policy.names.memory_block_mib
     )
     if refused is not None:
-        return _named(served, refused, policy.names)
-    reached = reach(served.pod, served.container, policy.names)
-    if isinstance(reached, Refused):
-        return reached
-    states = gpu_states(served, ledger, policy, offered=free if offer.kind is ResourceKind.VCORE else None)
+        return _named(target, refused, policy.names)
+    effective = effective_request(target.pod, target.container, policy.names)
+    if isinstance(effective, Refused):
+        return effective
+    states = gpu_states(target, ledger, policy, offered=free if offer.kind is ResourceKind.VCORE else None)
     request = GpuRequest(
-        cores=reached.cores, blocks=reached.blocks, hint=hint, must_gpus=must_gpus(served, offer, ledger)
+        cores=effective.cores, blocks=effective.blocks, hint=hint, must_gpus=must_gpus(target, offer, ledger)
     )
     placed = place(
         request,
@@ -83,41 +83,41 @@ def plan(
         memory_block_mib=policy.names.memory_block_mib,
     )
     if isinstance(placed, Refused):
-        return _named(served, _with_absent_gpus(served, placed, ledger, policy), policy.names)
+        return _named(target, _with_absent_gpus(target, placed, ledger, policy), policy.names)
     ids = _choose(offer, free, placed.gpus)
     if len(ids) < offer.size:
-        return _too_few(served, offer, len(ids))
+        return _too_few(target, offer, len(ids))
     return Plan(gpus=placed.gpus, ids=ids, placed=placed)
 
 
 def check(
-    served: Served, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, policy: Policy, planned: tuple[GpuUuid, ...]
+    target: Target, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, policy: Policy, planned: tuple[GpuUuid, ...]
 ) -> tuple[GpuUuid, ...] | Refused:
     """The GPUs to which the allocated IDs bind the container, or why they cannot be accepted.
 
     `planned` are the GPUs of the plan, needed where vmemory comes first and its IDs say nothing of the GPU.
     """
-    refused = _check_ids(served, kind, ids, ledger, policy)
+    refused = _check_ids(target, kind, ids, ledger, policy)
     if refused is not None:
         return refused
-    if policy.names.wanted(served.container, ResourceKind.GPU_MEM):
-        return _check_memory(served, _named_gpus(ids, ledger.inventory), ids, ledger, policy)
-    held = ledger.allocations.get(served.key)
+    if policy.names.wanted(target.container, ResourceKind.GPU_MEM):
+        return _check_memory(target, _named_gpus(ids, ledger.inventory), ids, ledger, policy)
+    held = ledger.allocations.get(target.key)
     if kind is ResourceKind.VCORE:
         gpus = _named_gpus(ids, ledger.inventory)
     elif held is not None and held.vcore_ids:
         gpus = held.gpus
     else:
         gpus = planned
-    return _check_gpus(served, gpus, ledger, policy, has_ids=kind is ResourceKind.VCORE, ids=ids) or gpus
+    return _check_gpus(target, gpus, ledger, policy, has_ids=kind is ResourceKind.VCORE, ids=ids) or gpus
 
 
-def _with_absent_gpus(served: Served, refused: Refused, ledger: Ledger, policy: Policy) -> Refused:
+def _with_absent_gpus(target: Target, refused: Refused, ledger: Ledger, policy: Policy) -> Refused:
     """Adds which GPUs were not counted, and why: the reader looks for room where there is none for another reason."""
     if refused.reason not in _ABOUT_ROOM:
         return refused
     reported = ""
-    full = full_of_shares(served, ledger, policy)
+    full = full_of_shares(target, ledger, policy)
     if full:
         reported += (
             f" {len(full)} GPUs count as full, for they have {policy.max_shares_of_gpu} sharing containers, the most "
@@ -135,50 +135,50 @@ def _with_absent_gpus(served: Served, refused: Refused, ledger: Ledger, policy: 
 
 
 def _plan_memory(
-    served: Served, offer: Offer, free: Sequence[DeviceId], ledger: Ledger, policy: Policy, hint: tuple[int, ...]
+    target: Target, offer: Offer, free: Sequence[DeviceId], ledger: Ledger, policy: Policy, hint: tuple[int, ...]
 ) -> Plan | Refused:
     names = policy.names
-    refused = memory_share.validate(served.container, names, ledger.inventory, share_mode=policy.share_mode)
+    refused = memory_share.validate(target.container, names, ledger.inventory, share_mode=policy.share_mode)
     if refused is not None:
-        return _named(served, refused, names)
+        return _named(target, refused, names)
     placed = memory_share.place_memory(
-        memory_share.reach(served.pod, served.container, names),
-        memory_states(served, ledger, policy),
+        memory_share.effective_request(target.pod, target.container, names),
+        memory_states(target, ledger, policy),
         names,
         share_policy=policy.share_policy,
         hint=hint,
-        must_gpus=must_gpus(served, offer, ledger, ResourceKind.GPU_MEM),
+        must_gpus=must_gpus(target, offer, ledger, ResourceKind.GPU_MEM),
     )
     if isinstance(placed, Refused):
-        return _named(served, _with_absent_gpus(served, placed, ledger, policy), names)
+        return _named(target, _with_absent_gpus(target, placed, ledger, policy), names)
     gpu, why = placed
     ids = _choose(offer, free, (gpu,))
     if len(ids) < offer.size:
-        return _too_few(served, offer, len(ids))
+        return _too_few(target, offer, len(ids))
     return Plan(gpus=(gpu,), ids=ids, placed=Placed(gpus=(gpu,), policy="memory", explanation=why))
 
 
 def _check_memory(
-    served: Served, gpus: tuple[GpuUuid, ...], ids: Sequence[str], ledger: Ledger, policy: Policy
+    target: Target, gpus: tuple[GpuUuid, ...], ids: Sequence[str], ledger: Ledger, policy: Policy
 ) -> tuple[GpuUuid, ...] | Refused:
     names = policy.names
-    refused = memory_share.validate(served.container, names, ledger.inventory, share_mode=policy.share_mode)
+    refused = memory_share.validate(target.container, names, ledger.inventory, share_mode=policy.share_mode)
     if refused is not None:
-        return _named(served, refused, names)
+        return _named(target, refused, names)
     if len(gpus) != 1:
         return Refused(
             reason=RefusalReason.WRONG_GPUS,
-            detail=f"{_who(served)} asks for memory of one GPU, but the allocated IDs are on {len(gpus)}: {_spread(ids)}. "
+            detail=f"{_who(target)} asks for memory of one GPU, but the allocated IDs are on {len(gpus)}: {_spread(ids)}. "
             "The kubelet did not follow the preferred allocation (a reused init container's devices or the topology "
             "manager can cause this). Give init containers the same amount as the main container, or none.",
         )
-    state = next(state for state in memory_states(served, ledger, policy) if state.uuid == gpus[0])
+    state = next(state for state in memory_states(target, ledger, policy) if state.uuid == gpus[0])
     if not state.is_healthy:
-        return _unhealthy(served, state)
+        return _unhealthy(target, state)
     if state.free_units < len(ids):
         return Refused(
             reason=RefusalReason.NOT_ENOUGH_MEMORY,
-            detail=f"{_who(served)} asks for {memory_share.describe(len(ids), names)}; GPU {state.index} has "
+            detail=f"{_who(target)} asks for {memory_share.describe(len(ids), names)}; GPU {state.index} has "
             f"{memory_share.describe(state.free_units, names)} free. Ask for less, or wait until a pod on this node ends.",
         )
     return gpus
@@ -207,8 +207,8 @@ def _number(device: str) -> int:
     return int(number) if number.isascii() and number.isdigit() and len(number) <= 6 else 0
 
 
-def _too_few(served: Served, offer: Offer, found: int) -> Refused:
-    name = f"{served.pod.namespace}/{served.pod.name} container {served.container.name}"
+def _too_few(target: Target, offer: Offer, found: int) -> Refused:
+    name = f"{target.pod.namespace}/{target.pod.name} container {target.container.name}"
     return Refused(
         reason=RefusalReason.DEVICE_IN_USE,
         detail=f"{name} asks for {offer.size} {offer.kind} units, but only {found} of the {len(offer.available)} IDs "
@@ -218,13 +218,13 @@ def _too_few(served: Served, offer: Offer, found: int) -> Refused:
 
 
 def _check_ids(
-    served: Served, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, policy: Policy
+    target: Target, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, policy: Policy
 ) -> Refused | None:
-    wanted = policy.names.wanted(served.container, kind)
+    wanted = policy.names.wanted(target.container, kind)
     if len(set(ids)) != len(ids) or len(ids) != wanted:
         return Refused(
             reason=RefusalReason.INVALID_REQUEST,
-            detail=f"{_who(served)} asks for {wanted} {policy.names.name(kind)}, but {len(ids)} device IDs were "
+            detail=f"{_who(target)} asks for {wanted} {policy.names.name(kind)}, but {len(ids)} device IDs were "
             f"allocated ({len(set(ids))} distinct). Delete the pod and create it again.",
         )
     gpus = ledger.inventory.by_uuid()
@@ -234,23 +234,23 @@ def _check_ids(
         if split is None or gpu is None or split[1] >= policy.names.units(gpu, kind):
             return Refused(
                 reason=RefusalReason.UNKNOWN_DEVICE,
-                detail=f"{_who(served)}: device ID {device[:80]!r} of {policy.names.name(kind)} names no GPU of this "
+                detail=f"{_who(target)}: device ID {device[:80]!r} of {policy.names.name(kind)} names no GPU of this "
                 "node. The GPUs may have changed since the kubelet heard of them; it is told again now. Create the "
                 "pod again.",
             )
-    free = free_ids(served, kind, ids, ledger)
+    free = free_ids(target, kind, ids, ledger)
     if len(free) < len(ids):
         taken = sorted(set(ids) - set(free))
         return Refused(
             reason=RefusalReason.DEVICE_IN_USE,
-            detail=f"{_who(served)}: the kubelet allocated {len(taken)} device ID(s) that another container still "
+            detail=f"{_who(target)}: the kubelet allocated {len(taken)} device ID(s) that another container still "
             f"holds (first: {taken[0]}). Nothing was given twice. Create the pod again.",
         )
     return None
 
 
 def _check_gpus(
-    served: Served,
+    target: Target,
     gpus: tuple[GpuUuid, ...],
     ledger: Ledger,
     policy: Policy,
@@ -258,55 +258,55 @@ def _check_gpus(
     has_ids: bool,
     ids: Sequence[str],
 ) -> Refused | None:
-    cores = policy.names.wanted(served.container, ResourceKind.VCORE)
-    blocks = policy.names.wanted(served.container, ResourceKind.VMEMORY)
+    cores = policy.names.wanted(target.container, ResourceKind.VCORE)
+    blocks = policy.names.wanted(target.container, ResourceKind.VMEMORY)
     refused = validate_request(
         cores, blocks, share_mode=policy.share_mode, memory_block_mib=policy.names.memory_block_mib
     )
     if refused is not None:
-        return _named(served, refused, policy.names)
+        return _named(target, refused, policy.names)
     wanted_gpus = 1 if cores < CORES_PER_GPU else cores // CORES_PER_GPU
     if has_ids and len(gpus) != wanted_gpus:
         return Refused(
             reason=RefusalReason.WRONG_GPUS,
-            detail=f"{_who(served)} asks for {cores} cores, which must come from {wanted_gpus} GPU(s), but the "
+            detail=f"{_who(target)} asks for {cores} cores, which must come from {wanted_gpus} GPU(s), but the "
             f"allocated IDs are on {len(gpus)}: {_spread(ids)}. The kubelet did not follow the preferred allocation "
             "(a reused init container's devices or the topology manager can cause this). Give init containers the same "
             "number of cores as the main container, or none.",
         )
-    states = {state.uuid: state for state in gpu_states(served, ledger, policy)}
+    states = {state.uuid: state for state in gpu_states(target, ledger, policy)}
     if not gpus or not all(gpu in states for gpu in gpus):
         return Refused(
             reason=RefusalReason.NOT_READY,
-            detail=f"{_who(served)}: the GPUs changed during its admission. Create the pod again.",
+            detail=f"{_who(target)}: the GPUs changed during its admission. Create the pod again.",
         )
     if cores >= CORES_PER_GPU:
-        return _check_whole(served, [states[c] for c in gpus], blocks)
-    return _check_share(served, states[gpus[0]], cores, blocks, policy)
+        return _check_whole(target, [states[c] for c in gpus], blocks)
+    return _check_share(target, states[gpus[0]], cores, blocks, policy)
 
 
-def _check_share(served: Served, state: GpuState, cores: int, blocks: int, policy: Policy) -> Refused | None:
+def _check_share(target: Target, state: GpuState, cores: int, blocks: int, policy: Policy) -> Refused | None:
     if not state.healthy:
-        return _unhealthy(served, state)
+        return _unhealthy(target, state)
     if state.free_cores < cores or state.free_blocks < blocks:
         block = policy.names.memory_block_mib
         return Refused(
             reason=RefusalReason.NOT_ENOUGH_MEMORY if state.free_cores >= cores else RefusalReason.NOT_ENOUGH_CORES,
-            detail=f"{_who(served)} asks for {cores} cores and {blocks} memory blocks ({blocks * block} MiB); GPU "
+            detail=f"{_who(target)} asks for {cores} cores and {blocks} memory blocks ({blocks * block} MiB); GPU "
             f"{state.index} has {state.free_cores} cores and {state.free_blocks} blocks "
             f"({state.free_blocks * block} MiB) free. Ask for less, or wait until a pod on this node ends.",
         )
     return None
 
 
-def _check_whole(served: Served, states: list[GpuState], blocks: int) -> Refused | None:
+def _check_whole(target: Target, states: list[GpuState], blocks: int) -> Refused | None:
     for state in states:
         if not state.healthy:
-            return _unhealthy(served, state)
+            return _unhealthy(target, state)
         if state.free_cores < CORES_PER_GPU or state.free_blocks < state.total_blocks:
             return Refused(
                 reason=RefusalReason.NOT_ENOUGH_CORES,
-                detail=f"{_who(served)} asks for whole GPUs, but GPU {state.index} is in use: {state.free_cores} of "
+                detail=f"{_who(target)} asks for whole GPUs, but GPU {state.index} is in use: {state.free_cores} of "
                 f"{CORES_PER_GPU} cores and {state.free_blocks} of {state.total_blocks} memory blocks are free. "
                 "Wait until its shares end, or use a node with a free GPU.",
             )
@@ -314,16 +314,16 @@ def _check_whole(served: Served, states: list[GpuState], blocks: int) -> Refused
     if blocks > total:
         return Refused(
             reason=RefusalReason.NOT_ENOUGH_MEMORY,
-            detail=f"{_who(served)} asks for {blocks} memory blocks, but its {len(states)} GPU(s) have {total}. "
+            detail=f"{_who(target)} asks for {blocks} memory blocks, but its {len(states)} GPU(s) have {total}. "
             "Whole GPUs come with all their memory: leave the memory request out.",
         )
     return None
 
 
-def _unhealthy(served: Served, state: GpuState | memory_share.MemoryState) -> Refused:
+def _unhealthy(target: Target, state: GpuState | memory_share.MemoryState) -> Refused:
     return Refused(
         reason=RefusalReason.NO_HEALTHY_GPU,
-        detail=f"{_who(served)}: GPU {state.index} ({state.uuid}) became unhealthy during the admission. Create the "
+        detail=f"{_who(target)}: GPU {state.index} ({state.uuid}) became unhealthy during the admission. Create the "
         "pod again: it will be placed elsewhere.",
     )
 
@@ -342,14 +342,14 @@ def _spread(ids: Sequence[str]) -> str:
     return ", ".join(f"{n} on {uuid}" for uuid, n in sorted(counts.items()))
 
 
-def _named(served: Served, refused: Refused, names: ResourceNames) -> Refused:
+def _named(target: Target, refused: Refused, names: ResourceNames) -> Refused:
     """Placement knows numbers; the user knows the pod and the resources by name."""
-    wanted = {kind: names.wanted(served.container, kind) for kind in names.kinds}
+    wanted = {kind: names.wanted(target.container, kind) for kind in names.kinds}
     asked = ", ".join(
         f"{count} {names.name(kind)}" for kind, count in wanted.items() if count or kind is not ResourceKind.GPU_MEM
     )
-    return Refused(reason=refused.reason, detail=f"{_who(served)} (asks for {asked}): {refused.detail}")
+    return Refused(reason=refused.reason, detail=f"{_who(target)} (asks for {asked}): {refused.detail}")
 
 
-def _who(served: Served) -> str:
-    return f"pod {served.pod.namespace}/{served.pod.name}, container {served.container.name}"
+def _who(target: Target) -> str:
+    return f"pod {target.pod.namespace}/{target.pod.name}, container {target.container.name}"

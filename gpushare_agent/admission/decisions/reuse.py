@@ -17,45 +17,48 @@ from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reach:
+class EffectiveRequest:
     """The cores and blocks that must be free where the container is placed."""
 
     cores: int
     blocks: int
 
 
-def reach(pod: Pod, container: ContainerSpec, names: ResourceNames) -> Reach | Refused:
+def effective_request(pod: Pod, container: ContainerSpec, names: ResourceNames) -> EffectiveRequest | Refused:
     """The container's own request, enlarged for an init container by what its heirs need on the same GPU."""
     cores = names.wanted(container, ResourceKind.VCORE)
     blocks = names.wanted(container, ResourceKind.VMEMORY)
     if container.kind is not ContainerKind.INIT:
-        return Reach(cores=cores, blocks=blocks)
+        return EffectiveRequest(cores=cores, blocks=blocks)
     pool_cores, pool_blocks = cores, blocks
     need_cores, need_blocks = cores, blocks
-    for heir in pod.containers[pod.containers.index(container) + 1 :]:
-        heir_cores = names.wanted(heir, ResourceKind.VCORE)
-        heir_blocks = names.wanted(heir, ResourceKind.VMEMORY)
-        if not heir_cores or not pool_cores:
+    for successor in pod.containers[pod.containers.index(container) + 1 :]:
+        successor_cores = names.wanted(successor, ResourceKind.VCORE)
+        successor_blocks = names.wanted(successor, ResourceKind.VMEMORY)
+        if not successor_cores or not pool_cores:
             continue
-        if cores > CORES_PER_GPU and heir_cores < cores:
-            return _scattered(pod, container, heir, cores, heir_cores)
-        need_cores += max(0, heir_cores - pool_cores)
-        need_blocks += max(0, heir_blocks - pool_blocks)
-        if heir.kind is ContainerKind.INIT:
-            pool_cores, pool_blocks = max(pool_cores, heir_cores), max(pool_blocks, heir_blocks)
+        if cores > CORES_PER_GPU and successor_cores < cores:
+            return _scattered(pod, container, successor, cores, successor_cores)
+        need_cores += max(0, successor_cores - pool_cores)
+        need_blocks += max(0, successor_blocks - pool_blocks)
+        if successor.kind is ContainerKind.INIT:
+            pool_cores, pool_blocks = max(pool_cores, successor_cores), max(pool_blocks, successor_blocks)
         else:
-            pool_cores, pool_blocks = max(0, pool_cores - heir_cores), max(0, pool_blocks - heir_blocks)
+            pool_cores, pool_blocks = max(0, pool_cores - successor_cores), max(0, pool_blocks - successor_blocks)
     if need_cores > CORES_PER_GPU:
         # The heir wants whole GPUs: this container's GPU becomes one of them. How many more are free shows then.
         need_cores = max(cores, CORES_PER_GPU)
         need_blocks = blocks
-    return Reach(cores=need_cores, blocks=need_blocks)
+    return EffectiveRequest(cores=need_cores, blocks=need_blocks)
 
 
-def _scattered(pod: Pod, container: ContainerSpec, heir: ContainerSpec, cores: int, heir_cores: int) -> Refused:
+def _scattered(
+    pod: Pod, container: ContainerSpec, successor: ContainerSpec, cores: int, successor_cores: int
+) -> Refused:
     return Refused(
         reason=RefusalReason.INVALID_REQUEST,
         detail=f"pod {pod.namespace}/{pod.name}: init container {container.name} asks for {cores} cores and container "
-        f"{heir.name} after it for {heir_cores}. The kubelet would hand on devices from several of the init container's "
-        f"GPUs at random. Give the init container at most {CORES_PER_GPU} cores, or as many as {heir.name}.",
+        f"{successor.name} after it for {successor_cores}. The kubelet would hand on devices from several of the init "
+        f"container's GPUs at random. Give the init container at most {CORES_PER_GPU} cores, or as many as "
+        f"{successor.name}.",
     )
