@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.agent.node_agent import live
-from gpushare_agent.agent.node_parts import NodeParts, build, open_driver
+from gpushare_agent.agent.agent import live
+from gpushare_agent.agent.composition import NodeAgent, build
+from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.sandbox.calls import PluginCall
 from gpushare_agent.sandbox.node import EmbeddedNode
@@ -35,18 +36,18 @@ Held = dict[tuple[str, str], tuple[frozenset[str], frozenset[str]]]
 class InnerAgent:
     """An agent in this process. `task` is its life: to cancel it is to end the agent."""
 
-    parts: NodeParts
+    parts: NodeAgent
     task: asyncio.Task[None]
 
     def count(self, name: str, **labels: str) -> float:
         """A counter of /metrics, 0 where it was never counted."""
-        return self.parts.metrics.registry.get_sample_value(name, labels) or 0.0
+        return self.parts.state.metrics.registry.get_sample_value(name, labels) or 0.0
 
     def held(self) -> Held:
         """The ledger: what each container holds."""
         return {
             (a.key.pod_uid, a.key.container): (frozenset(a.vcore_ids), frozenset(a.vmemory_ids))
-            for a in self.parts.cache
+            for a in self.parts.state.cache
         }
 
 
@@ -66,9 +67,9 @@ async def open_agent(
     """
     settings = load_settings(arguments(node, *flags), {}).settings
     parts = build(settings, open_driver(settings))
-    parts.facts._wall_clock = lambda: time.time() + kubelet_age_s
-    parts.cache.subscribe(lambda old, new: node.signal.notify())
-    parts.store.subscribe(lambda old, new: node.signal.notify())
+    parts.kubelet.facts._wall_clock = lambda: time.time() + kubelet_age_s
+    parts.state.cache.subscribe(lambda old, new: node.signal.notify())
+    parts.state.store.subscribe(lambda old, new: node.signal.notify())
     async with asyncio.TaskGroup() as group:
         agent = InnerAgent(parts, group.create_task(live(parts), name="agent"))
         try:
@@ -201,12 +202,12 @@ async def wait_registered(node: EmbeddedNode) -> None:
     await wait_until(node, is_shown, "both resources allocatable")
 
 
-async def wait_synced(parts: NodeParts) -> None:
+async def wait_synced(parts: NodeAgent) -> None:
     """The API server has listed the node's pods once."""
     async with asyncio.timeout(DEADLINE_S):
-        version = parts.store.version
-        while not parts.store.is_synced:
-            version = await parts.store.wait_change(version)
+        version = parts.state.store.version
+        while not parts.state.store.is_synced:
+            version = await parts.state.store.wait_change(version)
 
 
 async def wait_ledger_equal(node: EmbeddedNode, agent: InnerAgent) -> None:
@@ -283,16 +284,16 @@ def calls_of(node: EmbeddedNode, name: str, method: str = "Allocate") -> list[Pl
 
 
 def uuid_of(agent: InnerAgent, index: int) -> str:
-    return str(agent.parts.inventory.current.gpus[index].uuid)
+    return str(agent.parts.state.inventory.current.gpus[index].uuid)
 
 
 def used_by_gpu(agent: InnerAgent) -> dict[str, int]:
-    return {str(gpu): cores for gpu, cores in agent.parts.cache.used_cores().items()}
+    return {str(gpu): cores for gpu, cores in agent.parts.state.cache.used_cores().items()}
 
 
 def holders_of(agent: InnerAgent, kind: ResourceKind = ResourceKind.VCORE) -> int:
     """How many IDs of the resource are held."""
-    return len(agent.parts.cache.holders(kind))
+    return len(agent.parts.state.cache.holders(kind))
 
 
 def write_faults(path: Path, *, lost: dict[str, str] | None = None, all_lost: str = "") -> None:

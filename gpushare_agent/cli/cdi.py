@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Literal
 
-from gpushare_agent.agent.cdi_parts import cdi_specs
-from gpushare_agent.agent.node_parts import open_driver
+from gpushare_agent.agent.gpu_side import open_driver
+from gpushare_agent.agent.values import cdi_specs
 from gpushare_agent.isolation.devices.cdi_specs import CdiState, SpecChange
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import Gpu

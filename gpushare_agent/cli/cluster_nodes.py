@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from gpushare_agent.agent.node_values import resource_names
+from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cli.agent_client import Query
 from gpushare_agent.cluster.kube.client import KubeApi, KubeTimeouts, open_kube_api
 from gpushare_agent.cluster.kube.pods import parse_pod

@@ -54,9 +54,9 @@ def _run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         return settings
 
     settings = reload()
-    from gpushare_agent.agent import node_agent
+    from gpushare_agent.agent.agent import run as run_agent
 
-    return run_app(node_agent.run(settings, reload=reload))
+    return run_app(run_agent(settings, reload=reload))
 
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,9 +13,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from gpushare_agent.agent.health_parts import health_policy
-from gpushare_agent.agent.node_parts import open_driver
-from gpushare_agent.agent.node_values import resource_names
+from gpushare_agent.agent.gpu_side import health_policy, open_driver
+from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cli.sandbox_extender import free_port
 from gpushare_agent.gpus.watch import GpuDriver
 from gpushare_agent.kit.supervision import forever, stop_task

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gpushare_agent.agent.node_values import resource_names
+from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cli.render_simulation import tables
 from gpushare_agent.cli.render_text import FORMS, print_as
 from gpushare_agent.extender.values import ClusterPolicy

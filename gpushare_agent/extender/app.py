@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from pydantic import ValidationError
 
-from gpushare_agent.agent.node_values import resource_names
+from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cluster.cluster_informer import ClusterInformer
 from gpushare_agent.cluster.event_queue import EventQueue
 from gpushare_agent.cluster.kube.cluster import ALL_NODES, LIVE_PODS, config_map

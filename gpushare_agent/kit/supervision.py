@@ -6,14 +6,17 @@ No state. What starts and what stops the tasks is the composition's business.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NoReturn, Protocol
 
 import structlog
 
 from gpushare_agent.model.errors import AgentError
 
 log = structlog.get_logger(__name__)
+
+Tasks = Mapping[str, Callable[[], Awaitable[object]]]
+"""Bodies that run for the life of the process, by name."""
 
 
 class EndedUnexpectedlyError(Exception):
@@ -32,6 +35,21 @@ async def forever(name: str, body: Callable[[], Awaitable[object]]) -> NoReturn:
     raise EndedUnexpectedlyError(
         f"{name} ended although it runs for the life of the process; this is a bug, please report it"
     )
+
+
+class Runs(Protocol):
+    async def run(self) -> object: ...
+
+
+def bodies(services: Mapping[str, Runs | None]) -> Tasks:
+    """The `run` of every service that there is."""
+    return {name: service.run for name, service in services.items() if service is not None}
+
+
+def start_tasks(group: asyncio.TaskGroup, tasks: Tasks) -> None:
+    """Each body `forever`, as a task of that name."""
+    for name, body in tasks.items():
+        group.create_task(forever(name, body), name=name)
 
 
 async def periodic(name: str, interval_s: float, cycle: Callable[[], Awaitable[object]]) -> NoReturn:

@@ -57,11 +57,7 @@ class RegisterCall(Protocol):
 
 
 class Registrar:
-    """Keeps every endpoint served and registered while `run` runs. The callbacks must not block.
-
-    `on_registered` is called with the resource after each registration, `on_kubelet_restart` when another kubelet
-    socket has come after one with which a resource was registered.
-    """
+    """Keeps every endpoint served and registered while `run` runs."""
 
     def __init__(
         self,
@@ -69,21 +65,24 @@ class Registrar:
         device_plugin_path: Path,
         endpoints: Sequence[PluginEndpoint],
         register: RegisterCall,
-        on_registered: Callable[[str], None] = lambda _resource: None,
-        on_kubelet_restart: Callable[[], None] = lambda: None,
         poll_s: float = 5.0,
         backoff: Backoff = DEFAULT_BACKOFF,
     ) -> None:
         self._directory = device_plugin_path
         self._socket = device_plugin_path / KUBELET_SOCKET
-        self._on_kubelet_restart = on_kubelet_restart
+        self._on_kubelet_restart: Callable[[], None] = lambda: None
         self._poll_s = poll_s
-        self._on_registered = on_registered
+        self._on_registered: Callable[[str], None] = lambda _resource: None
         self._registered_kubelet: FileIdentity | None = None
         self._keepers = [
             _Keeper(endpoint, self._socket, register=register, on_registered=self._registered, backoff=backoff)
             for endpoint in endpoints
         ]
+
+    def subscribe(self, *, on_registered: Callable[[str], None], on_kubelet_restart: Callable[[], None]) -> None:
+        """`on_registered` is called with the resource after each registration, `on_kubelet_restart` when another kubelet
+        socket has come after one with which a resource was registered. Neither may block."""
+        self._on_registered, self._on_kubelet_restart = on_registered, on_kubelet_restart
 
     def is_registered(self, resource: str) -> bool:
         """The kubelet that runs now has accepted this resource and uses it, as far as can be seen from here."""

@@ -11,7 +11,8 @@ import pytest
 from aiohttp import ClientSession
 from grpclib.client import Channel
 
-from gpushare_agent.agent.node_parts import build, open_driver
+from gpushare_agent.agent.composition import build
+from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.kit.sockets import connectable_path
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.settings.settings import load_settings
@@ -48,15 +49,17 @@ async def test_a_pod_shows_on_the_display_the_web_port_and_the_debug_pages() -> 
         await wait_running(node, "train")
         uid = node.api.pod("default", "train")["metadata"]["uid"]
 
-        display, debug = agent.parts.display, agent.parts.debug
+        display, debug = agent.parts.observability.display, agent.parts.observability.debug
         assert display is not None and debug is not None
-        await poll_until(lambda: display.is_serving and agent.parts.store.get(uid) is not None, "the display serves")
+        await poll_until(
+            lambda: display.is_serving and agent.parts.state.store.get(uid) is not None, "the display serves"
+        )
         stat = (await _usages(node.paths.display_socket)).usage[uid]
         assert (stat.project, stat.user, stat.cluster) == ("default", "ann", "blue")
         assert (round(stat.spec["main"].gpu, 3), stat.spec["main"].mem) == (0.3, 2048.0)
         assert len(stat.stat["main"].dev) == 1
 
-        web = f"http://127.0.0.1:{await agent.parts.web.wait_listening()}"
+        web = f"http://127.0.0.1:{await agent.parts.observability.web.wait_listening()}"
         assert (await _json(f"{web}/usage"))["usage"][uid]["spec"] == {"main": {"gpu": 0.3, "mem": 2048.0}}
         graph = (await _json(f"{web}/graph"))["graph"]
         assert graph.count("allocatableCores: 70,") == 1
@@ -82,6 +85,6 @@ def test_an_open_debug_address_without_a_token_ends_the_start() -> None:
 async def test_the_agent_runs_without_display_and_debug_pages() -> None:
     """Both are off where their setting is empty."""
     async with open_test_node() as node, open_agent(node, "--display.socket=", "--debug.addr=") as agent:
-        assert agent.parts.display is None
-        assert agent.parts.debug is None
+        assert agent.parts.observability.display is None
+        assert agent.parts.observability.debug is None
         assert not node.paths.display_socket.exists()

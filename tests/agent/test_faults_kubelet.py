@@ -46,7 +46,7 @@ def _note_releases(agent: InnerAgent) -> list[Allocation]:
         if old is not None and new is None:
             freed.append(old)
 
-    agent.parts.cache.subscribe(note)
+    agent.parts.state.cache.subscribe(note)
     return freed
 
 
@@ -87,12 +87,12 @@ async def test_running_pods_survive_a_kubelet_restart_and_nothing_of_theirs_is_f
         await wait_running(node, "share", "whole")
         before, ids = agent.held(), _container_ids(node, "share") + _container_ids(node, "whole")
         freed = _note_releases(agent)
-        agent.parts.garbage._fresh_s = 0.0
+        agent.parts.kubelet.garbage._fresh_s = 0.0
         for _ in range(3):
             await node.kubelet.restart()
             asked = len(node.kubelet.pod_resources_calls)
             for _ in range(2):
-                await agent.parts.garbage.reconcile()
+                await agent.parts.kubelet.garbage.reconcile()
             assert len(node.kubelet.pod_resources_calls) > asked
             assert not kubelet_held(node)
             await wait_registered(node)
@@ -139,7 +139,7 @@ async def test_the_agent_serves_again_in_a_directory_that_was_removed_and_made_a
         await node.kubelet.stop()
         shutil.rmtree(node.paths.device_plugin_path)
         await poll_until(
-            lambda: not any(k.endpoint.is_serving for k in agent.parts.registrar._keepers), "nothing served"
+            lambda: not any(k.endpoint.is_serving for k in agent.parts.kubelet.registrar._keepers), "nothing served"
         )
         node.paths.device_plugin_path.mkdir()
         await node.kubelet.start()
@@ -147,9 +147,9 @@ async def test_the_agent_serves_again_in_a_directory_that_was_removed_and_made_a
         await wait_until(
             node, lambda: any(p.name == "before" for p in node.kubelet.listed_pods()), "pods taken up again"
         )
-        agent.parts.garbage._fresh_s = 0.0
+        agent.parts.kubelet.garbage._fresh_s = 0.0
         for _ in range(2):
-            await agent.parts.garbage.reconcile()
+            await agent.parts.kubelet.garbage.reconcile()
         assert agent.held() == before
         node.api.create_pod(pod("fits", container(cores=40, blocks=50)))
         await wait_running(node, "before", "fits")
@@ -163,7 +163,7 @@ async def test_a_socket_that_someone_deletes_is_served_and_registered_again(name
     async with open_test_node() as node, open_agent(node) as agent:
         node.api.create_pod(pod("before", container(cores=60, blocks=40)))
         await wait_running(node, "before")
-        done = agent.parts.registrar
+        done = agent.parts.kubelet.registrar
         for name in names:
             (node.paths.device_plugin_path / name).unlink()
         await wait_until(
@@ -171,7 +171,8 @@ async def test_a_socket_that_someone_deletes_is_served_and_registered_again(name
             lambda: (
                 all((node.paths.device_plugin_path / name).is_socket() for name in names)
                 and all(
-                    done.is_registered(resource) for resource in (agent.parts.names.vcore, agent.parts.names.vmemory)
+                    done.is_registered(resource)
+                    for resource in (agent.parts.state.names.vcore, agent.parts.state.names.vmemory)
                 )
             ),
             "both sockets back",

@@ -169,14 +169,14 @@ async def test_an_empty_list_frees_nothing() -> None:
         _between(node) as (between, flag),
         open_agent(node, flag, kubelet_age_s=60) as agent,
     ):
-        agent.parts.garbage._fresh_s = 0.0
+        agent.parts.kubelet.garbage._fresh_s = 0.0
         node.api.create_pod(_share("one"))
         node.api.create_pod(_share("two", cores=100))
         await wait_running(node, "one", "two")
         before = agent.held()
         between.answers = [b"\x12\x00"]  # an unknown field and no pod
         for _ in range(3):
-            await agent.parts.garbage.reconcile()
+            await agent.parts.kubelet.garbage.reconcile()
         assert agent.held() == before
 
 

@@ -107,7 +107,7 @@ async def test_the_nodes_capacity_tells_how_many_gpus_there_are() -> None:
     """GPUShare's inspection tool divides by it; somebody who takes it away finds it back."""
     async with open_test_node() as node, open_agent(node, *FLAGS) as agent:
         await wait_allocatable(node, GPU_COUNT, 2)
-        assert agent.parts.node_capacity is not None
+        assert agent.parts.cluster.node_capacity is not None
 
 
 async def test_without_the_setting_nothing_of_it_is_there() -> None:

@@ -18,7 +18,7 @@ async def test_everything_that_shows_the_node_is_made_from_one_snapshot() -> Non
     made: list[NodeSnapshot] = []
     changes: list[None] = []
     async with open_test_node() as node, open_agent(node, "--sample-period-s=60") as agent, ClientSession() as session:
-        snapshots = agent.parts.snapshots
+        snapshots = agent.parts.observability.snapshots
         make = snapshots._make
 
         def counted() -> NodeSnapshot:
@@ -32,7 +32,7 @@ async def test_everything_that_shows_the_node_is_made_from_one_snapshot() -> Non
         expire = snapshots.expire
         snapshots._make, snapshots._max_age_s = counted, 3600.0
         snapshots.expire = changed  # type: ignore[method-assign]
-        url = f"http://localhost:{await agent.parts.web.wait_listening()}"
+        url = f"http://localhost:{await agent.parts.observability.web.wait_listening()}"
 
         async def read(path: str) -> str:
             async with asyncio.timeout(DEADLINE_S), session.get(url + path) as answer:
@@ -41,7 +41,7 @@ async def test_everything_that_shows_the_node_is_made_from_one_snapshot() -> Non
 
         node.api.create_pod(pod("shown", container(cores=30, blocks=10)))
         await wait_running(node, "shown")
-        await agent.parts.usage.look()
+        await agent.parts.observability.usage.look()
         made.clear()
         changes.clear()
         for path in PATHS * 5:

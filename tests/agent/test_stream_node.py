@@ -28,7 +28,7 @@ async def next_event(answer: ClientResponse) -> tuple[str, dict[str, Any]]:
 async def test_an_admission_is_reported_with_its_container_and_its_decision() -> None:
     """The document first, then the container, its GPU's sums and why it is there."""
     async with open_test_node() as node, open_agent(node) as agent, ClientSession(read_bufsize=2**20) as session:
-        port = await agent.parts.web.wait_listening()
+        port = await agent.parts.observability.web.wait_listening()
         async with session.get(f"http://127.0.0.1:{port}/api/v1/stream") as answer:
             name, document = await next_event(answer)
             assert (name, document["containers"]) == ("node", [])

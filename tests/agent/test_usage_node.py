@@ -53,13 +53,13 @@ def key_of(node: EmbeddedNode, name: str, container_name: str = "main") -> Conta
 def index_of(node: EmbeddedNode, agent: InnerAgent, name: str) -> int:
     """Of the one GPU that the pod's container has."""
     (uuid,) = gpus_of(node, name)
-    return next(gpu.index for gpu in agent.parts.inventory.current.gpus if gpu.uuid == uuid)
+    return next(gpu.index for gpu in agent.parts.state.inventory.current.gpus if gpu.uuid == uuid)
 
 
 async def scrape(agent: InnerAgent) -> dict[str, list[tuple[dict[str, str], float]]]:
     """/metrics by name."""
     async with asyncio.timeout(DEADLINE_S), ClientSession() as session:
-        port = await agent.parts.web.wait_listening()
+        port = await agent.parts.observability.web.wait_listening()
         async with session.get(f"http://127.0.0.1:{port}/metrics") as response:
             text = await response.text()
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
@@ -75,7 +75,7 @@ def of_pod(rows: list[tuple[dict[str, str], float]], name: str) -> list[float]:
 
 async def next_round(agent: InnerAgent, since: UsageRound | None) -> UsageRound:
     """One that began after `since` was looked at."""
-    usage = agent.parts.usage
+    usage = agent.parts.observability.usage
     await poll_until(lambda: usage.current is not None and usage.current is not since, "another round")
     assert usage.current is not None
     return usage.current
@@ -102,7 +102,7 @@ async def test_use_is_shown_for_the_container_in_which_the_process_runs() -> Non
             {"pid": b, "card": gpu_b, "sm": 0.125, "memory_bytes": 256 * MIB},
             {"pid": 1, "card": 1, "sm": 0.0, "memory_bytes": 64 * MIB},
         )
-        usage = agent.parts.usage
+        usage = agent.parts.observability.usage
 
         def is_seen() -> bool:
             now = usage.current
@@ -124,7 +124,7 @@ async def test_use_is_shown_for_the_container_in_which_the_process_runs() -> Non
         assert unattributed == {"0": 0.0, "1": 64.0 * MIB}
         found = {labels["method"]: value for labels, value in rows["gpushare_identifications_total"]}
         assert sum(found.values()) >= 2
-        points = json.loads(b"".join(agent.parts.usage_history.pieces()))["containers"][
+        points = json.loads(b"".join(agent.parts.observability.usage_history.pieces()))["containers"][
             f"{key_of(node, 'a').pod_uid}/main"
         ]
         assert points["memory_bytes"][-1] is not None
@@ -140,7 +140,7 @@ async def test_a_container_has_its_series_from_its_allocation_on_and_loses_them_
         assert sum(value for _, value in rows["gpushare_card_cores_allocated_ratio"]) == 0.6
         node.api.delete_pod("default", "a", grace_period_s=0)
         await wait_gone(node, "a")
-        await wait_until(node, lambda: len(agent.parts.cache) == 1, "the share to be freed")
+        await wait_until(node, lambda: len(agent.parts.state.cache) == 1, "the share to be freed")
         rows = await scrape(agent)
         assert not [name for name, found in rows.items() if of_pod(found, "a")]
         assert of_pod(rows["gpushare_container_allocated_cores_ratio"], "b") == [0.3]
@@ -151,7 +151,7 @@ async def test_a_lost_driver_takes_the_used_series_away_and_brings_them_back() -
     async with sampled_node() as (node, agent):
         await next_round(agent, None)
         node.paths.faults.write_text(json.dumps({"all_lost": "fell off the bus"}))
-        await poll_until(lambda: agent.parts.usage.current is None, "numbers to be dropped")
+        await poll_until(lambda: agent.parts.observability.usage.current is None, "numbers to be dropped")
         rows = await scrape(agent)
         assert "gpushare_container_memory_used_bytes" not in rows
         assert "gpushare_usage_sampled_timestamp_seconds" not in rows
@@ -180,14 +180,14 @@ async def test_a_restarted_containers_new_process_is_its_own() -> None:
         key = key_of(node, "a")
 
         def seen() -> bool:
-            now = agent.parts.usage.current
+            now = agent.parts.observability.usage.current
             return now is not None and any(
                 where == (key, uuid) and use.pids == (pid,) for where, use in now.containers.items()
             )
 
         await poll_until(seen, "the new process with its container")
-        assert agent.parts.usage.current is not None
-        assert not agent.parts.usage.current.unattributed
+        assert agent.parts.observability.usage.current is not None
+        assert not agent.parts.observability.usage.current.unattributed
 
 
 async def test_use_is_sampled_without_an_isolation_too() -> None:
@@ -197,7 +197,7 @@ async def test_use_is_sampled_without_an_isolation_too() -> None:
         put_usage(node, {"pid": pid, "card": index_of(node, agent, "a"), "sm": 0.75, "memory_bytes": MIB})
 
         def ratio() -> float | None:
-            now = agent.parts.usage.current
+            now = agent.parts.observability.usage.current
             uses = [use for (key, _), use in now.containers.items() if key == key_of(node, "a")] if now else []
             return uses[0].sm_ratio if uses else None
 

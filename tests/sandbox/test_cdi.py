@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.agent.node_parts import open_driver
+from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.cli.cdi import cdi_specs
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.sandbox.cdi_resolver import CdiResolver, requested_names

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gpushare_agent.agent.node_parts import KUBELET_SOCKET
 from gpushare_agent.cli.check.finding import Finding, error, ok, warning
+from gpushare_agent.kubelet.registration import KUBELET_SOCKET
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.runtime import node_probes

@@ -9,7 +9,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from gpushare_agent.agent.node_parts import open_driver
+from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.cli.check.finding import Finding, Level, error, ok, warning
 from gpushare_agent.kit.bounded_grpc import ServerLimits
 from gpushare_agent.kit.open_files import read_open_files_limit

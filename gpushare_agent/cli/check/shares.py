@@ -7,9 +7,8 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from gpushare_agent.agent.cdi_parts import cdi_specs
-from gpushare_agent.agent.node_parts import open_driver
-from gpushare_agent.agent.node_values import resource_names
+from gpushare_agent.agent.gpu_side import open_driver
+from gpushare_agent.agent.values import cdi_specs, resource_names
 from gpushare_agent.cli.check.finding import Finding, error, ok, warning
 from gpushare_agent.isolation.devices.device_lists import strategy_warnings
 from gpushare_agent.isolation.hami_core.edits import LIBRARY_PATH

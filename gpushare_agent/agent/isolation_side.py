@@ -1,4 +1,4 @@
-"""Builds what keeps shares real on this node: the services of the isolations in use, and the names of GPUs for CDI."""
+"""What keeps shares real on this node: the services of the isolations in use, and the names of GPUs for CDI."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
+import structlog
+
 from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
-from gpushare_agent.agent.cdi_parts import cdi_specs
-from gpushare_agent.agent.node_values import driver_version
+from gpushare_agent.agent.state import NodeState
+from gpushare_agent.agent.values import cdi_specs, driver_version, driver_volumes, runtime_client
 from gpushare_agent.cluster.pod_events import PodEvents
 from gpushare_agent.cluster.pod_store import PodStore
-from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.isolation import ISOLATIONS, Preparation
 from gpushare_agent.isolation.devices.cdi_watch import CdiWatch
+from gpushare_agent.isolation.devices.device_lists import strategy_warnings
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
 from gpushare_agent.isolation.hami_core.edits import LIBRARY_PATH
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
@@ -26,27 +27,75 @@ from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.isolation.vcuda.virtual_manager import VirtualManager
+from gpushare_agent.kit.supervision import Runs, Tasks, bodies
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.errors import Refused, Unavailable
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.cri import RuntimeClient
 from gpushare_agent.settings.settings import Settings
 
+log = structlog.get_logger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IsolationParts:
+class IsolationSide:
     """A part is None where nothing on this node needs it."""
 
     settings: Settings
     store: PodStore
+    runtime: RuntimeClient
+    volumes: Mapping[VolumeName, DriverVolume]
     cgroups: Cgroups
     virtual_manager: VirtualManager | None
     private_caches: PrivateCaches | None
     mps_watch: MpsWatch | None
     cdi_watch: CdiWatch | None
+
+    async def start(self) -> None:
+        """What must be there before the kubelet hears of devices: files, the daemon's state, the names of CDI."""
+        if self.private_caches is not None:
+            await self.private_caches.install()
+        if self.mps_watch is not None:
+            await self.mps_watch.look()
+        if self.cdi_watch is not None:
+            await self.cdi_watch.look()
+        self._log_contradictions()
+
+    def tasks(self) -> Tasks:
+        services: dict[str, Runs | None] = {
+            "mps watch": self.mps_watch,
+            "cdi specs": self.cdi_watch,
+            "virtual manager": self.virtual_manager,
+            "private caches": self.private_caches,
+        }
+        return bodies(services)
+
+    async def log_what_is_not_kept(self) -> None:
+        """What keeps shares under vcuda from being real on this node, once, in the log."""
+        if self.virtual_manager is None:
+            return
+        if self.settings.driver == "nvml":
+            missing = [volume.directory for _, volume in sorted(self.volumes.items()) if not volume.directory.is_dir()]
+            if not self.volumes:
+                log.warning("shares_not_enforced", why="volume_config is not set, so no library limits anybody")
+            elif missing:
+                log.error("driver_directory_missing", directories=list(map(str, missing)), cure="run driver-volume")
+        try:
+            difference = await self.cgroups.check_driver_in_thread(self.settings.runtime.cgroup_driver)
+        except Unavailable as e:
+            difference = str(e)
+        if difference:
+            log.warning("cgroup_driver_differs", detail=difference)
+
+    def _log_contradictions(self) -> None:
+        """What of the device lists contradicts itself or does nothing, once, in the log."""
+        settings = self.settings
+        has_nodes = settings.driver == "nvml" or settings.simulated.device_nodes
+        mounts_driver = settings.isolation is IsolationName.VCUDA and bool(self.volumes)
+        strategies = settings.device_list_strategy
+        for text in strategy_warnings(strategies, mounts_driver=mounts_driver, has_gpu_nodes=has_nodes):
+            log.warning("device_list_strategy", detail=text)
 
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         """Everything that containers about to start need on the host. Every share is prepared for every isolation in use,
@@ -72,60 +121,52 @@ class IsolationParts:
         """Why no share can be had of an isolation that needs a daemon, empty where it can."""
         return self.mps_watch.trouble if self.mps_watch is not None else ""
 
-    def no_shares(self) -> bool:
+    def has_no_shares(self) -> bool:
         """Where every share needs the daemon, the kubelet is told too; else the admission tells those whom it concerns."""
         return self.settings.isolation is IsolationName.MPS and bool(self.daemon_trouble())
 
 
-def build_isolation(  # noqa: PLR0913 - the composition hands in every collaborator by name
-    settings: Settings,
-    *,
-    names: ResourceNames,
-    cache: AllocationCache,
-    store: PodStore,
-    inventory: GpuInventoryState,
-    runtime: RuntimeClient,
-    volumes: Mapping[VolumeName, DriverVolume],
-    metrics: AgentMetrics,
-    events: PodEvents,
-) -> IsolationParts:
+def build_isolation_side(state: NodeState, events: PodEvents) -> IsolationSide:
     """Raises StartupError where an isolation lacks what it needs on the host."""
+    settings = state.settings
     in_use = settings.isolations_in_use
+    runtime, volumes = runtime_client(settings), driver_volumes(settings)
     cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
     virtual_manager = None
     if IsolationName.VCUDA in in_use:
         virtual_manager = VirtualManager(
             files=VDeviceFiles(settings.virtual_manager.path),
-            allocations=cache.view,
-            pods=store,
+            allocations=state.cache.view,
+            pods=state.store,
             configs=VDeviceConfigs(
-                inventory=lambda: inventory.current,
-                driver_version=driver_version(volumes, inventory),
-                names=names,
+                inventory=state.gpus,
+                driver_version=driver_version(volumes, state.inventory),
+                names=state.names,
                 complain=lambda pod, text: events.warned(pod, "CoreLimitIgnored", text),
             ),
-            processes=ContainerProcesses(ContainerIds(runtime, store), cgroups, clock=time.monotonic),
+            processes=ContainerProcesses(ContainerIds(runtime, state.store), cgroups, clock=time.monotonic),
             identify=cgroups.identify_in_thread,
-            metrics=metrics,
+            metrics=state.metrics,
             clock=time.monotonic,
         )
-    return IsolationParts(
+    return IsolationSide(
         settings=settings,
-        store=store,
+        store=state.store,
+        runtime=runtime,
+        volumes=volumes,
         cgroups=cgroups,
         virtual_manager=virtual_manager,
-        private_caches=_private_caches(settings, cache, store) if IsolationName.HAMI_CORE in in_use else None,
+        private_caches=_private_caches(state) if IsolationName.HAMI_CORE in in_use else None,
         mps_watch=_mps_watch(settings) if IsolationName.MPS in in_use else None,
-        cdi_watch=_cdi_watch(settings, inventory),
+        cdi_watch=_cdi_watch(state),
     )
 
 
-def _cdi_watch(settings: Settings, inventory: GpuInventoryState) -> CdiWatch | None:
-    if not {DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI} & set(settings.device_list_strategy):
+def _cdi_watch(state: NodeState) -> CdiWatch | None:
+    strategies = set(state.settings.device_list_strategy)
+    if not {DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI} & strategies:
         return None
-    watch = CdiWatch(cdi_specs(settings), lambda: inventory.current.gpus)
-    inventory.subscribe(lambda _: watch.gpus_changed())
-    return watch
+    return CdiWatch(cdi_specs(state.settings), lambda: state.gpus().gpus)
 
 
 def _mps_watch(settings: Settings) -> MpsWatch:
@@ -134,8 +175,9 @@ def _mps_watch(settings: Settings) -> MpsWatch:
     return MpsWatch(control, period_s=mps.probe_period_s)
 
 
-def _private_caches(settings: Settings, cache: AllocationCache, store: PodStore) -> PrivateCaches:
+def _private_caches(state: NodeState) -> PrivateCaches:
     """Raises StartupError where HAMi-core's library is missing or none."""
+    settings = state.settings
     files = HamiCoreFiles(settings.hami_core.library, settings.hami_core.directory, LIBRARY_PATH)
     files.check_library()
-    return PrivateCaches(files=files, allocations=cache.view, pods=store)
+    return PrivateCaches(files=files, allocations=state.cache.view, pods=state.store)

@@ -1,0 +1,138 @@
+"""The API server's side: the pods of this node, and everything that is written to pods and to the node's object."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import structlog
+
+from gpushare_agent.admission.rejected_pods import RejectedPods
+from gpushare_agent.agent.state import NodeState
+from gpushare_agent.agent.views import wanted_allocations, wanted_facts
+from gpushare_agent.cluster.node_allocations import NodeAllocationsWriter
+from gpushare_agent.cluster.node_capacity import NodeCapacity
+from gpushare_agent.cluster.node_events import NodeEvents
+from gpushare_agent.cluster.node_facts import NodeFactsWriter
+from gpushare_agent.cluster.pod_annotations import PodAnnotations
+from gpushare_agent.cluster.pod_events import PodEvents
+from gpushare_agent.cluster.pod_informer import PodInformer
+from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.kit.supervision import Tasks, start_tasks
+from gpushare_agent.kubelet.facts import KubeletFacts
+from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.settings.settings import Settings
+
+if TYPE_CHECKING:
+    from gpushare_agent.cluster.kube.client import KubeApi
+
+log = structlog.get_logger(__name__)
+
+API_RETRY_S = 2.0
+
+
+class _UsesApi(Protocol):
+    def attach(self, api: Any) -> None: ...
+    async def run(self) -> NoReturn: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSide:
+    """A writer is None where the settings switch it off."""
+
+    settings: Settings
+    store: PodStore
+    informer: PodInformer
+    annotations: PodAnnotations
+    pod_events: PodEvents
+    node_events: NodeEvents
+    rejected_pods: RejectedPods | None
+    node_capacity: NodeCapacity | None
+    node_facts: NodeFactsWriter | None
+    node_allocations: NodeAllocationsWriter | None
+    kubelet_facts: KubeletFacts
+
+    def late_tasks(self) -> Tasks:
+        """Late: the Kubernetes client alone costs a third of a second to load."""
+        return {"kubernetes": self._run}
+
+    def not_ready(self) -> list[str]:
+        """Why this side is not ready, nothing when it is."""
+        return [] if self.store.is_synced else ["the API server has not listed this node's pods yet"]
+
+    async def wait_synced(self) -> None:
+        """The API server has listed this node's pods."""
+        version = self.store.version
+        while not self.store.is_synced:
+            version = await self.store.wait_change(version)
+
+    async def _run(self) -> NoReturn:
+        """All that needs the API server. While it is away, all of this waits."""
+        async with AsyncExitStack() as stack:
+            api = await self._open_api(stack)
+            async with asyncio.TaskGroup() as group:
+                start_tasks(group, self._tasks(api))
+        raise AssertionError("the tasks do not return")
+
+    def _tasks(self, api: KubeApi) -> Tasks:
+        clients: dict[str, _UsesApi | None] = {
+            "pod informer": self.informer,
+            "pod annotations": self.annotations,
+            "pod events": self.pod_events,
+            "node events": self.node_events,
+            "node capacity": self.node_capacity,
+            "node facts": self.node_facts,
+            "node allocations": self.node_allocations,
+            "rejected pods": self.rejected_pods,
+        }
+        tasks: dict[str, Callable[[], Awaitable[object]]] = {"kubelet facts": lambda: self.kubelet_facts.run(api)}
+        for name, client in clients.items():
+            if client is not None:
+                client.attach(api)
+                tasks[name] = client.run
+        return tasks
+
+    async def _open_api(self, stack: AsyncExitStack) -> KubeApi:
+        """The API server's client. Credentials that are not there yet are waited for; a wrong configuration is not."""
+        from gpushare_agent.cluster.kube.client import open_kube_api
+
+        while True:
+            try:
+                return await stack.enter_async_context(open_kube_api(kubeconfig=self.settings.kubeconfig))
+            except Unavailable as e:
+                log.warning("kubernetes_not_ready", error=str(e), retried_in_s=API_RETRY_S)
+            await asyncio.sleep(API_RETRY_S)
+
+
+def build_cluster_side(state: NodeState, kubelet_facts: KubeletFacts) -> ClusterSide:
+    """Joined, not started."""
+    settings, names, metrics = state.settings, state.names, state.metrics
+    node_name = settings.node_name
+    rejected_pods = node_capacity = node_facts = node_allocations = None
+    if settings.allocation.cleanup_rejected_pods:
+        rejected_pods = RejectedPods(
+            pods=state.store, resources=names.names, per_minute=settings.allocation.cleanup_per_minute, metrics=metrics
+        )
+    if settings.gpushare.enabled:
+        node_capacity = NodeCapacity(
+            node_name=node_name, resource=settings.gpushare.count_resource, count=lambda: len(state.gpus().gpus)
+        )
+    if settings.facts.is_written:
+        node_facts = NodeFactsWriter(node_name=node_name, wanted=lambda: wanted_facts(state))
+        node_allocations = NodeAllocationsWriter(node_name=node_name, wanted=lambda: wanted_allocations(state))
+    return ClusterSide(
+        settings=settings,
+        store=state.store,
+        informer=PodInformer(store=state.store, node_name=node_name, resources=names.names, metrics=metrics),
+        annotations=PodAnnotations(pods=state.store, metrics=metrics),
+        pod_events=PodEvents(node_name=node_name, metrics=metrics),
+        node_events=NodeEvents(node_name=node_name),
+        rejected_pods=rejected_pods,
+        node_capacity=node_capacity,
+        node_facts=node_facts,
+        node_allocations=node_allocations,
+        kubelet_facts=kubelet_facts,
+    )

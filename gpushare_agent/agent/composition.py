@@ -1,0 +1,147 @@
+"""The node agent's four sides, joined: the kubelet, the GPUs, the API server, observability (and the isolations in use).
+
+No loop runs here; agent/agent.py runs them. `_subscribe` is the one place that says who hears of what.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decision_log import DecisionLog
+from gpushare_agent.agent.cluster_side import ClusterSide, build_cluster_side
+from gpushare_agent.agent.gpu_side import GpuSide, build_gpu_side, health_policy
+from gpushare_agent.agent.isolation_side import IsolationSide, build_isolation_side
+from gpushare_agent.agent.kubelet_side import KubeletSide, build_kubelet_facts, build_kubelet_side
+from gpushare_agent.agent.observability_side import ObservabilitySide, build_observability_side
+from gpushare_agent.agent.state import NodeState
+from gpushare_agent.agent.values import resource_names
+from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.gpus.inventory import GpuInventoryState
+from gpushare_agent.gpus.notifications import GpuHealthObserver
+from gpushare_agent.gpus.watch import GpuDriver
+from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.settings.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeAgent:
+    """One life of the agent, between two reloads of its settings."""
+
+    state: NodeState
+    gpus: GpuSide
+    kubelet: KubeletSide
+    cluster: ClusterSide
+    isolation: IsolationSide
+    observability: ObservabilitySide
+
+    def take_over(self, earlier: NodeAgent) -> None:
+        """What the life before the reload knew and no file keeps."""
+        self.state.inventory.take_over(earlier.state.inventory)
+        self.state.decisions.take_over(earlier.state.decisions)
+        self.observability.usage_history.take_over(earlier.observability.usage_history)
+
+
+def build(settings: Settings, driver: GpuDriver, *, metrics: AgentMetrics | None = None) -> NodeAgent:
+    """The sides, joined but not started. `metrics` are those of an earlier life, which count on. Raises StartupError."""
+    state = NodeState(
+        settings=settings,
+        names=resource_names(settings),
+        metrics=metrics.begin_anew() if metrics is not None else AgentMetrics(),
+        inventory=GpuInventoryState(health_policy(settings)),
+        store=PodStore(),
+        cache=AllocationCache(),
+        decisions=DecisionLog(settings.decisions.kept),
+    )
+    facts = build_kubelet_facts(settings)
+    cluster = build_cluster_side(state, facts)
+    isolation = build_isolation_side(state, cluster.pod_events)
+    kubelet = build_kubelet_side(state, facts, cluster, isolation)
+
+    def not_ready() -> list[str]:
+        return [*kubelet.not_ready(), *cluster.not_ready()]
+
+    agent = NodeAgent(
+        state=state,
+        gpus=build_gpu_side(state, driver),
+        kubelet=kubelet,
+        cluster=cluster,
+        isolation=isolation,
+        observability=build_observability_side(state, driver, isolation.runtime, not_ready),
+    )
+    _subscribe(agent)
+    return agent
+
+
+def _subscribe(agent: NodeAgent) -> None:
+    """Who hears of what. Subscribers are called at once, in this order, and must not block."""
+    state, kubelet, cluster, isolation, shown = (
+        agent.state,
+        agent.kubelet,
+        agent.cluster,
+        agent.isolation,
+        agent.observability,
+    )
+    metrics = state.metrics
+    metrics.know_resources(state.names.names)
+    metrics.show_node(shown.metrics_page)
+    metrics.show_pod_event_age(lambda: _age(state.store.last_event_at))
+
+    # GPUs, their health and their cordons
+    GpuHealthObserver(state.inventory, cluster.node_events, metrics)
+
+    def gpus_changed(inventory: GpuInventory) -> None:
+        metrics.know_gpus([gpu.uuid for gpu in inventory.gpus])
+        kubelet.tables.refresh()
+        if isolation.cdi_watch is not None:
+            isolation.cdi_watch.gpus_changed()
+        if cluster.node_facts is not None:
+            cluster.node_facts.changed()
+        shown.expire()
+
+    # what containers have
+    def allocation_changed(old: Allocation | None, new: Allocation | None) -> None:
+        kubelet.tables.allocation_changed(old, new)
+        if cluster.node_allocations is not None:
+            cluster.node_allocations.changed()
+        shown.expire()
+
+    # pods of this node
+    def pod_changed(old: Pod | None, new: Pod | None) -> None:
+        kubelet.garbage.pod_changed(old, new)
+        if new is None and old is not None:
+            kubelet.refused_pods.discard(old.uid)
+        if cluster.node_allocations is not None:
+            cluster.node_allocations.changed()
+        shown.expire()
+
+    # the kubelet
+    def registered(resource: str) -> None:
+        metrics.registered(resource)
+        kubelet.first_registration.registered(resource)
+        shown.snapshots.expire()
+
+    def kubelet_restarted() -> None:
+        kubelet.admission.kubelet_restarted()
+        kubelet.pod_resources.forget()
+        kubelet.facts.kubelet_restarted()
+
+    state.inventory.subscribe(gpus_changed)
+    state.cache.subscribe(allocation_changed)
+    state.store.subscribe(pod_changed)
+    kubelet.registrar.subscribe(on_registered=registered, on_kubelet_restart=kubelet_restarted)
+    state.decisions.subscribe(lambda _record: shown.live_stream.look())
+    shown.usage.subscribe(shown.usage_history.add)
+    shown.usage.subscribe(lambda _round: shown.expire())
+    if isolation.mps_watch is not None:
+        mps_watch = isolation.mps_watch
+        mps_watch.subscribe(kubelet.tables.look_again)
+        metrics.show_mps(lambda: not mps_watch.trouble)
+
+
+def _age(at: float | None) -> float | None:
+    return None if at is None else max(0.0, time.monotonic() - at)

@@ -1,0 +1,155 @@
+"""The GPUs' side: the inventory with its health rules, what watches it, what remembers it, and the control socket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from gpushare_agent.agent.state import NodeState
+from gpushare_agent.gpus.control_server import ControlServer
+from gpushare_agent.gpus.health import HealthPolicy
+from gpushare_agent.gpus.health_keeping import HealthKeeping
+from gpushare_agent.gpus.health_state_file import HealthStateFile
+from gpushare_agent.gpus.inventory import GpuInventoryState
+from gpushare_agent.gpus.simulated.driver import SimulatedDriver
+from gpushare_agent.gpus.watch import GpuDriver, GpuWatch
+from gpushare_agent.kit.supervision import Tasks
+from gpushare_agent.kubelet.device_table import check_size, check_unit_size
+from gpushare_agent.model.errors import AgentError, Corrupt, StartupError
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.settings.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSide:
+    """`control` is None where the setting names no socket."""
+
+    settings: Settings
+    names: ResourceNames
+    driver: GpuDriver
+    inventory: GpuInventoryState
+    watch: GpuWatch
+    keeping: HealthKeeping
+    control: ControlServer | None
+
+    async def read(self) -> None:
+        """The first reading of the driver, after what was remembered of the GPUs: a cordoned one is never offered.
+
+        Raises:
+            StartupError: the driver or every GPU cannot be read, unless the node may wait for one.
+        """
+        await self.keeping.restore()
+        must_succeed = self.settings.fail_on_init_error
+        try:
+            found = await self.driver.read()
+        except StartupError:
+            raise
+        except AgentError as e:
+            if must_succeed:
+                raise StartupError(
+                    f"{e} (To keep the agent running on nodes without a usable driver: --fail-on-init-error=false.)"
+                ) from e
+            log.error("gpus_unreadable", error=str(e), then="no device is offered; the driver is read again every 30 s")
+            return
+        if not found.gpus and found.unreadable and must_succeed:
+            index, reason = found.unreadable[0]
+            raise StartupError(
+                f"none of the {len(found.unreadable)} GPUs can be read (GPU {index}: {reason}). Look at nvidia-smi and "
+                "the kernel log on this node; --fail-on-init-error=false keeps the agent waiting for them"
+            )
+        check_size(found, self.names.vmemory, self.names.memory_block_mib)
+        check_unit_size(found, self.names)
+        self.inventory.read(found)
+        _log_gpus(self.inventory.current.gpus, found.unreadable)
+
+    def tasks(self) -> Tasks:
+        return {"gpu watch": self.watch.run, "health keeping": self.keeping.run}
+
+    def late_tasks(self) -> Tasks:
+        return {"control socket": self.control.run} if self.control is not None else {}
+
+
+def build_gpu_side(state: NodeState, driver: GpuDriver) -> GpuSide:
+    """Joined, not started."""
+    settings, inventory = state.settings, state.inventory
+    watch = GpuWatch(
+        driver,
+        inventory,
+        period_s=settings.health.check_period_s,
+        event_period_s=settings.health.event_period_s,
+        metrics=state.metrics,
+    )
+    state_file, socket = settings.health.state_file, settings.control.socket
+    keeping = HealthKeeping(inventory, HealthStateFile(state_file) if state_file is not None else None)
+    return GpuSide(
+        settings=settings,
+        names=state.names,
+        driver=driver,
+        inventory=inventory,
+        watch=watch,
+        keeping=keeping,
+        control=ControlServer(socket, inventory, keeping, look_soon=watch.look_soon) if socket is not None else None,
+    )
+
+
+def health_policy(settings: Settings) -> HealthPolicy:
+    health = settings.health
+    return HealthPolicy(
+        ignored_xids=frozenset(health.ignored_xids),
+        reset_xids=frozenset(health.reset_xids),
+        recovery_probes=health.recovery_probes,
+        recovery_period_s=health.recovery_period_s,
+        recovery_period_max_s=health.recovery_period_max_s,
+    )
+
+
+def open_driver(settings: Settings) -> GpuDriver:
+    """The driver that the settings name. Raises StartupError for a topology file that cannot be used."""
+    if settings.driver == "nvml":
+        from gpushare_agent.gpus.nvml.driver import NvmlDriver
+
+        return NvmlDriver()
+    simulated = settings.simulated
+    text = None
+    if simulated.topology is not None:
+        try:
+            text = simulated.topology.read_text(encoding="utf-8", errors="replace")
+        except OSError as e:
+            raise StartupError(
+                f"topology file {simulated.topology} cannot be read: {e.strerror}. It should hold the text of "
+                "`nvidia-smi topo -m`"
+            ) from e
+    try:
+        return SimulatedDriver(
+            gpus=simulated.cards,
+            gpu_memory_mib=simulated.card_memory_mib,
+            topology_text=text,
+            gpu_name=simulated.card_name,
+            seed=settings.node_name,
+            faults_file=simulated.faults,
+            usage_file=simulated.usage,
+        )
+    except Corrupt as e:
+        raise StartupError(f"topology file {simulated.topology}: {e}") from e
+
+
+def _log_gpus(gpus: Sequence[Gpu], unreadable: Sequence[tuple[int, str]]) -> None:
+    for gpu in gpus:
+        log.info(
+            "gpu_found",
+            index=gpu.index,
+            minor=gpu.minor,
+            uuid=gpu.uuid,
+            name=gpu.name,
+            memory_mib=gpu.memory_mib,
+            numa=gpu.numa_node,
+            health=gpu.health.value,
+            reason=gpu.unhealthy_reason,
+        )
+    for index, reason in unreadable:
+        log.error("gpu_unreadable", index=index, reason=reason)

@@ -1,0 +1,240 @@
+"""The kubelet's side: device-plugin servers and registration, admission with its ledger, and what admissions prepare."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import structlog
+
+from gpushare_agent.admission.admission import Admission
+from gpushare_agent.admission.decisions.ledger import Policy
+from gpushare_agent.admission.device_tables import DeviceTables
+from gpushare_agent.admission.garbage_collection import GarbageCollection
+from gpushare_agent.admission.identification import Identification, Timeouts
+from gpushare_agent.admission.notifications import AdmissionObserver
+from gpushare_agent.admission.pod_processes import PodProcesses
+from gpushare_agent.agent.cluster_side import ClusterSide
+from gpushare_agent.agent.isolation_side import IsolationSide
+from gpushare_agent.agent.state import NodeState
+from gpushare_agent.agent.values import edit_policy
+from gpushare_agent.kit.supervision import Tasks, wait_for
+from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
+from gpushare_agent.kubelet.device_plugin import DevicePlugin
+from gpushare_agent.kubelet.facts import KubeletFacts
+from gpushare_agent.kubelet.plugin_endpoint import PluginEndpoint
+from gpushare_agent.kubelet.pod_resources import PodResourcesClient
+from gpushare_agent.kubelet.pod_resources_gate import PodResourcesGate
+from gpushare_agent.kubelet.registration import KUBELET_SOCKET, Registrar
+from gpushare_agent.kubelet.registration_client import register
+from gpushare_agent.model.names import GPU_MEM_SOCKET, VCORE_SOCKET, VMEMORY_SOCKET, PodUid
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.settings.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+REGISTER_FIRST_S = 1.0
+"""How long the slow libraries wait for the first registration: a kubelet that is down must not keep the rest away."""
+IDLE_WAIT_S = 2.0
+SOCKETS = {
+    ResourceKind.VCORE: VCORE_SOCKET,
+    ResourceKind.VMEMORY: VMEMORY_SOCKET,
+    ResourceKind.GPU_MEM: GPU_MEM_SOCKET,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubeletSide:
+    settings: Settings
+    names: ResourceNames
+    gate: PodResourcesGate
+    pod_resources: PodResourcesClient
+    facts: KubeletFacts
+    admission: Admission
+    garbage: GarbageCollection
+    refused_pods: set[PodUid]
+    tables: DeviceTables
+    registrar: Registrar
+    first_registration: FirstRegistration
+
+    async def recover(self) -> None:
+        containers = await self.garbage.recover()
+        log.info("allocations_recovered", containers=containers)
+
+    def tasks(self) -> Tasks:
+        return {
+            "registration": self.registrar.run,
+            "device tables": self.tables.run,
+            "garbage collection": self.garbage.run,
+        }
+
+    async def wait_registered(self) -> None:
+        """Not longer than REGISTER_FIRST_S."""
+        if not await wait_for(self.first_registration.done, REGISTER_FIRST_S):
+            log.warning("kubelet_not_there_yet", directory=str(self.settings.kubelet.device_plugin_path))
+
+    async def wait_idle(self) -> None:
+        """Lets an admission that is under way end, so that its Allocate meets the plan that it follows."""
+        try:
+            async with asyncio.timeout(IDLE_WAIT_S):
+                async with self.gate.quiet():
+                    return
+        except TimeoutError:
+            return
+
+    def not_ready(self) -> list[str]:
+        return [
+            f"{resource} is not registered with the kubelet"
+            for resource in self.names.names
+            if not self.registrar.is_registered(resource)
+        ]
+
+
+class FirstRegistration:
+    """Sets `done` once the kubelet has accepted every resource."""
+
+    def __init__(self, resources: Collection[str]) -> None:
+        self.done = asyncio.Event()
+        self._missing = set(resources)
+
+    def registered(self, resource: str) -> None:
+        self._missing.discard(resource)
+        if not self._missing:
+            self.done.set()
+
+
+def build_kubelet_facts(settings: Settings) -> KubeletFacts:
+    return KubeletFacts(
+        node_name=settings.node_name,
+        kubelet_socket=settings.kubelet.device_plugin_path / KUBELET_SOCKET,
+        allow_unsupported=settings.kubelet.allow_unsupported,
+    )
+
+
+def build_kubelet_side(
+    state: NodeState, facts: KubeletFacts, cluster: ClusterSide, isolation: IsolationSide
+) -> KubeletSide:
+    """Joined, not started."""
+    settings, metrics = state.settings, state.metrics
+    pod_resources = PodResourcesClient(settings.kubelet.pod_resources_socket)
+    gate = PodResourcesGate(
+        pod_resources,
+        clock=time.monotonic,
+        on_list=metrics.pod_resources_listed,
+        on_overlap=lambda: metrics.pod_resources_listed("overlapped"),
+    )
+    checkpoint = KubeletCheckpoint(settings.kubelet.device_plugin_path)
+    garbage = GarbageCollection(
+        cache=state.cache,
+        pods=state.store,
+        gate=gate,
+        pod_resources=pod_resources,
+        checkpoint=checkpoint,
+        processes=PodProcesses(settings.runtime.cgroup_root),
+        names=state.names,
+        inventory=state.gpus,
+        kubelet_age_s=facts.age_s,
+        clock=time.monotonic,
+        period_s=settings.allocation.check_period_s,
+        on_correction=metrics.reconcile_corrected,
+    )
+    refused_pods: set[PodUid] = set()
+    admission = _build_admission(
+        state,
+        facts=facts,
+        cluster=cluster,
+        isolation=isolation,
+        gate=gate,
+        checkpoint=checkpoint,
+        garbage=garbage,
+        refused_pods=refused_pods,
+    )
+    tables = DeviceTables(names=state.names, inventory=state.gpus, cache=state.cache, no_shares=isolation.has_no_shares)
+    first_registration = FirstRegistration(state.names.names)
+    return KubeletSide(
+        settings=settings,
+        names=state.names,
+        gate=gate,
+        pod_resources=pod_resources,
+        facts=facts,
+        admission=admission,
+        garbage=garbage,
+        refused_pods=refused_pods,
+        tables=tables,
+        registrar=_build_registrar(state, admission, tables),
+        first_registration=first_registration,
+    )
+
+
+def _build_admission(  # noqa: PLR0913 - the composition hands in every collaborator by name
+    state: NodeState,
+    *,
+    facts: KubeletFacts,
+    cluster: ClusterSide,
+    isolation: IsolationSide,
+    gate: PodResourcesGate,
+    checkpoint: KubeletCheckpoint,
+    garbage: GarbageCollection,
+    refused_pods: set[PodUid],
+) -> Admission:
+    settings, names, metrics = state.settings, state.names, state.metrics
+    return Admission(
+        gate=gate,
+        identification=Identification(
+            pods=state.store,
+            fetcher=cluster.informer,
+            kubelet=facts,
+            allocations=state.cache.view,
+            refused=refused_pods,
+            names=names,
+            clock=time.monotonic,
+            timeouts=Timeouts(
+                lookup_s=settings.kubelet.pod_lookup_timeout_s, look_again_s=settings.kubelet.look_again_s
+            ),
+            on_identified=metrics.identified,
+        ),
+        cache=state.cache,
+        pods=state.store,
+        inventory=state.gpus,
+        policy=Policy(
+            names=names,
+            share_policy=settings.placement.share_policy,
+            share_mode=settings.share_mode,
+            max_shares_of_gpu=settings.mps.max_clients if isolation.mps_watch is not None else None,
+        ),
+        edits=edit_policy(settings, names, isolation.volumes),
+        node_name=settings.node_name,
+        refused_pods=refused_pods,
+        observer=AdmissionObserver(
+            metrics=metrics,
+            annotations=cluster.annotations,
+            events=cluster.pod_events,
+            allocations=state.cache.view,
+            inventory=state.gpus,
+            names=names,
+            decisions=state.decisions,
+        ),
+        records=checkpoint,
+        settle=garbage.settle,
+        prepare=isolation.prepare,
+        daemon_trouble=isolation.daemon_trouble,
+        clock=time.monotonic,
+    )
+
+
+def _build_registrar(state: NodeState, admission: Admission, tables: DeviceTables) -> Registrar:
+    directory = state.settings.kubelet.device_plugin_path
+    return Registrar(
+        device_plugin_path=directory,
+        endpoints=[
+            PluginEndpoint(
+                device_plugin_path=directory,
+                socket_name=SOCKETS[kind],
+                plugin=DevicePlugin(state.names.name(kind), table, admission, kind.binds_gpu, state.metrics),
+            )
+            for kind, table in tables.tables.items()
+        ],
+        register=register,
+    )

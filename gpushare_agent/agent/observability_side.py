@@ -1,0 +1,121 @@
+"""The observability side: usage, the one snapshot of the node, and everything that shows it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gpushare_agent.agent.state import NodeState
+from gpushare_agent.agent.views import node_snapshot
+from gpushare_agent.gpus.watch import GpuDriver
+from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
+from gpushare_agent.kit.supervision import Runs, Tasks, bodies
+from gpushare_agent.observability.display import DisplayServer
+from gpushare_agent.observability.display import routes as display_routes
+from gpushare_agent.observability.http.debug_pages import DebugSources
+from gpushare_agent.observability.http.debug_server import DebugServer
+from gpushare_agent.observability.http.live_stream import LiveStream
+from gpushare_agent.observability.http.node_api import NodeApi
+from gpushare_agent.observability.http.server import WebServer
+from gpushare_agent.observability.metrics.node import node_series
+from gpushare_agent.observability.metrics.text import NodePage
+from gpushare_agent.observability.snapshot_cache import MAX_AGE_S, SnapshotCache
+from gpushare_agent.observability.usage_history import UsageHistory
+from gpushare_agent.observability.usage_sampling import UsageSampling
+from gpushare_agent.runtime.cri import RuntimeClient
+from gpushare_agent.runtime.process_owners import ProcessOwners
+from gpushare_agent.settings.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservabilitySide:
+    """`display` and `debug` are None where the settings switch them off."""
+
+    usage: UsageSampling
+    usage_history: UsageHistory
+    snapshots: SnapshotCache
+    metrics_page: NodePage
+    live_stream: LiveStream
+    web: WebServer
+    display: DisplayServer | None
+    debug: DebugServer | None
+
+    def late_tasks(self) -> Tasks:
+        services: dict[str, Runs | None] = {
+            "usage sampling": self.usage,
+            "web": self.web,
+            "live stream": self.live_stream,
+            "display": self.display,
+            "debug": self.debug,
+        }
+        return bodies(services)
+
+    def expire(self) -> None:
+        """The node has changed: all that shows it is made anew when it is asked for next."""
+        self.snapshots.expire()
+        self.metrics_page.expire()
+        self.live_stream.look()
+
+
+def build_observability_side(
+    state: NodeState, driver: GpuDriver, runtime: RuntimeClient, not_ready: Callable[[], Sequence[str]]
+) -> ObservabilitySide:
+    """Joined, not started. Raises StartupError where other hosts could read the debug pages without a token."""
+    settings, metrics = state.settings, state.metrics
+    usage = UsageSampling(
+        driver=driver,
+        owners=ProcessOwners(settings.runtime.proc_root),
+        pods=state.store,
+        ids=ContainerIds(runtime, state.store),
+        allocations=state.cache.view,
+        metrics=metrics,
+        period_s=settings.sample_period_s,
+    )
+    history = UsageHistory(settings.usage.history_s, settings.usage.history_points, allocations=state.cache.view)
+    started_at = time.time()
+    snapshots = SnapshotCache(
+        lambda: node_snapshot(state, usage.current, started_at=started_at, not_ready=not_ready()),
+        max_age_s=min(settings.sample_period_s, MAX_AGE_S),
+    )
+    live_stream = LiveStream(
+        document=snapshots.document, decisions=state.decisions, sample_period_s=settings.sample_period_s
+    )
+    node_api = NodeApi(
+        snapshot=snapshots.current,
+        history=history,
+        decisions=state.decisions,
+        kept_decisions=settings.decisions.kept,
+    )
+    socket = settings.display.socket
+    return ObservabilitySide(
+        usage=usage,
+        usage_history=history,
+        snapshots=snapshots,
+        metrics_page=NodePage(lambda: node_series(snapshots.current()), max_age_s=settings.sample_period_s),
+        live_stream=live_stream,
+        web=WebServer(
+            settings.web.addr,
+            settings.web.port,
+            metrics=metrics,
+            ready=not_ready,
+            routes=[*node_api.routes(), *display_routes(snapshots.current)],
+            streams=live_stream.routes(),
+            on_stop=live_stream.close,
+        ),
+        display=DisplayServer(socket, snapshots.current) if socket is not None else None,
+        debug=_debug(settings, state, snapshots),
+    )
+
+
+def _debug(settings: Settings, state: NodeState, snapshots: SnapshotCache) -> DebugServer | None:
+    if not settings.debug.addr:
+        return None
+    sources = DebugSources(
+        settings=settings,
+        snapshot=snapshots.current,
+        allocations=lambda: state.cache,
+        pods=state.store.pods,
+        now=time.monotonic,
+    )
+    return DebugServer(settings.debug, sources)

@@ -1,0 +1,109 @@
+"""What is shown of the node and written to its object, read from the states that know it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from gpushare_agent import __version__
+from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
+from gpushare_agent.agent.state import NodeState
+from gpushare_agent.cluster.node_allocations_wanted import allocations_annotation, allocations_by_pod
+from gpushare_agent.cluster.node_facts_wanted import NodeFacts, node_facts
+from gpushare_agent.isolation.vcuda.limits import vdevice_share
+from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.model.usage import UsageRound
+from gpushare_agent.observability.node_snapshot import MIB, AgentFacts, ContainerFacts, NodeSnapshot
+
+
+def node_snapshot(
+    state: NodeState, usage: UsageRound | None, *, started_at: float, not_ready: Sequence[str]
+) -> NodeSnapshot:
+    """Everything that is shown of the node, now. `started_at` is in seconds since the epoch."""
+    settings, inventory = state.settings, state.inventory
+    by_uuid = inventory.current.by_uuid()
+    return NodeSnapshot(
+        node=settings.node_name,
+        at=time.time(),
+        agent=AgentFacts(
+            version=__version__,
+            started_at=started_at,
+            not_ready=tuple(not_ready),
+            isolation=settings.isolation.value,
+            driver=settings.driver,
+            sample_period_s=settings.sample_period_s,
+        ),
+        names=state.names,
+        inventory=inventory.current,
+        cordoned=inventory.cordoned,
+        illnesses=inventory.illnesses,
+        cores_allocated=state.cache.used_cores(),
+        memory_allocated_bytes=_memory_allocated(state),
+        containers=[
+            _container(state, allocation, by_uuid)
+            for allocation in state.cache
+            if allocation.pod_name and not _is_over(state, allocation)
+        ],
+        usage=usage,
+    )
+
+
+def wanted_facts(state: NodeState) -> NodeFacts | None:
+    """What the node's object should say of its GPUs, now; None until the driver was read once."""
+    inventory = state.inventory
+    if not inventory.is_read:
+        return None
+    return node_facts(
+        inventory.current,
+        cordoned=inventory.cordoned.keys(),
+        memory_block_mib=state.names.memory_block_mib,
+        label_prefix=state.settings.facts.label_prefix,
+        node_labels=state.settings.node_labels,
+    )
+
+
+def wanted_allocations(state: NodeState) -> str | None:
+    """Which pod has what, for the node's object; None until the pods are listed and the GPUs read: a text that leaves out
+    what is allocated would give it away."""
+    gpus = state.gpus().gpus
+    if not state.store.is_synced or not gpus:
+        return None
+    return allocations_annotation(allocations_by_pod(state.cache, gpus, state.store.get, state.names))
+
+
+def _is_over(state: NodeState, allocation: Allocation) -> bool:
+    """An init container that has run: its devices are counted with the containers that took them over."""
+    pod = state.store.get(allocation.key.pod_uid)
+    return allocation.kind is ContainerKind.INIT and pod is not None and pod.has_started
+
+
+def _memory_allocated(state: NodeState) -> dict[GpuUuid, int]:
+    """Bytes by GPU; the memory of a GPU that is allocated whole counts as a whole."""
+    names, blocks, units = state.names, state.cache.used_blocks(), state.cache.used_gpu_mem()
+    whole = {gpu for a in state.cache if a.is_whole for gpu in a.gpus}
+    return {
+        gpu.uuid: MIB * gpu.memory_mib
+        if gpu.uuid in whole
+        else MIB * blocks.get(gpu.uuid, 0) * names.memory_block_mib
+        + MIB * units.get(gpu.uuid, 0) * names.gpu_mem_unit_mib
+        for gpu in state.gpus().gpus
+    }
+
+
+def _container(state: NodeState, allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> ContainerFacts:
+    pod = state.store.get(allocation.key.pod_uid)
+    annotations: Mapping[str, str] = pod.annotations if pod is not None else {}
+    share = vdevice_share(allocation, annotations, gpus, state.names)
+    chosen = choose_isolation(annotations, state.settings.isolation, state.settings.isolations_allowed)
+    return ContainerFacts(
+        held=allocation,
+        pod=pod,
+        cores=share.cores,
+        memory_bytes=share.memory_bytes,
+        core_limit=share.core_limit,
+        isolation="" if pod is None or isinstance(chosen, Refused) else chosen.value,
+    )
