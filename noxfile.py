@@ -38,9 +38,36 @@ def sandbox(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Pass the tests on the Python that runs nox."""
+    """Pass the default tests on the Python that runs nox: all but those of the sessions slow, browser and containers."""
     session.install(".[dev]")
-    session.run("python", "-m", "pytest", *session.posargs)
+    _pytest(session, "not slow and not browser and not containers")
+
+
+def _pytest(session: nox.Session, marks: str) -> None:
+    """A test file given behind `--` is run alone, whatever its markers."""
+    chosen = session.posargs or ["-m", marks]
+    session.run("python", "-m", "pytest", "-n", "auto", "--dist", "worksteal", *chosen)
+
+
+@nox.session
+def slow(session: nox.Session) -> None:
+    """Pass the tests that take more than five seconds each: many kills, long interleavings, floods at full size."""
+    session.install(".[dev]")
+    _pytest(session, "slow")
+
+
+@nox.session
+def browser(session: nox.Session) -> None:
+    """Pass the dashboard's tests in Chromium; skipped with the reason without it."""
+    session.install(".[dev]")
+    _pytest(session, "browser")
+
+
+@nox.session
+def containers(session: nox.Session) -> None:
+    """Pass the tests with real containers (containerd, runc, as root); skipped with the reason without them."""
+    session.install(".[dev]")
+    _pytest(session, "containers")
 
 
 @nox.session(name="tests-on", python=["3.11", "3.12", "3.13"])

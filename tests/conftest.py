@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import resource
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -11,6 +12,29 @@ from pathlib import Path
 
 import pytest
 import structlog
+
+OPEN_FILES = 4096
+"""What the floods of the tests need at most, with room to spare. Many systems start a user's programs with 1,024."""
+
+
+def pytest_configure() -> None:
+    """Raises the soft limit of open files as far as the hard one allows: one test that runs out of them fails others."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def pytest_report_header() -> str:
+    return f"open files: at most {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"
+
+
+@pytest.fixture
+def many_open_files() -> None:
+    """For a test that opens more than a thousand files at once: skipped where the hard limit does not allow it."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
+        pytest.skip(f"this user may open {soft} files, and the test needs {OPEN_FILES} (ulimit -Hn)")
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The node agent's four sides, joined: the kubelet, the GPUs, the API server, observability (and the isolations in use).
 
-No loop runs here; agent/agent.py runs them. `_subscribe` is the one place that says who hears of what.
+No loop runs here; agent/agent.py runs them. `_Subscriptions` is the one place that says who hears of what.
 """
 
 from __future__ import annotations
@@ -73,74 +73,69 @@ def build(settings: Settings, driver: GpuDriver, *, metrics: AgentMetrics | None
         isolation=isolation,
         observability=build_observability_side(state, driver, isolation.runtime, not_ready),
     )
-    _subscribe(agent)
+    _Subscriptions(agent).subscribe()
     return agent
 
 
-def _subscribe(agent: NodeAgent) -> None:
-    """Who hears of what. Subscribers are called at once, in this order, and must not block."""
-    state, kubelet, cluster, isolation, shown = (
-        agent.state,
-        agent.kubelet,
-        agent.cluster,
-        agent.isolation,
-        agent.observability,
-    )
-    metrics = state.metrics
-    metrics.know_resources(state.names.names)
-    metrics.show_node(shown.metrics_page)
-    metrics.show_pod_event_age(lambda: _age(state.store.last_event_at))
+class _Subscriptions:
+    """Who hears of what. Subscribers are called at once, in the order of the lines, and must not block."""
 
-    # GPUs, their health and their cordons
-    GpuHealthObserver(state.inventory, cluster.node_events, metrics)
+    def __init__(self, agent: NodeAgent) -> None:
+        self._state = agent.state
+        self._kubelet = agent.kubelet
+        self._cluster = agent.cluster
+        self._isolation = agent.isolation
+        self._shown = agent.observability
 
-    def gpus_changed(inventory: GpuInventory) -> None:
-        metrics.know_gpus([gpu.uuid for gpu in inventory.gpus])
-        kubelet.tables.refresh()
-        if isolation.cdi_watch is not None:
-            isolation.cdi_watch.gpus_changed()
-        if cluster.node_facts is not None:
-            cluster.node_facts.changed()
-        shown.expire()
+    def subscribe(self) -> None:
+        state, shown, metrics = self._state, self._shown, self._state.metrics
+        state.inventory.subscribe(self._gpus_changed)
+        state.cache.subscribe(self._allocation_changed)
+        state.store.subscribe(self._pod_changed)
+        state.decisions.subscribe(lambda _record: shown.live_stream.look())
+        self._kubelet.registrar.subscribe(on_registered=self._registered, on_kubelet_restart=self._kubelet_restarted)
+        shown.usage.subscribe(shown.usage_history.add)
+        shown.usage.subscribe(lambda _round: shown.expire())
+        if (mps_watch := self._isolation.mps_watch) is not None:
+            mps_watch.subscribe(self._kubelet.tables.look_again)
+            metrics.show_mps(lambda: not mps_watch.trouble)
+        GpuHealthObserver(state.inventory, self._cluster.node_events, metrics)
+        metrics.know_resources(state.names.names)
+        metrics.show_node(shown.metrics_page)
+        metrics.show_pod_event_age(lambda: _age(state.store.last_event_at))
 
-    # what containers have
-    def allocation_changed(old: Allocation | None, new: Allocation | None) -> None:
-        kubelet.tables.allocation_changed(old, new)
-        if cluster.node_allocations is not None:
-            cluster.node_allocations.changed()
-        shown.expire()
+    def _gpus_changed(self, inventory: GpuInventory) -> None:
+        self._state.metrics.know_gpus([gpu.uuid for gpu in inventory.gpus])
+        self._kubelet.tables.refresh()
+        if self._isolation.cdi_watch is not None:
+            self._isolation.cdi_watch.gpus_changed()
+        if self._cluster.node_facts is not None:
+            self._cluster.node_facts.changed()
+        self._shown.expire()
 
-    # pods of this node
-    def pod_changed(old: Pod | None, new: Pod | None) -> None:
-        kubelet.garbage.pod_changed(old, new)
+    def _allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
+        self._kubelet.tables.allocation_changed(old, new)
+        if self._cluster.node_allocations is not None:
+            self._cluster.node_allocations.changed()
+        self._shown.expire()
+
+    def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
+        self._kubelet.garbage.pod_changed(old, new)
         if new is None and old is not None:
-            kubelet.refused_pods.discard(old.uid)
-        if cluster.node_allocations is not None:
-            cluster.node_allocations.changed()
-        shown.expire()
+            self._kubelet.refused_pods.discard(old.uid)
+        if self._cluster.node_allocations is not None:
+            self._cluster.node_allocations.changed()
+        self._shown.expire()
 
-    # the kubelet
-    def registered(resource: str) -> None:
-        metrics.registered(resource)
-        kubelet.first_registration.registered(resource)
-        shown.snapshots.expire()
+    def _registered(self, resource: str) -> None:
+        self._state.metrics.registered(resource)
+        self._kubelet.first_registration.registered(resource)
+        self._shown.snapshots.expire()
 
-    def kubelet_restarted() -> None:
-        kubelet.admission.kubelet_restarted()
-        kubelet.pod_resources.forget()
-        kubelet.facts.kubelet_restarted()
-
-    state.inventory.subscribe(gpus_changed)
-    state.cache.subscribe(allocation_changed)
-    state.store.subscribe(pod_changed)
-    kubelet.registrar.subscribe(on_registered=registered, on_kubelet_restart=kubelet_restarted)
-    state.decisions.subscribe(lambda _record: shown.live_stream.look())
-    shown.usage.subscribe(shown.usage_history.add)
-    shown.usage.subscribe(lambda _round: shown.expire())
-    if isolation.mps_watch is not None:
-        mps_watch = isolation.mps_watch
-        mps_watch.subscribe(kubelet.tables.look_again)
-        metrics.show_mps(lambda: not mps_watch.trouble)
+    def _kubelet_restarted(self) -> None:
+        self._kubelet.admission.kubelet_restarted()
+        self._kubelet.pod_resources.forget()
+        self._kubelet.facts.kubelet_restarted()
 
 
 def _age(at: float | None) -> float | None:

@@ -15,6 +15,8 @@ from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.cri import RuntimeState, open_runtime
 from tests.support_containerd import CGROUP_ROOT, Containerd, running_container, running_containerd, why_not
 
+pytestmark = pytest.mark.containers
+
 TIMEOUT_S = 20.0
 FORKS = ("/bin/sh", "-c", "sleep 86400 & sleep 86400 & wait")
 

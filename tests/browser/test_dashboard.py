@@ -18,7 +18,7 @@ from tests.support_agent import InnerAgent, open_agent, wait_running, wait_settl
 from tests.support_browser import WHY_NOT, Browser, get_json, open_browser
 from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod, wait_gone
 
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
 TOPOLOGY = Path(__file__).parent.parent / "data" / "topology" / "v100-x8-cube-mesh.txt"
 LOAD = 0.5

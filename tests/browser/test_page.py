@@ -16,7 +16,7 @@ from gpushare_agent.observability.node_snapshot import NodeSnapshot
 from tests.support_browser import WHY_NOT, Browser, open_browser
 from tests.support_web import MadeHistory, ServedNode, served_node
 
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
 ACCESSIBILITY = (Path(__file__).parent / "accessibility.js").read_text(encoding="utf-8")
 TAB, ENTER, SPACE, RIGHT = "\ue004", "\ue007", " ", "\ue014"

@@ -1,0 +1,64 @@
+"""The house's rules that no linter knows: what a folder lets others import, and how long a function may be."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "gpushare_agent"
+FOLDERS = sorted({path.parent.name for path in ROOT.glob("*/__init__.py")} - {"kit", "model", "wire"})
+"""Of kit and model everything is for everybody; wire is generated."""
+MOST_LINES = 60
+"""Of a function; what is longer has steps with names."""
+
+
+def imported_modules(path: Path) -> set[str]:
+    """The dotted names of the package's modules that a file imports, wherever in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {module for name in found if (module := _module(name)) is not None}
+
+
+def _module(name: str) -> str | None:
+    parts = name.split(".")
+    while len(parts) > 2:
+        path = ROOT.parent.joinpath(*parts)
+        if path.with_suffix(".py").exists() or (path / "__init__.py").exists():
+            return ".".join(parts)
+        parts.pop()
+    return None
+
+
+def imported_by_others(folder: str) -> set[str]:
+    """The modules of a folder that files of other folders import, without the folder's name."""
+    prefix = f"gpushare_agent.{folder}."
+    others = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] not in (folder, "wire")]
+    return {name.removeprefix(prefix) for path in others for name in imported_modules(path) if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_names_what_others_import(folder: str) -> None:
+    """Its docstring's line `Others import: …` has every such module and no other; the rest may change unseen."""
+    docstring = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+    named = re.search(r"^Others import: (.+?)\.$", docstring, flags=re.M | re.S)
+    assert named is not None, f"{folder}/__init__.py says nothing of what others import"
+    modules = imported_by_others(folder)
+    assert set(re.split(r",\s+", named[1])) == (modules or {"nothing"})
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_function_is_longer_than_a_screen(path: Path) -> None:
+    """Generated code aside."""
+    if path.is_relative_to(ROOT / "wire"):
+        pytest.skip("generated")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    long = {f.name: f.end_lineno - f.lineno + 1 for f in functions if (f.end_lineno or 0) - f.lineno >= MOST_LINES}
+    assert not long
