@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.kit.sockets import bind_unix_socket, file_identity
+from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.kit.supervision import stop_task
 from gpushare_agent.kubelet.device_plugin import DevicePlugin
 from gpushare_agent.kubelet.device_table import DeviceRow, DeviceTable
-from gpushare_agent.kubelet.registration import PluginEndpoint, Registrar
+from gpushare_agent.kubelet.plugin_endpoint import PluginEndpoint
+from gpushare_agent.kubelet.registration import Registrar
 from gpushare_agent.kubelet.registration_client import register
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.wire import v1beta1
@@ -250,21 +251,6 @@ async def test_a_file_in_the_place_of_our_socket_is_left_alone_until_it_is_gone(
             assert (directory / SOCKETS[CORES]).read_text() == "precious"
             (directory / SOCKETS[CORES]).unlink()
             await both_registered(kubelet)
-
-
-async def test_restarted_servers_listen_on_new_sockets_and_register_again() -> None:
-    """What SIGHUP does."""
-    with short_directory() as directory:
-        async with fake_kubelet(directory) as kubelet, agent(directory) as a:
-            await both_registered(kubelet)
-            before = [file_identity(directory / name) for name in SOCKETS.values()]
-            async with asyncio.timeout(DEADLINE_S):
-                await a.registrar.restart_servers()
-            after = [file_identity(directory / name) for name in SOCKETS.values()]
-            assert None not in after
-            assert not set(before) & set(after)
-            await both_registered(kubelet, 2)
-            assert "kubelet-restart" not in a.reported.events
 
 
 async def test_stopping_ends_the_streams_and_removes_only_our_sockets() -> None:
