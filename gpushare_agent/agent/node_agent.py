@@ -316,7 +316,7 @@ async def _announce(parts: NodeParts) -> None:
     version = parts.store.version
     while not parts.store.is_synced:
         version = await parts.store.wait_change(version)
-    parts.garbage.look_now()
+    parts.garbage.request_reconcile()
     await parts.registered.wait()
     await parts.web.wait_listening()
     sd_notify("READY=1", os.environ)

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 from gpushare_agent.admission.admission import Admission
 from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.container_starts import ContainerStarts
 from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.admission.device_tables import DeviceTables
 from gpushare_agent.admission.garbage_collection import GarbageCollection
 from gpushare_agent.admission.identification import Identification, Timeouts
-from gpushare_agent.admission.notifications import AdmissionObserver
+from gpushare_agent.admission.outcomes import OutcomeReporter
+from gpushare_agent.admission.pending import RefusedPods
 from gpushare_agent.admission.pod_processes import PodProcesses
 from gpushare_agent.admission.rejected_pods import RejectedPods
 from gpushare_agent.agent.health_parts import HealthParts, build_health
@@ -44,8 +46,7 @@ from gpushare_agent.kubelet.registration import Registrar
 from gpushare_agent.kubelet.registration_client import register
 from gpushare_agent.model.errors import Corrupt, StartupError
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import GPU_MEM_SOCKET, VCORE_SOCKET, VMEMORY_SOCKET, PodUid
-from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.names import GPU_MEM_SOCKET, VCORE_SOCKET, VMEMORY_SOCKET
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.observability.display import DisplayServer
 from gpushare_agent.observability.display import routes as display_routes
@@ -197,6 +198,7 @@ def build(settings: Settings, driver: GpuDriver, *, metrics: AgentMetrics | None
         period_s=settings.allocation.check_period_s,
         on_correction=metrics.reconcile_corrected,
     )
+    cache.subscribe(garbage.allocation_changed)
     runtime, volumes = runtime_client(settings), driver_volumes(settings)
     isolation = build_isolation(
         settings,
@@ -209,10 +211,18 @@ def build(settings: Settings, driver: GpuDriver, *, metrics: AgentMetrics | None
         metrics=metrics,
         events=events,
     )
-    refused_pods: set[PodUid] = set()
-    decisions = DecisionLog(settings.decisions.kept)
+    refused_pods, decisions = RefusedPods(), DecisionLog(settings.decisions.kept)
     usage, usage_history = build_usage(
         settings, driver=driver, runtime=runtime, cache=cache, store=store, metrics=metrics
+    )
+    outcomes = OutcomeReporter(
+        metrics=metrics,
+        annotations=annotations,
+        events=events,
+        allocations=cache.view,
+        inventory=lambda: inventory.current,
+        names=names,
+        decisions=decisions,
     )
     admission = Admission(
         gate=gate,
@@ -225,7 +235,7 @@ def build(settings: Settings, driver: GpuDriver, *, metrics: AgentMetrics | None
             names=names,
             clock=time.monotonic,
             timeouts=Timeouts(
-                lookup_s=settings.kubelet.pod_lookup_timeout_s, look_again_s=settings.kubelet.look_again_s
+                lookup_s=settings.kubelet.pod_lookup_timeout_s, poll_again_s=settings.kubelet.look_again_s
             ),
             on_identified=metrics.identified,
         ),
@@ -241,24 +251,24 @@ def build(settings: Settings, driver: GpuDriver, *, metrics: AgentMetrics | None
         edits=edit_policy(settings, names, volumes),
         node_name=settings.node_name,
         refused_pods=refused_pods,
-        observer=AdmissionObserver(
-            metrics=metrics,
-            annotations=annotations,
-            events=events,
-            allocations=cache.view,
-            inventory=lambda: inventory.current,
-            names=names,
-            decisions=decisions,
-        ),
+        observer=outcomes,
+        wait_for_release=garbage.wait_for_release,
+        daemon_unavailable_reason=isolation.daemon_trouble,
+        clock=time.monotonic,
+    )
+    starts = ContainerStarts(
+        cache=cache,
+        pods=store,
+        names=names,
+        inventory=lambda: inventory.current,
         records=checkpoint,
-        settle=garbage.settle,
         prepare=isolation.prepare,
-        daemon_trouble=isolation.daemon_trouble,
+        observer=outcomes,
         clock=time.monotonic,
     )
     tables = DeviceTables(names=names, inventory=lambda: inventory.current, cache=cache, no_shares=isolation.no_shares)
     if isolation.mps_watch is not None:
-        isolation.mps_watch.subscribe(tables.look_again)
+        isolation.mps_watch.subscribe(tables.request_refresh)
     cache.subscribe(tables.allocation_changed)
     registered, waiting = asyncio.Event(), set(names.names)
 
@@ -274,12 +284,8 @@ def build(settings: Settings, driver: GpuDriver, *, metrics: AgentMetrics | None
         pod_resources.forget()
         facts.kubelet_restarted()
 
-    def pod_changed(old: Pod | None, new: Pod | None) -> None:
-        garbage.pod_changed(old, new)
-        if new is None and old is not None:
-            refused_pods.discard(old.uid)
-
-    store.subscribe(pod_changed)
+    store.subscribe(garbage.pod_changed)
+    store.subscribe(refused_pods.pod_changed)
     inventory.subscribe(lambda _: tables.refresh())
     registrar = Registrar(
         device_plugin_path=directory,
@@ -287,7 +293,9 @@ def build(settings: Settings, driver: GpuDriver, *, metrics: AgentMetrics | None
             PluginEndpoint(
                 device_plugin_path=directory,
                 socket_name=SOCKETS[kind],
-                plugin=DevicePlugin(names.name(kind), table, admission, kind.binds_gpu, metrics),
+                plugin=DevicePlugin(
+                    names.name(kind), table, admission, metrics, pre_start=starts.pre_start if kind.binds_gpu else None
+                ),
             )
             for kind, table in tables.tables.items()
         ],

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol
 
@@ -52,7 +52,7 @@ FAST_DECODERS: Mapping[type, Decoder] = {
 
 
 class AdmissionHandler(Protocol):
-    """Decides what the kubelet's calls ask. A refusal is a value; an exception is a bug or an outage."""
+    """Decides on the kubelet's admission calls. A refusal is a value; an exception is a bug or an outage."""
 
     async def preferred(
         self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
@@ -60,7 +60,9 @@ class AdmissionHandler(Protocol):
 
     async def allocate(self, resource: str, ids: Sequence[str]) -> ContainerEdits | Refused: ...
 
-    async def pre_start(self, resource: str, ids: Sequence[str]) -> Refused | None: ...
+
+PreStart = Callable[[str, Sequence[str]], Awaitable[Refused | None]]
+"""(resource, IDs) -> why the container may not start, None where it may."""
 
 
 class RpcObserver(Protocol):
@@ -78,24 +80,24 @@ class DeviceList(Protocol):
 
 
 class DevicePlugin:
-    """Serves one resource, by a GrpcServer with FAST_DECODERS. `on_streams_changed` is called whenever a ListAndWatch
-    stream opens or ends."""
+    """Serves one resource, by a GrpcServer with FAST_DECODERS. Without `pre_start` the kubelet does not call
+    PreStartContainer. `on_streams_changed` is called whenever a ListAndWatch stream opens or ends."""
 
     def __init__(
         self,
         resource: str,
         table: DeviceList,
         handler: AdmissionHandler,
-        pre_start_required: bool,
         metrics: RpcObserver,
         *,
+        pre_start: PreStart | None = None,
         call_timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         self.resource = resource
         self.on_streams_changed: Callable[[], None] = lambda: None
         self._table = table
         self._handler = handler
-        self._pre_start_required = pre_start_required
+        self._pre_start = pre_start
         self._metrics = metrics
         self._call_timeout_s = call_timeout_s
         self._waits: dict[Stream[Any, Any], asyncio.Timeout] = {}
@@ -103,7 +105,7 @@ class DevicePlugin:
     @property
     def options(self) -> v1beta1.DevicePluginOptions:
         return v1beta1.DevicePluginOptions(
-            pre_start_required=self._pre_start_required, get_preferred_allocation_available=True
+            pre_start_required=self._pre_start is not None, get_preferred_allocation_available=True
         )
 
     @property
@@ -207,8 +209,7 @@ class DevicePlugin:
     async def _serve_pre_start(self, stream: Stream[Any, Any]) -> None:
         ids: list[str] = await _request(stream)
         async with self._answering("PreStartContainer", [ids], PRE_START_TIMEOUT_S):
-            refused = await self._handler.pre_start(self.resource, ids)
-            if refused is not None:
+            if self._pre_start is not None and (refused := await self._pre_start(self.resource, ids)) is not None:
                 raise _error_of(refused)
         await stream.send_message(v1beta1.PreStartContainerResponse())
 

@@ -63,7 +63,7 @@ class PodListing:
         """The number of ContainerDevices entries of the resource: measured kubelets make one for each ID."""
         return self._body.count(b"\n" + bytes((len(resource),)) + resource.encode())
 
-    def holds(self, resource: str) -> Mapping[str, int]:
+    def count_by_container(self, resource: str) -> Mapping[str, int]:
         return {c.name: len(ids) for c in self.decoded().containers if (ids := c.devices.get(resource))}
 
     def decoded(self) -> ListedPod:

@@ -143,7 +143,7 @@ class PodResourcesGate:
 
 
 class InsideList:
-    """The right to List, held by a GetPreferredAllocation while it is open."""
+    """The right to List that an open GetPreferredAllocation gives."""
 
     def __init__(self, list_inside: Callable[[], Awaitable[Sequence[PodListing]]]) -> None:
         self._list_inside = list_inside

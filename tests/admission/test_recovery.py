@@ -31,8 +31,13 @@ def test_the_checkpoint_tells_the_uid_of_a_listed_pod() -> None:
     entries = written("u1", "main", ids(0, range(10)), ids(0, range(4)))
     found = rebuilt(Records(listed=[ONE], checkpoint=entries, pods=None))
     assert set(found) == {ContainerKey(PodUid("u1"), "main")}
-    held = found[ContainerKey(PodUid("u1"), "main")]
-    assert (held.pod_name, held.cores, held.memory_blocks, held.kind) == ("one", 10, 4, ContainerKind.MAIN)
+    got = found[ContainerKey(PodUid("u1"), "main")]
+    assert (got.pod_name, got.cores, got.memory_blocks, got.kind) == (
+        "one",
+        10,
+        4,
+        ContainerKind.MAIN,
+    )
 
 
 def test_without_checkpoint_the_pod_store_tells_it() -> None:
@@ -86,8 +91,8 @@ def test_the_recorded_checkpoint_gives_every_container_of_the_recorded_pods() ->
     entries = read_checkpoint(DATA / "checkpoint-1.36.json")
     pods = [parse_pod(raw) for raw in json.loads((DATA / "pods-1.36.json").read_text())["items"]]
     found = rebuild(Records(listed=[], checkpoint=entries, pods=pods), NAMES, inventory(), 0.0)
-    held = {(a.pod_name, a.key.container): (a.cores, a.memory_blocks, a.kind.value) for a in found}
-    assert held == {
+    got = {(a.pod_name, a.key.container): (a.cores, a.memory_blocks, a.kind.value) for a in found}
+    assert got == {
         ("share-a", "main"): (30, 10, "main"),
         ("two", "a"): (20, 8, "main"),
         ("two", "b"): (10, 4, "main"),

@@ -43,13 +43,13 @@ class Agent:
 @asynccontextmanager
 async def agent(directory: Path, *, poll_s: float = NEVER_S, backoff: Backoff = FAST) -> AsyncIterator[Agent]:
     """Two device plugins under a running registrar."""
-    reported = Recorder()
+    reported, handler = Recorder(), FakeAdmission()
     tables = {name: DeviceTable([DeviceRow(id=f"{name}-0", healthy=True)]) for name in SOCKETS}
     endpoints = [
         PluginEndpoint(
             device_plugin_path=directory,
             socket_name=socket_name,
-            plugin=DevicePlugin(name, tables[name], FakeAdmission(), True, RpcLog()),
+            plugin=DevicePlugin(name, tables[name], handler, RpcLog(), pre_start=handler.pre_start),
         )
         for name, socket_name in SOCKETS.items()
     ]
@@ -119,7 +119,7 @@ async def test_a_kubelet_that_comes_later_is_waited_for() -> None:
 
 
 async def test_a_restarted_kubelet_is_registered_with_again() -> None:
-    """It removed our sockets and told nobody: both are served and registered anew, and the restart is told once."""
+    """It removed our sockets without notice: both are served and registered anew, and the restart is reported once."""
     with short_directory() as directory:
         async with fake_kubelet(directory) as kubelet, agent(directory) as a:
             await both_registered(kubelet)
@@ -199,7 +199,7 @@ async def test_a_replaced_directory_is_served_in_again(is_moved: bool) -> None:
 
 
 async def test_without_events_the_poll_notices() -> None:
-    """What inotify does not tell is found at the next poll."""
+    """What inotify does not report is found at the next poll."""
     with short_directory() as top:
         real = top / "real"
         real.mkdir()
@@ -242,7 +242,7 @@ async def test_a_register_call_that_hangs_does_not_hold_up_the_other_resource_or
                     await both_registered(second)
 
 
-async def test_a_file_in_the_place_of_our_socket_is_left_alone_until_it_is_gone() -> None:
+async def test_a_file_at_the_path_of_our_socket_is_kept_until_it_is_removed() -> None:
     """Nothing but a socket is removed; the other resource is served."""
     with short_directory() as directory:
         (directory / SOCKETS[CORES]).write_text("precious")
@@ -271,7 +271,7 @@ async def test_an_endpoint_whose_path_a_successor_took_leaves_it_at_stop() -> No
             PluginEndpoint(
                 device_plugin_path=directory,
                 socket_name="s.sock",
-                plugin=DevicePlugin(CORES, DeviceTable(), FakeAdmission(), True, RpcLog()),
+                plugin=DevicePlugin(CORES, DeviceTable(), FakeAdmission(), RpcLog()),
             )
             for _ in range(2)
         )
