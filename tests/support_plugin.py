@@ -24,9 +24,7 @@ from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.wire import v1beta1
-
-DEADLINE_S = 60.0
-"""Of every wait in these tests: generous, because a wait that succeeds costs nothing by it."""
+from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
 
 
 @contextmanager
