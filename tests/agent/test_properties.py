@@ -166,5 +166,5 @@ async def play(steps: Sequence[tuple[str, Any]], seed: int, version: str) -> Non
     version=st.sampled_from(["1.31", "1.34", "1.36"]),
 )
 def test_the_ledger_stays_correct(steps: list[tuple[str, Any]], seed: int, version: str) -> None:
-    """Never over-committed, never a wrong container, the ledger equal to the kubelet's records, everything released at the end."""
+    """Never over-committed, never a wrong container, equal to the kubelet's records, and empty at the end."""
     asyncio.run(play(steps, seed, version))
