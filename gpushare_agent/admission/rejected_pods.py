@@ -89,7 +89,7 @@ class RejectedPods:
             try:
                 await api.delete_pod(pod.namespace, pod.name, pod.uid)
             except (NotFound, Conflict):
-                continue  # gone already; another pod may bear the name, and is not meant
+                continue  # deleted already, or another pod has the name now
             if self._metrics is not None:
                 self._metrics.rejected_pod_deleted()
             log.info("rejected_pod_deleted", pod=f"{pod.namespace}/{pod.name}", uid=pod.uid, message=pod.message)

@@ -170,7 +170,7 @@ class PodResourcesClient:
                 await stream.send_message(request, end=True)
                 answer = await stream.recv_message()
         finally:
-            if channel is not self._channels.get(method):  # dropped meanwhile, maybe before its connection was made
+            if channel is not self._channels.get(method):  # dropped meanwhile, possibly before it was connected
                 channel.close()
         return answer if answer is not None else b""
 

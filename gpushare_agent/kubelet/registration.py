@@ -139,7 +139,7 @@ class ResourceRegistrar:
 
     | condition | action |
     |---|---|
-    | our server does not run, or its socket is gone | serve |
+    | our server does not run, or its socket was removed | serve |
     | another program's socket is at our path | wait as the back-off says, then serve |
     | no kubelet socket | none: the watch of the directory wakes the loop |
     | the kubelet has not accepted this registration, or its stream is overdue | register |
@@ -179,7 +179,7 @@ class ResourceRegistrar:
 
     @property
     def _is_accepted(self) -> bool:
-        """The kubelet that is there took the registration, and holds a stream or has time left to open one."""
+        """The present kubelet accepted the registration, and follows ListAndWatch or has time left to begin."""
         has_stream = self.endpoint.plugin.open_streams > 0 or _now() < self._stream_due_at
         return self.registered_with is not None and self.registered_with == self._kubelet and has_stream
 
@@ -282,7 +282,7 @@ class ResourceRegistrar:
         self._wake.set()
 
     def _interrupt(self) -> None:
-        """Wakes the loop, also out of a Register whose kubelet or socket is gone."""
+        """Wakes the loop, also out of a Register whose kubelet or socket is no longer there."""
         self._wake.set()
         if self._attempt is not None and not self._attempt.expired():
             self._attempt.reschedule(_now())

@@ -10,10 +10,9 @@ import pytest
 from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
 from gpushare_agent.isolation import IsolationConfig
 from gpushare_agent.isolation.devices.device_lists import NodeDevices
-from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, DeviceNode
+from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, DeviceNode, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
-from gpushare_agent.model.merging import merged
 from gpushare_agent.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.model.pods import ContainerSpec
 from tests.support_core import NAMES, container, inventory, pod

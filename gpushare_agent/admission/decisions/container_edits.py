@@ -13,11 +13,10 @@ from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
 from gpushare_agent.isolation import ISOLATIONS, IsolationConfig, IsolationRequest
 from gpushare_agent.isolation.devices.device_lists import DeviceListRequest, NodeDevices, device_edits
 from gpushare_agent.isolation.vcuda.limits import core_limit
-from gpushare_agent.model.allocations import ContainerEdits
+from gpushare_agent.model.allocations import ContainerEdits, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
-from gpushare_agent.model.merging import merged
 from gpushare_agent.model.names import (
     CORES_PER_GPU,
     DEVICE_CONTAINER_ANNOTATION,

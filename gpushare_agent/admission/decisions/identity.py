@@ -49,7 +49,7 @@ class Target:
 
 
 class Doubt(Enum):
-    NOBODY = "nobody"
+    NONE = "none"
     SEVERAL = "several"
 
 
@@ -127,7 +127,7 @@ def identify(call: Call, listed: Sequence[ListedDevices], known: Known) -> Targe
     if len(candidates) == 1 and not unknown:
         return candidates[0]
     return Unresolved(
-        doubt=Doubt.SEVERAL if candidates else Doubt.NOBODY,
+        doubt=Doubt.SEVERAL if candidates else Doubt.NONE,
         candidates=tuple(candidates),
         unknown=tuple(sorted(unknown)),
         suspects=tuple(sorted(suspects)) if not candidates else (),

@@ -49,7 +49,7 @@ def rebuild(records: Records, names: ResourceNames, inventory: GpuInventory, now
     """The allocations that the records show, sorted by container:
 
     1. of every container that PodResources lists with devices, under the UID that `_uid` finds;
-    2. of containers in the checkpoint alone, where `_is_kept` says so;
+    2. of containers in the checkpoint alone, where `_is_kept` is true;
     3. less the pods that are terminal in the pod store: kubelets list devices in an ended or half refused pod for a while.
     """
     written = _from_checkpoint(records.checkpoint, names)
