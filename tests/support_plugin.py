@@ -60,7 +60,7 @@ class Recorder:
 
 
 class FakeAdmission:
-    """Answers as its fields say and records what it was asked."""
+    """Answers as its fields define and records its calls."""
 
     def __init__(self) -> None:
         self.calls = Recorder()
@@ -170,7 +170,7 @@ class FakeKubelet(v1beta1.RegistrationBase):
         if self.refuse_next.get(resource, 0) > 0:
             self.refuse_next[resource] -= 1
             self.happened.record(("refused", resource))
-            raise GRPCError(Status.UNKNOWN, f"no room for {resource} today")
+            raise GRPCError(Status.UNKNOWN, f"no place for {resource} today")
         if resource in self.stalls:
             self.happened.record(("stalled", resource))
             await asyncio.Event().wait()

@@ -59,7 +59,7 @@ class Processes:
 
 
 async def test_a_share_is_kept_while_its_processes_cannot_be_read_and_that_is_reported_once() -> None:
-    """A stalled file system says nothing about them; when it answers again, what ended is freed."""
+    """A stalled file system leaves them unknown; when it answers again, what ended is released."""
     cache, processes = AllocationCache(), Processes()
     collection = GarbageCollection(
         cache=cache,
@@ -74,9 +74,9 @@ async def test_a_share_is_kept_while_its_processes_cannot_be_read_and_that_is_re
         clock=lambda: 0.0,
         period_s=1.0,
     )
-    gone = pod("gone")
-    cache.put(allocation(gone, "main", ids(0, range(10)), ids(0, range(4))))
-    collection.pod_changed(gone, None)
+    deleted = pod("deleted")
+    cache.put(allocation(deleted, "main", ids(0, range(10)), ids(0, range(4))))
+    collection.pod_changed(deleted, None)
     processes.answer = Unavailable("an earlier call still hangs")
     with capture_logs() as logs:
         for _ in range(3):

@@ -49,7 +49,7 @@ def test_without_checkpoint_the_pod_store_tells_it() -> None:
 
 
 def test_with_neither_a_stand_in_holds_the_ids() -> None:
-    """They must not be given away while nobody tells whose they are."""
+    """They must not be allocated while their container is unknown."""
     found = rebuilt(Records(listed=[ONE], checkpoint=[], pods=None))
     assert [key.pod_uid for key in found] == [f"{UNNAMED}default/one"]
 
@@ -63,7 +63,7 @@ def test_init_containers_come_from_the_checkpoint() -> None:
 
 def test_entries_of_ended_pods_are_left_out() -> None:
     """The kubelet keeps them in the file until its next Allocate."""
-    entries = written("gone", "main", ids(1, range(10)), []) + written(
+    entries = written("ended", "main", ids(1, range(10)), []) + written(
         "u1", "main", ids(0, range(10)), ids(0, range(4))
     )
     pods = [pod("one", container(cores=10), uid="u1")]
@@ -74,13 +74,13 @@ def test_entries_of_ended_pods_are_left_out() -> None:
 def test_before_the_pods_are_known_only_what_was_given_again_is_left_out() -> None:
     """A kubelet that is still starting lists only some of its pods: the others' IDs must not be given away."""
     entries = written("u1", "main", ids(0, range(10)), ids(0, range(4)))
-    entries += written("later", "main", ids(1, range(10)), []) + written("gone", "main", ids(0, range(5, 15)), [])
+    entries += written("later", "main", ids(1, range(10)), []) + written("ended", "main", ids(0, range(5, 15)), [])
     found = rebuilt(Records(listed=[ONE], checkpoint=entries, pods=None))
     assert {key.pod_uid for key in found} == {"u1", "later"}
 
 
 def test_an_empty_list_means_not_known_yet() -> None:
-    """A kubelet that has just started lists nothing: the checkpoint tells, and nothing is freed."""
+    """A kubelet that has just started lists nothing: the checkpoint counts, and nothing is released."""
     entries = written("u1", "main", ids(0, range(10)), ids(0, range(4)))
     found = rebuilt(Records(listed=[], checkpoint=entries, pods=None))
     assert set(found) == {ContainerKey(PodUid("u1"), "main")}

@@ -127,7 +127,7 @@ async def test_forty_pods_at_once_are_all_served_within_the_kubelets_rate_limit(
 
 
 async def test_a_pod_resources_api_that_stalls_refuses_the_pod_in_time_with_the_reason() -> None:
-    """The whole node waits for the answer, so it comes, and says what is wrong; afterwards pods run again."""
+    """The whole node waits for the answer, so it comes, with the reason; afterwards pods run again."""
     async with open_test_node() as node, _between(node) as (between, flag), open_agent(node, flag) as agent:
         between.may_answer.clear()
         node.api.create_pod(_share("stuck"))
@@ -254,7 +254,7 @@ async def _metric(node: EmbeddedNode, series: str) -> float:
 
 
 async def test_a_pod_that_only_fits_on_forgotten_ids_is_refused_with_advice() -> None:
-    """One GPU, fully held by a container that the kubelet has forgotten: nobody else gets it."""
+    """One GPU, allocated to a container that the kubelet has forgotten: no other gets it."""
     async with open_test_node() as node, open_agent(node, "--simulated.cards=1") as agent:
         node.api.create_pod(_share("holder", cores=80, blocks=50))
         await wait_running(node, "holder")

@@ -56,7 +56,7 @@ EXPECTED = {
     "create pod whole": [("whole", "main")],
     "create pods b1 b2 b3": [("b3", "main"), ("b1", "main"), ("b2", "main")],
 }
-"""The containers that each note names, in the order in which the recorded kubelet served them."""
+"""The containers that each note names, in the order in which the recorded kubelet admitted them."""
 
 
 @dataclass
@@ -299,8 +299,8 @@ def check_preference(request: bytes, answer: Any) -> None:
 
 EXPECTED_CALLS = [
     (name, inner, kind)
-    for served in EXPECTED.values()
-    for name, inner in served
+    for containers in EXPECTED.values()
+    for name, inner in containers
     for kind in NAMES.kinds
     if not (name == "whole" and kind is ResourceKind.VMEMORY)
 ]
@@ -321,8 +321,8 @@ async def test_every_call_is_resolved_to_the_pod_and_container_of_its_note(direc
     async with open_agent(directory) as agent:
         outcomes = await replay(agent, lambda event, request: request)
         refused = [("whole", "main")]
-        served = [(n, c, k) for n, c, k in EXPECTED_CALLS if (n, c) not in refused]
-        assert agent.recorder.allocated_to == served
+        expected = [(n, c, k) for n, c, k in EXPECTED_CALLS if (n, c) not in refused]
+        assert agent.recorder.allocated_to == expected
         assert [(n, c, r.reason) for n, c, r in agent.recorder.refusals] == [
             ("whole", "main", RefusalReason.WRONG_GPUS)
         ]
@@ -372,8 +372,8 @@ async def test_a_kubelet_that_follows_our_preference_gets_every_pod_running(dire
             response = answer.container_responses[0]
             assert response.envs["NVIDIA_VISIBLE_DEVICES"] in {c.uuid for c in recorded_inventory().gpus}
             assert {d.host_path for d in response.devices} >= {"/dev/nvidiactl", "/dev/nvidia-uvm"}
-        held = {(a.pod_name, a.key.container): (a.cores, a.memory_blocks) for a in agent.cache}
-        assert held == {
+        allocated = {(a.pod_name, a.key.container): (a.cores, a.memory_blocks) for a in agent.cache}
+        assert allocated == {
             ("share-a", "main"): (30, 10), ("whole", "main"): (100, 0),
             ("chain", "i"): (5, 2), ("chain", "s"): (5, 2), ("chain", "m"): (10, 4),
             ("b1", "main"): (10, 4), ("b2", "main"): (10, 4), ("b3", "main"): (10, 4),

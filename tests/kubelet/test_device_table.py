@@ -45,7 +45,7 @@ def gpu(index: int, *, memory_mib: int = 1024, numa: int | None = None, health: 
         minor=index,
         uuid=GpuUuid(f"GPU-{index:08x}-0000-4000-8000-000000000000"),
         bus_id=f"0000:{index:02x}:00.0",
-        name="card",
+        name="gpu",
         memory_mib=memory_mib,
         numa_node=numa,
         health=health,
@@ -94,7 +94,7 @@ def test_the_version_grows_with_a_change_and_only_then(first: list[DeviceRow], s
 
 
 async def test_every_waiter_sees_the_newest_version_of_several_changes() -> None:
-    """Two changes between two looks are one wake-up."""
+    """Two changes between two reads are one wake-up."""
     table = DeviceTable()
     row = DeviceRow(id="a", healthy=True)
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:

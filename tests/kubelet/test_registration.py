@@ -145,7 +145,7 @@ async def test_a_new_kubelet_socket_alone_is_enough_to_register_again() -> None:
 
 
 async def test_a_kubelet_that_stopped_is_not_registered_with() -> None:
-    """Its socket stays behind, but nobody follows ListAndWatch; the next kubelet is noticed."""
+    """Its socket stays behind, but no kubelet follows ListAndWatch; the next kubelet is noticed."""
     with short_directory() as directory:
         async with fake_kubelet(directory) as kubelet, agent(directory) as a:
             await both_registered(kubelet)
@@ -304,14 +304,14 @@ async def test_a_refusal_of_the_kubelet_is_rejected_with_its_text() -> None:
         async with fake_kubelet(directory) as kubelet:
             kubelet.refuse_next[CORES] = 1
             with pytest.raises(
-                Rejected, match=rf"{CORES} .*kubelet.sock was refused: UNKNOWN: no room for {CORES} today"
+                Rejected, match=rf"{CORES} .*kubelet.sock was refused: UNKNOWN: no place for {CORES} today"
             ):
                 await register(kubelet.socket, endpoint="x.sock", resource=CORES, options=OPTIONS, timeout_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize("is_stale", [False, True])
 async def test_no_kubelet_is_unavailable(is_stale: bool) -> None:
-    """A missing socket and one that nobody serves."""
+    """A missing socket and one without a server."""
     with short_directory() as directory:
         if is_stale:
             bind_unix_socket(directory / "kubelet.sock", mode=0o600).close()
