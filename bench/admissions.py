@@ -17,7 +17,7 @@ _MEDIAN_MS, _P99_MS = 9.0, 25.0
 _BURST_PODS, _BURST_CORES, _BURST_BLOCKS = 100, 7, 24
 _BURST_MS = _BURST_PODS * 40.0
 _SEEN_S, _FREED_S, _BURST_FREED_S = 0.03, 0.05, 2.0
-"""Time for the agent to hear of a pod resp. of its end, so that this work is in no measured interval."""
+"""Time for the watch to deliver a pod resp. its end, so that this work is in no measured interval."""
 _SHORT = {VCORE_RESOURCE: "vcore", VMEMORY_RESOURCE: "vmemory"}
 
 
@@ -129,7 +129,7 @@ async def burst_row(node: BenchNode, runs: int) -> Row:
         target_median=_BURST_MS,
         target_p99=_BURST_MS,
         failed="; ".join(faults[:3]),
-        note="no pod refused, each on one GPU and no GPU over-full by the kubelet's records, else the row says so; 200 "
+        note="no pod refused, each on one GPU and no GPU over-full by the kubelet's records, else the row names it; 200 "
         "Lists at the kubelet's rate limit of 100 a second are 1.9 s of it; the agent's own watch and annotations run "
         "beside",
     )

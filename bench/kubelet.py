@@ -162,7 +162,7 @@ class BenchKubelet:
     async def _follow(self, plugin: Plugin) -> None:
         def receive(message: bytes) -> None:
             plugin.receive(message)
-            self._group.create_task(self._tell(), name="tell of devices")
+            self._group.create_task(self._notify_changed(), name="notify of devices")
 
         plugin.stream_opened_at = time.perf_counter()
         try:
@@ -170,7 +170,7 @@ class BenchKubelet:
         except CallError:
             return  # the plugin, or this kubelet, ended
 
-    async def _tell(self) -> None:
+    async def _notify_changed(self) -> None:
         async with self.changed:
             self.changed.notify_all()
 
@@ -208,8 +208,8 @@ class BenchKubelet:
             raise
 
     async def pre_start(self, pod: BenchPod, resource: str) -> float:
-        """Says that the pod's container is about to start; seconds until the plugin agreed. Raises CallError."""
-        ids = string_list(1, [one.id for one in pod.held[resource]])
+        """PreStartContainer of the pod's container; seconds until the plugin agreed. Raises CallError."""
+        ids = string_list(1, [one.id for one in pod.allocated[resource]])
         started = time.perf_counter()
         await self.plugins[resource].connection.call(f"{_PLUGIN}/PreStartContainer", ids)
         return time.perf_counter() - started
@@ -218,7 +218,7 @@ class BenchKubelet:
         self.pods.pop(name, None)
 
     async def wait_quiet(self, quiet_s: float, timeout_s: float) -> None:
-        """Until nobody has called PodResources for so long. Raises TimeoutError."""
+        """Until PodResources was not called for so long. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while True:
                 left = self.last_call_at + quiet_s - time.monotonic()
@@ -228,7 +228,7 @@ class BenchKubelet:
 
     async def _allocate(self, pod: BenchPod, resource: str) -> CallTimes:
         plugin, count = self.plugins[resource], pod.requests[resource]
-        taken = {one.id for other in self.pods.values() for one in other.held.get(resource, ())}
+        taken = {one.id for other in self.pods.values() for one in other.allocated.get(resource, ())}
         free = [one for one in plugin.devices.values() if one.id not in taken]
         self._rng.shuffle(free)
         offer = bytes_field(1, b"".join([one.offer for one in free]) + integer_field(3, count))

@@ -15,7 +15,7 @@ _SOCKETS_TIMEOUT_S = 20.0
 
 
 async def start_rows(node: BenchNode, runs: int) -> list[Row]:
-    """Each run starts the process on the filled node and stops it when it says READY."""
+    """Each run starts the process on the filled node and stops it when it is READY."""
     registered, served, ready, stopped = [], [], [], []
     for number in range(runs + 1):
         started = await node.agent.start()
@@ -42,7 +42,7 @@ async def start_rows(node: BenchNode, runs: int) -> list[Row]:
         ),
         row(
             f"process start to the vDevice sockets of {PODS} running shares", served, target_median=_SERVED_MS,
-            target_p99=_SERVED_MS, note="looked at every 5 ms, once both resources are registered",
+            target_p99=_SERVED_MS, note="polled every 5 ms, once both resources are registered",
         ),
         row("process start to READY (pods listed, web up)", ready),
         row("SIGTERM to the end of the process", stopped, target_median=_STOP_MS, target_p99=_STOP_MS),
@@ -52,7 +52,7 @@ async def start_rows(node: BenchNode, runs: int) -> list[Row]:
 async def _wait_sockets(node: BenchNode) -> float:
     """When every running share had its socket again: a stop has removed them all."""
     async with asyncio.timeout(_SOCKETS_TIMEOUT_S):
-        while len(list(node.state.glob("vm/*/*/vcuda.sock"))) < PODS:  # noqa: ASYNC110 - files tell nobody
+        while len(list(node.state.glob("vm/*/*/vcuda.sock"))) < PODS:  # noqa: ASYNC110 - files have no event
             await asyncio.sleep(0.005)
     return time.perf_counter()
 
@@ -83,7 +83,7 @@ async def again_rows(node: BenchNode, runs: int) -> list[Row]:
 
 
 async def idle_rows(node: BenchNode, window_s: float) -> list[Row]:
-    """The filled node with nobody calling."""
+    """The filled node without any call."""
     started, before, calls = time.perf_counter(), node.agent.processor_s(), node.kubelet.calls
     await asyncio.sleep(window_s)
     share = (node.agent.processor_s() - before) / (time.perf_counter() - started) * 100

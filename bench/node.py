@@ -81,7 +81,9 @@ class BenchNode:
             for index, (resource, count) in enumerate(pod.requests.items()):
                 first = left[gpu][index]
                 left[gpu][index] += count
-                pod.held[resource] = [device(resource, device_id(uuid, n), numa) for n in range(first, first + count)]
+                pod.allocated[resource] = [
+                    device(resource, device_id(uuid, n), numa) for n in range(first, first + count)
+                ]
             ports = range(number * POD_FOREIGN, (number + 1) * POD_FOREIGN)
             pod.hold(FOREIGN_RESOURCE, [device(FOREIGN_RESOURCE, f"fabric-port-{n:029d}", numa) for n in ports])
             self.create(pod)
@@ -98,7 +100,7 @@ class BenchNode:
                 "DeviceIDs": {"0": [one.id for one in devices]}, "AllocResp": "",
             }
             for pod in self.kubelet.pods.values()
-            for resource, devices in pod.held.items()
+            for resource, devices in pod.allocated.items()
         ]  # fmt: skip
         text = json.dumps({"Data": {"PodDeviceEntries": entries, "RegisteredDevices": {}}, "Checksum": 0})
         (self.kubelet.plugin_directory / "kubelet_internal_checkpoint").write_text(text)
@@ -109,7 +111,7 @@ class BenchNode:
         for gpu in range(GPUS):
             uuid = simulated_uuid(NODE_NAME, gpu)
             pods = [pod for pod in self.kubelet.pods.values() if pod.gpu == uuid]
-            cores = sum(len(pod.held[VCORE_RESOURCE]) for pod in pods)
+            cores = sum(len(pod.allocated[VCORE_RESOURCE]) for pod in pods)
             blocks = sum(pod.blocks for pod in pods)
             if cores > CORES_PER_GPU or blocks > BLOCKS_PER_GPU:
                 wrong.append(f"GPU {gpu} carries {cores} cores and {blocks} blocks")

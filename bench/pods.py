@@ -44,19 +44,19 @@ class BenchPod:
     name: str
     requests: dict[str, int]
     raw: dict[str, Any] = field(default_factory=dict)
-    held: dict[str, list[Device]] = field(default_factory=dict)
+    allocated: dict[str, list[Device]] = field(default_factory=dict)
     answers: dict[str, bytes] = field(default_factory=dict)
     """What Allocate answered."""
     listed: bytes = b""
 
     def hold(self, resource: str, devices: list[Device]) -> None:
-        self.held[resource] = devices
+        self.allocated[resource] = devices
         self.encode()
 
     def encode(self) -> None:
         """Makes `listed`: field 1 of a List answer."""
         container = bytes_field(1, CONTAINER.encode()) + b"".join(
-            one.entry for devices in self.held.values() for one in devices
+            one.entry for devices in self.allocated.values() for one in devices
         )
         body = bytes_field(1, self.name.encode()) + bytes_field(2, NAMESPACE.encode()) + bytes_field(3, container)
         self.listed = bytes_field(1, body)
@@ -69,12 +69,12 @@ class BenchPod:
     @property
     def gpu(self) -> str:
         """The GPU of its cores; empty where it has none, or several."""
-        gpus = {one.gpu for one in self.held.get(VCORE_RESOURCE, ())}
+        gpus = {one.gpu for one in self.allocated.get(VCORE_RESOURCE, ())}
         return gpus.pop() if len(gpus) == 1 else ""
 
     @property
     def blocks(self) -> int:
-        return len(self.held.get(VMEMORY_RESOURCE, ()))
+        return len(self.allocated.get(VMEMORY_RESOURCE, ()))
 
 
 def bench_pod(name: str, cores: int, blocks: int) -> BenchPod:

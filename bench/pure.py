@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.results import Row, row
 from gpushare_agent.kit.wire_scan import scan_pod_entries
-from gpushare_agent.kubelet.pod_resources_wire import decode_pod_entry
+from gpushare_agent.kubelet.pod_resources import decode_pod_entry
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.topology import Topology

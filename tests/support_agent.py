@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,10 +19,10 @@ from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.sandbox.calls import PluginCall
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.settings.settings import load_settings
+from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
 from tests.support_sandbox import CORE, MEMORY, wait_phase
 from tests.support_settings import clean_environment
 
-DEADLINE_S = 15.0
 CORES = 100
 BLOCKS = 96
 """Memory blocks of a simulated GPU."""
@@ -58,16 +57,10 @@ def arguments(node: EmbeddedNode, *flags: str) -> list[str]:
 
 
 @asynccontextmanager
-async def open_agent(
-    node: EmbeddedNode, *flags: str, wait: bool = True, kubelet_age_s: float = 0.0
-) -> AsyncIterator[InnerAgent]:
-    """An agent in this process, registered, its pods listed and its devices allocatable, unless `wait` is false.
-
-    `kubelet_age_s` makes the kubelet older than it is: the agent trusts its answers from 10 s on.
-    """
+async def open_agent(node: EmbeddedNode, *flags: str, wait: bool = True) -> AsyncIterator[InnerAgent]:
+    """An agent in this process, registered, its pods listed and its devices allocatable, unless `wait` is false."""
     settings = load_settings(arguments(node, *flags), {}).settings
     parts = build(settings, open_driver(settings))
-    parts.kubelet.facts._wall_clock = lambda: time.time() + kubelet_age_s
     parts.state.cache.subscribe(lambda old, new: node.signal.notify())
     parts.state.store.subscribe(lambda old, new: node.signal.notify())
     async with asyncio.TaskGroup() as group:

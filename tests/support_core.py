@@ -60,7 +60,7 @@ def ids(gpu: int, numbers: range) -> list[str]:
 def allocation(
     owner: Pod, name: str, cores: list[str], memory: list[str], kind: ContainerKind = ContainerKind.MAIN
 ) -> Allocation:
-    """What a container holds; its GPUs are those of its vcore IDs."""
+    """A container's allocation; its GPUs are those of its vcore IDs."""
     return Allocation(
         key=ContainerKey(owner.uid, name),
         namespace=owner.namespace,
@@ -97,16 +97,16 @@ def written(uid: str, inner: str, cores: list[str], memory: list[str]) -> list[C
 class Listing:
     """A pod of a PodResources answer, given as counts by container and resource."""
 
-    def __init__(self, name: str, holds: Mapping[str, Mapping[str, int]], namespace: str = "default") -> None:
+    def __init__(self, name: str, counts: Mapping[str, Mapping[str, int]], namespace: str = "default") -> None:
         self.namespace = namespace
         self.name = name
-        self._holds = holds
+        self._counts = counts
 
     def count_ids(self, resource: str) -> int:
-        return sum(counts.get(resource, 0) for counts in self._holds.values())
+        return sum(by_resource.get(resource, 0) for by_resource in self._counts.values())
 
-    def holds(self, resource: str) -> Mapping[str, int]:
-        return {name: counts[resource] for name, counts in self._holds.items() if counts.get(resource)}
+    def count_by_container(self, resource: str) -> Mapping[str, int]:
+        return {name: found[resource] for name, found in self._counts.items() if found.get(resource)}
 
 
 def known(*pods: Pod, allocations: tuple[Allocation, ...] = (), refused: frozenset[PodUid] = frozenset()) -> Known:

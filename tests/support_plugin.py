@@ -1,4 +1,4 @@
-"""Fakes for the device-plugin side: a small kubelet, an admission handler that is told what to answer, a recorder.
+"""Fakes for the device-plugin side: a small kubelet, a scripted admission handler, a recorder.
 
 `FakeKubelet` behaves as measured on real ones where it matters here: it removes every socket of its directory when it
 starts, dials back inside Register, then opens ListAndWatch, and leaves its socket behind when it stops.
@@ -24,9 +24,7 @@ from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.wire import v1beta1
-
-DEADLINE_S = 10.0
-"""For every wait in a test. Nothing here takes long: whoever waits this long waits in vain."""
+from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
 
 
 @contextmanager
@@ -44,25 +42,25 @@ class Recorder:
 
     def __init__(self) -> None:
         self.events: list[Any] = []
-        self._news = asyncio.Event()
+        self._recorded = asyncio.Event()
 
     def record(self, event: Any) -> None:
         self.events.append(event)
-        self._news.set()
+        self._recorded.set()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Waits until `condition` holds; it is looked at after each event."""
+        """Waits until `condition` is true; it is evaluated after each event."""
         async with asyncio.timeout(DEADLINE_S):
             while not condition():
-                self._news.clear()
-                await self._news.wait()
+                self._recorded.clear()
+                await self._recorded.wait()
 
     async def wait_for(self, event: Any, count: int = 1) -> None:
         await self.wait_until(lambda: self.events.count(event) >= count)
 
 
 class FakeAdmission:
-    """Answers as its fields say and records what it was asked."""
+    """Answers as its fields define and records its calls."""
 
     def __init__(self) -> None:
         self.calls = Recorder()
@@ -93,7 +91,7 @@ class FakeAdmission:
 
 
 class RpcLog:
-    """A metrics observer that keeps what it is told: resource, method, code."""
+    """A metrics observer that keeps resource, method and code of each call."""
 
     def __init__(self) -> None:
         self.finished: list[tuple[str, str, str]] = []
@@ -172,7 +170,7 @@ class FakeKubelet(v1beta1.RegistrationBase):
         if self.refuse_next.get(resource, 0) > 0:
             self.refuse_next[resource] -= 1
             self.happened.record(("refused", resource))
-            raise GRPCError(Status.UNKNOWN, f"no room for {resource} today")
+            raise GRPCError(Status.UNKNOWN, f"no place for {resource} today")
         if resource in self.stalls:
             self.happened.record(("stalled", resource))
             await asyncio.Event().wait()

@@ -36,10 +36,10 @@ from gpushare_agent.wire.v1beta1 import (
     RegistrationStub,
     TopologyInfo,
 )
+from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
 
 CORE = "tencent.com/vcuda-core"
 MEMORY = "tencent.com/vcuda-memory"
-DEADLINE_S = 10.0
 SHORT_TIMES = KubeletTimes(
     admission_delay_s=0.05, status_interval_s=0.03, first_status_s=0.01, container_start_s=0.0, start_retry_s=0.1
 )

@@ -1,9 +1,9 @@
-"""The allocation cache: who holds which device IDs. In memory, changed only by the synchronous methods below.
+"""The allocation cache: which device IDs each container has. In memory, changed only by the synchronous methods below.
 
-State: `_allocations` by container, and for each resource the holders of each device ID. An ID may have several holders,
-all of one pod: the kubelet hands an init container's IDs to the containers after it without any release (measured,
-docs/architecture.md), so use is counted by distinct IDs. The counts by GPU are kept along, because every call of an
-admission asks for them and a node has thousands of IDs.
+State owned: `_allocations` by container, and for each resource the holders of each device ID. An ID may have several
+holders, all of one pod: the kubelet passes an init container's IDs on to the containers after it without any release
+(measured, docs/architecture.md), so use is counted by distinct IDs. The counts by GPU are kept too, because every admission
+call reads them and a node has thousands of IDs.
 
 The kubelet's records are the truth; this cache is rebuilt from them at start and reconciled with them afterwards. It
 exists because the kubelet may offer an ID that it has forgotten to be taken.
@@ -34,7 +34,7 @@ class AllocationCache:
         self.version = 0
 
     def subscribe(self, callback: Callable[[Allocation | None, Allocation | None], None]) -> None:
-        """Call `callback(old, new)` synchronously after each change of a container; None stands for nothing held."""
+        """Call `callback(old, new)` synchronously after each change of a container; None stands for no allocation."""
         self._on_change.append(callback)
 
     def __len__(self) -> int:
@@ -54,11 +54,11 @@ class AllocationCache:
         return tuple(self._allocations[key] for key in sorted(self._pods.get(uid, ())))
 
     def holders(self, kind: ResourceKind) -> Mapping[DeviceId, frozenset[ContainerKey]]:
-        """The containers that hold each ID; IDs that nobody holds are absent."""
+        """The containers that have each ID; free IDs are absent."""
         return self._holders[kind]
 
     def put(self, allocation: Allocation) -> None:
-        """Record what a container holds now, in place of what it held before."""
+        """Record a container's allocation in place of the one it had."""
         old = self._drop(allocation.key)
         self._allocations[allocation.key] = allocation
         self._pods.setdefault(allocation.key.pod_uid, {})[allocation.key] = None
@@ -74,7 +74,7 @@ class AllocationCache:
         self._changed(old, allocation)
 
     def release(self, key: ContainerKey) -> Allocation | None:
-        """Forget a container; returns what it held, None where it held nothing."""
+        """Forget a container; returns its allocation, None where it had none."""
         old = self._drop(key)
         if old is not None:
             self._changed(old, None)
@@ -84,14 +84,14 @@ class AllocationCache:
         return tuple(old for key in sorted(self._pods.get(uid, ())) if (old := self.release(key)) is not None)
 
     def replace_all(self, allocations: Iterable[Allocation]) -> None:
-        """Start over with what the kubelet's records say."""
+        """Start over with the allocations that the kubelet's records show."""
         for key in list(self._allocations):
             self.release(key)
         for allocation in allocations:
             self.put(allocation)
 
     def used_cores(self, *, without: ContainerKey | None = None) -> dict[GpuUuid, int]:
-        """Distinct vcore IDs held on each GPU, those that only `without` holds left out."""
+        """Distinct allocated vcore IDs on each GPU, less those that only `without` has."""
         return self._used(ResourceKind.VCORE, without)
 
     def used_gpu_mem(self, *, without: ContainerKey | None = None) -> dict[GpuUuid, int]:
@@ -167,7 +167,7 @@ def _charged_gpu(allocation: Allocation) -> GpuUuid | None:
 
 
 def _add(counts: dict[K, int], key: K, by: int) -> None:
-    """Entries that come down to zero go."""
+    """Entries of zero are removed."""
     count = counts.get(key, 0) + by
     if count:
         counts[key] = count

@@ -1,7 +1,7 @@
-"""The last decisions, newest last. In memory only: what an agent decided before its restart is in its log and the Events.
-After new settings (SIGHUP) the records and their numbers go on.
+"""The last decisions, newest last. In memory only: those from before a restart are in the agent's log and the Events.
+After new settings (SIGHUP) the records and their numbers continue.
 
-State owned: the records, in a ring. Changed by the admission alone; readers copy.
+State owned: the records, in a ring. Written by admission/outcomes.py alone; readers copy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DecisionLog:
         return numbered
 
     def take_over(self, earlier: DecisionLog) -> None:
-        """What an agent decided before it read its settings again; call it before the first `add`."""
+        """Continue the log of the agent before it read its settings again; call it before the first `add`."""
         self._number = earlier._number
         self._records.extend(earlier._records)
 

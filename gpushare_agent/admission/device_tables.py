@@ -1,7 +1,7 @@
-"""Keeps what ListAndWatch says of every resource: the GPUs' health at once, the memory account a moment after it changed.
+"""Keeps every resource's device list up to date: the GPUs' health at once, the memory account a moment after a change.
 
-State owned: the tables (kubelet/device_table.py), and whether they are behind the ledger. A table that is behind does
-no harm: the admission looks at the ledger themselves.
+State owned: the tables (kubelet/device_table.py), and whether they are behind the allocation cache. A table that is behind
+does no harm: the admission decides by the cache itself.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
 PAUSE_S = 0.2
-"""Of many allocations in a row the kubelet hears once."""
+"""Many allocations in a row make one ListAndWatch message."""
 
 
 class DeviceTables:
-    """One table for each resource that the node offers. `no_shares` tells whether shares cannot be had at all now."""
+    """One table for each resource that the node offers. `no_shares` is whether no share can be allocated at all now."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class DeviceTables:
         self._is_behind = asyncio.Event()
 
     def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
-        """Without GPUShare's resource the lists do not depend on what is given away."""
+        """For AllocationCache.subscribe. Only GPUShare's resource makes the lists depend on what is allocated."""
         if self._names.gpu_mem:
             self._is_behind.set()
 
-    def look_again(self) -> None:
-        """Whether shares can be had may have changed."""
+    def request_refresh(self) -> None:
+        """`no_shares` may have changed."""
         self._is_behind.set()
 
     def refresh(self) -> None:

@@ -1,8 +1,9 @@
-"""Frees what ended, and keeps the allocation cache equal to the kubelet's records.
+"""Releases what ended, and keeps the allocation cache equal to the kubelet's records.
 
-Level, not edge: a pod's end is noticed by its event at once, and by the next reconcile in any case. State: the pods that
-are gone but may still have processes, the containers that the last reconcile missed, and the pods whose books changed
-since the present one began.
+Level, not edge: a pod's end is handled at once when its event comes, and by the next reconcile in any case.
+
+State owned: the deleted pods whose processes may still run, the containers that were missing at the last reconcile, and
+the pods whose allocations changed since the present one began.
 
 The kubelet is asked by Get where it has it (1.34 and later); else by List, through the gate, between admissions.
 """
@@ -11,16 +12,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import NoReturn, Protocol
 
 import structlog
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.garbage import Evidence, Reconciliation, reconcile
+from gpushare_agent.admission.decisions.garbage import CorrectionKind, Evidence, Reconciliation, reconcile
 from gpushare_agent.admission.decisions.recovery import Records, rebuild
-from gpushare_agent.kit.supervision import forever
-from gpushare_agent.kubelet.pod_resources import PodListing, PodResourcesClient
-from gpushare_agent.kubelet.pod_resources_gate import PodResourcesGate
+from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.supervision import forever, wait_for
 from gpushare_agent.kubelet.records import CheckpointEntry, ListedPod
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound, Rejected, Unavailable
@@ -34,21 +35,41 @@ log = structlog.get_logger(__name__)
 GETS_AT_ONCE = 5
 GET_PAUSE_S = 0.1
 """So many Gets, then a pause: the kubelet allows 100 calls a second, ten of them at once, and admissions need theirs.
-One at a time they would take twice the processor time, for each wakes the process up anew (docs/measurements.md)."""
+One at a time they take twice the processor time, because each wakes the process up anew (docs/measurements.md)."""
 QUIET_WAIT_S = 10.0
 """How long a reconcile waits for admissions to pause before it leaves it to the next period."""
-GONE_RETRY_S = 1.0
+DELETED_RETRY_S = 1.0
 _LONG_AGO = float("-inf")
-"""When what the kubelet has on record was allocated: not in the last moment, which is all that is asked."""
+"""`allocated_at` of what the kubelet's records show: it is only compared with the last moments."""
 FRESH_S = 2.0
-"""The kubelet writes an allocation down shortly after our answer; younger ones are not compared with its records."""
+"""The kubelet records an allocation shortly after our answer; younger ones are not compared with its records."""
 
 
-class Pods(Protocol):
+class KnownPods(Protocol):
+    """The pod store."""
+
     @property
     def is_synced(self) -> bool: ...
     def get(self, uid: PodUid) -> Pod | None: ...
     def pods(self) -> tuple[Pod, ...]: ...
+
+
+class Listing(Protocol):
+    def decoded(self) -> ListedPod: ...
+
+
+class QuietLists(Protocol):
+    """When a List does no harm (kubelet/pod_resources_gate.py)."""
+
+    @property
+    def is_idle(self) -> bool: ...
+    def quiet_list(self, purpose: str, *, wait_s: float) -> AbstractAsyncContextManager[Sequence[Listing]]: ...
+
+
+class PodGets(Protocol):
+    @property
+    def has_get(self) -> bool | None: ...
+    async def get_pod(self, namespace: str, name: str, *, timeout_s: float) -> Listing: ...
 
 
 class Checkpoint(Protocol):
@@ -60,15 +81,19 @@ class Processes(Protocol):
 
 
 class GarbageCollection:
-    """Run one per agent. `kubelet_age_s` tells how long the kubelet has been up, None where it is down."""
+    """One per agent, subscribed to the pod store (`pod_changed`) and the allocation cache (`allocation_changed`).
+
+    `kubelet_age_s` is how long the kubelet has been up, None where it is down; with one younger than
+    `trust_after_s` nothing is released, for it lists a pod only after it has admitted it again.
+    """
 
     def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
         self,
         *,
         cache: AllocationCache,
-        pods: Pods,
-        gate: PodResourcesGate,
-        pod_resources: PodResourcesClient,
+        pods: KnownPods,
+        gate: QuietLists,
+        pod_resources: PodGets,
         checkpoint: Checkpoint,
         processes: Processes,
         names: ResourceNames,
@@ -94,33 +119,39 @@ class GarbageCollection:
         self._trust_after_s = trust_after_s
         self._fresh_s = fresh_s
         self._on_correction = on_correction
-        self._gone: set[PodUid] = set()
-        self._is_blind = False
+        self._deleted: set[PodUid] = set()
+        self._has_deleted = asyncio.Event()
+        self._has_released = asyncio.Event()
+        self._processes_unknown = ReportOnce()
         self._missing: frozenset[ContainerKey] = frozenset()
-        self._wake = asyncio.Event()
-        self._freed = asyncio.Event()
-        self._touched: set[PodUid] = set()
-        self._due = asyncio.Event()
-        self._is_listing = False
-        cache.subscribe(self._cache_changed)
+        self._is_due = asyncio.Event()
+        self._is_getting = False
+        self._changed_pods: set[PodUid] = set()
 
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
-        """For PodStore.subscribe: frees an ended pod's share at once."""
+        """For PodStore.subscribe: releases an ended pod's allocations at once."""
         if new is not None and new.is_terminal:
             self._release(new.uid, "terminal")
         elif new is None and old is not None and self._cache.of_pod(old.uid):
-            self._gone.add(old.uid)
-            self._wake.set()
+            self._deleted.add(old.uid)
+            self._has_deleted.set()
 
-    def look_now(self) -> None:
-        """Reconcile as soon as possible: the pod store has listed, or the kubelet is back."""
-        self._due.set()
+    def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
+        """For AllocationCache.subscribe."""
+        if self._is_getting:
+            self._changed_pods.update(a.key.pod_uid for a in (old, new) if a is not None)
+        if new is None:
+            self._has_released.set()
+
+    def request_reconcile(self) -> None:
+        """As soon as possible, not at the next period: the pod store has listed."""
+        self._is_due.set()
 
     async def recover(self) -> int:
         """Rebuild the cache from what the kubelet has on record; returns the number of containers.
 
-        For the start, before the plugins register: no admission of ours can be under way. A kubelet that is down leaves
-        the checkpoint alone to tell.
+        For the start, before the plugins register: no admission of ours can be under way. While the kubelet is down the
+        checkpoint is the only record.
         """
         checkpoint = await self._read_checkpoint()
         listed: list[ListedPod] = []
@@ -134,69 +165,54 @@ class GarbageCollection:
         return len(self._cache)
 
     async def run(self) -> NoReturn:
-        """Until cancelled: collect what ended when told, reconcile every period."""
+        """Until cancelled: release deleted pods when their event comes, reconcile every period."""
         async with asyncio.TaskGroup() as group:
-            # Two tasks: an admission may wait for what is gone to be freed, and a reconcile waits for admissions to pause.
-            group.create_task(forever("collecting", self._collect_when_reported), name="collect what is gone")
+            # Two tasks: an admission may wait for a release, and a reconcile waits for admissions to pause.
+            group.create_task(forever("releasing", self._release_when_deleted), name="release deleted pods")
             group.create_task(forever("reconciling", self._reconcile_when_due), name="reconcile")
         raise AssertionError("unreachable: neither task ends")
 
-    async def _collect_when_reported(self) -> NoReturn:
+    async def _release_when_deleted(self) -> NoReturn:
         while True:
-            try:
-                async with asyncio.timeout(GONE_RETRY_S if self._gone else None):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
-            self._wake.clear()
-            await self.collect_gone()
+            await wait_for(self._has_deleted, DELETED_RETRY_S if self._deleted else None)
+            self._has_deleted.clear()
+            await self.release_deleted()
 
     async def _reconcile_when_due(self) -> NoReturn:
         while True:
-            try:
-                async with asyncio.timeout(self._period_s):
-                    await self._due.wait()
-            except TimeoutError:
-                pass
-            self._due.clear()
+            await wait_for(self._is_due, self._period_s)
+            self._is_due.clear()
             await self.reconcile()
 
-    async def collect_gone(self) -> None:
-        """Free the pods that are gone, unless their processes run on."""
-        for uid in sorted(self._gone):
-            if self._pods.get(uid) is None and await self._runs_on(uid):
+    async def release_deleted(self) -> None:
+        """Release the deleted pods, unless their processes still run."""
+        for uid in sorted(self._deleted):
+            if self._pods.get(uid) is None and await self._may_have_processes(uid):
                 continue
-            self._gone.discard(uid)
+            self._deleted.discard(uid)
             if self._pods.get(uid) is None:
                 self._release(uid, "deleted")
 
-    async def _runs_on(self, uid: PodUid) -> bool:
-        """Whether the gone pod's share must be kept: while its processes run, or while that is not told."""
+    async def _may_have_processes(self, uid: PodUid) -> bool:
         try:
-            runs = await self._processes.are_running(uid)
+            has_processes = await self._processes.are_running(uid)
         except Unavailable as e:
-            if not self._is_blind:  # asked every second, told once
-                log.warning("share_kept", pod_uid=uid, because="its processes cannot be looked for", error=str(e))
-            self._is_blind = True
+            if self._processes_unknown.is_new("unavailable"):  # of whichever pod: it is one file system
+                log.warning("share_kept", pod_uid=uid, because="its processes cannot be read", error=str(e))
             return True
-        self._is_blind = False
-        if runs:
+        self._processes_unknown.is_over()
+        if has_processes:
             log.info("share_kept", pod_uid=uid, because="processes of the deleted pod still run")
-        return bool(runs)
+        return bool(has_processes)
 
-    async def settle(self, at_most_s: float = 0.3) -> bool:
-        """Wait a moment for shares that are about to be freed; True when one was."""
-        ending = [a for a in self._cache if (pod := self._pods.get(a.key.pod_uid)) is None or pod.is_deleting]
-        if not ending and not self._gone:
+    async def wait_for_release(self, at_most_s: float = 0.3) -> bool:
+        """Wait a moment for allocations of pods that are ending; True when one was released."""
+        is_ending = any((pod := self._pods.get(a.key.pod_uid)) is None or pod.is_deleting for a in self._cache)
+        if not is_ending and not self._deleted:
             return False
-        self._freed.clear()
-        self._wake.set()
-        try:
-            async with asyncio.timeout(at_most_s):
-                await self._freed.wait()
-        except TimeoutError:
-            return False
-        return True
+        self._has_released.clear()
+        self._has_deleted.set()
+        return await wait_for(self._has_released, at_most_s)
 
     async def reconcile(self) -> None:
         """Compare the cache with the kubelet and correct it. A kubelet that cannot be asked changes nothing."""
@@ -209,15 +225,15 @@ class GarbageCollection:
             log.warning("reconcile_failed", error=str(e))
 
     async def _reconcile_by_get(self, checkpoint: Sequence[CheckpointEntry]) -> bool:
-        """False where the kubelet has no Get. Pods whose books change meanwhile are left for the next time."""
+        """False where the kubelet has no Get. Pods whose allocations change meanwhile are left for the next time."""
         if not self._pods.is_synced:
             return False
-        self._touched.clear()
-        self._is_listing = True
+        self._changed_pods.clear()
+        self._is_getting = True
         try:
             return await self._get_and_compare(checkpoint)
         finally:
-            self._is_listing = False
+            self._is_getting = False
 
     async def _get_and_compare(self, checkpoint: Sequence[CheckpointEntry]) -> bool:
         listed: list[ListedPod] = []
@@ -227,8 +243,7 @@ class GarbageCollection:
                 continue
             asked.add(pod.uid)
             try:
-                entry: PodListing = await self._pod_resources.get_pod(pod.namespace, pod.name, timeout_s=2.0)
-                listed.append(entry.decoded())
+                listed.append((await self._pod_resources.get_pod(pod.namespace, pod.name, timeout_s=2.0)).decoded())
             except NotFound:
                 pass
             except Rejected:
@@ -236,12 +251,11 @@ class GarbageCollection:
             if len(asked) % GETS_AT_ONCE == 0:
                 await asyncio.sleep(GET_PAUSE_S)
         if not self._gate.is_idle:
-            return True  # an admission is under way: the ledger and the kubelet may differ for a moment
-        gone = {a.key.pod_uid for a in self._cache if self._pods.get(a.key.pod_uid) is None}
-        scope = (asked - self._touched) | gone
+            return True  # an admission is under way: cache and kubelet may differ for a moment
+        deleted = {a.key.pod_uid for a in self._cache if self._pods.get(a.key.pod_uid) is None}
+        scope = (asked - self._changed_pods) | deleted
         in_scope = {(p.namespace, p.name) for uid in scope if (p := self._pods.get(uid)) is not None}
-        kept = [p for p in listed if (p.namespace, p.name) in in_scope]
-        self._apply(self._decide(kept, checkpoint, scope))
+        self._apply(self._decide([p for p in listed if (p.namespace, p.name) in in_scope], checkpoint, scope))
         return True
 
     def _decide(
@@ -264,11 +278,11 @@ class GarbageCollection:
 
     def _apply(self, result: Reconciliation) -> None:
         for correction in result.corrections:
-            if correction.kind != "named":  # what every restart brings is no correction
-                self._on_correction(correction.kind)
+            if correction.kind is not CorrectionKind.NAMED:  # every restart brings these
+                self._on_correction(correction.kind.value)
                 log.warning(
                     "allocation_corrected",
-                    kind=correction.kind,
+                    kind=correction.kind.value,
                     pod_uid=correction.key.pod_uid,
                     container=correction.key.container,
                 )
@@ -277,9 +291,9 @@ class GarbageCollection:
             else:
                 self._cache.release(correction.key)
         self._missing = result.missing
-        self._gone |= result.gone
-        if result.gone:
-            self._wake.set()
+        self._deleted |= result.deleted
+        if result.deleted:
+            self._has_deleted.set()
 
     def _release(self, uid: PodUid, reason: str) -> None:
         for old in self._cache.release_pod(uid):
@@ -292,12 +306,6 @@ class GarbageCollection:
                 cores=old.cores,
                 memory_blocks=old.memory_blocks,
             )
-
-    def _cache_changed(self, old: Allocation | None, new: Allocation | None) -> None:
-        if self._is_listing:
-            self._touched.update(a.key.pod_uid for a in (old, new) if a is not None)
-        if new is None:
-            self._freed.set()
 
     def _known_pods(self) -> tuple[Pod, ...] | None:
         return self._pods.pods() if self._pods.is_synced else None

@@ -1,41 +1,53 @@
-"""Finds the container that a GetPreferredAllocation serves, asking the kubelet and, where needed, the API server.
+"""Finds the container that a GetPreferredAllocation is for, by the kubelet's List and, where needed, the API server.
 
-Not for deciding: that is admission/decisions/identity.py. Bounded in time: the whole node waits for the answer.
+The decision itself is admission/decisions/identity.py. Bounded in time: the whole node waits for the answer. No state.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
 
-from gpushare_agent.admission.decisions.identity import Call, Doubt, Known, ListedHoldings, Target, Unresolved, identify
+from gpushare_agent.admission.decisions.identity import (
+    Call,
+    Doubt,
+    Known,
+    ListedDevices,
+    Target,
+    Unresolved,
+    identify,
+    successor_of,
+)
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound, RefusalReason, Refused, Rejected, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod, version_number
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
 log = structlog.get_logger(__name__)
 
 MAX_FETCHES = 16
 """Pods fetched at once."""
 MAX_FETCHES_IN_ALL = 64
-"""Pods fetched for one call; a kubelet that lists more strangers than this is waited for, not chased."""
+"""Pods fetched for one call; more than these come by the watch of the API server."""
 RETRY_S = 0.1
-"""After a fetch that found the API server away, while there is time left."""
+"""Between two fetches from an API server that does not answer, while there is time left."""
 
 
 class InsideLister(Protocol):
-    async def list_entries(self) -> Sequence[ListedHoldings]: ...
+    """The right to a PodResources List that an open GetPreferredAllocation gives (kubelet/pod_resources_gate.py)."""
+
+    async def list_entries(self) -> Sequence[ListedDevices]: ...
 
 
 class Pods(Protocol):
     @property
     def version(self) -> int: ...
+    def get(self, uid: PodUid) -> Pod | None: ...
     def pods(self) -> tuple[Pod, ...]: ...
     async def wait_change(self, since: int) -> int: ...
 
@@ -51,15 +63,25 @@ class KubeletFacts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Seconds: for asking the API server about a pod in all, for looking again in doubt, between two looks."""
+    """Seconds: for asking the API server about pods in all, for polling the kubelet again in doubt, between two polls."""
 
     lookup_s: float = 2.0
-    look_again_s: float = 0.4
-    pause_s: float = 0.03
+    poll_again_s: float = 0.4
+    poll_pause_s: float = 0.03
+
+
+@dataclass(slots=True, kw_only=True)
+class _Lookup:
+    """How far the identification of one call is. `verified` are the pods fetched since the last List."""
+
+    started_at: float
+    fetches: int = 0
+    verified: set[tuple[str, str]] = field(default_factory=set)
+    is_first_poll: bool = True
 
 
 class Identification:
-    """Holds no state of its own; reads the pod store and the cache. `on_identified` is told by which method it was."""
+    """`on_identified` is called with the method by which a container was found, a metric's label."""
 
     def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
         self,
@@ -68,7 +90,7 @@ class Identification:
         fetcher: PodFetcher,
         kubelet: KubeletFacts,
         allocations: Callable[[], Mapping[ContainerKey, Allocation]],
-        refused: Collection[PodUid],
+        refused: Container[PodUid],
         names: ResourceNames,
         clock: Callable[[], float],
         timeouts: Timeouts,
@@ -84,7 +106,75 @@ class Identification:
         self._timeouts = timeouts
         self._on_identified = on_identified
 
-    def known(self, verified: Collection[tuple[str, str]] = ()) -> Known:
+    def successor(self, kind: ResourceKind, ids: Sequence[str]) -> Target | None:
+        """The container of an Allocate without a GetPreferredAllocation: its IDs are an init container's."""
+        return successor_of(ids, kind, self._pods.get, self._known())
+
+    async def identify(self, call: Call, inside: InsideLister) -> Target | Refused:
+        """The container of the call, or a refusal with the reason. Never raises for outside faults."""
+        try:
+            return await self._identify(call, inside)
+        except AgentError as e:
+            return Refused(
+                reason=RefusalReason.NOT_READY,
+                detail=f"The kubelet could not be asked which pod it is admitting: {e}. Nothing was allocated. "
+                "Create the pod again; if it persists, see `gpushare-agent check` on this node.",
+            )
+
+    async def _identify(self, call: Call, inside: InsideLister) -> Target | Refused:
+        """One poll per round: list, fetch what is unknown, decide. Then, in this order:
+
+        1. The API server did not answer a fetch: polled again shortly, or refused when the time for lookups is over.
+        2. From the second poll on, a listed pod that the API server no longer has is ignored (`_without_deleted`).
+        3. One container: it is the target.
+        4. None or several, for longer than `poll_again_s`: refused. Never guessed.
+        5. Else the doubtful pods are fetched again, and the kubelet is polled anew: a pod that was refused elsewhere turns
+           Failed within milliseconds, and then one candidate is left.
+
+        Raises Unavailable, Corrupt: what the kubelet lists cannot be had or read, as a whole or of one pod.
+        """
+        lookup = _Lookup(started_at=self._clock())
+        while True:
+            listed = await self._list(inside, self._left_s(lookup))
+            result = await self._decide(call, listed, lookup)
+            if isinstance(result, Refused):
+                if self._clock() - lookup.started_at + RETRY_S >= self._timeouts.lookup_s:
+                    return result
+                await asyncio.sleep(RETRY_S)
+                continue
+            if isinstance(result, Unresolved) and not lookup.is_first_poll:
+                result = _without_deleted(result, lookup.verified)
+            if isinstance(result, Target):
+                self._on_identified(_method(listed, lookup))
+                return result
+            if self._clock() - lookup.started_at >= self._timeouts.poll_again_s:
+                log.warning("pod_not_identified", doubt=result.doubt.value, candidates=_texts(result))
+                return _refusal(result, call, self._names)
+            lookup.verified.clear()
+            lookup.is_first_poll = False
+            await self._pause()
+            await self._refresh(result, self._left_s(lookup))
+
+    async def _decide(
+        self, call: Call, listed: Sequence[ListedDevices], lookup: _Lookup
+    ) -> Target | Unresolved | Refused:
+        """Decide on one List, fetching the pods that the decision needs from the API server until it needs none."""
+        result = identify(call, listed, self._known(lookup.verified))
+        while (
+            isinstance(result, Unresolved)
+            and lookup.fetches < MAX_FETCHES_IN_ALL
+            and self._clock() - lookup.started_at < self._timeouts.lookup_s
+            and (names := _to_fetch(result, lookup.verified))
+        ):
+            lookup.fetches += len(names)
+            failed = await self._fetch(names, self._left_s(lookup))
+            if failed is not None:
+                return failed
+            lookup.verified.update(names)
+            result = identify(call, listed, self._known(lookup.verified))
+        return result
+
+    def _known(self, verified: Collection[tuple[str, str]] = ()) -> Known:
         """What is known now. Of several pods of one name the live one counts, then the newest."""
         by_name: dict[tuple[str, str], Pod] = {}
         for pod in self._pods.pods():
@@ -99,65 +189,14 @@ class Identification:
             verified=verified,
         )
 
-    async def serve(self, call: Call, inside: InsideLister) -> Target | Refused:
-        """The container of the call, or a refusal that says why it cannot be told. Never raises for outside faults."""
-        try:
-            return await self._serve(call, inside)
-        except AgentError as e:
-            return Refused(
-                reason=RefusalReason.NOT_READY,
-                detail=f"The kubelet could not be asked which pod it is admitting: {e}. Nothing was allocated. "
-                "Create the pod again; if it persists, see `gpushare-agent check` on this node.",
-            )
-
-    async def _serve(self, call: Call, inside: InsideLister) -> Target | Refused:
-        """Raises Unavailable, Corrupt: what the kubelet lists cannot be had or read, as a whole or of one pod."""
-        started_at = self._clock()
-        fetched: set[tuple[str, str]] = set()
-        count = 0
-        is_second_look = False
-        while True:
-            listed = await self._listed(inside, self._left(started_at))
-            result = identify(call, listed, self.known(fetched))
-            failed: Refused | None = None
-            while (
-                isinstance(result, Unresolved)
-                and count < MAX_FETCHES_IN_ALL
-                and self._clock() - started_at < self._timeouts.lookup_s
-                and (unattributed := _to_fetch(result, fetched))
-            ):
-                count += len(unattributed)
-                failed = await self._fetch(unattributed, self._left(started_at))
-                if failed is not None:
-                    break
-                fetched.update(unattributed)
-                result = identify(call, listed, self.known(fetched))
-            if failed is not None:
-                if self._clock() - started_at + RETRY_S >= self._timeouts.lookup_s:
-                    return failed
-                await asyncio.sleep(RETRY_S)
-                continue
-            if isinstance(result, Unresolved) and is_second_look:
-                result = _settle(result, fetched)
-            if isinstance(result, Target):
-                self._on_identified(_method(listed, is_fetched=count > 0, is_second_look=is_second_look))
-                return result
-            if self._clock() - started_at >= self._timeouts.look_again_s:
-                log.warning("pod_not_identified", doubt=result.doubt.value, candidates=_texts(result))
-                return _refusal(result, call, self._names)
-            # A pod that was refused elsewhere turns Failed within milliseconds, and then one candidate is left.
-            fetched.clear()
-            is_second_look = True
-            await self._pause()
-            await self._refresh(result, self._left(started_at))
-
-    async def _listed(self, inside: InsideLister, timeout_s: float) -> Sequence[ListedHoldings]:
+    async def _list(self, inside: InsideLister, timeout_s: float) -> Sequence[ListedDevices]:
+        """What the kubelet lists; for a kubelet in which a List could cause a panic, the pending pods of the pod store."""
         if await self._kubelet.wait_lists_inside(timeout_s=timeout_s):
             return await inside.list_entries()
-        known = self.known()
-        return [_Believed(pod, known) for pod in self._pods.pods() if not pod.is_terminal and not pod.has_started]
+        known = self._known()
+        return [_Unlisted(pod, known) for pod in self._pods.pods() if not pod.is_terminal and not pod.has_started]
 
-    async def _fetch(self, unattributed: Sequence[tuple[str, str]], timeout_s: float) -> Refused | None:
+    async def _fetch(self, names: Sequence[tuple[str, str]], timeout_s: float) -> Refused | None:
         failures: list[str] = []
 
         async def fetch(namespace: str, name: str) -> None:
@@ -171,36 +210,36 @@ class Identification:
                 log.warning("pod_unreadable", namespace=namespace, pod=name, error=str(e))
 
         async with asyncio.TaskGroup() as group:
-            for namespace, name in unattributed:
+            for namespace, name in names:
                 group.create_task(fetch(namespace, name), name=f"fetch {namespace}/{name}")
         if not failures:
             return None
         return Refused(
             reason=RefusalReason.POD_UNKNOWN,
-            detail="The kubelet admits a pod that this agent has not heard of, and the API server did not tell about it "
-            f"within {self._timeouts.lookup_s:g} s ({sorted(failures)[0]}). Nothing was allocated. Create the pod again "
-            "when the API server answers.",
+            detail="The kubelet admits a pod that this agent does not know, and the API server did not answer for it within "
+            f"{self._timeouts.lookup_s:g} s ({sorted(failures)[0]}). Nothing was allocated. Create the pod again when the "
+            "API server answers.",
         )
 
     async def _refresh(self, result: Unresolved, timeout_s: float) -> None:
-        """Read the doubtful pods again: one of them may have ended."""
+        """Fetch the candidates again: one of them may have ended."""
         names = sorted({(s.pod.namespace, s.pod.name) for s in result.candidates})[:MAX_FETCHES]
         if names:
             await self._fetch(names, timeout_s)
 
-    def _left(self, started_at: float) -> float:
-        return max(0.05, self._timeouts.lookup_s - (self._clock() - started_at))
+    def _left_s(self, lookup: _Lookup) -> float:
+        return max(0.05, self._timeouts.lookup_s - (self._clock() - lookup.started_at))
 
     async def _pause(self) -> None:
         try:
-            async with asyncio.timeout(self._timeouts.pause_s):
+            async with asyncio.timeout(self._timeouts.poll_pause_s):
                 await self._pods.wait_change(self._pods.version)
         except TimeoutError:
             pass
 
 
-class _Believed:
-    """A pod as our own ledger has it, for a kubelet that must not be asked."""
+class _Unlisted:
+    """A pod as pod store and allocation cache have it, in place of a List's entry."""
 
     def __init__(self, pod: Pod, known: Known) -> None:
         self.namespace = pod.namespace
@@ -209,35 +248,35 @@ class _Believed:
         self._known = known
 
     def count_ids(self, resource: str) -> int:
-        return sum(self.holds(resource).values())
+        return sum(self.count_by_container(resource).values())
 
-    def holds(self, resource: str) -> Mapping[str, int]:
+    def count_by_container(self, resource: str) -> Mapping[str, int]:
         kind = self._known.names.kind(resource)
-        held = {c.name: self._known.allocations.get(ContainerKey(self._pod.uid, c.name)) for c in self._pod.containers}
-        return {name: len(a.ids(kind)) for name, a in held.items() if a is not None and kind is not None}
+        found = {c.name: self._known.allocations.get(ContainerKey(self._pod.uid, c.name)) for c in self._pod.containers}
+        return {name: len(a.ids(kind)) for name, a in found.items() if a is not None and kind is not None}
 
 
-def _method(listed: Sequence[ListedHoldings], *, is_fetched: bool, is_second_look: bool) -> str:
-    """How a container was found, one word for the metrics: each is a step slower or less sure than the one before."""
-    if any(isinstance(entry, _Believed) for entry in listed):
+def _method(listed: Sequence[ListedDevices], lookup: _Lookup) -> str:
+    """How the container was found, the metric's label."""
+    if any(isinstance(entry, _Unlisted) for entry in listed):
         return "own-books"
-    if is_second_look:
+    if not lookup.is_first_poll:
         return "looked-again"
-    return "fetched" if is_fetched else "listed"
+    return "fetched" if lookup.fetches else "listed"
 
 
 def _liveliness(pod: Pod) -> tuple[bool, bool, int]:
     return (not pod.is_terminal, not pod.is_deleting, version_number(pod.resource_version))
 
 
-def _to_fetch(result: Unresolved, fetched: set[tuple[str, str]]) -> list[tuple[str, str]]:
-    wanted = [name for name in (*result.unknown, *result.suspects) if name not in fetched]
+def _to_fetch(result: Unresolved, verified: set[tuple[str, str]]) -> list[tuple[str, str]]:
+    wanted = [name for name in (*result.unknown, *result.suspects) if name not in verified]
     return wanted[:MAX_FETCHES]
 
 
-def _settle(result: Unresolved, fetched: set[tuple[str, str]]) -> Target | Unresolved:
-    """A listed pod that the API server no longer has is being deleted; it does not stand in a known pod's way."""
-    if len(result.candidates) == 1 and set(result.unknown) <= fetched and not result.candidates[0].pod.has_started:
+def _without_deleted(result: Unresolved, verified: set[tuple[str, str]]) -> Target | Unresolved:
+    """A listed pod that the API server no longer has is being deleted: the call is for the one candidate that it has."""
+    if len(result.candidates) == 1 and set(result.unknown) <= verified and not result.candidates[0].pod.has_started:
         return result.candidates[0]
     return result
 

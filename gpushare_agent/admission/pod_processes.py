@@ -1,8 +1,8 @@
-"""Does a pod still have processes? Looks for its cgroup below the mounted hierarchies.
+"""Whether a pod still has processes, by its cgroup below the mounted hierarchies.
 
-Needed for one case: the kubelet gives a force-deleted pod's devices away while its processes run on (measured). The pod's
-cgroup directory carries its UID whatever the driver, version, QoS class or nesting. It exists while the kubelet has not
-cleaned up; what counts is whether a process is in it.
+Needed for one case: the kubelet allocates a force-deleted pod's devices anew while its processes still run (measured). The
+pod's cgroup directory has its UID in its name whatever the driver, version, QoS class or nesting. It exists until the
+kubelet has cleaned up; what counts is whether a process is in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroup_paths import pod_uid_of
 from gpushare_agent.runtime.cgroup_walk import CgroupWalk
 
-LOOK_TIMEOUT_S = 2.0
+READ_TIMEOUT_S = 2.0
 
 
 class PodProcesses:
@@ -24,16 +24,16 @@ class PodProcesses:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._thread = DaemonThread("pod-cgroups", advice="Check the file system; it is looked at again.")
+        self._thread = DaemonThread("pod-cgroups", advice="Check the file system; it is read again.")
 
     async def are_running(self, uid: PodUid) -> bool | None:
-        """True while a process is in one of the pod's cgroups, None where that cannot be known here.
+        """True while a process is in one of the pod's cgroups, None where this host does not show it.
 
         Raises:
-            Unavailable: the file system does not answer now, so that it must be asked again.
+            Unavailable: the file system does not answer now; try again.
         """
-        what = f"looking for processes of pod {uid} below {self._root}"
-        return await self._thread.call(partial(_are_running, self._root, uid), what, LOOK_TIMEOUT_S)
+        what = f"reading the processes of pod {uid} below {self._root}"
+        return await self._thread.call(partial(_are_running, self._root, uid), what, READ_TIMEOUT_S)
 
 
 def _are_running(root: Path, uid: str) -> bool | None:

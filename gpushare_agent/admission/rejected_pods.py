@@ -1,10 +1,10 @@
 """Deletes pods that the kubelet rejected over our resources and that their controller has long replaced.
 
 A ReplicaSet replaces a rejected pod at once, about ten a second and without back-off, and the Failed pods stay: hundreds
-of objects that hide the reason instead of showing it. The newest few per controller stay for a person to read. Only
-controllers that replace and do not count failures are served: a Job counts them, and a DaemonSet's or StatefulSet's
-controller deletes failed pods itself (StatefulSet is in the default for clusters whose controller lags). Off by
-setting: then nobody runs this. The mutable state is the times of the latest deletions.
+of objects that hide the reason instead of showing it. The newest few per controller stay for a person to read. Only pods of
+controllers that replace pods and do not count failures are deleted: a Job counts them, and a DaemonSet's or StatefulSet's
+controller deletes failed pods itself (StatefulSet is in the default for clusters whose controller lags). A setting turns
+it off. State owned: the times of the latest deletions.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class RejectedPods:
             try:
                 await api.delete_pod(pod.namespace, pod.name, pod.uid)
             except (NotFound, Conflict):
-                continue  # gone already; another pod may bear the name, and is not meant
+                continue  # deleted already, or another pod has the name now
             if self._metrics is not None:
                 self._metrics.rejected_pod_deleted()
             log.info("rejected_pod_deleted", pod=f"{pod.namespace}/{pod.name}", uid=pod.uid, message=pod.message)
@@ -111,7 +111,7 @@ def plan_deletions(
     groups: defaultdict[tuple[str, str, str], list[Pod]] = defaultdict(list)
     for pod in pods:
         if pod.controller_kind in controllers and is_rejected_over(pod, resources) and not pod.is_deleting:
-            # A pod's name is its controller's with a suffix; the owner's own name is not needed for more than this.
+            # A pod's name is its controller's with a suffix, which is all that the group needs.
             groups[pod.namespace, pod.controller_kind, pod.name.rpartition("-")[0]].append(pod)
     spare = [pod for group in groups.values() for pod in sorted(group, key=_age)[: max(len(group) - keep, 0)]]
     return sorted(spare, key=_age)
@@ -121,7 +121,7 @@ def is_rejected_over(pod: Pod, resources: Collection[str]) -> bool:
     """Whether the kubelet rejected the pod for want of one of these resources.
 
     The kubelet names the resource where it decided itself, and quotes the plugin ("rpc error") where the plugin did. A
-    pod that asks for another plugin's devices too and was rejected by that one is not told apart.
+    pod that asks for another plugin's devices too and was rejected by that one is not distinguished.
     """
     return (
         pod.phase is PodPhase.FAILED

@@ -164,7 +164,7 @@ async def live(agent: NodeAgent) -> None:
 async def _announce(agent: NodeAgent) -> None:
     """Once the pods are listed: compare the ledger with them, and say READY when all is in place. Then it is done."""
     await agent.cluster.wait_synced()
-    agent.kubelet.garbage.look_now()
+    agent.kubelet.garbage.request_reconcile()
     await agent.kubelet.first_registration.done.wait()
     await agent.observability.web.wait_listening()
     sd_notify("READY=1", os.environ)

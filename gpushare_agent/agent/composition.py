@@ -97,7 +97,7 @@ class _Subscriptions:
         shown.usage.subscribe(shown.usage_history.add)
         shown.usage.subscribe(lambda _round: shown.expire())
         if (mps_watch := self._isolation.mps_watch) is not None:
-            mps_watch.subscribe(self._kubelet.tables.look_again)
+            mps_watch.subscribe(self._kubelet.tables.request_refresh)
             metrics.show_mps(lambda: not mps_watch.trouble)
         GpuHealthObserver(state.inventory, self._cluster.node_events, metrics)
         metrics.know_resources(state.names.names)
@@ -114,6 +114,7 @@ class _Subscriptions:
         self._shown.expire()
 
     def _allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
+        self._kubelet.garbage.allocation_changed(old, new)
         self._kubelet.tables.allocation_changed(old, new)
         if self._cluster.node_allocations is not None:
             self._cluster.node_allocations.changed()
@@ -121,8 +122,7 @@ class _Subscriptions:
 
     def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         self._kubelet.garbage.pod_changed(old, new)
-        if new is None and old is not None:
-            self._kubelet.refused_pods.discard(old.uid)
+        self._kubelet.refused_pods.pod_changed(old, new)
         if self._cluster.node_allocations is not None:
             self._cluster.node_allocations.changed()
         self._shown.expire()

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import structlog
 
 from gpushare_agent.admission.admission import Admission
+from gpushare_agent.admission.container_starts import ContainerStarts
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.admission.device_tables import DeviceTables
 from gpushare_agent.admission.garbage_collection import GarbageCollection
 from gpushare_agent.admission.identification import Identification, Timeouts
-from gpushare_agent.admission.notifications import AdmissionObserver
+from gpushare_agent.admission.outcomes import OutcomeReporter
+from gpushare_agent.admission.pending import RefusedPods
 from gpushare_agent.admission.pod_processes import PodProcesses
 from gpushare_agent.agent.cluster_side import ClusterSide
 from gpushare_agent.agent.isolation_side import IsolationSide
@@ -29,7 +31,7 @@ from gpushare_agent.kubelet.pod_resources import PodResourcesClient
 from gpushare_agent.kubelet.pod_resources_gate import PodResourcesGate
 from gpushare_agent.kubelet.registration import KUBELET_SOCKET, Registrar
 from gpushare_agent.kubelet.registration_client import register
-from gpushare_agent.model.names import GPU_MEM_SOCKET, VCORE_SOCKET, VMEMORY_SOCKET, PodUid
+from gpushare_agent.model.names import GPU_MEM_SOCKET, VCORE_SOCKET, VMEMORY_SOCKET
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.settings.settings import Settings
 
@@ -54,7 +56,7 @@ class KubeletSide:
     facts: KubeletFacts
     admission: Admission
     garbage: GarbageCollection
-    refused_pods: set[PodUid]
+    refused_pods: RefusedPods
     tables: DeviceTables
     registrar: Registrar
     first_registration: FirstRegistration
@@ -140,16 +142,40 @@ def build_kubelet_side(
         period_s=settings.allocation.check_period_s,
         on_correction=metrics.reconcile_corrected,
     )
-    refused_pods: set[PodUid] = set()
-    admission = _build_admission(
-        state,
-        facts=facts,
-        cluster=cluster,
-        isolation=isolation,
+    refused_pods = RefusedPods()
+    outcomes = OutcomeReporter(
+        metrics=metrics,
+        annotations=cluster.annotations,
+        events=cluster.pod_events,
+        allocations=state.cache.view,
+        inventory=state.gpus,
+        names=state.names,
+        decisions=state.decisions,
+    )
+    admission = Admission(
         gate=gate,
-        checkpoint=checkpoint,
-        garbage=garbage,
+        identification=_build_identification(state, facts, cluster, refused_pods),
+        cache=state.cache,
+        pods=state.store,
+        inventory=state.gpus,
+        policy=_policy(state, isolation),
+        edits=edit_policy(settings, state.names, isolation.volumes),
+        node_name=settings.node_name,
         refused_pods=refused_pods,
+        observer=outcomes,
+        wait_for_release=garbage.wait_for_release,
+        daemon_unavailable_reason=isolation.daemon_trouble,
+        clock=time.monotonic,
+    )
+    starts = ContainerStarts(
+        cache=state.cache,
+        pods=state.store,
+        names=state.names,
+        inventory=state.gpus,
+        records=checkpoint,
+        prepare=isolation.prepare,
+        observer=outcomes,
+        clock=time.monotonic,
     )
     tables = DeviceTables(names=state.names, inventory=state.gpus, cache=state.cache, no_shares=isolation.has_no_shares)
     first_registration = FirstRegistration(state.names.names)
@@ -163,68 +189,41 @@ def build_kubelet_side(
         garbage=garbage,
         refused_pods=refused_pods,
         tables=tables,
-        registrar=_build_registrar(state, admission, tables),
+        registrar=_build_registrar(state, admission, starts, tables),
         first_registration=first_registration,
     )
 
 
-def _build_admission(  # noqa: PLR0913 - the composition hands in every collaborator by name
-    state: NodeState,
-    *,
-    facts: KubeletFacts,
-    cluster: ClusterSide,
-    isolation: IsolationSide,
-    gate: PodResourcesGate,
-    checkpoint: KubeletCheckpoint,
-    garbage: GarbageCollection,
-    refused_pods: set[PodUid],
-) -> Admission:
-    settings, names, metrics = state.settings, state.names, state.metrics
-    return Admission(
-        gate=gate,
-        identification=Identification(
-            pods=state.store,
-            fetcher=cluster.informer,
-            kubelet=facts,
-            allocations=state.cache.view,
-            refused=refused_pods,
-            names=names,
-            clock=time.monotonic,
-            timeouts=Timeouts(
-                lookup_s=settings.kubelet.pod_lookup_timeout_s, look_again_s=settings.kubelet.look_again_s
-            ),
-            on_identified=metrics.identified,
-        ),
-        cache=state.cache,
+def _build_identification(
+    state: NodeState, facts: KubeletFacts, cluster: ClusterSide, refused_pods: RefusedPods
+) -> Identification:
+    kubelet = state.settings.kubelet
+    return Identification(
         pods=state.store,
-        inventory=state.gpus,
-        policy=Policy(
-            names=names,
-            share_policy=settings.placement.share_policy,
-            share_mode=settings.share_mode,
-            max_shares_of_gpu=settings.mps.max_clients if isolation.mps_watch is not None else None,
-        ),
-        edits=edit_policy(settings, names, isolation.volumes),
-        node_name=settings.node_name,
-        refused_pods=refused_pods,
-        observer=AdmissionObserver(
-            metrics=metrics,
-            annotations=cluster.annotations,
-            events=cluster.pod_events,
-            allocations=state.cache.view,
-            inventory=state.gpus,
-            names=names,
-            decisions=state.decisions,
-        ),
-        records=checkpoint,
-        settle=garbage.settle,
-        prepare=isolation.prepare,
-        daemon_trouble=isolation.daemon_trouble,
+        fetcher=cluster.informer,
+        kubelet=facts,
+        allocations=state.cache.view,
+        refused=refused_pods,
+        names=state.names,
         clock=time.monotonic,
+        timeouts=Timeouts(lookup_s=kubelet.pod_lookup_timeout_s, poll_again_s=kubelet.look_again_s),
+        on_identified=state.metrics.identified,
     )
 
 
-def _build_registrar(state: NodeState, admission: Admission, tables: DeviceTables) -> Registrar:
+def _policy(state: NodeState, isolation: IsolationSide) -> Policy:
+    settings = state.settings
+    return Policy(
+        names=state.names,
+        share_policy=settings.placement.share_policy,
+        share_mode=settings.share_mode,
+        max_shares_of_gpu=settings.mps.max_clients if isolation.mps_watch is not None else None,
+    )
+
+
+def _build_registrar(
+    state: NodeState, admission: Admission, starts: ContainerStarts, tables: DeviceTables
+) -> Registrar:
     directory = state.settings.kubelet.device_plugin_path
     return Registrar(
         device_plugin_path=directory,
@@ -232,7 +231,13 @@ def _build_registrar(state: NodeState, admission: Admission, tables: DeviceTable
             PluginEndpoint(
                 device_plugin_path=directory,
                 socket_name=SOCKETS[kind],
-                plugin=DevicePlugin(state.names.name(kind), table, admission, kind.binds_gpu, state.metrics),
+                plugin=DevicePlugin(
+                    state.names.name(kind),
+                    table,
+                    admission,
+                    state.metrics,
+                    pre_start=starts.pre_start if kind.binds_gpu else None,
+                ),
             )
             for kind, table in tables.tables.items()
         ],

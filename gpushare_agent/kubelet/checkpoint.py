@@ -1,7 +1,7 @@
 """The kubelet's device-manager checkpoint, `kubelet_internal_checkpoint` in the device-plugin directory. Read only.
 
 It names the pod UID, which PodResources does not, and it has the ordinary init containers, which PodResources leaves out.
-It keeps entries of ended pods until the next Allocate, so it is never taken for the truth alone.
+It keeps entries of ended pods until the next Allocate, so it is never used alone where PodResources answers.
 
 Format: docs/formats.md, section 3. DeviceIDs is a map from NUMA node to IDs, in old kubelets a plain list.
 """
@@ -21,7 +21,7 @@ from gpushare_agent.model.names import PodUid
 FILE_NAME = "kubelet_internal_checkpoint"
 MAX_BYTES = 64 * 1024 * 1024
 READ_TIMEOUT_S = 1.0
-"""A kubelet's file is read in milliseconds; a stalled disk holds up neither the start nor an admission nor the end."""
+"""The file is read in milliseconds; a stalled disk must not stall the start, an admission or the shutdown."""
 
 
 class KubeletCheckpoint:

@@ -1,9 +1,9 @@
 """The device-plugin service of one resource: the kubelet's five methods, mapped to an admission handler.
 
-Not for deciding anything: the handler does. Not for sockets and registration: kubelet/registration.py does. Requests
-are decoded by kit/wire_scan.py and large answers are encoded by hand, because every admission of the node waits here.
+The handler decides; kubelet/plugin_endpoint.py has the socket and kubelet/registration.py registers it. Requests are
+decoded by kit/wire_scan.py and large answers are encoded by hand, because every admission of the node waits here.
 
-State owned: the ListAndWatch streams that are open.
+State owned: the open ListAndWatch streams.
 Format: protos/deviceplugin.proto.
 """
 
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Protocol
 
 import structlog
 from grpclib import GRPCError, Status
@@ -28,19 +29,19 @@ from gpushare_agent.kit.wire_scan import (
     decode_pre_start,
     decode_preferred_allocation,
 )
-from gpushare_agent.kubelet.device_plugin_answers import container_response, refusal
 from gpushare_agent.model.allocations import ContainerEdits
-from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.errors import TRANSIENT_REASONS, RefusalReason, Refused
 from gpushare_agent.model.names import split_device_id
 from gpushare_agent.wire import v1beta1
 
 log = structlog.get_logger(__name__)
-T = TypeVar("T")
 
 CALL_TIMEOUT_S = 5.0
 """The kubelet sets no deadline for GetPreferredAllocation and Allocate, and the whole node waits for them."""
 PRE_START_TIMEOUT_S = 20.0
-"""The kubelet gives PreStartContainer 30 s; this leaves time for the answer to say what was slow."""
+"""The kubelet gives PreStartContainer 30 s; what is left is for an answer that names what was slow."""
+_MAX_DETAIL_CHARS = 2000
+"""Of a refusal. The text ends up in the pod's status, and HTTP/2 peers limit their headers."""
 
 FAST_DECODERS: Mapping[type, Decoder] = {
     v1beta1.PreferredAllocationRequest: decode_preferred_allocation,
@@ -51,7 +52,7 @@ FAST_DECODERS: Mapping[type, Decoder] = {
 
 
 class AdmissionHandler(Protocol):
-    """Decides what the kubelet's calls ask. A refusal is a value; an exception is a bug or an outage."""
+    """Decides on the kubelet's admission calls. A refusal is a value; an exception is a bug or an outage."""
 
     async def preferred(
         self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
@@ -59,11 +60,13 @@ class AdmissionHandler(Protocol):
 
     async def allocate(self, resource: str, ids: Sequence[str]) -> ContainerEdits | Refused: ...
 
-    async def pre_start(self, resource: str, ids: Sequence[str]) -> Refused | None: ...
+
+PreStart = Callable[[str, Sequence[str]], Awaitable[Refused | None]]
+"""(resource, IDs) -> why the container may not start, None where it may."""
 
 
 class RpcObserver(Protocol):
-    """Told of each call that ended; must not block. `code` is the gRPC status name, "OK" for an answer."""
+    """Called after each call; must not block. `code` is the gRPC status name, "OK" for an answer."""
 
     def rpc_finished(self, resource: str, method: str, code: str, duration_s: float) -> None: ...
 
@@ -77,26 +80,24 @@ class DeviceList(Protocol):
 
 
 class DevicePlugin:
-    """Answers for one resource. Serve it with a GrpcServer that has FAST_DECODERS.
-
-    `on_streams_changed` is called whenever a ListAndWatch stream opens or ends.
-    """
+    """Serves one resource, by a GrpcServer with FAST_DECODERS. Without `pre_start` the kubelet does not call
+    PreStartContainer. `on_streams_changed` is called whenever a ListAndWatch stream opens or ends."""
 
     def __init__(
         self,
         resource: str,
         table: DeviceList,
         handler: AdmissionHandler,
-        pre_start_required: bool,
         metrics: RpcObserver,
         *,
+        pre_start: PreStart | None = None,
         call_timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         self.resource = resource
         self.on_streams_changed: Callable[[], None] = lambda: None
         self._table = table
         self._handler = handler
-        self._pre_start_required = pre_start_required
+        self._pre_start = pre_start
         self._metrics = metrics
         self._call_timeout_s = call_timeout_s
         self._waits: dict[Stream[Any, Any], asyncio.Timeout] = {}
@@ -104,7 +105,7 @@ class DevicePlugin:
     @property
     def options(self) -> v1beta1.DevicePluginOptions:
         return v1beta1.DevicePluginOptions(
-            pre_start_required=self._pre_start_required, get_preferred_allocation_available=True
+            pre_start_required=self._pre_start is not None, get_preferred_allocation_available=True
         )
 
     @property
@@ -113,7 +114,7 @@ class DevicePlugin:
         return len(self._waits)
 
     def end_streams(self) -> None:
-        """Lets every open ListAndWatch stream return, with status OK. Later streams are not affected."""
+        """Ends every open ListAndWatch stream with status OK. Later streams are not affected."""
         now = asyncio.get_running_loop().time()
         for wait in self._waits.values():
             if not wait.expired():
@@ -195,79 +196,72 @@ class DevicePlugin:
 
     async def _serve_allocate(self, stream: Stream[Any, Any]) -> None:
         containers: list[list[str]] = await _request(stream)
-        edits = await self._answer("Allocate", containers, self._allocate(containers), self._call_timeout_s)
-        await stream.send_message(v1beta1.AllocateResponse(container_responses=[container_response(e) for e in edits]))
+        async with self._answering("Allocate", containers, self._call_timeout_s):
+            answers = [await self._allocate(ids) for ids in containers]
+        await stream.send_message(v1beta1.AllocateResponse(container_responses=answers))
 
-    async def _allocate(self, containers: Sequence[Sequence[str]]) -> list[ContainerEdits]:
-        answers = []
-        for ids in containers:
-            outcome = await self._handler.allocate(self.resource, ids)
-            if isinstance(outcome, Refused):
-                raise refusal(outcome)
-            answers.append(outcome)
-        return answers
+    async def _allocate(self, ids: Sequence[str]) -> v1beta1.ContainerAllocateResponse:
+        outcome = await self._handler.allocate(self.resource, ids)
+        if isinstance(outcome, Refused):
+            raise _error_of(outcome)
+        return _response_of(outcome)
 
     async def _serve_pre_start(self, stream: Stream[Any, Any]) -> None:
         ids: list[str] = await _request(stream)
-        await self._answer("PreStartContainer", [ids], self._pre_start(ids), PRE_START_TIMEOUT_S)
+        async with self._answering("PreStartContainer", [ids], PRE_START_TIMEOUT_S):
+            if self._pre_start is not None and (refused := await self._pre_start(self.resource, ids)) is not None:
+                raise _error_of(refused)
         await stream.send_message(v1beta1.PreStartContainerResponse())
 
-    async def _pre_start(self, ids: Sequence[str]) -> None:
-        refused = await self._handler.pre_start(self.resource, ids)
-        if refused is not None:
-            raise refusal(refused)
-
-    async def _answer(
-        self, method: str, containers: Sequence[Sequence[str]], call: Coroutine[Any, Any, T], timeout_s: float
-    ) -> T:
-        """Awaits `call`, reports how it ended, and turns its faults into texts for the pod's owner."""
+    @asynccontextmanager
+    async def _answering(
+        self, method: str, containers: Sequence[Sequence[str]], timeout_s: float
+    ) -> AsyncIterator[None]:
+        """Bounds one call, writes its log line and metric, and renames its faults for the pod's owner."""
         started = time.perf_counter()
         code, detail = Status.CANCELLED, "the caller went away"
         try:
-            answer = await self._bounded(method, call, timeout_s)
+            with _renamed_faults(method, self.resource, timeout_s):
+                async with asyncio.timeout(timeout_s):
+                    yield
             code, detail = Status.OK, ""
         except GRPCError as e:
             code, detail = e.status, e.message or ""
             raise
         finally:
-            self._finish(method, containers, code, detail, time.perf_counter() - started)
-        return answer
-
-    async def _bounded(self, method: str, call: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await call
-        except GRPCError:
-            raise
-        except TimeoutError as e:
-            text = (
-                f"{method} of {self.resource} was not decided within {timeout_s:g} s, so the container is refused; "
-                f"create the pod again, and look into the log of the node's GPU agent if this repeats"
+            took_s = time.perf_counter() - started
+            log.info(
+                "allocate" if method == "Allocate" else "pre_start_container",
+                resource=self.resource,
+                units=sum(len(ids) for ids in containers),
+                gpus=_gpus(containers),
+                code=code.name,
+                duration_ms=round(took_s * 1000, 2),
+                **({"detail": detail} if detail else {}),
             )
-            raise GRPCError(Status.DEADLINE_EXCEEDED, text) from e
-        except Exception as e:  # a servicer's edge: the pod's owner gets an answer, the log the traceback
-            log.exception("device_plugin_call_failed", method=method, resource=self.resource)
-            text = (
-                f"{method} of {self.resource} failed by a fault of the GPU agent; "
-                f"its log on this node has the traceback (event device_plugin_call_failed)"
-            )
-            raise GRPCError(Status.INTERNAL, text) from e
+            self._metrics.rpc_finished(self.resource, method, code.name, took_s)
 
-    def _finish(
-        self, method: str, containers: Sequence[Sequence[str]], code: Status, detail: str, took_s: float
-    ) -> None:
-        """The one log line and the metric of a call."""
-        report = log.info if code is Status.OK else log.warning
-        report(
-            "allocate" if method == "Allocate" else "pre_start_container",
-            resource=self.resource,
-            units=sum(len(ids) for ids in containers),
-            gpus=_gpus(containers),
-            code=code.name,
-            duration_ms=round(took_s * 1000, 2),
-            **({"detail": detail} if detail else {}),
+
+@contextmanager
+def _renamed_faults(method: str, resource: str, timeout_s: float) -> Iterator[None]:
+    """Every fault as the gRPC error whose text the kubelet shows in the pod's status."""
+    try:
+        yield
+    except GRPCError:
+        raise
+    except TimeoutError as e:
+        text = (
+            f"{method} of {resource} was not decided within {timeout_s:g} s, so the container is refused; "
+            f"create the pod again, and look into the log of the node's GPU agent if this repeats"
         )
-        self._metrics.rpc_finished(self.resource, method, code.name, took_s)
+        raise GRPCError(Status.DEADLINE_EXCEEDED, text) from e
+    except Exception as e:  # a servicer's edge: the pod's owner gets an answer, the log the traceback
+        log.exception("device_plugin_call_failed", method=method, resource=resource)
+        text = (
+            f"{method} of {resource} failed by a fault of the GPU agent; "
+            f"its log on this node has the traceback (event device_plugin_call_failed)"
+        )
+        raise GRPCError(Status.INTERNAL, text) from e
 
 
 async def _request(stream: Stream[Any, Any]) -> Any:
@@ -279,3 +273,37 @@ def _gpus(containers: Sequence[Sequence[str]]) -> list[str]:
     """The GPUs that the IDs name, for the log."""
     split = (split_device_id(device) for ids in containers for device in ids)
     return sorted({named[0] for named in split if named is not None})
+
+
+def _error_of(refused: Refused) -> GRPCError:
+    """A refusal for the kubelet: the code says whether to try again, the text goes into the pod's status."""
+    text = f"{refused.reason}: {refused.detail}"[:_MAX_DETAIL_CHARS]
+    return GRPCError(_status_of(refused.reason), text.removesuffix("."))  # the kubelet adds ", which is unexpected"
+
+
+def _status_of(reason: RefusalReason) -> Status:
+    if reason in TRANSIENT_REASONS:
+        return Status.UNAVAILABLE
+    match reason:
+        case RefusalReason.INVALID_REQUEST | RefusalReason.UNKNOWN_DEVICE | RefusalReason.WRONG_GPUS:
+            return Status.INVALID_ARGUMENT
+        case RefusalReason.SHARING_DISABLED:
+            return Status.FAILED_PRECONDITION
+        case _:
+            return Status.RESOURCE_EXHAUSTED
+
+
+def _response_of(edits: ContainerEdits) -> v1beta1.ContainerAllocateResponse:
+    return v1beta1.ContainerAllocateResponse(
+        envs=dict(sorted(edits.env)),
+        mounts=[
+            v1beta1.Mount(container_path=m.container_path, host_path=m.host_path, read_only=m.read_only)
+            for m in sorted(edits.mounts, key=lambda m: m.container_path)
+        ],
+        devices=[
+            v1beta1.DeviceSpec(container_path=d.container_path, host_path=d.host_path, permissions=d.permissions)
+            for d in sorted(edits.devices, key=lambda d: d.container_path)
+        ],
+        annotations=dict(sorted(edits.annotations)),
+        cdi_devices=[v1beta1.CdiDevice(name=name) for name in sorted(edits.cdi_devices)],
+    )

@@ -1,6 +1,6 @@
-"""What ListAndWatch says for one resource: every device ID with its health and NUMA node.
+"""What ListAndWatch sends for one resource: every device ID with its health and NUMA node.
 
-The only owner of that list. One frame per device is kept encoded: protobuf messages that hold only repeated fields
+One frame per device is kept encoded: protobuf messages that hold only repeated fields
 merge when they are put one after another, so a change of one device encodes one device.
 
 State owned: the devices of one resource, their frames, and a version that grows with every change.
@@ -26,7 +26,7 @@ MAX_LIST_BYTES = 4 * 1024 * 1024 - 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRow:
-    """One device ID as the kubelet sees it. `numa` is None where the node tells none."""
+    """One device ID as the kubelet sees it. `numa` is None where the host has no NUMA node for the GPU."""
 
     id: str
     healthy: bool
@@ -48,10 +48,6 @@ class DeviceTable:
     @property
     def version(self) -> int:
         return self._version
-
-    @property
-    def encoded_size(self) -> int:
-        return len(self._encoded)
 
     @property
     def devices(self) -> tuple[DeviceRow, ...]:
@@ -106,7 +102,7 @@ def check_unit_size(inventory: GpuInventory, names: ResourceNames, *, limit_byte
     if size <= limit_bytes:
         return
     works = smallest_block_mib(inventory.gpus, limit_bytes=limit_bytes)
-    cure = "GiB" if works <= MIB_OF_GIB else "a node with fewer GPUs, for GiB would not fit either"
+    cure = "GiB" if works <= MIB_OF_GIB else "GiB on a node with fewer GPUs: here GiB does not fit either"
     raise StartupError(
         f"cannot announce {names.gpu_mem}: units of {names.gpu_mem_unit_mib} MiB make a ListAndWatch message of {size} "
         f"bytes, and the kubelet takes at most {limit_bytes}. The agent does not start. Set gpushare.unit to {cure}"

@@ -1,4 +1,4 @@
-"""Which kubelet this is: its version (from the Node object), and since when it has been up.
+"""The kubelet's version, from the Node object, and how long it has been up, from its socket.
 
 On 1.29 and older a PodResources List inside GetPreferredAllocation can panic the kubelet (measured), so the version must
 be known before the first one; until then admissions wait, within their bound. State: the version last read.
@@ -15,14 +15,15 @@ from typing import Any, NoReturn, Protocol
 
 import structlog
 
+from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
 
 log = structlog.get_logger(__name__)
 
 OLDEST = (1, 30)
 RETRY_S = 2.0
-ASKED_RETRY_S = 0.1
-"""Between two readings of the Node while an admission waits for the version."""
+ADMISSION_RETRY_S = 0.1
+"""Between two reads of the Node while an admission waits for the version."""
 _VERSION = re.compile(r"v?(\d{1,3})\.(\d{1,4})")
 
 
@@ -50,70 +51,64 @@ class KubeletFacts:
         self._version: tuple[int, int] | None = None
         self._text = ""
         self._is_known = asyncio.Event()
-        self._again = asyncio.Event()
-        self._asked = asyncio.Event()
+        self._is_outdated = asyncio.Event()
+        self._has_waiter = asyncio.Event()
         self._waiting = 0
-        self._trouble = "the API server has not been asked yet"
+        self._unavailable_reason = "it has not been read yet"
 
     @property
     def version(self) -> str:
-        """As the Node object says it, empty while unknown."""
+        """As in the Node object, empty while unknown."""
         return self._text
 
     def age_s(self) -> float | None:
-        """Seconds since the kubelet made its socket, None where there is none."""
+        """Seconds since the kubelet created its socket, None where there is none."""
         try:
             return max(0.0, self._wall_clock() - self._socket.stat().st_ctime)
         except OSError:
             return None
 
     def kubelet_restarted(self) -> None:
-        """It may be another version now: read the Node again. What is known stays until then."""
-        self._again.set()
+        """It may have another version now: the Node is read again. The last version counts until then."""
+        self._is_outdated.set()
 
     async def wait_lists_inside(self, *, timeout_s: float) -> bool:
         """Whether a List inside GetPreferredAllocation is safe. Raises Unavailable while the version is unknown."""
         self._waiting += 1
-        self._asked.set()
+        self._has_waiter.set()
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._is_known.wait()
-        except TimeoutError as e:
-            raise Unavailable(
-                f"the kubelet's version is not known yet, because node {self._node_name} could not be read: "
-                f"{self._trouble}"
-            ) from e
+            if not await wait_for(self._is_known, timeout_s):
+                raise Unavailable(
+                    f"the kubelet's version is not known yet, because node {self._node_name} could not be read: "
+                    f"{self._unavailable_reason}"
+                )
         finally:
             self._waiting -= 1
         return self._version is None or self._version >= OLDEST
 
     async def run(self, api: ReadsNodes) -> NoReturn:
-        """Until cancelled. Raises StartupError on a kubelet that is too old, unless the operator insists."""
+        """Until cancelled. Raises StartupError on a kubelet that is too old, unless the settings allow it."""
         while True:
             try:
                 async with asyncio.timeout(10):
                     node = await api.get_node(self._node_name)
             except (AgentError, TimeoutError) as e:
-                self._trouble = str(e) or "no answer within 10 s"
-                log.warning("kubelet_version_unknown", node=self._node_name, error=self._trouble)
+                self._unavailable_reason = str(e) or "no answer within 10 s"
+                log.warning("kubelet_version_unknown", node=self._node_name, error=self._unavailable_reason)
                 await self._pause()
                 continue
-            self._learn(node)
-            await self._again.wait()
-            self._again.clear()
+            self._read_version(node)
+            await self._is_outdated.wait()
+            self._is_outdated.clear()
 
     async def _pause(self) -> None:
-        """Until the next reading; an admission that waits makes it a short one."""
-        await asyncio.sleep(min(ASKED_RETRY_S, self._retry_s))
+        """Until the next read of the Node; shorter where an admission waits for it."""
+        await asyncio.sleep(min(ADMISSION_RETRY_S, self._retry_s))
         if not self._waiting:
-            self._asked.clear()
-            try:
-                async with asyncio.timeout(self._retry_s):
-                    await self._asked.wait()
-            except TimeoutError:
-                pass
+            self._has_waiter.clear()
+            await wait_for(self._has_waiter, self._retry_s)
 
-    def _learn(self, node: dict[str, Any]) -> None:
+    def _read_version(self, node: dict[str, Any]) -> None:
         status = node.get("status")
         info = status.get("nodeInfo") if isinstance(status, dict) else None
         text = info.get("kubeletVersion") if isinstance(info, dict) else None
@@ -124,9 +119,9 @@ class KubeletFacts:
         elif version < OLDEST:
             if not self._allow_unsupported:
                 raise StartupError(
-                    f"kubelet {text} on node {self._node_name} is older than {OLDEST[0]}.{OLDEST[1]}: asking it whom an "
-                    "admission is for can crash it. Upgrade the kubelet, or insist with --kubelet.allow-unsupported=true "
-                    "(pods are then told apart by the API server alone, and refused where two would fit)."
+                    f"kubelet {text} on node {self._node_name} is older than {OLDEST[0]}.{OLDEST[1]}: a PodResources "
+                    "List during an admission can crash it. Upgrade the kubelet, or set --kubelet.allow-unsupported=true "
+                    "(pods are then identified by the API server alone, and refused where two match)."
                 )
             log.warning("kubelet_unsupported", version=text, identified_by="pod store alone")
         if text != self._text:

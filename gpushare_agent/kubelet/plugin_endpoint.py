@@ -1,6 +1,6 @@
 """One device plugin on its socket in the kubelet's directory.
 
-Not for registering it: kubelet/registration.py does. State owned: the server and the identity of its socket file.
+kubelet/registration.py registers it. State owned: the server and the identity of its socket file.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ class PluginEndpoint:
 
     @property
     def is_serving(self) -> bool:
-        """The server runs, and whoever connects to the path reaches it."""
+        """The server runs, and the socket at the path is its own."""
         return self._server is not None and self._identity == file_identity(self.path)
 
     @property
     def is_replaced(self) -> bool:
-        """The server runs, but something else lies at its path."""
+        """The server runs, but another file is at its path."""
         return self._server is not None and file_identity(self.path) not in (None, self._identity)
 
     async def serve(self) -> None:
-        """Serves at the path, anew if need be; a socket that lies there is replaced.
+        """Serves at the path, anew if need be; a socket that is there is replaced.
 
         Raises:
-            Unavailable: the directory is missing or not writable, or something that is no socket lies at the path.
+            Unavailable: the directory is missing or not writable, or a file that is no socket is at the path.
         """
         await self.stop()
         try:

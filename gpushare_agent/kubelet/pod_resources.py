@@ -5,6 +5,7 @@ IDs in flight and give them to a second pod (measured). `get_pod` is free of thi
 
 A List answer has about 95 bytes per device ID and is read inside admissions, so it is kept as bytes and only what a
 decision needs is decoded (`PodListing`).
+Format: protos/podresources.proto, read by kit/wire_scan.py.
 """
 
 from __future__ import annotations
@@ -20,15 +21,31 @@ from grpclib.const import Cardinality
 from grpclib.encoding.base import CodecBase
 from grpclib.exceptions import StreamTerminatedError
 
-from gpushare_agent.kit.wire_scan import MalformedMessageError, PodEntry, scan_pod_entries, scan_single_pod
-from gpushare_agent.kubelet.pod_resources_wire import decode_pod_entry
-from gpushare_agent.kubelet.records import ListedPod
+from gpushare_agent.kit.wire_scan import (
+    MalformedMessageError,
+    PodEntry,
+    decode_pod_containers,
+    scan_pod_entries,
+    scan_pod_entry,
+    scan_single_pod,
+)
+from gpushare_agent.kubelet.records import ListedContainer, ListedPod
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.wire.v1 import GetPodResourcesRequest
 
 SERVICE = "/v1.PodResourcesLister"
 RATE_LIMIT_PAUSE_S = 0.015
 """The kubelet allows 100 calls a second: a refused one is tried again a little later than the next free slot."""
+
+
+def decode_pod_entry(body: bytes) -> ListedPod:
+    """One pod of an answer (`PodEntry.body`), wholly. Raises MalformedMessageError."""
+    entry = scan_pod_entry(body)
+    return ListedPod(
+        namespace=entry.namespace,
+        name=entry.name,
+        containers=tuple(ListedContainer(name=name, devices=ids) for name, ids in decode_pod_containers(body)),
+    )
 
 
 class PodListing:
@@ -46,7 +63,7 @@ class PodListing:
         """The number of ContainerDevices entries of the resource: measured kubelets make one for each ID."""
         return self._body.count(b"\n" + bytes((len(resource),)) + resource.encode())
 
-    def holds(self, resource: str) -> Mapping[str, int]:
+    def count_by_container(self, resource: str) -> Mapping[str, int]:
         return {c.name: len(ids) for c in self.decoded().containers if (ids := c.devices.get(resource))}
 
     def decoded(self) -> ListedPod:
@@ -113,7 +130,7 @@ class PodResourcesClient:
         return PodListing(entry)
 
     def forget(self) -> None:
-        """The kubelet restarted: connect anew, and find out again what it can do."""
+        """The kubelet restarted: the next call connects anew and detects again whether Get exists."""
         self._has_get = None
         self.close()
 
@@ -153,7 +170,7 @@ class PodResourcesClient:
                 await stream.send_message(request, end=True)
                 answer = await stream.recv_message()
         finally:
-            if channel is not self._channels.get(method):  # dropped meanwhile, maybe before its connection was made
+            if channel is not self._channels.get(method):  # dropped meanwhile, possibly before it was connected
                 channel.close()
         return answer if answer is not None else b""
 

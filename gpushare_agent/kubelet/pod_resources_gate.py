@@ -3,12 +3,15 @@
 A List while an Allocate is open makes the kubelet forget the device IDs in flight and offer them to the next pod
 (measured on every version). So a List is sent only
 
-- from inside a GetPreferredAllocation, when no Allocate is open (the kubelet itself has none open then), or
-- outside, when no admission is under way and none was for `quiet_s`; a GetPreferredAllocation that arrives meanwhile
-  waits until that List has been answered.
+1. inside a GetPreferredAllocation (`preferring`), when no Allocate is open: an admission has none open then, but a
+   container that restarts beside it may;
+2. outside (`quiet_list`), when no admission call is open and none was for `quiet_s`; a GetPreferredAllocation that
+   arrives meanwhile waits until that List has been answered.
 
-State: how many GetPreferredAllocations and Allocates are open, whether an outside List runs, when the last call ended.
-An Allocate cannot be held back (the kubelet has opened it before we hear of it); one that meets a List is counted.
+An Allocate cannot be delayed: the kubelet has opened it before it reaches us. One that meets a List is counted.
+
+State owned: how many GetPreferredAllocations, Allocates and Lists are open, whether a List runs outside, and when the
+last call ended.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
+from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.kubelet.pod_resources import PodListing
 from gpushare_agent.model.errors import Unavailable
 
@@ -27,7 +31,7 @@ class Lister(Protocol):
 
 
 class PodResourcesGate:
-    """Counts what the kubelet has open towards us and lets Lists through when they do no harm."""
+    """Counts the admission calls that the kubelet has open, and lets a List through where none can be harmed by it."""
 
     def __init__(
         self,
@@ -135,15 +139,11 @@ class PodResourcesGate:
         self._changed = asyncio.Event()
 
     async def _wait(self, at_most_s: float | None = None) -> None:
-        try:
-            async with asyncio.timeout(at_most_s):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
+        await wait_for(self._changed, at_most_s)
 
 
 class InsideList:
-    """The right to List, held by a GetPreferredAllocation while it is open."""
+    """The right to List that an open GetPreferredAllocation gives."""
 
     def __init__(self, list_inside: Callable[[], Awaitable[Sequence[PodListing]]]) -> None:
         self._list_inside = list_inside

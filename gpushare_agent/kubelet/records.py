@@ -1,4 +1,4 @@
-"""What the kubelet says it has given to whom (PodResources API and its checkpoint)."""
+"""The kubelet's records of device allocations: its PodResources API and its checkpoint."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Serves the device plugins and keeps them registered with the kubelet.
 
-Level, not edge: for each resource one loop compares what is with what should be (our socket lies in the directory and
-is ours; the kubelet that runs now has accepted us; it holds a ListAndWatch stream) and makes one step. Events of the
-directory, ended streams and a slow poll only say "look again". A kubelet that starts removes every socket and tells
-nobody, and rejects pods for good about a second later: hence the hurry.
+Level, not edge: one loop per resource reconciles three conditions: our socket is in the directory, the kubelet that runs
+now has accepted the registration, and it follows ListAndWatch. Events of the directory, ended streams and a slow poll
+only wake the loop. A kubelet that starts removes every socket without notice and rejects pods for good about a second
+later, so a lost socket is served and registered again within milliseconds.
 
-State owned: which kubelet is there, and per resource with which of them it is registered.
+State owned: the kubelet's socket as last seen, and per resource the kubelet with which it is registered.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import NoReturn, Protocol
 import structlog
 
 from gpushare_agent.kit.backoff import Backoff
+from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.sockets import FileIdentity, file_identity
+from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.kit.watch_path import open_directory_watch
 from gpushare_agent.kubelet.plugin_endpoint import PluginEndpoint
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.wire import v1beta1
-
-__all__ = ["PluginEndpoint", "RegisterCall", "Registrar"]
 
 log = structlog.get_logger(__name__)
 
@@ -36,9 +36,8 @@ _FIRST_STREAM_S = 2.0
 _NEXT_STREAM_S = 0.25
 """How long after a stream ended another may take to open, before the resource is registered again."""
 _STABLE_S = 10.0
-"""A registration that held this long makes the next failure the first one."""
+"""After a registration that lasted this long the back-off starts anew."""
 _STOP_S = 1.5
-_RESTART_S = 5.0
 DEFAULT_BACKOFF = Backoff(base_s=0.05, cap_s=5.0)
 
 
@@ -74,8 +73,10 @@ class Registrar:
         self._poll_s = poll_s
         self._on_registered: Callable[[str], None] = lambda _resource: None
         self._registered_kubelet: FileIdentity | None = None
-        self._keepers = [
-            _Keeper(endpoint, self._socket, register=register, on_registered=self._registered, backoff=backoff)
+        self._resources = [
+            ResourceRegistrar(
+                endpoint, self._socket, register=register, on_registered=self._registered, backoff=backoff
+            )
             for endpoint in endpoints
         ]
 
@@ -85,27 +86,16 @@ class Registrar:
         self._on_registered, self._on_kubelet_restart = on_registered, on_kubelet_restart
 
     def is_registered(self, resource: str) -> bool:
-        """The kubelet that runs now has accepted this resource and uses it, as far as can be seen from here."""
-        return any(keeper.endpoint.resource == resource and keeper.is_registered for keeper in self._keepers)
-
-    async def restart_servers(self) -> None:
-        """Closes every server, serves anew and registers again; returns when all serve, or after 5 s."""
-        for keeper in self._keepers:
-            keeper.ask_restart()
-        try:
-            async with asyncio.timeout(_RESTART_S):
-                for keeper in self._keepers:
-                    await keeper.restarted.wait()
-        except TimeoutError:
-            log.error("device_plugin_restart_slow", directory=str(self._directory), waited_s=_RESTART_S)
+        """The kubelet that runs now has accepted this resource and follows its ListAndWatch."""
+        return any(one.endpoint.resource == resource and one.is_registered for one in self._resources)
 
     async def run(self) -> NoReturn:
         """Runs until it is cancelled; then ends the streams, closes, and removes the sockets, within 2 s."""
-        self._look()
+        self._poll()
         try:
             async with asyncio.TaskGroup() as tasks:
-                for keeper in self._keepers:
-                    tasks.create_task(keeper.run(), name=f"register-{keeper.endpoint.resource}")
+                for one in self._resources:
+                    tasks.create_task(one.run(), name=f"register-{one.endpoint.resource}")
                 tasks.create_task(self._watch(), name="watch-device-plugin-directory")
         finally:
             await self._stop()
@@ -114,8 +104,8 @@ class Registrar:
     async def _stop(self) -> None:
         try:
             async with asyncio.timeout(_STOP_S), asyncio.TaskGroup() as tasks:
-                for keeper in self._keepers:
-                    tasks.create_task(keeper.close(), name=f"stop-{keeper.endpoint.resource}")
+                for one in self._resources:
+                    tasks.create_task(one.close(), name=f"stop-{one.endpoint.resource}")
         except TimeoutError:
             log.warning("device_plugins_cut_off", timeout_s=_STOP_S)
 
@@ -123,14 +113,14 @@ class Registrar:
         async with open_directory_watch(self._directory, poll_s=self._poll_s) as watch:
             while True:
                 await watch.wait_change()
-                self._look()
+                self._poll()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         kubelet = file_identity(self._socket)
         directory = file_identity(self._directory)
         is_restart = kubelet is not None and self._registered_kubelet not in (None, kubelet)
-        for keeper in self._keepers:
-            keeper.look_again(kubelet, has_directory=directory is not None)
+        for one in self._resources:
+            one.refresh(kubelet, has_directory=directory is not None)
         if is_restart:
             self._registered_kubelet = None
             log.info("kubelet_restarted", socket=str(self._socket))
@@ -141,8 +131,20 @@ class Registrar:
         self._on_registered(resource)
 
 
-class _Keeper:
-    """Keeps one endpoint served and registered. Each resource has its own, so that none waits for another."""
+class ResourceRegistrar:
+    """Keeps one endpoint served and registered. Each resource has its own, so that none waits for another.
+
+    `_step` handles, in this order; the first that fails ends the step, and the back-off decides when the next one is due:
+
+    | condition | action |
+    |---|---|
+    | our server does not run, or its socket was removed | serve |
+    | another program's socket is at our path | wait as the back-off says, then serve |
+    | no kubelet socket | none: the watch of the directory wakes the loop |
+    | the kubelet has not accepted this registration, or its stream is overdue | register |
+    | registered, no stream yet | step again when the stream is overdue |
+    | registered, with a stream | none until an event |
+    """
 
     def __init__(
         self,
@@ -155,7 +157,6 @@ class _Keeper:
     ) -> None:
         self.endpoint = endpoint
         self.registered_with: FileIdentity | None = None
-        self.restarted = asyncio.Event()
         self._kubelet_socket = kubelet_socket
         self._call = register
         self._on_registered = on_registered
@@ -166,55 +167,44 @@ class _Keeper:
         self._registered_at = 0.0
         self._stream_due_at = 0.0
         self._failures = 0
-        self._said = ""
-        self._must_restart = False
+        self._failure = ReportOnce()
         self._wake = asyncio.Event()
         self._attempt: asyncio.Timeout | None = None
         endpoint.plugin.on_streams_changed = self._streams_changed
 
     @property
     def is_registered(self) -> bool:
-        return self._is_accepted and self.endpoint.is_serving and not self._must_restart
+        return self._is_accepted and self.endpoint.is_serving
 
     @property
     def _is_accepted(self) -> bool:
-        """The kubelet that is there took the registration, and holds a stream or has time left to open one."""
+        """The present kubelet accepted the registration, and follows ListAndWatch or has time left to begin."""
         has_stream = self.endpoint.plugin.open_streams > 0 or _now() < self._stream_due_at
         return self.registered_with is not None and self.registered_with == self._kubelet and has_stream
 
-    def look_again(self, kubelet: FileIdentity | None, *, has_directory: bool) -> None:
-        """Wakes the loop if the directory or a socket in it is not what it was; anything else is no news."""
+    def refresh(self, kubelet: FileIdentity | None, *, has_directory: bool) -> None:
+        """Wakes the loop where the directory, the kubelet's socket or our own has changed."""
         own_file = file_identity(self.endpoint.path)
         if (kubelet, own_file, has_directory) == (self._kubelet, self._own_file, self._has_directory):
             return
         if kubelet != self._kubelet:
-            self._failures = 0  # what the last kubelet answered says nothing about this one
+            self._failures = 0  # they were the previous kubelet's
         self._kubelet, self._own_file, self._has_directory = kubelet, own_file, has_directory
-        self._interrupt()
-
-    def ask_restart(self) -> None:
-        self.restarted.clear()
-        self._must_restart = True
         self._interrupt()
 
     async def run(self) -> NoReturn:
         while True:
             self._wake.clear()
-            pause_s = await self._step()
-            try:
-                async with asyncio.timeout(pause_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
+            await wait_for(self._wake, await self._step())
 
     async def close(self) -> None:
         self.registered_with = None
         await self.endpoint.stop()
 
     async def _step(self) -> float | None:
-        """Makes one step towards "served and registered"; returns when to look again without being woken."""
+        """One step of the reconciliation; returns after how many seconds the next is due, None: not before an event."""
         try:
-            if self._must_restart or not self.endpoint.is_serving:
+            if not self.endpoint.is_serving:
                 await self._serve()
             if self._kubelet is not None and not self._is_accepted:
                 await self._register(self._kubelet)
@@ -230,8 +220,6 @@ class _Keeper:
             await self._yield_to_other()
         await self.endpoint.serve()
         self._own_file = file_identity(self.endpoint.path)
-        self._must_restart = False
-        self.restarted.set()
 
     async def _yield_to_other(self) -> None:
         """Two agents that replace each other's socket must not do it at full speed: each waits longer every time."""
@@ -257,19 +245,21 @@ class _Keeper:
                     timeout_s=REGISTER_TIMEOUT_S,
                 )
         except TimeoutError as e:
-            raise Unavailable(f"registering {self.endpoint.resource} was given up; it is tried again") from e
+            raise Unavailable(
+                f"registering {self.endpoint.resource} took too long, or the kubelet or our socket changed meanwhile; "
+                "it is tried again"
+            ) from e
         finally:
             self._attempt = None
         self.registered_with, self._registered_at = kubelet, _now()
         self._stream_due_at = self._registered_at + _FIRST_STREAM_S
-        self._said = ""
+        self._failure.is_over()
         log.info("device_plugin_registered", resource=self.endpoint.resource, kubelet=str(self._kubelet_socket))
         self._on_registered(self.endpoint.resource, kubelet)
 
     def _failed(self, error: Exception) -> float:
         pause_s = self._next_pause_s()
-        report = log.debug if str(error) == self._said else log.warning
-        self._said = str(error)
+        report = log.warning if self._failure.is_new(str(error)) else log.debug
         report(
             "device_plugin_not_registered",
             resource=self.endpoint.resource,
@@ -291,7 +281,7 @@ class _Keeper:
         self._wake.set()
 
     def _interrupt(self) -> None:
-        """Wakes the loop, also out of a Register whose kubelet or socket is gone."""
+        """Wakes the loop, also out of a Register whose kubelet or socket is no longer there."""
         self._wake.set()
         if self._attempt is not None and not self._attempt.expired():
             self._attempt.reschedule(_now())

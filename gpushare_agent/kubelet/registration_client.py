@@ -1,6 +1,6 @@
 """The kubelet's registration socket: announces a device-plugin server.
 
-Not for what the kubelet asks of the plugin afterwards: kubelet/device_plugin.py answers that. No state.
+kubelet/device_plugin.py answers the kubelet's calls afterwards. No state.
 Format: protos/deviceplugin.proto, service Registration.
 """
 
@@ -24,13 +24,13 @@ _TRANSIENT = frozenset({Status.UNAVAILABLE, Status.DEADLINE_EXCEEDED, Status.CAN
 async def register(
     kubelet_socket: Path, *, endpoint: str, resource: str, options: v1beta1.DevicePluginOptions, timeout_s: float
 ) -> None:
-    """Tells the kubelet that `endpoint`, a file name beside its own socket, serves `resource`.
+    """Announces to the kubelet that `endpoint`, a file name beside its own socket, serves `resource`.
 
     The kubelet connects to the endpoint before it answers, so it must be served already, and go on being served.
 
     Raises:
-        Unavailable: nobody answers at the socket, or not in time.
-        Rejected: the kubelet said no, with its reason.
+        Unavailable: no answer at the socket, or not in time.
+        Rejected: the kubelet refuses, with its reason.
     """
     attempt = f"registering {resource} ({endpoint}) with the kubelet at {kubelet_socket}"
     request = v1beta1.RegisterRequest(version=API_VERSION, endpoint=endpoint, resource_name=resource, options=options)

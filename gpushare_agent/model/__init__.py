@@ -1,1 +1,8 @@
-"""Values and names shared by every layer. No I/O, no clock, no asyncio."""
+"""Values and names that several capabilities share: pods, containers, GPUs, allocations, resources, errors. Pure.
+
+No state. Imported by every folder; open names.py (what existing programs expect) and errors.py (errors by the caller's next
+move) first.
+
+Others import: allocations, cdi, decision_records, errors, gpus, isolation, names, node_events, pods, resources,
+topology, usage.
+"""

@@ -1,4 +1,4 @@
-"""What a container holds."""
+"""The devices allocated to a container, and the edits that an Allocate answer makes in it. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ContainerKey(NamedTuple):
 class Allocation:
     """The devices of one container.
 
-    The IDs of a resource are empty until the kubelet has allocated it. `cards` are the GPUs that the vcore or gpu-mem IDs
+    The IDs of a resource are empty until the kubelet has allocated it. `gpus` are the GPUs that the vcore or gpu-mem IDs
     name, else the planned ones, in order of index; the memory is charged to them. `is_whole` means whole GPUs: their
     whole memory is the container's. `allocated_at` is seconds on the monotonic clock.
     """
@@ -88,3 +88,14 @@ class ContainerEdits:
     devices: tuple[DeviceNode, ...] = ()
     annotations: tuple[tuple[str, str], ...] = ()
     cdi_devices: tuple[str, ...] = ()
+
+
+def merged(*parts: ContainerEdits) -> ContainerEdits:
+    """All of them together; of one variable or annotation the last counts."""
+    return ContainerEdits(
+        env=tuple(sorted({name: value for part in parts for name, value in part.env}.items())),
+        mounts=tuple(dict.fromkeys(mount for part in parts for mount in part.mounts)),
+        devices=tuple(dict.fromkeys(device for part in parts for device in part.devices)),
+        annotations=tuple(sorted({name: value for part in parts for name, value in part.annotations}.items())),
+        cdi_devices=tuple(dict.fromkeys(device for part in parts for device in part.cdi_devices)),
+    )

@@ -1,4 +1,4 @@
-"""What the files of the Container Device Interface (CDI) say, as far as the agent needs it.
+"""The files of the Container Device Interface (CDI), as far as the agent needs them.
 
 Source: the CDI specification, and what its reference library accepts: containers get devices through that library in every
 common runtime. A name is `<kind>=<device>`, a kind `<vendor>/<class>`.
@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 OWN_SPEC_NAME = "gpushare-agent.json"
-"""The agent's own file, in the last spec directory; nobody else's may have this name there."""
+"""The agent's own file, in the last spec directory; no other program's may have this name there."""
 
 _KIND = re.compile(
     r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?/[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?", re.ASCII
@@ -28,7 +28,7 @@ def is_device_name(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecFile:
-    """One file of a spec directory. `problem` says why a runtime passes over it (then kind and devices are empty)."""
+    """One file of a spec directory. `problem` is why a runtime ignores it (then kind and devices are empty)."""
 
     path: str
     directory: str

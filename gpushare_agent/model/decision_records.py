@@ -1,4 +1,4 @@
-"""What was decided about a container and why: the record behind `explain`, the dashboard and an Event's text.
+"""What was decided about a container and why, for `explain`, the dashboard and an Event's text.
 
 A record is a value; admission/decision_log.py keeps the last ones. Sizes are bytes, `at` is seconds since the epoch.
 """
@@ -55,7 +55,7 @@ class DecisionRecord:
     """Of the call in which it was decided."""
     outcome: Outcome
     reason: str
-    """RefusalReason's word, empty where it was allocated."""
+    """RefusalReason's value, empty where it was allocated."""
     explanation: str
     """Why this GPU, or the refusal's whole text."""
     policy: str

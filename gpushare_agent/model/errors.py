@@ -26,15 +26,15 @@ class Conflict(AgentError):  # noqa: N818
 
 
 class Rejected(AgentError):  # noqa: N818
-    """The other side understood and said no: do not retry."""
+    """The other side understood and refused: do not retry."""
 
 
 class Corrupt(AgentError):  # noqa: N818
-    """A file or message is not what its format says: stop, keep it for a person."""
+    """A file or message is not in its format: stop, keep it for a person."""
 
 
 class StartupError(AgentError):
-    """The agent cannot start; the text says what to check. Ends in exit code 1."""
+    """The agent cannot start; the text names what to check. Ends in exit code 1."""
 
 
 class RefusalReason(StrEnum):
@@ -59,12 +59,12 @@ class RefusalReason(StrEnum):
 TRANSIENT_REASONS = frozenset(
     {RefusalReason.POD_UNKNOWN, RefusalReason.POD_AMBIGUOUS, RefusalReason.NOT_READY, RefusalReason.DEVICE_IN_USE}
 )
-"""Refusals that a second try may cure without any change of the pod (gRPC UNAVAILABLE)."""
+"""Refusals that a retry may cure without any change of the pod (gRPC UNAVAILABLE)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """A decision's no: why, and a text that says what was asked, what is free, and what to do."""
+    """A refusal that a decision reached: the reason, and a text with what was requested, what is free, and what to do."""
 
     reason: RefusalReason
     detail: str

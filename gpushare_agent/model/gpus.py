@@ -10,7 +10,7 @@ from gpushare_agent.model.topology import Topology
 
 
 class Health(StrEnum):
-    """The device-plugin API's two words."""
+    """The two values of the device-plugin API."""
 
     HEALTHY = "Healthy"
     UNHEALTHY = "Unhealthy"
@@ -30,9 +30,9 @@ class Gpu:
 
     `index` is the driver's (NVML) index when the GPU was first seen, and the row in the topology; it does not change
     while the agent runs. `minor` is the n of `/dev/nvidia<n>` and need not equal it. `memory_mib` is the whole GPU's
-    memory. `numa_node` is None where the host tells none, `compute_capability` (major, minor) where the driver does not.
+    memory. `numa_node` is None where the host reports none, `compute_capability` (major, minor) where the driver does not.
     `unhealthy_reason` is empty while the GPU is healthy.
-    An unhealthy GPU of which the driver only ever told the UUID has minor -1 and 0 MiB.
+    An unhealthy GPU of which the driver reported the UUID alone has minor -1 and 0 MiB.
     """
 
     index: int
@@ -54,7 +54,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuInventory:
-    """What one look at the driver found: the GPUs by index and how they are connected.
+    """What one poll of the driver found: the GPUs by index and how they are connected.
 
     A GPU whose details could not be read is left in the list, Unhealthy, where its UUID is known; otherwise it is only
     in `unreadable` (index and reason), for it cannot be offered without a name.

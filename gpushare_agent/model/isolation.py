@@ -19,7 +19,7 @@ class IsolationName(StrEnum):
 
 
 class DeviceListStrategy(StrEnum):
-    """How a container gets its GPUs' devices; several may be given at once."""
+    """How a container gets its GPUs' devices; several may be combined."""
 
     ENVVAR = "envvar"
     VOLUME_MOUNTS = "volume-mounts"

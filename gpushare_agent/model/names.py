@@ -69,7 +69,7 @@ def device_id(uuid: GpuUuid, number: int) -> DeviceId:
 
 
 def split_device_id(device: str) -> tuple[GpuUuid, int] | None:
-    """The GPU and the number that a device ID names, None where it is no ID of ours."""
+    """The GPU and the number that a device ID names, None where it is not an ID of this agent."""
     uuid, separator, number = device.rpartition("::")
     if not separator or not uuid or not number.isascii() or not number.isdigit() or len(number) > 6:
         return None

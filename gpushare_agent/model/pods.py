@@ -59,7 +59,7 @@ class Pod:
     controller_kind: str = ""
     """Kind of the controlling owner reference, empty where there is none."""
     has_started: bool = False
-    """A container status says running, or restarted at least once: the pod was admitted long ago."""
+    """A container status says running, or restarted at least once: its admission is over."""
     is_static: bool = False
     """A static pod's shadow in the API server: the kubelet and the runtime know the pod under another UID."""
     running: frozenset[str] = frozenset()

@@ -55,6 +55,13 @@ class ResourceNames:
     def kind(self, name: str) -> ResourceKind | None:
         return next((kind for kind in self.kinds if self.name(kind) == name), None)
 
+    def kind_of(self, resource: str) -> ResourceKind:
+        """Of a resource that a device plugin of this node serves."""
+        kind = self.kind(resource)
+        if kind is None:
+            raise AssertionError(f"a plugin serves {resource!r}, which is no resource of the settings")
+        return kind
+
     def wanted(self, container: ContainerSpec, kind: ResourceKind) -> int:
         """Units of the resource that the container asks for."""
         return container.requests.get(self.name(kind), 0)

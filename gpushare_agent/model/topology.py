@@ -11,7 +11,7 @@ from enum import IntEnum
 
 
 class LinkKind(IntEnum):
-    """The worst element on the way between two GPUs, cheapest first (the words of `nvidia-smi topo -m`)."""
+    """The worst element on the way between two GPUs, cheapest first (named as in `nvidia-smi topo -m`)."""
 
     SELF = 0
     NVLINK = 1

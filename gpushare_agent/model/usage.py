@@ -1,6 +1,6 @@
-"""What GPUs and containers use, as one look at the driver found it. Ratios are 0..1, sizes bytes, times seconds.
+"""What GPUs and containers use, as one poll of the driver found it. Ratios are 0..1, sizes bytes, times seconds.
 
-None means that the driver does not tell: not supported by this GPU, or nothing known for this moment. It is never zero.
+None means unknown: not supported by this GPU, or no value for this moment. It never means zero.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class GpuSample:
     """Since the driver was loaded (NVML's volatile count), as is the next one."""
     ecc_uncorrected_total: int | None = None
     throttle_reasons: tuple[str, ...] | None = None
-    """Snake-case words, sorted: `power_cap`, `hw_thermal`, …; empty while the GPU runs at the speed that it wants."""
+    """Snake-case names, sorted: `power_cap`, `hw_thermal`, …; empty while the GPU is not throttled."""
     pcie_received_bytes_per_second: float | None = None
     pcie_sent_bytes_per_second: float | None = None
     nvlink_received_bytes_total: int | None = None
@@ -65,8 +65,8 @@ class GpuSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverSample:
-    """One look at all GPUs that answer. `errors` counts the driver's error words (`gpu_is_lost`, `timeout`, …) of this
-    look; what a GPU does not support is no error."""
+    """One poll of all GPUs that answer. `errors` counts the driver's errors by name (`gpu_is_lost`, `timeout`, …); what a
+    GPU does not support is no error."""
 
     gpus: tuple[GpuSample, ...]
     errors: Mapping[str, int] = field(default_factory=dict)
@@ -90,8 +90,8 @@ class ContainerUse:
 class UsageRound:
     """One round of sampling, joined with the containers. `sampled_at` is seconds since the epoch.
 
-    `strangers` are the processes of no known container, by GPU: the MPS server, a program started on the node itself,
-    a pod whose devices came another way.
+    `unattributed` are the processes of no known container, by GPU: the MPS server, a program started on the node itself,
+    a pod with devices of another plugin.
     """
 
     sampled_at: float

@@ -9,13 +9,16 @@ from pathlib import Path
 
 from gpushare_agent.admission.admission import Admission
 from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.container_starts import ContainerStarts
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.explain import Explanation
-from gpushare_agent.admission.decisions.identity import Call, Known, Target
+from gpushare_agent.admission.decisions.identity import Call, Known, Target, successor_of
 from gpushare_agent.admission.decisions.ledger import Policy
+from gpushare_agent.admission.identification import InsideLister
+from gpushare_agent.admission.pending import RefusedPods
 from gpushare_agent.isolation import IsolationConfig
 from gpushare_agent.kubelet.pod_resources import PodListing
-from gpushare_agent.kubelet.pod_resources_gate import InsideList, PodResourcesGate
+from gpushare_agent.kubelet.pod_resources_gate import PodResourcesGate
 from gpushare_agent.kubelet.records import CheckpointEntry
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused, Unavailable
@@ -29,20 +32,20 @@ from tests.support_core import NAMES, container, ids, inventory, known, pod, wri
 
 
 class Scripted:
-    """Says whom the next GetPreferredAllocation is for; records outcomes; holds the kubelet's checkpoint."""
+    """Names the target of the next GetPreferredAllocation; records outcomes; has the kubelet's checkpoint."""
 
     def __init__(self, *pods: Pod) -> None:
         self.pods = {p.uid: p for p in pods}
         self.next: Target | Refused | None = None
         self.checkpoint: list[CheckpointEntry] | None = []
         self.cache = AllocationCache()
-        self.refused_pods: set[PodUid] = set()
+        self.refused_pods = RefusedPods()
         self.outcomes: list[str] = []
         self.explained: list[Explanation | None] = []
-        self.settles = 0
+        self.waits = 0
         self.prepared: list[ContainerKey] = []
         self.not_prepared: Refused | None = None
-        self.on_settle = lambda: False
+        self.on_wait = lambda: False
         self.gpus = inventory()
         config = IsolationConfig(virtual_manager=Path("/vm"))
         self.edits = EditPolicy(names=NAMES, config=config, isolation=IsolationName.NONE)
@@ -58,9 +61,17 @@ class Scripted:
             node_name="node",
             refused_pods=self.refused_pods,
             observer=self,
+            wait_for_release=self.wait_for_release,
+            clock=time.monotonic,
+        )
+        self.starts = ContainerStarts(
+            cache=self.cache,
+            pods=self,
+            names=NAMES,
+            inventory=lambda: self.gpus,
             records=self,
-            settle=self.settle,
             prepare=self.prepare,
+            observer=self,
             clock=time.monotonic,
         )
 
@@ -68,15 +79,16 @@ class Scripted:
         return self.pods.get(uid)
 
     async def list_entries(self, *, timeout_s: float) -> Sequence[PodListing]:
-        raise AssertionError("nobody lists here")
+        raise AssertionError("no List here")
 
-    async def serve(self, call: Call, inside: InsideList) -> Target | Refused:
+    async def identify(self, call: Call, inside: InsideLister) -> Target | Refused:
         assert self.next is not None
         return self.next
 
-    def known(self) -> Known:
-        facts = known(*self.pods.values())
-        return Known(pods=facts.pods, allocations=self.cache.view(), refused=self.refused_pods, names=NAMES)
+    def successor(self, kind: ResourceKind, ids: Sequence[str]) -> Target | None:
+        pods = known(*self.pods.values()).pods
+        facts = Known(pods=pods, allocations=self.cache.view(), refused=self.refused_pods, names=NAMES)
+        return successor_of(ids, kind, self.get, facts)
 
     async def read(self) -> Sequence[CheckpointEntry]:
         if self.checkpoint is None:
@@ -87,9 +99,9 @@ class Scripted:
         self.prepared.extend(keys)
         return self.not_prepared
 
-    async def settle(self) -> bool:
-        self.settles += 1
-        return self.on_settle()
+    async def wait_for_release(self) -> bool:
+        self.waits += 1
+        return self.on_wait()
 
     def allocated(self, target: Target, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
         self.outcomes.append(f"{target.pod.name}/{target.container.name} {kind}")
@@ -124,8 +136,8 @@ async def test_both_resources_of_a_container_land_on_one_gpu() -> None:
         agent = Scripted(owner)
         for resource in order:
             assert isinstance(await agent.admit(owner, "main", resource), ContainerEdits)
-        (held,) = agent.cache
-        assert (held.cores, held.memory_blocks, held.gpus) == (30, 10, ("GPU-0",))
+        (allocation,) = agent.cache
+        assert (allocation.cores, allocation.memory_blocks, allocation.gpus) == (30, 10, ("GPU-0",))
         assert len(agent.outcomes) == 2
 
 
@@ -140,7 +152,7 @@ async def test_a_refusal_frees_what_the_admission_had_booked_for_the_pod() -> No
     result = await agent.admit(owner, "second", CORE)
     assert isinstance(result, Refused) and result.reason is RefusalReason.NOT_ENOUGH_MEMORY
     assert [a.key.pod_uid for a in agent.cache] == [other.uid]
-    assert agent.refused_pods == {owner.uid}
+    assert owner.uid in agent.refused_pods and other.uid not in agent.refused_pods
 
 
 async def test_a_refusal_at_a_restart_frees_no_other_container_of_the_pod() -> None:
@@ -170,10 +182,10 @@ async def test_a_chain_of_init_sidecar_and_main_is_followed_without_being_asked(
     agent = Scripted(owner)
     await agent.admit(owner, "i", CORE)
     await agent.admit(owner, "i", MEMORY)
-    held = agent.cache.get(ContainerKey(owner.uid, "i"))
-    assert held is not None
-    assert isinstance(await agent.admission.allocate(MEMORY, sorted(held.vmemory_ids)), ContainerEdits)
-    edits = await agent.admission.allocate(CORE, sorted(held.vcore_ids))
+    allocation = agent.cache.get(ContainerKey(owner.uid, "i"))
+    assert allocation is not None
+    assert isinstance(await agent.admission.allocate(MEMORY, sorted(allocation.vmemory_ids)), ContainerEdits)
+    edits = await agent.admission.allocate(CORE, sorted(allocation.vcore_ids))
     assert isinstance(edits, ContainerEdits) and edits.env
     await agent.admit(owner, "m", CORE)
     # The sidecar has taken the five IDs for good: offering them again counts as a fault of the kubelet.
@@ -182,20 +194,22 @@ async def test_a_chain_of_init_sidecar_and_main_is_followed_without_being_asked(
 
 
 async def test_the_same_allocate_again_gets_the_same_answer() -> None:
-    """Isolation included, and the ledger as they were; once the container runs it is refused."""
+    """Isolation included, and the cache unchanged; once the container runs it is refused."""
     owner = pod("a", container(cores=10, blocks=1))
     agent = Scripted(owner)
     agent.edits = replace(agent.edits, isolation=IsolationName.VCUDA)
     first = await agent.admit(owner, "main", CORE)
-    (held,) = agent.cache
+    (allocation,) = agent.cache
     assert isinstance(first, ContainerEdits) and [m.container_path for m in first.mounts] == ["/etc/vcuda"]
-    assert await agent.admission.allocate(CORE, sorted(held.vcore_ids)) == first and list(agent.cache) == [held]
+    assert await agent.admission.allocate(CORE, sorted(allocation.vcore_ids)) == first and list(agent.cache) == [
+        allocation
+    ]
     agent.pods[owner.uid] = replace(owner, running=frozenset({"main"}))
-    assert isinstance(await agent.admission.allocate(CORE, sorted(held.vcore_ids)), Refused)
+    assert isinstance(await agent.admission.allocate(CORE, sorted(allocation.vcore_ids)), Refused)
 
 
-async def test_an_allocate_out_of_nowhere_is_refused() -> None:
-    """The agent restarted between the two calls; it says what to do."""
+async def test_an_allocate_without_a_plan_is_refused() -> None:
+    """The agent restarted between the two calls; the text names what to do."""
     agent = Scripted(pod("a", container(cores=10, blocks=1)))
     result = await agent.admission.allocate(CORE, ids(0, range(10)))
     assert isinstance(result, Refused) and result.reason is RefusalReason.NOT_READY
@@ -210,8 +224,8 @@ async def test_a_plan_is_carried_out_once() -> None:
     assert isinstance(await agent.admission.allocate(CORE, ids(1, range(10))), Refused)
 
 
-async def test_plans_of_a_kubelet_that_went_are_forgotten() -> None:
-    """Its Allocate will not come; another pod's must not meet it."""
+async def test_plans_of_a_stopped_kubelet_are_forgotten() -> None:
+    """Its Allocate does not come; another pod's must not be carried out by it."""
     owner = pod("a", container(cores=10, blocks=1))
     agent = Scripted(owner)
     found = owner.container("main")
@@ -225,12 +239,12 @@ async def test_plans_of_a_kubelet_that_went_are_forgotten() -> None:
 async def test_an_unidentified_call_answers_and_its_allocate_says_why() -> None:
     """GetPreferredAllocation must not fail: its error would hide the reason."""
     agent = Scripted()
-    agent.next = Refused(reason=RefusalReason.POD_UNKNOWN, detail="nobody knows")
+    agent.next = Refused(reason=RefusalReason.POD_UNKNOWN, detail="unknown")
     assert list(await agent.admission.preferred(CORE, ids(0, range(100)), (), 10)) == []
     assert await agent.admission.allocate(CORE, ids(0, range(10))) == agent.next
 
 
-async def test_room_that_is_about_to_be_freed_is_waited_for_once() -> None:
+async def test_capacity_that_is_about_to_be_released_is_waited_for_once() -> None:
     """The end of a pod may reach the kubelet before it reaches us."""
     old, new = pod("old", container(cores=90, blocks=90)), pod("new", container(cores=90, blocks=90))
     agent = Scripted(old, new)
@@ -241,13 +255,13 @@ async def test_room_that_is_about_to_be_freed_is_waited_for_once() -> None:
         agent.cache.release_pod(old.uid)
         return True
 
-    agent.on_settle = end
+    agent.on_wait = end
     assert isinstance(await agent.admit(new, "main", CORE), ContainerEdits)
-    assert agent.settles == 1
+    assert agent.waits == 1
 
 
-async def test_shares_that_are_freed_one_after_the_other_are_all_waited_for() -> None:
-    """Several pods end at once, and the new one needs the room of all of them."""
+async def test_allocations_that_are_released_one_after_the_other_are_all_waited_for() -> None:
+    """Several pods end at once, and the new one needs the capacity of all of them."""
     olds = [pod(f"old{n}", container(cores=30, blocks=20)) for n in range(3)]
     new = pod("new", container(cores=90, blocks=60))
     agent = Scripted(*olds, new)
@@ -262,30 +276,30 @@ async def test_shares_that_are_freed_one_after_the_other_are_all_waited_for() ->
         agent.cache.release_pod(ending.pop().uid)
         return True
 
-    agent.on_settle = end_one
+    agent.on_wait = end_one
     assert isinstance(await agent.admit(new, "main", CORE), ContainerEdits)
-    assert agent.settles == 3
+    assert agent.waits == 3
 
 
 async def test_a_container_starts_with_the_ids_of_the_cache_or_of_the_checkpoint() -> None:
-    """Lost allocations are taken over; unknown ones are refused."""
+    """Lost allocations are adopted; unknown ones are refused."""
     owner = pod("a", container(cores=10, blocks=1))
     agent = Scripted(owner)
     await agent.admit(owner, "main", CORE)
-    (held,) = agent.cache
-    assert await agent.admission.pre_start(CORE, sorted(held.vcore_ids)) is None
+    (allocation,) = agent.cache
+    assert await agent.starts.pre_start(CORE, sorted(allocation.vcore_ids)) is None
     lost = ids(1, range(20))
-    assert isinstance(await agent.admission.pre_start(CORE, lost), Refused)
+    assert isinstance(await agent.starts.pre_start(CORE, lost), Refused)
     agent.checkpoint = written("u9", "main", lost, ids(1, range(3)))
-    assert await agent.admission.pre_start(CORE, lost) is None
+    assert await agent.starts.pre_start(CORE, lost) is None
     taken = agent.cache.get(ContainerKey(PodUid("u9"), "main"))
     assert taken is not None and taken.memory_blocks == 3
     agent.checkpoint = None
-    assert isinstance(await agent.admission.pre_start(CORE, ids(1, range(40, 50))), Refused)
-    assert isinstance(await agent.admission.pre_start(CORE, []), Refused)
+    assert isinstance(await agent.starts.pre_start(CORE, ids(1, range(40, 50))), Refused)
+    assert isinstance(await agent.starts.pre_start(CORE, []), Refused)
 
 
-async def test_a_plan_left_over_does_not_claim_an_heirs_ids() -> None:
+async def test_a_stale_plan_does_not_claim_the_ids_of_a_successor_container() -> None:
     """A GetPreferredAllocation whose Allocate never came asked for as many units as a sidecar now takes over."""
     stale = pod("stale", container(cores=5, blocks=2))
     owner = pod(
@@ -297,14 +311,14 @@ async def test_a_plan_left_over_does_not_claim_an_heirs_ids() -> None:
     await agent.admit(owner, "i", CORE)
     agent.next = Target(pod=stale, container=stale.containers[0])
     await agent.admission.preferred(CORE, ids(1, range(100)), (), 5)
-    held = agent.cache.get(ContainerKey(owner.uid, "i"))
-    assert held is not None
-    assert isinstance(await agent.admission.allocate(CORE, sorted(held.vcore_ids)), ContainerEdits)
+    allocation = agent.cache.get(ContainerKey(owner.uid, "i"))
+    assert allocation is not None
+    assert isinstance(await agent.admission.allocate(CORE, sorted(allocation.vcore_ids)), ContainerEdits)
     assert agent.outcomes[-1] == "chain/s vcore"
 
 
 async def test_what_the_isolation_needs_is_prepared_before_a_container_starts() -> None:
-    """Init container and sidecar hold the same IDs: which of them starts cannot be told, so both are prepared."""
+    """Init container and sidecar have the same IDs: which of them starts is unknown, so both are prepared."""
     owner = pod(
         "chain",
         container("i", cores=5, blocks=2, kind=ContainerKind.INIT),
@@ -312,13 +326,13 @@ async def test_what_the_isolation_needs_is_prepared_before_a_container_starts() 
     )
     agent = Scripted(owner)
     await agent.admit(owner, "i", CORE)
-    held = agent.cache.get(ContainerKey(owner.uid, "i"))
-    assert held is not None
-    await agent.admission.allocate(CORE, sorted(held.vcore_ids))
-    assert await agent.admission.pre_start(CORE, sorted(held.vcore_ids)) is None
+    allocation = agent.cache.get(ContainerKey(owner.uid, "i"))
+    assert allocation is not None
+    await agent.admission.allocate(CORE, sorted(allocation.vcore_ids))
+    assert await agent.starts.pre_start(CORE, sorted(allocation.vcore_ids)) is None
     assert agent.prepared == [ContainerKey(owner.uid, "i"), ContainerKey(owner.uid, "s")]
-    agent.not_prepared = Refused(reason=RefusalReason.NOT_READY, detail="no room")
-    assert await agent.admission.pre_start(CORE, sorted(held.vcore_ids)) == agent.not_prepared
+    agent.not_prepared = Refused(reason=RefusalReason.NOT_READY, detail="no space")
+    assert await agent.starts.pre_start(CORE, sorted(allocation.vcore_ids)) == agent.not_prepared
 
 
 async def test_one_container_is_explained_once() -> None:
@@ -343,11 +357,11 @@ async def test_a_refusal_is_explained_by_the_gpus_as_they_were() -> None:
 
 
 async def test_a_start_that_is_refused_names_the_container() -> None:
-    """The virtual manager could not prepare it: its owner hears why."""
+    """The virtual manager could not prepare it: its owner gets the reason."""
     owner = pod("a", container(cores=30, blocks=10))
     agent = Scripted(owner)
     await agent.admit(owner, "main", CORE)
     agent.not_prepared = Refused(reason=RefusalReason.NOT_READY, detail="the disk is full")
-    (held,) = agent.cache
-    assert await agent.admission.pre_start(CORE, sorted(held.vcore_ids)) is agent.not_prepared
+    (allocation,) = agent.cache
+    assert await agent.starts.pre_start(CORE, sorted(allocation.vcore_ids)) is agent.not_prepared
     assert agent.outcomes[-1] == "start refused a NotReady"

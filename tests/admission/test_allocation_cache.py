@@ -40,7 +40,7 @@ def test_use_can_be_seen_without_one_container() -> None:
 
 
 def test_whole_gpus_charge_no_blocks() -> None:
-    """Their memory is theirs without counting; nobody can share them."""
+    """Their memory needs no counting; no other container can share them."""
     cache = AllocationCache()
     cache.put(allocation(pod("w"), "main", ids(0, range(100)), ids(0, range(7))))
     assert cache.used_cores() == {GPU: 100} and cache.used_blocks() == {}

@@ -10,10 +10,9 @@ import pytest
 from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
 from gpushare_agent.isolation import IsolationConfig
 from gpushare_agent.isolation.devices.device_lists import NodeDevices
-from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, DeviceNode
+from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, DeviceNode, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
-from gpushare_agent.model.merging import merged
 from gpushare_agent.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.model.pods import ContainerSpec
 from tests.support_core import NAMES, container, inventory, pod
@@ -51,13 +50,13 @@ def test_whole_gpus_are_listed_in_order_of_index() -> None:
 
 
 def test_a_32_bit_container_gets_both_library_directories() -> None:
-    """It says so by the variable compat32."""
+    """Requested by the variable compat32."""
     edits = edits_of(replace(container(cores=30, blocks=1), env={"compat32": "true"}))
     assert dict(edits.env)["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64:/usr/local/nvidia/lib"
 
 
 def test_simulated_gpus_have_no_device_nodes_on_a_real_node() -> None:
-    """A container that names a device node which does not exist cannot start; the annotation still tells the GPU."""
+    """A container that names a device node which does not exist cannot start; the annotation still names the GPU."""
     edits = edits_of(container(cores=30, blocks=1), 1, replace(POLICY, devices=NodeDevices(has_gpu_nodes=False)))
     assert edits.devices == () and dict(edits.annotations)["tencent.com/vcuda-device"] == "/dev/nvidia4"
 
@@ -79,7 +78,7 @@ def test_a_pod_may_choose_an_isolation_that_the_node_allows() -> None:
 def test_without_a_list_in_the_variable_nvidias_runtime_is_reported_to_add_nothing(
     strategies: tuple[DeviceListStrategy, ...],
 ) -> None:
-    """CUDA images say "all" in it."""
+    """CUDA images set it to "all"."""
     edits = edits_of(container(cores=30, blocks=1), 1, replace(POLICY, strategies=strategies))
     assert dict(edits.env)["NVIDIA_VISIBLE_DEVICES"] == "void"
 

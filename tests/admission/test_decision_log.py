@@ -26,7 +26,7 @@ def record(pod: str, namespace: str = "default") -> DecisionRecord:
 
 
 def test_only_the_last_decisions_are_kept_newest_first() -> None:
-    """Numbers go on though old records have gone."""
+    """Numbers continue though old records are dropped."""
     log = DecisionLog(3)
     for name in "abcde":
         log.add(record(name))
@@ -56,7 +56,7 @@ def test_every_new_decision_is_reported() -> None:
 
 
 def test_a_reload_keeps_the_records_and_their_numbers() -> None:
-    """As many as the new settings keep; who was told of the old ones is not told of the new."""
+    """As many as the new settings keep; a subscriber of the old log gets none of the new."""
     reported: list[int] = []
     old, new = DecisionLog(10), DecisionLog(2)
     old.subscribe(lambda added: reported.append(added.number))

@@ -1,4 +1,4 @@
-"""What a look at the kubelet frees, and what it leaves alone."""
+"""What one poll of the kubelet releases, and what it keeps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
 from tests.support_core import NAMES, allocation, container, ids, inventory, listed, pod
 
 ONE = pod("one", container(cores=10, blocks=4))
-HELD = allocation(ONE, "main", ids(0, range(10)), ids(0, range(4)))
+ALLOCATED = allocation(ONE, "main", ids(0, range(10)), ids(0, range(4)))
 OTHER = listed("other", main=(ids(1, range(5)), ids(1, range(2))))
 OTHER_POD = pod("other", container(cores=5, blocks=2))
-OTHER_HELD = allocation(OTHER_POD, "main", ids(1, range(5)), ids(1, range(2)))
+OTHER_ALLOCATED = allocation(OTHER_POD, "main", ids(1, range(5)), ids(1, range(2)))
 
 
-def look(
+def poll(
     present: tuple[Allocation, ...],
     shown: list[ListedPod],
     pods: list[Pod] | None,
@@ -44,74 +44,74 @@ def kinds(result: Reconciliation) -> list[tuple[str, str]]:
     return [(c.kind, c.key.pod_uid) for c in result.corrections]
 
 
-def test_equal_ledger_need_no_correction() -> None:
+def test_an_equal_ledger_needs_no_correction() -> None:
     """The usual case."""
-    result = look((OTHER_HELD,), [OTHER], [OTHER_POD])
-    assert kinds(result) == [] and not result.missing and not result.gone
+    result = poll((OTHER_ALLOCATED,), [OTHER], [OTHER_POD])
+    assert kinds(result) == [] and not result.missing and not result.deleted
 
 
-def test_a_terminal_pod_is_freed_and_a_vanished_one_reported() -> None:
-    """A vanished pod may have processes: who looks for them decides."""
+def test_a_terminal_pod_is_released_and_a_deleted_one_reported() -> None:
+    """A deleted pod may have processes, which decide."""
     ended = pod("one", container(cores=10), phase=PodPhase.SUCCEEDED)
-    assert kinds(look((HELD,), [OTHER], [ended, OTHER_POD]))[0] == ("ended", ONE.uid)
-    assert look((HELD,), [OTHER], [OTHER_POD]).gone == {ONE.uid}
+    assert kinds(poll((ALLOCATED,), [OTHER], [ended, OTHER_POD]))[0] == ("ended", ONE.uid)
+    assert poll((ALLOCATED,), [OTHER], [OTHER_POD]).deleted == {ONE.uid}
 
 
 def test_a_pod_must_be_missing_twice() -> None:
     """Once may be a moment between two of the kubelet's steps."""
-    first = look((HELD, OTHER_HELD), [OTHER], [ONE, OTHER_POD])
-    assert kinds(first) == [] and first.missing == {HELD.key}
-    second = look((HELD, OTHER_HELD), [OTHER], [ONE, OTHER_POD], missing=(HELD,))
+    first = poll((ALLOCATED, OTHER_ALLOCATED), [OTHER], [ONE, OTHER_POD])
+    assert kinds(first) == [] and first.missing == {ALLOCATED.key}
+    second = poll((ALLOCATED, OTHER_ALLOCATED), [OTHER], [ONE, OTHER_POD], missing=(ALLOCATED,))
     assert kinds(second) == [("unlisted", ONE.uid)]
 
 
 def test_a_container_listed_without_devices_is_freed() -> None:
     """The kubelet shows the pod and nothing in it: a later container's failure freed the earlier one."""
     bare = listed("one", main=([], []))
-    assert kinds(look((HELD,), [bare], [ONE])) == [("unlisted", ONE.uid)]
+    assert kinds(poll((ALLOCATED,), [bare], [ONE])) == [("unlisted", ONE.uid)]
 
 
-def test_a_young_kubelet_frees_nothing() -> None:
+def test_a_kubelet_that_has_just_started_frees_nothing() -> None:
     """It lists a pod only once it has admitted it again; an empty answer means nothing at all."""
-    assert kinds(look((HELD,), [OTHER], [ONE, OTHER_POD], trusted=False, missing=(HELD,))) == [
+    assert kinds(poll((ALLOCATED,), [OTHER], [ONE, OTHER_POD], trusted=False, missing=(ALLOCATED,))) == [
         ("adopted", OTHER_POD.uid)
     ]
-    assert kinds(look((HELD,), [], [ONE], missing=(HELD,))) == []
+    assert kinds(poll((ALLOCATED,), [], [ONE], missing=(ALLOCATED,))) == []
 
 
 def test_without_a_pod_list_nothing_is_freed() -> None:
     """The API server has not been reached yet."""
-    result = look((HELD, OTHER_HELD), [], None, missing=(HELD,))
-    assert kinds(result) == [] and not result.gone
+    result = poll((ALLOCATED, OTHER_ALLOCATED), [], None, missing=(ALLOCATED,))
+    assert kinds(result) == [] and not result.deleted
 
 
 def test_an_allocation_of_this_moment_is_left_alone() -> None:
     """The kubelet may not have written it down yet."""
     bare = listed("one", main=([], []))
-    assert kinds(look((HELD,), [bare], [ONE], fresh=(HELD,))) == []
+    assert kinds(poll((ALLOCATED,), [bare], [ONE], fresh=(ALLOCATED,))) == []
 
 
-def test_what_the_kubelet_holds_and_we_do_not_is_adopted() -> None:
+def test_what_only_the_kubelet_has_is_adopted() -> None:
     """Its records are the truth."""
-    result = look((), [OTHER], [OTHER_POD])
+    result = poll((), [OTHER], [OTHER_POD])
     assert [(c.kind, c.allocation and c.allocation.cores) for c in result.corrections] == [("adopted", 5)]
 
 
-def test_other_ids_than_ours_are_taken_over() -> None:
+def test_other_ids_than_ours_replace_ours() -> None:
     """The container was allocated again while we were away."""
     ours = allocation(OTHER_POD, "main", ids(0, range(50, 55)), ids(1, range(2)))
-    result = look((ours,), [OTHER], [OTHER_POD])
+    result = poll((ours,), [OTHER], [OTHER_POD])
     assert [c.kind for c in result.corrections] == ["changed"]
     assert result.corrections[0].allocation is not None
     assert result.corrections[0].allocation.vcore_ids == frozenset(ids(1, range(5)))
 
 
-def test_a_stand_in_goes_when_the_name_is_known() -> None:
-    """The same IDs are adopted under the real UID, and the stand-in ends."""
-    stand_in = rebuild(Records(listed=[OTHER], checkpoint=[], pods=None), NAMES, inventory(), 0.0)[0]
-    assert stand_in.key.pod_uid.startswith(UNNAMED)
-    result = look((stand_in,), [OTHER], [OTHER_POD])
-    assert sorted(kinds(result)) == [("adopted", OTHER_POD.uid), ("ended", stand_in.key.pod_uid)]
+def test_a_provisional_uid_ends_when_the_name_is_known() -> None:
+    """The same IDs are adopted under the real UID, and the provisional one ends."""
+    provisional = rebuild(Records(listed=[OTHER], checkpoint=[], pods=None), NAMES, inventory(), 0.0)[0]
+    assert provisional.key.pod_uid.startswith(UNNAMED)
+    result = poll((provisional,), [OTHER], [OTHER_POD])
+    assert sorted(kinds(result)) == [("adopted", OTHER_POD.uid), ("ended", provisional.key.pod_uid)]
 
 
 def test_an_init_container_stays_while_its_pod_is_listed() -> None:
@@ -120,20 +120,20 @@ def test_an_init_container_stays_while_its_pod_is_listed() -> None:
     init = allocation(chain, "i", ids(0, range(5)), [], ContainerKind.INIT)
     main = allocation(chain, "m", ids(0, range(10)), ids(0, range(1)))
     shown = listed("chain", m=(ids(0, range(10)), ids(0, range(1))))
-    assert kinds(look((init, main), [shown], [chain])) == []
+    assert kinds(poll((init, main), [shown], [chain])) == []
 
 
 def test_devices_shown_in_a_pod_that_ended_are_not_adopted() -> None:
     """Kubelets show a half-refused pod's devices until the next device admission."""
     failed = pod("one", container(cores=10, blocks=4), phase=PodPhase.FAILED)
     shown = listed("one", main=(ids(0, range(10)), ids(0, range(4))))
-    assert kinds(look((), [shown], [failed])) == []
-    assert kinds(look((HELD,), [shown], [failed])) == [("ended", ONE.uid)]
+    assert kinds(poll((), [shown], [failed])) == []
+    assert kinds(poll((ALLOCATED,), [shown], [failed])) == [("ended", ONE.uid)]
 
 
-def test_learning_a_name_is_no_correction_of_the_ledger() -> None:
+def test_a_name_that_becomes_known_is_no_correction_of_the_ledger() -> None:
     """After a restart the checkpoint gives IDs without names; the pod list brings them."""
-    unnamed = replace(OTHER_HELD, pod_name="", namespace="")
-    result = look((unnamed,), [OTHER], [OTHER_POD])
+    unnamed = replace(OTHER_ALLOCATED, pod_name="", namespace="")
+    result = poll((unnamed,), [OTHER], [OTHER_POD])
     assert [c.kind for c in result.corrections] == ["named"]
     assert result.corrections[0].allocation is not None and result.corrections[0].allocation.pod_name == "other"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import NoReturn
 
 from structlog.testing import capture_logs
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.garbage_collection import GarbageCollection
-from gpushare_agent.kubelet.pod_resources import PodResourcesClient
-from gpushare_agent.kubelet.pod_resources_gate import PodResourcesGate
 from gpushare_agent.kubelet.records import CheckpointEntry
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.names import PodUid
@@ -19,7 +17,7 @@ from tests.support_core import NAMES, allocation, ids, inventory, pod
 
 
 class NoPods:
-    """The store after the pods are gone."""
+    """The store after the pods were deleted."""
 
     is_synced = True
 
@@ -30,13 +28,26 @@ class NoPods:
         return ()
 
 
+class Unused:
+    """The kubelet, which is not asked here."""
+
+    is_idle = True
+    has_get = False
+
+    def quiet_list(self, purpose: str, *, wait_s: float) -> NoReturn:
+        raise AssertionError
+
+    async def get_pod(self, namespace: str, name: str, *, timeout_s: float) -> NoReturn:
+        raise AssertionError
+
+
 class NoCheckpoint:
     async def read(self) -> Sequence[CheckpointEntry]:
         return ()
 
 
 class Processes:
-    """Answers what it is told to."""
+    """Answers as its field says."""
 
     def __init__(self) -> None:
         self.answer: bool | Unavailable | None = None
@@ -47,14 +58,14 @@ class Processes:
         return self.answer
 
 
-async def test_a_share_is_kept_while_its_processes_cannot_be_looked_for_and_that_is_reported_once() -> None:
-    """A stalled file system says nothing about them; when it answers again, what ended is freed."""
+async def test_a_share_is_kept_while_its_processes_cannot_be_read_and_that_is_reported_once() -> None:
+    """A stalled file system leaves them unknown; when it answers again, what ended is released."""
     cache, processes = AllocationCache(), Processes()
     collection = GarbageCollection(
         cache=cache,
         pods=NoPods(),
-        gate=cast("PodResourcesGate", None),  # not asked here
-        pod_resources=cast("PodResourcesClient", None),  # not asked here
+        gate=Unused(),
+        pod_resources=Unused(),
         checkpoint=NoCheckpoint(),
         processes=processes,
         names=NAMES,
@@ -63,18 +74,18 @@ async def test_a_share_is_kept_while_its_processes_cannot_be_looked_for_and_that
         clock=lambda: 0.0,
         period_s=1.0,
     )
-    gone = pod("gone")
-    cache.put(allocation(gone, "main", ids(0, range(10)), ids(0, range(4))))
-    collection.pod_changed(gone, None)
+    deleted = pod("deleted")
+    cache.put(allocation(deleted, "main", ids(0, range(10)), ids(0, range(4))))
+    collection.pod_changed(deleted, None)
     processes.answer = Unavailable("an earlier call still hangs")
     with capture_logs() as logs:
         for _ in range(3):
-            await collection.collect_gone()
+            await collection.release_deleted()
     assert len(cache) == 1
     assert [(entry["event"], entry["log_level"]) for entry in logs] == [("share_kept", "warning")]
     processes.answer = True
-    await collection.collect_gone()
+    await collection.release_deleted()
     assert len(cache) == 1
     processes.answer = False
-    await collection.collect_gone()
+    await collection.release_deleted()
     assert len(cache) == 0

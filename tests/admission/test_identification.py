@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from gpushare_agent.admission.decisions.identity import Call, ListedHoldings
+from gpushare_agent.admission.decisions.identity import Call, ListedDevices
 from gpushare_agent.admission.identification import Identification, Timeouts
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
@@ -22,12 +22,12 @@ class Unreadable:
     def count_ids(self, resource: str) -> int:
         return 0
 
-    def holds(self, resource: str) -> Mapping[str, int]:
+    def count_by_container(self, resource: str) -> Mapping[str, int]:
         raise Corrupt("pod default/a: bad bytes")
 
 
 class Inside:
-    async def list_entries(self) -> Sequence[ListedHoldings]:
+    async def list_entries(self) -> Sequence[ListedDevices]:
         return [Unreadable()]
 
 
@@ -53,6 +53,6 @@ async def test_a_pod_that_cannot_be_decoded_refuses_the_call_with_the_reason() -
         clock=time.monotonic,
         timeouts=Timeouts(),
     )
-    result = await identification.serve(Call(kind=ResourceKind.VCORE, size=10), Inside())
+    result = await identification.identify(Call(kind=ResourceKind.VCORE, size=10), Inside())
     assert isinstance(result, Refused) and result.reason is RefusalReason.NOT_READY
     assert "bad bytes" in result.detail and "Create the pod again" in result.detail

@@ -1,10 +1,10 @@
-"""Whom a GetPreferredAllocation is for."""
+"""Which container a GetPreferredAllocation is for."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from gpushare_agent.admission.decisions.identity import Call, Doubt, Target, Unresolved, identify, reusing
+from gpushare_agent.admission.decisions.identity import Call, Doubt, Target, Unresolved, identify, successor_of
 from gpushare_agent.model.names import VCORE_RESOURCE as CORE
 from gpushare_agent.model.names import VMEMORY_RESOURCE as MEMORY
 from gpushare_agent.model.pods import ContainerKind, PodPhase
@@ -23,8 +23,8 @@ def test_the_listed_pod_without_its_devices_is_served() -> None:
     """Pods that have what they want are passed over, plain pods too."""
     done, plain, new = pod("done", container(cores=10)), pod("plain", container()), pod("new", container(cores=10))
     listed = [Listing("done", {"main": {CORE: 10}}), Listing("plain", {"main": {}}), Listing("new", {"main": {}})]
-    held = allocation(done, "main", ids(0, range(10)), [])
-    assert served_name(identify(VCORE_10, listed, known(done, plain, new, allocations=(held,)))) == "new/main"
+    allocated = allocation(done, "main", ids(0, range(10)), [])
+    assert served_name(identify(VCORE_10, listed, known(done, plain, new, allocations=(allocated,)))) == "new/main"
 
 
 def test_containers_are_served_in_spec_order() -> None:
@@ -34,12 +34,12 @@ def test_containers_are_served_in_spec_order() -> None:
     assert served_name(identify(VCORE_10, [Listing("two", {"a": {CORE: 10}, "b": {}})], known(two))) == "two/b"
 
 
-def test_the_kubelet_is_believed_over_our_cache() -> None:
-    """A container that we think served, but that the kubelet lists without devices, is served again, once the API server
-    has confirmed that it is the same pod and not a new one of its name."""
+def test_the_kubelets_list_overrides_our_cache() -> None:
+    """A container with an allocation in the cache that the kubelet lists without devices is the target again, once the API
+    server has confirmed that it is the same pod and not a new one of its name."""
     one = pod("one", container(cores=10))
-    held = allocation(one, "main", ids(0, range(10)), [])
-    facts = known(one, allocations=(held,))
+    allocated = allocation(one, "main", ids(0, range(10)), [])
+    facts = known(one, allocations=(allocated,))
     listed = [Listing("one", {"main": {}})]
     doubtful = identify(VCORE_10, listed, facts)
     assert isinstance(doubtful, Unresolved) and doubtful.unknown == (("default", "one"),)
@@ -52,8 +52,8 @@ def test_an_init_container_is_known_by_our_cache_alone() -> None:
     chain = pod("chain", init, container("m", cores=10))
     listed = [Listing("chain", {"m": {}})]
     assert served_name(identify(VCORE_10, listed, known(chain))) == "chain/i"
-    held = allocation(chain, "i", ids(0, range(10)), [], ContainerKind.INIT)
-    assert served_name(identify(VCORE_10, listed, known(chain, allocations=(held,)))) == "chain/m"
+    allocated = allocation(chain, "i", ids(0, range(10)), [], ContainerKind.INIT)
+    assert served_name(identify(VCORE_10, listed, known(chain, allocations=(allocated,)))) == "chain/m"
 
 
 def test_pods_that_ended_or_were_refused_are_out() -> None:
@@ -80,7 +80,7 @@ def test_two_that_fit_are_never_guessed_between() -> None:
     assert [s.pod.name for s in result.candidates] == ["a", "b"]
 
 
-def test_the_size_tells_two_apart() -> None:
+def test_the_size_distinguishes_two_pods() -> None:
     """Another amount cannot be this call's."""
     a, b = pod("a", container(cores=10)), pod("b", container(cores=20))
     listed = [Listing("a", {"main": {}}), Listing("b", {"main": {}})]
@@ -94,16 +94,16 @@ def test_must_include_points_at_the_pod_of_the_init_container() -> None:
         return pod(name, container("i", cores=5, kind=ContainerKind.INIT), container("m", cores=10))
 
     a, b = chain("a"), chain("b")
-    held = (
+    allocated = (
         allocation(a, "i", ids(0, range(5)), [], ContainerKind.INIT),  # type: ignore[arg-type]
         allocation(b, "i", ids(0, range(5, 10)), [], ContainerKind.INIT),  # type: ignore[arg-type]
     )
     call = Call(kind=ResourceKind.VCORE, size=10, must_include=frozenset(ids(0, range(5, 10))))
     listed = [Listing("a", {"m": {}}), Listing("b", {"m": {}})]
-    assert served_name(identify(call, listed, known(a, b, allocations=held))) == "b/m"  # type: ignore[arg-type]
+    assert served_name(identify(call, listed, known(a, b, allocations=allocated))) == "b/m"  # type: ignore[arg-type]
 
 
-def test_a_listed_stranger_without_devices_is_to_be_fetched_first() -> None:
+def test_an_unknown_listed_pod_without_devices_is_to_be_fetched_first() -> None:
     """It may be the one, even though a known pod fits."""
     a = pod("a", container(cores=10))
     result = identify(VCORE_10, [Listing("a", {"main": {}}), Listing("who", {"main": {}})], known(a))
@@ -113,36 +113,36 @@ def test_a_listed_stranger_without_devices_is_to_be_fetched_first() -> None:
 
 
 def test_a_stale_pod_of_the_same_name_is_suspected() -> None:
-    """A StatefulSet's pod comes back under its name before the watch has told of it."""
+    """A StatefulSet's pod comes back under its name before the watch has delivered it."""
     old = pod("web-0", container(cores=10), phase=PodPhase.FAILED)
     result = identify(VCORE_10, [Listing("web-0", {"main": {}})], known(old))
     assert isinstance(result, Unresolved) and result.suspects == (("default", "web-0"),)
 
 
-def test_memory_and_cores_are_looked_at_apart() -> None:
+def test_memory_and_cores_are_judged_apart() -> None:
     """Having one resource does not hide the lack of the other."""
     one = pod("one", container(cores=10, blocks=4))
-    held = replace(allocation(one, "main", ids(0, range(10)), []))
+    allocated = replace(allocation(one, "main", ids(0, range(10)), []))
     listed = [Listing("one", {"main": {CORE: 10}})]
     call = Call(kind=ResourceKind.VMEMORY, size=4)
-    assert served_name(identify(call, listed, known(one, allocations=(held,)))) == "one/main"
-    assert MEMORY not in listed[0].holds(MEMORY)
+    assert served_name(identify(call, listed, known(one, allocations=(allocated,)))) == "one/main"
+    assert MEMORY not in listed[0].count_by_container(MEMORY)
 
 
-def test_an_allocate_without_preference_belongs_to_the_heir() -> None:
-    """The kubelet hands an init container's IDs to the next container without asking."""
+def test_an_allocate_without_preference_is_the_successor_containers() -> None:
+    """The kubelet passes an init container's IDs to the next container without asking."""
     chain = pod(
         "chain",
         container("i", cores=5, kind=ContainerKind.INIT),
         container("s", cores=5, kind=ContainerKind.SIDECAR, position=1),
         container("m", cores=10),
     )
-    held = allocation(chain, "i", ids(0, range(5)), [], ContainerKind.INIT)
-    facts = known(chain, allocations=(held,))
-    found = reusing(ids(0, range(5)), ResourceKind.VCORE, {chain.uid: chain}.get, facts)
+    allocated = allocation(chain, "i", ids(0, range(5)), [], ContainerKind.INIT)
+    facts = known(chain, allocations=(allocated,))
+    found = successor_of(ids(0, range(5)), ResourceKind.VCORE, {chain.uid: chain}.get, facts)
     assert found is not None and found.container.name == "s"
-    assert reusing(ids(0, range(5, 10)), ResourceKind.VCORE, {chain.uid: chain}.get, facts) is None
-    assert reusing(ids(0, range(4)), ResourceKind.VCORE, {chain.uid: chain}.get, facts) is None
+    assert successor_of(ids(0, range(5, 10)), ResourceKind.VCORE, {chain.uid: chain}.get, facts) is None
+    assert successor_of(ids(0, range(4)), ResourceKind.VCORE, {chain.uid: chain}.get, facts) is None
 
 
 def test_a_container_that_runs_is_not_called_for() -> None:

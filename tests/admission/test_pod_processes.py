@@ -11,8 +11,8 @@ import pytest
 from gpushare_agent.admission.pod_processes import PodProcesses
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.names import PodUid
+from tests.support_deadline import DEADLINE_S
 
-DEADLINE_S = 10.0
 UID = PodUid("0e7a3f2c-1111-2222-3333-444455556666")
 SYSTEMD = f"kubepods-burstable-pod{UID.replace('-', '_')}.slice"
 

@@ -31,8 +31,13 @@ def test_the_checkpoint_tells_the_uid_of_a_listed_pod() -> None:
     entries = written("u1", "main", ids(0, range(10)), ids(0, range(4)))
     found = rebuilt(Records(listed=[ONE], checkpoint=entries, pods=None))
     assert set(found) == {ContainerKey(PodUid("u1"), "main")}
-    held = found[ContainerKey(PodUid("u1"), "main")]
-    assert (held.pod_name, held.cores, held.memory_blocks, held.kind) == ("one", 10, 4, ContainerKind.MAIN)
+    got = found[ContainerKey(PodUid("u1"), "main")]
+    assert (got.pod_name, got.cores, got.memory_blocks, got.kind) == (
+        "one",
+        10,
+        4,
+        ContainerKind.MAIN,
+    )
 
 
 def test_without_checkpoint_the_pod_store_tells_it() -> None:
@@ -44,7 +49,7 @@ def test_without_checkpoint_the_pod_store_tells_it() -> None:
 
 
 def test_with_neither_a_stand_in_holds_the_ids() -> None:
-    """They must not be given away while nobody tells whose they are."""
+    """They must not be allocated while their container is unknown."""
     found = rebuilt(Records(listed=[ONE], checkpoint=[], pods=None))
     assert [key.pod_uid for key in found] == [f"{UNNAMED}default/one"]
 
@@ -58,7 +63,7 @@ def test_init_containers_come_from_the_checkpoint() -> None:
 
 def test_entries_of_ended_pods_are_left_out() -> None:
     """The kubelet keeps them in the file until its next Allocate."""
-    entries = written("gone", "main", ids(1, range(10)), []) + written(
+    entries = written("ended", "main", ids(1, range(10)), []) + written(
         "u1", "main", ids(0, range(10)), ids(0, range(4))
     )
     pods = [pod("one", container(cores=10), uid="u1")]
@@ -69,13 +74,13 @@ def test_entries_of_ended_pods_are_left_out() -> None:
 def test_before_the_pods_are_known_only_what_was_given_again_is_left_out() -> None:
     """A kubelet that is still starting lists only some of its pods: the others' IDs must not be given away."""
     entries = written("u1", "main", ids(0, range(10)), ids(0, range(4)))
-    entries += written("later", "main", ids(1, range(10)), []) + written("gone", "main", ids(0, range(5, 15)), [])
+    entries += written("later", "main", ids(1, range(10)), []) + written("ended", "main", ids(0, range(5, 15)), [])
     found = rebuilt(Records(listed=[ONE], checkpoint=entries, pods=None))
     assert {key.pod_uid for key in found} == {"u1", "later"}
 
 
 def test_an_empty_list_means_not_known_yet() -> None:
-    """A kubelet that has just started lists nothing: the checkpoint tells, and nothing is freed."""
+    """A kubelet that has just started lists nothing: the checkpoint counts, and nothing is released."""
     entries = written("u1", "main", ids(0, range(10)), ids(0, range(4)))
     found = rebuilt(Records(listed=[], checkpoint=entries, pods=None))
     assert set(found) == {ContainerKey(PodUid("u1"), "main")}
@@ -86,8 +91,8 @@ def test_the_recorded_checkpoint_gives_every_container_of_the_recorded_pods() ->
     entries = read_checkpoint(DATA / "checkpoint-1.36.json")
     pods = [parse_pod(raw) for raw in json.loads((DATA / "pods-1.36.json").read_text())["items"]]
     found = rebuild(Records(listed=[], checkpoint=entries, pods=pods), NAMES, inventory(), 0.0)
-    held = {(a.pod_name, a.key.container): (a.cores, a.memory_blocks, a.kind.value) for a in found}
-    assert held == {
+    got = {(a.pod_name, a.key.container): (a.cores, a.memory_blocks, a.kind.value) for a in found}
+    assert got == {
         ("share-a", "main"): (30, 10, "main"),
         ("two", "a"): (20, 8, "main"),
         ("two", "b"): (10, 4, "main"),

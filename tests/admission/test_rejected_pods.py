@@ -52,7 +52,7 @@ def test_the_newest_of_each_controller_stay() -> None:
 
 
 def test_only_pods_that_we_rejected_and_others_replace_are_deleted() -> None:
-    """A running pod, another reason, another resource's rejection, a Job's or nobody's pod, and one on its way out stay."""
+    """A running pod, another reason or resource, a Job's pod, one without a controller or being deleted: all stay."""
     no_resource = _rejected("plain-x", 1, containers=())
     others = [
         _rejected("a-x", 1, phase=PodPhase.RUNNING),
@@ -97,7 +97,7 @@ class Counted:
 
 
 class LookedAt(PodStore):
-    """A store that tells how often it was looked at, which is once a cycle."""
+    """A store that counts its reads, one per cycle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ async def test_deletions_are_bounded_per_minute() -> None:
 
 
 async def test_errors_cost_one_cycle_or_one_pod() -> None:
-    """A pod that is gone or replaced by another is passed over; a server that cannot answer is tried again."""
+    """A pod that was deleted or replaced is skipped; a server that cannot answer is tried again."""
     counted = Counted()
     others: list[Behaviour] = [
         answers_html_502,

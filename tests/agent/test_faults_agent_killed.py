@@ -41,7 +41,7 @@ async def _assert_sound(node: EmbeddedNode, agent: InnerAgent) -> None:
 
 @pytest.mark.parametrize("number", range(ADMISSION + STARTS))
 async def test_an_agent_ended_at_any_moment_of_an_admission_comes_back_with_the_kubelets_ledger(number: int) -> None:
-    """At each moment of a pod's admission: the next agent knows what is held, and serves the next pod."""
+    """At each moment of a pod's admission: the next agent knows every allocation, and admits the next pod."""
     async with open_test_node(seed=number) as node:
         async with open_agent(node) as agent:
             node.api.create_pod(pod("before", container(cores=40, blocks=16)))
@@ -69,7 +69,7 @@ KILLED_AT = [
 
 @pytest.mark.parametrize("moment", KILLED_AT)
 async def test_an_agent_killed_in_an_admission_leaves_nothing_that_its_successor_does_not_mend(moment: str) -> None:
-    """SIGKILL to the process: sockets stay behind, nothing is said; the next agent takes over all the same."""
+    """SIGKILL to the process: sockets stay behind, without notice; the next agent takes over all the same."""
     async with open_test_node() as node:
         async with open_child(node) as child:
             node.api.create_pod(pod("before", container(cores=40, blocks=16)))

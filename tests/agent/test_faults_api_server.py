@@ -1,4 +1,4 @@
-"""The API server is gone, stalls, and comes back: at the agent's start and later."""
+"""The API server is unavailable, stalls, and returns: at the agent's start and later."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def _refused(node: EmbeddedNode, name: str) -> str:
 
 
 async def test_without_an_api_server_the_agent_registers_and_says_why_it_refuses() -> None:
-    """Nobody can be told apart before the kubelet's version is known; then everything goes on."""
+    """No pod can be identified before the kubelet's version is known; then admissions go on."""
     async with open_test_node() as node:
         await node.api.stop_listening()
         async with open_agent(node, SHORT_LOOKUP, wait=False) as agent:
@@ -64,13 +64,13 @@ async def test_an_api_server_that_is_back_while_an_admission_waits_still_serves_
 
 
 async def test_pods_known_before_the_api_server_went_are_served_without_it() -> None:
-    """What the agent has heard of needs no second word from the API server: admission, restart of a container."""
+    """A pod that the watch has delivered needs no further answer of the API server: admission, restart of a container."""
     in_time = replace(SHORT_TIMES, admission_delay_s=0.5)  # the agent registers again first
     async with open_test_node(times=in_time) as node, open_agent(node, SHORT_LOOKUP) as agent:
         await node.kubelet.stop()
         node.api.create_pod(pod("known", container("a", cores=30, blocks=10), container("b", cores=20, blocks=5)))
         await wait_until(
-            node, lambda: agent.parts.state.store.by_name("default", "known"), "the agent to hear of the pod"
+            node, lambda: agent.parts.state.store.by_name("default", "known"), "the pod in the agent's store"
         )
         await node.api.stop_listening()
         await node.kubelet.start()
@@ -91,7 +91,7 @@ async def test_pods_unknown_while_the_api_server_is_gone_are_refused_and_come_in
         await wait_running(node, "before")
         await node.api.stop_listening()
         node.api.create_pod(pod("unheard", container(cores=40, blocks=10)))
-        assert "API server did not tell" in await _refused(node, "unheard")
+        assert "API server did not answer" in await _refused(node, "unheard")
         node.api.delete_pod("default", "before", grace_period_s=0)
         await node.api.start_listening()
         await wait_until(node, lambda: holders_of(agent) == 0, "the ended pod's share freed")
@@ -105,7 +105,7 @@ async def test_an_api_server_that_stalls_costs_an_admission_its_bound_and_no_mor
     async with open_test_node() as node, open_agent(node, SHORT_LOOKUP) as agent:
         node.api.stall()
         node.api.create_pod(pod("stuck", container(cores=30, blocks=10)))
-        assert "API server did not tell" in await _refused(node, "stuck")
+        assert "API server did not answer" in await _refused(node, "stuck")
         node.api.unstall()
         await wait_until(node, lambda: agent.parts.state.store.by_name("default", "stuck"), "the watch to go on")
         node.api.create_pod(pod("after", container(cores=30, blocks=10)))
@@ -114,7 +114,7 @@ async def test_an_api_server_that_stalls_costs_an_admission_its_bound_and_no_mor
 
 
 async def test_an_api_server_that_forgets_its_history_loses_the_agent_nothing() -> None:
-    """410 Gone in the middle of the watch, deletions unheard: the next list mends it."""
+    """410 Gone in the middle of the watch, deletions missed: the next list corrects it."""
     async with open_test_node() as node, open_agent(node) as agent:
         for name in ("one", "two", "three"):
             node.api.create_pod(pod(name, container(cores=60, blocks=40)))

@@ -25,11 +25,24 @@ from tests.support_agent import (
     wait_settled,
     wait_until,
 )
-from tests.support_sandbox import CORE, SHORT_TIMES, SmallPlugin, container, device_ids, open_test_node, pod, serving
+from tests.support_reconcile import collection_of
+from tests.support_sandbox import (
+    CORE,
+    MEMORY,
+    SHORT_TIMES,
+    SmallPlugin,
+    container,
+    device_ids,
+    open_test_node,
+    pod,
+    serving,
+)
 from tests.support_sandbox import register as register_plugin
 
-SLOW_ADMISSION = replace(SHORT_TIMES, admission_delay_s=0.4)
-"""A kubelet that admits pods a while after its start, as real ones do."""
+SLOW_ADMISSION = replace(SHORT_TIMES, admission_delay_s=1.0)
+"""A kubelet that admits pods, and lists any, so long after its start as real ones do (measured)."""
+RESTARTS = 8
+"""At most: those where the test comes too late to a kubelet that lists nothing do not count."""
 ADMISSION = 20
 """Moments of the admission of two containers: see test_faults_agent_killed.py."""
 
@@ -80,23 +93,27 @@ async def test_a_kubelet_restarted_at_any_moment_of_an_admission_admits_again_wh
 
 @pytest.mark.parametrize("version", ["1.31", "1.36"])
 async def test_running_pods_survive_a_kubelet_restart_and_nothing_of_theirs_is_freed(version: str) -> None:
-    """While the new kubelet lists nothing, the ledger stay; the plugins are back in time, and no container restarts."""
+    """While the new kubelet lists nothing, the ledger stays; the plugins are back in time, and no container restarts."""
     async with open_test_node(kubelet_version=version, times=SLOW_ADMISSION) as node, open_agent(node) as agent:
         node.api.create_pod(pod("share", container(cores=30, blocks=10)))
         node.api.create_pod(pod("whole", container(cores=200)))
         await wait_running(node, "share", "whole")
         before, ids = agent.held(), _container_ids(node, "share") + _container_ids(node, "whole")
         freed = _note_releases(agent)
-        agent.parts.kubelet.garbage._fresh_s = 0.0
-        for _ in range(3):
+        collection = collection_of(node, agent)
+        silent = 0
+        for _ in range(RESTARTS):
             await node.kubelet.restart()
             asked = len(node.kubelet.pod_resources_calls)
             for _ in range(2):
-                await agent.parts.kubelet.garbage.reconcile()
+                await collection.reconcile()
             assert len(node.kubelet.pod_resources_calls) > asked
-            assert not kubelet_held(node)
+            silent += not kubelet_held(node)  # on a busy machine it may have admitted its pods by now
             await wait_registered(node)
             await _wait_kubelet_knows(node, "share", "whole")
+            if silent == 2:
+                break
+        assert silent == 2, "the kubelet was never asked while it lists nothing"
         assert agent.held() == before and not freed
         assert _container_ids(node, "share") + _container_ids(node, "whole") == ids
         assert len(calls_of(node, "share")) == 2
@@ -107,8 +124,8 @@ async def test_running_pods_survive_a_kubelet_restart_and_nothing_of_theirs_is_f
 
 
 async def test_an_agent_started_while_the_kubelet_lists_nothing_yet_knows_its_pods_all_the_same() -> None:
-    """Both restart at once: the kubelet's checkpoint tells what its List does not."""
-    async with open_test_node(times=replace(SHORT_TIMES, admission_delay_s=1.0)) as node:
+    """Both restart at once: the kubelet's checkpoint has what its List has not."""
+    async with open_test_node(times=SLOW_ADMISSION) as node:
         async with open_agent(node) as agent:
             node.api.create_pod(pod("share", container(cores=30, blocks=10)))
             node.api.create_pod(
@@ -116,11 +133,17 @@ async def test_an_agent_started_while_the_kubelet_lists_nothing_yet_knows_its_po
             )
             await wait_running(node, "share", "init")
             before = agent.held()
-        await node.kubelet.restart()
+        is_silent = False
+        for _ in range(RESTARTS):
+            await node.kubelet.restart()
+            async with open_agent(node) as agent:
+                is_silent = not kubelet_held(node)  # on a busy machine it may have admitted its pods by now
+                assert agent.held() == before
+                await _wait_kubelet_knows(node, "share", "init")
+            if is_silent:
+                break
+        assert is_silent, "the agent was never there before the kubelet had admitted its pods"
         async with open_agent(node) as agent:
-            assert not kubelet_held(node), "the kubelet has admitted its pods before the agent was there"
-            assert agent.held() == before
-            await _wait_kubelet_knows(node, "share", "init")
             node.api.create_pod(pod("next", container(cores=100)))
             await wait_running(node, "share", "init", "next")
             await wait_ledger_equal(node, agent)
@@ -131,25 +154,24 @@ async def test_the_agent_serves_again_in_a_directory_that_was_removed_and_made_a
     """Everything in it is lost, the kubelet's checkpoint too: what runs keeps its GPUs by our ledger."""
     async with (
         open_test_node(times=SLOW_ADMISSION) as node,
-        open_agent(node, "--simulated.cards=1", kubelet_age_s=60) as agent,
+        open_agent(node, "--simulated.cards=1") as agent,
     ):
         node.api.create_pod(pod("before", container(cores=60, blocks=40)))
         await wait_running(node, "before")
         before = agent.held()
         await node.kubelet.stop()
         shutil.rmtree(node.paths.device_plugin_path)
-        await poll_until(
-            lambda: not any(k.endpoint.is_serving for k in agent.parts.kubelet.registrar._keepers), "nothing served"
-        )
+        registrar, names = agent.parts.kubelet.registrar, agent.parts.state.names.names
+        await poll_until(lambda: not any(map(registrar.is_registered, names)), "nothing registered")
         node.paths.device_plugin_path.mkdir()
         await node.kubelet.start()
         await wait_registered(node)
         await wait_until(
             node, lambda: any(p.name == "before" for p in node.kubelet.listed_pods()), "pods taken up again"
         )
-        agent.parts.kubelet.garbage._fresh_s = 0.0
+        collection = collection_of(node, agent, kubelet_age_s=lambda: 60.0)
         for _ in range(2):
-            await agent.parts.kubelet.garbage.reconcile()
+            await collection.reconcile()
         assert agent.held() == before
         node.api.create_pod(pod("fits", container(cores=40, blocks=50)))
         await wait_running(node, "before", "fits")
@@ -170,10 +192,7 @@ async def test_a_socket_that_someone_deletes_is_served_and_registered_again(name
             node,
             lambda: (
                 all((node.paths.device_plugin_path / name).is_socket() for name in names)
-                and all(
-                    done.is_registered(resource)
-                    for resource in (agent.parts.state.names.vcore, agent.parts.state.names.vmemory)
-                )
+                and all(done.is_registered(resource) for resource in (CORE, MEMORY))
             ),
             "both sockets back",
         )

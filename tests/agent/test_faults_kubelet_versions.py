@@ -60,8 +60,8 @@ async def test_a_standard_workload_runs_on_every_kubelet(version: str, seed: int
         for raw in WORKLOAD:
             node.api.create_pod(raw)
         await wait_running(node, *RUNNING)
-        for name, says in (("reject-1", "150"), ("reject-2", "97")):
-            assert says in await wait_settled(node, name), name
+        for name, text in (("reject-1", "150"), ("reject-2", "97")):
+            assert text in await wait_settled(node, name), name
         _assert_given_what_was_asked(node)
         assert len(gpus_of(node, "whole")) == 2
         await wait_ledger_equal(node, agent)
@@ -78,13 +78,13 @@ async def test_a_standard_workload_runs_on_every_kubelet(version: str, seed: int
 
 def _assert_given_what_was_asked(node: EmbeddedNode) -> None:
     assert_nothing_shared(node)
-    held = given(node)
+    allocated = given(node)
     for raw in node.api.pods():
         if raw["status"]["phase"] != "Running":
             continue
         for spec in (*raw["spec"].get("initContainers", ()), *raw["spec"]["containers"]):
             limits = spec["resources"].get("limits", {})
-            vcores, blocks = held.get((raw["metadata"]["uid"], spec["name"]), (frozenset(), frozenset()))
+            vcores, blocks = allocated.get((raw["metadata"]["uid"], spec["name"]), (frozenset(), frozenset()))
             if spec["name"] != "first":  # an init container, which has ended
                 assert (len(vcores), len(blocks)) == (int(limits.get(CORE, 0)), int(limits.get(MEMORY, 0)))
 
@@ -123,7 +123,7 @@ async def test_a_kubelet_that_is_too_old_ends_the_agent_with_the_reason() -> Non
 
 
 async def test_an_old_kubelet_on_which_the_operator_insists_is_never_asked_inside_an_admission() -> None:
-    """Pods are told apart by the pod store alone, and where two would fit, refused."""
+    """Pods are identified by the pod store alone, and refused where two match."""
     async with open_test_node(times=SILENT) as node:
         await _make_old(node)
         async with open_agent(node, "--kubelet.allow-unsupported=true", wait=False) as agent:
@@ -137,7 +137,7 @@ async def test_an_old_kubelet_on_which_the_operator_insists_is_never_asked_insid
             await node.kubelet.stop()
             for name in ("twin-1", "twin-2"):
                 node.api.create_pod(pod(name, container(cores=20, blocks=10)))
-            await wait_until(node, lambda: agent.parts.state.store.by_name("default", "twin-2"), "both heard of")
+            await wait_until(node, lambda: agent.parts.state.store.by_name("default", "twin-2"), "both in the store")
             await node.kubelet.start()
             await wait_settled(node, "twin-1")
             await wait_settled(node, "twin-2")

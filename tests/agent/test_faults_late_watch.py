@@ -1,4 +1,4 @@
-"""The agent's watch is behind the kubelet's: what the pod store says of a name may be another pod's."""
+"""The agent's watch lags behind the kubelet's: the pod store's entry of a name may be an earlier pod's."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_a_pod_that_runs_without_devices_stands_in_nobodys_way() -> None:
 
 
 async def test_a_storm_of_refusals_keeps_nothing_from_being_freed() -> None:
-    """On a kubelet without Get a reconcile waits for a pause that never comes; what is gone is freed all the same."""
+    """On a kubelet without Get a reconcile waits for a pause that never comes; deleted pods are released all the same."""
     flags = ("--cards=1", "--allocation.cleanup-rejected-pods=false", "--allocation.check-period-s=0.05")
     async with open_test_node(kubelet_version="1.31") as node, open_agent(node, *flags) as agent:
         node.api.create_pod(pod("old", *SHARE))

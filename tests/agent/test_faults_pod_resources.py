@@ -35,6 +35,7 @@ from tests.support_agent import (
     wait_settled,
     wait_until,
 )
+from tests.support_reconcile import collection_of
 from tests.support_sandbox import container, open_test_node, pod, pod_resources, wait_gone
 
 LIST = "/v1.PodResourcesLister/List"
@@ -43,7 +44,7 @@ GET = "/v1.PodResourcesLister/Get"
 
 @dataclass
 class StandsBetween:
-    """A PodResources server that passes calls on to the kubelet's, unless it is told otherwise."""
+    """A PodResources server that passes calls on to the kubelet's, unless its fields name other answers."""
 
     target: Path
     refusals: int = 0
@@ -126,7 +127,7 @@ async def test_forty_pods_at_once_are_all_served_within_the_kubelets_rate_limit(
 
 
 async def test_a_pod_resources_api_that_stalls_refuses_the_pod_in_time_with_the_reason() -> None:
-    """The whole node waits for the answer, so it comes, and says what is wrong; afterwards pods run again."""
+    """The whole node waits for the answer, so it comes, with the reason; afterwards pods run again."""
     async with open_test_node() as node, _between(node) as (between, flag), open_agent(node, flag) as agent:
         between.may_answer.clear()
         node.api.create_pod(_share("stuck"))
@@ -163,20 +164,20 @@ async def test_a_pod_resources_answer_that_is_no_message_is_an_error_and_no_cras
 
 
 async def test_an_empty_list_frees_nothing() -> None:
-    """An old kubelet that lists nothing, though it has been up for long: what runs keeps its share, look after look."""
+    """An old kubelet that lists nothing, though it has been up for long: what runs keeps its share, poll after poll."""
     async with (
         open_test_node(kubelet_version="1.31") as node,
         _between(node) as (between, flag),
-        open_agent(node, flag, kubelet_age_s=60) as agent,
+        open_agent(node, flag) as agent,
     ):
-        agent.parts.kubelet.garbage._fresh_s = 0.0
+        collection = collection_of(node, agent, kubelet_age_s=lambda: 60.0)
         node.api.create_pod(_share("one"))
         node.api.create_pod(_share("two", cores=100))
         await wait_running(node, "one", "two")
         before = agent.held()
         between.answers = [b"\x12\x00"]  # an unknown field and no pod
         for _ in range(3):
-            await agent.parts.kubelet.garbage.reconcile()
+            await collection.reconcile()
         assert agent.held() == before
 
 
@@ -253,7 +254,7 @@ async def _metric(node: EmbeddedNode, series: str) -> float:
 
 
 async def test_a_pod_that_only_fits_on_forgotten_ids_is_refused_with_advice() -> None:
-    """One GPU, fully held by a container that the kubelet has forgotten: nobody else gets it."""
+    """One GPU, allocated to a container that the kubelet has forgotten: no other gets it."""
     async with open_test_node() as node, open_agent(node, "--simulated.cards=1") as agent:
         node.api.create_pod(_share("holder", cores=80, blocks=50))
         await wait_running(node, "holder")

@@ -49,7 +49,7 @@ async def test_sigterm_ends_the_agent_well_and_removes_its_sockets() -> None:
 
 
 async def test_sigterm_ends_the_agent_while_kubelet_and_api_server_are_gone() -> None:
-    """Nobody answers, and it still ends in time."""
+    """No server answers, and it still ends in time."""
     async with open_test_node() as node, open_child(node) as child:
         await node.kubelet.stop()
         node.api.stall()
@@ -119,12 +119,12 @@ async def test_sighup_takes_the_changed_settings_file_into_effect_and_a_broken_o
             await _wait_blocks(node, BLOCKS // 4)
             await wait_registered(node)
             for broken in ("resources: {memory_block_mib: none}\n", "resources: [\n", "unheard_of: 1\n"):
-                said = len(log_lines(node, "settings_not_reloaded"))
+                reported = len(log_lines(node, "settings_not_reloaded"))
                 _write(path, broken)
                 child.send_signal(signal.SIGHUP)
                 await poll_until(
-                    lambda: len(log_lines(node, "settings_not_reloaded")) > said,  # noqa: B023 - asked in this turn
-                    "the complaint",
+                    lambda: len(log_lines(node, "settings_not_reloaded")) > reported,  # noqa: B023 - asked in this turn
+                    "the report",
                 )
                 assert child.returncode is None
             await _wait_blocks(node, BLOCKS // 4)

@@ -131,7 +131,7 @@ async def kill_again_and_again(node: EmbeddedNode) -> int:
     doomed = list(range(CONTAINERS, CONTAINERS + DELETED))
     for number, moment in enumerate(moments(random.Random(5))):
         for socket in node.paths.virtual_manager.glob("*/main/vcuda.sock"):
-            socket.unlink()  # a killed agent leaves its sockets: which ones the next one makes can be told so
+            socket.unlink()  # a killed agent leaves its sockets: so the new ones can be recognised
         async with running_agent(node) as agent:
             if number % (KILLS // DELETED) == 5:
                 node.api.delete_pod("default", f"load-{doomed.pop():02d}")
@@ -151,7 +151,7 @@ async def test_after_100_kills_every_file_is_whole_and_right_and_every_share_is_
     load: Path, short_dir: Path, kind: str
 ) -> None:
     """50 containers register by name and by ID and fork meanwhile, 8 more pods are deleted: then limits and processes are
-    what they are, nothing is left half-written, no socket is orphaned, no directory is of a pod that is gone."""
+    what they are, nothing is left half-written, no socket is orphaned, no directory is of a deleted pod."""
     quiet = short_dir / "quiet"
     async with open_test_node(cgroups=kind) as node:
         numbers = range(CONTAINERS)
@@ -167,8 +167,10 @@ async def test_after_100_kills_every_file_is_whole_and_right_and_every_share_is_
             )
         assert await kill_again_and_again(node) >= KILLS // 10
         async with running_agent(node) as agent:
-            gone = names[CONTAINERS:]
-            await wait_until(node, lambda: all(node.api.find_pod("default", n) is None for n in gone), "pods gone")
+            deleted = names[CONTAINERS:]
+            await wait_until(
+                node, lambda: all(node.api.find_pod("default", n) is None for n in deleted), "pods deleted"
+            )
             quiet.touch()
             await poll_until(lambda: all(is_current(node, n) for n in numbers), "pids.config as the cgroups")
             live = {uid_of(node, number) for number in numbers}
@@ -180,7 +182,7 @@ async def test_after_100_kills_every_file_is_whole_and_right_and_every_share_is_
 
 
 async def wait_cleaned(root: Path, live: set[str]) -> None:
-    """The agent looks for directories of pods that are gone every 30 s."""
+    """The agent removes the directories of deleted pods every 30 s."""
     async with asyncio.timeout(CLEANED_S):
         while True:
             if {path.name for path in root.iterdir()} == live:
@@ -200,5 +202,5 @@ async def check_container(node: EmbeddedNode, number: int, driver: tuple[int, in
         assert (directory / container.id / name).read_bytes() == (directory / name).read_bytes()
     with pytest.raises(GRPCError, match="the calling process is in no container"):  # so it answers
         await register(directory / "vcuda.sock", pod_uid=uid_of(node, number), name="main")
-    said = node.kubelet.runtime.log_of(container).read_text()
-    assert int(said.partition("ok=")[2]) > 0
+    output = node.kubelet.runtime.log_of(container).read_text()
+    assert int(output.partition("ok=")[2]) > 0

@@ -1,7 +1,7 @@
-"""Any sequence of admissions, failures, deletions, agent restarts and kubelet restarts leaves the ledger true.
+"""Any sequence of admissions, failures, deletions, agent restarts and kubelet restarts leaves the ledger correct.
 
-The embedded node knows for whom each call was, so "a wrong container" shows as a difference between its records and the
-agent's ledger, which go by the agent's own identification.
+The embedded node knows the container of each call, so a wrong identification shows as a difference between its records
+and the agent's ledger.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tests.support_agent import (
 from tests.support_sandbox import SHORT_TIMES, container, limits_of, open_test_node, pod
 
 GPUS = 3
-TIMES = replace(SHORT_TIMES, admission_delay_s=0.4)
-"""A kubelet that admits pods sooner after its start than any plugin can be back kills running pods (measured)."""
+TIMES = replace(SHORT_TIMES, admission_delay_s=1.0)
+"""As real ones do. A kubelet that admits pods before its plugins are registered again kills running pods (measured)."""
 
 KINDS: dict[str, dict[str, Any]] = {
     "small": pod("", container(cores=10, blocks=4)),
@@ -64,7 +64,7 @@ STEP = st.one_of(
 
 
 class Play:
-    """Carries the steps out and checks after each that nothing is shared and the ledger is true."""
+    """Carries the steps out and checks after each that nothing is shared and the ledger is correct."""
 
     def __init__(self, node: EmbeddedNode) -> None:
         self.node = node
@@ -107,7 +107,7 @@ class Play:
             kind, status = raw["metadata"]["name"].split("-")[0], raw["status"]
             if status.get("phase") == "Failed":
                 assert status["reason"] == "UnexpectedAdmissionError", status
-                # The last is the kubelet's own: the scheduler heard of a pod's end before its devices were free.
+                # The last is the kubelet's own: the scheduler learns of a pod's end before its devices are free.
                 reasons = ["NotEnough", "Fragmented", "requested number of devices unavailable"]
                 reasons += ["InvalidRequest"] if kind == "bad" else []
                 assert any(reason in status["message"] for reason in reasons), status["message"]
@@ -165,6 +165,6 @@ async def play(steps: Sequence[tuple[str, Any]], seed: int, version: str) -> Non
     seed=st.integers(0, 1000),
     version=st.sampled_from(["1.31", "1.34", "1.36"]),
 )
-def test_the_ledger_stay_true(steps: list[tuple[str, Any]], seed: int, version: str) -> None:
-    """Never over-committed, never a wrong container, books like the kubelet's records, everything freed at the end."""
+def test_the_ledger_stays_correct(steps: list[tuple[str, Any]], seed: int, version: str) -> None:
+    """Never over-committed, never a wrong container, equal to the kubelet's records, and empty at the end."""
     asyncio.run(play(steps, seed, version))

@@ -19,11 +19,13 @@ from grpclib.server import Server, Stream
 
 from gpushare_agent.admission.admission import Admission
 from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.container_starts import ContainerStarts
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.explain import Explanation
-from gpushare_agent.admission.decisions.identity import Served
+from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.admission.identification import Identification, Timeouts
+from gpushare_agent.admission.pending import RefusedPods
 from gpushare_agent.cluster.kube.pods import parse_pod
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.isolation import IsolationConfig
@@ -38,7 +40,7 @@ from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import NotFound, RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.isolation import IsolationName
-from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid
+from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
 from gpushare_agent.model.pods import Pod, PodPhase
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.wire import v1beta1
@@ -54,7 +56,7 @@ EXPECTED = {
     "create pod whole": [("whole", "main")],
     "create pods b1 b2 b3": [("b3", "main"), ("b1", "main"), ("b2", "main")],
 }
-"""The containers that each note names, in the order in which the recorded kubelet served them."""
+"""The containers that each note names, in the order in which the recorded kubelet admitted them."""
 
 
 @dataclass
@@ -65,14 +67,14 @@ class Recorder:
     refusals: list[tuple[str, str, Refused]] = field(default_factory=list)
     taken: int = 0
 
-    def allocated(self, served: Served, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
-        self.allocated_to.append((served.pod.name, served.container.name, kind))
+    def allocated(self, target: Target, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
+        self.allocated_to.append((target.pod.name, target.container.name, kind))
 
-    def start_refused(self, served: Served | None, kind: ResourceKind, refused: Refused) -> None:
+    def start_refused(self, target: Target | None, kind: ResourceKind, refused: Refused) -> None:
         raise AssertionError("no container starts here")
 
-    def refused(self, served: Served | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None:
-        name = (served.pod.name, served.container.name) if served is not None else ("", "")
+    def refused(self, target: Target | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None:
+        name = (target.pod.name, target.container.name) if target is not None else ("", "")
         self.refusals.append((*name, refused))
 
     def taken_ids_offered(self, kind: ResourceKind, count: int) -> None:
@@ -174,7 +176,7 @@ async def open_agent(directory: Path) -> AsyncIterator[Agent]:
     await lister.start(path=str(directory / "pr.sock"))
     client = PodResourcesClient(directory / "pr.sock")
     gate = PodResourcesGate(client, clock=time.monotonic)
-    refused: set[PodUid] = set()
+    refused = RefusedPods()
     identification = Identification(
         pods=store,
         fetcher=NoFetch(),
@@ -183,7 +185,7 @@ async def open_agent(directory: Path) -> AsyncIterator[Agent]:
         refused=refused,
         names=NAMES,
         clock=time.monotonic,
-        timeouts=Timeouts(look_again_s=0.0),
+        timeouts=Timeouts(poll_again_s=0.0),
     )
     edits = EditPolicy(names=NAMES, config=IsolationConfig(virtual_manager=directory), isolation=IsolationName.NONE)
     admission = Admission(
@@ -197,14 +199,23 @@ async def open_agent(directory: Path) -> AsyncIterator[Agent]:
         node_name="rig",
         refused_pods=refused,
         observer=recorder,
+        wait_for_release=nothing_ends,
+        clock=time.monotonic,
+    )
+    starts = ContainerStarts(
+        cache=cache,
+        pods=store,
+        names=NAMES,
+        inventory=lambda: gpus,
         records=KubeletCheckpoint(directory),
-        settle=nothing_ends,
         prepare=nothing_to_prepare,
+        observer=recorder,
         clock=time.monotonic,
     )
     servers, channels = [], {}
     for resource in (VCORE_RESOURCE, VMEMORY_RESOURCE):
-        plugin = DevicePlugin(resource, DeviceTable(), admission, resource == VCORE_RESOURCE, recorder)
+        pre_start = starts.pre_start if resource == VCORE_RESOURCE else None
+        plugin = DevicePlugin(resource, DeviceTable(), admission, recorder, pre_start=pre_start)
         server = GrpcServer([plugin], decoders=FAST_DECODERS)
         path = directory / f"{len(servers)}.sock"
         await server.serve(bind_unix_socket(path, mode=0o600))
@@ -288,8 +299,8 @@ def check_preference(request: bytes, answer: Any) -> None:
 
 EXPECTED_CALLS = [
     (name, inner, kind)
-    for served in EXPECTED.values()
-    for name, inner in served
+    for containers in EXPECTED.values()
+    for name, inner in containers
     for kind in NAMES.kinds
     if not (name == "whole" and kind is ResourceKind.VMEMORY)
 ]
@@ -310,8 +321,8 @@ async def test_every_call_is_resolved_to_the_pod_and_container_of_its_note(direc
     async with open_agent(directory) as agent:
         outcomes = await replay(agent, lambda event, request: request)
         refused = [("whole", "main")]
-        served = [(n, c, k) for n, c, k in EXPECTED_CALLS if (n, c) not in refused]
-        assert agent.recorder.allocated_to == served
+        expected = [(n, c, k) for n, c, k in EXPECTED_CALLS if (n, c) not in refused]
+        assert agent.recorder.allocated_to == expected
         assert [(n, c, r.reason) for n, c, r in agent.recorder.refusals] == [
             ("whole", "main", RefusalReason.WRONG_GPUS)
         ]
@@ -361,8 +372,8 @@ async def test_a_kubelet_that_follows_our_preference_gets_every_pod_running(dire
             response = answer.container_responses[0]
             assert response.envs["NVIDIA_VISIBLE_DEVICES"] in {c.uuid for c in recorded_inventory().gpus}
             assert {d.host_path for d in response.devices} >= {"/dev/nvidiactl", "/dev/nvidia-uvm"}
-        held = {(a.pod_name, a.key.container): (a.cores, a.memory_blocks) for a in agent.cache}
-        assert held == {
+        allocated = {(a.pod_name, a.key.container): (a.cores, a.memory_blocks) for a in agent.cache}
+        assert allocated == {
             ("share-a", "main"): (30, 10), ("whole", "main"): (100, 0),
             ("chain", "i"): (5, 2), ("chain", "s"): (5, 2), ("chain", "m"): (10, 4),
             ("b1", "main"): (10, 4), ("b2", "main"): (10, 4), ("b3", "main"): (10, 4),

@@ -21,7 +21,7 @@ from gpushare_agent.kit.wire_scan import (
     scan_pod_entry,
     scan_single_pod,
 )
-from gpushare_agent.kubelet.pod_resources_wire import decode_pod_entry
+from gpushare_agent.kubelet.pod_resources import decode_pod_entry
 from gpushare_agent.kubelet.records import ListedContainer, ListedPod
 from gpushare_agent.wire import v1, v1beta1
 
@@ -143,9 +143,9 @@ def test_a_get_answer_without_a_pod_is_none() -> None:
 @given(POD, st.sampled_from(["tencent.com/vcuda-core", ""]))
 def test_only_the_named_resources_are_kept(pod: v1.PodResources, resource: str) -> None:
     """With `resources` given, a container shows those resources and no others."""
-    kept = decode_pod_entry(bytes(pod), {resource})
-    for container, whole in zip(kept.containers, as_listed(pod).containers, strict=True):
-        assert container.devices == {name: ids for name, ids in whole.devices.items() if name == resource}
+    kept = decode_pod_containers(bytes(pod), {resource})
+    for (_, devices), whole in zip(kept, as_listed(pod).containers, strict=True):
+        assert devices == {name: ids for name, ids in whole.devices.items() if name == resource}
 
 
 def _mutate(data: bytes, edits: list[tuple[int, int]], cut: int) -> bytes:

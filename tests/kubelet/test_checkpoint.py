@@ -11,8 +11,8 @@ import pytest
 
 from gpushare_agent.kubelet.checkpoint import FILE_NAME, KubeletCheckpoint, read_checkpoint
 from gpushare_agent.model.errors import Corrupt, Unavailable
+from tests.support_deadline import DEADLINE_S
 
-DEADLINE_S = 10.0
 DATA = Path(__file__).parent.parent / "data" / "kubelet"
 
 

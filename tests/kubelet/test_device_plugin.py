@@ -45,7 +45,14 @@ class Bench:
 async def bench(*, pre_start_required: bool = True, call_timeout_s: float = DEADLINE_S) -> AsyncIterator[Bench]:
     table = DeviceTable([DeviceRow(id=i, healthy=True, numa=0) for i in IDS])
     admission, rpcs = FakeAdmission(), RpcLog()
-    plugin = DevicePlugin(RESOURCE, table, admission, pre_start_required, rpcs, call_timeout_s=call_timeout_s)
+    plugin = DevicePlugin(
+        RESOURCE,
+        table,
+        admission,
+        rpcs,
+        pre_start=admission.pre_start if pre_start_required else None,
+        call_timeout_s=call_timeout_s,
+    )
     async with serving(plugin, decoders=FAST_DECODERS) as path, Channel(path=str(path)) as channel:
         stub = v1beta1.DevicePluginStub(channel, timeout=DEADLINE_S)
         yield Bench(plugin=plugin, table=table, admission=admission, rpcs=rpcs, stub=stub, path=path)
@@ -68,7 +75,7 @@ async def error_of(call: Any) -> GRPCError:
 
 
 @pytest.mark.parametrize("required", [True, False])
-async def test_the_options_say_what_the_plugin_wants_to_be_asked(required: bool) -> None:
+async def test_the_options_name_the_calls_that_the_plugin_needs(required: bool) -> None:
     """GetPreferredAllocation always, PreStartContainer where required."""
     async with bench(pre_start_required=required) as b:
         assert await b.stub.get_device_plugin_options() == v1beta1.DevicePluginOptions(
@@ -95,7 +102,7 @@ async def test_list_and_watch_sends_all_devices_then_one_message_per_change_and_
 
 
 async def test_a_stream_that_the_kubelet_leaves_is_forgotten_and_reported() -> None:
-    """The registration watch learns of the end at once."""
+    """The registration is woken by the end at once."""
     async with bench() as b:
         reported = asyncio.Event()
         async with Channel(path=str(b.path)) as channel:
@@ -131,7 +138,7 @@ async def test_the_handlers_advice_is_the_preferred_allocation() -> None:
 
 
 async def test_a_failing_or_slow_handler_gives_no_advice_but_no_error() -> None:
-    """An error would reject the pod; an empty answer leaves the word to Allocate."""
+    """An error would reject the pod; an empty answer leaves the error text to Allocate."""
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("a bug")

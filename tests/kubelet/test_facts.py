@@ -1,4 +1,4 @@
-"""The kubelet's version decides whether it may be asked inside an admission."""
+"""The kubelet's version decides whether a List may be sent inside an admission."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from gpushare_agent.kit.supervision import stop_task
 from gpushare_agent.kubelet.facts import KubeletFacts
 from gpushare_agent.model.errors import StartupError, Unavailable
+from tests.support_plugin import DEADLINE_S
 
 
 class Nodes:
@@ -28,8 +29,8 @@ class Nodes:
         return {"status": {"nodeInfo": {"kubeletVersion": version}}}
 
 
-def facts(path: Path, *, insist: bool = False) -> KubeletFacts:
-    return KubeletFacts(node_name="n", kubelet_socket=path / "kubelet.sock", allow_unsupported=insist, retry_s=0)
+def facts(path: Path, *, is_allowed: bool = False) -> KubeletFacts:
+    return KubeletFacts(node_name="n", kubelet_socket=path / "kubelet.sock", allow_unsupported=is_allowed, retry_s=0)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ async def test_modern_kubelets_may_be_asked(tmp_path: Path, version: str, safe: 
     found = facts(tmp_path)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(found.run(Nodes(version)))
-        assert await found.wait_lists_inside(timeout_s=5) is safe
+        assert await found.wait_lists_inside(timeout_s=DEADLINE_S) is safe
         await stop_task(task)
 
 
@@ -50,35 +51,35 @@ async def test_an_old_kubelet_ends_the_agent_with_the_reason(tmp_path: Path) -> 
         await facts(tmp_path).run(Nodes("v1.29.14"))
 
 
-async def test_an_operator_may_insist(tmp_path: Path) -> None:
+async def test_the_setting_allows_an_old_kubelet(tmp_path: Path) -> None:
     """Then it is not asked inside an admission."""
-    found = facts(tmp_path, insist=True)
+    found = facts(tmp_path, is_allowed=True)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(found.run(Nodes("v1.29.14")))
-        assert await found.wait_lists_inside(timeout_s=5) is False
+        assert await found.wait_lists_inside(timeout_s=DEADLINE_S) is False
         await stop_task(task)
 
 
 async def test_an_api_server_that_is_away_is_asked_again(tmp_path: Path) -> None:
-    """Admissions meanwhile wait within their bound and say what they waited for."""
+    """Admissions meanwhile wait within their bound, and their error names what they waited for."""
     found = facts(tmp_path)
     with pytest.raises(Unavailable, match="version is not known yet"):
         await found.wait_lists_inside(timeout_s=0.01)
     nodes = Nodes(Unavailable("connection refused"), Unavailable("connection refused"), "v1.34.1")
     async with asyncio.TaskGroup() as group:
         task = group.create_task(found.run(nodes))
-        assert await found.wait_lists_inside(timeout_s=5) is True
+        assert await found.wait_lists_inside(timeout_s=DEADLINE_S) is True
         await stop_task(task)
     assert nodes.asked == 3 and found.version == "v1.34.1"
 
 
-async def test_a_restarted_kubelet_is_looked_up_again(tmp_path: Path) -> None:
+async def test_a_restarted_kubelets_version_is_read_again(tmp_path: Path) -> None:
     """It may have been upgraded, or downgraded."""
     found = facts(tmp_path)
     with pytest.RaisesGroup(pytest.RaisesExc(StartupError, match=r"1\.28")):
         async with asyncio.TaskGroup() as group:
             group.create_task(found.run(Nodes("v1.34.1", "v1.28.0")))
-            await found.wait_lists_inside(timeout_s=5)
+            await found.wait_lists_inside(timeout_s=DEADLINE_S)
             found.kubelet_restarted()
 
 

@@ -80,8 +80,8 @@ async def test_a_list_names_pods_and_counts_their_ids(short_dir: Path) -> None:
     async with serving(short_dir, Scripted(list_=two_pods)) as client:
         a, b = await client.list_entries(timeout_s=5)
         assert (a.namespace, a.name, a.count_ids(VCORE_RESOURCE)) == ("default", "a", 3)
-        assert a.holds(VCORE_RESOURCE) == {"main": 3} and a.holds(VMEMORY_RESOURCE) == {}
-        assert (b.count_ids(VCORE_RESOURCE), b.holds(VCORE_RESOURCE)) == (0, {})
+        assert a.count_by_container(VCORE_RESOURCE) == {"main": 3} and a.count_by_container(VMEMORY_RESOURCE) == {}
+        assert (b.count_ids(VCORE_RESOURCE), b.count_by_container(VCORE_RESOURCE)) == (0, {})
 
 
 async def test_the_rate_limit_is_waited_out(short_dir: Path) -> None:
@@ -143,7 +143,7 @@ async def test_garbage_is_corrupt(short_dir: Path) -> None:
     async with serving(short_dir, Scripted(list_=bad_inside)) as client:
         (entry,) = await client.list_entries(timeout_s=5)
         with pytest.raises(Corrupt, match="default/a"):
-            entry.holds(VCORE_RESOURCE)
+            entry.count_by_container(VCORE_RESOURCE)
 
 
 async def test_get_answers_one_pod(short_dir: Path) -> None:
@@ -155,7 +155,7 @@ async def test_get_answers_one_pod(short_dir: Path) -> None:
     async with serving(short_dir, Scripted(get=answer)) as client:
         assert client.has_get is None
         entry = await client.get_pod("default", "a", timeout_s=5)
-        assert entry.holds(VCORE_RESOURCE) == {"main": 2} and client.has_get is True
+        assert entry.count_by_container(VCORE_RESOURCE) == {"main": 2} and client.has_get is True
         client.forget()
         assert client.has_get is None
 

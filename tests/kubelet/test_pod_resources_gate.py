@@ -10,10 +10,11 @@ import pytest
 from gpushare_agent.kubelet.pod_resources import PodListing
 from gpushare_agent.kubelet.pod_resources_gate import PodResourcesGate
 from gpushare_agent.model.errors import Unavailable
+from tests.support_plugin import DEADLINE_S
 
 
 class SlowLister:
-    """Answers a List when told to; records how many Allocates were open when it was asked."""
+    """Answers a List when `answer` is set; counts the calls."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -35,7 +36,7 @@ class Clock:
         return self.now
 
 
-async def turns(count: int = 5) -> None:
+async def loop_cycles(count: int = 5) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -53,7 +54,7 @@ async def test_a_list_inside_waits_for_an_open_allocate() -> None:
     async with asyncio.TaskGroup() as group:
         with gate.allocating():
             task = group.create_task(prefer())
-            await turns()
+            await loop_cycles()
             assert lister.calls == 0 and not task.done()
     assert lister.calls == 1
 
@@ -74,21 +75,21 @@ async def test_a_list_outside_waits_until_admissions_are_over_and_quiet() -> Non
     gate = PodResourcesGate(lister, clock=clock, quiet_s=0.02)
     done = asyncio.Event()
 
-    async def look() -> None:
-        async with gate.quiet_list("reconcile", wait_s=5):
+    async def list_outside() -> None:
+        async with gate.quiet_list("reconcile", wait_s=DEADLINE_S):
             done.set()
 
     async with asyncio.TaskGroup() as group:
         async with gate.preferring():
-            group.create_task(look())
-            await turns()
+            group.create_task(list_outside())
+            await loop_cycles()
         with gate.allocating():
-            await turns()
+            await loop_cycles()
             assert lister.calls == 0
-        await turns()
+        await loop_cycles()
         assert lister.calls == 0, "the last Allocate ended just now"
         clock.now += 1.0
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(DEADLINE_S):
             await done.wait()
     assert lister.calls == 1
 
@@ -99,8 +100,8 @@ async def test_a_preference_waits_for_a_list_outside() -> None:
     gate = PodResourcesGate(lister, clock=Clock(), quiet_s=0.0)
     order: list[str] = []
 
-    async def look() -> None:
-        async with gate.quiet_list("reconcile", wait_s=5):
+    async def list_outside() -> None:
+        async with gate.quiet_list("reconcile", wait_s=DEADLINE_S):
             order.append("listed")
 
     async def prefer() -> None:
@@ -108,26 +109,26 @@ async def test_a_preference_waits_for_a_list_outside() -> None:
             order.append("preferring")
 
     async with asyncio.TaskGroup() as group:
-        group.create_task(look())
+        group.create_task(list_outside())
         await lister.asked.wait()
         group.create_task(prefer())
-        await turns()
+        await loop_cycles()
         assert order == []
         lister.answer.set()
     assert order == ["listed", "preferring"]
 
 
 async def test_an_allocate_that_meets_a_list_is_counted() -> None:
-    """It cannot be held back: the kubelet has opened it already."""
+    """It cannot be delayed: the kubelet has opened it already."""
     lister, met = SlowLister(), []
     gate = PodResourcesGate(lister, clock=Clock(), quiet_s=0.0, on_overlap=lambda: met.append(1))
 
-    async def look() -> None:
-        async with gate.quiet_list("reconcile", wait_s=5):
+    async def list_outside() -> None:
+        async with gate.quiet_list("reconcile", wait_s=DEADLINE_S):
             pass
 
     async with asyncio.TaskGroup() as group:
-        group.create_task(look())
+        group.create_task(list_outside())
         await lister.asked.wait()
         with gate.allocating():
             pass
@@ -140,15 +141,15 @@ async def test_a_cancelled_list_frees_the_gate() -> None:
     lister = SlowLister()
     gate = PodResourcesGate(lister, clock=Clock(), quiet_s=0.0)
 
-    async def look() -> None:
-        async with gate.quiet_list("reconcile", wait_s=5):
+    async def list_outside() -> None:
+        async with gate.quiet_list("reconcile", wait_s=DEADLINE_S):
             pass
 
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(look())
+        task = group.create_task(list_outside())
         await lister.asked.wait()
         task.cancel()
-    async with asyncio.timeout(5), gate.preferring():
+    async with asyncio.timeout(DEADLINE_S), gate.preferring():
         assert not gate.is_idle
     assert gate.is_idle
 

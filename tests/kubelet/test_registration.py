@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.kit.sockets import bind_unix_socket, file_identity
+from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.kit.supervision import stop_task
 from gpushare_agent.kubelet.device_plugin import DevicePlugin
 from gpushare_agent.kubelet.device_table import DeviceRow, DeviceTable
-from gpushare_agent.kubelet.registration import PluginEndpoint, Registrar
+from gpushare_agent.kubelet.plugin_endpoint import PluginEndpoint
+from gpushare_agent.kubelet.registration import Registrar
 from gpushare_agent.kubelet.registration_client import register
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.wire import v1beta1
@@ -42,13 +43,13 @@ class Agent:
 @asynccontextmanager
 async def agent(directory: Path, *, poll_s: float = NEVER_S, backoff: Backoff = FAST) -> AsyncIterator[Agent]:
     """Two device plugins under a running registrar."""
-    reported = Recorder()
+    reported, handler = Recorder(), FakeAdmission()
     tables = {name: DeviceTable([DeviceRow(id=f"{name}-0", healthy=True)]) for name in SOCKETS}
     endpoints = [
         PluginEndpoint(
             device_plugin_path=directory,
             socket_name=socket_name,
-            plugin=DevicePlugin(name, tables[name], FakeAdmission(), True, RpcLog()),
+            plugin=DevicePlugin(name, tables[name], handler, RpcLog(), pre_start=handler.pre_start),
         )
         for name, socket_name in SOCKETS.items()
     ]
@@ -120,7 +121,7 @@ async def test_a_kubelet_that_comes_later_is_waited_for() -> None:
 
 
 async def test_a_restarted_kubelet_is_registered_with_again() -> None:
-    """It removed our sockets and told nobody: both are served and registered anew, and the restart is told once."""
+    """It removed our sockets without notice: both are served and registered anew, and the restart is reported once."""
     with short_directory() as directory:
         async with fake_kubelet(directory) as kubelet, agent(directory) as a:
             await both_registered(kubelet)
@@ -146,7 +147,7 @@ async def test_a_new_kubelet_socket_alone_is_enough_to_register_again() -> None:
 
 
 async def test_a_kubelet_that_stopped_is_not_registered_with() -> None:
-    """Its socket stays behind, but nobody follows ListAndWatch; the next kubelet is noticed."""
+    """Its socket stays behind, but no kubelet follows ListAndWatch; the next kubelet is noticed."""
     with short_directory() as directory:
         async with fake_kubelet(directory) as kubelet, agent(directory) as a:
             await both_registered(kubelet)
@@ -200,7 +201,7 @@ async def test_a_replaced_directory_is_served_in_again(is_moved: bool) -> None:
 
 
 async def test_without_events_the_poll_notices() -> None:
-    """What inotify does not tell is found at the next poll."""
+    """What inotify does not report is found at the next poll."""
     with short_directory() as top:
         real = top / "real"
         real.mkdir()
@@ -243,7 +244,7 @@ async def test_a_register_call_that_hangs_does_not_hold_up_the_other_resource_or
                     await both_registered(second)
 
 
-async def test_a_file_in_the_place_of_our_socket_is_left_alone_until_it_is_gone() -> None:
+async def test_a_file_at_the_path_of_our_socket_is_kept_until_it_is_removed() -> None:
     """Nothing but a socket is removed; the other resource is served."""
     with short_directory() as directory:
         (directory / SOCKETS[CORES]).write_text("precious")
@@ -252,21 +253,6 @@ async def test_a_file_in_the_place_of_our_socket_is_left_alone_until_it_is_gone(
             assert (directory / SOCKETS[CORES]).read_text() == "precious"
             (directory / SOCKETS[CORES]).unlink()
             await both_registered(kubelet)
-
-
-async def test_restarted_servers_listen_on_new_sockets_and_register_again() -> None:
-    """What SIGHUP does."""
-    with short_directory() as directory:
-        async with fake_kubelet(directory) as kubelet, agent(directory) as a:
-            await both_registered(kubelet)
-            before = [file_identity(directory / name) for name in SOCKETS.values()]
-            async with asyncio.timeout(DEADLINE_S):
-                await a.registrar.restart_servers()
-            after = [file_identity(directory / name) for name in SOCKETS.values()]
-            assert None not in after
-            assert not set(before) & set(after)
-            await both_registered(kubelet, 2)
-            assert "kubelet-restart" not in a.reported.events
 
 
 async def test_stopping_ends_the_streams_and_removes_only_our_sockets() -> None:
@@ -287,7 +273,7 @@ async def test_an_endpoint_whose_path_a_successor_took_leaves_it_at_stop() -> No
             PluginEndpoint(
                 device_plugin_path=directory,
                 socket_name="s.sock",
-                plugin=DevicePlugin(CORES, DeviceTable(), FakeAdmission(), True, RpcLog()),
+                plugin=DevicePlugin(CORES, DeviceTable(), FakeAdmission(), RpcLog()),
             )
             for _ in range(2)
         )
@@ -320,14 +306,14 @@ async def test_a_refusal_of_the_kubelet_is_rejected_with_its_text() -> None:
         async with fake_kubelet(directory) as kubelet:
             kubelet.refuse_next[CORES] = 1
             with pytest.raises(
-                Rejected, match=rf"{CORES} .*kubelet.sock was refused: UNKNOWN: no room for {CORES} today"
+                Rejected, match=rf"{CORES} .*kubelet.sock was refused: UNKNOWN: no place for {CORES} today"
             ):
                 await register(kubelet.socket, endpoint="x.sock", resource=CORES, options=OPTIONS, timeout_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize("is_stale", [False, True])
 async def test_no_kubelet_is_unavailable(is_stale: bool) -> None:
-    """A missing socket and one that nobody serves."""
+    """A missing socket and one without a server."""
     with short_directory() as directory:
         if is_stale:
             bind_unix_socket(directory / "kubelet.sock", mode=0o600).close()

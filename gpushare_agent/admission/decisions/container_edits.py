@@ -13,11 +13,10 @@ from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
 from gpushare_agent.isolation import ISOLATIONS, IsolationConfig, IsolationRequest
 from gpushare_agent.isolation.devices.device_lists import DeviceListRequest, NodeDevices, device_edits
 from gpushare_agent.isolation.vcuda.limits import core_limit
-from gpushare_agent.model.allocations import ContainerEdits
+from gpushare_agent.model.allocations import ContainerEdits, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
-from gpushare_agent.model.merging import merged
 from gpushare_agent.model.names import (
     CORES_PER_GPU,
     DEVICE_CONTAINER_ANNOTATION,
@@ -48,7 +47,7 @@ class EditPolicy:
 
 
 def edits_for(pod: Pod, container: ContainerSpec, gpus: Sequence[Gpu], policy: EditPolicy) -> ContainerEdits | Refused:
-    """The edits for a container that holds a share of, or all of, `cards` (in order of index); or why it cannot have them:
+    """The edits for a container that gets a share of, or all of, `gpus` (in order of index); or why it cannot have them:
     the pod chose an isolation that the node does not allow, or the isolation cannot keep such a share."""
     name = choose_isolation(pod.annotations, policy.isolation, policy.allowed)
     if isinstance(name, Refused):
@@ -88,7 +87,8 @@ def edits_for(pod: Pod, container: ContainerSpec, gpus: Sequence[Gpu], policy: E
 def _without_gpus(pod: Pod, container: ContainerSpec) -> Refused:
     return Refused(
         reason=RefusalReason.NOT_READY,
-        detail=f"the GPU of pod {pod.namespace}/{pod.name}, container {container.name}, is gone. Create the pod again.",
+        detail=f"the GPU of pod {pod.namespace}/{pod.name}, container {container.name}, is no longer in the inventory. "
+        "Create the pod again.",
     )
 
 
@@ -101,14 +101,14 @@ def _static(pod: Pod, name: IsolationName) -> Refused:
 
 
 def _cores_of_memory(container: ContainerSpec, gpus: Sequence[Gpu], names: ResourceNames) -> int:
-    """Who asks for memory alone gets as much of the compute: 100 × asked / GPU, at least 1 (GPUShare's rule)."""
+    """A request for memory alone gets compute in proportion: 100 × requested / GPU, at least 1 (GPUShare's rule)."""
     if not names.wanted(container, ResourceKind.GPU_MEM) or not gpus:
         return 0
     return min(CORES_PER_GPU, max(1, CORES_PER_GPU * names.memory_mib(container) // gpus[0].memory_mib))
 
 
 def _gpushare(pod: Pod, container: ContainerSpec, gpu: Gpu, names: ResourceNames) -> ContainerEdits:
-    """GPUShare's variables: the GPU's index; units asked by the pod, by the container, and those of the GPU."""
+    """GPUShare's variables: the GPU's index; units requested by the pod and by the container; units of the GPU."""
     unit_mib = names.gpu_mem_unit_mib
     return ContainerEdits(
         env=(
@@ -121,7 +121,7 @@ def _gpushare(pod: Pod, container: ContainerSpec, gpu: Gpu, names: ResourceNames
 
 
 def _base(container: ContainerSpec, gpus: Sequence[Gpu], names: ResourceNames) -> ContainerEdits:
-    """gpu-manager's annotations, which its tools read, and the place of the driver's libraries."""
+    """gpu-manager's annotations, which its tools read, and the search path of the driver's libraries."""
     libraries = [f"{LIBRARY_DIRECTORY}/lib64"]
     if container.env.get("compat32", "").lower() == "true":
         libraries.append(f"{LIBRARY_DIRECTORY}/lib")
@@ -137,10 +137,10 @@ def _base(container: ContainerSpec, gpus: Sequence[Gpu], names: ResourceNames) -
 
 
 def _pod_memory_mib(pod: Pod, names: ResourceNames) -> int:
-    """What the containers that run at one time ask for."""
+    """Requested by the containers that run at the same time."""
     return sum(names.memory_mib(c) for c in pod.containers if c.kind is not ContainerKind.INIT)
 
 
 def _unique(pod: Pod, container: ContainerSpec) -> str:
-    """Of at most 45 characters, for the name of a label has 63."""
+    """At most 45 characters: a label's name has at most 63."""
     return f"{pod.uid}_{hashlib.sha256(container.name.encode()).hexdigest()[:8]}"

@@ -1,17 +1,17 @@
-"""Whom is this call for? Finds the container that a GetPreferredAllocation serves. Pure.
+"""Which container is a GetPreferredAllocation for? Pure.
 
 The device-plugin API names no pod. The kubelet admits one pod at a time, and its PodResources answer, taken inside
-GetPreferredAllocation, already lists the pod under admission with what it has got so far. So the container served is the
-first one, in spec order, that wants the resource by its spec and does not have it yet; exactly one listed pod has such a
-container of the right size once terminal pods and the ones we refused are set aside. What was measured of the kubelet is
-in docs/architecture.md.
+GetPreferredAllocation, already lists the pod under admission with the devices that it has got so far. So the target is the
+first container, in spec order, that requests the resource and does not have it yet; exactly one listed pod has such a
+container of the right size once terminal pods and those that this agent refused are excluded. What was measured of the
+kubelet is in docs/architecture.md.
 
-Ordinary init containers are never listed, so for them our own cache tells what they have.
+Ordinary init containers are never listed; the allocation cache has theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -22,17 +22,17 @@ from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
 
-class ListedHoldings(Protocol):
-    """A pod in a PodResources answer; reading its devices may cost, so it is asked only where needed."""
+class ListedDevices(Protocol):
+    """A pod in a PodResources answer; its devices are decoded only where they are read."""
 
     @property
     def namespace(self) -> str: ...
     @property
     def name(self) -> str: ...
     def count_ids(self, resource: str) -> int:
-        """Roughly how many IDs of the resource the pod holds: exact where each ID has an entry of its own."""
+        """Roughly how many IDs of the resource the pod has: exact where each ID has an entry of its own."""
 
-    def holds(self, resource: str) -> Mapping[str, int]:
+    def count_by_container(self, resource: str) -> Mapping[str, int]:
         """IDs of the resource by container."""
 
 
@@ -49,13 +49,13 @@ class Target:
 
 
 class Doubt(Enum):
-    NOBODY = "nobody"
+    NONE = "none"
     SEVERAL = "several"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unresolved:
-    """No container, or several. `unknown` are listed pods to fetch first; `suspects` those to read again."""
+    """No container, or several. `unknown` are listed pods to fetch first; `suspects` those to fetch again."""
 
     doubt: Doubt
     candidates: tuple[Target, ...] = ()
@@ -76,19 +76,32 @@ class Call:
 class Known:
     """What the agent knows when it decides: pods by (namespace, name), the cache, pods that it has refused.
 
-    `verified` are the names that the API server has told about since the call came: what the pod store says of the others
-    may be older than what the kubelet sees.
+    `verified` are the names that were fetched from the API server since the call came: what the pod store has of the
+    others may be older than what the kubelet has.
     """
 
     pods: Mapping[tuple[str, str], Pod]
     allocations: Mapping[ContainerKey, Allocation]
-    refused: Collection[PodUid]
+    refused: Container[PodUid]
     names: ResourceNames
     verified: Collection[tuple[str, str]] = ()
 
 
-def identify(call: Call, listed: Sequence[ListedHoldings], known: Known) -> Target | Unresolved:
-    """The container that the call serves, or why it cannot be told."""
+def identify(call: Call, listed: Sequence[ListedDevices], known: Known) -> Target | Unresolved:
+    """The container that the call is for, or why it cannot be determined. A listed pod is, in this order:
+
+    | pod | counts as |
+    |---|---|
+    | 1. not in the pod store, has IDs of the resource | served already, ignored |
+    | 2. not in the pod store | unknown, to be fetched |
+    | 3. has everything of the resource that it requests | ignored |
+    | 4. ended, or refused by this agent (`_is_out`) | suspect: a new pod may have its name |
+    | 5. pod store or cache contradict the List, and the pod was not fetched yet (`_is_doubtful`) | unknown |
+    | 6. lacks nothing of this size (`_lacking`) | suspect |
+    | 7. lacks the resource | candidate |
+
+    Candidates are then narrowed by the IDs that must be included. One candidate and no unknown pod: that is the target.
+    """
     candidates: list[Target] = []
     unknown: list[tuple[str, str]] = []
     suspects: list[tuple[str, str]] = []
@@ -114,7 +127,7 @@ def identify(call: Call, listed: Sequence[ListedHoldings], known: Known) -> Targ
     if len(candidates) == 1 and not unknown:
         return candidates[0]
     return Unresolved(
-        doubt=Doubt.SEVERAL if candidates else Doubt.NOBODY,
+        doubt=Doubt.SEVERAL if candidates else Doubt.NONE,
         candidates=tuple(candidates),
         unknown=tuple(sorted(unknown)),
         suspects=tuple(sorted(suspects)) if not candidates else (),
@@ -122,22 +135,20 @@ def identify(call: Call, listed: Sequence[ListedHoldings], known: Known) -> Targ
 
 
 def lacks(pod: Pod, container: ContainerSpec, kind: ResourceKind, known: Known) -> bool:
-    """By our cache, the container wants the resource and has none of it yet."""
+    """By the allocation cache, the container requests the resource and has none of it yet."""
     if not known.names.wanted(container, kind):
         return False
-    held = known.allocations.get(ContainerKey(pod.uid, container.name))
-    if held is None:
-        return True
-    return not held.ids(kind)
+    allocation = known.allocations.get(ContainerKey(pod.uid, container.name))
+    return allocation is None or not allocation.ids(kind)
 
 
-def reusing(
+def successor_of(
     ids: Collection[str], kind: ResourceKind, pod_of: Callable[[PodUid], Pod | None], known: Known
 ) -> Target | None:
     """The container of an Allocate that had no GetPreferredAllocation.
 
-    The kubelet skips it when an init container's IDs cover the whole request; the IDs then tell the pod, and the first
-    container that lacks the resource is the one. None where the IDs are not all an init container's of one pod.
+    The kubelet skips it when an init container's IDs cover the whole request; the IDs then identify the pod, and the target
+    is its first container that lacks the resource. None where the IDs are not all an init container's of one pod.
     """
     wanted = set(ids)
     owners = {
@@ -157,7 +168,7 @@ def reusing(
 
 
 def initial_ids(uid: PodUid, kind: ResourceKind, allocations: Mapping[ContainerKey, Allocation]) -> frozenset[str]:
-    """The IDs that the pod's ordinary init containers hold: the kubelet gives them to its later containers."""
+    """The IDs allocated to the pod's ordinary init containers: the kubelet passes them on to its later containers."""
     return frozenset(
         device
         for key, allocation in allocations.items()
@@ -166,8 +177,8 @@ def initial_ids(uid: PodUid, kind: ResourceKind, allocations: Mapping[ContainerK
     )
 
 
-def _is_explained(pod: Pod, entry: ListedHoldings, call: Call, known: Known) -> bool:
-    """Nothing of this resource is owed to the pod. Cheap: most pods of a node end here."""
+def _is_explained(pod: Pod, entry: ListedDevices, call: Call, known: Known) -> bool:
+    """The pod has everything of this resource that it requests. Cheap: most pods of a node end here."""
     resource = known.names.name(call.kind)
     is_wanted = False
     expected = 0
@@ -175,8 +186,8 @@ def _is_explained(pod: Pod, entry: ListedHoldings, call: Call, known: Known) -> 
         if not container.requests.get(resource):
             continue
         is_wanted = True
-        held = known.allocations.get(ContainerKey(pod.uid, container.name))
-        count = 0 if held is None else len(held.ids(call.kind))
+        allocation = known.allocations.get(ContainerKey(pod.uid, container.name))
+        count = 0 if allocation is None else len(allocation.ids(call.kind))
         if not count:
             return False
         if container.kind is not ContainerKind.INIT:
@@ -185,13 +196,13 @@ def _is_explained(pod: Pod, entry: ListedHoldings, call: Call, known: Known) -> 
 
 
 def _is_out(pod: Pod, known: Known) -> bool:
-    """Old kubelets go on listing pods that ended and pods that were refused; they are served no more."""
+    """Kubelets up to 1.33 go on listing pods that ended or were refused; no call is for these."""
     return pod.is_terminal or (pod.uid in known.refused and not pod.has_started)
 
 
 def _is_doubtful(pod: Pod, target: Target | None, call: Call, known: Known) -> bool:
-    """By what we know the kubelet should list the pod with devices. Either it lost them, or the name is a new pod's, of
-    which the watch has not told yet: then this ledger and this UID are the old one's."""
+    """By pod store or cache the kubelet should list the pod with devices. Either it lost them, or the name is a new pod's
+    that the watch has not delivered yet: then this UID and this allocation are the old one's."""
     return (
         pod.has_started
         or pod.is_deleting
@@ -199,18 +210,18 @@ def _is_doubtful(pod: Pod, target: Target | None, call: Call, known: Known) -> b
     )
 
 
-def _lacking(pod: Pod, entry: ListedHoldings, call: Call, known: Known) -> Target | None:
-    holds = entry.holds(known.names.name(call.kind))
+def _lacking(pod: Pod, entry: ListedDevices, call: Call, known: Known) -> Target | None:
+    counts = entry.count_by_container(known.names.name(call.kind))
     for container in pod.containers:
         wanted = known.names.wanted(container, call.kind)
         if not wanted:
             continue
         if container.kind is ContainerKind.INIT:
-            # A pod that has started is called for again only when a container restarts; its init containers are over.
+            # After its start a pod gets calls only when a container restarts; its init containers have ended.
             if pod.has_started or not lacks(pod, container, call.kind, known):
                 continue
-        elif holds.get(container.name) or container.name in pod.running:
-            continue  # a container that runs needs nothing: one admitted before the resource was known runs without
+        elif counts.get(container.name) or container.name in pod.running:
+            continue  # one that was admitted while the resource was unknown runs without it
         if wanted == call.size:
             return Target(pod=pod, container=container)
         if not pod.has_started:
@@ -219,8 +230,8 @@ def _lacking(pod: Pod, entry: ListedHoldings, call: Call, known: Known) -> Targe
 
 
 def _narrow(candidates: list[Target], call: Call, known: Known) -> list[Target]:
-    """IDs that must be included are an init container's: they point at its pod."""
+    """IDs that must be included are an init container's: they identify its pod."""
     if len(candidates) < 2 or not call.must_include:
         return candidates
-    pointed = [s for s in candidates if call.must_include <= initial_ids(s.pod.uid, call.kind, known.allocations)]
-    return pointed or candidates
+    owners = [c for c in candidates if call.must_include <= initial_ids(c.pod.uid, call.kind, known.allocations)]
+    return owners or candidates

@@ -14,8 +14,8 @@ _SHOWN_CHARS = 40
 def choose_isolation(
     annotations: Mapping[str, str], node: IsolationName, allowed: Collection[IsolationName]
 ) -> IsolationName | Refused:
-    """A tenant's word is never taken for more than the node's settings allow; anything else is refused, not passed over: the
-    pod was written for another isolation."""
+    """An annotation selects only among the isolations that the node's settings allow. Any other value is refused, not
+    ignored: the pod was written for another isolation."""
     text = annotations.get(ISOLATION_ANNOTATION)
     if text is None:
         return node

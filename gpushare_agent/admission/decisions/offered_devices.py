@@ -1,7 +1,7 @@
-"""Which device IDs the kubelet is told not to give away though their GPU is well: what the GPU's memory account cannot pay
-for any more, and shares while the daemon that they need is down. Pure.
+"""Which device IDs are reported Unhealthy though their GPU is healthy: those that exceed the GPU's free memory, and shares
+while the daemon that they need is down. Pure.
 
-An ID that somebody holds is not withheld for the account's sake: the container runs on.
+An allocated ID is not withheld for want of memory: its container keeps running.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def withheld(
         if no_shares:
             found.update(own)
             continue
-        unheld = [device for device in own if device not in holders[kind]]
+        unallocated = [device for device in own if device not in holders[kind]]
         if kind is ResourceKind.GPU_MEM:
-            found.update(unheld[free_gpu_mem(gpu, use, names) :])
+            found.update(unallocated[free_gpu_mem(gpu, use, names) :])
         else:
             taken = blocks_taken(use.gpu_mem.get(gpu.uuid, 0), names)
-            found.update(unheld[max(0, len(unheld) - taken) :])
+            found.update(unallocated[max(0, len(unallocated) - taken) :])
     return frozenset(found)

@@ -1,13 +1,17 @@
 """Rebuilds the allocation cache from the kubelet's records. Pure.
 
-PodResources names pods and shows what is held now, but not UIDs and not ordinary init containers. The kubelet's checkpoint
-has both, but not names, and keeps what has ended until the next Allocate. The pod store has names and UIDs, but may not
-have listed yet. The three are joined here; what cannot be told yet is left provisional and settled by the next reconcile.
+| record | has | lacks |
+|---|---|---|
+| PodResources | pod names, present allocations | UIDs, ordinary init containers |
+| the kubelet's checkpoint | UIDs, init containers | pod names; it keeps entries of ended pods until the next Allocate |
+| the pod store | pod names, UIDs, phases | everything, until it has listed |
+
+The three are joined here; what cannot be decided yet stays provisional until the next reconcile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpushare_agent.kubelet.records import CheckpointEntry, ListedPod
@@ -19,7 +23,7 @@ from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
 UNNAMED = "unnamed:"
-"""Prefix of the stand-in UID of a pod that PodResources lists and nobody has told the UID of yet."""
+"""Prefix of the provisional UID of a pod that PodResources lists and whose UID is not known yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +36,8 @@ class Records:
 
 
 @dataclass(slots=True)
-class _Held:
-    """What one container holds, gathered from the records."""
+class _Recorded:
+    """One container's allocation by the records."""
 
     ids: dict[ResourceKind, frozenset[DeviceId]] = field(default_factory=dict)
     is_listed: bool = False
@@ -42,31 +46,49 @@ class _Held:
 
 
 def rebuild(records: Records, names: ResourceNames, inventory: GpuInventory, now: float) -> list[Allocation]:
-    """The allocations that the records show, sorted by container."""
+    """The allocations that the records show, sorted by container:
+
+    1. of every container that PodResources lists with devices, under the UID that `_uid` finds;
+    2. of containers in the checkpoint alone, where `_is_kept` is true;
+    3. less the pods that are terminal in the pod store: kubelets list devices in an ended or half refused pod for a while.
+    """
     written = _from_checkpoint(records.checkpoint, names)
-    found = {key: held for pod in records.listed for key, held in _from_listed(pod, records, names, written).items()}
-    live = None if records.pods is None else {pod.uid: pod for pod in records.pods if not pod.is_terminal}
+    found = {key: one for pod in records.listed for key, one in _from_listed(pod, records, names, written).items()}
     listed_uids = {key.pod_uid for key in found}
-    listed_ids = {kind: {d for held in found.values() for d in held.ids.get(kind, ())} for kind in ResourceKind}
-    for key, ids in written.items():
-        if key in found:
-            continue
-        # Not listed: an ordinary init container of a pod that is, or a pod that the kubelet has not admitted again yet,
-        # or one that has ended. The pod store decides where it can; without it the entry stays until it can.
-        if live is not None and key.pod_uid not in live:
-            continue
-        is_reused = any(ids_of & listed_ids[kind] for kind, ids_of in ids.items())
-        if live is None and key.pod_uid not in listed_uids and is_reused:
-            continue  # the kubelet has given them to another pod since
-        found[key] = _Held(ids=ids)
+    listed_ids = {kind: {d for one in found.values() for d in one.ids.get(kind, ())} for kind in ResourceKind}
     by_uid = {pod.uid: pod for pod in records.pods or ()}
-    # A pod that ended, or was refused half-way, holds nothing, though kubelets go on showing devices in it for a while.
+    live = None if records.pods is None else {uid for uid, pod in by_uid.items() if not pod.is_terminal}
+    for key, ids in written.items():
+        if key not in found and _is_kept(key, ids, live, listed_uids, listed_ids):
+            found[key] = _Recorded(ids=ids)
     ended = {uid for uid, pod in by_uid.items() if pod.is_terminal}
     return [
         _allocation(key, found[key], by_uid.get(key.pod_uid), inventory, now)
         for key in sorted(found)
         if key.pod_uid not in ended
     ]
+
+
+def _is_kept(
+    key: ContainerKey,
+    ids: Mapping[ResourceKind, frozenset[DeviceId]],
+    live: Collection[PodUid] | None,
+    listed_uids: Collection[PodUid],
+    listed_ids: Mapping[ResourceKind, Collection[DeviceId]],
+) -> bool:
+    """Whether a container counts that only the checkpoint has:
+
+    | pod store | the pod | kept |
+    |---|---|---|
+    | has listed | is live: an init container's entry, or the kubelet has not admitted the pod again yet | yes |
+    | has listed | has ended or is unknown | no |
+    | has not listed | is listed by PodResources: an init container's entry | yes |
+    | has not listed | is not, and another container is listed with one of the IDs: they were allocated again | no |
+    | has not listed | is not, and the IDs are free | yes, until the pod store has listed |
+    """
+    if live is not None:
+        return key.pod_uid in live
+    return key.pod_uid in listed_uids or not any(not of_kind.isdisjoint(listed_ids[k]) for k, of_kind in ids.items())
 
 
 def adopt(
@@ -78,14 +100,14 @@ def adopt(
     inventory: GpuInventory,
     now: float,
 ) -> list[Allocation] | Refused:
-    """The allocation of the container that the kubelet's checkpoint says holds exactly these IDs of one resource."""
+    """The allocations of the containers that have exactly these IDs of one resource in the kubelet's checkpoint."""
     written = _from_checkpoint(entries, names)
-    keys = sorted(key for key, held in written.items() if held.get(kind) == ids)
+    keys = sorted(key for key, recorded in written.items() if recorded.get(kind) == ids)
     if not keys:
         return Refused(
             reason=RefusalReason.NOT_READY,
-            detail=f"a container is to start with {len(ids)} {kind} units that neither this agent nor the kubelet's "
-            "checkpoint knows. The kubelet will try again; if it persists, delete the pod.",
+            detail=f"a container is to start with {len(ids)} {kind} units that are in neither this agent's records nor the "
+            "kubelet's checkpoint. The kubelet tries again; if it persists, delete the pod.",
         )
     others = sorted(
         k for k, a in present.items() if a.ids(kind) & ids and k.pod_uid not in {key.pod_uid for key in keys}
@@ -93,14 +115,15 @@ def adopt(
     if others:
         return Refused(
             reason=RefusalReason.DEVICE_IN_USE,
-            detail=f"a container is to start with {kind} units that container {others[0].container} of pod "
-            f"{others[0].pod_uid} holds. Nothing was given twice: delete the pod and create it again.",
+            detail=f"a container is to start with {kind} units that are allocated to container "
+            f"{others[0].container} of pod {others[0].pod_uid}. Nothing was allocated twice: delete the pod and create it "
+            "again.",
         )
-    return [_allocation(key, _Held(ids=written[key]), None, inventory, now) for key in keys]
+    return [_allocation(key, _Recorded(ids=written[key]), None, inventory, now) for key in keys]
 
 
 def gpus_of(ids: frozenset[DeviceId], inventory: GpuInventory) -> tuple[GpuUuid, ...]:
-    """The GPUs that vcore or gpu-mem IDs name, by index; GPUs that are gone come last."""
+    """The GPUs that vcore or gpu-mem IDs name, by index; those that the inventory does not have come last."""
     index = {gpu.uuid: gpu.index for gpu in inventory.gpus}
     found = {split[0] for device in ids if (split := split_device_id(device)) is not None}
     return tuple(sorted(found, key=lambda uuid: (index.get(uuid, len(index)), uuid)))
@@ -123,52 +146,55 @@ def _from_listed(
     records: Records,
     names: ResourceNames,
     written: Mapping[ContainerKey, Mapping[ResourceKind, frozenset[DeviceId]]],
-) -> dict[ContainerKey, _Held]:
-    holdings: dict[str, dict[ResourceKind, frozenset[DeviceId]]] = {}
+) -> dict[ContainerKey, _Recorded]:
+    by_container: dict[str, dict[ResourceKind, frozenset[DeviceId]]] = {}
     for container in pod.containers:
         for resource, raw_ids in container.devices.items():
             kind = names.kind(resource)
             ids = frozenset(DeviceId(d) for d in raw_ids if split_device_id(d) is not None)
             if kind is not None and ids:
-                holdings.setdefault(container.name, {})[kind] = ids
-    if not holdings:
+                by_container.setdefault(container.name, {})[kind] = ids
+    if not by_container:
         return {}
-    uid = _uid(pod, holdings, records.pods, written)
+    uid = _uid(pod, by_container, records.pods, written)
     return {
-        ContainerKey(uid, name): _Held(ids=ids, is_listed=True, namespace=pod.namespace, pod_name=pod.name)
-        for name, ids in holdings.items()
+        ContainerKey(uid, name): _Recorded(ids=ids, is_listed=True, namespace=pod.namespace, pod_name=pod.name)
+        for name, ids in by_container.items()
     }
 
 
 def _uid(
     listed: ListedPod,
-    holdings: Mapping[str, Mapping[ResourceKind, frozenset[DeviceId]]],
+    by_container: Mapping[str, Mapping[ResourceKind, frozenset[DeviceId]]],
     pods: Sequence[Pod] | None,
     written: Mapping[ContainerKey, Mapping[ResourceKind, frozenset[DeviceId]]],
 ) -> PodUid:
-    """The checkpoint's entry with the same container and IDs tells the UID; it outlives a name used again."""
+    """Of the checkpoint's entry with the same container and IDs, for a name may be used again; else by name from the pod
+    store, the live pod first; else provisional."""
     for key, ids in written.items():
-        if key.container in holdings and ids == holdings[key.container]:
+        if key.container in by_container and ids == by_container[key.container]:
             return key.pod_uid
     named = [p for p in pods or () if (p.namespace, p.name) == (listed.namespace, listed.name)]
     named.sort(key=lambda p: (not p.is_terminal, not p.is_deleting))
     return named[-1].uid if named else PodUid(f"{UNNAMED}{listed.namespace}/{listed.name}")
 
 
-def _allocation(key: ContainerKey, held: _Held, pod: Pod | None, inventory: GpuInventory, now: float) -> Allocation:
-    vcore_ids = held.ids.get(ResourceKind.VCORE, frozenset())
-    gpu_mem_ids = held.ids.get(ResourceKind.GPU_MEM, frozenset())
+def _allocation(
+    key: ContainerKey, recorded: _Recorded, pod: Pod | None, inventory: GpuInventory, now: float
+) -> Allocation:
+    vcore_ids = recorded.ids.get(ResourceKind.VCORE, frozenset())
+    gpu_mem_ids = recorded.ids.get(ResourceKind.GPU_MEM, frozenset())
     spec = pod.container(key.container) if pod is not None else None
-    assumed = ContainerKind.MAIN if held.is_listed else ContainerKind.INIT
+    assumed = ContainerKind.MAIN if recorded.is_listed else ContainerKind.INIT
     return Allocation(
         key=key,
-        namespace=pod.namespace if pod is not None else held.namespace,
-        pod_name=pod.name if pod is not None else held.pod_name,
+        namespace=pod.namespace if pod is not None else recorded.namespace,
+        pod_name=pod.name if pod is not None else recorded.pod_name,
         kind=spec.kind if spec is not None else assumed,
         gpus=gpus_of(vcore_ids or gpu_mem_ids, inventory),
         vcore_ids=vcore_ids,
         gpu_mem_ids=gpu_mem_ids,
-        vmemory_ids=held.ids.get(ResourceKind.VMEMORY, frozenset()),
+        vmemory_ids=recorded.ids.get(ResourceKind.VMEMORY, frozenset()),
         is_whole=bool(vcore_ids) and len(vcore_ids) % CORES_PER_GPU == 0,
         allocated_at=now,
     )

@@ -1,9 +1,9 @@
-"""How far a container's placement reaches: what later containers of its pod will take over from it. Pure.
+"""The effective request of a container: its own, and what the containers after it in its pod take over from it. Pure.
 
-The kubelet gives an ordinary init container's device IDs to the containers after it, before it asks for new ones
-(measured). A share must stay on one GPU, so an init container has to be placed where its heirs fit too; and when an init
-container has more whole GPUs than an heir asks for, the kubelet picks among their IDs at random, over all the GPUs,
-which no placement can mend: such a pod is refused before it starts.
+The kubelet passes an ordinary init container's device IDs on to its successor containers before it asks for new ones
+(measured). A share must stay on one GPU, so an init container is placed where its successors fit too. When an init
+container has more whole GPUs than a successor requests, the kubelet picks among their IDs at random, over all the GPUs,
+which no placement can prevent: such a pod is refused before it starts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class EffectiveRequest:
 
 
 def effective_request(pod: Pod, container: ContainerSpec, names: ResourceNames) -> EffectiveRequest | Refused:
-    """The container's own request, enlarged for an init container by what its heirs need on the same GPU."""
+    """The container's own request, enlarged for an init container by what its successors need on the same GPU."""
     cores = names.wanted(container, ResourceKind.VCORE)
     blocks = names.wanted(container, ResourceKind.VMEMORY)
     if container.kind is not ContainerKind.INIT:
@@ -46,7 +46,7 @@ def effective_request(pod: Pod, container: ContainerSpec, names: ResourceNames) 
         else:
             pool_cores, pool_blocks = max(0, pool_cores - successor_cores), max(0, pool_blocks - successor_blocks)
     if need_cores > CORES_PER_GPU:
-        # The heir wants whole GPUs: this container's GPU becomes one of them. How many more are free shows then.
+        # The successor requests whole GPUs: this container's GPU becomes one of them; its own call checks the others.
         need_cores = max(cores, CORES_PER_GPU)
         need_blocks = blocks
     return EffectiveRequest(cores=need_cores, blocks=need_blocks)

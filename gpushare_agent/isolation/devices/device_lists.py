@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, DeviceNode
+from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, DeviceNode, merged
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import DeviceListStrategy
-from gpushare_agent.model.merging import merged
 from gpushare_agent.model.names import ENV_VISIBLE_DEVICES
 
 CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")

@@ -1,6 +1,6 @@
-"""Passes the outcome of each admission call on: to the metrics, the decision log, the pod's annotations and its Events.
+"""Reports the outcome of each admission call: metrics, decision log, the pod's annotations and its Events.
 
-Never blocks, and decides nothing.
+The observer of admission/admission.py and admission/container_starts.py. Never blocks, decides nothing, has no state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Annotates(Protocol):
     def memory_assigned(self, pod: Pod, gpu_index: int, now_ns: int) -> None: ...
 
 
-class TellsRefusals(Protocol):
+class SendsEvents(Protocol):
     def refused(self, pod: Pod, refused: Refused) -> None: ...
 
 
@@ -42,15 +42,16 @@ class KeepsDecisions(Protocol):
     def add(self, record: DecisionRecord) -> DecisionRecord: ...
 
 
-class AdmissionObserver:
-    """The observer of admission/admission.py."""
+class OutcomeReporter:
+    """Every outcome is counted and, unless it only follows an earlier one of its container, recorded. A refusal becomes an
+    Event of its pod; an allocation is written into the pod's annotations."""
 
-    def __init__(  # noqa: PLR0913 - one argument for each place that is told
+    def __init__(  # noqa: PLR0913 - one argument for each destination
         self,
         *,
         metrics: CountsAdmissions,
         annotations: Annotates,
-        events: TellsRefusals,
+        events: SendsEvents,
         allocations: Callable[[], Mapping[ContainerKey, Allocation]],
         inventory: Callable[[], GpuInventory],
         names: ResourceNames,
@@ -69,7 +70,7 @@ class AdmissionObserver:
     def allocated(self, target: Target, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
         self._metrics.admission(self._names.name(kind), "allocated", "")
         if why is not None:
-            self._decided(target, kind, why=with_gpus(why, allocation.gpus), refused=None, gpus=allocation.gpus)
+            self._record(target, kind, why=with_gpus(why, allocation.gpus), refused=None, gpus=allocation.gpus)
         if kind is ResourceKind.VCORE and (indexes := self._gpu_indexes(target.pod)) is not None:
             self._annotations.assigned(target.pod, indexes)
         if kind is ResourceKind.GPU_MEM and target.container.kind is ContainerKind.MAIN:
@@ -81,16 +82,16 @@ class AdmissionObserver:
     def refused(self, target: Target | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None:
         self._metrics.admission(self._names.name(kind), "refused", refused.reason.value)
         why = with_gpus(why, ()) if why is not None else None
-        self._decided(target, kind, why=why, refused=refused, gpus=())
+        self._record(target, kind, why=why, refused=refused, gpus=())
         if target is not None:
-            self._events.refused(target.pod, _with_gpus_reported(refused, why))
+            self._events.refused(target.pod, _with_verdicts(refused, why))
 
     def start_refused(self, target: Target | None, kind: ResourceKind, refused: Refused) -> None:
-        self._decided(target, kind, why=None, refused=refused, gpus=())
+        self._record(target, kind, why=None, refused=refused, gpus=())
         if target is not None:
             self._events.refused(target.pod, refused)
 
-    def _decided(
+    def _record(
         self,
         target: Target | None,
         kind: ResourceKind,
@@ -129,15 +130,15 @@ class AdmissionObserver:
         for container in pod.containers:
             if container.kind is not ContainerKind.MAIN or not self._names.wanted(container, ResourceKind.VCORE):
                 continue
-            held = self._allocations().get(ContainerKey(pod.uid, container.name))
-            if held is None or not held.vcore_ids:
+            allocation = self._allocations().get(ContainerKey(pod.uid, container.name))
+            if allocation is None or not allocation.vcore_ids:
                 return None
-            found[container.position] = tuple(index[gpu] for gpu in held.gpus if gpu in index)
+            found[container.position] = tuple(index[gpu] for gpu in allocation.gpus if gpu in index)
         return found
 
 
-def _with_gpus_reported(refused: Refused, why: Explanation | None) -> Refused:
-    """The Event also says what each GPU lacks, as far as there is room."""
+def _with_verdicts(refused: Refused, why: Explanation | None) -> Refused:
+    """The Event also names what each GPU lacks, as far as its length allows."""
     left = MAX_MESSAGE_CHARS - len(refused.detail) - len(_GPU_BY_GPU) - 8
-    reported = in_short(why.candidates, left) if why is not None and left > 0 else ""
-    return replace(refused, detail=f"{refused.detail}{_GPU_BY_GPU}{reported}.") if reported else refused
+    verdicts = in_short(why.candidates, left) if why is not None and left > 0 else ""
+    return replace(refused, detail=f"{refused.detail}{_GPU_BY_GPU}{verdicts}.") if verdicts else refused

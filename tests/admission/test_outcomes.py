@@ -1,4 +1,4 @@
-"""What becomes of an outcome: a record, an Event that says what each GPU lacked."""
+"""How an outcome is reported: a record, and an Event that names what each GPU lacked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.admission.decisions.explain import Explanation
 from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.notifications import AdmissionObserver
+from gpushare_agent.admission.outcomes import OutcomeReporter
 from gpushare_agent.cluster.pod_events import MAX_MESSAGE_CHARS
 from gpushare_agent.model.decision_records import Asked, Candidate
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -18,13 +18,13 @@ from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 
 
 class Reported:
-    """Everybody who is told."""
+    """Every destination of a report."""
 
     def __init__(self) -> None:
         self.log = DecisionLog(10)
         self.events: list[str] = []
         self.counted: list[tuple[str, str]] = []
-        self.news = AdmissionObserver(
+        self.reporter = OutcomeReporter(
             metrics=self,
             annotations=self,
             events=self,
@@ -76,9 +76,9 @@ TARGET = Target(pod=OWNER, container=OWNER.containers[0])
 def test_an_allocation_is_recorded_with_its_reason() -> None:
     """Once: what follows the plan is only counted."""
     reported = Reported()
-    held = allocation(OWNER, "main", ids(1, range(30)), [])
-    reported.news.allocated(TARGET, held, ResourceKind.VCORE, why(chosen=1))
-    reported.news.allocated(TARGET, held, ResourceKind.VMEMORY, None)
+    given = allocation(OWNER, "main", ids(1, range(30)), [])
+    reported.reporter.allocated(TARGET, given, ResourceKind.VCORE, why(chosen=1))
+    reported.reporter.allocated(TARGET, given, ResourceKind.VMEMORY, None)
     (record,) = reported.log.newest(5)
     assert (record.namespace, record.pod, record.container, record.at) == ("default", "p", "main", 1_700_000_000.0)
     assert (record.outcome, record.policy, record.gpus) == ("allocated", "share", (1,))
@@ -86,11 +86,11 @@ def test_an_allocation_is_recorded_with_its_reason() -> None:
     assert reported.counted == [("allocated", "")] * 2
 
 
-def test_a_refusals_event_says_what_each_gpu_lacked() -> None:
+def test_a_refusals_event_names_what_each_gpu_lacked() -> None:
     """The record keeps the refusal's own text beside the candidates."""
     reported = Reported()
     refused = Refused(reason=RefusalReason.FRAGMENTED, detail="no GPU for this.")
-    reported.news.refused(TARGET, ResourceKind.VCORE, refused, why(chosen=0))
+    reported.reporter.refused(TARGET, ResourceKind.VCORE, refused, why(chosen=0))
     assert reported.events == ["no GPU for this. GPU by GPU: GPU 0: it was planned here; GPU 1: 10 cores short."]
     (record,) = reported.log.newest(5)
     assert (record.reason, record.explanation, record.gpus) == ("Fragmented", "no GPU for this.", ())
@@ -101,16 +101,16 @@ def test_an_event_keeps_within_its_length() -> None:
     """The refusal itself comes first; GPUs are left out rather than cut."""
     reported = Reported()
     long = Refused(reason=RefusalReason.FRAGMENTED, detail="d" * (MAX_MESSAGE_CHARS - 100) + ".")
-    reported.news.refused(TARGET, ResourceKind.VCORE, long, why(gpus=64))
-    reported.news.refused(TARGET, ResourceKind.VCORE, Refused(reason=long.reason, detail="d" * 2000), why())
+    reported.reporter.refused(TARGET, ResourceKind.VCORE, long, why(gpus=64))
+    reported.reporter.refused(TARGET, ResourceKind.VCORE, Refused(reason=long.reason, detail="d" * 2000), why())
     assert len(reported.events[0]) <= MAX_MESSAGE_CHARS and reported.events[0].endswith("; ….")
     assert reported.events[1] == "d" * 2000
 
 
-def test_a_call_for_nobody_known_is_recorded_without_a_name() -> None:
+def test_a_call_for_an_unknown_pod_is_recorded_without_a_name() -> None:
     """No Event: there is no pod to put it on."""
     reported = Reported()
-    reported.news.refused(None, ResourceKind.VCORE, Refused(reason=RefusalReason.POD_UNKNOWN, detail="who?"), None)
+    reported.reporter.refused(None, ResourceKind.VCORE, Refused(reason=RefusalReason.POD_UNKNOWN, detail="who?"), None)
     (record,) = reported.log.newest(5)
     assert (record.pod, record.reason, record.candidates) == ("", "PodUnknown", ())
     assert reported.events == []
@@ -119,6 +119,8 @@ def test_a_call_for_nobody_known_is_recorded_without_a_name() -> None:
 def test_a_refused_start_is_recorded_and_reported_and_no_admission() -> None:
     """The container was admitted before."""
     reported = Reported()
-    reported.news.start_refused(TARGET, ResourceKind.VCORE, Refused(reason=RefusalReason.NOT_READY, detail="disk full"))
+    reported.reporter.start_refused(
+        TARGET, ResourceKind.VCORE, Refused(reason=RefusalReason.NOT_READY, detail="disk full")
+    )
     assert reported.log.newest(5)[0].explanation == "disk full"
     assert reported.events == ["disk full"] and reported.counted == []

@@ -1,0 +1,104 @@
+"""Serves PreStartContainer: a container may start once its allocation is known and its isolation is prepared on the host.
+
+The kubelet calls it at each start of a container, also long after the admission. No state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Protocol
+
+import structlog
+
+from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decisions.identity import Target
+from gpushare_agent.admission.decisions.recovery import adopt
+from gpushare_agent.kubelet.records import CheckpointEntry
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.errors import AgentError, Refused
+from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.names import DeviceId, PodUid
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
+
+log = structlog.get_logger(__name__)
+
+
+class KubeletRecords(Protocol):
+    async def read(self) -> Sequence[CheckpointEntry]:
+        """The kubelet's own checkpoint. Raises Unavailable, Corrupt."""
+
+
+class PodsByUid(Protocol):
+    def get(self, uid: PodUid) -> Pod | None: ...
+
+
+class StartObserver(Protocol):
+    def start_refused(self, target: Target | None, kind: ResourceKind, refused: Refused) -> None:
+        """Called synchronously; must not block."""
+
+
+class ContainerStarts:
+    """`prepare` makes on the host what the isolation of these containers needs, and returns a refusal where it cannot."""
+
+    def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
+        self,
+        *,
+        cache: AllocationCache,
+        pods: PodsByUid,
+        names: ResourceNames,
+        inventory: Callable[[], GpuInventory],
+        records: KubeletRecords,
+        prepare: Callable[[Collection[ContainerKey]], Awaitable[Refused | None]],
+        observer: StartObserver,
+        clock: Callable[[], float],
+    ) -> None:
+        self._cache = cache
+        self._pods = pods
+        self._names = names
+        self._inventory = inventory
+        self._records = records
+        self._prepare = prepare
+        self._observer = observer
+        self._clock = clock
+
+    async def pre_start(self, resource: str, ids: Sequence[str]) -> Refused | None:
+        """Check that the container about to start holds these IDs, and prepare its isolation. An allocation that the cache
+        has lost is read from the kubelet's checkpoint."""
+        kind = self._names.kind_of(resource)
+        wanted = frozenset(DeviceId(device) for device in ids)
+        refused = await self._adopt(kind, wanted) if not self._containers_with(kind, wanted) else None
+        if refused is None:
+            refused = await self._prepare(self._containers_with(kind, wanted))
+        if refused is not None:
+            self._observer.start_refused(self._last_target(self._containers_with(kind, wanted)), kind, refused)
+        return refused
+
+    async def _adopt(self, kind: ResourceKind, wanted: frozenset[DeviceId]) -> Refused | None:
+        try:
+            entries = await self._records.read()
+        except AgentError as e:
+            log.warning("kubelet_checkpoint_unreadable", error=str(e))
+            entries = ()
+        if self._containers_with(kind, wanted):
+            return None  # allocated during the read
+        adopted = adopt(entries, kind, wanted, self._cache.view(), self._names, self._inventory(), self._clock())
+        if isinstance(adopted, Refused):
+            log.warning("pre_start_refused", reason=adopted.reason.value, detail=adopted.detail)
+            return adopted
+        for allocation in adopted:
+            self._cache.put(allocation)
+        log.info("allocation_adopted", pod_uid=adopted[0].key.pod_uid, container=adopted[0].key.container)
+        return None
+
+    def _containers_with(self, kind: ResourceKind, ids: frozenset[DeviceId]) -> list[ContainerKey]:
+        """Those that have exactly these IDs: several where an init container's IDs were passed on."""
+        if not ids:
+            return []
+        keys = self._cache.holders(kind).get(next(iter(ids)), frozenset())
+        return sorted(key for key in keys if (found := self._cache.get(key)) is not None and found.ids(kind) == ids)
+
+    def _last_target(self, keys: Sequence[ContainerKey]) -> Target | None:
+        pod = self._pods.get(keys[-1].pod_uid) if keys else None
+        container = pod.container(keys[-1].container) if pod is not None else None
+        return Target(pod=pod, container=container) if pod is not None and container is not None else None

@@ -1,0 +1,119 @@
+"""What the admission keeps between the kubelet's calls: plans, the pod under admission, and the pods that were refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpushare_agent.admission.decisions.explain import Explanation
+from gpushare_agent.admission.decisions.identity import Target
+from gpushare_agent.admission.decisions.plan import Plan
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.resources import ResourceKind
+
+PLAN_LIFETIME_S = 15.0
+"""An Allocate follows its GetPreferredAllocation within milliseconds; an older plan is of a kubelet that stopped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingPlan:
+    """The outcome of a GetPreferredAllocation whose Allocate has not come yet. `target` is None where the container could
+    not be identified; `outcome` then is the refusal."""
+
+    kind: ResourceKind
+    size: int
+    target: Target | None
+    outcome: Plan | Refused
+    planned_at: float
+    why: Explanation | None = None
+
+    @property
+    def key(self) -> ContainerKey | None:
+        return self.target.key if self.target is not None else None
+
+
+class PendingAdmissions:
+    """State owned: the pending plans, oldest first; the pod under admission and its containers that have an allocation."""
+
+    def __init__(self) -> None:
+        self._plans: list[PendingPlan] = []
+        self._pod: PodUid | None = None
+        self._allocated: list[ContainerKey] = []
+
+    def add(self, plan: PendingPlan) -> None:
+        """In place of an earlier plan for the same container and resource; plans whose Allocate never came are dropped."""
+        oldest_at = plan.planned_at - PLAN_LIFETIME_S
+        self._plans = [p for p in self._plans if p.planned_at > oldest_at and (p.kind, p.key) != (plan.kind, plan.key)]
+        self._plans.append(plan)
+
+    def take_exact(self, kind: ResourceKind, ids: Sequence[str]) -> PendingPlan | None:
+        """The newest plan for exactly these IDs. It is pending no more."""
+        wanted = set(ids)
+        return self._take([p for p in self._plans if p.kind is kind and _planned_ids(p) == wanted])
+
+    def take_of_size(self, kind: ResourceKind, size: int) -> PendingPlan | None:
+        """The newest plan for so many IDs, for a kubelet that chose others. It is pending no more.
+
+        Admissions are serial: several plans are pending only while a container restarts beside an admission.
+        """
+        return self._take([p for p in self._plans if p.kind is kind and p.size == size])
+
+    def begin(self, uid: PodUid) -> None:
+        """A call for this pod: the admission of any other pod is over."""
+        if self._pod != uid:
+            self._pod = uid
+            self._allocated.clear()
+
+    def add_allocated(self, key: ContainerKey) -> None:
+        self.begin(key.pod_uid)
+        self._allocated.append(key)
+
+    def take_allocated(self, uid: PodUid) -> tuple[ContainerKey, ...]:
+        """The containers to which the pod's present admission has allocated, forgotten here; none for another pod."""
+        if self._pod != uid:
+            return ()
+        allocated = tuple(self._allocated)
+        self._allocated.clear()
+        return allocated
+
+    def clear(self) -> None:
+        self._plans.clear()
+        self._pod = None
+        self._allocated.clear()
+
+    def _take(self, matches: Sequence[PendingPlan]) -> PendingPlan | None:
+        if not matches:
+            return None
+        self._plans.remove(matches[-1])
+        return matches[-1]
+
+
+class RefusedPods:
+    """Pods whose admission was refused: kubelets up to 1.33 go on listing them, so a call is never for one of these.
+
+    State owned: their UIDs, until the pod is deleted or the kubelet restarts. The admission adds, identification reads.
+    """
+
+    def __init__(self) -> None:
+        self._uids: set[PodUid] = set()
+
+    def __contains__(self, uid: object) -> bool:
+        return uid in self._uids
+
+    def add(self, uid: PodUid) -> None:
+        self._uids.add(uid)
+
+    def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
+        """For PodStore.subscribe."""
+        if new is None and old is not None:
+            self._uids.discard(old.uid)
+
+    def clear(self) -> None:
+        self._uids.clear()
+
+
+def _planned_ids(plan: PendingPlan) -> set[str] | None:
+    return set(plan.outcome.ids) if isinstance(plan.outcome, Plan) else None

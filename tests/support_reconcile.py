@@ -1,0 +1,37 @@
+"""A garbage collection of its own on a running agent's parts: for tests that reconcile when they choose."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from gpushare_agent.admission.garbage_collection import GarbageCollection
+from gpushare_agent.admission.pod_processes import PodProcesses
+from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
+from gpushare_agent.sandbox.node import EmbeddedNode
+from tests.support_agent import InnerAgent
+
+NEVER_S = 3600.0
+
+
+def collection_of(
+    node: EmbeddedNode, agent: InnerAgent, *, kubelet_age_s: Callable[[], float | None] | None = None
+) -> GarbageCollection:
+    """It compares allocations however young they are. `kubelet_age_s` is the agent's where it is not given."""
+    parts = agent.parts
+    collection = GarbageCollection(
+        cache=parts.state.cache,
+        pods=parts.state.store,
+        gate=parts.kubelet.gate,
+        pod_resources=parts.kubelet.pod_resources,
+        checkpoint=KubeletCheckpoint(node.paths.device_plugin_path),
+        processes=PodProcesses(parts.state.settings.runtime.cgroup_root),
+        names=parts.state.names,
+        inventory=lambda: parts.state.inventory.current,
+        kubelet_age_s=kubelet_age_s or parts.kubelet.facts.age_s,
+        clock=time.monotonic,
+        period_s=NEVER_S,
+        fresh_s=0.0,
+    )
+    parts.state.cache.subscribe(collection.allocation_changed)
+    return collection
