@@ -31,7 +31,7 @@ MINUTE_S = 60.0
 
 
 class DeletesPods(Protocol):
-    async def delete_pod(self, namespace: str, name: str, uid: PodUid, *, grace_s: int | None = None) -> None: ...
+    async def delete_pod(self, namespace: str, name: str, uid: PodUid) -> None: ...
 
 
 class KnowsPods(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpushare_agent.cluster.node_events import NodeEvents
+from gpushare_agent.cluster.events import NodeEvents
 from gpushare_agent.gpus.control_server import ControlServer
 from gpushare_agent.gpus.health import HealthPolicy
 from gpushare_agent.gpus.health_keeping import HealthKeeping
@@ -41,7 +41,7 @@ def health_policy(settings: Settings) -> HealthPolicy:
 def build_health(settings: Settings, driver: GpuDriver, metrics: AgentMetrics) -> HealthParts:
     """Joined, not started."""
     inventory = GpuInventoryState(health_policy(settings))
-    events = NodeEvents(node_name=settings.node_name)
+    events = NodeEvents(settings.node_name)
     GpuHealthObserver(inventory, events, metrics)
     watch = GpuWatch(
         driver,

@@ -10,7 +10,7 @@ from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
 from gpushare_agent.agent.cdi_parts import cdi_specs
 from gpushare_agent.agent.node_values import driver_version
-from gpushare_agent.cluster.pod_events import PodEvents
+from gpushare_agent.cluster.events import PodEvents
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.isolation import ISOLATIONS, Preparation

@@ -13,6 +13,7 @@ import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -276,24 +277,15 @@ async def _run_kubernetes(parts: NodeParts) -> None:
     async with AsyncExitStack() as stack:
         api = await _open_api(parts, stack)
         group = await stack.enter_async_context(asyncio.TaskGroup())
-        parts.informer.attach(api)
-        parts.annotations.attach(api)
-        parts.events.attach(api)
-        parts.health.events.attach(api)
-        group.create_task(forever("pod informer", parts.informer.run), name="pod informer")
+        parts.node_pods.attach(api)
+        group.create_task(forever("pod informer", lambda: parts.informer.run(api)), name="pod informer")
         group.create_task(forever("kubelet facts", lambda: parts.facts.run(api)), name="kubelet facts")
-        group.create_task(forever("pod annotations", parts.annotations.run), name="pod annotations")
-        group.create_task(forever("pod events", parts.events.run), name="pod events")
-        group.create_task(forever("node events", parts.health.events.run), name="node events")
-        if parts.node_capacity is not None:
-            parts.node_capacity.attach(api)
-            group.create_task(forever("node capacity", parts.node_capacity.run), name="node capacity")
-        if parts.node_facts is not None:
-            parts.node_facts.attach(api)
-            group.create_task(forever("node facts", parts.node_facts.run), name="node facts")
-        if parts.node_allocations is not None:
-            parts.node_allocations.attach(api)
-            group.create_task(forever("node held", parts.node_allocations.run), name="node held")
+        group.create_task(forever("pod annotations", lambda: parts.annotations.run(api)), name="pod annotations")
+        group.create_task(forever("pod events", lambda: parts.events.run(api)), name="pod events")
+        group.create_task(forever("node events", lambda: parts.health.events.run(api)), name="node events")
+        for writer in (parts.node_capacity, parts.node_facts, parts.node_allocations):
+            if writer is not None:
+                group.create_task(forever("node fields", partial(writer.run, api)), name="node fields")
         if parts.settings.allocation.cleanup_rejected_pods:
             parts.rejected.attach(api)
             group.create_task(forever("rejected pods", parts.rejected.run), name="rejected pods")

@@ -22,12 +22,13 @@ from gpushare_agent.agent.isolation_parts import IsolationParts, build_isolation
 from gpushare_agent.agent.node_values import driver_volumes, edit_policy, resource_names, runtime_client
 from gpushare_agent.agent.node_views import node_snapshot, wanted_allocations, wanted_facts
 from gpushare_agent.agent.usage_parts import build_usage, show_node
-from gpushare_agent.cluster.node_allocations import NodeAllocationsWriter
-from gpushare_agent.cluster.node_capacity import NodeCapacity
-from gpushare_agent.cluster.node_facts import NodeFactsWriter
+from gpushare_agent.cluster.decisions.node_facts import NodeFacts
+from gpushare_agent.cluster.events import PodEvents
+from gpushare_agent.cluster.informer import Informer
+from gpushare_agent.cluster.kube.client import pods_of_node
+from gpushare_agent.cluster.node_fields import ALLOCATIONS, CAPACITY, FACTS, NodeFieldsWriter
+from gpushare_agent.cluster.node_pods import NodePods
 from gpushare_agent.cluster.pod_annotations import PodAnnotations
-from gpushare_agent.cluster.pod_events import PodEvents
-from gpushare_agent.cluster.pod_informer import PodInformer
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.gpus.simulated.driver import SimulatedDriver
@@ -88,7 +89,8 @@ class NodeParts:
     garbage: GarbageCollection
     registrar: Registrar
     registered: asyncio.Event
-    informer: PodInformer
+    node_pods: NodePods
+    informer: Informer
     annotations: PodAnnotations
     events: PodEvents
     rejected: RejectedPods
@@ -100,9 +102,9 @@ class NodeParts:
     runtime: RuntimeClient
     volumes: Mapping[VolumeName, DriverVolume]
     tables: DeviceTables
-    node_capacity: NodeCapacity | None
-    node_facts: NodeFactsWriter | None
-    node_allocations: NodeAllocationsWriter | None
+    node_capacity: NodeFieldsWriter[Mapping[str, int]] | None
+    node_facts: NodeFieldsWriter[NodeFacts] | None
+    node_allocations: NodeFieldsWriter[str] | None
     isolation: IsolationParts
     decisions: DecisionLog
     usage: UsageSampling
@@ -178,10 +180,10 @@ def build(settings: Settings, driver: GpuDriver, *, metrics: AgentMetrics | None
         kubelet_socket=directory / KUBELET_SOCKET,
         allow_unsupported=settings.kubelet.allow_unsupported,
     )
-    informer = PodInformer(store=store, node_name=settings.node_name, resources=names.names, metrics=metrics)
+    node_pods = NodePods(store=store, node_name=settings.node_name, resources=names.names)
     annotations, events = (
         PodAnnotations(pods=store, metrics=metrics),
-        PodEvents(node_name=settings.node_name, metrics=metrics),
+        PodEvents(settings.node_name, count=metrics.pod_event),
     )
     garbage = GarbageCollection(
         cache=cache,
@@ -218,7 +220,7 @@ def build(settings: Settings, driver: GpuDriver, *, metrics: AgentMetrics | None
         gate=gate,
         identification=Identification(
             pods=store,
-            fetcher=informer,
+            fetcher=node_pods,
             kubelet=facts,
             allocations=cache.view,
             refused=refused_pods,
@@ -324,7 +326,8 @@ def build(settings: Settings, driver: GpuDriver, *, metrics: AgentMetrics | None
         garbage=garbage,
         registrar=registrar,
         registered=registered,
-        informer=informer,
+        node_pods=node_pods,
+        informer=Informer(kind="pods", watched=pods_of_node(settings.node_name), handler=node_pods, metrics=metrics),
         annotations=annotations,
         events=events,
         rejected=RejectedPods(
@@ -363,34 +366,35 @@ def build(settings: Settings, driver: GpuDriver, *, metrics: AgentMetrics | None
     )
     ready.append(parts)
     show_node(parts)
-    metrics.show_pod_event_age(lambda: _age(store.last_event_at))
+    metrics.show_pod_event_age(lambda: _age(parts.informer.heard_at))
     return parts
 
 
-def _node_capacity(settings: Settings, inventory: GpuInventoryState) -> NodeCapacity | None:
+def _node_capacity(settings: Settings, inventory: GpuInventoryState) -> NodeFieldsWriter[Mapping[str, int]] | None:
     if not settings.gpushare.enabled:
         return None
-    return NodeCapacity(
-        node_name=settings.node_name,
-        resource=settings.gpushare.count_resource,
-        count=lambda: len(inventory.current.gpus),
+    resource = settings.gpushare.count_resource
+    return NodeFieldsWriter(
+        CAPACITY, node_name=settings.node_name, wanted=lambda: {resource: len(inventory.current.gpus)}
     )
 
 
-def _node_facts(settings: Settings, inventory: GpuInventoryState, built: list[NodeParts]) -> NodeFactsWriter | None:
+def _node_facts(
+    settings: Settings, inventory: GpuInventoryState, built: list[NodeParts]
+) -> NodeFieldsWriter[NodeFacts] | None:
     if not settings.facts.is_written:
         return None
-    writer = NodeFactsWriter(node_name=settings.node_name, wanted=lambda: wanted_facts(built[0]))
+    writer = NodeFieldsWriter(FACTS, node_name=settings.node_name, wanted=lambda: wanted_facts(built[0]))
     inventory.subscribe(lambda _: writer.changed())
     return writer
 
 
 def _node_allocations(
     settings: Settings, cache: AllocationCache, store: PodStore, built: list[NodeParts]
-) -> NodeAllocationsWriter | None:
+) -> NodeFieldsWriter[str] | None:
     if not settings.facts.is_written:
         return None
-    writer = NodeAllocationsWriter(node_name=settings.node_name, wanted=lambda: wanted_allocations(built[0]))
+    writer = NodeFieldsWriter(ALLOCATIONS, node_name=settings.node_name, wanted=lambda: wanted_allocations(built[0]))
     cache.subscribe(lambda old, new: writer.changed())
     store.subscribe(lambda old, new: writer.changed())
     return writer

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,9 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.cluster.node_allocations import NodeAllocationsWriter
-from gpushare_agent.cluster.node_allocations_wanted import AllocatedTo, allocations_annotation, allocations_by_pod
-from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION
-from gpushare_agent.cluster.node_writing import ROLE
+from gpushare_agent.cluster.decisions.node_allocations import AllocatedTo, allocations_annotation, allocations_by_pod
+from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION
+from gpushare_agent.cluster.node_fields import ALLOCATIONS, ROLE, NodeFieldsWriter
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
@@ -236,11 +236,11 @@ class Ledger:
 @asynccontextmanager
 async def running(
     server: FakeApiServer, ledger: Ledger, *, gap_s: float = 0.0, period_s: float = 60.0
-) -> AsyncIterator[NodeAllocationsWriter]:
-    writer = NodeAllocationsWriter(node_name=NODE, wanted=ledger, gap_s=gap_s, period_s=period_s, backoff=FAST)
+) -> AsyncIterator[NodeFieldsWriter[str]]:
+    fields = replace(ALLOCATIONS, gap_s=gap_s, period_s=period_s)
+    writer = NodeFieldsWriter(fields, node_name=NODE, wanted=ledger, backoff=FAST)
     async with opened(server.url) as api, asyncio.TaskGroup() as group:
-        writer.attach(api)
-        task = group.create_task(writer.run(), name="node held")
+        task = group.create_task(writer.run(api), name="node fields")
         try:
             yield writer
         finally:
@@ -337,5 +337,5 @@ async def test_a_missing_right_is_reported_once_with_what_is_lost_and_the_cure()
             asyncio.timeout(DEADLINE_S),
         ):
             await wait_requests(server, 3)
-    (reported,) = [entry for entry in logs if entry["event"] == "node_held_not_written"]
+    (reported,) = [entry for entry in logs if entry["event"] == "node_fields_not_written"]
     assert ROLE in reported["cure"] and "extender" in reported["lost"]
