@@ -22,9 +22,8 @@ from gpushare_agent.agent.node_parts import NodeParts, build, check_message_size
 from gpushare_agent.cluster.kube.configuration import find_configuration
 from gpushare_agent.isolation.devices.device_lists import strategy_warnings
 from gpushare_agent.kit.h2_frames import omit_data_texts
-from gpushare_agent.kit.open_files import raise_open_files_limit
+from gpushare_agent.kit.process import raise_open_files_limit, sd_notify
 from gpushare_agent.kit.supervision import forever
-from gpushare_agent.kit.systemd import sd_notify
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.settings.settings import Settings, SettingsError

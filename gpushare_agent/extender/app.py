@@ -41,8 +41,8 @@ from gpushare_agent.extender.quota_watch import QuotaFeed, QuotaKeeper
 from gpushare_agent.extender.tls import Tls
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.extender.verbs import Extender, in_steps
+from gpushare_agent.kit.process import sd_notify
 from gpushare_agent.kit.supervision import forever, stop_task
-from gpushare_agent.kit.systemd import sd_notify
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.settings import Settings

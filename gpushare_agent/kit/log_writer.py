@@ -1,4 +1,4 @@
-"""Writes log lines from a thread of its own, so that nobody who logs waits for whoever reads standard error.
+"""Writes log lines from a thread of its own, so that logging never waits for whoever reads standard error.
 
 A pipe holds 64 KiB; once it is full and nobody reads it, a write blocks for ever, and on the event loop it would take the
 node's admissions with it. So lines are formatted where they are made (their values may change later) and queued; what
@@ -105,7 +105,7 @@ class QueuedHandler(logging.Handler):
         WRITER.flush()
 
 
-def say(text: str) -> None:
+def write_stderr(text: str) -> None:
     """For what ends the process: to standard error, behind the log lines before it, waiting a bounded time."""
     WRITER.put(sys.stderr, text, must_fit=False)
     WRITER.flush()

@@ -6,9 +6,9 @@ state. Format: docs/formats.md section 4, and cgroups(7) for the lines `<hierarc
 What counts in a path, from its beginning on:
 
 - The first pod directory decides, and the directory right below it names the container: a container may make cgroups
-  below its own and call them what it likes, but has no say in what is above.
+  below its own and name them as it likes, but cannot change what is above.
 - A container that the reader itself is below (`own_text`) is passed over: there it is the node (a cluster in a pod) and
-  nobody's peer. An agent on such a node that is in no pod itself is not told apart from an agent of the outer cluster.
+  no peer. An agent on such a node that is in no pod itself is not told apart from an agent of the outer cluster.
 - `..` and then a container without a pod is a neighbour in the reader's own pod: so the kernel writes it for a reader with a
   cgroup namespace of its own.
 - Another container without a pod counts only where no line names a pod: the node's own stands above its pods in every path
@@ -57,14 +57,14 @@ class PeerIdentity:
 
 
 NOBODY = PeerIdentity(pod_uid=None, container_id=None)
-"""A process that was looked at and is in no container."""
+"""A process that was read and is in no container."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
     identity: PeerIdentity
     is_weak: bool = False
-    """Says something only where no other line does."""
+    """Counts only where no other line names anything."""
 
 
 def parse_proc_cgroup(text: str, *, own_text: str = "") -> PeerIdentity | None:
@@ -138,7 +138,7 @@ def _count_shared(directories: list[str], own: list[str]) -> int:
     """How many directories at the beginning the reader is in too, up to the last container among them.
 
     Only what ends in a container is the reader's node. The pod that holds the reader and the peer alike is not, and no
-    more is the reader's own container, where a peer is in it: both must stay in what is looked at.
+    more is the reader's own container, where a peer is in it: both must stay in what is parsed.
     """
     common = 0
     while common < min(len(directories), len(own)) and directories[common] == own[common]:
@@ -158,7 +158,7 @@ def _is_pod(directory: str) -> bool:
 
 
 def _agreed(identities: list[PeerIdentity]) -> PeerIdentity | None:
-    """What all of them say, None where two contradict or none says anything.
+    """What all of them name, None where two contradict or none names anything.
 
     A line that names the pod alone agrees with one that names a container of that pod.
     """

@@ -19,7 +19,8 @@ from gpushare_agent.runtime.cgroup_paths import container_id_of, pod_uid_of, spl
 
 MAX_DEPTH = 12
 ANY_NAME_DEPTH = 6
-"""Prefixes above the pods (a node in a container, a user's session) are at most this deep; below it names must tell."""
+"""Prefixes above the pods (a node in a container, a user's session) are at most this deep; below it only directories that
+the kubelet names are followed."""
 MAX_DIRECTORIES = 20_000
 
 
