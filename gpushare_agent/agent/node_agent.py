@@ -286,8 +286,7 @@ async def _run_kubernetes(parts: NodeParts) -> None:
             if writer is not None:
                 group.create_task(forever("node fields", partial(writer.run, api)), name="node fields")
         if parts.settings.allocation.cleanup_rejected_pods:
-            parts.rejected.attach(api)
-            group.create_task(forever("rejected pods", parts.rejected.run), name="rejected pods")
+            group.create_task(forever("rejected pods", lambda: parts.rejected.run(api)), name="rejected pods")
 
 
 async def _open_api(parts: NodeParts, stack: AsyncExitStack) -> KubeApi:

@@ -112,7 +112,7 @@ class EventRecorder:
                     return
                 await asyncio.sleep(self._backoff.delay_s(tried))
             except AgentError as e:
-                # A vanished namespace, or a missing permission: what the Event says is in the log, too.
+                # A vanished namespace, or a missing permission: what the Event reports is in the log, too.
                 self._count("refused")
                 log.warning("event_refused", about=about, reason=raw_event["reason"], error=str(e))
                 return

@@ -5,8 +5,8 @@ handler gets the objects one by one, while pages come in, so that a list of fift
 lacks is removed at its end. Whatever the server does (gone for minutes, half-open, cut or garbage streams, 410), the last
 state stays and the loop comes back with a jittered back-off. An object that cannot be read never stops the others.
 
-The mutable state is: the version to watch from, the keys that the handler has, when the server was last heard, and how many
-lists were asked for and done.
+The mutable state is: the version to watch from, the keys that the handler has, when the server last sent something, and
+how many lists were asked for and done.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Informer:
     async def refresh(self) -> None:
         """List anew; returns once a list that began after this call is complete. May be cancelled.
 
-        A new leader must not decide on what it heard before.
+        A new leader must not decide on what it received before.
         """
         self._lists_wanted += 1
         mine = self._lists_wanted

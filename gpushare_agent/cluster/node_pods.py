@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from gpushare_agent.cluster.informer import Handler
 from gpushare_agent.cluster.kube.pods import parse_pod, pod_uid
-from gpushare_agent.cluster.kube.slot import ApiSlot
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.errors import Conflict, NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
@@ -32,12 +31,14 @@ class NodePods(Handler):
         self._store = store
         self._node_name = node_name
         self._resources = resources
-        self._api: ApiSlot[ReadsPods] = ApiSlot()
+        self._api: ReadsPods | None = None
+        self._is_attached = asyncio.Event()
         self._listed: dict[str, Pod] | None = None
         """None: no list is under way."""
 
     def attach(self, api: ReadsPods) -> None:
-        self._api.put(api)
+        self._api = api
+        self._is_attached.set()
 
     def key(self, raw: dict[str, Any]) -> str:
         return pod_uid(raw)
@@ -76,8 +77,10 @@ class NodePods(Handler):
         former = [p.uid for p in self._store.pods() if (p.namespace, p.name) == (namespace, name)]
         try:
             async with asyncio.timeout(timeout_s):
-                api = await self._api.get()
-                pod = parse_pod(await api.get_pod(namespace, name, timeout_s=timeout_s), resources=self._resources)
+                while self._api is None:
+                    await self._is_attached.wait()
+                raw_pod = await self._api.get_pod(namespace, name, timeout_s=timeout_s)
+            pod = parse_pod(raw_pod, resources=self._resources)
         except NotFound:
             for uid in former:  # known before the question: a pod that came after the answer is not among them
                 self._store.remove(uid)

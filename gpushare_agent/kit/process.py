@@ -1,4 +1,4 @@
-"""This process and the operating system: how many files it may have open, and what the service manager hears of it.
+"""This process and the operating system: how many files it may open, and notifications of the service manager.
 
 Changes the process's own limit when asked; no other state.
 """

@@ -34,7 +34,7 @@ class FoundDirectory:
 
 
 class CgroupWalk:
-    """One walk below `root`, which may hold one hierarchy or several."""
+    """One walk below `root`, which may have one hierarchy or several."""
 
     def __init__(self, root: Path) -> None:
         self._root = str(root)
@@ -57,7 +57,7 @@ class CgroupWalk:
                 if place is not None:
                     yield place
                 is_of_pod = place is not None and place.pod_uid is not None
-                if not is_of_pod and (depth < ANY_NAME_DEPTH or (depth < MAX_DEPTH and _may_hold_pods(name))):
+                if not is_of_pod and (depth < ANY_NAME_DEPTH or (depth < MAX_DEPTH and _may_contain_pods(name))):
                     pending.append((path, depth + 1))
 
     def containers(self) -> Iterator[FoundDirectory]:
@@ -89,5 +89,5 @@ def _classify(path: str, name: str) -> FoundDirectory | None:
     return FoundDirectory(path=path, pod_uid=uid, container_id=container_id)
 
 
-def _may_hold_pods(name: str) -> bool:
+def _may_contain_pods(name: str) -> bool:
     return "kubepods" in name or name in ("besteffort", "burstable")

@@ -1,4 +1,4 @@
-"""The cgroups of containers on this node: where they are, which processes are in them, and whose a process is.
+"""The cgroups of containers on this node: where they are, which processes are in them, and the owner of a process.
 
 Works under cgroup v1, v2 and hybrid mounts, whatever the driver: the directories' names show it. The plain methods block
 (a read below /sys/fs/cgroup or /proc can wait for the kernel's lock) and may run in several threads at a time;
@@ -121,10 +121,10 @@ class Cgroups:
         return found
 
     def identify(self, pid: int) -> PeerIdentity | None:
-        """Whose a process is; None where that cannot be known: PID 0 (another PID namespace), /proc not readable.
+        """The owner of a process; None where that cannot be known: PID 0 (another PID namespace), /proc not readable.
 
         `NOBODY` where it is in no container, its cgroups contradict, or it is gone: a peer that has handed its connection on
-        and ended must not pass for one that cannot be seen. A PID names whoever has it now: hold the connection open.
+        and ended must not count as one that cannot be seen. A PID names whoever has it now: hold the connection open.
         """
         if pid <= 0:
             return None

@@ -1,4 +1,4 @@
-"""Whose processes are these? Many PIDs at once, from `/proc/<pid>/cgroup`, for the sampling of usage.
+"""The owners of processes: many PIDs at once, from `/proc/<pid>/cgroup`, for the sampling of usage.
 
 The file is read anew each time: it costs as much as reading the start time that would show whether a cached answer is still
 this process's (8 µs each, measured), and it is right after a PID was given to another process or a process was moved.

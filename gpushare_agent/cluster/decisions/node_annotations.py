@@ -33,7 +33,7 @@ _MAX_NUMA = 4096
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedGpu:
     """One GPU as the annotation has it. `cordoned` is why an operator took it out of service, empty where nobody did;
-    `links` has nvidia-smi's word for each GPU of the list, and is empty where that cannot be read."""
+    `links` has nvidia-smi's abbreviation for each GPU of the list, and is empty where that cannot be read."""
 
     index: int
     uuid: str
@@ -120,7 +120,7 @@ def _gpu(raw: Any, position: int) -> ReportedGpu:
     if not is_count(memory_mib, MAX_MEMORY_MIB):
         raise Corrupt(f"{where} has no usable `memory_mib`")
     if not isinstance(is_healthy, bool):
-        raise Corrupt(f"{where} does not say whether it `is_healthy`")
+        raise Corrupt(f"{where} has no usable `is_healthy`")
     if not isinstance(uuid, str) or not isinstance(name, str):
         raise Corrupt(f"{where} has no `uuid` or no `name`")
     why = cordoned[:MAX_TEXT_CHARS] if isinstance(cordoned, str) else ""

@@ -22,7 +22,7 @@ MAX_LABEL_CHARS = 63
 
 _BRANDS = frozenset({"NVIDIA", "TESLA", "GEFORCE", "QUADRO", "GRID"})
 _SERIES = frozenset({"RTX", "GTX", "GTS", "GT", "TITAN", "NVS"})
-"""Words that name no model alone: the word behind them is part of it."""
+"""Parts of a name that are no model alone: the next part belongs to it."""
 _NOT_OF_LABELS = re.compile(r"[^A-Za-z0-9_.-]+")
 LABEL_NAME = re.compile(
     r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?", re.ASCII
@@ -51,7 +51,7 @@ def node_facts(
     label_prefix: str,
     node_labels: Mapping[str, str],
 ) -> NodeFacts:
-    """Everything that the node should have. `node_labels` are the operator's and win over what the GPUs say."""
+    """Everything that the node should have. `node_labels` are the operator's and win over what the driver reports."""
     valid = {name: value for name, value in node_labels.items() if is_label(name, value)}
     labels = {**gpu_labels(inventory, label_prefix), **valid}
     owned = {GPU_MODEL_LABEL, *valid, *(name for name in labels if name.startswith(f"{OWN_PREFIX}/"))}
@@ -66,10 +66,10 @@ def node_facts(
 
 
 def gpu_labels(inventory: GpuInventory, prefix: str) -> dict[str, str]:
-    """Labels that say what the node has, whether its GPUs are well or not: health is in the annotation.
+    """Labels of what the node has, whether its GPUs are healthy or not: health is in the annotation.
 
-    With several kinds of GPUs, product and model are those of the most numerous (then the largest) and `gpu.mixed` says
-    so; memory and compute capability are the least, which every GPU of the node keeps.
+    With several kinds of GPUs, product and model are those of the most numerous (then the largest) and
+    `gpu.mixed` is set; memory and compute capability are the least, which every GPU of the node keeps.
     """
     named = _named(inventory)
     if not named:
@@ -93,9 +93,9 @@ def gpu_labels(inventory: GpuInventory, prefix: str) -> dict[str, str]:
 
 
 def gpu_model(name: str) -> str:
-    """The word behind the brand, as a label value: `Tesla P40` → `P40`, `NVIDIA H100 80GB HBM3` → `H100`.
+    """The part of the name after the brand, as a label value: `Tesla P40` → `P40`, `NVIDIA H100 80GB HBM3` → `H100`.
 
-    A name of no known brand gives its second word, as gpu-manager does. Words that only name a series (RTX, GTX, TITAN)
+    A name of no known brand gives its second part, as gpu-manager does. Parts that only name a series (RTX, GTX, TITAN)
     take the next with them: `Quadro RTX 8000` → `RTX-8000`.
     """
     words = name.split()
@@ -120,7 +120,7 @@ def is_label(name: str, value: str) -> bool:
 
 
 def gpus_annotation(inventory: GpuInventory, *, cordoned: Set[GpuUuid], memory_block_mib: int) -> str:
-    """The GPUs as compact JSON. `links` has a word for each GPU of the list, in its order; about 250 bytes a GPU."""
+    """The GPUs as compact JSON. `links` has an entry for each GPU of the list, in its order; about 250 bytes a GPU."""
     gpus = sorted(inventory.gpus, key=lambda gpu: gpu.index)
     document = {
         "schema": GPUS_SCHEMA,
@@ -162,7 +162,7 @@ def _gpu(gpu: Gpu, gpus: Sequence[Gpu], topology: Topology, is_cordoned: bool) -
 
 
 def _link_word(topology: Topology, a: int, b: int) -> str:
-    """nvidia-smi's word; a GPU that the topology does not know is far from all."""
+    """As nvidia-smi writes it; a GPU that the topology does not know is far from all."""
     if a == b:
         return "X"
     if max(a, b) >= len(topology.links):

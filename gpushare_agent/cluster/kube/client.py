@@ -96,7 +96,7 @@ class KubeApi(KubeLists):
     async def patch_pod_annotations(
         self, namespace: str, name: str, uid: PodUid, annotations: Mapping[str, str | None]
     ) -> dict[str, Any]:
-        """Set the annotations, remove those that are None; the pod as it is then. Conflict where another pod bears the
+        """Set the annotations, remove those that are None; the pod as it is then. Conflict where another pod has the
         name now."""
         metadata = {"uid": uid, "annotations": dict(sorted(annotations.items()))}
         what = f"patch the annotations of pod {namespace}/{name}"
@@ -120,7 +120,7 @@ class KubeApi(KubeLists):
         return await self._patch(f"patch the capacity of node {name}", path, {"status": {"capacity": dict(capacity)}})
 
     async def delete_pod(self, namespace: str, name: str, uid: PodUid) -> None:
-        """Delete this very pod. Conflict where another pod bears the name now."""
+        """Delete this very pod. Conflict where another pod has the name now."""
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
         await self._send("DELETE", f"delete pod {namespace}/{name}", pod_path(namespace, name), body)
 

@@ -99,7 +99,7 @@ class KubeLists:
         if watched.from_cache:
             whole = replace(request, query=(*request.query, ("resourceVersion", "0")))
             list_s, list_bytes = self._timeouts.list_s, self._limits.list_bytes
-            with suppress(TooLong):  # left before going on: the error's frames hold what was read
+            with suppress(TooLong):  # left before going on: the error's frames keep what was read alive
                 page = await self._page(whole, read, timeout_s=list_s, limit_bytes=list_bytes)
                 return page.items, page.version
         ends_at = time.monotonic() + self._timeouts.list_s
