@@ -92,7 +92,7 @@ def answers(status: int, body: Any, content_type: str = "application/json") -> B
     return behave
 
 
-def raw_status(code: int, message: str = "told to") -> dict[str, Any]:
+def raw_status(code: int, message: str = "on request") -> dict[str, Any]:
     return {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "message": message}
 
 

@@ -63,7 +63,7 @@ class RuntimeVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeContainer:
-    """One container of a pod. `attempt` counts its restarts; `created_at` is seconds since the epoch."""
+    """One container of a pod. `attempt` counts its restarts."""
 
     id: str
     pod_uid: PodUid
@@ -72,7 +72,6 @@ class RuntimeContainer:
     container_name: str
     attempt: int
     state: RuntimeState
-    created_at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +204,6 @@ def _container(raw: v1.Container | v1.ContainerStatus, endpoint: Path) -> Runtim
         container_name=raw.labels.get(LABEL_CONTAINER_NAME, metadata.name),
         attempt=metadata.attempt,
         state=_STATES.get(raw.state, RuntimeState.UNKNOWN),
-        created_at=raw.created_at / 1e9,
     )
 
 

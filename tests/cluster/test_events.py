@@ -71,7 +71,7 @@ async def test_a_refusal_becomes_a_warning_on_the_pod() -> None:
 
 
 async def test_a_reason_is_reported_once_per_pod_for_a_while() -> None:
-    """Repeats are held back for ten minutes; another reason and another pod are not."""
+    """Repeats are dropped for ten minutes; another reason and another pod are not."""
     now = [0.0]
     counted = Counted()
     async with fake_api(others=[answers(201, {})]) as server, opened(server.url) as api:

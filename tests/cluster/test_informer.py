@@ -26,7 +26,7 @@ class Pods(Handler):
     def put(self, raw: Raw) -> bool:
         labels = raw["metadata"].get("labels", {})
         if "bad" in labels:
-            raise Corrupt("told to")
+            raise Corrupt("on request")
         if "dull" in labels:
             return False
         self.nodes[self.key(raw)] = raw["spec"].get("nodeName", "")

@@ -98,14 +98,14 @@ async def test_each_bad_answer_has_its_error(behaviour: Behaviour, error: type[E
 
 async def test_the_servers_own_words_are_in_the_error() -> None:
     """A Status message reaches the reader."""
-    said = raw_status(403, 'pods "p" is forbidden: User cannot get')
-    async with fake_api(others=[answers(403, said)]) as server, opened(server.url) as api:
+    refusal = raw_status(403, 'pods "p" is forbidden: User cannot get')
+    async with fake_api(others=[answers(403, refusal)]) as server, opened(server.url) as api:
         with pytest.raises(Rejected, match=r"answered 403: .* is forbidden: User cannot get.*ClusterRole"):
             await api.get_pod("default", "p", timeout_s=5)
 
 
 async def test_an_endless_answer_is_cut_off() -> None:
-    """An object larger than etcd can hold is refused instead of filling the memory."""
+    """An object larger than etcd can store is refused instead of filling the memory."""
     huge = json.dumps({"x": "y" * (5 << 20)}).encode()
     async with fake_api(others=[answers(200, huge)]) as server, opened(server.url) as api:
         with pytest.raises(Corrupt, match="longer than"):
@@ -182,7 +182,7 @@ async def test_a_list_that_is_too_long_is_read_in_pages(gone_at: int) -> None:
 
 
 async def test_a_list_whose_tokens_never_live_is_a_conflict() -> None:
-    """After a few new starts the caller is told, instead of asking for ever."""
+    """After a few new starts the caller gets an error, instead of asking for ever."""
 
     async def always_gone(server: FakeApiServer, request: Seen, connection: Connection) -> None:
         behaviour = answers_gone if "continue" in request.query else pages()
@@ -481,7 +481,7 @@ async def test_the_cure_for_a_missing_right_is_the_callers(tmp_path: Path) -> No
     async with fake_api(others=[answers(403, raw_status(403))]) as server, opened(server.url) as api:
         kubeconfig = write_kubeconfig(tmp_path, server.url, {"token": "secret"})
         async with open_kube_api(kubeconfig=kubeconfig, cure="ask your administrator") as own:
-            with pytest.raises(Rejected, match=r"told to; ask your administrator$"):
+            with pytest.raises(Rejected, match=r"on request; ask your administrator$"):
                 await own.list_all(ALL_NODES, whole)
         with pytest.raises(Rejected, match="service account"):
             await api.list_all(ALL_NODES, whole)

@@ -107,7 +107,7 @@ async def test_the_node_gets_labels_and_annotation_by_a_merge_patch_and_is_then_
 
 
 async def test_nothing_is_written_before_the_gpus_were_read() -> None:
-    """Labels of an earlier agent stay on the node, which is not even read; the first look at the GPUs is written."""
+    """Labels of an earlier agent stay on the node, which is not even read; the first read of the GPUs is written."""
     node, facts = NodeObject(), Wanted()()
     node.labels["gpushare-agent/gpu.product"] = "P40"
     is_read: list[bool] = []
@@ -199,8 +199,8 @@ async def test_a_label_that_another_program_holds_is_named_once_and_left() -> No
         async with fake_api(others=[node]) as server, running(server, wanted, period_s=0.002):
             await server.wait_for(lambda requests: len(requests) >= 5)
     assert node.labels["nvidia.com/gpu.count"] == "1"
-    (held,) = [entry for entry in logs if entry["event"] == "node_labels_of_others"]
-    assert held["labels"] == ["nvidia.com/gpu.count"]
+    (reported,) = [entry for entry in logs if entry["event"] == "node_labels_of_others"]
+    assert reported["labels"] == ["nvidia.com/gpu.count"]
 
 
 async def test_labels_that_kubernetes_would_refuse_are_named_once_and_the_others_written() -> None:

@@ -126,7 +126,7 @@ def test_equal_gpus_give_the_names_of_nvidias_feature_discovery_under_the_prefix
 
 
 def test_mixed_gpus_are_named_by_the_most_numerous_and_promise_the_least() -> None:
-    """A selector on memory or compute capability then holds for whichever GPU the pod gets."""
+    """A selector on memory or compute capability then fits whichever GPU the pod gets."""
     found = inventory(
         gpu(0, "Tesla P40", 24576, compute_capability=(6, 1)),
         gpu(1, "NVIDIA A10", 23028, compute_capability=(8, 6)),
@@ -225,7 +225,7 @@ def test_labels_that_no_longer_apply_go_and_those_of_others_stay() -> None:
 
 
 def test_labels_stay_while_no_gpu_of_the_node_tells_its_name() -> None:
-    """GPUs that are lost from the agent's start on are known by their UUIDs alone; the annotation tells their health."""
+    """GPUs that are lost from the agent's start on are known by their UUIDs alone; the annotation has their health."""
     node = after(node_with(), facts_of(inventory(gpu(0)), rack="a"))
     lost = facts_of(inventory(gpu(0, "", 0, health=Health.UNHEALTHY, unhealthy_reason="lost")))
     dark = after(node, lost)
@@ -308,7 +308,7 @@ label_maps = st.dictionaries(names, st.sampled_from(["1", "2"]))
 def test_whatever_came_before_a_second_look_is_quiet_and_others_labels_are_never_removed(
     initial: dict[str, str], wanted: dict[str, str], earlier: list[dict[str, str]]
 ) -> None:
-    """Each of a row of wishes leaves the node settled, with the labels of others."""
+    """After each of several wanted states nothing is left to patch, and the labels of others stay."""
     owned = frozenset(name for name in wanted if name.startswith("gpushare-agent/"))
     node = node_with(initial)
     for labels in (*earlier, wanted):

@@ -110,7 +110,7 @@ async def informed(
 
 
 def _phases(store: PodStore) -> dict[str, PodPhase]:
-    return {held.name: held.phase for held in store.pods()}
+    return {one.name: one.phase for one in store.pods()}
 
 
 async def test_the_store_follows_list_and_watch() -> None:
@@ -236,8 +236,8 @@ async def test_an_unreadable_pod_does_not_stop_the_others() -> None:
     }
     async with informed(counted=counted, **behaviour) as (_, store, _):
         await wait_store(store, lambda store: "b" in _phases(store))
-        held = pod_named(store, "a")
-        assert held is not None and held.container("main").requests[VCORE_RESOURCE] == 30  # type: ignore[union-attr]
+        found = pod_named(store, "a")
+        assert found is not None and found.container("main").requests[VCORE_RESOURCE] == 30  # type: ignore[union-attr]
         assert list(_phases(store)) == ["a", "b"]
     assert counted.unreadables == 2
 
@@ -263,7 +263,7 @@ async def test_pods_of_other_nodes_are_left_out() -> None:
 
 
 async def test_fetch_puts_the_pod_into_the_store() -> None:
-    """A pod that the watch has not told yet is read by name, stored and returned."""
+    """A pod that the watch has not reported yet is read by name, stored and returned."""
     async with fake_api(others=[answers(200, raw_pod("a"))]) as server, opened(server.url) as api:
         store = PodStore()
         fetched = await _node_pods(api, store).fetch("default", "a", timeout_s=2)
@@ -291,7 +291,7 @@ async def test_fetch_of_a_pod_that_is_not_here_is_none(behaviour: Behaviour) -> 
     ],
 )
 async def test_fetch_without_an_answer_is_unavailable(behaviour: Behaviour) -> None:
-    """Whatever is wrong with the answer, the admission is told to try again, and why."""
+    """Whatever is wrong with the answer, the admission can try again, and the error has the reason."""
     async with fake_api(others=[behaviour]) as server, opened(server.url) as api:
         with pytest.raises(Unavailable):
             await _node_pods(api).fetch("default", "a", timeout_s=0.2)
@@ -309,7 +309,7 @@ async def test_fetch_without_an_answer_is_unavailable(behaviour: Behaviour) -> N
 async def test_fetch_tells_a_no_and_an_unreadable_pod_from_silence(
     behaviour: Behaviour, error: type[Exception]
 ) -> None:
-    """A refusal and an unreadable pod are no reason to wait for the API server, and the caller can tell."""
+    """A refusal and an unreadable pod are no reason to wait for the API server, and the errors differ."""
     async with fake_api(others=[behaviour]) as server, opened(server.url) as api:
         with pytest.raises(error):
             await _node_pods(api).fetch("default", "a", timeout_s=DEADLINE_S)
@@ -333,7 +333,7 @@ async def test_a_pod_with_a_large_environment_is_known() -> None:
 
 @pytest.mark.parametrize("version", ["9" * 5000, "²", "-5"])
 async def test_garbage_versions_do_not_stop_the_informer(version: str) -> None:
-    """Pods and a list of garbage versions are held, and a watch refused for one is preceded by a new list next time."""
+    """Pods and a list of garbage versions are stored, and a watch refused for one is preceded by a new list next time."""
     counted = Counted()
     pods = [raw_pod("a", version=version), raw_pod("a", uid="other", version=version)]
     behaviour: dict[str, Any] = {"pods": pods, "version": version, "watches": [answers(400, raw_status(400))]}
@@ -360,7 +360,7 @@ async def test_fetch_before_the_api_is_there_waits_and_gives_up() -> None:
 
 
 async def test_fetch_does_not_revive_a_pod_whose_deletion_was_reported() -> None:
-    """A GET that was answered before the watch told the deletion comes too late, and says so with None."""
+    """A GET that was answered before the watch reported the deletion comes too late, and is None."""
     async with fake_api(others=[answers(200, raw_pod("a"))]) as server, opened(server.url) as api:
         store = PodStore()
         store.remove(PodUid("uid-a"))

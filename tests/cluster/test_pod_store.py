@@ -1,4 +1,4 @@
-"""The pod store tells the newest that was heard of each pod, and never brings back a deleted one."""
+"""The pod store has the newest state that was reported of each pod, and never brings back a deleted one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Clock:
 
 
 def _names(store: PodStore) -> list[str]:
-    return [held.name for held in store.pods()]
+    return [one.name for one in store.pods()]
 
 
 def test_the_first_list_makes_the_store_synced() -> None:
@@ -41,21 +41,21 @@ def test_an_older_state_of_a_pod_is_ignored() -> None:
     store = PodStore()
     store.upsert(pod("a", version="10", phase=PodPhase.RUNNING))
     store.upsert(pod("a", version="9"))
-    held = store.get(PodUid("uid-a"))
-    assert held is not None and held.phase is PodPhase.RUNNING
+    found = store.get(PodUid("uid-a"))
+    assert found is not None and found.phase is PodPhase.RUNNING
 
 
 def test_an_opaque_version_trusts_the_later_message() -> None:
-    """Versions that are no numbers cannot be compared, so the last word counts."""
+    """Versions that are no numbers cannot be compared, so the later message counts."""
     store = PodStore()
     store.upsert(pod("a", version="x9", phase=PodPhase.RUNNING))
     store.upsert(pod("a", version="x1"))
-    held = store.get(PodUid("uid-a"))
-    assert held is not None and held.phase is PodPhase.PENDING
+    found = store.get(PodUid("uid-a"))
+    assert found is not None and found.phase is PodPhase.PENDING
 
 
 def test_a_deleted_uid_never_comes_back() -> None:
-    """An answer that was under way while the deletion was told does not revive the pod, nor does a lagging list."""
+    """An answer that was under way while the deletion was reported does not revive the pod, nor does a lagging list."""
     store = PodStore()
     store.upsert(pod("a", version="5"))
     store.remove(PodUid("uid-a"))
@@ -65,7 +65,7 @@ def test_a_deleted_uid_never_comes_back() -> None:
 
 
 def test_a_pod_that_left_a_list_may_come_back() -> None:
-    """Only a told deletion is final: a list may come from a cache that lags."""
+    """Only a reported deletion is final: a list may come from a cache that lags."""
     store = PodStore()
     store.upsert(pod("a", version="5"))
     store.replace_all([], resource_version="9")
@@ -91,22 +91,22 @@ def test_a_list_does_not_set_a_pod_back() -> None:
     assert store.pods()[0].phase is PodPhase.RUNNING
 
 
-def test_subscribers_hear_old_and_new_after_the_change() -> None:
-    """Each change is told once, in order, when the store already shows it; what changes nothing is not told."""
+def test_subscribers_get_old_and_new_after_the_change() -> None:
+    """Each change is reported once, in order, when the store already shows it; what changes nothing is not reported."""
     store = PodStore()
-    heard: list[tuple[str, str, int]] = []
+    reported: list[tuple[str, str, int]] = []
 
-    def hear(old: Pod | None, new: Pod | None) -> None:
-        heard.append((old.resource_version if old else "", new.resource_version if new else "", len(store.pods())))
+    def report(old: Pod | None, new: Pod | None) -> None:
+        reported.append((old.resource_version if old else "", new.resource_version if new else "", len(store.pods())))
 
-    store.subscribe(hear)
+    store.subscribe(report)
     store.upsert(pod("a", version="1"))
     store.upsert(pod("a", version="1"))
     store.upsert(pod("a", version="2"))
     store.replace_all([pod("b", version="3")], resource_version="3")
     store.remove(PodUid("uid-b"))
     store.remove(PodUid("uid-b"))
-    assert heard == [("", "1", 1), ("1", "2", 1), ("2", "", 1), ("", "3", 1), ("3", "", 0)]
+    assert reported == [("", "1", 1), ("1", "2", 1), ("2", "", 1), ("", "3", 1), ("3", "", 0)]
 
 
 async def test_wait_change_returns_at_once_or_at_the_next_change() -> None:
@@ -148,11 +148,11 @@ STEPS = st.lists(
 
 @given(steps=STEPS)
 def test_no_pod_ever_goes_back_in_time_or_returns(steps: list[tuple[str, int, int]]) -> None:
-    """Whatever order messages arrive in, a pod's version only grows while it is held, and a deleted UID stays away."""
+    """Whatever order messages arrive in, a pod's version only grows while it is stored, and a deleted UID stays away."""
     store = PodStore()
     deleted: set[PodUid] = set()
     for step, number, version in steps:
-        before = {held.uid: int(held.resource_version) for held in store.pods()}
+        before = {one.uid: int(one.resource_version) for one in store.pods()}
         reported = pod(f"p{number}", version=str(version))
         if step == "upsert":
             store.upsert(reported)
@@ -161,7 +161,7 @@ def test_no_pod_ever_goes_back_in_time_or_returns(steps: list[tuple[str, int, in
             deleted.add(reported.uid)
         else:
             store.replace_all([reported], resource_version=str(version))
-        for held in store.pods():
-            assert held.uid not in deleted
-            assert int(held.resource_version) >= before.get(held.uid, 0)
-        assert list(store.pods()) == sorted(store.pods(), key=lambda held: held.name)
+        for one in store.pods():
+            assert one.uid not in deleted
+            assert int(one.resource_version) >= before.get(one.uid, 0)
+        assert list(store.pods()) == sorted(store.pods(), key=lambda one: one.name)

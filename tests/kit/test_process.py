@@ -32,7 +32,7 @@ def raised(soft: int, hard: int, enough: int = ENOUGH_OPEN_FILES) -> list[int]:
 
 
 def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
-    """And the numbers that are returned are those that hold."""
+    """And the numbers that are returned are those in force."""
     assert raised(256, 2048) == [2048, 2048, 2048, 2048]
 
 

@@ -180,7 +180,7 @@ def test_a_round_tells_the_gone_from_the_empty(tmp_path: Path) -> None:
 
 
 def test_deep_trees_without_pods_are_left(tmp_path: Path) -> None:
-    """Below a few levels only names that tell of pods lead on."""
+    """Below a few levels only directories that the kubelet names are followed."""
     deep = make_v2(tmp_path).joinpath(*["x"] * (ANY_NAME_DEPTH + 2))
     make_cgroup(deep / f"pod{UID}" / ID)
     assert find_cgroup(Cgroups(tmp_path), ID) is None
@@ -232,7 +232,7 @@ def test_a_peer_that_is_gone_or_in_no_container_is_nobody(tmp_path: Path) -> Non
 
 
 def test_a_peer_that_cannot_be_seen_is_unknown(tmp_path: Path) -> None:
-    """PID 0 is the kernel's word for another PID namespace; without /proc, or behind a link, nothing can be read."""
+    """PID 0 stands for a process of another PID namespace; without /proc, or behind a link, nothing can be read."""
     proc = make_proc(tmp_path / "proc", p42=f"0::/kubepods/pod{UID}/{ID}\n")
     (proc / "44").mkdir()
     (proc / "44" / "cgroup").symlink_to(proc / "42" / "cgroup")

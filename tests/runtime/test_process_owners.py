@@ -42,7 +42,7 @@ def test_each_process_is_reported_by_its_own_cgroup(proc: Path) -> None:
 
 
 def test_a_pid_that_another_process_has_now_is_that_ones(proc: Path) -> None:
-    """Nothing that was said of a PID before counts once its process is another."""
+    """Nothing that was read of a PID before counts once its process is another."""
     owners = ProcessOwners(proc)
     put(proc, 10, path_of(UID, "a"))
     assert owners.read([10])[10].pod_uid == UID
