@@ -366,7 +366,7 @@ def build(settings: Settings, driver: GpuDriver, *, metrics: AgentMetrics | None
     )
     ready.append(parts)
     show_node(parts)
-    metrics.show_pod_event_age(lambda: _age(parts.informer.heard_at))
+    metrics.show_pod_event_age(lambda: _age(parts.informer.last_message_at))
     return parts
 
 

@@ -1,4 +1,4 @@
-"""Keeps a handler's picture of one kind of objects equal to the API server's: list, then watch, for ever.
+"""Keeps a handler's objects of one kind equal to the API server's: list, then watch, until cancelled.
 
 The agent has one for the pods of its node (handler: node_pods.py), the extender three: nodes, pods and its ConfigMap. The
 handler gets the objects one by one, while pages come in, so that a list of fifty thousand never stands still; what a list
@@ -106,7 +106,7 @@ class Informer:
         self._lists_done = -1
         self._is_listed = asyncio.Event()
         self._scope: asyncio.Timeout | None = None
-        self.heard_at: float | None = None
+        self.last_message_at: float | None = None
         """When a list or an event last came from the API server, by the monotonic clock."""
 
     @property
@@ -171,7 +171,7 @@ class Informer:
                 cycle.began_at = self._clock()
                 async for raw_event in stream:
                     cycle.events += 1
-                    self.heard_at = self._clock()
+                    self.last_message_at = self._clock()
                     self._apply(raw_event)
         except AgentError as e:
             cycle.error = e
@@ -190,9 +190,9 @@ class Informer:
         self._version = version
         self._lists_done = wanted
         self._is_listed.set()
-        self.heard_at = self._clock()
+        self.last_message_at = self._clock()
         if self._metrics is not None:
-            self._metrics.listed(self.kind, self.heard_at - began_at)
+            self._metrics.listed(self.kind, self.last_message_at - began_at)
         log.info("listed", kind=self.kind, objects=len(listed), kept=len(self._known), version=version)
 
     def _put_listed(self, raw: dict[str, Any]) -> str:

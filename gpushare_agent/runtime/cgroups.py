@@ -77,7 +77,7 @@ class Cgroups:
     def __init__(self, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> None:
         self._root = root
         self._proc = proc
-        self._own_text: str | None = None
+        self._own_text = ""
         self._known: Mapping[str, CgroupDir] = {}
         self._walk_lock = threading.Lock()
         self._rounds = DaemonThread("cgroups", advice=f"Check {root}; it is read again.")
@@ -134,7 +134,8 @@ class Cgroups:
             return NOBODY if self._is_proc_there() else None
         except OSError:
             return None
-        return parse_proc_cgroup(text, own_text=self._read_own_text()) or NOBODY
+        self._own_text = self._own_text or read_own_text(self._proc)
+        return parse_proc_cgroup(text, own_text=self._own_text) or NOBODY
 
     def check_driver(self, setting: str) -> str | None:
         """The text for the user if the setting disagrees with the pods that are there; None if not, or with no pods yet."""
@@ -195,14 +196,6 @@ class Cgroups:
         last = [name for name in ("systemd", "unified") if name in names]
         return [self._root / name for name in (*first, *sorted(names - {*first, *last}), *last)]
 
-    def _read_own_text(self) -> str:
-        if self._own_text is None:
-            try:
-                self._own_text = read_proc_text(self._proc / "self" / "cgroup")
-            except OSError:
-                self._own_text = ""
-        return self._own_text
-
     def _is_proc_there(self) -> bool:
         return (self._proc / "self").is_symlink() or (self._proc / "1").is_dir()
 
@@ -257,6 +250,14 @@ def _read_procs(path: str) -> Iterable[int]:
 def read_proc_text(path: Path) -> str:
     """A text of /proc, up to the bound that runtime/cgroup_paths.py takes. Raises OSError."""
     return _read_bounded(str(path), MAX_TEXT_BYTES + 1).decode("utf-8", "replace")
+
+
+def read_own_text(proc: Path) -> str:
+    """The reader's own, empty where it cannot be read. It does not change: keep it."""
+    try:
+        return read_proc_text(proc / "self" / "cgroup")
+    except OSError:
+        return ""
 
 
 def _read_bounded(path: str, limit: int) -> bytes:

@@ -16,15 +16,15 @@ from pathlib import Path
 
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.runtime.cgroup_paths import NOBODY, PeerIdentity, parse_proc_cgroup
-from gpushare_agent.runtime.cgroups import read_proc_text
+from gpushare_agent.runtime.cgroups import read_own_text, read_proc_text
 
 READ_TIMEOUT_S = 2.0
 MAX_PROCESSES = 8_192
-"""Read in one round: 16 GPUs with 48 MPS clients each are a tenth of it. Further ones count as nobody's."""
+"""Read in one round: 16 GPUs with 48 MPS clients each are a tenth of it. Further ones belong to no container."""
 
 
 class ProcessOwners:
-    """`proc` is the host's /proc: PIDs of another PID namespace are not in it, and are nobody's."""
+    """`proc` is the host's /proc: PIDs of another PID namespace are not in it, and belong to no container."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
@@ -46,7 +46,7 @@ class ProcessOwners:
         """The same, blocking; from one thread at a time."""
         before, self._owners = self._owners, {}
         old_meanings, self._meanings = self._meanings, {}
-        self._read_own_text()
+        self._own_text = self._own_text or read_own_text(self._proc)
         for pid in sorted(pids)[:MAX_PROCESSES]:
             try:
                 text = read_proc_text(self._proc / str(pid) / "cgroup")
@@ -58,11 +58,3 @@ class ProcessOwners:
                 meaning = parse_proc_cgroup(text, own_text=self._own_text) or NOBODY
             self._meanings[text] = self._owners[pid] = meaning
         return {pid: self._owners.get(pid, NOBODY) for pid in pids}
-
-    def _read_own_text(self) -> None:
-        """Once: where this agent is does not change."""
-        if not self._own_text:
-            try:
-                self._own_text = read_proc_text(self._proc / "self" / "cgroup")
-            except OSError:
-                self._own_text = ""
