@@ -19,9 +19,10 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from gpushare_agent.cluster.cluster_informer import ClusterInformer
-from gpushare_agent.cluster.kube.cluster import ALL_NODES, LIVE_PODS, ClusterApi, open_cluster_api
-from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
+from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
+from gpushare_agent.cluster.informer import Informer
+from gpushare_agent.cluster.kube.client import ALL_NODES
+from gpushare_agent.cluster.kube.cluster import LIVE_PODS, ClusterApi, open_cluster_api
 from gpushare_agent.extender.app import ExtenderParts, build, serve
 from gpushare_agent.extender.bind import Binder, BindTiming
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
@@ -644,8 +645,8 @@ class Replica:
             timing=BindTiming(bind_s=5.0, settle_s=3600.0, backoff=FAST),
         )
         self.informers = [
-            ClusterInformer(kind=kind, watched=watched, api=api, sink=sink, metrics=metrics, backoff=FAST, lists=lists)
-            for kind, watched, sink, lists in (("nodes", ALL_NODES, nodes, None), ("pods", LIVE_PODS, pods, pods))
+            Informer(kind="nodes", watched=ALL_NODES, handler=nodes, metrics=metrics, backoff=FAST),
+            Informer(kind="pods", watched=LIVE_PODS, handler=pods, metrics=metrics, backoff=FAST),
         ]
 
     async def lead(self) -> None:
@@ -678,7 +679,7 @@ async def running_replica(cluster: FakeCluster) -> AsyncIterator[Replica]:
     """With informers that run, not leading yet."""
     async with opened_api(cluster, request_s=2.0) as api, asyncio.TaskGroup() as group:
         replica = Replica(api)
-        tasks = [group.create_task(informer.run()) for informer in replica.informers]
+        tasks = [group.create_task(informer.run(api)) for informer in replica.informers]
         try:
             yield replica
         finally:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from gpushare_agent.cluster.kube.client import KubeApi, KubeTimeouts, ListLimits, open_kube_api
+from gpushare_agent.cluster.kube.client import KubeApi, open_kube_api
+from gpushare_agent.cluster.kube.lists import KubeTimeouts, ListLimits
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, PodUid
@@ -91,7 +92,7 @@ def answers(status: int, body: Any, content_type: str = "application/json") -> B
     return behave
 
 
-def raw_status(code: int, message: str = "told to") -> dict[str, Any]:
+def raw_status(code: int, message: str = "on request") -> dict[str, Any]:
     return {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "message": message}
 
 
@@ -338,6 +339,10 @@ def pod(name: str = "p", *, uid: str = "", version: str = "1", **fields: Any) ->
         resource_version=version,
         **(defaults | fields),
     )
+
+
+def pod_named(store: PodStore, name: str) -> Pod | None:
+    return next((pod for pod in store.pods() if pod.name == name), None)
 
 
 async def wait_store(store: PodStore, condition: Callable[[PodStore], bool]) -> None:

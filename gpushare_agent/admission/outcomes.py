@@ -12,7 +12,7 @@ from typing import Protocol
 
 from gpushare_agent.admission.decisions.explain import Explanation, in_short, with_gpus
 from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.cluster.pod_events import MAX_MESSAGE_CHARS
+from gpushare_agent.cluster.events import MAX_MESSAGE_CHARS
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.decision_records import DecisionRecord, Outcome
 from gpushare_agent.model.errors import Refused

@@ -17,7 +17,6 @@ from typing import NoReturn, Protocol
 
 import structlog
 
-from gpushare_agent.cluster.kube.slot import ApiSlot
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod, PodPhase, version_number
@@ -31,7 +30,7 @@ MINUTE_S = 60.0
 
 
 class DeletesPods(Protocol):
-    async def delete_pod(self, namespace: str, name: str, uid: PodUid, *, grace_s: int | None = None) -> None: ...
+    async def delete_pod(self, namespace: str, name: str, uid: PodUid) -> None: ...
 
 
 class KnowsPods(Protocol):
@@ -53,7 +52,6 @@ class RejectedPods:
         pods: KnowsPods,
         resources: Collection[str],
         per_minute: int = 30,
-        api: DeletesPods | None = None,
         metrics: CountsDeletions | None = None,
         period_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
@@ -61,19 +59,13 @@ class RejectedPods:
         self._pods = pods
         self._resources = tuple(resources)
         self._per_minute = per_minute
-        self._api: ApiSlot[DeletesPods] = ApiSlot(api)
         self._metrics = metrics
         self._period_s = period_s
         self._clock = clock
         self._deleted_at: deque[float] = deque()
 
-    def attach(self, api: DeletesPods) -> None:
-        """The API server's client, once it is open."""
-        self._api.put(api)
-
-    async def run(self) -> NoReturn:
+    async def run(self, api: DeletesPods) -> NoReturn:
         """Clean up until cancelled."""
-        api = await self._api.get()
         while True:
             try:
                 await self._clean(api)

@@ -21,9 +21,8 @@ from gpushare_agent.agent.composition import NodeAgent, build
 from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.cluster.kube.configuration import find_configuration
 from gpushare_agent.kit.h2_frames import omit_data_texts
-from gpushare_agent.kit.open_files import raise_open_files_limit
+from gpushare_agent.kit.process import raise_open_files_limit, sd_notify
 from gpushare_agent.kit.supervision import forever, start_tasks
-from gpushare_agent.kit.systemd import sd_notify
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.settings.settings import Settings, SettingsError
 

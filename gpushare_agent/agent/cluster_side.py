@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import structlog
@@ -13,13 +14,13 @@ import structlog
 from gpushare_agent.admission.rejected_pods import RejectedPods
 from gpushare_agent.agent.state import NodeState
 from gpushare_agent.agent.views import wanted_allocations, wanted_facts
-from gpushare_agent.cluster.node_allocations import NodeAllocationsWriter
-from gpushare_agent.cluster.node_capacity import NodeCapacity
-from gpushare_agent.cluster.node_events import NodeEvents
-from gpushare_agent.cluster.node_facts import NodeFactsWriter
+from gpushare_agent.cluster.decisions.node_facts import NodeFacts
+from gpushare_agent.cluster.events import NodeEvents, PodEvents
+from gpushare_agent.cluster.informer import Informer
+from gpushare_agent.cluster.kube.client import pods_of_node
+from gpushare_agent.cluster.node_fields import ALLOCATIONS, CAPACITY, FACTS, NodeFieldsWriter
+from gpushare_agent.cluster.node_pods import NodePods
 from gpushare_agent.cluster.pod_annotations import PodAnnotations
-from gpushare_agent.cluster.pod_events import PodEvents
-from gpushare_agent.cluster.pod_informer import PodInformer
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kit.supervision import Tasks, start_tasks
 from gpushare_agent.kubelet.facts import KubeletFacts
@@ -34,9 +35,8 @@ log = structlog.get_logger(__name__)
 API_RETRY_S = 2.0
 
 
-class _UsesApi(Protocol):
-    def attach(self, api: Any) -> None: ...
-    async def run(self) -> NoReturn: ...
+class _RunsOnApi(Protocol):
+    async def run(self, api: Any) -> object: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +45,15 @@ class ClusterSide:
 
     settings: Settings
     store: PodStore
-    informer: PodInformer
+    node_pods: NodePods
+    informer: Informer
     annotations: PodAnnotations
     pod_events: PodEvents
     node_events: NodeEvents
     rejected_pods: RejectedPods | None
-    node_capacity: NodeCapacity | None
-    node_facts: NodeFactsWriter | None
-    node_allocations: NodeAllocationsWriter | None
+    node_capacity: NodeFieldsWriter[Mapping[str, int]] | None
+    node_facts: NodeFieldsWriter[NodeFacts] | None
+    node_allocations: NodeFieldsWriter[str] | None
     kubelet_facts: KubeletFacts
 
     def late_tasks(self) -> Tasks:
@@ -73,13 +74,15 @@ class ClusterSide:
         """All that needs the API server. While it is away, all of this waits."""
         async with AsyncExitStack() as stack:
             api = await self._open_api(stack)
+            self.node_pods.attach(api)
             async with asyncio.TaskGroup() as group:
                 start_tasks(group, self._tasks(api))
         raise AssertionError("the tasks do not return")
 
     def _tasks(self, api: KubeApi) -> Tasks:
-        clients: dict[str, _UsesApi | None] = {
+        clients: dict[str, _RunsOnApi | None] = {
             "pod informer": self.informer,
+            "kubelet facts": self.kubelet_facts,
             "pod annotations": self.annotations,
             "pod events": self.pod_events,
             "node events": self.node_events,
@@ -88,12 +91,7 @@ class ClusterSide:
             "node allocations": self.node_allocations,
             "rejected pods": self.rejected_pods,
         }
-        tasks: dict[str, Callable[[], Awaitable[object]]] = {"kubelet facts": lambda: self.kubelet_facts.run(api)}
-        for name, client in clients.items():
-            if client is not None:
-                client.attach(api)
-                tasks[name] = client.run
-        return tasks
+        return {name: partial(client.run, api) for name, client in clients.items() if client is not None}
 
     async def _open_api(self, stack: AsyncExitStack) -> KubeApi:
         """The API server's client. Credentials that are not there yet are waited for; a wrong configuration is not."""
@@ -117,19 +115,22 @@ def build_cluster_side(state: NodeState, kubelet_facts: KubeletFacts) -> Cluster
             pods=state.store, resources=names.names, per_minute=settings.allocation.cleanup_per_minute, metrics=metrics
         )
     if settings.gpushare.enabled:
-        node_capacity = NodeCapacity(
-            node_name=node_name, resource=settings.gpushare.count_resource, count=lambda: len(state.gpus().gpus)
+        resource = settings.gpushare.count_resource
+        node_capacity = NodeFieldsWriter(
+            CAPACITY, node_name=node_name, wanted=lambda: {resource: len(state.gpus().gpus)}
         )
     if settings.facts.is_written:
-        node_facts = NodeFactsWriter(node_name=node_name, wanted=lambda: wanted_facts(state))
-        node_allocations = NodeAllocationsWriter(node_name=node_name, wanted=lambda: wanted_allocations(state))
+        node_facts = NodeFieldsWriter(FACTS, node_name=node_name, wanted=lambda: wanted_facts(state))
+        node_allocations = NodeFieldsWriter(ALLOCATIONS, node_name=node_name, wanted=lambda: wanted_allocations(state))
+    node_pods = NodePods(store=state.store, node_name=node_name, resources=names.names)
     return ClusterSide(
         settings=settings,
         store=state.store,
-        informer=PodInformer(store=state.store, node_name=node_name, resources=names.names, metrics=metrics),
+        node_pods=node_pods,
+        informer=Informer(kind="pods", watched=pods_of_node(node_name), handler=node_pods, metrics=metrics),
         annotations=PodAnnotations(pods=state.store, metrics=metrics),
-        pod_events=PodEvents(node_name=node_name, metrics=metrics),
-        node_events=NodeEvents(node_name=node_name),
+        pod_events=PodEvents(node_name, count=metrics.pod_event),
+        node_events=NodeEvents(node_name),
         rejected_pods=rejected_pods,
         node_capacity=node_capacity,
         node_facts=node_facts,

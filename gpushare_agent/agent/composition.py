@@ -102,7 +102,7 @@ class _Subscriptions:
         GpuHealthObserver(state.inventory, self._cluster.node_events, metrics)
         metrics.know_resources(state.names.names)
         metrics.show_node(shown.metrics_page)
-        metrics.show_pod_event_age(lambda: _age(state.store.last_event_at))
+        metrics.show_pod_event_age(lambda: _age(self._cluster.informer.last_message_at))
 
     def _gpus_changed(self, inventory: GpuInventory) -> None:
         self._state.metrics.know_gpus([gpu.uuid for gpu in inventory.gpus])

@@ -11,7 +11,7 @@ import structlog
 from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
 from gpushare_agent.agent.state import NodeState
 from gpushare_agent.agent.values import cdi_specs, driver_version, driver_volumes, runtime_client
-from gpushare_agent.cluster.pod_events import PodEvents
+from gpushare_agent.cluster.events import PodEvents
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.isolation import ISOLATIONS, Preparation
 from gpushare_agent.isolation.devices.cdi_watch import CdiWatch

@@ -200,7 +200,7 @@ def _build_identification(
     kubelet = state.settings.kubelet
     return Identification(
         pods=state.store,
-        fetcher=cluster.informer,
+        fetcher=cluster.node_pods,
         kubelet=facts,
         allocations=state.cache.view,
         refused=refused_pods,

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from gpushare_agent import __version__
 from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
 from gpushare_agent.agent.state import NodeState
-from gpushare_agent.cluster.node_allocations_wanted import allocations_annotation, allocations_by_pod
-from gpushare_agent.cluster.node_facts_wanted import NodeFacts, node_facts
+from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
+from gpushare_agent.cluster.decisions.node_facts import NodeFacts, node_facts
 from gpushare_agent.isolation.vcuda.limits import vdevice_share
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import Refused

@@ -13,7 +13,8 @@ from typing import Any
 
 from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cli.agent_client import Query
-from gpushare_agent.cluster.kube.client import KubeApi, KubeTimeouts, open_kube_api
+from gpushare_agent.cluster.kube.client import ALL_NODES, UNFINISHED, KubeApi, open_kube_api, pods
+from gpushare_agent.cluster.kube.lists import KubeTimeouts
 from gpushare_agent.cluster.kube.pods import parse_pod
 from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.model.errors import Corrupt, NotFound, Unavailable
@@ -30,7 +31,6 @@ HTTP_PORT = "http"
 _LIST_TIMEOUT_S = 120.0
 _GET_TIMEOUT_S = 15.0
 _CURE = "check the rights of your own credentials; docs/cli.md lists those that are needed"
-_NOT_OVER = "status.phase!=Succeeded,status.phase!=Failed"
 
 
 @asynccontextmanager
@@ -44,12 +44,15 @@ async def open_cluster(settings: Settings) -> AsyncIterator[KubeApi]:
 async def read_cluster(api: KubeApi, settings: Settings) -> list[NodeSums]:
     """Every node that has GPUs, by name, with what its pods hold of them."""
     names = cluster_names(settings)
-    nodes = sorted((node for node in await api.list_nodes(lambda raw: _node(raw, names)) if node), key=lambda n: n.name)
-    pods: dict[str, list[Pod]] = {node.name: [] for node in nodes}
-    for pod in await api.list_all_pods(lambda raw: _pod(raw, names), fields=_NOT_OVER):
-        if pod.node_name in pods:
-            pods[pod.node_name].append(pod)
-    return [node_sums(node.name, node.gpus, pods[node.name], names) for node in nodes]
+    nodes, _ = await api.list_all(ALL_NODES, lambda raw: _node(raw, names))
+    of_node: dict[str, list[Pod]] = {node.name: [] for node in nodes}
+    found, _ = await api.list_all(pods(fields=UNFINISHED), lambda raw: _pod(raw, names))
+    for pod in found:
+        if pod.node_name in of_node:
+            of_node[pod.node_name].append(pod)
+    return [
+        node_sums(node.name, node.gpus, of_node[node.name], names) for node in sorted(nodes, key=lambda node: node.name)
+    ]
 
 
 def cluster_names(settings: Settings) -> ResourceNames:
@@ -127,9 +130,8 @@ async def find_agent(api: KubeApi, settings: Settings, *, node: str, namespace: 
         NotFound: there is none, or there are several to choose from.
     """
     fields = f"spec.nodeName={node}" if node else ""
-    found = await api.list_all_pods(
-        lambda raw: _agent_pod(raw, settings.web.port), namespace=namespace, labels=AGENT_LABEL, fields=fields
-    )
+    watched = pods(namespace, labels=AGENT_LABEL, fields=fields)
+    found, _ = await api.list_all(watched, lambda raw: _agent_pod(raw, settings.web.port))
     agents = sorted((agent for agent in found if agent.node == node or not node), key=lambda agent: agent.node)
     place = f"with the label {AGENT_LABEL} in namespace {namespace or '(all)'}"
     if not agents:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.kit.log_writer import say
+from gpushare_agent.kit.log_writer import write_stderr
 from gpushare_agent.kit.sockets import connectable_path
 from gpushare_agent.model.errors import Unavailable
 
@@ -51,7 +51,7 @@ def run(action: str, options: argparse.Namespace, setting: Path | None) -> int:
     request = {"gpu": options.gpu} | ({"reason": options.reason} if action == "cordon" else {})
     answer = ask(path, "POST", f"/{action}", request)
     if answer.status in WRONG_NAME:
-        say(f"gpushare-agent: cannot {action} the GPU: {answer.document.get('error', '')}\n")
+        write_stderr(f"gpushare-agent: cannot {action} the GPU: {answer.document.get('error', '')}\n")
         return 2
     _check(answer, f"{action} the GPU")
     print(reported(action, answer.document))

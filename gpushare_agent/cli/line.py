@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpushare_agent import __version__
-from gpushare_agent.kit.log_writer import say
+from gpushare_agent.kit.log_writer import write_stderr
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.settings.reference import all_keys, help_text
 from gpushare_agent.settings.settings import SettingsError
@@ -123,7 +123,7 @@ class CommandLine:
             shown = "".join(
                 letter if letter.isprintable() else _UNPRINTABLE.get(letter, "\ufffd") for letter in problem
             )
-            say(f"{self.program}: {shown}\n")
+            write_stderr(f"{self.program}: {shown}\n")
         return code
 
 

@@ -18,7 +18,7 @@ from gpushare_agent.isolation.mps.control import MpsControl
 from gpushare_agent.isolation.mps.daemon import MpsDaemonProcess
 from gpushare_agent.isolation.mps.supervision import Condition, MpsSupervision, Timeouts
 from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.kit.systemd import sd_notify
+from gpushare_agent.kit.process import sd_notify
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.settings.settings import Settings
 

@@ -1,8 +1,8 @@
-"""Tells the cluster which GPUs a pod got: annotations on the pod, patched in the background.
+"""Writes onto pods which GPUs they got: annotations, patched in the background.
 
-Never in the admission path: `assigned` only notes what is wanted, `run` sends it. The annotations are for people, for
+Never in the admission path: `assigned` only queues what is wanted, `run` patches. The annotations are for people, for
 the scheduler extender and for gpu-manager's tools; the agent itself never relies on them. `predicate-node` and
-`predicate-time` are the extender's and are not written here. The mutable state is the queue: the newest wish per pod.
+`predicate-time` are the extender's and are not written here. The mutable state is the queue: the newest request per pod.
 Format: docs/formats.md, section 1.
 """
 
@@ -15,7 +15,6 @@ from typing import NoReturn, Protocol
 
 import structlog
 
-from gpushare_agent.cluster.kube.slot import ApiSlot
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Unavailable
 from gpushare_agent.model.names import (
@@ -31,13 +30,13 @@ from gpushare_agent.model.pods import ContainerKind, Pod
 log = structlog.get_logger(__name__)
 
 QUEUE_LIMIT = 1024
-"""More pods than a node can hold; beyond it the oldest wish is dropped."""
+"""More pods than a node can hold; beyond it the oldest request is dropped."""
 
 
 class PatchesPods(Protocol):
     async def patch_pod_annotations(
         self, namespace: str, name: str, uid: PodUid, annotations: Mapping[str, str | None]
-    ) -> None: ...
+    ) -> object: ...
 
 
 class KnowsPods(Protocol):
@@ -57,63 +56,56 @@ class PodAnnotations:
         self,
         *,
         pods: KnowsPods,
-        api: PatchesPods | None = None,
         metrics: CountsPatches | None = None,
         backoff: Backoff | None = None,
     ) -> None:
         self._pods = pods
-        self._api: ApiSlot[PatchesPods] = ApiSlot(api)
         self._metrics = metrics
         self._backoff = backoff or Backoff(base_s=0.5, cap_s=30.0)
-        self._wishes: OrderedDict[PodUid, tuple[Pod, dict[str, str]]] = OrderedDict()
+        self._requests: OrderedDict[PodUid, tuple[Pod, dict[str, str]]] = OrderedDict()
         self._is_wanted = asyncio.Event()
 
-    def attach(self, api: PatchesPods) -> None:
-        """The API server's client, once it is open."""
-        self._api.put(api)
-
     def assigned(self, pod: Pod, gpu_indexes: Mapping[int, tuple[int, ...]]) -> None:
-        """Note the GPU indexes of main containers, by position in spec.containers. What was noted for other positions
+        """Queue the GPU indexes of main containers, by position in spec.containers. What was queued for other positions
         of the pod and is not yet sent stays."""
-        self._wish(pod, wanted_annotations(pod, gpu_indexes))
+        self._request(pod, wanted_annotations(pod, gpu_indexes))
 
     def memory_assigned(self, pod: Pod, gpu_index: int, now_ns: int) -> None:
-        """Note the GPU of a pod's GPUShare memory, as GPUShare's device plugin and inspection tool do. `now_ns`, since the
+        """Queue the GPU of a pod's GPUShare memory, as GPUShare's device plugin and inspection tool do. `now_ns`, since the
         epoch, counts where no extender has written its own time."""
         wanted = {GPUSHARE_ASSIGNED_ANNOTATION: "true", GPUSHARE_INDEX_ANNOTATION: str(gpu_index)}
         if GPUSHARE_ASSUME_TIME_ANNOTATION not in pod.annotations:
             wanted[GPUSHARE_ASSUME_TIME_ANNOTATION] = str(now_ns)
-        self._wish(pod, wanted)
+        self._request(pod, wanted)
 
-    def _wish(self, pod: Pod, wanted: Mapping[str, str]) -> None:
-        _, earlier = self._wishes.get(pod.uid, (pod, {}))
-        self._wishes[pod.uid] = (pod, {**earlier, **wanted})
-        if len(self._wishes) > QUEUE_LIMIT:
-            _, (dropped, _) = self._wishes.popitem(last=False)
+    def _request(self, pod: Pod, wanted: Mapping[str, str]) -> None:
+        _, earlier = self._requests.get(pod.uid, (pod, {}))
+        self._requests[pod.uid] = (pod, {**earlier, **wanted})
+        if len(self._requests) > QUEUE_LIMIT:
+            _, (dropped, _) = self._requests.popitem(last=False)
             self._count("dropped")
             log.warning("pod_annotations_dropped", pod=f"{dropped.namespace}/{dropped.name}", reason="queue is full")
         self._is_wanted.set()
 
-    async def run(self) -> NoReturn:
-        """Send wishes, the oldest first, until cancelled."""
-        api = await self._api.get()
+    async def run(self, api: PatchesPods) -> NoReturn:
+        """Patch the pods, the oldest request first, until cancelled."""
         failures = 0
         while True:
-            while not self._wishes:
+            while not self._requests:
                 self._is_wanted.clear()
                 await self._is_wanted.wait()
-            uid = next(iter(self._wishes))
-            pod, wanted = self._wishes[uid]
+            uid = next(iter(self._requests))
+            pod, wanted = self._requests[uid]
             if await self._send(api, pod, wanted):
                 failures = 0
-                if uid in self._wishes and self._wishes[uid][1] == wanted:
-                    del self._wishes[uid]
+                if uid in self._requests and self._requests[uid][1] == wanted:
+                    del self._requests[uid]
             else:
                 failures += 1
                 await asyncio.sleep(self._backoff.delay_s(failures))
 
     async def _send(self, api: PatchesPods, pod: Pod, wanted: Mapping[str, str]) -> bool:
-        """Whether the wish is done with: sent, needless, or refused for good."""
+        """Whether the request is done with: sent, needless, or refused for good."""
         present = (self._pods.get(pod.uid) or pod).annotations
         different = {name: value for name, value in wanted.items() if present.get(name) != value}
         if not different:

@@ -22,9 +22,10 @@ import structlog
 from pydantic import ValidationError
 
 from gpushare_agent.agent.values import resource_names
-from gpushare_agent.cluster.cluster_informer import ClusterInformer
-from gpushare_agent.cluster.event_queue import EventQueue
-from gpushare_agent.cluster.kube.cluster import ALL_NODES, LIVE_PODS, config_map
+from gpushare_agent.cluster.events import EventRecorder
+from gpushare_agent.cluster.informer import Informer
+from gpushare_agent.cluster.kube.client import ALL_NODES
+from gpushare_agent.cluster.kube.cluster import LIVE_PODS, config_map
 from gpushare_agent.extender.bind import Binder, BindTiming
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
 from gpushare_agent.extender.cluster_state import ClusterState
@@ -40,8 +41,8 @@ from gpushare_agent.extender.quota_watch import QuotaFeed, QuotaKeeper
 from gpushare_agent.extender.tls import Tls
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.extender.verbs import Extender, in_steps
+from gpushare_agent.kit.process import sd_notify
 from gpushare_agent.kit.supervision import forever, stop_task
-from gpushare_agent.kit.systemd import sd_notify
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.settings import Settings
@@ -64,12 +65,13 @@ class ExtenderParts:
     """Everything that runs. `listed_in` is the term in which the cluster was last listed from its beginning."""
 
     settings: ExtenderSettings
+    api: ClusterApi
     state: ClusterState
     election: LeaderElection | AlwaysLeads
-    informers: tuple[ClusterInformer, ...]
+    informers: tuple[Informer, ...]
     binder: Binder
     extender: Extender
-    events: EventQueue
+    events: EventRecorder
     metrics: ExtenderMetrics
     web: ExtenderWeb
     pods: PodsFeed
@@ -107,9 +109,12 @@ async def serve(parts: ExtenderParts, stop: asyncio.Event, *, on_listed: Callabl
         web = group.create_task(forever("extender web", parts.web.run), name="extender web")
         tasks = [
             group.create_task(forever("binds", parts.binder.run), name="binds"),
-            group.create_task(forever("events", parts.events.run), name="events"),
+            group.create_task(forever("events", lambda: parts.events.run(parts.api)), name="events"),
             group.create_task(forever("leadership", lambda: _list_when_leading(parts, on_listed)), name="leadership"),
-            *(group.create_task(forever("informer", one.run), name="informer") for one in parts.informers),
+            *(
+                group.create_task(forever("informer", partial(one.run, parts.api)), name="informer")
+                for one in parts.informers
+            ),
         ]
         election, label = parts.election, parts.label
         if label is not None:
@@ -141,7 +146,7 @@ def build(settings: Settings, api: ClusterApi) -> ExtenderParts:
     policy = ClusterPolicy(names=names, share_policy=settings.placement.share_policy, node_policy=chosen.node_policy)
     state = ClusterState(policy=policy, quota=quota, on_change=quota.reserved)
     election = _election(chosen, api)
-    events = EventQueue(api=api)
+    events = EventRecorder(socket.gethostname())
     pods = PodsFeed(state=state, names=names, metrics=metrics, quota=quota, leads=election.leads)
     writes = PodWrites(api=api, names=names, leads=election.leads)
     timing = BindTiming(bind_s=chosen.bind_timeout_s, assume_s=chosen.assume_timeout_s)
@@ -149,12 +154,12 @@ def build(settings: Settings, api: ClusterApi) -> ExtenderParts:
     extender = Extender(state=state, binder=binder, metrics=metrics, reserves_at_filter=chosen.reserve == "filter")
     read = partial(read_node, names=names, model_label=chosen.model_label, pool_label=chosen.pool_label)
     nodes = NodesFeed(state=state, read=read, metrics=metrics, quota=quota, reported=pods.reported)
-    quotas = QuotaFeed(keeper=quota, events=events, metrics=metrics, component=socket.gethostname())
+    quotas = QuotaFeed(keeper=quota, events=events, metrics=metrics)
     of_quota = config_map(chosen.quota_namespace, chosen.quota_name)
     informers = (
-        ClusterInformer(kind="configmap", watched=of_quota, api=api, sink=quotas, metrics=metrics),
-        ClusterInformer(kind="nodes", watched=ALL_NODES, api=api, sink=nodes, metrics=metrics),
-        ClusterInformer(kind="pods", watched=LIVE_PODS, api=api, sink=pods, metrics=metrics, lists=pods),
+        Informer(kind="configmap", watched=of_quota, handler=quotas, metrics=metrics),
+        Informer(kind="nodes", watched=ALL_NODES, handler=nodes, metrics=metrics),
+        Informer(kind="pods", watched=LIVE_PODS, handler=pods, metrics=metrics),
     )
     web = ExtenderWeb(
         door=_door(chosen),
@@ -166,6 +171,7 @@ def build(settings: Settings, api: ClusterApi) -> ExtenderParts:
     )
     parts = ExtenderParts(
         settings=chosen,
+        api=api,
         state=state,
         election=election,
         informers=informers,

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import structlog
 
+from gpushare_agent.cluster.informer import Handler
 from gpushare_agent.cluster.kube.pods import pod_uid
 from gpushare_agent.extender.nodes import NodeReading
 from gpushare_agent.extender.pod_plan import plan_annotations
@@ -73,10 +74,11 @@ class CountsOddities(Protocol):
     def disagreed(self) -> None: ...
 
 
-class PodsFeed:
-    """A sink for cluster_informer.py, which hears of its lists as well: a bind reads pods of which the informer may never
-    have heard. `waiting` are the pods without a node that ask for something of ours. A replica that does not lead compares
-    no annotations, for it does not know what the leader has reserved; it hears of every pod anew when it leads."""
+class PodsFeed(Handler):
+    """The handler of the informer of pods. It compares lists with the reservations as well: a bind reads pods that the
+    informer may never have listed. `waiting` are the pods without a node that ask for something of ours. A replica that
+    does not lead compares no annotations, for it does not know what the leader has reserved; it lists every pod anew when
+    it leads."""
 
     def __init__(
         self,
@@ -130,9 +132,10 @@ class PodsFeed:
     def list_begins(self) -> None:
         self._before_list = {reservation.pod_uid for reservation in self._state.reservations()}
 
-    def list_ended(self, keys: Collection[str]) -> None:
+    def list_ended(self, keys: Collection[str], missing: Collection[str], version: str) -> None:
         """A pod that had a reservation before the API server was asked, and is not listed, is gone, whether the informer
         ever knew of it or not."""
+        super().list_ended(keys, missing, version)
         self._missing |= self._before_list.difference(keys)
         self._before_list = set()
         self._drop_missing()
@@ -226,8 +229,8 @@ def _may_be_reported(pod: Pod, said: Mapping[str, str], reservation: Reservation
     return bool(pod.node_name) and is_here and not is_confirmed
 
 
-class NodesFeed:
-    """A sink for cluster_informer.py. `told` hears of the pods that a node's agent names."""
+class NodesFeed(Handler):
+    """The handler of the informer of nodes. `reported` is called with the pods that a node's agent names."""
 
     def __init__(
         self,

@@ -13,7 +13,8 @@ from typing import Any, NoReturn, Protocol
 
 import structlog
 
-from gpushare_agent.cluster.kube.cluster import Watched, labelled_pods
+from gpushare_agent.cluster.kube.client import pods
+from gpushare_agent.cluster.kube.lists import Watched
 from gpushare_agent.cluster.kube.pods import pod_uid
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound
@@ -34,11 +35,11 @@ _CURE = "POD_NAME and POD_NAMESPACE must name this pod, and the service account 
 class LabelsPods(Protocol):
     """The part of the API server that is needed here (cluster/kube/cluster.py)."""
 
-    async def get_pod_now(self, namespace: str, name: str) -> dict[str, Any]: ...
+    async def get_pod(self, namespace: str, name: str) -> dict[str, Any]: ...
 
     async def list_all(self, watched: Watched, read: Callable[[dict[str, Any]], str]) -> tuple[list[str], str]: ...
 
-    async def label_pod(
+    async def patch_pod_labels(
         self, namespace: str, name: str, uid: PodUid, labels: Mapping[str, str | None]
     ) -> dict[str, Any]: ...
 
@@ -105,14 +106,14 @@ class LeaderLabel:
 
     async def _claim(self) -> None:
         """First from the others, then on our own: a moment without a leader's label costs less than two."""
-        own = await self._api.get_pod_now(self._namespace, self._name)
+        own = await self._api.get_pod(self._namespace, self._name)
         uid, labels = pod_uid(own), _labels(own)
         app = labels.get(APP_LABEL)
         if isinstance(app, str) and app:
             await self._strip_others({APP_LABEL: app, ROLE_LABEL: LEADER})
         self._may_be_left = True
         if labels.get(ROLE_LABEL) != LEADER and self._election.leads():
-            await self._api.label_pod(self._namespace, self._name, uid, {ROLE_LABEL: LEADER})
+            await self._api.patch_pod_labels(self._namespace, self._name, uid, {ROLE_LABEL: LEADER})
             log.info("leader_labelled", pod=f"{self._namespace}/{self._name}", label=f"{ROLE_LABEL}={LEADER}")
 
     async def _strip_others(self, labels: Mapping[str, str]) -> None:
@@ -124,12 +125,13 @@ class LeaderLabel:
                 others[name] = uid
             return name
 
-        await self._api.list_all(labelled_pods(self._namespace, labels), read)
+        selector = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
+        await self._api.list_all(pods(self._namespace, labels=selector), read)
         for name, uid in sorted(others.items()):
             if not self._election.leads():
                 return
             try:
-                await self._api.label_pod(self._namespace, name, uid, {ROLE_LABEL: None})
+                await self._api.patch_pod_labels(self._namespace, name, uid, {ROLE_LABEL: None})
             except (NotFound, Conflict):
                 continue  # gone, and its label with it
             log.info("former_leader_unlabelled", pod=f"{self._namespace}/{name}")
@@ -137,10 +139,10 @@ class LeaderLabel:
     async def _drop(self) -> None:
         if not self._may_be_left:
             return
-        own = await self._api.get_pod_now(self._namespace, self._name)
+        own = await self._api.get_pod(self._namespace, self._name)
         uid = pod_uid(own)
         if ROLE_LABEL in _labels(own):
-            await self._api.label_pod(self._namespace, self._name, uid, {ROLE_LABEL: None})
+            await self._api.patch_pod_labels(self._namespace, self._name, uid, {ROLE_LABEL: None})
         self._may_be_left = False
 
     def _complain(self, is_leading: bool, error: str, pause_s: float) -> None:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from gpushare_agent.cluster.kube.quantities import whole_number
-from gpushare_agent.cluster.node_annotations import (
+from gpushare_agent.cluster.decisions.node_annotations import (
     ALLOCATIONS_ANNOTATION,
     ALLOCATIONS_SCHEMA,
     GPUS_ANNOTATION,
@@ -23,6 +22,7 @@ from gpushare_agent.cluster.node_annotations import (
     parse_document,
     parse_gpus,
 )
+from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.extender.values import Charge, ClusterNode, NodeGpu
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid

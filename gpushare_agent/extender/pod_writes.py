@@ -42,13 +42,13 @@ FOREIGN_REMOVED = 64
 class BindsPods(Protocol):
     """The part of the API server that is needed here (cluster/kube/cluster.py)."""
 
-    async def annotate_pod(
+    async def patch_pod_annotations(
         self, namespace: str, name: str, uid: PodUid, annotations: Mapping[str, str | None]
     ) -> dict[str, Any]: ...
 
     async def bind_pod(self, namespace: str, name: str, uid: PodUid, node: str, resource_version: str) -> None: ...
 
-    async def get_pod_now(self, namespace: str, name: str) -> dict[str, Any]: ...
+    async def get_pod(self, namespace: str, name: str) -> dict[str, Any]: ...
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class PodWrites:
         return self._leads()
 
     async def read(self, namespace: str, name: str) -> Pod:
-        return lean_pod(await self._api.get_pod_now(namespace, name), self._names)
+        return lean_pod(await self._api.get_pod(namespace, name), self._names)
 
     async def bind_plain(self, pod: Pod, node: str) -> None:
         """Of a pod that asks for nothing of ours: once, for there is nothing to lose."""
@@ -158,7 +158,7 @@ class PodWrites:
         self._check_leads()
         bind.is_annotated = True
         try:
-            raw_pod = await self._api.annotate_pod(
+            raw_pod = await self._api.patch_pod_annotations(
                 reservation.namespace, reservation.pod, reservation.pod_uid, annotations
             )
         except NotFound:
@@ -175,7 +175,7 @@ class PodWrites:
 
     async def is_gone(self, reservation: Reservation) -> bool:
         try:
-            raw_pod = await self._api.get_pod_now(reservation.namespace, reservation.pod)
+            raw_pod = await self._api.get_pod(reservation.namespace, reservation.pod)
         except NotFound:
             return True
         return lean_pod(raw_pod, self._names).uid != reservation.pod_uid
@@ -184,7 +184,7 @@ class PodWrites:
         """Removes the annotations from a pod that was not bound."""
         nothing = dict.fromkeys(extender_annotations(reservation, 0))
         self._check_leads()
-        await self._api.annotate_pod(reservation.namespace, reservation.pod, reservation.pod_uid, nothing)
+        await self._api.patch_pod_annotations(reservation.namespace, reservation.pod, reservation.pod_uid, nothing)
 
     def _check_leads(self) -> None:
         if not self._leads():

@@ -1,4 +1,4 @@
-"""The quota in force, and what counts against it: a sink for the ConfigMap's informer, and the extender's quota check.
+"""The quota in force, and what counts against it: the handler of the ConfigMap's informer, and the extender's quota check.
 
 A ConfigMap that cannot be read leaves the last good one in force; where there never was one, pods that ask for GPUs are
 refused until it is corrected, as gpu-admission means to. An absent ConfigMap is no quota. The mutable state is: the quota,
@@ -8,13 +8,12 @@ what is used, and what the pods that we know ask for. Format and table: docs/quo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import structlog
 
-from gpushare_agent.cluster.event_queue import raw_event
+from gpushare_agent.cluster.informer import Handler
 from gpushare_agent.cluster.kube.pods import resource_version
 from gpushare_agent.extender.quota import QUOTA_KEY, Quota, check_quota, parse_quota
 from gpushare_agent.extender.quota_use import Usage, use_of
@@ -29,10 +28,10 @@ log = structlog.get_logger(__name__)
 MALFORMED = "QuotaMalformed"
 
 
-class NotesEvents(Protocol):
-    """cluster/event_queue.py."""
+class RecordsEvents(Protocol):
+    """cluster/events.py."""
 
-    def note(self, key: tuple[str, ...], make: Callable[[], dict[str, Any]]) -> bool: ...
+    def record(self, involved: Mapping[str, str], reason: str, message: str, *, key: tuple[str, ...]) -> bool: ...
 
 
 class CountsQuota(Protocol):
@@ -130,14 +129,13 @@ class QuotaKeeper:
         self._usage.remove(uid)
 
 
-class QuotaFeed:
-    """A sink for cluster_informer.py, of the one ConfigMap."""
+class QuotaFeed(Handler):
+    """The handler of the informer of the one ConfigMap."""
 
-    def __init__(self, *, keeper: QuotaKeeper, events: NotesEvents, metrics: CountsQuota, component: str) -> None:
+    def __init__(self, *, keeper: QuotaKeeper, events: RecordsEvents, metrics: CountsQuota) -> None:
         self._keeper = keeper
         self._events = events
         self._metrics = metrics
-        self._component = component
         self._was_good = False
 
     def key(self, raw: dict[str, Any]) -> str:
@@ -184,15 +182,5 @@ class QuotaFeed:
             "uid": str(metadata.get("uid", "")),
             "resourceVersion": resource_version(raw),
         }
-        self._events.note(
-            (MALFORMED, namespace, name, error),
-            lambda: raw_event(
-                involved,
-                namespace=namespace,
-                type_="Warning",
-                reason=MALFORMED,
-                message=f"{error}. Meanwhile {then}.",
-                node_name=self._component,
-                now=datetime.now(UTC),
-            ),
-        )
+        message = f"{error}. Meanwhile {then}."
+        self._events.record(involved, MALFORMED, message, key=(MALFORMED, namespace, name, error))

@@ -23,24 +23,24 @@ T = TypeVar("T")
 
 
 class DaemonThread:
-    """One worker, for calls that may hang on the same thing. `advice` ends every complaint: what to check."""
+    """One worker, for calls that may hang on the same thing. `advice` ends every error's text: what to check."""
 
     def __init__(self, name: str, *, advice: str) -> None:
         self._name = name
         self._advice = advice
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._under_way: asyncio.Future[Any] | None = None
         self._overdue_at = 0.0
 
     async def call(self, blocking: Callable[[], T], what: str, timeout_s: float) -> T:
-        """What `blocking` returns or raises. Cancelled, the call goes on in its thread and nobody hears of it.
+        """What `blocking` returns or raises. Cancelled, the call goes on in its thread and its result is dropped.
 
         Raises:
             Unavailable: no answer in time, or an earlier call is overdue. `what` names the call in the message.
         """
         answer: asyncio.Future[T] | None = None
         try:
-            async with asyncio.timeout(timeout_s), self._turn:
+            async with asyncio.timeout(timeout_s), self._lock:
                 await self._wait_for_earlier(what)
                 answer = self._start(blocking, what)
                 self._overdue_at = time.monotonic() + timeout_s
@@ -62,15 +62,15 @@ class DaemonThread:
     def _start(self, blocking: Callable[[], T], what: str) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
-        answer.add_done_callback(lambda done: done.exception())  # one that nobody waits for is no news for the log
+        answer.add_done_callback(lambda done: done.exception())  # else asyncio logs an error that nobody waits for
 
         def work() -> None:
             try:
-                settle: Callable[[], None] = partial(answer.set_result, blocking())
+                resolve: Callable[[], None] = partial(answer.set_result, blocking())
             except BaseException as error:  # noqa: BLE001 - handed to the waiting coroutine, whatever it is
-                settle = partial(answer.set_exception, error)
+                resolve = partial(answer.set_exception, error)
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(settle)
+                loop.call_soon_threadsafe(resolve)
 
         try:
             threading.Thread(target=work, name=self._name, daemon=True).start()

@@ -1,6 +1,6 @@
 """Directories and whole files, relative to directory descriptors: no step follows a symbolic link.
 
-What lies where something of another kind is wanted is replaced (`make_room`, which says so in the log); a link itself is
+What is in the place of something of another kind is replaced (`clear_path`, which logs it); a link itself is
 removed, never what it leads to. Errors are OSErrors, for the adapter to rename. No state.
 """
 
@@ -43,19 +43,19 @@ def made_directory(parent: int, name: str, mode: int = DIRECTORY_MODE) -> Iterat
     """The directory `name`, made if need be and in place of anything else, with `mode`."""
     status = status_of(parent, name)
     if status is not None and not stat.S_ISDIR(status.st_mode):
-        make_room(parent, name)
+        clear_path(parent, name)
         status = None
     if status is None:
         os.mkdir(name, mode, dir_fd=parent)
     with opened(name, parent, DIRECTORY) as directory:
         if stat.S_IMODE(os.fstat(directory).st_mode) != mode:
-            os.fchmod(directory, mode)  # the umask, or somebody else's hand
+            os.fchmod(directory, mode)  # the umask, or somebody changed it
         yield directory
 
 
-def make_room(directory: int, name: str) -> None:
-    """Makes room where something of another kind lies."""
-    log.warning("vdevice_path_replaced", name=name, directory=str(Path(f"/proc/self/fd/{directory}").readlink()))
+def clear_path(directory: int, name: str) -> None:
+    """Removes what is in the place of something of another kind."""
+    log.warning("path_replaced", name=name, directory=str(Path(f"/proc/self/fd/{directory}").readlink()))
     remove_tree(directory, name)
 
 
@@ -65,7 +65,7 @@ def replace_file(directory: int, name: str, content: bytes) -> bool:
     if status is not None and stat.S_ISREG(status.st_mode) and _holds(directory, name, content):
         return False
     if status is not None and not stat.S_ISREG(status.st_mode):
-        make_room(directory, name)
+        clear_path(directory, name)
     new = f"{NEW_PREFIX}{secrets.token_hex(8)}"
     file = os.open(new, _NEW_FILE, FILE_MODE, dir_fd=directory)
     try:
@@ -111,7 +111,7 @@ def status_of(directory: int, name: str) -> os.stat_result | None:
 
 
 def remove_tree(parent: int, name: str, depth: int = 0) -> None:
-    """Removes what lies at `name`, a link itself; neither into another file system nor deeper than the agent builds."""
+    """Removes what is at `name`, a link itself; neither into another file system nor deeper than the agent builds."""
     status = os.lstat(name, dir_fd=parent)
     if not stat.S_ISDIR(status.st_mode):
         os.unlink(name, dir_fd=parent)

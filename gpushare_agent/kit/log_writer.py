@@ -1,7 +1,7 @@
-"""Writes log lines from a thread of its own, so that nobody who logs waits for whoever reads standard error.
+"""Writes log lines from a thread of its own, so that logging never waits for whoever reads standard error.
 
-A pipe holds 64 KiB; once it is full and nobody reads it, a write blocks for ever, and on the event loop it would take the
-node's admissions with it. So lines are formatted where they are made (their values may change later) and queued; what
+A pipe takes 64 KiB; once it is full and nobody reads it, a write blocks for ever, and on the event loop it would block
+the node's admissions. So lines are formatted where they are made (their values may change later) and queued; what
 does not fit is dropped and counted, and the count is logged as soon as lines move again. The thread is a daemon and
 starts with the first line.
 
@@ -30,7 +30,7 @@ class LogWriter:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[TextIO, str] | threading.Event] = SimpleQueue()
-        self._lock = threading.Lock()  # never held while something is written
+        self._lock = threading.Lock()  # never locked while something is written
         self._thread: threading.Thread | None = None
         self._dropped = 0
         self._written = 0
@@ -105,14 +105,14 @@ class QueuedHandler(logging.Handler):
         WRITER.flush()
 
 
-def say(text: str) -> None:
+def write_stderr(text: str) -> None:
     """For what ends the process: to standard error, behind the log lines before it, waiting a bounded time."""
     WRITER.put(sys.stderr, text, must_fit=False)
     WRITER.flush()
 
 
 def _write(stream: TextIO, text: str) -> None:
-    """Past the stream's buffer where there is a descriptor: a thread stuck in it would hold its lock at the end."""
+    """Past the stream's buffer where there is a descriptor: a thread stuck in it would keep its lock at the end."""
     try:
         descriptor = stream.fileno()
     except io.UnsupportedOperation:

@@ -1,7 +1,7 @@
 """Logging for the whole process: structlog and the standard library's records through one handler on standard error.
 
-Console text on a terminal, one JSON object a line elsewhere. Whoever logs never waits (log_writer.py). Tracebacks never
-show local variables: they may hold a token, and they bury the message.
+Console text on a terminal, one JSON object a line elsewhere. Logging never waits (log_writer.py). Tracebacks never
+show local variables: they may contain a token, and they hide the message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from gpushare_agent.kit.log_writer import QueuedHandler, say
+from gpushare_agent.kit.log_writer import QueuedHandler, write_stderr
 
 if TYPE_CHECKING:
     from structlog.typing import Processor
@@ -32,7 +32,7 @@ _LIBRARY_LEVELS = {
 
 
 _ACCEPT_FAILED = "socket.accept() out of system resource"
-_SAY_AGAIN_S = 60.0
+_REPEAT_AFTER_S = 60.0
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -63,7 +63,7 @@ def setup_logging(level: str = "info", format: str = "auto") -> None:
         logging.getLogger(name).setLevel(least)
     logging.getLogger("asyncio").addFilter(_FILTER)  # a second time changes nothing
     logging.captureWarnings(True)
-    sys.excepthook = _say_uncaught
+    sys.excepthook = _write_uncaught
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
@@ -90,7 +90,7 @@ def set_log_level(level: str) -> str:
 
 
 class AcceptFailures(logging.Filter):
-    """Lets one line a minute through that says that a connection could not be accepted, and how many lines it stands for.
+    """Lets one line a minute through about connections that could not be accepted, with how many lines it stands for.
 
     While descriptors are used up asyncio's servers fail a hundred thousand times a minute, each time with a traceback.
     """
@@ -98,17 +98,17 @@ class AcceptFailures(logging.Filter):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._said_at = float("-inf")
+        self._reported_at = float("-inf")
         self._left_out = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not str(record.msg).startswith(_ACCEPT_FAILED):
             return True
         now = self._clock()
-        if now - self._said_at < _SAY_AGAIN_S:
+        if now - self._reported_at < _REPEAT_AFTER_S:
             self._left_out += 1
             return False
-        self._said_at = now
+        self._reported_at = now
         if self._left_out:
             record.msg = f"{record.msg} ({self._left_out} more of these were left out)"
         self._left_out = 0
@@ -118,9 +118,9 @@ class AcceptFailures(logging.Filter):
 _FILTER = AcceptFailures()
 
 
-def _say_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The interpreter's own way would wait for whoever reads standard error, and the process would not end."""
-    say("".join(traceback.format_exception(kind, error, trace)))
+def _write_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The interpreter's own hook would wait for whoever reads standard error, and the process would not end."""
+    write_stderr("".join(traceback.format_exception(kind, error, trace)))
 
 
 def _rendering(*, as_json: bool, colors: bool) -> list[Processor]:

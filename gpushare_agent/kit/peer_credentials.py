@@ -1,4 +1,4 @@
-"""Who is at the other end of a unix socket: the kernel's word (SO_PEERCRED, unix(7)), fixed when the peer connected.
+"""Who is at the other end of a unix socket: as the kernel recorded it when the peer connected (SO_PEERCRED, unix(7)).
 
 Not for what that process is: its container is found from the PID, elsewhere. No state.
 """

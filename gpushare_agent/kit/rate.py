@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class TokenBucket:
-    """Holds `burst` tokens at most and regains `rate` a second."""
+    """Has `burst` tokens at most and regains `rate` a second."""
 
     def __init__(self, *, rate: float, burst: float, clock: Callable[[], float]) -> None:
         self._rate = rate

@@ -1,8 +1,8 @@
 """Unix sockets in the file system: binding, stale files, long paths, identities.
 
-A socket address holds 107 bytes of path, and the kubelet's directory may lie deeper than that (a test, a sandbox, a
+A socket address has 107 bytes of path, and the kubelet's directory may be deeper than that (a test, a sandbox, a
 container's volume). Longer paths go through a descriptor of the directory, which also keeps every step in the same
-directory if its name is given to another one meanwhile. Not for listening or accepting: the servers do that. No state.
+directory if another one gets its name meanwhile. Not for listening or accepting: the servers do that. No state.
 """
 
 from __future__ import annotations

@@ -1,19 +1,10 @@
-"""Small rules for tasks in a TaskGroup: bodies that must not end, cycles that may fail, and stopping one task.
-
-No state. What starts and what stops the tasks is the composition's business.
-"""
+"""Small rules for tasks in a TaskGroup: bodies that must not end, stopping one task, waiting for an event. No state."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NoReturn, Protocol
-
-import structlog
-
-from gpushare_agent.model.errors import AgentError
-
-log = structlog.get_logger(__name__)
 
 Tasks = Mapping[str, Callable[[], Awaitable[object]]]
 """Bodies that run for the life of the process, by name."""
@@ -50,21 +41,6 @@ def start_tasks(group: asyncio.TaskGroup, tasks: Tasks) -> None:
     """Each body `forever`, as a task of that name."""
     for name, body in tasks.items():
         group.create_task(forever(name, body), name=name)
-
-
-async def periodic(name: str, interval_s: float, cycle: Callable[[], Awaitable[object]]) -> NoReturn:
-    """Runs `cycle` now and again `interval_s` after each end. A failing cycle is logged and costs one interval.
-
-    This is one of the two edges where every exception is caught: one cycle must not end the others.
-    """
-    while True:
-        try:
-            await cycle()
-        except AgentError as error:
-            log.warning("cycle_failed", cycle=name, error=str(error), next_in_s=interval_s)
-        except Exception:
-            log.exception("cycle_failed", cycle=name, next_in_s=interval_s)
-        await asyncio.sleep(interval_s)
 
 
 async def stop_task(task: asyncio.Task[Any]) -> None:

@@ -1,8 +1,8 @@
 """Notices when something may have changed in one directory, also when the directory itself is replaced.
 
-An event only says "look again": the caller compares what is with what should be. inotify makes it fast; a slow poll
-covers what inotify does not tell (a file system mounted over the directory, an exhausted inotify limit, a lost event).
-Not for following file contents. State owned: one inotify descriptor.
+An event only means "compare again": the caller compares what is there with what should be. inotify makes it fast; a slow
+poll covers what inotify does not report (a file system mounted over the directory, an exhausted inotify limit, a lost
+event). Not for following file contents. State owned: one inotify descriptor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DirectoryWatch:
     async def wait_change(self) -> None:
         """Waits for an event or the next poll, whichever is first.
 
-        It returns at once when the directory was found anew: what happened in it before the watch began is not known.
+        Returns at once when the directory was found anew: what happened in it before the watch began is not known.
         """
         if self._rewatch():
             return
@@ -48,7 +48,7 @@ class DirectoryWatch:
         except TimeoutError:
             return
         if event.mask & _LOST and event.watch is self._watch:
-            self._watch = None  # an inode number can be the same again: the event is believed, not the number
+            self._watch = None  # an inode number can be the same again: the event counts, not the number
 
     def _rewatch(self) -> bool:
         """Puts the watch onto what the path names now; true if that is another directory than before."""

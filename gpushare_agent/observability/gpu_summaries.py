@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION, ReportedGpu, even_gpus, parse_gpus
+from gpushare_agent.cluster.decisions.node_annotations import GPUS_ANNOTATION, ReportedGpu, even_gpus, parse_gpus
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.resources import ResourceNames
 

@@ -1,4 +1,4 @@
-"""Whose process is it? From the text of `/proc/<pid>/cgroup` to a pod's UID and a container's ID.
+"""The owner of a process: from the text of `/proc/<pid>/cgroup` to a pod's UID and a container's ID.
 
 Not for reading files or searching hierarchies: runtime/cgroups.py does that, with the same names of directories. No
 state. Format: docs/formats.md section 4, and cgroups(7) for the lines `<hierarchy>:<controllers>:<path>`.
@@ -6,9 +6,9 @@ state. Format: docs/formats.md section 4, and cgroups(7) for the lines `<hierarc
 What counts in a path, from its beginning on:
 
 - The first pod directory decides, and the directory right below it names the container: a container may make cgroups
-  below its own and call them what it likes, but has no say in what is above.
+  below its own and name them as it likes, but cannot change what is above.
 - A container that the reader itself is below (`own_text`) is passed over: there it is the node (a cluster in a pod) and
-  nobody's peer. An agent on such a node that is in no pod itself is not told apart from an agent of the outer cluster.
+  no peer. An agent on such a node that is in no pod itself cannot be distinguished from an agent of the outer cluster.
 - `..` and then a container without a pod is a neighbour in the reader's own pod: so the kernel writes it for a reader with a
   cgroup namespace of its own.
 - Another container without a pod counts only where no line names a pod: the node's own stands above its pods in every path
@@ -41,12 +41,12 @@ _POD_SYSTEMD = re.compile(rf"(?:[A-Za-z0-9_.@\\-]*-)?pod({_UUID.replace('S', '_'
 _CONTAINER = re.compile(rf"(?:([a-z][a-z0-9]*(?:-[a-z0-9]+)*)-)?({_CONTAINER_ID})(?:\.scope)?")
 """`<ID>`, `crio-<ID>`, `cri-containerd-<ID>.scope`, `docker-<ID>.scope`, `libpod-<ID>.scope`."""
 _MONITOR = "conmon"
-"""`crio-conmon-<ID>.scope` holds the container's monitor, a process of the node and not of the container."""
+"""`crio-conmon-<ID>.scope` is of the container's monitor, a process of the node and not of the container."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerIdentity:
-    """Who a process is, as far as its cgroups say.
+    """Who a process is, as far as its cgroups show.
 
     A pod without a container is a process of the pod's own (a monitor); a container without a pod is one of the reader's
     own pod, seen from inside, or one that no kubelet made.
@@ -57,14 +57,14 @@ class PeerIdentity:
 
 
 NOBODY = PeerIdentity(pod_uid=None, container_id=None)
-"""A process that was looked at and is in no container."""
+"""A process that was read and is in no container."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
     identity: PeerIdentity
     is_weak: bool = False
-    """Says something only where no other line does."""
+    """Counts only where no other line names anything."""
 
 
 def parse_proc_cgroup(text: str, *, own_text: str = "") -> PeerIdentity | None:
@@ -137,8 +137,8 @@ def _identify(path: str, own_path: str) -> _Found | None:
 def _count_shared(directories: list[str], own: list[str]) -> int:
     """How many directories at the beginning the reader is in too, up to the last container among them.
 
-    Only what ends in a container is the reader's node. The pod that holds the reader and the peer alike is not, and no
-    more is the reader's own container, where a peer is in it: both must stay in what is looked at.
+    Only what ends in a container is the reader's node. The pod in which both the reader and the peer are is not, and no
+    more is the reader's own container, where a peer is in it: both must stay in what is parsed.
     """
     common = 0
     while common < min(len(directories), len(own)) and directories[common] == own[common]:
@@ -158,7 +158,7 @@ def _is_pod(directory: str) -> bool:
 
 
 def _agreed(identities: list[PeerIdentity]) -> PeerIdentity | None:
-    """What all of them say, None where two contradict or none says anything.
+    """What all of them name, None where two contradict or none names anything.
 
     A line that names the pod alone agrees with one that names a container of that pod.
     """

@@ -19,7 +19,8 @@ from gpushare_agent.runtime.cgroup_paths import container_id_of, pod_uid_of, spl
 
 MAX_DEPTH = 12
 ANY_NAME_DEPTH = 6
-"""Prefixes above the pods (a node in a container, a user's session) are at most this deep; below it names must tell."""
+"""Prefixes above the pods (a node in a container, a user's session) are at most this deep; below it only directories that
+the kubelet names are followed."""
 MAX_DIRECTORIES = 20_000
 
 
@@ -33,7 +34,7 @@ class FoundDirectory:
 
 
 class CgroupWalk:
-    """One walk below `root`, which may hold one hierarchy or several."""
+    """One walk below `root`, which may have one hierarchy or several."""
 
     def __init__(self, root: Path) -> None:
         self._root = str(root)
@@ -56,7 +57,7 @@ class CgroupWalk:
                 if place is not None:
                     yield place
                 is_of_pod = place is not None and place.pod_uid is not None
-                if not is_of_pod and (depth < ANY_NAME_DEPTH or (depth < MAX_DEPTH and _may_hold_pods(name))):
+                if not is_of_pod and (depth < ANY_NAME_DEPTH or (depth < MAX_DEPTH and _may_contain_pods(name))):
                     pending.append((path, depth + 1))
 
     def containers(self) -> Iterator[FoundDirectory]:
@@ -88,5 +89,5 @@ def _classify(path: str, name: str) -> FoundDirectory | None:
     return FoundDirectory(path=path, pod_uid=uid, container_id=container_id)
 
 
-def _may_hold_pods(name: str) -> bool:
+def _may_contain_pods(name: str) -> bool:
     return "kubepods" in name or name in ("besteffort", "burstable")

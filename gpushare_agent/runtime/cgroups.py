@@ -1,13 +1,11 @@
-"""The cgroups of containers on this node: where they are, which processes are in them, and whose a process is.
+"""The cgroups of containers on this node: where they are, which processes are in them, and the owner of a process.
 
-Works under cgroup v1, v2 and hybrid mounts without being told the driver: the directories' names say it. The plain methods
-block (a read below /sys/fs/cgroup or /proc can wait for the kernel's lock) and are for a thread that does a whole round;
-`…_in_thread` are the same for the event loop, each bounded in time. They may run in several threads at a time.
+Works under cgroup v1, v2 and hybrid mounts, whatever the driver: the directories' names show it. The plain methods block
+(a read below /sys/fs/cgroup or /proc can wait for the kernel's lock) and may run in several threads at a time;
+`…_in_thread` are the same for the event loop, each bounded in time. The container runtime is asked in runtime/cri.py.
 
-Not for asking the container runtime: runtime/cri.py does that.
-
-State owned: which directory each container had in the last walk. It is looked at again at each use, and walked for
-anew where a container is not in it.
+State owned: which directory each container had in the last walk. It is checked at each use, and walked for anew where a
+container is not in it.
 """
 
 from __future__ import annotations
@@ -41,23 +39,32 @@ _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _LEAF_LINKS = 2
 """A directory without subdirectories has two links in the kernel's cgroup file system: no need to list it."""
 
-
 ROUND_TIMEOUT_S = 5.0
 PEER_TIMEOUT_S = 2.0
 
 _GONE = (errno.ENOENT, errno.ENODEV, errno.ENOTDIR)
 
 
-class CgroupKind(StrEnum):
+class CgroupVersion(StrEnum):
     V1 = "v1"
     V2 = "v2"
     HYBRID = "hybrid"
     """v1 controllers, with v2 beside them at `unified`."""
 
 
+def cgroup_version(root: Path) -> CgroupVersion:
+    """Raises Unavailable where `root` is no mounted cgroup hierarchy."""
+    if (root / "cgroup.controllers").exists():
+        return CgroupVersion.V2
+    mounted = {name for name in subdirectories(str(root)) if (root / name / "cgroup.procs").exists()}
+    if not mounted:
+        raise Unavailable(f"{root}: " + ("no cgroup hierarchy is mounted there" if root.is_dir() else "not there"))
+    return CgroupVersion.HYBRID if "unified" in mounted else CgroupVersion.V1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CgroupDir:
-    """The cgroup of one container, in the first hierarchy that has it. `pod_uid` is what the path says, if it does."""
+    """The cgroup of one container, in the first hierarchy that has it. `pod_uid` is None where the path names no pod."""
 
     path: Path
     container_id: str
@@ -70,32 +77,17 @@ class Cgroups:
     def __init__(self, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> None:
         self._root = root
         self._proc = proc
-        self._own_text: str | None = None
+        self._own_text = ""
         self._known: Mapping[str, CgroupDir] = {}
         self._walk_lock = threading.Lock()
-        self._rounds = DaemonThread("cgroups", advice=f"Check {root}; it is looked at again.")
+        self._rounds = DaemonThread("cgroups", advice=f"Check {root}; it is read again.")
         self._peers = DaemonThread("peers", advice=f"Check {proc}; register again.")
 
-    @property
-    def kind(self) -> CgroupKind:
-        """Raises Unavailable where nothing is mounted."""
-        if (self._root / "cgroup.controllers").exists():
-            return CgroupKind.V2
-        if (self._root / "unified" / "cgroup.procs").exists():
-            return CgroupKind.HYBRID
-        if not subdirectories(str(self._root)):
-            raise Unavailable(
-                f"no cgroups are mounted at {self._root}: containers' processes cannot be found;"
-                " mount the host's there, or set runtime.cgroup_root"
-            )
-        return CgroupKind.V1
-
-    def find(self, container_id: str, pod_uid: PodUid | None = None) -> CgroupDir | None:
-        """The container's cgroup, None while it has none. A given UID must agree with what the path says."""
-        return self.find_many([(container_id, pod_uid)]).get(container_id)
-
     def find_many(self, wanted: Iterable[tuple[str, PodUid | None]]) -> Mapping[str, CgroupDir]:
-        """Those that exist, by container ID. One walk at most in each hierarchy, however many are wanted."""
+        """Those that exist, by container ID; where a UID comes with it, the path must name that pod or none.
+
+        One walk at most in each hierarchy, however many are wanted.
+        """
         uids = {container_id: uid for container_id, uid in wanted if container_id_of(container_id) == container_id}
         if any(not _is_there(self._known.get(container_id)) for container_id in uids):
             self._walk_for(uids.keys())
@@ -129,10 +121,10 @@ class Cgroups:
         return found
 
     def identify(self, pid: int) -> PeerIdentity | None:
-        """Whose a process is; None where that cannot be known: PID 0 (another PID namespace), /proc not readable.
+        """The owner of a process; None where that cannot be known: PID 0 (another PID namespace), /proc not readable.
 
         `NOBODY` where it is in no container, its cgroups contradict, or it is gone: a peer that has handed its connection on
-        and ended must not pass for one that cannot be seen. A PID names whoever has it now: hold the connection open.
+        and ended must not count as one that cannot be seen. A PID names whoever has it now: hold the connection open.
         """
         if pid <= 0:
             return None
@@ -142,10 +134,11 @@ class Cgroups:
             return NOBODY if self._is_proc_there() else None
         except OSError:
             return None
-        return parse_proc_cgroup(text, own_text=self._read_own_text()) or NOBODY
+        self._own_text = self._own_text or read_own_text(self._proc)
+        return parse_proc_cgroup(text, own_text=self._own_text) or NOBODY
 
     def check_driver(self, setting: str) -> str | None:
-        """What to tell the user if the setting disagrees with the pods that are there; None if not, or with no pods yet."""
+        """The text for the user if the setting disagrees with the pods that are there; None if not, or with no pods yet."""
         if not setting:
             return None
         seen = sorted({_driver_of(place) for place in CgroupWalk(self._root).places() if place.pod_uid is not None})
@@ -153,21 +146,15 @@ class Cgroups:
             return None
         return (
             f"cgroup-driver is set to {setting}, but the pods below {self._root} have names of {seen[0]}:"
-            " containers are found by their IDs all the same; remove the setting or mend it"
+            " containers are found by their IDs all the same; remove or correct the setting"
         )
-
-    async def find_in_thread(self, container_id: str, pod_uid: PodUid | None = None) -> CgroupDir | None:
-        return (await self.find_many_in_thread([(container_id, pod_uid)])).get(container_id)
 
     async def find_many_in_thread(self, wanted: Iterable[tuple[str, PodUid | None]]) -> Mapping[str, CgroupDir]:
         """Like every `…_in_thread`: raises Unavailable where the file system does not answer in time."""
-        return await self._rounds.call(partial(self.find_many, tuple(wanted)), "looking for cgroups", ROUND_TIMEOUT_S)
+        return await self._rounds.call(partial(self.find_many, tuple(wanted)), "searching cgroups", ROUND_TIMEOUT_S)
 
     async def find_pods_in_thread(self, uids: Collection[PodUid]) -> Mapping[PodUid, list[CgroupDir]]:
-        return await self._rounds.call(partial(self.find_pods, uids), "looking for pods' cgroups", ROUND_TIMEOUT_S)
-
-    async def pids_in_thread(self, directory: CgroupDir) -> list[int]:
-        return await self._rounds.call(partial(self.pids, directory), f"reading {directory.path}", ROUND_TIMEOUT_S)
+        return await self._rounds.call(partial(self.find_pods, uids), "searching pods' cgroups", ROUND_TIMEOUT_S)
 
     async def pids_round_in_thread(self, directories: Iterable[CgroupDir]) -> Mapping[str, list[int] | None]:
         return await self._rounds.call(
@@ -175,11 +162,13 @@ class Cgroups:
         )
 
     async def identify_in_thread(self, pid: int) -> PeerIdentity | None:
-        return await self._peers.call(partial(self.identify, pid), f"looking at process {pid}", PEER_TIMEOUT_S)
+        return await self._peers.call(
+            partial(self.identify, pid), f"reading the cgroup of process {pid}", PEER_TIMEOUT_S
+        )
 
     async def check_driver_in_thread(self, setting: str) -> str | None:
         return await self._rounds.call(
-            partial(self.check_driver, setting), "looking at the pods' cgroups", ROUND_TIMEOUT_S
+            partial(self.check_driver, setting), "reading the pods' cgroups", ROUND_TIMEOUT_S
         )
 
     def _walk_for(self, wanted: Iterable[str]) -> None:
@@ -198,7 +187,7 @@ class Cgroups:
 
     def _hierarchies(self) -> list[Path]:
         try:
-            if self.kind is CgroupKind.V2:
+            if cgroup_version(self._root) is CgroupVersion.V2:
                 return [self._root]
         except Unavailable:
             return []
@@ -206,14 +195,6 @@ class Cgroups:
         first = [name for name in _FIRST_CONTROLLERS if name in names]
         last = [name for name in ("systemd", "unified") if name in names]
         return [self._root / name for name in (*first, *sorted(names - {*first, *last}), *last)]
-
-    def _read_own_text(self) -> str:
-        if self._own_text is None:
-            try:
-                self._own_text = read_proc_text(self._proc / "self" / "cgroup")
-            except OSError:
-                self._own_text = ""
-        return self._own_text
 
     def _is_proc_there(self) -> bool:
         return (self._proc / "self").is_symlink() or (self._proc / "1").is_dir()
@@ -249,7 +230,7 @@ def _read_tree(top: str) -> set[int]:
             # Below the top it went away meanwhile, or its processes are listed above it (a threaded cgroup).
             if directory == top:
                 raise _renamed(e, top) from e
-    pids.discard(0)  # the kernel's word for a process of another PID namespace
+    pids.discard(0)  # so the kernel writes a process of another PID namespace
     return pids
 
 
@@ -269,6 +250,14 @@ def _read_procs(path: str) -> Iterable[int]:
 def read_proc_text(path: Path) -> str:
     """A text of /proc, up to the bound that runtime/cgroup_paths.py takes. Raises OSError."""
     return _read_bounded(str(path), MAX_TEXT_BYTES + 1).decode("utf-8", "replace")
+
+
+def read_own_text(proc: Path) -> str:
+    """The reader's own, empty where it cannot be read. It does not change: keep it."""
+    try:
+        return read_proc_text(proc / "self" / "cgroup")
+    except OSError:
+        return ""
 
 
 def _read_bounded(path: str, limit: int) -> bytes:

@@ -1,6 +1,6 @@
 """The container runtime, asked over its Kubernetes interface (CRI v1): which containers there are, and their processes.
 
-Not for changing anything, and not for the cgroups themselves: runtime/cgroups.py finds those by container ID. The runtime
+Changes nothing. The cgroups themselves are found by container ID in runtime/cgroups.py. The runtime
 may be away for minutes: each call then raises Unavailable in time and the next one connects anew.
 
 State owned: one connection, and which of the known endpoints answered first. It is kept for the client's life: while
@@ -63,7 +63,7 @@ class RuntimeVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeContainer:
-    """One container of a pod. `attempt` counts its restarts; `created_at` is seconds since the epoch."""
+    """One container of a pod. `attempt` counts its restarts."""
 
     id: str
     pod_uid: PodUid
@@ -72,12 +72,11 @@ class RuntimeContainer:
     container_name: str
     attempt: int
     state: RuntimeState
-    created_at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeContainerStatus:
-    """`pid` is the first process's on the host, None where it does not run or the runtime does not say."""
+    """`pid` is the first process's on the host, None where it does not run or the runtime does not report it."""
 
     container: RuntimeContainer
     pid: int | None
@@ -133,7 +132,7 @@ class RuntimeClient:
     async def _call(
         self, method: str, request: betterproto2.Message, answer_type: type[Message]
     ) -> tuple[Path, Message]:
-        """One question and its answer, within the time limit, the choice of an endpoint included."""
+        """One call and its answer, within the time limit, the choice of an endpoint included."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 endpoint = self._chosen or await self._choose()
@@ -205,7 +204,6 @@ def _container(raw: v1.Container | v1.ContainerStatus, endpoint: Path) -> Runtim
         container_name=raw.labels.get(LABEL_CONTAINER_NAME, metadata.name),
         attempt=metadata.attempt,
         state=_STATES.get(raw.state, RuntimeState.UNKNOWN),
-        created_at=raw.created_at / 1e9,
     )
 
 
@@ -217,7 +215,7 @@ _STATES = {
 
 
 def _read_pid(info: dict[str, str]) -> int | None:
-    """containerd and CRI-O put JSON with "pid" under "info"; cri-dockerd says nothing."""
+    """containerd and CRI-O put JSON with "pid" under "info"; cri-dockerd does not."""
     try:
         raw = json.loads(info.get("info", "null"))
     except (ValueError, RecursionError):

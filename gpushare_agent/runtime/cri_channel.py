@@ -1,4 +1,4 @@
-"""One question to the container runtime and its answer: connecting, limits, and errors in this project's words.
+"""One call to the container runtime: connecting, limits, and its errors renamed.
 
 Not for what is asked: runtime/cri.py does that. State owned: none but the connection that a channel is.
 """
@@ -28,7 +28,7 @@ MAX_ANSWER_BYTES = 16 * 1024 * 1024
 """What the kubelet, too, takes from a runtime at most."""
 
 _NO_SUCH = re.compile(r"no such container", re.IGNORECASE)
-"""cri-dockerd passes docker's words on without the status."""
+"""cri-dockerd passes docker's message on without the status."""
 _PREFIX_BYTES = 5
 
 Message = TypeVar("Message", bound=betterproto2.Message)
@@ -65,7 +65,7 @@ async def call_unary(
     except MalformedMessageError as e:
         raise Corrupt(f"{what} answered no valid message: {e}") from e
     except (OSError, StreamTerminatedError, ProtocolError, H2ProtocolError, ssl.SSLError, AssertionError) as e:
-        # AssertionError is grpclib's word for an answer that ends early
+        # grpclib raises AssertionError for an answer that ends early
         raise Unavailable(f"{what} failed: {e or type(e).__name__}; it is asked again later") from e
 
 

@@ -1,7 +1,7 @@
-"""Looks at what the operating system of a node offers: sockets, device nodes, cgroups, directories.
+"""Probes what the operating system of a node offers: sockets, device nodes, /proc, directories.
 
 Used by `gpushare-agent check` before the agent is deployed, so nothing here changes the node: a written probe file is
-removed at once. What is missing is an Unavailable whose text says what was found; the cure is the caller's to tell.
+removed at once. What is missing is an Unavailable whose text names what was found; the cure is the caller's.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from pathlib import Path
 
 from gpushare_agent.kit.peer_credentials import peer_credentials
 from gpushare_agent.kit.pid_namespaces import is_host_pid_namespace
+from gpushare_agent.kit.sockets import MAX_ADDRESS_BYTES
 from gpushare_agent.model.errors import Unavailable
-
-UNIX_PATH_LIMIT_BYTES = 107
-"""sockaddr_un has 108 bytes, the last for the NUL."""
 
 RUNTIME_SOCKETS = tuple(
     Path(path)
@@ -34,7 +32,7 @@ RUNTIME_SOCKETS = tuple(
 )
 """Where the known container runtimes listen by default, in the order in which they are tried."""
 
-_FILE_SYSTEM_ROOM_BYTES = 1 << 20
+_MIN_FREE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +44,7 @@ class WritableDirectory:
 
 
 async def connect_to_socket(path: Path) -> None:
-    """Opens and closes a connection; says nothing on it.
+    """Opens and closes a connection; sends nothing.
 
     Raises:
         Unavailable: no socket there, or nobody listens on it.
@@ -62,7 +60,7 @@ async def _hang_up(writer: asyncio.StreamWriter) -> None:
     writer.close()
     try:
         await writer.wait_closed()
-    except OSError:  # the other side may hang up on a silent guest first; it has answered, and that was the question
+    except OSError:  # the server may close a silent connection first; it has accepted, and that was the question
         return
 
 
@@ -72,7 +70,7 @@ def _socket_reason(path: Path, error: OSError) -> str:
     if error.errno in (errno.ECONNREFUSED, errno.ENOTSOCK):
         return "there, but nobody listens on it" if path.is_socket() else "there, but not a socket"
     if "too long" in str(error):
-        return f"a socket's path may have at most {UNIX_PATH_LIMIT_BYTES} bytes"
+        return f"a socket's path may have at most {MAX_ADDRESS_BYTES} bytes"
     return error.strerror or str(error)
 
 
@@ -80,7 +78,7 @@ def require_device_node(path: Path) -> None:
     """Checks that `path` is a character device that this process may open.
 
     Raises:
-        Unavailable: it is missing, something else, or closed to us.
+        Unavailable: it is missing, something else, or not accessible.
     """
     try:
         mode = path.stat().st_mode
@@ -92,24 +90,10 @@ def require_device_node(path: Path) -> None:
         raise Unavailable(f"{path}: there, but not readable and writable for this user")
 
 
-def cgroup_version(root: Path) -> str:
-    """ "v2", "v1", or "hybrid" (v1 controllers beside v2 at <root>/unified).
-
-    Raises:
-        Unavailable: `root` is no mounted cgroup hierarchy.
-    """
-    if (root / "cgroup.controllers").exists():
-        return "v2"
-    has_v1 = any((root / controller).is_dir() for controller in ("memory", "pids", "cpu"))
-    if has_v1:
-        return "hybrid" if (root / "unified" / "cgroup.controllers").exists() else "v1"
-    raise Unavailable(f"{root}: " + ("no cgroup hierarchy is mounted there" if root.is_dir() else "not there"))
-
-
 async def sees_processes_of_node(node_socket: Path) -> bool:
     """Whether PIDs of this process's namespace are the node's. `node_socket` is one on which the kubelet listens.
 
-    On a node that is itself a container the namespace is not the machine's: there it tells that the kernel has a PID here
+    On a node that is itself a container the namespace is not the machine's: there it counts that the kernel has a PID here
     for the process behind the kubelet's socket. Opens and closes a connection at most.
     """
     if is_host_pid_namespace():
@@ -164,7 +148,7 @@ def require_writable(directory: Path) -> WritableDirectory:
             free = shutil.disk_usage(existing).free
     except OSError as error:
         raise Unavailable(f"{directory}: cannot write in {existing}: {error.strerror or error}") from error
-    if free < _FILE_SYSTEM_ROOM_BYTES:
+    if free < _MIN_FREE_BYTES:
         raise Unavailable(f"{directory}: the disk of {existing} is full ({free} bytes free)")
     return WritableDirectory(directory=existing, free_bytes=free)
 
@@ -173,7 +157,7 @@ def require_readable_file(path: Path) -> None:
     """Opens `path` for reading.
 
     Raises:
-        Unavailable: it is missing, a directory, or closed to us.
+        Unavailable: it is missing, a directory, or not accessible.
     """
     try:
         with path.open("rb") as file:

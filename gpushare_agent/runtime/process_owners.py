@@ -1,11 +1,11 @@
-"""Whose processes are these? Many PIDs at once, from `/proc/<pid>/cgroup`, for the sampling of usage.
+"""The owners of processes: many PIDs at once, from `/proc/<pid>/cgroup`, for the sampling of usage.
 
-The file is read anew each time: it costs as much as reading the start time that would tell whether a remembered answer is
-still this process's (8 µs each, measured), and it is right after a PID was given to another process or a process was moved.
-What costs more, understanding the text, is done once for each text: the processes of a container share it.
+The file is read anew each time: it costs as much as reading the start time that would show whether a cached answer is still
+this process's (8 µs each, measured), and it is right after a PID was given to another process or a process was moved.
+What costs more, parsing the text, is done once for each text: the processes of a container share it.
 
-Not for one peer of a socket: runtime/cgroups.py. State owned: the texts of the last look with what they mean, and the
-owners that it found, for a process that has ended while the driver still counts what it held.
+Not for one peer of a socket: runtime/cgroups.py. State owned: the texts of the last read with what they mean, and the
+owners that it found, for a process that has ended while the driver still counts its memory.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from pathlib import Path
 
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.runtime.cgroup_paths import NOBODY, PeerIdentity, parse_proc_cgroup
-from gpushare_agent.runtime.cgroups import read_proc_text
+from gpushare_agent.runtime.cgroups import read_own_text, read_proc_text
 
-LOOK_TIMEOUT_S = 2.0
+READ_TIMEOUT_S = 2.0
 MAX_PROCESSES = 8_192
-"""Looked at in one round: 16 GPUs with 48 MPS clients each are a tenth of it. Further ones are nobody's."""
+"""Read in one round: 16 GPUs with 48 MPS clients each are a tenth of it. Further ones belong to no container."""
 
 
 class ProcessOwners:
-    """`proc` is the host's /proc: PIDs of another PID namespace are not in it, and are nobody's."""
+    """`proc` is the host's /proc: PIDs of another PID namespace are not in it, and belong to no container."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
         self._own_text = ""
         self._meanings: dict[str, PeerIdentity] = {}
         self._owners: dict[int, PeerIdentity] = {}
-        self._thread = DaemonThread("process-owners", advice=f"Check {proc}; it is looked at again.")
+        self._thread = DaemonThread("process-owners", advice=f"Check {proc}; it is read again.")
 
     async def identify(self, pids: Collection[int]) -> Mapping[int, PeerIdentity]:
         """All of `pids`, in one call of a thread. Raises Unavailable where /proc does not answer in time."""
@@ -39,14 +39,14 @@ class ProcessOwners:
             self._owners = {}
             return {}
         return await self._thread.call(
-            partial(self.look, tuple(pids)), f"looking whose {len(pids)} processes are", LOOK_TIMEOUT_S
+            partial(self.read, tuple(pids)), f"reading the cgroups of {len(pids)} processes", READ_TIMEOUT_S
         )
 
-    def look(self, pids: Collection[int]) -> Mapping[int, PeerIdentity]:
+    def read(self, pids: Collection[int]) -> Mapping[int, PeerIdentity]:
         """The same, blocking; from one thread at a time."""
         before, self._owners = self._owners, {}
         old_meanings, self._meanings = self._meanings, {}
-        self._read_own_text()
+        self._own_text = self._own_text or read_own_text(self._proc)
         for pid in sorted(pids)[:MAX_PROCESSES]:
             try:
                 text = read_proc_text(self._proc / str(pid) / "cgroup")
@@ -58,11 +58,3 @@ class ProcessOwners:
                 meaning = parse_proc_cgroup(text, own_text=self._own_text) or NOBODY
             self._meanings[text] = self._owners[pid] = meaning
         return {pid: self._owners.get(pid, NOBODY) for pid in pids}
-
-    def _read_own_text(self) -> None:
-        """Once: what it says is where this agent is, and that does not change."""
-        if not self._own_text:
-            try:
-                self._own_text = read_proc_text(self._proc / "self" / "cgroup")
-            except OSError:
-                self._own_text = ""

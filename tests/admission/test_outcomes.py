@@ -8,7 +8,7 @@ from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.admission.decisions.explain import Explanation
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.outcomes import OutcomeReporter
-from gpushare_agent.cluster.pod_events import MAX_MESSAGE_CHARS
+from gpushare_agent.cluster.events import MAX_MESSAGE_CHARS
 from gpushare_agent.model.decision_records import Asked, Candidate
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import GpuUuid

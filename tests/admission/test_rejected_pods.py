@@ -138,12 +138,11 @@ async def test_deletions_are_bounded_per_minute() -> None:
             pods=store,
             resources=RESOURCES,
             per_minute=4,
-            api=api,
             metrics=counted,
             period_s=0.001,
             clock=lambda: now[0],
         )
-        async with running(cleaner.run):
+        async with running(lambda: cleaner.run(api)):
             await counted.wait(4)
             await store.wait_cycles(3)
             assert len(server.requests) == 4
@@ -168,8 +167,8 @@ async def test_errors_cost_one_cycle_or_one_pod() -> None:
         answers(200, {}),
     ]
     async with fake_api(others=others) as server, opened(server.url) as api:
-        cleaner = RejectedPods(pods=_store(6), resources=RESOURCES, api=api, metrics=counted, period_s=0.001)
-        async with running(cleaner.run):
+        cleaner = RejectedPods(pods=_store(6), resources=RESOURCES, metrics=counted, period_s=0.001)
+        async with running(lambda: cleaner.run(api)):
             await counted.wait(1)
     names = [request.path.rpartition("-")[2] for request in server.requests]
     assert names[:5] == ["0", "0", "0", "1", "2"]
@@ -185,8 +184,8 @@ async def test_the_embedded_api_server_loses_only_the_rejected() -> None:
             store.upsert(_rejected(raw["metadata"]["name"], number + 1, uid=raw["metadata"]["uid"]))
             server.set_pod_status("default", raw["metadata"]["name"], {"phase": "Failed"})
         server.create_pod(raw_pod("web-7d9f-running"))
-        cleaner = RejectedPods(pods=store, resources=RESOURCES, api=api, metrics=counted, period_s=0.001)
-        async with running(cleaner.run):
+        cleaner = RejectedPods(pods=store, resources=RESOURCES, metrics=counted, period_s=0.001)
+        async with running(lambda: cleaner.run(api)):
             await counted.wait(2)
         left = sorted(raw["metadata"]["name"] for raw in server.pods())
     assert left == ["web-7d9f-2", "web-7d9f-3", "web-7d9f-4", "web-7d9f-running"]

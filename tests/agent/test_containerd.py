@@ -13,6 +13,7 @@ from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.cri import RuntimeState, open_runtime
+from tests.support_cgroups import find_cgroup
 from tests.support_containerd import CGROUP_ROOT, Containerd, running_container, running_containerd, why_not
 
 pytestmark = pytest.mark.containers
@@ -57,17 +58,17 @@ async def test_every_process_of_a_container_is_found_and_known(containerd: Conta
     ):
         await made.wait_processes(3)
         first = (await client.status(made.id)).pid
-        found = await cgroups.find_in_thread(made.id, made.pod_uid)
+        found = find_cgroup(cgroups, made.id, made.pod_uid)
         assert found is not None
         assert first is not None
-        pids = await cgroups.pids_in_thread(found)
+        pids = cgroups.pids(found)
         assert first in pids
         assert len(pids) == 3
         expected = PeerIdentity(pod_uid=made.pod_uid, container_id=made.id)
         assert [cgroups.identify(pid) for pid in pids] == [expected] * 3
 
         await made.execute("/bin/sh", "-c", "sleep 86400 >/dev/null 2>&1 &")
-        later = await cgroups.pids_in_thread(found)
+        later = cgroups.pids(found)
         assert len(later) == 4
         assert set(pids) < set(later)
 
@@ -77,7 +78,7 @@ async def test_every_process_of_a_container_is_found_and_known(containerd: Conta
         assert cgroups.pids(found) == later
         assert cgroups.identify(pids[-1]) == expected
 
-        assert cgroups.find(made.id, other.pod_uid) is None
+        assert find_cgroup(cgroups, made.id, other.pod_uid) is None
         assert set(cgroups.pids_round(cgroups.find_many([(made.id, None), (other.id, None)]).values())) == {
             made.id,
             other.id,
@@ -94,14 +95,14 @@ async def test_a_container_that_ends_has_no_processes_any_more(containerd: Conta
         running_container(containerd, FORKS) as made,
         open_runtime(str(containerd.socket), timeout_s=TIMEOUT_S) as client,
     ):
-        found = cgroups.find(made.id, made.pod_uid)
+        found = find_cgroup(cgroups, made.id, made.pod_uid)
         assert found is not None
         await made.stop()
         status = await client.status(made.id)
         assert (status.container.state, status.pid) == (RuntimeState.EXITED, None)
         with pytest.raises(NotFound):
             cgroups.pids(found)
-        assert cgroups.find(made.id, made.pod_uid) is None
+        assert find_cgroup(cgroups, made.id, made.pod_uid) is None
 
 
 async def test_containers_outlive_the_runtime_and_are_found_after_it(containerd: Containerd) -> None:
@@ -114,7 +115,7 @@ async def test_containers_outlive_the_runtime_and_are_found_after_it(containerd:
             try:
                 with pytest.raises(Unavailable):
                     await client.containers()
-                found = cgroups.find(made.id, made.pod_uid)
+                found = find_cgroup(cgroups, made.id, made.pod_uid)
                 assert found is not None
                 assert before.pid in cgroups.pids(found)
             finally:

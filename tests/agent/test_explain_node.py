@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.cluster.pod_events import COMPONENT
+from gpushare_agent.cluster.events import COMPONENT
 from gpushare_agent.model.decision_records import DecisionRecord, Outcome
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import InnerAgent, open_agent, poll_until, uuid_of, wait_running, wait_until, write_faults

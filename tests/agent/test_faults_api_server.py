@@ -20,6 +20,7 @@ from tests.support_agent import (
     wait_synced,
     wait_until,
 )
+from tests.support_kube import pod_named
 from tests.support_sandbox import SHORT_TIMES, container, open_test_node, pod
 
 SHORT_LOOKUP = "--kubelet.pod-lookup-timeout-s=0.4"
@@ -69,9 +70,7 @@ async def test_pods_known_before_the_api_server_went_are_served_without_it() -> 
     async with open_test_node(times=in_time) as node, open_agent(node, SHORT_LOOKUP) as agent:
         await node.kubelet.stop()
         node.api.create_pod(pod("known", container("a", cores=30, blocks=10), container("b", cores=20, blocks=5)))
-        await wait_until(
-            node, lambda: agent.parts.state.store.by_name("default", "known"), "the pod in the agent's store"
-        )
+        await wait_until(node, lambda: pod_named(agent.parts.state.store, "known"), "the agent to hear of the pod")
         await node.api.stop_listening()
         await node.kubelet.start()
         await wait_running(node, "known")
@@ -107,7 +106,7 @@ async def test_an_api_server_that_stalls_costs_an_admission_its_bound_and_no_mor
         node.api.create_pod(pod("stuck", container(cores=30, blocks=10)))
         assert "API server did not answer" in await _refused(node, "stuck")
         node.api.unstall()
-        await wait_until(node, lambda: agent.parts.state.store.by_name("default", "stuck"), "the watch to go on")
+        await wait_until(node, lambda: pod_named(agent.parts.state.store, "stuck"), "the watch to go on")
         node.api.create_pod(pod("after", container(cores=30, blocks=10)))
         await wait_running(node, "after")
         await wait_ledger_equal(node, agent)
@@ -123,7 +122,7 @@ async def test_an_api_server_that_forgets_its_history_loses_the_agent_nothing() 
         node.api.delete_pod("default", "two", grace_period_s=0)
         node.api.compact()
         await node.api.start_listening()
-        await wait_until(node, lambda: agent.parts.state.store.by_name("default", "two") is None, "a new list")
+        await wait_until(node, lambda: pod_named(agent.parts.state.store, "two") is None, "a new list")
         await wait_ledger_equal(node, agent)
         async with asyncio.timeout(10):
             assert holders_of(agent) == 120

@@ -23,6 +23,7 @@ from tests.support_agent import (
     wait_settled,
     wait_until,
 )
+from tests.support_kube import pod_named
 from tests.support_sandbox import CORE, MEMORY, SHORT_TIMES, container, limits_of, open_test_node, pod, wait_gone
 
 
@@ -137,7 +138,7 @@ async def test_an_old_kubelet_on_which_the_operator_insists_is_never_asked_insid
             await node.kubelet.stop()
             for name in ("twin-1", "twin-2"):
                 node.api.create_pod(pod(name, container(cores=20, blocks=10)))
-            await wait_until(node, lambda: agent.parts.state.store.by_name("default", "twin-2"), "both in the store")
+            await wait_until(node, lambda: pod_named(agent.parts.state.store, "twin-2"), "both heard of")
             await node.kubelet.start()
             await wait_settled(node, "twin-1")
             await wait_settled(node, "twin-2")

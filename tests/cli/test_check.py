@@ -216,22 +216,6 @@ def test_device_nodes_must_be_character_devices(short_dir: Path) -> None:
         node_probes.require_device_node(short_dir / "nvidia1")
 
 
-@pytest.mark.parametrize(
-    ("made", "version"),
-    [
-        (["cgroup.controllers"], "v2"),
-        (["memory/x", "pids/x"], "v1"),
-        (["memory/x", "unified/cgroup.controllers"], "hybrid"),
-    ],
-)
-def test_the_cgroup_version_is_seen_from_the_mounts(short_dir: Path, made: list[str], version: str) -> None:
-    """v2 alone, v1 controllers, or both."""
-    for name in made:
-        (short_dir / name).parent.mkdir(parents=True, exist_ok=True)
-        (short_dir / name).touch()
-    assert node_probes.cgroup_version(short_dir) == version
-
-
 async def test_the_program_prints_json_and_exits_1_on_an_error(short_dir: Path) -> None:
     """The whole program, on a node whose kubelet is gone."""
     async with complete_node(short_dir) as node:

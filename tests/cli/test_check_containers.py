@@ -70,6 +70,7 @@ async def test_without_the_hosts_pids_there_are_warnings(
         if version == "v1":
             (short_dir / "cgroup" / "cgroup.controllers").unlink()
             (short_dir / "cgroup" / "memory").mkdir()
+            (short_dir / "cgroup" / "memory" / "cgroup.procs").touch()
         found = not_ok(await check_node(node.settings(f"--isolation={isolation}")))
     expected = ["cgroups"] * (version == "v1") + ["host processes"] * (isolation == "vcuda")
     assert [f.what for f in found] == ([] if sees_all else expected)

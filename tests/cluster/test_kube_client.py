@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.cluster.kube.client import KubeApi, KubeTimeouts, ListLimits, open_kube_api
+from gpushare_agent.cluster.kube.client import ALL_NODES, KubeApi, open_kube_api, pods, pods_of_node
 from gpushare_agent.cluster.kube.configuration import ConfigurationSource, find_configuration, open_api_client
+from gpushare_agent.cluster.kube.lists import KubeTimeouts, ListLimits
 from gpushare_agent.cluster.kube.session import KubeSession
 from gpushare_agent.model.errors import Conflict, Corrupt, NotFound, Rejected, StartupError, Unavailable
 from gpushare_agent.model.names import PodUid
@@ -55,14 +56,14 @@ def whole(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _watch_all(api: KubeApi) -> list[dict[str, Any]]:
-    async with api.watch_pods(NODE, "7") as events:
+    async with api.watch_all(pods_of_node(NODE), "7") as events:
         return [event async for event in events]
 
 
 async def test_list_asks_the_watch_cache_for_this_node() -> None:
     """A list selects the node, takes any version, carries the token, and returns items and version."""
     async with fake_api(pods=[raw_pod("a")], version="42") as server, opened(server.url) as api:
-        raw_pods, version = await api.list_pods(NODE, whole)
+        raw_pods, version = await api.list_all(pods_of_node(NODE), whole)
     assert ([raw["metadata"]["name"] for raw in raw_pods], version) == (["a"], "42")
     assert server.requests[0].query == {"fieldSelector": "spec.nodeName=node-1", "resourceVersion": "0"}
     assert server.requests[0].headers["authorization"] == "Bearer secret"
@@ -97,14 +98,14 @@ async def test_each_bad_answer_has_its_error(behaviour: Behaviour, error: type[E
 
 async def test_the_servers_own_words_are_in_the_error() -> None:
     """A Status message reaches the reader."""
-    said = raw_status(403, 'pods "p" is forbidden: User cannot get')
-    async with fake_api(others=[answers(403, said)]) as server, opened(server.url) as api:
+    refusal = raw_status(403, 'pods "p" is forbidden: User cannot get')
+    async with fake_api(others=[answers(403, refusal)]) as server, opened(server.url) as api:
         with pytest.raises(Rejected, match=r"answered 403: .* is forbidden: User cannot get.*ClusterRole"):
             await api.get_pod("default", "p", timeout_s=5)
 
 
 async def test_an_endless_answer_is_cut_off() -> None:
-    """An object larger than etcd can hold is refused instead of filling the memory."""
+    """An object larger than etcd can store is refused instead of filling the memory."""
     huge = json.dumps({"x": "y" * (5 << 20)}).encode()
     async with fake_api(others=[answers(200, huge)]) as server, opened(server.url) as api:
         with pytest.raises(Corrupt, match="longer than"):
@@ -117,7 +118,7 @@ async def test_no_server_is_unavailable() -> None:
         url = server.url
     async with opened(url) as api:
         with pytest.raises(Unavailable):
-            await api.list_pods(NODE, whole)
+            await api.list_all(pods_of_node(NODE), whole)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ async def test_a_list_without_its_parts_is_corrupt(body: dict[str, Any]) -> None
     """No list of items, or no version to watch from, is no PodList."""
     async with fake_api(lists=[answers(200, body)]) as server, opened(server.url) as api:
         with pytest.raises(Corrupt, match="no list with"):
-            await api.list_pods(NODE, whole)
+            await api.list_all(pods_of_node(NODE), whole)
 
 
 SMALL = ListLimits(list_bytes=2000, page_bytes=2000)
@@ -168,7 +169,7 @@ async def test_a_list_that_is_too_long_is_read_in_pages(gone_at: int) -> None:
         fake_api(pods=fat, lists=[pages(gone_at=gone_at)]) as server,
         opened(server.url, limits=SMALL) as api,
     ):
-        names, version = await api.list_pods(NODE, lambda raw: str(raw["metadata"]["name"]))
+        names, version = await api.list_all(pods_of_node(NODE), lambda raw: str(raw["metadata"]["name"]))
     assert (names, version) == (["a", "b", "c", "d"], "77")
     first, second, *_, last = [request.query for request in server.requests]
     assert (first.get("limit"), first["resourceVersion"]) == (None, "0")
@@ -181,7 +182,7 @@ async def test_a_list_that_is_too_long_is_read_in_pages(gone_at: int) -> None:
 
 
 async def test_a_list_whose_tokens_never_live_is_a_conflict() -> None:
-    """After a few new starts the caller is told, instead of asking for ever."""
+    """After a few new starts the caller gets an error, instead of asking for ever."""
 
     async def always_gone(server: FakeApiServer, request: Seen, connection: Connection) -> None:
         behaviour = answers_gone if "continue" in request.query else pages()
@@ -192,7 +193,7 @@ async def test_a_list_whose_tokens_never_live_is_a_conflict() -> None:
         opened(server.url, limits=SMALL) as api,
     ):
         with pytest.raises(Conflict):
-            await api.list_pods(NODE, whole)
+            await api.list_all(pods_of_node(NODE), whole)
     assert sum("continue" in request.query for request in server.requests) == 3
 
 
@@ -205,7 +206,7 @@ async def test_one_pod_that_fits_no_page_is_corrupt() -> None:
         opened(server.url, limits=SMALL) as api,
     ):
         with pytest.raises(Corrupt, match="longer than 2000 bytes"):
-            await api.list_pods(NODE, whole)
+            await api.list_all(pods_of_node(NODE), whole)
 
 
 async def test_watch_yields_events_and_bookmarks_in_order() -> None:
@@ -251,7 +252,7 @@ async def test_each_bad_watch_has_its_error(behaviour: Behaviour, error: type[Ex
 async def test_a_left_watch_closes_its_connection() -> None:
     """Leaving the watch early hangs up, so that the server need not send on."""
     async with fake_api(watches=[streams(bookmark("8"))]) as server, opened(server.url) as api:
-        async with api.watch_pods(NODE, "7") as events:
+        async with api.watch_all(pods_of_node(NODE), "7") as events:
             async for _ in events:
                 break
         await server.wait_hung_up()
@@ -267,18 +268,12 @@ async def test_patch_names_the_uid_and_the_annotations() -> None:
     assert request.body == {"metadata": {"uid": "u1", "annotations": {"a": None, "b": "1"}}}
 
 
-@pytest.mark.parametrize(("grace_s", "grace"), [(None, {}), (0, {"gracePeriodSeconds": 0})])
-async def test_delete_is_guarded_by_the_uid(grace_s: int | None, grace: dict[str, int]) -> None:
-    """Deletion names the UID as precondition, and a grace period only where one is given."""
+async def test_delete_is_guarded_by_the_uid() -> None:
+    """Deletion names the UID as precondition, and leaves the grace period to the pod."""
     async with fake_api() as server, opened(server.url) as api:
-        await api.delete_pod("default", "p", UID, grace_s=grace_s)
+        await api.delete_pod("default", "p", UID)
     assert server.requests[0].method == "DELETE"
-    assert server.requests[0].body == {
-        "apiVersion": "v1",
-        "kind": "DeleteOptions",
-        "preconditions": {"uid": "u1"},
-        **grace,
-    }
+    assert server.requests[0].body == {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": "u1"}}
 
 
 async def test_names_are_quoted_in_paths() -> None:
@@ -303,11 +298,11 @@ async def test_can_i_reads_the_review() -> None:
     """The review's answer is the answer; the question names verb, resource and subresource."""
     review = [answers(201, {"status": {"allowed": True}}), answers(201, {"status": {"allowed": False}})]
     async with fake_api(others=review) as server, opened(server.url) as api:
-        assert await api.can_i("patch", "pods/status", "default")
+        assert await api.can_i("patch", "pods/status")
         assert not await api.can_i("list", "pods")
     attributes = [request.body["spec"]["resourceAttributes"] for request in server.requests]
     assert attributes == [
-        {"verb": "patch", "resource": "pods", "subresource": "status", "namespace": "default"},
+        {"verb": "patch", "resource": "pods", "subresource": "status"},
         {"verb": "list", "resource": "pods"},
     ]
 
@@ -406,8 +401,8 @@ async def test_a_rotated_certificate_authority_is_read_again(tmp_path: Path, mon
             api = KubeApi(session, KubeTimeouts(), ListLimits())
             shutil.copy(DATA / "kube-ca.pem", tmp_path / "ca.crt")
             with pytest.raises(Unavailable, match="certificate verify failed"):
-                await api.list_pods(NODE, whole)
-            await api.list_pods(NODE, whole)
+                await api.list_all(pods_of_node(NODE), whole)
+            await api.list_all(pods_of_node(NODE), whole)
         finally:
             await session.close()
     assert [request.headers["authorization"] for request in server.requests] == ["Bearer t"]
@@ -430,9 +425,9 @@ def test_the_explicit_kubeconfig_comes_first(tmp_path: Path) -> None:
 
 
 def test_importing_the_client_does_not_import_the_library() -> None:
-    """kubernetes-asyncio and aiohttp stay out of the process until the door is opened."""
+    """kubernetes-asyncio and aiohttp stay out of the process until a client is opened."""
     program = (
-        "import sys; import gpushare_agent.cluster.kube.client, gpushare_agent.cluster.pod_informer, "
+        "import sys; import gpushare_agent.cluster.kube.client, gpushare_agent.cluster.informer, "
         "gpushare_agent.observability.http.server; print([m for m in ('kubernetes_asyncio', 'aiohttp') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
@@ -448,7 +443,9 @@ async def test_nodes_are_listed_in_pages() -> None:
     """A cluster's list may be long: each page is read and let go before the next is asked for."""
     script = [listing(["a", "b"], "more"), listing(["c"])]
     async with fake_api(others=script) as server, opened(server.url) as api:
-        names = await api.list_nodes(lambda raw: raw["metadata"]["name"] if raw["metadata"]["name"] != "b" else None)
+        names, _ = await api.list_all(
+            ALL_NODES, lambda raw: raw["metadata"]["name"] if raw["metadata"]["name"] != "b" else None
+        )
     assert names == ["a", "c"]
     assert [(seen.path, seen.query) for seen in server.requests] == [
         ("/api/v1/nodes", {"limit": "500"}),
@@ -459,8 +456,9 @@ async def test_nodes_are_listed_in_pages() -> None:
 async def test_pods_are_listed_by_selectors_in_all_namespaces_or_one() -> None:
     """Selectors that are empty are not sent."""
     async with fake_api(lists=[listing(["a"])], others=[listing(["b"])]) as server, opened(server.url) as api:
-        assert await api.list_all_pods(whole, fields="status.phase!=Failed") == [{"metadata": {"name": "a"}}]
-        assert await api.list_all_pods(whole, namespace="ns", labels="a=b") == [{"metadata": {"name": "b"}}]
+        unfinished, _ = await api.list_all(pods(fields="status.phase!=Failed"), whole)
+        of_namespace, _ = await api.list_all(pods("ns", labels="a=b"), whole)
+    assert (unfinished, of_namespace) == ([{"metadata": {"name": "a"}}], [{"metadata": {"name": "b"}}])
     assert [(seen.path, seen.query) for seen in server.requests] == [
         ("/api/v1/pods", {"fieldSelector": "status.phase!=Failed", "limit": "500"}),
         ("/api/v1/namespaces/ns/pods", {"labelSelector": "a=b", "limit": "500"}),
@@ -483,10 +481,10 @@ async def test_the_cure_for_a_missing_right_is_the_callers(tmp_path: Path) -> No
     async with fake_api(others=[answers(403, raw_status(403))]) as server, opened(server.url) as api:
         kubeconfig = write_kubeconfig(tmp_path, server.url, {"token": "secret"})
         async with open_kube_api(kubeconfig=kubeconfig, cure="ask your administrator") as own:
-            with pytest.raises(Rejected, match=r"told to; ask your administrator$"):
-                await own.list_nodes(whole)
+            with pytest.raises(Rejected, match=r"on request; ask your administrator$"):
+                await own.list_all(ALL_NODES, whole)
         with pytest.raises(Rejected, match="service account"):
-            await api.list_nodes(whole)
+            await api.list_all(ALL_NODES, whole)
 
 
 async def test_the_client_and_the_embedded_api_server_agree() -> None:
@@ -494,21 +492,22 @@ async def test_the_client_and_the_embedded_api_server_agree() -> None:
     async with EmbeddedApiServer() as server, opened(server.url, user={"token": server.token}) as api:
         raw = server.create_pod(raw_pod("p"))
         uid = PodUid(raw["metadata"]["uid"])
-        raw_pods, version = await api.list_pods(NODE, whole)
+        raw_pods, version = await api.list_all(pods_of_node(NODE), whole)
         assert [pod["metadata"]["uid"] for pod in raw_pods] == [uid]
-        assert (await api.list_pods("other", whole))[0] == []
-        assert [pod["metadata"]["uid"] for pod in await api.list_all_pods(whole, namespace="default")] == [uid]
-        assert await api.list_all_pods(whole, fields="status.phase!=Pending") == []
-        assert await api.list_nodes(whole) == []
+        assert (await api.list_all(pods_of_node("other"), whole))[0] == []
+        assert [pod["metadata"]["uid"] for pod in (await api.list_all(pods("default"), whole))[0]] == [uid]
+        assert (await api.list_all(pods(fields="status.phase!=Pending"), whole))[0] == []
+        assert (await api.list_all(ALL_NODES, whole))[0] == []
         await api.patch_pod_annotations("default", "p", uid, {"a": "1"})
         assert (await api.get_pod("default", "p", timeout_s=5))["metadata"]["annotations"] == {"a": "1"}
         await _conflicts(lambda: api.patch_pod_annotations("default", "p", PodUid("other"), {"a": "2"}))
         await _conflicts(lambda: api.delete_pod("default", "p", PodUid("other")))
         await api.create_event({"metadata": {"name": "e", "namespace": "default"}, "reason": "R"})
         assert [event["reason"] for event in server.events()] == ["R"]
-        await api.delete_pod("default", "p", uid, grace_s=0)
-        async with api.watch_pods(NODE, version) as events:
-            assert [(await anext(events))["type"] for _ in range(2)] == ["MODIFIED", "DELETED"]
+        await api.delete_pod("default", "p", uid)
+        server.delete_pod("default", "p", grace_period_s=0)
+        async with api.watch_all(pods_of_node(NODE), version) as events:
+            assert [(await anext(events))["type"] for _ in range(3)] == ["MODIFIED", "MODIFIED", "DELETED"]
         with pytest.raises(NotFound):
             await api.get_pod("default", "p", timeout_s=5)
         with pytest.raises(NotFound):
@@ -516,6 +515,6 @@ async def test_the_client_and_the_embedded_api_server_agree() -> None:
         assert await api.can_i("list", "pods")
 
 
-async def _conflicts(call: Callable[[], Awaitable[None]]) -> None:
+async def _conflicts(call: Callable[[], Awaitable[object]]) -> None:
     with pytest.raises(Conflict):
         await call()

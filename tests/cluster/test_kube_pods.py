@@ -137,7 +137,7 @@ def test_what_is_no_whole_quantity_is_corrupt(quantity: Any) -> None:
     ],
 )
 def test_a_pod_has_started_once_a_container_ran(status: dict[str, Any], has_started: bool) -> None:
-    """Running, restarted or ended containers tell of an admission long past; waiting ones do not."""
+    """Running, restarted or ended containers mean that the admission is long past; waiting ones do not."""
     assert parse_pod(raw_pod(status=status)).has_started is has_started
 
 
@@ -277,7 +277,7 @@ def test_junk_anywhere_is_read_or_corrupt(path: tuple[Any, ...], junk: Any) -> N
 
 
 def test_the_ids_of_running_containers_are_kept_without_the_runtimes_name() -> None:
-    """Only of containers that want something, and only what is 64 hexadecimal digits: it is looked for below the cgroups."""
+    """Only of containers that want something, and only what is 64 hexadecimal digits: it is searched below the cgroups."""
     limits = {"limits": {"tencent.com/vcuda-core": "10"}}
     names = ("main", "other", "ended", "odd", "long")
     raw = {
@@ -290,7 +290,7 @@ def test_the_ids_of_running_containers_are_kept_without_the_runtimes_name() -> N
                 {"name": "ended", "containerID": "containerd://" + "ef" * 32, "state": {"terminated": {}}},
                 {"name": "odd", "containerID": "containerd://../../" + "ab" * 32, "state": {"running": {}}},
                 {"name": "long", "containerID": 7, "state": {"running": {}}},
-                {"name": "stranger", "containerID": "cri-o://" + "ab" * 32, "state": {"running": {}}},
+                {"name": "unknown", "containerID": "cri-o://" + "ab" * 32, "state": {"running": {}}},
             ]
         },
     }

@@ -1,4 +1,4 @@
-"""The node's annotation about who holds what: what is in it, and when it is written, through a real socket."""
+"""The node's annotation about the allocations: what is in it, and when it is written, through a real socket."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,9 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.cluster.node_allocations import NodeAllocationsWriter
-from gpushare_agent.cluster.node_allocations_wanted import AllocatedTo, allocations_annotation, allocations_by_pod
-from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION
-from gpushare_agent.cluster.node_writing import ROLE
+from gpushare_agent.cluster.decisions.node_allocations import AllocatedTo, allocations_annotation, allocations_by_pod
+from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION
+from gpushare_agent.cluster.node_fields import ALLOCATIONS, ROLE, NodeFieldsWriter
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
@@ -51,7 +51,7 @@ def ids(*gpus: int, first: int = 0, count: int = 100) -> frozenset[DeviceId]:
     return frozenset(DeviceId(f"GPU-{one}::{number}") for one in gpus for number in range(first, first + count))
 
 
-def holding(
+def allocation(
     name: str = "main", gpus: tuple[int, ...] = (0,), *, uid: PodUid = UID, at: float = 0.0, **more: Any
 ) -> Allocation:
     return Allocation(
@@ -77,7 +77,7 @@ def spec(
     return ContainerSpec(name=name, kind=kind, position=0, requests={NAMES.vcore: cores, NAMES.vmemory: blocks})
 
 
-def held(*allocations: Allocation, known: Pod | None = None) -> dict[str, dict[int, tuple[int, ...]]]:
+def counts_of(*allocations: Allocation, known: Pod | None = None) -> dict[str, dict[int, tuple[int, ...]]]:
     found = allocations_by_pod(allocations, GPUS, lambda uid: known, NAMES)
     return {one.pod_uid: dict(one.gpus) for one in found}
 
@@ -87,49 +87,49 @@ def held(*allocations: Allocation, known: Pod | None = None) -> dict[str, dict[i
 
 def test_a_share_is_its_cores_and_its_blocks_on_its_gpu() -> None:
     """The memory is charged to the GPU of the cores, whatever GPU its IDs name."""
-    share = holding(gpus=(1,), vcore_ids=ids(1, count=30), vmemory_ids=ids(3, count=4))
-    assert held(share) == {UID: {1: (30, 4)}}
+    share = allocation(gpus=(1,), vcore_ids=ids(1, count=30), vmemory_ids=ids(3, count=4))
+    assert counts_of(share) == {UID: {1: (30, 4)}}
 
 
 def test_whole_gpus_are_said_to_be_whole_and_their_memory_is_not_counted() -> None:
     """All of it is theirs."""
-    whole = holding(gpus=(0, 2), vcore_ids=ids(0, 2), vmemory_ids=ids(0, count=8), is_whole=True)
-    assert held(whole) == {UID: {0: (100, 0, 0, 1), 2: (100, 0, 0, 1)}}
+    whole = allocation(gpus=(0, 2), vcore_ids=ids(0, 2), vmemory_ids=ids(0, count=8), is_whole=True)
+    assert counts_of(whole) == {UID: {0: (100, 0, 0, 1), 2: (100, 0, 0, 1)}}
 
 
 def test_ids_that_containers_of_one_pod_share_count_once() -> None:
     """The kubelet hands an init container's IDs to those after it."""
-    first = holding("init", vcore_ids=ids(0, count=50), vmemory_ids=ids(0, count=5), kind=ContainerKind.INIT)
-    then = holding("main", vcore_ids=ids(0, first=20, count=40), vmemory_ids=ids(0, first=3, count=4))
-    assert held(first, then) == {UID: {0: (60, 7)}}
+    first = allocation("init", vcore_ids=ids(0, count=50), vmemory_ids=ids(0, count=5), kind=ContainerKind.INIT)
+    then = allocation("main", vcore_ids=ids(0, first=20, count=40), vmemory_ids=ids(0, first=3, count=4))
+    assert counts_of(first, then) == {UID: {0: (60, 7)}}
 
 
 def test_units_of_gpu_memory_stand_in_the_third_place() -> None:
     """Zeros before them stay, zeros behind are left out."""
-    assert held(holding(gpu_mem_ids=ids(0, count=6))) == {UID: {0: (0, 0, 6)}}
+    assert counts_of(allocation(gpu_mem_ids=ids(0, count=6))) == {UID: {0: (0, 0, 6)}}
 
 
 @pytest.mark.parametrize(
     "missing",
     [
         pytest.param((), id="the second container"),
-        pytest.param((holding("second", (0,), vcore_ids=ids(0, first=30, count=10)),), id="its memory"),
+        pytest.param((allocation("second", (0,), vcore_ids=ids(0, first=30, count=10)),), id="its memory"),
     ],
 )
 def test_a_pod_whose_admission_is_under_way_is_not_named(missing: tuple[Allocation, ...]) -> None:
     """The extender would take half a pod for all of it, and give the other half away."""
-    first = holding("first", vcore_ids=ids(0, count=30), vmemory_ids=ids(0, count=4))
+    first = allocation("first", vcore_ids=ids(0, count=30), vmemory_ids=ids(0, count=4))
     known = pod(spec("first", 30, 4), spec("plain"), spec("second", 10, 2))
-    assert held(first, *missing, known=known) == {}
-    second = holding("second", vcore_ids=ids(0, first=30, count=10), vmemory_ids=ids(0, first=4, count=2))
-    assert held(first, second, known=known) == {UID: {0: (40, 6)}}
+    assert counts_of(first, *missing, known=known) == {}
+    second = allocation("second", vcore_ids=ids(0, first=30, count=10), vmemory_ids=ids(0, first=4, count=2))
+    assert counts_of(first, second, known=known) == {UID: {0: (40, 6)}}
 
 
 def test_a_pod_that_has_started_is_named_with_what_it_has() -> None:
     """Its init container's IDs may be gone from the kubelet's list; nothing more is to come."""
-    main = holding("main", vcore_ids=ids(0, count=30), vmemory_ids=ids(0, count=4))
+    main = allocation("main", vcore_ids=ids(0, count=30), vmemory_ids=ids(0, count=4))
     known = pod(spec("init", 50, 4, ContainerKind.INIT), spec("main", 30, 4), started=True)
-    assert held(main, known=known) == {UID: {0: (30, 4)}}
+    assert counts_of(main, known=known) == {UID: {0: (30, 4)}}
 
 
 @given(
@@ -150,7 +150,7 @@ def test_the_sums_are_those_of_the_allocation_cache(rows: list[tuple[str, int, i
     cache = AllocationCache()
     for uid, number, index, cores, first, blocks in rows:
         cache.put(
-            holding(
+            allocation(
                 f"c{number}",
                 (index,),
                 uid=PodUid(f"{uid}{index}"),
@@ -218,29 +218,29 @@ class NodeObject:
 class Ledger:
     def __init__(self, text: str | None = "first") -> None:
         self.text = text
-        self.looks = 0
-        self._looked = asyncio.Event()
+        self.reads = 0
+        self._is_read = asyncio.Event()
 
     def __call__(self) -> str | None:
-        self.looks += 1
-        self._looked.set()
+        self.reads += 1
+        self._is_read.set()
         return self.text
 
-    async def wait_looks(self, count: int) -> None:
+    async def wait_reads(self, count: int) -> None:
         async with asyncio.timeout(DEADLINE_S):
-            while self.looks < count:
-                self._looked.clear()
-                await self._looked.wait()
+            while self.reads < count:
+                self._is_read.clear()
+                await self._is_read.wait()
 
 
 @asynccontextmanager
 async def running(
     server: FakeApiServer, ledger: Ledger, *, gap_s: float = 0.0, period_s: float = 60.0
-) -> AsyncIterator[NodeAllocationsWriter]:
-    writer = NodeAllocationsWriter(node_name=NODE, wanted=ledger, gap_s=gap_s, period_s=period_s, backoff=FAST)
+) -> AsyncIterator[NodeFieldsWriter[str]]:
+    fields = replace(ALLOCATIONS, gap_s=gap_s, period_s=period_s)
+    writer = NodeFieldsWriter(fields, node_name=NODE, wanted=ledger, backoff=FAST)
     async with opened(server.url) as api, asyncio.TaskGroup() as group:
-        writer.attach(api)
-        task = group.create_task(writer.run(), name="node held")
+        task = group.create_task(writer.run(api), name="node fields")
         try:
             yield writer
         finally:
@@ -286,17 +286,17 @@ async def test_what_the_node_says_already_is_not_written_again() -> None:
     node, ledger = NodeObject("first"), Ledger()
     async with fake_api(others=[node]) as server, running(server, ledger) as writer:
         await wait_requests(server, 1)
-        looks = ledger.looks
+        reads = ledger.reads
         writer.changed()
-        await ledger.wait_looks(looks + 2)
+        await ledger.wait_reads(reads + 2)
         assert methods(server) == ["GET"]
 
 
 async def test_nothing_is_written_until_the_ledger_can_be_trusted() -> None:
-    """An empty text would give away what running pods hold."""
+    """An empty text would give away what running pods have."""
     node, ledger = NodeObject("what the agent before it wrote"), Ledger(None)
     async with fake_api(others=[node]) as server, running(server, ledger) as writer:
-        await ledger.wait_looks(3)
+        await ledger.wait_reads(3)
         assert methods(server) == []
         ledger.text = "known now"
         writer.changed()
@@ -337,5 +337,5 @@ async def test_a_missing_right_is_reported_once_with_what_is_lost_and_the_cure()
             asyncio.timeout(DEADLINE_S),
         ):
             await wait_requests(server, 3)
-    (reported,) = [entry for entry in logs if entry["event"] == "node_held_not_written"]
+    (reported,) = [entry for entry in logs if entry["event"] == "node_fields_not_written"]
     assert ROLE in reported["cure"] and "extender" in reported["lost"]

@@ -1,18 +1,18 @@
-"""The node's labels and annotation are written through a real socket: on change, with patience, and no more than needed."""
+"""The node's labels and annotation are written through a real socket: on change, with back-off, and no more than needed."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.cluster.node_facts import NodeFactsWriter
-from gpushare_agent.cluster.node_facts_wanted import NodeFacts
-from gpushare_agent.cluster.node_writing import ROLE
+from gpushare_agent.cluster.decisions.node_facts import NodeFacts
+from gpushare_agent.cluster.node_fields import FACTS, ROLE, NodeFieldsWriter
 from gpushare_agent.kit.backoff import Backoff
 from tests.support_kube import (
     DEADLINE_S,
@@ -53,8 +53,8 @@ class NodeObject:
         await answers(200, body)(server, request, connection)
 
 
-class Wish:
-    """What the node should have, and the writer's way to ask."""
+class Wanted:
+    """What the node should have."""
 
     def __init__(self, labels: Mapping[str, str] = LABELS, owned: frozenset[str] = frozenset(LABELS)) -> None:
         self.labels, self.owned = dict(labels), owned
@@ -66,17 +66,17 @@ class Wish:
 @asynccontextmanager
 async def running(
     server: FakeApiServer,
-    wish: Callable[[], NodeFacts | None],
+    wanted: Callable[[], NodeFacts | None],
     *,
     period_s: float = 60.0,
     backoff: Backoff = FAST,
     **more: Any,
-) -> AsyncIterator[NodeFactsWriter]:
+) -> AsyncIterator[NodeFieldsWriter[NodeFacts]]:
     """The writer on the server, ended afterwards."""
-    writer = NodeFactsWriter(node_name=NODE, wanted=wish, period_s=period_s, gap_s=0.0, backoff=backoff, **more)
+    fields = replace(FACTS, gap_s=0.0, period_s=period_s)
+    writer = NodeFieldsWriter(fields, node_name=NODE, wanted=wanted, backoff=backoff, **more)
     async with opened(server.url) as api, asyncio.TaskGroup() as group:
-        writer.attach(api)
-        task = group.create_task(writer.run(), name="node facts")
+        task = group.create_task(writer.run(api), name="node fields")
         try:
             yield writer
         finally:
@@ -92,9 +92,9 @@ def methods(server: FakeApiServer) -> str:
 
 
 async def test_the_node_gets_labels_and_annotation_by_a_merge_patch_and_is_then_left_alone() -> None:
-    """One patch that names only what differs; the looks that follow only read."""
+    """One patch that names only what differs; the comparisons that follow only read."""
     node = NodeObject()
-    async with fake_api(others=[node]) as server, running(server, Wish(), period_s=0.005):
+    async with fake_api(others=[node]) as server, running(server, Wanted(), period_s=0.005):
         await server.wait_for(lambda requests: len(requests) >= 5)
     assert patches(server) == [
         {"labels": LABELS, "annotations": {"gpushare-agent/cards": "{}", "gpushare-agent/labels": next(iter(LABELS))}}
@@ -107,15 +107,15 @@ async def test_the_node_gets_labels_and_annotation_by_a_merge_patch_and_is_then_
 
 
 async def test_nothing_is_written_before_the_gpus_were_read() -> None:
-    """Labels of an earlier agent stay on the node, which is not even read; the first look at the GPUs is written."""
-    node, wish = NodeObject(), Wish()
+    """Labels of an earlier agent stay on the node, which is not even read; the first read of the GPUs is written."""
+    node, facts = NodeObject(), Wanted()()
     node.labels["gpushare-agent/gpu.product"] = "P40"
     is_read: list[bool] = []
     asked = asyncio.Event()
 
     def wanted() -> NodeFacts | None:
         asked.set()
-        return wish() if is_read else None
+        return facts if is_read else None
 
     async with fake_api(others=[node]) as server, running(server, wanted) as writer:
         async with asyncio.timeout(DEADLINE_S):
@@ -129,10 +129,10 @@ async def test_nothing_is_written_before_the_gpus_were_read() -> None:
 
 async def test_a_change_is_written_at_once_and_what_no_longer_applies_is_removed() -> None:
     """The period is a minute here; `changed` does not wait for it."""
-    node, wish = NodeObject(), Wish()
-    async with fake_api(others=[node]) as server, running(server, wish) as writer:
+    node, wanted = NodeObject(), Wanted()
+    async with fake_api(others=[node]) as server, running(server, wanted) as writer:
         await server.wait_for(lambda requests: any(r.method == "PATCH" for r in requests))
-        wish.labels = {}
+        wanted.labels = {}
         writer.changed()
         await server.wait_for(lambda requests: sum(r.method == "PATCH" for r in requests) == 2)
     assert patches(server)[1] == {"labels": dict.fromkeys(LABELS), "annotations": {"gpushare-agent/labels": ""}}
@@ -140,9 +140,9 @@ async def test_a_change_is_written_at_once_and_what_no_longer_applies_is_removed
 
 
 async def test_a_change_by_hand_is_put_right_within_a_period() -> None:
-    """Nobody tells the agent of it."""
+    """No event reports it."""
     node = NodeObject()
-    async with fake_api(others=[node]) as server, running(server, Wish(), period_s=0.005):
+    async with fake_api(others=[node]) as server, running(server, Wanted(), period_s=0.005):
         await server.wait_for(lambda requests: any(r.method == "PATCH" for r in requests))
         node.labels.clear()
         await server.wait_for(lambda requests: sum(r.method == "PATCH" for r in requests) == 2)
@@ -150,19 +150,19 @@ async def test_a_change_by_hand_is_put_right_within_a_period() -> None:
 
 
 async def test_a_missing_right_is_one_warning_that_names_the_role() -> None:
-    """Refused again and again, and told once, until an hour is over."""
+    """Refused again and again, and reported once, until an hour is over."""
     now = [0.0]
     script: list[Behaviour] = [FORBIDDEN]
     with capture_logs() as logs:
         async with (
             fake_api(others=script) as server,
-            running(server, Wish(), period_s=0.002, clock=lambda: now[0]),
+            running(server, Wanted(), period_s=0.002, clock=lambda: now[0]),
         ):
             await server.wait_for(lambda requests: len(requests) >= 5)
             now[0] = 3601.0
             seen = len(server.requests)
             await server.wait_for(lambda requests: len(requests) >= seen + 4)
-    reported = [entry for entry in logs if entry["event"] == "node_facts_not_written"]
+    reported = [entry for entry in logs if entry["event"] == "node_fields_not_written"]
     assert len(reported) == 2
     assert all(ROLE in entry["cure"] and "facts.is_written" in entry["cure"] for entry in reported)
     assert "403" in reported[0]["error"] and NODE in reported[0]["error"]
@@ -176,17 +176,17 @@ async def test_a_server_that_is_away_is_tried_again_with_growing_timeouts() -> N
     with capture_logs() as logs:
         async with (
             fake_api(others=script) as server,
-            running(server, Wish(), backoff=NotedBackoff(asked), period_s=0.005),
+            running(server, Wanted(), backoff=NotedBackoff(asked), period_s=0.005),
         ):
             await server.wait_for(lambda requests: len(requests) >= 6)
     assert asked == [1, 2, 3]
-    assert [entry["event"] for entry in logs] == ["node_facts_not_written"] * 3 + ["node_facts_written"]
+    assert [entry["event"] for entry in logs] == ["node_fields_not_written"] * 3 + ["node_fields_written"]
 
 
 async def test_a_server_that_does_not_answer_holds_nothing_up_when_the_agent_ends() -> None:
     """The writer is cancelled in the middle of its call."""
     async with asyncio.timeout(DEADLINE_S):
-        async with fake_api(others=[stalls_before_headers]) as server, running(server, Wish()):
+        async with fake_api(others=[stalls_before_headers]) as server, running(server, Wanted()):
             await server.wait_for(lambda requests: len(requests) == 1)
 
 
@@ -194,13 +194,13 @@ async def test_a_label_that_another_program_holds_is_named_once_and_left() -> No
     """Two writers of one label would take turns for ever."""
     node = NodeObject()
     node.labels["nvidia.com/gpu.count"] = "1"
-    wish = Wish({"nvidia.com/gpu.count": "2"}, frozenset())
+    wanted = Wanted({"nvidia.com/gpu.count": "2"}, frozenset())
     with capture_logs() as logs:
-        async with fake_api(others=[node]) as server, running(server, wish, period_s=0.002):
+        async with fake_api(others=[node]) as server, running(server, wanted, period_s=0.002):
             await server.wait_for(lambda requests: len(requests) >= 5)
     assert node.labels["nvidia.com/gpu.count"] == "1"
-    (held,) = [entry for entry in logs if entry["event"] == "node_labels_held_by_others"]
-    assert held["labels"] == ["nvidia.com/gpu.count"]
+    (reported,) = [entry for entry in logs if entry["event"] == "node_labels_of_others"]
+    assert reported["labels"] == ["nvidia.com/gpu.count"]
 
 
 async def test_labels_that_kubernetes_would_refuse_are_named_once_and_the_others_written() -> None:

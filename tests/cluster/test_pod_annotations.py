@@ -64,8 +64,7 @@ async def test_an_assignment_is_patched() -> None:
     counted = Counted()
     annotations = PodAnnotations(pods=PodStore(), metrics=counted, backoff=FAST)
     annotations.assigned(pod("a"), {0: (2,)})
-    async with fake_api() as server, opened(server.url) as api, running(annotations.run):
-        annotations.attach(api)
+    async with fake_api() as server, opened(server.url) as api, running(lambda: annotations.run(api)):
         await counted.wait(1)
     assert _sent(server) == [{ASSIGNED: "true", f"{INDEX}0": "2"}]
     assert server.requests[0].body["metadata"]["uid"] == "uid-a"
@@ -78,15 +77,15 @@ async def test_only_the_difference_is_sent() -> None:
     store.upsert(pod("a", annotations={ASSIGNED: "false", f"{INDEX}0": "2"}))
     store.upsert(pod("b", annotations={ASSIGNED: "true", f"{INDEX}0": "1"}))
     async with fake_api() as server, opened(server.url) as api:
-        annotations = PodAnnotations(pods=store, api=api, metrics=counted, backoff=FAST)
-        async with running(annotations.run):
+        annotations = PodAnnotations(pods=store, metrics=counted, backoff=FAST)
+        async with running(lambda: annotations.run(api)):
             annotations.assigned(pod("b"), {0: (1,)})
             annotations.assigned(pod("a"), {0: (2,)})
             await counted.wait(1)
     assert _sent(server) == [{ASSIGNED: "true"}]
 
 
-async def test_the_newest_wish_of_a_pod_wins() -> None:
+async def test_the_newest_request_of_a_pod_wins() -> None:
     """A later assignment replaces an unsent earlier one of the same container and keeps those of others."""
     counted = Counted()
     two = pod(containers=tuple(ContainerSpec(name=f"c{at}", kind=ContainerKind.MAIN, position=at) for at in range(2)))
@@ -94,8 +93,7 @@ async def test_the_newest_wish_of_a_pod_wins() -> None:
     annotations.assigned(two, {0: (1,)})
     annotations.assigned(two, {1: (4,)})
     annotations.assigned(two, {0: (2,)})
-    async with fake_api() as server, opened(server.url) as api, running(annotations.run):
-        annotations.attach(api)
+    async with fake_api() as server, opened(server.url) as api, running(lambda: annotations.run(api)):
         await counted.wait(1)
     assert _sent(server) == [{ASSIGNED: "true", f"{INDEX}0": "2", f"{INDEX}1": "4"}]
 
@@ -105,21 +103,21 @@ async def test_an_unavailable_server_is_tried_again(bad: Behaviour) -> None:
     """Nothing is lost while the server cannot answer."""
     counted = Counted()
     async with fake_api(others=[bad, bad, answers(200, {})]) as server, opened(server.url) as api:
-        annotations = PodAnnotations(pods=PodStore(), api=api, metrics=counted, backoff=FAST)
-        async with running(annotations.run):
+        annotations = PodAnnotations(pods=PodStore(), metrics=counted, backoff=FAST)
+        async with running(lambda: annotations.run(api)):
             annotations.assigned(pod("a"), {0: (2,)})
             await counted.wait(3)
     assert counted.outcomes == ["unavailable", "unavailable", "patched"]
 
 
 @pytest.mark.parametrize(("status", "outcome"), [(404, "gone"), (409, "gone"), (403, "refused"), (422, "refused")])
-async def test_a_final_no_drops_the_wish(status: int, outcome: str) -> None:
+async def test_a_final_no_drops_the_request(status: int, outcome: str) -> None:
     """A pod that is gone, another of its name, or a missing permission: the next pod's turn comes."""
     counted = Counted()
     others = [answers(status, raw_status(status)), answers(200, {})]
     async with fake_api(others=others) as server, opened(server.url) as api:
-        annotations = PodAnnotations(pods=PodStore(), api=api, metrics=counted, backoff=FAST)
-        async with running(annotations.run):
+        annotations = PodAnnotations(pods=PodStore(), metrics=counted, backoff=FAST)
+        async with running(lambda: annotations.run(api)):
             annotations.assigned(pod("a"), {0: (2,)})
             annotations.assigned(pod("b"), {0: (3,)})
             await counted.wait(2)
@@ -128,7 +126,7 @@ async def test_a_final_no_drops_the_wish(status: int, outcome: str) -> None:
 
 
 async def test_the_queue_is_bounded() -> None:
-    """Beyond the limit the oldest wish goes, and is counted."""
+    """Beyond the limit the oldest request goes, and is counted."""
     counted = Counted()
     annotations = PodAnnotations(pods=PodStore(), metrics=counted)
     for number in range(QUEUE_LIMIT + 2):
@@ -136,7 +134,7 @@ async def test_the_queue_is_bounded() -> None:
     assert counted.outcomes == ["dropped", "dropped"]
 
 
-async def test_a_wish_that_changes_while_it_is_sent_is_sent_again() -> None:
+async def test_a_request_that_changes_while_it_is_sent_is_sent_again() -> None:
     """An assignment during the patch of the same pod is not lost with it."""
     counted = Counted()
     annotations = PodAnnotations(pods=PodStore(), metrics=counted, backoff=FAST)
@@ -147,8 +145,7 @@ async def test_a_wish_that_changes_while_it_is_sent_is_sent_again() -> None:
         await answers(200, {})(server, request, connection)
 
     others = [changes_its_mind, answers(200, {})]
-    async with fake_api(others=others) as server, opened(server.url) as api, running(annotations.run):
-        annotations.attach(api)
+    async with fake_api(others=others) as server, opened(server.url) as api, running(lambda: annotations.run(api)):
         annotations.assigned(target, {0: (2,)})
         await counted.wait(2)
     assert [sent[f"{INDEX}0"] for sent in _sent(server)] == ["2", "5"]

@@ -1,4 +1,4 @@
-"""The pod store tells the newest that was heard of each pod, and never brings back a deleted one."""
+"""The pod store has the newest state that was reported of each pod, and never brings back a deleted one."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Clock:
 
 
 def _names(store: PodStore) -> list[str]:
-    return [held.name for held in store.pods()]
+    return [one.name for one in store.pods()]
 
 
 def test_the_first_list_makes_the_store_synced() -> None:
     """Synced follows from a list, also an empty one, and from nothing else."""
-    store = PodStore(clock=Clock())
+    store = PodStore()
     store.upsert(pod("a"))
-    assert (store.is_synced, store.synced_at) == (False, None)
+    assert not store.is_synced
     before = store.version
     store.replace_all([pod("a")])
-    assert (store.is_synced, store.synced_at) == (True, 100.0)
+    assert store.is_synced
     assert store.version > before
 
 
@@ -41,21 +41,21 @@ def test_an_older_state_of_a_pod_is_ignored() -> None:
     store = PodStore()
     store.upsert(pod("a", version="10", phase=PodPhase.RUNNING))
     store.upsert(pod("a", version="9"))
-    held = store.get(PodUid("uid-a"))
-    assert held is not None and held.phase is PodPhase.RUNNING
+    found = store.get(PodUid("uid-a"))
+    assert found is not None and found.phase is PodPhase.RUNNING
 
 
 def test_an_opaque_version_trusts_the_later_message() -> None:
-    """Versions that are no numbers cannot be compared, so the last word counts."""
+    """Versions that are no numbers cannot be compared, so the later message counts."""
     store = PodStore()
     store.upsert(pod("a", version="x9", phase=PodPhase.RUNNING))
     store.upsert(pod("a", version="x1"))
-    held = store.get(PodUid("uid-a"))
-    assert held is not None and held.phase is PodPhase.PENDING
+    found = store.get(PodUid("uid-a"))
+    assert found is not None and found.phase is PodPhase.PENDING
 
 
 def test_a_deleted_uid_never_comes_back() -> None:
-    """An answer that was under way while the deletion was told does not revive the pod, nor does a lagging list."""
+    """An answer that was under way while the deletion was reported does not revive the pod, nor does a lagging list."""
     store = PodStore()
     store.upsert(pod("a", version="5"))
     store.remove(PodUid("uid-a"))
@@ -65,7 +65,7 @@ def test_a_deleted_uid_never_comes_back() -> None:
 
 
 def test_a_pod_that_left_a_list_may_come_back() -> None:
-    """Only a told deletion is final: a list may come from a cache that lags."""
+    """Only a reported deletion is final: a list may come from a cache that lags."""
     store = PodStore()
     store.upsert(pod("a", version="5"))
     store.replace_all([], resource_version="9")
@@ -91,35 +91,22 @@ def test_a_list_does_not_set_a_pod_back() -> None:
     assert store.pods()[0].phase is PodPhase.RUNNING
 
 
-def test_by_name_is_the_newest_bearer() -> None:
-    """While the old pod's deletion is still to be told, the name means the new one, in whatever order they came."""
+def test_subscribers_get_old_and_new_after_the_change() -> None:
+    """Each change is reported once, in order, when the store already shows it; what changes nothing is not reported."""
     store = PodStore()
-    store.upsert(pod("web-0", uid="new", version="20"))
-    store.upsert(pod("web-0", uid="old", version="11"))
-    found = store.by_name("default", "web-0")
-    assert found is not None and found.uid == "new"
-    store.remove(PodUid("new"))
-    found = store.by_name("default", "web-0")
-    assert found is not None and found.uid == "old"
-    assert store.by_name("other", "web-0") is None
+    reported: list[tuple[str, str, int]] = []
 
+    def report(old: Pod | None, new: Pod | None) -> None:
+        reported.append((old.resource_version if old else "", new.resource_version if new else "", len(store.pods())))
 
-def test_subscribers_hear_old_and_new_after_the_change() -> None:
-    """Each change is told once, in order, when the store already shows it; what changes nothing is not told."""
-    store = PodStore()
-    heard: list[tuple[str, str, int]] = []
-
-    def hear(old: Pod | None, new: Pod | None) -> None:
-        heard.append((old.resource_version if old else "", new.resource_version if new else "", len(store.pods())))
-
-    store.subscribe(hear)
+    store.subscribe(report)
     store.upsert(pod("a", version="1"))
     store.upsert(pod("a", version="1"))
     store.upsert(pod("a", version="2"))
     store.replace_all([pod("b", version="3")], resource_version="3")
     store.remove(PodUid("uid-b"))
     store.remove(PodUid("uid-b"))
-    assert heard == [("", "1", 1), ("1", "2", 1), ("2", "", 1), ("", "3", 1), ("3", "", 0)]
+    assert reported == [("", "1", 1), ("1", "2", 1), ("2", "", 1), ("", "3", 1), ("3", "", 0)]
 
 
 async def test_wait_change_returns_at_once_or_at_the_next_change() -> None:
@@ -138,29 +125,20 @@ async def test_wait_change_returns_at_once_or_at_the_next_change() -> None:
 
 
 def test_deleted_uids_are_forgotten_in_the_end() -> None:
-    """Memory of deletions is bounded in number and in time."""
+    """Memory of deletions is bounded in number and in time: a UID that is forgotten may come back."""
     clock = Clock()
     store = PodStore(clock=clock)
-    for number in range(GONE_KEPT + 10):
-        store.remove(PodUid(f"u{number}"))
-    assert store.gone_at(PodUid("u0")) is None
-    assert store.gone_at(PodUid(f"u{GONE_KEPT + 9}")) == 100.0
+    deleted = [f"u{number}" for number in range(GONE_KEPT + 10)]
+    for uid in deleted:
+        store.remove(PodUid(uid))
+    store.upsert(pod(deleted[0], uid=deleted[0]))
+    store.upsert(pod(deleted[-1], uid=deleted[-1]))
+    assert _names(store) == [deleted[0]]
     clock.now += GONE_KEPT_S + 1
     store.remove(PodUid("last"))
-    assert store.gone_at(PodUid(f"u{GONE_KEPT + 9}")) is None
-    assert store.gone_at(PodUid("last")) == clock.now
-
-
-def test_hearing_of_the_server_is_noted() -> None:
-    """Bookmarks, events and lists all tell that the connection lives."""
-    clock = Clock()
-    store = PodStore(clock=clock)
-    assert store.last_event_at is None
-    store.touch()
-    assert store.last_event_at == 100.0
-    clock.now = 101.0
-    store.upsert(pod("a"))
-    assert store.last_event_at == 101.0
+    store.upsert(pod(deleted[-1], uid=deleted[-1]))
+    store.upsert(pod("last", uid="last"))
+    assert _names(store) == sorted([deleted[0], deleted[-1]])
 
 
 STEPS = st.lists(
@@ -170,11 +148,11 @@ STEPS = st.lists(
 
 @given(steps=STEPS)
 def test_no_pod_ever_goes_back_in_time_or_returns(steps: list[tuple[str, int, int]]) -> None:
-    """Whatever order messages arrive in, a pod's version only grows while it is held, and a deleted UID stays away."""
+    """Whatever order messages arrive in, a pod's version only grows while it is stored, and a deleted UID stays away."""
     store = PodStore()
     deleted: set[PodUid] = set()
     for step, number, version in steps:
-        before = {held.uid: int(held.resource_version) for held in store.pods()}
+        before = {one.uid: int(one.resource_version) for one in store.pods()}
         reported = pod(f"p{number}", version=str(version))
         if step == "upsert":
             store.upsert(reported)
@@ -183,7 +161,7 @@ def test_no_pod_ever_goes_back_in_time_or_returns(steps: list[tuple[str, int, in
             deleted.add(reported.uid)
         else:
             store.replace_all([reported], resource_version=str(version))
-        for held in store.pods():
-            assert held.uid not in deleted
-            assert int(held.resource_version) >= before.get(held.uid, 0)
-        assert list(store.pods()) == sorted(store.pods(), key=lambda held: held.name)
+        for one in store.pods():
+            assert one.uid not in deleted
+            assert int(one.resource_version) >= before.get(one.uid, 0)
+        assert list(store.pods()) == sorted(store.pods(), key=lambda one: one.name)

@@ -92,7 +92,7 @@ def test_a_bind_under_way_outlives_a_list_and_is_dropped_once_it_ended(feeding: 
     """The binder asks about it itself; what it has bound meanwhile is gone all the same, for the list did not have it."""
     feeding.reserve(raw_pod("a", (30, 4)))
     feeding.pods.list_begins()
-    feeding.pods.list_ended([])
+    feeding.pods.list_ended([], (), "7")
     assert feeding.reserved() == ["uid-a"]
     feeding.pods.reported([])
     assert feeding.reserved() == ["uid-a"]
@@ -109,10 +109,10 @@ def test_pods_that_came_while_the_list_was_read_stay(feeding: Feeding) -> None:
     feeding.pods.list_begins()
     feeding.reserve(late)
     feeding.state.bound(lean_pod(late, NAMES).uid)
-    feeding.pods.list_ended(["uid-early"])
+    feeding.pods.list_ended(["uid-early"], (), "7")
     assert feeding.reserved() == ["uid-early", "uid-late"]
     feeding.pods.list_begins()
-    feeding.pods.list_ended(["uid-early"])
+    feeding.pods.list_ended(["uid-early"], (), "7")
     assert feeding.reserved() == ["uid-early"]
 
 
@@ -123,7 +123,7 @@ def test_pods_that_the_agent_confirmed_while_the_list_was_read_go_too(feeding: F
     feeding.now += 5.0
     feeding.state.bound(lean_pod(raw_pod("a", (30, 4)), NAMES).uid)
     assert [one.stage for one in feeding.state.reservations()] == [Stage.BOUND]
-    feeding.pods.list_ended([])
+    feeding.pods.list_ended([], (), "7")
     assert feeding.reserved() == []
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.cluster.node_allocations_wanted import allocations_annotation, allocations_by_pod
-from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
-from gpushare_agent.cluster.node_facts_wanted import gpus_annotation
+from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
+from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
+from gpushare_agent.cluster.decisions.node_facts import gpus_annotation
 from gpushare_agent.extender.nodes import MAX_GPUS, NodeReading, read_node
 from gpushare_agent.extender.values import Charge, ClusterNode
 from gpushare_agent.model.gpus import Gpu, GpuInventory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,8 +36,8 @@ class Notes:
     def __init__(self) -> None:
         self.events: list[Raw] = []
 
-    def note(self, key: tuple[str, ...], make: Callable[[], dict[str, Any]]) -> bool:
-        self.events.append(make())
+    def record(self, involved: Mapping[str, str], reason: str, message: str, *, key: tuple[str, ...]) -> bool:
+        self.events.append({"involvedObject": involved, "reason": reason, "message": message})
         return True
 
 
@@ -59,7 +59,7 @@ BAD = '{"team": {"quota": {"M40": "many"}}}'
 
 def feed(keeper: QuotaKeeper) -> tuple[QuotaFeed, Notes, ExtenderMetrics]:
     notes, metrics = Notes(), ExtenderMetrics()
-    return QuotaFeed(keeper=keeper, events=notes, metrics=metrics, component="host"), notes, metrics
+    return QuotaFeed(keeper=keeper, events=notes, metrics=metrics), notes, metrics
 
 
 def asking(name: str, cores: int = 60, namespace: str = "team") -> Pod:
@@ -103,7 +103,7 @@ def test_a_malformed_one_keeps_the_last_good_and_says_so(keeper: QuotaKeeper) ->
     (event,) = notes.events
     assert event["reason"] == MALFORMED
     assert event["involvedObject"]["kind"] == "ConfigMap"
-    assert event["metadata"]["namespace"] == "kube-system"
+    assert event["involvedObject"]["namespace"] == "kube-system"
     assert "M40" in event["message"] and "last good one stays in force" in event["message"]
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 from structlog.testing import capture_logs
 
-from gpushare_agent.cluster.node_events import NodeEvents
+from gpushare_agent.cluster.events import NodeEvents
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.gpus.notifications import GpuHealthObserver
 from gpushare_agent.model.names import GpuUuid
@@ -89,12 +89,12 @@ async def test_the_event_is_on_the_node_where_kubectl_describe_looks_for_it() ->
     """Namespace default, the node's name as its UID, as the kubelet's own; the same again within ten minutes is not sent."""
     now = [0.0]
     async with fake_api(others=[answers(201, {})]) as server, opened(server.url) as api:
-        events = NodeEvents(node_name=NODE, api=api, backoff=FAST, interval_s=0.001, clock=lambda: now[0])
+        events = NodeEvents(NODE, backoff=FAST, interval_s=0.001, clock=lambda: now[0])
         for at in (0.0, 1.0, 600.0):
             now[0] = at
             events.note(NodeEventReason.GPU_UNHEALTHY, SECOND, "GPU 1: lost")
         events.note(NodeEventReason.GPU_RECOVERED, SECOND, "GPU 1: back")
-        async with running(events.run):
+        async with running(lambda: events.run(api)):
             await server.wait_for(lambda requests: len(requests) == 3)
     bodies = [request.body for request in server.requests]
     assert [(body["reason"], body["type"]) for body in bodies] == [
@@ -110,8 +110,8 @@ async def test_the_event_is_on_the_node_where_kubectl_describe_looks_for_it() ->
 async def test_the_embedded_api_server_takes_the_nodes_event() -> None:
     """It is one that an API server accepts."""
     async with EmbeddedApiServer() as server, opened(server.url, user={"token": server.token}) as api:
-        events = NodeEvents(node_name=NODE, api=api, backoff=FAST)
-        async with running(events.run), asyncio.timeout(DEADLINE_S):
+        events = NodeEvents(NODE, backoff=FAST)
+        async with running(lambda: events.run(api)), asyncio.timeout(DEADLINE_S):
             events.note(NodeEventReason.GPU_CORDONED, FIRST, "GPU 0: fan")
             while not server.events():
                 await server.wait_change(server.version)

@@ -331,7 +331,7 @@ def test_what_lies_where_a_directory_is_expected_is_replaced_and_never_followed(
     assert (files.root / POD / "cuda" / ID / "vcuda.config").read_bytes() == share_config()
     assert [(p.name, p.read_text()) for p in outside.iterdir()] == [("vcuda.config", "theirs")]
     assert not (short_dir / "nowhere").exists()
-    assert [(entry["event"], entry["name"]) for entry in logs] == [("vdevice_path_replaced", place.name)]
+    assert [(entry["event"], entry["name"]) for entry in logs] == [("path_replaced", place.name)]
 
 
 @pytest.mark.parametrize("planted", ["link", "directory", "fifo", "dangling", "socket"])

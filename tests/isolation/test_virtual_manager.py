@@ -366,7 +366,6 @@ def reported(container_id: str, state: RuntimeState = RuntimeState.RUNNING) -> R
         container_name="cuda",
         attempt=0,
         state=state,
-        created_at=0.0,
     )
 
 

@@ -1,4 +1,4 @@
-"""Log lines and whoever does not read them: the program goes on, ends, and tells what it could not say."""
+"""Log lines that nobody reads: the program goes on, ends, and reports how many lines were dropped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gpushare_agent.kit.log_writer import MAX_LINES
 from gpushare_agent.kit.logs import setup_logging
 setup_logging("info", "json")
 log = structlog.get_logger("x")
-def told(word):
+def pause(word):
     print(word, flush=True)
     sys.stdin.readline()
 """
@@ -46,8 +46,8 @@ async def running(code: str) -> AsyncIterator[asyncio.subprocess.Process]:
         await child.communicate()
 
 
-async def said(child: asyncio.subprocess.Process) -> None:
-    """Waits for the word on standard output, then lets the program go on."""
+async def resumed(child: asyncio.subprocess.Process) -> None:
+    """Waits for the line that `pause` prints, then lets the program go on."""
     assert child.stdout is not None and child.stdin is not None
     while await child.stdout.read(1) != b"\n":
         pass
@@ -55,10 +55,10 @@ async def said(child: asyncio.subprocess.Process) -> None:
 
 
 async def test_a_program_whose_log_nobody_reads_goes_on_and_ends() -> None:
-    """Far more than the pipe holds, an uncaught error behind it, and the exit code is the program's own."""
-    code = "for n in range(3000): log.info('line', n=n, pad='x' * 200)\ntold('on')\nraise KeyError"
+    """Far more than the pipe takes, an uncaught error behind it, and the exit code is the program's own."""
+    code = "for n in range(3000): log.info('line', n=n, pad='x' * 200)\npause('on')\nraise KeyError"
     async with running(code) as child:
-        await said(child)
+        await resumed(child)
         while child.returncode is None:  # wait() would also wait for the end of the unread pipe
             await asyncio.sleep(0.01)
         assert child.returncode == 1
@@ -66,7 +66,7 @@ async def test_a_program_whose_log_nobody_reads_goes_on_and_ends() -> None:
 
 async def test_lines_that_found_no_room_are_counted_once_the_log_moves_again() -> None:
     """What was read and what was dropped are together what was logged."""
-    code = "for n in range(3 * MAX_LINES): log.info('line', n=n)\ntold('on')"
+    code = "for n in range(3 * MAX_LINES): log.info('line', n=n)\npause('on')"
     async with running(code) as child:
         assert child.stdout is not None and child.stderr is not None and child.stdin is not None
         while await child.stdout.read(1) != b"\n":

@@ -72,7 +72,7 @@ def test_a_file_a_directory_and_a_link_are_left_alone() -> None:
 
 
 def test_a_missing_directory_is_file_not_found() -> None:
-    """The caller can tell it from other faults."""
+    """The caller can distinguish it from other faults."""
     with short_directory() as directory, pytest.raises(FileNotFoundError):
         bind_unix_socket(directory / "missing" / "s.sock", mode=0o600)
 

@@ -1,4 +1,4 @@
-"""Bodies that must not end, cycles that may fail, stopping a task; delays; the service manager; logs."""
+"""Bodies that must not end, stopping a task; delays; the service manager; logs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from structlog.testing import capture_logs
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.log_writer import WRITER
 from gpushare_agent.kit.logs import setup_logging
-from gpushare_agent.kit.supervision import EndedUnexpectedlyError, forever, periodic, stop_task, wait_for
-from gpushare_agent.kit.systemd import sd_notify
-from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.kit.process import sd_notify
+from gpushare_agent.kit.supervision import EndedUnexpectedlyError, forever, stop_task, wait_for
 
 DEADLINE_S = 10.0
 
@@ -48,29 +47,6 @@ async def test_a_body_that_is_cancelled_ends_without_an_error() -> None:
         await asyncio.sleep(0)
         task.cancel()
     assert task.cancelled()
-
-
-async def test_a_failing_cycle_is_logged_and_the_next_one_comes() -> None:
-    """Known errors are warnings, bugs are errors; neither ends the cycles."""
-    done = asyncio.Event()
-    outcomes = iter([Unavailable("try later"), ValueError("a bug"), None])
-
-    async def cycle() -> None:
-        outcome = next(outcomes)
-        if outcome is not None:
-            raise outcome
-        done.set()
-        await asyncio.Event().wait()
-
-    with capture_logs() as logs:
-        async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
-            task = group.create_task(periodic("looking", 0.0, cycle))
-            await done.wait()
-            await stop_task(task)
-    assert [(entry["event"], entry["log_level"], entry["cycle"]) for entry in logs] == [
-        ("cycle_failed", "warning", "looking"),
-        ("cycle_failed", "error", "looking"),
-    ]
 
 
 async def test_stopping_waits_until_the_task_has_cleaned_up() -> None:

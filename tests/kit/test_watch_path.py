@@ -16,7 +16,7 @@ NEVER_S = 3600.0
 
 
 async def until(watch: DirectoryWatch, condition: Callable[[], bool]) -> None:
-    """Waits for changes until the condition holds when one is told."""
+    """Waits for changes until the condition holds when one is reported."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             await watch.wait_change()
@@ -45,14 +45,14 @@ async def drain(watch: DirectoryWatch) -> None:
 
 
 async def test_the_first_wait_ends_at_once() -> None:
-    """What happened before the watch began is not known, so the caller is told to look."""
+    """What happened before the watch began is not known, so the caller has to compare."""
     with short_directory() as directory:
         async with open_directory_watch(directory, poll_s=NEVER_S) as watch, asyncio.timeout(DEADLINE_S):
             await watch.wait_change()
 
 
 async def test_creating_moving_and_deleting_a_file_each_end_a_wait() -> None:
-    """Every change of a name in the directory is told."""
+    """Every change of a name in the directory is reported."""
     with short_directory() as directory:
         outside = directory.parent / f"{directory.name}-x"
         outside.touch()
@@ -83,7 +83,7 @@ async def test_a_directory_that_is_made_later_is_noticed_and_then_watched() -> N
 
 @pytest.mark.parametrize("is_moved", [True, False])
 async def test_a_replaced_directory_is_watched_in_place_of_the_old_one(is_moved: bool) -> None:
-    """Renamed away or removed, and made anew under the same name: files in the new one are told."""
+    """Renamed away or removed, and made anew under the same name: files in the new one are reported."""
     with short_directory() as top:
         directory = top / "dp"
         directory.mkdir()

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION, MAX_GPUS
-from gpushare_agent.cluster.node_facts_wanted import gpus_annotation
+from gpushare_agent.cluster.decisions.node_annotations import GPUS_ANNOTATION, MAX_GPUS
+from gpushare_agent.cluster.decisions.node_facts import gpus_annotation
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceNames

@@ -356,7 +356,7 @@ def test_the_packed_page_is_the_same_text(accept: str) -> None:
     metrics = AgentMetrics()
     metrics.show_node(NodePage(lambda: node_series(one_share(process(10))), max_age_s=60.0))
     for _ in range(2):
-        metrics.pods_listed()
+        metrics.listed("pods", 0.1)
         content_type, packed = metrics.packed_exposition(accept)
         unpacker = zlib.decompressobj(wbits=31)
         text = unpacker.decompress(packed)
@@ -378,7 +378,7 @@ def test_a_reload_counts_on_and_shows_the_new_state_alone() -> None:
     metrics.show_pod_event_age(lambda: 7.0)
     metrics.show_mps(lambda: True)
     metrics.show_node(NodePage(lambda: node_series(one_share()), max_age_s=60.0))
-    metrics.pods_listed()
+    metrics.listed("pods", 0.1)
     assert metrics.begin_anew() is metrics
     metrics.show_pod_event_age(lambda: 8.0)
     lines = metrics.exposition("")[1].decode().splitlines()

@@ -12,7 +12,8 @@ from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroup_paths import NOBODY, PeerIdentity
 from gpushare_agent.runtime.cgroup_walk import ANY_NAME_DEPTH
-from gpushare_agent.runtime.cgroups import CgroupDir, CgroupKind, Cgroups
+from gpushare_agent.runtime.cgroups import CgroupDir, Cgroups, CgroupVersion, cgroup_version
+from tests.support_cgroups import find_cgroup
 
 UID = PodUid("0e7a3f2c-1b5d-4c3e-9f10-44aa55bb6c77")
 OTHER_UID = PodUid("9d1f0a55-7c11-4bd0-8a6e-0123456789ab")
@@ -61,19 +62,21 @@ def make_hybrid(root: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("make", "kind"), [(make_v1, CgroupKind.V1), (make_v2, CgroupKind.V2), (make_hybrid, CgroupKind.HYBRID)]
+    ("make", "version"),
+    [(make_v1, CgroupVersion.V1), (make_v2, CgroupVersion.V2), (make_hybrid, CgroupVersion.HYBRID)],
 )
-def test_the_kind_is_seen_from_what_is_mounted(tmp_path: Path, make, kind: CgroupKind) -> None:  # type: ignore[no-untyped-def]
+def test_the_version_is_seen_from_what_is_mounted(tmp_path: Path, make, version: CgroupVersion) -> None:  # type: ignore[no-untyped-def]
     """One hierarchy, one for each controller, or both."""
-    assert Cgroups(make(tmp_path)).kind is kind
+    assert cgroup_version(make(tmp_path)) is version
 
 
-def test_without_any_hierarchy_the_kind_is_unavailable_and_nothing_is_found(tmp_path: Path) -> None:
-    """The text says which setting to look at."""
-    cgroups = Cgroups(tmp_path / "none")
-    with pytest.raises(Unavailable, match="cgroup_root"):
-        _ = cgroups.kind
-    assert cgroups.find(ID, UID) is None
+def test_without_any_hierarchy_the_version_is_unavailable_and_nothing_is_found(tmp_path: Path) -> None:
+    """Also where a directory without cgroups was named."""
+    (tmp_path / "memory").mkdir()
+    for root, text in ((tmp_path / "none", "not there"), (tmp_path, "no cgroup hierarchy is mounted there")):
+        with pytest.raises(Unavailable, match=text):
+            cgroup_version(root)
+        assert find_cgroup(Cgroups(root), ID, UID) is None
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -81,7 +84,7 @@ def test_a_container_is_found_by_its_id_under_v2(tmp_path: Path, path: str) -> N
     """Whatever the driver, runtime, class, prefix and nesting."""
     directory = make_cgroup(make_v2(tmp_path) / path, 30, 4)
     cgroups = Cgroups(tmp_path)
-    found = cgroups.find(ID, UID)
+    found = find_cgroup(cgroups, ID, UID)
     assert found == CgroupDir(path=directory, container_id=ID, pod_uid=UID)
     assert cgroups.pids(found) == [4, 30]
 
@@ -91,7 +94,7 @@ def test_a_container_is_found_by_its_id_under_v2(tmp_path: Path, path: str) -> N
 def test_a_container_is_found_in_whichever_hierarchy_has_it(tmp_path: Path, path: str, controller: str) -> None:
     """Under v1 and hybrid mounts, where a runtime may use only some of the controllers."""
     directory = make_cgroup(make_hybrid(tmp_path) / controller / path, 7)
-    found = Cgroups(tmp_path).find(ID, UID)
+    found = find_cgroup(Cgroups(tmp_path), ID, UID)
     assert found is not None
     assert found.path == directory
 
@@ -100,27 +103,27 @@ def test_a_given_uid_must_agree_with_the_path(tmp_path: Path) -> None:
     """An ID below another pod's directory is not the asked container; without a UID the ID decides."""
     make_cgroup(make_v2(tmp_path) / PATHS[0])
     cgroups = Cgroups(tmp_path)
-    assert cgroups.find(ID, OTHER_UID) is None
-    assert cgroups.find(ID, None) is not None
+    assert find_cgroup(cgroups, ID, OTHER_UID) is None
+    assert find_cgroup(cgroups, ID, None) is not None
 
 
 @pytest.mark.parametrize("name", ["", "..", "../../etc", ID[:12], f"{ID}\0", f"crio-{ID}", ID.upper()])
 def test_what_is_no_container_id_is_never_looked_for(tmp_path: Path, name: str) -> None:
     """It reaches no path."""
     make_cgroup(make_v2(tmp_path) / PATHS[0])
-    assert Cgroups(tmp_path).find(name, None) is None
+    assert find_cgroup(Cgroups(tmp_path), name, None) is None
 
 
 def test_a_container_that_starts_later_is_found_then(tmp_path: Path) -> None:
     """What was found before is kept, what was missing is walked for again, what is gone is forgotten."""
     make_v2(tmp_path)
     cgroups = Cgroups(tmp_path)
-    assert cgroups.find(ID, UID) is None
+    assert find_cgroup(cgroups, ID, UID) is None
     first = make_cgroup(tmp_path / PATHS[0])
-    assert cgroups.find(ID, UID) is not None
+    assert find_cgroup(cgroups, ID, UID) is not None
     (first / "cgroup.procs").unlink()
     first.rmdir()
-    assert cgroups.find(ID, UID) is None
+    assert find_cgroup(cgroups, ID, UID) is None
     moved = make_cgroup(tmp_path / PATHS[1])
     assert cgroups.find_many([(ID, UID), (OTHER_ID, None)]) == {ID: CgroupDir(path=moved, container_id=ID, pod_uid=UID)}
 
@@ -130,7 +133,7 @@ def test_what_a_tenant_makes_below_its_container_is_not_found(tmp_path: Path) ->
     make_cgroup(make_v2(tmp_path) / f"kubepods/pod{OTHER_UID}/{OTHER_ID}/kubepods/pod{UID}/{ID}", 666)
     make_cgroup(tmp_path / f"kubepods/pod{OTHER_UID}/{OTHER_ID}/{ID}", 666)
     make_cgroup(tmp_path / f"kubepods-{SLICE}:cri-containerd:{OTHER_ID}/pod{UID}/{ID}", 666)
-    assert Cgroups(tmp_path).find(ID, UID) is None
+    assert find_cgroup(Cgroups(tmp_path), ID, UID) is None
 
 
 def test_links_are_followed_nowhere(tmp_path: Path) -> None:
@@ -138,7 +141,7 @@ def test_links_are_followed_nowhere(tmp_path: Path) -> None:
     root, elsewhere = make_v2(tmp_path / "cgroup"), make_cgroup(tmp_path / "elsewhere", 666)
     directory = make_cgroup(root / PATHS[0], 5)
     cgroups = Cgroups(root)
-    found = cgroups.find(ID, UID)
+    found = find_cgroup(cgroups, ID, UID)
     assert found is not None
     (directory / "child").symlink_to(elsewhere)
     make_cgroup(directory / "real", 6)
@@ -149,7 +152,7 @@ def test_links_are_followed_nowhere(tmp_path: Path) -> None:
     directory.symlink_to(elsewhere)
     with pytest.raises(NotFound):
         cgroups.pids(found)
-    assert cgroups.find(ID, UID) is None
+    assert find_cgroup(cgroups, ID, UID) is None
 
 
 def test_all_processes_below_are_counted_once_and_in_order(tmp_path: Path) -> None:
@@ -161,7 +164,7 @@ def test_all_processes_below_are_counted_once_and_in_order(tmp_path: Path) -> No
     (directory / "strange").mkdir()
     (directory / "strange" / "cgroup.procs").write_text("12\nwhat\n")
     cgroups = Cgroups(tmp_path)
-    found = cgroups.find(ID)
+    found = find_cgroup(cgroups, ID)
     assert found is not None
     assert cgroups.pids(found) == [3, 20, 900, *range(100_000, 102_000)]
 
@@ -177,10 +180,10 @@ def test_a_round_tells_the_gone_from_the_empty(tmp_path: Path) -> None:
 
 
 def test_deep_trees_without_pods_are_left(tmp_path: Path) -> None:
-    """Below a few levels only names that tell of pods lead on."""
+    """Below a few levels only directories that the kubelet names are followed."""
     deep = make_v2(tmp_path).joinpath(*["x"] * (ANY_NAME_DEPTH + 2))
     make_cgroup(deep / f"pod{UID}" / ID)
-    assert Cgroups(tmp_path).find(ID) is None
+    assert find_cgroup(Cgroups(tmp_path), ID) is None
 
 
 @pytest.mark.parametrize(
@@ -229,7 +232,7 @@ def test_a_peer_that_is_gone_or_in_no_container_is_nobody(tmp_path: Path) -> Non
 
 
 def test_a_peer_that_cannot_be_seen_is_unknown(tmp_path: Path) -> None:
-    """PID 0 is the kernel's word for another PID namespace; without /proc, or behind a link, nothing can be read."""
+    """PID 0 stands for a process of another PID namespace; without /proc, or behind a link, nothing can be read."""
     proc = make_proc(tmp_path / "proc", p42=f"0::/kubepods/pod{UID}/{ID}\n")
     (proc / "44").mkdir()
     (proc / "44" / "cgroup").symlink_to(proc / "42" / "cgroup")
@@ -241,10 +244,8 @@ async def test_the_same_is_there_for_the_event_loop(tmp_path: Path) -> None:
     """The awaitable methods answer as the plain ones do."""
     make_cgroup(make_v2(tmp_path) / PATHS[0], 8)
     cgroups = Cgroups(tmp_path, tmp_path)
-    found = await cgroups.find_in_thread(ID, UID)
-    assert found is not None
-    assert await cgroups.find_many_in_thread([(ID, UID)]) == {ID: found}
-    assert await cgroups.pids_in_thread(found) == [8]
+    found = (await cgroups.find_many_in_thread([(ID, UID)]))[ID]
+    assert await cgroups.find_pods_in_thread({UID}) == {UID: [found]}
     assert await cgroups.pids_round_in_thread([found]) == {ID: [8]}
     assert await cgroups.identify_in_thread(8) is None
     assert await cgroups.check_driver_in_thread("cgroupfs") is None

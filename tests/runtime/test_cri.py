@@ -29,7 +29,7 @@ SHORT_S = 1.0
 def container(
     container_id: str = ID, *, name: str = "main", attempt: int = 0, state: int = 1, **labels: str
 ) -> v1.Container:
-    given = {
+    defaults = {
         "io.kubernetes.pod.uid": UID,
         "io.kubernetes.pod.namespace": "default",
         "io.kubernetes.pod.name": "train",
@@ -40,7 +40,7 @@ def container(
         metadata=v1.ContainerMetadata(name=name, attempt=attempt),
         state=v1.ContainerState(state),
         created_at=1_750_000_000_500_000_000,
-        labels=given | labels,
+        labels=defaults | labels,
     )
 
 
@@ -127,7 +127,7 @@ async def test_containers_of_pods_are_listed_in_order(short_dir: Path) -> None:
     ]
     assert found[1] == RuntimeContainer(
         id=ID, pod_uid=UID, pod_namespace="default", pod_name="train", container_name="main", attempt=1,
-        state=RuntimeState.RUNNING, created_at=1_750_000_000.5,
+        state=RuntimeState.RUNNING,
     )  # fmt: skip
 
 
@@ -218,7 +218,7 @@ async def test_a_known_runtime_that_stalls_does_not_take_the_time_of_the_next(sh
 
 
 async def test_no_known_runtime_is_unavailable_until_one_comes(short_dir: Path) -> None:
-    """The text names every place that was looked at."""
+    """The text names every place that was tried."""
     known = [short_dir / "a", short_dir / "b"]
     async with open_runtime("", timeout_s=TIMEOUT_S, known=known) as client:
         with pytest.raises(Unavailable, match=f"{known[0]}, {known[1]}.*container-runtime-endpoint"):

@@ -35,36 +35,36 @@ def test_each_process_is_reported_by_its_own_cgroup(proc: Path) -> None:
     put(proc, 10, path_of(UID, "a"))
     put(proc, 11, path_of(OTHER, "b"))
     put(proc, 12, "0::/system.slice/dbus.service\n")
-    found = ProcessOwners(proc).look([10, 11, 12, 13])
+    found = ProcessOwners(proc).read([10, 11, 12, 13])
     assert (found[10].pod_uid, found[10].container_id) == (UID, "a" * 64)
     assert (found[11].pod_uid, found[11].container_id) == (OTHER, "b" * 64)
     assert (found[12], found[13]) == (NOBODY, NOBODY)
 
 
 def test_a_pid_that_another_process_has_now_is_that_ones(proc: Path) -> None:
-    """Nothing that was said of a PID before counts once its process is another."""
+    """Nothing that was read of a PID before counts once its process is another."""
     owners = ProcessOwners(proc)
     put(proc, 10, path_of(UID, "a"))
-    assert owners.look([10])[10].pod_uid == UID
+    assert owners.read([10])[10].pod_uid == UID
     put(proc, 10, path_of(OTHER, "b"))
-    assert owners.look([10])[10].pod_uid == OTHER
+    assert owners.read([10])[10].pod_uid == OTHER
 
 
 async def test_an_ended_process_that_the_driver_still_lists_keeps_its_owner(proc: Path) -> None:
     """And is forgotten as soon as the driver does not list it any more."""
     owners = ProcessOwners(proc)
     put(proc, 10, path_of(UID, "a"))
-    owners.look([10])
+    owners.read([10])
     (proc / "10" / "cgroup").unlink()
-    assert owners.look([10])[10].pod_uid == UID
+    assert owners.read([10])[10].pod_uid == UID
     await owners.identify([])
-    assert owners.look([10])[10] == NOBODY
+    assert owners.read([10])[10] == NOBODY
 
 
 def test_a_text_that_is_too_long_names_nobody(proc: Path) -> None:
     """What cannot be read whole is not believed in part."""
     put(proc, 10, path_of(UID, "a") + "1:name=x:/" + "y" * 70_000 + "\n")
-    assert ProcessOwners(proc).look([10])[10] == NOBODY
+    assert ProcessOwners(proc).read([10])[10] == NOBODY
 
 
 async def test_the_real_proc_is_read_in_a_thread() -> None:

@@ -21,6 +21,7 @@ from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.sandbox.cgroup_tree import KIND_VARIABLE, open_cgroup_tree
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.container_runtime import MAX_LOG_BYTES, ContainerRuntime
+from tests.support_cgroups import find_cgroup
 from tests.support_containers import (
     DEADLINE_S,
     KERNEL_KINDS,
@@ -48,7 +49,7 @@ async def test_a_container_is_a_process_that_the_agents_own_adapters_find(kind: 
         cgroups = Cgroups(runtime.cgroup_root, runtime.proc_root)
         assert cgroups.identify(container.pid) == PeerIdentity(pod_uid=PodUid(UID), container_id=container.id)
         assert cgroups.identify(os.getpid()) == NOBODY
-        found = cgroups.find(container.id, PodUid(UID))
+        found = find_cgroup(cgroups, container.id, PodUid(UID))
         assert found is not None and found.path == container.cgroup
         assert cgroups.pids(found) == [container.pid]
         processes = PodProcesses(runtime.cgroup_root)
@@ -56,7 +57,7 @@ async def test_a_container_is_a_process_that_the_agents_own_adapters_find(kind: 
         runtime.stop(container, 30)
         assert await wait_ended(runtime, container) == 143
         assert await processes.are_running(PodUid(UID)) is False
-        assert cgroups.find(container.id) is None
+        assert find_cgroup(cgroups, container.id) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,7 +66,7 @@ async def test_what_a_container_forks_shows_up_in_its_cgroup(kind: str) -> None:
     async with open_containers(kind) as runtime:
         container = runtime.start(shell(TWO_CHILDREN))
         cgroups = Cgroups(runtime.cgroup_root, runtime.proc_root)
-        directory = cgroups.find(container.id)
+        directory = find_cgroup(cgroups, container.id)
         assert directory is not None
         await wait_true(lambda: len(cgroups.pids(directory)) == 3, "three processes")
         pids = cgroups.pids(directory)

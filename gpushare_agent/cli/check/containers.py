@@ -7,7 +7,7 @@ from gpushare_agent.kubelet.registration import KUBELET_SOCKET
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.runtime import node_probes
-from gpushare_agent.runtime.cgroups import Cgroups
+from gpushare_agent.runtime.cgroups import Cgroups, CgroupVersion, cgroup_version
 from gpushare_agent.runtime.cri import open_runtime
 from gpushare_agent.settings.settings import Settings
 
@@ -40,12 +40,12 @@ async def check_cgroups(settings: Settings) -> list[Finding]:
     """The hierarchies, whether all processes are in them, and the driver if one is set."""
     root = settings.runtime.cgroup_root
     try:
-        version = node_probes.cgroup_version(root)
+        version = cgroup_version(root)
     except Unavailable as failure:
         cure = "mount the host's /sys/fs/cgroup into the pod, or set --runtime.cgroup-root"
         return [error("cgroups", str(failure), cure)]
     findings = [ok("cgroups", f"{version} at {root}")]
-    if version != "v2" and not await _sees_processes(settings):
+    if version is not CgroupVersion.V2 and not await _sees_processes(settings):
         detail = (
             f"{version} at {root}, which leaves out the processes of other PID namespaces: "
             f"shares of force-deleted pods are freed while their processes may run on"

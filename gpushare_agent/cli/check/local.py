@@ -12,7 +12,8 @@ from pathlib import Path
 from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.cli.check.finding import Finding, Level, error, ok, warning
 from gpushare_agent.kit.bounded_grpc import ServerLimits
-from gpushare_agent.kit.open_files import read_open_files_limit
+from gpushare_agent.kit.process import read_open_files_limit
+from gpushare_agent.kit.sockets import MAX_ADDRESS_BYTES
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.isolation import IsolationName
@@ -104,7 +105,7 @@ async def check_kubelet(settings: Settings) -> list[Finding]:
         cure = "start the kubelet, or set --device-plugin-path to its device-plugins directory (mounted into the pod)"
         findings.append(error("kubelet socket", str(failure), cure))
     longest = max((str(directory / name) for name in (VCORE_SOCKET, VMEMORY_SOCKET)), key=len)
-    length, limit = len(longest.encode()), node_probes.UNIX_PATH_LIMIT_BYTES
+    length, limit = len(longest.encode()), MAX_ADDRESS_BYTES
     if length > limit:
         detail = f"{longest} has {length} bytes, a socket's path may have {limit}"
         findings.append(error("socket path", detail, "mount the kubelet's directory at a shorter path"))

@@ -1,7 +1,7 @@
 """Where the API server is and how to prove who we are: in-cluster service account or kubeconfig.
 
 kubernetes-asyncio reads both (tokens, client certificates, exec plugins); this module chooses the source, keeps the
-library's import in a thread (never before the kubelet knows us) and renames its errors. It holds no state.
+library's import in a thread (never before the agent has registered with the kubelet) and renames its errors. No state.
 What can never work by waiting is a StartupError; what may appear later (a projected token, a plugin's answer) is
 Unavailable.
 """

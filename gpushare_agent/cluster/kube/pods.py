@@ -1,8 +1,8 @@
 """A Pod from the API server's JSON, read once and never trusted.
 
-Only what the agent needs is kept, bounded in size: the store holds every pod of the node. A pod is refused as Corrupt,
+Only what the agent needs is kept, bounded in size: the store has every pod of the node. A pod is refused as Corrupt,
 with the pod, the container and the field, only where its identity or what it asks for cannot be read; anything else that
-is not what the Kubernetes API says it is, reads as absent. Format: Kubernetes core/v1 Pod.
+is not as the Kubernetes API defines it, reads as absent. Format: Kubernetes core/v1 Pod.
 """
 
 from __future__ import annotations

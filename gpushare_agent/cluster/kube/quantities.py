@@ -22,7 +22,7 @@ _PLAIN_DIGITS = 18
 
 
 def whole_number(quantity: Any, what: str) -> int:
-    """The number that a quantity of an extended resource says; JSON numbers are accepted as manifests write them.
+    """The number of a quantity of an extended resource; JSON numbers are accepted as manifests write them.
 
     Raises:
         Corrupt: no quantity, not whole, negative, or beyond 64 bits; the text names `what`.

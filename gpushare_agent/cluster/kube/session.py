@@ -1,4 +1,4 @@
-"""Requests to the API server: one door for credentials, limits, HTTP status and errors.
+"""Requests to the API server: credentials, limits, HTTP status and errors, all in this place.
 
 Raw JSON only: the library's models cost 25 times the time, and its Watch loops hot on an empty or broken stream. With
 `_preload_content=False` the library checks no status, so this module does. It owns the HTTP client, and replaces it
@@ -58,7 +58,7 @@ class Request:
 
 
 class KubeSession:
-    """Sends requests with the present credentials. Open with `open`, close with `close`. `cure` says what to do where
+    """Sends requests with the present credentials. Open with `open`, close with `close`. `cure` is the advice where
     they are not accepted or do not suffice."""
 
     def __init__(self, source: ConfigurationSource, *, connect_s: float, cure: str = AGENT_RIGHTS) -> None:
@@ -176,7 +176,7 @@ def renamed(what: str) -> Iterator[None]:
     except ConfigException as e:
         raise Unavailable(f"cannot {what}: the credentials cannot be read: {e}") from e
     except RuntimeError as e:
-        # aiohttp says so of a session that was closed: the agent is shutting down while an admission still asks.
+        # aiohttp raises this for a session that was closed: the agent is shutting down while an admission still asks.
         if "closed" not in str(e):
             raise
         raise Unavailable(f"cannot {what}: the connection to the API server is being closed") from e
@@ -194,10 +194,10 @@ async def _read_bounded(response: ClientResponse, what: str, limit_bytes: int) -
 
 
 async def _status_error(response: ClientResponse, what: str, cure: str) -> AgentError:
-    """The error that a refused request becomes; the server's own words are in it."""
+    """The error that a refused request becomes; the server's own message is in it."""
     content = await response.content.read(4096)
-    said = status_message(content) or excerpt(content)
-    error = error_for_status(response.status, what, said, cure=cure)
+    message = status_message(content) or excerpt(content)
+    error = error_for_status(response.status, what, message, cure=cure)
     if response.status == 429:
         return Throttled(str(error), _retry_after_s(response.headers.get("Retry-After", "")))
     return error
@@ -208,8 +208,8 @@ def _retry_after_s(text: str) -> float:
     return min(float(text), MAX_RETRY_AFTER_S) if text.isascii() and text.isdigit() and len(text) < 6 else 1.0
 
 
-def error_for_status(status: int, what: str, said: str, *, cure: str = AGENT_RIGHTS) -> AgentError:
-    text = f"cannot {what}: the API server answered {status}: {said or 'no text'}"
+def error_for_status(status: int, what: str, message: str, *, cure: str = AGENT_RIGHTS) -> AgentError:
+    text = f"cannot {what}: the API server answered {status}: {message or 'no text'}"
     if status == 404:
         return NotFound(text)
     if status in (409, 410):

@@ -39,8 +39,8 @@ from gpushare_agent.kit.directories import (
     DIRECTORY,
     DIRECTORY_MODE,
     NEW_PREFIX,
+    clear_path,
     made_directory,
-    make_room,
     names_in,
     opened,
     read_content,
@@ -217,7 +217,7 @@ class VDeviceFiles:
         with self._step("binding", self.path(key) / SOCKET_NAME), self._open(key) as directory:
             status = status_of(directory, SOCKET_NAME)
             if status is not None and not stat.S_ISSOCK(status.st_mode):
-                make_room(directory, SOCKET_NAME)
+                clear_path(directory, SOCKET_NAME)
             path = _socket_path(directory)
             sock = bind_unix_socket(path, mode=SOCKET_MODE)
             identity = file_identity(path)

@@ -202,13 +202,13 @@ class AgentMetrics:
     def reconcile_corrected(self, kind: str, count: int = 1) -> None:
         self._corrections.labels(kind).inc(count)
 
-    def pods_listed(self) -> None:
+    def listed(self, kind: str, duration_s: float) -> None:
         self._pod_lists.inc()
 
-    def pod_watch_ended(self, outcome: str) -> None:
+    def watch_ended(self, kind: str, outcome: str) -> None:
         self._pod_watches.labels(outcome).inc()
 
-    def pod_unreadable(self) -> None:
+    def unreadable(self, kind: str) -> None:
         self._unreadable.inc()
 
     def pod_annotated(self, outcome: str) -> None:

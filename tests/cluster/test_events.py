@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.cluster.pod_events import BURST, QUEUE_LIMIT, REPEAT_AFTER_S, TRIES, PodEvents
+from gpushare_agent.cluster.events import BURST, QUEUE_LIMIT, REPEAT_AFTER_S, TRIES, PodEvents
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.sandbox.api_server import EmbeddedApiServer
 from tests.support_kube import (
@@ -35,7 +35,7 @@ class Counted:
         self.outcomes: list[str] = []
         self._changed = asyncio.Event()
 
-    def pod_event(self, outcome: str) -> None:
+    def note(self, outcome: str) -> None:
         self.outcomes.append(outcome)
         self._changed.set()
 
@@ -47,7 +47,7 @@ class Counted:
 
 
 def _events(counted: Counted, **others: Any) -> PodEvents:
-    return PodEvents(node_name=NODE, metrics=counted, backoff=FAST, interval_s=0.001, **others)
+    return PodEvents(NODE, count=counted.note, backoff=FAST, interval_s=0.001, **others)
 
 
 async def test_a_refusal_becomes_a_warning_on_the_pod() -> None:
@@ -55,8 +55,11 @@ async def test_a_refusal_becomes_a_warning_on_the_pod() -> None:
     counted = Counted()
     events = _events(counted)
     events.refused(pod("a"), NO_CORES)
-    async with fake_api(others=[answers(201, {})]) as server, opened(server.url) as api, running(events.run):
-        events.attach(api)
+    async with (
+        fake_api(others=[answers(201, {})]) as server,
+        opened(server.url) as api,
+        running(lambda: events.run(api)),
+    ):
         await counted.wait(1)
     (request,) = server.requests
     assert (request.method, request.path) == ("POST", "/api/v1/namespaces/default/events")
@@ -68,18 +71,18 @@ async def test_a_refusal_becomes_a_warning_on_the_pod() -> None:
 
 
 async def test_a_reason_is_reported_once_per_pod_for_a_while() -> None:
-    """Repeats are held back for ten minutes; another reason and another pod are not."""
+    """Repeats are dropped for ten minutes; another reason and another pod are not."""
     now = [0.0]
     counted = Counted()
     async with fake_api(others=[answers(201, {})]) as server, opened(server.url) as api:
-        events = _events(counted, api=api, clock=lambda: now[0])
+        events = _events(counted, clock=lambda: now[0])
         for _ in range(3):
             events.refused(pod("a"), NO_CORES)
         events.refused(pod("b"), NO_CORES)
         events.refused(pod("a"), Refused(reason=RefusalReason.FRAGMENTED, detail="x"))
         now[0] = REPEAT_AFTER_S
         events.refused(pod("a"), NO_CORES)
-        async with running(events.run):
+        async with running(lambda: events.run(api)):
             await counted.wait(4)
     reported = [(request.body["involvedObject"]["name"], request.body["reason"]) for request in server.requests]
     assert reported == [("a", "NotEnoughCores"), ("b", "NotEnoughCores"), ("a", "Fragmented"), ("a", "NotEnoughCores")]
@@ -89,11 +92,11 @@ async def test_a_warning_with_another_text_is_reported_although_the_reason_is_th
     """A second, different bad annotation is an Event and a line in the log; the same one again is neither."""
     counted = Counted()
     async with fake_api(others=[answers(201, {})]) as server, opened(server.url) as api:
-        events = _events(counted, api=api)
+        events = _events(counted)
         with capture_logs() as logs:
             for text in ("it is 'abc'", "it is 'abc'", "it is '101'", "it is 'abc'"):
                 events.warned(pod("a"), "CoreLimitIgnored", text)
-        async with running(events.run):
+        async with running(lambda: events.run(api)):
             await counted.wait(2)
     assert [request.body["message"] for request in server.requests] == ["it is 'abc'", "it is '101'"]
     logged = [(line["pod"], line["detail"]) for line in logs if line["event"] == "pod_warned"]
@@ -104,8 +107,8 @@ async def test_a_long_message_is_cut() -> None:
     """The API server refuses messages beyond 1024 characters."""
     counted = Counted()
     async with fake_api(others=[answers(201, {})]) as server, opened(server.url) as api:
-        events = _events(counted, api=api)
-        async with running(events.run):
+        events = _events(counted)
+        async with running(lambda: events.run(api)):
             events.refused(pod("a" * 253), Refused(reason=RefusalReason.FRAGMENTED, detail="x" * 5000))
             await counted.wait(1)
     assert len(server.requests[0].body["message"]) == 1024
@@ -124,8 +127,8 @@ async def test_a_failing_event_gives_way_in_the_end(others: list[Behaviour], out
     """Unavailable is tried again a few times, a refusal is not, and the next event follows."""
     counted = Counted()
     async with fake_api(others=others) as server, opened(server.url) as api:
-        events = _events(counted, api=api)
-        async with running(events.run):
+        events = _events(counted)
+        async with running(lambda: events.run(api)):
             events.refused(pod("a"), NO_CORES)
             events.refused(pod("b"), NO_CORES)
             await counted.wait(2)
@@ -145,10 +148,10 @@ async def test_after_a_burst_events_wait_for_their_turn() -> None:
     """With the clock standing still only the burst goes out at once; the rest is paced."""
     counted = Counted()
     async with fake_api(others=[answers(201, {})]) as server, opened(server.url) as api:
-        events = PodEvents(node_name=NODE, api=api, metrics=counted, interval_s=3600.0, clock=lambda: 0.0)
+        events = PodEvents(NODE, count=counted.note, interval_s=3600.0, clock=lambda: 0.0)
         for number in range(BURST + 5):
             events.refused(pod(f"p{number}"), NO_CORES)
-        async with running(events.run):
+        async with running(lambda: events.run(api)):
             await counted.wait(BURST)
             await server.wait_for(lambda requests: len(requests) == BURST)
             for _ in range(20):
@@ -160,8 +163,8 @@ async def test_the_embedded_api_server_takes_the_event() -> None:
     """The Event is one that an API server accepts."""
     counted = Counted()
     async with EmbeddedApiServer() as server, opened(server.url, user={"token": server.token}) as api:
-        events = _events(counted, api=api)
-        async with running(events.run):
+        events = _events(counted)
+        async with running(lambda: events.run(api)):
             events.refused(pod("a"), NO_CORES)
             await counted.wait(1)
         assert [event["reason"] for event in server.events()] == ["NotEnoughCores"]

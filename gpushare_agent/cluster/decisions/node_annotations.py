@@ -1,7 +1,7 @@
-"""The annotations by which a node tells of its GPUs, read as text that others may have written: bounded and checked.
+"""The annotations by which a node reports its GPUs, read as text that others may have written: bounded and checked. Pure.
 
-The agent writes them (cluster/node_facts_wanted.py; docs/node-facts.md has the formats). Here because adapters and
-decisions both read them. Pure: text in, values out.
+The agent writes them (node_facts.py, node_allocations.py); the extender and the command line read them. Formats:
+docs/node-facts.md.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.model.resources import ResourceNames
 
-GPUS_ANNOTATION = "gpushare-agent/cards"
+OWN_PREFIX = "gpushare-agent"
+GPUS_ANNOTATION = f"{OWN_PREFIX}/cards"
 GPUS_SCHEMA = 1
-ALLOCATIONS_ANNOTATION = "gpushare-agent/held"
+ALLOCATIONS_ANNOTATION = f"{OWN_PREFIX}/held"
 ALLOCATIONS_SCHEMA = 1
 MAX_ANNOTATION_CHARS = 256 * 1024
 """All annotations of an object together may have so many bytes."""
@@ -31,8 +32,8 @@ _MAX_NUMA = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedGpu:
-    """One GPU as the annotation tells it. `cordoned` is why an operator took it out of service, empty where nobody did;
-    `links` has nvidia-smi's word for each GPU of the list, and is empty where that cannot be read."""
+    """One GPU as the annotation has it. `cordoned` is why an operator took it out of service, empty where nobody did;
+    `links` has nvidia-smi's abbreviation for each GPU of the list, and is empty where that cannot be read."""
 
     index: int
     uuid: str
@@ -46,14 +47,14 @@ class ReportedGpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedGpus:
-    """The GPUs in the annotation's order, no index twice. `memory_block_mib` is None where it is not told."""
+    """The GPUs in the annotation's order, no index twice. `memory_block_mib` is None where it is absent."""
 
     gpus: tuple[ReportedGpu, ...]
     memory_block_mib: int | None = None
 
 
 def parse_gpus(text: object) -> ReportedGpus:
-    """What the annotation `gpushare-agent/cards` says. One bad GPU makes the whole unreadable: half a list would show a
+    """The annotation `gpushare-agent/cards`. One bad GPU makes the whole unreadable: half a list would show a
     smaller node than there is.
 
     Raises:
@@ -119,7 +120,7 @@ def _gpu(raw: Any, position: int) -> ReportedGpu:
     if not is_count(memory_mib, MAX_MEMORY_MIB):
         raise Corrupt(f"{where} has no usable `memory_mib`")
     if not isinstance(is_healthy, bool):
-        raise Corrupt(f"{where} does not say whether it `is_healthy`")
+        raise Corrupt(f"{where} has no usable `is_healthy`")
     if not isinstance(uuid, str) or not isinstance(name, str):
         raise Corrupt(f"{where} has no `uuid` or no `name`")
     why = cordoned[:MAX_TEXT_CHARS] if isinstance(cordoned, str) else ""

@@ -1,24 +1,24 @@
-"""kit/open_files.py in processes of its own: a limit that was lowered cannot be raised again in this one."""
+"""The open files limit in processes of their own: a limit that was lowered cannot be raised again in this one."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-from gpushare_agent.kit.open_files import ENOUGH_OPEN_FILES, read_open_files_limit
+from gpushare_agent.kit.process import ENOUGH_OPEN_FILES, read_open_files_limit
 from tests.support_settings import ROOT, clean_environment
 
 _PROGRAM = """
 import resource, sys
-from gpushare_agent.kit import open_files
-soft, hard, open_files.ENOUGH_OPEN_FILES = map(int, sys.argv[1:])
+from gpushare_agent.kit import process
+soft, hard, process.ENOUGH_OPEN_FILES = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-print(*open_files.raise_open_files_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))
+print(*process.raise_open_files_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 
 
 def raised(soft: int, hard: int, enough: int = ENOUGH_OPEN_FILES) -> list[int]:
-    """What it returns under these limits, and what the kernel says afterwards."""
+    """What it returns under these limits, and what the kernel has afterwards."""
     ended = subprocess.run(
         [sys.executable, "-c", _PROGRAM, str(soft), str(hard), str(enough)],
         check=True,
@@ -32,7 +32,7 @@ def raised(soft: int, hard: int, enough: int = ENOUGH_OPEN_FILES) -> list[int]:
 
 
 def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
-    """And the numbers that are returned are those that hold."""
+    """And the numbers that are returned are those in force."""
     assert raised(256, 2048) == [2048, 2048, 2048, 2048]
 
 
@@ -42,7 +42,7 @@ def test_a_soft_limit_at_the_hard_one_stays() -> None:
 
 
 def test_a_large_hard_limit_is_not_used_up() -> None:
-    """A leak of descriptors shall show; a soft limit above is the operator's wish and stays."""
+    """A leak of descriptors shall show; a soft limit above is the operator's and stays."""
     assert raised(256, 2048, enough=1024) == [1024, 2048, 1024, 2048]
     assert raised(1500, 2048, enough=1024) == [1500, 2048, 1500, 2048]
 

@@ -1,11 +1,11 @@
-"""The informer of the whole cluster, against a real HTTP server: pages, watches, faults, and lists on demand."""
+"""The informer against a real HTTP server: pages, watches, faults, and lists on demand."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from gpushare_agent.cluster.cluster_informer import ClusterInformer
+from gpushare_agent.cluster.informer import Handler, Informer
 from gpushare_agent.cluster.kube.cluster import LIVE_PODS
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.model.errors import Corrupt
@@ -13,8 +13,8 @@ from tests.support_extender import FakeCluster, Raw, eventually, fake_cluster, o
 from tests.support_kube import FAST, running
 
 
-class Pods:
-    """A sink that keeps names and nodes; what is labelled dull is of no interest, what is labelled bad is unreadable."""
+class Pods(Handler):
+    """Keeps names and nodes; what is labelled dull is of no interest, what is labelled bad is unreadable."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, str] = {}
@@ -26,7 +26,7 @@ class Pods:
     def put(self, raw: Raw) -> bool:
         labels = raw["metadata"].get("labels", {})
         if "bad" in labels:
-            raise Corrupt("told to")
+            raise Corrupt("on request")
         if "dull" in labels:
             return False
         self.nodes[self.key(raw)] = raw["spec"].get("nodeName", "")
@@ -44,11 +44,11 @@ def labelled(name: str, label: str) -> Raw:
 
 
 @asynccontextmanager
-async def informing(cluster: FakeCluster) -> AsyncIterator[tuple[ClusterInformer, Pods, ExtenderMetrics]]:
+async def informing(cluster: FakeCluster) -> AsyncIterator[tuple[Informer, Pods, ExtenderMetrics]]:
     async with opened_api(cluster) as api:
         pods, metrics = Pods(), ExtenderMetrics()
-        informer = ClusterInformer(kind="pods", watched=LIVE_PODS, api=api, sink=pods, metrics=metrics, backoff=FAST)
-        async with running(informer.run):
+        informer = Informer(kind="pods", watched=LIVE_PODS, handler=pods, metrics=metrics, backoff=FAST)
+        async with running(lambda: informer.run(api)):
             yield informer, pods, metrics
 
 
@@ -57,7 +57,7 @@ def five() -> list[Raw]:
 
 
 async def test_it_lists_in_pages_and_follows_changes() -> None:
-    """Added, changed and deleted pods arrive; one that ends is told as deleted."""
+    """Added, changed and deleted pods arrive; one that ends counts as deleted."""
     async with fake_cluster(pods=five()) as cluster, informing(cluster) as (informer, pods, _):
         await eventually(lambda: informer.has_listed)
         assert sorted(pods.nodes) == [f"uid-p{i}" for i in range(5)]
@@ -88,7 +88,7 @@ async def test_what_went_while_the_server_was_away_is_removed() -> None:
 
 
 async def test_refresh_returns_after_a_list_that_began_after_it() -> None:
-    """Even where the watch tells nothing: whatever was there when refresh was called is known when it returns."""
+    """Even where the watch reports nothing: whatever was there when refresh was called is known when it returns."""
     async with fake_cluster(pods=five()) as cluster, informing(cluster) as (informer, pods, _):
         await eventually(lambda: informer.has_listed)
         cluster.mute(True)

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION
-from gpushare_agent.cluster.node_facts_wanted import (
-    LABELS_ANNOTATION,
+from gpushare_agent.cluster.decisions.node_annotations import GPUS_ANNOTATION
+from gpushare_agent.cluster.decisions.node_facts import (
     NodeFacts,
     gpu_labels,
     gpu_model,
@@ -19,8 +18,8 @@ from gpushare_agent.cluster.node_facts_wanted import (
     is_label,
     label_value,
     node_facts,
-    plan_node_patch,
 )
+from gpushare_agent.cluster.decisions.node_patch import LABELS_ANNOTATION, NodePatch, parse_node, plan_facts_patch
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import GPU_MODEL_LABEL
 from gpushare_agent.placement.topology_tree import build_topology
@@ -55,9 +54,13 @@ def node_with(labels: dict[str, str] | None = None, annotations: dict[str, str] 
     return {"metadata": {"name": "n", "labels": labels or {}, "annotations": annotations or {}}}
 
 
+def patch_of(raw_node: dict[str, Any], facts: NodeFacts) -> NodePatch:
+    return plan_facts_patch(parse_node(raw_node), facts)
+
+
 def after(raw: dict[str, Any], facts: NodeFacts) -> dict[str, Any]:
     """The node once the patch was applied, as RFC 7386 says."""
-    patch = plan_node_patch(raw, facts)
+    patch = patch_of(raw, facts)
     merged = {}
     for part, changes in (("labels", patch.labels), ("annotations", patch.annotations)):
         both = {**raw["metadata"][part], **changes}
@@ -123,7 +126,7 @@ def test_equal_gpus_give_the_names_of_nvidias_feature_discovery_under_the_prefix
 
 
 def test_mixed_gpus_are_named_by_the_most_numerous_and_promise_the_least() -> None:
-    """A selector on memory or compute capability then holds for whichever GPU the pod gets."""
+    """A selector on memory or compute capability then fits whichever GPU the pod gets."""
     found = inventory(
         gpu(0, "Tesla P40", 24576, compute_capability=(6, 1)),
         gpu(1, "NVIDIA A10", 23028, compute_capability=(8, 6)),
@@ -208,7 +211,7 @@ def test_a_fresh_node_gets_everything_and_the_second_look_changes_nothing() -> N
     node = after(node_with({"kubernetes.io/os": "linux"}), facts)
     assert node["metadata"]["labels"] == {"kubernetes.io/os": "linux", **facts.labels}
     assert node["metadata"]["annotations"][LABELS_ANNOTATION] == ",".join(sorted(facts.labels))
-    assert plan_node_patch(node, facts).is_empty
+    assert patch_of(node, facts).is_empty
 
 
 def test_labels_that_no_longer_apply_go_and_those_of_others_stay() -> None:
@@ -216,19 +219,19 @@ def test_labels_that_no_longer_apply_go_and_those_of_others_stay() -> None:
     mixed = facts_of(inventory(gpu(0), gpu(1, "Tesla P40", 24576)), rack="a")
     node = after(node_with({"gpushare-agent/by-hand": "x", "zone": "z"}), mixed)
     plain = facts_of(inventory(gpu(0)))
-    patch = plan_node_patch(node, plain)
+    patch = patch_of(node, plain)
     assert {name for name, value in patch.labels.items() if value is None} == {f"{OWN}/gpu.mixed", "rack"}
     assert {"gpushare-agent/by-hand", "zone"} <= after(node, plain)["metadata"]["labels"].keys()
 
 
 def test_labels_stay_while_no_gpu_of_the_node_tells_its_name() -> None:
-    """GPUs that are lost from the agent's start on are known by their UUIDs alone; the annotation tells their health."""
+    """GPUs that are lost from the agent's start on are known by their UUIDs alone; the annotation has their health."""
     node = after(node_with(), facts_of(inventory(gpu(0)), rack="a"))
     lost = facts_of(inventory(gpu(0, "", 0, health=Health.UNHEALTHY, unhealthy_reason="lost")))
     dark = after(node, lost)
     assert dark["metadata"]["labels"] == node["metadata"]["labels"]
     assert not json.loads(dark["metadata"]["annotations"][GPUS_ANNOTATION])["cards"][0]["is_healthy"]
-    assert plan_node_patch(dark, lost).is_empty
+    assert patch_of(dark, lost).is_empty
     assert "rack" not in after(dark, facts_of(inventory(gpu(0))))["metadata"]["labels"]
 
 
@@ -248,14 +251,14 @@ def test_labels_stay_while_no_gpu_of_the_node_tells_its_name() -> None:
 def test_a_forged_record_removes_no_label_of_kubernetes_and_no_name_that_is_none(name: str) -> None:
     """A kubelet may write the record, but must not have the agent remove what it may not remove itself."""
     node = node_with({name: "x", "rack": "a"}, {LABELS_ANNOTATION: f"rack,{name}"})
-    patch = plan_node_patch(node, facts_of(inventory(gpu(0))))
+    patch = patch_of(node, facts_of(inventory(gpu(0))))
     assert [gone for gone, value in patch.labels.items() if value is None] == ["rack"]
 
 
 @pytest.mark.parametrize("name", ["mykubernetes.io/x", "k8s.io.example.com/x", "kubernetes.io"])
 def test_names_that_only_look_like_those_of_kubernetes_are_removed(name: str) -> None:
     """The domain counts, at a dot."""
-    patch = plan_node_patch(node_with({name: "x"}, {LABELS_ANNOTATION: name}), facts_of(inventory(gpu(0))))
+    patch = patch_of(node_with({name: "x"}, {LABELS_ANNOTATION: name}), facts_of(inventory(gpu(0))))
     assert patch.labels[name] is None
 
 
@@ -263,7 +266,7 @@ def test_names_that_only_look_like_those_of_kubernetes_are_removed(name: str) ->
 def test_a_record_that_is_larger_than_any_of_ours_removes_nothing(record: str) -> None:
     """It is forged; what the agent sees to is written all the same."""
     facts = facts_of(inventory(gpu(0)))
-    patch = plan_node_patch(node_with({"l0": "x"}, {LABELS_ANNOTATION: record}), facts)
+    patch = patch_of(node_with({"l0": "x"}, {LABELS_ANNOTATION: record}), facts)
     assert dict(patch.labels) == dict(facts.labels)
     assert patch.annotations[LABELS_ANNOTATION] == ",".join(sorted(facts.labels))
 
@@ -272,7 +275,7 @@ def test_a_foreign_prefix_is_not_fought_over() -> None:
     """Where NVIDIA's feature discovery runs too, its values stay, and nothing of it is recorded as ours or removed."""
     facts = facts_of(inventory(gpu(0)), "nvidia.com")
     theirs = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3-SHARED", "nvidia.com/gpu.count": "1"}
-    patch = plan_node_patch(node_with(theirs), facts)
+    patch = patch_of(node_with(theirs), facts)
     assert patch.foreign == ("nvidia.com/gpu.product",)
     node = after(node_with(theirs), facts)
     assert node["metadata"]["labels"]["nvidia.com/gpu.product"].endswith("-SHARED")
@@ -294,7 +297,7 @@ def test_a_change_by_hand_of_a_label_that_is_ours_is_put_right() -> None:
 def test_a_node_without_labels_or_with_odd_ones_is_patched(raw: dict[str, Any]) -> None:
     """The API server omits empty maps."""
     facts = facts_of(inventory(gpu(0)))
-    assert dict(plan_node_patch(raw, facts).labels) == dict(facts.labels)
+    assert dict(patch_of(raw, facts).labels) == dict(facts.labels)
 
 
 names = st.sampled_from(["gpushare-agent/a", "gpushare-agent/b", GPU_MODEL_LABEL, "nvidia.com/a", "zone"])
@@ -305,12 +308,12 @@ label_maps = st.dictionaries(names, st.sampled_from(["1", "2"]))
 def test_whatever_came_before_a_second_look_is_quiet_and_others_labels_are_never_removed(
     initial: dict[str, str], wanted: dict[str, str], earlier: list[dict[str, str]]
 ) -> None:
-    """Each of a row of wishes leaves the node settled, with the labels of others."""
+    """After each of several wanted states nothing is left to patch, and the labels of others stay."""
     owned = frozenset(name for name in wanted if name.startswith("gpushare-agent/"))
     node = node_with(initial)
     for labels in (*earlier, wanted):
         facts = NodeFacts(labels=labels, annotations={GPUS_ANNOTATION: "{}"}, owned=owned)
         node = after(node, facts)
-        assert plan_node_patch(node, facts).is_empty
+        assert patch_of(node, facts).is_empty
     untouched = initial.keys() - wanted.keys() - {name for labels in earlier for name in labels}
     assert untouched <= node["metadata"]["labels"].keys()

@@ -1,8 +1,7 @@
-"""What the node's object should say of its GPUs: labels, and one annotation for the scheduler extender.
+"""What the node's object should have of its GPUs: labels, and one annotation for the scheduler extender. Pure.
 
-Pure: from the inventory to text, and from what the node has to the least patch. It does not speak to the API server
-(cluster/node_facts.py). Names: docs/node-facts.md; `gaia.tencent.com/gpu-model` is gpu-manager's, the names under the
-prefix `nvidia.com` are those of NVIDIA's feature discovery.
+Names: docs/node-facts.md; `gaia.tencent.com/gpu-model` is gpu-manager's, the names under the prefix `nvidia.com` are those
+of NVIDIA's feature discovery. What is patched: node_patch.py.
 """
 
 from __future__ import annotations
@@ -14,55 +13,34 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION, GPUS_SCHEMA
+from gpushare_agent.cluster.decisions.node_annotations import GPUS_ANNOTATION, GPUS_SCHEMA, OWN_PREFIX
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import GPU_MODEL_LABEL, GpuUuid
 from gpushare_agent.model.topology import LinkKind, Topology
 
-OWN_PREFIX = "gpushare-agent"
-LABELS_ANNOTATION = f"{OWN_PREFIX}/labels"
-"""Names of the labels that the agent wrote, comma list, sorted: only these are ever removed. Anybody who may patch the node,
-its kubelet too, can write it: `_recorded` says what it is believed."""
 MAX_LABEL_CHARS = 63
-MAX_RECORD_CHARS = 16 * 1024
-MAX_RECORDED = 256
 
 _BRANDS = frozenset({"NVIDIA", "TESLA", "GEFORCE", "QUADRO", "GRID"})
 _SERIES = frozenset({"RTX", "GTX", "GTS", "GT", "TITAN", "NVS"})
-"""Words that name no model alone: the word behind them is part of it."""
+"""Parts of a name that are no model alone: the next part belongs to it."""
 _NOT_OF_LABELS = re.compile(r"[^A-Za-z0-9_.-]+")
-_LABEL_NAME = re.compile(
+LABEL_NAME = re.compile(
     r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?", re.ASCII
 )
-_KUBERNETES_DOMAINS = ("kubernetes.io", "k8s.io")
-"""With all below them. A kubelet is kept from changing labels of these (NodeRestriction), others it may change anyway."""
 _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
     """What the node should have. `owned` are label names that are the agent's whoever wrote them last; `unusable` those of
-    the setting node_labels that Kubernetes would refuse, and with them the whole patch. While none of the node's GPUs tells
-    its name, `are_gpus_named` is false: what was known of them before stays."""
+    the setting node_labels that Kubernetes would refuse, and with them the whole patch. While the driver names none of the
+    node's GPUs, `are_gpus_named` is false: labels of before stay."""
 
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
     owned: Set[str] = field(default=frozenset())
     unusable: Sequence[str] = ()
     are_gpus_named: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodePatch:
-    """What has to change; None removes. `foreign` are labels that somebody else wrote otherwise, left as they are."""
-
-    labels: Mapping[str, str | None]
-    annotations: Mapping[str, str | None]
-    foreign: Sequence[str] = ()
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.labels and not self.annotations
 
 
 def node_facts(
@@ -73,25 +51,25 @@ def node_facts(
     label_prefix: str,
     node_labels: Mapping[str, str],
 ) -> NodeFacts:
-    """Everything that the node should have. `node_labels` are the operator's and win over what the GPUs say."""
-    given = {name: value for name, value in node_labels.items() if is_label(name, value)}
-    labels = {**gpu_labels(inventory, label_prefix), **given}
-    owned = {GPU_MODEL_LABEL, *given, *(name for name in labels if name.startswith(f"{OWN_PREFIX}/"))}
+    """Everything that the node should have. `node_labels` are the operator's and win over what the driver reports."""
+    valid = {name: value for name, value in node_labels.items() if is_label(name, value)}
+    labels = {**gpu_labels(inventory, label_prefix), **valid}
+    owned = {GPU_MODEL_LABEL, *valid, *(name for name in labels if name.startswith(f"{OWN_PREFIX}/"))}
     text = gpus_annotation(inventory, cordoned=cordoned, memory_block_mib=memory_block_mib)
     return NodeFacts(
         labels=dict(sorted(labels.items())),
         annotations={GPUS_ANNOTATION: text},
         owned=frozenset(owned),
-        unusable=tuple(sorted(node_labels.keys() - given.keys())),
+        unusable=tuple(sorted(node_labels.keys() - valid.keys())),
         are_gpus_named=not inventory.gpus or bool(_named(inventory)),
     )
 
 
 def gpu_labels(inventory: GpuInventory, prefix: str) -> dict[str, str]:
-    """Labels that say what the node has, whether its GPUs are well or not: health is in the annotation.
+    """Labels of what the node has, whether its GPUs are healthy or not: health is in the annotation.
 
-    With several kinds of GPUs, product and model are those of the most numerous (then the largest) and `gpu.mixed` says
-    so; memory and compute capability are the least, which every GPU of the node keeps.
+    With several kinds of GPUs, product and model are those of the most numerous (then the largest) and
+    `gpu.mixed` is set; memory and compute capability are the least, which every GPU of the node keeps.
     """
     named = _named(inventory)
     if not named:
@@ -115,9 +93,9 @@ def gpu_labels(inventory: GpuInventory, prefix: str) -> dict[str, str]:
 
 
 def gpu_model(name: str) -> str:
-    """The word behind the brand, as a label value: `Tesla P40` → `P40`, `NVIDIA H100 80GB HBM3` → `H100`.
+    """The part of the name after the brand, as a label value: `Tesla P40` → `P40`, `NVIDIA H100 80GB HBM3` → `H100`.
 
-    A name of no known brand gives its second word, as gpu-manager does. Words that only name a series (RTX, GTX, TITAN)
+    A name of no known brand gives its second part, as gpu-manager does. Parts that only name a series (RTX, GTX, TITAN)
     take the next with them: `Quadro RTX 8000` → `RTX-8000`.
     """
     words = name.split()
@@ -138,11 +116,11 @@ def label_value(text: str) -> str:
 
 def is_label(name: str, value: str) -> bool:
     """Whether Kubernetes takes this label: one that it refuses would keep all others away."""
-    return _LABEL_NAME.fullmatch(name) is not None and _LABEL_VALUE.fullmatch(value) is not None
+    return LABEL_NAME.fullmatch(name) is not None and _LABEL_VALUE.fullmatch(value) is not None
 
 
 def gpus_annotation(inventory: GpuInventory, *, cordoned: Set[GpuUuid], memory_block_mib: int) -> str:
-    """The GPUs as compact JSON. `links` has a word for each GPU of the list, in its order; about 250 bytes a GPU."""
+    """The GPUs as compact JSON. `links` has an entry for each GPU of the list, in its order; about 250 bytes a GPU."""
     gpus = sorted(inventory.gpus, key=lambda gpu: gpu.index)
     document = {
         "schema": GPUS_SCHEMA,
@@ -152,49 +130,8 @@ def gpus_annotation(inventory: GpuInventory, *, cordoned: Set[GpuUuid], memory_b
     return json.dumps(document, separators=(",", ":"))
 
 
-def plan_node_patch(raw_node: Mapping[str, Any], wanted: NodeFacts) -> NodePatch:
-    """The least change from what the node has to what it should have; an empty one where nothing is to do.
-
-    Labels are removed only where the node's own record says that the agent wrote them, and never those of Kubernetes, which
-    the record could have been forged to remove. A label that somebody else wrote
-    with another value is left, unless it is the agent's by name.
-    """
-    raw_metadata = raw_node.get("metadata")
-    metadata = raw_metadata if isinstance(raw_metadata, dict) else {}
-    labels, annotations = _texts(metadata.get("labels")), _texts(metadata.get("annotations"))
-    recorded = _recorded(annotations.get(LABELS_ANNOTATION, ""))
-    foreign = {
-        name
-        for name, value in wanted.labels.items()
-        if name not in wanted.owned and name not in recorded and labels.get(name, value) != value
-    }
-    set_labels = {n: v for n, v in wanted.labels.items() if n not in foreign and labels.get(n) != v}
-    kept = wanted.labels.keys() if wanted.are_gpus_named else wanted.labels.keys() | labels.keys()
-    gone = {name for name in recorded - kept if name in labels}
-    ours = (recorded & kept) | set_labels.keys() | (wanted.owned & wanted.labels.keys())
-    wanted_annotations = {**wanted.annotations, LABELS_ANNOTATION: ",".join(sorted(ours))}
-    changed = {name: value for name, value in wanted_annotations.items() if annotations.get(name) != value}
-    return NodePatch(
-        labels=dict(sorted({**set_labels, **dict.fromkeys(gone)}.items())),
-        annotations=dict(sorted(changed.items())),
-        foreign=tuple(sorted(foreign)),
-    )
-
-
 def _named(inventory: GpuInventory) -> list[Gpu]:
     return [gpu for gpu in inventory.gpus if gpu.name and gpu.memory_mib > 0]
-
-
-def _recorded(text: str) -> set[str]:
-    """The names of the record that may be the agent's work; none where it is larger than the agent ever makes it."""
-    names = set(text.split(",")) if len(text) <= MAX_RECORD_CHARS else set()
-    plausible = {name for name in names if _LABEL_NAME.fullmatch(name) and not _is_of_kubernetes(name)}
-    return plausible if len(names) <= MAX_RECORDED else set()
-
-
-def _is_of_kubernetes(name: str) -> bool:
-    domain, slash, _ = name.rpartition("/")
-    return bool(slash) and any(domain == known or domain.endswith(f".{known}") for known in _KUBERNETES_DOMAINS)
 
 
 def _most_numerous(gpus: Sequence[Gpu]) -> str:
@@ -225,14 +162,10 @@ def _gpu(gpu: Gpu, gpus: Sequence[Gpu], topology: Topology, is_cordoned: bool) -
 
 
 def _link_word(topology: Topology, a: int, b: int) -> str:
-    """nvidia-smi's word; a GPU that the topology does not know is far from all."""
+    """As nvidia-smi writes it; a GPU that the topology does not know is far from all."""
     if a == b:
         return "X"
     if max(a, b) >= len(topology.links):
         return LinkKind.SYS.name
     link = topology.link(a, b)
     return f"NV{link.nvlinks}" if link.kind is LinkKind.NVLINK else link.kind.name
-
-
-def _texts(raw: object) -> dict[str, str]:
-    return {n: v for n, v in raw.items() if isinstance(n, str) and isinstance(v, str)} if isinstance(raw, dict) else {}

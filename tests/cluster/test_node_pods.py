@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.cluster.kube.client import KubeApi, KubeTimeouts
-from gpushare_agent.cluster.pod_informer import PodInformer, WatchPace
+from gpushare_agent.cluster.informer import Informer
+from gpushare_agent.cluster.kube.client import KubeApi, pods_of_node
+from gpushare_agent.cluster.kube.lists import KubeTimeouts
+from gpushare_agent.cluster.node_pods import NodePods
 from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import Corrupt, Rejected, Unavailable
 from gpushare_agent.model.names import VCORE_RESOURCE, PodUid
 from gpushare_agent.model.pods import PodPhase
@@ -33,6 +36,7 @@ from tests.support_kube import (
     fake_api,
     lists_pods,
     opened,
+    pod_named,
     raw_pod,
     raw_status,
     resets,
@@ -48,23 +52,23 @@ SHORT = KubeTimeouts(connect_s=1, request_s=0.3, list_s=0.3, watch_idle_s=0.3)
 
 
 class Counted:
-    """Records what the informer reports."""
+    """Records what the informer counts."""
 
     def __init__(self) -> None:
         self.lists = 0
         self.ends: list[str] = []
-        self.unreadable = 0
+        self.unreadables = 0
         self._ended = asyncio.Event()
 
-    def pods_listed(self) -> None:
+    def listed(self, kind: str, duration_s: float) -> None:
         self.lists += 1
 
-    def pod_watch_ended(self, outcome: str) -> None:
+    def watch_ended(self, kind: str, outcome: str) -> None:
         self.ends.append(outcome)
         self._ended.set()
 
-    def pod_unreadable(self) -> None:
-        self.unreadable += 1
+    def unreadable(self, kind: str) -> None:
+        self.unreadables += 1
 
     async def wait_ends(self, outcome: str, count: int) -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -73,25 +77,40 @@ class Counted:
                 await self._ended.wait()
 
 
-def _informer(api: KubeApi | None, **others: Any) -> PodInformer:
-    defaults: dict[str, Any] = {"store": PodStore(), "node_name": NODE, "pace": WatchPace(backoff=FAST)}
-    return PodInformer(api=api, **(defaults | others))
+def _node_pods(api: KubeApi | None, store: PodStore | None = None) -> NodePods:
+    node_pods = NodePods(store=store or PodStore(), node_name=NODE)
+    if api is not None:
+        node_pods.attach(api)
+    return node_pods
+
+
+@asynccontextmanager
+async def informing(
+    api: KubeApi, store: PodStore | None = None, counted: Counted | None = None, backoff: Backoff = FAST
+) -> AsyncIterator[NodePods]:
+    """The pods of the node with a running informer."""
+    node_pods = _node_pods(api, store)
+    informer = Informer(kind="pods", watched=pods_of_node(NODE), handler=node_pods, metrics=counted, backoff=backoff)
+    async with running(lambda: informer.run(api)):
+        yield node_pods
 
 
 @asynccontextmanager
 async def informed(
     timeouts: KubeTimeouts | None = None, counted: Counted | None = None, **behaviour: Any
-) -> AsyncIterator[tuple[FakeApiServer, PodStore, PodInformer]]:
-    """A running informer at a fake server that behaves as told."""
+) -> AsyncIterator[tuple[FakeApiServer, PodStore, NodePods]]:
+    """A running informer at a fake server that behaves as asked."""
     store = PodStore()
-    async with fake_api(**behaviour) as server, opened(server.url, timeouts=timeouts) as api:
-        informer = _informer(api, store=store, metrics=counted)
-        async with running(informer.run):
-            yield server, store, informer
+    async with (
+        fake_api(**behaviour) as server,
+        opened(server.url, timeouts=timeouts) as api,
+        informing(api, store, counted) as node_pods,
+    ):
+        yield server, store, node_pods
 
 
 def _phases(store: PodStore) -> dict[str, PodPhase]:
-    return {held.name: held.phase for held in store.pods()}
+    return {one.name: one.phase for one in store.pods()}
 
 
 async def test_the_store_follows_list_and_watch() -> None:
@@ -185,10 +204,12 @@ async def test_repeated_empty_watches_wait_ever_longer() -> None:
     """Each watch without an event doubles the wait, up to the cap; a server that ends watches at once is not hammered."""
     waits: list[int] = []
 
-    async with fake_api(watches=[ends_empty]) as server, opened(server.url) as api:
-        informer = _informer(api, pace=WatchPace(backoff=NotedBackoff(waits)))
-        async with running(informer.run):
-            await server.wait_watches(5)
+    async with (
+        fake_api(watches=[ends_empty]) as server,
+        opened(server.url) as api,
+        informing(api, backoff=NotedBackoff(waits)),
+    ):
+        await server.wait_watches(5)
     assert waits[:4] == [1, 2, 3, 4]
 
 
@@ -196,15 +217,17 @@ async def test_gone_at_every_watch_waits_ever_longer() -> None:
     """A list between two refused watches is no success: the wait grows all the same."""
     waits: list[int] = []
 
-    async with fake_api(watches=[answers_gone]) as server, opened(server.url) as api:
-        informer = _informer(api, pace=WatchPace(backoff=NotedBackoff(waits)))
-        async with running(informer.run):
-            await server.wait_watches(4)
+    async with (
+        fake_api(watches=[answers_gone]) as server,
+        opened(server.url) as api,
+        informing(api, backoff=NotedBackoff(waits)),
+    ):
+        await server.wait_watches(4)
     assert waits[:3] == [1, 2, 3]
 
 
 async def test_an_unreadable_pod_does_not_stop_the_others() -> None:
-    """Garbage in one pod's limits leaves that pod at its last readable state, and the rest as told."""
+    """Garbage in one pod's limits leaves that pod at its last readable state, and the rest as reported."""
     counted = Counted()
     broken = raw_pod("a", version="200", cores="many")
     behaviour: dict[str, Any] = {
@@ -213,10 +236,10 @@ async def test_an_unreadable_pod_does_not_stop_the_others() -> None:
     }
     async with informed(counted=counted, **behaviour) as (_, store, _):
         await wait_store(store, lambda store: "b" in _phases(store))
-        held = store.by_name("default", "a")
-        assert held is not None and held.container("main").requests[VCORE_RESOURCE] == 30  # type: ignore[union-attr]
+        found = pod_named(store, "a")
+        assert found is not None and found.container("main").requests[VCORE_RESOURCE] == 30  # type: ignore[union-attr]
         assert list(_phases(store)) == ["a", "b"]
-    assert counted.unreadable == 2
+    assert counted.unreadables == 2
 
 
 async def test_a_pod_that_becomes_unreadable_survives_a_new_list() -> None:
@@ -233,17 +256,17 @@ async def test_a_pod_that_becomes_unreadable_survives_a_new_list() -> None:
 
 
 async def test_pods_of_other_nodes_are_left_out() -> None:
-    """A server that ignores the selector does not fill the store with strangers."""
+    """A server that ignores the selector does not fill the store with pods of other nodes."""
     async with informed(pods=[raw_pod("a"), raw_pod("x", spec={"nodeName": "node-2"})]) as (_, store, _):
         await wait_store(store, lambda store: store.is_synced)
         assert list(_phases(store)) == ["a"]
 
 
 async def test_fetch_puts_the_pod_into_the_store() -> None:
-    """A pod that the watch has not told yet is read by name, stored and returned."""
+    """A pod that the watch has not reported yet is read by name, stored and returned."""
     async with fake_api(others=[answers(200, raw_pod("a"))]) as server, opened(server.url) as api:
         store = PodStore()
-        fetched = await _informer(api, store=store).fetch("default", "a", timeout_s=2)
+        fetched = await _node_pods(api, store).fetch("default", "a", timeout_s=2)
     assert fetched is not None and store.get(fetched.uid) == fetched
 
 
@@ -254,7 +277,7 @@ async def test_fetch_of_a_pod_that_is_not_here_is_none(behaviour: Behaviour) -> 
     """An absent pod, and one of that name on another node, are not this node's pod."""
     async with fake_api(others=[behaviour]) as server, opened(server.url) as api:
         store = PodStore()
-        assert await _informer(api, store=store).fetch("default", "a", timeout_s=2) is None
+        assert await _node_pods(api, store).fetch("default", "a", timeout_s=2) is None
         assert store.pods() == ()
 
 
@@ -268,10 +291,10 @@ async def test_fetch_of_a_pod_that_is_not_here_is_none(behaviour: Behaviour) -> 
     ],
 )
 async def test_fetch_without_an_answer_is_unavailable(behaviour: Behaviour) -> None:
-    """Whatever is wrong with the answer, the admission is told to try again, and why."""
+    """Whatever is wrong with the answer, the admission can try again, and the error has the reason."""
     async with fake_api(others=[behaviour]) as server, opened(server.url) as api:
         with pytest.raises(Unavailable):
-            await _informer(api).fetch("default", "a", timeout_s=0.2)
+            await _node_pods(api).fetch("default", "a", timeout_s=0.2)
 
 
 @pytest.mark.parametrize(
@@ -286,10 +309,10 @@ async def test_fetch_without_an_answer_is_unavailable(behaviour: Behaviour) -> N
 async def test_fetch_tells_a_no_and_an_unreadable_pod_from_silence(
     behaviour: Behaviour, error: type[Exception]
 ) -> None:
-    """A refusal and an unreadable pod are no reason to wait for the API server, and the caller can tell."""
+    """A refusal and an unreadable pod are no reason to wait for the API server, and the errors differ."""
     async with fake_api(others=[behaviour]) as server, opened(server.url) as api:
         with pytest.raises(error):
-            await _informer(api).fetch("default", "a", timeout_s=DEADLINE_S)
+            await _node_pods(api).fetch("default", "a", timeout_s=DEADLINE_S)
 
 
 def _plain_with_large_env() -> dict[str, Any]:
@@ -301,55 +324,54 @@ def _plain_with_large_env() -> dict[str, Any]:
 async def test_a_pod_with_a_large_environment_is_known() -> None:
     """More than a thousand variables do not keep a pod out of the store, by list or by name."""
     counted = Counted()
-    async with informed(counted=counted, pods=[_plain_with_large_env()]) as (server, store, informer):
+    async with informed(counted=counted, pods=[_plain_with_large_env()]) as (server, store, node_pods):
         await wait_store(store, lambda store: list(_phases(store)) == ["plain"])
         server.others = [answers(200, _plain_with_large_env())]
-        assert await informer.fetch("default", "plain", timeout_s=DEADLINE_S) is not None
-    assert counted.unreadable == 0
+        assert await node_pods.fetch("default", "plain", timeout_s=DEADLINE_S) is not None
+    assert counted.unreadables == 0
 
 
 @pytest.mark.parametrize("version", ["9" * 5000, "²", "-5"])
 async def test_garbage_versions_do_not_stop_the_informer(version: str) -> None:
-    """Pods and a list of garbage versions are held, and a watch refused for one is preceded by a new list next time."""
+    """Pods and a list of garbage versions are stored, and a watch refused for one is preceded by a new list next time."""
     counted = Counted()
     pods = [raw_pod("a", version=version), raw_pod("a", uid="other", version=version)]
     behaviour: dict[str, Any] = {"pods": pods, "version": version, "watches": [answers(400, raw_status(400))]}
     async with informed(counted=counted, **behaviour) as (_, store, _):
         await counted.wait_ends("rejected", 2)
-        assert len(store.pods()) == 2 and store.by_name("default", "a") is not None
+        assert len(store.pods()) == 2 and pod_named(store, "a") is not None
     assert counted.lists >= 2
 
 
 async def test_fetch_before_the_api_is_there_waits_and_gives_up() -> None:
     """Without a client the fetch waits for one within its bound; attached in time, it is used."""
-    informer = _informer(None)
+    node_pods = _node_pods(None)
     with pytest.raises(Unavailable, match=r"no connection to the API server within 0.02 s"):
-        await informer.fetch("default", "a", timeout_s=0.02)
+        await node_pods.fetch("default", "a", timeout_s=0.02)
     async with (
         fake_api(others=[answers(200, raw_pod("a"))]) as server,
         opened(server.url) as api,
         asyncio.TaskGroup() as group,
     ):
-        fetched = group.create_task(informer.fetch("default", "a", timeout_s=DEADLINE_S))
+        fetched = group.create_task(node_pods.fetch("default", "a", timeout_s=DEADLINE_S))
         await asyncio.sleep(0)
-        informer.attach(api)
+        node_pods.attach(api)
         assert await fetched is not None
 
 
 async def test_fetch_does_not_revive_a_pod_whose_deletion_was_reported() -> None:
-    """A GET that was answered before the watch told the deletion comes too late, and says so with None."""
+    """A GET that was answered before the watch reported the deletion comes too late, and is None."""
     async with fake_api(others=[answers(200, raw_pod("a"))]) as server, opened(server.url) as api:
         store = PodStore()
         store.remove(PodUid("uid-a"))
-        assert await _informer(api, store=store).fetch("default", "a", timeout_s=2) is None
+        assert await _node_pods(api, store).fetch("default", "a", timeout_s=2) is None
 
 
 async def test_the_informer_follows_the_embedded_api_server() -> None:
     """Creation, binding, status, deletion, a lost history, a stop and a start of the server all end in the same pods."""
     async with EmbeddedApiServer() as server, opened(server.url, user={"token": server.token}) as api:
         store, counted = PodStore(), Counted()
-        informer = _informer(api, store=store, metrics=counted)
-        async with running(informer.run):
+        async with informing(api, store, counted) as node_pods:
             await wait_store(store, lambda store: store.is_synced)
             unbound = raw_pod("a")
             del unbound["spec"]["nodeName"]
@@ -364,5 +386,5 @@ async def test_the_informer_follows_the_embedded_api_server() -> None:
             server.expire_watches()
             server.delete_pod("default", "a", grace_period_s=0)
             await wait_store(store, lambda store: list(_phases(store)) == ["b"])
-            fetched = await informer.fetch("default", "b", timeout_s=2)
+            fetched = await node_pods.fetch("default", "b", timeout_s=2)
             assert fetched is not None and fetched.node_name == NODE

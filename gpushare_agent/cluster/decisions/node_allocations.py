@@ -1,8 +1,7 @@
-"""What the node's object should say of who holds what of each GPU: one annotation, for the scheduler extender. Pure.
+"""What the node's object should have of the allocations: one annotation, for the scheduler extender. Pure.
 
 The extender takes it for the truth in the place of what it has planned, so a pod is named only when its admission is over:
-half a pod would set the other half free for somebody else. Format: docs/node-facts.md. It does not speak to the API server
-(cluster/node_allocations.py).
+half a pod would set the other half free for another. Format: docs/node-facts.md.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpushare_agent.cluster.node_annotations import ALLOCATIONS_SCHEMA
+from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_SCHEMA
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid, split_device_id
@@ -39,7 +38,7 @@ def allocations_by_pod(
     pod_of: Callable[[PodUid], Pod | None],
     names: ResourceNames,
 ) -> list[AllocatedTo]:
-    """The pods that hold something and whose admission is over, sorted by UID.
+    """The pods with allocations whose admission is over, sorted by UID.
 
     Counts are of distinct device IDs of the pod on the GPU, memory charged as the allocation cache charges it.
     """
@@ -51,15 +50,17 @@ def allocations_by_pod(
     for uid, own in sorted(of_pod.items()):
         if not _is_admitted(pod_of(uid), own, names):
             continue
-        held = _held(own, indexes)
-        if held:
-            found.append(AllocatedTo(pod_uid=uid, gpus=held, since=max(one.allocated_at for one in own)))
+        gpus_of_pod = _allocated(own, indexes)
+        if gpus_of_pod:
+            found.append(AllocatedTo(pod_uid=uid, gpus=gpus_of_pod, since=max(one.allocated_at for one in own)))
     return found
 
 
-def allocations_annotation(held: Iterable[AllocatedTo], *, max_chars: int = MAX_CHARS, max_pods: int = MAX_PODS) -> str:
-    """Compact JSON. Where not all have room, the newest stand there, for those are looked for, and it says so."""
-    newest = sorted(held, key=lambda one: (-one.since, one.pod_uid))
+def allocations_annotation(
+    allocated: Iterable[AllocatedTo], *, max_chars: int = MAX_CHARS, max_pods: int = MAX_PODS
+) -> str:
+    """Compact JSON. Where not all fit, it has the newest, for the extender waits for those, and is marked as truncated."""
+    newest = sorted(allocated, key=lambda one: (-one.since, one.pod_uid))
     chars = len(_document([], is_truncated=True))
     chosen: list[AllocatedTo] = []
     for one in newest[:max_pods]:
@@ -71,21 +72,21 @@ def allocations_annotation(held: Iterable[AllocatedTo], *, max_chars: int = MAX_
 
 
 def _is_admitted(pod: Pod | None, own: Sequence[Allocation], names: ResourceNames) -> bool:
-    """A pod that the API server no longer knows is taken at its holdings' word: its processes may live on."""
+    """A pod that the API server no longer knows counts with what it has: its processes may live on."""
     if pod is None or pod.has_started:
         return True
-    held = {one.key.container: one for one in own}
+    by_name = {one.key.container: one for one in own}
     for container in pod.containers:
         for kind in names.kinds:
             wanted = names.wanted(container, kind)
-            if wanted and (one := held.get(container.name)) is not None and len(one.ids(kind)) >= wanted:
+            if wanted and (one := by_name.get(container.name)) is not None and len(one.ids(kind)) >= wanted:
                 continue
             if wanted:
                 return False
     return True
 
 
-def _held(own: Sequence[Allocation], indexes: Mapping[GpuUuid, int]) -> dict[int, tuple[int, ...]]:
+def _allocated(own: Sequence[Allocation], indexes: Mapping[GpuUuid, int]) -> dict[int, tuple[int, ...]]:
     cores = _by_gpu(device for one in own for device in one.vcore_ids)
     units = _by_gpu(device for one in own for device in one.gpu_mem_ids)
     blocks: dict[GpuUuid, set[DeviceId]] = {}
@@ -121,12 +122,12 @@ def _entry(one: AllocatedTo) -> str:
     return json.dumps({one.pod_uid: {str(index): list(counts) for index, counts in sorted(one.gpus.items())}})
 
 
-def _document(held: Iterable[AllocatedTo], *, is_truncated: bool) -> str:
+def _document(allocated: Iterable[AllocatedTo], *, is_truncated: bool) -> str:
     document: dict[str, object] = {
         "schema": ALLOCATIONS_SCHEMA,
         "held": {
             one.pod_uid: {str(index): list(counts) for index, counts in sorted(one.gpus.items())}
-            for one in sorted(held, key=lambda one: one.pod_uid)
+            for one in sorted(allocated, key=lambda one: one.pod_uid)
         },
     }
     return json.dumps({**document, **({"truncated": True} if is_truncated else {})}, separators=(",", ":"))

@@ -1,0 +1,118 @@
+"""From what the node's object has to what it should have: the least patch. Pure.
+
+Others write the same object (kubelet, people, other agents), and whoever may patch nodes can write everything here: what is
+not ours is left. node_fields.py reads and patches; docs/node-facts.md has the names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, OWN_PREFIX
+from gpushare_agent.cluster.decisions.node_facts import LABEL_NAME, NodeFacts
+
+LABELS_ANNOTATION = f"{OWN_PREFIX}/labels"
+"""Names of the labels that the agent wrote, comma list, sorted: only these are ever removed. Anybody who may patch the node,
+its kubelet too, can write it: `_recorded` bounds what is believed of it."""
+MAX_RECORD_CHARS = 16 * 1024
+MAX_RECORDED = 256
+
+_KUBERNETES_DOMAINS = ("kubernetes.io", "k8s.io")
+"""With all below them. A kubelet is kept from changing labels of these (NodeRestriction), others it may change anyway."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeObject:
+    """What the node's object has of the fields that are written here. Values that are no text are left out."""
+
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+    capacity: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePatch:
+    """What has to change; None removes. `foreign` are labels to which somebody else gave other values, left as they are;
+    `unusable` those of the settings that Kubernetes would refuse."""
+
+    labels: Mapping[str, str | None] = field(default_factory=dict)
+    annotations: Mapping[str, str | None] = field(default_factory=dict)
+    capacity: Mapping[str, str] = field(default_factory=dict)
+    foreign: Sequence[str] = ()
+    unusable: Sequence[str] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.labels or self.annotations or self.capacity)
+
+
+def parse_node(raw_node: Mapping[str, Any]) -> NodeObject:
+    metadata, status = _mapping(raw_node.get("metadata")), _mapping(raw_node.get("status"))
+    return NodeObject(
+        labels=_texts(metadata.get("labels")),
+        annotations=_texts(metadata.get("annotations")),
+        capacity=_texts(status.get("capacity")),
+    )
+
+
+def plan_facts_patch(node: NodeObject, wanted: NodeFacts) -> NodePatch:
+    """Labels and the annotation about the GPUs.
+
+    A label is removed only where the node's own record says that the agent wrote it, and never one of Kubernetes, for the
+    record may be forged. A label that somebody else wrote with another value is left, unless it is the agent's by name.
+    """
+    labels = node.labels
+    recorded = _recorded(node.annotations.get(LABELS_ANNOTATION, ""))
+    foreign = {
+        name
+        for name, value in wanted.labels.items()
+        if name not in wanted.owned and name not in recorded and labels.get(name, value) != value
+    }
+    set_labels = {n: v for n, v in wanted.labels.items() if n not in foreign and labels.get(n) != v}
+    kept = wanted.labels.keys() if wanted.are_gpus_named else wanted.labels.keys() | labels.keys()
+    gone = {name for name in recorded - kept if name in labels}
+    ours = (recorded & kept) | set_labels.keys() | (wanted.owned & wanted.labels.keys())
+    annotations = {**wanted.annotations, LABELS_ANNOTATION: ",".join(sorted(ours))}
+    changed = {name: value for name, value in annotations.items() if node.annotations.get(name) != value}
+    return NodePatch(
+        labels=dict(sorted({**set_labels, **dict.fromkeys(gone)}.items())),
+        annotations=dict(sorted(changed.items())),
+        foreign=tuple(sorted(foreign)),
+        unusable=wanted.unusable,
+    )
+
+
+def plan_allocations_patch(node: NodeObject, text: str) -> NodePatch:
+    """The annotation about the allocations."""
+    return NodePatch(annotations=_changed(node.annotations, {ALLOCATIONS_ANNOTATION: text}))
+
+
+def plan_capacity_patch(node: NodeObject, wanted: Mapping[str, int]) -> NodePatch:
+    """Counts of extended resources in the node's capacity."""
+    return NodePatch(capacity=_changed(node.capacity, {resource: str(count) for resource, count in wanted.items()}))
+
+
+def _changed(present: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in wanted.items() if present.get(name) != value}
+
+
+def _recorded(text: str) -> set[str]:
+    """The names of the record that may be the agent's work; none where it is larger than the agent ever makes it."""
+    names = set(text.split(",")) if len(text) <= MAX_RECORD_CHARS else set()
+    plausible = {name for name in names if LABEL_NAME.fullmatch(name) and not _is_of_kubernetes(name)}
+    return plausible if len(names) <= MAX_RECORDED else set()
+
+
+def _is_of_kubernetes(name: str) -> bool:
+    domain, slash, _ = name.rpartition("/")
+    return bool(slash) and any(domain == known or domain.endswith(f".{known}") for known in _KUBERNETES_DOMAINS)
+
+
+def _mapping(raw: object) -> Mapping[str, Any]:
+    return raw if isinstance(raw, dict) else {}
+
+
+def _texts(raw: object) -> dict[str, str]:
+    return {n: v for n, v in _mapping(raw).items() if isinstance(n, str) and isinstance(v, str)}

@@ -1,0 +1,181 @@
+"""Sends Kubernetes Events in the background: on pods why they got no GPU, on the node what became of its GPUs.
+
+Recording only queues an Event, `run` sends it. Events are a courtesy: bounded in number and rate (a ReplicaSet's rejected
+pods come ten a second), one per key for a while, and dropped rather than kept for long. The mutable state is the queue and
+which keys were recorded lately. Format: Kubernetes core/v1 Event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, NoReturn, Protocol
+
+import structlog
+
+from gpushare_agent.kit.backoff import Backoff
+from gpushare_agent.model.errors import AgentError, Refused, Unavailable
+from gpushare_agent.model.node_events import NodeEventReason
+from gpushare_agent.model.pods import Pod
+
+log = structlog.get_logger(__name__)
+
+MAX_MESSAGE_CHARS = 1024
+"""The API server refuses a longer Event message."""
+QUEUE_LIMIT = 256
+RECORDED_LIMIT = 4096
+REPEAT_AFTER_S = 600.0
+BURST = 25
+TRIES = 6
+COMPONENT = "gpushare-agent"
+NODE_NAMESPACE = "default"
+_TEXT_KEPT = 256
+"""Of a text in a key: with RECORDED_LIMIT this bounds the memory."""
+
+
+class CreatesEvents(Protocol):
+    async def create_event(self, raw: dict[str, Any]) -> None: ...
+
+
+class EventRecorder:
+    """`record` at any time, also before the API server can be reached; `run` once. `reporter` is the host that reports.
+
+    After BURST events in a row the rest follow `interval_s` apart. `count` is called with how each ended: sent, refused,
+    dropped.
+    """
+
+    def __init__(
+        self,
+        reporter: str,
+        *,
+        count: Callable[[str], None] = lambda outcome: None,
+        interval_s: float = 1.0,
+        backoff: Backoff | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._reporter = reporter
+        self._count = count
+        self._interval_s = interval_s
+        self._backoff = backoff or Backoff(base_s=0.5, cap_s=10.0)
+        self._clock = clock
+        self._queue: deque[dict[str, Any]] = deque()
+        self._recorded: OrderedDict[tuple[str, ...], float] = OrderedDict()
+        self._is_wanted = asyncio.Event()
+
+    def record(
+        self, involved: Mapping[str, str], reason: str, message: str, *, type_: str = "Warning", key: tuple[str, ...]
+    ) -> bool:
+        """Queue an Event about the object `involved`, in its namespace, unless one with this key was recorded in the last
+        REPEAT_AFTER_S; whether it was queued."""
+        now = self._clock()
+        recorded_at = self._recorded.get(key)
+        if recorded_at is not None and now - recorded_at < REPEAT_AFTER_S:
+            return False
+        if len(self._queue) >= QUEUE_LIMIT:
+            self._count("dropped")
+            return False
+        self._recorded[key] = now
+        self._recorded.move_to_end(key)
+        while len(self._recorded) > RECORDED_LIMIT:
+            self._recorded.popitem(last=False)
+        self._queue.append(_raw_event(involved, reason, message, type_, self._reporter, datetime.now(UTC)))
+        self._is_wanted.set()
+        return True
+
+    async def run(self, api: CreatesEvents) -> NoReturn:
+        """Send the recorded events, in order, until cancelled."""
+        credit, spent_at = float(BURST), self._clock()
+        while True:
+            while not self._queue:
+                self._is_wanted.clear()
+                await self._is_wanted.wait()
+            credit = min(BURST, credit + (self._clock() - spent_at) / self._interval_s)
+            if credit < 1:
+                await asyncio.sleep((1 - credit) * self._interval_s)
+                credit = 1.0
+            credit, spent_at = credit - 1, self._clock()
+            await self._send(api, self._queue.popleft())
+
+    async def _send(self, api: CreatesEvents, raw_event: dict[str, Any]) -> None:
+        involved = raw_event["involvedObject"]
+        about = f"{involved['kind']} {raw_event['metadata']['namespace']}/{involved['name']}"
+        for tried in range(1, TRIES + 1):
+            try:
+                await api.create_event(raw_event)
+            except Unavailable as e:
+                if tried == TRIES:
+                    self._count("dropped")
+                    log.warning("event_dropped", about=about, reason=raw_event["reason"], error=str(e))
+                    return
+                await asyncio.sleep(self._backoff.delay_s(tried))
+            except AgentError as e:
+                # A vanished namespace, or a missing permission: what the Event reports is in the log, too.
+                self._count("refused")
+                log.warning("event_refused", about=about, reason=raw_event["reason"], error=str(e))
+                return
+            else:
+                self._count("sent")
+                return
+
+
+class PodEvents(EventRecorder):
+    """Why a pod got no GPU, or which of its annotations is ignored."""
+
+    def refused(self, pod: Pod, refused: Refused) -> None:
+        """A Warning on the pod, once in ten minutes per pod and reason."""
+        self.record(_pod(pod), refused.reason.value, refused.detail, key=(pod.uid, refused.reason.value))
+
+    def warned(self, pod: Pod, reason: str, detail: str) -> None:
+        """The same for what is no refusal. Once per pod, reason and text, also in the log: who corrects an annotation and
+        makes another mistake must hear of it."""
+        if self.record(_pod(pod), reason, detail, key=(pod.uid, reason, detail[:_TEXT_KEPT])):
+            log.warning("pod_warned", pod=f"{pod.namespace}/{pod.name}", reason=reason, detail=detail)
+
+
+class NodeEvents(EventRecorder):
+    """What became of the GPUs of the node that reports."""
+
+    def note(self, reason: NodeEventReason, uuid: str, message: str) -> None:
+        """Once in ten minutes per GPU, reason and text. In namespace default and with the node's name as its UID, as the
+        kubelet's own: there `kubectl describe node` looks for them."""
+        involved = {"apiVersion": "v1", "kind": "Node", "name": self._reporter, "uid": self._reporter}
+        self.record(involved, reason.value, message, type_=reason.type, key=(uuid, reason.value, message))
+
+
+def _pod(pod: Pod) -> dict[str, str]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "namespace": pod.namespace,
+        "name": pod.name,
+        "uid": pod.uid,
+        "resourceVersion": pod.resource_version,
+    }
+
+
+def _raw_event(
+    involved: Mapping[str, str], reason: str, message: str, type_: str, reporter: str, now: datetime
+) -> dict[str, Any]:
+    """A core/v1 Event; its name is unique by time, as kubectl and the kubelet make theirs."""
+    at = now.strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {
+            "name": f"{involved['name'][:230].rstrip('-.')}.{int(now.timestamp() * 1e6):x}",
+            "namespace": involved.get("namespace", NODE_NAMESPACE),
+        },
+        "involvedObject": dict(involved),
+        "reason": reason,
+        "message": message if len(message) <= MAX_MESSAGE_CHARS else message[: MAX_MESSAGE_CHARS - 1] + "…",
+        "type": type_,
+        "source": {"component": COMPONENT, "host": reporter},
+        "reportingComponent": COMPONENT,
+        "reportingInstance": reporter[:128],
+        "firstTimestamp": at,
+        "lastTimestamp": at,
+        "count": 1,
+    }

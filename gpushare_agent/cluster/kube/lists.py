@@ -1,0 +1,199 @@
+"""Lists and watches of the API server, as raw JSON: pages, limits, bookmarks, and what a broken stream means.
+
+Errors are those of session.py. No state.
+Protocol: Kubernetes API concepts, "Efficient detection of changes" and "Retrieving large results sets in chunks".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from gpushare_agent.cluster.kube.session import KubeSession, Request, TooLong, error_for_status, excerpt, renamed
+from gpushare_agent.model.errors import Conflict, Corrupt, Unavailable
+
+if TYPE_CHECKING:
+    from aiohttp import ClientResponse
+
+T = TypeVar("T")
+
+PAGE_SIZES = (500, 50, 5, 1)
+"""Objects in one page, the next smaller where a page is too long: a pod has up to 1.5 MiB."""
+PAGED_TRIES = 3
+MAX_LINE_BYTES = 2 << 20
+"""One watch event is one line: an object of at most 1.5 MiB and its frame."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubeTimeouts:
+    """`watch_s` is what the server is asked for; `watch_idle_s` ends a watch on which not even a bookmark (one a minute)
+    came, for a half-open connection looks exactly like that."""
+
+    connect_s: float = 5.0
+    request_s: float = 15.0
+    list_s: float = 60.0
+    watch_s: float = 290.0
+    watch_idle_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListLimits:
+    """A list of the watch cache that is longer than `list_bytes` is read in pages of at most `page_bytes`.
+
+    Reading an answer takes about four times its size for a moment. 250 pods of 20 KiB, which is much, are 5 MiB.
+    """
+
+    list_bytes: int = 16 << 20
+    page_bytes: int = 8 << 20
+    page_sizes: tuple[int, ...] = PAGE_SIZES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """A kind of objects, or some of them. `what` completes "list …" and "watch …"; `fields` and `labels` are selectors.
+
+    Lists are consistent reads in pages. With `from_cache` the list is the watch cache's, which may lag and answers whole:
+    what hundreds of agents start with must not be read from etcd.
+    """
+
+    what: str
+    path: str
+    fields: str = ""
+    labels: str = ""
+    from_cache: bool = False
+
+    def request(self, verb: str) -> Request:
+        selectors = (("fieldSelector", self.fields), ("labelSelector", self.labels))
+        query = tuple((name, value) for name, value in selectors if value)
+        return Request(what=f"{verb} {self.what}", method="GET", path=self.path, query=query)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Page(Generic[T]):
+    items: list[T]
+    version: str
+    token: str
+    """Where the next page begins, empty on the last."""
+
+
+class KubeLists:
+    """The base of the API clients: what reads many objects."""
+
+    def __init__(self, session: KubeSession, timeouts: KubeTimeouts, limits: ListLimits) -> None:
+        self._session = session
+        self._timeouts = timeouts
+        self._limits = limits
+
+    async def list_all(self, watched: Watched, read: Callable[[dict[str, Any]], T | None]) -> tuple[list[T], str]:
+        """What `read` makes of each object, called as its page comes (None is left out), and the version to watch from.
+
+        Where the server cannot go on with a list it begins anew: `read` may see an object twice.
+        """
+        request = watched.request("list")
+        if watched.from_cache:
+            whole = replace(request, query=(*request.query, ("resourceVersion", "0")))
+            list_s, list_bytes = self._timeouts.list_s, self._limits.list_bytes
+            with suppress(TooLong):  # left before going on: the error's frames keep what was read alive
+                page = await self._page(whole, read, timeout_s=list_s, limit_bytes=list_bytes)
+                return page.items, page.version
+        ends_at = time.monotonic() + self._timeouts.list_s
+        for _ in range(PAGED_TRIES - 1):
+            with suppress(Conflict):  # the place to go on from is compacted away: start over
+                return await self._pages(request, read, ends_at)
+        return await self._pages(request, read, ends_at)
+
+    async def _pages(
+        self, request: Request, read: Callable[[dict[str, Any]], T | None], ends_at: float
+    ) -> tuple[list[T], str]:
+        items: list[T] = []
+        sizes, token = list(self._limits.page_sizes), ""
+        while True:
+            place = (("limit", str(sizes[0])), *((("continue", token),) if token else ()))
+            page_request = replace(request, query=(*request.query, *place))
+            left_s = max(ends_at - time.monotonic(), 0.0)
+            try:
+                page = await self._page(page_request, read, timeout_s=left_s, limit_bytes=self._limits.page_bytes)
+            except TooLong:
+                if len(sizes) == 1:
+                    raise
+                del sizes[0]
+                continue
+            items += page.items
+            token = page.token
+            if not token:
+                return items, page.version
+
+    async def _page(
+        self, request: Request, read: Callable[[dict[str, Any]], T | None], *, timeout_s: float, limit_bytes: int
+    ) -> _Page[T]:
+        raw_list = await self._session.fetch_json(request, timeout_s=timeout_s, limit_bytes=limit_bytes)
+        # Servers send null for an empty list at times.
+        raw_objects, raw_metadata = raw_list.get("items") or [], raw_list.get("metadata")
+        metadata = raw_metadata if isinstance(raw_metadata, dict) else {}
+        version, token = metadata.get("resourceVersion"), metadata.get("continue") or ""
+        if (
+            not isinstance(raw_objects, list)
+            or not isinstance(version, str)
+            or not version
+            or not isinstance(token, str)
+        ):
+            raise Corrupt(f"cannot {request.what}: the answer is no list with a resourceVersion")
+        items = [item for raw in raw_objects if isinstance(raw, dict) and (item := read(raw)) is not None]
+        return _Page(items=items, version=version, token=token)
+
+    @asynccontextmanager
+    async def watch_all(self, watched: Watched, resource_version: str) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+        """Events {"type", "object"} of ADDED, MODIFIED, DELETED and BOOKMARK, from after `resource_version`.
+
+        The iterator ends when the server ends the watch. Entering or iterating raises Conflict where the version is too
+        old (HTTP or ERROR event 410), Unavailable for silence or a cut line, Corrupt for a line that is no event.
+        """
+        request = watched.request("watch")
+        watch_s = int(self._timeouts.watch_s * random.uniform(1.0, 1.1))  # noqa: S311 - spreads load, no secret
+        query = (
+            ("watch", "true"),
+            ("allowWatchBookmarks", "true"),
+            ("resourceVersion", resource_version),
+            ("timeoutSeconds", str(max(watch_s, 1))),
+        )
+        stream = self._session.stream(replace(request, query=(*request.query, *query)))
+        with renamed(request.what):
+            async with asyncio.timeout(self._timeouts.request_s):
+                response = await stream.__aenter__()
+        try:
+            async with aclosing(self._events(response, request.what)) as events:
+                yield events
+        finally:
+            await stream.__aexit__(None, None, None)
+
+    async def _events(self, response: ClientResponse, what: str) -> AsyncGenerator[dict[str, Any], None]:
+        while True:
+            with renamed(what):
+                async with asyncio.timeout(self._timeouts.watch_idle_s):
+                    line = await response.content.readuntil(b"\n", max_size=MAX_LINE_BYTES)
+            if not line:
+                return
+            if not line.endswith(b"\n"):
+                raise Unavailable(f"cannot {what}: the stream ended inside a line")
+            if line.strip():
+                yield _event(line, what)
+
+
+def _event(line: bytes, what: str) -> dict[str, Any]:
+    try:
+        raw_event = json.loads(line)
+    except (ValueError, RecursionError) as e:
+        raise Corrupt(f"cannot {what}: a line of the stream is no JSON ({excerpt(line)})") from e
+    if not isinstance(raw_event, dict) or not isinstance(raw_event.get("object"), dict):
+        raise Corrupt(f"cannot {what}: a line of the stream is no event ({excerpt(line)})")
+    if raw_event.get("type") == "ERROR":
+        raw_status = raw_event["object"]
+        code = raw_status.get("code")
+        raise error_for_status(code if isinstance(code, int) else 500, what, str(raw_status.get("message", ""))[:500])
+    return raw_event

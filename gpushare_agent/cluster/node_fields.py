@@ -1,0 +1,207 @@
+"""Keeps fields of this node's object true: its labels and GPUs, its allocations, its capacity. One writer for each.
+
+Level, not edge: what is wanted is worked out anew after each change and each `period_s`, and only what differs is patched;
+what somebody undid comes back. No admission waits for it. What is wanted and the patches are decisions/node_facts.py,
+node_allocations.py and node_patch.py. The mutable state of a writer is: the node as it was last read, whether something
+changed, and what was reported last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
+
+import structlog
+
+from gpushare_agent.cluster.decisions.node_facts import NodeFacts
+from gpushare_agent.cluster.decisions.node_patch import (
+    NodeObject,
+    NodePatch,
+    parse_node,
+    plan_allocations_patch,
+    plan_capacity_patch,
+    plan_facts_patch,
+)
+from gpushare_agent.kit.backoff import Backoff
+from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.supervision import wait_for
+from gpushare_agent.model.errors import AgentError, Rejected
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+PERIOD_S = 300.0
+CALL_TIMEOUT_S = 15.0
+BURST_S = 0.05
+"""The pause after a comparison that patched nothing: one pod's Allocates come in a burst."""
+NOT_KNOWN_S = 0.5
+"""Between two questions for what is wanted while it is not known."""
+REPORT_AGAIN_S = 3600.0
+ROLE = "gpushare-agent-node-facts"
+CURE = f"give the agent's account the ClusterRole {ROLE} (manifests/base/rbac.yaml), or set facts.is_written: false"
+
+
+class PatchesNodes(Protocol):
+    """The part of the API server that is needed here (cluster/kube/client.py). Patches return the node as it is then."""
+
+    async def get_node(self, name: str) -> dict[str, Any]: ...
+
+    async def patch_node_metadata(
+        self, name: str, *, labels: Mapping[str, str | None], annotations: Mapping[str, str | None]
+    ) -> dict[str, Any]: ...
+
+    async def patch_node_capacity(self, name: str, capacity: Mapping[str, str]) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFields(Generic[T]):
+    """Fields that are written together. `name`, `lost` (what is missing while they cannot be written) and `cure` are for the
+    log; after a patch none follows for `gap_s`.
+
+    Those that change often, with every pod, are compared with what the last patch returned; the node is read once in
+    `period_s`. For the others it is read before each comparison.
+    """
+
+    name: str
+    plan: Callable[[NodeObject, T], NodePatch]
+    lost: str
+    cure: str = CURE
+    gap_s: float
+    period_s: float = PERIOD_S
+    retry_cap_s: float
+    change_often: bool = False
+
+
+FACTS: NodeFields[NodeFacts] = NodeFields(
+    name="labels and GPUs",
+    plan=plan_facts_patch,
+    lost="labels and GPUs on the node's object are those of before",
+    gap_s=2.0,  # a GPU that flaps must not write to the API server with every poll
+    retry_cap_s=PERIOD_S,
+)
+ALLOCATIONS: NodeFields[str] = NodeFields(
+    name="allocations",
+    plan=plan_allocations_patch,
+    lost="the scheduler extender counts this node's new pods wherever they could be",
+    gap_s=1.0,
+    retry_cap_s=30.0,
+    change_often=True,
+)
+CAPACITY: NodeFields[Mapping[str, int]] = NodeFields(
+    name="capacity",
+    plan=plan_capacity_patch,
+    lost="GPUShare's tools do not see this node's GPUs",
+    cure="give the agent's account the right to patch nodes/status (docs/gpushare.md), or set gpushare.enabled: false",
+    gap_s=1.0,
+    period_s=60.0,  # a kubelet that registers the node anew resets its capacity
+    retry_cap_s=60.0,
+)
+
+
+class NodeFieldsWriter(Generic[T]):
+    """`changed` at any time, `run` once. `wanted` is None while it is not known: then what the node has stays."""
+
+    def __init__(
+        self,
+        fields: NodeFields[T],
+        *,
+        node_name: str,
+        wanted: Callable[[], T | None],
+        backoff: Backoff | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fields = fields
+        self._node_name = node_name
+        self._wanted = wanted
+        self._backoff = backoff or Backoff(base_s=1.0, cap_s=fields.retry_cap_s)
+        self._clock = clock
+        self._is_changed = asyncio.Event()
+        self._node: NodeObject | None = None
+        self._read_at = float("-inf")
+        self._labels_reported = ReportOnce()
+        self._failure_reported: tuple[str, float] = ("", float("-inf"))
+
+    def changed(self) -> None:
+        """What is wanted may be another than before: compare soon."""
+        self._is_changed.set()
+
+    async def run(self, api: PatchesNodes) -> NoReturn:
+        """Until cancelled. A missing right is tried again each period, any other failure with back-off."""
+        fields, failures = self._fields, 0
+        while True:
+            self._is_changed.clear()
+            try:
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    is_patched = await self._reconcile(api)
+            except (AgentError, TimeoutError) as e:
+                failures += 1
+                self._node = None  # a patch that timed out may have been taken: read again
+                self._report_failure(str(e) or f"no answer within {CALL_TIMEOUT_S:g} s", isinstance(e, Rejected))
+                await asyncio.sleep(fields.period_s if isinstance(e, Rejected) else self._backoff.delay_s(failures))
+                continue
+            failures, self._failure_reported = 0, ("", float("-inf"))
+            await asyncio.sleep(fields.gap_s if is_patched else min(BURST_S, fields.gap_s))
+            await wait_for(self._is_changed, fields.period_s if self._wanted() is not None else NOT_KNOWN_S)
+
+    async def _reconcile(self, api: PatchesNodes) -> bool:
+        """One comparison; whether the node was patched."""
+        if self._wanted() is None:
+            return False
+        node = self._node
+        if node is None or not self._fields.change_often or self._clock() - self._read_at >= self._fields.period_s:
+            node = self._node = parse_node(await api.get_node(self._node_name))
+            self._read_at = self._clock()
+        wanted = self._wanted()  # the newest: the node may have taken a while to read
+        if wanted is None:
+            return False
+        patch = self._fields.plan(node, wanted)
+        self._report_labels(patch)
+        if patch.is_empty:
+            return False
+        if patch.capacity:
+            raw_node = await api.patch_node_capacity(self._node_name, patch.capacity)
+        else:
+            raw_node = await api.patch_node_metadata(
+                self._node_name, labels=patch.labels, annotations=patch.annotations
+            )
+        self._node = parse_node(raw_node)
+        self._report_written(patch)
+        return True
+
+    def _report_written(self, patch: NodePatch) -> None:
+        (log.debug if self._fields.change_often else log.info)(
+            "node_fields_written",
+            node=self._node_name,
+            fields=self._fields.name,
+            labels={name: value for name, value in patch.labels.items() if value is not None},
+            removed=[name for name, value in patch.labels.items() if value is None],
+            annotations=sorted(patch.annotations),
+            capacity=dict(patch.capacity),
+        )
+
+    def _report_labels(self, patch: NodePatch) -> None:
+        """Once for the same ones."""
+        foreign, unusable = list(patch.foreign), list(patch.unusable)
+        if self._labels_reported.is_new(str(foreign), "foreign") and foreign:
+            log.warning("node_labels_of_others", labels=foreign, then="left as they are")
+        if self._labels_reported.is_new(str(unusable), "unusable") and unusable:
+            log.error("node_labels_unusable", labels=unusable, then="left out", cure="correct node_labels")
+
+    def _report_failure(self, error: str, is_refused: bool) -> None:
+        """The same one once an hour."""
+        reported, at = self._failure_reported
+        if reported == error and self._clock() - at < REPORT_AGAIN_S:
+            return
+        self._failure_reported = (error, self._clock())
+        log.warning(
+            "node_fields_not_written",
+            node=self._node_name,
+            fields=self._fields.name,
+            error=error,
+            lost=self._fields.lost,
+            cure=self._fields.cure if is_refused else "none: it is tried again",
+        )

@@ -1,0 +1,64 @@
+"""This process and the operating system: how many files it may open, and notifications of the service manager.
+
+Changes the process's own limit when asked; no other state.
+"""
+
+from __future__ import annotations
+
+import resource
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+ENOUGH_OPEN_FILES = 65_536
+"""1,000 containers with all their connections. More would only make a leak show later."""
+
+
+def read_open_files_limit() -> tuple[int, int]:
+    """The soft limit, which counts, and the hard limit, up to which a process may raise it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _as_number(soft), _as_number(hard)
+
+
+def raise_open_files_limit() -> tuple[int, int]:
+    """Raises the soft limit to the hard one, at most to 65,536; it is never lowered. Returns both as they are then.
+
+    Every container with a share may open 64 connections on its vDevice socket, so the usual soft limit of 1,024 is used up
+    by sixteen hostile ones. It is that low for programs that call select(); the agent does not.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(_as_number(hard), ENOUGH_OPEN_FILES)
+    if _as_number(soft) < wanted:
+        with suppress(
+            OSError, ValueError
+        ):  # a hard limit above fs.nr_open cannot be set to itself: the old soft one stays
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return read_open_files_limit()
+
+
+def sd_notify(state: str, environ: Mapping[str, str]) -> bool:
+    """Sends `state` ("READY=1", "STOPPING=1") as one datagram to NOTIFY_SOCKET, which is the whole sd_notify protocol.
+
+    Returns whether it was sent. A service manager that cannot be reached must not stop the service: that is only logged.
+    """
+    address = environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return False
+    path = "\0" + address[1:] if address.startswith("@") else address
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as sender:
+            sender.connect(path)
+            sender.send(state.encode())
+    except OSError as error:
+        log.warning("service_manager_not_notified", socket=address, state=state, error=str(error))
+        return False
+    return True
+
+
+def _as_number(limit: int) -> int:
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
