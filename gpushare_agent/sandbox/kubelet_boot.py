@@ -15,12 +15,13 @@ from pathlib import Path
 
 import structlog
 
+from gpushare_agent.kit.grpc_server import GrpcServer
+from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.sandbox.api_server import EmbeddedApiServer, release_of
 from gpushare_agent.sandbox.calls import CallLog
 from gpushare_agent.sandbox.container_runtime import ContainerRuntime
 from gpushare_agent.sandbox.device_manager import AllocationFailed, DeviceManager
-from gpushare_agent.sandbox.grpc_bytes import UnixServer
 from gpushare_agent.sandbox.plugin_endpoint import PluginEndpoint
 from gpushare_agent.sandbox.pod_manifest import grace_s, is_terminal, timestamp
 from gpushare_agent.sandbox.pod_resources import ListedPodSpec, PodResourcesService
@@ -30,6 +31,7 @@ from gpushare_agent.sandbox.registration import RegistrationService
 log = structlog.get_logger(__name__)
 
 REJECTED_REASON = "UnexpectedAdmissionError"
+_SOCKET_MODE = 0o600
 _CANCEL_AGAIN_S = 0.5
 _PLAIN_CAPACITY = {"cpu": "8", "memory": "32Gi", "pods": "110"}
 
@@ -84,12 +86,12 @@ class KubeletBoot:
         )
 
     async def run(self, plugin_directory: Path, pod_resources_socket: Path, *, until: Awaitable[None]) -> None:
-        registration = UnixServer([RegistrationService(plugin_directory, self._accept)])
-        pod_resources = UnixServer([self._pod_resources])
+        registration = GrpcServer([RegistrationService(plugin_directory, self._accept)])
+        pod_resources = GrpcServer([self._pod_resources])
         try:
             async with self._group:
-                await pod_resources.start_at(pod_resources_socket)
-                await registration.start_at(plugin_directory / "kubelet.sock")
+                await pod_resources.serve(bind_unix_socket(pod_resources_socket, mode=_SOCKET_MODE))
+                await registration.serve(bind_unix_socket(plugin_directory / "kubelet.sock", mode=_SOCKET_MODE))
                 self.is_listening = True
                 self._signal.notify()
                 self._spawn(self._sync_forever(), "kubelet-sync")
@@ -99,7 +101,7 @@ class KubeletBoot:
         finally:
             await self._end([pod_resources, registration])
 
-    async def _end(self, servers: list[UnixServer]) -> None:
+    async def _end(self, servers: list[GrpcServer]) -> None:
         """Everything stops at once, as the process does: calls first, for a closed connection would let them fail and go
         on with a rejection. A second call does nothing.
         """

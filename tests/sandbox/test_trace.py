@@ -18,8 +18,10 @@ from grpclib import GRPCError, Status
 from grpclib.client import UnaryUnaryMethod
 from grpclib.const import Cardinality, Handler
 
+from gpushare_agent.kit.grpc_client import UnixChannel
+from gpushare_agent.kit.grpc_server import GrpcServer
+from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
-from gpushare_agent.sandbox.grpc_bytes import UnixServer, open_channel
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import containers_of
 from gpushare_agent.wire import v1
@@ -162,7 +164,7 @@ class RecordingPlugin:
 
     async def _list(self) -> bytes:
         """Again when the rate limit refuses, as the recorder did."""
-        channel = open_channel(self._node.paths.pod_resources_socket)
+        channel = UnixChannel(self._node.paths.pod_resources_socket)
         try:
             method = UnaryUnaryMethod(channel, "/v1.PodResourcesLister/List", bytes, bytes)
             while True:
@@ -189,24 +191,17 @@ def _device(name: str, numa: int) -> Device:
 @asynccontextmanager
 async def recorders(node: EmbeddedNode, steps: list[Step]) -> AsyncIterator[dict[str, RecordingPlugin]]:
     plugins = {name: RecordingPlugin(node, name, steps) for name in (CORE, MEMORY)}
-    servers = {name: UnixServer([plugin]) for name, plugin in plugins.items()}
+    servers = {name: GrpcServer([plugin]) for name, plugin in plugins.items()}
     try:
-        await serve_and_register(node, plugins, servers)
+        for name, plugin in plugins.items():
+            socket_name = f"{name.rpartition('/')[2]}.sock"
+            await servers[name].serve(bind_unix_socket(node.paths.device_plugin_path / socket_name, mode=0o600))
+            await register(node, plugin, socket_name)  # type: ignore[arg-type]
+            await wait_allocatable(node, name, len(plugin.order))
         yield plugins
     finally:
         for server in servers.values():
             await server.stop()
-
-
-async def serve_and_register(
-    node: EmbeddedNode, plugins: dict[str, RecordingPlugin], servers: dict[str, UnixServer]
-) -> None:
-    for name, plugin in plugins.items():
-        socket_name = f"{name.rpartition('/')[2]}.sock"
-        if servers[name]._server is None:
-            await servers[name].start_at(node.paths.device_plugin_path / socket_name)
-        await register(node, plugin, socket_name)  # type: ignore[arg-type]
-        await wait_allocatable(node, name, len(plugin.order))
 
 
 async def play(node: EmbeddedNode) -> tuple[list[Step], dict[str, Any], dict[str, RecordingPlugin]]:
@@ -353,8 +348,8 @@ async def test_registration_asks_for_options_before_it_answers() -> None:
     assert request.options == DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
     async with open_test_node(times=UNHURRIED) as node:
         plugin = RecordingPlugin(node, CORE, [])
-        server = UnixServer([plugin])
-        await server.start_at(node.paths.device_plugin_path / request.endpoint)
+        server = GrpcServer([plugin])
+        await server.serve(bind_unix_socket(node.paths.device_plugin_path / request.endpoint, mode=0o600))
         try:
             await register(node, plugin, request.endpoint)  # type: ignore[arg-type]
             assert "GetDevicePluginOptions" in plugin.deadlines
