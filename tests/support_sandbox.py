@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ _LIST_AND_WATCH = "/v1beta1.DevicePlugin/ListAndWatch"
 SHORT_TIMES = KubeletTimes(
     admission_delay_s=0.05, status_interval_s=0.03, first_status_s=0.01, container_start_s=0.0, start_retry_s=0.1
 )
+HELD_ADMISSIONS = replace(SHORT_TIMES, admission_delay_s=3600.0)
+"""A kubelet that is started admits pods after `node.kubelet.begin_admissions()`."""
 
 
 @asynccontextmanager
@@ -220,7 +222,8 @@ async def open_plugin(node: EmbeddedNode, plugin: SmallPlugin, socket_name: str 
 async def wait_allocatable(node: EmbeddedNode, resource: str, count: int) -> None:
     def is_shown() -> bool:
         raw = node.api.object_of("nodes", ("", node.name)) or {}
-        return raw.get("status", {}).get("allocatable", {}).get(resource) == str(count)
+        is_known = node.kubelet.capacity().get(resource, (0, 0))[1] == count  # the Node object outlives the kubelet
+        return is_known and raw.get("status", {}).get("allocatable", {}).get(resource) == str(count)
 
     await node.kubelet.wait_for(is_shown, DEADLINE_S, f"{count} {resource} allocatable on the node")
 
