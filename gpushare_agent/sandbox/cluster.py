@@ -11,8 +11,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpushare_agent.sandbox.api_access import write_kubeconfig
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.access import write_kubeconfig
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.extender_calls import open_extender_calls
 from gpushare_agent.sandbox.extender_scheduler import ExtenderScheduler, SchedulerTimes

@@ -19,7 +19,7 @@ from gpushare_agent.isolation.vcuda.config_format import SOCKET_NAME
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.sandbox import pod_manifest, wire_frames
-from gpushare_agent.sandbox.api_store import RawObject
+from gpushare_agent.sandbox.api.store import RawObject
 from gpushare_agent.sandbox.cdi_resolver import CdiResolver, requested_names
 from gpushare_agent.sandbox.container_runtime import ContainerConfig
 

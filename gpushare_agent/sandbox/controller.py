@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from gpushare_agent.model.errors import AgentError, Rejected
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.sandbox.agent_process import AgentProcess
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.container_entry import enter_container
 from gpushare_agent.sandbox.control import Answer, Request
 from gpushare_agent.sandbox.gpu_faults import LOST_REASON, GpuFaults

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import structlog
 
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer
-from gpushare_agent.sandbox.api_store import Change, Expired, RawObject
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.store import Change, Expired, RawObject
 from gpushare_agent.sandbox.extender_calls import ExtenderCalls
 from gpushare_agent.sandbox.node_fit import UNSCHEDULABLE, NodeFit, lacking, tell_waiting, waiting_text
 from gpushare_agent.sandbox.pod_manifest import is_terminal

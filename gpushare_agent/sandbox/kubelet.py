@@ -17,7 +17,7 @@ from typing import TypeVar
 import structlog
 
 from gpushare_agent.model.errors import NotFound
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.calls import CallLog, OpenCall, PluginCall, PodResourcesCall
 from gpushare_agent.sandbox.container_runtime import ContainerRuntime
 from gpushare_agent.sandbox.device_manager import DeviceManager

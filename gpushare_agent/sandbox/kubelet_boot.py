@@ -19,7 +19,7 @@ from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.calls import CallLog
 from gpushare_agent.sandbox.container_runtime import ContainerRuntime
 from gpushare_agent.sandbox.device_manager import AllocationFailed, DeviceManager

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 from gpushare_agent.kit.supervision import forever, stop_task
-from gpushare_agent.sandbox.api_access import write_kubeconfig
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.access import write_kubeconfig
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.cri_server import CriServer
 from gpushare_agent.sandbox.kubelet import EmbeddedKubelet

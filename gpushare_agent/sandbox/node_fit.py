@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer
-from gpushare_agent.sandbox.api_store import RawObject
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.store import RawObject
 from gpushare_agent.sandbox.pod_manifest import is_terminal, pod_requests, timestamp
 
 UNSCHEDULABLE = "Unschedulable"

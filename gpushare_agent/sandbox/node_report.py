@@ -19,7 +19,7 @@ from gpushare_agent.isolation.vcuda.edits import VDEVICE_DIRECTORY
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerSpec
-from gpushare_agent.sandbox.api_store import RawObject
+from gpushare_agent.sandbox.api.store import RawObject
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import containers_of
 from gpushare_agent.sandbox.vdevice_view import VDeviceReader

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
-from gpushare_agent.sandbox.api_store import RawObject
+from gpushare_agent.sandbox.api.store import RawObject
 from gpushare_agent.sandbox.container_runtime import Container
 from gpushare_agent.sandbox.pod_manifest import timestamp
 

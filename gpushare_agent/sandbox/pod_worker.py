@@ -15,8 +15,8 @@ from enum import Enum, auto
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.sandbox import pod_manifest, pod_status
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer
-from gpushare_agent.sandbox.api_store import RawObject
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.store import RawObject
 from gpushare_agent.sandbox.cdi_resolver import CdiResolver
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.container_config import container_config

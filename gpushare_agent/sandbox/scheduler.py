@@ -5,7 +5,7 @@ It works on the API server's objects only. A scheduler that asks an extender is 
 
 from __future__ import annotations
 
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.node_fit import NodeFit, lacking, take, tell_waiting, waiting_text
 from gpushare_agent.sandbox.pod_manifest import is_terminal
 

@@ -1,13 +1,13 @@
 """Objects of the embedded API server, with one version counter and a bounded history of changes.
 
-State owned: the objects, the counter, the history. Objects are replaced, never changed in place: whoever reads one may
-keep it. Not for HTTP, defaults or rules of a resource: see api_server, pod_manifest.
+State owned: the objects, the counter, the history, the index of each node's pods. Objects are replaced, never changed in
+place: a reader may keep them. Not for HTTP, defaults or rules of a resource: see objects.py, pod_manifest.py.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -59,20 +59,17 @@ def key_of(raw: RawObject) -> ObjectKey:
 
 
 class ObjectStore:
-    """Synchronous; every change is visible to readers and watchers at the same version. `on_change` hears of it before
-    those that wait."""
+    """Synchronous; every change is visible to readers and watchers at the same version."""
 
-    def __init__(
-        self, *, signal: ChangeSignal, history_limit: int, on_change: Callable[[Change], None] = lambda change: None
-    ) -> None:
+    def __init__(self, *, history_limit: int) -> None:
         self.version = 1
-        self.signal = signal
+        self.signal = ChangeSignal()
+        self.pods_by_node = PodsByNode()
         self.signals = {resource: ChangeSignal() for resource in KINDS}
-        """Of one kind of objects: a watch need not wake up for all of them."""
+        """By resource: a watch wakes up for its own only."""
         self._objects: dict[str, dict[ObjectKey, RawObject]] = {resource: {} for resource in KINDS}
         self._history: deque[Change] = deque()
         self._history_limit = history_limit
-        self._on_change = on_change
         self._oldest = self.version
 
     def all(self, resource: str) -> list[RawObject]:
@@ -133,7 +130,38 @@ class ObjectStore:
         self._history.append(change)
         while len(self._history) > self._history_limit:
             self._oldest = self._history.popleft().version
-        self._on_change(change)
+        self.pods_by_node.note(change)
         self.signals[resource].notify()
         self.signal.notify()
         return raw
+
+
+class PodsByNode:
+    """An index with a wake-up for each node: with twenty kubelets not every change is every kubelet's."""
+
+    def __init__(self) -> None:
+        self._pods: dict[str, dict[ObjectKey, RawObject]] = {}
+        self._signals: dict[str, ChangeSignal] = {}
+
+    def of(self, node_name: str) -> list[RawObject]:
+        """In the order in which they were bound."""
+        return list(self._pods.get(node_name, {}).values())
+
+    def signal_of(self, node_name: str) -> ChangeSignal:
+        """Its count grows with every change of a pod of the node."""
+        return self._signals.setdefault(node_name, ChangeSignal())
+
+    def note(self, change: Change) -> None:
+        if change.resource != "pods":
+            return
+        before, after = _node_name(change.before), _node_name(change.after)
+        if before and before != after and change.before is not None:
+            self._pods[before].pop(key_of(change.before), None)
+        if after and change.after is not None:
+            self._pods.setdefault(after, {})[key_of(change.after)] = change.after
+        for name in sorted({before, after} - {""}):
+            self.signal_of(name).notify()
+
+
+def _node_name(raw: RawObject | None) -> str:
+    return "" if raw is None else str(raw["spec"].get("nodeName") or "")

@@ -1,31 +1,22 @@
-"""An API server for a few nodes: pods, nodes, events and config maps of core/v1, and leases, on a real TCP port.
+"""The objects of the embedded API server, in process: what HTTP handlers, embedded kubelets and schedulers, and tests
+do with pods, nodes and events.
 
-The kubelet and the scheduler of the embedded node, and tests, use its methods in process; the agent speaks HTTP to it
-(api_handlers) and needs the server's token (api_access). State owned: the object store, and the fault switches that tests
-turn. Not for admission plugins, authorization of single verbs, other resources, label selectors or paged lists.
+State owned: the object store. Objects returned are the stored ones: read, never change them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import random
 import uuid
 from collections.abc import Mapping
-from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any
 
-from aiohttp import web
-
-from gpushare_agent.model.errors import Conflict, StartupError
-from gpushare_agent.sandbox.api_access import ApiAccess
-from gpushare_agent.sandbox.api_handlers import ApiHandlers
-from gpushare_agent.sandbox.api_store import KINDS, ObjectKey, ObjectStore, RawObject
+from gpushare_agent.model.errors import Conflict
+from gpushare_agent.sandbox.api.store import ObjectKey, ObjectStore, PodsByNode, RawObject
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.kubelet_behaviour import behaviour_of
 from gpushare_agent.sandbox.pod_manifest import completed_manifest, is_terminal, timestamp
-from gpushare_agent.sandbox.pods_by_node import PodsByNode
-
-HOST = "127.0.0.1"
 
 
 def _merged_status(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,50 +28,21 @@ def _merged_status(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
     return merged
 
 
-class EmbeddedApiServer:
-    """`async with EmbeddedApiServer() as api:` listens on `api.url`; objects outlive `stop_listening`.
-
-    Objects returned are the stored ones: read, never change them.
-    """
-
-    def __init__(
-        self,
-        *,
-        port: int = 0,
-        version: str = "1.36",
-        history_limit: int = 2000,
-        bookmark_interval_s: float = 60.0,
-        seed: int = 0,
-    ) -> None:
+class ApiObjects:
+    def __init__(self, *, version: str, history_limit: int, seed: int) -> None:
+        """Raises StartupError for a Kubernetes version whose behaviour is not known."""
         self.release = behaviour_of(version).release
-        self.signal = ChangeSignal()
-        self.pods_by_node = PodsByNode()
-        self.store = ObjectStore(signal=self.signal, history_limit=history_limit, on_change=self.pods_by_node.note)
-        self.port = port
-        self.access = ApiAccess()
-        self.bookmark_interval_s = bookmark_interval_s
-        self.requests: list[tuple[str, str]] = []
-        """Method and path of every request that was let in, in order of arrival."""
-        self.watch_epoch = 0
-        self.is_stopping = False
+        self.store = ObjectStore(history_limit=history_limit)
         self._rng = random.Random(seed)
-        self._failures: list[int] = []
-        self._running = asyncio.Event()
-        self._running.set()
-        self._runner: web.AppRunner | None = None
 
     @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
+    def signal(self) -> ChangeSignal:
+        """Wakes up after every change."""
+        return self.store.signal
 
     @property
-    def headers(self) -> dict[str, str]:
-        """What a client must send."""
-        return self.access.headers
-
-    @property
-    def token(self) -> str:
-        return self.access.token
+    def pods_by_node(self) -> PodsByNode:
+        return self.store.pods_by_node
 
     @property
     def version(self) -> int:
@@ -91,17 +53,6 @@ class EmbeddedApiServer:
         """Until there is a newer version."""
         while self.store.version == version:
             await self.signal.wait(self.signal.count)
-
-    async def __aenter__(self) -> Self:
-        await self.start_listening()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop_listening()
-
-    # --- pods, nodes, events, in process ---
 
     def create_pod(self, raw: RawObject, namespace: str = "default") -> RawObject:
         """Raises Rejected for a manifest that is not valid, AlreadyExists for a name in use."""
@@ -226,82 +177,3 @@ class EmbeddedApiServer:
 
     def object_of(self, resource: str, key: ObjectKey) -> RawObject | None:
         return self.store.find(resource, key)
-
-    # --- faults ---
-
-    async def start_listening(self) -> None:
-        """On the port of the first start. Raises StartupError where the port is taken."""
-        self.is_stopping = False
-        app = web.Application(client_max_size=3 * 2**20, middlewares=[self._with_access, self._with_faults])
-        ApiHandlers(self).add_routes(app, tuple(KINDS))
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, HOST, self.port, reuse_address=True).start()
-        except OSError as error:
-            await runner.cleanup()
-            raise StartupError(
-                f"the embedded API server cannot listen on {HOST}:{self.port}: {error}; choose another port"
-            ) from error
-        self._runner = runner
-        self.port = runner.addresses[0][1]
-
-    async def stop_listening(self) -> None:
-        """Closes the port and every connection; objects and versions stay."""
-        runner, self._runner = self._runner, None
-        if runner is None:
-            return
-        self.is_stopping = True
-        self._wake()
-        for connection in runner.server.connections if runner.server is not None else ():
-            if connection.transport is not None:
-                connection.transport.abort()
-        await runner.cleanup()
-
-    def fail_next(self, count: int, status: int) -> None:
-        """The next `count` requests are answered with this HTTP status."""
-        self._failures.extend([status] * count)
-
-    def stall(self) -> None:
-        """From now on requests are accepted and not answered, and open watches fall silent."""
-        self._running.clear()
-
-    def unstall(self) -> None:
-        """What was held up is answered now."""
-        self._running.set()
-        self._wake()
-
-    def _wake(self) -> None:
-        """Every watch looks again."""
-        for signal in (*self.store.signals.values(), self.signal):
-            signal.notify()
-
-    async def wait_running(self) -> None:
-        await self._running.wait()
-
-    def compact(self) -> None:
-        """Forgets the history: a watch from an older version is answered with 410 Gone."""
-        self.store.compact()
-
-    def expire_watches(self) -> None:
-        """Ends every open watch with a 410 Gone event."""
-        self.watch_epoch += 1
-        self._wake()
-
-    @web.middleware
-    async def _with_access(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        refusal = self.access.refusal(request, self.port)
-        if refusal is not None:
-            return refusal
-        response: web.StreamResponse = await handler(request)
-        return response
-
-    @web.middleware
-    async def _with_faults(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        self.requests.append((request.method, request.path))
-        await self.wait_running()
-        if self._failures:
-            status = self._failures.pop(0)
-            return ApiHandlers.status_response(status, "InternalError", "the server has been told to fail this request")
-        response: web.StreamResponse = await handler(request)
-        return response
