@@ -18,7 +18,7 @@ from gpushare_agent.cli.sandbox_exec import add_exec_arguments, become, exec_req
 from gpushare_agent.cli.sandbox_extender import free_port
 from gpushare_agent.sandbox.control import Answer, ask
 from gpushare_agent.sandbox.gpu_faults import LOST_REASON
-from gpushare_agent.sandbox.kubelet_behaviour import KUBERNETES_VERSIONS
+from gpushare_agent.sandbox.kubelet.behaviour import KUBERNETES_VERSIONS
 from gpushare_agent.sandbox.manifests import SAMPLE_SETS, ManifestError, read_manifests, sample_manifests
 from gpushare_agent.sandbox.state_directory import NodePaths, default_state_directory
 from gpushare_agent.settings.settings import load_settings
@@ -212,7 +212,7 @@ async def _run_command(args: argparse.Namespace, extra: list[str], inner_command
         request = exec_request(args)
     answer: Answer = await ask(NodePaths(state=args.state_dir.absolute()).control_socket, request)
     if args.command == "status" and answer["ok"]:
-        from gpushare_agent.sandbox.node_view import print_document
+        from gpushare_agent.sandbox.report.tables import print_document
 
         print_document(answer["document"], args.format, has_addresses=True)
     for line in answer["lines"]:

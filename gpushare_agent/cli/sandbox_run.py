@@ -24,15 +24,13 @@ from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.sandbox.agent_process import last_lines
-from gpushare_agent.sandbox.cgroup_tree import NO_CGROUPS
-from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.cluster import EmbeddedCluster, open_embedded_cluster, paths_of_node
 from gpushare_agent.sandbox.control import open_control
 from gpushare_agent.sandbox.controller import SandboxController
-from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
+from gpushare_agent.sandbox.kubelet.behaviour import KubeletTimes
 from gpushare_agent.sandbox.manifests import Manifest
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.sandbox.node_view import has_several_nodes, pod_line, print_document, reason_text, report_tables
+from gpushare_agent.sandbox.report.tables import has_several_nodes, pod_line, print_document, reason_text, report_tables
 from gpushare_agent.sandbox.state_directory import NodePaths, default_state_directory, owned_state_directory
 from gpushare_agent.settings.settings import Settings, load_settings
 
@@ -135,8 +133,8 @@ def _introduce(
 
 
 def _containers(node: EmbeddedNode) -> str:
-    if node.kubelet.runtime.kind == "none":
-        return f"{NO_CGROUPS} (root can): no exec, no commands of image sandbox/host, no PIDs, and the GPUs show no use"
+    if reason := node.kubelet.runtime.why_no_processes:
+        return f"{reason} (root can): no exec, no commands of image sandbox/host, no PIDs, and the GPUs show no use"
     return "each container is a real process, which only waits unless its image is sandbox/host"
 
 
@@ -279,7 +277,7 @@ async def _draw(bench: SandboxController) -> None:
             if current != drawn:  # to draw costs as much as to read
                 live.update(report_tables(*current), refresh=True)
                 drawn = current
-            await _wait_for_change(signal_, seen)
+            await _wait_for_change(bench, seen)
 
 
 async def _print_changes(bench: SandboxController, tell: Callable[[str], None]) -> None:
@@ -295,12 +293,12 @@ async def _print_changes(bench: SandboxController, tell: Callable[[str], None]) 
         for uid in shown.keys() - lines.keys():
             tell(f"gone: {shown[uid]}")
         shown = lines
-        await _wait_for_change(signal_, seen)
+        await _wait_for_change(bench, seen)
 
 
-async def _wait_for_change(changes: ChangeSignal, seen: int) -> None:
+async def _wait_for_change(bench: SandboxController, seen: int) -> None:
     """After the next change, or a while; never at once."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_READ_AGAIN_S):
-            await changes.wait(seen)
+            await bench.api.signal.wait(seen)
     await asyncio.sleep(_REDRAW_S)

@@ -18,7 +18,7 @@ from gpushare_agent.sandbox.container_entry import enter_container
 from gpushare_agent.sandbox.control import Answer, Request
 from gpushare_agent.sandbox.gpu_faults import LOST_REASON, GpuFaults
 from gpushare_agent.sandbox.manifests import Manifest
-from gpushare_agent.sandbox.node_report import HEALTHY, ReportedNode, gpu_health, reason_and_message, report
+from gpushare_agent.sandbox.report.document import HEALTHY, ReportedNode, gpu_health, reason_and_message, report
 
 READY_TIMEOUT_S = 30.0
 _UNSCHEDULABLE = "Unschedulable"

@@ -15,7 +15,7 @@ from typing import Any
 from gpushare_agent.model.errors import Conflict
 from gpushare_agent.sandbox.api.store import ObjectKey, ObjectStore, PodsByNode, RawObject
 from gpushare_agent.sandbox.change_signal import ChangeSignal
-from gpushare_agent.sandbox.kubelet_behaviour import behaviour_of
+from gpushare_agent.sandbox.kubelet.behaviour import behaviour_of
 from gpushare_agent.sandbox.pod_manifest import completed_manifest, is_terminal, timestamp
 
 

@@ -17,7 +17,7 @@ from grpclib import GRPCError, Status
 import gpushare_agent
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.sandbox.container_runtime import Container
+from gpushare_agent.sandbox.runtime.containers import Container
 from gpushare_agent.wire.runtime import v1
 
 SOCKET_MODE = 0o600

@@ -16,8 +16,8 @@ from grpclib import GRPCError, Status
 from grpclib.const import Cardinality, Handler
 
 from gpushare_agent.kit.wire_build import bytes_field
-from gpushare_agent.sandbox.calls import CallLog, PodResourcesCall
-from gpushare_agent.sandbox.device_manager import DeviceManager
+from gpushare_agent.sandbox.kubelet.calls import CallLog, PodResourcesCall
+from gpushare_agent.sandbox.kubelet.device_manager import DeviceManager
 from gpushare_agent.wire.v1 import GetPodResourcesRequest
 
 CALLS_PER_S = 100.0

@@ -1,4 +1,4 @@
-"""What the Kubernetes version changes in the sandbox: everything, in one table.
+"""What the Kubernetes version changes in the sandbox, in one table, and the kubelet's times.
 
 The embedded kubelet and the API server ask a `KubeletBehaviour` and never a version number. A version behaves as
 measured on a real kubelet of it (docs/sandbox.md, "What the embedded kubelet does"). No state.
@@ -44,3 +44,17 @@ def behaviour_of(version: str) -> KubeletBehaviour:
         if behaviour.version == version:
             return behaviour
     raise StartupError(f"Kubernetes {version} cannot be embedded: known are {', '.join(KUBERNETES_VERSIONS)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubeletTimes:
+    """The measured times of a real kubelet; tests use shorter ones."""
+
+    admission_delay_s: float = 1.0
+    """From the sockets' creation to the first admission: PodResources lists nothing before."""
+    status_interval_s: float = 10.0
+    """Between updates of the Node object's capacity."""
+    first_status_s: float = 0.25
+    container_start_s: float = 0.05
+    start_retry_s: float = 10.0
+    """After a failed PreStartContainer."""

@@ -25,10 +25,10 @@ from types import MappingProxyType
 import structlog
 
 from gpushare_agent.model.errors import NotFound, Unavailable
-from gpushare_agent.sandbox.cgroup_tree import NO_CGROUPS, CgroupTreeKind, open_cgroup_tree
 from gpushare_agent.sandbox.change_signal import ChangeSignal
-from gpushare_agent.sandbox.container_processes import AbsentProcess, ContainerProcess
 from gpushare_agent.sandbox.pod_manifest import timestamp
+from gpushare_agent.sandbox.runtime.cgroup_tree import NO_CGROUPS, CgroupTreeKind, open_cgroup_tree
+from gpushare_agent.sandbox.runtime.processes import AbsentProcess, ContainerProcess
 
 log = structlog.get_logger(__name__)
 
@@ -104,6 +104,11 @@ class ContainerRuntime:
         self._forgotten: set[str] = set()
         self._started = 0
         self._is_closed = False
+
+    @property
+    def why_no_processes(self) -> str:
+        """Empty where containers have processes."""
+        return NO_CGROUPS if self.kind == "none" else ""
 
     # --- what there is ---
 

@@ -18,10 +18,11 @@ from typing import Any
 from gpushare_agent.isolation.vcuda.config_format import SOCKET_NAME
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
-from gpushare_agent.sandbox import pod_manifest, wire_frames
+from gpushare_agent.sandbox import pod_manifest
 from gpushare_agent.sandbox.api.store import RawObject
-from gpushare_agent.sandbox.cdi_resolver import CdiResolver, requested_names
-from gpushare_agent.sandbox.container_runtime import ContainerConfig
+from gpushare_agent.sandbox.kubelet import wire_frames
+from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver, requested_names
+from gpushare_agent.sandbox.runtime.containers import ContainerConfig
 
 HOST_IMAGE = "sandbox/host"
 """A container of this image runs its command as a process of the machine; any other one sleeps."""

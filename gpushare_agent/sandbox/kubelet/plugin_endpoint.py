@@ -1,24 +1,32 @@
-"""The embedded kubelet's side of one device plugin: dial-back, the device stream, the three calls of an admission.
+"""The embedded kubelet's side of device plugins: registration, dial-back, the device stream, the calls of an admission.
 
 Errors come out as PluginCallError with the text that grpc-go gives, for the kubelet passes it on to the user.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from grpclib import Status
+import structlog
+from grpclib import GRPCError, Status
+from grpclib.const import Cardinality, Handler
 
 from gpushare_agent.kit.grpc_client import MessageTooLargeError, RpcFailed, UnixChannel
 from gpushare_agent.kit.wire_build import bytes_field, integer_field, string_list
 from gpushare_agent.kit.wire_scan import MalformedMessageError
 from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.sandbox import wire_frames
-from gpushare_agent.wire.v1beta1 import DevicePluginOptions
+from gpushare_agent.sandbox.kubelet import wire_frames
+from gpushare_agent.wire.v1beta1 import DevicePluginOptions, RegisterRequest
 
+log = structlog.get_logger(__name__)
+
+SUPPORTED_VERSION = "v1beta1"
+_RESOURCE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 DIAL_TIMEOUT_S = 10.0
 OPTIONS_TIMEOUT_S = 5.0
 PRE_START_TIMEOUT_S = 30.0
@@ -139,3 +147,33 @@ class PluginEndpoint:
     def close(self) -> None:
         self.is_stopped = True
         self._channel.close()
+
+
+class RegistrationService:
+    """Dials back while the plugin waits for the answer. Hands every connected endpoint to `accept`, which returns before the
+    device stream is opened."""
+
+    def __init__(self, directory: Path, accept: Callable[[PluginEndpoint], None]) -> None:
+        self._directory = directory
+        self._accept = accept
+
+    def __mapping__(self) -> dict[str, Handler]:
+        return {"/v1beta1.Registration/Register": Handler(self._register, Cardinality.UNARY_UNARY, bytes, bytes)}
+
+    async def _register(self, stream: Any) -> None:
+        request = RegisterRequest.parse(await stream.recv_message() or b"")
+        if request.version != SUPPORTED_VERSION:
+            raise GRPCError(
+                Status.UNKNOWN,
+                f'requested API version "{request.version}" is not supported by kubelet. '
+                f'Supported version is ["{SUPPORTED_VERSION}"]',
+            )
+        if not _RESOURCE_NAME.fullmatch(request.resource_name):
+            raise GRPCError(Status.UNKNOWN, f'the ResourceName "{request.resource_name}" is invalid')
+        try:
+            endpoint = await PluginEndpoint.dial(request.resource_name, self._directory / request.endpoint)
+        except PluginCallError as error:
+            raise GRPCError(Status.UNKNOWN, str(error)) from error
+        log.info("plugin_registered", resource=request.resource_name, endpoint=request.endpoint)
+        await stream.send_message(b"")
+        self._accept(endpoint)

@@ -1,7 +1,7 @@
-"""Resource fit as kube-scheduler has it: per node, what is allocatable less what pods have asked for. It counts, and knows
-no GPU. And how a scheduler tells why a pod waits.
+"""Resource fit as kube-scheduler has it, and the scheduler that knows nothing else: it counts resources, and knows no GPU.
 
-State owned: what each living pod asks for, read once.
+Free on a node is what is allocatable less what pods request. A scheduler that asks an extender is in extender_scheduler.py.
+State owned: the requests of each living pod, read once.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def waiting_text(nodes: int, reasons: Iterable[str]) -> str:
     return f"0/{nodes} nodes are available: {', '.join(sorted(f'{n} {reason}' for reason, n in counts.items()))}."
 
 
-def tell_waiting(api: EmbeddedApiServer, pod: RawObject, message: str, reason: str = UNSCHEDULABLE) -> None:
+def report_waiting(api: EmbeddedApiServer, pod: RawObject, message: str, reason: str = UNSCHEDULABLE) -> None:
     """In the pod's status and an Event; once for the same message."""
     if any(condition.get("message") == message for condition in pod["status"].get("conditions", ())):
         return
@@ -77,3 +77,38 @@ def tell_waiting(api: EmbeddedApiServer, pod: RawObject, message: str, reason: s
     metadata = pod["metadata"]
     api.set_pod_status(metadata["namespace"], metadata["name"], {"conditions": [condition]}, uid=metadata["uid"])
     api.record_event(pod, reason="FailedScheduling", message=message, source="default-scheduler")
+
+
+class EmbeddedScheduler:
+    """Binds pending pods in order of creation to the first node, by name, on which they fit; a pod that fits nowhere does
+    not hold up the later ones."""
+
+    def __init__(self, *, api: EmbeddedApiServer) -> None:
+        self._api = api
+        self._fit = NodeFit(api)
+
+    async def run(self) -> None:
+        """Endless; one pass after every change."""
+        while True:
+            version = self._api.version
+            self.schedule()
+            await self._api.wait_change(version)
+
+    def schedule(self) -> None:
+        pods = self._api.store.in_creation_order("pods")
+        waiting = [p for p in pods if not p["spec"].get("nodeName") and not is_terminal(p)]
+        if not waiting:
+            return
+        free = self._fit.free({})
+        if not free:
+            return
+        for pod in waiting:
+            requests = self._fit.requests(pod)
+            lacks = {name: lacking(free_on, requests) for name, free_on in free.items()}
+            chosen = next((name for name, lack in lacks.items() if not lack), None)
+            if chosen is None:
+                reasons = [f"Insufficient {resource}" for lack in lacks.values() for resource in lack]
+                report_waiting(self._api, pod, waiting_text(len(free), reasons))
+                continue
+            take(free[chosen], requests)
+            self._api.bind_pod(pod["metadata"]["namespace"], pod["metadata"]["name"], chosen)

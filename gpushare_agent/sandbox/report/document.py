@@ -22,7 +22,7 @@ from gpushare_agent.model.pods import ContainerSpec
 from gpushare_agent.sandbox.api.store import RawObject
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import containers_of
-from gpushare_agent.sandbox.vdevice_view import VDeviceReader
+from gpushare_agent.sandbox.report.vdevice_reader import VDeviceReader
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 
 HEALTHY = "Healthy"

@@ -18,13 +18,13 @@ import structlog
 
 from gpushare_agent.model.errors import NotFound
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from gpushare_agent.sandbox.calls import CallLog, OpenCall, PluginCall, PodResourcesCall
-from gpushare_agent.sandbox.container_runtime import ContainerRuntime
-from gpushare_agent.sandbox.device_manager import DeviceManager
-from gpushare_agent.sandbox.device_records import CHECKPOINT_NAME, DeviceRecord
-from gpushare_agent.sandbox.kubelet_behaviour import behaviour_of
-from gpushare_agent.sandbox.kubelet_boot import KubeletBoot, KubeletTimes
-from gpushare_agent.sandbox.pod_resources import ListedPodSpec
+from gpushare_agent.sandbox.kubelet.behaviour import KubeletTimes, behaviour_of
+from gpushare_agent.sandbox.kubelet.boot import KubeletBoot
+from gpushare_agent.sandbox.kubelet.calls import CallLog, OpenCall, PluginCall, PodResourcesCall
+from gpushare_agent.sandbox.kubelet.device_manager import DeviceManager
+from gpushare_agent.sandbox.kubelet.device_records import CHECKPOINT_NAME, DeviceRecord
+from gpushare_agent.sandbox.kubelet.pod_resources import ListedPodSpec
+from gpushare_agent.sandbox.runtime.containers import ContainerRuntime
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Collection, Coroutine
-from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -20,15 +19,14 @@ from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from gpushare_agent.sandbox.calls import CallLog
-from gpushare_agent.sandbox.container_runtime import ContainerRuntime
-from gpushare_agent.sandbox.device_manager import AllocationFailed, DeviceManager
-from gpushare_agent.sandbox.kubelet_behaviour import KubeletBehaviour
-from gpushare_agent.sandbox.plugin_endpoint import PluginEndpoint
+from gpushare_agent.sandbox.kubelet.behaviour import KubeletBehaviour, KubeletTimes
+from gpushare_agent.sandbox.kubelet.calls import CallLog
+from gpushare_agent.sandbox.kubelet.device_manager import AllocationFailed, DeviceManager
+from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginEndpoint, RegistrationService
+from gpushare_agent.sandbox.kubelet.pod_resources import ListedPodSpec, PodResourcesService
+from gpushare_agent.sandbox.kubelet.pod_worker import FORCED_GRACE_S, KnownPod, PodState, PodWorkers
 from gpushare_agent.sandbox.pod_manifest import grace_s, is_terminal, timestamp
-from gpushare_agent.sandbox.pod_resources import ListedPodSpec, PodResourcesService
-from gpushare_agent.sandbox.pod_worker import FORCED_GRACE_S, KnownPod, PodState, PodWorkers
-from gpushare_agent.sandbox.registration import RegistrationService
+from gpushare_agent.sandbox.runtime.containers import ContainerRuntime
 
 log = structlog.get_logger(__name__)
 
@@ -36,20 +34,6 @@ REJECTED_REASON = "UnexpectedAdmissionError"
 _SOCKET_MODE = 0o600
 _CANCEL_AGAIN_S = 0.5
 _PLAIN_CAPACITY = {"cpu": "8", "memory": "32Gi", "pods": "110"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KubeletTimes:
-    """The measured times of a real kubelet; tests use shorter ones."""
-
-    admission_delay_s: float = 1.0
-    """From the sockets' creation to the first admission: PodResources lists nothing before."""
-    status_interval_s: float = 10.0
-    """Between updates of the Node object's capacity."""
-    first_status_s: float = 0.25
-    container_start_s: float = 0.05
-    start_retry_s: float = 10.0
-    """After a failed PreStartContainer."""
 
 
 class KubeletBoot:

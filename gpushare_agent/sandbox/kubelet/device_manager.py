@@ -22,9 +22,9 @@ import structlog
 from gpushare_agent.kit.wire_build import bytes_field, string_list
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
-from gpushare_agent.sandbox.calls import CallLog, CallRequest, CallSubject
-from gpushare_agent.sandbox.device_records import CHECKPOINT_NAME, DeviceRecords, listed_device, make_record
-from gpushare_agent.sandbox.plugin_endpoint import PluginCallError, PluginDevice, PluginEndpoint
+from gpushare_agent.sandbox.kubelet.calls import CallLog, CallRequest, CallSubject
+from gpushare_agent.sandbox.kubelet.device_records import CHECKPOINT_NAME, DeviceRecords, listed_device, make_record
+from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginCallError, PluginDevice, PluginEndpoint
 
 log = structlog.get_logger(__name__)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 
 from gpushare_agent.kit.wire_build import bytes_field
-from gpushare_agent.sandbox import wire_frames
+from gpushare_agent.sandbox.kubelet import wire_frames
 
 log = structlog.get_logger(__name__)
 

@@ -21,9 +21,9 @@ import structlog
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.store import Change, Expired, RawObject
-from gpushare_agent.sandbox.extender_calls import ExtenderCalls
-from gpushare_agent.sandbox.node_fit import UNSCHEDULABLE, NodeFit, lacking, tell_waiting, waiting_text
 from gpushare_agent.sandbox.pod_manifest import is_terminal
+from gpushare_agent.sandbox.scheduler.extender_calls import ExtenderCalls
+from gpushare_agent.sandbox.scheduler.node_fit import UNSCHEDULABLE, NodeFit, lacking, report_waiting, waiting_text
 
 log = structlog.get_logger(__name__)
 
@@ -120,7 +120,7 @@ class ExtenderScheduler:
 
     async def _schedule(self, pod: RawObject, binds: asyncio.TaskGroup) -> None:
         requests = self._fit.requests(pod)
-        lacks = {name: lacking(room, requests) for name, room in self._fit.free(self._assumed).items()}
+        lacks = {name: lacking(free_on, requests) for name, free_on in self._fit.free(self._assumed).items()}
         names = [name for name, lack in lacks.items() if not lack]
         reasons = [f"Insufficient {resource}" for lack in lacks.values() for resource in lack]
         try:
@@ -178,7 +178,7 @@ class ExtenderScheduler:
         with suppress(NotFound, Conflict):  # it may have gone, or be bound, meanwhile
             newest = self._api.pod(pod["metadata"]["namespace"], pod["metadata"]["name"])
             if newest["metadata"]["uid"] == uid and not newest["spec"].get("nodeName"):
-                tell_waiting(self._api, newest, message, reason)
+                report_waiting(self._api, newest, message, reason)
 
 
 def _is_pending(pod: RawObject) -> bool:
