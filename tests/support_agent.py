@@ -16,7 +16,7 @@ from gpushare_agent.agent.agent import live
 from gpushare_agent.agent.composition import NodeAgent, build
 from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.model.resources import ResourceKind
-from gpushare_agent.sandbox.calls import PluginCall
+from gpushare_agent.sandbox.kubelet.calls import PluginCall
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.settings.settings import load_settings
 from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on

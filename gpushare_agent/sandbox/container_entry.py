@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from gpushare_agent.model.errors import NotFound, Rejected
 from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.sandbox.api_store import RawObject
-from gpushare_agent.sandbox.container_runtime import Container
+from gpushare_agent.sandbox.api.store import RawObject
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.sandbox.node_report import reason_and_message
 from gpushare_agent.sandbox.pod_manifest import containers_of, is_terminal
+from gpushare_agent.sandbox.report.document import reason_and_message
+from gpushare_agent.sandbox.runtime.containers import Container
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 from gpushare_agent.model.errors import AgentError, Rejected
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.sandbox.agent_process import AgentProcess
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.container_entry import enter_container
 from gpushare_agent.sandbox.control import Answer, Request
 from gpushare_agent.sandbox.gpu_faults import LOST_REASON, GpuFaults
 from gpushare_agent.sandbox.manifests import Manifest
-from gpushare_agent.sandbox.node_report import HEALTHY, ReportedNode, gpu_health, reason_and_message, report
+from gpushare_agent.sandbox.report.document import HEALTHY, ReportedNode, gpu_health, reason_and_message, report
 
 READY_TIMEOUT_S = 30.0
 _UNSCHEDULABLE = "Unschedulable"

@@ -19,9 +19,9 @@ from gpushare_agent.gpus.simulated.usage import RehearsedProcess, encode_usage
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import CORES_PER_GPU
-from gpushare_agent.sandbox.container_runtime import Container
-from gpushare_agent.sandbox.node_report import ReportedNode, container_processes, gpus_of
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION, annotation_number, containers_of
+from gpushare_agent.sandbox.report.document import ReportedNode, container_processes, gpus_of
+from gpushare_agent.sandbox.runtime.containers import Container
 from gpushare_agent.sandbox.workload import PlayedContainer, played_usage
 
 log = structlog.get_logger(__name__)

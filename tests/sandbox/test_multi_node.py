@@ -22,8 +22,8 @@ from gpushare_agent.sandbox.cluster import EmbeddedCluster
 from gpushare_agent.sandbox.controller import NodeBench, SandboxController
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.manifests import ManifestError
-from gpushare_agent.sandbox.node_report import ReportedNode
-from gpushare_agent.sandbox.node_view import pod_line, print_document
+from gpushare_agent.sandbox.report.document import ReportedNode
+from gpushare_agent.sandbox.report.tables import pod_line, print_document
 from tests.support_extender_nodes import (
     DEADLINE_S,
     condition_of,

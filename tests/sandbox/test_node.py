@@ -19,9 +19,9 @@ from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
 from gpushare_agent.sandbox.manifests import ManifestError, parse_manifests, read_manifests, sample_manifests
 from gpushare_agent.sandbox.node import open_embedded_node
-from gpushare_agent.sandbox.node_report import ReportedNode, reason_and_message, report
-from gpushare_agent.sandbox.node_view import gpu_text, pod_line
 from gpushare_agent.sandbox.pod_manifest import containers_of, pod_requests
+from gpushare_agent.sandbox.report.document import ReportedNode, reason_and_message, report
+from gpushare_agent.sandbox.report.tables import gpu_text, pod_line
 from gpushare_agent.sandbox.state_directory import owned_state_directory
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec, Mount
 from tests.support_sandbox import (

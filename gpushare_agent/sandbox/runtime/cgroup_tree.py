@@ -1,0 +1,244 @@
+"""Where the embedded node puts its containers' processes: a cgroup tree of its own, below this process's cgroup.
+
+Shape: `kubepods/burstable/pod<uid>/<id>/`, as the kubelet creates it with the cgroupfs driver. Chosen is cgroup v2 where a
+process can really be moved there, else a hierarchy of v1, else none: containers then have no processes. The environment
+variable GPUSHARE_SANDBOX_CGROUPS (v2, v1, none) insists on one of them.
+
+State owned: the directory `gpushare-sandbox-<pid>-<PID namespace>-<random>`, removed by `close`. A sandbox that was killed
+leaves its own behind; the next one of its PID namespace removes what belongs to no living process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import structlog
+
+from gpushare_agent.model.errors import StartupError
+
+log = structlog.get_logger(__name__)
+
+CgroupTreeKind = Literal["v2", "v1", "none"]
+KIND_VARIABLE = "GPUSHARE_SANDBOX_CGROUPS"
+NO_CGROUPS = "containers have no processes here, as this user can create no cgroups"
+PODS = Path("kubepods", "burstable")
+_KINDS: tuple[CgroupTreeKind, ...] = ("v2", "v1", "none")
+_V1_CONTROLLERS = ("pids", "freezer", "memory", "cpu", "blkio", "devices", "name=systemd")
+"""`pids` is mounted nearly everywhere; cpuset is left out, as it takes no process before it has been set up."""
+_NAME = re.compile(r"gpushare-sandbox-(\d+)-([0-9a-f]+)-[0-9a-f]{8}")
+_REMOVE_TIMEOUT_S = 0.5
+_PROBE = ("/bin/sh", "-c", "read -r _")
+
+
+class NoCgroups:
+    """In the place of a tree. An agent of the node finds no process of a container."""
+
+    root = Path("/sys/fs/cgroup")
+
+    def add(self, pod_uid: str, container_id: str) -> Path:
+        return self.root / PODS / f"pod{pod_uid}" / container_id
+
+    def attach(self, cgroup: Path, pid: int) -> None:
+        """Raises OSError."""
+        raise OSError(errno.ENOTSUP, NO_CGROUPS)
+
+    def pids(self, cgroup: Path) -> list[int]:
+        return []
+
+    def kill(self, cgroup: Path) -> None:
+        pass
+
+    def remove(self, cgroup: Path) -> bool:
+        return True
+
+    def close(self) -> bool:
+        return True
+
+
+class KernelCgroups:
+    """A tree in a real hierarchy. `parent` is this process's own directory there; `root` is what an agent of the node takes
+    for /sys/fs/cgroup."""
+
+    def __init__(self, parent: Path) -> None:
+        """Raises OSError where no process can be moved to such a tree."""
+        remove_stale(parent)
+        self.root = parent / f"gpushare-sandbox-{os.getpid()}-{_pid_namespace()}-{secrets.token_hex(4)}"
+        self.root.mkdir()
+        try:
+            (self.root / PODS).mkdir(parents=True)
+            self._try_to_move()
+        except OSError:
+            _remove_soon(self.root)
+            raise
+
+    def add(self, pod_uid: str, container_id: str) -> Path:
+        """Creates the container's cgroup. Raises OSError."""
+        path = self.root / PODS / f"pod{pod_uid}" / container_id
+        path.mkdir(parents=True)
+        return path
+
+    def attach(self, cgroup: Path, pid: int) -> None:
+        """Moves a process, and so its later children. Raises OSError, ProcessLookupError among them."""
+        _write(cgroup / "cgroup.procs", str(pid))
+
+    def pids(self, cgroup: Path) -> list[int]:
+        """In the cgroup and all below, ascending; none where it is gone."""
+        return sorted(_pids_below(cgroup))
+
+    def kill(self, cgroup: Path) -> None:
+        """SIGKILL to all of them."""
+        _kill_below(cgroup)
+
+    def remove(self, cgroup: Path) -> bool:
+        """Whether the cgroup is gone; it cannot go while a process is in it."""
+        if not _remove_tree(cgroup):
+            return False
+        with contextlib.suppress(OSError):  # other containers of the pod are in it
+            cgroup.parent.rmdir()
+        return True
+
+    def close(self) -> bool:
+        """Whether everything is gone. Kills what is left in it."""
+        _kill_below(self.root)
+        return _remove_tree(self.root)
+
+    def _try_to_move(self) -> None:
+        """A mounted hierarchy says nothing of rights, and of other rules (no processes in inner cgroups) even less."""
+        trial = self.root / PODS / "trial"
+        trial.mkdir()
+        with subprocess.Popen(_PROBE, stdin=subprocess.PIPE, start_new_session=True) as process:  # noqa: S603 - a constant
+            try:
+                self.attach(trial, process.pid)
+            finally:
+                process.kill()
+                process.wait()
+        _remove_soon(trial)
+
+
+def open_cgroup_tree(kind: str | None = None) -> tuple[CgroupTreeKind, KernelCgroups | NoCgroups]:
+    """The first kind that works, or the requested one, here or in the environment. Raises StartupError if it does not."""
+    wanted = kind or os.environ.get(KIND_VARIABLE) or None
+    if wanted is not None and wanted not in _KINDS:
+        raise StartupError(f"{KIND_VARIABLE} is {wanted!r}: it can be {', '.join(_KINDS)}, or not set")
+    for candidate in _KINDS if wanted is None else (wanted,):
+        if candidate == "none":
+            return candidate, NoCgroups()
+        for parent in _parents(candidate):
+            try:
+                return candidate, KernelCgroups(parent)
+            except OSError as error:
+                log.debug("cgroup_tree_impossible", kind=candidate, parent=str(parent), error=str(error))
+    raise StartupError(
+        f"no cgroup {wanted} can be created for the sandbox's containers: none is mounted, or this process may not move "
+        f"processes there; run it with the rights, or unset {KIND_VARIABLE}"
+    )
+
+
+def remove_stale(parent: Path) -> None:
+    """Trees whose sandbox is dead: what is left of their processes is killed."""
+    for path in sorted(parent.glob("gpushare-sandbox-*")):
+        match = _NAME.fullmatch(path.name)
+        if match is None or match[2] != _pid_namespace() or Path("/proc", match[1]).exists():
+            continue
+        with contextlib.suppress(FileNotFoundError):  # another sandbox has removed it
+            if path.stat().st_uid == os.geteuid():
+                _kill_below(path)
+                log.info("stale_cgroups_found", path=str(path), is_removed=_remove_soon(path))
+
+
+def _pid_namespace() -> str:
+    """A number means another process in another one."""
+    return f"{Path('/proc/self/ns/pid').stat().st_ino:x}"
+
+
+# --- where this process's own cgroup is mounted ---
+
+
+def _parents(kind: CgroupTreeKind) -> Iterator[Path]:
+    own = dict(_own_cgroups())
+    mounts = list(_mounts())
+    for name in ("",) if kind == "v2" else _V1_CONTROLLERS:
+        for file_system, root, point, options in mounts:
+            is_it = file_system == "cgroup2" if name == "" else file_system == "cgroup" and name in options
+            if is_it and name in own and (below := _below(own[name], root)) is not None:
+                yield Path(point, below)
+
+
+def _own_cgroups() -> Iterator[tuple[str, str]]:
+    """Controller and path; the name of v2's line is empty."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, names, path = line.split(":", 2)
+        for name in names.split(","):
+            yield name, path
+
+
+def _mounts() -> Iterator[tuple[str, str, str, list[str]]]:
+    """File system, its directory that is mounted, where, and the hierarchy's options (proc(5), mountinfo)."""
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        left, right = before.split(" "), after.split(" ")
+        point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), left[4])
+        yield right[0], left[3], point, right[-1].split(",")
+
+
+def _below(own: str, root: str) -> str | None:
+    """Our path as seen from the mounted directory; None where the mount does not show it."""
+    if ".." in own.split("/"):
+        return None
+    if root == "/":
+        return own.lstrip("/")
+    return own[len(root) :].lstrip("/") if own == root or own.startswith(f"{root}/") else None
+
+
+# --- the kernel's files ---
+
+
+def _write(path: Path, text: str) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(file, text.encode())
+    finally:
+        os.close(file)
+
+
+def _pids_below(cgroup: Path) -> set[int]:
+    found: set[int] = set()
+    for directory, _, _ in os.walk(cgroup):
+        with contextlib.suppress(OSError):  # it went away meanwhile
+            found.update(map(int, Path(directory, "cgroup.procs").read_text().split()))
+    return found - {0}  # 0 is a process of another PID namespace
+
+
+def _kill_below(cgroup: Path) -> None:
+    for pid in _pids_below(cgroup) - {os.getpid()}:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _remove_soon(cgroup: Path) -> bool:
+    """Waits, blocking, for processes that are on their way out."""
+    deadline = time.monotonic() + _REMOVE_TIMEOUT_S
+    while not (is_gone := _remove_tree(cgroup)) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return is_gone
+
+
+def _remove_tree(cgroup: Path) -> bool:
+    """Deepest first: containers may have made cgroups of their own."""
+    for directory, _, _ in os.walk(cgroup, topdown=False):
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                Path(directory).rmdir()
+            except OSError:  # a process is still in it, or on its way out
+                return False
+    return not cgroup.exists()
