@@ -1,12 +1,11 @@
-"""`gpushare-agent cdi generate|list`: names the node's GPUs for container runtimes by CDI, and tells who names them.
+"""`gpushare-agent cdi generate|list`: names the node's GPUs for container runtimes by CDI, and lists which spec names each.
 
-The agent does the same by itself where a CDI strategy is set; by hand it serves a host that only wants the names, and a
-person who asks why a container does not start. docs/device-lists.md tells operators more.
+The agent does the same by itself where a CDI strategy is set. The command is for a host that only needs the names, and for
+a person who asks why a container does not start. For operators: docs/device-lists.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 from collections.abc import Sequence
@@ -21,16 +20,6 @@ from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.settings.settings import Settings
 
 _DRIVER_TIMEOUT_S = 60.0
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "action", choices=("generate", "list"), help="write the agent's spec, or tell who names the GPUs"
-    )
-    parser.add_argument("--check", action="store_true", help="generate: tell what would be done, and change nothing")
-    parser.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="text for people, or one JSON document"
-    )
 
 
 async def run(

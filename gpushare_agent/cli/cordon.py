@@ -29,13 +29,13 @@ class Answer:
     document: dict[str, Any]
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, has_reason: bool) -> None:
-    parser.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A GPU, or `--list`; and the socket."""
+    one = parser.add_mutually_exclusive_group(required=True)
+    one.add_argument(
         "gpu", metavar="GPU", nargs="?", default="", help="the GPU: its index, its UUID, or the beginning of it"
     )
-    if has_reason:
-        parser.add_argument("--reason", metavar="TEXT", default="", help="why, for whoever finds the GPU cordoned")
-    parser.add_argument("--list", action="store_true", help="print the GPUs and their health, and change nothing")
+    one.add_argument("--list", action="store_true", help="print the GPUs and their health, and change nothing")
     parser.add_argument("--socket", metavar="PATH", type=Path, help="the agent's control socket (default: the setting)")
 
 

@@ -13,19 +13,19 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from gpushare_agent.cli.agent_addresses import Where, open_agent
 from gpushare_agent.cli.agent_client import AgentClient, read_decisions
+from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.render_explain import decision_parts
 from gpushare_agent.cli.render_text import Form, counted, plain, print_as
 from gpushare_agent.model.errors import NotFound
 from gpushare_agent.settings.settings import Settings
 
 SCHEMA = 1
-_LOOKED_AT_FOR_UNATTRIBUTED = 200
+_SEARCHED_FOR_UNATTRIBUTED = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PodQuery:
     """Which pod: an empty namespace means any, an empty container means all."""
 
     pod: str
@@ -33,14 +33,14 @@ class Asked:
     container: str = ""
 
 
-async def run(settings: Settings, where: Where, asked: Asked, *, form: Form) -> int:
+async def run(settings: Settings, target: AgentTarget, asked: PodQuery, *, form: Form) -> int:
     """Raises AgentError, NotFound where nothing was decided about the pod."""
-    namespace = asked.namespace or ("default" if where.is_remote or where.node else "")
-    async with open_agent(settings, where, pod=asked.pod, namespace=namespace) as door:
-        decisions = await read_decisions(door, pod=asked.pod, namespace=namespace)
+    namespace = asked.namespace or ("default" if target.is_remote or target.node else "")
+    async with open_agent(settings, target, pod=asked.pod, namespace=namespace) as agent:
+        decisions = await read_decisions(agent, pod=asked.pod, namespace=namespace)
         chosen = newest_of_containers(decisions, asked.container)
         if not chosen:
-            raise NotFound(await _nothing_known(door, asked, namespace, decisions))
+            raise NotFound(await _nothing_known(agent, asked, namespace, decisions))
     document = {"schema": SCHEMA, "pod": asked.pod, "decisions": chosen}
 
     def tables(_width: int) -> Sequence[RenderableType]:
@@ -64,12 +64,14 @@ def newest_of_containers(decisions: Sequence[dict[str, Any]], container: str) ->
     return sorted(newest.values(), key=lambda decision: (decision["namespace"], decision["number"]))
 
 
-async def _nothing_known(door: AgentClient, asked: Asked, namespace: str, decisions: Sequence[dict[str, Any]]) -> str:
+async def _nothing_known(
+    agent: AgentClient, asked: PodQuery, namespace: str, decisions: Sequence[dict[str, Any]]
+) -> str:
     name = f"{namespace}/{asked.pod}" if namespace else asked.pod
     if decisions:
         known = ", ".join(sorted({plain(decision["container"]) for decision in decisions}))
-        return f"{door.name} has decided nothing about container {asked.container} of pod {name}, but about: {known}"
-    latest = await read_decisions(door, limit=_LOOKED_AT_FOR_UNATTRIBUTED)
+        return f"{agent.name} has decided nothing about container {asked.container} of pod {name}, but about: {known}"
+    latest = await read_decisions(agent, limit=_SEARCHED_FOR_UNATTRIBUTED)
     unattributed = [decision for decision in latest if not decision["pod"]]
     seen = (
         f" It has refused {counted(len(unattributed), 'call')} for a pod that it could not identify, the last one so: "
@@ -79,7 +81,7 @@ async def _nothing_known(door: AgentClient, asked: Asked, namespace: str, decisi
     )
     in_namespace = f" -n {namespace}" if namespace else ""
     return (
-        f"{door.name} has decided nothing about pod {name}. Perhaps it is on another node, waits for the scheduler, asks "
+        f"{agent.name} has decided nothing about pod {name}. Perhaps it is on another node, waits for the scheduler, asks "
         f"for no share of a GPU, or was decided before the agent started or too long ago.{seen} Its Events tell more: "
         f"kubectl describe pod{in_namespace} {asked.pod}"
     )

@@ -23,8 +23,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from gpushare_agent.cli.agent_addresses import Where, open_agent
 from gpushare_agent.cli.agent_client import AgentClient, read_node
+from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.render_text import Form, plain, print_as
 from gpushare_agent.cli.render_top import heading, top_lines, top_table
 from gpushare_agent.model.errors import AgentError
@@ -37,14 +37,14 @@ _OTHER_LINES = 3
 _HELP = "q ends, j and k (or the arrows) scroll"
 
 
-async def run(settings: Settings, where: Where, *, once: bool, interval_s: float, form: Form) -> int:
+async def run(settings: Settings, target: AgentTarget, *, once: bool, interval_s: float, form: Form) -> int:
     """Prints or shows the node. Raises AgentError where the agent cannot be asked even once."""
-    async with open_agent(settings, where) as door:
-        document = await read_node(door)
+    async with open_agent(settings, target) as agent:
+        document = await read_node(agent)
         if once or form != "table" or not (sys.stdout.isatty() and sys.stdin.isatty()):
             print_as(form, document, lambda width: _tables(document, width))
         else:
-            await _show_live(door, document, interval_s)
+            await _show_live(agent, document, interval_s)
     return 0
 
 
@@ -88,22 +88,22 @@ class _Screen:
         return Group(head, top_table(lines, width, shown), *trouble, Text(foot, style="dim"))
 
 
-async def _show_live(door: AgentClient, document: dict[str, Any], interval_s: float) -> None:
+async def _show_live(agent: AgentClient, document: dict[str, Any], interval_s: float) -> None:
     screen, console = _Screen(document), Console(highlight=False)
     with _terminal(screen), Live(console=console, screen=True, auto_refresh=False) as live:
         async with asyncio.TaskGroup() as group:
-            poll = group.create_task(_poll(door, screen, interval_s), name="poll the agent")
+            poll = group.create_task(_poll(agent, screen, interval_s), name="poll the agent")
             draw = group.create_task(_draw(screen, console, live), name="draw the screen")
             await screen.is_over.wait()
             poll.cancel()
             draw.cancel()
 
 
-async def _poll(door: AgentClient, screen: _Screen, interval_s: float) -> None:
+async def _poll(agent: AgentClient, screen: _Screen, interval_s: float) -> None:
     while True:
         await asyncio.sleep(interval_s)
         try:
-            screen.document, screen.trouble = await read_node(door), ""
+            screen.document, screen.trouble = await read_node(agent), ""
         except AgentError as e:
             screen.trouble = f"as of the last answer: {e}"
         screen.is_changed.set()

@@ -1,6 +1,6 @@
 """Settings of the scheduler extender (command extender): its address, when it reserves, quota, TLS, leader election.
 
-Part of the tree in settings/tree.py. The resources' names and share_policy are those of the agents: resources.*,
+A section of settings/tree.py. The resources' names and share_policy are those of the agents: resources.*,
 gpushare.* and placement.share_policy. The defaults of address, quota and labels are gpu-admission's.
 """
 
@@ -9,19 +9,17 @@ from __future__ import annotations
 import re
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from gpushare_agent.model.names import GPU_MODEL_LABEL
-from gpushare_agent.settings.values import Count, OptionalPath, Seconds
+from gpushare_agent.settings.values import Count, OptionalPath, Seconds, Section
 
 _OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _LABEL = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 
 
-class ExtenderSettings(BaseModel):
+class ExtenderSettings(Section):
     """The scheduler extender: where it listens, how it decides, who leads."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     addr: str = Field(
         default="127.0.0.1",

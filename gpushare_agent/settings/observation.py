@@ -1,17 +1,17 @@
-"""Settings of what watches and shows the node: health, usage, decisions, node facts, control socket, display, debug.
+"""Settings of what watches and shows the node: log, HTTP, health, usage, decisions, node facts, control, display, debug.
 
-Part of the tree in settings/tree.py. A description tells the unit, what empty means, and why this default.
+Sections of settings/tree.py.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from gpushare_agent.settings.values import Count, OptionalPath, Seconds, comma_list
+from gpushare_agent.settings.values import Count, OptionalPath, Seconds, Section, comma_list
 
 _LABEL_PREFIX = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
@@ -24,11 +24,31 @@ def _no_list(value: object) -> object:
 Xids = Annotated[tuple[Annotated[Count, Field(ge=1, le=100_000)], ...], BeforeValidator(_no_list)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+class LogSettings(Section):
+    """What is logged, always to standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severity that is logged."
+    )
+    format: Literal["auto", "json", "console"] = Field(
+        default="auto",
+        description="One JSON object a line, or text for people. auto: text on a terminal, JSON elsewhere.",
+    )
 
 
-class HealthSettings(_Section):
+class WebSettings(Section):
+    """The HTTP endpoints: metrics, health, readiness."""
+
+    addr: str = Field(
+        default="localhost",
+        min_length=1,
+        max_length=253,
+        description="Address to listen on. localhost serves this host only; 0.0.0.0 lets Prometheus and probes in.",
+    )
+    port: Count = Field(default=5678, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
+
+
+class HealthSettings(Section):
     """Watching the GPUs."""
 
     check_period_s: Seconds = Field(
@@ -69,7 +89,7 @@ class HealthSettings(_Section):
     )
 
 
-class UsageSettings(_Section):
+class UsageSettings(Section):
     """What is kept of the samples (their period is sample_period_s)."""
 
     history_s: Seconds = Field(
@@ -80,7 +100,7 @@ class UsageSettings(_Section):
     )
 
 
-class DecisionSettings(_Section):
+class DecisionSettings(Section):
     """Explanations of what was decided."""
 
     kept: Count = Field(
@@ -88,7 +108,7 @@ class DecisionSettings(_Section):
     )
 
 
-class FactsSettings(_Section):
+class FactsSettings(Section):
     """What the agent tells of its GPUs on the node's object."""
 
     is_written: bool = Field(
@@ -110,7 +130,7 @@ class FactsSettings(_Section):
         return value
 
 
-class ControlSettings(_Section):
+class ControlSettings(Section):
     """The socket of `cordon` and `uncordon`, for root alone."""
 
     socket: OptionalPath = Field(
@@ -119,7 +139,7 @@ class ControlSettings(_Section):
     )
 
 
-class DisplaySettings(_Section):
+class DisplaySettings(Section):
     """gpu-manager's gRPC service for usage and topology."""
 
     socket: OptionalPath = Field(
@@ -128,7 +148,7 @@ class DisplaySettings(_Section):
     )
 
 
-class DebugSettings(_Section):
+class DebugSettings(Section):
     """The debug listener: tasks, allocations, profiles."""
 
     addr: str = Field(

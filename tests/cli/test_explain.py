@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
+from gpushare_agent.cli.agent_pods import AgentTarget
 
 from gpushare_agent.cli import explain
-from gpushare_agent.cli.agent_addresses import Where
-from gpushare_agent.cli.explain import Asked as AskedPod
+from gpushare_agent.cli.explain import PodQuery
 from gpushare_agent.cli.render_explain import ADVICE
 from gpushare_agent.cli.render_text import Form
 from gpushare_agent.model.decision_records import Asked, DecisionRecord, Outcome
@@ -32,11 +32,11 @@ SETTINGS = load_settings([], {"NODE_NAME": "n1"}).settings
 
 
 async def explained(
-    capsys: pytest.CaptureFixture[str], decisions: Sequence[DecisionRecord], asked: AskedPod, form: Form = "table"
+    capsys: pytest.CaptureFixture[str], decisions: Sequence[DecisionRecord], asked: PodQuery, form: Form = "table"
 ) -> str:
     """What it prints with an agent that has taken these decisions, the newest first."""
     async with json_server(agent_answers(busy_node(), *decisions)) as agent:
-        assert await explain.run(SETTINGS, Where(server=agent.url), asked, form=form) == 0
+        assert await explain.run(SETTINGS, AgentTarget(server=agent.url), asked, form=form) == 0
     return capsys.readouterr().out
 
 
@@ -51,7 +51,7 @@ async def text_of(
     node.api.create_pod(raw)
     await wait_phase(node, name, phase)
     capsys.readouterr()  # the agent's log is in this process
-    assert await explain.run(SETTINGS, Where(server=url), AskedPod(pod=name), form="table") == 0
+    assert await explain.run(SETTINGS, AgentTarget(server=url), PodQuery(pod=name), form="table") == 0
     return capsys.readouterr().out
 
 
@@ -134,13 +134,13 @@ async def test_only_the_newest_decision_of_each_container_is_shown(capsys: pytes
         decision(2, container="a"),
         decision(1, container="b", outcome=Outcome.REFUSED, reason="NotReady", gpus=()),
     ]
-    out = await explained(capsys, decisions, AskedPod(pod="train"))
+    out = await explained(capsys, decisions, PodQuery(pod="train"))
     titles = [line for line in out.splitlines() if line.startswith("default/")]
     assert [title.partition("  (")[0] for title in titles] == [
         "default/train, container a got GPU 0",
         "default/train, container b got GPU 1",
     ]
-    only = await explained(capsys, decisions, AskedPod(pod="train", container="b"))
+    only = await explained(capsys, decisions, PodQuery(pod="train", container="b"))
     assert "container a" not in only
     assert "container b" in only
 
@@ -148,22 +148,22 @@ async def test_only_the_newest_decision_of_each_container_is_shown(capsys: pytes
 async def test_a_pod_made_again_is_another_pod(capsys: pytest.CaptureFixture[str]) -> None:
     """What its predecessor of the same name got is not told as its own."""
     decisions = [decision(2, container="new"), decision(1, container="old", pod_uid="before")]
-    assert "container old" not in await explained(capsys, decisions, AskedPod(pod="train"))
+    assert "container old" not in await explained(capsys, decisions, PodQuery(pod="train"))
 
 
 async def test_without_a_namespace_every_pod_of_that_name_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """On a node one seldom knows it; -n chooses."""
     decisions = [decision(2), decision(1, namespace="research", pod_uid="other")]
-    both = await explained(capsys, decisions, AskedPod(pod="train"))
+    both = await explained(capsys, decisions, PodQuery(pod="train"))
     assert "default/train" in both
     assert "research/train" in both
-    assert "default/train" not in await explained(capsys, decisions, AskedPod(pod="train", namespace="research"))
+    assert "default/train" not in await explained(capsys, decisions, PodQuery(pod="train", namespace="research"))
 
 
 async def test_hint_and_must_include_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     """They bound the choice."""
     asked = Asked(cores=40, memory_bytes=0, hint=(1, 3), must_gpus=(GpuUuid("GPU-7"),))
-    out = await explained(capsys, [decision(asked=asked)], AskedPod(pod="train"))
+    out = await explained(capsys, [decision(asked=asked)], PodQuery(pod="train"))
     assert "  asked  40 cores, its annotation names GPU 1, 3, the kubelet insists on GPU-7" in out
 
 
@@ -178,7 +178,7 @@ async def test_a_refusal_before_anything_was_known_is_reported(capsys: pytest.Ca
         candidates=(),
         explanation="starting",
     )
-    out = await explained(capsys, [refused], AskedPod(pod="train"))
+    out = await explained(capsys, [refused], PodQuery(pod="train"))
     assert "  asked  tencent.com/vcuda-core; the refusal came before what it asks for was known" in out
     assert "  why    starting" in out
     assert "VERDICT" not in out
@@ -187,7 +187,7 @@ async def test_a_refusal_before_anything_was_known_is_reported(capsys: pytest.Ca
 async def test_a_reason_that_is_not_known_has_no_advice(capsys: pytest.CaptureFixture[str]) -> None:
     """A newer agent may have more of them."""
     refused = decision(outcome=Outcome.REFUSED, reason="BrandNew", policy="new", gpus=())
-    out = await explained(capsys, [refused], AskedPod(pod="train"))
+    out = await explained(capsys, [refused], PodQuery(pod="train"))
     assert "was refused: BrandNew" in out
     assert "  policy new\n" in out
     assert "  do " not in out
@@ -201,7 +201,7 @@ def test_every_refusal_has_advice() -> None:
 async def test_control_characters_of_a_decision_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """A driver's words are somebody else's."""
     ill = decision(explanation="bad\x1b[2J", candidates=(candidate(0, is_healthy=False, verdict="lost\x07"),))
-    out = await explained(capsys, [ill], AskedPod(pod="train"))
+    out = await explained(capsys, [ill], PodQuery(pod="train"))
     assert "\x1b" not in out
     assert "\x07" not in out
 
@@ -209,13 +209,13 @@ async def test_control_characters_of_a_decision_do_not_reach_the_terminal(capsys
 async def test_json_and_yaml_have_the_decisions_as_the_agent_has_them(capsys: pytest.CaptureFixture[str]) -> None:
     """Every field of the record."""
     record = decision()
-    document = json.loads(await explained(capsys, [record], AskedPod(pod="train"), "json"))
+    document = json.loads(await explained(capsys, [record], PodQuery(pod="train"), "json"))
     assert document == {
         "schema": 1,
         "pod": "train",
         "decisions": [json.loads(json.dumps(decision_document(record)))],
     }
-    assert yaml.safe_load(await explained(capsys, [record], AskedPod(pod="train"), "yaml")) == document
+    assert yaml.safe_load(await explained(capsys, [record], PodQuery(pod="train"), "yaml")) == document
 
 
 # --- nothing is known ---
@@ -224,7 +224,7 @@ async def test_json_and_yaml_have_the_decisions_as_the_agent_has_them(capsys: py
 async def test_a_pod_never_decided_about_is_reported_with_where_to_look(capsys: pytest.CaptureFixture[str]) -> None:
     """The likely causes, and its Events."""
     with pytest.raises(NotFound, match=r"on another node, waits .* kubectl describe pod -n research ghost$") as raised:
-        await explained(capsys, [decision()], AskedPod(pod="ghost", namespace="research"))
+        await explained(capsys, [decision()], PodQuery(pod="ghost", namespace="research"))
     assert "decided nothing about pod research/ghost" in str(raised.value)
     assert "could not identify" not in str(raised.value)
 
@@ -236,13 +236,13 @@ async def test_refusals_of_pods_that_nobody_knows_are_mentioned(capsys: pytest.C
         explanation="two pods would fit",
     )  # fmt: skip
     with pytest.raises(NotFound, match=r"refused 1 call for a pod that it could not identify, .*two pods would fit"):
-        await explained(capsys, [stranger, decision()], AskedPod(pod="ghost"))
+        await explained(capsys, [stranger, decision()], PodQuery(pod="ghost"))
 
 
 async def test_a_container_without_a_decision_names_those_that_have_one(capsys: pytest.CaptureFixture[str]) -> None:
     """A misspelt name costs one look."""
     with pytest.raises(NotFound, match=r"nothing about container x of pod train, but about: main$"):
-        await explained(capsys, [decision()], AskedPod(pod="train", container="x"))
+        await explained(capsys, [decision()], PodQuery(pod="train", container="x"))
 
 
 async def test_the_command_line_ends_with_1_where_nothing_is_known() -> None:
@@ -274,7 +274,7 @@ async def test_the_plugin_finds_the_pods_node_by_itself(short_dir: Path, capsys:
     async with json_server(answers) as server:
         kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
         settings = load_settings(["--kubeconfig", str(kubeconfig)], {"NODE_NAME": "desk"}).settings
-        assert await explain.run(settings, Where(is_remote=True), AskedPod(pod="train"), form="table") == 0
+        assert await explain.run(settings, AgentTarget(is_remote=True), PodQuery(pod="train"), form="table") == 0
     assert "default/train, container main got GPU 0" in capsys.readouterr().out
     assert [request.path for request in server.heard] == [
         "/api/v1/namespaces/default/pods/train",
@@ -291,8 +291,10 @@ async def test_a_pod_on_no_node_has_no_agent_to_ask(short_dir: Path) -> None:
     async with json_server(answers) as server:
         kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
         settings = load_settings(["--kubeconfig", str(kubeconfig)], {"NODE_NAME": "desk"}).settings
-        asked = AskedPod(pod="train", namespace="ns")
+        asked = PodQuery(pod="train", namespace="ns")
         with pytest.raises(Unavailable, match=r"is on no node yet, .*kubectl describe pod -n ns train"):
-            await explain.run(settings, Where(is_remote=True), asked, form="table")
+            await explain.run(settings, AgentTarget(is_remote=True), asked, form="table")
         with pytest.raises(NotFound, match=r"cannot get pod ns/other: .*404"):
-            await explain.run(settings, Where(is_remote=True), AskedPod(pod="other", namespace="ns"), form="table")
+            await explain.run(
+                settings, AgentTarget(is_remote=True), PodQuery(pod="other", namespace="ns"), form="table"
+            )

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
+from gpushare_agent.cli.agent_pods import AgentTarget
 from rich.console import Console
 
 from gpushare_agent.cli import top
-from gpushare_agent.cli.agent_addresses import Where
 from gpushare_agent.cli.agent_client import MAX_ANSWER_BYTES, check_url, default_url, open_agent_client, read_node
 from gpushare_agent.cli.render_text import Form
 from gpushare_agent.cli.render_top import top_lines, top_table
@@ -29,7 +29,7 @@ SETTINGS = load_settings([], {"NODE_NAME": "n1"}).settings
 async def printed(document: dict[str, Any], capsys: pytest.CaptureFixture[str], form: Form = "table") -> str:
     """What `top --once` prints of an agent that has this document."""
     async with json_server(agent_answers(document)) as agent:
-        where = Where(server=agent.url)
+        where = AgentTarget(server=agent.url)
         assert await top.run(SETTINGS, where, once=True, interval_s=1.0, form=form) == 0
     return capsys.readouterr().out
 

@@ -77,7 +77,7 @@ def test_every_flag_that_a_document_names_exists(document: str) -> None:
     others = {"--once", "--all-nodes", "--help", "--output", "--config", "--v", "--log-dir", "--logtostderr"}
     for flag in re.findall(r"`(--[a-z][a-z.-]*)", text):
         if flag not in others:
-            assert read_flags([f"{flag}=x"]).given, flag
+            assert read_flags([f"{flag}=x"]).values, flag
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gpushare_agent.settings.reference import all_keys, allowed_text, help_text
+from gpushare_agent.settings.reference import all_keys, help_text
 from gpushare_agent.settings.settings import Settings, SettingsError, load_settings
 from gpushare_agent.settings.sources import split_flags
 from gpushare_agent.settings.values import parse_duration
@@ -121,13 +121,13 @@ def test_flag_names_are_unique_and_variables_too() -> None:
 
 def test_every_setting_is_described_bounded_and_in_the_help() -> None:
     """A setting without a description, or a number without both bounds, is a mistake in the tree."""
-    text = help_text()
+    text = help_text(all_keys())
     for key in all_keys():
         assert key.field.description, key.name
         assert f"--{key.flag}" in text
         assert key.variable in text
         if key.field.annotation in (int, float):
-            assert " from " in allowed_text(key), key.name
+            assert " from " in key.kind.allowed, key.name
 
 
 def test_defaults_are_valid_and_the_tree_is_frozen() -> None:
