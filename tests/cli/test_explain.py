@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
-from gpushare_agent.cli.agent_pods import AgentTarget
 
 from gpushare_agent.cli import explain
+from gpushare_agent.cli.agent_pods import AgentTarget
 from gpushare_agent.cli.explain import PodQuery
 from gpushare_agent.cli.render_explain import ADVICE
 from gpushare_agent.cli.render_text import Form

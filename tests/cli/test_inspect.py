@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
-from gpushare_agent.cli.agent_pods import AgentTarget
 
 from gpushare_agent.cli import graph, inspect, top
+from gpushare_agent.cli.agent_pods import AgentTarget
 from gpushare_agent.cli.kubectl import PLUGIN_LINE
 from gpushare_agent.cli.render_text import Form
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
