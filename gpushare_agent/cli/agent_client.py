@@ -105,7 +105,7 @@ class DirectAgentClient:
                 content = await _content(response, what)
         except TimeoutError as e:
             raise Unavailable(
-                f"{what}: no answer within {self._timeout_s:g} s; if the agent runs, its log tells what it is busy with"
+                f"{what}: no answer within {self._timeout_s:g} s; if the agent runs, its log has the reason"
             ) from e
         except ClientConnectorError as e:
             raise Unavailable(
@@ -141,7 +141,7 @@ async def _content(response: ClientResponse, what: str) -> bytes:
 
 
 def _reason(error: OSError) -> str:
-    """asyncio's text for a refused connection says neither word."""
+    """asyncio's text for a refused connection has no reason."""
     is_refused = error.errno == errno.ECONNREFUSED or "Connect call failed" in str(error)
     return "the connection is refused" if is_refused else str(error.strerror or error)
 

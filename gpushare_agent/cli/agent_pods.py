@@ -90,7 +90,7 @@ async def find_agent(api: KubeApi, settings: Settings, *, node: str, namespace: 
     if not agents:
         where = f"on node {node}" if node else "on any node"
         raise NotFound(
-            f"no agent runs {where}: no running pod {place}; look with `kubectl get pods -A -l {AGENT_LABEL} -o wide`, and "
+            f"no agent runs {where}: no running pod {place}; check `kubectl get pods -A -l {AGENT_LABEL} -o wide`, and "
             "name its namespace with --agent-namespace"
         )
     if len(agents) > 1 and not node:
@@ -131,7 +131,7 @@ async def node_of_pod(api: KubeApi, namespace: str, pod: str) -> str:
     node = mapping_of(raw.get("spec")).get("nodeName")
     if not isinstance(node, str) or not node:
         raise Unavailable(
-            f"pod {namespace}/{pod} is on no node yet, so no agent has decided about it; its Events tell what the scheduler "
+            f"pod {namespace}/{pod} is on no node yet, so no agent has decided about it; its Events have what the scheduler "
             f"waits for: kubectl describe pod -n {namespace} {pod}"
         )
     return node

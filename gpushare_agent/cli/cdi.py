@@ -54,7 +54,7 @@ async def _read_gpus(settings: Settings) -> Sequence[Gpu]:
 
 
 def _is_missing(state: CdiState) -> bool:
-    """Whether a GPU's name would only come with the agent's own spec, which is not there or says something else."""
+    """Whether a GPU's name would only come with the agent's own spec, which is missing or differs."""
     return state.change is SpecChange.WRITTEN and any(path == state.own_path for _, path in state.named)
 
 

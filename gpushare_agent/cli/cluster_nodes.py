@@ -47,7 +47,7 @@ async def read_cluster(api: KubeApi, settings: Settings) -> list[NodeSums]:
 
 
 def cluster_names(settings: Settings) -> ResourceNames:
-    """Also GPUShare's resource: whether this host's agent would offer it says nothing of the cluster."""
+    """Also GPUShare's resource: this host's setting says nothing about the cluster."""
     enabled = settings.gpushare.model_copy(update={"enabled": True})
     return resource_names(settings.model_copy(update={"gpushare": enabled}))
 

@@ -1,7 +1,7 @@
 """`kubectl gpushare`: the commands that show nodes, for a person with a kubeconfig. kubectl finds the program by its name.
 
 The entry point is kubectl-gpushare; kubectl passes on everything behind `gpushare`. For completion behind `kubectl gpushare`
-it calls kubectl_complete-gpushare, and reads from it one word a line and last a number that says what the words are.
+it calls kubectl_complete-gpushare, and reads from it one word a line and last a number for the kind of the words.
 """
 
 from __future__ import annotations
@@ -36,5 +36,5 @@ PLUGIN_LINE = CommandLine(
     program=KUBECTL,
     purpose="shows which pod has which share of which GPU, on every node of a cluster.",
     commands=(*view_commands(is_plugin=True), print_version("kubectl-gpushare")),
-    more=f"`{KUBECTL} COMMAND --help` tells more; docs/cli.md lists the rights that you need.",
+    more=f"`{KUBECTL} COMMAND --help` explains one; docs/cli.md lists the rights that you need.",
 )

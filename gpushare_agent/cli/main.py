@@ -275,7 +275,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="extender",
-        summary="run the scheduler extender, which tells kube-scheduler which nodes fit",
+        summary="run the scheduler extender, which filters and ranks nodes for kube-scheduler",
         description="Runs the scheduler extender until SIGTERM or SIGINT: kube-scheduler asks it which nodes have a GPU"
         " with enough free capacity.",
         run=_extender,
@@ -340,5 +340,5 @@ COMMAND_LINE: CommandLine = CommandLine(
     program=PROGRAM,
     purpose="lets pods share the NVIDIA GPUs of a Kubernetes node.",
     commands=COMMANDS,
-    more=f"`{PROGRAM} COMMAND --help` tells more; `{PROGRAM} run --help` explains every setting.",
+    more=f"`{PROGRAM} COMMAND --help` explains one; `{PROGRAM} run --help` explains every setting.",
 )

@@ -25,7 +25,7 @@ PIPE_WIDTH = 500
 GAP = 2
 MAX_TEXT_CHARS = 4000
 _EMPTY_REASONS = ("cordoned", NO_REASON)
-"""What stands for a cordon's reason in the annotation of a node and in an agent's document where none is told."""
+"""Placeholders for a cordon's reason where none was entered: in a node's annotation, and in an agent's document."""
 
 
 def print_as(form: Form, document: dict[str, Any], tables: Callable[[int], Sequence[RenderableType]]) -> None:
@@ -69,7 +69,7 @@ def grid(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, right:
 
 
 def plain_cell(text: str) -> str:
-    """As `plain`, but keeps the blanks at the front, which indent."""
+    """As `plain`, with the leading blanks, which indent."""
     return text[: len(text) - len(text.lstrip(" "))] + plain(text)
 
 
@@ -110,7 +110,7 @@ def health_word(gpu: dict[str, Any]) -> str:
 
 
 def health_reasons(gpu: dict[str, Any]) -> list[str]:
-    """Why, as far as it is told: the operator's words and what is wrong with the GPU itself. Where a GPU is both, each
+    """Why, where a reason is known: the operator's words and what is wrong with the GPU itself. Where a GPU is both, each
     begins with its word."""
     reported = {word: reason for word, reason in _words_with_reasons(gpu) if reason}
     if is_cordoned(gpu) and is_ill(gpu):

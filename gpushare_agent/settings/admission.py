@@ -1,4 +1,4 @@
-"""Settings of placement and of the allocations that the agent keeps; sections of settings/tree.py."""
+"""Settings of placement and of the stored allocations; sections of settings/tree.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PlacementSettings(Section):
 
 
 class AllocationSettings(Section):
-    """What the agent remembers and frees."""
+    """How allocations are checked and freed."""
 
     check_period_s: Seconds = Field(
         default=30.0,

@@ -38,7 +38,7 @@ class ExtenderSettings(Section):
     )
     config: OptionalPath = Field(
         default=None,
-        description="gpu-admission's configuration file (JSON). What it says replaces quota_name, quota_namespace,"
+        description="gpu-admission's configuration file (JSON). Its values replace quota_name, quota_namespace,"
         " model_label and pool_label. Empty: none.",
     )
     quota_name: str = Field(
@@ -47,10 +47,10 @@ class ExtenderSettings(Section):
     )
     quota_namespace: str = Field(default="kube-system", description="Namespace of that ConfigMap.")
     model_label: str = Field(
-        default=GPU_MODEL_LABEL, description="Node label that tells the GPUs' model, by which quota counts."
+        default=GPU_MODEL_LABEL, description="Node label with the GPUs' model, by which quota counts."
     )
     pool_label: str = Field(
-        default="gaia.tencent.com/gpu-pool", description="Node label that tells the pool to which a node belongs."
+        default="gaia.tencent.com/gpu-pool", description="Node label with the pool to which a node belongs."
     )
     tls_cert: OptionalPath = Field(
         default=None, description="Certificate chain to serve HTTPS with, PEM; read again when it changes. Empty: HTTP."
@@ -58,8 +58,8 @@ class ExtenderSettings(Section):
     tls_key: OptionalPath = Field(default=None, description="The certificate's private key, PEM.")
     client_ca: OptionalPath = Field(
         default=None,
-        description="Certificate authorities, PEM. Only clients with a certificate of theirs may ask the scheduler's verbs;"
-        " health and metrics stay open. Empty: whoever reaches the address may ask.",
+        description="Certificate authorities, PEM. Only clients with a certificate of theirs may call the scheduler's verbs;"
+        " health and metrics stay open. Empty: whoever reaches the address may call them.",
     )
     max_body_mib: Count = Field(
         default=8,
@@ -89,17 +89,17 @@ class ExtenderSettings(Section):
         default="", description="Its namespace. Empty: the pod's own (variable POD_NAMESPACE), else kube-system."
     )
     lease_duration_s: Seconds = Field(
-        default=15.0, ge=1, le=600, description="How long others leave a leader alone that is not heard of, seconds."
+        default=15.0, ge=1, le=600, description="How long others wait for a leader that does not renew, seconds."
     )
     renew_deadline_s: Seconds = Field(
         default=10.0,
         ge=0.5,
         le=600,
-        description="How long a leader goes on without having renewed its lease, seconds. The rest of lease_duration_s is"
+        description="How long a leader continues without having renewed its lease, seconds. The rest of lease_duration_s is"
         " for its last requests to end.",
     )
     retry_period_s: Seconds = Field(
-        default=2.0, ge=0.05, le=60, description="How often the lease is looked at or renewed, seconds."
+        default=2.0, ge=0.05, le=60, description="How often the lease is read or renewed, seconds."
     )
 
     @field_validator("quota_name", "quota_namespace", "lease_name", "lease_namespace")

@@ -16,7 +16,7 @@ class VirtualManagerSettings(Section):
 
     path: GivenPath = Field(
         default=Path("/etc/gpu-manager/vm"),
-        description="Directory with one directory per pod and container, as gpu-manager keeps it. Used with"
+        description="Directory with one directory per pod and container, in gpu-manager's layout. Used with"
         " isolation vcuda.",
     )
 
@@ -54,10 +54,10 @@ class MpsSettings(Section):
     )
     control: GivenPath = Field(
         default=Path("nvidia-cuda-mps-control"),
-        description="The control program: a path, or a name that is looked for in PATH.",
+        description="The control program: a path, or a name that is searched in PATH.",
     )
     probe_period_s: Seconds = Field(
-        default=5.0, ge=0.1, le=3600, description="Seconds between two questions to the daemon whether it answers."
+        default=5.0, ge=0.1, le=3600, description="Time between two probes of the daemon, seconds."
     )
     command_timeout_s: Seconds = Field(
         default=5.0, ge=0.1, le=120, description="Longest wait for the answer to one command, seconds."
@@ -79,7 +79,7 @@ class MpsSettings(Section):
         default=30.0,
         ge=0,
         le=3600,
-        description="How long the command mps waits for clients when it ends, seconds.",
+        description="How long the command mps waits for clients at its end, seconds.",
     )
 
 
@@ -92,7 +92,7 @@ class HamiCoreSettings(Section):
     )
     directory: GivenPath = Field(
         default=Path("/etc/gpu-manager/hami-core"),
-        description="Where the agent keeps the preload file and each container's own cache directory.",
+        description="Directory of the preload file and of each container's own cache directory.",
     )
     memory_scaling: float = Field(
         default=1.0, ge=1.0, le=16.0, allow_inf_nan=False,
@@ -115,7 +115,7 @@ class CdiSettings(Section):
     spec_directories: Annotated[tuple[GivenPath, ...], BeforeValidator(comma_list)] = Field(
         default=(Path("/etc/cdi"), Path("/var/run/cdi")),
         min_length=1,
-        description="Where specs are looked for, comma list; the last one is where the agent writes its own if nobody else's"
+        description="Where specs are searched, comma list; the last one is where the agent writes its own if nobody else's"
         " names the GPUs.",
     )
 

@@ -11,7 +11,7 @@ from gpushare_agent.settings.values import GivenPath, Seconds, Section
 
 
 class KubeletSettings(Section):
-    """Where the kubelet is and how it is asked."""
+    """The kubelet's sockets, and the time limits of admissions."""
 
     device_plugin_path: GivenPath = Field(
         default=Path("/var/lib/kubelet/device-plugins"),
@@ -19,11 +19,11 @@ class KubeletSettings(Section):
     )
     pod_resources_socket: GivenPath = Field(
         default=Path("/var/lib/kubelet/pod-resources/kubelet.sock"),
-        description="Socket of the PodResources API, which tells whom an Allocate is for. The default is the kubelet's own.",
+        description="Socket of the PodResources API, which matches an Allocate to its pod. The default is the kubelet's.",
     )
     allow_unsupported: bool = Field(
         default=False,
-        description="Run with kubelets older than 1.30, whose PodResources cannot be asked during an admission."
+        description="Run with kubelets older than 1.30, whose PodResources cannot be read during an admission."
         " Pods are then identified by the API server's list alone and refused where two would fit.",
     )
     pod_lookup_timeout_s: Seconds = Field(
@@ -36,7 +36,7 @@ class KubeletSettings(Section):
         default=0.4,
         ge=0,
         le=5,
-        description="How long to look again where two pods remain possible, seconds, before the call is refused.",
+        description="How long to repeat the lookup while two pods remain possible, seconds, before the call is refused.",
     )
 
 
@@ -52,12 +52,12 @@ class RuntimeSettings(Section):
         default=5.0,
         ge=0.1,
         le=120,
-        description="Limit of one question to the runtime, seconds. Used with isolation vcuda.",
+        description="Time limit of one request to the runtime, seconds. Used with isolation vcuda.",
     )
     cgroup_driver: Literal["", "cgroupfs", "systemd"] = Field(
         default="",
-        description="Never needed: it is seen from the paths themselves. If given, it is compared with them at the start,"
-        " and a disagreement is logged.",
+        description="Not needed: the paths show it. If set, it is compared with them at the start, and a disagreement is"
+        " logged.",
     )
     cgroup_root: GivenPath = Field(default=Path("/sys/fs/cgroup"), description="Where the host's cgroups are mounted.")
     proc_root: GivenPath = Field(

@@ -52,7 +52,7 @@ class HealthSettings(Section):
     """Watching the GPUs."""
 
     check_period_s: Seconds = Field(
-        default=5.0, ge=0.05, le=3600, description="How often the driver is asked for the GPUs' state, seconds."
+        default=5.0, ge=0.05, le=3600, description="How often the GPUs' state is read from the driver, seconds."
     )
     event_period_s: Seconds = Field(
         default=0.5,
@@ -71,26 +71,26 @@ class HealthSettings(Section):
         " After any other the GPU comes back once it has passed the probes.",
     )
     recovery_probes: Count = Field(
-        default=3, ge=1, le=100, description="Looks in a row that an Unhealthy GPU must pass to be Healthy again."
+        default=3, ge=1, le=100, description="Probes in a row that an Unhealthy GPU must pass to be Healthy again."
     )
     recovery_period_s: Seconds = Field(
         default=10.0,
         ge=0.05,
         le=3600,
-        description="Time between two of these looks, seconds. It doubles each time that the GPU falls ill again.",
+        description="Time between two of these probes, seconds. It doubles each time that the GPU fails again.",
     )
     recovery_period_max_s: Seconds = Field(
-        default=600.0, ge=0.05, le=86400, description="Most time between two of these looks, seconds."
+        default=600.0, ge=0.05, le=86400, description="Longest time between two of these probes, seconds."
     )
     state_file: OptionalPath = Field(
         default=Path("/var/lib/gpushare-agent/health.json"),
-        description="File that keeps, over a restart of the agent, which GPUs are cordoned and which wait for a reset."
+        description="File that preserves, over a restart of the agent, which GPUs are cordoned and which wait for a reset."
         " Empty: neither outlives the agent.",
     )
 
 
 class UsageSettings(Section):
-    """What is kept of the samples (their period is sample_period_s)."""
+    """History of the samples (their period is sample_period_s)."""
 
     history_s: Seconds = Field(
         default=900.0, ge=10, le=86400, description="How much of the past the dashboard's curves show, seconds."
@@ -109,7 +109,7 @@ class DecisionSettings(Section):
 
 
 class FactsSettings(Section):
-    """What the agent tells of its GPUs on the node's object."""
+    """What the agent writes about its GPUs to the node's object."""
 
     is_written: bool = Field(
         default=True,

@@ -49,7 +49,7 @@ class GpushareSettings(Section):
     )
     count_resource: str = Field(
         default="aliyun.com/gpu-count",
-        description="Capacity of the node that tells how many GPUs it has. GPUShare's name.",
+        description="Capacity of the node with its number of GPUs. GPUShare's name.",
     )
     unit: Literal["GiB", "MiB"] = Field(
         default="GiB", description="What one unit is. MiB means many device IDs: the kubelet takes 4 MiB of them."

@@ -12,9 +12,7 @@ from gpushare_agent.settings.values import Count, OptionalPath, Section, comma_l
 class SimulatedSettings(Section):
     """GPUs without hardware (driver simulated)."""
 
-    cards: Count = Field(
-        default=8, ge=1, le=64, description="GPUs to simulate. A topology file overrules it with its rows."
-    )
+    cards: Count = Field(default=8, ge=1, le=64, description="GPUs to simulate. With a topology file, its rows count.")
     card_memory_mib: Annotated[tuple[Annotated[Count, Field(ge=1, le=4_194_304)], ...], BeforeValidator(comma_list)] = (
         Field(
             default=(24576,),
@@ -25,13 +23,13 @@ class SimulatedSettings(Section):
     )
     topology: OptionalPath = Field(
         default=None,
-        description="File with the text of `nvidia-smi topo -m`. Empty: a plain layout of the simulation's own.",
+        description="File with the text of `nvidia-smi topo -m`. Empty: a plain layout.",
     )
     card_name: str = Field(
         default="NVIDIA Simulated 24GB",
         min_length=1,
         max_length=96,
-        description="The GPUs' product name, as NVML would say it.",
+        description="The GPUs' product name, as NVML reports it.",
     )
     device_nodes: bool = Field(
         default=False,
@@ -45,7 +43,7 @@ class SimulatedSettings(Section):
     )
     usage: OptionalPath = Field(
         default=None,
-        description="JSON file that tells what processes use of simulated GPUs (docs/sandbox.md). Empty: they idle.",
+        description="JSON file with what processes use of simulated GPUs (docs/sandbox.md). Empty: they idle.",
     )
 
     @model_validator(mode="after")

@@ -138,7 +138,7 @@ def _is_service_link(name: str, value: str) -> bool:
 
 
 def read_file(path: Path, named_by: str) -> Layer:
-    """A YAML file; `named_by` says who asked for it, for the messages."""
+    """A YAML file; `named_by` is the place that names it, for the messages."""
     layer = Layer()
     try:
         with path.open("rb") as file:

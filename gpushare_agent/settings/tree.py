@@ -85,7 +85,7 @@ class Settings(BaseSettings):
     )
     isolation: IsolationName = Field(
         default=IsolationName.VCUDA,
-        description="What keeps a container to its share (docs/isolation.md). vcuda: TKEStack's library in the driver"
+        description="What limits a container to its share (docs/isolation.md). vcuda: TKEStack's library in the driver"
         " directory, which reads its limits from /etc/vcuda. mps: NVIDIA MPS. hami-core: HAMi-core's library. none: nothing,"
         " containers see their GPUs and are trusted.",
     )
@@ -102,10 +102,10 @@ class Settings(BaseSettings):
     )
     fail_on_init_error: bool = Field(
         default=True,
-        description="Exit when the driver cannot be read at start. false: stay, offer no device, look again every 30 s.",
+        description="Exit when the driver cannot be read at start. false: stay, offer no device, retry every 30 s.",
     )
     share_mode: bool = Field(
-        default=True, description="Allow several containers on one GPU. false: only whole GPUs are given."
+        default=True, description="Allow several containers on one GPU. false: only whole GPUs are allocated."
     )
     extra_config: OptionalPath = Field(
         default=None,

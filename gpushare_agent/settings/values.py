@@ -57,7 +57,7 @@ def comma_list(value: object) -> object:
 
 
 def pairs_of(value: object) -> object:
-    """`k=v,k=v` as a mapping; numbers and booleans that YAML made of label values become text again."""
+    """`k=v,k=v` as a mapping; numbers and booleans that YAML parsed from label values become text again."""
     if isinstance(value, dict):
         return {key: str(item).lower() if isinstance(item, bool | int | float) else item for key, item in value.items()}
     if not isinstance(value, str):

@@ -69,18 +69,18 @@ async def test_every_placement_is_explained(capsys: pytest.CaptureFixture[str]) 
 
         share = await text_of(node, url, pod("share", container(cores=40, blocks=60)), "Running", capsys)
         assert "default/share, container main got GPU 0" in share
-        assert "  asked  40 cores, 15360 MiB\n  policy share: " in share
+        assert "  request 40 cores, 15360 MiB\n  policy  share: " in share
         assert verdicts(share)["0"] == (True, "chosen")
         assert verdicts(share)["1"][0] is False
 
         whole = await text_of(node, url, pod("whole", container(cores=100, blocks=0)), "Running", capsys)
         assert "default/whole, container main got GPU 1" in whole
-        assert "  policy fragment: " in whole
+        assert "  policy  fragment: " in whole
         assert [index for index, (is_chosen, _) in verdicts(whole).items() if is_chosen] == ["1"]
 
         pair = await text_of(node, url, pod("pair", container(cores=200, blocks=0)), "Running", capsys)
         assert "default/pair, container main got GPUs 2, 3" in pair
-        assert "  policy link: " in pair
+        assert "  policy  link: " in pair
         assert [index for index, (is_chosen, _) in verdicts(pair).items() if is_chosen] == ["2", "3"]
 
 
@@ -90,7 +90,7 @@ async def test_a_refusal_for_memory_is_explained(capsys: pytest.CaptureFixture[s
         url = f"http://127.0.0.1:{await agent.parts.web.wait_listening()}"
         memory = await text_of(node, url, pod("memory", container(cores=10, blocks=100)), "Failed", capsys)
     assert "default/memory, container main was refused: NotEnoughMemory" in memory
-    assert f"  do     {ADVICE[RefusalReason.NOT_ENOUGH_MEMORY]}." in memory
+    assert f"  do      {ADVICE[RefusalReason.NOT_ENOUGH_MEMORY]}." in memory
     assert verdicts(memory) == {"0": (False, "1024 MiB short"), "1": (False, "1024 MiB short")}
 
 
@@ -104,7 +104,7 @@ async def test_fragmentation_and_ill_gpus_are_explained(capsys: pytest.CaptureFi
                 await text_of(node, url, pod(name, container(cores=50, blocks=10)), "Running", capsys)
             split = await text_of(node, url, pod("split", container(cores=100, blocks=0)), "Failed", capsys)
             assert "container main was refused: Fragmented" in split
-            assert f"  do     {ADVICE[RefusalReason.FRAGMENTED]}." in split
+            assert f"  do      {ADVICE[RefusalReason.FRAGMENTED]}." in split
             assert verdicts(split)["0"][1].startswith("in use: 50 cores")
 
             node.paths.faults.write_text(json.dumps({"all_lost": "GPU is lost"}))
@@ -112,7 +112,7 @@ async def test_fragmentation_and_ill_gpus_are_explained(capsys: pytest.CaptureFi
             sick = await text_of(node, url, pod("sick", container(cores=10, blocks=1)), "Failed", capsys)
             assert "container main was refused: NoHealthyCard" in sick
             assert "GPU is lost" in sick
-            assert f"  do     {ADVICE[RefusalReason.NO_HEALTHY_GPU]}." in sick
+            assert f"  do      {ADVICE[RefusalReason.NO_HEALTHY_GPU]}." in sick
 
 
 async def _wait_sick(parts: Any) -> None:
@@ -164,7 +164,7 @@ async def test_hint_and_must_include_are_reported(capsys: pytest.CaptureFixture[
     """They bound the choice."""
     asked = Asked(cores=40, memory_bytes=0, hint=(1, 3), must_gpus=(GpuUuid("GPU-7"),))
     out = await explained(capsys, [decision(asked=asked)], PodQuery(pod="train"))
-    assert "  asked  40 cores, its annotation names GPU 1, 3, the kubelet insists on GPU-7" in out
+    assert "  request 40 cores, its annotation names GPU 1, 3, the kubelet requires GPU-7" in out
 
 
 async def test_a_refusal_before_anything_was_known_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,8 +179,8 @@ async def test_a_refusal_before_anything_was_known_is_reported(capsys: pytest.Ca
         explanation="starting",
     )
     out = await explained(capsys, [refused], PodQuery(pod="train"))
-    assert "  asked  tencent.com/vcuda-core; the refusal came before what it asks for was known" in out
-    assert "  why    starting" in out
+    assert "  request tencent.com/vcuda-core; refused before its request was known" in out
+    assert "  why     starting" in out
     assert "VERDICT" not in out
 
 
@@ -189,7 +189,7 @@ async def test_a_reason_that_is_not_known_has_no_advice(capsys: pytest.CaptureFi
     refused = decision(outcome=Outcome.REFUSED, reason="BrandNew", policy="new", gpus=())
     out = await explained(capsys, [refused], PodQuery(pod="train"))
     assert "was refused: BrandNew" in out
-    assert "  policy new\n" in out
+    assert "  policy  new\n" in out
     assert "  do " not in out
 
 
@@ -223,7 +223,7 @@ async def test_json_and_yaml_have_the_decisions_as_the_agent_has_them(capsys: py
 
 async def test_a_pod_never_decided_about_is_reported_with_where_to_look(capsys: pytest.CaptureFixture[str]) -> None:
     """The likely causes, and its Events."""
-    with pytest.raises(NotFound, match=r"on another node, waits .* kubectl describe pod -n research ghost$") as raised:
+    with pytest.raises(NotFound, match=r"on another node, wait .* kubectl describe pod -n research ghost$") as raised:
         await explained(capsys, [decision()], PodQuery(pod="ghost", namespace="research"))
     assert "decided nothing about pod research/ghost" in str(raised.value)
     assert "could not identify" not in str(raised.value)

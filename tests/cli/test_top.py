@@ -114,9 +114,9 @@ async def test_old_samples_are_reported(capsys: pytest.CaptureFixture[str]) -> N
     """Values of a while ago look like those of now."""
     document = busy_node()
     document["at"] = document["agent"]["sampled_at"] + 42
-    assert "use sampled 42 s ago" in await printed(document, capsys)
+    assert "usage sampled 42 s ago" in await printed(document, capsys)
     document["agent"]["sampled_at"] = None
-    assert "use not sampled yet" in await printed(document, capsys)
+    assert "usage not sampled yet" in await printed(document, capsys)
 
 
 async def test_a_container_whose_gpu_is_gone_is_still_shown(capsys: pytest.CaptureFixture[str]) -> None:

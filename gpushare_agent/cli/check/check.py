@@ -1,7 +1,7 @@
-"""`gpushare-agent check`: tells before a deployment what of the node is in place, and the cure for what is not.
+"""`gpushare-agent check`: reports before a deployment what of the node is in place, and the cure for what is not.
 
-All probes run beside each other, each is bounded, and the report has their findings in a fixed order. They only look: in
-particular the PodResources socket is connected to but never asked, because a List while an Allocate is open makes the
+All probes run beside each other, each is bounded, and the report has their findings in a fixed order. They only read: in
+particular the PodResources socket is connected to but gets no request, because a List while an Allocate is open makes the
 kubelet give the same device twice (docs/architecture.md).
 """
 

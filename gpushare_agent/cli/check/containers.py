@@ -12,7 +12,7 @@ from gpushare_agent.runtime.cri import open_runtime
 from gpushare_agent.settings.settings import Settings
 
 RUNTIME_TIMEOUT_S = 4.0
-"""Less than a probe's, so that it is told which socket is silent."""
+"""Less than a probe's, so that the finding names the silent socket."""
 
 _FROM_STATUSES = "containers' IDs come from the pods' statuses in the API server"
 

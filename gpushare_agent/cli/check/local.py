@@ -1,6 +1,6 @@
 """The probes of `gpushare-agent check` that need nothing but the node: driver, the kubelet's sockets, directories, files.
 
-What containers' shares need besides is looked at in node_check_containers.py and node_check_isolation.py.
+The other probes: containers.py, isolation.py, shares.py, api.py.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _device_nodes_finding(inventory: GpuInventory) -> Finding:
 
 
 async def check_kubelet(settings: Settings) -> list[Finding]:
-    """The device-plugin directory, the kubelet's socket in it, and room for the names of our own."""
+    """The device-plugin directory, the kubelet's socket in it, and the length of our own sockets' paths."""
     directory = settings.kubelet.device_plugin_path
     findings: list[Finding] = []
     try:
@@ -139,7 +139,7 @@ async def check_directories(settings: Settings) -> list[Finding]:
 
 
 async def check_files(settings: Settings) -> list[Finding]:
-    """Files that settings name. Where volume.conf is read for the driver directory, that line tells of it."""
+    """Files that settings name. Where volume.conf is read for the driver directory, that line reports it."""
     named = {"--extra-config": settings.extra_config}
     if IsolationName.VCUDA not in settings.isolations_in_use:
         named["--volume-config"] = settings.volume_config
@@ -156,7 +156,7 @@ async def check_files(settings: Settings) -> list[Finding]:
 
 
 async def check_open_files(settings: Settings) -> list[Finding]:
-    """The hard limit, which is given to the agent; the soft one it raises itself."""
+    """The hard limit; the agent raises the soft one itself."""
     if IsolationName.VCUDA not in settings.isolations_in_use:
         return []
     _, hard = read_open_files_limit()

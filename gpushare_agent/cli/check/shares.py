@@ -1,5 +1,6 @@
-"""The probes of `gpushare-agent check` for the other ways in which a share is kept and a GPU gets in: MPS, HAMi-core,
-device lists and CDI. What is not in use on the node is not looked at.
+"""The probes of `gpushare-agent check` for the other isolations and the device lists: MPS, HAMi-core, device lists, CDI.
+
+What the node does not use is not probed.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ async def check_hami_core(settings: Settings) -> list[Finding]:
 
 
 async def check_device_lists(settings: Settings) -> list[Finding]:
-    """The strategies do not contradict each other, and CDI names every GPU where it is to give them."""
+    """The strategies do not contradict each other, and CDI names every GPU where it provides them."""
     has_nodes = settings.driver == "nvml" or settings.simulated.device_nodes
     mounts_driver = settings.isolation is IsolationName.VCUDA and settings.volume_config is not None
     texts = strategy_warnings(settings.device_list_strategy, mounts_driver=mounts_driver, has_gpu_nodes=has_nodes)
@@ -74,7 +75,7 @@ async def check_list_sizes(settings: Settings) -> list[Finding]:
         finally:
             await driver.close()
     except AgentError:
-        return []  # the driver's own line tells it
+        return []  # the driver's own line has it
     names = resource_names(settings)
     try:
         check_size(found, names.vmemory, names.memory_block_mib)
