@@ -7,13 +7,15 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from grpclib.client import Channel
-from grpclib.server import Server
+from grpclib.const import Handler
 
+from gpushare_agent.kit.grpc_server import GrpcServer
+from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
 from gpushare_agent.sandbox.node import EmbeddedNode, open_embedded_node
 from gpushare_agent.wire import v1
@@ -40,9 +42,12 @@ from gpushare_agent.wire.v1beta1 import (
 CORE = "tencent.com/vcuda-core"
 MEMORY = "tencent.com/vcuda-memory"
 DEADLINE_S = 10.0
+_LIST_AND_WATCH = "/v1beta1.DevicePlugin/ListAndWatch"
 SHORT_TIMES = KubeletTimes(
     admission_delay_s=0.05, status_interval_s=0.03, first_status_s=0.01, container_start_s=0.0, start_retry_s=0.1
 )
+HELD_ADMISSIONS = replace(SHORT_TIMES, admission_delay_s=3600.0)
+"""A kubelet that is started admits pods after `node.kubelet.begin_admissions()`."""
 
 
 @asynccontextmanager
@@ -110,6 +115,18 @@ class SmallPlugin(DevicePluginBase):
         self._version = 0
         self.streams_ended = asyncio.Event()
 
+    def __mapping__(self) -> dict[str, Handler]:
+        mapping = super().__mapping__()
+        watch = mapping[_LIST_AND_WATCH]
+
+        async def noted(stream: Any) -> None:
+            try:
+                await watch.func(stream)
+            finally:
+                self.streams_ended.set()
+
+        return {**mapping, _LIST_AND_WATCH: watch._replace(func=noted)}
+
     async def set_devices(self, devices: dict[str, tuple[str, int | None]]) -> None:
         async with self._changed:
             self.devices, self._version = devices, self._version + 1
@@ -124,14 +141,11 @@ class SmallPlugin(DevicePluginBase):
     async def list_and_watch(self, message: Empty) -> AsyncIterator[ListAndWatchResponse]:
         self.seen.append(("ListAndWatch", []))
         sent = -1
-        try:
-            while True:
-                async with self._changed:
-                    await self._changed.wait_for(lambda: self._version != sent)  # noqa: B023 - evaluated at once
-                    sent, devices = self._version, dict(self.devices)
-                yield ListAndWatchResponse(devices=[_device(name, *state) for name, state in devices.items()])
-        finally:
-            self.streams_ended.set()
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._version != sent)  # noqa: B023 - evaluated at once
+                sent, devices = self._version, dict(self.devices)
+            yield ListAndWatchResponse(devices=[_device(name, *state) for name, state in devices.items()])
 
     async def get_preferred_allocation(self, message: PreferredAllocationRequest) -> PreferredAllocationResponse:
         request = message.container_requests[0]
@@ -183,16 +197,13 @@ async def register(node: EmbeddedNode, plugin: SmallPlugin, socket_name: str, *,
 @asynccontextmanager
 async def serving(node: EmbeddedNode, plugin: SmallPlugin, socket_name: str) -> AsyncIterator[SmallPlugin]:
     """The plugin on its socket, not registered. Leaving the block cuts its connections, as the end of its process does."""
-    server = _CuttingServer([plugin])
-    await server.start(path=str(node.paths.device_plugin_path / socket_name))
+    server, path = GrpcServer([plugin]), node.paths.device_plugin_path / socket_name
+    await server.serve(bind_unix_socket(path, mode=0o600))
     try:
         yield plugin
     finally:
-        server.cut()
-        server.close()
-        async with asyncio.timeout(DEADLINE_S):
-            await server.wait_closed()
-        (node.paths.device_plugin_path / socket_name).unlink(missing_ok=True)
+        await server.stop()
+        path.unlink(missing_ok=True)
 
 
 @asynccontextmanager
@@ -205,32 +216,14 @@ async def open_plugin(node: EmbeddedNode, plugin: SmallPlugin, socket_name: str 
         yield plugin
 
 
-class _CuttingServer(Server):
-    """Remembers its connections, so that they can be closed."""
-
-    def __init__(self, handlers: list[Any]) -> None:
-        super().__init__(handlers)
-        self._made: list[Any] = []
-
-    def _protocol_factory(self) -> Any:
-        protocol = super()._protocol_factory()
-        self._made.append(protocol)
-        return protocol
-
-    def cut(self) -> None:
-        for protocol in self._made:
-            connection = getattr(protocol, "connection", None)
-            if connection is not None and not connection.is_closing():
-                connection.close()
-
-
 # --- waiting ---
 
 
 async def wait_allocatable(node: EmbeddedNode, resource: str, count: int) -> None:
     def is_shown() -> bool:
         raw = node.api.object_of("nodes", ("", node.name)) or {}
-        return raw.get("status", {}).get("allocatable", {}).get(resource) == str(count)
+        is_known = node.kubelet.capacity().get(resource, (0, 0))[1] == count  # the Node object outlives the kubelet
+        return is_known and raw.get("status", {}).get("allocatable", {}).get(resource) == str(count)
 
     await node.kubelet.wait_for(is_shown, DEADLINE_S, f"{count} {resource} allocatable on the node")
 

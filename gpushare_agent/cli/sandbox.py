@@ -14,16 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.cli import sandbox_run
 from gpushare_agent.cli.sandbox_exec import add_exec_arguments, become, exec_request, split_inner_command
 from gpushare_agent.cli.sandbox_extender import free_port
-from gpushare_agent.sandbox.api_server import KUBERNETES_VERSIONS
 from gpushare_agent.sandbox.control import Answer, ask
 from gpushare_agent.sandbox.gpu_faults import LOST_REASON
+from gpushare_agent.sandbox.kubelet_behaviour import KUBERNETES_VERSIONS
 from gpushare_agent.sandbox.manifests import SAMPLE_SETS, ManifestError, read_manifests, sample_manifests
-from gpushare_agent.sandbox.node import NodePaths
-from gpushare_agent.sandbox.node_view import print_document
-from gpushare_agent.sandbox.state_directory import default_state_directory
+from gpushare_agent.sandbox.state_directory import NodePaths, default_state_directory
 from gpushare_agent.settings.settings import load_settings
 
 __all__ = ["add_arguments", "run", "split_inner_command"]
@@ -124,6 +121,8 @@ async def run(args: argparse.Namespace, extra_agent_flags: list[str], inner_comm
             return await _run_command(args, extra_agent_flags, inner_command)
         manifests = read_manifests(args.apply)
         manifests += sample_manifests(args.samples or ("none" if args.apply else "all"))
+        from gpushare_agent.cli import sandbox_run  # not for the commands: it takes most of a second
+
         plan = sandbox_run.Plan(
             state=args.state_dir, kubelet_version=args.kubelet_version, flags=tuple(_agent_flags(args, extra_agent_flags)),
             manifests=tuple(manifests), is_once=args.once, form=args.format, node_flags=_node_flags(args),
@@ -213,6 +212,8 @@ async def _run_command(args: argparse.Namespace, extra: list[str], inner_command
         request = exec_request(args)
     answer: Answer = await ask(NodePaths(state=args.state_dir.absolute()).control_socket, request)
     if args.command == "status" and answer["ok"]:
+        from gpushare_agent.sandbox.node_view import print_document
+
         print_document(answer["document"], args.format, has_addresses=True)
     for line in answer["lines"]:
         print(line, flush=True)  # before the complaints, where both go to one place

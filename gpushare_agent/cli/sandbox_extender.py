@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.sandbox.agent_process import AgentProcess
-from gpushare_agent.sandbox.node import NodePaths
+from gpushare_agent.sandbox.state_directory import NodePaths
 from gpushare_agent.settings.settings import Settings
 
 _HOST = "127.0.0.1"

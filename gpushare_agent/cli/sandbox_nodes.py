@@ -25,8 +25,9 @@ from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.controller import NodeBench
 from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
-from gpushare_agent.sandbox.node import EmbeddedNode, NodePaths
+from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.node_report import ReportedNode
+from gpushare_agent.sandbox.state_directory import NodePaths
 from gpushare_agent.sandbox.workload_player import WorkloadPlayer
 from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsError, load_settings
 

@@ -24,16 +24,16 @@ from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.sandbox.agent_process import last_lines
+from gpushare_agent.sandbox.cgroup_tree import NO_CGROUPS
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.cluster import EmbeddedCluster, open_embedded_cluster, paths_of_node
 from gpushare_agent.sandbox.control import open_control
 from gpushare_agent.sandbox.controller import SandboxController
 from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
 from gpushare_agent.sandbox.manifests import Manifest
-from gpushare_agent.sandbox.node import NodePaths
-from gpushare_agent.sandbox.node_live_view import live_view
-from gpushare_agent.sandbox.node_view import has_several_nodes, pod_line, print_document, reason_text
-from gpushare_agent.sandbox.state_directory import default_state_directory, owned_state_directory
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.sandbox.node_view import has_several_nodes, pod_line, print_document, reason_text, report_tables
+from gpushare_agent.sandbox.state_directory import NodePaths, default_state_directory, owned_state_directory
 from gpushare_agent.settings.settings import Settings, load_settings
 
 SETTLE_TIMEOUT_S = 60.0
@@ -41,7 +41,7 @@ _WAIT_REPORTED_AFTER_S = 2.0
 _INTERRUPTED = 130
 _TIMES = KubeletTimes(status_interval_s=1.0, container_start_s=0.2)
 _REDRAW_S = 0.25
-_LOOK_AGAIN_S = 1.0
+_READ_AGAIN_S = 1.0
 """Processes come and go, and the agent writes its files, without a word to the node."""
 _STILL_S = 3.0
 """More than two back-offs of the scheduler, and than it takes an agent to tell what its pods hold."""
@@ -112,7 +112,7 @@ def _introduce(
     extender: PlannedExtender | None,
     tell: Callable[[str], None],
 ) -> list[str]:
-    """Tells what there is; returns what a person should have before the eyes."""
+    """Says what there is; returns what a person can do with a live sandbox."""
     settings, first = nodes[0].settings, nodes[0].bench
     webs = " ".join(node.bench.shown.addresses["web"] for node in nodes)
     debug = f"  debug {first.shown.addresses['debug']}" if len(nodes) == 1 and first.shown.addresses["debug"] else ""
@@ -120,20 +120,24 @@ def _introduce(
     asked = f"  extender {extender.url}, log {cluster.paths.extender_log}" if extender is not None else ""
     places = f"web {webs}{debug}  API server {cluster.api.url}  agent's log {logs}{asked}"
     what = f"embedded node {first.name}" if len(nodes) == 1 else f"{len(nodes)} embedded nodes"
-    tell(
-        f"{what}, kubelet {plan.kubelet_version}, in {cluster.paths.state}\n"
-        f"stand-ins: {settings.driver} GPUs; each container is a real process, which only waits unless its image is "
-        f"sandbox/host{_kept(settings)}" + ("" if plan.is_once else f"\n{places}")  # gone when the prompt is back
-    )
+    tell(f"{what}, kubelet {plan.kubelet_version}, in {cluster.paths.state}")
+    tell(f"{settings.driver} GPUs; {_containers(first.shown.node)}{_kept(settings)}")
+    if not plan.is_once:  # gone when the prompt is back
+        tell(places)
     where = "" if plan.state == default_state_directory() else f" --state-dir {plan.state}"
     return [
-        places,
         f"from another terminal: gpushare-agent sandbox{where} "
         "apply -f FILE | delete NAME | exec POD -- COMMAND | fail-card N | heal-card N | restart-kubelet | "
         f"kill-agent | {'kill-extender | ' if extender is not None else ''}status",
         "\n".join([_whom(nodes), *(f"  {line}" for line in agent_lines(nodes[0]))]),
         "Ctrl-C ends the sandbox and removes everything",
     ]
+
+
+def _containers(node: EmbeddedNode) -> str:
+    if node.kubelet.runtime.kind == "none":
+        return f"{NO_CGROUPS} (root can): no exec, no commands of image sandbox/host, no PIDs, and the GPUs show no use"
+    return "each container is a real process, which only waits unless its image is sandbox/host"
 
 
 def _whom(nodes: Sequence[RunningNode]) -> str:
@@ -253,29 +257,29 @@ async def _wait_settled(bench: SandboxController) -> None:
 
 async def _live(bench: SandboxController, plan: Plan, tell: Callable[[str], None], notes: list[str]) -> int:
     """Endless."""
+    for note in notes:
+        tell(note)
     async with asyncio.TaskGroup() as group:
         group.create_task(_create(bench, plan, tell), name="create-pods")
         if sys.stdout.isatty() and plan.form == "table":
-            await _draw(bench, notes)
+            await _draw(bench)
         else:
-            for note in notes[1:]:
-                tell(note)
             await _print_changes(bench, tell)
     return 0
 
 
-async def _draw(bench: SandboxController, notes: list[str]) -> None:
-    signal_ = bench.api.signal
-    console = Console()
-    drawn: tuple[dict[str, Any], int, int] | None = None
+async def _draw(bench: SandboxController) -> None:
+    """The tables of `status`, drawn again after each change; rich cuts what the terminal has no lines for."""
+    signal_, console = bench.api.signal, Console()
+    drawn: tuple[dict[str, Any], int] | None = None
     with Live(console=console, auto_refresh=False, redirect_stdout=True, redirect_stderr=True) as live:
         while True:
             seen = signal_.count
-            document, (width, height) = bench.document(), console.size
-            if (document, width, height) != drawn:  # to draw costs as much as to look
-                live.update(live_view(document, notes, width=width, height=height), refresh=True)
-                drawn = document, width, height
-            await _next_look(signal_, seen)
+            current = bench.document(), console.width
+            if current != drawn:  # to draw costs as much as to read
+                live.update(report_tables(*current), refresh=True)
+                drawn = current
+            await _wait_for_change(signal_, seen)
 
 
 async def _print_changes(bench: SandboxController, tell: Callable[[str], None]) -> None:
@@ -291,12 +295,12 @@ async def _print_changes(bench: SandboxController, tell: Callable[[str], None]) 
         for uid in shown.keys() - lines.keys():
             tell(f"gone: {shown[uid]}")
         shown = lines
-        await _next_look(signal_, seen)
+        await _wait_for_change(signal_, seen)
 
 
-async def _next_look(changes: ChangeSignal, seen: int) -> None:
+async def _wait_for_change(changes: ChangeSignal, seen: int) -> None:
     """After the next change, or a while; never at once."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_LOOK_AGAIN_S):
+        async with asyncio.timeout(_READ_AGAIN_S):
             await changes.wait(seen)
     await asyncio.sleep(_REDRAW_S)

@@ -1,7 +1,7 @@
-"""The message codec of the gRPC servers: fast decoders where given, strict checks elsewhere, encoded bytes as they are.
+"""The message codec of gRPC servers and clients: fast decoders where given, strict checks elsewhere, bytes as they are.
 
 The generated classes accept truncated and mistyped input silently; here it is found before they see it. Errors are
-`MalformedMessageError`, which the server answers with INVALID_ARGUMENT. No state.
+`MalformedMessageError`, which a server answers with INVALID_ARGUMENT. No state.
 """
 
 from __future__ import annotations
@@ -42,10 +42,13 @@ class StrictCodec(CodecBase):
         return bytes(message)
 
     def decode(self, data: bytes, message_type: Any) -> Any:
-        """
+        """`message_type` bytes: as they are.
+
         Raises:
             MalformedMessageError: the bytes are no such message.
         """
+        if message_type is bytes:
+            return data
         decoder = self._decoders.get(message_type)
         try:
             return decoder(data) if decoder is not None else decode_generated(data, message_type)

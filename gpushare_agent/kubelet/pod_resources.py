@@ -10,16 +10,12 @@ decision needs is decoded (`PodListing`).
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from grpclib import GRPCError, Status
-from grpclib.client import Channel
-from grpclib.const import Cardinality
-from grpclib.encoding.base import CodecBase
-from grpclib.exceptions import StreamTerminatedError
+from grpclib import Status
 
+from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
 from gpushare_agent.kit.wire_scan import MalformedMessageError, PodEntry, scan_pod_entries, scan_single_pod
 from gpushare_agent.kubelet.pod_resources_wire import decode_pod_entry
 from gpushare_agent.kubelet.records import ListedPod
@@ -58,24 +54,12 @@ class PodListing:
         return self._decoded
 
 
-class _BytesCodec(CodecBase):
-    """Leaves answers as bytes; encodes requests."""
-
-    __content_subtype__ = "proto"
-
-    def encode(self, message: object, message_type: object) -> bytes:
-        return bytes(message)  # type: ignore[call-overload, no-any-return]  # messages of betterproto2 and bytes both do
-
-    def decode(self, data: bytes, message_type: object) -> bytes:
-        return data
-
-
 class PodResourcesClient:
     """A connection for each method, so that a stalled Get cuts off no List of an admission; opened anew after a fault."""
 
     def __init__(self, socket_path: Path) -> None:
         self._path = socket_path
-        self._channels: dict[str, Channel] = {}
+        self._channels: dict[str, UnixChannel] = {}
         self._has_get: bool | None = None
 
     @property
@@ -132,34 +116,33 @@ class PodResourcesClient:
                 while True:
                     try:
                         return await self._unary(method, request)
-                    except GRPCError as e:
-                        if e.status is not Status.RESOURCE_EXHAUSTED:
+                    except RpcFailed as e:
+                        if not e.is_answer:
+                            self._drop(method)
+                        if not e.is_answer or e.status is not Status.RESOURCE_EXHAUSTED:
                             raise _renamed(e, method, self._path) from e
                     await asyncio.sleep(RATE_LIMIT_PAUSE_S)
         except TimeoutError as e:
             self._drop(method)
             raise Unavailable(f"PodResources {method} at {self._path} did not answer within {timeout_s:g} s") from e
-        except (OSError, StreamTerminatedError, ssl.SSLError) as e:
-            self._drop(method)
-            raise Unavailable(f"PodResources {method} at {self._path} failed: {e or type(e).__name__}") from e
+        except MalformedMessageError as e:
+            raise Corrupt(f"PodResources {method} at {self._path} answered no valid message: {e}") from e
 
     async def _unary(self, method: str, request: bytes) -> bytes:
         channel = self._channels.get(method)
         if channel is None:
-            channel = self._channels[method] = Channel(path=str(self._path), codec=_BytesCodec())
-        stream = channel.request(f"{SERVICE}/{method}", Cardinality.UNARY_UNARY, bytes, bytes)
+            channel = self._channels[method] = UnixChannel(self._path)
         try:
-            async with stream:
-                await stream.send_message(request, end=True)
-                answer = await stream.recv_message()
+            return await channel.unary(f"{SERVICE}/{method}", request, bytes)
         finally:
             if channel is not self._channels.get(method):  # dropped meanwhile, maybe before its connection was made
                 channel.close()
-        return answer if answer is not None else b""
 
 
-def _renamed(error: GRPCError, method: str, path: Path) -> Exception:
-    text = error.message or error.status.name
+def _renamed(error: RpcFailed, method: str, path: Path) -> Exception:
+    text = error.text or error.status.name
+    if not error.is_answer:
+        return Unavailable(f"PodResources {method} at {path} failed: {text}")
     if method == "Get" and (error.status is Status.UNIMPLEMENTED or "disabled" in text):
         return Rejected(f"this kubelet has no PodResources Get: {text}")
     if error.status is Status.NOT_FOUND or "not found" in text:

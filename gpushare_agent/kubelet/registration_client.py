@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from grpclib import GRPCError, Status
-from grpclib.client import Channel
-from grpclib.exceptions import ProtocolError, StreamTerminatedError
+from grpclib import Status
 
-from gpushare_agent.kit.sockets import connectable_path
+from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
+from gpushare_agent.kit.wire_scan import MalformedMessageError
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.wire import v1beta1
 
 API_VERSION = "v1beta1"
 
-_TRANSIENT = frozenset({Status.UNAVAILABLE, Status.DEADLINE_EXCEEDED, Status.CANCELLED})
+_TRANSIENT = frozenset({Status.UNAVAILABLE, Status.CANCELLED})
 
 
 async def register(
@@ -34,18 +33,20 @@ async def register(
     """
     attempt = f"registering {resource} ({endpoint}) with the kubelet at {kubelet_socket}"
     request = v1beta1.RegisterRequest(version=API_VERSION, endpoint=endpoint, resource_name=resource, options=options)
+    channel = UnixChannel(kubelet_socket)
     try:
-        with connectable_path(kubelet_socket) as path:
-            async with Channel(path=path) as channel:
-                await v1beta1.RegistrationStub(channel).register(request, timeout=timeout_s)
-    except GRPCError as e:
-        reason = f"{e.status.name}: {e.message or 'no reason given'}"
+        await channel.unary("/v1beta1.Registration/Register", request, v1beta1.Empty, timeout_s=timeout_s)
+    except RpcFailed as e:
+        if e.status is Status.DEADLINE_EXCEEDED:
+            raise Unavailable(f"{attempt} got no answer within {timeout_s:g} s; it is tried again") from e
+        if not e.is_answer:
+            raise Unavailable(f"{attempt} failed: {e}; it is tried again. Is the kubelet running?") from e
         if e.status in _TRANSIENT:
-            raise Unavailable(f"{attempt} failed: {reason}; it is tried again") from e
+            raise Unavailable(f"{attempt} failed: {e}; it is tried again") from e
         raise Rejected(
-            f"{attempt} was refused: {reason}; check that the kubelet supports device plugins of {API_VERSION}"
+            f"{attempt} was refused: {e}; check that the kubelet supports device plugins of {API_VERSION}"
         ) from e
-    except TimeoutError as e:
-        raise Unavailable(f"{attempt} got no answer within {timeout_s:g} s; it is tried again") from e
-    except (OSError, StreamTerminatedError, ProtocolError) as e:
-        raise Unavailable(f"{attempt} failed: {e}; it is tried again. Is the kubelet running?") from e
+    except MalformedMessageError as e:
+        raise Unavailable(f"{attempt} was answered with no valid message: {e}; it is tried again") from e
+    finally:
+        channel.close()

@@ -23,9 +23,10 @@ from typing import TypeVar
 import betterproto2
 import structlog
 
+from gpushare_agent.kit.grpc_client import UnixChannel
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.runtime.cri_channel import UnixChannel, call_unary
+from gpushare_agent.runtime.cri_channel import call_unary
 from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
 from gpushare_agent.wire.runtime import v1
 

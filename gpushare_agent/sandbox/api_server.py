@@ -21,19 +21,11 @@ from gpushare_agent.sandbox.api_access import ApiAccess
 from gpushare_agent.sandbox.api_handlers import ApiHandlers
 from gpushare_agent.sandbox.api_store import KINDS, ObjectKey, ObjectStore, RawObject
 from gpushare_agent.sandbox.change_signal import ChangeSignal
+from gpushare_agent.sandbox.kubelet_behaviour import behaviour_of
 from gpushare_agent.sandbox.pod_manifest import completed_manifest, is_terminal, timestamp
 from gpushare_agent.sandbox.pods_by_node import PodsByNode
 
 HOST = "127.0.0.1"
-_PATCH_RELEASES = {"1.31": "v1.31.14", "1.34": "v1.34.9", "1.36": "v1.36.2"}
-KUBERNETES_VERSIONS = tuple(sorted(_PATCH_RELEASES))
-
-
-def release_of(version: str) -> str:
-    """`v1.36.2` for "1.36". Raises StartupError for a version whose behaviour is not known."""
-    if version not in _PATCH_RELEASES:
-        raise StartupError(f"Kubernetes {version} cannot be embedded: known are {', '.join(KUBERNETES_VERSIONS)}")
-    return _PATCH_RELEASES[version]
 
 
 def _merged_status(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +52,7 @@ class EmbeddedApiServer:
         bookmark_interval_s: float = 60.0,
         seed: int = 0,
     ) -> None:
-        self.release = release_of(version)
+        self.release = behaviour_of(version).release
         self.signal = ChangeSignal()
         self.pods_by_node = PodsByNode()
         self.store = ObjectStore(signal=self.signal, history_limit=history_limit, on_change=self.pods_by_node.note)

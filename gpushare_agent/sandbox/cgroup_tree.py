@@ -1,17 +1,17 @@
 """Where the embedded node puts its containers' processes: a cgroup tree of its own, below this process's cgroup.
 
-Shape: `kubepods/burstable/pod<uid>/<id>/`, as the kubelet makes it with the cgroupfs driver. Taken is cgroup v2 where a
-process can really be moved there, else a hierarchy of v1, else a tree of plain files (cgroup_files.py), which needs no
-rights. The environment variable GPUSHARE_SANDBOX_CGROUPS (v2, v1, files) insists on one of them.
+Shape: `kubepods/burstable/pod<uid>/<id>/`, as the kubelet creates it with the cgroupfs driver. Chosen is cgroup v2 where a
+process can really be moved there, else a hierarchy of v1, else none: containers then have no processes. The environment
+variable GPUSHARE_SANDBOX_CGROUPS (v2, v1, none) insists on one of them.
 
 State owned: the directory `gpushare-sandbox-<pid>-<PID namespace>-<random>`, removed by `close`. A sandbox that was killed
-leaves its own behind; the next one of its PID namespace removes what belongs to no living process. Of plain files that is
-done by the next one in the state directory.
+leaves its own behind; the next one of its PID namespace removes what belongs to no living process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -20,56 +20,54 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import structlog
 
 from gpushare_agent.model.errors import StartupError
-from gpushare_agent.sandbox.cgroup_files import FileCgroups, end_leftovers
 
 log = structlog.get_logger(__name__)
 
-CgroupTreeKind = Literal["v2", "v1", "files"]
+CgroupTreeKind = Literal["v2", "v1", "none"]
 KIND_VARIABLE = "GPUSHARE_SANDBOX_CGROUPS"
+NO_CGROUPS = "containers have no processes here, as this user can create no cgroups"
 PODS = Path("kubepods", "burstable")
-_KINDS: tuple[CgroupTreeKind, ...] = ("v2", "v1", "files")
+_KINDS: tuple[CgroupTreeKind, ...] = ("v2", "v1", "none")
 _V1_CONTROLLERS = ("pids", "freezer", "memory", "cpu", "blkio", "devices", "name=systemd")
 """`pids` is mounted nearly everywhere; cpuset is left out, as it takes no process before it has been set up."""
 _NAME = re.compile(r"gpushare-sandbox-(\d+)-([0-9a-f]+)-[0-9a-f]{8}")
 _REMOVE_TIMEOUT_S = 0.5
-_FILES_PROC = "proc"
 _PROBE = ("/bin/sh", "-c", "read -r _")
 
 
-class CgroupTree(Protocol):
-    """`root` and `proc_root` are what an agent of the node takes for /sys/fs/cgroup and /proc."""
+class NoCgroups:
+    """In the place of a tree. An agent of the node finds no process of a container."""
 
-    root: Path
-    proc_root: Path
+    root = Path("/sys/fs/cgroup")
 
     def add(self, pod_uid: str, container_id: str) -> Path:
-        """Makes the container's cgroup. Raises OSError."""
+        return self.root / PODS / f"pod{pod_uid}" / container_id
 
     def attach(self, cgroup: Path, pid: int) -> None:
-        """Moves a process, and so its later children. Raises OSError, ProcessLookupError among them."""
+        """Raises OSError."""
+        raise OSError(errno.ENOTSUP, NO_CGROUPS)
 
     def pids(self, cgroup: Path) -> list[int]:
-        """In the cgroup and all below, ascending; none where it is gone."""
+        return []
 
     def kill(self, cgroup: Path) -> None:
-        """SIGKILL to all of them."""
+        pass
 
     def remove(self, cgroup: Path) -> bool:
-        """Whether the cgroup is gone; it cannot go while a process is in it."""
+        return True
 
     def close(self) -> bool:
-        """Whether everything is gone. Kills what is left in it."""
+        return True
 
 
 class KernelCgroups:
-    """A tree in a real hierarchy. `parent` is this process's own directory there."""
-
-    proc_root = Path("/proc")
+    """A tree in a real hierarchy. `parent` is this process's own directory there; `root` is what an agent of the node takes
+    for /sys/fs/cgroup."""
 
     def __init__(self, parent: Path) -> None:
         """Raises OSError where no process can be moved to such a tree."""
@@ -84,20 +82,25 @@ class KernelCgroups:
             raise
 
     def add(self, pod_uid: str, container_id: str) -> Path:
+        """Creates the container's cgroup. Raises OSError."""
         path = self.root / PODS / f"pod{pod_uid}" / container_id
         path.mkdir(parents=True)
         return path
 
     def attach(self, cgroup: Path, pid: int) -> None:
+        """Moves a process, and so its later children. Raises OSError, ProcessLookupError among them."""
         _write(cgroup / "cgroup.procs", str(pid))
 
     def pids(self, cgroup: Path) -> list[int]:
+        """In the cgroup and all below, ascending; none where it is gone."""
         return sorted(_pids_below(cgroup))
 
     def kill(self, cgroup: Path) -> None:
+        """SIGKILL to all of them."""
         _kill_below(cgroup)
 
     def remove(self, cgroup: Path) -> bool:
+        """Whether the cgroup is gone; it cannot go while a process is in it."""
         if not _remove_tree(cgroup):
             return False
         with contextlib.suppress(OSError):  # other containers of the pod are in it
@@ -105,6 +108,7 @@ class KernelCgroups:
         return True
 
     def close(self) -> bool:
+        """Whether everything is gone. Kills what is left in it."""
         _kill_below(self.root)
         return _remove_tree(self.root)
 
@@ -121,28 +125,23 @@ class KernelCgroups:
         _remove_soon(trial)
 
 
-def open_cgroup_tree(state: Path, kind: str | None = None) -> tuple[CgroupTreeKind, CgroupTree]:
-    """The first kind that works, or the one asked for, here or in the environment. Raises StartupError if it does not."""
+def open_cgroup_tree(kind: str | None = None) -> tuple[CgroupTreeKind, KernelCgroups | NoCgroups]:
+    """The first kind that works, or the requested one, here or in the environment. Raises StartupError if it does not."""
     wanted = kind or os.environ.get(KIND_VARIABLE) or None
     if wanted is not None and wanted not in _KINDS:
         raise StartupError(f"{KIND_VARIABLE} is {wanted!r}: it can be {', '.join(_KINDS)}, or not set")
     for candidate in _KINDS if wanted is None else (wanted,):
-        if candidate == "files":
-            return candidate, FileCgroups(state / "cgroup", state / _FILES_PROC)
+        if candidate == "none":
+            return candidate, NoCgroups()
         for parent in _parents(candidate):
             try:
                 return candidate, KernelCgroups(parent)
             except OSError as error:
                 log.debug("cgroup_tree_impossible", kind=candidate, parent=str(parent), error=str(error))
     raise StartupError(
-        f"no cgroup {wanted} can be made for the sandbox's containers: none is mounted, or this process may not move "
+        f"no cgroup {wanted} can be created for the sandbox's containers: none is mounted, or this process may not move "
         f"processes there; run it with the rights, or unset {KIND_VARIABLE}"
     )
-
-
-def end_stale_files(state: Path) -> None:
-    """The processes of a dead sandbox whose tree of files lies in this directory. Call it before that is removed."""
-    end_leftovers(state / _FILES_PROC)
 
 
 def remove_stale(parent: Path) -> None:

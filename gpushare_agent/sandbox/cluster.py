@@ -17,14 +17,9 @@ from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.extender_calls import open_extender_calls
 from gpushare_agent.sandbox.extender_scheduler import ExtenderScheduler, SchedulerTimes
 from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
-from gpushare_agent.sandbox.node import (
-    EmbeddedNode,
-    NodePaths,
-    open_node_on,
-    prepare_state_directory,
-    running_scheduler,
-)
+from gpushare_agent.sandbox.node import EmbeddedNode, open_node_on, running_scheduler
 from gpushare_agent.sandbox.scheduler import EmbeddedScheduler
+from gpushare_agent.sandbox.state_directory import NodePaths, prepare_state_directory
 
 _HISTORY = 20_000
 """Changes that a watch may lag behind: with many nodes a moment has more of them."""

@@ -39,7 +39,7 @@ def container_config(
 
     Raises:
         Rejected: an image that is run has no command; an answer names a CDI device that no spec has.
-        Corrupt: an answer is no such message.
+        MalformedMessageError: an answer is no such message.
     """
     container = _find(raw, spec.name)
     metadata = raw["metadata"]

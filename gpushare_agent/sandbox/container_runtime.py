@@ -1,8 +1,8 @@
 """The embedded node's container runtime: each container is a child process of the sandbox, in a cgroup of its own.
 
-There are no namespaces, no images and no root file system: a container sees the machine. By default its process is a
-stand-in that sleeps; an image of the name `sandbox/host` runs its command (container_config.py). Containers live on while
-the kubelet is stopped, as real ones do, and end with the sandbox.
+There are no namespaces, no images and no root file system: a container sees the machine. By default its process sleeps; an
+image of the name `sandbox/host` runs its command (container_config.py). Containers live on while the kubelet is stopped, as
+real ones do, and end with the sandbox. Where no cgroup can be created they have no processes and run no command.
 
 A container has ended once no process is left in its cgroup: those that its first process leaves behind are killed, as a
 runtime does without a PID namespace. State owned: the containers, their processes, and the cgroup tree (cgroup_tree.py).
@@ -25,9 +25,9 @@ from types import MappingProxyType
 import structlog
 
 from gpushare_agent.model.errors import NotFound, Unavailable
-from gpushare_agent.sandbox.cgroup_tree import CgroupTreeKind, open_cgroup_tree
+from gpushare_agent.sandbox.cgroup_tree import NO_CGROUPS, CgroupTreeKind, open_cgroup_tree
 from gpushare_agent.sandbox.change_signal import ChangeSignal
-from gpushare_agent.sandbox.container_processes import ContainerProcess
+from gpushare_agent.sandbox.container_processes import AbsentProcess, ContainerProcess
 from gpushare_agent.sandbox.pod_manifest import timestamp
 
 log = structlog.get_logger(__name__)
@@ -41,7 +41,7 @@ _CLOSE_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerConfig:
-    """What to start. Without a command it is a stand-in, which ends well after `run_s`, None for never.
+    """What to start. Without a command it sleeps, and ends with code 0 after `run_s`, None for never.
 
     `ignore_term_s` is how long it does not get its TERM.
     """
@@ -58,7 +58,7 @@ class ContainerConfig:
 
 @dataclass(slots=True, kw_only=True)
 class Container:
-    """One run of one container. `exit_code` is None while a process of it lives; `pid` is the first one's."""
+    """One run of one container. `exit_code` is None while it runs; `pid` is the first process's, 0 where it has none."""
 
     id: str
     pod_uid: str
@@ -83,23 +83,22 @@ class Container:
 
 
 class ContainerRuntime:
-    """Directories below `state`: `logs/`, and where the cgroups are files `cgroup/` and `proc/`.
+    """Files below `state`: `logs/`. `cgroups` insists on a kind (cgroup_tree.py).
 
-    Synchronous, within an event loop, which tells of the processes' ends. Raises StartupError (see open_cgroup_tree).
+    Synchronous, within an event loop, which reports the processes' ends. Raises StartupError (see open_cgroup_tree).
     """
 
     def __init__(self, state: Path, change: ChangeSignal, cgroups: str | None = None) -> None:
         self.kind: CgroupTreeKind
-        self.kind, self._tree = open_cgroup_tree(state, cgroups)
+        self.kind, self._tree = open_cgroup_tree(cgroups)
         self.cgroup_root = self._tree.root
-        self.proc_root = self._tree.proc_root
         self.logs = state / "logs"
         self.logs.mkdir(exist_ok=True)
         self.cdi_directory = state / "cdi"
         self._change = change
         self._salt = secrets.token_hex(8)
         self._containers: dict[tuple[str, str], Container] = {}
-        self._processes: dict[str, ContainerProcess] = {}
+        self._processes: dict[str, ContainerProcess | AbsentProcess] = {}
         self._timers: dict[str, list[asyncio.TimerHandle]] = {}
         self._pod_signals: dict[str, ChangeSignal] = {}
         self._forgotten: set[str] = set()
@@ -165,6 +164,8 @@ class ContainerRuntime:
         where = f"container {config.name} of pod {config.pod_namespace}/{config.pod_name}"
         if self._is_closed:
             raise Unavailable(f"{where} cannot start: the node has ended")
+        if self.kind == "none" and config.command:
+            raise Unavailable(f"{where} cannot run its command: {NO_CGROUPS}; run the sandbox as root")
         before = self.find(config.pod_uid, config.name)
         attempt = before.attempt + 1 if before is not None else 0
         try:
@@ -177,7 +178,7 @@ class ContainerRuntime:
             ) from error
         self._forgotten.discard(config.pod_uid)
         self._containers[config.pod_uid, config.name] = container
-        self._processes[container.id].release(partial(self._settle, container, _FIRST_RETRY_S))
+        self._processes[container.id].release(partial(self._remove_rest, container, _FIRST_RETRY_S))
         self._notify(container)
         return container
 
@@ -187,17 +188,8 @@ class ContainerRuntime:
         identity = hashlib.sha256(f"{self._salt}/{config.pod_uid}/{config.name}/{self._started}".encode()).hexdigest()
         cgroup = self._tree.add(config.pod_uid, identity)
         try:
-            process = ContainerProcess(
-                config.command or _stand_in(config.run_s), env=config.env, cwd=Path("/"),
-                output=self._new_log(config, attempt),
-            )  # fmt: skip
+            process = self._new_process(config, cgroup, attempt)
         except (OSError, ValueError):  # the latter: a null byte, a variable's name with "="
-            self._tree.remove(cgroup)
-            raise
-        try:
-            self._tree.attach(cgroup, process.pid)
-        except OSError:
-            process.end()
             self._tree.remove(cgroup)
             raise
         self._processes[identity] = process
@@ -206,6 +198,18 @@ class ContainerRuntime:
             name=config.name, attempt=attempt, pid=process.pid, env=config.env, created_at=time.time(),
             started_at=timestamp(), ignore_term_s=config.ignore_term_s, cgroup=cgroup,
         )  # fmt: skip
+
+    def _new_process(self, config: ContainerConfig, cgroup: Path, attempt: int) -> ContainerProcess | AbsentProcess:
+        if self.kind == "none":
+            return AbsentProcess(config.run_s)
+        command, log_path = config.command or _sleep(config.run_s), self._new_log(config, attempt)
+        process = ContainerProcess(command, env=config.env, cwd=Path("/"), output=log_path)
+        try:
+            self._tree.attach(cgroup, process.pid)
+        except OSError:
+            process.end()
+            raise
+        return process
 
     def _new_log(self, config: ContainerConfig, attempt: int) -> Path:
         path = self.log_of(config)
@@ -227,6 +231,7 @@ class ContainerRuntime:
     def kill(self, container: Container) -> None:
         """Ends all its processes as a crash would; returns before they have gone."""
         if container.is_running:
+            self._signal(container, signal.SIGKILL)
             self._tree.kill(container.cgroup)
 
     def forget(self, pod_uid: str) -> None:
@@ -262,18 +267,21 @@ class ContainerRuntime:
             time.sleep(_FIRST_RETRY_S)
 
     def _terminate(self, container: Container) -> None:
-        if (process := self._processes.get(container.id)) is not None:
-            process.send_signal(signal.SIGTERM)
+        self._signal(container, signal.SIGTERM)
 
-    def _settle(self, container: Container, retry_s: float, code: int) -> None:
-        """The first process has ended: nothing of the container may stay."""
+    def _signal(self, container: Container, number: signal.Signals) -> None:
+        if (process := self._processes.get(container.id)) is not None:
+            process.send_signal(number)
+
+    def _remove_rest(self, container: Container, retry_s: float, code: int) -> None:
+        """The first process has ended: ends what is left in the cgroup, as often as it takes."""
         self._processes.pop(container.id, None)
         if self._is_closed:
             return
         self._tree.kill(container.cgroup)
         if not self._tree.remove(container.cgroup):
             next_s = min(retry_s * 2, _LAST_RETRY_S)
-            self._later(container, retry_s, lambda ended: self._settle(ended, next_s, code))
+            self._later(container, retry_s, lambda ended: self._remove_rest(ended, next_s, code))
             return
         self._cancel_timers(container)
         container.exit_code, container.finished_at, container.ended_at = code, timestamp(), time.time()
@@ -294,5 +302,5 @@ class ContainerRuntime:
         self._change.notify()
 
 
-def _stand_in(run_s: float | None) -> tuple[str, str]:
+def _sleep(run_s: float | None) -> tuple[str, str]:
     return ("sleep", "infinity" if run_s is None else f"{run_s:.3f}")

@@ -17,11 +17,12 @@ from typing import TypeVar
 import structlog
 
 from gpushare_agent.model.errors import NotFound
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer, release_of
+from gpushare_agent.sandbox.api_server import EmbeddedApiServer
 from gpushare_agent.sandbox.calls import CallLog, OpenCall, PluginCall, PodResourcesCall
 from gpushare_agent.sandbox.container_runtime import ContainerRuntime
 from gpushare_agent.sandbox.device_manager import DeviceManager
 from gpushare_agent.sandbox.device_records import CHECKPOINT_NAME, DeviceRecord
+from gpushare_agent.sandbox.kubelet_behaviour import behaviour_of
 from gpushare_agent.sandbox.kubelet_boot import KubeletBoot, KubeletTimes
 from gpushare_agent.sandbox.pod_resources import ListedPodSpec
 
@@ -48,8 +49,7 @@ class EmbeddedKubelet:
         times: KubeletTimes | None = None,
         cgroups: str | None = None,
     ) -> None:
-        self.release = release_of(version)
-        self.version = version
+        self.behaviour = behaviour_of(version)
         self.node_name = node_name
         self.device_plugin_path = directory / "device-plugins"
         self.pod_resources_socket = directory / "pod-resources" / "kubelet.sock"
@@ -82,7 +82,7 @@ class EmbeddedKubelet:
             is_running=self.runtime.is_running, notify=self.signal.notify,
         )  # fmt: skip
         boot = KubeletBoot(
-            node_name=self.node_name, version=self.version, api=self._api, devices=devices, runtime=self.runtime,
+            node_name=self.node_name, behaviour=self.behaviour, api=self._api, devices=devices, runtime=self.runtime,
             calls=self.log, rng=self._rng, times=self._times,
         )  # fmt: skip
         self._boot = boot
@@ -121,6 +121,11 @@ class EmbeddedKubelet:
     def is_running(self) -> bool:
         return self._boot is not None and self._boot.is_listening
 
+    def begin_admissions(self) -> None:
+        """At once, instead of after `times.admission_delay_s`: for who waits for something else first."""
+        if self._boot is not None:
+            self._boot.begin_admissions()
+
     def push_node_status(self) -> None:
         """At once, instead of at the next interval."""
         if self._boot is not None:
@@ -130,11 +135,10 @@ class EmbeddedKubelet:
         return self._boot.active_pods() if self._boot is not None else set()
 
     def _clean_plugin_directory(self) -> None:
-        """Sockets go at every start; before 1.34 files and links too. Directories and the checkpoint stay."""
         for path in self.device_plugin_path.iterdir():
             mode = path.lstat().st_mode
-            is_old_rule = self.version == "1.31" and not stat.S_ISDIR(mode) and path.name != CHECKPOINT_NAME
-            if stat.S_ISSOCK(mode) or is_old_rule:
+            is_file = not stat.S_ISDIR(mode) and path.name != CHECKPOINT_NAME
+            if stat.S_ISSOCK(mode) or (is_file and self.behaviour.removes_plugin_files):
                 path.unlink()
 
     # --- what happened, for views and tests ---

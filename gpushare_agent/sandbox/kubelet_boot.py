@@ -15,12 +15,15 @@ from pathlib import Path
 
 import structlog
 
+from gpushare_agent.kit.grpc_server import GrpcServer
+from gpushare_agent.kit.sockets import bind_unix_socket
+from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer, release_of
+from gpushare_agent.sandbox.api_server import EmbeddedApiServer
 from gpushare_agent.sandbox.calls import CallLog
 from gpushare_agent.sandbox.container_runtime import ContainerRuntime
 from gpushare_agent.sandbox.device_manager import AllocationFailed, DeviceManager
-from gpushare_agent.sandbox.grpc_bytes import UnixServer
+from gpushare_agent.sandbox.kubelet_behaviour import KubeletBehaviour
 from gpushare_agent.sandbox.plugin_endpoint import PluginEndpoint
 from gpushare_agent.sandbox.pod_manifest import grace_s, is_terminal, timestamp
 from gpushare_agent.sandbox.pod_resources import ListedPodSpec, PodResourcesService
@@ -30,6 +33,7 @@ from gpushare_agent.sandbox.registration import RegistrationService
 log = structlog.get_logger(__name__)
 
 REJECTED_REASON = "UnexpectedAdmissionError"
+_SOCKET_MODE = 0o600
 _CANCEL_AGAIN_S = 0.5
 _PLAIN_CAPACITY = {"cpu": "8", "memory": "32Gi", "pods": "110"}
 
@@ -55,7 +59,7 @@ class KubeletBoot:
         self,
         *,
         node_name: str,
-        version: str,
+        behaviour: KubeletBehaviour,
         api: EmbeddedApiServer,
         devices: DeviceManager,
         runtime: ContainerRuntime,
@@ -66,13 +70,14 @@ class KubeletBoot:
         self.devices = devices
         self.is_listening = False
         self._node_name = node_name
-        self._version = version
+        self._behaviour = behaviour
         self._api = api
         self._signal = api.signal
         self._runtime = runtime
         self._others_capacity: set[str] = set()
         self._times = times
         self._pods: dict[str, KnownPod] = {}
+        self._may_admit = asyncio.Event()
         self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[None]] = set()
         self._workers = PodWorkers(
@@ -80,16 +85,25 @@ class KubeletBoot:
             retry_s=times.start_retry_s,
         )  # fmt: skip
         self._pod_resources = PodResourcesService(
-            pods=self, devices=devices, calls=calls, rng=rng, has_get=version != "1.31", notify=api.signal.notify
+            pods=self,
+            devices=devices,
+            calls=calls,
+            rng=rng,
+            has_get=behaviour.has_pod_resources_get,
+            notify=api.signal.notify,
         )
 
+    def begin_admissions(self) -> None:
+        """Before the delay is over."""
+        self._may_admit.set()
+
     async def run(self, plugin_directory: Path, pod_resources_socket: Path, *, until: Awaitable[None]) -> None:
-        registration = UnixServer([RegistrationService(plugin_directory, self._accept)])
-        pod_resources = UnixServer([self._pod_resources])
+        registration = GrpcServer([RegistrationService(plugin_directory, self._accept)])
+        pod_resources = GrpcServer([self._pod_resources])
         try:
             async with self._group:
-                await pod_resources.start_at(pod_resources_socket)
-                await registration.start_at(plugin_directory / "kubelet.sock")
+                await pod_resources.serve(bind_unix_socket(pod_resources_socket, mode=_SOCKET_MODE))
+                await registration.serve(bind_unix_socket(plugin_directory / "kubelet.sock", mode=_SOCKET_MODE))
                 self.is_listening = True
                 self._signal.notify()
                 self._spawn(self._sync_forever(), "kubelet-sync")
@@ -99,7 +113,7 @@ class KubeletBoot:
         finally:
             await self._end([pod_resources, registration])
 
-    async def _end(self, servers: list[UnixServer]) -> None:
+    async def _end(self, servers: list[GrpcServer]) -> None:
         """Everything stops at once, as the process does: calls first, for a closed connection would let them fail and go
         on with a rejection. A second call does nothing.
         """
@@ -128,9 +142,8 @@ class KubeletBoot:
         return {uid for uid, pod in self._pods.items() if pod.is_active}
 
     def listed_pods(self) -> list[ListedPodSpec]:
-        """Up to 1.33 rejected and ended pods stay in the list until their object is deleted."""
-        lists_all = self._version == "1.31"
-        return [_listed(pod) for pod in self._pods.values() if lists_all or pod.is_active]
+        lists_ended = self._behaviour.lists_ended_pods
+        return [_listed(pod) for pod in self._pods.values() if lists_ended or pod.is_active]
 
     def find_listed(self, namespace: str, name: str) -> ListedPodSpec | None:
         for pod in self._pods.values():
@@ -141,8 +154,8 @@ class KubeletBoot:
     # --- the sync loop ---
 
     async def _sync_forever(self) -> None:
-        await asyncio.sleep(self._times.admission_delay_s)
-        self._stop_orphans()
+        await wait_for(self._may_admit, self._times.admission_delay_s)
+        self._stop_deleted_pods()
         mine, changes = self._api.pods_by_node, self._api.pods_by_node.signal_of(self._node_name)
         first = {raw["metadata"]["uid"] for raw in mine.of(self._node_name)}
         while True:
@@ -216,7 +229,7 @@ class KubeletBoot:
     def _start(self, pod: KnownPod, body: Coroutine[None, None, None]) -> asyncio.Task[None]:
         return self._spawn(body, f"pod {pod.identity.namespace}/{pod.identity.name}")
 
-    def _stop_orphans(self) -> None:
+    def _stop_deleted_pods(self) -> None:
         """Containers of pods that were deleted while the kubelet was down."""
         known = {raw["metadata"]["uid"] for raw in self._api.pods()}
         for uid in self._runtime.pods() - known:
@@ -251,7 +264,7 @@ class KubeletBoot:
             "spec": {},
             "status": {
                 "capacity": capacity, "allocatable": allocatable, "conditions": [ready],
-                "nodeInfo": {"kubeletVersion": release_of(self._version), "containerRuntimeVersion": "embedded://1"},
+                "nodeInfo": {"kubeletVersion": self._behaviour.release, "containerRuntimeVersion": "embedded://1"},
             },
         })  # fmt: skip
 

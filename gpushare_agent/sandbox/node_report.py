@@ -253,14 +253,4 @@ def container_processes(shown: ReportedNode, pod_uid: str, name: str) -> dict[st
     container = runtime.find(pod_uid, name)
     if container is None or not container.is_running:
         return {"pid": None, "pids": []}
-    if runtime.kind == "files":  # to be asked it would look through all processes of the machine, for each container
-        return {"pid": container.pid, "pids": _listed_pids(container.cgroup)}
-    return {"pid": container.pid, "pids": sorted(runtime.pids(container))}
-
-
-def _listed_pids(cgroup: Path) -> list[int]:
-    """As the runtime found them last, at most half a second ago; none of a container that ends just now."""
-    try:
-        return sorted(map(int, (cgroup / "cgroup.procs").read_text().split()))
-    except OSError:
-        return []
+    return {"pid": container.pid or None, "pids": runtime.pids(container)}

@@ -1,16 +1,12 @@
-"""The report for people: tables for a terminal, lines for a pipe. Reads the document of node_report only.
-
-The live view is node_live_view.
-"""
+"""The report for people: tables for a terminal, lines for a pipe. Reads the document of node_report only."""
 
 from __future__ import annotations
 
 import json
 import sys
-from itertools import chain
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -148,25 +144,22 @@ def reason_text(pod: dict[str, Any]) -> str:
     return f"{text} (as intended: {expected})" if expected and text else text
 
 
+def report_tables(document: dict[str, Any], width: int, *, has_addresses: bool = False) -> Group:
+    """`has_addresses`: below the GPUs of each node stands where its agent is asked."""
+    parts: list[RenderableType] = []
+    for node in document["nodes"]:
+        parts.append(gpus_table(node, is_narrow=width < NARROW))
+        parts += address_lines(node) if has_addresses else ()
+    return Group(*parts, pods_table(document, width), *reason_lines(document))
+
+
 def print_document(document: dict[str, Any], form: str, *, has_addresses: bool = False) -> None:
-    """`form` is "json" or "table"; `has_addresses`: the table, too, says where each agent is asked. Wide
-    enough for whole reasons where no terminal sets the width."""
+    """`form` is "json" or "table". Wide enough for whole reasons where no terminal sets the width."""
     if form == "json":
         print(json.dumps(document, indent=2))
         return
-    width = None if sys.stdout.isatty() else _PIPE_WIDTH
-    console = Console(width=width, highlight=False)
-    is_narrow = console.width < NARROW
-    nodes = [
-        (gpus_table(node, is_narrow=is_narrow), *(address_lines(node) if has_addresses else ()))
-        for node in document["nodes"]
-    ]
-    console.print(
-        *chain.from_iterable(nodes),
-        pods_table(document, console.width),
-        *reason_lines(document),
-        sep="\n",
-    )
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+    console.print(report_tables(document, console.width, has_addresses=has_addresses))
 
 
 def memory_asked(container: dict[str, Any]) -> str:

@@ -5,25 +5,25 @@ Errors come out as PluginCallError with the text that grpc-go gives, for the kub
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from grpclib import GRPCError, Status
-from grpclib.client import Channel, UnaryStreamMethod, UnaryUnaryMethod
-from grpclib.exceptions import ProtocolError, StreamTerminatedError
+from grpclib import Status
 
+from gpushare_agent.kit.grpc_client import MessageTooLargeError, RpcFailed, UnixChannel
 from gpushare_agent.kit.wire_build import bytes_field, integer_field, string_list
-from gpushare_agent.model.errors import Corrupt, Unavailable
+from gpushare_agent.kit.wire_scan import MalformedMessageError
+from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.sandbox import wire_frames
-from gpushare_agent.sandbox.grpc_bytes import open_channel
 from gpushare_agent.wire.v1beta1 import DevicePluginOptions
 
 DIAL_TIMEOUT_S = 10.0
 OPTIONS_TIMEOUT_S = 5.0
 PRE_START_TIMEOUT_S = 30.0
+MESSAGE_LIMIT = 4 * 2**20
+"""grpc-go's default for messages received; the kubelet does not raise it."""
 _SERVICE = "/v1beta1.DevicePlugin"
 _CODE_NAMES = {
     Status.CANCELLED: "Canceled", Status.UNKNOWN: "Unknown", Status.INVALID_ARGUMENT: "InvalidArgument",
@@ -49,112 +49,93 @@ class PluginDevice:
     frame: bytes
 
 
-def go_error(status: Status, text: str | None) -> str:
-    return f"rpc error: code = {_CODE_NAMES.get(status, 'Unknown')} desc = {text or ''}"
+def go_error(status: Status, text: str) -> str:
+    return f"rpc error: code = {_CODE_NAMES.get(status, 'Unknown')} desc = {text}"
 
 
-async def _call(rpc: Callable[[], Awaitable[Any]]) -> Any:
-    """Renames what grpclib raises."""
+def _error_text(error: RpcFailed | MalformedMessageError) -> str:
+    if isinstance(error, RpcFailed):
+        return go_error(error.status, error.text)
+    if isinstance(error, MessageTooLargeError):
+        return go_error(Status.RESOURCE_EXHAUSTED, f"grpc: {error}")
+    return go_error(Status.INTERNAL, f"grpc: error unmarshalling request: {error}")
+
+
+@contextmanager
+def _plugin_errors() -> Iterator[None]:
     try:
-        return await rpc()
-    except GRPCError as error:
-        raise PluginCallError(go_error(error.status, error.message)) from error
-    except TimeoutError as error:
-        raise PluginCallError(go_error(Status.DEADLINE_EXCEEDED, "context deadline exceeded")) from error
-    except StreamTerminatedError as error:
-        raise PluginCallError(go_error(Status.UNAVAILABLE, "error reading from server: EOF")) from error
-    except (OSError, ProtocolError) as error:
-        raise PluginCallError(go_error(Status.UNAVAILABLE, f"connection error: desc = {str(error)!r}")) from error
+        yield
+    except (RpcFailed, MalformedMessageError) as error:
+        raise PluginCallError(_error_text(error)) from error
 
 
 def parse_devices(message: bytes) -> Mapping[str, PluginDevice]:
-    """A ListAndWatchResponse, by ID in the plugin's order. Raises Corrupt."""
+    """A ListAndWatchResponse, by ID in the plugin's order. Raises MalformedMessageError."""
     devices = {}
     for device in wire_frames.submessages(message, 1):
-        name, health, nodes = "", "", ()
-        for number, value in wire_frames.fields(device):
-            if not isinstance(value, bytes):
-                continue
-            if number == 1:
-                name = value.decode(errors="replace")
-            elif number == 2:
-                health = value.decode(errors="replace")
-            elif number == 3:
-                nodes = wire_frames.numa_nodes(value)  # type: ignore[assignment]  # a tuple of any length
+        parts = {number: value for number, value in wire_frames.fields(device) if isinstance(value, bytes)}
+        name, health = (parts.get(number, b"").decode(errors="replace") for number in (1, 2))
+        nodes = wire_frames.numa_nodes(parts.get(3, b""))
         frame = bytes_field(1, name.encode())
         devices[name] = PluginDevice(id=name, is_healthy=health == "Healthy", numa_nodes=nodes, frame=frame)
     return devices
 
 
 class PluginEndpoint:
-    """A connection to one registered plugin. Made by `dial`; `close` ends it."""
+    """A connection to one registered plugin. Opened by `dial`; `close` ends it."""
 
-    def __init__(self, resource: str, channel: Channel, options: DevicePluginOptions) -> None:
+    def __init__(self, resource: str, channel: UnixChannel, options: DevicePluginOptions) -> None:
         self.resource = resource
         self.options = options
         self.is_stopped = False
         self._channel = channel
-        self._preferred = UnaryUnaryMethod(channel, f"{_SERVICE}/GetPreferredAllocation", bytes, bytes)
-        self._allocate = UnaryUnaryMethod(channel, f"{_SERVICE}/Allocate", bytes, bytes)
-        self._pre_start = UnaryUnaryMethod(channel, f"{_SERVICE}/PreStartContainer", bytes, bytes)
 
     @classmethod
     async def dial(cls, resource: str, path: Path) -> PluginEndpoint:
         """Connects and asks for the options, as inside Register. Raises PluginCallError."""
-        channel = open_channel(path)
+        channel = UnixChannel(path, max_answer_bytes=MESSAGE_LIMIT)
         try:
-            async with asyncio.timeout(DIAL_TIMEOUT_S):
-                await _call(channel.__connect__)
-            get_options = UnaryUnaryMethod(channel, f"{_SERVICE}/GetDevicePluginOptions", bytes, bytes)
-            answer = await _call(lambda: get_options(b"", timeout=OPTIONS_TIMEOUT_S))
-            return cls(resource, channel, DevicePluginOptions.parse(answer))
+            with _plugin_errors():
+                await channel.connect(timeout_s=DIAL_TIMEOUT_S)
+                method = f"{_SERVICE}/GetDevicePluginOptions"
+                answer = await channel.unary(method, b"", DevicePluginOptions, timeout_s=OPTIONS_TIMEOUT_S)
         except PluginCallError as error:
             channel.close()
             raise PluginCallError(f"failed to get device plugin options: {error}") from error
         except BaseException:
             channel.close()
             raise
+        return cls(resource, channel, answer)
 
     async def follow_devices(self, receive: Callable[[Mapping[str, PluginDevice]], None]) -> str:
         """Hands over every list of the stream until it ends; returns why it ended."""
-        method = UnaryStreamMethod(self._channel, f"{_SERVICE}/ListAndWatch", bytes, bytes)
         try:
-            async with method.open() as stream:
-                await stream.send_message(b"", end=True)
-                async for message in stream:
+            async with aclosing(self._channel.unary_stream(f"{_SERVICE}/ListAndWatch", b"", bytes)) as messages:
+                async for message in messages:
                     receive(parse_devices(message))
             return "EOF"
-        except GRPCError as error:
-            return go_error(error.status, error.message)
-        except (OSError, StreamTerminatedError, ProtocolError, Corrupt) as error:
-            return f"error reading from server: {error or 'EOF'}"
+        except (RpcFailed, MalformedMessageError) as error:
+            return _error_text(error)
 
     async def get_preferred_allocation(self, available: bytes, must_include: list[str], size: int) -> list[str]:
         """`available` is field 1 of the container request, ready to send. No deadline, as measured."""
-        parts = [available, string_list(2, must_include), integer_field(3, size)]
-        request = bytes_field(1, b"".join(parts))
-        answer = await _call(lambda: self._preferred(request))
-        return _parsed(lambda: [i for c in wire_frames.submessages(answer, 1)[:1] for i in wire_frames.texts(c, 1)])
+        request = bytes_field(1, b"".join([available, string_list(2, must_include), integer_field(3, size)]))
+        with _plugin_errors():
+            answer = await self._channel.unary(f"{_SERVICE}/GetPreferredAllocation", request, bytes)
+            return [i for c in wire_frames.submessages(answer, 1)[:1] for i in wire_frames.texts(c, 1)]
 
     async def allocate(self, ids: list[str]) -> bytes | None:
         """The first container response, None where there is none. No deadline, as measured."""
         request = bytes_field(1, string_list(1, ids))
-        answer = await _call(lambda: self._allocate(request))
-        responses = _parsed(lambda: wire_frames.submessages(answer, 1))
+        with _plugin_errors():
+            responses = wire_frames.submessages(await self._channel.unary(f"{_SERVICE}/Allocate", request, bytes), 1)
         return responses[0] if responses else None
 
     async def pre_start_container(self, ids: list[str]) -> None:
-        request = string_list(1, ids)
-        await _call(lambda: self._pre_start(request, timeout=PRE_START_TIMEOUT_S))
+        method = f"{_SERVICE}/PreStartContainer"
+        with _plugin_errors():
+            await self._channel.unary(method, string_list(1, ids), bytes, timeout_s=PRE_START_TIMEOUT_S)
 
     def close(self) -> None:
         self.is_stopped = True
         self._channel.close()
-
-
-def _parsed(parse: Callable[[], list[Any]]) -> list[Any]:
-    try:
-        return parse()
-    except Corrupt as error:
-        text = f"grpc: error unmarshalling request: {error}"
-        raise PluginCallError(go_error(Status.INTERNAL, text)) from error

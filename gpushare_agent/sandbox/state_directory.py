@@ -17,18 +17,135 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from gpushare_agent.kit.sockets import MAX_ADDRESS_BYTES
 from gpushare_agent.model.errors import StartupError
-from gpushare_agent.sandbox.cgroup_tree import end_stale_files
-from gpushare_agent.sandbox.node import NodePaths, prepare_state_directory
+from gpushare_agent.model.names import VMEMORY_SOCKET
 
 _MADE = "this sandbox made the directory"
 """Second line of the file `owner` where the directory is to go with the sandbox."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePaths:
+    """Where things are, all below the state directory."""
+
+    state: Path
+
+    @property
+    def device_plugin_path(self) -> Path:
+        return self.state / "device-plugins"
+
+    @property
+    def pod_resources_socket(self) -> Path:
+        return self.state / "pod-resources" / "kubelet.sock"
+
+    @property
+    def virtual_manager(self) -> Path:
+        return self.state / "vm"
+
+    @property
+    def mps_pipe(self) -> Path:
+        """The pipe directory of the fake MPS control daemon, which runs where isolation mps is in use."""
+        return self.state / "mps" / "pipe"
+
+    @property
+    def mps_logs(self) -> Path:
+        return self.state / "mps" / "log"
+
+    @property
+    def mps_control(self) -> Path:
+        """The fake's control program, under the real one's name."""
+        return self.state / "mps" / "nvidia-cuda-mps-control"
+
+    @property
+    def runtime_socket(self) -> Path:
+        """Where the container runtime answers CRI."""
+        return self.state / "containerd.sock"
+
+    @property
+    def logs(self) -> Path:
+        """What containers print: `<namespace>_<pod>_<container>.log`."""
+        return self.state / "logs"
+
+    @property
+    def cdi(self) -> Path:
+        """The only directory where the container runtime looks for CDI specs."""
+        return self.state / "cdi"
+
+    @property
+    def kubeconfig(self) -> Path:
+        """Holds the API server's token: mode 0600."""
+        return self.state / "kubeconfig"
+
+    @property
+    def agent_log(self) -> Path:
+        return self.state / "agent.log"
+
+    @property
+    def control_socket(self) -> Path:
+        return self.state / "control.sock"
+
+    @property
+    def agent_control_socket(self) -> Path:
+        """The agent's own, for `cordon` and `uncordon`."""
+        return self.state / "agent-control.sock"
+
+    @property
+    def display_socket(self) -> Path:
+        return self.state / "gpu-manager.sock"
+
+    @property
+    def health_state(self) -> Path:
+        return self.state / "health.json"
+
+    @property
+    def faults(self) -> Path:
+        """What fails at the simulated GPUs."""
+        return self.state / "faults.json"
+
+    @property
+    def usage(self) -> Path:
+        """What the containers' processes use of the simulated GPUs."""
+        return self.state / "usage.json"
+
+    @property
+    def extender_log(self) -> Path:
+        return self.state / "extender.log"
+
+    @property
+    def owner(self) -> Path:
+        """Locked by the process that runs the node, whose PID it holds."""
+        return self.state / "owner"
+
+
 def default_state_directory() -> Path:
     return Path(f"/tmp/gpushare-sandbox-{os.geteuid()}")  # noqa: S108 - short for unix addresses; ownership is checked
+
+
+def prepare_state_directory(state: Path) -> NodePaths:
+    """Makes the directory. Raises StartupError where it cannot serve."""
+    paths = NodePaths(state=state.absolute())
+    longest = max(len(os.fsencode(p)) for p in (paths.device_plugin_path / VMEMORY_SOCKET, paths.pod_resources_socket))
+    if longest > MAX_ADDRESS_BYTES:
+        raise StartupError(
+            f"the state directory {paths.state} cannot hold sockets: a socket's path would have {longest} bytes, "
+            f"{MAX_ADDRESS_BYTES} are possible; choose a shorter one with --state-dir, such as /tmp/gpushare"
+        )
+    try:
+        paths.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        paths.virtual_manager.mkdir(exist_ok=True)
+        probe = paths.state / f".probe-{os.getpid()}"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise StartupError(
+            f"the state directory {paths.state} cannot be used: {error.strerror or error}; "
+            "it must be a directory, or not exist, and be writable: choose another with --state-dir"
+        ) from error
+    return paths
 
 
 @contextmanager
@@ -51,8 +168,6 @@ def owned_state_directory(state: Path) -> Iterator[NodePaths]:
             ) from error
         owner.seek(0)
         is_new = is_new or _MADE in owner.read().splitlines()  # by the dead sandbox whose leftovers these are
-        for directory in (paths.state, *(path for path in paths.state.iterdir() if path.is_dir())):  # of several nodes
-            end_stale_files(directory)
         _clear(paths, keep=paths.owner)
         paths.virtual_manager.mkdir()
         owner.truncate(0)

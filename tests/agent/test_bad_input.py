@@ -15,10 +15,12 @@ from grpclib import GRPCError, Status
 from grpclib.client import UnaryStreamMethod, UnaryUnaryMethod
 from grpclib.const import Cardinality, Handler
 
+from gpushare_agent.kit.grpc_client import UnixChannel
+from gpushare_agent.kit.grpc_server import GrpcServer
+from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.kit.wire_build import bytes_field, string_list
 from gpushare_agent.kit.wire_scan import decode_allocate
 from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION
-from gpushare_agent.sandbox.grpc_bytes import UnixServer, open_channel
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import (
     DEADLINE_S,
@@ -128,7 +130,7 @@ class IgnoresAdvice:
     """Stands between the kubelet and our plugin, and changes the IDs of each Allocate."""
 
     def __init__(self, target: Path, change: Callable[[list[str]], list[str]]) -> None:
-        self._channel = open_channel(target)
+        self._channel = UnixChannel(target)
         self._change = change
 
     def __mapping__(self) -> dict[str, Handler]:
@@ -163,9 +165,9 @@ class IgnoresAdvice:
 async def _ignoring_advice(node: EmbeddedNode, change: Callable[[list[str]], list[str]]) -> AsyncIterator[None]:
     """The vcore plugin as the kubelet knows it is not ours any more."""
     service = IgnoresAdvice(node.paths.device_plugin_path / "vcore.sock", change)
-    server = UnixServer([service])
+    server = GrpcServer([service])
     path = node.paths.device_plugin_path / "between.sock"
-    await server.start_at(path)
+    await server.serve(bind_unix_socket(path, mode=0o600))
     try:
         await register_plugin(node, SmallPlugin(CORE, {}), path.name)
         await wait_registered(node)
@@ -211,7 +213,7 @@ async def test_ids_that_are_not_what_was_planned_are_refused(case: str) -> None:
 
 
 async def _call(node: EmbeddedNode, socket: str, method: str, request: bytes) -> GRPCError | bytes:
-    channel = open_channel(node.paths.device_plugin_path / socket)
+    channel = UnixChannel(node.paths.device_plugin_path / socket)
     try:
         async with asyncio.timeout(DEADLINE_S):
             answer: bytes = await UnaryUnaryMethod(channel, f"{SERVICE}/{method}", bytes, bytes)(request)

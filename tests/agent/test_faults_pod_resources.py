@@ -17,7 +17,9 @@ from grpclib import GRPCError, Status
 from grpclib.client import UnaryUnaryMethod
 from grpclib.const import Cardinality, Handler
 
-from gpushare_agent.sandbox.grpc_bytes import UnixServer, open_channel
+from gpushare_agent.kit.grpc_client import UnixChannel
+from gpushare_agent.kit.grpc_server import GrpcServer
+from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import (
     DEADLINE_S,
@@ -76,7 +78,7 @@ class StandsBetween:
         return handle
 
     async def _ask(self, name: str, request: bytes) -> bytes:
-        channel = open_channel(self.target)
+        channel = UnixChannel(self.target)
         try:
             async with asyncio.timeout(DEADLINE_S):
                 answer: bytes = await UnaryUnaryMethod(channel, name, bytes, bytes)(request)
@@ -89,9 +91,9 @@ class StandsBetween:
 async def _between(node: EmbeddedNode) -> AsyncIterator[tuple[StandsBetween, str]]:
     """The server, and the flag that makes an agent ask it."""
     service = StandsBetween(node.paths.pod_resources_socket)
-    server = UnixServer([service])
+    server = GrpcServer([service])
     path = node.paths.state / "between.sock"
-    await server.start_at(path)
+    await server.serve(bind_unix_socket(path, mode=0o600))
     try:
         yield service, f"--kubelet.pod-resources-socket={path}"
     finally:

@@ -23,7 +23,7 @@ from gpushare_agent.isolation.vcuda.config_format import VDeviceConfig, decode_c
 from gpushare_agent.sandbox.container_config import HOST_IMAGE
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import poll_until, wait_registered, wait_running, wait_until
-from tests.support_containers import KERNEL_KINDS
+from tests.support_containers import KINDS
 from tests.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod
 from tests.support_settings import clean_environment
 from tests.support_vdevice import MIB, register
@@ -146,7 +146,7 @@ async def kill_again_and_again(node: EmbeddedNode) -> int:
     return served
 
 
-@pytest.mark.parametrize("kind", [KERNEL_KINDS[0]])
+@pytest.mark.parametrize("kind", [KINDS[0]])
 async def test_after_100_kills_every_file_is_whole_and_right_and_every_share_is_served(
     load: Path, short_dir: Path, kind: str
 ) -> None:

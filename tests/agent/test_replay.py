@@ -21,7 +21,7 @@ from gpushare_agent.admission.admission import Admission
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.explain import Explanation
-from gpushare_agent.admission.decisions.identity import Served
+from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.admission.identification import Identification, Timeouts
 from gpushare_agent.cluster.kube.pods import parse_pod
@@ -65,14 +65,14 @@ class Recorder:
     refusals: list[tuple[str, str, Refused]] = field(default_factory=list)
     taken: int = 0
 
-    def allocated(self, served: Served, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
-        self.allocated_to.append((served.pod.name, served.container.name, kind))
+    def allocated(self, target: Target, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
+        self.allocated_to.append((target.pod.name, target.container.name, kind))
 
-    def start_refused(self, served: Served | None, kind: ResourceKind, refused: Refused) -> None:
+    def start_refused(self, target: Target | None, kind: ResourceKind, refused: Refused) -> None:
         raise AssertionError("no container starts here")
 
-    def refused(self, served: Served | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None:
-        name = (served.pod.name, served.container.name) if served is not None else ("", "")
+    def refused(self, target: Target | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None:
+        name = (target.pod.name, target.container.name) if target is not None else ("", "")
         self.refusals.append((*name, refused))
 
     def taken_ids_offered(self, kind: ResourceKind, count: int) -> None:
@@ -288,8 +288,8 @@ def check_preference(request: bytes, answer: Any) -> None:
 
 EXPECTED_CALLS = [
     (name, inner, kind)
-    for served in EXPECTED.values()
-    for name, inner in served
+    for containers in EXPECTED.values()
+    for name, inner in containers
     for kind in NAMES.kinds
     if not (name == "whole" and kind is ResourceKind.VMEMORY)
 ]
@@ -310,8 +310,8 @@ async def test_every_call_is_resolved_to_the_pod_and_container_of_its_note(direc
     async with open_agent(directory) as agent:
         outcomes = await replay(agent, lambda event, request: request)
         refused = [("whole", "main")]
-        served = [(n, c, k) for n, c, k in EXPECTED_CALLS if (n, c) not in refused]
-        assert agent.recorder.allocated_to == served
+        expected = [(n, c, k) for n, c, k in EXPECTED_CALLS if (n, c) not in refused]
+        assert agent.recorder.allocated_to == expected
         assert [(n, c, r.reason) for n, c, r in agent.recorder.refusals] == [
             ("whole", "main", RefusalReason.WRONG_GPUS)
         ]

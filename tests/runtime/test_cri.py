@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from grpclib import GRPCError, Status
 
+from gpushare_agent.kit.grpc_client import MAX_ANSWER_BYTES
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cri import RuntimeContainer, RuntimeState, open_runtime
-from gpushare_agent.runtime.cri_channel import MAX_ANSWER_BYTES
 from gpushare_agent.wire.runtime import v1
 
 UID = PodUid("0e7a3f2c-1b5d-4c3e-9f10-44aa55bb6c77")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import io
 import json
 import os
 import shutil
@@ -16,11 +15,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rich.console import Console
 
 from gpushare_agent.cli import sandbox as app
 from gpushare_agent.cli.sandbox_run import reported_after
-from gpushare_agent.sandbox.node_live_view import live_view
 from tests.support_sandbox import container, pod
 from tests.support_sandbox_cli import ROOT, ended, live, read_until, registered, sandbox
 
@@ -181,35 +178,6 @@ async def test_an_agent_ended_by_sigterm_is_started_again_without_a_complaint(fo
         os.kill(int(agents[0]), signal.SIGTERM)
         await read_until(process, "the agent has ended as it was asked to; starting it again")
         await registered(folder / "s")
-
-
-@pytest.mark.parametrize("count", [0, 4, 30])
-def test_the_live_view_fits_a_small_terminal(count: int) -> None:
-    """80 by 24: pods first, one line each, the rest counted, the notes at the end whole."""
-    reported = {"cores": 40, "memory_mib": 2048, "core_limit": 0, "is_limited": True, "pids": [4711]}
-    one = {"vcore": 40, "vmemory": 8, "gpu_mem": 0, "cards": [0], "pids": [4711], "vdevice": reported, "used": None}
-    pods = [
-        {
-            "namespace": "default", "name": f"pod-{n}-with-a-name-that-is-rather-long", "phase": "Failed",
-            "is_terminating": False, "reason": "Refused", "message": "far too long\n" * 20, "annotations": {},
-            "containers": [one, one],
-        }
-        for n in range(count)
-    ]  # fmt: skip
-    gpu = {"name": "T", "cores_allocated": 80, "memory_mib": 24576, "memory_mib_allocated": 4096, "health": "Healthy"}
-    gpus = [{**gpu, "index": n, "health_reason": "", "used": None} for n in range(8)]
-    notes = ["web " + "x " * 50, "Ctrl-C ends the sandbox"]
-    console = Console(width=80, height=24, file=io.StringIO())
-    with console.capture() as captured:
-        console.print(live_view({"pods": pods, "nodes": [{"name": "a", "cards": gpus}]}, notes, width=80, height=24))
-    lines = captured.get().splitlines()
-    assert len(lines) < 24
-    assert lines[0].startswith("pod")
-    assert lines[-1].startswith(notes[-1])
-    shown = sum(line.startswith("pod-") for line in lines)
-    assert shown == count or f"{count - shown} more pods, see `gpushare-agent sandbox status`" in captured.get()
-    assert shown >= min(count, 4)
-    assert sum("40%/2048M" in line and "1+1" in line for line in lines) == shown
 
 
 async def test_an_agent_that_cannot_start_is_reported_with_its_last_lines(folder: Path) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +21,6 @@ from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.container_runtime import MAX_LOG_BYTES, ContainerRuntime
 from tests.support_containers import (
     DEADLINE_S,
-    KERNEL_KINDS,
     KINDS,
     UID,
     config,
@@ -45,7 +42,7 @@ async def test_a_container_is_a_process_that_the_agents_own_adapters_find(kind: 
         container = runtime.start(config())
         assert is_alive(container.pid)
         assert runtime.pids(container) == [container.pid]
-        cgroups = Cgroups(runtime.cgroup_root, runtime.proc_root)
+        cgroups = Cgroups(runtime.cgroup_root, Path("/proc"))
         assert cgroups.identify(container.pid) == PeerIdentity(pod_uid=PodUid(UID), container_id=container.id)
         assert cgroups.identify(os.getpid()) == NOBODY
         found = cgroups.find(container.id, PodUid(UID))
@@ -64,7 +61,7 @@ async def test_what_a_container_forks_shows_up_in_its_cgroup(kind: str) -> None:
     """An agent sees it in the files, without asking the sandbox."""
     async with open_containers(kind) as runtime:
         container = runtime.start(shell(TWO_CHILDREN))
-        cgroups = Cgroups(runtime.cgroup_root, runtime.proc_root)
+        cgroups = Cgroups(runtime.cgroup_root, Path("/proc"))
         directory = cgroups.find(container.id)
         assert directory is not None
         await wait_true(lambda: len(cgroups.pids(directory)) == 3, "three processes")
@@ -124,7 +121,7 @@ async def test_a_child_that_outlives_the_first_process_is_killed(kind: str, shor
         assert not container.cgroup.exists()
 
 
-@pytest.mark.parametrize("kind", KERNEL_KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 async def test_nobody_gets_out_of_a_cgroup_by_leaving_session_and_parent(kind: str, short_dir: Path) -> None:
     """A daemon is ended with its container too, and a cgroup that the container made below its own is removed."""
     async with open_containers(kind) as runtime:
@@ -151,7 +148,7 @@ async def test_a_process_from_outside_joins_a_container_with_its_children(kind: 
         container = runtime.start(config())
         with subprocess.Popen(["sh", "-c", "read -r _; sleep 600 & wait"], stdin=subprocess.PIPE) as outsider:
             runtime.join(container, outsider.pid)
-            cgroups = Cgroups(runtime.cgroup_root, runtime.proc_root)
+            cgroups = Cgroups(runtime.cgroup_root, Path("/proc"))
             assert cgroups.identify(outsider.pid) == PeerIdentity(pod_uid=PodUid(UID), container_id=container.id)
             assert outsider.stdin is not None
             outsider.stdin.write(b"\n")
@@ -227,7 +224,7 @@ from gpushare_agent.sandbox.container_runtime import ContainerConfig, ContainerR
 async def main():
     runtime = ContainerRuntime(Path(sys.argv[1]), ChangeSignal(), sys.argv[2])
     config = ContainerConfig(pod_uid="u", pod_namespace="n", pod_name="p", name="c")
-    print(runtime.start(config).pid, runtime.cgroup_root, flush=True)
+    print("started", runtime.start(config).pid, runtime.cgroup_root, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
 """
@@ -241,33 +238,54 @@ async def test_containers_die_with_a_sandbox_that_is_killed(kind: str, path: str
     env = {**os.environ, "PATH": path}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as sandbox:
         assert sandbox.stdout is not None
-        pid, root = sandbox.stdout.readline().split()
+        started = next(line for line in sandbox.stdout if line.startswith("started "))  # behind what is logged
+        _, pid, root = started.split()
         assert is_alive(int(pid))
         sandbox.kill()
     await wait_true(lambda: not is_alive(int(pid)), "the end of the container")
     async with open_containers(kind):
-        if kind != "files":  # the state directory's owner removes those
-            assert not Path(root).exists()
+        assert not Path(root).exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_a_user_without_rights_gets_a_tree_of_files() -> None:
+def test_a_user_without_rights_gets_no_cgroups() -> None:
     """Nothing is left of the attempts."""
-    state = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
-    os.chown(state, 65_534, 65_534)
     os.seteuid(65_534)
     try:
-        kind, tree = open_cgroup_tree(state)
-        assert (kind, tree.root, tree.proc_root) == ("files", state / "cgroup", state / "proc")
+        assert open_cgroup_tree()[0] == "none"
         with pytest.raises(StartupError, match=f"unset {KIND_VARIABLE}"):
-            open_cgroup_tree(state, "v2")
-        assert tree.close()
+            open_cgroup_tree("v2")
     finally:
         os.seteuid(0)
-        shutil.rmtree(state)
 
 
-def test_an_unknown_kind_is_refused(short_dir: Path) -> None:
+def test_an_unknown_kind_is_refused() -> None:
     """The message names what there is."""
-    with pytest.raises(StartupError, match="is 'v3': it can be v2, v1, files, or not set"):
-        open_cgroup_tree(short_dir, "v3")
+    with pytest.raises(StartupError, match="is 'v3': it can be v2, v1, none, or not set"):
+        open_cgroup_tree("v3")
+
+
+# --- without cgroups ---
+
+
+async def test_without_cgroups_a_container_runs_its_time_without_a_process() -> None:
+    """It ends by itself, by TERM and by KILL with the codes that a process would have."""
+    async with open_containers("none") as runtime:
+        timed, stopped, killed, deaf = (
+            runtime.start(config(name=name, run_s=run_s, ignore_term_s=deaf_s))
+            for name, run_s, deaf_s in (("a", 0.02, 0.0), ("b", None, 0.0), ("c", None, 0.0), ("d", None, 60.0))
+        )
+        assert [(c.pid, runtime.pids(c)) for c in (timed, stopped, killed, deaf)] == [(0, [])] * 4
+        runtime.stop(stopped, 30)
+        runtime.kill(killed)
+        runtime.stop(deaf, 0.02)
+        assert [await wait_ended(runtime, c) for c in (timed, stopped, killed, deaf)] == [0, 143, 137, 137]
+
+
+async def test_without_cgroups_no_command_runs_and_nobody_joins() -> None:
+    """The reason says what is missing."""
+    async with open_containers("none") as runtime:
+        with pytest.raises(Unavailable, match="cannot run its command: containers have no processes here"):
+            runtime.start(shell("exit 0"))
+        with pytest.raises(Unavailable, match="this user can create no cgroups"):
+            runtime.join(runtime.start(config()), os.getppid())

@@ -15,6 +15,7 @@ import yaml
 
 from gpushare_agent.cli.sandbox_exec import split_inner_command
 from gpushare_agent.settings.sources import read_variables
+from tests.support_containers import needs_processes
 from tests.support_sandbox import container, pod
 from tests.support_sandbox_cli import (
     DEADLINE_S,
@@ -36,14 +37,11 @@ async def containers_of(state: Path, name: str) -> dict[str, dict[str, Any]]:
     return {c["name"]: c for c in pods[name]["containers"]}
 
 
-@pytest.mark.parametrize("variables", [{}, {"GPUSHARE_SANDBOX_CGROUPS": "files"}], ids=["best", "files"])
-async def test_a_process_in_a_container_registers_and_reads_its_limits_and_its_own_pid(
-    short_dir: Path, variables: dict[str, str]
-) -> None:
-    """The command has taken the place of the CLI's process, whose PID is therefore in the list that the agent wrote: with
-    the cgroups that this machine gives, and with those of a user who gets none."""
+@needs_processes
+async def test_a_process_in_a_container_registers_and_reads_its_limits_and_its_own_pid(short_dir: Path) -> None:
+    """The command has taken the place of the CLI's process, whose PID is therefore in the list that the agent wrote."""
     state = short_dir / "s"
-    async with live(state, "--samples", "fitting", variables=variables) as node:
+    async with live(state, "--samples", "fitting") as node:
         await read_until(node, "default/two-shares Running")
         process = await start("exec", "share", "--state-dir", state, "--", *CLIENT, "-o", "json")
         done = await ended(process)
@@ -78,6 +76,7 @@ async def _poll(state: Path, name: str, holds: Any) -> None:
             await asyncio.sleep(0.05)  # another process: it can only be asked again
 
 
+@needs_processes
 async def test_exec_is_as_transparent_as_the_command_alone(short_dir: Path) -> None:
     """Exit code, signal, standard input, environment, arguments and the terminal are the command's own."""
     state = short_dir / "s"
@@ -128,6 +127,7 @@ async def _in_a_terminal(state: Path, typed: bytes) -> int:
         os.close(ours)
 
 
+@needs_processes
 async def test_what_cannot_be_run_is_reported_as_kubectl_and_a_shell_tell_it(short_dir: Path) -> None:
     """1 where there is no such running container, 126 and 127 where there is no such program, 2 without a command."""
     state = short_dir / "s"

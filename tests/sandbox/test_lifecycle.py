@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_sandbox import (
-    SHORT_TIMES,
+    HELD_ADMISSIONS,
     SmallPlugin,
     limits_of,
     list_pods,
@@ -155,7 +154,8 @@ async def test_a_kubelet_start_removes_sockets(version: str, kept: set[str]) -> 
 
 async def test_running_pods_are_taken_up_again_without_a_call() -> None:
     """Same container, same devices in List, which is empty until the first admission; no RPC to the plugin."""
-    async with open_test_node() as node:
+    async with open_test_node(times=HELD_ADMISSIONS) as node:
+        node.kubelet.begin_admissions()
         async with open_plugin(node, foo_plugin(4)):
             for name in ("a", "b"):
                 node.api.create_pod(pod(name, foo(count=2)))
@@ -164,6 +164,7 @@ async def test_running_pods_are_taken_up_again_without_a_call() -> None:
             process = container_of(node, "a")
         await node.kubelet.restart()
         assert await list_pods(node) == {}
+        node.kubelet.begin_admissions()
         await node.kubelet.wait_for(lambda: len(node.kubelet.listed_pods()) == 2)
         assert await list_pods(node) == before
         assert len(node.kubelet.calls) == calls
@@ -188,7 +189,8 @@ async def test_a_completed_gpu_init_container_and_a_late_plugin_kill_the_pod() -
 
 async def test_a_completed_gpu_init_container_and_a_plugin_in_time_leave_the_pod_alone() -> None:
     """Registered again before the first admission: the same pod goes on."""
-    async with open_test_node() as node:
+    async with open_test_node(times=HELD_ADMISSIONS) as node:
+        node.kubelet.begin_admissions()
         plugin = foo_plugin()
         async with serving(node, plugin, "foo.sock"):
             await register(node, plugin, "foo.sock")
@@ -199,6 +201,8 @@ async def test_a_completed_gpu_init_container_and_a_plugin_in_time_leave_the_pod
         await node.kubelet.start()
         async with serving(node, plugin, "foo.sock"):
             await register(node, plugin, "foo.sock")
+            await wait_allocatable(node, FOO, 2)
+            node.kubelet.begin_admissions()
             await node.kubelet.wait_for(node.kubelet.listed_pods)
             assert node.api.pod("default", "p")["status"]["phase"] == "Running"
             assert set(await list_pods(node)) == {"p/m"}
@@ -227,7 +231,8 @@ async def test_after_a_reboot_without_the_plugin_the_pod_is_rejected_for_good() 
 
 async def test_after_a_reboot_with_the_plugin_in_time_the_pod_gets_its_old_ids_without_an_allocate() -> None:
     """It comes back Running with a new container."""
-    async with open_test_node(times=replace(SHORT_TIMES, admission_delay_s=0.5)) as node:
+    async with open_test_node(times=HELD_ADMISSIONS) as node:
+        node.kubelet.begin_admissions()
         plugin = foo_plugin()
         async with open_plugin(node, plugin, "foo.sock"):
             node.api.create_pod(pod("p", foo()))
@@ -236,6 +241,8 @@ async def test_after_a_reboot_with_the_plugin_in_time_the_pod_gets_its_old_ids_w
         await _reboot(node, "p")
         async with serving(node, plugin, "foo.sock"):
             await register(node, plugin, "foo.sock")
+            await wait_allocatable(node, FOO, len(plugin.devices))
+            node.kubelet.begin_admissions()
             await node.kubelet.wait_for(
                 lambda: node.api.pod("default", "p")["status"]["containerStatuses"][0]["restartCount"] == 1
             )
@@ -276,7 +283,8 @@ async def test_a_pod_deleted_while_the_kubelet_was_down_is_ended_at_its_start() 
 
 async def test_a_kubelet_stop_during_an_open_allocate_ends_the_call() -> None:
     """The call is noted as broken off, nothing is recorded, and the pod is admitted anew after the start."""
-    async with open_test_node() as node:
+    async with open_test_node(times=HELD_ADMISSIONS) as node:
+        node.kubelet.begin_admissions()
         plugin = foo_plugin()
 
         async def hang(_ids: list[str]) -> None:
@@ -293,6 +301,8 @@ async def test_a_kubelet_stop_during_an_open_allocate_ends_the_call() -> None:
         await node.kubelet.start()
         async with serving(node, plugin, "foo.sock"):
             await register(node, plugin, "foo.sock")
+            await wait_allocatable(node, plugin.resource, len(plugin.devices))
+            node.kubelet.begin_admissions()
             await wait_phase(node, "p", "Running")
 
 

@@ -10,7 +10,7 @@ import base64
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from grpclib import GRPCError, Status
 from grpclib.client import UnaryUnaryMethod
 from grpclib.const import Cardinality, Handler
 
+from gpushare_agent.kit.grpc_client import UnixChannel
+from gpushare_agent.kit.grpc_server import GrpcServer
+from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
-from gpushare_agent.sandbox.grpc_bytes import UnixServer, open_channel
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import containers_of
 from gpushare_agent.wire import v1
@@ -38,8 +40,8 @@ from gpushare_agent.wire.v1beta1 import (
 )
 from tests.support_sandbox import (
     CORE,
+    HELD_ADMISSIONS,
     MEMORY,
-    SHORT_TIMES,
     by_container,
     container,
     open_test_node,
@@ -52,9 +54,6 @@ from tests.support_sandbox import (
 
 DATA = Path(__file__).parent.parent / "data" / "kubelet"
 CALLS = ("GetPreferredAllocation", "Allocate")
-
-UNHURRIED = replace(SHORT_TIMES, admission_delay_s=0.4)
-"""A kubelet that starts anew admits pods only once the plugins have had time to register, on a busy machine too."""
 
 
 def lines() -> list[dict[str, Any]]:
@@ -162,7 +161,7 @@ class RecordingPlugin:
 
     async def _list(self) -> bytes:
         """Again when the rate limit refuses, as the recorder did."""
-        channel = open_channel(self._node.paths.pod_resources_socket)
+        channel = UnixChannel(self._node.paths.pod_resources_socket)
         try:
             method = UnaryUnaryMethod(channel, "/v1.PodResourcesLister/List", bytes, bytes)
             while True:
@@ -189,31 +188,26 @@ def _device(name: str, numa: int) -> Device:
 @asynccontextmanager
 async def recorders(node: EmbeddedNode, steps: list[Step]) -> AsyncIterator[dict[str, RecordingPlugin]]:
     plugins = {name: RecordingPlugin(node, name, steps) for name in (CORE, MEMORY)}
-    servers = {name: UnixServer([plugin]) for name, plugin in plugins.items()}
+    servers = {name: GrpcServer([plugin]) for name, plugin in plugins.items()}
     try:
-        await serve_and_register(node, plugins, servers)
+        for name, plugin in plugins.items():
+            socket_name = f"{name.rpartition('/')[2]}.sock"
+            await servers[name].serve(bind_unix_socket(node.paths.device_plugin_path / socket_name, mode=0o600))
+            await register(node, plugin, socket_name)  # type: ignore[arg-type]
+            await wait_allocatable(node, name, len(plugin.order))
         yield plugins
     finally:
         for server in servers.values():
             await server.stop()
 
 
-async def serve_and_register(
-    node: EmbeddedNode, plugins: dict[str, RecordingPlugin], servers: dict[str, UnixServer]
-) -> None:
-    for name, plugin in plugins.items():
-        socket_name = f"{name.rpartition('/')[2]}.sock"
-        if servers[name]._server is None:
-            await servers[name].start_at(node.paths.device_plugin_path / socket_name)
-        await register(node, plugin, socket_name)  # type: ignore[arg-type]
-        await wait_allocatable(node, name, len(plugin.order))
-
-
 async def play(node: EmbeddedNode) -> tuple[list[Step], dict[str, Any], dict[str, RecordingPlugin]]:
-    """The trace's notes, in order. Returns the steps, the checkpoint of the captured moment, and the plugins."""
+    """The trace's notes, in order, on a node with held admissions: both plugins are registered before. Returns the steps,
+    the checkpoint of the captured moment, and the plugins."""
     steps: list[Step] = []
     pods = captured_pods()
     async with recorders(node, steps) as plugins:
+        node.kubelet.begin_admissions()
         for name in ("share-a", "two", "chain", "plain", "whole"):
             node.api.create_pod(pods[name])
             await wait_phase(node, name, "Running")
@@ -221,6 +215,7 @@ async def play(node: EmbeddedNode) -> tuple[list[Step], dict[str, Any], dict[str
         await node.kubelet.stop()
         await node.kubelet.start()
         async with recorders(node, steps):
+            node.kubelet.begin_admissions()
             await node.kubelet.wait_for(lambda: len(node.kubelet.listed_pods()) == 5, what="the pods taken up again")
             node.api.delete_pod("default", "two")
             await wait_gone(node, "two")
@@ -268,7 +263,7 @@ def expected_lists(steps: list[Step]) -> list[dict[str, dict[str, set[str]]]]:
 
 async def test_every_admission_call_of_the_trace_comes_again_with_the_same_ids() -> None:
     """Same calls per container: availability, must-include, size, answers and allocated IDs, and messages as long."""
-    async with open_test_node(times=UNHURRIED) as node:
+    async with open_test_node(times=HELD_ADMISSIONS) as node:
         steps, _, _ = await play(node)
     expected, got = in_containers(recorded_steps()), in_containers(steps)
     for (_, _, real), (_, _, embedded) in zip(expected, got, strict=True):
@@ -284,7 +279,7 @@ def _resource(step: Step) -> str:
 
 async def test_list_inside_the_handlers_shows_what_the_trace_shows() -> None:
     """One rule gives what the real kubelet listed in every handler; the embedded one follows it, with messages as long."""
-    async with open_test_node(times=UNHURRIED) as node:
+    async with open_test_node(times=HELD_ADMISSIONS) as node:
         steps, _, _ = await play(node)
     for source in (recorded_steps(), steps):
         assert [s.listed for s in source if s.method in CALLS] == expected_lists(source)
@@ -302,7 +297,7 @@ def _sorted(listed: dict[str, dict[str, set[str]]]) -> Any:
 
 async def test_prestart_follows_the_admission_in_container_order() -> None:
     """PreStartContainer of vcore: each container with its own IDs, init containers first, as in the trace."""
-    async with open_test_node(times=UNHURRIED) as node:
+    async with open_test_node(times=HELD_ADMISSIONS) as node:
         steps, _, _ = await play(node)
     starts = [[s.ids for s in source if s.method == "PreStartContainer"] for source in (recorded_steps(), steps)]
     assert starts[1][:7] == starts[0][:7]
@@ -311,7 +306,7 @@ async def test_prestart_follows_the_admission_in_container_order() -> None:
 
 async def test_deadlines_are_those_of_the_trace() -> None:
     """Options 5 s, PreStartContainer 30 s, GetPreferredAllocation and Allocate none."""
-    async with open_test_node(times=UNHURRIED) as node:
+    async with open_test_node(times=HELD_ADMISSIONS) as node:
         steps, _, plugins = await play(node)
     recorded = {s.method: s.deadline_s for s in recorded_steps()}
     assert recorded == {"GetPreferredAllocation": None, "Allocate": None, "PreStartContainer": 30.0}
@@ -326,7 +321,7 @@ async def test_the_checkpoint_has_the_entries_of_the_captured_one() -> None:
     names = {
         i["metadata"]["uid"]: i["metadata"]["name"] for i in json.loads((DATA / "pods-1.36.json").read_text())["items"]
     }
-    async with open_test_node(times=UNHURRIED) as node:
+    async with open_test_node(times=HELD_ADMISSIONS) as node:
         _, checkpoint, _ = await play(node)
         names |= {call.pod_uid: call.subject.pod_name for call in node.kubelet.calls}
     assert checkpoint.keys() == captured.keys()
@@ -351,10 +346,10 @@ async def test_registration_asks_for_options_before_it_answers() -> None:
     assert recorded == ["GetDevicePluginOptions", "Register", "ListAndWatch"]
     request = RegisterRequest.parse(base64.b64decode(lines()[1]["request"]))
     assert request.options == DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
-    async with open_test_node(times=UNHURRIED) as node:
+    async with open_test_node(times=HELD_ADMISSIONS) as node:
         plugin = RecordingPlugin(node, CORE, [])
-        server = UnixServer([plugin])
-        await server.start_at(node.paths.device_plugin_path / request.endpoint)
+        server = GrpcServer([plugin])
+        await server.serve(bind_unix_socket(node.paths.device_plugin_path / request.endpoint, mode=0o600))
         try:
             await register(node, plugin, request.endpoint)  # type: ignore[arg-type]
             assert "GetDevicePluginOptions" in plugin.deadlines
