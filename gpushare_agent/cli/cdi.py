@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Literal
 
 from gpushare_agent.agent.cdi_parts import cdi_specs
-from gpushare_agent.agent.node_parts import open_driver
+from gpushare_agent.cli.check.local import read_inventory
 from gpushare_agent.isolation.devices.cdi_specs import CdiState, SpecChange
 from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.settings.settings import Settings
 
 _DRIVER_TIMEOUT_S = 60.0
@@ -32,7 +30,8 @@ async def run(
         StartupError: volume.conf or the topology file of simulated GPUs is wrong.
     """
     specs = cdi_specs(settings)
-    gpus = await _read_gpus(settings)
+    async with asyncio.timeout(_DRIVER_TIMEOUT_S):
+        gpus = (await read_inventory(settings)).gpus
     if not gpus:
         raise Unavailable("the driver answers, but there is no GPU to name: no CDI spec was written or removed")
     state = specs.ensure(gpus) if action == "generate" and not check else specs.plan(gpus)
@@ -42,15 +41,6 @@ async def run(
         return 1 if state.unnamed or _is_missing(state) else 0
     print(_as_json(state, is_done=is_done) if output == "json" else _as_text(state, is_done=is_done))
     return 1 if state.unnamed else 0
-
-
-async def _read_gpus(settings: Settings) -> Sequence[Gpu]:
-    driver = open_driver(settings)
-    try:
-        async with asyncio.timeout(_DRIVER_TIMEOUT_S):
-            return (await driver.read()).gpus
-    finally:
-        await driver.close()
 
 
 def _is_missing(state: CdiState) -> bool:

@@ -72,8 +72,6 @@ async def _check_driver_setting(settings: Settings) -> list[Finding]:
 
 async def check_processes(settings: Settings) -> list[Finding]:
     """Whether the containers' processes have PIDs here, and the /proc that shows whose they are."""
-    if IsolationName.VCUDA not in settings.isolations_in_use:
-        return []
     proc_root = settings.runtime.proc_root
     if not await _sees_processes(settings):
         detail = (

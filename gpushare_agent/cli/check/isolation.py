@@ -16,7 +16,6 @@ from gpushare_agent.isolation.driver_volume.plan import LIBCUDA
 from gpushare_agent.isolation.driver_volume.values import CONTROL_LIBRARY_NAME, DriverVolume, VolumeName
 from gpushare_agent.isolation.driver_volume.volume_config import read_volume_config
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.settings.settings import Settings
 
@@ -32,8 +31,6 @@ _MIB = 1 << 20
 
 async def check_virtual_manager(settings: Settings) -> list[Finding]:
     """The tree with a directory for each container, mounted there at /etc/vcuda."""
-    if IsolationName.VCUDA not in settings.isolations_in_use:
-        return []
     path = settings.virtual_manager.path
     try:
         found = await asyncio.to_thread(node_probes.require_writable, path)
@@ -49,8 +46,6 @@ async def check_virtual_manager(settings: Settings) -> list[Finding]:
 
 async def check_driver_directory(settings: Settings) -> list[Finding]:
     """What volume.conf names is installed, and the control library is in libcuda's place."""
-    if IsolationName.VCUDA not in settings.isolations_in_use:
-        return []
     if settings.volume_config is None:
         return [_no_config(settings)]
     try:

@@ -32,7 +32,7 @@ _MIB = 1 << 20
 async def check_driver(settings: Settings) -> list[Finding]:
     """The GPUs, and with NVML the device nodes that containers need."""
     try:
-        inventory = await _read_gpus(settings)
+        inventory = await read_inventory(settings)
     except AgentError as failure:
         cure = "make `nvidia-smi` work on the host; a node without GPUs can rehearse with --driver simulated"
         if settings.driver == "simulated":
@@ -40,7 +40,7 @@ async def check_driver(settings: Settings) -> list[Finding]:
         level = Level.ERROR if settings.fail_on_init_error else Level.WARNING
         return [Finding(level=level, what="driver", detail=str(failure), cure=cure)]
     findings = [_gpus_finding(settings, inventory)]
-    findings += [_gpu_trouble(gpu) for gpu in inventory.gpus if not gpu.is_healthy]
+    findings += [_unhealthy_finding(gpu) for gpu in inventory.gpus if not gpu.is_healthy]
     findings += [
         warning(
             "card",
@@ -54,7 +54,8 @@ async def check_driver(settings: Settings) -> list[Finding]:
     return findings
 
 
-async def _read_gpus(settings: Settings) -> GpuInventory:
+async def read_inventory(settings: Settings) -> GpuInventory:
+    """One read of the configured driver. Raises AgentError."""
     driver = open_driver(settings)
     try:
         return await driver.read()
@@ -70,7 +71,7 @@ def _gpus_finding(settings: Settings, inventory: GpuInventory) -> Finding:
     return ok("driver", f"{len(inventory.gpus)} {kind}, {memory} MiB in all")
 
 
-def _gpu_trouble(gpu: Gpu) -> Finding:
+def _unhealthy_finding(gpu: Gpu) -> Finding:
     detail = f"number {gpu.index} ({gpu.uuid}) is unhealthy: {gpu.unhealthy_reason}"
     return warning("card", detail, "see `nvidia-smi -q` and the kernel log; it is not given to pods until it recovers")
 
@@ -157,8 +158,6 @@ async def check_files(settings: Settings) -> list[Finding]:
 
 async def check_open_files(settings: Settings) -> list[Finding]:
     """The hard limit; the agent raises the soft one itself."""
-    if IsolationName.VCUDA not in settings.isolations_in_use:
-        return []
     _, hard = read_open_files_limit()
     if hard >= NEEDED_OPEN_FILES:
         given = "unlimited" if hard == sys.maxsize else str(hard)
