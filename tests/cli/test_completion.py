@@ -157,7 +157,7 @@ needs_zsh = pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not i
 
 
 def in_fish(script: Path, line: str) -> list[str]:
-    """The words that fish offers, without what it says of them."""
+    """The words that fish offers, without its descriptions."""
     out = run("fish", "--no-config", "-c", f"source {script}; complete -C '{line}'", cwd=script.parent)
     return [offer.partition("\t")[0] for offer in out.splitlines()]
 

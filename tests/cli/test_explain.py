@@ -1,4 +1,4 @@
-"""`explain`: what a whole agent on the embedded node says of its own decisions, and what is said where there is none."""
+"""`explain`: the decisions of a whole agent on the embedded node, and the answer where there is none."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def text_of(
 
 
 def verdicts(text: str) -> dict[str, tuple[bool, str]]:
-    """By GPU: whether it is marked as chosen, and what is said of it."""
+    """By GPU: whether it is marked as chosen, and its verdict."""
     rows = [line for line in text.partition("VERDICT\n")[2].splitlines() if "ealthy " in line]
     split = [(row.startswith("  *"), row.removeprefix("  *").split(maxsplit=5)) for row in rows]
     return {words[0]: (is_chosen, words[5]) for is_chosen, words in split}
@@ -85,7 +85,7 @@ async def test_every_placement_is_explained(capsys: pytest.CaptureFixture[str]) 
 
 
 async def test_a_refusal_for_memory_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    """The node has so much in all, so the scheduler sent it; no GPU has, and each GPU's verdict says what is short."""
+    """The node has so much in all, so the scheduler sent it; no GPU has, and each GPU's verdict names the shortage."""
     async with open_test_node() as node, open_agent(node, "--simulated.cards=2") as agent:
         url = f"http://127.0.0.1:{await agent.parts.web.wait_listening()}"
         memory = await text_of(node, url, pod("memory", container(cores=10, blocks=100)), "Failed", capsys)
@@ -146,7 +146,7 @@ async def test_only_the_newest_decision_of_each_container_is_shown(capsys: pytes
 
 
 async def test_a_pod_made_again_is_another_pod(capsys: pytest.CaptureFixture[str]) -> None:
-    """What its predecessor of the same name got is not told as its own."""
+    """What its predecessor of the same name got is not shown as its own."""
     decisions = [decision(2, container="new"), decision(1, container="old", pod_uid="before")]
     assert "container old" not in await explained(capsys, decisions, PodQuery(pod="train"))
 
@@ -194,7 +194,7 @@ async def test_a_reason_that_is_not_known_has_no_advice(capsys: pytest.CaptureFi
 
 
 def test_every_refusal_has_advice() -> None:
-    """Who adds a reason says what to do about it."""
+    """A new reason needs its advice."""
     assert set(ADVICE) == set(RefusalReason)
 
 
@@ -231,16 +231,16 @@ async def test_a_pod_never_decided_about_is_reported_with_where_to_look(capsys: 
 
 async def test_refusals_of_pods_that_nobody_knows_are_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
     """The pod that is asked for may be one of them."""
-    stranger = decision(
+    unattributed = decision(
         2, pod="", container="", pod_uid="", namespace="", outcome=Outcome.REFUSED, reason="PodAmbiguous",
         explanation="two pods would fit",
     )  # fmt: skip
     with pytest.raises(NotFound, match=r"refused 1 call for a pod that it could not identify, .*two pods would fit"):
-        await explained(capsys, [stranger, decision()], PodQuery(pod="ghost"))
+        await explained(capsys, [unattributed, decision()], PodQuery(pod="ghost"))
 
 
 async def test_a_container_without_a_decision_names_those_that_have_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """A misspelt name costs one look."""
+    """A misspelt name is easy to correct."""
     with pytest.raises(NotFound, match=r"nothing about container x of pod train, but about: main$"):
         await explained(capsys, [decision()], PodQuery(pod="train", container="x"))
 
@@ -276,17 +276,17 @@ async def test_the_plugin_finds_the_pods_node_by_itself(short_dir: Path, capsys:
         settings = load_settings(["--kubeconfig", str(kubeconfig)], {"NODE_NAME": "desk"}).settings
         assert await explain.run(settings, AgentTarget(is_remote=True), PodQuery(pod="train"), form="table") == 0
     assert "default/train, container main got GPU 0" in capsys.readouterr().out
-    assert [request.path for request in server.heard] == [
+    assert [request.path for request in server.requests] == [
         "/api/v1/namespaces/default/pods/train",
         AGENTS,
         f"{proxy}/api/v1/decisions",
     ]
-    assert server.heard[1].query["fieldSelector"] == "spec.nodeName=n1"
-    assert server.heard[2].query == {"pod": "train", "namespace": "default", "limit": "500"}
+    assert server.requests[1].query["fieldSelector"] == "spec.nodeName=n1"
+    assert server.requests[2].query == {"pod": "train", "namespace": "default", "limit": "500"}
 
 
 async def test_a_pod_on_no_node_has_no_agent_to_ask(short_dir: Path) -> None:
-    """The scheduler still thinks about it: its Events say over what."""
+    """The scheduler has not decided: its Events have the reason."""
     answers = {"/api/v1/namespaces/ns/pods/train": raw_pod("train", spec={"nodeName": ""})}
     async with json_server(answers) as server:
         kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})

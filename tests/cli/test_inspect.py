@@ -163,7 +163,7 @@ async def test_the_document_of_inspect_says_what_the_table_says(capsys: pytest.C
 
 
 async def test_all_nodes_are_reported_by_the_api_server(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sorted by name; what is unplaced is told and in no GPU's sum; a node without an annotation by its capacity."""
+    """Sorted by name; what is unplaced is shown and in no GPU's sum; a node without an annotation by its capacity."""
     async with cluster(short_dir, two_nodes()) as (server, settings):
         out = await inspected(capsys, settings)
     rows = [line.split() for line in out.splitlines()]
@@ -173,14 +173,14 @@ async def test_all_nodes_are_reported_by_the_api_server(short_dir: Path, capsys:
     assert "a: 1 container with 30 cores and 1024 MiB is charged to no GPU; -d lists them" in out
     assert "b: no gpushare-agent/cards: GPUs of equal size are assumed from the node's capacity" in out
     assert out.splitlines()[-1].startswith("allocated of 4 GPUs in 2 nodes, 1 unhealthy: cores 30/400 (8 %)")
-    assert {request.path for request in server.heard} == {"/api/v1/nodes", "/api/v1/pods"}
-    assert all(request.headers["Authorization"] == "Bearer secret" for request in server.heard)
+    assert {request.path for request in server.requests} == {"/api/v1/nodes", "/api/v1/pods"}
+    assert all(request.headers["Authorization"] == "Bearer secret" for request in server.requests)
 
 
 async def test_of_all_nodes_a_cordon_is_reported_and_no_reason(
     short_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The node's object says that a GPU is out and by whom, not why: that is not known, and not nothing."""
+    """The node's object has that a GPU is out and by whom, not why: that is not known, and not nothing."""
     node = raw_node("a", [raw_gpu(0, is_healthy=False, cordoned=True), raw_gpu(1, is_healthy=False)])
     async with cluster(short_dir, {"/api/v1/nodes": raw_list([node]), "/api/v1/pods": raw_list([])}) as (_, settings):
         lines = (await inspected(capsys, settings)).splitlines()
@@ -264,9 +264,9 @@ async def test_another_nodes_agent_is_asked_through_its_pod(
     ):
         assert await top.run(settings, AgentTarget(node="n1"), once=True, interval_s=1.0, form="table") == 0
     assert "default/train/trainer" in capsys.readouterr().out
-    assert [request.path for request in server.heard] == ["/api/v1/namespaces/gpushare-system/pods", proxy]
-    assert server.heard[0].query["labelSelector"] == "app.kubernetes.io/name=gpushare-agent"
-    assert server.heard[0].query["fieldSelector"] == "spec.nodeName=n1"
+    assert [request.path for request in server.requests] == ["/api/v1/namespaces/gpushare-system/pods", proxy]
+    assert server.requests[0].query["labelSelector"] == "app.kubernetes.io/name=gpushare-agent"
+    assert server.requests[0].query["fieldSelector"] == "spec.nodeName=n1"
 
 
 async def test_without_a_node_the_only_agent_is_meant(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,13 +287,13 @@ async def test_without_a_node_the_only_agent_is_meant(short_dir: Path, capsys: p
     [("gpushare-system", "/api/v1/namespaces/gpushare-system/pods"), ("", "/api/v1/pods")],
 )
 async def test_a_node_without_an_agent_is_reported(namespace: str, path: str, short_dir: Path) -> None:
-    """With how to look for it, in the namespace that was searched, or in all."""
+    """With the command that finds it, in the namespace that was searched, or in all."""
     async with cluster(short_dir, {path: raw_list([])}) as (server, settings):
         with pytest.raises(NotFound, match=r"no agent runs on node n9: .*--agent-namespace"):
             await top.run(
                 settings, AgentTarget(node="n9", agent_namespace=namespace), once=True, interval_s=1.0, form="table"
             )
-    assert [request.path for request in server.heard] == [path]
+    assert [request.path for request in server.requests] == [path]
 
 
 async def test_an_agent_that_the_api_server_cannot_reach_is_reported(short_dir: Path) -> None:

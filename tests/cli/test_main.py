@@ -23,7 +23,7 @@ SLOW_LIBRARIES = ("argcomplete", "kubernetes_asyncio", "aiohttp", "pynvml", "yam
 
 
 def test_bad_settings_end_in_lines_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every command that reads settings tells each mistake in one line on standard error."""
+    """Every command that reads settings reports each mistake in one line on standard error."""
     for command in ("run", "config", "check"):
         assert main([command, "--query-prt=1", "--driver=cuda"], {}) == 2
         out, err = capsys.readouterr()
@@ -149,7 +149,7 @@ def test_a_bad_choice_of_an_own_option_ends_in_2(capsys: pytest.CaptureFixture[s
 
 
 async def test_an_agent_error_ends_in_one_line_and_code_1() -> None:
-    """What keeps the agent from starting is told without a traceback."""
+    """What keeps the agent from starting is reported without a traceback."""
     ended = await run_program("run", "--driver=simulated", "--topology=/nonexistent", "--log.level=error")
     assert ended.code == 1
     assert "Traceback" not in ended.err
@@ -169,7 +169,7 @@ async def test_a_reader_that_hangs_up_early_is_no_error_to_tell() -> None:
 
 
 async def test_an_interrupt_ends_with_130_and_quietly(short_dir: Path) -> None:
-    """Ctrl-C during a command that has no better way to end is told by the exit code alone."""
+    """Ctrl-C during a command without a handler of its own is reported by the exit code alone."""
     fifo = short_dir / "settings.yaml"
     os.mkfifo(fifo)  # reading it waits for a writer: the program hangs in a known place
     process = await asyncio.create_subprocess_exec(
