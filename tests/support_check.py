@@ -22,7 +22,7 @@ REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 
 
 class Runtime(v1.RuntimeServiceBase):
-    """A container runtime that tells its version, and is asked for nothing else."""
+    """A container runtime that answers with its version, and to nothing else."""
 
     async def version(self, message: v1.VersionRequest) -> v1.VersionResponse:
         return v1.VersionResponse(runtime_name="containerd", runtime_version="v2.1.0")

@@ -31,7 +31,7 @@ SAMPLED_AT = 999.5
 
 
 @dataclass(frozen=True)
-class Heard:
+class ReceivedRequest:
     """A request as it arrived."""
 
     path: str
@@ -48,14 +48,14 @@ class JsonServer:
 
     answers: dict[str, Any] = field(default_factory=dict)
     stalls: frozenset[str] = frozenset()
-    heard: list[Heard] = field(default_factory=list)
+    requests: list[ReceivedRequest] = field(default_factory=list)
     url: str = ""
 
     def __post_init__(self) -> None:
         self._changed = asyncio.Event()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        self.heard.append(Heard(request.path, dict(request.query), dict(request.headers)))
+        self.requests.append(ReceivedRequest(request.path, dict(request.query), dict(request.headers)))
         self._changed.set()
         if request.path in self.stalls:
             await asyncio.Event().wait()
@@ -69,9 +69,9 @@ class JsonServer:
             return web.Response(body=body, status=status)
         return web.json_response(body, status=status)
 
-    async def wait_heard(self, count: int) -> None:
+    async def wait_requests(self, count: int) -> None:
         async with asyncio.timeout(DEADLINE_S):
-            while len(self.heard) < count:
+            while len(self.requests) < count:
                 self._changed.clear()
                 await self._changed.wait()
 
@@ -111,7 +111,7 @@ def agent_answers(document: dict[str, Any], *decisions: DecisionRecord) -> dict[
 
 
 def busy_node() -> dict[str, Any]:
-    """GPU 0 with two shares and a stranger, GPU 1 held whole and unhealthy, GPU 2 cordoned, GPU 3 free."""
+    """GPU 0 with two shares and an unattributed process, GPU 1 allocated whole and unhealthy, GPU 2 cordoned, GPU 3 free."""
     trainer, evaluator, whole = key_of(1, "trainer"), key_of(2, "evaluator"), key_of(3)
     usage = UsageRound(
         sampled_at=SAMPLED_AT,

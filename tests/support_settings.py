@@ -53,16 +53,16 @@ async def run_program(
 
 @dataclass
 class ListeningSocket:
-    """A unix server that notes how many guests came and everything they said, and never answers."""
+    """A unix server that counts connections and records what they send, and never answers."""
 
     path: Path
-    guests: int = 0
-    heard: bytearray = field(default_factory=bytearray)
+    connections: int = 0
+    received: bytearray = field(default_factory=bytearray)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.guests += 1
+        self.connections += 1
         while content := await reader.read(1024):
-            self.heard += content
+            self.received += content
         writer.close()
 
 

@@ -1,7 +1,7 @@
-"""Reads what an agent shows of its node: the document, decisions. For `top`, `inspect`, `graph` and `explain`.
+"""Reads an agent's document of its node and its decisions, for `top`, `inspect`, `graph` and `explain`.
 
-Two ways lead there: the agent's own HTTP address, and the API server's proxy to the agent's pod (cluster_nodes.py).
-Formats: docs/api.md. Nothing is kept between calls but the connection.
+Two clients exist: of the agent's own HTTP address, here, and of the API server's proxy to the agent's pod (agent_pods.py).
+Formats: docs/api.md. State: the connection.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Query = Mapping[str, str]
 
 
 class AgentClient(Protocol):
-    """One way to an agent. `name` is what messages call it."""
+    """Requests to one agent. `name` is for messages."""
 
     @property
     def name(self) -> str: ...
@@ -42,27 +42,27 @@ class AgentClient(Protocol):
         ...
 
 
-async def read_node(door: AgentClient) -> dict[str, Any]:
+async def read_node(agent: AgentClient) -> dict[str, Any]:
     """The node's document. Raises AgentError, Corrupt where it is of a format that this program does not know."""
-    document = await door.get("/api/v1/node", {})
+    document = await agent.get("/api/v1/node", {})
     is_whole = all(isinstance(document.get(name), kind) for name, kind in _PARTS.items())
     if document.get("schema") != SCHEMA or not is_whole:
         raise Corrupt(
-            f"cannot show the node of {door.name}: its document has format {document.get('schema')!r} or lacks a part, and "
+            f"cannot show the node of {agent.name}: its document has format {document.get('schema')!r} or lacks a part, and "
             f"this program reads format {SCHEMA}; use the gpushare-agent of the agent's own version"
         )
     return document
 
 
 async def read_decisions(
-    door: AgentClient, *, pod: str = "", namespace: str = "", limit: int = MAX_DECISIONS
+    agent: AgentClient, *, pod: str = "", namespace: str = "", limit: int = MAX_DECISIONS
 ) -> list[dict[str, Any]]:
     """The newest first, as docs/api.md has them: of one pod where it is named."""
     wanted = {"pod": pod, "namespace": namespace, "limit": str(limit)}
-    answer = await door.get("/api/v1/decisions", {key: value for key, value in wanted.items() if value})
+    answer = await agent.get("/api/v1/decisions", {key: value for key, value in wanted.items() if value})
     found = answer.get("decisions")
     if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
-        raise Corrupt(f"cannot explain with {door.name}: its answer has no list of decisions; is it an older agent?")
+        raise Corrupt(f"cannot explain with {agent.name}: its answer has no list of decisions; is it an older agent?")
     return found
 
 
@@ -84,8 +84,8 @@ def check_url(url: str) -> str:
     return url.rstrip("/")
 
 
-class AgentDoor:
-    """The agent's own address."""
+class DirectAgentClient:
+    """An AgentClient for the agent's own address."""
 
     def __init__(self, session: ClientSession, url: str, *, timeout_s: float) -> None:
         self._session = session
@@ -105,7 +105,7 @@ class AgentDoor:
                 content = await _content(response, what)
         except TimeoutError as e:
             raise Unavailable(
-                f"{what}: no answer within {self._timeout_s:g} s; if the agent runs, its log tells what it is busy with"
+                f"{what}: no answer within {self._timeout_s:g} s; if the agent runs, its log has the reason"
             ) from e
         except ClientConnectorError as e:
             raise Unavailable(
@@ -119,12 +119,12 @@ class AgentDoor:
 
 
 @asynccontextmanager
-async def open_agent_client(url: str, *, timeout_s: float = TIMEOUT_S) -> AsyncIterator[AgentDoor]:
+async def open_agent_client(url: str, *, timeout_s: float = TIMEOUT_S) -> AsyncIterator[DirectAgentClient]:
     """Connects on first use."""
     import aiohttp
 
     async with aiohttp.ClientSession(headers={"Accept": "application/json"}) as session:
-        yield AgentDoor(session, url, timeout_s=timeout_s)
+        yield DirectAgentClient(session, url, timeout_s=timeout_s)
 
 
 async def _content(response: ClientResponse, what: str) -> bytes:
@@ -141,14 +141,14 @@ async def _content(response: ClientResponse, what: str) -> bytes:
 
 
 def _reason(error: OSError) -> str:
-    """asyncio's text for a refused connection says neither word."""
+    """asyncio's text for a refused connection has no reason."""
     is_refused = error.errno == errno.ECONNREFUSED or "Connect call failed" in str(error)
     return "the connection is refused" if is_refused else str(error.strerror or error)
 
 
 def _status_error(status: int, content: bytes, what: str) -> AgentError:
-    said = " ".join(content[:300].decode("utf-8", "replace").split())
-    text = f"{what}: the answer is {status} ({said or 'no text'})"
+    body = " ".join(content[:300].decode("utf-8", "replace").split())
+    text = f"{what}: the answer is {status} ({body or 'no text'})"
     if status == 404:
         return NotFound(f"{text}; this is another program, or an agent older than these commands")
     if status in (429, 503):

@@ -1,36 +1,23 @@
-"""`gpushare-agent cdi generate|list`: names the node's GPUs for container runtimes by CDI, and tells who names them.
+"""`gpushare-agent cdi generate|list`: names the node's GPUs for container runtimes by CDI, and lists which spec names each.
 
-The agent does the same by itself where a CDI strategy is set; by hand it serves a host that only wants the names, and a
-person who asks why a container does not start. docs/device-lists.md tells operators more.
+The agent does the same by itself where a CDI strategy is set. The command is for a host that only needs the names, and for
+a person who asks why a container does not start. For operators: docs/device-lists.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Literal
 
-from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.agent.values import cdi_specs
+from gpushare_agent.cli.check.local import read_inventory
 from gpushare_agent.isolation.devices.cdi_specs import CdiState, SpecChange
 from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.settings.settings import Settings
 
 _DRIVER_TIMEOUT_S = 60.0
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "action", choices=("generate", "list"), help="write the agent's spec, or tell who names the GPUs"
-    )
-    parser.add_argument("--check", action="store_true", help="generate: tell what would be done, and change nothing")
-    parser.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="text for people, or one JSON document"
-    )
 
 
 async def run(
@@ -43,7 +30,8 @@ async def run(
         StartupError: volume.conf or the topology file of simulated GPUs is wrong.
     """
     specs = cdi_specs(settings)
-    gpus = await _read_gpus(settings)
+    async with asyncio.timeout(_DRIVER_TIMEOUT_S):
+        gpus = (await read_inventory(settings)).gpus
     if not gpus:
         raise Unavailable("the driver answers, but there is no GPU to name: no CDI spec was written or removed")
     state = specs.ensure(gpus) if action == "generate" and not check else specs.plan(gpus)
@@ -55,17 +43,8 @@ async def run(
     return 1 if state.unnamed else 0
 
 
-async def _read_gpus(settings: Settings) -> Sequence[Gpu]:
-    driver = open_driver(settings)
-    try:
-        async with asyncio.timeout(_DRIVER_TIMEOUT_S):
-            return (await driver.read()).gpus
-    finally:
-        await driver.close()
-
-
 def _is_missing(state: CdiState) -> bool:
-    """Whether a GPU's name would only come with the agent's own spec, which is not there or says something else."""
+    """Whether a GPU's name would only come with the agent's own spec, which is missing or differs."""
     return state.change is SpecChange.WRITTEN and any(path == state.own_path for _, path in state.named)
 
 

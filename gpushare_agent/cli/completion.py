@@ -1,159 +1,75 @@
-"""Shell completion: from the parsers and the settings to words, and from these to scripts for bash, zsh and fish.
+"""Shell completion by argcomplete: the shells' scripts, and the answer to one press of Tab.
 
-A script is complete in itself: pressing Tab starts no process. It is made from the same parsers that read the command line,
-so that it offers what they take; after an update it is to be printed again.
+The script is a few lines of argcomplete's; on Tab it runs the program with the variable `_ARGCOMPLETE`. The program then
+builds the parser of the command that is typed, so that the answer is always that of the installed version. kubectl asks
+`kubectl_complete-gpushare` in place of a script (cli/kubectl.py). No state.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from pathlib import Path
+import os
+from collections.abc import Sequence
+from functools import partial
+from itertools import count
 
-from gpushare_agent.settings.reference import Key, all_keys, allowed_text, kind_word
+from argcomplete.completers import ChoicesCompleter
+from argcomplete.finders import CompletionFinder
+from argcomplete.shell_integration import shellcode
 
-_PATH_WORDS = ("FILE", "DIR", "PATH")
-_LIST_OF = "a comma list of "
-
-
-class Value(Enum):
-    """Whether an option has a value. An optional one only follows "="."""
-
-    NONE = "none"
-    OPTIONAL = "optional"
-    TEXT = "text"
-    PATH = "path"
+from gpushare_agent.cli.command_line import CommandLine
+from gpushare_agent.settings.reference import all_keys
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """One option with all its names, dashes included."""
-
-    names: tuple[str, ...]
-    about: str
-    value: Value
-    choices: tuple[str, ...] = ()
+def script(shell: str, lines: Sequence[CommandLine]) -> str:
+    """What the shell sources. Raises nothing for a shell of SHELLS."""
+    return shellcode([line.program.replace(" ", "-") for line in lines], shell=shell)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Word:
-    """A command, or a command of a command. `choices` are what its positional arguments may be."""
-
-    name: str
-    about: str
-    options: tuple[Option, ...]
-    choices: tuple[str, ...] = ()
-    words: tuple[Word, ...] = ()
-    takes_settings: bool = False
+def answer_shell(line: CommandLine) -> int:
+    """Writes the completions to the descriptor that the script opened. Does not return: argcomplete ends the process."""
+    typed = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split()
+    CompletionFinder()(_parser(line, typed[1:]), always_complete_options=False)
+    return 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """An executable and its commands."""
-
-    name: str
-    words: tuple[Word, ...]
-
-
-def word_of(name: str, about: str, parser: argparse.ArgumentParser, *, takes_settings: bool) -> Word:
-    """What a parser takes."""
-    options: list[Option] = []
-    choices: list[str] = []
-    words: list[Word] = []
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            words += _words_of(action)
-        elif action.option_strings:
-            options.append(_option(action))
-        else:
-            choices += map(str, action.choices or ())
-    return Word(
-        name=name,
-        about=about,
-        options=tuple(options),
-        choices=tuple(choices),
-        words=tuple(words),
-        takes_settings=takes_settings,
-    )
-
-
-def _words_of(action: argparse._SubParsersAction[argparse.ArgumentParser]) -> list[Word]:
-    helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
-    return [word_of(name, helps.get(name, ""), parser, takes_settings=False) for name, parser in action.choices.items()]
-
-
-def _option(action: argparse.Action) -> Option:
-    placeholder = action.metavar if isinstance(action.metavar, str) else ""
-    is_path = action.type is Path or any(word in placeholder for word in _PATH_WORDS)
-    value = Value.PATH if is_path else Value.TEXT
-    if action.nargs == 0:
-        value = Value.NONE
-    elif action.nargs == "?":
-        value = Value.OPTIONAL
-    about = (action.help or "") % {**vars(action), "prog": ""} if action.help else ""
-    return Option(
-        names=tuple(action.option_strings), about=about, value=value, choices=tuple(map(str, action.choices or ()))
-    )
-
-
-def setting_options() -> tuple[Option, ...]:
-    """Every setting's flag and its aliases."""
-    return tuple(_setting(key) for key in all_keys())
-
-
-def _setting(key: Key) -> Option:
-    placeholder, allowed = kind_word(key), allowed_text(key)
-    choices: Iterable[str] = ()
-    value = Value.TEXT
-    if key.is_boolean:
-        value, choices = Value.OPTIONAL, ("true", "false")
-    elif "|" in placeholder:
-        choices = placeholder.split("|")
-    elif "PATH" in placeholder:
-        value = Value.PATH
-    elif allowed.startswith(_LIST_OF):
-        choices = allowed.removeprefix(_LIST_OF).split(", ")
-    names = tuple(f"--{name}" for name in (key.flag, *key.aliases))
-    return Option(names=names, about=key.field.description or "", value=value, choices=tuple(choices))
-
-
-def script(shell: str, programs: Sequence[Program]) -> str:
-    """For `bash`, `zsh` or `fish`."""
-    from gpushare_agent.cli import completion_bash, completion_fish, completion_zsh
-
-    made = {"bash": completion_bash.script, "zsh": completion_zsh.script, "fish": completion_fish.script}
-    return made[shell](programs, setting_options())
-
-
-def offered(program: Program, words: Sequence[str]) -> list[str]:
-    """What the last of the words may become, for who asks a program and not a script. `words` are those behind the
-    program's name; a value behind "=" comes with its flag."""
-    before, last = words[:-1], words[-1] if words else ""
-    if not before:
-        return _beginning([*(word.name for word in program.words), "--help", "--version"], last)
-    word = next((word for word in program.words if word.name == before[0]), None)
-    if word is None:
-        return []
-    known = [*word.options, *(setting_options() if word.takes_settings else ())]
+def completions(line: CommandLine, words: Sequence[str]) -> list[str]:
+    """What the last of `words`, those behind the program's name, may become. No names of files."""
+    *before, last = words or [""]
     flag, equals, _ = last.partition("=")
-    if equals:
-        choices = next((option.choices for option in known if flag in option.names), ())
-        return _beginning([f"{flag}={choice}" for choice in choices], last)
-    asked = next((option for option in known if before[-1] in option.names), None)
-    if asked is not None and asked.value in (Value.TEXT, Value.PATH):
-        return _beginning(asked.choices, last)
-    if last.startswith("-"):
-        return _beginning([name for option in known for name in option.names], last)
-    return _beginning(word.choices, last)
+    if last.startswith("-") and equals:  # argcomplete expects the option itself before a value behind "="
+        before.append(flag)
+    typed = " ".join([*before, last])
+    finder = CompletionFinder(
+        _parser(line, words),
+        always_complete_options=False,
+        default_completer=ChoicesCompleter({}),
+        append_space=False,
+    )
+    matches = iter(partial(next, map(partial(finder.rl_complete, typed), count())), None)
+    return [match[len(typed) - len(last) :] for match in matches]
 
 
-def _beginning(choices: Iterable[str], start: str) -> list[str]:
-    return [choice for choice in choices if choice.startswith(start)]
+def _parser(line: CommandLine, words: Sequence[str]) -> argparse.ArgumentParser:
+    """All commands, with the options of the one that is typed: those of all of them would take seconds to import."""
+    parser = argparse.ArgumentParser(prog=line.program, allow_abbrev=False)
+    parser.add_argument("--version", action="store_true")
+    commands = parser.add_subparsers()
+    for command in line.commands:
+        one = commands.add_parser(
+            command.name, help=command.summary, conflict_handler="resolve", allow_abbrev=False, add_help=True
+        )
+        if command.name in words[:1]:
+            if command.settings is not None:
+                _add_settings(one)
+            command.add_arguments(one)  # after the settings: an option that both have is the command's
+    return parser
 
 
-def first_sentence(text: str, limit: int = 90) -> str:
-    """What fits beside a word."""
-    sentence = " ".join(text.split()).split(". ")[0].rstrip(".")
-    return sentence if len(sentence) <= limit else sentence[: limit - 1].rstrip() + "…"
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    for key in all_keys():
+        names = [f"--{name}" for name in (key.flag, *key.aliases)]
+        about = (key.field.description or "").partition(". ")[0].replace("%", "%%")
+        action = parser.add_argument(*names, nargs="?" if key.is_boolean else None, help=about)
+        if choices := dict.fromkeys(key.kind.choices, ""):  # no `choices=`, which would refuse a comma list of them
+            action.completer = ChoicesCompleter(choices)  # type: ignore[attr-defined]  # argcomplete's attribute

@@ -29,13 +29,13 @@ class Answer:
     document: dict[str, Any]
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, has_reason: bool) -> None:
-    parser.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A GPU, or `--list`; and the socket."""
+    one = parser.add_mutually_exclusive_group(required=True)
+    one.add_argument(
         "gpu", metavar="GPU", nargs="?", default="", help="the GPU: its index, its UUID, or the beginning of it"
     )
-    if has_reason:
-        parser.add_argument("--reason", metavar="TEXT", default="", help="why, for whoever finds the GPU cordoned")
-    parser.add_argument("--list", action="store_true", help="print the GPUs and their health, and change nothing")
+    one.add_argument("--list", action="store_true", help="print the GPUs and their health, and change nothing")
     parser.add_argument("--socket", metavar="PATH", type=Path, help="the agent's control socket (default: the setting)")
 
 
@@ -71,15 +71,13 @@ def reported(action: str, document: dict[str, Any]) -> str:
     elif not document["changed"]:
         lines = [f"{name} was not cordoned and waits for no reset; nothing was changed."]
     else:
-        lines = (
-            [f"{name} is in service again."] if gpu["is_healthy"] else [f"{name} is no longer held back by command."]
-        )
+        lines = [f"{name} is in service again."] if gpu["is_healthy"] else [f"{name} is no longer cordoned."]
         if document["ended_wait"]:
             lines.append(f"It had waited for a reset since {document['ended_wait']}; that wait is ended.")
     if action == "uncordon" and not gpu["is_healthy"]:
         lines.append(f"It is Unhealthy still: {gpu['reason']}.")
     if document["not_kept"]:
-        lines.append(f"This is forgotten when the agent ends, for it could not be written down: {document['not_kept']}")
+        lines.append(f"This is forgotten when the agent ends, because it could not be written: {document['not_kept']}")
     return "\n".join(lines)
 
 

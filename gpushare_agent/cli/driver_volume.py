@@ -1,8 +1,8 @@
 """`gpushare-agent driver-volume`: collects the driver's files of this host into the volumes that containers mount.
 
-Runs before the agent serves (as an init container, say) and after each update of the driver. A volume that cannot be made
-does not keep the other from being made, nor old versions from being removed; what was in force before stays.
-docs/driver-volume.md tells operators more.
+Runs before the agent serves (for example as an init container) and after each update of the driver. A volume that fails
+does not stop the other, nor the removal of old versions; its former version stays in force. For operators:
+docs/driver-volume.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MIB = 1024 * 1024
 
 @dataclass(slots=True)
 class VolumeReport:
-    """What was done for one volume. `state`: made, unchanged, would change (only looked), failed."""
+    """What was done for one volume. `state`: made, unchanged, would change (with --check), failed."""
 
     name: str
     directory: str
@@ -75,7 +75,7 @@ def plan_of(settings: Settings, volume: DriverVolume) -> VolumePlan:
     """What belongs into a volume on this host.
 
     Raises:
-        StartupError: there is no libcuda or no control library; the text says where it was looked for.
+        StartupError: there is no libcuda or no control library; the text names the searched places.
     """
     control = read_control_library(settings.driver_volume.control_library) if volume.name is VolumeName.SHARED else None
     host = DriverLibraries(settings.driver_volume.root).find(volume)
@@ -120,34 +120,34 @@ def _make(
 
 
 def _prune(directory: DriverDirectory, volume: DriverVolume, report: VolumeReport, *, check: bool) -> None:
-    """With `check`, after the making was only looked at, what is in force now is not among those that would go."""
+    """With `check` the version in force now is not among those to remove."""
     mounted = functools.cache(read_mounted_directories)  # read at the first question, when no other run works here
 
     def is_in_use(version: str) -> bool:
         return bool(mounted().unreadable_processes) or mounted().has(f".versions/{version}")
 
-    found, kept = (directory.would_prune if check else directory.prune)(volume.name, is_in_use)
-    report.kept = list(kept)
+    found, used = (directory.would_prune if check else directory.prune)(volume.name, is_in_use)
+    report.kept = list(used)
     report.would_remove, report.removed = (list(found), []) if check else ([], list(found))
-    if kept and (blind := mounted().unreadable_processes):
+    if used and (blind := mounted().unreadable_processes):
         report.warnings.append(
-            f"volume {volume.name}: no old version {'would be' if check else 'was'} removed, for the mounts of {blind}"
+            f"volume {volume.name}: no old version {'would be' if check else 'was'} removed, because the mounts of {blind}"
             " processes cannot be read and one may use it; run this as the host's root, with the capability SYS_PTRACE"
         )
 
 
 def _progress(volume: DriverVolume) -> Callable[[str, int, int], None]:
     """Writes a line to standard error now and then, if it takes long."""
-    said_at = time.monotonic()
+    printed_at = time.monotonic()
 
-    def say(what: str, done: int, total: int) -> None:
-        nonlocal said_at
-        if time.monotonic() - said_at < _PROGRESS_PERIOD_S:
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal printed_at
+        if time.monotonic() - printed_at < _PROGRESS_PERIOD_S:
             return
-        said_at = time.monotonic()
+        printed_at = time.monotonic()
         print(f"volume {volume.name}: {what} {done // _MIB} of {total // _MIB} MiB", file=sys.stderr, flush=True)
 
-    return say
+    return report
 
 
 def _as_json(reports: Sequence[VolumeReport]) -> str:

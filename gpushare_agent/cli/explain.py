@@ -1,7 +1,7 @@
 """`gpushare-agent explain POD`: why a pod's containers got their GPUs, or why they were refused.
 
-The agent keeps its last decisions in memory (settings decisions.kept); what it decided before it was started is gone, and
-the answer says so. Exit codes: 0 with a decision, 1 without.
+The agent has its last decisions in memory (setting decisions.kept), none from before its start; the answer states that.
+Exit codes: 0 with a decision, 1 without.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from gpushare_agent.cli.agent_addresses import Where, open_agent
 from gpushare_agent.cli.agent_client import AgentClient, read_decisions
+from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.render_explain import decision_parts
 from gpushare_agent.cli.render_text import Form, counted, plain, print_as
 from gpushare_agent.model.errors import NotFound
 from gpushare_agent.settings.settings import Settings
 
 SCHEMA = 1
-_LOOKED_AT_FOR_UNATTRIBUTED = 200
+_SEARCHED_FOR_UNATTRIBUTED = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PodQuery:
     """Which pod: an empty namespace means any, an empty container means all."""
 
     pod: str
@@ -33,15 +33,15 @@ class Asked:
     container: str = ""
 
 
-async def run(settings: Settings, where: Where, asked: Asked, *, form: Form) -> int:
+async def run(settings: Settings, target: AgentTarget, query: PodQuery, *, form: Form) -> int:
     """Raises AgentError, NotFound where nothing was decided about the pod."""
-    namespace = asked.namespace or ("default" if where.is_remote or where.node else "")
-    async with open_agent(settings, where, pod=asked.pod, namespace=namespace) as door:
-        decisions = await read_decisions(door, pod=asked.pod, namespace=namespace)
-        chosen = newest_of_containers(decisions, asked.container)
+    namespace = query.namespace or ("default" if target.is_remote or target.node else "")
+    async with open_agent(settings, target, pod=query.pod, namespace=namespace) as agent:
+        decisions = await read_decisions(agent, pod=query.pod, namespace=namespace)
+        chosen = newest_of_containers(decisions, query.container)
         if not chosen:
-            raise NotFound(await _nothing_known(door, asked, namespace, decisions))
-    document = {"schema": SCHEMA, "pod": asked.pod, "decisions": chosen}
+            raise NotFound(await _nothing_known(agent, query, namespace, decisions))
+    document = {"schema": SCHEMA, "pod": query.pod, "decisions": chosen}
 
     def tables(_width: int) -> Sequence[RenderableType]:
         return [part for decision in chosen for part in (*decision_parts(decision), Text(""))]
@@ -53,7 +53,7 @@ async def run(settings: Settings, where: Where, asked: Asked, *, form: Form) -> 
 def newest_of_containers(decisions: Sequence[dict[str, Any]], container: str) -> list[dict[str, Any]]:
     """Of each container the newest decision, in the order in which they were decided. `decisions` begins with the newest.
 
-    A pod made again under the same name is another pod: only the newest one's count, in each namespace.
+    A pod created again under the same name is another pod: only the newest one's count, in each namespace.
     """
     pods: dict[str, str] = {}
     newest: dict[tuple[str, str], dict[str, Any]] = {}
@@ -64,12 +64,14 @@ def newest_of_containers(decisions: Sequence[dict[str, Any]], container: str) ->
     return sorted(newest.values(), key=lambda decision: (decision["namespace"], decision["number"]))
 
 
-async def _nothing_known(door: AgentClient, asked: Asked, namespace: str, decisions: Sequence[dict[str, Any]]) -> str:
-    name = f"{namespace}/{asked.pod}" if namespace else asked.pod
+async def _nothing_known(
+    agent: AgentClient, query: PodQuery, namespace: str, decisions: Sequence[dict[str, Any]]
+) -> str:
+    name = f"{namespace}/{query.pod}" if namespace else query.pod
     if decisions:
         known = ", ".join(sorted({plain(decision["container"]) for decision in decisions}))
-        return f"{door.name} has decided nothing about container {asked.container} of pod {name}, but about: {known}"
-    latest = await read_decisions(door, limit=_LOOKED_AT_FOR_UNATTRIBUTED)
+        return f"{agent.name} has decided nothing about container {query.container} of pod {name}, but about: {known}"
+    latest = await read_decisions(agent, limit=_SEARCHED_FOR_UNATTRIBUTED)
     unattributed = [decision for decision in latest if not decision["pod"]]
     seen = (
         f" It has refused {counted(len(unattributed), 'call')} for a pod that it could not identify, the last one so: "
@@ -79,7 +81,7 @@ async def _nothing_known(door: AgentClient, asked: Asked, namespace: str, decisi
     )
     in_namespace = f" -n {namespace}" if namespace else ""
     return (
-        f"{door.name} has decided nothing about pod {name}. Perhaps it is on another node, waits for the scheduler, asks "
-        f"for no share of a GPU, or was decided before the agent started or too long ago.{seen} Its Events tell more: "
-        f"kubectl describe pod{in_namespace} {asked.pod}"
+        f"{agent.name} has decided nothing about pod {name}. It may be on another node, wait for the scheduler, or request"
+        f" no share of a GPU, or the decision was before the agent started or too long ago.{seen} See its Events: "
+        f"kubectl describe pod{in_namespace} {query.pod}"
     )

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from gpushare_agent.cli.agent_addresses import Where, open_agent
 from gpushare_agent.cli.agent_client import read_node
+from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.render_text import MIB, Form, health_line, is_cordoned, plain, print_as
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.topology import Branch, LinkKind, Topology
@@ -21,10 +21,10 @@ MAX_DEPTH = 16
 _KINDS = {"X": LinkKind.SELF, "NV": LinkKind.NVLINK} | {kind.name: kind for kind in LinkKind if kind > LinkKind.NVLINK}
 
 
-async def run(settings: Settings, where: Where, *, form: Form) -> int:
+async def run(settings: Settings, target: AgentTarget, *, form: Form) -> int:
     """Raises AgentError."""
-    async with open_agent(settings, where) as door:
-        document = graph_document(await read_node(door))
+    async with open_agent(settings, target) as agent:
+        document = graph_document(await read_node(agent))
 
     def tables(_width: int) -> Sequence[RenderableType]:
         return [Text(tree_text(document), no_wrap=True, overflow="ignore")]

@@ -1,7 +1,7 @@
 """`gpushare-agent inspect`: what is allocated of every GPU, of one node by its agent or of all by the API server.
 
 The agent's ledger is the truth about its node. Over all nodes the sums come from the pods' limits and annotations
-(observability/inspection.py), which any tenant can write: what does not fit is told and charged to no GPU.
+(observability/inspection.py), which any tenant can write: what does not fit is shown and charged to no GPU.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from gpushare_agent.cli.agent_addresses import Where, open_agent
 from gpushare_agent.cli.agent_client import read_node
+from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.cluster_nodes import open_cluster, read_cluster
 from gpushare_agent.cli.render_inspect import inspection_document, inspection_tables
 from gpushare_agent.cli.render_text import Form, print_as
@@ -27,14 +27,14 @@ _NO_NODE = (
 )
 
 
-async def run(settings: Settings, where: Where, *, is_all_nodes: bool, with_details: bool, form: Form) -> int:
+async def run(settings: Settings, target: AgentTarget, *, is_all_nodes: bool, with_details: bool, form: Form) -> int:
     """Raises AgentError."""
     if is_all_nodes:
         async with open_cluster(settings) as api:
             nodes = await read_cluster(api, settings)
     else:
-        async with open_agent(settings, where) as door:
-            nodes = [sums_of_document(await read_node(door))]
+        async with open_agent(settings, target) as agent:
+            nodes = [sums_of_document(await read_node(agent))]
     document = inspection_document(nodes)
 
     def tables(_width: int) -> Sequence[RenderableType]:

@@ -1,7 +1,7 @@
 """`kubectl gpushare`: the commands that show nodes, for a person with a kubeconfig. kubectl finds the program by its name.
 
 The entry point is kubectl-gpushare; kubectl passes on everything behind `gpushare`. For completion behind `kubectl gpushare`
-it calls kubectl_complete-gpushare, and reads from it one word a line and last a number that says what the words are.
+it calls kubectl_complete-gpushare, and reads from it one word a line and last a number for the kind of the words.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from gpushare_agent import __version__
-from gpushare_agent.cli.completion_words import program_of
-from gpushare_agent.cli.line import Command, CommandLine, make_parser
-from gpushare_agent.cli.operator import KUBECTL, operator_commands
+from gpushare_agent.cli.command_line import CommandLine, print_version
+from gpushare_agent.cli.view_commands import KUBECTL, view_commands
 
 _NO_FILES = ":4"
 """Last line of an answer to kubectl: nothing else, no names of files."""
@@ -26,26 +24,17 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
 
 
 def complete(argv: Sequence[str] | None = None) -> int:
-    """What kubectl's completion asks: the words behind `kubectl gpushare`, the last of them unfinished, perhaps empty."""
-    from gpushare_agent.cli.completion import offered
+    """Answers kubectl's completion, for the words behind `kubectl gpushare`; the last is unfinished, perhaps empty."""
+    from gpushare_agent.cli.completion import completions
 
     words = list(sys.argv[1:] if argv is None else argv)
-    print("\n".join([*offered(program_of(PLUGIN_LINE), words), _NO_FILES]))
-    return 0
-
-
-def _version(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    make_parser("version", "Prints the version.", (), program=KUBECTL).parse_args(argv)
-    print(f"kubectl-gpushare {__version__}")
+    print("\n".join([*completions(PLUGIN_LINE, words), _NO_FILES]))
     return 0
 
 
 PLUGIN_LINE = CommandLine(
     program=KUBECTL,
-    purpose="shows who has which share of which GPU, on every node of a cluster.",
-    commands=(
-        *operator_commands(is_plugin=True),
-        Command(name="version", summary="print the version", run=_version, takes_settings=False),
-    ),
-    more=f"`{KUBECTL} COMMAND --help` tells more; docs/cli.md lists the rights that you need.",
+    purpose="shows which pod has which share of which GPU, on every node of a cluster.",
+    commands=(*view_commands(is_plugin=True), print_version("kubectl-gpushare")),
+    more=f"`{KUBECTL} COMMAND --help` explains one; docs/cli.md lists the rights that you need.",
 )

@@ -1,7 +1,7 @@
-"""The command line: argv and environment → settings → an app → an exit code.
+"""`gpushare-agent`: the table of its commands. argv and environment → settings → an app → an exit code.
 
 Exit codes: 0 done, 1 it could not be done, 2 the command line, a variable or the settings file is wrong, 130 interrupted.
-Each command imports its app only when it runs: the way from process start to registration stays short.
+Each command imports its app only when it runs: the time from process start to registration stays short.
 """
 
 from __future__ import annotations
@@ -10,26 +10,24 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from gpushare_agent import __version__
-from gpushare_agent.cli.completion_words import completion_command
-from gpushare_agent.cli.kubectl import PLUGIN_LINE
-from gpushare_agent.cli.line import PROGRAM, Command, CommandLine, make_parser, parse, run_app
-from gpushare_agent.cli.operator import operator_commands
-from gpushare_agent.kit.logs import setup_logging
-from gpushare_agent.settings.settings import LoadedSettings, Settings, load_settings
+from gpushare_agent.cli.command_line import (
+    ALL_SETTINGS,
+    PROGRAM,
+    Command,
+    CommandLine,
+    Invocation,
+    print_version,
+    run_app,
+)
+from gpushare_agent.cli.node_commands import NODE_COMMANDS
+from gpushare_agent.cli.view_commands import view_commands
 
-_DRIVER_VOLUME_HELP = f"""\
-example:
-  {PROGRAM} driver-volume --check
+if TYPE_CHECKING:
+    from gpushare_agent.settings.settings import Settings
 
-settings that it uses, each also a variable and a key of the YAML file:
-  --volume-config                  what to collect, and where the volumes go
-  --driver-volume.root             where the host's file system is
-  --driver-volume.control-library  the library that limits shares
-
-All other settings are accepted too; `{PROGRAM} run --help` explains them.
-"""
+_RESOURCE_SETTINGS = ("resources", "gpushare", "placement")
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
@@ -38,20 +36,9 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
     return COMMAND_LINE.main(arguments, os.environ if environ is None else environ)
 
 
-def _run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    parser = make_parser(
-        "run",
-        "Runs the node agent until SIGTERM or SIGINT. SIGHUP reads the settings again.",
-        argv,
-        examples=[f"{PROGRAM} run --config /etc/gpushare-agent/settings.yaml --log.level debug"],
-        has_all_settings=True,
-    )
-    _, flags = parse(parser, argv)
-
+def _run(call: Invocation) -> int:
     def reload() -> Settings:
-        settings = load_settings(flags, environ).settings
-        setup_logging(settings.log.level, settings.log.format)
-        return settings
+        return call.settings()
 
     settings = reload()
     from gpushare_agent.agent.agent import run as run_agent
@@ -69,128 +56,15 @@ def _config_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _config(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    parser = make_parser(
-        "config",
-        "Prints the settings in effect and where each came from.",
-        argv,
-        examples=[f"{PROGRAM} config --config settings.yaml -o yaml"],
-        has_all_settings=True,
-    )
-    _config_arguments(parser)
-    options, flags = parse(parser, argv)
+def _config(call: Invocation) -> int:
     from gpushare_agent.cli import show_settings
 
-    loaded: LoadedSettings = load_settings(flags, environ)
-    print(show_settings.render(loaded, options.output), end="")
+    print(show_settings.render(call.load(), call.options.output), end="")
     return 0
 
 
-def _text_or_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="text for people, or one JSON document"
-    )
-
-
-def _check(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    parser = make_parser(
-        "check",
-        "Tells what of this node is in place for the agent, and the cure for what is not.",
-        argv,
-        examples=[f"{PROGRAM} check --isolation mps"],
-    )
-    _text_or_json(parser)
-    options, flags = parse(parser, argv)
-    settings = load_settings(flags, environ).settings
-    setup_logging("error", settings.log.format)  # the report says it all
-    from gpushare_agent.cli.check import check as node_check
-
-    return run_app(node_check.run(settings, output=options.output))
-
-
-def _driver_volume_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="tell what would be done, and change nothing")
-    parser.add_argument("--prune", action="store_true", help="remove old versions that no container has mounted")
-    _text_or_json(parser)
-
-
-def _driver_volume(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    parser = make_parser("driver-volume", "Collects the driver's libraries and programs for containers to mount.", ())
-    parser.epilog = _DRIVER_VOLUME_HELP
-    _driver_volume_arguments(parser)
-    options, flags = parse(parser, argv)
-    settings = load_settings(flags, environ).settings
-    setup_logging(settings.log.level, settings.log.format)
-    from gpushare_agent.cli import driver_volume
-
-    return driver_volume.run(settings, check=options.check, prune=options.prune, output=options.output)
-
-
-def _cdi_arguments(parser: argparse.ArgumentParser) -> None:
-    from gpushare_agent.cli import cdi
-
-    cdi.add_arguments(parser)
-
-
-def _cdi(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    parser = make_parser(
-        "cdi",
-        "Names the node's GPUs for container runtimes by CDI, and tells who names them.",
-        argv,
-        examples=[f"{PROGRAM} cdi generate --check"],
-    )
-    _cdi_arguments(parser)
-    options, flags = parse(parser, argv)
-    settings = load_settings(flags, environ).settings
-    setup_logging("error", settings.log.format)  # the report says it all
-    from gpushare_agent.cli import cdi
-
-    return run_app(cdi.run(settings, action=options.action, check=options.check, output=options.output))
-
-
-def _vdevice_arguments(parser: argparse.ArgumentParser) -> None:
-    from gpushare_agent.isolation.vcuda import client as vdevice_client
-
-    vdevice_client.add_arguments(parser, {})
-
-
-def _vdevice(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Needs no settings: it runs inside a container that has a share."""
-    from gpushare_agent.isolation.vcuda import client as vdevice_client
-
-    return vdevice_client.run(argv, environ, program=f"{PROGRAM} vdevice")
-
-
-def _mps_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="ask the daemon once, whoever keeps it: 0 when it serves")
-
-
-def _mps(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    parser = make_parser(
-        "mps",
-        "Keeps NVIDIA's MPS control daemon on this node until SIGTERM or SIGINT.",
-        argv,
-        examples=[f"{PROGRAM} mps --check"],
-    )
-    _mps_arguments(parser)
-    options, flags = parse(parser, argv)
-    settings = load_settings(flags, environ).settings
-    setup_logging("error" if options.check else settings.log.level, settings.log.format)
-    from gpushare_agent.cli import mps_supervisor
-
-    return run_app(mps_supervisor.check(settings) if options.check else mps_supervisor.run(settings))
-
-
-def _extender(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    parser = make_parser(
-        "extender",
-        "Runs the scheduler extender until SIGTERM or SIGINT: kube-scheduler asks it which nodes have room on a GPU.",
-        argv,
-        examples=[f"{PROGRAM} extender --extender.addr 0.0.0.0 --extender.leader-elect=false"],
-    )
-    _, flags = parse(parser, argv)
-    settings = load_settings(flags, environ).settings
-    setup_logging(settings.log.level, settings.log.format)
+def _extender(call: Invocation) -> int:
+    settings = call.settings()
     from gpushare_agent.extender import app as extender
 
     return run_app(extender.run(settings))
@@ -202,19 +76,16 @@ def _sandbox_arguments(parser: argparse.ArgumentParser) -> None:
     sandbox.add_arguments(parser)
 
 
-def _sandbox(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+def _sandbox_words(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     from gpushare_agent.cli import sandbox
 
-    words, inner_command = sandbox.split_inner_command(argv)
-    parser = make_parser(
-        "sandbox",
-        "Runs the agent on an embedded node: no cluster, no GPU, no root.",
-        words,
-        examples=[f"{PROGRAM} sandbox --cards 4 --samples fitting"],
-    )
-    _sandbox_arguments(parser)
-    options, flags = parse(parser, words)
-    return run_app(sandbox.run(options, flags, inner_command))
+    return sandbox.split_inner_command(argv)
+
+
+def _sandbox(call: Invocation) -> int:
+    from gpushare_agent.cli import sandbox
+
+    return run_app(sandbox.run(call.options, list(call.flags), call.rest))
 
 
 def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -223,148 +94,93 @@ def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
     simulate.add_arguments(parser)
 
 
-def _simulate(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    parser = make_parser(
-        "simulate",
-        "Replays a workload on a simulated cluster with the real decisions, and compares what policies make of it.",
-        argv,
-        examples=[
-            f"{PROGRAM} simulate --nodes 200 --generate 20000 --plot policies.png",
-            f"{PROGRAM} simulate --nodes nodes.csv --pods pods.csv --policy binpack,agent-only -o json",
-        ],
-    )
-    _simulate_arguments(parser)
-    options, flags = parse(parser, argv)
-    settings = load_settings(flags, environ).settings
-    setup_logging("error", settings.log.format)  # the output says it all
+def _simulate(call: Invocation) -> int:
+    settings = call.settings(log_level="error")
     from gpushare_agent.cli import simulate
 
-    return simulate.run(options, settings)
+    return simulate.run(call.options, settings)
 
 
-def _cordon_arguments(parser: argparse.ArgumentParser) -> None:
-    from gpushare_agent.cli import cordon
-
-    cordon.add_arguments(parser, has_reason=True)
+def _completion_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="whose script to print")
 
 
-def _uncordon_arguments(parser: argparse.ArgumentParser) -> None:
-    from gpushare_agent.cli import cordon
+def _completion(call: Invocation) -> int:
+    from gpushare_agent.cli import completion
+    from gpushare_agent.cli.kubectl import PLUGIN_LINE
 
-    cordon.add_arguments(parser, has_reason=False)
-
-
-def _cordon(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    parser = make_parser(
-        "cordon",
-        "Takes a GPU out of service: pods that run on it go on, no new pod gets it. Needs root on the node.",
-        argv,
-        examples=[f"{PROGRAM} cordon 3 --reason 'fan replaced on Monday'", f"{PROGRAM} cordon --list"],
-    )
-    _cordon_arguments(parser)
-    return _ask_agent("cordon", parser, argv, environ)
-
-
-def _uncordon(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    parser = make_parser(
-        "uncordon",
-        "Puts a GPU back in service, and ends its wait for a reset. Needs root on the node.",
-        argv,
-        examples=[f"{PROGRAM} uncordon 3"],
-    )
-    _uncordon_arguments(parser)
-    return _ask_agent("uncordon", parser, argv, environ)
-
-
-def _ask_agent(action: str, parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    options, flags = parse(parser, argv)
-    if not options.gpu and not options.list:
-        parser.error("name a GPU: its index, its UUID or the beginning of it; --list prints the GPUs")
-    settings = load_settings(flags, environ).settings
-    from gpushare_agent.cli import cordon
-
-    return cordon.run(action, options, settings.control.socket)
-
-
-def _version(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    make_parser("version", "Prints the version.", ()).parse_args(argv)
-    print(f"{PROGRAM} {__version__}")
+    print(completion.script(call.options.shell, [COMMAND_LINE, PLUGIN_LINE]), end="")
     return 0
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command(name="run", summary="run the node agent", run=_run),
-    *operator_commands(is_plugin=False),
+    Command(
+        name="run",
+        summary="run the node agent",
+        description="Runs the node agent until SIGTERM or SIGINT. SIGHUP reads the settings again.",
+        run=_run,
+        examples=("run --config /etc/gpushare-agent/settings.yaml --log.level debug",),
+        settings=ALL_SETTINGS,
+    ),
+    *view_commands(is_plugin=False),
     Command(
         name="config",
         summary="print the settings in effect and where each came from",
+        description="Prints the settings in effect and where each came from.",
         run=_config,
+        examples=("config --config settings.yaml -o yaml",),
         add_arguments=_config_arguments,
+        settings=ALL_SETTINGS,
     ),
-    Command(
-        name="check",
-        summary="tell what of this node is in place, and the cure for what is not",
-        run=_check,
-        add_arguments=_text_or_json,
-    ),
-    Command(
-        name="driver-volume",
-        summary="collect the driver's files for containers to mount",
-        run=_driver_volume,
-        add_arguments=_driver_volume_arguments,
-    ),
-    Command(
-        name="cdi",
-        summary="name the GPUs for container runtimes by CDI, and tell who names them",
-        run=_cdi,
-        add_arguments=_cdi_arguments,
-    ),
-    Command(
-        name="vdevice",
-        summary="inside a container: register, and print its limits and PIDs",
-        run=_vdevice,
-        add_arguments=_vdevice_arguments,
-        takes_settings=False,
-    ),
-    Command(
-        name="mps", summary="keep NVIDIA's MPS control daemon on this node", run=_mps, add_arguments=_mps_arguments
-    ),
+    *NODE_COMMANDS,
     Command(
         name="extender",
-        summary="run the scheduler extender, for kube-scheduler to ask where a GPU has room",
+        summary="run the scheduler extender, which filters and ranks nodes for kube-scheduler",
+        description="Runs the scheduler extender until SIGTERM or SIGINT: kube-scheduler asks it which nodes have a GPU"
+        " with enough free capacity.",
         run=_extender,
-    ),
-    Command(
-        name="cordon",
-        summary="take a GPU out of service; running pods go on",
-        run=_cordon,
-        add_arguments=_cordon_arguments,
-    ),
-    Command(
-        name="uncordon",
-        summary="put a GPU back in service, and end its wait for a reset",
-        run=_uncordon,
-        add_arguments=_uncordon_arguments,
+        examples=("extender --extender.addr 0.0.0.0 --extender.leader-elect=false",),
+        settings=("kubeconfig", *_RESOURCE_SETTINGS, "extender", "log"),
     ),
     Command(
         name="sandbox",
         summary="try the agent on an embedded node, without a cluster or a GPU",
+        description="Runs the agent on an embedded node: no cluster, no GPU, no root.",
         run=_sandbox,
+        examples=("sandbox --cards 4 --samples fitting",),
         add_arguments=_sandbox_arguments,
+        settings=("isolation", "share_mode", "simulated", *_RESOURCE_SETTINGS, "web", "debug", "log"),
+        help_note="The settings are those of its agents.",
+        split_rest=_sandbox_words,
     ),
     Command(
         name="simulate",
         summary="replay a workload on a simulated cluster, and compare policies",
+        description="Replays a workload on a simulated cluster with the real decisions, and compares what policies make"
+        " of it.",
         run=_simulate,
+        examples=(
+            "simulate --nodes 200 --generate 20000 --plot policies.png",
+            "simulate --nodes nodes.csv --pods pods.csv --policy binpack,agent-only -o json",
+        ),
         add_arguments=_simulate_arguments,
+        settings=_RESOURCE_SETTINGS,
     ),
-    completion_command(lambda: (COMMAND_LINE, PLUGIN_LINE)),
-    Command(name="version", summary="print the version", run=_version, takes_settings=False),
+    Command(
+        name="completion",
+        summary="print a script that makes your shell complete commands and flags",
+        description="Prints a script that makes a shell complete commands and flags.",
+        run=_completion,
+        examples=("completion bash",),
+        help_note=f"In a running bash: source <({PROGRAM} completion bash)",
+        add_arguments=_completion_arguments,
+    ),
+    print_version(PROGRAM),
 )
 
 COMMAND_LINE: CommandLine = CommandLine(
     program=PROGRAM,
     purpose="lets pods share the NVIDIA GPUs of a Kubernetes node.",
     commands=COMMANDS,
-    more=f"`{PROGRAM} COMMAND --help` tells more; `{PROGRAM} run --help` explains every setting.",
+    more=f"`{PROGRAM} COMMAND --help` explains one; `{PROGRAM} run --help` explains every setting.",
 )

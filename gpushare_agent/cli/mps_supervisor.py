@@ -1,7 +1,7 @@
-"""`gpushare-agent mps`: keeps NVIDIA's MPS control daemon on this node, in a process of its own.
+"""`gpushare-agent mps`: runs NVIDIA's MPS control daemon on this node, in a process of its own.
 
 So the agent can be restarted and updated without touching a client: this process is its daemon's parent, and ends it only
-when it is itself told to end. Exit codes: 0 ended as asked, 1 the daemon cannot be kept (the reason is the last line).
+when it ends itself. Exit codes: 0 ended by a signal, 1 the daemon cannot be run (the reason is the last line).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 START_COMMANDS = 4
 """A start may take as long as so many commands: loading the driver costs seconds on a node that has just booted."""
-HOST_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the host's own, which is neither made nor labelled here
+HOST_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the host's own, which is neither created nor labelled here
 
 
 def control_of(settings: Settings) -> MpsControl:
@@ -35,7 +35,7 @@ def control_of(settings: Settings) -> MpsControl:
 
 
 async def check(settings: Settings) -> int:
-    """One look at the daemon, whoever keeps it: prints how it is; 0 when it serves, else 1."""
+    """Probes the daemon once, whoever runs it, and prints the result; 0 when it serves, else 1."""
     try:
         await control_of(settings).check()
     except Unavailable as error:
@@ -101,11 +101,11 @@ async def _supervise_and_drain(supervision: MpsSupervision, stops: _Stops) -> No
     failed: list[StartupError] = []
     try:
         async with asyncio.TaskGroup() as group:
-            kept = group.create_task(supervision.run(), name="mps supervision")
+            supervised = group.create_task(supervision.run(), name="mps supervision")
             stop = group.create_task(stops.wait(), name="stop")
-            await asyncio.wait({kept, stop}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({supervised, stop}, return_when=asyncio.FIRST_COMPLETED)
             stop.cancel()
-            kept.cancel()
+            supervised.cancel()
     except* StartupError as errors:
         failed = [error for error in errors.exceptions if isinstance(error, StartupError)]
     sd_notify("STOPPING=1", os.environ)
@@ -114,7 +114,7 @@ async def _supervise_and_drain(supervision: MpsSupervision, stops: _Stops) -> No
         again = group.create_task(stops.wait(), name="second stop")
         await asyncio.wait({drained, again}, return_when=asyncio.FIRST_COMPLETED)
         if not drained.done():
-            log.warning("mps_drain_cut_short", reason="told to end once more")
+            log.warning("mps_drain_cut_short", reason="a second signal")
             drained.cancel()
         again.cancel()
     if drained.cancelled():

@@ -1,4 +1,4 @@
-"""A decision for people: what was asked, what was chosen or why not, every GPU's verdict, what to do. Pure.
+"""A decision for people: the request, what was chosen or why not, every GPU's verdict, what to do. Pure.
 
 Reads decisions as docs/api.md has them (the fields of model/decision_records.py).
 """
@@ -20,14 +20,14 @@ _POLICIES = {
     "share": "a share of one GPU, by placement.share_policy",
     "fragment": "one whole GPU, in the branch of the topology that is most used already",
     "link": "several whole GPUs with the cheapest links between them",
-    "hint": "the GPU that the pod's annotation names (the scheduler extender's choice), which had room",
-    "must-include": "the GPU of the devices that the kubelet insisted on",
-    "memory": "a GPU with room for memory alone (GPUShare's resource)",
+    "hint": "the GPU that the pod's annotation names (the scheduler extender's choice), which had enough free",
+    "must-include": "the GPU of the devices that the kubelet names",
+    "memory": "a GPU with enough free memory, for memory alone (GPUShare's resource)",
 }
 _RETRIED = "Nothing: the pod's controller replaces it and the next try may succeed. If it goes on, read the agent's log"
 ADVICE = {
-    RefusalReason.INVALID_REQUEST: "Correct the limits in the pod's manifest, as the refusal says",
-    RefusalReason.NO_HEALTHY_GPU: "Look why the GPUs are out of service (`gpushare-agent top`), or use another node",
+    RefusalReason.INVALID_REQUEST: "Correct the limits in the pod's manifest, as the refusal states",
+    RefusalReason.NO_HEALTHY_GPU: "Find out why the GPUs are out of service (`gpushare-agent top`), or use another node",
     RefusalReason.NOT_ENOUGH_CORES: "Ask for fewer cores, wait until pods of this node end, or use another node",
     RefusalReason.NOT_ENOUGH_MEMORY: "Ask for less memory, wait until pods of this node end, or use another node",
     RefusalReason.FRAGMENTED: "The node has enough in all, but on no single GPU: ask for less, or wait until pods here end",
@@ -63,20 +63,20 @@ def _title(decision: dict[str, Any]) -> Text:
 
 
 def _facts(decision: dict[str, Any]) -> list[Text]:
-    facts = [("asked", _asked(decision)), ("policy", _policy(decision)), ("why", plain(decision["explanation"]))]
+    facts = [("request", _request(decision)), ("policy", _policy(decision)), ("why", plain(decision["explanation"]))]
     if decision["outcome"] == Outcome.REFUSED.value:
         facts.append(("do", _advice(decision["reason"])))
-    return [Text.assemble((f"  {name:<7}", "dim"), text) for name, text in facts if text]
+    return [Text.assemble((f"  {name:<8}", "dim"), text) for name, text in facts if text]
 
 
-def _asked(decision: dict[str, Any]) -> str:
-    asked = decision["asked"]
-    if asked is None:
-        return f"{plain(decision['resource'])}; the refusal came before what it asks for was known"
-    parts = [f"{asked['cores']} cores"] if asked["cores"] else []
-    parts += [f"{mib(asked['memory_bytes'])} MiB"] if asked["memory_bytes"] else []
-    parts += [f"its annotation names GPU {_gpus(asked['hint'])}"] if asked["hint"] else []
-    parts += [f"the kubelet insists on {', '.join(map(plain, asked['must_cards']))}"] if asked["must_cards"] else []
+def _request(decision: dict[str, Any]) -> str:
+    request = decision["asked"]
+    if request is None:
+        return f"{plain(decision['resource'])}; refused before its request was known"
+    parts = [f"{request['cores']} cores"] if request["cores"] else []
+    parts += [f"{mib(request['memory_bytes'])} MiB"] if request["memory_bytes"] else []
+    parts += [f"its annotation names GPU {_gpus(request['hint'])}"] if request["hint"] else []
+    parts += [f"the kubelet requires {', '.join(map(plain, request['must_cards']))}"] if request["must_cards"] else []
     return ", ".join(parts)
 
 

@@ -93,7 +93,7 @@ def _totals(gpus: Sequence[GpuSums]) -> dict[str, Any]:
 
 
 def inspection_tables(document: dict[str, Any], *, with_details: bool) -> list[RenderableType]:
-    """From the document, so that both forms say the same."""
+    """From the document, so that both forms agree."""
     nodes = document["nodes"]
     parts: list[RenderableType] = [_gpus_table(nodes)]
     if with_details:

@@ -25,7 +25,7 @@ PIPE_WIDTH = 500
 GAP = 2
 MAX_TEXT_CHARS = 4000
 _EMPTY_REASONS = ("cordoned", NO_REASON)
-"""What stands for a cordon's reason in the annotation of a node and in an agent's document where none is told."""
+"""Placeholders for a cordon's reason where none was entered: in a node's annotation, and in an agent's document."""
 
 
 def print_as(form: Form, document: dict[str, Any], tables: Callable[[int], Sequence[RenderableType]]) -> None:
@@ -69,7 +69,7 @@ def grid(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, right:
 
 
 def plain_cell(text: str) -> str:
-    """As `plain`, but keeps the blanks at the front, which indent."""
+    """As `plain`, with the leading blanks, which indent."""
     return text[: len(text) - len(text.lstrip(" "))] + plain(text)
 
 
@@ -99,8 +99,8 @@ def is_cordoned(gpu: dict[str, Any]) -> bool:
     return gpu["cordoned"] is not None
 
 
-def is_ill(gpu: dict[str, Any]) -> bool:
-    """Whether something is wrong with the GPU itself: a cordoned one is offered to nobody, and may be well."""
+def is_unhealthy(gpu: dict[str, Any]) -> bool:
+    """Whether something is wrong with the GPU itself: a cordoned one is not offered, and may be healthy."""
     return bool(gpu["health_reason"]) or not (gpu["is_healthy"] or is_cordoned(gpu))
 
 
@@ -110,10 +110,10 @@ def health_word(gpu: dict[str, Any]) -> str:
 
 
 def health_reasons(gpu: dict[str, Any]) -> list[str]:
-    """Why, as far as it is told: the operator's words and what is wrong with the GPU itself. Where a GPU is both, each
+    """Why, where a reason is known: the operator's words and what is wrong with the GPU itself. Where a GPU is both, each
     begins with its word."""
     reported = {word: reason for word, reason in _words_with_reasons(gpu) if reason}
-    if is_cordoned(gpu) and is_ill(gpu):
+    if is_cordoned(gpu) and is_unhealthy(gpu):
         return [f"{word}: {reason}" for word, reason in reported.items()]
     return list(reported.values())
 
@@ -124,7 +124,7 @@ def health_line(gpu: dict[str, Any]) -> str:
 
 
 def _words_with_reasons(gpu: dict[str, Any]) -> list[tuple[str, str]]:
-    reported = (("Cordoned", is_cordoned(gpu), gpu["cordoned"]), ("Unhealthy", is_ill(gpu), gpu["health_reason"]))
+    reported = (("Cordoned", is_cordoned(gpu), gpu["cordoned"]), ("Unhealthy", is_unhealthy(gpu), gpu["health_reason"]))
     return [
         (word, plain(reason) if reason and reason not in _EMPTY_REASONS else "")
         for word, is_so, reason in reported
@@ -138,5 +138,5 @@ def health_style(word: str) -> str:
 
 def out_of_service(gpus: Sequence[dict[str, Any]]) -> str:
     """`, 1 unhealthy, 2 cordoned`; empty where all are in service."""
-    counts = ((sum(map(is_ill, gpus)), "unhealthy"), (sum(map(is_cordoned, gpus)), "cordoned"))
+    counts = ((sum(map(is_unhealthy, gpus)), "unhealthy"), (sum(map(is_cordoned, gpus)), "cordoned"))
     return "".join(f", {number} {word}" for number, word in counts if number)

@@ -1,6 +1,6 @@
 """The node's GPUs and their containers as a table, from the node's document. Pure: values in, a table out.
 
-A narrow terminal gets fewer columns, in the order in which an operator can do without them; the first column and what
+A narrow terminal gets fewer columns, in the order of DROPPED_FIRST; the first column and what
 changes stay.
 """
 
@@ -50,7 +50,7 @@ class Line:
 
 def top_lines(document: dict[str, Any], width: int = PIPE_WIDTH) -> list[Line]:
     """A line for each GPU, below it why it is out of service, as many lines as that needs in this width, and one line for
-    each of its containers and for each process of nobody's."""
+    each of its containers and for each unattributed process."""
     lines: list[Line] = []
     for gpu in document["cards"]:
         lines += [_gpu_line(gpu), *_reason_lines(gpu, width)]
@@ -60,11 +60,11 @@ def top_lines(document: dict[str, Any], width: int = PIPE_WIDTH) -> list[Line]:
             for part in container["cards"]
             if part["uuid"] == gpu["uuid"]
         ]
-        lines += [_stranger_line(process) for process in gpu["strangers"]]
-    homeless = [container for container in document["containers"] if not container["cards"]]
-    if homeless:
+        lines += [_unattributed_line(process) for process in gpu["strangers"]]
+    unplaced = [container for container in document["containers"] if not container["cards"]]
+    if unplaced:
         lines.append(Line(cells=("on no GPU that the driver names", *([""] * (len(COLUMNS) - 1))), is_gpu=True))
-        lines += [_container_line(container, None) for container in homeless]
+        lines += [_container_line(container, None) for container in unplaced]
     return lines
 
 
@@ -90,11 +90,11 @@ def _gpu_line(gpu: dict[str, Any]) -> Line:
 
 def _reason_lines(gpu: dict[str, Any], width: int) -> list[Line]:
     style = health_style(health_word(gpu))
-    room = max(1, width - len(REASON_INDENT))
+    text_width = max(1, width - len(REASON_INDENT))
     return [
         Line(cells=(REASON_INDENT + part,), is_gpu=False, style=style)
         for reason in health_reasons(gpu)
-        for part in textwrap.wrap(reason, room)
+        for part in textwrap.wrap(reason, text_width)
     ]
 
 
@@ -124,7 +124,7 @@ def _cores(container: dict[str, Any]) -> str:
     return f"{container['cores']}–{ceiling}" if ceiling and ceiling > container["cores"] else str(container["cores"])
 
 
-def _stranger_line(process: dict[str, Any]) -> Line:
+def _unattributed_line(process: dict[str, Any]) -> Line:
     cells = (
         f"  process {process['pid']} of no container",
         process["kind"],
@@ -188,7 +188,7 @@ def _line(line: Line, widths: Mapping[str, int], width: int) -> Text:
 
 
 def _row(cells: Mapping[str, Text], widths: Mapping[str, int], *, style: str) -> Text:
-    """Made by hand, for a table cannot have a row that is one cell."""
+    """Not by rich's Table, which has no row of one cell over all columns."""
     row = Text(style=style, no_wrap=True, overflow="crop")
     for name, cell in cells.items():
         cell.truncate(widths[name], overflow="ellipsis")
@@ -219,7 +219,7 @@ def heading(document: dict[str, Any]) -> Text:
 def _sampled(document: dict[str, Any]) -> str:
     sampled_at = document["agent"]["sampled_at"]
     if sampled_at is None:
-        return "use not sampled yet"
+        return "usage not sampled yet"
     age_s = max(0.0, document["at"] - sampled_at)
     period_s = document["agent"]["sample_period_seconds"]
-    return f"use sampled {age_s:.0f} s ago" if age_s > 3 * period_s else "use is current"
+    return f"usage sampled {age_s:.0f} s ago" if age_s > 3 * period_s else "usage is current"

@@ -1,6 +1,6 @@
-"""`gpushare-agent sandbox`: the agent on an embedded node, for a person to try or for a script to check.
+"""`gpushare-agent sandbox`: the agent on an embedded node, to try it or to check it in a script.
 
-The arguments, and the commands for a sandbox that runs already; cli/sandbox_run.py runs one. Exit codes: 0 done, 1 not
+Here: the arguments, and the commands for a running sandbox; cli/sandbox_run.py runs one. Exit codes: 0 done, 1 not
 every pod runs or a part failed, 2 a manifest or a setting is wrong; `exec` ends as its command does (sandbox_exec.py).
 """
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--samples", choices=SAMPLE_SETS, help="sample pods; fitting leaves out the one that cannot run (default: all, "
         "with --apply none)")  # fmt: skip
-    add("--once", action="store_true", help="wait until every pod is settled, print, clean up; exit 0 if all of them are "
+    add("--once", action="store_true", help="wait until every pod has settled, print, clean up; exit 0 if all of them are "
         "Running or Succeeded, else 1 (with the sample pod that cannot fit: 1)")  # fmt: skip
     add("--format", choices=("table", "json"), default="table", help="what --once and status print to standard output; "
         "progress goes to standard error then (%(default)s)")  # fmt: skip
@@ -93,7 +93,7 @@ def _add_gpu_commands(commands: Any) -> None:
     fail = commands.add_parser(
         "fail-card",
         help="make a simulated GPU fail",
-        description="Makes a simulated GPU fail, as the driver would report it. What the agent makes of it is in `status` a"
+        description="Makes a simulated GPU fail, as the driver would report it. `status` shows the agent's reaction a"
         " few seconds later: the GPU's units are Unhealthy, running pods go on, new ones go elsewhere.",
     )
     fail.add_argument("card", metavar="INDEX", type=int, help="of the GPU, as `status` counts them")
@@ -104,9 +104,9 @@ def _add_gpu_commands(commands: Any) -> None:
         f" with the reason {LOST_REASON!r}")  # fmt: skip
     heal = commands.add_parser(
         "heal-card",
-        help="take back what fail-card did",
-        description="Ends the loss of a GPU; after an Xid error lets the driver see the GPU reset. The agent takes it back"
-        " when it has passed its probes (--health.recovery-probes, --health.recovery-period-s).",
+        help="undo fail-card",
+        description="Ends the loss of a GPU; after an Xid error lets the driver see the GPU reset. It is Healthy again"
+        " when it has passed the agent's probes (--health.recovery-probes, --health.recovery-period-s).",
     )
     heal.add_argument("card", metavar="INDEX", type=int, help="of the GPU")
 
@@ -114,7 +114,7 @@ def _add_gpu_commands(commands: Any) -> None:
 async def run(args: argparse.Namespace, extra_agent_flags: list[str], inner_command: Sequence[str] = ()) -> int:
     """Returns the exit code; `exec` does not return where it works. Raises AgentError for what a person must change.
 
-    `inner_command` is what sandbox_exec.split_inner_command set apart.
+    `inner_command` is the second part of sandbox_exec.split_inner_command.
     """
     try:
         if args.command is not None:
@@ -125,16 +125,16 @@ async def run(args: argparse.Namespace, extra_agent_flags: list[str], inner_comm
 
         plan = sandbox_run.Plan(
             state=args.state_dir, kubelet_version=args.kubelet_version, flags=tuple(_agent_flags(args, extra_agent_flags)),
-            manifests=tuple(manifests), is_once=args.once, form=args.format, node_flags=_node_flags(args),
+            manifests=tuple(manifests), is_once=args.once, form=args.format, node_flags=node_flags(args),
             has_extender=args.extender,
         )  # fmt: skip
         return await sandbox_run.run(plan)
     except ManifestError as error:
-        _complain(str(error))
+        _print_error(str(error))
         return 2
 
 
-def _complain(text: str) -> None:
+def _print_error(text: str) -> None:
     print(f"gpushare-agent sandbox: {text}", file=sys.stderr)
 
 
@@ -150,16 +150,16 @@ def _agent_flags(args: argparse.Namespace, extra: list[str]) -> list[str]:
 
 
 def _implied_gpus(args: argparse.Namespace, extra: list[str]) -> list[str]:
-    """Several memory sizes are as many GPUs, where nothing else says how many there are."""
+    """Several memory sizes are as many GPUs, where no setting has their number."""
     count = len((args.card_memory_mib or "").split(","))
     if count == 1 or args.cards is not None or args.topology is not None:
         return []
     sources = load_settings(extra, os.environ).sources
-    is_said = any(sources[name] != "default" for name in ("simulated.cards", "simulated.topology"))
-    return [] if is_said else [f"--cards={count}"]
+    is_set = any(sources[name] != "default" for name in ("simulated.cards", "simulated.topology"))
+    return [] if is_set else [f"--cards={count}"]
 
 
-def _node_flags(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
+def node_flags(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
     """Of each node: its GPUs, and for all but the first a web port of its own. Raises ManifestError."""
     entries = args.node_cards.split(",") if args.node_cards else []
     count = args.nodes if args.nodes is not None else max(1, len(entries))
@@ -171,7 +171,7 @@ def _node_flags(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
         )
     if entries and any(getattr(args, name) is not None for name in _SETTINGS_OPTIONS):
         raise ManifestError(
-            "--node-cards tells everything of the GPUs: leave out --cards, --card-memory-mib, --topology"
+            "--node-cards has everything about the GPUs: leave out --cards, --card-memory-mib, --topology"
         )
     gpus = [_gpus_flags(entry) for entry in entries]
     ports = [(), *((f"--web.port={free_port()}",) for _ in range(count - 1))]
@@ -216,9 +216,9 @@ async def _run_command(args: argparse.Namespace, extra: list[str], inner_command
 
         print_document(answer["document"], args.format, has_addresses=True)
     for line in answer["lines"]:
-        print(line, flush=True)  # before the complaints, where both go to one place
+        print(line, flush=True)  # before the errors, where both go to one place
     for error in answer["errors"]:
-        _complain(error)
+        _print_error(error)
     if args.command == "exec" and answer["ok"]:
         for note in answer["notes"]:
             print(note, file=sys.stderr)

@@ -27,7 +27,7 @@ def add_exec_arguments(parser: argparse.ArgumentParser) -> None:
     add("pod", metavar="POD", help="its name, or NAMESPACE/NAME")
     add("-c", "--container", help="default: the pod's first main container")
     add("-n", "--namespace", default="default", help="of the pod (%(default)s)")
-    add("-i", "--stdin", action="store_true", help="as with kubectl; the command has this terminal in any case")
+    add("-i", "--stdin", action="store_true", help="as with kubectl; the command has this terminal anyway")
     add("-t", "--tty", action="store_true", help="likewise")
 
 

@@ -25,9 +25,9 @@ class PlannedExtender:
 
 
 def plan_extender(
-    settings: Settings, paths: NodePaths, flags: Sequence[str], tell: Callable[[str], None]
+    settings: Settings, paths: NodePaths, flags: Sequence[str], report: Callable[[str], None]
 ) -> PlannedExtender:
-    """Not yet running. There is one only, so it leads without asking: one that was killed would wait for its own lease."""
+    """Not yet running. There is one only, so it leads without election: after a kill it would wait for its own lease."""
     port = free_port()
     arguments = [
         f"--kubeconfig={paths.kubeconfig}",
@@ -36,7 +36,7 @@ def plan_extender(
         f"--extender.addr={_HOST}",
         f"--extender.port={port}",
     ]
-    process = AgentProcess(arguments, paths.extender_log, tell, command="extender", name="the extender")
+    process = AgentProcess(arguments, paths.extender_log, report, command="extender", name="the extender")
     return PlannedExtender(url=f"http://{_HOST}:{port}/scheduler", process=process)
 
 

@@ -1,7 +1,7 @@
-"""The nodes of one run of the sandbox: what each is made of, and what runs beside it while the sandbox lasts.
+"""The nodes of one run of the sandbox: the parts of each, and their tasks while the sandbox runs.
 
-A node has its agent, a child process; the player of what its containers use; who watches its GPUs; and, where isolation
-mps is in use, a stand-in for the MPS control daemon. The order of the whole is in sandbox_run.
+A node has its agent, a child process; the player of its containers' usage; a poll of its GPUs' health; and, with isolation
+mps, a fake MPS control daemon. sandbox_run.py has the order of the whole.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _GPUS_INTERVAL_S = 1.0
 class RunningNode:
     """One node, and what runs for it."""
 
-    bench: NodeBench
+    parts: NodeBench
     settings: Settings
     driver: GpuDriver
     player: WorkloadPlayer | None
 
 
 def node_names(loaded: LoadedSettings, count: int) -> list[str]:
-    """The agent's node name where a person has given one; the host's name would say nothing here. Several are numbered."""
+    """The node name of the settings where one is set, else a name of the sandbox's. Several are numbered."""
     source = loaded.sources["node_name"]
-    is_given = source.startswith(("flag", "variable GPUSHARE")) or source.endswith((".yaml", ".yml"))
-    name = loaded.settings.node_name if is_given else NODE_NAME
+    is_set = source.startswith(("flag", "variable GPUSHARE")) or source.endswith((".yaml", ".yml"))
+    name = loaded.settings.node_name if is_set else NODE_NAME
     return [name] if count == 1 else [f"{name}-{number}" for number in range(count)]
 
 
@@ -66,14 +66,14 @@ async def build_node(
     node: EmbeddedNode,
     flags: Sequence[str],
     driver: GpuDriver,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     *,
     is_first: bool = True,
     is_only: bool = True,
 ) -> RunningNode:
-    """The node's parts, not yet running. `flags` are the person's, and win, but for what may mean all nodes: the name, and
-    a port that the first node has."""
-    own = (f"--node-name={node.name}", f"--debug.port={_debug_port(flags, is_first=is_first)}")
+    """The node's parts, not yet running. `flags` are those of the command line; they win over the sandbox's own, except for
+    the name, and for a port that the first node has."""
+    own = (f"--node-name={node.name}", f"--debug.port={debug_port(flags, is_first=is_first)}")
     arguments = [*node.agent_arguments(), *flags, *own]
     settings = load_settings(arguments, os.environ).settings
     resources, names = settings.resources, resource_names(settings)
@@ -81,27 +81,27 @@ async def build_node(
     shown = ReportedNode(
         node=node, gpus=inventory.gpus, vcore=resources.vcore, vmemory=resources.vmemory,
         memory_block_mib=resources.memory_block_mib, gpu_mem=names.gpu_mem, gpu_mem_unit_mib=names.gpu_mem_unit_mib,
-        addresses=_addresses(settings),
+        addresses=addresses_of(settings),
     )  # fmt: skip
-    bench = NodeBench(
+    parts = NodeBench(
         shown=shown,
         agent=AgentProcess(
-            arguments, node.paths.agent_log, tell, name="the agent" if is_only else f"the agent of {node.name}"
+            arguments, node.paths.agent_log, report, name="the agent" if is_only else f"the agent of {node.name}"
         ),
         faults=GpuFaults(settings.simulated.faults, len(inventory.gpus), health_policy(settings)),
     )
-    return RunningNode(bench=bench, settings=settings, driver=driver, player=_player(shown, settings))
+    return RunningNode(parts=parts, settings=settings, driver=driver, player=_player(shown, settings))
 
 
-def _debug_port(flags: Sequence[str], *, is_first: bool) -> int:
-    """A free one that stays when the agent is started again, unless a person has chosen."""
+def debug_port(flags: Sequence[str], *, is_first: bool) -> int:
+    """The port of the flags on the first node, else a free one, which stays over restarts of the agent."""
     loaded = load_settings(flags, os.environ)
-    is_given = is_first and loaded.sources["debug.port"] != "default"
-    return (loaded.settings.debug.port if is_given else 0) or free_port()
+    is_set = is_first and loaded.sources["debug.port"] != "default"
+    return (loaded.settings.debug.port if is_set else 0) or free_port()
 
 
-def _addresses(settings: Settings) -> dict[str, str]:
-    """Where the agent is asked from this machine; empty for what a setting has switched off."""
+def addresses_of(settings: Settings) -> dict[str, str]:
+    """The agent's addresses on this machine; empty for what a setting has switched off."""
     debug, socket = settings.debug, settings.control.socket
     return {
         "web": _url(settings.web.addr, settings.web.port),
@@ -111,21 +111,21 @@ def _addresses(settings: Settings) -> dict[str, str]:
 
 
 def _url(address: str, port: int) -> str:
-    """An address that means all of them is none to ask."""
+    """A client connects to localhost where the agent listens on every address."""
     host = "localhost" if address in ("0.0.0.0", "::") else address
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def agent_lines(node: RunningNode) -> list[str]:
-    """What a person types to ask the node's agent, as it must be written for this one."""
-    where = node.bench.shown.addresses
-    server = "" if where["web"] == _addresses(load_settings((), {}).settings)["web"] else f" --server {where['web']}"
+    """Command lines that ask this node's agent."""
+    where = node.parts.shown.addresses
+    server = "" if where["web"] == addresses_of(load_settings((), {}).settings)["web"] else f" --server {where['web']}"
     cordon = [f"cordon GPU --socket {shlex.quote(where['control_socket'])}"] if where["control_socket"] else []
     return [f"gpushare-agent {line}" for line in (f"top{server}", f"explain POD{server}", *cordon)]
 
 
 def _player(shown: ReportedNode, settings: Settings) -> WorkloadPlayer | None:
-    """None where a person has named a usage file of his own, or wants none."""
+    """None where the settings name another usage file, or none."""
     path = shown.node.paths.usage
     if settings.driver != "simulated" or settings.simulated.usage != path:
         return None
@@ -134,15 +134,15 @@ def _player(shown: ReportedNode, settings: Settings) -> WorkloadPlayer | None:
 
 @asynccontextmanager
 async def running(nodes: Sequence[RunningNode]) -> AsyncIterator[None]:
-    """Agents and all, until the block ends."""
+    """Runs agents, players and polls until the block ends."""
     async with AsyncExitStack() as stack:
         for node in nodes:
             await stack.enter_async_context(_fake_mps(node))
         async with asyncio.TaskGroup() as group:
             agents, others = [], []
             for node in nodes:
-                name = node.bench.name
-                agents.append(group.create_task(forever("agent process", node.bench.agent.run), name=f"agent {name}"))
+                name = node.parts.name
+                agents.append(group.create_task(forever("agent process", node.parts.agent.run), name=f"agent {name}"))
                 others.append(group.create_task(_watch_gpus(node), name=f"GPUs {name}"))
                 if node.player is not None:
                     others.append(group.create_task(forever("workload", node.player.run), name=f"workload {name}"))
@@ -158,8 +158,8 @@ async def running(nodes: Sequence[RunningNode]) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _fake_mps(node: RunningNode) -> AsyncIterator[None]:
-    """A daemon for isolation mps, unless a person has named the directory of one."""
-    settings, paths = node.settings, node.bench.shown.node.paths
+    """A daemon for isolation mps, unless the settings name the directory of one."""
+    settings, paths = node.settings, node.parts.shown.node.paths
     is_used = IsolationName.MPS in (settings.isolation, *settings.isolations_allowed)
     if not is_used or settings.mps.pipe_directory != paths.mps_pipe:
         yield
@@ -169,13 +169,13 @@ async def _fake_mps(node: RunningNode) -> AsyncIterator[None]:
 
 
 async def _watch_gpus(node: RunningNode) -> None:
-    """Why a GPU is not well: the kubelet is only told that it is not. Endless."""
-    bench = node.bench
+    """Polls why a GPU is Unhealthy: the kubelet has only the state. Endless."""
+    parts = node.parts
     while True:
         try:
             read = (await node.driver.read()).gpus
             found = {gpu.uuid: gpu.unhealthy_reason for gpu in read if gpu.unhealthy_reason}
         except Unavailable as error:
-            found = {gpu.uuid: str(error) for gpu in bench.shown.gpus}
-        bench.note_faults(found)
+            found = {gpu.uuid: str(error) for gpu in parts.shown.gpus}
+        parts.note_faults(found)
         await asyncio.sleep(_GPUS_INTERVAL_S)

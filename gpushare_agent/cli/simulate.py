@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes",
         metavar="N|FILE",
         default=str(_USUAL_NODES),
-        help="a number of made nodes, or a CSV file of nodes: name,GPUs,memory_mib,model, or a trace's (%(default)s)",
+        help="a number of generated nodes, or a CSV file of nodes: name,GPUs,memory_mib,model, or a trace's (%(default)s)",
     )
     pods = parser.add_mutually_exclusive_group()
     pods.add_argument(
@@ -50,14 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--generate",
         metavar="N",
         type=_count(MAX_PODS),
-        help=f"a number of made pods ({_USUAL_PODS})",
+        help=f"a number of generated pods ({_USUAL_PODS})",
     )
     add(
         "--load",
         metavar="X",
         type=_positive,
-        help="bring the arrivals closer or apart, until pods ask for X of the cores there are on average "
-        f"({_USUAL_LOAD:g} for made pods; those of a file arrive when it says)",
+        help="bring the arrivals closer or apart, until pods request X of all cores on average "
+        f"({_USUAL_LOAD:g} for generated pods; those of a file arrive at its times)",
     )
     add(
         "--policy",
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=_count(100),
         default=0,
-        help="nodes that a try looks at, kube-scheduler's percentageOfNodesToScore (its own rule: fewer in larger clusters)",
+        help="nodes per try, kube-scheduler's percentageOfNodesToScore (its own rule: fewer in larger clusters)",
     )
     add("--plot", metavar="FILE", type=Path, help="also draw a chart there, as PNG")
     add(
@@ -106,8 +106,8 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     )
     progress = _progress(len(workload.arrivals)) if not options.quiet else lambda policy, arrived: None
     results = list(compare(cluster, workload, options.policy, rules, on_progress=progress))
-    made = document(results, cluster=cluster, workload=workload, seed=options.seed, nodes_per_try=per_try)
-    print_as(options.output, made, lambda width: tables(results, cluster, workload))
+    result = document(results, cluster=cluster, workload=workload, seed=options.seed, nodes_per_try=per_try)
+    print_as(options.output, result, lambda width: tables(results, cluster, workload))
     if options.plot is not None:
         title = f"{len(workload.arrivals)} pods ({workload.source}) on {len(cluster.nodes)} nodes ({cluster.source})"
         plot.draw(results, options.plot, title=title, arrivals_s=workload.window_s)
@@ -119,7 +119,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     if text.isascii() and text.isdigit():
         count = int(text)
         if not 1 <= count <= MAX_NODES:
-            raise Rejected(f"--nodes {text}: the number of made nodes is 1 to {MAX_NODES}")
+            raise Rejected(f"--nodes {text}: the number of generated nodes is 1 to {MAX_NODES}")
         return generate_cluster(count, options.seed)
     return read_cluster(Path(text))
 
@@ -128,25 +128,25 @@ def _workload(options: argparse.Namespace, cluster: Cluster, block_mib: int) -> 
     if options.pods is not None:
         read = read_workload(options.pods, block_mib=block_mib)
         return at_load(read, cluster, options.load) if options.load else read
-    made = generate_workload(options.generate or _USUAL_PODS, options.seed, block_mib=block_mib)
-    return at_load(made, cluster, options.load or _USUAL_LOAD)
+    generated = generate_workload(options.generate or _USUAL_PODS, options.seed, block_mib=block_mib)
+    return at_load(generated, cluster, options.load or _USUAL_LOAD)
 
 
 def _progress(pods: int) -> Callable[[Policy, int], None]:
-    """Says every few seconds how far it is."""
-    said_at = time.monotonic()
+    """Prints the progress every few seconds."""
+    printed_at = time.monotonic()
 
-    def say(policy: Policy, arrived: int) -> None:
-        nonlocal said_at
-        if time.monotonic() - said_at >= _PROGRESS_S:
-            said_at = time.monotonic()
+    def report(policy: Policy, arrived: int) -> None:
+        nonlocal printed_at
+        if time.monotonic() - printed_at >= _PROGRESS_S:
+            printed_at = time.monotonic()
             print(f"{policy}: {arrived} of {pods} pods have arrived", file=sys.stderr, flush=True)
 
-    return say
+    return report
 
 
 def _policies(text: str) -> tuple[Policy, ...]:
-    """In the order given, each once."""
+    """In their order, each once."""
     try:
         return tuple(dict.fromkeys(Policy(name.strip()) for name in text.split(",")))
     except ValueError:

@@ -1,7 +1,7 @@
 """`gpushare-agent top`: the node's GPUs and their containers, once or as a live table.
 
-The live table polls the agent, stays when the agent goes away for a while (and says so), and ends with q or Ctrl-C. Without
-a terminal there is one table. State owned: the terminal's mode, put back at the end.
+The live table polls the agent, stays while the agent is unavailable (and shows it), and ends with q or Ctrl-C. Without a
+terminal there is one table. State owned: the terminal's mode, put back at the end.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from gpushare_agent.cli.agent_addresses import Where, open_agent
 from gpushare_agent.cli.agent_client import AgentClient, read_node
+from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.render_text import Form, plain, print_as
 from gpushare_agent.cli.render_top import heading, top_lines, top_table
 from gpushare_agent.model.errors import AgentError
@@ -33,18 +33,18 @@ from gpushare_agent.settings.settings import Settings
 _KEYS_AT_ONCE = 64
 _KEY = re.compile(r"\x1b\[[A-Z]|.", re.DOTALL)
 _OTHER_LINES = 3
-"""The table's header, the foot, and what is wrong with the agent."""
+"""The table's header, the foot, and the agent's problem."""
 _HELP = "q ends, j and k (or the arrows) scroll"
 
 
-async def run(settings: Settings, where: Where, *, once: bool, interval_s: float, form: Form) -> int:
-    """Prints or shows the node. Raises AgentError where the agent cannot be asked even once."""
-    async with open_agent(settings, where) as door:
-        document = await read_node(door)
+async def run(settings: Settings, target: AgentTarget, *, once: bool, interval_s: float, form: Form) -> int:
+    """Prints or shows the node. Raises AgentError where the first request fails."""
+    async with open_agent(settings, target) as agent:
+        document = await read_node(agent)
         if once or form != "table" or not (sys.stdout.isatty() and sys.stdin.isatty()):
             print_as(form, document, lambda width: _tables(document, width))
         else:
-            await _show_live(door, document, interval_s)
+            await _show_live(agent, document, interval_s)
     return 0
 
 
@@ -59,7 +59,7 @@ class _Screen:
     """What is shown. Changed by keys and by the poll, both on the event loop."""
 
     document: dict[str, Any]
-    trouble: str = ""
+    problem: str = ""
     first_line: int = 0
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
     is_changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -79,33 +79,33 @@ class _Screen:
         """As many lines as the terminal has; the rest is counted."""
         head, lines = heading(self.document), top_lines(self.document, width)
         head_lines = sum(-(-max(1, cell_len(line)) // width) for line in head.plain.splitlines())
-        room = max(1, height - head_lines - _OTHER_LINES)
-        self.first_line = min(self.first_line, max(0, len(lines) - room))
-        shown = lines[self.first_line : self.first_line + room]
+        lines_left = max(1, height - head_lines - _OTHER_LINES)
+        self.first_line = min(self.first_line, max(0, len(lines) - lines_left))
+        shown = lines[self.first_line : self.first_line + lines_left]
         hidden = len(lines) - len(shown)
         foot = f"{_HELP}; {hidden} more lines" if hidden else "q ends"
-        trouble = [Text(plain(self.trouble)[: width - 1], style="red")] if self.trouble else []
-        return Group(head, top_table(lines, width, shown), *trouble, Text(foot, style="dim"))
+        problem = [Text(plain(self.problem)[: width - 1], style="red")] if self.problem else []
+        return Group(head, top_table(lines, width, shown), *problem, Text(foot, style="dim"))
 
 
-async def _show_live(door: AgentClient, document: dict[str, Any], interval_s: float) -> None:
+async def _show_live(agent: AgentClient, document: dict[str, Any], interval_s: float) -> None:
     screen, console = _Screen(document), Console(highlight=False)
     with _terminal(screen), Live(console=console, screen=True, auto_refresh=False) as live:
         async with asyncio.TaskGroup() as group:
-            poll = group.create_task(_poll(door, screen, interval_s), name="poll the agent")
+            poll = group.create_task(_poll(agent, screen, interval_s), name="poll the agent")
             draw = group.create_task(_draw(screen, console, live), name="draw the screen")
             await screen.is_over.wait()
             poll.cancel()
             draw.cancel()
 
 
-async def _poll(door: AgentClient, screen: _Screen, interval_s: float) -> None:
+async def _poll(agent: AgentClient, screen: _Screen, interval_s: float) -> None:
     while True:
         await asyncio.sleep(interval_s)
         try:
-            screen.document, screen.trouble = await read_node(door), ""
+            screen.document, screen.problem = await read_node(agent), ""
         except AgentError as e:
-            screen.trouble = f"as of the last answer: {e}"
+            screen.problem = f"as of the last answer: {e}"
         screen.is_changed.set()
 
 

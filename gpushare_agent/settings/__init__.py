@@ -1,1 +1,9 @@
+"""The settings: one frozen tree from flags, variables, a YAML file and defaults, with the place of each value.
 
+Owns no state: `load_settings` makes a `LoadedSettings` (the tree `Settings` and its sources) and keeps nothing. Called by
+cli/; the composition hands each part its section. Open tree.py first: it joins the sections, one module per group
+(admission, extender, isolation, kubelet, observation, resources, simulated). sources.py reads the places, settings.py
+merges, validates and words mistakes, reference.py makes `--help` and docs/settings.md.
+
+Others import: extender, observation, reference, settings.
+"""

@@ -1,6 +1,6 @@
 """Settings of the scheduler extender (command extender): its address, when it reserves, quota, TLS, leader election.
 
-Part of the tree in settings/tree.py. The resources' names and share_policy are those of the agents: resources.*,
+A section of settings/tree.py. The resources' names and share_policy are those of the agents: resources.*,
 gpushare.* and placement.share_policy. The defaults of address, quota and labels are gpu-admission's.
 """
 
@@ -9,19 +9,17 @@ from __future__ import annotations
 import re
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from gpushare_agent.model.names import GPU_MODEL_LABEL
-from gpushare_agent.settings.values import Count, OptionalPath, Seconds
+from gpushare_agent.settings.values import Count, OptionalPath, Seconds, Section
 
 _OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _LABEL = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 
 
-class ExtenderSettings(BaseModel):
+class ExtenderSettings(Section):
     """The scheduler extender: where it listens, how it decides, who leads."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     addr: str = Field(
         default="127.0.0.1",
@@ -40,7 +38,7 @@ class ExtenderSettings(BaseModel):
     )
     config: OptionalPath = Field(
         default=None,
-        description="gpu-admission's configuration file (JSON). What it says replaces quota_name, quota_namespace,"
+        description="gpu-admission's configuration file (JSON). Its values replace quota_name, quota_namespace,"
         " model_label and pool_label. Empty: none.",
     )
     quota_name: str = Field(
@@ -49,10 +47,10 @@ class ExtenderSettings(BaseModel):
     )
     quota_namespace: str = Field(default="kube-system", description="Namespace of that ConfigMap.")
     model_label: str = Field(
-        default=GPU_MODEL_LABEL, description="Node label that tells the GPUs' model, by which quota counts."
+        default=GPU_MODEL_LABEL, description="Node label with the GPUs' model, by which quota counts."
     )
     pool_label: str = Field(
-        default="gaia.tencent.com/gpu-pool", description="Node label that tells the pool to which a node belongs."
+        default="gaia.tencent.com/gpu-pool", description="Node label with the pool to which a node belongs."
     )
     tls_cert: OptionalPath = Field(
         default=None, description="Certificate chain to serve HTTPS with, PEM; read again when it changes. Empty: HTTP."
@@ -60,8 +58,8 @@ class ExtenderSettings(BaseModel):
     tls_key: OptionalPath = Field(default=None, description="The certificate's private key, PEM.")
     client_ca: OptionalPath = Field(
         default=None,
-        description="Certificate authorities, PEM. Only clients with a certificate of theirs may ask the scheduler's verbs;"
-        " health and metrics stay open. Empty: whoever reaches the address may ask.",
+        description="Certificate authorities, PEM. Only clients with a certificate of theirs may call the scheduler's verbs;"
+        " health and metrics stay open. Empty: whoever reaches the address may call them.",
     )
     max_body_mib: Count = Field(
         default=8,
@@ -91,17 +89,17 @@ class ExtenderSettings(BaseModel):
         default="", description="Its namespace. Empty: the pod's own (variable POD_NAMESPACE), else kube-system."
     )
     lease_duration_s: Seconds = Field(
-        default=15.0, ge=1, le=600, description="How long others leave a leader alone that is not heard of, seconds."
+        default=15.0, ge=1, le=600, description="How long others wait for a leader that does not renew, seconds."
     )
     renew_deadline_s: Seconds = Field(
         default=10.0,
         ge=0.5,
         le=600,
-        description="How long a leader goes on without having renewed its lease, seconds. The rest of lease_duration_s is"
+        description="How long a leader continues without having renewed its lease, seconds. The rest of lease_duration_s is"
         " for its last requests to end.",
     )
     retry_period_s: Seconds = Field(
-        default=2.0, ge=0.05, le=60, description="How often the lease is looked at or renewed, seconds."
+        default=2.0, ge=0.05, le=60, description="How often the lease is read or renewed, seconds."
     )
 
     @field_validator("quota_name", "quota_namespace", "lease_name", "lease_namespace")

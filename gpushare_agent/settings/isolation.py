@@ -1,21 +1,42 @@
-"""The settings of isolations, device lists and the GPUShare resource; sections of settings/tree.py."""
+"""Settings of the isolations, the driver's files and the device lists; sections of settings/tree.py."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from gpushare_agent.model.cdi import is_kind
-from gpushare_agent.settings.values import Count, GivenPath, Seconds, comma_list, resource_name
+from gpushare_agent.settings.values import Count, GivenPath, Seconds, Section, comma_list
 
 
-class IsolationSection(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+class VirtualManagerSettings(Section):
+    """The directories that sharing containers get mounted."""
+
+    path: GivenPath = Field(
+        default=Path("/etc/gpu-manager/vm"),
+        description="Directory with one directory per pod and container, in gpu-manager's layout. Used with"
+        " isolation vcuda.",
+    )
 
 
-class MpsSettings(IsolationSection):
+class DriverVolumeSettings(Section):
+    """The driver's libraries and programs that containers get mounted (command driver-volume)."""
+
+    root: GivenPath = Field(
+        default=Path("/"),
+        description="Where the host's file system is. In a pod the place of its mount, such as /host; with the driver in a"
+        " container of its own, that container's root, such as /run/nvidia/driver.",
+    )
+    control_library: GivenPath = Field(
+        default=Path("/usr/lib64/libcuda-control.so"),
+        description="The library that limits shares (vcuda-control), as this process sees it, not below root. The default is"
+        " its place in gpu-manager's image.",
+    )
+
+
+class MpsSettings(Section):
     """NVIDIA MPS (isolation mps, command mps)."""
 
     pipe_directory: GivenPath = Field(
@@ -33,10 +54,10 @@ class MpsSettings(IsolationSection):
     )
     control: GivenPath = Field(
         default=Path("nvidia-cuda-mps-control"),
-        description="The control program: a path, or a name that is looked for in PATH.",
+        description="The control program: a path, or a name that is searched in PATH.",
     )
     probe_period_s: Seconds = Field(
-        default=5.0, ge=0.1, le=3600, description="Seconds between two questions to the daemon whether it answers."
+        default=5.0, ge=0.1, le=3600, description="Time between two probes of the daemon, seconds."
     )
     command_timeout_s: Seconds = Field(
         default=5.0, ge=0.1, le=120, description="Longest wait for the answer to one command, seconds."
@@ -58,11 +79,11 @@ class MpsSettings(IsolationSection):
         default=30.0,
         ge=0,
         le=3600,
-        description="How long the command mps waits for clients when it ends, seconds.",
+        description="How long the command mps waits for clients at its end, seconds.",
     )
 
 
-class HamiCoreSettings(IsolationSection):
+class HamiCoreSettings(Section):
     """HAMi-core's libvgpu.so (isolation hami-core)."""
 
     library: GivenPath = Field(
@@ -71,7 +92,7 @@ class HamiCoreSettings(IsolationSection):
     )
     directory: GivenPath = Field(
         default=Path("/etc/gpu-manager/hami-core"),
-        description="Where the agent keeps the preload file and each container's own cache directory.",
+        description="Directory of the preload file and of each container's own cache directory.",
     )
     memory_scaling: float = Field(
         default=1.0, ge=1.0, le=16.0, allow_inf_nan=False,
@@ -85,7 +106,7 @@ class HamiCoreSettings(IsolationSection):
     )  # fmt: skip
 
 
-class CdiSettings(IsolationSection):
+class CdiSettings(Section):
     """Container Device Interface (strategies cdi-annotations and cdi-cri, command cdi)."""
 
     kind: str = Field(
@@ -94,7 +115,7 @@ class CdiSettings(IsolationSection):
     spec_directories: Annotated[tuple[GivenPath, ...], BeforeValidator(comma_list)] = Field(
         default=(Path("/etc/cdi"), Path("/var/run/cdi")),
         min_length=1,
-        description="Where specs are looked for, comma list; the last one is where the agent writes its own if nobody else's"
+        description="Where specs are searched, comma list; the last one is where the agent writes its own if nobody else's"
         " names the GPUs.",
     )
 
@@ -104,24 +125,3 @@ class CdiSettings(IsolationSection):
         if not is_kind(value):
             raise ValueError("is no CDI kind such as nvidia.com/gpu")
         return value
-
-
-class GpushareSettings(IsolationSection):
-    """GPUShare's resource, memory alone, beside vcore and vmemory."""
-
-    enabled: bool = Field(default=False, description="Offer GPUShare's resource on this node.")
-    resource: str = Field(
-        default="aliyun.com/gpu-mem", description="Resource whose unit is one unit of a GPU's memory. GPUShare's name."
-    )
-    count_resource: str = Field(
-        default="aliyun.com/gpu-count",
-        description="Capacity of the node that tells how many GPUs it has. GPUShare's name.",
-    )
-    unit: Literal["GiB", "MiB"] = Field(
-        default="GiB", description="What one unit is. MiB means many device IDs: the kubelet takes 4 MiB of them."
-    )
-
-    @field_validator("resource", "count_resource")
-    @classmethod
-    def _is_resource_name(cls, value: str) -> str:
-        return resource_name(value)

@@ -1,17 +1,17 @@
-"""Settings of what watches and shows the node: health, usage, decisions, node facts, control socket, display, debug.
+"""Settings of what watches and shows the node: log, HTTP, health, usage, decisions, node facts, control, display, debug.
 
-Part of the tree in settings/tree.py. A description tells the unit, what empty means, and why this default.
+Sections of settings/tree.py.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from gpushare_agent.settings.values import Count, OptionalPath, Seconds, comma_list
+from gpushare_agent.settings.values import Count, OptionalPath, Seconds, Section, comma_list
 
 _LABEL_PREFIX = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
@@ -24,15 +24,35 @@ def _no_list(value: object) -> object:
 Xids = Annotated[tuple[Annotated[Count, Field(ge=1, le=100_000)], ...], BeforeValidator(_no_list)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+class LogSettings(Section):
+    """What is logged, always to standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severity that is logged."
+    )
+    format: Literal["auto", "json", "console"] = Field(
+        default="auto",
+        description="One JSON object a line, or text for people. auto: text on a terminal, JSON elsewhere.",
+    )
 
 
-class HealthSettings(_Section):
+class WebSettings(Section):
+    """The HTTP endpoints: metrics, health, readiness."""
+
+    addr: str = Field(
+        default="localhost",
+        min_length=1,
+        max_length=253,
+        description="Address to listen on. localhost serves this host only; 0.0.0.0 lets Prometheus and probes in.",
+    )
+    port: Count = Field(default=5678, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
+
+
+class HealthSettings(Section):
     """Watching the GPUs."""
 
     check_period_s: Seconds = Field(
-        default=5.0, ge=0.05, le=3600, description="How often the driver is asked for the GPUs' state, seconds."
+        default=5.0, ge=0.05, le=3600, description="How often the GPUs' state is read from the driver, seconds."
     )
     event_period_s: Seconds = Field(
         default=0.5,
@@ -51,26 +71,26 @@ class HealthSettings(_Section):
         " After any other the GPU comes back once it has passed the probes.",
     )
     recovery_probes: Count = Field(
-        default=3, ge=1, le=100, description="Looks in a row that an Unhealthy GPU must pass to be Healthy again."
+        default=3, ge=1, le=100, description="Probes in a row that an Unhealthy GPU must pass to be Healthy again."
     )
     recovery_period_s: Seconds = Field(
         default=10.0,
         ge=0.05,
         le=3600,
-        description="Time between two of these looks, seconds. It doubles each time that the GPU falls ill again.",
+        description="Time between two of these probes, seconds. It doubles each time that the GPU fails again.",
     )
     recovery_period_max_s: Seconds = Field(
-        default=600.0, ge=0.05, le=86400, description="Most time between two of these looks, seconds."
+        default=600.0, ge=0.05, le=86400, description="Longest time between two of these probes, seconds."
     )
     state_file: OptionalPath = Field(
         default=Path("/var/lib/gpushare-agent/health.json"),
-        description="File that keeps, over a restart of the agent, which GPUs are cordoned and which wait for a reset."
+        description="File that preserves, over a restart of the agent, which GPUs are cordoned and which wait for a reset."
         " Empty: neither outlives the agent.",
     )
 
 
-class UsageSettings(_Section):
-    """What is kept of the samples (their period is sample_period_s)."""
+class UsageSettings(Section):
+    """History of the samples (their period is sample_period_s)."""
 
     history_s: Seconds = Field(
         default=900.0, ge=10, le=86400, description="How much of the past the dashboard's curves show, seconds."
@@ -80,7 +100,7 @@ class UsageSettings(_Section):
     )
 
 
-class DecisionSettings(_Section):
+class DecisionSettings(Section):
     """Explanations of what was decided."""
 
     kept: Count = Field(
@@ -88,8 +108,8 @@ class DecisionSettings(_Section):
     )
 
 
-class FactsSettings(_Section):
-    """What the agent tells of its GPUs on the node's object."""
+class FactsSettings(Section):
+    """What the agent writes about its GPUs to the node's object."""
 
     is_written: bool = Field(
         default=True,
@@ -110,7 +130,7 @@ class FactsSettings(_Section):
         return value
 
 
-class ControlSettings(_Section):
+class ControlSettings(Section):
     """The socket of `cordon` and `uncordon`, for root alone."""
 
     socket: OptionalPath = Field(
@@ -119,7 +139,7 @@ class ControlSettings(_Section):
     )
 
 
-class DisplaySettings(_Section):
+class DisplaySettings(Section):
     """gpu-manager's gRPC service for usage and topology."""
 
     socket: OptionalPath = Field(
@@ -128,7 +148,7 @@ class DisplaySettings(_Section):
     )
 
 
-class DebugSettings(_Section):
+class DebugSettings(Section):
     """The debug listener: tasks, allocations, profiles."""
 
     addr: str = Field(

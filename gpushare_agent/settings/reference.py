@@ -6,12 +6,12 @@ Everything here is derived from settings/tree.py; a setting needs no line of its
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Le
 from pydantic import BaseModel
@@ -21,6 +21,15 @@ from gpushare_agent.settings.tree import ALIASES, Settings
 
 ENVIRONMENT_PREFIX = "GPUSHARE_"
 _ROOT_TITLE = "The node."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What a setting takes: the help's placeholder, the sentence of errors and docs, and the words that shells complete."""
+
+    placeholder: str
+    allowed: str
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +62,10 @@ class Key:
     def default(self) -> object:
         return self.field.get_default(call_default_factory=True)
 
+    @property
+    def kind(self) -> Kind:
+        return _kind(self.field.annotation, self.field.metadata, is_duration=self.name.endswith("_s"))
+
 
 @cache
 def all_keys() -> tuple[Key, ...]:
@@ -74,7 +87,7 @@ def _keys_of(model: type[BaseModel], prefix: str, section: str) -> list[Key]:
 
 
 def text_of(value: object) -> str:
-    """A value as one would write it in a flag."""
+    """A value as it is written in a flag."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -88,87 +101,68 @@ def text_of(value: object) -> str:
     return str(value)
 
 
-def allowed_text(key: Key) -> str:
-    """What a key takes, for error messages and the help."""
-    kind = key.field.annotation
-    if get_origin(kind) is Literal:
-        words = [repr(word) if word == "" else str(word) for word in get_args(kind)]
-        return "one of " + ", ".join(words)
-    if kind is bool:
-        return "true or false"
-    if kind is int:
-        return "a whole number" + _bounds(key.field.metadata)
-    if kind is float and not key.name.endswith("_s"):
-        return "a number" + _bounds(key.field.metadata)
-    if kind is float:
-        return "seconds" + _bounds(key.field.metadata) + ", such as 2, 0.5, 500ms or 1m30s"
-    if words := _words(kind):
-        return "one of " + ", ".join(words)
-    if get_origin(kind) is tuple:
-        item = _item(kind)
-        if words := _words(item):
-            return "a comma list of " + ", ".join(words)
-        if item is Path:
-            return "a path, or a comma list of them"
-        return "a whole number" + _bounds(_item_metadata(kind)) + ", or a comma list of them"
-    if get_origin(kind) is dict:
-        return "pairs such as zone=a,rack=7"
-    if kind is Path or Path in get_args(kind):
-        return "a path"
-    return "text"
+def select_keys(names: Sequence[str]) -> tuple[Key, ...]:
+    """The settings of these sections (`web`) and keys (`control.socket`), in the tree's order; `*` means all."""
+    return tuple(key for key in all_keys() if "*" in names or key.name in names or key.name.partition(".")[0] in names)
 
 
-def _words(kind: Any) -> list[str]:
-    """The values of an enumeration."""
-    return [str(word.value) for word in kind] if isinstance(kind, type) and issubclass(kind, StrEnum) else []
+def _kind(annotation: Any, metadata: Sequence[Any], *, is_duration: bool) -> Kind:
+    if words := _words(annotation):
+        shown = ", ".join(word or repr(word) for word in words)
+        choices = tuple(filter(None, words))
+        return Kind(placeholder="|".join(choices), allowed=f"one of {shown}", choices=choices)
+    if annotation is bool:
+        return Kind(placeholder="true|false", allowed="true or false", choices=("true", "false"))
+    if annotation is int:
+        return Kind(placeholder="N", allowed=f"a whole number{_bounds(metadata)}")
+    if annotation is float and is_duration:
+        return Kind(placeholder="SECONDS", allowed=f"seconds{_bounds(metadata)}, such as 2, 0.5, 500ms or 1m30s")
+    if annotation is float:
+        return Kind(placeholder="NUMBER", allowed=f"a number{_bounds(metadata)}")
+    if get_origin(annotation) is tuple:
+        return _list_kind(get_args(annotation)[0])
+    if get_origin(annotation) is dict:
+        return Kind(placeholder="K=V[,K=V…]", allowed="pairs such as zone=a,rack=7")
+    if annotation is Path or Path in get_args(annotation):
+        return Kind(placeholder="PATH", allowed="a path")
+    return Kind(placeholder="TEXT", allowed="text")
 
 
-def _item(kind: Any) -> Any:
-    item = get_args(kind)[0]
-    return get_args(item)[0] if get_origin(item) is Annotated else item
+def _list_kind(item: Any) -> Kind:
+    """Of a comma list, by the type of its items."""
+    plain, *metadata = get_args(item) if get_origin(item) is Annotated else (item,)
+    if words := _words(plain):
+        return Kind(placeholder="NAME[,NAME…]", allowed=f"a comma list of {', '.join(words)}", choices=words)
+    if plain is Path:
+        return Kind(placeholder="PATH[,PATH…]", allowed="a path, or a comma list of them")
+    bounds = [limit for part in metadata for limit in (part.metadata if isinstance(part, FieldInfo) else [part])]
+    return Kind(placeholder="N[,N…]", allowed=f"a whole number{_bounds(bounds)}, or a comma list of them")
 
 
-def _item_metadata(kind: Any) -> list[Any]:
-    item = get_args(kind)[0]
-    found: list[Any] = []
-    for part in get_args(item)[1:] if get_origin(item) is Annotated else ():
-        found += part.metadata if isinstance(part, FieldInfo) else [part]
-    return found
+def _words(annotation: Any) -> tuple[str, ...]:
+    """The values of an enumeration or a Literal; empty for any other type."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    is_enumeration = isinstance(annotation, type) and issubclass(annotation, StrEnum)
+    return tuple(str(word.value) for word in annotation) if is_enumeration else ()
 
 
-def _bounds(metadata: list[Any]) -> str:
+def _bounds(metadata: Sequence[Any]) -> str:
     low = next((item.ge for item in metadata if isinstance(item, Ge)), None)
     high = next((item.le for item in metadata if isinstance(item, Le)), None)
     return "" if low is None or high is None else f" from {low} to {high}"
 
 
-def kind_word(key: Key) -> str:
-    """The placeholder for a value in the help."""
-    kind = key.field.annotation
-    if get_origin(kind) is Literal:
-        return "|".join(word for word in get_args(kind) if word)
-    if words := _words(kind):
-        return "|".join(words)
-    if get_origin(kind) is tuple and (_words(_item(kind)) or _item(kind) is Path):
-        return "PATH[,PATH…]" if _item(kind) is Path else "NAME[,NAME…]"
-    if get_origin(kind) in (Union, UnionType) or kind is Path:
-        return "PATH"
-    if kind is float and not key.name.endswith("_s"):
-        return "NUMBER"
-    names: dict[object, str] = {bool: "true|false", int: "N", float: "SECONDS", tuple: "N[,N…]", dict: "K=V[,K=V…]"}
-    return names.get(get_origin(kind) or kind, "TEXT")
-
-
-def help_text(width: int = 100) -> str:
+def help_text(keys: Sequence[Key], width: int = 100) -> str:
     """The settings part of `--help`: grouped, with units, allowed values, defaults and variables."""
     lines: list[str] = []
     section = ""
-    for key in all_keys():
+    for key in keys:
         if key.section != section:
             section = key.section
             lines += ["", section.rstrip(".") + ":"]
         spellings = ", ".join("--" + name for name in (key.flag, *key.aliases))
-        lines.append(f"  {spellings} {kind_word(key)}")
+        lines.append(f"  {spellings} {key.kind.placeholder}")
         facts = f"{key.field.description} [{_default_text(key)}; {key.variable}]"
         lines += textwrap.wrap(
             facts,
@@ -202,7 +196,7 @@ def markdown() -> str:
             ]
         flags = "<br>".join(f"`--{name}`" for name in (key.flag, *key.aliases))
         default = f"`{text_of(key.default)}`" if text_of(key.default) else "empty"
-        allowed, meaning = (text.replace("|", "\\|") for text in (allowed_text(key), key.field.description or ""))
+        allowed, meaning = (text.replace("|", "\\|") for text in (key.kind.allowed, key.field.description or ""))
         lines.append(f"| `{key.name}` | {flags} | {default} | {allowed} | {meaning} |")
     return "\n".join(lines) + "\n"
 
@@ -212,7 +206,7 @@ _MARKDOWN_HEAD = f"""
 
 Generated by `gpushare-agent config --output markdown`; do not edit.
 
-A setting can be given as a flag, as an environment variable, or in a YAML file (`--config FILE` or
+A setting can be set by a flag, by an environment variable, or in a YAML file (`--config FILE` or
 `{ENVIRONMENT_PREFIX}CONFIG`). A flag beats a variable, a variable beats the file, the file beats the default.
 `gpushare-agent config` prints what is in effect and where each value came from.
 
@@ -225,5 +219,3 @@ A setting can be given as a flag, as an environment variable, or in a YAML file 
 
 An unknown name or a bad value ends the program with exit code 2 and one line for each mistake.
 """
-
-__all__ = ["ENVIRONMENT_PREFIX", "Key", "all_keys", "allowed_text", "help_text", "markdown", "text_of"]

@@ -1,15 +1,16 @@
 """Reads settings from flags, variables and a YAML file into layers: dotted key -> value and where it was written.
 
-Nothing is validated here beyond names and shape; settings/settings.py gives the layers to the tree. Each mistake becomes one
-readable line in `problems`, so that one start shows all of them.
+Only names and shape are checked here; settings/settings.py validates the merged layers. Each mistake is one line in
+`problems`, so that one start shows all of them.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from gpushare_agent.settings.reference import ENVIRONMENT_PREFIX, Key, all_keys
@@ -41,12 +42,13 @@ class RawSetting:
 
 @dataclass(slots=True, kw_only=True)
 class Layer:
-    """What one place says. Filled while it is read, then left alone."""
+    """The settings of one place, and the mistakes there."""
 
-    given: dict[str, RawSetting] = field(default_factory=dict)
+    values: dict[str, RawSetting] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
+@cache
 def _by_flag() -> dict[str, Key]:
     return {name: key for key in all_keys() for name in key.flag_names}
 
@@ -56,16 +58,26 @@ def _nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     return f" (did you mean {prefix}{found[0]}?)" if found else ""
 
 
-def _flag_name(token: str) -> str:
-    return token[2:].partition("=")[0].replace("_", "-")
+def _tokens(argv: Sequence[str], leave: frozenset[str]) -> Iterator[tuple[Sequence[str], Key | None, str | None]]:
+    """A flag with its value, or one other word, at a time: the words, the setting if the flag is one's, the value if any."""
+    position = 0
+    while position < len(argv):
+        flag, equals, value = argv[position].partition("=")
+        is_setting = flag.startswith("--") and flag not in leave
+        key = _by_flag().get(flag[2:].replace("_", "-")) if is_setting else None
+        after = argv[position + 1 : position + 2]
+        has_value_after = not equals and flag.startswith("--") and bool(after) and _may_be_value(key, after[0])
+        words = argv[position : position + 1 + has_value_after]
+        yield words, key, words[-1] if has_value_after else value if equals else None
+        position += len(words)
 
 
-def _value_follows(key: Key, argv: Sequence[str], position: int) -> bool:
-    """Whether the token after a flag is its value. A true-or-false flag may stand alone."""
-    if "=" in argv[position] or position + 1 >= len(argv):
-        return False
-    after = argv[position + 1]
-    return after.lower() in _BOOLEAN_WORDS if key.is_boolean else not after.startswith("--")
+def _may_be_value(key: Key | None, word: str) -> bool:
+    """A true-or-false flag may stand alone. A bare word behind an unknown flag is taken for its value, not for a mistake of
+    its own."""
+    if key is None:
+        return not word.startswith("-")
+    return word.lower() in _BOOLEAN_WORDS if key.is_boolean else not word.startswith("--")
 
 
 def split_flags(argv: Sequence[str], leave: frozenset[str] = frozenset()) -> tuple[list[str], list[str]]:
@@ -73,55 +85,31 @@ def split_flags(argv: Sequence[str], leave: frozenset[str] = frozenset()) -> tup
 
     `leave` names flags (with their dashes) that belong to someone else although a setting has the same name.
     """
-    known = _by_flag()
-    mine: list[str] = []
+    settings: list[str] = []
     others: list[str] = []
-    position = 0
-    while position < len(argv):
-        token = argv[position]
-        key = known.get(_flag_name(token)) if token.startswith("--") and token.partition("=")[0] not in leave else None
-        taken = 1 if key is None else 1 + _value_follows(key, argv, position)
-        (others if key is None else mine).extend(argv[position : position + taken])
-        position += taken
-    return mine, others
+    for words, key, _ in _tokens(argv, leave):
+        (others if key is None else settings).extend(words)
+    return settings, others
 
 
 def read_flags(argv: Sequence[str]) -> Layer:
-    """`--flag=value`, `--flag value`, `--flag` for true. A flag given twice counts the last time, as in gpu-manager."""
+    """`--flag=value`, `--flag value`, `--flag` for true. Of a flag given twice the last counts, as in gpu-manager."""
     layer = Layer()
-    known = _by_flag()
-    position = 0
-    while position < len(argv):
-        token = argv[position]
-        key = known.get(_flag_name(token)) if token.startswith("--") else None
+    for words, key, value in _tokens(argv, frozenset()):
+        name = words[0].partition("=")[0]
         if key is None:
-            layer.problems.append(_unknown_token(token, known))
-            position += 1 + _has_bare_word_behind(argv, position)
-            continue
-        name, equals, value = token.partition("=")
-        follows = _value_follows(key, argv, position)
-        if follows:
-            value = argv[position + 1]
-        elif not equals and key.is_boolean:
-            value = "true"
-        elif not equals:
+            layer.problems.append(_unknown_token(words[0], _by_flag()))
+        elif value is None and not key.is_boolean:
             layer.problems.append(f"flag {name} needs a value: {name}=… (variable {key.variable})")
-        if follows or equals or key.is_boolean:
-            layer.given[key.name] = RawSetting(value=value, source=f"flag {name}")
-        position += 1 + follows
+        else:
+            layer.values[key.name] = RawSetting(value="true" if value is None else value, source=f"flag {name}")
     return layer
-
-
-def _has_bare_word_behind(argv: Sequence[str], position: int) -> bool:
-    """Whether an unknown flag seems to be followed by its value, which is then no mistake of its own."""
-    is_flag = argv[position].startswith("--") and "=" not in argv[position]
-    return is_flag and position + 1 < len(argv) and not argv[position + 1].startswith("-")
 
 
 def _unknown_token(token: str, known: Mapping[str, Key]) -> str:
     if not token.startswith("--") or token == "--":  # noqa: S105 - a word of the command line
         return f"{token!r} is not understood; flags begin with two dashes, see --help"
-    name = _flag_name(token)
+    name = token[2:].partition("=")[0].replace("_", "-")
     hint = _FORMER_FLAGS.get(name)
     if hint is not None:
         return f"flag --{name} is unknown; {hint}"
@@ -137,7 +125,7 @@ def read_variables(environ: Mapping[str, str]) -> Layer:
             continue
         key = known.get(name)
         if key is not None:
-            layer.given[key.name] = RawSetting(value=environ[name], source=f"variable {name}")
+            layer.values[key.name] = RawSetting(value=environ[name], source=f"variable {name}")
         elif name not in _OF_COMMANDS and not _is_service_link(name, environ[name]):
             layer.problems.append(
                 f"variable {name} is unknown{_nearest(name, known)}; docs/settings.md lists all variables"
@@ -150,7 +138,7 @@ def _is_service_link(name: str, value: str) -> bool:
 
 
 def read_file(path: Path, named_by: str) -> Layer:
-    """A YAML file; `named_by` says who asked for it, for the messages."""
+    """A YAML file; `named_by` is the place that names it, for the messages."""
     layer = Layer()
     try:
         with path.open("rb") as file:
@@ -163,7 +151,7 @@ def read_file(path: Path, named_by: str) -> Layer:
         layer.problems.append(f"{named_by}: the settings file {path} is larger than 1 MiB; this is no settings file")
         return layer
 
-    from gpushare_agent.settings.yaml import UnreadableYaml, parse_yaml  # only who has a file pays for the parser
+    from gpushare_agent.settings.yaml import UnreadableYaml, parse_yaml  # imported only where there is a file
 
     try:
         tree = parse_yaml(content)
@@ -181,7 +169,7 @@ def _flatten(tree: Mapping[object, object], prefix: str, path: Path, layer: Laye
         name = prefix + str(raw_name).replace("-", "_")
         if name in known:
             if value is not None:  # `key:` with nothing behind it means the default
-                layer.given[name] = RawSetting(value=value, source=f"file {path}")
+                layer.values[name] = RawSetting(value=value, source=f"file {path}")
         elif name in sections and isinstance(value, Mapping):
             _flatten(value, name + ".", path, layer)
         elif name in sections and value is None:

@@ -1,6 +1,6 @@
-"""Kinds of setting values: durations, counts, lists, pairs and paths, as people write them in flags, variables and YAML.
+"""The base of a section, and the kinds of values as flags, variables and YAML have them: durations, counts, lists, paths.
 
-A validator raises ValueError; settings/settings.py turns that into one line which tells what is allowed.
+A validator raises ValueError; settings/settings.py makes one line of it that names what is allowed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """One section of the tree: frozen, without unknown keys. Its docstring is its title in `--help` and docs/settings.md."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
 
 _GO_DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+")
 _GO_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
@@ -50,7 +57,7 @@ def comma_list(value: object) -> object:
 
 
 def pairs_of(value: object) -> object:
-    """`k=v,k=v` as a mapping; numbers and booleans that YAML made of label values become text again."""
+    """`k=v,k=v` as a mapping; numbers and booleans that YAML parsed from label values become text again."""
     if isinstance(value, dict):
         return {key: str(item).lower() if isinstance(item, bool | int | float) else item for key, item in value.items()}
     if not isinstance(value, str):

@@ -1,6 +1,6 @@
-"""Parses a settings file: plain YAML without what settings never need (aliases, tags, keys given twice).
+"""Parses a settings file: plain YAML without aliases, tags, and duplicate keys.
 
-Aliases are refused because a few lines of them unfold into gigabytes; a key given twice is refused because YAML keeps
+Aliases are refused because a few lines of them unfold into gigabytes; a duplicate key is refused because YAML takes
 the last one silently.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 
-class UnreadableYaml(Exception):  # noqa: N818 - says what is wrong with the file
+class UnreadableYaml(Exception):  # noqa: N818 - names what is wrong with the file
     """One line: what is wrong and where."""
 
 
@@ -58,5 +58,5 @@ def parse_yaml(content: bytes) -> dict[object, object]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise UnreadableYaml(f"it holds a {type(tree).__name__}, but must be a mapping such as `web: {{port: 5678}}`")
+        raise UnreadableYaml(f"it is a {type(tree).__name__}, but must be a mapping such as `web: {{port: 5678}}`")
     return tree

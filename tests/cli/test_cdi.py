@@ -42,7 +42,7 @@ def command(short_dir: Path) -> Command:
 
 
 async def test_generate_writes_a_valid_spec_and_list_tells_of_it(command: Command) -> None:
-    """Before, `list` says that nobody names the GPUs, with the cure, and ends with 1."""
+    """Before, `list` reports that no spec names the GPUs, with the cure, and ends with 1."""
     before = await command.run("list")
     assert before.code == 1
     assert before.out.count(f"nobody yet: `gpushare-agent cdi generate` writes {command.own_path}") == 2
@@ -74,7 +74,7 @@ async def test_check_shows_the_spec_and_writes_nothing(command: Command) -> None
 
 
 async def test_specs_of_others_are_used_and_ours_goes(command: Command) -> None:
-    """Once both GPUs are named by another file, ours is removed; broken files are told."""
+    """Once both GPUs are named by another file, ours is removed; broken files are reported."""
     await command.run("generate")
     names = [device["name"] for device in json.loads(command.own_path.read_text())["devices"]]
     other = write_spec(command.etc / "nvidia.json", *names)

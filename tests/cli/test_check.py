@@ -51,9 +51,9 @@ async def test_the_pod_resources_socket_is_connected_to_but_never_asked(short_di
     """A List while an Allocate is open makes the kubelet give a device twice: not one byte is sent."""
     async with complete_node(short_dir) as node:
         await check_node(node.settings())
-        assert node.pod_resources.guests == 1
-        assert bytes(node.pod_resources.heard) == b""
-        assert bytes(node.kubelet.heard) == b""
+        assert node.pod_resources.connections == 1
+        assert bytes(node.pod_resources.received) == b""
+        assert bytes(node.kubelet.received) == b""
 
 
 async def test_the_check_leaves_the_node_as_it_was(short_dir: Path) -> None:
@@ -66,7 +66,7 @@ async def test_the_check_leaves_the_node_as_it_was(short_dir: Path) -> None:
 
 
 async def test_a_bare_directory_is_all_errors_each_with_a_cure(short_dir: Path) -> None:
-    """Nothing is there: each probe tells its own, and none hides another."""
+    """Nothing is there: each probe reports its own, and none hides another."""
     async with complete_node(short_dir) as node:
         flags = node.flags()
     for name in ("device-plugins", "pod-resources"):
@@ -182,7 +182,7 @@ async def test_a_volume_config_that_cannot_be_read_is_reported_once(short_dir: P
 
 
 async def test_a_long_device_plugin_path_is_reported(short_dir: Path) -> None:
-    """A socket's path has room for 107 bytes."""
+    """A socket's path has at most 107 bytes."""
     long = short_dir / ("x" * 100)
     long.mkdir()
     async with complete_node(short_dir) as node:

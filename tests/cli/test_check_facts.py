@@ -1,4 +1,4 @@
-"""`gpushare-agent check` tells whether the facts about the GPUs can be written to the node's object."""
+"""`gpushare-agent check` reports whether the facts about the GPUs can be written to the node's object."""
 
 from __future__ import annotations
 

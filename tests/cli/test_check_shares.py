@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gpushare_agent.cli.check.check import check_node
 from gpushare_agent.cli.check.finding import Level
 from gpushare_agent.cli.check.shares import (
     check_device_lists,
@@ -21,10 +22,13 @@ def settings_of(*flags: str) -> Settings:
     return load_settings(["--driver=simulated", *flags], {}).settings
 
 
-async def test_what_is_not_in_use_is_not_looked_at() -> None:
-    """A node with the default settings gets no line about it."""
-    settings = settings_of()
-    assert await check_mps(settings) == await check_hami_core(settings) == await check_device_lists(settings) == []
+OF_AN_ISOLATION = {"mps", "hami-core", "virtual manager", "driver directory", "host processes", "open files"}
+
+
+async def test_what_is_not_in_use_is_not_probed(tmp_path: Path) -> None:
+    """A node without an isolation gets no line about any, nor about the lists of its strategies."""
+    findings = await check_node(settings_of("--isolation=none", f"--kubeconfig={tmp_path / 'none'}"))
+    assert {finding.what for finding in findings}.isdisjoint(OF_AN_ISOLATION | {"device lists", "cdi"})
 
 
 @pytest.mark.parametrize("flag", ["--isolation=mps", "--isolations-allowed=mps"])

@@ -1,86 +1,74 @@
-"""Shell completion: the scripts, in the shells themselves."""
+"""Shell completion: what is offered for a line, and the scripts in the shells themselves."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from gpushare_agent.cli import kubectl as cli_kubectl
-from gpushare_agent.cli.kubectl import complete
-from gpushare_agent.cli.main import COMMANDS, main
+from gpushare_agent.cli.completion import completions
+from gpushare_agent.cli.kubectl import PLUGIN_LINE, complete
+from gpushare_agent.cli.main import COMMAND_LINE, COMMANDS, main
 from gpushare_agent.settings.reference import all_keys
 
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 ROOT = Path(__file__).parents[2]
 
 ASK_BASH = """
 source "$1"
-COMP_WORDS=("${@:3}")
-COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
-"$2"
+COMP_LINE=$2 COMP_POINT=${#2} COMP_TYPE=9
+_python_argcomplete "${2%% *}"
 printf '%s\\n' "${COMPREPLY[@]}"
+"""
+PROGRAM = """\
+#!{python}
+import sys
+from {module} import main
+sys.exit(main())
 """
 
 
-@pytest.fixture
-def scripts(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Path]:
-    """What `completion SHELL` prints, by shell."""
-    made = {}
-    for shell in ("bash", "zsh", "fish"):
-        assert main(["completion", shell], {}) == 0
-        made[shell] = short_dir / f"script.{shell}"
-        made[shell].write_text(capsys.readouterr().out)
-    return made
+def offered(*words: str) -> list[str]:
+    """For the last of the words behind `gpushare-agent`."""
+    return completions(COMMAND_LINE, words)
 
 
-def run(*command: str | Path, cwd: Path | None = None) -> str:
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=TIMEOUT_S, check=False, cwd=cwd
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done
-    return done.stdout
-
-
-def in_bash(script: Path, *words: str, cwd: Path | None = None) -> list[str]:
-    """What bash offers for the last of the words, cut as bash cuts them."""
-    function = "_" + words[0].replace("-", "_")
-    return run("bash", "--norc", "-c", ASK_BASH, "ask", script, function, *words, cwd=cwd).split()
-
-
-def test_bash_completes_commands(scripts: dict[str, Path]) -> None:
+def test_commands_are_completed() -> None:
     """All of them, or those that begin so."""
-    offered = in_bash(scripts["bash"], "gpushare-agent", "")
-    assert offered == [*(command.name for command in COMMANDS), "--help", "--version"]
-    assert in_bash(scripts["bash"], "gpushare-agent", "expl") == ["explain"]
-    assert in_bash(scripts["bash"], "gpushare-agent", "xx") == []
+    assert offered("") == [command.name for command in COMMANDS]
+    assert offered("expl") == ["explain"]
+    assert offered("--v") == ["--version"]
+    assert offered("xx") == []
 
 
-def test_bash_completes_flags_and_settings(scripts: dict[str, Path]) -> None:
+def test_flags_and_settings_are_completed() -> None:
     """A command's own and, where it takes them, every setting's with its aliases."""
-    offered = in_bash(scripts["bash"], "gpushare-agent", "top", "-")
-    assert {"--once", "--interval", "--server", "-o", "--output", "--help"} <= set(offered)
-    assert {f"--{name}" for key in all_keys() for name in (key.flag, *key.aliases)} <= set(offered)
-    assert in_bash(scripts["bash"], "gpushare-agent", "top", "--web.p") == ["--web.port"]
-    assert in_bash(scripts["bash"], "gpushare-agent", "vdevice", "--web") == []
-    assert "--no-register" in in_bash(scripts["bash"], "gpushare-agent", "vdevice", "-")
+    flags = offered("top", "-")
+    assert {"--once", "--interval", "--server", "-o", "--output", "--help"} <= set(flags)
+    assert {f"--{name}" for key in all_keys() for name in (key.flag, *key.aliases)} <= set(flags)
+    assert offered("top", "--web.p") == ["--web.port"]
+    assert offered("vdevice", "--web") == []
+    assert "--no-register" in offered("vdevice", "-")
 
 
 @pytest.mark.parametrize(
-    ("words", "offered"),
+    ("words", "expected"),
     [
         (("inspect", "-o", ""), ["table", "json", "yaml"]),
         (("inspect", "--output", "j"), ["json"]),
-        (("inspect", "--output", "="), ["table", "json", "yaml"]),
-        (("inspect", "--output", "=", "y"), ["yaml"]),
+        (("inspect", "--output="), ["--output=table", "--output=json", "--output=yaml"]),
+        (("inspect", "--output=y"), ["--output=yaml"]),
         (("config", "-o", ""), ["table", "json", "yaml", "markdown"]),
         (("run", "--driver", ""), ["nvml", "simulated"]),
-        (("run", "--isolation", "=", "m"), ["mps"]),
+        (("run", "--isolation=m"), ["--isolation=mps"]),
         (("run", "--log.level", "d"), ["debug"]),
-        (("run", "--share-mode", "=", ""), ["true", "false"]),
+        (("run", "--share-mode="), ["--share-mode=true", "--share-mode=false"]),
         (("run", "--device-list-strategy", "cdi"), ["cdi-annotations", "cdi-cri"]),
         (("cdi", ""), ["generate", "list"]),
         (("completion", "z"), ["zsh"]),
@@ -89,40 +77,79 @@ def test_bash_completes_flags_and_settings(scripts: dict[str, Path]) -> None:
         (("top", "--interval", ""), []),
     ],
 )
-def test_bash_completes_values(words: tuple[str, ...], offered: list[str], scripts: dict[str, Path]) -> None:
-    """Choices of options, of settings and of arguments; bash makes three words of --flag=value."""
-    assert in_bash(scripts["bash"], "gpushare-agent", *words) == offered
+def test_values_are_completed(words: tuple[str, ...], expected: list[str]) -> None:
+    """Choices of options, of settings and of arguments, behind a blank or behind "="."""
+    assert offered(*words) == expected
 
 
-def test_bash_completes_the_commands_of_a_command(scripts: dict[str, Path]) -> None:
+def test_the_commands_of_a_command_are_completed() -> None:
     """Behind `sandbox exec` its own flags, and no setting's."""
-    offered = in_bash(scripts["bash"], "gpushare-agent", "sandbox", "exec", "-")
-    assert "--container" in offered
-    assert "--samples" not in offered
-    assert "--web.port" not in offered
+    flags = offered("sandbox", "exec", "-")
+    assert "--container" in flags
+    assert "--samples" not in flags
+    assert "--web.port" not in flags
 
 
-def test_bash_completes_paths(scripts: dict[str, Path], short_dir: Path) -> None:
-    """Where a file or directory is meant."""
-    (short_dir / "settings.yaml").touch()
-    for words in (("run", "--config", "set"), ("run", "--config", "=", "set"), ("sandbox", "--topology", "set")):
-        assert in_bash(scripts["bash"], "gpushare-agent", *words, cwd=short_dir) == ["settings.yaml"]
-
-
-def test_bash_completes_the_plugin(scripts: dict[str, Path]) -> None:
-    """The program that kubectl calls, by its own name."""
-    assert in_bash(scripts["bash"], "kubectl-gpushare", "")[:4] == ["top", "inspect", "graph", "explain"]
-    flags = in_bash(scripts["bash"], "kubectl-gpushare", "top", "-")
+def test_the_plugin_is_completed_by_its_own_commands() -> None:
+    """The program that kubectl calls has no `--server`."""
+    assert completions(PLUGIN_LINE, [""])[:4] == ["top", "inspect", "graph", "explain"]
+    flags = completions(PLUGIN_LINE, ["top", "-"])
     assert "--node" in flags
     assert "--server" not in flags
 
 
-def test_bash_reads_the_script_without_a_word(scripts: dict[str, Path]) -> None:
-    """Sourced by every shell that is started, it prints nothing and is quick to read."""
-    assert run("bash", "--norc", "-euc", 'source "$1"; complete -p gpushare-agent', "x", scripts["bash"]) == (
-        "complete -o default -F _gpushare_agent gpushare-agent\n"
+@pytest.fixture
+def scripts(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Path]:
+    """What `completion SHELL` prints, by shell. Beside them lie both programs."""
+    made = {}
+    for shell in ("bash", "zsh", "fish"):
+        assert main(["completion", shell], {}) == 0
+        made[shell] = short_dir / f"script.{shell}"
+        made[shell].write_text(capsys.readouterr().out)
+    for name, module in (("gpushare-agent", "__main__"), ("kubectl-gpushare", "cli.kubectl")):
+        program = short_dir / name
+        program.write_text(PROGRAM.format(python=sys.executable, module=f"gpushare_agent.{module}"))
+        program.chmod(0o755)
+    return made
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """In a directory with the programs, which is first in PATH."""
+    done = subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        cwd=cwd,
+        env=os.environ | {"PATH": f"{cwd}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
     )
-    assert scripts["bash"].stat().st_size < 100_000
+    assert (done.returncode, done.stderr) == (0, ""), done
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("gpushare-agent expl", ["explain"]),
+        ("gpushare-agent top --web.p", ["--web.port"]),
+        ("gpushare-agent run --driver=si", ["simulated"]),
+        ("kubectl-gpushare inspect -o j", ["json"]),
+        ("gpushare-agent run --config scr", ["script.bash", "script.fish", "script.zsh"]),
+    ],
+)
+def test_bash_completes(line: str, expected: list[str], scripts: dict[str, Path]) -> None:
+    """Through the script: bash itself puts what stands before "=" back."""
+    out = run("bash", "--norc", "-c", ASK_BASH, "ask", scripts["bash"], line, cwd=scripts["bash"].parent)
+    assert sorted(out.split()) == expected
+
+
+def test_bash_reads_the_script_silently(scripts: dict[str, Path]) -> None:
+    """Every shell that starts sources it: it prints nothing and is short."""
+    asked = 'source "$1"; complete -p gpushare-agent; complete -p kubectl-gpushare'
+    out = run("bash", "--norc", "-euc", asked, "x", scripts["bash"], cwd=scripts["bash"].parent)
+    assert [line.rpartition(" ")[2] for line in out.splitlines()] == ["gpushare-agent", "kubectl-gpushare"]
+    assert scripts["bash"].stat().st_size < 10_000
 
 
 needs_fish = pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
@@ -130,9 +157,9 @@ needs_zsh = pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not i
 
 
 def in_fish(script: Path, line: str) -> list[str]:
-    """The words that fish offers, without what it says of them."""
+    """The words that fish offers, without its descriptions."""
     out = run("fish", "--no-config", "-c", f"source {script}; complete -C '{line}'", cwd=script.parent)
-    return [offered.partition("\t")[0] for offered in out.splitlines()]
+    return [offer.partition("\t")[0] for offer in out.splitlines()]
 
 
 @needs_fish
@@ -148,44 +175,39 @@ def test_fish_completes_commands_flags_and_values(scripts: dict[str, Path]) -> N
 
 
 @needs_zsh
-def test_zsh_takes_the_script(scripts: dict[str, Path], short_dir: Path) -> None:
-    """It parses, names both functions when it is sourced, and is found in $fpath by its first line."""
-    run("zsh", "-f", "-n", scripts["zsh"])
-    sourced = f"autoload -U compinit; compinit -u -d {short_dir}/dump; source {scripts['zsh']}"
-    assert run("zsh", "-f", "-c", f"{sourced}; print $_comps[gpushare-agent] $_comps[kubectl-gpushare]") == (
-        "_gpushare_agent _kubectl_gpushare\n"
-    )
-    functions = short_dir / "functions"
+def test_zsh_takes_the_script(scripts: dict[str, Path]) -> None:
+    """It parses, is registered for both programs when it is sourced, and is found in $fpath by its first line."""
+    directory = scripts["zsh"].parent
+    run("zsh", "-f", "-n", scripts["zsh"], cwd=directory)
+    sourced = f"autoload -U compinit; compinit -u -d {directory}/dump; source {scripts['zsh']}"
+    shown = "print $_comps[gpushare-agent] $_comps[kubectl-gpushare]"
+    assert run("zsh", "-f", "-c", f"{sourced}; {shown}", cwd=directory) == "_python_argcomplete _python_argcomplete\n"
+    functions = directory / "functions"
     functions.mkdir()
     shutil.copy(scripts["zsh"], functions / "_gpushare-agent")
-    loaded = f"fpath=({functions} $fpath); autoload -U compinit; compinit -u -d {short_dir}/other"
-    assert run("zsh", "-f", "-c", f"{loaded}; print $_comps[gpushare-agent] $_comps[kubectl-gpushare]") == (
-        "_gpushare-agent _gpushare-agent\n"
-    )
+    loaded = f"fpath=({functions} $fpath); autoload -U compinit; compinit -u -d {directory}/other"
+    assert run("zsh", "-f", "-c", f"{loaded}; {shown}", cwd=directory) == "_gpushare-agent _gpushare-agent\n"
 
 
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
         (["gr"], ["graph"]),
-        (["top", "--no"], ["--node", "--node-name", "--node-labels"]),
+        (["top", "--nod"], ["--node-name", "--node-labels", "--node"]),
         (["top", "-o", ""], ["table", "json", "yaml"]),
         (["top", "--output=j"], ["--output=json"]),
         (["top", "--isolation", "m"], ["mps"]),
         (["top", "--node", ""], []),
         (["explain", ""], []),
-        (["nonsense", ""], []),
     ],
 )
-def test_kubectl_is_reported_what_may_follow(
-    words: list[str], answer: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A word a line, and last that names of files are not wanted."""
+def test_kubectl_gets_a_word_a_line(words: list[str], answer: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The last line means that names of files are not wanted."""
     assert complete(words) == 0
     assert capsys.readouterr().out.splitlines() == [*answer, ":4"]
 
 
-def test_kubectl_is_reported_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kubectl_gets_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     """Also where nothing was typed at all."""
     for words in ([], [""]):
         assert complete(words) == 0

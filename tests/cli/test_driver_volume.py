@@ -116,7 +116,7 @@ async def test_without_the_control_library_only_the_volume_for_shares_fails(host
 
 
 async def test_prune_removes_the_versions_before(host: FakeHost) -> None:
-    """Or keeps them and says so, where it cannot be known that no container uses them."""
+    """Or leaves them with a warning, where it cannot be known that no container uses them."""
     first = await run_json(host)
     host.library("libcuda").unlink()
     host.add_library("libcuda", "550.54.14")
@@ -138,13 +138,13 @@ async def test_prune_works_where_a_volume_cannot_be_made_and_check_tells_what_it
     host.add_library("libcuda", "550.54.14")
     new = (await run_json(host))["volumes"][0]
     host.control.unlink()
-    looked = (await run_json(host, "--check", "--prune", code=1))["volumes"][0]
+    planned = (await run_json(host, "--check", "--prune", code=1))["volumes"][0]
     name = Path(old["version"]).name
-    assert (looked["state"], looked["removed"]) == ("failed", [])
+    assert (planned["state"], planned["removed"]) == ("failed", [])
     assert Path(old["version"]).is_dir()
     pruned = (await run_json(host, "--prune", code=1))["volumes"][0]
     assert str(host.control) in pruned["error"]
-    assert (looked["would_remove"], looked["kept"]) == (pruned["removed"], pruned["kept"])
+    assert (planned["would_remove"], planned["kept"]) == (pruned["removed"], pruned["kept"])
     assert (pruned["removed"], pruned["kept"]) in (([name], []), ([], [name])), "the latter where mounts are hidden"
     assert Path(old["version"]).exists() == bool(pruned["kept"])
     assert Path(new["version"]).is_dir()

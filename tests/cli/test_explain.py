@@ -1,4 +1,4 @@
-"""`explain`: what a whole agent on the embedded node says of its own decisions, and what is said where there is none."""
+"""`explain`: the decisions of a whole agent on the embedded node, and the answer where there is none."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from gpushare_agent.cli import explain
-from gpushare_agent.cli.agent_addresses import Where
-from gpushare_agent.cli.explain import Asked as AskedPod
+from gpushare_agent.cli.agent_pods import AgentTarget
+from gpushare_agent.cli.explain import PodQuery
 from gpushare_agent.cli.render_explain import ADVICE
 from gpushare_agent.cli.render_text import Form
 from gpushare_agent.model.decision_records import Asked, DecisionRecord, Outcome
@@ -32,11 +32,11 @@ SETTINGS = load_settings([], {"NODE_NAME": "n1"}).settings
 
 
 async def explained(
-    capsys: pytest.CaptureFixture[str], decisions: Sequence[DecisionRecord], asked: AskedPod, form: Form = "table"
+    capsys: pytest.CaptureFixture[str], decisions: Sequence[DecisionRecord], asked: PodQuery, form: Form = "table"
 ) -> str:
     """What it prints with an agent that has taken these decisions, the newest first."""
     async with json_server(agent_answers(busy_node(), *decisions)) as agent:
-        assert await explain.run(SETTINGS, Where(server=agent.url), asked, form=form) == 0
+        assert await explain.run(SETTINGS, AgentTarget(server=agent.url), asked, form=form) == 0
     return capsys.readouterr().out
 
 
@@ -51,12 +51,12 @@ async def text_of(
     node.api.create_pod(raw)
     await wait_phase(node, name, phase)
     capsys.readouterr()  # the agent's log is in this process
-    assert await explain.run(SETTINGS, Where(server=url), AskedPod(pod=name), form="table") == 0
+    assert await explain.run(SETTINGS, AgentTarget(server=url), PodQuery(pod=name), form="table") == 0
     return capsys.readouterr().out
 
 
 def verdicts(text: str) -> dict[str, tuple[bool, str]]:
-    """By GPU: whether it is marked as chosen, and what is said of it."""
+    """By GPU: whether it is marked as chosen, and its verdict."""
     rows = [line for line in text.partition("VERDICT\n")[2].splitlines() if "ealthy " in line]
     split = [(row.startswith("  *"), row.removeprefix("  *").split(maxsplit=5)) for row in rows]
     return {words[0]: (is_chosen, words[5]) for is_chosen, words in split}
@@ -69,28 +69,28 @@ async def test_every_placement_is_explained(capsys: pytest.CaptureFixture[str]) 
 
         share = await text_of(node, url, pod("share", container(cores=40, blocks=60)), "Running", capsys)
         assert "default/share, container main got GPU 0" in share
-        assert "  asked  40 cores, 15360 MiB\n  policy share: " in share
+        assert "  request 40 cores, 15360 MiB\n  policy  share: " in share
         assert verdicts(share)["0"] == (True, "chosen")
         assert verdicts(share)["1"][0] is False
 
         whole = await text_of(node, url, pod("whole", container(cores=100, blocks=0)), "Running", capsys)
         assert "default/whole, container main got GPU 1" in whole
-        assert "  policy fragment: " in whole
+        assert "  policy  fragment: " in whole
         assert [index for index, (is_chosen, _) in verdicts(whole).items() if is_chosen] == ["1"]
 
         pair = await text_of(node, url, pod("pair", container(cores=200, blocks=0)), "Running", capsys)
         assert "default/pair, container main got GPUs 2, 3" in pair
-        assert "  policy link: " in pair
+        assert "  policy  link: " in pair
         assert [index for index, (is_chosen, _) in verdicts(pair).items() if is_chosen] == ["2", "3"]
 
 
 async def test_a_refusal_for_memory_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    """The node has so much in all, so the scheduler sent it; no GPU has, and each GPU's verdict says what is short."""
+    """The node has so much in all, so the scheduler sent it; no GPU has, and each GPU's verdict names the shortage."""
     async with open_test_node() as node, open_agent(node, "--simulated.cards=2") as agent:
         url = f"http://127.0.0.1:{await agent.parts.web.wait_listening()}"
         memory = await text_of(node, url, pod("memory", container(cores=10, blocks=100)), "Failed", capsys)
     assert "default/memory, container main was refused: NotEnoughMemory" in memory
-    assert f"  do     {ADVICE[RefusalReason.NOT_ENOUGH_MEMORY]}." in memory
+    assert f"  do      {ADVICE[RefusalReason.NOT_ENOUGH_MEMORY]}." in memory
     assert verdicts(memory) == {"0": (False, "1024 MiB short"), "1": (False, "1024 MiB short")}
 
 
@@ -104,7 +104,7 @@ async def test_fragmentation_and_ill_gpus_are_explained(capsys: pytest.CaptureFi
                 await text_of(node, url, pod(name, container(cores=50, blocks=10)), "Running", capsys)
             split = await text_of(node, url, pod("split", container(cores=100, blocks=0)), "Failed", capsys)
             assert "container main was refused: Fragmented" in split
-            assert f"  do     {ADVICE[RefusalReason.FRAGMENTED]}." in split
+            assert f"  do      {ADVICE[RefusalReason.FRAGMENTED]}." in split
             assert verdicts(split)["0"][1].startswith("in use: 50 cores")
 
             node.paths.faults.write_text(json.dumps({"all_lost": "GPU is lost"}))
@@ -112,7 +112,7 @@ async def test_fragmentation_and_ill_gpus_are_explained(capsys: pytest.CaptureFi
             sick = await text_of(node, url, pod("sick", container(cores=10, blocks=1)), "Failed", capsys)
             assert "container main was refused: NoHealthyCard" in sick
             assert "GPU is lost" in sick
-            assert f"  do     {ADVICE[RefusalReason.NO_HEALTHY_GPU]}." in sick
+            assert f"  do      {ADVICE[RefusalReason.NO_HEALTHY_GPU]}." in sick
 
 
 async def _wait_sick(parts: Any) -> None:
@@ -134,37 +134,37 @@ async def test_only_the_newest_decision_of_each_container_is_shown(capsys: pytes
         decision(2, container="a"),
         decision(1, container="b", outcome=Outcome.REFUSED, reason="NotReady", gpus=()),
     ]
-    out = await explained(capsys, decisions, AskedPod(pod="train"))
+    out = await explained(capsys, decisions, PodQuery(pod="train"))
     titles = [line for line in out.splitlines() if line.startswith("default/")]
     assert [title.partition("  (")[0] for title in titles] == [
         "default/train, container a got GPU 0",
         "default/train, container b got GPU 1",
     ]
-    only = await explained(capsys, decisions, AskedPod(pod="train", container="b"))
+    only = await explained(capsys, decisions, PodQuery(pod="train", container="b"))
     assert "container a" not in only
     assert "container b" in only
 
 
 async def test_a_pod_made_again_is_another_pod(capsys: pytest.CaptureFixture[str]) -> None:
-    """What its predecessor of the same name got is not told as its own."""
+    """What its predecessor of the same name got is not shown as its own."""
     decisions = [decision(2, container="new"), decision(1, container="old", pod_uid="before")]
-    assert "container old" not in await explained(capsys, decisions, AskedPod(pod="train"))
+    assert "container old" not in await explained(capsys, decisions, PodQuery(pod="train"))
 
 
 async def test_without_a_namespace_every_pod_of_that_name_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """On a node one seldom knows it; -n chooses."""
     decisions = [decision(2), decision(1, namespace="research", pod_uid="other")]
-    both = await explained(capsys, decisions, AskedPod(pod="train"))
+    both = await explained(capsys, decisions, PodQuery(pod="train"))
     assert "default/train" in both
     assert "research/train" in both
-    assert "default/train" not in await explained(capsys, decisions, AskedPod(pod="train", namespace="research"))
+    assert "default/train" not in await explained(capsys, decisions, PodQuery(pod="train", namespace="research"))
 
 
 async def test_hint_and_must_include_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     """They bound the choice."""
     asked = Asked(cores=40, memory_bytes=0, hint=(1, 3), must_gpus=(GpuUuid("GPU-7"),))
-    out = await explained(capsys, [decision(asked=asked)], AskedPod(pod="train"))
-    assert "  asked  40 cores, its annotation names GPU 1, 3, the kubelet insists on GPU-7" in out
+    out = await explained(capsys, [decision(asked=asked)], PodQuery(pod="train"))
+    assert "  request 40 cores, its annotation names GPU 1, 3, the kubelet requires GPU-7" in out
 
 
 async def test_a_refusal_before_anything_was_known_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,30 +178,30 @@ async def test_a_refusal_before_anything_was_known_is_reported(capsys: pytest.Ca
         candidates=(),
         explanation="starting",
     )
-    out = await explained(capsys, [refused], AskedPod(pod="train"))
-    assert "  asked  tencent.com/vcuda-core; the refusal came before what it asks for was known" in out
-    assert "  why    starting" in out
+    out = await explained(capsys, [refused], PodQuery(pod="train"))
+    assert "  request tencent.com/vcuda-core; refused before its request was known" in out
+    assert "  why     starting" in out
     assert "VERDICT" not in out
 
 
 async def test_a_reason_that_is_not_known_has_no_advice(capsys: pytest.CaptureFixture[str]) -> None:
     """A newer agent may have more of them."""
     refused = decision(outcome=Outcome.REFUSED, reason="BrandNew", policy="new", gpus=())
-    out = await explained(capsys, [refused], AskedPod(pod="train"))
+    out = await explained(capsys, [refused], PodQuery(pod="train"))
     assert "was refused: BrandNew" in out
-    assert "  policy new\n" in out
+    assert "  policy  new\n" in out
     assert "  do " not in out
 
 
 def test_every_refusal_has_advice() -> None:
-    """Who adds a reason says what to do about it."""
+    """A new reason needs its advice."""
     assert set(ADVICE) == set(RefusalReason)
 
 
 async def test_control_characters_of_a_decision_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """A driver's words are somebody else's."""
     ill = decision(explanation="bad\x1b[2J", candidates=(candidate(0, is_healthy=False, verdict="lost\x07"),))
-    out = await explained(capsys, [ill], AskedPod(pod="train"))
+    out = await explained(capsys, [ill], PodQuery(pod="train"))
     assert "\x1b" not in out
     assert "\x07" not in out
 
@@ -209,13 +209,13 @@ async def test_control_characters_of_a_decision_do_not_reach_the_terminal(capsys
 async def test_json_and_yaml_have_the_decisions_as_the_agent_has_them(capsys: pytest.CaptureFixture[str]) -> None:
     """Every field of the record."""
     record = decision()
-    document = json.loads(await explained(capsys, [record], AskedPod(pod="train"), "json"))
+    document = json.loads(await explained(capsys, [record], PodQuery(pod="train"), "json"))
     assert document == {
         "schema": 1,
         "pod": "train",
         "decisions": [json.loads(json.dumps(decision_document(record)))],
     }
-    assert yaml.safe_load(await explained(capsys, [record], AskedPod(pod="train"), "yaml")) == document
+    assert yaml.safe_load(await explained(capsys, [record], PodQuery(pod="train"), "yaml")) == document
 
 
 # --- nothing is known ---
@@ -223,26 +223,26 @@ async def test_json_and_yaml_have_the_decisions_as_the_agent_has_them(capsys: py
 
 async def test_a_pod_never_decided_about_is_reported_with_where_to_look(capsys: pytest.CaptureFixture[str]) -> None:
     """The likely causes, and its Events."""
-    with pytest.raises(NotFound, match=r"on another node, waits .* kubectl describe pod -n research ghost$") as raised:
-        await explained(capsys, [decision()], AskedPod(pod="ghost", namespace="research"))
+    with pytest.raises(NotFound, match=r"on another node, wait .* kubectl describe pod -n research ghost$") as raised:
+        await explained(capsys, [decision()], PodQuery(pod="ghost", namespace="research"))
     assert "decided nothing about pod research/ghost" in str(raised.value)
     assert "could not identify" not in str(raised.value)
 
 
 async def test_refusals_of_pods_that_nobody_knows_are_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
     """The pod that is asked for may be one of them."""
-    stranger = decision(
+    unattributed = decision(
         2, pod="", container="", pod_uid="", namespace="", outcome=Outcome.REFUSED, reason="PodAmbiguous",
         explanation="two pods would fit",
     )  # fmt: skip
     with pytest.raises(NotFound, match=r"refused 1 call for a pod that it could not identify, .*two pods would fit"):
-        await explained(capsys, [stranger, decision()], AskedPod(pod="ghost"))
+        await explained(capsys, [unattributed, decision()], PodQuery(pod="ghost"))
 
 
 async def test_a_container_without_a_decision_names_those_that_have_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """A misspelt name costs one look."""
+    """A misspelt name is easy to correct."""
     with pytest.raises(NotFound, match=r"nothing about container x of pod train, but about: main$"):
-        await explained(capsys, [decision()], AskedPod(pod="train", container="x"))
+        await explained(capsys, [decision()], PodQuery(pod="train", container="x"))
 
 
 async def test_the_command_line_ends_with_1_where_nothing_is_known() -> None:
@@ -274,25 +274,27 @@ async def test_the_plugin_finds_the_pods_node_by_itself(short_dir: Path, capsys:
     async with json_server(answers) as server:
         kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
         settings = load_settings(["--kubeconfig", str(kubeconfig)], {"NODE_NAME": "desk"}).settings
-        assert await explain.run(settings, Where(is_remote=True), AskedPod(pod="train"), form="table") == 0
+        assert await explain.run(settings, AgentTarget(is_remote=True), PodQuery(pod="train"), form="table") == 0
     assert "default/train, container main got GPU 0" in capsys.readouterr().out
-    assert [request.path for request in server.heard] == [
+    assert [request.path for request in server.requests] == [
         "/api/v1/namespaces/default/pods/train",
         AGENTS,
         f"{proxy}/api/v1/decisions",
     ]
-    assert server.heard[1].query["fieldSelector"] == "spec.nodeName=n1"
-    assert server.heard[2].query == {"pod": "train", "namespace": "default", "limit": "500"}
+    assert server.requests[1].query["fieldSelector"] == "spec.nodeName=n1"
+    assert server.requests[2].query == {"pod": "train", "namespace": "default", "limit": "500"}
 
 
 async def test_a_pod_on_no_node_has_no_agent_to_ask(short_dir: Path) -> None:
-    """The scheduler still thinks about it: its Events say over what."""
+    """The scheduler has not decided: its Events have the reason."""
     answers = {"/api/v1/namespaces/ns/pods/train": raw_pod("train", spec={"nodeName": ""})}
     async with json_server(answers) as server:
         kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
         settings = load_settings(["--kubeconfig", str(kubeconfig)], {"NODE_NAME": "desk"}).settings
-        asked = AskedPod(pod="train", namespace="ns")
+        asked = PodQuery(pod="train", namespace="ns")
         with pytest.raises(Unavailable, match=r"is on no node yet, .*kubectl describe pod -n ns train"):
-            await explain.run(settings, Where(is_remote=True), asked, form="table")
+            await explain.run(settings, AgentTarget(is_remote=True), asked, form="table")
         with pytest.raises(NotFound, match=r"cannot get pod ns/other: .*404"):
-            await explain.run(settings, Where(is_remote=True), AskedPod(pod="other", namespace="ns"), form="table")
+            await explain.run(
+                settings, AgentTarget(is_remote=True), PodQuery(pod="other", namespace="ns"), form="table"
+            )

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from gpushare_agent.cli import graph, inspect, top
-from gpushare_agent.cli.agent_addresses import Where
+from gpushare_agent.cli.agent_pods import AgentTarget
 from gpushare_agent.cli.kubectl import PLUGIN_LINE
 from gpushare_agent.cli.render_text import Form
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
@@ -41,14 +41,14 @@ PREFIX = "tencent.com/predicate-gpu-idx-"
 async def inspected(
     capsys: pytest.CaptureFixture[str],
     settings: Settings,
-    where: Where | None = None,
+    target: AgentTarget | None = None,
     *,
     details: bool = False,
     form: Form = "table",
 ) -> str:
-    """What it prints: of all nodes without `where`."""
-    is_all = where is None
-    code = await inspect.run(settings, where or Where(), is_all_nodes=is_all, with_details=details, form=form)
+    """What it prints: of all nodes without `target`."""
+    is_all = target is None
+    code = await inspect.run(settings, target or AgentTarget(), is_all_nodes=is_all, with_details=details, form=form)
     assert code == 0
     return capsys.readouterr().out
 
@@ -92,7 +92,7 @@ def two_nodes() -> dict[str, Any]:
 async def test_one_node_is_reported_by_its_agent(capsys: pytest.CaptureFixture[str]) -> None:
     """A line for each GPU, one for all of them, one for the end."""
     async with json_server(agent_answers(busy_node())) as agent:
-        lines = (await inspected(capsys, LOCAL, Where(server=agent.url))).splitlines()
+        lines = (await inspected(capsys, LOCAL, AgentTarget(server=agent.url))).splitlines()
     rows = [line.split("  ") for line in lines]
     assert lines[0].split() == ["NODE", "GPU", "NAME", "HEALTH", "CORES", "MEMORY", "MiB", "REASON"]
     assert [cell.strip() for cell in rows[1] if cell] == [
@@ -113,10 +113,12 @@ async def test_a_gpu_that_is_cordoned_and_ill_says_both(capsys: pytest.CaptureFi
     document = busy_node()
     document["cards"][1]["cordoned"] = "loud"
     async with json_server(agent_answers(document)) as agent:
-        lines = (await inspected(capsys, LOCAL, Where(server=agent.url))).splitlines()
-        shown = json.loads(await inspected(capsys, LOCAL, Where(server=agent.url), form="json"))["nodes"][0]["cards"]
+        lines = (await inspected(capsys, LOCAL, AgentTarget(server=agent.url))).splitlines()
+        shown = json.loads(await inspected(capsys, LOCAL, AgentTarget(server=agent.url), form="json"))["nodes"][0][
+            "cards"
+        ]
         agent.answers["/api/v1/node"] = document | {"cards": [document["cards"][0]]}
-        assert "REASON" not in await inspected(capsys, LOCAL, Where(server=agent.url))
+        assert "REASON" not in await inspected(capsys, LOCAL, AgentTarget(server=agent.url))
     assert " Cordoned, Unhealthy " in lines[2]
     assert lines[2].endswith("  Cordoned: loud; Unhealthy: Xid 79: the GPU fell off the bus")
     assert [gpu["health_reason"] for gpu in shown] == ["", "Xid 79: the GPU fell off the bus", "", ""]
@@ -125,8 +127,8 @@ async def test_a_gpu_that_is_cordoned_and_ill_says_both(capsys: pytest.CaptureFi
 async def test_details_list_every_container(capsys: pytest.CaptureFixture[str]) -> None:
     """With what it may use."""
     async with json_server(agent_answers(busy_node())) as agent:
-        out = await inspected(capsys, LOCAL, Where(server=agent.url), details=True)
-        short = await inspected(capsys, LOCAL, Where(server=agent.url))
+        out = await inspected(capsys, LOCAL, AgentTarget(server=agent.url), details=True)
+        short = await inspected(capsys, LOCAL, AgentTarget(server=agent.url))
     rows = [line.split() for line in out.splitlines()]
     assert ["n1", "0", "default", "train", "trainer", "40", "4096"] in rows
     assert ["n1", "1", "default", "big", "main", "100", "24576"] in rows
@@ -136,8 +138,8 @@ async def test_details_list_every_container(capsys: pytest.CaptureFixture[str]) 
 async def test_the_document_of_inspect_says_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
     """As JSON and as YAML, with the containers whether they were asked for or not."""
     async with json_server(agent_answers(busy_node())) as agent:
-        document = json.loads(await inspected(capsys, LOCAL, Where(server=agent.url), form="json"))
-        assert yaml.safe_load(await inspected(capsys, LOCAL, Where(server=agent.url), form="yaml")) == document
+        document = json.loads(await inspected(capsys, LOCAL, AgentTarget(server=agent.url), form="json"))
+        assert yaml.safe_load(await inspected(capsys, LOCAL, AgentTarget(server=agent.url), form="yaml")) == document
     assert document["schema"] == 1
     (node,) = document["nodes"]
     assert node["cards"][0] == {
@@ -161,7 +163,7 @@ async def test_the_document_of_inspect_says_what_the_table_says(capsys: pytest.C
 
 
 async def test_all_nodes_are_reported_by_the_api_server(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sorted by name; what is unplaced is told and in no GPU's sum; a node without an annotation by its capacity."""
+    """Sorted by name; what is unplaced is shown and in no GPU's sum; a node without an annotation by its capacity."""
     async with cluster(short_dir, two_nodes()) as (server, settings):
         out = await inspected(capsys, settings)
     rows = [line.split() for line in out.splitlines()]
@@ -171,14 +173,14 @@ async def test_all_nodes_are_reported_by_the_api_server(short_dir: Path, capsys:
     assert "a: 1 container with 30 cores and 1024 MiB is charged to no GPU; -d lists them" in out
     assert "b: no gpushare-agent/cards: GPUs of equal size are assumed from the node's capacity" in out
     assert out.splitlines()[-1].startswith("allocated of 4 GPUs in 2 nodes, 1 unhealthy: cores 30/400 (8 %)")
-    assert {request.path for request in server.heard} == {"/api/v1/nodes", "/api/v1/pods"}
-    assert all(request.headers["Authorization"] == "Bearer secret" for request in server.heard)
+    assert {request.path for request in server.requests} == {"/api/v1/nodes", "/api/v1/pods"}
+    assert all(request.headers["Authorization"] == "Bearer secret" for request in server.requests)
 
 
 async def test_of_all_nodes_a_cordon_is_reported_and_no_reason(
     short_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The node's object says that a GPU is out and by whom, not why: that is not known, and not nothing."""
+    """The node's object has that a GPU is out and by whom, not why: that is not known, and not nothing."""
     node = raw_node("a", [raw_gpu(0, is_healthy=False, cordoned=True), raw_gpu(1, is_healthy=False)])
     async with cluster(short_dir, {"/api/v1/nodes": raw_list([node]), "/api/v1/pods": raw_list([])}) as (_, settings):
         lines = (await inspected(capsys, settings)).splitlines()
@@ -215,7 +217,7 @@ async def test_a_missing_right_names_the_users_credentials(short_dir: Path) -> N
     denied = {"message": 'nodes is forbidden: User "me" cannot list resource "nodes"'}
     async with cluster(short_dir, {"/api/v1/nodes": (403, denied)}) as (_, settings):
         with pytest.raises(Rejected, match=r'cannot list the nodes: .*User "me".*your own credentials; docs/cli.md'):
-            await inspect.run(settings, Where(), is_all_nodes=True, with_details=False, form="table")
+            await inspect.run(settings, AgentTarget(), is_all_nodes=True, with_details=False, form="table")
 
 
 async def test_both_ways_tell_the_same_of_a_real_node(capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,9 +228,9 @@ async def test_both_ways_tell_the_same_of_a_real_node(capsys: pytest.CaptureFixt
             await wait_phase(node, name, "Running")
         await node.kubelet.wait_for(lambda: _is_all_written(node.api.pods(), node.api.node(node.name)), 10, "facts")
         settings = load_settings(["--kubeconfig", str(node.paths.kubeconfig)], {"NODE_NAME": "desk"}).settings
-        where = Where(server=f"http://127.0.0.1:{await agent.parts.web.wait_listening()}")
+        target = AgentTarget(server=f"http://127.0.0.1:{await agent.parts.web.wait_listening()}")
         capsys.readouterr()
-        by_ledger = document_among_logs(await inspected(capsys, settings, where, form="json"))
+        by_ledger = document_among_logs(await inspected(capsys, settings, target, form="json"))
         by_annotations = document_among_logs(await inspected(capsys, settings, form="json"))
     assert by_annotations == by_ledger
     assert by_ledger["totals"]["cores"] == {"allocated": 140, "capacity": 200}
@@ -260,11 +262,11 @@ async def test_another_nodes_agent_is_asked_through_its_pod(
         server,
         settings,
     ):
-        assert await top.run(settings, Where(node="n1"), once=True, interval_s=1.0, form="table") == 0
+        assert await top.run(settings, AgentTarget(node="n1"), once=True, interval_s=1.0, form="table") == 0
     assert "default/train/trainer" in capsys.readouterr().out
-    assert [request.path for request in server.heard] == ["/api/v1/namespaces/gpushare-system/pods", proxy]
-    assert server.heard[0].query["labelSelector"] == "app.kubernetes.io/name=gpushare-agent"
-    assert server.heard[0].query["fieldSelector"] == "spec.nodeName=n1"
+    assert [request.path for request in server.requests] == ["/api/v1/namespaces/gpushare-system/pods", proxy]
+    assert server.requests[0].query["labelSelector"] == "app.kubernetes.io/name=gpushare-agent"
+    assert server.requests[0].query["fieldSelector"] == "spec.nodeName=n1"
 
 
 async def test_without_a_node_the_only_agent_is_meant(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,12 +274,12 @@ async def test_without_a_node_the_only_agent_is_meant(short_dir: Path, capsys: p
     path = "/api/v1/namespaces/gpushare-system/pods"
     proxy = f"{path}/http:agent-n1:5678/proxy/api/v1/node"
     async with cluster(short_dir, {path: raw_list([raw_agent_pod("n1")]), proxy: busy_node()}) as (server, settings):
-        where = Where(is_remote=True)
-        assert await graph.run(settings, where, form="table") == 0
+        target = AgentTarget(is_remote=True)
+        assert await graph.run(settings, target, form="table") == 0
         assert "GPU0" in capsys.readouterr().out
         server.answers[path] = raw_list([raw_agent_pod("n2"), raw_agent_pod("n1")])
         with pytest.raises(NotFound, match=r"2 nodes have an agent \(n1, n2\): name one with --node NODE"):
-            await graph.run(settings, where, form="table")
+            await graph.run(settings, target, form="table")
 
 
 @pytest.mark.parametrize(
@@ -285,13 +287,13 @@ async def test_without_a_node_the_only_agent_is_meant(short_dir: Path, capsys: p
     [("gpushare-system", "/api/v1/namespaces/gpushare-system/pods"), ("", "/api/v1/pods")],
 )
 async def test_a_node_without_an_agent_is_reported(namespace: str, path: str, short_dir: Path) -> None:
-    """With how to look for it, in the namespace that was searched, or in all."""
+    """With the command that finds it, in the namespace that was searched, or in all."""
     async with cluster(short_dir, {path: raw_list([])}) as (server, settings):
         with pytest.raises(NotFound, match=r"no agent runs on node n9: .*--agent-namespace"):
             await top.run(
-                settings, Where(node="n9", agent_namespace=namespace), once=True, interval_s=1.0, form="table"
+                settings, AgentTarget(node="n9", agent_namespace=namespace), once=True, interval_s=1.0, form="table"
             )
-    assert [request.path for request in server.heard] == [path]
+    assert [request.path for request in server.requests] == [path]
 
 
 async def test_an_agent_that_the_api_server_cannot_reach_is_reported(short_dir: Path) -> None:
@@ -302,7 +304,7 @@ async def test_an_agent_that_the_api_server_cannot_reach_is_reported(short_dir: 
     answers = {path: raw_list([raw_agent_pod("n1")]), proxy: (503, refused)}
     async with cluster(short_dir, answers) as (_, settings):
         with pytest.raises(Unavailable, match=r"pod gpushare-system/agent-n1 .* 503: error trying to reach service"):
-            await graph.run(settings, Where(node="n1"), form="table")
+            await graph.run(settings, AgentTarget(node="n1"), form="table")
 
 
 def test_the_plugin_has_the_same_commands_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -325,7 +327,7 @@ def test_the_plugin_has_the_same_commands_with_examples(capsys: pytest.CaptureFi
 
 async def drawn(capsys: pytest.CaptureFixture[str], document: dict[str, Any], form: Form = "table") -> str:
     async with json_server(agent_answers(document)) as agent:
-        assert await graph.run(LOCAL, Where(server=agent.url), form=form) == 0
+        assert await graph.run(LOCAL, AgentTarget(server=agent.url), form=form) == 0
     return capsys.readouterr().out
 
 
@@ -344,7 +346,7 @@ async def test_the_tree_tells_what_is_free_on_each_gpu(capsys: pytest.CaptureFix
 
 
 async def test_the_tree_tells_a_cordon_from_an_illness(capsys: pytest.CaptureFixture[str]) -> None:
-    """Both where a GPU has both; without the operator's reason there is the one word."""
+    """Both target a GPU has both; without the operator's reason there is the one word."""
     document = busy_node()
     document["cards"][1]["cordoned"] = "loud"
     document["cards"][2]["cordoned"] = NO_REASON

@@ -101,7 +101,7 @@ async def why_given_up(place: MpsPlace, **timeouts: float) -> tuple[str, list[Co
 
 
 async def test_a_daemon_is_started_asked_and_given_its_default(place: MpsPlace) -> None:
-    """It serves only once it has answered and taken the setting; at the end it is told to quit."""
+    """It serves only once it has answered and taken the setting; at the end it gets the command quit."""
     async with kept(place) as found:
         await found.wait_for(STARTING, SERVING)
         assert place.record()[:3] == [
@@ -133,7 +133,7 @@ async def test_a_daemon_that_is_too_slow_is_ended_and_tried_again_a_few_times(pl
 
 
 async def test_a_daemon_that_dies_at_start_is_tried_again_a_few_times(place: MpsPlace) -> None:
-    """The error tells how it ended; no start follows."""
+    """The error has how it ended; no start follows."""
     place.becomes("fails")
     words, seen = await why_given_up(place)
     assert "3 times in a row" in words and "ended with exit code 3 before it answered" in words
@@ -199,7 +199,7 @@ async def test_a_daemon_that_stops_answering_is_left_alone(place: MpsPlace) -> N
 
 
 async def test_nonsense_at_the_start_is_no_answer(place: MpsPlace) -> None:
-    """It counts as a start without success, and the error shows what was said."""
+    """It counts as a start without success, and the error shows its output."""
     place.becomes("nonsense", "lorem ipsum")
     words, _ = await why_given_up(place, start_s=0.5)
     assert "makes no sense: 'lorem ipsum'" in words
@@ -218,7 +218,7 @@ async def test_what_a_dead_daemon_left_is_removed_before_the_start(place: MpsPla
 
 
 async def test_clients_get_their_time_to_end(place: MpsPlace) -> None:
-    """The daemon is told to quit when the last one has gone."""
+    """The daemon gets the command quit when the last one has gone."""
     place.becomes("clients", "500 501\n500 502\n")
     with capture_logs() as logs:
         async with kept(place, drain_s=DEADLINE_S) as found:
@@ -283,7 +283,7 @@ async def log_until(process: asyncio.subprocess.Process, event: str, **fields: A
             line = json.loads(raw) if raw.startswith(b"{") else {}
             if line.get("event") == event and fields.items() <= line.items():
                 return dict(line)
-    raise AssertionError(f"it ended before it said {event} {fields}")
+    raise AssertionError(f"it ended before it logged {event} {fields}")
 
 
 async def end_of(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
@@ -293,7 +293,7 @@ async def end_of(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
 
 
 async def test_the_command_makes_its_directories_serves_and_ends_at_a_signal(short_dir: Path) -> None:
-    """Exit code 0; `--check` meanwhile says that it serves, and afterwards why not."""
+    """Exit code 0; `--check` meanwhile reports that it serves, and afterwards why not."""
     place = mps_place(short_dir)
     place.pipe.rmdir()
     place.logs.rmdir()
@@ -310,7 +310,7 @@ async def test_the_command_makes_its_directories_serves_and_ends_at_a_signal(sho
 
 
 async def test_a_second_signal_cuts_the_waiting_for_clients_short(place: MpsPlace) -> None:
-    """The first one waits as long as the setting says."""
+    """The first one waits as long as the setting allows."""
     place.becomes("clients", "500 501\n")
     async with program(place, "--mps.drain-timeout-s=3600") as process:
         await log_until(process, "mps_condition", condition="serving")
@@ -322,7 +322,7 @@ async def test_a_second_signal_cuts_the_waiting_for_clients_short(place: MpsPlac
 
 
 async def test_a_daemon_of_the_deployer_is_not_disturbed(place: MpsPlace) -> None:
-    """The command refuses to start a second one, and says how to go on."""
+    """The command refuses to start a second one, and names the way to go on."""
     fake = place.program.read_text()
     async with open_fake_mps(place.pipe, place.logs, place.program) as daemon:
         script(place.program, fake.partition("\n")[2])

@@ -1,4 +1,4 @@
-"""`gpushare-agent top` against an HTTP server that plays the agent: what it shows, and what it says when it cannot."""
+"""`gpushare-agent top` against an HTTP server that plays the agent: what it shows, and its errors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import yaml
 from rich.console import Console
 
 from gpushare_agent.cli import top
-from gpushare_agent.cli.agent_addresses import Where
 from gpushare_agent.cli.agent_client import MAX_ANSWER_BYTES, check_url, default_url, open_agent_client, read_node
+from gpushare_agent.cli.agent_pods import AgentTarget
 from gpushare_agent.cli.render_text import Form
 from gpushare_agent.cli.render_top import top_lines, top_table
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
@@ -29,7 +29,7 @@ SETTINGS = load_settings([], {"NODE_NAME": "n1"}).settings
 async def printed(document: dict[str, Any], capsys: pytest.CaptureFixture[str], form: Form = "table") -> str:
     """What `top --once` prints of an agent that has this document."""
     async with json_server(agent_answers(document)) as agent:
-        where = Where(server=agent.url)
+        where = AgentTarget(server=agent.url)
         assert await top.run(SETTINGS, where, once=True, interval_s=1.0, form=form) == 0
     return capsys.readouterr().out
 
@@ -63,7 +63,7 @@ async def test_each_container_stands_below_its_gpu_with_limit_and_use(capsys: py
 async def test_a_gpu_out_of_service_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     """Unhealthy with the driver's reason, Cordoned with the operator's, each whole on a line below the GPU."""
     document = busy_node()
-    long = "Xid 79: the GPU fell off the bus; " + "it is looked at again and again; " * 8 + "the end"
+    long = "Xid 79: the GPU fell off the bus; " + "it is probed again and again; " * 8 + "the end"
     document["cards"][1]["health_reason"] = long
     lines = (await printed(document, capsys)).splitlines()
     ill, cordoned = (next(n for n, line in enumerate(lines) if line.startswith(f"{index} ")) for index in (1, 2))
@@ -111,16 +111,16 @@ async def test_an_agent_that_is_not_ready_says_why(capsys: pytest.CaptureFixture
 
 
 async def test_old_samples_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    """Values of a while ago look like those of now."""
+    """Old values are marked as old."""
     document = busy_node()
     document["at"] = document["agent"]["sampled_at"] + 42
-    assert "use sampled 42 s ago" in await printed(document, capsys)
+    assert "usage sampled 42 s ago" in await printed(document, capsys)
     document["agent"]["sampled_at"] = None
-    assert "use not sampled yet" in await printed(document, capsys)
+    assert "usage not sampled yet" in await printed(document, capsys)
 
 
 async def test_a_container_whose_gpu_is_gone_is_still_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing that holds a share is left out."""
+    """No allocated share is left out."""
     document = busy_node()
     document["containers"][0]["cards"] = []
     lines = (await printed(document, capsys)).splitlines()
@@ -152,7 +152,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
 
 
 def test_columns_go_in_the_order_of_their_worth() -> None:
-    """Power first, the state last: who looks at a small terminal still sees which GPU is ill."""
+    """Power first, the state last: a small terminal still shows which GPU is ill."""
     assert "POWER" in drawn(busy_node(), 160)[0]
     assert "POWER" not in drawn(busy_node(), 90)[0]
     assert "STATE" in drawn(busy_node(), 90)[0]
@@ -190,7 +190,7 @@ async def test_what_a_server_says_cannot_command_the_terminal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "error", "said"),
+    ("answer", "error", "text"),
     [
         (b"<html>", Corrupt, "no JSON"),
         (b"[1]", Corrupt, "no JSON object"),
@@ -203,30 +203,30 @@ async def test_what_a_server_says_cannot_command_the_terminal() -> None:
     ],
     ids=["html", "list", "other-format", "no-cards", "long", "404", "503", "500"],
 )
-async def test_an_answer_that_is_not_the_agents_is_reported(answer: Any, error: type[Exception], said: str) -> None:
-    """Each says what is wrong with the address or the other side."""
-    async with json_server({"/api/v1/node": answer}) as server, open_agent_client(server.url) as door:
-        with pytest.raises(error, match=said):
-            await read_node(door)
+async def test_an_answer_that_is_not_the_agents_is_reported(answer: Any, error: type[Exception], text: str) -> None:
+    """Each names what is wrong with the address or the other side."""
+    async with json_server({"/api/v1/node": answer}) as server, open_agent_client(server.url) as agent:
+        with pytest.raises(error, match=text):
+            await read_node(agent)
 
 
 async def test_an_agent_that_does_not_answer_is_given_up() -> None:
     """After the time limit, in words."""
     async with (
         json_server(stalls=frozenset({"/api/v1/node"})) as server,
-        open_agent_client(server.url, timeout_s=0.05) as door,
+        open_agent_client(server.url, timeout_s=0.05) as agent,
     ):
         with pytest.raises(Unavailable, match=r"no answer within 0\.05 s"):
-            await read_node(door)
+            await read_node(agent)
 
 
 async def test_an_address_without_a_host_is_reported() -> None:
     """A name that does not exist is not the agent's fault."""
-    async with open_agent_client("http://no-such-host.invalid:5678") as door:
+    async with open_agent_client("http://no-such-host.invalid:5678") as agent:
         with pytest.raises(
             Unavailable, match=r"cannot read http://no-such-host.invalid:5678/api/v1/node: .*--server URL"
         ):
-            await read_node(door)
+            await read_node(agent)
 
 
 @pytest.mark.parametrize("url", ["localhost:5678", "ftp://x", "http://", "http://x:y", "http://x?a=b", "http://[::1"])
@@ -266,7 +266,7 @@ async def test_without_a_terminal_there_is_one_table() -> None:
         ended = await run_program("top", "--web.addr=127.0.0.1", f"--web.port={port}")
     assert (ended.code, ended.err) == (0, "")
     assert "\x1b" not in ended.out
-    assert len(agent.heard) == 1
+    assert len(agent.requests) == 1
 
 
 def by_q(terminal: Any) -> None:
@@ -299,7 +299,7 @@ async def test_the_live_table_ends_and_leaves_the_terminal_as_it_was(
 
 
 async def test_the_live_table_shows_what_changes_and_outlives_the_agent() -> None:
-    """An agent that is restarted is told of, and its node stays on the screen."""
+    """A restart of the agent is shown, and its node stays on the screen."""
     document = busy_node()
     async with (
         json_server(agent_answers(document)) as agent,
@@ -316,7 +316,7 @@ async def test_the_live_table_shows_what_changes_and_outlives_the_agent() -> Non
 
 
 async def test_a_small_terminal_scrolls() -> None:
-    """As many lines as there is room for; the rest is counted, and j and the arrows lead there."""
+    """As many lines as fit; the rest is counted, and j and the arrows lead there."""
     async with (
         json_server(agent_answers(busy_node())) as agent,
         at_terminal("top", "--interval=60", "--server", agent.url, rows=9) as terminal,

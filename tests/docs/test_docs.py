@@ -1,4 +1,4 @@
-"""The documents say what the code does."""
+"""The documents agree with the code."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_every_flag_that_a_document_names_exists(document: str) -> None:
     others = {"--once", "--all-nodes", "--help", "--output", "--config", "--v", "--log-dir", "--logtostderr"}
     for flag in re.findall(r"`(--[a-z][a-z.-]*)", text):
         if flag not in others:
-            assert read_flags([f"{flag}=x"]).given, flag
+            assert read_flags([f"{flag}=x"]).values, flag
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_every_relative_link_leads_somewhere(document: str) -> None:
 
 
 def full_metrics() -> str:
-    """Every event has happened once and the driver tells everything, so that every series is there."""
+    """Every event has happened once and the driver reports everything, so that every series is there."""
     metrics = AgentMetrics()
     metrics.know_resources(["r"])
     metrics.know_gpus([UUIDS[0]])
@@ -104,10 +104,10 @@ def full_metrics() -> str:
     }
     one = replace(process(10), encoder_ratio=0.0, decoder_ratio=0.0)
     sample = GpuSample(**{**reported, "uuid": UUIDS[0], "throttle_reasons": (), "processes": (one,)})
-    held = allocation(key_of(1))
-    holders = Holders(gpus={held.key: held.gpus}, by_id={id_of(1): held.key})
+    allocated = allocation(key_of(1))
+    holders = Holders(gpus={allocated.key: allocated.gpus}, by_id={id_of(1): allocated.key})
     usage = join_usage(driver_sample(sample), {10: owner(1)}, holders, sampled_at=1.0)
-    shown = snapshot(facts(held), usage=usage)
+    shown = snapshot(facts(allocated), usage=usage)
     metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=1.0))
     return metrics.exposition("")[1].decode()
 
@@ -134,7 +134,7 @@ def test_the_metrics_document_names_every_reason_of_a_refusal() -> None:
 
 
 def test_the_isolation_document_has_a_row_for_each_isolation() -> None:
-    """Who adds one says what it holds to and what it needs."""
+    """A new one needs what it enforces and what it requires."""
     text = (ROOT / "docs/isolation.md").read_text(encoding="utf-8")
     rows = re.findall(r"^[|] `([a-z-]+)`(?: .the default.)? [|]", text, flags=re.M)
     assert [name for name in rows if name in set(ISOLATIONS)] == list(ISOLATIONS)

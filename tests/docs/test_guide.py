@@ -74,9 +74,11 @@ async def test_the_guides_question_of_the_api_names_the_pod_that_uses_most(short
         pytest.skip("jq is missing: apt-get install jq")
     (program,) = re.findall(r"--arg GPU \"\$UUID\" '(.*?)'", text_of(GUIDE / "see-usage.md"), flags=re.S)
     moments = iter([10.0, 20.0])
-    held = {key.key: key for key in (allocation(key_of(1), (0,), pod="lazy"), allocation(key_of(2), (0,), pod="busy"))}
-    held |= {one.key: one for one in [allocation(key_of(3), (1,), pod="elsewhere")]}
-    history = UsageHistory(60, 6, allocations=lambda: held, clock=lambda: next(moments))
+    allocated = {
+        key.key: key for key in (allocation(key_of(1), (0,), pod="lazy"), allocation(key_of(2), (0,), pod="busy"))
+    }
+    allocated |= {one.key: one for one in [allocation(key_of(3), (1,), pod="elsewhere")]}
+    history = UsageHistory(60, 6, allocations=lambda: allocated, clock=lambda: next(moments))
     for busy in (0.5, 0.7):
         use = {(key_of(1), 0): 0.1, (key_of(2), 0): busy, (key_of(3), 1): 0.9}
         history.add(

@@ -34,7 +34,7 @@ from gpushare_agent.gpus.health import (
 from gpushare_agent.gpus.health_values import GpuHealth, HealthState
 from gpushare_agent.model.gpus import Gpu, Health
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.settings.settings import HealthSettings
+from gpushare_agent.settings.observation import HealthSettings
 from tests.support_core import inventory
 
 WELL = inventory(1).gpus[0]

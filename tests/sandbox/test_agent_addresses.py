@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gpushare_agent.cli.sandbox_nodes import _addresses, _debug_port
+from gpushare_agent.cli.sandbox_nodes import addresses_of, debug_port
 from gpushare_agent.settings.settings import load_settings
 from tests.support_sandbox_cli import DEADLINE_S, ROOT, document_of, live, read_until, registered, sandbox
 
@@ -87,14 +87,14 @@ def test_the_debug_port_is_the_given_one_for_the_first_node_and_else_a_free_one(
     """Two nodes cannot have the same, and the usual one may be an agent's of this machine."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    found = _debug_port(flags, is_first=is_first)
+    found = debug_port(flags, is_first=is_first)
     assert found == port if port is not None else found not in (0, 5679, 7001)
 
 
 def test_an_address_that_means_all_is_reported_as_one_that_can_be_asked() -> None:
     """And what is switched off is not told."""
     flags = ("--web.addr=0.0.0.0", "--web.port=5", "--debug.addr=::1", "--debug.port=6", "--control.socket=")
-    assert _addresses(load_settings(flags, {}).settings) == {
+    assert addresses_of(load_settings(flags, {}).settings) == {
         "web": "http://localhost:5", "debug": "http://[::1]:6/debug/", "control_socket": "",
     }  # fmt: skip
-    assert _addresses(load_settings(("--debug.addr=",), {}).settings)["debug"] == ""
+    assert addresses_of(load_settings(("--debug.addr=",), {}).settings)["debug"] == ""

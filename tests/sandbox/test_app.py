@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from gpushare_agent.cli import sandbox as app
-from gpushare_agent.cli.sandbox_run import reported_after
+from gpushare_agent.cli.sandbox_modes import reported_after
 from tests.support_sandbox import container, pod
 from tests.support_sandbox_cli import ROOT, ended, live, read_until, registered, sandbox
 
@@ -193,7 +193,7 @@ async def test_isolation_none_is_said_at_the_start(folder: Path) -> None:
     done = await sandbox(
         "--state-dir", folder / "s", "--port", "0", "--once", "--samples", "none", "--isolation", "none"
     )
-    assert (done.code, "isolation none: shares are booked and not kept" in done.err) == (0, True)
+    assert (done.code, "isolation none: shares are allocated and not enforced" in done.err) == (0, True)
 
 
 async def test_a_wait_is_reported_only_where_it_is_long(capsys: pytest.CaptureFixture[str]) -> None:

@@ -208,5 +208,5 @@ def test_the_inner_command_begins_behind_the_pods_name_or_two_dashes(line: str, 
 def test_the_variables_of_a_sandboxs_container_are_no_unknown_settings() -> None:
     """Every command of ours can be run in there; what only looks like a setting is still named."""
     found = read_variables({"GPUSHARE_VDEVICE": "/x", "GPUSHARE_SANDBOX_CGROUPS": "v2", "GPUSHARE_VDEVICES": "1"})
-    assert not found.given
+    assert not found.values
     assert len(found.problems) == 1

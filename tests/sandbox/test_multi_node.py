@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from gpushare_agent.cli import sandbox as app
-from gpushare_agent.cli.sandbox import _node_flags
+from gpushare_agent.cli.sandbox import node_flags
 from gpushare_agent.model.errors import AgentError, Rejected
 from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.cluster import EmbeddedCluster
@@ -79,12 +79,12 @@ def parsed(*words: str) -> argparse.Namespace:
 
 def test_the_gpus_of_each_node_are_given_in_turn() -> None:
     """Kinds of one node are joined by a plus; all but the first get a web port of their own."""
-    first, second, third = _node_flags(parsed("--nodes", "3", "--node-cards", "2x24576+1x81920,4x16384"))
+    first, second, third = node_flags(parsed("--nodes", "3", "--node-cards", "2x24576+1x81920,4x16384"))
     assert first == ("--simulated.cards=3", "--simulated.card-memory-mib=24576,24576,81920")
     assert second[:2] == ("--simulated.cards=4", "--simulated.card-memory-mib=16384,16384,16384,16384")
     assert third[:2] == first and third[2].startswith("--web.port=") and third[2] != second[2]
-    assert _node_flags(parsed()) == ((),)
-    assert len(_node_flags(parsed("--node-cards", "1x1024,1x2048"))) == 2
+    assert node_flags(parsed()) == ((),)
+    assert len(node_flags(parsed("--node-cards", "1x1024,1x2048"))) == 2
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_the_gpus_of_each_node_are_given_in_turn() -> None:
 def test_nodes_and_gpus_that_cannot_be_are_refused(words: tuple[str, ...], why: str) -> None:
     """Before anything is started."""
     with pytest.raises(ManifestError, match=why):
-        _node_flags(parsed(*words))
+        node_flags(parsed(*words))
 
 
 @asynccontextmanager

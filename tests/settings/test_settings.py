@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gpushare_agent.settings.reference import all_keys, allowed_text, help_text
+from gpushare_agent.settings.reference import all_keys, help_text
 from gpushare_agent.settings.settings import Settings, SettingsError, load_settings
 from gpushare_agent.settings.sources import split_flags
 from gpushare_agent.settings.values import parse_duration
@@ -37,7 +37,7 @@ def write(directory: Path, text: str | bytes) -> str:
 
 
 def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(directory: Path) -> None:
-    """Each place wins over those after it, key by key, and the source of each key is told."""
+    """Each place wins over those after it, key by key, and the source of each key is known."""
     path = write(directory, "web: {port: 1, addr: from-file}\nlog: {level: debug}\nwait_timeout_s: 3\n")
     environ = {"GPUSHARE_WEB__PORT": "2", "GPUSHARE_LOG__LEVEL": "error", "GPUSHARE_CONFIG": path}
     loaded = load_settings(["--query-port=3"], environ)
@@ -121,17 +121,17 @@ def test_flag_names_are_unique_and_variables_too() -> None:
 
 def test_every_setting_is_described_bounded_and_in_the_help() -> None:
     """A setting without a description, or a number without both bounds, is a mistake in the tree."""
-    text = help_text()
+    text = help_text(all_keys())
     for key in all_keys():
         assert key.field.description, key.name
         assert f"--{key.flag}" in text
         assert key.variable in text
         if key.field.annotation in (int, float):
-            assert " from " in allowed_text(key), key.name
+            assert " from " in key.kind.allowed, key.name
 
 
 def test_defaults_are_valid_and_the_tree_is_frozen() -> None:
-    """What the tree holds cannot change under the services that share it."""
+    """The tree cannot change under the services that share it."""
     settings = Settings()
     with pytest.raises(ValidationError):
         settings.driver = "simulated"
@@ -140,7 +140,7 @@ def test_defaults_are_valid_and_the_tree_is_frozen() -> None:
 
 
 def test_the_tree_alone_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only load_settings looks at variables, and only at those it is given."""
+    """Only load_settings reads variables, and only those it gets."""
     monkeypatch.setenv("GPUSHARE_WEB__PORT", "1")
     monkeypatch.setenv("web", '{"port": 2}')
     monkeypatch.setenv("driver", "simulated")
@@ -149,7 +149,7 @@ def test_the_tree_alone_reads_no_environment(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_node_name_is_the_flag_else_node_name_else_the_host() -> None:
-    """It is never empty, and the source says which it was."""
+    """It is never empty, and the source names which it was."""
     environ = {"NODE_NAME": "from-downward-api"}
     assert load_settings(["--node-name=n"], environ).settings.node_name == "n"
     loaded = load_settings(["--hostname-override="], environ)
@@ -239,7 +239,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\n"
     ],
 )
 def test_a_bad_file_ends_in_one_line_that_names_it(directory: Path, content: str | bytes, expected: str) -> None:
-    """Hostile, broken and merely mistaken files are all told in a line with the file's name."""
+    """Hostile, broken and merely mistaken files are all reported in a line with the file's name."""
     path = write(directory, content)
     (problem,) = problems_of("--config", path)
     assert path in problem
@@ -247,7 +247,7 @@ def test_a_bad_file_ends_in_one_line_that_names_it(directory: Path, content: str
 
 
 def test_a_missing_file_and_a_directory_are_reported(directory: Path) -> None:
-    """The line says who asked for the file."""
+    """The line names the place that names the file."""
     (problem,) = problems_of(environ={"GPUSHARE_CONFIG": f"{directory}/none.yaml"})
     assert problem.startswith("variable GPUSHARE_CONFIG: cannot read")
     (problem,) = problems_of("--config", str(directory))
@@ -270,7 +270,7 @@ def test_dashes_may_replace_underscores_in_the_file(directory: Path) -> None:
 
 @given(st.integers(0, 10_000), st.integers(0, 59), st.integers(0, 59), st.integers(0, 999))
 def test_go_durations_add_up(hours: int, minutes: int, seconds: int, milliseconds: int) -> None:
-    """Each unit counts what it says."""
+    """Each unit counts its own."""
     text = f"{hours}h{minutes}m{seconds}s{milliseconds}ms"
     assert parse_duration(text) == pytest.approx(hours * 3600 + minutes * 60 + seconds + milliseconds / 1000)
 

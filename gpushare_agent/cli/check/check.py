@@ -1,7 +1,7 @@
-"""`gpushare-agent check`: tells before a deployment what of the node is in place, and the cure for what is not.
+"""`gpushare-agent check`: reports before a deployment what of the node is in place, and the cure for what is not.
 
-All probes run beside each other, each is bounded, and the report has their findings in a fixed order. They only look: in
-particular the PodResources socket is connected to but never asked, because a List while an Allocate is open makes the
+All probes run beside each other, each is bounded, and the report has their findings in a fixed order. They only read: in
+particular the PodResources socket is connected to but gets no request, because a List while an Allocate is open makes the
 kubelet give the same device twice (docs/architecture.md).
 """
 
@@ -11,12 +11,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
-from gpushare_agent.cli.check import api as node_check_api
-from gpushare_agent.cli.check import containers as node_check_containers
-from gpushare_agent.cli.check import isolation as node_check_isolation
-from gpushare_agent.cli.check import local as node_check_local
-from gpushare_agent.cli.check import shares as node_check_shares
+from gpushare_agent.cli.check import api, containers, isolation, local, shares
 from gpushare_agent.cli.check.finding import Finding, Level, as_json, as_text, error
+from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.settings.settings import Settings
 
 PROBE_TIMEOUT_S = 5.0
@@ -27,24 +24,26 @@ API_TIMEOUT_S = 20.0
 
 Probe = Callable[[Settings], Awaitable[list[Finding]]]
 
-_PROBES: tuple[tuple[str, Probe, float], ...] = (
-    ("driver", node_check_local.check_driver, node_check_local.DRIVER_TIMEOUT_S),
-    ("kubelet", node_check_local.check_kubelet, PROBE_TIMEOUT_S),
-    ("pod resources", node_check_local.check_pod_resources, PROBE_TIMEOUT_S),
-    ("container runtime", node_check_containers.check_runtime, PROBE_TIMEOUT_S),
-    ("cgroups", node_check_containers.check_cgroups, PROBE_TIMEOUT_S),
-    ("host processes", node_check_containers.check_processes, PROBE_TIMEOUT_S),
-    ("directories", node_check_local.check_directories, PROBE_TIMEOUT_S),
-    ("virtual manager", node_check_isolation.check_virtual_manager, PROBE_TIMEOUT_S),
-    ("driver directory", node_check_isolation.check_driver_directory, node_check_isolation.PLAN_TIMEOUT_S),
-    ("mps", node_check_shares.check_mps, MPS_TIMEOUT_S),
-    ("hami-core", node_check_shares.check_hami_core, PROBE_TIMEOUT_S),
-    ("device lists", node_check_shares.check_device_lists, node_check_local.DRIVER_TIMEOUT_S),
-    ("list sizes", node_check_shares.check_list_sizes, node_check_local.DRIVER_TIMEOUT_S),
-    ("open files", node_check_local.check_open_files, PROBE_TIMEOUT_S),
-    ("files", node_check_local.check_files, PROBE_TIMEOUT_S),
-    ("api server", node_check_api.check_api, API_TIMEOUT_S),
+_VCUDA, _MPS, _HAMI_CORE = IsolationName.VCUDA, IsolationName.MPS, IsolationName.HAMI_CORE
+_PROBES: tuple[tuple[str, Probe, float, IsolationName | None], ...] = (
+    ("driver", local.check_driver, local.DRIVER_TIMEOUT_S, None),
+    ("kubelet", local.check_kubelet, PROBE_TIMEOUT_S, None),
+    ("pod resources", local.check_pod_resources, PROBE_TIMEOUT_S, None),
+    ("container runtime", containers.check_runtime, PROBE_TIMEOUT_S, None),
+    ("cgroups", containers.check_cgroups, PROBE_TIMEOUT_S, None),
+    ("host processes", containers.check_processes, PROBE_TIMEOUT_S, _VCUDA),
+    ("directories", local.check_directories, PROBE_TIMEOUT_S, None),
+    ("virtual manager", isolation.check_virtual_manager, PROBE_TIMEOUT_S, _VCUDA),
+    ("driver directory", isolation.check_driver_directory, isolation.PLAN_TIMEOUT_S, _VCUDA),
+    ("mps", shares.check_mps, MPS_TIMEOUT_S, _MPS),
+    ("hami-core", shares.check_hami_core, PROBE_TIMEOUT_S, _HAMI_CORE),
+    ("device lists", shares.check_device_lists, local.DRIVER_TIMEOUT_S, None),
+    ("list sizes", shares.check_list_sizes, local.DRIVER_TIMEOUT_S, None),
+    ("open files", local.check_open_files, PROBE_TIMEOUT_S, _VCUDA),
+    ("files", local.check_files, PROBE_TIMEOUT_S, None),
+    ("api server", api.check_api, API_TIMEOUT_S, None),
 )
+"""Name, probe, time limit, and the isolation that alone needs it (None: every node does)."""
 
 
 async def run(settings: Settings, *, output: Literal["text", "json"]) -> int:
@@ -59,7 +58,8 @@ async def check_node(settings: Settings) -> list[Finding]:
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(_bounded(name, probe, settings, timeout_s), name=f"check {name}")
-            for name, probe, timeout_s in _PROBES
+            for name, probe, timeout_s, needed_by in _PROBES
+            if needed_by is None or needed_by in settings.isolations_in_use
         ]
     return [finding for task in tasks for finding in task.result()]
 

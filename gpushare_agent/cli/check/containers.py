@@ -12,7 +12,7 @@ from gpushare_agent.runtime.cri import open_runtime
 from gpushare_agent.settings.settings import Settings
 
 RUNTIME_TIMEOUT_S = 4.0
-"""Less than a probe's, so that it is told which socket is silent."""
+"""Less than a probe's, so that the finding names the silent socket."""
 
 _FROM_STATUSES = "containers' IDs come from the pods' statuses in the API server"
 
@@ -72,8 +72,6 @@ async def _check_driver_setting(settings: Settings) -> list[Finding]:
 
 async def check_processes(settings: Settings) -> list[Finding]:
     """Whether the containers' processes have PIDs here, and the /proc that shows whose they are."""
-    if IsolationName.VCUDA not in settings.isolations_in_use:
-        return []
     proc_root = settings.runtime.proc_root
     if not await _sees_processes(settings):
         detail = (

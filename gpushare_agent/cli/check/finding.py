@@ -1,4 +1,4 @@
-"""What `gpushare-agent check` found: one value per looked-at thing, and how a report of them reads."""
+"""What `gpushare-agent check` found: one value per finding, and the report in both forms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """`what` was looked at, `detail` is what was found, `cure` is what to do (empty when ok)."""
+    """`what` is the subject, `detail` the observation, `cure` what to do (empty when ok)."""
 
     level: Level
     what: str

@@ -1,7 +1,7 @@
 """The probes of `gpushare-agent check` for isolation vcuda: the containers' directories, and the driver they get to see.
 
-Without the control library in the place of libcuda everything runs, and nothing holds a container to its share: that is
-what these findings are to tell, before a pod finds out.
+Without the control library in the place of libcuda everything runs, and nothing limits a container to its share: these
+findings show that before a pod does.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from gpushare_agent.isolation.driver_volume.plan import LIBCUDA
 from gpushare_agent.isolation.driver_volume.values import CONTROL_LIBRARY_NAME, DriverVolume, VolumeName
 from gpushare_agent.isolation.driver_volume.volume_config import read_volume_config
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.settings.settings import Settings
 
 PLAN_TIMEOUT_S = 15.0
-"""A driver that is not installed yet is looked for in all of the host's libraries."""
+"""A driver that is not installed yet is searched in all of the host's libraries."""
 
 _NOT_ENFORCED = "shares are not enforced: a container can use its GPUs wholly"
 _INSTALL = (
@@ -32,8 +31,6 @@ _MIB = 1 << 20
 
 async def check_virtual_manager(settings: Settings) -> list[Finding]:
     """The tree with a directory for each container, mounted there at /etc/vcuda."""
-    if IsolationName.VCUDA not in settings.isolations_in_use:
-        return []
     path = settings.virtual_manager.path
     try:
         found = await asyncio.to_thread(node_probes.require_writable, path)
@@ -48,9 +45,7 @@ async def check_virtual_manager(settings: Settings) -> list[Finding]:
 
 
 async def check_driver_directory(settings: Settings) -> list[Finding]:
-    """What volume.conf names is installed, and the control library is in libcuda's place where shares look."""
-    if IsolationName.VCUDA not in settings.isolations_in_use:
-        return []
+    """What volume.conf names is installed, and the control library is in libcuda's place."""
     if settings.volume_config is None:
         return [_no_config(settings)]
     try:

@@ -1,6 +1,6 @@
 """The probes of `gpushare-agent check` that need nothing but the node: driver, the kubelet's sockets, directories, files.
 
-What containers' shares need besides is looked at in node_check_containers.py and node_check_isolation.py.
+The other probes: containers.py, isolation.py, shares.py, api.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MIB = 1 << 20
 async def check_driver(settings: Settings) -> list[Finding]:
     """The GPUs, and with NVML the device nodes that containers need."""
     try:
-        inventory = await _read_gpus(settings)
+        inventory = await read_inventory(settings)
     except AgentError as failure:
         cure = "make `nvidia-smi` work on the host; a node without GPUs can rehearse with --driver simulated"
         if settings.driver == "simulated":
@@ -41,7 +41,7 @@ async def check_driver(settings: Settings) -> list[Finding]:
         level = Level.ERROR if settings.fail_on_init_error else Level.WARNING
         return [Finding(level=level, what="driver", detail=str(failure), cure=cure)]
     findings = [_gpus_finding(settings, inventory)]
-    findings += [_gpu_trouble(gpu) for gpu in inventory.gpus if not gpu.is_healthy]
+    findings += [_unhealthy_finding(gpu) for gpu in inventory.gpus if not gpu.is_healthy]
     findings += [
         warning(
             "card",
@@ -55,7 +55,8 @@ async def check_driver(settings: Settings) -> list[Finding]:
     return findings
 
 
-async def _read_gpus(settings: Settings) -> GpuInventory:
+async def read_inventory(settings: Settings) -> GpuInventory:
+    """One read of the configured driver. Raises AgentError."""
     driver = open_driver(settings)
     try:
         return await driver.read()
@@ -71,7 +72,7 @@ def _gpus_finding(settings: Settings, inventory: GpuInventory) -> Finding:
     return ok("driver", f"{len(inventory.gpus)} {kind}, {memory} MiB in all")
 
 
-def _gpu_trouble(gpu: Gpu) -> Finding:
+def _unhealthy_finding(gpu: Gpu) -> Finding:
     detail = f"number {gpu.index} ({gpu.uuid}) is unhealthy: {gpu.unhealthy_reason}"
     return warning("card", detail, "see `nvidia-smi -q` and the kernel log; it is not given to pods until it recovers")
 
@@ -95,7 +96,7 @@ def _device_nodes_finding(inventory: GpuInventory) -> Finding:
 
 
 async def check_kubelet(settings: Settings) -> list[Finding]:
-    """The device-plugin directory, the kubelet's socket in it, and room for the names of our own."""
+    """The device-plugin directory, the kubelet's socket in it, and the length of our own sockets' paths."""
     directory = settings.kubelet.device_plugin_path
     findings: list[Finding] = []
     try:
@@ -140,7 +141,7 @@ async def check_directories(settings: Settings) -> list[Finding]:
 
 
 async def check_files(settings: Settings) -> list[Finding]:
-    """Files that settings name. Where volume.conf is read for the driver directory, that line tells of it."""
+    """Files that settings name. Where volume.conf is read for the driver directory, that line reports it."""
     named = {"--extra-config": settings.extra_config}
     if IsolationName.VCUDA not in settings.isolations_in_use:
         named["--volume-config"] = settings.volume_config
@@ -157,9 +158,7 @@ async def check_files(settings: Settings) -> list[Finding]:
 
 
 async def check_open_files(settings: Settings) -> list[Finding]:
-    """The hard limit, which is given to the agent; the soft one it raises itself."""
-    if IsolationName.VCUDA not in settings.isolations_in_use:
-        return []
+    """The hard limit; the agent raises the soft one itself."""
     _, hard = read_open_files_limit()
     if hard >= NEEDED_OPEN_FILES:
         given = "unlimited" if hard == sys.maxsize else str(hard)

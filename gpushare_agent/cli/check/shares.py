@@ -1,5 +1,6 @@
-"""The probes of `gpushare-agent check` for the other ways in which a share is kept and a GPU gets in: MPS, HAMi-core,
-device lists and CDI. What is not in use on the node is not looked at.
+"""The probes of `gpushare-agent check` for the other isolations and the device lists: MPS, HAMi-core, device lists, CDI.
+
+What the node does not use is not probed.
 """
 
 from __future__ import annotations
@@ -7,9 +8,9 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.agent.values import cdi_specs, resource_names
 from gpushare_agent.cli.check.finding import Finding, error, ok, warning
+from gpushare_agent.cli.check.local import read_inventory
 from gpushare_agent.isolation.devices.device_lists import strategy_warnings
 from gpushare_agent.isolation.hami_core.edits import LIBRARY_PATH
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
@@ -23,8 +24,6 @@ from gpushare_agent.settings.settings import Settings
 
 async def check_mps(settings: Settings) -> list[Finding]:
     """The control daemon answers."""
-    if IsolationName.MPS not in settings.isolations_in_use:
-        return []
     mps = settings.mps
     control = MpsControl(mps.control, mps.pipe_directory, mps.log_directory, timeout_s=mps.command_timeout_s)
     try:
@@ -40,8 +39,6 @@ async def check_mps(settings: Settings) -> list[Finding]:
 
 async def check_hami_core(settings: Settings) -> list[Finding]:
     """The library is there for this machine, and the agent's own directory can be written."""
-    if IsolationName.HAMI_CORE not in settings.isolations_in_use:
-        return []
     hami = settings.hami_core
     files = HamiCoreFiles(hami.library, hami.directory, LIBRARY_PATH)
     try:
@@ -54,7 +51,7 @@ async def check_hami_core(settings: Settings) -> list[Finding]:
 
 
 async def check_device_lists(settings: Settings) -> list[Finding]:
-    """The strategies do not contradict each other, and CDI names every GPU where it is to give them."""
+    """The strategies do not contradict each other, and CDI names every GPU where it provides them."""
     has_nodes = settings.driver == "nvml" or settings.simulated.device_nodes
     mounts_driver = settings.isolation is IsolationName.VCUDA and settings.volume_config is not None
     texts = strategy_warnings(settings.device_list_strategy, mounts_driver=mounts_driver, has_gpu_nodes=has_nodes)
@@ -67,13 +64,9 @@ async def check_device_lists(settings: Settings) -> list[Finding]:
 async def check_list_sizes(settings: Settings) -> list[Finding]:
     """The lists of memory blocks and of GPUShare's units fit the kubelet: else the agent does not start."""
     try:
-        driver = open_driver(settings)
-        try:
-            found = await driver.read()
-        finally:
-            await driver.close()
+        found = await read_inventory(settings)
     except AgentError:
-        return []  # the driver's own line tells it
+        return []  # the driver's own line has it
     names = resource_names(settings)
     try:
         check_size(found, names.vmemory, names.memory_block_mib)
@@ -86,12 +79,8 @@ async def check_list_sizes(settings: Settings) -> list[Finding]:
 async def _check_cdi(settings: Settings) -> list[Finding]:
     cure = "see docs/device-lists.md; `gpushare-agent cdi list` tells who names which GPU"
     try:
-        driver = open_driver(settings)
-        try:
-            gpus = (await driver.read()).gpus
-        finally:
-            await driver.close()
-        state = await asyncio.to_thread(cdi_specs(settings).plan, gpus)
+        inventory = await read_inventory(settings)
+        state = await asyncio.to_thread(cdi_specs(settings).plan, inventory.gpus)
     except AgentError as failure:
         return [error("cdi", str(failure), cure)]
     found = [warning("cdi", f"passed over: {text}", cure) for text in state.passed_over]

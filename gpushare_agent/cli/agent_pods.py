@@ -1,0 +1,136 @@
+"""Finds the agent of a node: at its own address, or its pod through the API server's proxy.
+
+On a node the agent of this very node is meant; `kubectl gpushare` runs on a person's own machine and always goes through
+the API server. No state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from gpushare_agent.cli.agent_client import AgentClient, Query, check_url, default_url, open_agent_client
+from gpushare_agent.cli.cluster_nodes import mapping_of, open_cluster
+from gpushare_agent.cli.view_commands import AGENT_NAMESPACE
+from gpushare_agent.cluster.kube.client import KubeApi, pods
+from gpushare_agent.model.errors import NotFound, Unavailable
+from gpushare_agent.settings.settings import Settings
+
+AGENT_LABEL = "app.kubernetes.io/name=gpushare-agent"
+HTTP_PORT = "http"
+"""Name of the container's port where the agent serves."""
+_GET_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentTarget:
+    """Whose node is meant. `server` is the agent's URL. `node` is a node's name; `is_remote` without one means the node
+    that the pod is on, or the only one with an agent. An empty `agent_namespace` means all."""
+
+    server: str = ""
+    node: str = ""
+    is_remote: bool = False
+    agent_namespace: str = AGENT_NAMESPACE
+
+
+@asynccontextmanager
+async def open_agent(
+    settings: Settings, target: AgentTarget, *, pod: str = "", namespace: str = "default"
+) -> AsyncIterator[AgentClient]:
+    """The node is that of `pod`, where one is named, unless `target` names one. Raises AgentError."""
+    if target.server or not (target.node or target.is_remote):
+        async with open_agent_client(check_url(target.server) if target.server else default_url(settings)) as agent:
+            yield agent
+        return
+    async with open_cluster(settings) as api:
+        node = target.node or (await node_of_pod(api, namespace, pod) if pod else "")
+        yield ApiServerProxy(api, await find_agent(api, settings, node=node, namespace=target.agent_namespace))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentPod:
+    """Where an agent runs."""
+
+    namespace: str
+    name: str
+    node: str
+    port: int
+
+
+class ApiServerProxy:
+    """An AgentClient through the API server's proxy to the agent's pod."""
+
+    def __init__(self, api: KubeApi, agent: AgentPod) -> None:
+        self._api = api
+        self._agent = agent
+
+    @property
+    def name(self) -> str:
+        return f"node {self._agent.node} (pod {self._agent.namespace}/{self._agent.name})"
+
+    async def get(self, path: str, query: Query) -> dict[str, Any]:
+        agent = self._agent
+        return await self._api.get_through_pod(agent.namespace, agent.name, agent.port, path, query)
+
+
+async def find_agent(api: KubeApi, settings: Settings, *, node: str, namespace: str) -> AgentPod:
+    """The agent of that node; with an empty `node`, of the only node that has one.
+
+    Raises:
+        NotFound: there is none, or there are several to choose from.
+    """
+    fields = f"spec.nodeName={node}" if node else ""
+    watched = pods(namespace, labels=AGENT_LABEL, fields=fields)
+    found, _ = await api.list_all(watched, lambda raw: _agent_pod(raw, settings.web.port))
+    agents = sorted((agent for agent in found if agent.node == node or not node), key=lambda agent: agent.node)
+    place = f"with the label {AGENT_LABEL} in namespace {namespace or '(all)'}"
+    if not agents:
+        where = f"on node {node}" if node else "on any node"
+        raise NotFound(
+            f"no agent runs {where}: no running pod {place}; check `kubectl get pods -A -l {AGENT_LABEL} -o wide`, and "
+            "name its namespace with --agent-namespace"
+        )
+    if len(agents) > 1 and not node:
+        names = ", ".join(agent.node for agent in agents[:10]) + (", …" if len(agents) > 10 else "")
+        raise NotFound(f"{len(agents)} nodes have an agent ({names}): name one with --node NODE")
+    return agents[0]
+
+
+def _agent_pod(raw: dict[str, Any], usual_port: int) -> AgentPod | None:
+    metadata, spec, status = (mapping_of(raw.get(field)) for field in ("metadata", "spec", "status"))
+    namespace, name, node = metadata.get("namespace"), metadata.get("name"), spec.get("nodeName")
+    if status.get("phase") != "Running" or metadata.get("deletionTimestamp") is not None:
+        return None
+    if not (isinstance(namespace, str) and isinstance(name, str) and isinstance(node, str)):
+        return None
+    return AgentPod(namespace=namespace, name=name, node=node, port=_http_port(spec) or usual_port)
+
+
+def _http_port(spec: Mapping[str, Any]) -> int | None:
+    raw_containers = spec.get("containers")
+    for container in raw_containers if isinstance(raw_containers, list) else ():
+        raw_ports = mapping_of(container).get("ports")
+        for port in raw_ports if isinstance(raw_ports, list) else ():
+            number = mapping_of(port).get("containerPort")
+            if mapping_of(port).get("name") == HTTP_PORT and isinstance(number, int) and 0 < number < 65536:
+                return number
+    return None
+
+
+async def node_of_pod(api: KubeApi, namespace: str, pod: str) -> str:
+    """Where a pod runs or was refused.
+
+    Raises:
+        NotFound: there is no such pod.
+        Unavailable: no node was chosen for it yet.
+    """
+    raw = await api.get_pod(namespace, pod, timeout_s=_GET_TIMEOUT_S)
+    node = mapping_of(raw.get("spec")).get("nodeName")
+    if not isinstance(node, str) or not node:
+        raise Unavailable(
+            f"pod {namespace}/{pod} is on no node yet, so no agent has decided about it; its Events have what the scheduler "
+            f"waits for: kubectl describe pod -n {namespace} {pod}"
+        )
+    return node

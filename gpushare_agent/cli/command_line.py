@@ -1,0 +1,236 @@
+"""What the command lines share: the table of commands, their parsers, errors as lines, exit codes.
+
+`cli/main.py` and `cli/view_commands.py` define the commands. One `Command` is the source of the parser, of `--help` and of
+shell completion (cli/completion.py). No state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import difflib
+import gc
+import os
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpushare_agent import __version__
+from gpushare_agent.kit.log_writer import write_stderr
+from gpushare_agent.kit.logs import setup_logging
+from gpushare_agent.model.errors import AgentError
+from gpushare_agent.settings.reference import help_text, select_keys
+from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsError, load_settings
+from gpushare_agent.settings.sources import split_flags
+
+PROGRAM = "gpushare-agent"
+ALL_SETTINGS = ("*",)
+_COMPLETION_VARIABLE = "_ARGCOMPLETE"
+"""argcomplete's shell code sets it when it asks the program for completions."""
+_INTERRUPTED = 130
+_UNPRINTABLE = {"\n": "\n", "\t": " "}
+
+
+def no_arguments(parser: argparse.ArgumentParser) -> None:
+    """For a command without options of its own."""
+
+
+def no_rest(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """For a command whose words are all its own."""
+    return argv, ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invocation:
+    """One call of a command: its own options, the settings' flags, what `Command.split_rest` set apart, the environment."""
+
+    options: argparse.Namespace
+    flags: Sequence[str]
+    rest: Sequence[str]
+    environ: Mapping[str, str]
+
+    def load(self) -> LoadedSettings:
+        """Raises SettingsError."""
+        return load_settings(self.flags, self.environ)
+
+    def settings(self, *, log_level: str | None = None) -> Settings:
+        """Reads the settings and sets up logging; `log_level` is for a command whose output has everything already.
+
+        Raises:
+            SettingsError: with every mistake.
+        """
+        settings = self.load().settings
+        setup_logging(log_level or settings.log.level, settings.log.format)
+        return settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One subcommand. `run` returns the exit code.
+
+    `settings` names the sections (`web`) and keys (`control.socket`) that it reads, which its `--help` lists; the flags of
+    all others are accepted too. None: the command takes no setting. `examples` lack the program's name.
+    """
+
+    name: str
+    summary: str
+    description: str
+    run: Callable[[Invocation], int]
+    examples: Sequence[str] = ()
+    add_arguments: Callable[[argparse.ArgumentParser], None] = no_arguments
+    settings: Sequence[str] | None = None
+    help_note: str = ""
+    split_rest: Callable[[Sequence[str]], tuple[Sequence[str], Sequence[str]]] = no_rest
+
+    def invoke(self, program: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
+        """Parses `argv` and runs the command. An option that both the command and a setting have is the command's.
+
+        Raises:
+            SystemExit: as argparse does.
+            SettingsError, AgentError: for `CommandLine.main` to print.
+        """
+        words, rest = self.split_rest(argv)
+        parser = self._parser(program, with_help="-h" in words or "--help" in words)
+        if self.settings is None:
+            return self.run(Invocation(options=parser.parse_args(words), flags=(), rest=rest, environ=environ))
+        flags, own = split_flags(words, leave=frozenset(parser._option_string_actions))
+        options, unknown = parser.parse_known_args(own)  # load_settings reports the unknown beside the other mistakes
+        return self.run(Invocation(options=options, flags=[*flags, *unknown], rest=rest, environ=environ))
+
+    def _parser(self, program: str, *, with_help: bool) -> argparse.ArgumentParser:
+        """The text about the settings is built only when it is asked for."""
+        parser = argparse.ArgumentParser(
+            prog=f"{program} {self.name}",
+            description=self.description,
+            epilog=self._epilog(program) if with_help else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.add_arguments(parser)
+        return parser
+
+    def _epilog(self, program: str) -> str:
+        parts: list[str] = []
+        if self.examples:
+            lines = "".join(f"\n  {program} {line}" for line in self.examples)
+            parts.append(f"example{'s' if len(self.examples) > 1 else ''}:{lines}")
+        if self.help_note:
+            parts.append(self.help_note)
+        if self.settings is not None:
+            parts.append("Settings that it uses (flag > variable > YAML file > default):")
+            parts.append(help_text(select_keys(["config", *self.settings])))
+        if self.settings is not None and self.settings != ALL_SETTINGS:
+            parts.append(
+                f"The flags of all other settings are accepted too; `{PROGRAM} run --help` and docs/settings.md list them."
+            )
+        return "\n\n".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandLine:
+    """A program: its name, what it is for, its commands in the order in which its help lists them, a last line of help."""
+
+    program: str
+    purpose: str
+    commands: Sequence[Command]
+    more: str
+
+    def main(self, argv: Sequence[str], environ: Mapping[str, str]) -> int:
+        """Runs one command and returns the exit code. A user's mistake ends in one line each, never in a traceback."""
+        try:
+            code = self._dispatch(argv, environ)
+            sys.stdout.flush()
+        except SystemExit as end:  # argparse ends so, after its own message
+            return end.code if isinstance(end.code, int) else 0
+        except SettingsError as error:
+            return self._fail(error.problems, 2)
+        except AgentError as error:
+            return self._fail([str(error)], 1)
+        except BaseExceptionGroup as group:  # a TaskGroup's: the agent's own errors are for a person, the rest are bugs
+            ours, bugs = group.split(AgentError)
+            if bugs is not None or ours is None:
+                raise
+            return self._fail([str(error) for error in _leaves(ours)], 1)
+        except KeyboardInterrupt:
+            return _INTERRUPTED
+        except BrokenPipeError:  # the reader (`| head`) has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        finally:
+            gc.enable()
+        return code
+
+    def _dispatch(self, argv: Sequence[str], environ: Mapping[str, str]) -> int:
+        if _COMPLETION_VARIABLE in environ:
+            from gpushare_agent.cli import completion
+
+            return completion.answer_shell(self)
+        by_name = {command.name: command for command in self.commands}
+        word = argv[0] if argv else ""
+        if word in ("-h", "--help", "help"):
+            print(self._overview())
+            return 0
+        if word == "--version":
+            word = "version"
+        if word in by_name:
+            return by_name[word].invoke(self.program, argv[1:], environ)
+        if not word:
+            print(self._overview(), file=sys.stderr)
+            return 2
+        return self._fail([self._unknown_command(word, list(by_name))], 2)
+
+    def _unknown_command(self, word: str, known: Sequence[str]) -> str:
+        if word.startswith("-"):
+            return (
+                f"{word}: a command comes first, such as `{self.program} {known[0]} {word}`;"
+                f" the commands: {', '.join(known)}"
+            )
+        near = difflib.get_close_matches(word, sorted(known), n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        return f"{word!r} is no command{hint}; the commands are {', '.join(known)}"
+
+    def _overview(self) -> str:
+        lines = [
+            f"{self.program} {__version__}: {self.purpose}",
+            "",
+            f"usage: {self.program} COMMAND [FLAGS]",
+            "",
+            *(f"  {command.name:<14} {command.summary}" for command in self.commands),
+            "",
+            self.more,
+        ]
+        return "\n".join(lines)
+
+    def _fail(self, problems: Sequence[str], code: int) -> int:
+        """A problem may quote a server or a file: none of their control characters reaches the terminal."""
+        for problem in problems:
+            shown = "".join(
+                letter if letter.isprintable() else _UNPRINTABLE.get(letter, "\ufffd") for letter in problem
+            )
+            write_stderr(f"{self.program}: {shown}\n")
+        return code
+
+
+def print_version(line: str) -> Command:
+    """The command `version` of a program."""
+
+    def run(call: Invocation) -> int:
+        print(f"{line} {__version__}")
+        return 0
+
+    return Command(name="version", summary="print the version", description="Prints the version.", run=run)
+
+
+def run_app(app: Coroutine[Any, Any, int]) -> int:
+    """Runs the app; collection of garbage passes over what the imports made, which lives as long as the process."""
+    gc.freeze()
+    gc.enable()
+    return asyncio.run(app)
+
+
+def _leaves(group: BaseExceptionGroup[AgentError]) -> list[AgentError]:
+    found: list[AgentError] = []
+    for error in group.exceptions:
+        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found

@@ -1,0 +1,188 @@
+"""The commands that show the node to an operator: top, inspect, graph, explain.
+
+`gpushare-agent` on a node asks the agent of that node. `kubectl gpushare` has the same commands, options and output, and
+goes through the API server. docs/cli.md has the formats, and the rights that a user of the plugin needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from gpushare_agent.cli.command_line import Command, Invocation, run_app
+
+if TYPE_CHECKING:
+    from gpushare_agent.cli.agent_pods import AgentTarget
+
+KUBECTL = "kubectl gpushare"
+AGENT_NAMESPACE = "gpushare-system"
+_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 3600.0
+_SETTINGS = ("kubeconfig", "web")
+_SUMS_SETTINGS = (*_SETTINGS, "resources", "gpushare")
+
+_PLUGIN_NOTE = """\
+The cluster is that of $KUBECONFIG or ~/.kube/config, its current context; --kubeconfig FILE names another file.
+docs/cli.md lists the rights that you need."""
+
+
+def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
+    """The four commands as one of the two programs has them."""
+
+    def command(
+        name: str,
+        summary: str,
+        description: str,
+        run: Callable[[Invocation, AgentTarget], int],
+        arguments: Callable[..., None],
+        examples: tuple[str, ...],
+        settings: tuple[str, ...] = _SETTINGS,
+    ) -> Command:
+        return Command(
+            name=name,
+            summary=summary,
+            description=description,
+            run=lambda call: run(call, _target(call, is_plugin=is_plugin)),
+            examples=examples,
+            add_arguments=partial(arguments, is_plugin=is_plugin),
+            settings=settings,
+            help_note=_PLUGIN_NOTE if is_plugin else "",
+        )
+
+    return (
+        command(
+            "top",
+            "live table of the GPUs, their containers and their usage",
+            "Shows the GPUs of a node, below each its containers and their usage. Keys: q ends, j and k scroll.",
+            _top,
+            _top_arguments,
+            ("top --node gpu-1",) if is_plugin else ("top", "top --once -o json"),
+        ),
+        command(
+            "inspect",
+            "allocated and total of every GPU, of this node or of all",
+            "Prints allocated and total cores and memory of every GPU, per node and in all.",
+            _inspect,
+            _inspect_arguments,
+            ("inspect -d", "inspect --node gpu-1" if is_plugin else "inspect --all-nodes"),
+            _SUMS_SETTINGS,
+        ),
+        command(
+            "graph",
+            "how the GPUs are connected, and what is free on each",
+            "Draws how the GPUs of a node are connected, with what is free on each.",
+            _graph,
+            _target_arguments,
+            ("graph --node gpu-1" if is_plugin else "graph",),
+        ),
+        command(
+            "explain",
+            "why a pod got its GPU, or why it was refused",
+            "Prints why the containers of a pod got their GPUs, or why they were refused, GPU by GPU.",
+            _explain,
+            _explain_arguments,
+            ("explain train-0 -n research", *(() if is_plugin else ("explain research/train-0 -c main -o json",))),
+        ),
+    )
+
+
+def _target_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> None:
+    add = parser.add_argument
+    if is_plugin:
+        add("--node", metavar="NODE", default="", help="whose agent to ask, through the API server")
+    else:
+        add("--server", metavar="URL", default="", help="the agent's address (default: this host, and web.port)")
+        add("--node", metavar="NODE", default="", help="ask another node's agent, through the API server")
+    add(
+        "--agent-namespace",
+        metavar="NS",
+        default=AGENT_NAMESPACE,
+        help="where the agents' pods are, with --node; empty: anywhere (%(default)s)",
+    )
+    add(
+        "-o",
+        "--output",
+        choices=("table", "json", "yaml"),
+        default="table",
+        help="table for people, json and yaml for programs (%(default)s)",
+    )
+
+
+def _top_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> None:
+    parser.add_argument(
+        "--once", action="store_true", help="print one table and end; without a terminal it is always so"
+    )
+    parser.add_argument(
+        "--interval", metavar="S", type=_interval_s, default=1.0, help="time between two polls, seconds (%(default)g)"
+    )
+    _target_arguments(parser, is_plugin=is_plugin)
+
+
+def _interval_s(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not _MIN_INTERVAL_S <= seconds <= _MAX_INTERVAL_S:
+        raise argparse.ArgumentTypeError(f"{text} is not between {_MIN_INTERVAL_S:g} and {_MAX_INTERVAL_S:g} seconds")
+    return seconds
+
+
+def _inspect_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> None:
+    if not is_plugin:
+        parser.add_argument("--all-nodes", action="store_true", help="every node of the cluster, by the API server")
+    parser.add_argument("-d", "--details", action="store_true", help="list the containers as well")
+    _target_arguments(parser, is_plugin=is_plugin)
+
+
+def _explain_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> None:
+    parser.add_argument("pod", metavar="POD", help="its name, or NAMESPACE/NAME")
+    usual = "default" if is_plugin else "any; with --node: default"
+    parser.add_argument("-n", "--namespace", metavar="NS", default="", help=f"of the pod ({usual})")
+    parser.add_argument("-c", "--container", metavar="NAME", default="", help="only this container of it")
+    _target_arguments(parser, is_plugin=is_plugin)
+
+
+def _target(call: Invocation, *, is_plugin: bool) -> AgentTarget:
+    from gpushare_agent.cli.agent_pods import AgentTarget
+
+    return AgentTarget(
+        server=getattr(call.options, "server", ""),
+        node=call.options.node,
+        is_remote=is_plugin,
+        agent_namespace=call.options.agent_namespace,
+    )
+
+
+def _top(call: Invocation, target: AgentTarget) -> int:
+    settings, options = call.settings(log_level="error"), call.options
+    from gpushare_agent.cli import top
+
+    return run_app(top.run(settings, target, once=options.once, interval_s=options.interval, form=options.output))
+
+
+def _inspect(call: Invocation, target: AgentTarget) -> int:
+    settings, options = call.settings(log_level="error"), call.options
+    from gpushare_agent.cli import inspect
+
+    is_all = (target.is_remote and not target.node) or getattr(options, "all_nodes", False)
+    return run_app(
+        inspect.run(settings, target, is_all_nodes=is_all, with_details=options.details, form=options.output)
+    )
+
+
+def _graph(call: Invocation, target: AgentTarget) -> int:
+    settings = call.settings(log_level="error")
+    from gpushare_agent.cli import graph
+
+    return run_app(graph.run(settings, target, form=call.options.output))
+
+
+def _explain(call: Invocation, target: AgentTarget) -> int:
+    settings, options = call.settings(log_level="error"), call.options
+    from gpushare_agent.cli import explain
+
+    namespace, slash, pod = options.pod.rpartition("/")
+    wanted = explain.PodQuery(pod=pod, namespace=namespace if slash else options.namespace, container=options.container)
+    return run_app(explain.run(settings, target, wanted, form=options.output))

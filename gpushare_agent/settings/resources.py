@@ -1,0 +1,61 @@
+"""Settings of the extended resources that the node offers: gpu-manager's and GPUShare's; sections of settings/tree.py."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from gpushare_agent.model.names import MEMORY_BLOCK_MIB, VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.settings.values import Count, Section, resource_name
+
+
+class ResourceSettings(Section):
+    """The extended resources that the node offers."""
+
+    vcore: str = Field(
+        default=VCORE_RESOURCE,
+        description="Resource whose unit is 1/100 of a GPU's compute. The default is gpu-manager's, for its manifests.",
+    )
+    vmemory: str = Field(
+        default=VMEMORY_RESOURCE,
+        description="Resource whose unit is one memory block. The default is gpu-manager's, for its manifests.",
+    )
+    memory_block_mib: Count = Field(
+        default=MEMORY_BLOCK_MIB,
+        ge=1,
+        le=65536,
+        description="Size of one memory block, MiB. Smaller blocks mean more device IDs: the kubelet takes 4 MiB of them.",
+    )
+
+    @field_validator("vcore", "vmemory")
+    @classmethod
+    def _is_resource_name(cls, value: str) -> str:
+        return resource_name(value)
+
+    @model_validator(mode="after")
+    def _differ(self) -> Self:
+        if self.vcore == self.vmemory:
+            raise ValueError(f"vcore and vmemory are both {self.vcore!r}, but must be two resources")
+        return self
+
+
+class GpushareSettings(Section):
+    """GPUShare's resource, memory alone, beside vcore and vmemory."""
+
+    enabled: bool = Field(default=False, description="Offer GPUShare's resource on this node.")
+    resource: str = Field(
+        default="aliyun.com/gpu-mem", description="Resource whose unit is one unit of a GPU's memory. GPUShare's name."
+    )
+    count_resource: str = Field(
+        default="aliyun.com/gpu-count",
+        description="Capacity of the node with its number of GPUs. GPUShare's name.",
+    )
+    unit: Literal["GiB", "MiB"] = Field(
+        default="GiB", description="What one unit is. MiB means many device IDs: the kubelet takes 4 MiB of them."
+    )
+
+    @field_validator("resource", "count_resource")
+    @classmethod
+    def _is_resource_name(cls, value: str) -> str:
+        return resource_name(value)
