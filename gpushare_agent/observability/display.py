@@ -29,8 +29,7 @@ from gpushare_agent.observability.node_snapshot import NodeSnapshot
 if TYPE_CHECKING:
     from aiohttp import web
 
-    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-    Route = tuple[str, Handler]
+    from gpushare_agent.observability.http.answers import Handler, Route
 
 log = structlog.get_logger(__name__)
 

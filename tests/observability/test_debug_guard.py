@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from pathlib import Path
 
 import pytest
 import structlog
 
+from gpushare_agent.kit.http_server import HttpLimits
 from gpushare_agent.kit.tcp_listeners import is_loopback, listen_tcp
 from gpushare_agent.model.errors import StartupError, Unavailable
-from gpushare_agent.observability.http import debug_guard, debug_server
+from gpushare_agent.observability.http import debug_guard
 from gpushare_agent.observability.http.debug_guard import Guard, check_debug_settings, is_for_this_host
 from gpushare_agent.observability.http.debug_server import DebugServer
 from gpushare_agent.settings.observation import DebugSettings
@@ -107,13 +107,13 @@ async def test_a_new_token_counts_without_a_restart(token_file: Path) -> None:
     """The file is read again at most once a second; the old token is out then."""
     now = 0.0
     guard = Guard(token_file, clock=lambda: now)
-    assert await guard.denies(_Headers(Authorization=f"Bearer {TOKEN}")) is None
+    assert await guard.denies("/debug/", _Headers(Authorization=f"Bearer {TOKEN}")) is None
     token_file.write_text("another-token-of-some-length")
-    assert await guard.denies(_Headers(Authorization=f"Bearer {TOKEN}")) is None
+    assert await guard.denies("/debug/", _Headers(Authorization=f"Bearer {TOKEN}")) is None
     now = debug_guard.READ_AGAIN_S
-    denied = await guard.denies(_Headers(Authorization=f"Bearer {TOKEN}"))
+    denied = await guard.denies("/debug/", _Headers(Authorization=f"Bearer {TOKEN}"))
     assert denied is not None and denied.status == 401
-    assert await guard.denies(_Headers(Authorization="Bearer another-token-of-some-length")) is None
+    assert await guard.denies("/debug/", _Headers(Authorization="Bearer another-token-of-some-length")) is None
 
 
 @pytest.mark.parametrize("content", [None, "", "  \n", "short", "x" * 5000])
@@ -174,6 +174,19 @@ async def test_a_request_without_a_host_or_with_two_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    "target", ["http://evil.example/debug/tasks", "http://localhost/debug/tasks", "evil.example:80", "*"]
+)
+@pytest.mark.parametrize("has_token", [False, True])
+async def test_a_request_line_that_is_no_path_is_refused(token_file: Path, target: str, has_token: bool) -> None:
+    """The URL of another host counts there, whatever the Host header says."""
+    head = f"GET {target} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n\r\n"
+    async with serving(token_file=token_file if has_token else None) as port:
+        answer = await send_raw(port, head.encode())
+    assert answer.split(b" ")[1] == b"400"
+    assert b"tasks at" not in answer
+
+
+@pytest.mark.parametrize(
     "headers",
     [
         {"Origin": "https://evil.example"},
@@ -183,7 +196,7 @@ async def test_a_request_without_a_host_or_with_two_is_refused() -> None:
         {"Sec_Fetch_Site": "same-site"},
     ],
 )
-@pytest.mark.parametrize(("method", "path"), [("POST", "/debug/log?level=debug"), ("GET", "/debug/profile?seconds=60")])
+@pytest.mark.parametrize(("method", "path"), [("POST", "/debug/log?level=debug"), ("GET", "/debug/tasks")])
 async def test_what_a_web_page_sends_is_refused(headers: dict[str, str], method: str, path: str) -> None:
     """Browsers mark such requests; neither a change nor work is done for them."""
     async with serving() as port:
@@ -223,10 +236,9 @@ async def test_oversized_and_foreign_requests_are_refused(request_bytes: bytes) 
         assert (await ask(port, "/debug/log")).status == 200
 
 
-async def test_a_caller_who_sends_its_headers_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_caller_that_sends_its_headers_byte_by_byte_is_cut_off() -> None:
     """The time runs from the connection on, and bytes do not lengthen it."""
-    monkeypatch.setattr(debug_server, "HEADERS_WITHIN_S", 0.2)
-    async with serving() as port, asyncio.timeout(10):
+    async with serving(limits=HttpLimits(headers_s=0.2)) as port, asyncio.timeout(10):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         ended = False
 
@@ -244,27 +256,6 @@ async def test_a_caller_who_sends_its_headers_byte_by_byte_is_cut_off(monkeypatc
                 pass
             ended = True
         writer.close()
-
-
-async def test_a_connection_beyond_the_bound_takes_the_place_of_the_longest_idle_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Idle ones can take neither all the agent's descriptors nor the pages from who comes later."""
-    monkeypatch.setattr(debug_server, "MAX_CONNECTIONS", 3)
-    async with serving() as port, asyncio.timeout(10):
-        opened = []
-        for _ in range(4):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /debug/log HTTP/1.1\r\n" + HOST + b"\r\n")
-            await reader.readuntil(b"}")
-            opened.append((reader, writer))
-        with contextlib.suppress(ConnectionError):
-            assert not (await opened[0][0].read()).strip()
-        for reader, writer in opened[1:]:
-            writer.write(b"GET /debug/log HTTP/1.1\r\n" + HOST + b"\r\n")
-            await reader.readuntil(b"}")
-        for _, writer in opened:
-            writer.close()
 
 
 class _Headers:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from typing import Any
 
 import pytest
@@ -14,8 +12,7 @@ from gpushare_agent.gpus.nvml.usage import throttle_words
 from gpushare_agent.model.usage import GpuSample, UsageRound
 from gpushare_agent.observability.attribution import Holders, join_usage
 from gpushare_agent.observability.metrics.agent import AgentMetrics
-from gpushare_agent.observability.metrics.gpus import THROTTLE_REASONS
-from gpushare_agent.observability.metrics.node import node_series
+from gpushare_agent.observability.metrics.node import THROTTLE_REASONS, node_series
 from gpushare_agent.observability.metrics.text import MAX_LABEL, NodePage, Series, labels_text
 from gpushare_agent.observability.node_snapshot import MIB, NodeSnapshot
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
@@ -348,28 +345,6 @@ def test_a_registration_after_the_first_counts_as_another() -> None:
     assert value("gpushare_registrations_total", {"resource": "a"}) == 3
     assert value("gpushare_reregistrations_total", {"resource": "a"}) == 2
     assert value("gpushare_reregistrations_total", {"resource": "b"}) == 0
-
-
-@pytest.mark.parametrize("accept", ["", OPENMETRICS])
-def test_the_packed_page_is_the_same_text(accept: str) -> None:
-    """The node's part is packed once, what is counted each time; together they are one gzip member."""
-    metrics = AgentMetrics()
-    metrics.show_node(NodePage(lambda: node_series(one_share(process(10))), max_age_s=60.0))
-    for _ in range(2):
-        metrics.pods_listed()
-        content_type, packed = metrics.packed_exposition(accept)
-        unpacker = zlib.decompressobj(wbits=31)
-        text = unpacker.decompress(packed)
-        assert (unpacker.eof, unpacker.unused_data) == (True, b"")
-        wanted_type, wanted = metrics.exposition(accept)
-        assert content_type == wanted_type
-        assert _steady(text) == _steady(wanted)
-    assert gzip.decompress(AgentMetrics().packed_exposition(accept)[1])
-
-
-def _steady(text: bytes) -> list[bytes]:
-    """Without what the process itself changes from one moment to the next."""
-    return [line for line in text.splitlines() if not line.startswith(b"process_")]
 
 
 def test_a_reload_counts_on_and_shows_the_new_state_alone() -> None:

@@ -23,7 +23,7 @@ from gpushare_agent.observability.http.node_api import Decisions, brief_decision
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from gpushare_agent.observability.http.server import Route
+    from gpushare_agent.observability.http.answers import Route
 
 log = structlog.get_logger(__name__)
 

@@ -26,7 +26,7 @@ from gpushare_agent.observability.node_snapshot import NodeSnapshot, node_docume
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from gpushare_agent.observability.http.server import Handler, Route
+    from gpushare_agent.observability.http.answers import Handler, Route
 
 MOST_DECISIONS = 500
 DECISIONS_UNLESS_ASKED = 50

@@ -17,7 +17,7 @@ from gpushare_agent.observability.http.answers import GZIP_FROM_BYTES, accepts_g
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from gpushare_agent.observability.http.server import Handler, Route
+    from gpushare_agent.observability.http.answers import Handler, Route
 
 PACKAGE = "gpushare_agent.observability"
 DIRECTORY = "dashboard"

@@ -19,7 +19,6 @@ from prometheus_client.registry import Collector
 
 from gpushare_agent import __version__
 from gpushare_agent.model.errors import RefusalReason
-from gpushare_agent.observability.http.gzip import gzip_start, gzip_whole
 from gpushare_agent.observability.metrics.text import NodePage, families_text
 
 RPC_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -280,14 +279,7 @@ class AgentMetrics:
         node = self._page.text(is_openmetrics=is_openmetrics) if self._page is not None else b""
         return content_type, node + self._counted(is_openmetrics=is_openmetrics)
 
-    def packed_exposition(self, accept: str) -> tuple[str, bytes]:
-        """The same, gzipped; what the node is and does is packed once for all readers."""
-        content_type, is_openmetrics = _format(accept)
-        node = self._page.packed(is_openmetrics=is_openmetrics) if self._page is not None else gzip_start(b"")
-        return content_type, gzip_whole(node, self._counted(is_openmetrics=is_openmetrics))
-
     def _counted(self, *, is_openmetrics: bool) -> bytes:
-        """The end of the answer: it differs each time."""
         counted = families_text(self.registry.collect(), is_openmetrics=is_openmetrics)
         return counted + (_EOF if is_openmetrics else b"")
 

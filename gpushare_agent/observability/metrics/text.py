@@ -17,8 +17,6 @@ from typing import Literal
 
 from prometheus_client import Metric
 
-from gpushare_agent.observability.http.gzip import GzipStart, gzip_start
-
 MAX_LABEL = 253
 """Longest name of a pod. What is longer did not come through the API server, and is cut."""
 MAX_REMEMBERED = 4096
@@ -55,7 +53,6 @@ class NodePage:
         self._made_at = float("-inf")
         self._series: Sequence[Series] = ()
         self._texts: dict[bool, bytes] = {}
-        self._packed: dict[bool, GzipStart] = {}
         self._parts: dict[tuple[str, bool], tuple[Series, str]] = {}
 
     def expire(self) -> None:
@@ -68,18 +65,10 @@ class NodePage:
             self._series = self._read()
             self._made_at = self._clock()
             self._texts.clear()
-            self._packed.clear()
         if is_openmetrics not in self._texts:
             parts = [self._part(series, is_openmetrics=is_openmetrics) for series in self._series]
             self._texts[is_openmetrics] = "".join(parts).encode()
         return self._texts[is_openmetrics]
-
-    def packed(self, *, is_openmetrics: bool) -> GzipStart:
-        """`text` as the beginning of a gzipped answer."""
-        text = self.text(is_openmetrics=is_openmetrics)
-        if is_openmetrics not in self._packed:
-            self._packed[is_openmetrics] = gzip_start(text)
-        return self._packed[is_openmetrics]
 
     def _part(self, series: Series, *, is_openmetrics: bool) -> str:
         """Limits and what is idle are the same as in the last text: comparing is a tenth of writing."""
