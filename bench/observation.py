@@ -126,7 +126,7 @@ async def sampling_rows(state: Path, runs: int) -> list[Row]:
         owners=ProcessOwners(state / "proc"),
         pods=world,
         ids=world,
-        allocations=lambda: world.held,
+        allocations=lambda: world.allocations,
         metrics=metrics,
         period_s=1.0,
     )
@@ -134,7 +134,7 @@ async def sampling_rows(state: Path, runs: int) -> list[Row]:
     times = []
     for number in range(runs + 1):
         before = time.process_time()
-        await sampling.look()
+        await sampling.sample_once()
         if number:  # the first one makes the rings of the history
             times.append((time.process_time() - before) * 1000)
     current = sampling.current
@@ -187,7 +187,7 @@ class _World:
         containers = Containers(state / "cgroup")
         uids = [PodUid(f"00000000-0000-4000-8000-{number:012d}") for number in range(_CONTAINERS)]
         uuids = [simulated_uuid(NODE_NAME, gpu) for gpu in range(GPUS)]
-        self.held: Mapping[ContainerKey, Allocation] = {
+        self.allocations: Mapping[ContainerKey, Allocation] = {
             ContainerKey(uid, CONTAINER): Allocation(
                 key=ContainerKey(uid, CONTAINER),
                 namespace="bench",

@@ -51,10 +51,15 @@ def usage_round() -> UsageRound:
 def snapshot(*, usage: UsageRound | None = None) -> NodeSnapshot:
     facts = [
         ContainerFacts(
-            held=train_allocation(), pod=train_pod(), cores=30, memory_bytes=2048 * MIB, core_limit=0, isolation="vcuda"
+            allocation=train_allocation(),
+            pod=train_pod(),
+            cores=30,
+            memory_bytes=2048 * MIB,
+            core_limit=0,
+            isolation="vcuda",
         ),
         ContainerFacts(
-            held=whole_allocation(), pod=None, cores=100, memory_bytes=GPU_MIB * MIB, core_limit=0, isolation=""
+            allocation=whole_allocation(), pod=None, cores=100, memory_bytes=GPU_MIB * MIB, core_limit=0, isolation=""
         ),
     ]
     return NodeSnapshot(

@@ -35,7 +35,7 @@ class ServedNode:
     def step(self) -> None:
         """Everything changes, and the stream is told."""
         self.node.step()
-        self.stream.look()
+        self.stream.changed()
 
 
 @dataclass(frozen=True)

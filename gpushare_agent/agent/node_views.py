@@ -74,7 +74,7 @@ def _facts(parts: NodeParts, held: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> C
     share = vdevice_share(held, annotations, gpus, parts.names)
     chosen = choose_isolation(annotations, parts.settings.isolation, parts.settings.isolations_allowed)
     return ContainerFacts(
-        held=held,
+        allocation=held,
         pod=pod,
         cores=share.cores,
         memory_bytes=share.memory_bytes,

@@ -55,10 +55,10 @@ def show_node(parts: NodeParts) -> None:
     def expire() -> None:
         parts.snapshots.expire()
         page.expire()
-        parts.live_stream.look()
+        parts.live_stream.changed()
 
     metrics.know_resources(parts.names.names)
-    parts.decisions.subscribe(lambda _record: parts.live_stream.look())
+    parts.decisions.subscribe(lambda _record: parts.live_stream.changed())
     parts.usage.subscribe(lambda _round: expire())
     parts.cache.subscribe(lambda _old, _new: expire())
     parts.store.subscribe(lambda _old, _new: expire())

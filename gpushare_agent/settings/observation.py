@@ -1,6 +1,6 @@
-"""Settings of what watches and shows the node: health, usage, decisions, node facts, control socket, display, debug.
+"""Settings of observing the node: health, usage, decisions, node facts, control socket, display, debug.
 
-Part of the tree in settings/tree.py. A description tells the unit, what empty means, and why this default.
+Part of the tree in settings/tree.py. A description has the unit, what empty means, and why this default.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class HealthSettings(_Section):
     """Watching the GPUs."""
 
     check_period_s: Seconds = Field(
-        default=5.0, ge=0.05, le=3600, description="How often the driver is asked for the GPUs' state, seconds."
+        default=5.0, ge=0.05, le=3600, description="Period of reading the GPUs' state from the driver, seconds."
     )
     event_period_s: Seconds = Field(
         default=0.5,
@@ -51,16 +51,16 @@ class HealthSettings(_Section):
         " After any other the GPU comes back once it has passed the probes.",
     )
     recovery_probes: Count = Field(
-        default=3, ge=1, le=100, description="Looks in a row that an Unhealthy GPU must pass to be Healthy again."
+        default=3, ge=1, le=100, description="Probes in a row that an Unhealthy GPU must pass to be Healthy again."
     )
     recovery_period_s: Seconds = Field(
         default=10.0,
         ge=0.05,
         le=3600,
-        description="Time between two of these looks, seconds. It doubles each time that the GPU falls ill again.",
+        description="Time between two of these probes, seconds. It doubles each time that the GPU becomes Unhealthy again.",
     )
     recovery_period_max_s: Seconds = Field(
-        default=600.0, ge=0.05, le=86400, description="Most time between two of these looks, seconds."
+        default=600.0, ge=0.05, le=86400, description="Most time between two of these probes, seconds."
     )
     state_file: OptionalPath = Field(
         default=Path("/var/lib/gpushare-agent/health.json"),
@@ -89,7 +89,7 @@ class DecisionSettings(_Section):
 
 
 class FactsSettings(_Section):
-    """What the agent tells of its GPUs on the node's object."""
+    """The agent's labels and annotation about its GPUs on the node's object."""
 
     is_written: bool = Field(
         default=True,
@@ -129,7 +129,7 @@ class DisplaySettings(_Section):
 
 
 class DebugSettings(_Section):
-    """The debug listener: tasks, allocations, profiles."""
+    """The debug listener: tasks, allocations, pods, topology, settings, log level."""
 
     addr: str = Field(
         default="localhost",
@@ -139,5 +139,5 @@ class DebugSettings(_Section):
     port: Count = Field(default=5679, ge=0, le=65535, description="Its port; 0 takes any free one.")
     token_file: OptionalPath = Field(
         default=None,
-        description="File with the token that callers must send as `Authorization: Bearer`. Empty: none is asked for.",
+        description="File with the token that callers must send as `Authorization: Bearer`. Empty: none is needed.",
     )

@@ -24,13 +24,13 @@ TOPOLOGY = Path(__file__).parent.parent / "data" / "topology" / "v100-x8-cube-me
 LOAD = 0.5
 GIB = 1024**3
 
-GPUS = """return [...document.querySelectorAll('article.card')].map((GPU) => ({
-  uuid: card.dataset.uuid,
-  title: card.querySelector('h3').textContent,
-  badge: card.querySelector('.badge').textContent,
-  reason: card.querySelector('.reason').hidden ? '' : card.querySelector('.reason').textContent,
-  values: [...card.querySelectorAll('.measure-value')].map((one) => one.textContent),
-  shares: [...card.querySelectorAll('.bar')].map((bar) => [...bar.querySelectorAll('.share:not(.other)')].map((share) => ({
+GPUS = """return [...document.querySelectorAll('article.gpu')].map((gpu) => ({
+  uuid: gpu.dataset.uuid,
+  title: gpu.querySelector('h3').textContent,
+  badge: gpu.querySelector('.badge').textContent,
+  reason: gpu.querySelector('.reason').hidden ? '' : gpu.querySelector('.reason').textContent,
+  values: [...gpu.querySelectorAll('.measure-value')].map((one) => one.textContent),
+  shares: [...gpu.querySelectorAll('.bar')].map((bar) => [...bar.querySelectorAll('.share:not(.other)')].map((share) => ({
     size: share.getBoundingClientRect().width / (bar.getBoundingClientRect().width - 4),
     used: share.querySelector('.fill').getBoundingClientRect().width / share.getBoundingClientRect().width,
     pod: share.querySelector('.share-name').textContent,
@@ -116,7 +116,7 @@ async def test_what_is_shown_is_what_the_json_says() -> None:
         ]
         for shown, gpu in zip(gpus, document["cards"], strict=True):
             assert shown["badge"] == "✓ Healthy"
-            assert shown["values"][0].startswith(f"{gpu['cores']['allocated']} of 100 cores held · ")
+            assert shown["values"][0].startswith(f"{gpu['cores']['allocated']} of 100 cores allocated · ")
             assert shown["values"][0].endswith(f" · {round(gpu['usage']['sm_ratio'] * 100)} % in use")
             own = [
                 (one["pod"], held)
@@ -138,7 +138,7 @@ async def test_what_is_shown_is_what_the_json_says() -> None:
         for row, one in zip(rows, document["containers"], strict=True):
             used = sum(held["usage"]["sm_ratio"] for held in one["cards"]) * 100
             assert row["Namespace"] == "default"
-            assert row["Card"] == ", ".join(f"GPU {held['index']}" for held in one["cards"])
+            assert row["GPU"] == ", ".join(f"GPU {held['index']}" for held in one["cards"])
             assert row["Cores"] == str(one["cores"])
             assert float(row["Compute in use"].split(" of ")[0]) == pytest.approx(used, abs=0.5)
             assert float(row["Memory"].split()[0]) == pytest.approx(one["memory_bytes"] / GIB, abs=0.01)
@@ -167,7 +167,7 @@ async def test_the_page_follows_the_node() -> None:
         await wait_gone(scene.node, "goes")
         await scene.wait_row("goes", is_there=False)
         await scene.wait_row("stays")
-        assert "goes" not in await scene.browser.script("return document.querySelector('#cards').textContent")
+        assert "goes" not in await scene.browser.script("return document.querySelector('#gpus').textContent")
 
         write_faults(scene.node.paths.faults, lost={"6": "GPU is lost"})
         await scene.browser.wait("document.querySelectorAll('.badge[data-kind=bad]').length === 1")
@@ -177,7 +177,7 @@ async def test_the_page_follows_the_node() -> None:
         assert reason and reason in ill["reason"]
         assert await scene.browser.script("return document.title") == "(1 unhealthy) node-a: GPUs"
         await scene.browser.wait(
-            "document.querySelector('article.card[data-kind=bad] .stats').textContent"
+            "document.querySelector('article.gpu[data-kind=bad] .stats').textContent"
             ".startsWith('No use is told while the GPU is lost')"
         )
 

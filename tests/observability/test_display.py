@@ -209,7 +209,7 @@ async def test_a_socket_that_another_process_serves_is_left_to_it(short_dir: Pat
     other = bind_unix_socket(path, mode=0o600)
     other.listen(8)
     inode = path.stat().st_ino
-    server = DisplayServer(path, snapshot, look_again_s=0.01)
+    server = DisplayServer(path, snapshot, retry_s=0.01)
     with structlog.testing.capture_logs() as logged:
         async with running(server.run):
             accepted = [await _accept(other) for _ in range(3)]
@@ -236,7 +236,7 @@ async def test_what_is_no_socket_stays_and_is_reported_with_the_cure(short_dir: 
     elif kind == "link":
         path.symlink_to(short_dir / "elsewhere")
     with structlog.testing.capture_logs() as logged:
-        async with running(DisplayServer(path, snapshot, look_again_s=0.01).run):
+        async with running(DisplayServer(path, snapshot, retry_s=0.01).run):
             await poll_until(lambda: logged, "the complaint")
     assert [line["event"] for line in logged] == ["display_unavailable"]
     assert "display.socket" in logged[0]["error"]
@@ -247,7 +247,7 @@ async def test_what_is_no_socket_stays_and_is_reported_with_the_cure(short_dir: 
 async def test_a_socket_that_was_removed_comes_back(short_dir: Path, grpc: ModuleType) -> None:
     """A clean-up of /var/run costs one interval."""
     path = short_dir / "display.sock"
-    async with serving(path, look_again_s=0.01) as server:
+    async with serving(path, retry_s=0.01) as server:
         path.unlink()
         await poll_until(lambda: path.exists() and server.is_serving, "the socket is back")
         assert isinstance(await call(grpc, path, "Version"), bytes)

@@ -131,7 +131,7 @@ async def test_decisions_come_once_without_their_candidates() -> None:
             assert [one["number"] for one in first["decisions"]] == [1]
             assert "candidates" not in first["decisions"][0]
             served.decisions.add(node.decision(2, refused=True))
-            served.stream.look()
+            served.stream.changed()
             while "decisions" not in (found := (await reader.next_event())[1]):
                 pass
             [one] = found["decisions"]

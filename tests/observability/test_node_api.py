@@ -172,7 +172,7 @@ async def test_many_decisions_are_the_same_bytes_each_time() -> None:
     [
         ("node?pretty=1", 'the parameter "pretty" is not known here; known: none'),
         ("decisions?pods=a", "known: after, limit, namespace, number, pod"),
-        ("decisions?limit=0", 'limit="0": a whole number from 1 to 500'),
+        ("decisions?limit=0", 'limit="0": must be a whole number from 1 to 500'),
         ("decisions?limit=501", "from 1 to 500"),
         ("decisions?limit=%D9%A3", "a whole number"),
         ("decisions?limit=1&limit=2", "limit is given twice"),

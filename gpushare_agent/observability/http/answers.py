@@ -47,7 +47,7 @@ GZIP_LEVEL = 1
 """A third of the size for a tenth of the time: this runs on the event loop."""
 
 SLICE_S = 0.004
-"""How long an answer is worked at before the rest of the agent has its turn."""
+"""How long an answer is encoded before other tasks of the loop run."""
 THREAD_FROM_BYTES = 256 * 1024
 """From here on packing takes longer than handing it to a thread; meanwhile the loop runs."""
 
@@ -87,7 +87,7 @@ def read_query(query: Mapping[str, str], known: Mapping[str, Number | Word]) -> 
     Raises:
         BadQueryError: a parameter that is not known, given twice, out of its bounds, or no number.
     """
-    names = [name for name, _ in query.items()]  # keys() of a multidict tells a repeated one once
+    names = [name for name, _ in query.items()]  # keys() of a multidict has a repeated one once
     for name in names:
         if name not in known:
             raise BadQueryError(
@@ -103,19 +103,19 @@ def _value(name: str, text: str | None, kind: Number | Word) -> int | str:
         if text is None:
             return kind.default
         if not re.fullmatch(r"[0-9]{1,18}", text) or not kind.least <= int(text) <= kind.most:
-            raise BadQueryError(f"{name}={shown(text)}: a whole number from {kind.least} to {kind.most} is asked for")
+            raise BadQueryError(f"{name}={shown(text)}: must be a whole number from {kind.least} to {kind.most}")
         return int(text)
     if text is None:
         return ""
     if kind.choices and text not in kind.choices:
-        raise BadQueryError(f"{name}={shown(text)}: one of {', '.join(kind.choices)} is asked for")
+        raise BadQueryError(f"{name}={shown(text)}: must be one of {', '.join(kind.choices)}")
     if not 0 < len(text) <= kind.most_characters:
-        raise BadQueryError(f"{name}: a text of 1 to {kind.most_characters} characters is asked for")
+        raise BadQueryError(f"{name}: must be a text of 1 to {kind.most_characters} characters")
     return text
 
 
 def shown(text: str) -> str:
-    """A stranger's text as it may stand in a message: bounded, quoted, without control characters."""
+    """A client's text for a message: bounded, quoted, without control characters."""
     cut = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
     return json.dumps(cut, ensure_ascii=False)
 
@@ -136,13 +136,13 @@ def encode(document: Any) -> bytes:
 
 
 def json_answer(request: web.BaseRequest, document: Any, *, status: int = 200) -> web.Response:
-    """The document, packed where that is asked for and worth it; never kept by a cache."""
+    """The document, gzipped where the client accepts it and it is large enough; not to be cached."""
     body = JsonBody(encode(document))
     return body.response(is_packed=body.is_worth_packing and accepts_gzip(request), status=status)
 
 
 class JsonBody:
-    """An answer that is encoded once, and packed once, for all who ask for it."""
+    """An answer that is encoded once, and gzipped once, for all requests."""
 
     def __init__(self, text: bytes) -> None:
         self.text = text + b"\n"
@@ -173,7 +173,8 @@ class JsonBody:
 
 
 async def join_in_slices(pieces: Iterable[bytes]) -> bytes:
-    """All pieces, with a turn of the loop whenever making them has taken SLICE_S. They must not change meanwhile."""
+    """All pieces joined; other tasks of the loop run whenever making them has taken SLICE_S. They must not change
+    meanwhile."""
     found: list[bytes] = []
     began_at = time.monotonic()
     for piece in pieces:
@@ -193,9 +194,9 @@ def bad_query(request: web.BaseRequest, error: BadQueryError) -> web.Response:
 
 
 class RequestQueue:
-    """Costly answers are made one at a time, with a turn of the event loop between two: a hundred connections that ask for
-    /metrics at once must not put a hundred answers between two admissions. Of one peer only a part may wait, so that one
-    that asks without end does not shut Prometheus out. A request without a place is answered 503, and its connection ends.
+    """Costly answers are made one at a time, and other tasks of the loop run between two: a hundred requests for /metrics at
+    once must not delay an admission by a hundred answers. One peer may have only a part of the queue, so that Prometheus is
+    answered whatever another peer requests. A request beyond the limits is answered 503, and its connection ends.
     """
 
     def __init__(self, *, most_waiting: int = MOST_WAITING, most_of_peer: int = MOST_OF_PEER) -> None:
@@ -215,7 +216,7 @@ class RequestQueue:
             try:
                 async with self._lock:
                     response = await handler(request)
-                    await asyncio.sleep(0)  # the rest of the agent is next
+                    await asyncio.sleep(0)  # other tasks of the loop run
                     return response
             finally:
                 self._waiting -= Counter({peer: 1})  # drops a count of zero

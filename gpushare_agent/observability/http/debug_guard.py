@@ -1,4 +1,4 @@
-"""Who may read the debug pages: this host's own, or the bearers of a token; never a web page in somebody's browser.
+"""Which requests for debug pages are answered: of this host's programs, or with a token; never of a web page in a browser.
 
 | danger | answer |
 |---|---|
@@ -40,7 +40,8 @@ _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[^\[\]:\s]+))(?::[0-9
 
 
 def is_for_this_host(addr: str) -> bool:
-    """Whether only programs of this host reach this address. Of names only `localhost` is believed (and checked later)."""
+    """Whether only programs of this host reach this address. The only such name is `localhost`; the addresses that it
+    resolves to are checked on listening."""
     return addr == "localhost" or is_loopback(addr)
 
 
@@ -70,7 +71,7 @@ class HasHeaders(Protocol):
 
 
 class Guard:
-    """`token_file` None: no token is asked for, and only this host's names are served."""
+    """`token_file` None: no token is needed, and only this host's names are accepted in the Host header."""
 
     def __init__(self, token_file: Path | None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._token = _TokenFile(token_file, clock) if token_file is not None else None
@@ -80,7 +81,7 @@ class Guard:
         if not target.startswith("/"):
             return Denied(status=400, text="the request line must hold a path, not a URL")
         if self._token is None and not _names_this_host(headers.getall("Host", [])):
-            return Denied(status=403, text="served are only localhost and loopback addresses as Host, one of them")
+            return Denied(status=403, text="the Host header must be localhost or a loopback address, given once")
         if headers.getall("Origin", []) or set(headers.getall("Sec-Fetch-Site", [])) - {"none", "same-origin"}:
             return Denied(status=403, text="requests from web pages are not served; use curl, or type the address")
         if self._token is None:
@@ -89,12 +90,12 @@ class Guard:
 
 
 class _TokenFile:
-    """The token, read again at most once in READ_AGAIN_S, so that a new one counts without a restart."""
+    """The token, read again at most once in READ_AGAIN_S, so that a new one is used without a restart."""
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self._path = path
         self._clock = clock
-        self._thread = DaemonThread("debug-token", advice="Look at the disk or volume that the file is on.")
+        self._thread = DaemonThread("debug-token", advice="Check the disk or volume that the file is on.")
         self._digest: bytes | None = None
         self._read_at: float | None = None
         self._reported = ReportOnce()
@@ -138,12 +139,12 @@ class _TokenFile:
 
 
 def _digest(token: bytes) -> bytes:
-    """Of equal length for every token, so that comparing tells nothing of it."""
+    """Of equal length for every token, so that the comparison's time reveals nothing of it."""
     return hashlib.sha256(token).digest()
 
 
 def _names_this_host(hosts: list[str]) -> bool:
-    """Read strictly, to the last character: what is no host and port at all names nobody."""
+    """Read strictly, to the last character: what is no host and port names no host."""
     found = _HOST.fullmatch(hosts[0].strip().lower()) if len(hosts) == 1 else None
     if found is None:
         return False

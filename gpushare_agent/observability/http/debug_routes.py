@@ -1,6 +1,6 @@
 """The paths of the debug listener: which page is where, the guard before all of them, the answer to each error.
 
-Listening is observability/http/debug_server.py, what the pages hold debug_pages.py. No state.
+Listening is observability/http/debug_server.py, the contents of the pages debug_pages.py. No state.
 """
 
 from __future__ import annotations

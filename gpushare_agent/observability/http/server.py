@@ -1,9 +1,9 @@
-"""The agent's web port: metrics, health, readiness, version, the dashboard, and the routes that others bring.
+"""The agent's web port: metrics, health, readiness, version, the dashboard, and the routes that other modules provide.
 
-Reads only; whoever reaches the address may read. The Host header is not checked: a node is reached by many names. aiohttp
-is imported in a thread once `run` begins, for it takes 190 ms that the registration with the kubelet should not wait for.
-Limits and connections are kit/http_server.py's. Paths kept from gpu-manager: docs/formats.md, section 8. State owned: the
-listening sockets between `bind` and `run`.
+Reads only; any client that reaches the address may read. The Host header is not checked: a node is reached by many names.
+aiohttp is imported in a thread once `run` begins, for it takes 190 ms that the registration with the kubelet should not wait
+for. Limits and connections are kit/http_server.py's. Paths kept from gpu-manager: docs/formats.md, section 8. State owned:
+the listening sockets between `bind` and `run`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class WebServer:
         self.bound_port = 0
 
     async def wait_listening(self) -> int:
-        """Wait until requests are served; the port (another than asked for where that was 0)."""
+        """Wait until requests are served; the port (not the configured one where that is 0)."""
         await self._is_listening.wait()
         return self.bound_port
 
@@ -164,7 +164,7 @@ class WebServer:
         return web.Response(text=json.dumps({"version": __version__}) + "\n", content_type="application/json")
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
-        """In the format that the Accept header asks for."""
+        """In the format that the Accept header names."""
         from aiohttp import web
 
         content_type, body = self._metrics.exposition(",".join(request.headers.getall("Accept", [])))

@@ -23,10 +23,10 @@ THROTTLE_REASONS = (
     "sw_thermal",
     "sync_boost",
 )
-"""The driver's reasons: a GPU that tells any shows each of them as 0 or 1. Another one is shown while it holds."""
+"""The driver's reasons: a GPU that reports any has each of them as 0 or 1. Any other is shown while it applies."""
 
 _GPU_SAMPLES: tuple[tuple[str, str, Callable[[GpuSample], Number | None]], ...] = (
-    ("memory_used_bytes", "Memory of the GPU in use, by whomever.", lambda s: s.memory_used_bytes),
+    ("memory_used_bytes", "Memory of the GPU in use, by any process.", lambda s: s.memory_used_bytes),
     ("sm_utilization_ratio", "Time in which the GPU computed.", lambda s: s.sm_ratio),
     (
         "memory_bandwidth_utilization_ratio",
@@ -77,7 +77,7 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
         yield Series(f"gpushare_card_{name}", text, "counter" if name.endswith("_total") else "gauge", rows)
     yield from _labelled_samples(snapshot, gpus, [sample for _, sample in samples])
     unattributed = [(labels[s.uuid], usage.unattributed.get(s.uuid, ())) for _, s in samples if s.processes is not None]
-    text = "Processes on the GPU that are of no container with a share of it."
+    text = "Processes on the GPU that are attributed to no container."
     rows = [(one, len(processes)) for one, processes in unattributed]
     yield Series("gpushare_card_stranger_processes", text, rows=rows)
     text = "Memory of the GPU that these processes use."
@@ -103,20 +103,20 @@ def _gpu_info(snapshot: NodeSnapshot, gpus: Iterable[Gpu]) -> Series:
 def _gpu_states(snapshot: NodeSnapshot) -> tuple[tuple[str, str, Callable[[Gpu], Number]], ...]:
     cores, memory, cordoned = snapshot.cores_allocated, snapshot.memory_allocated_bytes, snapshot.cordoned
     return (
-        ("cores_capacity_ratio", "Compute of the GPU that can be given, 1 is all of it.", lambda gpu: 1.0),
+        ("cores_capacity_ratio", "Compute of the GPU that can be allocated, 1 is all of it.", lambda gpu: 1.0),
         (
             "cores_allocated_ratio",
-            "Compute of the GPU that is given to containers.",
+            "Compute of the GPU that is allocated to containers.",
             lambda gpu: cores.get(gpu.uuid, 0) / CORES_PER_GPU,
         ),
         ("memory_capacity_bytes", "Memory of the GPU.", lambda gpu: gpu.memory_mib * MIB),
         (
             "memory_allocated_bytes",
-            "Memory of the GPU that is given to containers.",
+            "Memory of the GPU that is allocated to containers.",
             lambda gpu: memory.get(gpu.uuid, 0),
         ),
         ("healthy", "1 while the GPU is healthy.", lambda gpu: int(gpu.is_healthy)),
-        ("cordoned", "1 while an operator has the GPU out of service.", lambda gpu: int(gpu.uuid in cordoned)),
+        ("cordoned", "1 while the GPU is cordoned.", lambda gpu: int(gpu.uuid in cordoned)),
     )
 
 

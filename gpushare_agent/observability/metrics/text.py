@@ -1,10 +1,10 @@
-"""Metrics of what is: series made from the node's snapshot, written as text, kept until the text is old.
+"""Metrics of states: series made from the node's snapshot, written as text, kept until the text is old.
 
 Thousands of rows for a full node, so they do not go through the metrics library: its objects and their texts cost ten
 times as much (44 ms for 3,265 rows, against 3.3 ms; measured). The text is made at most once for each round of sampling
-and each change, however often it is asked for. Not for what is counted: metrics.py.
+and each change, however often it is read. Not for counters: metrics/agent.py.
 
-State owned: the series, their texts (packed too) and when they were made; and the last text of each series, by its name.
+State owned: the series, their texts and when they were made; and the last text of each series, by its name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Series:
 
 
 class NodePage:
-    """`text` asks `series` when the last ones are older than `max_age_s` or were `expire`d."""
+    """`text` calls `series` when the last ones are older than `max_age_s` or were `expire`d."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ def rounded(value: Number) -> Number:
 
 
 def families_text(families: Iterable[Metric], *, is_openmetrics: bool) -> bytes:
-    """What the metrics library has counted. Its own writer looks at each letter of each name: four times the cost."""
+    """The library's families. Its own writer checks each letter of each name: four times the cost."""
     parts: list[str] = []
     for family in families:
         name = f"{family.name}_total" if family.type == "counter" and not is_openmetrics else family.name
