@@ -178,7 +178,7 @@ async def test_the_page_follows_the_node() -> None:
         assert await scene.browser.script("return document.title") == "(1 unhealthy) node-a: GPUs"
         await scene.browser.wait(
             "document.querySelector('article.gpu[data-kind=bad] .stats').textContent"
-            ".startsWith('No use is told while the GPU is lost')"
+            ".startsWith('No use is known while the GPU is lost')"
         )
 
 
