@@ -104,12 +104,12 @@ def _as_offered(gpu: Gpu, cordoned: Mapping[GpuUuid, str]) -> Gpu:
     return replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=reason + besides)
 
 
-def facts(held: Allocation, *, core_limit: int = 0, pod: Pod | None = None) -> ContainerFacts:
-    memory_mib = GPU_MIB * len(held.gpus) if held.is_whole else held.memory_blocks * 256
+def facts(allocated: Allocation, *, core_limit: int = 0, pod: Pod | None = None) -> ContainerFacts:
+    memory_mib = GPU_MIB * len(allocated.gpus) if allocated.is_whole else allocated.memory_blocks * 256
     return ContainerFacts(
-        allocation=held,
+        allocation=allocated,
         pod=pod,
-        cores=held.cores,
+        cores=allocated.cores,
         memory_bytes=memory_mib * MIB,
         core_limit=core_limit,
         isolation="vcuda",

@@ -1,9 +1,9 @@
 """The extender's HTTP server: the scheduler's verbs, health, readiness, version, metrics, and what it has reserved.
 
-The paths are gpu-admission's and kube-scheduler's usual ones. Limits and connections are kit/http_server.py's: a newcomer
-always gets in, whatever others leave open. With client authorities, only a client that shows a certificate of theirs may
-call the verbs and read the state; a kubelet's probe has none, so health stays open. A replica that does not lead, or has not
-listed the cluster since it does, answers 503: the scheduler tries again, and a Service routes to the other.
+The paths are gpu-admission's and kube-scheduler's usual ones. Limits and connections are kit/http_server.py's: a new
+connection is always served, however many others are idle. With client authorities, only a client that shows a certificate of
+theirs may call the verbs and read the state; a kubelet's probe has none, so health stays open. A replica that does not lead,
+or has not listed the cluster since it does, answers 503: the scheduler tries again, and a Service routes to the other.
 
 A verb's request, in the order of the checks:
 

@@ -60,7 +60,7 @@ class KeepsNow(Protocol):
 
 
 class ControlServer:
-    """`look_soon` lets a GPU that an operator put back be looked at at once."""
+    """`look_soon` makes the watch poll at once, for a GPU that was uncordoned."""
 
     def __init__(
         self, path: Path, inventory: GpuInventoryState, keeping: KeepsNow, *, look_soon: Callable[[], None]

@@ -106,6 +106,7 @@ class HttpServer:
                 try:
                     async with asyncio.TaskGroup() as group:
                         for listener in listeners:
+                            # accepted sockets inherit it; set on them it would shrink a window that is advertised already
                             listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._limits.receive_bytes)
                             group.create_task(self._accept(listener, connections), name=f"{self._name} listener")
                 finally:
@@ -141,14 +142,15 @@ class HttpServer:
         await asyncio.sleep(ACCEPT_AGAIN_S if is_exhausted else 0)
 
     def _begin(self, sock: socket.socket, group: asyncio.TaskGroup) -> None:
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._limits.unread_s * 1000))
+        if sock.family != socket.AF_UNIX:  # not on the listener: its backlog may have connections from before
+            with contextlib.suppress(OSError):  # of a connection that has gone again
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._limits.unread_s * 1000))
         connection = _Connection(cast("web.Server", self._runner.server), self, sock, self._limits)
         self._connections.add(connection)
-        connection.task = group.create_task(self._hold(connection), name=f"{self._name} connection")
+        connection.task = group.create_task(self._serve_connection(connection), name=f"{self._name} connection")
         connection.task.add_done_callback(connection.close_unused)
 
-    async def _hold(self, connection: _Connection) -> None:
+    async def _serve_connection(self, connection: _Connection) -> None:
         """One connection, from its handshake to its end; cancelled where another one needs its place."""
         connection.is_begun = True
         limit_s = self._limits.handshake_s if self._tls is not None else None
@@ -201,7 +203,7 @@ class HttpServer:
             log.warning(event, server=self._name, open=self._connections.count, **fields)
 
     def log_failure(self, error: BaseException | None) -> None:
-        """A handler's error that it did not answer itself. A peer's own errors are no news."""
+        """A handler's error that it did not answer itself. A peer's own errors are not logged."""
         if not isinstance(error, _OF_PEER) and self._may_log.take():
             log.error("http_request_failed", server=self._name, exc_info=error)
 

@@ -152,7 +152,7 @@ class UsageSampling:
         except TimeoutError as e:
             raise Unavailable(
                 f"sampling the GPUs' use got no answer within {self._timeout_s:g} s; it is tried again each"
-                f" {self._period_s:g} s. Look at nvidia-smi and the kernel log on this node"
+                f" {self._period_s:g} s. Check nvidia-smi and the kernel log on this node"
             ) from e
         return join_usage(sample, owners, allocated, sampled_at=sampled_at)
 

@@ -1,4 +1,4 @@
-"""The dashboard of a whole agent on the embedded node: what the browser shows is what the JSON behind it says."""
+"""The dashboard of a whole agent on the embedded node: what the browser shows is what is in the JSON behind it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def open_scene(*flags: str) -> AsyncIterator[Scene]:
         assert [entry["message"] for entry in await browser.log()] == []
 
 
-async def test_what_is_shown_is_what_the_json_says() -> None:
+async def test_what_is_shown_is_what_is_in_the_json() -> None:
     """GPUs, the size and use of each share, the rows of the table, and a refusal with its reason and candidates."""
     async with open_scene() as scene:
         await scene.create("whole", cores=100)
@@ -119,26 +119,28 @@ async def test_what_is_shown_is_what_the_json_says() -> None:
             assert shown["values"][0].startswith(f"{gpu['cores']['allocated']} of 100 cores allocated · ")
             assert shown["values"][0].endswith(f" · {round(gpu['usage']['sm_ratio'] * 100)} % in use")
             own = [
-                (one["pod"], held)
+                (one["pod"], allocated)
                 for one in document["containers"]
-                for held in one["cards"]
-                if held["uuid"] == gpu["uuid"]
+                for allocated in one["cards"]
+                if allocated["uuid"] == gpu["uuid"]
             ]
             for bar, limit, whole, used, factor in (
                 (shown["shares"][0], "cores", 100, "sm_ratio", 100),
                 (shown["shares"][1], "memory_bytes", gpu["memory"]["capacity_bytes"], "memory_bytes", 1),
             ):
                 assert [share["pod"] for share in bar] == [name for name, _ in own]
-                for share, (_, held) in zip(bar, own, strict=True):
-                    assert share["size"] == pytest.approx(held[limit] / whole, abs=0.02)
-                    assert share["used"] == pytest.approx(held["usage"][used] * factor / held[limit], abs=0.02)
-                    assert held["usage"][used] > 0
+                for share, (_, allocated) in zip(bar, own, strict=True):
+                    assert share["size"] == pytest.approx(allocated[limit] / whole, abs=0.02)
+                    assert share["used"] == pytest.approx(
+                        allocated["usage"][used] * factor / allocated[limit], abs=0.02
+                    )
+                    assert allocated["usage"][used] > 0
 
         assert [row["Pod"] for row in rows] == ["pair", "share-0", "share-1", "share-2", "share-3", "whole"]
         for row, one in zip(rows, document["containers"], strict=True):
-            used = sum(held["usage"]["sm_ratio"] for held in one["cards"]) * 100
+            used = sum(allocated["usage"]["sm_ratio"] for allocated in one["cards"]) * 100
             assert row["Namespace"] == "default"
-            assert row["GPU"] == ", ".join(f"GPU {held['index']}" for held in one["cards"])
+            assert row["GPU"] == ", ".join(f"GPU {allocated['index']}" for allocated in one["cards"])
             assert row["Cores"] == str(one["cores"])
             assert float(row["Compute in use"].split(" of ")[0]) == pytest.approx(used, abs=0.5)
             assert float(row["Memory"].split()[0]) == pytest.approx(one["memory_bytes"] / GIB, abs=0.01)
@@ -155,7 +157,7 @@ async def test_what_is_shown_is_what_the_json_says() -> None:
 
 
 async def test_the_page_follows_the_node() -> None:
-    """A pod that ends leaves its row and its GPU; a GPU that is lost says so and why, and comes back."""
+    """A pod that ends leaves its row and its GPU; a GPU that is lost is shown with the reason, and comes back."""
     async with open_scene() as scene:
         await scene.create("stays", cores=30, blocks=8)
         await scene.create("goes", cores=40, blocks=8)
@@ -182,7 +184,7 @@ async def test_the_page_follows_the_node() -> None:
         )
 
 
-async def test_the_head_tells_the_state_of_the_agent() -> None:
+async def test_the_head_has_the_state_of_the_agent() -> None:
     """Node, version, driver, isolation, readiness with its reasons, and whether what is seen is live."""
     async with open_scene("--isolation=none") as scene:
         document = await scene.document()

@@ -1,4 +1,4 @@
-"""The dashboard in a real browser over a made-up node: reading it by keyboard and by ear, its colours, its economy."""
+"""The dashboard in a real browser over a sample node: reading it by keyboard and by ear, its colours, its economy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.sample_node import SampleNode, uid_of, uuid_of
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.observability.node_snapshot import NodeSnapshot
 from tests.support_browser import WHY_NOT, Browser, open_browser
-from tests.support_web import MadeHistory, ServedNode, served_node
+from tests.support_web import FakeHistory, ServedNode, served_node
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
@@ -47,7 +47,7 @@ def varied_node(containers: int = 12) -> SampleNode:
 async def opened(
     node: SampleNode, *, width: int = 1280, sample_period_s: float = 0.05, **media: str
 ) -> AsyncIterator[tuple[Browser, ServedNode]]:
-    """The page, drawn, with two decisions; nothing may have been complained of at the end."""
+    """The page, drawn, with two decisions; the browser's log must be empty at the end."""
     async with served_node(node, sample_period_s=sample_period_s) as served, open_browser(width=width) as browser:
         served.decisions.add(node.decision(1))
         served.decisions.add(node.decision(2, refused=True))
@@ -56,8 +56,8 @@ async def opened(
         await drawn(browser)
         await browser.script(ACCESSIBILITY)
         yield browser, served
-        complaints = [entry["message"] for entry in await browser.log()]
-        assert not complaints, complaints
+        problems = [entry["message"] for entry in await browser.log()]
+        assert not problems, problems
 
 
 async def drawn(browser: Browser) -> None:
@@ -91,7 +91,7 @@ async def test_the_contrast_check_finds_a_faint_text() -> None:
 
 
 async def test_everything_has_a_name() -> None:
-    """Whatever a screen reader announces as a control, a picture, a meter, a table or a region says what it is."""
+    """Whatever a screen reader announces as a control, a picture, a meter, a table or a region has a name."""
     async with opened(varied_node()) as (browser, _):
         await open_all_details(browser)
         assert await browser.script("return unlabelled()") == []
@@ -104,7 +104,7 @@ async def test_everything_has_a_name() -> None:
     }
 
 
-async def test_a_bar_tells_in_words_what_it_shows() -> None:
+async def test_a_bar_has_its_numbers_as_text() -> None:
     """Each share with its pod, its limit and its use, and what is free."""
     async with opened(varied_node(containers=4)) as (browser, _):
         compute, memory = await browser.script(
@@ -207,7 +207,7 @@ SHARES_OF_GPUS = """return [...document.querySelectorAll('article.gpu')].map((gp
   [...gpu.querySelector('.bar').querySelectorAll('.share:not(.other)')].map((share) => share.className))"""
 
 
-async def test_a_cordon_is_no_illness() -> None:
+async def test_a_cordon_is_no_fault() -> None:
     """It has its own badge, its reason and its count; a GPU that is ill besides shows both."""
     node = SampleNode(gpus=4, containers=0, unhealthy={2: ILL, 3: ILL}, cordoned={0: "fan is noisy", 1: "", 3: "smoke"})
     async with opened(node) as (browser, _):
@@ -317,7 +317,7 @@ async def test_a_use_over_the_share_is_marked() -> None:
 
 
 async def test_an_empty_node_says_what_to_do() -> None:
-    """Without containers the limits to ask for, without GPUs where to look; no table, no drawing."""
+    """Without containers the limits to ask for, without GPUs the cure; no table, no drawing."""
     async with opened(SampleNode(gpus=1, containers=0)) as (browser, _):
         text = await browser.script("return document.querySelector('#containers-empty').innerText")
         assert "No pod has a share yet." in text
@@ -327,7 +327,7 @@ async def test_an_empty_node_says_what_to_do() -> None:
 
 
 async def test_a_lost_connection_is_reported_and_mended() -> None:
-    """The page says so while the agent is away, and shows the new agent's node once it is back."""
+    """The page shows it while the agent is away, and shows the new agent's node once it is back."""
     node = varied_node(containers=4)
     async with open_browser() as browser:
         async with served_node(node) as served:
@@ -352,7 +352,7 @@ async def test_motion_is_left_out_where_it_is_not_wanted() -> None:
 
 
 async def test_the_curve_is_the_agents_past() -> None:
-    """As many points as the agent keeps, gaps left out, told in words."""
+    """As many points as the agent keeps, gaps left out, as text."""
     past: dict[str, Any] = {
         "at": None,
         "step_seconds": 5.0,
@@ -360,7 +360,7 @@ async def test_the_curve_is_the_agents_past() -> None:
         "containers": {},
     }
     node = SampleNode(gpus=1, containers=0)
-    async with served_node(node, history=MadeHistory(past), sample_period_s=5.0) as served, open_browser() as browser:
+    async with served_node(node, history=FakeHistory(past), sample_period_s=5.0) as served, open_browser() as browser:
         await browser.open(served.url)
         path = await browser.wait("document.querySelector('.curve-sm').getAttribute('d')")
         label = await browser.script("return document.querySelector('.curve').ariaLabel")

@@ -104,10 +104,10 @@ def full_metrics() -> str:
     }
     one = replace(process(10), encoder_ratio=0.0, decoder_ratio=0.0)
     sample = GpuSample(**{**reported, "uuid": UUIDS[0], "throttle_reasons": (), "processes": (one,)})
-    held = allocation(key_of(1))
-    holders = AllocatedContainers(gpus={held.key: held.gpus}, by_id={id_of(1): held.key})
+    allocated = allocation(key_of(1))
+    holders = AllocatedContainers(gpus={allocated.key: allocated.gpus}, by_id={id_of(1): allocated.key})
     usage = join_usage(driver_sample(sample), {10: owner(1)}, holders, sampled_at=1.0)
-    shown = snapshot(facts(held), usage=usage)
+    shown = snapshot(facts(allocated), usage=usage)
     metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=1.0))
     return metrics.exposition("")[1].decode()
 

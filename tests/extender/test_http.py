@@ -1,4 +1,4 @@
-"""The extender's HTTP server against those who would keep the scheduler out: idlers, half handshakes, slow bodies."""
+"""The extender's HTTP server against hostile clients: idle connections, half handshakes, slow bodies, costly JSON."""
 
 from __future__ import annotations
 
@@ -117,25 +117,25 @@ async def test_the_scheduler_is_served_whoever_idles(peers: list[Peer]) -> None:
     async with served(limits=HttpLimits(connections=PLACES)) as port:
         for _ in range(2):
             peers += [await Peer.open(port) for _ in range(PLACES)]
-            newcomer = await Peer.open(port)
-            peers.append(newcomer)
-            assert (await newcomer.get("/healthz"))[0] == 200
-            post(newcomer)
-            assert (await newcomer.answer())[0] == 200
+            fresh = await Peer.open(port)
+            peers.append(fresh)
+            assert (await fresh.get("/healthz"))[0] == 200
+            post(fresh)
+            assert (await fresh.answer())[0] == 200
 
 
-async def test_half_open_handshakes_keep_nobody_out(peers: list[Peer]) -> None:
-    """Connections that never say a word of TLS hold places like others, and lose them to whoever comes."""
+async def test_half_open_handshakes_do_not_keep_the_scheduler_out(peers: list[Peer]) -> None:
+    """Connections that never send a byte of TLS count like others, and are closed for new ones."""
     tls = Tls(cert=CA, key=KEY)
     limits = HttpLimits(connections=PLACES, handshake_s=600.0, headers_s=600.0)
     async with served(limits=limits, tls=tls) as port:
         silent = [await Peer.open(port) for _ in range(PLACES)]
         peers += silent
         for _ in range(PLACES):
-            newcomer = await Peer.open(port, tls=client())
-            peers.append(newcomer)
-            post(newcomer)
-            assert (await newcomer.answer())[0] == 200
+            fresh = await Peer.open(port, tls=client())
+            peers.append(fresh)
+            post(fresh)
+            assert (await fresh.answer())[0] == 200
         assert all([await peer.ended() for peer in silent])
 
 
@@ -148,13 +148,13 @@ async def test_a_handshake_has_a_time(peers: list[Peer], sent: bytes) -> None:
         dull.send(sent)
         while not await dull.ended():  # an alert may come first
             pass
-        newcomer = await Peer.open(port, tls=client())
-        peers.append(newcomer)
-        assert (await newcomer.get("/healthz"))[0] == 200
+        fresh = await Peer.open(port, tls=client())
+        peers.append(fresh)
+        assert (await fresh.get("/healthz"))[0] == 200
 
 
 async def test_the_end_during_a_handshake_leaves_nothing() -> None:
-    """Sockets of connections that had not said a word are closed with the server."""
+    """Sockets of connections that had not sent a byte are closed with the server."""
     opened = []
     async with served(tls=Tls(cert=CA, key=KEY)) as port:
         for _ in range(3):
@@ -262,7 +262,7 @@ async def test_a_packed_or_too_long_body_is_refused_before_it_is_read(peers: lis
 
 
 async def test_the_state_is_shown_a_page_at_a_time(peers: list[Peer]) -> None:
-    """Each page tells where the next begins; together they have every node once."""
+    """Each page names where the next begins; together they have every node once."""
     nodes = Nodes(MOST_NODES + 50)
     async with served(nodes) as port:
         peer = await Peer.open(port)

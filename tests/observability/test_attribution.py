@@ -1,4 +1,4 @@
-"""Whose use is it: by container ID, by the pod's only holder, else a stranger; what is unknown stays unknown."""
+"""Attribution: by container ID, by the pod's only container on the GPU, else unattributed; what is unknown stays unknown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support_usage import UUIDS, driver_sample, gpu_sample, id_of, key_of,
 def allocated(
     gpus: dict[ContainerKey, tuple[int, ...]], *, reported: tuple[ContainerKey, ...] | None = None
 ) -> AllocatedContainers:
-    """`told` are the containers whose IDs somebody has told: all, if not given. A container's ID has its pod's number."""
+    """`reported` are the containers whose IDs are known: all, if not given. A container's ID has its pod's number."""
     known = reported if reported is not None else tuple(gpus)
     return AllocatedContainers(
         gpus={key: tuple(UUIDS[index] for index in indexes) for key, indexes in gpus.items()},
@@ -97,7 +97,7 @@ def test_before_its_id_is_known_a_process_counts_for_the_pods_only_holder_on_the
 
 
 def test_processes_of_nobody_are_unattributed() -> None:
-    """A program of the node, a PID that was not looked at, a pod without a share, and a holder's sidecar without one."""
+    """A program of the node, a PID that was not read, a pod without a share, and a sidecar without one."""
     sidecar = key_of(1, "sidecar")
     known = AllocatedContainers(gpus={key_of(1): (UUIDS[0],)}, by_id={id_of(1): key_of(1), id_of(9): sidecar})
     owners = {10: NOBODY, 12: owner(7), 13: owner(1, id_of(9))}
@@ -137,7 +137,7 @@ def test_only_ids_that_may_be_of_containers_with_gpus_are_looked_up() -> None:
     st.dictionaries(st.integers(1, 40), st.integers(1, 6)),
 )
 def test_every_process_is_counted_once(rows: list[tuple[int, int, int]], pods: dict[int, int]) -> None:
-    """On each GPU the containers' processes and the strangers are together the GPU's processes."""
+    """On each GPU the containers' processes and the unattributed ones are together the GPU's processes."""
     gpus: dict[int, list[ProcessSample]] = {index: [] for index in range(3)}
     for index, pid, memory in sorted(rows):
         gpus[index].append(process(pid, memory=memory))

@@ -1,4 +1,4 @@
-"""observability/http/debug_guard.py and the bounds of the listener: who is let in, and what strangers on the wire can do."""
+"""observability/http/debug_guard.py and the bounds of the listener: which requests are answered, and hostile ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_loopback_addresses_are_this_host_s(addr: str) -> None:
 
 
 async def test_a_localhost_that_is_none_is_not_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hosts file may say anything: the resolved addresses are looked at."""
+    """A hosts file may have any address: the resolved ones are checked."""
 
     async def resolve(*_args: object, **_more: object) -> list[object]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.1.2.3", 0))]
@@ -61,7 +61,7 @@ async def test_a_localhost_that_is_none_is_not_listened_on(monkeypatch: pytest.M
 
 
 async def test_an_unknown_name_and_an_address_of_another_machine_are_reported() -> None:
-    """The text says which of both it is."""
+    """The error names which of both it is."""
     with pytest.raises(Unavailable, match="the address is unknown"):
         await listen_tcp("no-such-name.invalid", 0, backlog=1)
     with pytest.raises(Unavailable, match="this machine has no such address"):
@@ -73,7 +73,7 @@ async def test_an_unknown_name_and_an_address_of_another_machine_are_reported() 
 
 
 @pytest.mark.parametrize("path", ["/debug/", "/debug/tasks", "/debug/none", "/"])
-async def test_without_the_token_nothing_is_said(token_file: Path, path: str) -> None:
+async def test_without_the_token_no_page_is_shown(token_file: Path, path: str) -> None:
     """Not even which pages there are; on localhost too where a token file is set."""
     async with serving(token_file=token_file) as port:
         for headers in (
@@ -93,8 +93,8 @@ async def test_without_the_token_nothing_is_said(token_file: Path, path: str) ->
             assert "/debug" not in answer.text
 
 
-async def test_the_token_lets_in_by_any_name_of_the_host(token_file: Path) -> None:
-    """A page of a browser has no token, so the name need not be looked at."""
+async def test_with_the_token_any_name_of_the_host_is_accepted(token_file: Path) -> None:
+    """A page of a browser has no token, so the name is not checked."""
     async with serving(token_file=token_file) as port:
         answer = await ask(port, "/debug/log", Authorization=f"bearer {TOKEN}", Host="node-1.example:5679")
         twice = f"Authorization: Bearer {TOKEN}\r\n".encode() * 2
@@ -117,8 +117,8 @@ async def test_a_new_token_counts_without_a_restart(token_file: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "  \n", "short", "x" * 5000])
-async def test_a_token_file_that_cannot_be_used_lets_nobody_in(tmp_path: Path, content: str | None) -> None:
-    """Also not somebody with an empty token; the log says why once, and never what is in the file."""
+async def test_a_token_file_that_cannot_be_used_refuses_every_request(tmp_path: Path, content: str | None) -> None:
+    """Also not somebody with an empty token; the log has the reason once, and never what is in the file."""
     file = tmp_path / "token"
     if content is not None:
         file.write_text(content)
@@ -178,7 +178,7 @@ async def test_a_request_without_a_host_or_with_two_is_refused() -> None:
 )
 @pytest.mark.parametrize("has_token", [False, True])
 async def test_a_request_line_that_is_no_path_is_refused(token_file: Path, target: str, has_token: bool) -> None:
-    """The URL of another host counts there, whatever the Host header says."""
+    """The URL of another host counts there, whatever the Host header is."""
     head = f"GET {target} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n\r\n"
     async with serving(token_file=token_file if has_token else None) as port:
         answer = await send_raw(port, head.encode())
@@ -211,7 +211,7 @@ async def test_a_person_at_the_address_bar_is_served() -> None:
             assert (await ask(port, "/debug/", Sec_Fetch_Site=site)).status == 200
 
 
-# --- strangers on the wire ---
+# --- hostile requests ---
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ async def test_every_page_answers_and_protects_the_browser(path: str) -> None:
 
 
 async def test_the_index_lists_each_page_once_for_programs_and_for_browsers() -> None:
-    """Text by default, a page with links for whoever accepts HTML."""
+    """Text by default, a page with links for a client that accepts HTML."""
     async with serving() as port:
         plain = await ask(port, "/debug/")
         page = await ask(port, "/debug/", Accept="text/html,*/*;q=0.8")
@@ -135,7 +135,7 @@ async def test_a_taken_port_costs_the_pages_and_is_tried_again() -> None:
     server = DebugServer(DebugSettings(addr="127.0.0.1", port=port), sources(), retry_s=0.01)
     with structlog.testing.capture_logs() as logged:
         async with running(server.run):
-            await poll_until(lambda: logged, "the complaint")
+            await poll_until(lambda: logged, "the warning")
             await asyncio.sleep(0.05)
             other.close()
             assert await server.wait_listening() == port

@@ -1,4 +1,4 @@
-"""What a node's object and its pods say of its GPUs: sums that hold, whatever a tenant or an old agent wrote."""
+"""A node's GPUs by its object and its pods: correct sums, whatever a tenant or an old agent wrote."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_what_the_agent_writes_is_read_back() -> None:
     ids=range(11),
 )
 def test_an_annotation_that_cannot_be_read_leaves_the_capacity(text: object) -> None:
-    """Equal GPUs, and a remark that says so."""
+    """Equal GPUs, with a remark."""
     found = read(text)
     assert found is not None
     assert [gpu.memory_bytes // MIB for gpu in found.gpus] == [24576] * 4

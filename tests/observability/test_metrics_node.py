@@ -55,12 +55,12 @@ def used(*gpus: GpuSample, allocated: AllocatedContainers, owners: dict[int, Pee
 
 def one_share(*processes: Any, **others: Any) -> NodeSnapshot:
     """A container with 40 cores and 2 GiB of GPU 0."""
-    held = allocation(key_of(1))
-    known = AllocatedContainers(gpus={held.key: held.gpus}, by_id={id_of(1): held.key})
+    allocated = allocation(key_of(1))
+    known = AllocatedContainers(gpus={allocated.key: allocated.gpus}, by_id={id_of(1): allocated.key})
     usage = used(
         gpu_sample(0, *processes, **others), gpu_sample(1), allocated=known, owners={10: owner(1), 11: owner(1)}
     )
-    return snapshot(facts(held), usage=usage)
+    return snapshot(facts(allocated), usage=usage)
 
 
 def test_gpu_managers_four_series_keep_their_names_labels_and_units() -> None:
@@ -77,10 +77,10 @@ def test_gpu_managers_four_series_keep_their_names_labels_and_units() -> None:
 
 def test_the_total_of_whole_gpus_is_the_sum_over_them() -> None:
     """Two busy GPUs are up to 200 percent, as gpu-manager counts."""
-    held = allocation(key_of(1), (0, 1), cores=200, blocks=0)
-    known = AllocatedContainers(gpus={held.key: held.gpus}, by_id={id_of(1): held.key})
+    allocated = allocation(key_of(1), (0, 1), cores=200, blocks=0)
+    known = AllocatedContainers(gpus={allocated.key: allocated.gpus}, by_id={id_of(1): allocated.key})
     gpus = (gpu_sample(0, process(10, sm=0.5)), gpu_sample(1, process(11, sm=0.75)))
-    shown = snapshot(facts(held), usage=used(*gpus, allocated=known, owners={10: owner(1), 11: owner(1)}))
+    shown = snapshot(facts(allocated), usage=used(*gpus, allocated=known, owners={10: owner(1), 11: owner(1)}))
     rows = rows_of(shown)
     assert [(labels["gpu"], value) for labels, value in rows["container_gpu_utilization"]] == [
         ("gpu0", 50.0),
@@ -114,7 +114,7 @@ def test_an_elastic_share_may_use_more_than_it_was_given() -> None:
 
 
 def test_before_the_first_round_a_container_has_its_limits_and_no_use() -> None:
-    """What was not looked at is not zero."""
+    """What was not sampled is not zero."""
     rows = rows_of(snapshot(facts(allocation(key_of(1)))))
     assert "gpushare_container_memory_limit_bytes" in rows
     assert not {name for name in rows if "used" in name or "utilization_ratio" in name}
@@ -224,10 +224,12 @@ def test_what_is_given_of_a_gpu_is_shown_from_the_allocation_on() -> None:
 
 def test_the_order_of_containers_does_not_depend_on_who_came_first() -> None:
     """By namespace, pod and container."""
-    held = [facts(allocation(key_of(number), cores=10, blocks=1, pod=name)) for number, name in ((1, "b"), (2, "a"))]
-    one, other = (list(node_series(snapshot(*order))) for order in (held, held[::-1]))
+    allocated = [
+        facts(allocation(key_of(number), cores=10, blocks=1, pod=name)) for number, name in ((1, "b"), (2, "a"))
+    ]
+    one, other = (list(node_series(snapshot(*order))) for order in (allocated, allocated[::-1]))
     assert one == other
-    assert [labels["pod"] for labels, _ in rows_of(snapshot(*held))["gpushare_container_memory_limit_bytes"]] == [
+    assert [labels["pod"] for labels, _ in rows_of(snapshot(*allocated))["gpushare_container_memory_limit_bytes"]] == [
         "a",
         "b",
     ]
@@ -235,7 +237,7 @@ def test_the_order_of_containers_does_not_depend_on_who_came_first() -> None:
 
 @pytest.mark.parametrize("value", ['a"b', "a\\b", "a\\nb", "a\\", "a\nb", 'é,}="', "x" * 1000])
 def test_no_label_breaks_out_of_its_quotes(value: str) -> None:
-    """Whatever a name holds, a reader gets it back, cut at the longest name of a pod."""
+    """Whatever is in a name, a reader gets it back, cut at the longest name of a pod."""
     series = Series("gpushare_x", "X.", rows=[(labels_text(pod=value, a="1"), 1)])
     text = NodePage(lambda: [series], max_age_s=1).text(is_openmetrics=False).decode()
     (family,) = parse_text(text)
@@ -352,7 +354,7 @@ def test_a_registration_after_the_first_counts_as_another() -> None:
 
 
 def test_a_reload_counts_on_and_shows_the_new_state_alone() -> None:
-    """Counters never go down while the process lives; what a part of the former life told is gone with it."""
+    """Counters never go down while the process lives; states that an ended part reported are gone with it."""
     metrics = AgentMetrics()
     metrics.show_pod_event_age(lambda: 7.0)
     metrics.show_mps(lambda: True)

@@ -1,4 +1,4 @@
-"""`/api/v1/node`, `/history` and `/decisions` over real HTTP: what they say, and what a wrong query is told."""
+"""`/api/v1/node`, `/history` and `/decisions` over real HTTP: their content, and the answer to a wrong query."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ async def test_a_wrong_query_is_reported_what_is_wrong(query: str, words: str) -
     ],
 )
 async def test_a_large_answer_is_packed_where_that_is_asked_for(accepted: str, is_packed: bool) -> None:
-    """By Accept-Encoding, a refusal of gzip included; caches are told that it depends on it."""
+    """By Accept-Encoding, a refusal of gzip included; with a Vary header for caches."""
     async with served_node(SampleNode(gpus=2, containers=10)) as served:
         _, _, headers = await _get(f"{served.url}/api/v1/node", **{"Accept-Encoding": accepted})
     assert (headers.get("Content-Encoding") == "gzip") is is_packed

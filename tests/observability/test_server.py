@@ -41,9 +41,9 @@ async def _get(url: str) -> tuple[int, str]:
         return response.status, await response.text()
 
 
-def _metrics(*held: Allocation) -> AgentMetrics:
+def _metrics(*allocated: Allocation) -> AgentMetrics:
     metrics = AgentMetrics()
-    shown = snapshot(*map(facts, held))
+    shown = snapshot(*map(facts, allocated))
     metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=60.0))
     return metrics
 
@@ -79,8 +79,8 @@ async def test_the_format_is_the_one_that_the_reader_asks_for() -> None:
 
 async def test_a_large_answer_is_compressed_for_those_who_ask() -> None:
     """And is the same text."""
-    held = [allocation(key_of(number), cores=1, blocks=1, pod=f"pod-{number}") for number in range(60)]
-    async with served(_metrics(*held)) as url, ClientSession(auto_decompress=False) as session:
+    allocated = [allocation(key_of(number), cores=1, blocks=1, pod=f"pod-{number}") for number in range(60)]
+    async with served(_metrics(*allocated)) as url, ClientSession(auto_decompress=False) as session:
         async with asyncio.timeout(DEADLINE_S):
             async with session.get(f"{url}/metrics", headers={"Accept-Encoding": "gzip"}) as response:
                 packed = await response.read()
@@ -196,7 +196,7 @@ async def test_an_added_route_replaces_one_of_the_same_path() -> None:
 
 
 async def test_a_taken_port_ends_the_start_with_the_cure() -> None:
-    """The error names address and port and says what to do."""
+    """The error names address and port and the cure."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         server = WebServer("127.0.0.1", port, metrics=AgentMetrics(), ready=list)

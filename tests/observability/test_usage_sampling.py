@@ -1,4 +1,5 @@
-"""The rounds of sampling: what they join, what is said and counted when they fail or last, and when numbers are dropped."""
+"""The rounds of sampling: what they join, what is logged and counted when they fail or take long, and when numbers are
+dropped."""
 
 from __future__ import annotations
 
@@ -139,7 +140,7 @@ async def test_a_round_joins_processes_with_the_pods_container_ids() -> None:
 
 
 async def test_the_runtime_is_asked_for_ids_that_no_status_has_and_not_each_round() -> None:
-    """A container that has just started is found by it; whoever is unknown to it too does not cost a call each round."""
+    """A container that has just started is found by it; one that is unknown to it too does not cost a call each round."""
     world = World(owners={10: owner(1), 11: owner(1, "f" * 64)})
     for name in ("a", "b"):
         world.allocate(key_of(1, name))
@@ -159,7 +160,7 @@ async def test_the_runtime_is_asked_for_ids_that_no_status_has_and_not_each_roun
 
 
 async def test_an_init_container_that_has_run_has_nothing_allocated() -> None:
-    """The main container took its share over: it is the pod's only holder."""
+    """The main container took its share over: it is the pod's only container with an allocation."""
     world = World(owners={10: owner(1, "f" * 64)})
     world.allocate(key_of(1, "init"), kind=ContainerKind.INIT)
     world.allocate(key_of(1, "main"))

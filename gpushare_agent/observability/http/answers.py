@@ -61,7 +61,7 @@ _HTML = re.compile(r"(?:^|,)\s*text/html\s*(?:;|,|$)", re.IGNORECASE)
 
 
 class BadQueryError(Exception):
-    """The query cannot be used. The text is for whoever wrote it."""
+    """The query cannot be used. The text is for the client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 
+from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.decision_records import DecisionRecord
 from gpushare_agent.observability.http.answers import BadQueryError, bad_query, encode, read_query
 from gpushare_agent.observability.http.live_patch import CONTAINER_USE, GPU_USE, Document, patch, rounded
@@ -108,9 +109,7 @@ class LiveStream:
         while True:
             await self._has_reader.wait()
             await asyncio.sleep(self._period_s)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._period_s):
-                    await self._has_change.wait()
+            await wait_for(self._has_change, self._period_s)
             self._has_change.clear()
             try:
                 self._publish()
