@@ -9,7 +9,7 @@
 | takes nothing of an answer | `unread_s`, by the kernel (TCP_USER_TIMEOUT) |
 | sends long lines, many header fields | `line_bytes`, `header_fields`, by aiohttp's parser: 400 |
 | sends a body | `body_bytes`: 413; a compressed one: 415, never unpacked; one in chunks: 411 |
-| sends much at once | `receive_bytes`: what is parsed of a connection in one turn of the loop (6 ms at most) |
+| sends much at once | `receive_bytes`: what is parsed of a connection in one turn of the loop (3 ms at most) |
 | sends what is no HTTP, or goes away | 400 or nothing; no line in the log |
 
 A connection that is being answered is closed only when no other one idles, so that a probe, which sends its request at
@@ -17,7 +17,8 @@ once, is answered during a flood. A flood itself waits in the kernel's queue: on
 loop. A connection counts from its accept on: asyncio's own server would not count TLS handshakes, and logs each failed
 accept when descriptors run out.
 
-State owned: the open connections, by what they do. Import it off the loop: it loads aiohttp (190 ms).
+State owned: the open connections, idle and busy, and when a line was logged last, by event. Import it off the loop: it loads
+aiohttp (190 ms).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import contextlib
 import errno
 import socket
 import ssl
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -47,7 +49,7 @@ LOG_PERIOD_S = 60.0
 LINGERING_S = 1.0
 """How long the rest of a body is read and dropped after an answer, so that the peer reads the answer before the end."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_OF_PEER = (HttpProcessingError, web.RequestPayloadError, web.PayloadAccessError, OSError, asyncio.TimeoutError)
+_OF_PEER = (HttpProcessingError, web.RequestPayloadError, web.PayloadAccessError, ConnectionError)
 """Errors that a peer causes, and could cause as often as it likes."""
 
 
@@ -87,7 +89,8 @@ class HttpServer:
         self._tls = tls
         self.headers = {"Server": "gpushare-agent", **(headers or {})}
         self._connections = _Connections()
-        self._may_log = TokenBucket(rate=1 / LOG_PERIOD_S, burst=2, clock=asyncio.get_running_loop().time)
+        clock = asyncio.get_running_loop().time
+        self._lines = defaultdict[str, TokenBucket](lambda: TokenBucket(rate=1 / LOG_PERIOD_S, burst=1, clock=clock))
         app = web.Application(middlewares=[self._bound_request, *middlewares], client_max_size=limits.body_bytes)
         app.add_routes(routes)
         app.on_response_prepare.append(self._set_headers)
@@ -199,12 +202,12 @@ class HttpServer:
         response.headers.update(self.headers)
 
     def _warn(self, event: str, **fields: object) -> None:
-        if self._may_log.take():
+        if self._lines[event].take():
             log.warning(event, server=self._name, open=self._connections.count, **fields)
 
     def log_failure(self, error: BaseException | None) -> None:
         """A handler's error that it did not answer itself. A peer's own errors are not logged."""
-        if not isinstance(error, _OF_PEER) and self._may_log.take():
+        if not isinstance(error, _OF_PEER) and self._lines["http_request_failed"].take():
             log.error("http_request_failed", server=self._name, exc_info=error)
 
 
