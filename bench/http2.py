@@ -184,7 +184,7 @@ class Http2Connection(asyncio.Protocol):
         elif kind == _RST_STREAM:
             self._fail(number, "the stream was reset")
         elif kind == _GOAWAY:
-            self._fail_all("the peer said goodbye")
+            self._fail_all("the peer sent GOAWAY")
         if kind in (_DATA, _HEADERS) and flags & _END_STREAM:
             self._end(number)
 

@@ -1,7 +1,7 @@
-"""What watching costs: a scrape of a full node over HTTP, and a round of sampling with its processes.
+"""The cost of observation: a scrape of a full node over HTTP, and a round of sampling with its processes.
 
-The GPUs and what is used of them are made up; the agent, its HTTP, the joining and the reading of processes are real. The
-files that stand in for /proc have its shape; what the kernel's own cost to read is a row of its own.
+The GPUs and what is used of them are fake; the agent, its HTTP, the joining and the reading of processes are real. The
+fake files of /proc have its shape; reading the kernel's own is a row of its own.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ async def sampling_rows(state: Path, runs: int) -> list[Row]:
         owners=ProcessOwners(state / "proc"),
         pods=world,
         ids=world,
-        allocations=lambda: world.held,
+        allocations=lambda: world.allocations,
         metrics=metrics,
         period_s=1.0,
     )
@@ -134,7 +134,7 @@ async def sampling_rows(state: Path, runs: int) -> list[Row]:
     times = []
     for number in range(runs + 1):
         before = time.process_time()
-        await sampling.look()
+        await sampling.sample_once()
         if number:  # the first one makes the rings of the history
             times.append((time.process_time() - before) * 1000)
     current = sampling.current
@@ -152,7 +152,7 @@ async def sampling_rows(state: Path, runs: int) -> list[Row]:
         row(
             "  reading as many files of the kernel's /proc",
             [_kernel_reads(expected) for _ in range(runs)],
-            note="beyond what the files that stand in for it cost, which are read in the round",
+            note="beyond the cost of the fake files, which are read in the round",
         ),
     ]
 
@@ -181,13 +181,13 @@ def _put_processes(proc: Path, text: str, pids: range) -> None:
 
 
 class _World:
-    """The driver, the pods and what they hold."""
+    """The driver, the pods and their allocations."""
 
     def __init__(self, state: Path) -> None:
         containers = Containers(state / "cgroup")
         uids = [PodUid(f"00000000-0000-4000-8000-{number:012d}") for number in range(_CONTAINERS)]
         uuids = [simulated_uuid(NODE_NAME, gpu) for gpu in range(GPUS)]
-        self.held: Mapping[ContainerKey, Allocation] = {
+        self.allocations: Mapping[ContainerKey, Allocation] = {
             ContainerKey(uid, CONTAINER): Allocation(
                 key=ContainerKey(uid, CONTAINER),
                 namespace="bench",

@@ -144,7 +144,7 @@ class SampleNode:
         name, namespace = f"inference-{number:03d}", f"team-{'abcde'[number % 5]}"
         first = number // self.gpus * SHARE_CORES
         return ContainerFacts(
-            held=Allocation(
+            allocation=Allocation(
                 key=key,
                 namespace=namespace,
                 pod_name=name,
@@ -173,9 +173,9 @@ class SampleNode:
     def _usage(self, facts: list[ContainerFacts]) -> UsageRound:
         uses: dict[tuple[ContainerKey, GpuUuid], ContainerUse] = {}
         for number, one in enumerate(facts):
-            gpu, wave = one.held.gpus[0], self.excess.get(number, self._wave(number))
-            uses[one.held.key, gpu] = ContainerUse(
-                key=one.held.key,
+            gpu, wave = one.allocation.gpus[0], self.excess.get(number, self._wave(number))
+            uses[one.allocation.key, gpu] = ContainerUse(
+                key=one.allocation.key,
                 uuid=gpu,
                 pids=(10_000 + number,),
                 memory_bytes=int(one.memory_bytes * wave * 0.9),

@@ -63,12 +63,12 @@ class Browser:
         return await self._post("execute/sync", {"script": body, "args": list(arguments)})
 
     async def wait(self, body: str, *arguments: Any) -> Any:
-        """Until the expression is true; its value. The browser itself looks, at each frame."""
+        """Until the expression is true; its value. The browser itself polls."""
         script = (
             "const done = arguments[arguments.length - 1], args = [...arguments].slice(0, -1);"
             f"const find = function () {{ return ({body}); }};"
-            "const look = () => { let value; try { value = find(...args); } catch (e) { value = null; }"
-            " if (value) done(value); else setTimeout(look, 20); }; look();"
+            "const poll = () => { let value; try { value = find(...args); } catch (e) { value = null; }"
+            " if (value) done(value); else setTimeout(poll, 20); }; poll();"
         )
         try:
             return await self._post("execute/async", {"script": script, "args": list(arguments)})
@@ -99,7 +99,7 @@ class Browser:
         await self._post(f"element/{found[ELEMENT]}/click", {})
 
     async def log(self) -> list[dict[str, Any]]:
-        """What the console and the loading of the page complained of since the last call."""
+        """Problems in the console and in the loading of the page since the last call."""
         found: list[dict[str, Any]] = await self._post("se/log", {"type": "browser"})
         return found
 
@@ -148,7 +148,7 @@ async def open_browser(*, width: int = 1280, height: int = 900) -> AsyncIterator
 
 @asynccontextmanager
 async def _driver(directory: Path) -> AsyncIterator[str]:
-    """chromedriver on a free port; it tells the port in its first lines. Its process group, the browser's too, is ended."""
+    """chromedriver on a free port; it prints the port in its first lines. Its process group, the browser's too, is ended."""
     assert CHROMEDRIVER is not None
     home = {"HOME": str(directory), "TMPDIR": str(directory), "PATH": os.environ.get("PATH", "/usr/bin:/bin")}
     driver = await asyncio.create_subprocess_exec(
@@ -182,11 +182,11 @@ async def get_json(url: str) -> Any:
         return json.loads(await answer.read())
 
 
-async def eventually(look: Callable[[], Awaitable[Any]], what: str) -> Any:
-    """For a state that somebody else's process comes to: looked at now and then, under the deadline."""
+async def eventually(read: Callable[[], Awaitable[Any]], what: str) -> Any:
+    """Polls for a state of another process, under the deadline."""
     try:
         async with asyncio.timeout(DEADLINE_S):
-            while not (found := await look()):
+            while not (found := await read()):
                 await asyncio.sleep(0.05)
             return found
     except TimeoutError as error:

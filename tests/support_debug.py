@@ -1,4 +1,4 @@
-"""A debug listener with made-up sources, and requests as strangers would write them."""
+"""A debug listener with fake sources, and raw requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node's snapshot for the tests of what shows it: two GPUs, a share, a whole GPU, a stranger, with and without use."""
+"""A sample snapshot: two GPUs, a share, a whole GPU, an unattributed process, with and without use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECRET = "s3cr3t-value-of-a-tenant"
 
 
 def train_pod() -> Pod:
-    """A pod of one sharing container that tells its user, and one that asks for nothing."""
+    """A pod of one sharing container that names its user, and one without a request."""
     main = replace(container("train", cores=30, blocks=8), env={"SUBMITTER": "ann", "PASSWORD": SECRET})
     return pod("train", main, container("log", position=1), annotations={"clusterName": "blue", "note": SECRET})
 
@@ -27,9 +27,9 @@ def train_allocation() -> Allocation:
 
 
 def whole_allocation() -> Allocation:
-    """Both GPUs' second one, whole, of a pod that the API server has not told of."""
-    held = allocation(pod("big"), "main", ids(1, range(100)), [])
-    return replace(held, is_whole=True, kind=ContainerKind.MAIN)
+    """Both GPUs' second one, whole, of a pod that the informer has not seen."""
+    allocated = allocation(pod("big"), "main", ids(1, range(100)), [])
+    return replace(allocated, is_whole=True, kind=ContainerKind.MAIN)
 
 
 def usage_round() -> UsageRound:
@@ -51,10 +51,15 @@ def usage_round() -> UsageRound:
 def snapshot(*, usage: UsageRound | None = None) -> NodeSnapshot:
     facts = [
         ContainerFacts(
-            held=train_allocation(), pod=train_pod(), cores=30, memory_bytes=2048 * MIB, core_limit=0, isolation="vcuda"
+            allocation=train_allocation(),
+            pod=train_pod(),
+            cores=30,
+            memory_bytes=2048 * MIB,
+            core_limit=0,
+            isolation="vcuda",
         ),
         ContainerFacts(
-            held=whole_allocation(), pod=None, cores=100, memory_bytes=GPU_MIB * MIB, core_limit=0, isolation=""
+            allocation=whole_allocation(), pod=None, cores=100, memory_bytes=GPU_MIB * MIB, core_limit=0, isolation=""
         ),
     ]
     return NodeSnapshot(

@@ -104,10 +104,15 @@ def _as_offered(gpu: Gpu, cordoned: Mapping[GpuUuid, str]) -> Gpu:
     return replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=reason + besides)
 
 
-def facts(held: Allocation, *, core_limit: int = 0, pod: Pod | None = None) -> ContainerFacts:
-    memory_mib = GPU_MIB * len(held.gpus) if held.is_whole else held.memory_blocks * 256
+def facts(allocated: Allocation, *, core_limit: int = 0, pod: Pod | None = None) -> ContainerFacts:
+    memory_mib = GPU_MIB * len(allocated.gpus) if allocated.is_whole else allocated.memory_blocks * 256
     return ContainerFacts(
-        held=held, pod=pod, cores=held.cores, memory_bytes=memory_mib * MIB, core_limit=core_limit, isolation="vcuda"
+        allocation=allocated,
+        pod=pod,
+        cores=allocated.cores,
+        memory_bytes=memory_mib * MIB,
+        core_limit=core_limit,
+        isolation="vcuda",
     )
 
 
@@ -122,9 +127,9 @@ def snapshot(
     cores: dict[GpuUuid, int] = {}
     memory: dict[GpuUuid, int] = {}
     for one in containers:
-        for uuid in one.held.gpus:
-            cores[uuid] = cores.get(uuid, 0) + one.cores // len(one.held.gpus)
-            memory[uuid] = memory.get(uuid, 0) + one.memory_bytes // len(one.held.gpus)
+        for uuid in one.allocation.gpus:
+            cores[uuid] = cores.get(uuid, 0) + one.cores // len(one.allocation.gpus)
+            memory[uuid] = memory.get(uuid, 0) + one.memory_bytes // len(one.allocation.gpus)
     return NodeSnapshot(
         node="n1",
         at=1000.0,

@@ -1,4 +1,4 @@
-"""The web server with the node's API over a made-up node: what the agent serves, without an agent."""
+"""The web server with the node's API over a sample node: what the agent serves, without an agent."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class ServedNode:
     asked: list[int]
 
     def step(self) -> None:
-        """Everything changes, and the stream is told."""
+        """Everything changes, and the stream is notified."""
         self.node.step()
-        self.stream.look()
+        self.stream.changed()
 
 
 @dataclass(frozen=True)
-class MadeHistory:
+class FakeHistory:
     """A history that is this document."""
 
     document: dict[str, Any]

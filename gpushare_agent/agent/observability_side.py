@@ -55,7 +55,7 @@ class ObservabilitySide:
         """The node has changed: all that shows it is made anew when it is asked for next."""
         self.snapshots.expire()
         self.metrics_page.expire()
-        self.live_stream.look()
+        self.live_stream.changed()
 
 
 def build_observability_side(

@@ -100,7 +100,7 @@ def _container(state: NodeState, allocation: Allocation, gpus: Mapping[GpuUuid, 
     share = vdevice_share(allocation, annotations, gpus, state.names)
     chosen = choose_isolation(annotations, state.settings.isolation, state.settings.isolations_allowed)
     return ContainerFacts(
-        held=allocation,
+        allocation=allocation,
         pod=pod,
         cores=share.cores,
         memory_bytes=share.memory_bytes,

@@ -19,7 +19,7 @@ from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.observability.gpu_summaries import NodeGpus, gpus_of_node
+from gpushare_agent.observability.gpu_summaries import GpuSummaries, gpus_of_node
 from gpushare_agent.observability.inspection import NodeSums, node_sums
 from gpushare_agent.settings.settings import Settings
 
@@ -58,7 +58,7 @@ def cluster_names(settings: Settings) -> ResourceNames:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Node:
     name: str
-    gpus: NodeGpus
+    gpus: GpuSummaries
 
 
 def _node(raw: dict[str, Any], names: ResourceNames) -> _Node | None:

@@ -17,7 +17,7 @@ from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.cluster_nodes import open_cluster, read_cluster
 from gpushare_agent.cli.render_inspect import inspection_document, inspection_tables
 from gpushare_agent.cli.render_text import Form, print_as
-from gpushare_agent.observability.gpu_summaries import NodeGpu
+from gpushare_agent.observability.gpu_summaries import GpuSummary
 from gpushare_agent.observability.inspection import ContainerSums, GpuSums, NodeSums
 from gpushare_agent.settings.settings import Settings
 
@@ -50,7 +50,7 @@ def sums_of_document(document: dict[str, Any]) -> NodeSums:
         node=document["node"],
         gpus=tuple(
             GpuSums(
-                gpu=NodeGpu(
+                gpu=GpuSummary(
                     index=gpu["index"],
                     uuid=gpu["uuid"],
                     name=gpu["name"],

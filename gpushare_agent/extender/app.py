@@ -30,7 +30,7 @@ from gpushare_agent.extender.bind import Binder, BindTiming
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.debug import StatePages
-from gpushare_agent.extender.http import ExtenderVerbs, ExtenderWeb, WebDoor
+from gpushare_agent.extender.http import ExtenderVerbs, ExtenderWeb, ListenConfig
 from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaseTerms
 from gpushare_agent.extender.leader_label import LeaderLabel
 from gpushare_agent.extender.metrics import ExtenderMetrics
@@ -162,7 +162,7 @@ def build(settings: Settings, api: ClusterApi) -> ExtenderParts:
         Informer(kind="pods", watched=LIVE_PODS, handler=pods, metrics=metrics),
     )
     web = ExtenderWeb(
-        door=_door(chosen),
+        config=_listen_config(chosen),
         verbs=ExtenderVerbs(extender, names),
         metrics=metrics,
         ready=lambda: not_ready(parts),
@@ -280,11 +280,11 @@ def _leader_label(api: ClusterApi, election: LeaderElection | AlwaysLeads) -> Le
     return None
 
 
-def _door(settings: ExtenderSettings) -> WebDoor:
+def _listen_config(settings: ExtenderSettings) -> ListenConfig:
     tls = None
     if settings.tls_cert is not None and settings.tls_key is not None:
         tls = Tls(cert=settings.tls_cert, key=settings.tls_key, client_ca=settings.client_ca)
-    return WebDoor(
+    return ListenConfig(
         addr=settings.addr,
         port=settings.port,
         tls=tls,

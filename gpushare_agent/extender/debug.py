@@ -1,8 +1,8 @@
-"""GET /debug/state of the extender: what it holds, a page of nodes at a time.
+"""GET /debug/state of the extender: nodes and what is allocated on them, a page of nodes at a time.
 
-A cluster's state is megabytes and takes a second to put together: a page has a bounded number of nodes, is made in slices
-between which verbs are answered, and one page is made at a time (web_turns.py). A node is shown as it is at one moment; two
-nodes of a page may be of different ones. No state but the turns.
+A cluster's state is megabytes and takes a second to encode: a page has a bounded number of nodes, is encoded in slices
+between which verbs are answered, and one page is encoded at a time. A node is shown as it is at one moment; two nodes of a
+page may be of different ones. State owned: the queue of requests.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from gpushare_agent.observability.http.answers import (
     BadQueryError,
     JsonBody,
     Number,
+    RequestQueue,
     Word,
     bad_query,
     encode,
@@ -22,7 +23,6 @@ from gpushare_agent.observability.http.answers import (
     json_answer,
     read_query,
 )
-from gpushare_agent.observability.http.request_queue import Turns
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -47,12 +47,12 @@ class ShowsNodes(Protocol):
 
 
 class StatePages:
-    """`head` is what is told besides the nodes; it is short."""
+    """`head` is what is shown besides the nodes; it is short."""
 
     def __init__(self, *, head: Callable[[], Mapping[str, Any]], nodes: ShowsNodes) -> None:
         self._head = head
         self._nodes = nodes
-        self.show = Turns().one_at_a_time(self._show)
+        self.show = RequestQueue().one_at_a_time(self._show)
 
     async def _show(self, request: web.Request) -> web.Response:
         try:

@@ -1,27 +1,40 @@
 """The extender's HTTP server: the scheduler's verbs, health, readiness, version, metrics, and what it has reserved.
 
-The paths are gpu-admission's and kube-scheduler's usual ones. Who is let in is web_door.py's, how bodies are read
-extender_bodies.py's: a newcomer always gets in, whatever others leave open. With client authorities, only who shows a
-certificate of theirs may ask the verbs and the state; a kubelet's probe has none, so health stays open. A replica that does
-not lead, or has not listed the cluster since it does, answers 503: the scheduler tries again, and a Service routes to the
-other. The state is the listening sockets.
+The paths are gpu-admission's and kube-scheduler's usual ones. Limits and connections are kit/http_server.py's: a new
+connection is always served, however many others are idle. With client authorities, only a client that shows a certificate of
+theirs may call the verbs and read the state; a kubelet's probe has none, so health stays open. A replica that does not lead,
+or has not listed the cluster since it does, answers 503: the scheduler tries again, and a Service routes to the other.
+
+A verb's request, in the order of the checks:
+
+| check | answer |
+|---|---|
+| a body that is compressed, in chunks or too long, by its headers | 415, 411, 413 (kit/http_server.py) |
+| no client certificate where one is asked for | 403, before the body is read |
+| this replica does not decide | 503, before the body is read and again after it; the connection ends |
+| LONG_AT_ONCE bodies above SHORT_BYTES are being read | 503 |
+| the body does not come within `body_s`, or not to its end | 408, 400 |
+| the body is no request of this verb | the verb's own error |
+
+Decoding is not in a thread: json.loads holds the interpreter, so a thread would not free the loop. messages.py bounds it by
+the number of values: 1 MiB of the costliest that is accepted takes 15 ms.
+
+State owned: how many long bodies are being read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
-import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import structlog
 
 from gpushare_agent import __version__
-from gpushare_agent.extender.bodies import READ_TIMEOUT_S, Bodies, UnreadError
 from gpushare_agent.extender.debug import StatePages
 from gpushare_agent.extender.messages import (
     FilterAnswer,
@@ -34,27 +47,37 @@ from gpushare_agent.extender.messages import (
     parse_preempt_args,
     preemption_result,
 )
-from gpushare_agent.extender.tls import Tls, keep_certificate, tls_context
+from gpushare_agent.extender.tls import Tls, reload_certificate, tls_context
 from gpushare_agent.extender.verbs import Extender
-from gpushare_agent.kit.tcp_listeners import close_all, listen_tcp
+from gpushare_agent.kit.tcp_listeners import listen_tcp
 from gpushare_agent.model.errors import Corrupt, StartupError, Unavailable
 from gpushare_agent.model.resources import ResourceNames
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from gpushare_agent.observability.http.limiter import Door
+    from gpushare_agent.kit.http_server import HttpLimits
 
 log = structlog.get_logger(__name__)
 
-MAX_CONNECTIONS = 256
-"""All of them may be one peer's: a scheduler binds many pods at once. Who comes then pushes out one that idles."""
 BACKLOG = 128
-KEEPALIVE_S = 120.0
+IDLE_S = 120.0
 """Longer than the 90 s after which a Go client closes: else it may send a request into a connection that is being closed."""
-SHUTDOWN_TIMEOUT_S = 5.0
-"""Binds under way may end."""
+BODY_S = 10.0
+SHORT_BYTES = 512 * 1024
+"""The names of 10,000 nodes."""
+LONG_AT_ONCE = 8
+"""A bound on memory. A scheduler has one filter call under way, so its own requests do not reach it."""
 _JSON = "application/json"
+_UNKNOWN_CLIENT = "show a client certificate of the authorities in extender.client_ca\n"
+
+
+class UnreadError(Exception):
+    """The body cannot be read. `status` and text are for the client; its connection is of no use any more."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class CountsRequests(Protocol):
@@ -64,20 +87,17 @@ class CountsRequests(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WebDoor:
-    """Where to listen, for whom, and how much at most."""
+class ListenConfig:
+    """Where to listen, for whom, and how much at most. `shutdown_s`: binds under way may end."""
 
     addr: str = "127.0.0.1"
     port: int = 3456
     tls: Tls | None = None
     max_body_bytes: int = 8 << 20
-    read_timeout_s: float = READ_TIMEOUT_S
-    connections: int = MAX_CONNECTIONS
-    headers_within_s: float = 10.0
-    handshake_s: float = 5.0
-    idle_s: float = KEEPALIVE_S
-    look_period_s: float = 1.0
-    shutdown_s: float = SHUTDOWN_TIMEOUT_S
+    body_s: float = BODY_S
+    shutdown_s: float = 5.0
+    limits: HttpLimits | None = None
+    """None: as for the agent's port, with the two above and IDLE_S."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,25 +153,25 @@ class ExtenderVerbs:
 
 class ExtenderWeb:
     """`run` once. `ready` returns why the verbs are not answered now, nothing when they are; `warm` why this replica could
-    not take over at once, which is what /readyz tells."""
+    not take over at once, which is what /readyz answers."""
 
     def __init__(
         self,
         *,
-        door: WebDoor,
+        config: ListenConfig,
         verbs: ExtenderVerbs,
         metrics: CountsRequests,
         ready: Callable[[], Sequence[str]],
         warm: Callable[[], Sequence[str]],
         pages: StatePages,
     ) -> None:
-        self._door = door
+        self._config = config
         self._verbs = verbs
         self._metrics = metrics
         self._ready = ready
         self._warm = warm
         self._pages = pages
-        self._bodies = Bodies(most_bytes=door.max_body_bytes, within_s=door.read_timeout_s)
+        self._long_bodies = 0
         self._is_listening = asyncio.Event()
         self.bound_port = 0
 
@@ -166,45 +186,38 @@ class ExtenderWeb:
         Raises:
             StartupError: the address or the certificate cannot be used.
         """
-        tls = self._door.tls
-        context = tls_context(tls) if tls is not None else None
-        async with self._serving(context) as door, asyncio.TaskGroup() as group:
-            if context is not None and tls is not None:
-                group.create_task(keep_certificate(context, tls), name="certificate")
-            await door.run()
-        raise AssertionError("unreachable: the door is open until it is cancelled")
+        await asyncio.to_thread(importlib.import_module, "gpushare_agent.kit.http_server")
+        from gpushare_agent.kit.http_server import HttpServer
 
-    @asynccontextmanager
-    async def _serving(self, context: ssl.SSLContext | None) -> AsyncIterator[Door]:
-        from aiohttp import web
-
-        from gpushare_agent.observability.http.limiter import Door, DoorLimits, note_request
-
-        app = web.Application(client_max_size=self._door.max_body_bytes, middlewares=[note_request])
-        app.add_routes(self._routes())
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=self._door.shutdown_s)
-        limits = DoorLimits(
-            connections=self._door.connections,
-            per_peer=self._door.connections,
-            headers_within_s=self._door.headers_within_s,
-            idle_s=self._door.idle_s,
-            look_period_s=self._door.look_period_s,
-            handshake_s=self._door.handshake_s,
-        )
+        config = self._config
+        context = tls_context(config.tls) if config.tls is not None else None
+        server = HttpServer("extender", self._routes(), limits=self._limits(), tls=context)
         try:
-            listeners = await listen_tcp(self._door.addr, self._door.port, backlog=BACKLOG)
+            listeners = await listen_tcp(config.addr, config.port, backlog=BACKLOG)
         except Unavailable as e:
             raise StartupError(f"{e}; choose another extender.addr or extender.port, or end the other program") from e
+        self.bound_port = listeners[0].getsockname()[1]
+        self._is_listening.set()
+        log.info("extender_listening", addr=config.addr, port=self.bound_port, is_tls=context is not None)
         try:
-            await runner.setup()
-            self.bound_port = listeners[0].getsockname()[1]
-            self._is_listening.set()
-            log.info("extender_listening", addr=self._door.addr, port=self.bound_port, is_tls=context is not None)
-            yield Door(runner, listeners, limits, name="extender", tls=context)
+            async with asyncio.TaskGroup() as group:
+                if context is not None and config.tls is not None:
+                    group.create_task(reload_certificate(context, config.tls), name="certificate")
+                await server.serve(listeners)
         finally:
             self._is_listening.clear()
-            close_all(listeners)
-            await runner.cleanup()
+        raise AssertionError("unreachable: the server serves until it is cancelled")
+
+    def _limits(self) -> HttpLimits:
+        from gpushare_agent.kit.http_server import HttpLimits
+
+        config = self._config
+        return replace(
+            config.limits or HttpLimits(idle_s=IDLE_S),
+            body_bytes=config.max_body_bytes,
+            shutdown_s=config.shutdown_s,
+            cancels_handlers=False,  # a bind goes on, whether or not the scheduler still waits for it
+        )
 
     def _routes(self) -> list[web.AbstractRouteDef]:
         from aiohttp import web
@@ -229,13 +242,11 @@ class ExtenderWeb:
 
         async def answer(request: web.Request) -> web.Response:
             if not self._is_known(request):
-                return web.Response(
-                    status=403, text="show a client certificate of the authorities in extender.client_ca\n"
-                )
+                return web.Response(status=403, text=_UNKNOWN_CLIENT)
             if reasons := self._ready():  # before the body, which may be long
                 return self._unready(name, reasons)
             try:
-                content = await self._bodies.read(request)
+                content = await self._body(request)
             except UnreadError as e:
                 self._metrics.request(name, "bad", 0.0)
                 unread = web.Response(status=e.status, text=f"{e}\n")
@@ -251,9 +262,32 @@ class ExtenderWeb:
 
         return answer
 
+    async def _body(self, request: web.Request) -> bytes:
+        """The whole body. Raises UnreadError."""
+        if (request.content_length or 0) <= SHORT_BYTES:
+            return await self._content(request)
+        if self._long_bodies >= LONG_AT_ONCE:
+            raise UnreadError(503, f"{LONG_AT_ONCE} long requests are being read already; try again")
+        self._long_bodies += 1
+        try:
+            return await self._content(request)
+        finally:
+            self._long_bodies -= 1
+
+    async def _content(self, request: web.Request) -> bytes:
+        from aiohttp import web
+
+        try:
+            async with asyncio.timeout(self._config.body_s):
+                return await request.read()
+        except TimeoutError as e:
+            raise UnreadError(408, f"no whole request within {self._config.body_s:g} s") from e
+        except (OSError, web.PayloadAccessError, web.RequestPayloadError) as e:
+            raise UnreadError(400, f"the request did not come to its end: {e or type(e).__name__}") from e
+
     def _is_known(self, request: web.Request) -> bool:
         """The TLS layer has checked any certificate that was shown."""
-        if self._door.tls is None or self._door.tls.client_ca is None:
+        if self._config.tls is None or self._config.tls.client_ca is None:
             return True
         return request.transport is not None and bool(request.transport.get_extra_info("peercert"))
 
@@ -269,7 +303,7 @@ class ExtenderWeb:
         from aiohttp import web
 
         if not self._is_known(request):
-            return web.Response(status=403, text="show a client certificate of the authorities in extender.client_ca\n")
+            return web.Response(status=403, text=_UNKNOWN_CLIENT)
         return await self._pages.show(request)
 
     async def _show_version(self, _request: web.Request) -> web.Response:

@@ -27,7 +27,7 @@ class Tls:
 
 
 def tls_context(tls: Tls) -> ssl.SSLContext:
-    """A client that shows a certificate has it checked; who must show one is the server's business.
+    """A client that shows a certificate has it checked; which requests need one is the server's decision.
 
     Raises:
         StartupError: a file cannot be used.
@@ -46,8 +46,8 @@ def tls_context(tls: Tls) -> ssl.SSLContext:
     return context
 
 
-async def keep_certificate(context: ssl.SSLContext, tls: Tls, *, period_s: float = CERTIFICATE_PERIOD_S) -> NoReturn:
-    """Certificates are renewed in place: new connections get the new one. The authorities are read at the start."""
+async def reload_certificate(context: ssl.SSLContext, tls: Tls, *, period_s: float = CERTIFICATE_PERIOD_S) -> NoReturn:
+    """Certificates are renewed in place: new connections use the new one. The authorities are read only at the start."""
     seen = _stamps(tls)
     while True:
         await asyncio.sleep(period_s)
@@ -57,7 +57,9 @@ async def keep_certificate(context: ssl.SSLContext, tls: Tls, *, period_s: float
         try:
             context.load_cert_chain(tls.cert, tls.key)
         except (OSError, ssl.SSLError) as e:
-            log.warning("certificate_not_reloaded", cert=str(tls.cert), error=str(e), then="the former one is shown")
+            log.warning(
+                "certificate_not_reloaded", cert=str(tls.cert), error=str(e), then="the former one stays in use"
+            )
             continue
         seen = now
         log.info("certificate_reloaded", cert=str(tls.cert))

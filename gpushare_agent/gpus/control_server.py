@@ -1,15 +1,15 @@
 """The control socket: through it root takes a GPU out of service and puts it back.
 
-HTTP with JSON on a unix socket of mode 0600. Who asks is known by the kernel's word (SO_PEERCRED): root, or the agent's own
-user. aiohttp is imported in a thread once `run` begins, as web.py does. Without a socket the agent runs on.
+HTTP with JSON on a unix socket of mode 0600. The kernel names the caller (SO_PEERCRED): root, or the agent's own user.
+aiohttp is imported in a thread once `run` begins, as for the web port. Without a socket the agent runs on.
 
     POST /cordon   {"gpu": "…", "reason": "…"}   → {"card": {…}, "changed": bool, "not_kept": "…"}
     POST /uncordon {"gpu": "…"}                  → the same, and "ended_wait": "…"
     GET  /cards                                  → {"cards": [{…}]}
 
 `gpu` is an index, a UUID, or the beginning of one. A refusal is {"error": "…"} with status 400, 403, 404, 409 or 500.
-State owned: the listening socket and the identity of its file, which is looked at again and again: where somebody removed or
-replaced it nobody reaches the agent any more, and it is opened anew.
+State owned: the listening socket and the identity of its file, which is checked periodically: where the file was removed or
+replaced nobody reaches the agent any more, and the socket is opened anew.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import importlib
 import json
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -30,7 +29,9 @@ from gpushare_agent.gpus.health_values import GpuHealth, HealthState
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.gpus.selection import gpus_meant
 from gpushare_agent.kit.peer_credentials import peer_credentials
+from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, connectable_path, file_identity, remove_socket
+from gpushare_agent.kit.supervision import stop_task
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
 from gpushare_agent.model.gpus import Gpu
 
@@ -43,9 +44,9 @@ log = structlog.get_logger(__name__)
 
 SOCKET_MODE = 0o600
 DIRECTORY_MODE = 0o755
+BACKLOG = 16
 MAX_REQUEST_BYTES = 16 * 1024
 REQUEST_TIMEOUT_S = 10.0
-SHUTDOWN_TIMEOUT_S = 0.5
 LOOK_AGAIN_S = 30.0
 """At the socket's file, and for one that could not be opened."""
 MAX_REASON_CHARS = 200
@@ -59,7 +60,7 @@ class KeepsNow(Protocol):
 
 
 class ControlServer:
-    """`look_soon` lets a GPU that an operator put back be looked at at once."""
+    """`look_soon` makes the watch poll at once, for a GPU that was uncordoned."""
 
     def __init__(
         self, path: Path, inventory: GpuInventoryState, keeping: KeepsNow, *, look_soon: Callable[[], None]
@@ -75,18 +76,17 @@ class ControlServer:
 
     async def run(self) -> NoReturn:
         """Serve until cancelled. While the socket cannot be had, it is tried again every half a minute."""
-        await asyncio.to_thread(importlib.import_module, "aiohttp.web")
-        reported = ""
+        await asyncio.to_thread(importlib.import_module, "gpushare_agent.kit.http_server")
+        reported = ReportOnce()
         while True:
             try:
-                async with self._serving() as identity:
-                    reported = ""
-                    await self._wait_gone(identity)
+                listener, identity = self._bind()
+                reported.is_over()
+                await self._serve_until_gone(listener, identity)
                 log.warning("control_socket_gone", path=str(self._path), then="opened anew")
             except Unavailable as e:
-                if str(e) != reported:
+                if reported.is_new(str(e)):
                     log.warning("control_socket_not_open", error=str(e), retried_in_s=LOOK_AGAIN_S)
-                reported = str(e)
                 await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _wait_gone(self, identity: FileIdentity | None) -> None:
@@ -95,27 +95,27 @@ class ControlServer:
             if identity != file_identity(self._path):
                 return
 
-    @asynccontextmanager
-    async def _serving(self) -> AsyncIterator[FileIdentity | None]:
-        """Listens; yields the identity of the socket's file."""
+    async def _serve_until_gone(self, listener: socket.socket, identity: FileIdentity | None) -> None:
         from aiohttp import web
 
-        listener, identity = self._bind()
-        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
-        app.router.add_post("/cordon", self._answered(self._cordon))
-        app.router.add_post("/uncordon", self._answered(self._uncordon))
-        app.router.add_get("/cards", self._answered(self._show))
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+        from gpushare_agent.kit.http_server import HttpLimits, HttpServer
+
+        routes = [
+            web.post("/cordon", self._answered(self._cordon)),
+            web.post("/uncordon", self._answered(self._uncordon)),
+            web.get("/cards", self._answered(self._show)),
+        ]
+        limits = HttpLimits(connections=16, body_bytes=MAX_REQUEST_BYTES, cancels_handlers=False)
+        server = HttpServer("control", routes, limits=limits)
+        self._is_listening.set()
+        log.info("control_listening", path=str(self._path))
         try:
-            await runner.setup()
-            await web.SockSite(runner, listener).start()
-            self._is_listening.set()
-            log.info("control_listening", path=str(self._path))
-            yield identity
+            async with asyncio.TaskGroup() as group:
+                serving = group.create_task(server.serve([listener]), name="control server")
+                await self._wait_gone(identity)
+                await stop_task(serving)
         finally:
             self._is_listening.clear()
-            await runner.cleanup()
-            listener.close()
             self._remove_file(identity)
 
     def _remove_file(self, identity: FileIdentity | None) -> None:
@@ -137,6 +137,8 @@ class ControlServer:
                     "or choose another path with --control.socket"
                 )
             listener = bind_unix_socket(self._path, mode=SOCKET_MODE)
+            listener.setblocking(False)
+            listener.listen(BACKLOG)
             return listener, file_identity(self._path)
         except OSError as e:
             raise Unavailable(
@@ -154,8 +156,6 @@ class ControlServer:
                     return web.json_response({"error": "only root and the agent's own user may ask"}, status=403)
                 async with asyncio.timeout(REQUEST_TIMEOUT_S):
                     return web.json_response(await handle(request))
-            except web.HTTPRequestEntityTooLarge:
-                return web.json_response({"error": f"more than {MAX_REQUEST_BYTES} bytes were sent"}, status=400)
             except AgentError as e:
                 return web.json_response({"error": str(e)}, status=STATUS.get(type(e), 500))
             except TimeoutError:

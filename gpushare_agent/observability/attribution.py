@@ -1,8 +1,8 @@
-"""Whose use is it? Joins one look at the driver with the containers that hold shares. Pure.
+"""Attributes processes to containers: joins one sample of the driver with the containers that have GPUs allocated. Pure.
 
-A process counts for a container where the container holds a share of that very GPU. Everything else on a GPU is a
-stranger there, so that a GPU's processes are always all accounted for. A container without a process uses nothing, which
-is known and therefore zero; what the driver does not tell is None.
+A process counts for a container that has that very GPU allocated. Every other process of a GPU is unattributed, so that the
+processes of a GPU are always all accounted for. A container without a process uses nothing: zero. What the driver does not
+report is None.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 T = TypeVar("T")
 
 RATIO_DIGITS = 6
-"""More than any driver tells; what is beyond them is the noise of adding."""
+"""More than any driver reports; further digits are rounding errors of the sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holders:
-    """The containers that hold shares now, with their GPUs, and whose each container ID is, as far as anybody tells.
+class AllocatedContainers:
+    """The containers that have GPUs allocated, with their GPUs, and the container of each known container ID.
 
-    `by_id` names containers without a share too: a process in one of those is nobody's but its own.
+    `by_id` has containers without a GPU too: a process in one of those is attributed to no other container.
     """
 
     gpus: Mapping[ContainerKey, tuple[GpuUuid, ...]]
@@ -34,13 +34,13 @@ class Holders:
 
 
 def join_usage(
-    sample: DriverSample, owners: Mapping[int, PeerIdentity], holders: Holders, *, sampled_at: float
+    sample: DriverSample, owners: Mapping[int, PeerIdentity], allocated: AllocatedContainers, *, sampled_at: float
 ) -> UsageRound:
-    """One round: what each holder uses of each of its GPUs that answered, and the strangers there.
+    """One round: what each container uses of each of its GPUs that answered, and the unattributed processes there.
 
     `owners` are the processes' cgroups by PID.
     """
-    on_gpu = _by_gpu(holders.gpus)
+    on_gpu = _by_gpu(allocated.gpus)
     containers: dict[tuple[ContainerKey, GpuUuid], ContainerUse] = {}
     unattributed: dict[GpuUuid, tuple[ProcessSample, ...]] = {}
     for gpu in sample.gpus:
@@ -48,7 +48,7 @@ def join_usage(
         found: dict[ContainerKey, list[ProcessSample]] = {key: [] for keys in here.values() for key in keys}
         unknown: list[ProcessSample] = []
         for process in gpu.processes or ():
-            key = _holder_of(owners.get(process.pid), here, holders.by_id)
+            key = _container_of(owners.get(process.pid), here, allocated.by_id)
             (unknown if key is None else found[key]).append(process)
         for key, processes in found.items():
             containers[key, gpu.uuid] = _use(key, gpu, processes)
@@ -62,16 +62,18 @@ def join_usage(
     )
 
 
-def unknown_ids(sample: DriverSample, owners: Mapping[int, PeerIdentity], holders: Holders) -> frozenset[str]:
-    """Container IDs that nobody has told of yet, in pods that hold shares: a moment after a container's start."""
-    pods = {key.pod_uid for key in holders.gpus}
+def unknown_ids(
+    sample: DriverSample, owners: Mapping[int, PeerIdentity], allocated: AllocatedContainers
+) -> frozenset[str]:
+    """Container IDs that are not known yet, in pods that have GPUs allocated: for a moment after a container's start."""
+    pods = {key.pod_uid for key in allocated.gpus}
     found = (owners.get(process.pid) for gpu in sample.gpus for process in gpu.processes or ())
     return frozenset(
         one.container_id
         for one in found
         if one is not None
         and one.container_id is not None
-        and one.container_id not in holders.by_id
+        and one.container_id not in allocated.by_id
         and (one.pod_uid is None or one.pod_uid in pods)
     )
 
@@ -84,10 +86,10 @@ def _by_gpu(gpus: Mapping[ContainerKey, tuple[GpuUuid, ...]]) -> dict[GpuUuid, d
     return found
 
 
-def _holder_of(
+def _container_of(
     owner: PeerIdentity | None, here: Mapping[PodUid, Sequence[ContainerKey]], by_id: Mapping[str, ContainerKey]
 ) -> ContainerKey | None:
-    """The container by its ID; while nobody has told the ID, the pod's only one on this GPU."""
+    """The container by its ID; while the ID is not known, the pod's only container on this GPU."""
     if owner is None:
         return None
     reported = by_id.get(owner.container_id) if owner.container_id is not None else None

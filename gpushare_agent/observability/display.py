@@ -1,8 +1,8 @@
 """gpu-manager's `display.GPUDisplay` on a unix socket, and the same messages as JSON for the web port.
 
 The socket is for root alone (mode 0600, in effect what gpu-manager's is): the answers name all tenants' pods, users and
-processes, and whoever calls takes time of the loop that admits pods. A socket that another process serves is left to it.
-Not for making the messages: observability/display_document.py. State owned: the server and the identity of its socket file.
+processes, and a call takes time of the loop that admits pods. A socket that another process serves is left to it. The
+messages are made in observability/display_document.py. State owned: the server and the identity of its socket file.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from grpclib.const import Handler as RpcHandler
 from grpclib.server import Stream
 
 from gpushare_agent.kit.bounded_grpc import BoundedGrpcServer, ServerLimits
+from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, connectable_path, file_identity, remove_socket
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.observability.http.answers import json_answer
@@ -29,15 +30,14 @@ from gpushare_agent.observability.node_snapshot import NodeSnapshot
 if TYPE_CHECKING:
     from aiohttp import web
 
-    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-    Route = tuple[str, Handler]
+    from gpushare_agent.observability.http.answers import Handler, Route
 
 log = structlog.get_logger(__name__)
 
-Look = Callable[[], NodeSnapshot]
+ReadSnapshot = Callable[[], NodeSnapshot]
 
 SERVICE = "display.GPUDisplay"
-LOOK_AGAIN_S = 30.0
+RETRY_S = 30.0
 _SOCKET_MODE = 0o600
 _CALL_S = 5.0
 _PROBE_S = 1.0
@@ -47,19 +47,19 @@ _LIMITS = ServerLimits(max_connections=16)
 
 
 class DisplayServer:
-    """Serves at `path` while it can: what keeps it from that is looked at again every `look_again_s`."""
+    """Serves at `path`; while it cannot, it tries again every `retry_s`."""
 
-    def __init__(self, path: Path, snapshot: Look, *, look_again_s: float = LOOK_AGAIN_S) -> None:
+    def __init__(self, path: Path, snapshot: ReadSnapshot, *, retry_s: float = RETRY_S) -> None:
         self.path = path
         self._snapshot = snapshot
-        self._look_again_s = look_again_s
+        self._retry_s = retry_s
         self._server: BoundedGrpcServer | None = None
         self._identity: FileIdentity | None = None
-        self._complaint = ""
+        self._reported = ReportOnce()
 
     @property
     def is_serving(self) -> bool:
-        """The server runs, and whoever connects to the path reaches it."""
+        """The server runs, and its socket is the one at the path."""
         return self._server is not None and self._identity == file_identity(self.path)
 
     async def run(self) -> NoReturn:
@@ -68,24 +68,22 @@ class DisplayServer:
             await asyncio.to_thread(importlib.import_module, name)
         try:
             while True:
-                await self._look()
-                await asyncio.sleep(self._look_again_s)
+                await self._ensure_serving()
+                await asyncio.sleep(self._retry_s)
         finally:
             await self._stop()
 
-    async def _look(self) -> None:
-        """One step towards serving. A trouble is told once, not at each look."""
+    async def _ensure_serving(self) -> None:
         if self.is_serving:
             return
         await self._stop()
         try:
             await self._serve()
         except Unavailable as e:
-            if str(e) != self._complaint:
-                log.warning("display_unavailable", error=str(e), again_in_s=self._look_again_s)
-            self._complaint = str(e)
+            if self._reported.is_new(str(e)):
+                log.warning("display_unavailable", error=str(e), again_in_s=self._retry_s)
         else:
-            self._complaint = ""
+            self._reported.is_over()
             log.info("display_serving", socket=str(self.path))
 
     async def _serve(self) -> None:
@@ -126,7 +124,7 @@ class DisplayServer:
 
 
 async def _is_answered(path: Path) -> bool:
-    """Whether a process accepts connections here. One that does not answer in time is there all the same."""
+    """Whether a process accepts connections here; true for one that does not answer in time."""
     if not path.is_socket():
         return False
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
@@ -144,9 +142,9 @@ async def _is_answered(path: Path) -> bool:
 
 
 class _Display:
-    """The three calls, each answered from one look at the node."""
+    """The three calls, each answered from one snapshot."""
 
-    def __init__(self, snapshot: Look) -> None:
+    def __init__(self, snapshot: ReadSnapshot) -> None:
         self._snapshot = snapshot
 
     def __mapping__(self) -> dict[str, RpcHandler]:
@@ -177,12 +175,12 @@ class _Display:
         return serve
 
 
-def routes(snapshot: Look) -> list[Route]:
+def routes(snapshot: ReadSnapshot) -> list[Route]:
     """`/graph`, `/usage`, `/version` for the web port."""
     return [(path, _json_handler(snapshot, path)) for path in ("/graph", "/usage", "/version")]
 
 
-def _json_handler(snapshot: Look, path: str) -> Handler:
+def _json_handler(snapshot: ReadSnapshot, path: str) -> Handler:
     async def show(request: web.Request) -> web.Response:
         from gpushare_agent.observability.display_document import graph_json, usage_json, version_json
 

@@ -2,8 +2,8 @@
 
 A message is a dictionary as gpu-manager's gateway writes it: the proto's own field names, zero and empty fields left out.
 `encode_usage` gives the bytes of the one that is large: the generated classes need 100 ms for 200 containers, this 2 ms.
-Units are gpu-manager's: gpu in percent of a GPU (`spec` in GPUs), memory in MiB. What the driver does not tell is left
-out, for the messages know no third state; /api/v1/node has it. Formats: protos/display.proto and docs/display.md.
+Units are gpu-manager's: gpu in percent of a GPU (`spec` in GPUs), memory in MiB. What the driver does not report is
+left out, for the messages know no third state; /api/v1/node has it. Formats: protos/display.proto and docs/display.md.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ def usage_json(snapshot: NodeSnapshot) -> dict[str, Any]:
     """What each container uses and may use, by pod UID and container name."""
     found: dict[str, dict[str, Any]] = {}
     gpus = snapshot.inventory.by_uuid()
-    for facts in sorted(snapshot.containers, key=lambda facts: facts.held.key):
-        held = facts.held
-        pod = found.setdefault(held.key.pod_uid, _pod_stat(held.namespace, facts.pod))
-        pod["stat"][held.key.container] = _filled({"dev": _devices(held.key, held.gpus, gpus, snapshot)})
-        pod["spec"][held.key.container] = _filled(
+    for facts in sorted(snapshot.containers, key=lambda facts: facts.allocation.key):
+        allocation = facts.allocation
+        pod = found.setdefault(allocation.key.pod_uid, _pod_stat(allocation.namespace, facts.pod))
+        pod["stat"][allocation.key.container] = _filled(
+            {"dev": _devices(allocation.key, allocation.gpus, gpus, snapshot)}
+        )
+        pod["spec"][allocation.key.container] = _filled(
             {"gpu": _number(facts.cores / CORES_PER_GPU), "mem": _number(facts.memory_bytes / MIB)}
         )
     return _filled({"usage": {uid: _filled(stat) for uid, stat in found.items()}})
@@ -125,8 +127,8 @@ def _one_line(text: str) -> str:
 
 
 def _pod_stat(namespace: str, pod: Pod | None) -> dict[str, Any]:
-    """Of a pod that the API server has not told of yet, only the namespace is known. A container that asks for nothing
-    has an empty spec, as in gpu-manager."""
+    """Of a pod that the informer has not seen yet, only the namespace is known. A container without a request has an empty
+    spec, as in gpu-manager."""
     return {
         "stat": {},
         "project": namespace,
@@ -137,15 +139,15 @@ def _pod_stat(namespace: str, pod: Pod | None) -> dict[str, Any]:
 
 
 def _submitter(pod: Pod) -> str:
-    """gpu-manager looks into the first main container only."""
+    """From the first main container only, as in gpu-manager."""
     named = [c.env[USER_VARIABLE] for c in pod.containers if c.kind is ContainerKind.MAIN and USER_VARIABLE in c.env]
     return named[0] if named else ""
 
 
 def _devices(
-    key: ContainerKey, held: tuple[GpuUuid, ...], gpus: Mapping[GpuUuid, Gpu], snapshot: NodeSnapshot
+    key: ContainerKey, uuids: tuple[GpuUuid, ...], gpus: Mapping[GpuUuid, Gpu], snapshot: NodeSnapshot
 ) -> list[dict[str, Any]]:
-    known = sorted((gpus[uuid] for uuid in held if uuid in gpus), key=lambda gpu: gpu.index)
+    known = sorted((gpus[uuid] for uuid in uuids if uuid in gpus), key=lambda gpu: gpu.index)
     return [_device(gpu, key, snapshot) for gpu in known]
 
 

@@ -1,7 +1,7 @@
-"""What a node's object says of its GPUs, for `inspect`: by the annotation, which cluster/node_annotations.py reads.
+"""The GPUs of a node by its object, for `inspect`: from the annotation, which cluster/node_annotations.py parses.
 
-The agent writes it (node_facts.py, docs/node-facts.md). A node without one, of an older agent or of gpu-manager, still has
-its capacity: GPUs of equal size are taken from that.
+The agent writes it (docs/node-facts.md). A node without one, of an older agent or of gpu-manager, still has its capacity:
+GPUs of equal size are derived from that. Pure.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeGpu:
-    """One GPU as the node's object tells it."""
+class GpuSummary:
+    """One GPU, for display."""
 
     index: int
     uuid: str
@@ -27,19 +27,21 @@ class NodeGpu:
     memory_bytes: int
     is_healthy: bool = True
     cordoned: str = ""
-    """Why an operator took it out of service; empty where nobody did."""
+    """The reason for the cordon; empty for a GPU that is not cordoned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeGpus:
-    """The GPUs of one node by index, the size of its memory blocks, and what a reader should know of where this is from."""
+class GpuSummaries:
+    """The GPUs of one node by index, the size of its memory blocks, and a note on where this is from."""
 
-    gpus: tuple[NodeGpu, ...]
+    gpus: tuple[GpuSummary, ...]
     memory_block_mib: int
     remark: str = ""
 
 
-def gpus_of_node(annotations: Mapping[str, Any], capacity: Mapping[str, int], names: ResourceNames) -> NodeGpus | None:
+def gpus_of_node(
+    annotations: Mapping[str, Any], capacity: Mapping[str, int], names: ResourceNames
+) -> GpuSummaries | None:
     """By the annotation, else by the capacity of the resources; None for a node that offers none of them."""
     text = annotations.get(GPUS_ANNOTATION)
     if text is None:
@@ -49,11 +51,11 @@ def gpus_of_node(annotations: Mapping[str, Any], capacity: Mapping[str, int], na
     except Corrupt as error:
         return _by_capacity(capacity, names, f"the annotation {GPUS_ANNOTATION} cannot be read ({error})")
     gpus = tuple(_gpu(gpu) for gpu in sorted(reported.gpus, key=lambda gpu: gpu.index))
-    return NodeGpus(gpus=gpus, memory_block_mib=reported.memory_block_mib or names.memory_block_mib)
+    return GpuSummaries(gpus=gpus, memory_block_mib=reported.memory_block_mib or names.memory_block_mib)
 
 
-def _gpu(reported: ReportedGpu) -> NodeGpu:
-    return NodeGpu(
+def _gpu(reported: ReportedGpu) -> GpuSummary:
+    return GpuSummary(
         index=reported.index,
         uuid=reported.uuid,
         name=reported.name,
@@ -63,11 +65,11 @@ def _gpu(reported: ReportedGpu) -> NodeGpu:
     )
 
 
-def _by_capacity(capacity: Mapping[str, int], names: ResourceNames, trouble: str) -> NodeGpus | None:
+def _by_capacity(capacity: Mapping[str, int], names: ResourceNames, problem: str) -> GpuSummaries | None:
     """Equal GPUs: their number is the cores' hundreds, their memory an equal part of the blocks or units."""
     number, memory_mib = even_gpus(capacity, names)
     if not number:
         return None
-    gpus = tuple(NodeGpu(index=index, uuid="", name="", memory_bytes=memory_mib * MIB) for index in range(number))
-    remark = f"{trouble}: GPUs of equal size are assumed from the node's capacity, and their health is not known"
-    return NodeGpus(gpus=gpus, memory_block_mib=names.memory_block_mib, remark=remark)
+    gpus = tuple(GpuSummary(index=index, uuid="", name="", memory_bytes=memory_mib * MIB) for index in range(number))
+    remark = f"{problem}: GPUs of equal size are assumed from the node's capacity, and their health is not known"
+    return GpuSummaries(gpus=gpus, memory_block_mib=names.memory_block_mib, remark=remark)

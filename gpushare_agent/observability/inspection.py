@@ -1,8 +1,8 @@
 """Adds up what is allocated on the GPUs of a node, from what the API server knows: its pods and their annotations.
 
-Pure sums for `inspect --all-nodes`; where one node's agent is asked, its own ledger is the truth and these sums are not
-used. Any tenant can write a pod's annotations: an index that the node has no GPU for, or that does not fit what the
-container asks for, is shown and charged to no GPU. Format: docs/formats.md, section 1.
+Pure sums for `inspect --all-nodes`; for one node its agent's ledger is read instead. Any tenant can write a pod's
+annotations: an index that the node has no GPU for, or that does not fit what the container asks for, is shown and charged to
+no GPU. Format: docs/formats.md, section 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gpushare_agent.model.names import (
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.observability.gpu_summaries import NodeGpu, NodeGpus
+from gpushare_agent.observability.gpu_summaries import GpuSummaries, GpuSummary
 
 MIB = 1024 * 1024
 MAX_INDEXES = 64
@@ -29,9 +29,9 @@ _INDEXES = re.compile(r"[0-9]{1,4}(,[0-9]{1,4})*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSums:
     """One GPU and what of it is allocated. `health_reason` is what is wrong with the GPU itself, None where that is not
-    told."""
+    known."""
 
-    gpu: NodeGpu
+    gpu: GpuSummary
     cores_allocated: int
     memory_allocated_bytes: int
     health_reason: str | None
@@ -39,7 +39,7 @@ class GpuSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerSums:
-    """One container's part. `cards` are those that it is charged to, none where it is unplaced; `remark` says why, or what
+    """One container's part. `gpus` are those that it is charged to, none where it is unplaced; `remark` says why, or what
     a reader should know."""
 
     namespace: str
@@ -65,8 +65,9 @@ class NodeSums:
         return tuple(container for container in self.containers if not container.gpus)
 
 
-def node_sums(node: str, gpus: NodeGpus, pods: Sequence[Pod], names: ResourceNames) -> NodeSums:
-    """Pods that have ended hold nothing. What an init container asks for is handed on to the main ones and not counted."""
+def node_sums(node: str, gpus: GpuSummaries, pods: Sequence[Pod], names: ResourceNames) -> NodeSums:
+    """Pods that have ended have no allocation. The request of an init container is not counted: the main containers take it
+    over."""
     by_index = {gpu.index: gpu for gpu in gpus.gpus}
     containers = tuple(
         _container_sums(pod, container, by_index, gpus.memory_block_mib, names)
@@ -87,13 +88,13 @@ def _wants(container: ContainerSpec, names: ResourceNames) -> bool:
     return any(names.wanted(container, kind) > 0 for kind in names.kinds)
 
 
-def _gpu_sums(gpu: NodeGpu, containers: Sequence[ContainerSums]) -> GpuSums:
+def _gpu_sums(gpu: GpuSummary, containers: Sequence[ContainerSums]) -> GpuSums:
     here = [container for container in containers if gpu.index in container.gpus]
     return GpuSums(
         gpu=gpu,
         cores_allocated=sum(c.cores // len(c.gpus) for c in here),
         memory_allocated_bytes=sum(gpu.memory_bytes if _is_whole(c) else c.memory_bytes for c in here),
-        health_reason="" if gpu.is_healthy else None,  # the node's object has no room for it
+        health_reason="" if gpu.is_healthy else None,  # not in the annotation
     )
 
 
@@ -102,7 +103,7 @@ def _is_whole(container: ContainerSums) -> bool:
 
 
 def _container_sums(
-    pod: Pod, container: ContainerSpec, gpus: Mapping[int, NodeGpu], block_mib: int, names: ResourceNames
+    pod: Pod, container: ContainerSpec, gpus: Mapping[int, GpuSummary], block_mib: int, names: ResourceNames
 ) -> ContainerSums:
     cores = names.wanted(container, ResourceKind.VCORE)
     blocks = names.wanted(container, ResourceKind.VMEMORY)
@@ -134,7 +135,7 @@ def _reported_indexes(pod: Pod, container: ContainerSpec, *, is_gpu_mem: bool) -
 
 
 def _placed(
-    reported: str | None, wanted: int, gpus: Mapping[int, NodeGpu], *, is_assigned: bool
+    reported: str | None, wanted: int, gpus: Mapping[int, GpuSummary], *, is_assigned: bool
 ) -> tuple[tuple[int, ...], str]:
     """The GPUs that it is charged to, and a remark."""
     if reported is None:
@@ -147,4 +148,4 @@ def _placed(
         return (), f"its annotation names GPU {missing[0]}, which the node does not have"
     if len(indexes) != wanted:
         return (), f"its annotation names {len(indexes)} GPUs where it asks for {wanted}"
-    return indexes, "" if is_assigned else "chosen by the scheduler, not yet given by the agent"
+    return indexes, "" if is_assigned else "chosen by the scheduler, not yet allocated by the agent"

@@ -26,10 +26,10 @@ NO_REASON = "no reason given"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerFacts:
-    """What one container holds and how it is kept to it. `cores` and `memory_bytes` are its limits, on whole GPUs all of
+    """One container's allocation and its limits. `cores` and `memory_bytes` are its limits, on whole GPUs all of
     them; `core_limit` is the elastic ceiling, 0 without one. `isolation` is empty where the pod is not known."""
 
-    held: Allocation
+    allocation: Allocation
     pod: Pod | None
     cores: int
     memory_bytes: int
@@ -85,7 +85,9 @@ def node_document(snapshot: NodeSnapshot) -> dict[str, Any]:
         "topology": topology_document(snapshot.inventory.topology),
         "containers": [
             container_document(facts, snapshot)
-            for facts in sorted(snapshot.containers, key=lambda f: (f.held.namespace, f.held.pod_name, f.held.key))
+            for facts in sorted(
+                snapshot.containers, key=lambda f: (f.allocation.namespace, f.allocation.pod_name, f.allocation.key)
+            )
         ],
     }
 
@@ -129,18 +131,18 @@ def gpu_document(gpu: Gpu, snapshot: NodeSnapshot) -> dict[str, Any]:
 
 
 def container_document(facts: ContainerFacts, snapshot: NodeSnapshot) -> dict[str, Any]:
-    held = facts.held
+    allocation = facts.allocation
     by_uuid = snapshot.inventory.by_uuid()
-    gpus = [by_uuid[uuid] for uuid in held.gpus if uuid in by_uuid]
+    gpus = [by_uuid[uuid] for uuid in allocation.gpus if uuid in by_uuid]
     return {
-        "namespace": held.namespace,
-        "pod": held.pod_name,
-        "pod_uid": held.key.pod_uid,
-        "container": held.key.container,
-        "kind": held.kind.value,
+        "namespace": allocation.namespace,
+        "pod": allocation.pod_name,
+        "pod_uid": allocation.key.pod_uid,
+        "container": allocation.key.container,
+        "kind": allocation.kind.value,
         "phase": _phase(facts),
         "isolation": facts.isolation,
-        "is_whole": held.is_whole,
+        "is_whole": allocation.is_whole,
         "cores": facts.cores,
         "core_limit": facts.core_limit or None,
         "memory_bytes": facts.memory_bytes,
@@ -148,9 +150,9 @@ def container_document(facts: ContainerFacts, snapshot: NodeSnapshot) -> dict[st
             {
                 "index": gpu.index,
                 "uuid": gpu.uuid,
-                "cores": CORES_PER_GPU if held.is_whole else facts.cores,
-                "memory_bytes": gpu.memory_mib * MIB if held.is_whole else facts.memory_bytes,
-                "usage": _container_usage(held.key, gpu.uuid, snapshot.usage),
+                "cores": CORES_PER_GPU if allocation.is_whole else facts.cores,
+                "memory_bytes": gpu.memory_mib * MIB if allocation.is_whole else facts.memory_bytes,
+                "usage": _container_usage(allocation.key, gpu.uuid, snapshot.usage),
             }
             for gpu in sorted(gpus, key=lambda gpu: gpu.index)
         ],
@@ -184,11 +186,11 @@ def _phase(facts: ContainerFacts) -> str:
     """The container's own where it is known to run, else the pod's."""
     if facts.pod is None:
         return "Unknown"
-    if facts.held.key.container in facts.pod.running:
+    if facts.allocation.key.container in facts.pod.running:
         return "Running"
     if facts.pod.is_deleting:
         return "Terminating"
-    if facts.held.kind is ContainerKind.INIT:
+    if facts.allocation.kind is ContainerKind.INIT:
         return "Init"
     return facts.pod.phase.value
 

@@ -1,5 +1,5 @@
-"""The node's snapshot, made once for all who show it: again after each round of sampling and each change, when it is asked
-for, and after `max_age_s` without either, for what nobody announces (whether the agent is ready).
+"""The node's snapshot, made once for all readers: on the first read after a round of sampling or a change, and after
+`max_age_s` without either, for what has no notification (whether the agent is ready).
 
 State owned: the last snapshot, its document, when it was made.
 """
@@ -16,7 +16,7 @@ MAX_AGE_S = 1.0
 
 
 class SnapshotCache:
-    """What it gives is shared: nobody may change it."""
+    """Its values are shared between readers: do not change them."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class SnapshotCache:
         self._document: dict[str, Any] | None = None
 
     def expire(self) -> None:
-        """Something has changed: the next one who asks gets a new one."""
+        """Something has changed: the next reader gets a new snapshot."""
         self._made_at = float("-inf")
 
     def current(self) -> NodeSnapshot:

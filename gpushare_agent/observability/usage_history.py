@@ -31,7 +31,7 @@ RATIO_DIGITS = 4
 class UsageHistory:
     """The last `history_s` seconds in `points` points. `clock` is monotonic: the wall clock's jumps move no point.
 
-    `allocations` tells whose a container is, which is remembered for as long as its curve.
+    `allocations` has the namespace and pod of a container, which are kept as long as its curve.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class UsageHistory:
                 pair.add(slot, gpu.sm_ratio, gpu.memory_used_bytes)
         allocations = self._allocations()
         for key, uses in _by_container(usage.containers).items():
-            if (held := allocations.get(key)) is not None:
+            if (allocation := allocations.get(key)) is not None:
                 gpus = tuple(sorted(use.uuid for use in uses))
-                self._owners[key] = _Owner(namespace=held.namespace, pod=held.pod_name, gpus=gpus)
+                self._owners[key] = _Owner(namespace=allocation.namespace, pod=allocation.pod_name, gpus=gpus)
             if (pair := self._pair(self._containers, key, MAX_CONTAINERS)) is not None:
                 pair.add(slot, _sum(use.sm_ratio for use in uses), _sum(use.memory_bytes for use in uses))
 
@@ -112,7 +112,7 @@ class UsageHistory:
         return _pieces(head, halves)
 
     def _pair(self, pairs: dict[K, _Pair], key: K, most: int) -> _Pair | None:
-        """None where there are too many already: then the newcomer has no curve until one of them is dropped."""
+        """None at the limit: then the container or GPU has no curve until another one is dropped."""
         pair = pairs.get(key)
         if pair is None and len(pairs) < most:
             pair = pairs[key] = _Pair(self._points)
@@ -127,7 +127,7 @@ class UsageHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Owner:
-    """Whose curve it is. `cards` are those of the last round."""
+    """The container of a curve. `gpus` are those of the last round."""
 
     namespace: str
     pod: str

@@ -1,10 +1,10 @@
-"""Looks again and again at what the GPUs are used for, and by which containers.
+"""Samples periodically what the GPUs are used for, and by which containers.
 
 Not for keeping the past (observability/usage_history.py) or for showing it. Rounds never overlap: a slow driver
 delays the next one, which then begins at the next full period. After three periods without a round there is no
 current one any more: numbers that are no longer true are worse than none.
 
-State owned: the current round, the container IDs as the runtime last told them, and what of the trouble is in the log.
+State owned: the current round, the container IDs as the runtime last reported them, and which problem is in the log.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.usage import DriverSample, UsageRound
-from gpushare_agent.observability.attribution import Holders, join_usage, unknown_ids
+from gpushare_agent.observability.attribution import AllocatedContainers, join_usage, unknown_ids
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 
 log = structlog.get_logger(__name__)
@@ -32,9 +32,9 @@ MIN_SAMPLE_TIMEOUT_S = 2.0
 MAX_SAMPLE_TIMEOUT_S = 10.0
 IDS_TIMEOUT_S = 0.5
 IDS_AGAIN_S = 2.0
-"""The runtime is asked for IDs that the pods' statuses do not have yet, no oftener than this."""
+"""Least time between two calls of the runtime for IDs that the pods' statuses do not have yet."""
 
-Listener = Callable[[UsageRound | None], None]
+Observer = Callable[[UsageRound | None], None]
 
 
 class SamplesGpus(Protocol):
@@ -66,7 +66,7 @@ class CountsSampling(Protocol):
 
 
 class UsageSampling:
-    """`run` looks each `period_s`; `current` is the last round while it is fresh."""
+    """`run` samples each `period_s`; `current` is the last round while it is fresh."""
 
     def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
         self,
@@ -90,7 +90,7 @@ class UsageSampling:
         self._period_s = period_s
         self._clock = clock
         self._wall_clock = wall_clock
-        self._listeners: list[Listener] = []
+        self._observers: list[Observer] = []
         self._reported: Mapping[str, ContainerKey] = {}
         self._ids_asked_at = float("-inf")
         self._round_at = float("-inf")
@@ -98,15 +98,15 @@ class UsageSampling:
         self._timeout_s = min(MAX_SAMPLE_TIMEOUT_S, max(MIN_SAMPLE_TIMEOUT_S, MISSED_ROUNDS * period_s))
         self.current: UsageRound | None = None
 
-    def subscribe(self, listener: Listener) -> None:
-        """`listener` is called after each round, and with None when the current one counts no more. It must not raise."""
-        self._listeners.append(listener)
+    def subscribe(self, observer: Observer) -> None:
+        """`observer` is called after each round, and with None when the current one counts no more. It must not raise."""
+        self._observers.append(observer)
 
     async def run(self) -> NoReturn:
         """Until cancelled."""
         due_at = self._clock()
         while True:
-            await self.look()
+            await self.sample_once()
             now = self._clock()
             due_at += self._period_s
             if now > due_at:
@@ -116,7 +116,7 @@ class UsageSampling:
                 self._is_slow = False
             await asyncio.sleep(due_at - now)
 
-    async def look(self) -> None:
+    async def sample_once(self) -> None:
         """One round. What goes wrong is logged once and counted; it costs this round."""
         started_at = self._clock()
         try:
@@ -146,36 +146,39 @@ class UsageSampling:
                     self._metrics.driver_error(word, count)
                 pids = {process.pid for gpu in sample.gpus for process in gpu.processes or ()}
                 owners = await self._owners.identify(pids)
-                holders = self._holders()
-                if unknown_ids(sample, owners, holders) and await self._ask_ids():
-                    holders = self._holders()
+                allocated = self._allocated()
+                if unknown_ids(sample, owners, allocated) and await self._refresh_ids():
+                    allocated = self._allocated()
         except TimeoutError as e:
             raise Unavailable(
                 f"sampling the GPUs' use got no answer within {self._timeout_s:g} s; it is tried again each"
-                f" {self._period_s:g} s. Look at nvidia-smi and the kernel log on this node"
+                f" {self._period_s:g} s. Check nvidia-smi and the kernel log on this node"
             ) from e
-        return join_usage(sample, owners, holders, sampled_at=sampled_at)
+        return join_usage(sample, owners, allocated, sampled_at=sampled_at)
 
-    def _holders(self) -> Holders:
+    def _allocated(self) -> AllocatedContainers:
         in_statuses = {
             container_id: ContainerKey(pod.uid, name)
             for pod in self._pods.pods()
             for name, container_id in pod.container_ids.items()
         }
-        return Holders(
-            gpus={key: held.gpus for key, held in self._allocations().items() if not self._is_over(held)},
+        return AllocatedContainers(
+            gpus={
+                key: allocation.gpus for key, allocation in self._allocations().items() if not self._is_over(allocation)
+            },
             by_id={**self._reported, **in_statuses},
         )
 
-    def _is_over(self, held: Allocation) -> bool:
-        """An init container that has run: what it held is the later containers'."""
-        if held.kind is not ContainerKind.INIT:
+    def _is_over(self, allocation: Allocation) -> bool:
+        """An init container that has run: its GPUs are the later containers'."""
+        if allocation.kind is not ContainerKind.INIT:
             return False
-        pod = self._pods.get(held.key.pod_uid)
+        pod = self._pods.get(allocation.key.pod_uid)
         return pod is not None and pod.has_started
 
-    async def _ask_ids(self) -> bool:
-        """Whether the runtime told anything new. It may be away: the pods' statuses tell a second later."""
+    async def _refresh_ids(self) -> bool:
+        """Whether the runtime reported anything new. It may be unavailable: the pods' statuses have the IDs a second
+        later."""
         if self._clock() - self._ids_asked_at < IDS_AGAIN_S:
             return False
         self._ids_asked_at = self._clock()
@@ -204,5 +207,5 @@ class UsageSampling:
 
     def _publish(self, found: UsageRound | None) -> None:
         self.current = found
-        for listener in self._listeners:
-            listener(found)
+        for observer in self._observers:
+            observer(found)

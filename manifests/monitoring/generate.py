@@ -88,7 +88,7 @@ def gpus_table() -> Panel:
     ]
     return panel(
         "table",
-        "Cards",
+        "GPUs",
         "Every GPU now. Others' memory is that of processes which belong to no container with a share.",
         "short",
         *(query(f"{by} (gpushare_card_{name}{{{GPU}}})", is_table=True) for _, name, _ in columns),
@@ -182,7 +182,7 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
             ],
         ),
         (
-            "Cards",
+            "GPUs",
             [
                 (
                     12,
@@ -210,7 +210,7 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                     8,
                     lines(
                         "Temperature",
-                        "As the GPU tells it.",
+                        "As the GPU reports it.",
                         "celsius",
                         query(f"gpushare_card_temperature_celsius{{{GPU}}}", on_gpu),
                     ),
@@ -271,7 +271,7 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                     8,
                     lines(
                         "Refusals by reason",
-                        "Allocate calls refused per minute. `gpushare-agent explain POD` tells about one.",
+                        "Allocate calls refused per minute. `gpushare-agent explain POD` explains one.",
                         "short",
                         query(
                             'sum by (reason) (rate(gpushare_admissions_total{outcome="refused"}[$__rate_interval])) * 60',
@@ -378,7 +378,7 @@ def variable(name: str, label: str, expr: str) -> dict[str, Any]:
 
 
 def dashboard() -> dict[str, Any]:
-    held = "gpushare_container_allocated_cores_ratio"
+    allocated = "gpushare_container_allocated_cores_ratio"
     return {
         "title": "GPU shares",
         "uid": "gpushare-agent",
@@ -393,8 +393,8 @@ def dashboard() -> dict[str, Any]:
             "list": [
                 {"type": "datasource", "name": "datasource", "label": "Data source", "query": "prometheus"},
                 variable("node", "Node", "label_values(gpushare_card_healthy, node)"),
-                variable("namespace", "Namespace", f'label_values({held}{{node=~"$node"}}, namespace)'),
-                variable("pod", "Pod", f'label_values({held}{{node=~"$node", namespace=~"$namespace"}}, pod)'),
+                variable("namespace", "Namespace", f'label_values({allocated}{{node=~"$node"}}, namespace)'),
+                variable("pod", "Pod", f'label_values({allocated}{{node=~"$node", namespace=~"$namespace"}}, pod)'),
             ]
         },
         "panels": laid_out(),

@@ -41,7 +41,7 @@ async def test_everything_that_shows_the_node_is_made_from_one_snapshot() -> Non
 
         node.api.create_pod(pod("shown", container(cores=30, blocks=10)))
         await wait_running(node, "shown")
-        await agent.parts.observability.usage.look()
+        await agent.parts.observability.usage.sample_once()
         made.clear()
         changes.clear()
         for path in PATHS * 5:

@@ -61,19 +61,19 @@ async def busy_node() -> AsyncIterator[tuple[EmbeddedNode, InnerAgent]]:
         for namespace, name, cores, blocks in (*PODS, REFUSED):
             node.api.create_pod(pod(name, container(cores=cores, blocks=blocks)), namespace)
             await wait_until(node, lambda key=(namespace, name): _phase(node, *key), f"{name} to be settled")
-        gpus = agent.parts.inventory.current.gpus
+        gpus = agent.parts.state.inventory.current.gpus
         started_at = time.time()
 
         def rehearsed_time() -> float:
             return started_at + (time.time() - started_at) * SPEED
 
-        agent.parts.usage_history._clock = rehearsed_time
+        agent.parts.observability.usage_history._clock = rehearsed_time
         shown = ReportedNode(node=node, gpus=gpus, vcore=CORE, vmemory=MEMORY, memory_block_mib=256)
         player = WorkloadPlayer(shown, node.paths.usage, clock=rehearsed_time)
         while rehearsed_time() - started_at < HISTORY_S * 0.93:
             player.play()
             await asyncio.sleep(SAMPLE_S)
-        agent.parts.usage_history._clock = lambda: rehearsed_at
+        agent.parts.observability.usage_history._clock = lambda: rehearsed_at
         rehearsed_at = rehearsed_time()
         GpuFaults(node.paths.faults, len(gpus)).report_xid(FAILED_GPU, 79)
         yield node, agent
@@ -101,7 +101,7 @@ async def main(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     async with busy_node() as (_, agent), open_browser(width=WIDE) as browser:
         await browser.prefer(prefers_color_scheme="light", prefers_reduced_motion="reduce")
-        await browser.open(f"http://127.0.0.1:{await agent.parts.web.wait_listening()}")
+        await browser.open(f"http://127.0.0.1:{await agent.parts.observability.web.wait_listening()}")
         await browser.wait(ROWS, len(PODS))
         await browser.wait("document.querySelector('.curve-sm').getAttribute('d')")
         await browser.wait("document.querySelector('.badge[data-kind=bad]')")

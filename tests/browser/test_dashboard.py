@@ -1,4 +1,4 @@
-"""The dashboard of a whole agent on the embedded node: what the browser shows is what the JSON behind it says."""
+"""The dashboard of a whole agent on the embedded node: what the browser shows is what is in the JSON behind it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ TOPOLOGY = Path(__file__).parent.parent / "data" / "topology" / "v100-x8-cube-me
 LOAD = 0.5
 GIB = 1024**3
 
-GPUS = """return [...document.querySelectorAll('article.card')].map((GPU) => ({
-  uuid: card.dataset.uuid,
-  title: card.querySelector('h3').textContent,
-  badge: card.querySelector('.badge').textContent,
-  reason: card.querySelector('.reason').hidden ? '' : card.querySelector('.reason').textContent,
-  values: [...card.querySelectorAll('.measure-value')].map((one) => one.textContent),
-  shares: [...card.querySelectorAll('.bar')].map((bar) => [...bar.querySelectorAll('.share:not(.other)')].map((share) => ({
+GPUS = """return [...document.querySelectorAll('article.gpu')].map((gpu) => ({
+  uuid: gpu.dataset.uuid,
+  title: gpu.querySelector('h3').textContent,
+  badge: gpu.querySelector('.badge').textContent,
+  reason: gpu.querySelector('.reason').hidden ? '' : gpu.querySelector('.reason').textContent,
+  values: [...gpu.querySelectorAll('.measure-value')].map((one) => one.textContent),
+  shares: [...gpu.querySelectorAll('.bar')].map((bar) => [...bar.querySelectorAll('.share:not(.other)')].map((share) => ({
     size: share.getBoundingClientRect().width / (bar.getBoundingClientRect().width - 4),
     used: share.querySelector('.fill').getBoundingClientRect().width / share.getBoundingClientRect().width,
     pod: share.querySelector('.share-name').textContent,
@@ -78,12 +78,12 @@ async def open_scene(*flags: str) -> AsyncIterator[Scene]:
     ):
         shown = ReportedNode(
             node=node,
-            gpus=agent.parts.inventory.current.gpus,
+            gpus=agent.parts.state.inventory.current.gpus,
             vcore=CORE,
             vmemory=MEMORY,
             memory_block_mib=256,
         )
-        url = f"http://127.0.0.1:{await agent.parts.web.wait_listening()}"
+        url = f"http://127.0.0.1:{await agent.parts.observability.web.wait_listening()}"
         await browser.prefer(prefers_reduced_motion="reduce")
         await browser.open(url)
         await browser.wait("document.body.dataset.ready !== undefined")
@@ -91,7 +91,7 @@ async def open_scene(*flags: str) -> AsyncIterator[Scene]:
         assert [entry["message"] for entry in await browser.log()] == []
 
 
-async def test_what_is_shown_is_what_the_json_says() -> None:
+async def test_what_is_shown_is_what_is_in_the_json() -> None:
     """GPUs, the size and use of each share, the rows of the table, and a refusal with its reason and candidates."""
     async with open_scene() as scene:
         await scene.create("whole", cores=100)
@@ -116,29 +116,31 @@ async def test_what_is_shown_is_what_the_json_says() -> None:
         ]
         for shown, gpu in zip(gpus, document["cards"], strict=True):
             assert shown["badge"] == "✓ Healthy"
-            assert shown["values"][0].startswith(f"{gpu['cores']['allocated']} of 100 cores held · ")
+            assert shown["values"][0].startswith(f"{gpu['cores']['allocated']} of 100 cores allocated · ")
             assert shown["values"][0].endswith(f" · {round(gpu['usage']['sm_ratio'] * 100)} % in use")
             own = [
-                (one["pod"], held)
+                (one["pod"], allocated)
                 for one in document["containers"]
-                for held in one["cards"]
-                if held["uuid"] == gpu["uuid"]
+                for allocated in one["cards"]
+                if allocated["uuid"] == gpu["uuid"]
             ]
             for bar, limit, whole, used, factor in (
                 (shown["shares"][0], "cores", 100, "sm_ratio", 100),
                 (shown["shares"][1], "memory_bytes", gpu["memory"]["capacity_bytes"], "memory_bytes", 1),
             ):
                 assert [share["pod"] for share in bar] == [name for name, _ in own]
-                for share, (_, held) in zip(bar, own, strict=True):
-                    assert share["size"] == pytest.approx(held[limit] / whole, abs=0.02)
-                    assert share["used"] == pytest.approx(held["usage"][used] * factor / held[limit], abs=0.02)
-                    assert held["usage"][used] > 0
+                for share, (_, allocated) in zip(bar, own, strict=True):
+                    assert share["size"] == pytest.approx(allocated[limit] / whole, abs=0.02)
+                    assert share["used"] == pytest.approx(
+                        allocated["usage"][used] * factor / allocated[limit], abs=0.02
+                    )
+                    assert allocated["usage"][used] > 0
 
         assert [row["Pod"] for row in rows] == ["pair", "share-0", "share-1", "share-2", "share-3", "whole"]
         for row, one in zip(rows, document["containers"], strict=True):
-            used = sum(held["usage"]["sm_ratio"] for held in one["cards"]) * 100
+            used = sum(allocated["usage"]["sm_ratio"] for allocated in one["cards"]) * 100
             assert row["Namespace"] == "default"
-            assert row["Card"] == ", ".join(f"GPU {held['index']}" for held in one["cards"])
+            assert row["GPU"] == ", ".join(f"GPU {allocated['index']}" for allocated in one["cards"])
             assert row["Cores"] == str(one["cores"])
             assert float(row["Compute in use"].split(" of ")[0]) == pytest.approx(used, abs=0.5)
             assert float(row["Memory"].split()[0]) == pytest.approx(one["memory_bytes"] / GIB, abs=0.01)
@@ -155,7 +157,7 @@ async def test_what_is_shown_is_what_the_json_says() -> None:
 
 
 async def test_the_page_follows_the_node() -> None:
-    """A pod that ends leaves its row and its GPU; a GPU that is lost says so and why, and comes back."""
+    """A pod that ends leaves its row and its GPU; a GPU that is lost is shown with the reason, and comes back."""
     async with open_scene() as scene:
         await scene.create("stays", cores=30, blocks=8)
         await scene.create("goes", cores=40, blocks=8)
@@ -167,7 +169,7 @@ async def test_the_page_follows_the_node() -> None:
         await wait_gone(scene.node, "goes")
         await scene.wait_row("goes", is_there=False)
         await scene.wait_row("stays")
-        assert "goes" not in await scene.browser.script("return document.querySelector('#cards').textContent")
+        assert "goes" not in await scene.browser.script("return document.querySelector('#gpus').textContent")
 
         write_faults(scene.node.paths.faults, lost={"6": "GPU is lost"})
         await scene.browser.wait("document.querySelectorAll('.badge[data-kind=bad]').length === 1")
@@ -177,12 +179,12 @@ async def test_the_page_follows_the_node() -> None:
         assert reason and reason in ill["reason"]
         assert await scene.browser.script("return document.title") == "(1 unhealthy) node-a: GPUs"
         await scene.browser.wait(
-            "document.querySelector('article.card[data-kind=bad] .stats').textContent"
-            ".startsWith('No use is told while the GPU is lost')"
+            "document.querySelector('article.gpu[data-kind=bad] .stats').textContent"
+            ".startsWith('No use is known while the GPU is lost')"
         )
 
 
-async def test_the_head_tells_the_state_of_the_agent() -> None:
+async def test_the_head_has_the_state_of_the_agent() -> None:
     """Node, version, driver, isolation, readiness with its reasons, and whether what is seen is live."""
     async with open_scene("--isolation=none") as scene:
         document = await scene.document()
@@ -202,4 +204,4 @@ async def test_the_head_tells_the_state_of_the_agent() -> None:
         )
         assert shown == [f"Not ready: {reason}." for reason in reasons]
         await scene.node.kubelet.start()
-        await wait_until(scene.node, scene.agent.parts.registered.is_set, "registered")
+        await wait_until(scene.node, scene.agent.parts.kubelet.first_registration.done.is_set, "registered")

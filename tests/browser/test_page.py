@@ -1,4 +1,4 @@
-"""The dashboard in a real browser over a made-up node: reading it by keyboard and by ear, its colours, its economy."""
+"""The dashboard in a real browser over a sample node: reading it by keyboard and by ear, its colours, its economy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.sample_node import SampleNode, uid_of, uuid_of
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.observability.node_snapshot import NodeSnapshot
 from tests.support_browser import WHY_NOT, Browser, open_browser
-from tests.support_web import MadeHistory, ServedNode, served_node
+from tests.support_web import FakeHistory, ServedNode, served_node
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
@@ -47,7 +47,7 @@ def varied_node(containers: int = 12) -> SampleNode:
 async def opened(
     node: SampleNode, *, width: int = 1280, sample_period_s: float = 0.05, **media: str
 ) -> AsyncIterator[tuple[Browser, ServedNode]]:
-    """The page, drawn, with two decisions; nothing may have been complained of at the end."""
+    """The page, drawn, with two decisions; the browser's log must be empty at the end."""
     async with served_node(node, sample_period_s=sample_period_s) as served, open_browser(width=width) as browser:
         served.decisions.add(node.decision(1))
         served.decisions.add(node.decision(2, refused=True))
@@ -56,8 +56,8 @@ async def opened(
         await drawn(browser)
         await browser.script(ACCESSIBILITY)
         yield browser, served
-        complaints = [entry["message"] for entry in await browser.log()]
-        assert not complaints, complaints
+        problems = [entry["message"] for entry in await browser.log()]
+        assert not problems, problems
 
 
 async def drawn(browser: Browser) -> None:
@@ -91,7 +91,7 @@ async def test_the_contrast_check_finds_a_faint_text() -> None:
 
 
 async def test_everything_has_a_name() -> None:
-    """Whatever a screen reader announces as a control, a picture, a meter, a table or a region says what it is."""
+    """Whatever a screen reader announces as a control, a picture, a meter, a table or a region has a name."""
     async with opened(varied_node()) as (browser, _):
         await open_all_details(browser)
         assert await browser.script("return unlabelled()") == []
@@ -104,13 +104,13 @@ async def test_everything_has_a_name() -> None:
     }
 
 
-async def test_a_bar_tells_in_words_what_it_shows() -> None:
+async def test_a_bar_has_its_numbers_as_text() -> None:
     """Each share with its pod, its limit and its use, and what is free."""
     async with opened(varied_node(containers=4)) as (browser, _):
         compute, memory = await browser.script(
-            "return [...document.querySelectorAll('.card .bar')].slice(0, 2).map((bar) => bar.ariaLabel)"
+            "return [...document.querySelectorAll('.gpu .bar')].slice(0, 2).map((bar) => bar.ariaLabel)"
         )
-    assert compute.startswith("Compute: 5 of 100 cores held")
+    assert compute.startswith("Compute: 5 of 100 cores allocated")
     assert "1: team-a/inference-000 (main), " in compute
     assert "of 5 cores" in compute
     assert compute.endswith("Free: 95 cores.")
@@ -148,11 +148,11 @@ async def test_the_keyboard_works_everything() -> None:
         assert await browser.script("return document.documentElement.dataset.theme") == "dark"
         assert await browser.script("return getComputedStyle(document.documentElement).colorScheme") == "dark"
 
-        await browser.script("document.querySelector('th.col-card button').focus()")
+        await browser.script("document.querySelector('th.col-gpu button').focus()")
         await browser.press(ENTER, ENTER)
-        assert await browser.script("return document.querySelector('th.col-card').ariaSort") == "descending"
+        assert await browser.script("return document.querySelector('th.col-gpu').ariaSort") == "descending"
         order = await browser.script(
-            "return [...document.querySelectorAll('tbody .col-card')].map((td) => td.textContent)"
+            "return [...document.querySelectorAll('tbody .col-gpu')].map((td) => td.textContent)"
         )
         assert order[:8] == ["GPU 3"] * 2 + ["GPU 2"] * 2 + ["GPU 1"] * 2 + ["GPU 0"] * 2
 
@@ -193,21 +193,21 @@ async def test_nothing_is_wider_than_the_window(width: int) -> None:
         await open_all_details(browser)
         assert await browser.script("return document.documentElement.scrollWidth - innerWidth") <= 0
         cut = await browser.script(
-            "return [...document.querySelectorAll('.card, .tile, .panel')].filter((one) =>"
+            "return [...document.querySelectorAll('.gpu, .tile, .panel')].filter((one) =>"
             " one.scrollWidth > one.clientWidth + 1).map(nameOf)"
         )
         assert cut == []
 
 
-HEALTH = """return [...document.querySelectorAll('article.card')].map((GPU) => ['.badge', '.reason'].map((kind) =>
-  [...card.querySelectorAll(kind)].filter((one) => one.checkVisibility()).map((one) => one.textContent)))"""
+HEALTH = """return [...document.querySelectorAll('article.gpu')].map((gpu) => ['.badge', '.reason'].map((kind) =>
+  [...gpu.querySelectorAll(kind)].filter((one) => one.checkVisibility()).map((one) => one.textContent)))"""
 HUES = """return Object.fromEntries([...document.querySelectorAll('tbody tr[data-key]')].map((row) =>
   [row.dataset.key, row.className]))"""
-SHARES_OF_GPUS = """return [...document.querySelectorAll('article.card')].map((GPU) =>
-  [...card.querySelector('.bar').querySelectorAll('.share:not(.other)')].map((share) => share.className))"""
+SHARES_OF_GPUS = """return [...document.querySelectorAll('article.gpu')].map((gpu) =>
+  [...gpu.querySelector('.bar').querySelectorAll('.share:not(.other)')].map((share) => share.className))"""
 
 
-async def test_a_cordon_is_no_illness() -> None:
+async def test_a_cordon_is_no_fault() -> None:
     """It has its own badge, its reason and its count; a GPU that is ill besides shows both."""
     node = SampleNode(gpus=4, containers=0, unhealthy={2: ILL, 3: ILL}, cordoned={0: "fan is noisy", 1: "", 3: "smoke"})
     async with opened(node) as (browser, _):
@@ -217,17 +217,17 @@ async def test_a_cordon_is_no_illness() -> None:
             [["✕ Unhealthy"], [ILL]],
             [["✕ Unhealthy", "‖ Cordoned"], [ILL, "Cordoned: smoke"]],
         ]
-        kinds = "return [...document.querySelectorAll('article.card, .topology .leaf')].map((one) => one.dataset.kind)"
+        kinds = "return [...document.querySelectorAll('article.gpu, .topology .leaf')].map((one) => one.dataset.kind)"
         assert await browser.script(kinds) == ["warn", "warn", "bad", "bad"] * 2
         tile = await browser.script("return document.querySelector('.tile').textContent")
-        assert tile == "Cards42 unhealthy, 3 cordoned"
+        assert tile == "GPUs42 unhealthy, 3 cordoned"
         assert await browser.script("return document.title") == "(2 unhealthy) node-of-4: GPUs"
 
 
 async def test_cordoned_gpus_alone_make_nothing_unhealthy() -> None:
     """Neither in the number of GPUs nor in the window's title."""
     async with opened(SampleNode(gpus=2, containers=0, cordoned={0: ""})) as (browser, _):
-        assert await browser.script("return document.querySelector('.tile').textContent") == "Cards21 cordoned"
+        assert await browser.script("return document.querySelector('.tile').textContent") == "GPUs21 cordoned"
         assert await browser.script("return document.title") == "node-of-2: GPUs"
 
 
@@ -237,7 +237,7 @@ async def test_a_containers_colour_depends_on_nothing_but_who_is_there() -> None
     async with opened(node) as (browser, served):
         for count in (9, 16):
             node.containers = count
-            served.stream.look()
+            served.stream.changed()
             await browser.wait("document.querySelectorAll('tbody tr[data-key]').length === arguments[0]", count)
         grown, gpus = await browser.script(HUES), await browser.script(SHARES_OF_GPUS)
         await browser.open(served.url)
@@ -254,16 +254,16 @@ class PodOfTwo(SampleNode):
         made = super().snapshot()
         facts = list(made.containers)
         key = ContainerKey(uid_of(0), "sidecar")
-        held = replace(facts[self.gpus].held, key=key, namespace="team-a", pod_name="inference-000")
-        facts[self.gpus] = replace(facts[self.gpus], held=held)
+        changed = replace(facts[self.gpus].allocation, key=key, namespace="team-a", pod_name="inference-000")
+        facts[self.gpus] = replace(facts[self.gpus], allocation=changed)
         return replace(made, containers=facts)
 
 
 async def test_containers_of_one_pod_on_a_gpu_are_reported_apart() -> None:
     """By their names, in the bars and in the list; the others have the pod's name alone."""
     async with opened(PodOfTwo(gpus=2, containers=6)) as (browser, _):
-        names = "return [...document.querySelectorAll('article.card')].map((GPU) => arguments[0].map((kind) =>"
-        names += " [...card.querySelectorAll(kind)].map((one) => one.textContent)))"
+        names = "return [...document.querySelectorAll('article.gpu')].map((gpu) => arguments[0].map((kind) =>"
+        names += " [...gpu.querySelectorAll(kind)].map((one) => one.textContent)))"
         of_two = ["inference-000/main", "inference-000/sidecar", "inference-004"]
         alone = ["inference-005", "inference-001", "inference-003"]  # team-a, team-b, team-d
         assert await browser.script(names, [".share-name", ".legend-name"]) == [
@@ -300,7 +300,7 @@ async def test_one_change_touches_one_row() -> None:
             " {subtree: true, childList: true, attributes: true, characterData: true})"
         )
         node.excess = {7: 0.9}
-        served.stream.look()
+        served.stream.changed()
         key = f"{uid_of(7)}/main"
         await browser.wait("touched.has(arguments[0])", key)
         assert await browser.script("return [[...touched], made]") == [[key], 0]
@@ -317,7 +317,7 @@ async def test_a_use_over_the_share_is_marked() -> None:
 
 
 async def test_an_empty_node_says_what_to_do() -> None:
-    """Without containers the limits to ask for, without GPUs where to look; no table, no drawing."""
+    """Without containers the limits to ask for, without GPUs the cure; no table, no drawing."""
     async with opened(SampleNode(gpus=1, containers=0)) as (browser, _):
         text = await browser.script("return document.querySelector('#containers-empty').innerText")
         assert "No pod has a share yet." in text
@@ -327,7 +327,7 @@ async def test_an_empty_node_says_what_to_do() -> None:
 
 
 async def test_a_lost_connection_is_reported_and_mended() -> None:
-    """The page says so while the agent is away, and shows the new agent's node once it is back."""
+    """The page shows it while the agent is away, and shows the new agent's node once it is back."""
     node = varied_node(containers=4)
     async with open_browser() as browser:
         async with served_node(node) as served:
@@ -352,7 +352,7 @@ async def test_motion_is_left_out_where_it_is_not_wanted() -> None:
 
 
 async def test_the_curve_is_the_agents_past() -> None:
-    """As many points as the agent keeps, gaps left out, told in words."""
+    """As many points as the agent keeps, gaps left out, as text."""
     past: dict[str, Any] = {
         "at": None,
         "step_seconds": 5.0,
@@ -360,7 +360,7 @@ async def test_the_curve_is_the_agents_past() -> None:
         "containers": {},
     }
     node = SampleNode(gpus=1, containers=0)
-    async with served_node(node, history=MadeHistory(past), sample_period_s=5.0) as served, open_browser() as browser:
+    async with served_node(node, history=FakeHistory(past), sample_period_s=5.0) as served, open_browser() as browser:
         await browser.open(served.url)
         path = await browser.wait("document.querySelector('.curve-sm').getAttribute('d')")
         label = await browser.script("return document.querySelector('.curve').ariaLabel")

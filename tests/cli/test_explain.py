@@ -65,7 +65,7 @@ def verdicts(text: str) -> dict[str, tuple[bool, str]]:
 async def test_every_placement_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     """A share, a whole GPU, two GPUs by link."""
     async with open_test_node() as node, open_agent(node, "--simulated.cards=4") as agent:
-        url = f"http://127.0.0.1:{await agent.parts.web.wait_listening()}"
+        url = f"http://127.0.0.1:{await agent.parts.observability.web.wait_listening()}"
 
         share = await text_of(node, url, pod("share", container(cores=40, blocks=60)), "Running", capsys)
         assert "default/share, container main got GPU 0" in share
@@ -87,7 +87,7 @@ async def test_every_placement_is_explained(capsys: pytest.CaptureFixture[str]) 
 async def test_a_refusal_for_memory_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     """The node has so much in all, so the scheduler sent it; no GPU has, and each GPU's verdict names the shortage."""
     async with open_test_node() as node, open_agent(node, "--simulated.cards=2") as agent:
-        url = f"http://127.0.0.1:{await agent.parts.web.wait_listening()}"
+        url = f"http://127.0.0.1:{await agent.parts.observability.web.wait_listening()}"
         memory = await text_of(node, url, pod("memory", container(cores=10, blocks=100)), "Failed", capsys)
     assert "default/memory, container main was refused: NotEnoughMemory" in memory
     assert f"  do      {ADVICE[RefusalReason.NOT_ENOUGH_MEMORY]}." in memory
@@ -99,7 +99,7 @@ async def test_fragmentation_and_ill_gpus_are_explained(capsys: pytest.CaptureFi
     async with open_test_node() as node:
         flags = ("--simulated.cards=2", "--placement.share-policy=spread")
         async with open_agent(node, *flags) as agent:
-            url = f"http://127.0.0.1:{await agent.parts.web.wait_listening()}"
+            url = f"http://127.0.0.1:{await agent.parts.observability.web.wait_listening()}"
             for name in ("left", "right"):
                 await text_of(node, url, pod(name, container(cores=50, blocks=10)), "Running", capsys)
             split = await text_of(node, url, pod("split", container(cores=100, blocks=0)), "Failed", capsys)
@@ -117,9 +117,9 @@ async def test_fragmentation_and_ill_gpus_are_explained(capsys: pytest.CaptureFi
 
 async def _wait_sick(parts: Any) -> None:
     changed = asyncio.Event()
-    parts.inventory.subscribe(lambda _: changed.set())
+    parts.state.inventory.subscribe(lambda _: changed.set())
     async with asyncio.timeout(10):
-        while any(gpu.is_healthy for gpu in parts.inventory.current.gpus):
+        while any(gpu.is_healthy for gpu in parts.state.inventory.current.gpus):
             changed.clear()
             await changed.wait()
 

@@ -228,7 +228,7 @@ async def test_both_ways_tell_the_same_of_a_real_node(capsys: pytest.CaptureFixt
             await wait_phase(node, name, "Running")
         await node.kubelet.wait_for(lambda: _is_all_written(node.api.pods(), node.api.node(node.name)), 10, "facts")
         settings = load_settings(["--kubeconfig", str(node.paths.kubeconfig)], {"NODE_NAME": "desk"}).settings
-        target = AgentTarget(server=f"http://127.0.0.1:{await agent.parts.web.wait_listening()}")
+        target = AgentTarget(server=f"http://127.0.0.1:{await agent.parts.observability.web.wait_listening()}")
         capsys.readouterr()
         by_ledger = document_among_logs(await inspected(capsys, settings, target, form="json"))
         by_annotations = document_among_logs(await inspected(capsys, settings, form="json"))

@@ -16,7 +16,7 @@ from gpushare_agent.cli.main import COMMANDS
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.model.usage import GpuSample
-from gpushare_agent.observability.attribution import Holders, join_usage
+from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.metrics.node import node_series
 from gpushare_agent.observability.metrics.text import NodePage
@@ -105,7 +105,7 @@ def full_metrics() -> str:
     one = replace(process(10), encoder_ratio=0.0, decoder_ratio=0.0)
     sample = GpuSample(**{**reported, "uuid": UUIDS[0], "throttle_reasons": (), "processes": (one,)})
     allocated = allocation(key_of(1))
-    holders = Holders(gpus={allocated.key: allocated.gpus}, by_id={id_of(1): allocated.key})
+    holders = AllocatedContainers(gpus={allocated.key: allocated.gpus}, by_id={id_of(1): allocated.key})
     usage = join_usage(driver_sample(sample), {10: owner(1)}, holders, sampled_at=1.0)
     shown = snapshot(facts(allocated), usage=usage)
     metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=1.0))

@@ -1,4 +1,4 @@
-"""Whose use is it: by container ID, by the pod's only holder, else a stranger; what is unknown stays unknown."""
+"""Attribution: by container ID, by the pod's only container on the GPU, else unattributed; what is unknown stays unknown."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from hypothesis import strategies as st
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import ProcessSample, UsageRound
-from gpushare_agent.observability.attribution import Holders, join_usage, unknown_ids
+from gpushare_agent.observability.attribution import AllocatedContainers, join_usage, unknown_ids
 from gpushare_agent.observability.node_snapshot import MIB
 from gpushare_agent.runtime.cgroup_paths import NOBODY, PeerIdentity
 from tests.support_usage import UUIDS, driver_sample, gpu_sample, id_of, key_of, owner, process
 
 
-def holders(gpus: dict[ContainerKey, tuple[int, ...]], *, reported: tuple[ContainerKey, ...] | None = None) -> Holders:
-    """`told` are the containers whose IDs somebody has told: all, if not given. A container's ID has its pod's number."""
+def allocated(
+    gpus: dict[ContainerKey, tuple[int, ...]], *, reported: tuple[ContainerKey, ...] | None = None
+) -> AllocatedContainers:
+    """`reported` are the containers whose IDs are known: all, if not given. A container's ID has its pod's number."""
     known = reported if reported is not None else tuple(gpus)
-    return Holders(
+    return AllocatedContainers(
         gpus={key: tuple(UUIDS[index] for index in indexes) for key, indexes in gpus.items()},
         by_id={id_of(int(key.pod_uid[-4:])): key for key in known},
     )
@@ -37,7 +39,9 @@ def test_a_process_counts_for_the_container_whose_id_its_cgroup_names() -> None:
     sample = driver_sample(
         gpu_sample(0, process(10, memory=5, sm=0.2), process(11, memory=7, sm=0.3), process(20, memory=1, sm=0.1))
     )
-    found = join_usage(sample, {10: owner(1), 11: owner(1), 20: owner(2)}, holders({a: (0,), b: (0,)}), sampled_at=3.5)
+    found = join_usage(
+        sample, {10: owner(1), 11: owner(1), 20: owner(2)}, allocated({a: (0,), b: (0,)}), sampled_at=3.5
+    )
     use = found.containers[a, UUIDS[0]]
     assert (use.pids, use.memory_bytes, use.sm_ratio) == ((10, 11), 12, 0.5)
     assert found.containers[b, UUIDS[0]].memory_bytes == 1
@@ -47,7 +51,7 @@ def test_a_process_counts_for_the_container_whose_id_its_cgroup_names() -> None:
 
 def test_a_container_without_a_process_uses_nothing() -> None:
     """Zero, for that is known; on each of its GPUs."""
-    found = join_usage(driver_sample(gpu_sample(0), gpu_sample(1)), {}, holders({key_of(1): (0, 1)}), sampled_at=0)
+    found = join_usage(driver_sample(gpu_sample(0), gpu_sample(1)), {}, allocated({key_of(1): (0, 1)}), sampled_at=0)
     for index in (0, 1):
         use = found.containers[key_of(1), UUIDS[index]]
         assert (use.pids, use.memory_bytes, use.sm_ratio, use.encoder_ratio) == ((), 0, 0.0, 0.0)
@@ -56,7 +60,7 @@ def test_a_container_without_a_process_uses_nothing() -> None:
 def test_what_a_gpu_does_not_tell_is_not_zero() -> None:
     """A GPU that lists no processes, and processes without sizes, leave None; a GPU that did not answer leaves nothing."""
     sample = driver_sample(gpu_sample(0, lists=False), gpu_sample(1, process(10, memory=None, sm=None)))
-    found = join_usage(sample, {10: owner(1)}, holders({key_of(1): (0, 1, 2)}), sampled_at=0)
+    found = join_usage(sample, {10: owner(1)}, allocated({key_of(1): (0, 1, 2)}), sampled_at=0)
     silent, unsized = found.containers[key_of(1), UUIDS[0]], found.containers[key_of(1), UUIDS[1]]
     assert (silent.memory_bytes, silent.sm_ratio, silent.pids) == (None, None, ())
     assert (unsized.memory_bytes, unsized.sm_ratio, unsized.pids) == (None, None, (10,))
@@ -66,25 +70,25 @@ def test_what_a_gpu_does_not_tell_is_not_zero() -> None:
 def test_a_known_size_counts_beside_an_unknown_one() -> None:
     """What some processes' sizes add up to is the least that is used."""
     sample = driver_sample(gpu_sample(0, process(10, memory=MIB), process(11, memory=None)))
-    found = join_usage(sample, {10: owner(1), 11: owner(1)}, holders({key_of(1): (0,)}), sampled_at=0)
+    found = join_usage(sample, {10: owner(1), 11: owner(1)}, allocated({key_of(1): (0,)}), sampled_at=0)
     assert found.containers[key_of(1), UUIDS[0]].memory_bytes == MIB
 
 
 def test_processes_never_use_more_than_the_whole_gpu() -> None:
     """Ratios of processes that are sampled one by one may add up to more."""
     sample = driver_sample(gpu_sample(0, process(10, sm=0.7), process(11, sm=0.6)))
-    found = join_usage(sample, {10: owner(1), 11: owner(1)}, holders({key_of(1): (0,)}), sampled_at=0)
+    found = join_usage(sample, {10: owner(1), 11: owner(1)}, allocated({key_of(1): (0,)}), sampled_at=0)
     assert found.containers[key_of(1), UUIDS[0]].sm_ratio == 1.0
 
 
 def test_before_its_id_is_known_a_process_counts_for_the_pods_only_holder_on_the_gpu() -> None:
-    """With two holders of the pod on the GPU nobody guesses: it is a stranger."""
+    """With two containers of the pod on the GPU it stays unattributed."""
     only, first, second = key_of(1), key_of(2, "a"), key_of(2, "b")
     sample = driver_sample(gpu_sample(0, process(10), process(20)), gpu_sample(1, process(21)))
     found = join_usage(
         sample,
         {10: owner(1, "f" * 64), 20: owner(2, "e" * 64), 21: owner(2, "d" * 64)},
-        holders({only: (0,), first: (0, 1), second: (0,)}, reported=()),
+        allocated({only: (0,), first: (0, 1), second: (0,)}, reported=()),
         sampled_at=0,
     )
     assert pids_of(found, only, 0) == (10,)
@@ -93,9 +97,9 @@ def test_before_its_id_is_known_a_process_counts_for_the_pods_only_holder_on_the
 
 
 def test_processes_of_nobody_are_unattributed() -> None:
-    """A program of the node, a PID that was not looked at, a pod without a share, and a holder's sidecar without one."""
+    """A program of the node, a PID that was not read, a pod without a share, and a sidecar without one."""
     sidecar = key_of(1, "sidecar")
-    known = Holders(gpus={key_of(1): (UUIDS[0],)}, by_id={id_of(1): key_of(1), id_of(9): sidecar})
+    known = AllocatedContainers(gpus={key_of(1): (UUIDS[0],)}, by_id={id_of(1): key_of(1), id_of(9): sidecar})
     owners = {10: NOBODY, 12: owner(7), 13: owner(1, id_of(9))}
     sample = driver_sample(gpu_sample(0, *(process(pid) for pid in (10, 11, 12, 13))))
     found = join_usage(sample, owners, known, sampled_at=0)
@@ -106,7 +110,7 @@ def test_processes_of_nobody_are_unattributed() -> None:
 def test_a_container_is_a_stranger_on_a_gpu_that_it_does_not_hold() -> None:
     """A privileged container may use any GPU; that is seen there and not charged to its share."""
     sample = driver_sample(gpu_sample(0, process(10)), gpu_sample(1, process(10)))
-    found = join_usage(sample, {10: owner(1)}, holders({key_of(1): (0,)}), sampled_at=0)
+    found = join_usage(sample, {10: owner(1)}, allocated({key_of(1): (0,)}), sampled_at=0)
     assert pids_of(found, key_of(1), 0) == (10,)
     assert unattributed_of(found, 1) == [10]
     assert (key_of(1), UUIDS[1]) not in found.containers
@@ -116,16 +120,16 @@ def test_an_id_without_a_pod_in_its_path_is_enough() -> None:
     """So the kernel writes a neighbour's path for a reader with a cgroup namespace of its own."""
     identity = PeerIdentity(pod_uid=None, container_id=id_of(1))
     found = join_usage(
-        driver_sample(gpu_sample(0, process(10))), {10: identity}, holders({key_of(1): (0,)}), sampled_at=0
+        driver_sample(gpu_sample(0, process(10))), {10: identity}, allocated({key_of(1): (0,)}), sampled_at=0
     )
     assert pids_of(found, key_of(1), 0) == (10,)
 
 
-def test_only_ids_that_may_be_holders_are_asked_for() -> None:
+def test_only_ids_that_may_be_of_containers_with_gpus_are_looked_up() -> None:
     """New containers of pods with shares, not the node's other containers again and again."""
     sample = driver_sample(gpu_sample(0, *(process(pid) for pid in (10, 11, 12, 13))))
     owners = {10: owner(1), 11: owner(1, "f" * 64), 12: owner(7, "e" * 64), 13: NOBODY}
-    assert unknown_ids(sample, owners, holders({key_of(1): (0,)})) == {"f" * 64}
+    assert unknown_ids(sample, owners, allocated({key_of(1): (0,)})) == {"f" * 64}
 
 
 @given(
@@ -133,14 +137,14 @@ def test_only_ids_that_may_be_holders_are_asked_for() -> None:
     st.dictionaries(st.integers(1, 40), st.integers(1, 6)),
 )
 def test_every_process_is_counted_once(rows: list[tuple[int, int, int]], pods: dict[int, int]) -> None:
-    """On each GPU the containers' processes and the strangers are together the GPU's processes."""
+    """On each GPU the containers' processes and the unattributed ones are together the GPU's processes."""
     gpus: dict[int, list[ProcessSample]] = {index: [] for index in range(3)}
     for index, pid, memory in sorted(rows):
         gpus[index].append(process(pid, memory=memory))
     found = join_usage(
         driver_sample(*(gpu_sample(index, *processes) for index, processes in gpus.items())),
         {pid: owner(number) for pid, number in pods.items()},
-        holders({key_of(1): (0,), key_of(2): (0, 1), key_of(3): (2,)}),
+        allocated({key_of(1): (0,), key_of(2): (0, 1), key_of(3): (2,)}),
         sampled_at=0,
     )
     for index, processes in gpus.items():

@@ -55,7 +55,7 @@ def test_values_that_may_be_secrets_are_left_out() -> None:
 
 
 def test_many_pods_are_cut_and_counted() -> None:
-    """An answer is bounded whatever the store holds."""
+    """An answer is bounded whatever is in the store."""
     many = [replace(train_pod(), uid=PodUid(f"u{n}")) for n in range(MAX_ROWS + 7)]
     found = pods_page(replace(sources(), pods=lambda: many))
     assert (len(found["pods"]), found["left_out"]) == (MAX_ROWS, 7)

@@ -121,7 +121,7 @@ def test_containers_are_listed_before_the_first_sample() -> None:
 
 @pytest.mark.parametrize("round_of", [usage_round, lambda: None])
 def test_the_bytes_of_usage_are_those_of_the_generated_class(round_of: Any) -> None:
-    """Whatever the document holds, the proto's own decoder reads it."""
+    """Whatever is in the document, the proto's own decoder reads it."""
     document = usage_json(snapshot(usage=round_of()))
     read = UsageResponse.parse(encode_usage(document))
     assert read == UsageResponse.parse(bytes(UsageResponse.from_dict(document)))
@@ -204,12 +204,12 @@ async def test_a_stale_socket_is_replaced(short_dir: Path, grpc: ModuleType) -> 
 
 
 async def test_a_socket_that_another_process_serves_is_left_to_it(short_dir: Path) -> None:
-    """gpu-manager may still run; once it has gone, the socket is taken. The trouble is told once."""
+    """gpu-manager may still run; once it has gone, the socket is taken. The problem is logged once."""
     path = short_dir / "display.sock"
     other = bind_unix_socket(path, mode=0o600)
     other.listen(8)
     inode = path.stat().st_ino
-    server = DisplayServer(path, snapshot, look_again_s=0.01)
+    server = DisplayServer(path, snapshot, retry_s=0.01)
     with structlog.testing.capture_logs() as logged:
         async with running(server.run):
             accepted = [await _accept(other) for _ in range(3)]
@@ -236,8 +236,8 @@ async def test_what_is_no_socket_stays_and_is_reported_with_the_cure(short_dir: 
     elif kind == "link":
         path.symlink_to(short_dir / "elsewhere")
     with structlog.testing.capture_logs() as logged:
-        async with running(DisplayServer(path, snapshot, look_again_s=0.01).run):
-            await poll_until(lambda: logged, "the complaint")
+        async with running(DisplayServer(path, snapshot, retry_s=0.01).run):
+            await poll_until(lambda: logged, "the warning")
     assert [line["event"] for line in logged] == ["display_unavailable"]
     assert "display.socket" in logged[0]["error"]
     assert kind != "file" or path.read_text() == "kept"
@@ -247,7 +247,7 @@ async def test_what_is_no_socket_stays_and_is_reported_with_the_cure(short_dir: 
 async def test_a_socket_that_was_removed_comes_back(short_dir: Path, grpc: ModuleType) -> None:
     """A clean-up of /var/run costs one interval."""
     path = short_dir / "display.sock"
-    async with serving(path, look_again_s=0.01) as server:
+    async with serving(path, retry_s=0.01) as server:
         path.unlink()
         await poll_until(lambda: path.exists() and server.is_serving, "the socket is back")
         assert isinstance(await call(grpc, path, "Version"), bytes)

@@ -1,4 +1,4 @@
-"""What a node's object and its pods say of its GPUs: sums that hold, whatever a tenant or an old agent wrote."""
+"""A node's GPUs by its object and its pods: correct sums, whatever a tenant or an old agent wrote."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from gpushare_agent.cluster.decisions.node_facts import gpus_annotation
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.observability.gpu_summaries import NodeGpu, NodeGpus, gpus_of_node
+from gpushare_agent.observability.gpu_summaries import GpuSummaries, GpuSummary, gpus_of_node
 from gpushare_agent.observability.inspection import NodeSums, node_sums
 from tests.support_usage import UUIDS, inventory
 
 MIB = 1024 * 1024
 NAMES = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
-GPUS = NodeGpus(
-    gpus=tuple(NodeGpu(index=n, uuid=f"GPU-{n}", name="H100", memory_bytes=24576 * MIB) for n in range(4)),
+GPUS = GpuSummaries(
+    gpus=tuple(GpuSummary(index=n, uuid=f"GPU-{n}", name="H100", memory_bytes=24576 * MIB) for n in range(4)),
     memory_block_mib=256,
 )
 PREFIX = "tencent.com/predicate-gpu-idx-"
@@ -87,7 +87,7 @@ def test_a_choice_that_the_agent_has_not_carried_out_is_remarked() -> None:
     """It counts, for the scheduler has promised it."""
     found = sums(pod(annotations={PREFIX + "0": "2", "tencent.com/gpu-assigned": "false"}))
     assert allocated(found)[2] == (40, 4096)
-    assert "not yet given by the agent" in found.containers[0].remark
+    assert "not yet allocated by the agent" in found.containers[0].remark
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_what_is_asked_is_charged_once_or_unplaced(pods: list[tuple[int, int, st
 # --- the GPUs ---
 
 
-def read(text: object, capacity: dict[str, int] | None = None) -> NodeGpus | None:
+def read(text: object, capacity: dict[str, int] | None = None) -> GpuSummaries | None:
     return gpus_of_node({GPUS_ANNOTATION: text}, CAPACITY if capacity is None else capacity, NAMES)
 
 
@@ -195,7 +195,7 @@ def test_what_the_agent_writes_is_read_back() -> None:
     ids=range(11),
 )
 def test_an_annotation_that_cannot_be_read_leaves_the_capacity(text: object) -> None:
-    """Equal GPUs, and a remark that says so."""
+    """Equal GPUs, with a remark."""
     found = read(text)
     assert found is not None
     assert [gpu.memory_bytes // MIB for gpu in found.gpus] == [24576] * 4

@@ -36,8 +36,8 @@ def applied(document: Document, change: Mapping[str, Any]) -> Document:
     containers |= change.get("containers", {})
     for key, uses in change.get("container_use", {}).items():
         for index, *values in uses:
-            held = next(one for one in containers[key]["cards"] if one["index"] == index)
-            held["usage"] |= _named(CONTAINER_USE, values)
+            allocated = next(one for one in containers[key]["cards"] if one["index"] == index)
+            allocated["usage"] |= _named(CONTAINER_USE, values)
     for name in change.get("gone", ()):
         gpus.pop(name, None)
         containers.pop(name, None)
@@ -70,7 +70,7 @@ def test_an_applied_patch_gives_the_new_document(data: st.DataObject) -> None:
             unattributed=data.draw(st.dictionaries(st.integers(0, gpus - 1), st.integers(0, 30))),
         )
         document = shown(node)
-        for thing in [*document["cards"], *(held for one in document["containers"] for held in one["cards"])]:
+        for thing in [*document["cards"], *(allocated for one in document["containers"] for allocated in one["cards"])]:
             thing["usage"] = data.draw(
                 st.sampled_from([thing["usage"], thing["usage"], None, dict.fromkeys(thing["usage"])])
             )
@@ -83,7 +83,7 @@ def test_an_applied_patch_gives_the_new_document(data: st.DataObject) -> None:
 
 
 def test_a_node_that_stands_still_has_no_patch() -> None:
-    """The time alone is no news."""
+    """The time alone makes no patch."""
     node = SampleNode(gpus=2, containers=3)
     old = shown(node)
     still = shown(node) | {"at": old["at"] + 60, "agent": old["agent"]}

@@ -99,7 +99,7 @@ async def test_the_document_comes_first_and_then_what_changed() -> None:
 
 
 async def test_a_change_that_nobody_announced_is_seen_at_the_next_period() -> None:
-    """The stream looks by itself while somebody reads."""
+    """The stream polls by itself while it has a reader."""
     async with served_node(SampleNode(gpus=1, containers=1)) as served, reading(served) as reader:
         await reader.next_event()
         served.node.unhealthy[0] = "lost"
@@ -113,9 +113,9 @@ async def test_a_document_that_cannot_be_made_costs_one_period() -> None:
     """A bug in what is shown is logged; the stream goes on once it can be made again."""
     async with served_node(SampleNode(gpus=1, containers=1)) as served, reading(served) as reader:
         await reader.next_event()
-        served.node.cordoned = None  # type: ignore[assignment]  # not to be looked through: the document raises
+        served.node.cordoned = None  # type: ignore[assignment]  # the document raises
         before = served.asked[0]
-        await poll_until(lambda: served.asked[0] > before + 1, "the stream to look twice")
+        await poll_until(lambda: served.asked[0] > before + 1, "the stream to poll twice")
         served.node.cordoned = {}
         served.step()
         assert (await reader.next_event())[0] == "patch"
@@ -131,7 +131,7 @@ async def test_decisions_come_once_without_their_candidates() -> None:
             assert [one["number"] for one in first["decisions"]] == [1]
             assert "candidates" not in first["decisions"][0]
             served.decisions.add(node.decision(2, refused=True))
-            served.stream.look()
+            served.stream.changed()
             while "decisions" not in (found := (await reader.next_event())[1]):
                 pass
             [one] = found["decisions"]

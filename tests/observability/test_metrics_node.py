@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from typing import Any
 
 import pytest
@@ -12,10 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from gpushare_agent.gpus.nvml.usage import throttle_words
 from gpushare_agent.model.usage import GpuSample, UsageRound
-from gpushare_agent.observability.attribution import Holders, join_usage
+from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
 from gpushare_agent.observability.metrics.agent import AgentMetrics
-from gpushare_agent.observability.metrics.gpus import THROTTLE_REASONS
-from gpushare_agent.observability.metrics.node import node_series
+from gpushare_agent.observability.metrics.node import THROTTLE_REASONS, node_series
 from gpushare_agent.observability.metrics.text import MAX_LABEL, NodePage, Series, labels_text
 from gpushare_agent.observability.node_snapshot import MIB, NodeSnapshot
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
@@ -52,16 +49,18 @@ def rows_of(shown: NodeSnapshot) -> Rows:
     return found
 
 
-def used(*gpus: GpuSample, holders: Holders, owners: dict[int, PeerIdentity]) -> UsageRound:
-    return join_usage(driver_sample(*gpus), owners, holders, sampled_at=999.5)
+def used(*gpus: GpuSample, allocated: AllocatedContainers, owners: dict[int, PeerIdentity]) -> UsageRound:
+    return join_usage(driver_sample(*gpus), owners, allocated, sampled_at=999.5)
 
 
 def one_share(*processes: Any, **others: Any) -> NodeSnapshot:
     """A container with 40 cores and 2 GiB of GPU 0."""
-    held = allocation(key_of(1))
-    known = Holders(gpus={held.key: held.gpus}, by_id={id_of(1): held.key})
-    usage = used(gpu_sample(0, *processes, **others), gpu_sample(1), holders=known, owners={10: owner(1), 11: owner(1)})
-    return snapshot(facts(held), usage=usage)
+    allocated = allocation(key_of(1))
+    known = AllocatedContainers(gpus={allocated.key: allocated.gpus}, by_id={id_of(1): allocated.key})
+    usage = used(
+        gpu_sample(0, *processes, **others), gpu_sample(1), allocated=known, owners={10: owner(1), 11: owner(1)}
+    )
+    return snapshot(facts(allocated), usage=usage)
 
 
 def test_gpu_managers_four_series_keep_their_names_labels_and_units() -> None:
@@ -78,10 +77,10 @@ def test_gpu_managers_four_series_keep_their_names_labels_and_units() -> None:
 
 def test_the_total_of_whole_gpus_is_the_sum_over_them() -> None:
     """Two busy GPUs are up to 200 percent, as gpu-manager counts."""
-    held = allocation(key_of(1), (0, 1), cores=200, blocks=0)
-    known = Holders(gpus={held.key: held.gpus}, by_id={id_of(1): held.key})
+    allocated = allocation(key_of(1), (0, 1), cores=200, blocks=0)
+    known = AllocatedContainers(gpus={allocated.key: allocated.gpus}, by_id={id_of(1): allocated.key})
     gpus = (gpu_sample(0, process(10, sm=0.5)), gpu_sample(1, process(11, sm=0.75)))
-    shown = snapshot(facts(held), usage=used(*gpus, holders=known, owners={10: owner(1), 11: owner(1)}))
+    shown = snapshot(facts(allocated), usage=used(*gpus, allocated=known, owners={10: owner(1), 11: owner(1)}))
     rows = rows_of(shown)
     assert [(labels["gpu"], value) for labels, value in rows["container_gpu_utilization"]] == [
         ("gpu0", 50.0),
@@ -115,7 +114,7 @@ def test_an_elastic_share_may_use_more_than_it_was_given() -> None:
 
 
 def test_before_the_first_round_a_container_has_its_limits_and_no_use() -> None:
-    """What was not looked at is not zero."""
+    """What was not sampled is not zero."""
     rows = rows_of(snapshot(facts(allocation(key_of(1)))))
     assert "gpushare_container_memory_limit_bytes" in rows
     assert not {name for name in rows if "used" in name or "utilization_ratio" in name}
@@ -124,7 +123,7 @@ def test_before_the_first_round_a_container_has_its_limits_and_no_use() -> None:
 
 def test_a_container_admitted_after_the_last_round_uses_nothing_yet() -> None:
     """From the moment of its allocation it has its series."""
-    empty = used(gpu_sample(0), holders=Holders(gpus={}, by_id={}), owners={})
+    empty = used(gpu_sample(0), allocated=AllocatedContainers(gpus={}, by_id={}), owners={})
     rows = rows_of(snapshot(facts(allocation(key_of(1))), usage=empty))
     assert [value for _, value in rows["gpushare_container_memory_used_bytes"]] == [0.0]
     assert [value for _, value in rows["container_gpu_utilization"]] == [0.0, 0.0]
@@ -132,7 +131,7 @@ def test_a_container_admitted_after_the_last_round_uses_nothing_yet() -> None:
 
 def test_a_container_admitted_onto_a_gpu_that_lists_no_processes_has_no_use() -> None:
     """Nothing is known of it there, also before the next round."""
-    silent = used(gpu_sample(0, lists=False), holders=Holders(gpus={}, by_id={}), owners={})
+    silent = used(gpu_sample(0, lists=False), allocated=AllocatedContainers(gpus={}, by_id={}), owners={})
     rows = rows_of(snapshot(facts(allocation(key_of(1))), usage=silent))
     assert "gpushare_container_memory_used_bytes" not in rows
 
@@ -168,7 +167,7 @@ def test_every_sample_of_a_gpu_has_its_series() -> None:
         nvlink_sent_bytes_total=2**41,
         processes=(process(77, memory=42),),
     )
-    usage = used(sample, holders=Holders(gpus={}, by_id={}), owners={})
+    usage = used(sample, allocated=AllocatedContainers(gpus={}, by_id={}), owners={})
     sick = inventory(sick={1: "lost"})
     rows = rows_of(snapshot(usage=usage, gpus=sick, cordoned={UUIDS[1]: "by hand"}))
     first, second = ({"uuid": UUIDS[index], "gpu": str(index), "node": "n1"} for index in (0, 1))
@@ -225,10 +224,12 @@ def test_what_is_given_of_a_gpu_is_shown_from_the_allocation_on() -> None:
 
 def test_the_order_of_containers_does_not_depend_on_who_came_first() -> None:
     """By namespace, pod and container."""
-    held = [facts(allocation(key_of(number), cores=10, blocks=1, pod=name)) for number, name in ((1, "b"), (2, "a"))]
-    one, other = (list(node_series(snapshot(*order))) for order in (held, held[::-1]))
+    allocated = [
+        facts(allocation(key_of(number), cores=10, blocks=1, pod=name)) for number, name in ((1, "b"), (2, "a"))
+    ]
+    one, other = (list(node_series(snapshot(*order))) for order in (allocated, allocated[::-1]))
     assert one == other
-    assert [labels["pod"] for labels, _ in rows_of(snapshot(*held))["gpushare_container_memory_limit_bytes"]] == [
+    assert [labels["pod"] for labels, _ in rows_of(snapshot(*allocated))["gpushare_container_memory_limit_bytes"]] == [
         "a",
         "b",
     ]
@@ -236,7 +237,7 @@ def test_the_order_of_containers_does_not_depend_on_who_came_first() -> None:
 
 @pytest.mark.parametrize("value", ['a"b', "a\\b", "a\\nb", "a\\", "a\nb", 'é,}="', "x" * 1000])
 def test_no_label_breaks_out_of_its_quotes(value: str) -> None:
-    """Whatever a name holds, a reader gets it back, cut at the longest name of a pod."""
+    """Whatever is in a name, a reader gets it back, cut at the longest name of a pod."""
     series = Series("gpushare_x", "X.", rows=[(labels_text(pod=value, a="1"), 1)])
     text = NodePage(lambda: [series], max_age_s=1).text(is_openmetrics=False).decode()
     (family,) = parse_text(text)
@@ -246,9 +247,11 @@ def test_no_label_breaks_out_of_its_quotes(value: str) -> None:
 def test_namesakes_are_one_row_with_the_sum() -> None:
     """A pod deleted by force whose processes run on, and the one made anew under its name: no series is there twice."""
     old, new = allocation(key_of(1)), allocation(key_of(2), (0, 1), cores=200, blocks=0)
-    known = Holders(gpus={one.key: one.gpus for one in (old, new)}, by_id={id_of(1): old.key, id_of(2): new.key})
+    known = AllocatedContainers(
+        gpus={one.key: one.gpus for one in (old, new)}, by_id={id_of(1): old.key, id_of(2): new.key}
+    )
     gpus = (gpu_sample(0, process(10, sm=0.25), process(20, sm=0.5)), gpu_sample(1, process(21, sm=0.125)))
-    usage = used(*gpus, holders=known, owners={10: owner(1), 20: owner(2), 21: owner(2)})
+    usage = used(*gpus, allocated=known, owners={10: owner(1), 20: owner(2), 21: owner(2)})
     shown = snapshot(facts(old), facts(new), usage=usage)
     rows = rows_of(shown)
     assert rows["container_request_gpu_utilization"] == [({**LEGACY, "req_of_gpu": "total"}, 2.4)]
@@ -350,30 +353,8 @@ def test_a_registration_after_the_first_counts_as_another() -> None:
     assert value("gpushare_reregistrations_total", {"resource": "b"}) == 0
 
 
-@pytest.mark.parametrize("accept", ["", OPENMETRICS])
-def test_the_packed_page_is_the_same_text(accept: str) -> None:
-    """The node's part is packed once, what is counted each time; together they are one gzip member."""
-    metrics = AgentMetrics()
-    metrics.show_node(NodePage(lambda: node_series(one_share(process(10))), max_age_s=60.0))
-    for _ in range(2):
-        metrics.listed("pods", 0.1)
-        content_type, packed = metrics.packed_exposition(accept)
-        unpacker = zlib.decompressobj(wbits=31)
-        text = unpacker.decompress(packed)
-        assert (unpacker.eof, unpacker.unused_data) == (True, b"")
-        wanted_type, wanted = metrics.exposition(accept)
-        assert content_type == wanted_type
-        assert _steady(text) == _steady(wanted)
-    assert gzip.decompress(AgentMetrics().packed_exposition(accept)[1])
-
-
-def _steady(text: bytes) -> list[bytes]:
-    """Without what the process itself changes from one moment to the next."""
-    return [line for line in text.splitlines() if not line.startswith(b"process_")]
-
-
 def test_a_reload_counts_on_and_shows_the_new_state_alone() -> None:
-    """Counters never go down while the process lives; what a part of the former life told is gone with it."""
+    """Counters never go down while the process lives; states that an ended part reported are gone with it."""
     metrics = AgentMetrics()
     metrics.show_pod_event_age(lambda: 7.0)
     metrics.show_mps(lambda: True)

@@ -1,20 +1,20 @@
-"""What the node's document says where something is not known."""
+"""The node's document where something is not known."""
 
 from __future__ import annotations
 
-from gpushare_agent.observability.attribution import Holders, join_usage
+from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
 from gpushare_agent.observability.node_snapshot import node_document
 from tests.support_usage import allocation, driver_sample, facts, gpu_sample, key_of, snapshot
 
 
 def test_a_container_has_no_use_on_a_gpu_that_lists_no_processes() -> None:
     """Null, as in the metrics: a zero would be a measured zero. On a GPU that lists none of its, it is zero."""
-    held = allocation(key_of(1), (0, 1), cores=200, blocks=0)
+    allocated = allocation(key_of(1), (0, 1), cores=200, blocks=0)
     gpus = driver_sample(gpu_sample(0, lists=False), gpu_sample(1))
-    usage = join_usage(gpus, {}, Holders(gpus={held.key: held.gpus}, by_id={}), sampled_at=1.0)
-    [container] = node_document(snapshot(facts(held), usage=usage))["containers"]
+    usage = join_usage(gpus, {}, AllocatedContainers(gpus={allocated.key: allocated.gpus}, by_id={}), sampled_at=1.0)
+    [container] = node_document(snapshot(facts(allocated), usage=usage))["containers"]
     silent, listing = (gpu["usage"] for gpu in container["cards"])
     assert silent is None
     assert (listing["sm_ratio"], listing["memory_bytes"], listing["pids"]) == (0.0, 0, [])
-    [before] = node_document(snapshot(facts(held)))["containers"]
+    [before] = node_document(snapshot(facts(allocated)))["containers"]
     assert [gpu["usage"] for gpu in before["cards"]] == [None, None]

@@ -1,4 +1,4 @@
-"""The dashboard's files over real HTTP: who gets the page, what protects it, and what is sent again."""
+"""The dashboard's files over real HTTP: which client gets the page, what protects it, and what is sent again."""
 
 from __future__ import annotations
 

@@ -15,10 +15,12 @@ from aiohttp import ClientSession, web
 from gpushare_agent import __version__
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import StartupError
+from gpushare_agent.observability.http.answers import MOST_OF_PEER, RequestQueue
 from gpushare_agent.observability.http.server import WebServer
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.metrics.node import node_series
 from gpushare_agent.observability.metrics.text import NodePage
+from tests.support_http import Peer
 from tests.support_kube import DEADLINE_S, running
 from tests.support_usage import allocation, facts, key_of, snapshot
 
@@ -39,9 +41,9 @@ async def _get(url: str) -> tuple[int, str]:
         return response.status, await response.text()
 
 
-def _metrics(*held: Allocation) -> AgentMetrics:
+def _metrics(*allocated: Allocation) -> AgentMetrics:
     metrics = AgentMetrics()
-    shown = snapshot(*map(facts, held))
+    shown = snapshot(*map(facts, allocated))
     metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=60.0))
     return metrics
 
@@ -77,8 +79,8 @@ async def test_the_format_is_the_one_that_the_reader_asks_for() -> None:
 
 async def test_a_large_answer_is_compressed_for_those_who_ask() -> None:
     """And is the same text."""
-    held = [allocation(key_of(number), cores=1, blocks=1, pod=f"pod-{number}") for number in range(60)]
-    async with served(_metrics(*held)) as url, ClientSession(auto_decompress=False) as session:
+    allocated = [allocation(key_of(number), cores=1, blocks=1, pod=f"pod-{number}") for number in range(60)]
+    async with served(_metrics(*allocated)) as url, ClientSession(auto_decompress=False) as session:
         async with asyncio.timeout(DEADLINE_S):
             async with session.get(f"{url}/metrics", headers={"Accept-Encoding": "gzip"}) as response:
                 packed = await response.read()
@@ -194,7 +196,7 @@ async def test_an_added_route_replaces_one_of_the_same_path() -> None:
 
 
 async def test_a_taken_port_ends_the_start_with_the_cure() -> None:
-    """The error names address and port and says what to do."""
+    """The error names address and port and the cure."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         server = WebServer("127.0.0.1", port, metrics=AgentMetrics(), ready=list)
@@ -224,3 +226,50 @@ async def test_the_port_is_free_after_the_end() -> None:
         port = int(url.rpartition(":")[2])
     with socket.create_server(("127.0.0.1", port)):
         pass
+
+
+async def test_costly_answers_are_made_one_at_a_time_and_cheap_ones_between() -> None:
+    """While one is made the probe is answered, and no second is begun."""
+    running_now, may_answer, has_begun = [0], asyncio.Event(), asyncio.Event()
+
+    async def show(_request: web.Request) -> web.Response:
+        running_now[0] += 1
+        assert running_now[0] == 1
+        has_begun.set()
+        await may_answer.wait()
+        running_now[0] -= 1
+        return web.Response(text="costly")
+
+    async with served(routes=[("/costly", show)]) as url, asyncio.TaskGroup() as group:
+        asked = [group.create_task(_get(f"{url}/costly")) for _ in range(MOST_OF_PEER)]
+        await has_begun.wait()
+        assert (await _get(f"{url}/healthz"))[0] == 200
+        may_answer.set()
+    assert [task.result() for task in asked] == [(200, "costly")] * MOST_OF_PEER
+
+
+async def test_one_that_asks_too_much_at_once_is_answered_503_and_others_are_not() -> None:
+    """An address of its own still finds a place; afterwards the first does too."""
+    may_answer, has_begun = asyncio.Event(), asyncio.Event()
+
+    async def show(_request: web.Request) -> web.Response:
+        has_begun.set()
+        await may_answer.wait()
+        return web.Response(text="costly")
+
+    queue = RequestQueue(most_waiting=4, most_of_peer=2)
+    async with served(streams=[("/costly", queue.one_at_a_time(show))]) as url:
+        port = int(url.rpartition(":")[2])
+        first, second, third = [await Peer.open(port) for _ in range(3)]
+        other = await Peer.open(port, "127.0.0.2")
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(peer.status("/costly")) for peer in (first, second, third)]
+            refused, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            assert [task.result() for task in refused] == [503]
+            of_other = group.create_task(other.status("/costly"))
+            await has_begun.wait()
+            may_answer.set()
+        assert [task.result() for task in (*waiting, of_other)] == [200] * 3
+        assert await other.status("/costly") == 200
+        for peer in (first, second, third, other):
+            peer.close()

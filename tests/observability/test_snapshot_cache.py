@@ -1,4 +1,4 @@
-"""One snapshot for all who show the node."""
+"""One snapshot for all readers."""
 
 from __future__ import annotations
 

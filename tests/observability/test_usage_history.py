@@ -181,11 +181,11 @@ def test_the_document_is_plain_json_and_says_when_and_how_far_apart() -> None:
 def test_a_curve_says_whose_it_is_also_when_the_container_is_gone() -> None:
     """For as long as it is shown; nothing else remembers the name of a pod that was deleted."""
     owner = pod("train", container(cores=30))
-    held = allocation(owner, "main", ids(0, range(30)), [])
-    allocations = {held.key: held}
+    allocated = allocation(owner, "main", ids(0, range(30)), [])
+    allocations = {allocated.key: allocated}
     clock = Clock()
     kept = UsageHistory(POINTS * STEP_S, POINTS, allocations=lambda: allocations, clock=clock)
-    kept.add(usage(0.2, keys=(held.key,)))
+    kept.add(usage(0.2, keys=(allocated.key,)))
     allocations.clear()
     clock.now += STEP_S
     kept.add(usage(0.2, keys=()))

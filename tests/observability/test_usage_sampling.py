@@ -1,4 +1,5 @@
-"""The rounds of sampling: what they join, what is said and counted when they fail or last, and when numbers are dropped."""
+"""The rounds of sampling: what they join, what is logged and counted when they fail or take long, and when numbers are
+dropped."""
 
 from __future__ import annotations
 
@@ -35,14 +36,14 @@ def pod_of(key: ContainerKey, *, container_id: str = "", has_started: bool = Tru
 
 @dataclass
 class World:
-    """Everything that the sampling asks, and what it tells."""
+    """Everything that the sampling reads, and what it reports."""
 
     sample_now: DriverSample = field(default_factory=driver_sample)
     error: Exception | None = None
     owners: dict[int, PeerIdentity] = field(default_factory=dict)
     owners_error: Exception | None = None
     reported_ids: dict[ContainerKey, str] = field(default_factory=dict)
-    held: dict[ContainerKey, Allocation] = field(default_factory=dict)
+    allocations: dict[ContainerKey, Allocation] = field(default_factory=dict)
     known_pods: dict[PodUid, Pod] = field(default_factory=dict)
     counted: list[tuple[Any, ...]] = field(default_factory=list)
     asked_ids: int = 0
@@ -92,8 +93,10 @@ class World:
     def driver_error(self, word: str, count: int = 1) -> None:
         self.counted.append(("error", word, count))
 
-    def hold(self, key: ContainerKey, gpus: tuple[int, ...] = (0,), *, container_id: str = "", **others: Any) -> None:
-        self.held[key] = allocation(key, gpus, **others)
+    def allocate(
+        self, key: ContainerKey, gpus: tuple[int, ...] = (0,), *, container_id: str = "", **others: Any
+    ) -> None:
+        self.allocations[key] = allocation(key, gpus, **others)
         self.known_pods[key.pod_uid] = pod_of(key, container_id=container_id)
 
     def sampling(self, *, period_s: float = 1.0, clock: Callable[[], float] | None = None) -> UsageSampling:
@@ -102,7 +105,7 @@ class World:
             owners=self,
             pods=self,
             ids=self,
-            allocations=lambda: self.held,
+            allocations=lambda: self.allocations,
             metrics=self,
             period_s=period_s,
             clock=clock or (lambda: self.now),
@@ -112,7 +115,7 @@ class World:
 
 @asynccontextmanager
 async def rounds(sampling: UsageSampling) -> AsyncIterator[asyncio.Queue[UsageRound | None]]:
-    """A running sampling and what it tells its listener."""
+    """A running sampling and what it reports to its observer."""
     reported: asyncio.Queue[UsageRound | None] = asyncio.Queue()
     sampling.subscribe(reported.put_nowait)
     async with running(sampling.run):
@@ -120,14 +123,14 @@ async def rounds(sampling: UsageSampling) -> AsyncIterator[asyncio.Queue[UsageRo
 
 
 async def test_a_round_joins_processes_with_the_pods_container_ids() -> None:
-    """The current round is what listeners are told, with the driver's errors counted by their words."""
+    """The current round is what observers get, with the driver's errors counted by name."""
     world = World(owners={10: owner(1)})
-    world.hold(key_of(1), container_id=id_of(1))
+    world.allocate(key_of(1), container_id=id_of(1))
     world.sample_now = driver_sample(gpu_sample(0, process(10)), errors={"timeout": 2})
     sampling = world.sampling()
     reported: list[UsageRound | None] = []
     sampling.subscribe(reported.append)
-    await sampling.look()
+    await sampling.sample_once()
     assert sampling.current is not None
     assert sampling.current.containers[key_of(1), UUIDS[0]].pids == (10,)
     assert sampling.current.sampled_at == 5000.0
@@ -137,39 +140,39 @@ async def test_a_round_joins_processes_with_the_pods_container_ids() -> None:
 
 
 async def test_the_runtime_is_asked_for_ids_that_no_status_has_and_not_each_round() -> None:
-    """A container that has just started is found by it; whoever is unknown to it too does not cost a call each round."""
+    """A container that has just started is found by it; one that is unknown to it too does not cost a call each round."""
     world = World(owners={10: owner(1), 11: owner(1, "f" * 64)})
     for name in ("a", "b"):
-        world.hold(key_of(1, name))
+        world.allocate(key_of(1, name))
     world.reported_ids = {key_of(1, "b"): id_of(1)}
     world.sample_now = driver_sample(gpu_sample(0, process(10), process(11)))
     sampling = world.sampling()
     for _ in range(3):
-        await sampling.look()
+        await sampling.sample_once()
         world.now += IDS_AGAIN_S / 4
     assert world.asked_ids == 1
     assert sampling.current is not None
     assert sampling.current.containers[key_of(1, "b"), UUIDS[0]].pids == (10,)
     assert [one.pid for one in sampling.current.unattributed[UUIDS[0]]] == [11]
     world.now += IDS_AGAIN_S
-    await sampling.look()
+    await sampling.sample_once()
     assert world.asked_ids == 2
 
 
-async def test_an_init_container_that_has_run_holds_nothing() -> None:
-    """The main container took its share over: it is the pod's only holder."""
+async def test_an_init_container_that_has_run_has_nothing_allocated() -> None:
+    """The main container took its share over: it is the pod's only container with an allocation."""
     world = World(owners={10: owner(1, "f" * 64)})
-    world.hold(key_of(1, "init"), kind=ContainerKind.INIT)
-    world.hold(key_of(1, "main"))
+    world.allocate(key_of(1, "init"), kind=ContainerKind.INIT)
+    world.allocate(key_of(1, "main"))
     world.sample_now = driver_sample(gpu_sample(0, process(10)))
     sampling = world.sampling()
-    await sampling.look()
+    await sampling.sample_once()
     assert sampling.current is not None
     assert [key.container for key, _ in sampling.current.containers] == ["main"]
     assert sampling.current.containers[key_of(1, "main"), UUIDS[0]].pids == (10,)
     uid = key_of(1).pod_uid
     world.known_pods[uid] = replace(world.known_pods[uid], has_started=False)
-    await sampling.look()
+    await sampling.sample_once()
     assert [key.container for key, _ in sampling.current.containers] == ["init", "main"]
 
 
@@ -177,36 +180,36 @@ async def test_stale_numbers_are_dropped_after_three_periods() -> None:
     """Two failed rounds keep the last one, the third drops it; it is logged once and comes back by itself."""
     world = World(sample_now=driver_sample(gpu_sample(0)))
     sampling = world.sampling()
-    await sampling.look()
+    await sampling.sample_once()
     last = sampling.current
     world.error = Unavailable("the driver does not answer")
     with capture_logs() as logs:
         for _ in range(2):
             world.now += 1.0
-            await sampling.look()
+            await sampling.sample_once()
             assert sampling.current is last
         for _ in range(3):
             world.now += 1.0
-            await sampling.look()
+            await sampling.sample_once()
             assert sampling.current is None
     assert [line["event"] for line in logs] == ["usage_not_sampled", "usage_unknown"]
     assert world.counted.count(("failed",)) == 5
     world.error = None
-    await sampling.look()
+    await sampling.sample_once()
     assert sampling.current is not None
 
 
-async def test_listeners_hear_once_that_the_numbers_are_gone() -> None:
+async def test_observers_are_notified_once_that_the_numbers_are_gone() -> None:
     """None, and then nothing until there are numbers again."""
     world = World()
     sampling = world.sampling()
     reported: list[UsageRound | None] = []
     sampling.subscribe(reported.append)
-    await sampling.look()
+    await sampling.sample_once()
     world.owners_error = Unavailable("/proc does not answer")
     for _ in range(6):
         world.now += 1.0
-        await sampling.look()
+        await sampling.sample_once()
     assert [one is None for one in reported] == [False, True]
 
 
@@ -215,11 +218,11 @@ async def test_a_bug_in_one_round_costs_that_round() -> None:
     world = World(error=ZeroDivisionError("a bug"))
     sampling = world.sampling()
     with capture_logs() as logs:
-        await sampling.look()
-        await sampling.look()
+        await sampling.sample_once()
+        await sampling.sample_once()
     assert [(line["event"], line["log_level"]) for line in logs] == [("usage_not_sampled", "error")]
     world.error = None
-    await sampling.look()
+    await sampling.sample_once()
     assert sampling.current is not None
 
 

@@ -1,6 +1,6 @@
 // The dashboard: joins the stream's store with the parts of the page. Draws once per frame at most, and only what changed.
 
-import { CardView } from "./cards.js";
+import { GpuView } from "./gpus.js";
 import { ContainerTable } from "./containers.js";
 import { Decisions } from "./decisions.js";
 import { arrange, byId, h, set, write } from "./dom.js";
@@ -14,7 +14,7 @@ import { TopologyView } from "./topology.js";
 
 const MANY = 40; // containers from which on bars jump instead of gliding: gliding hundreds of them costs every frame
 
-const views = new Map(); // card's uuid -> CardView
+const views = new Map(); // GPU's uuid -> GpuView
 const hues = new Hues();
 const store = new Store(draw, drawLink);
 const summary = new Summary(store);
@@ -31,11 +31,11 @@ function draw(changed) {
     for (const key of hues.update(inOrder)) recoloured(key, changed);
   }
   summary.draw();
-  drawCards(everything ? null : new Set([...changed.cards, ...changed.shares]));
+  drawGpus(everything ? null : new Set([...changed.gpus, ...changed.shares]));
   table.draw(everything ? null : changed.containers, changed.used, hues);
   drawEmpty();
   if (everything || changed.decisions.length) decisions.draw();
-  if (everything || changed.cards.size) topology.draw();
+  if (everything || changed.gpus.size) topology.draw();
   if (everything) readPast();
   else if (changed.sampled && history.sample()) drawPast();
   announce(changed.decisions);
@@ -54,19 +54,19 @@ function sorted() {
 }
 
 /** `uuids` are those to draw, null for all. */
-function drawCards(uuids) {
-  const cards = [...store.cards.values()].sort((one, two) => one.index - two.index);
+function drawGpus(uuids) {
+  const gpus = [...store.gpus.values()].sort((one, two) => one.index - two.index);
   if (!uuids) {
-    for (const uuid of views.keys()) if (!store.cards.has(uuid)) views.delete(uuid);
-    for (const card of cards) if (!views.has(card.uuid)) views.set(card.uuid, new CardView());
-    arrange(byId("cards"), cards.map((card) => views.get(card.uuid).element));
+    for (const uuid of views.keys()) if (!store.gpus.has(uuid)) views.delete(uuid);
+    for (const gpu of gpus) if (!views.has(gpu.uuid)) views.set(gpu.uuid, new GpuView());
+    arrange(byId("gpus"), gpus.map((gpu) => views.get(gpu.uuid).element));
   }
   set(document.body, "data-many", store.containers.size > MANY);
-  const on = containersByCard();
-  for (const card of cards) if (!uuids || uuids.has(card.uuid)) views.get(card.uuid)?.draw(card, on.get(card.uuid) ?? [], hues);
+  const on = containersByGpu();
+  for (const gpu of gpus) if (!uuids || uuids.has(gpu.uuid)) views.get(gpu.uuid)?.draw(gpu, on.get(gpu.uuid) ?? [], hues);
 }
 
-function containersByCard() {
+function containersByGpu() {
   const found = new Map();
   for (const [key, container] of inOrder) {
     for (const { uuid } of container.cards) {
@@ -84,13 +84,13 @@ async function readPast() {
 }
 
 function drawPast() {
-  for (const [uuid, view] of views) view.drawPast(history.cards.get(uuid) ?? { sm: [], memory: [] }, history.points, history.minutes());
+  for (const [uuid, view] of views) view.drawPast(history.gpus.get(uuid) ?? { sm: [], memory: [] }, history.points, history.minutes());
 }
 
 function drawEmpty() {
-  const cards = byId("cards-empty");
-  cards.hidden = store.cards.size > 0;
-  write(cards, "The driver shows no card on this node. The agent's log says why; it looks again by itself.");
+  const gpus = byId("gpus-empty");
+  gpus.hidden = store.gpus.size > 0;
+  write(gpus, "The driver lists no GPU on this node. The agent's log has the reason; it tries again by itself.");
   const containers = byId("containers-empty");
   const { resources } = store.node;
   const wanted = `${resources.vcore} ${resources.vmemory} ${store.containers.size > 0}`;
@@ -98,12 +98,12 @@ function drawEmpty() {
   containers.dataset.shown = wanted;
   containers.hidden = store.containers.size > 0;
   containers.replaceChildren(
-    h("p", {}, h("strong", {}, "No pod has a share yet."), " One that asks for these limits appears here as soon as it is admitted:"),
-    h("pre", { tabindex: 0 }, h("code", {}, `resources:\n  limits:\n    ${resources.vcore}: 30       # of a card's 100 cores\n    ${resources.vmemory}: 16     # blocks of ${resources.memory_block_bytes / 1048576} MiB`)),
+    h("p", {}, h("strong", {}, "No pod has a share yet."), " One with these limits appears here as soon as it is admitted:"),
+    h("pre", { tabindex: 0 }, h("code", {}, `resources:\n  limits:\n    ${resources.vcore}: 30       # of a GPU's 100 cores\n    ${resources.vmemory}: 16     # blocks of ${resources.memory_block_bytes / 1048576} MiB`)),
     h("p", {}, "For a try: ", h("code", {}, "kubectl apply -f manifests/samples/share.yaml")));
 }
 
-/** For screen readers: only what somebody must know, not every number. */
+/** For screen readers: only what matters, not every number. */
 function announce(fresh) {
   const refused = fresh.filter((one) => one.outcome === "refused");
   if (refused.length) write(byId("spoken"), refused.map((one) => `Refused: ${one.namespace}/${one.pod}, ${one.reason}`).join(". "));

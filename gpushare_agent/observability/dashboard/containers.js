@@ -1,14 +1,14 @@
-// The table of all containers that hold something: sorted by any column, filtered by a text, redrawn row by row.
+// The table of all containers with an allocation: sorted by any column, filtered by a text, redrawn row by row.
 
 import { arrange, byId, h, set, vary, write } from "./dom.js";
 import * as format from "./format.js";
 
 const RESORT_MS = 5000;
 
-const usedCores = (container) => sum(container, (held) => held.usage?.sm_ratio, 100);
-const usedMemory = (container) => sum(container, (held) => held.usage?.memory_bytes, 1);
+const usedCores = (container) => sum(container, (share) => share.usage?.sm_ratio, 100);
+const usedMemory = (container) => sum(container, (share) => share.usage?.memory_bytes, 1);
 
-/** Null where no card tells it. */
+/** Null where no GPU reports it. */
 function sum(container, value, factor) {
   const known = container.cards.map(value).filter((one) => one !== null && one !== undefined);
   return known.length ? known.reduce((total, one) => total + one * factor, 0) : null;
@@ -18,7 +18,7 @@ const COLUMNS = [
   { id: "namespace", name: "Namespace", value: (one) => one.namespace },
   { id: "pod", name: "Pod", value: (one) => one.pod },
   { id: "container", name: "Container", value: (one) => one.container },
-  { id: "card", name: "Card", value: (one) => one.cards.map((held) => String(held.index).padStart(3, "0")).join(" ") },
+  { id: "gpu", name: "GPU", value: (one) => one.cards.map((share) => String(share.index).padStart(3, "0")).join(" ") },
   { id: "cores", name: "Cores", value: (one) => one.cores, isNumber: true },
   { id: "compute", name: "Compute in use", value: usedCores, isLive: true },
   { id: "memory", name: "Memory", value: (one) => one.memory_bytes, isNumber: true },
@@ -38,7 +38,7 @@ export class ContainerTable {
     this.headings = COLUMNS.map((column) => this.#heading(column));
     this.body = h("tbody");
     this.element = h("table", { class: "containers" },
-      h("caption", { class: "unseen" }, "Containers that hold a share of a card, with their limits and their use. The buttons in the heading sort."),
+      h("caption", { class: "unseen" }, "Containers with GPUs allocated, their limits and their use. The buttons in the heading sort."),
       h("thead", {}, h("tr", {}, this.headings)), this.body);
     byId("containers-table").append(this.element);
     byId("filter").addEventListener("input", (event) => {
@@ -82,7 +82,7 @@ export class ContainerTable {
     return this.rows.get(key);
   }
 
-  /** By a number that changes each second, but not under somebody's hands. */
+  /** By a number that changes each second, but not while the table is in use. */
   #sortAgain() {
     if (!this.sortedBy.isLive || Date.now() - this.sortedAt < RESORT_MS) return;
     if (this.element.matches(":hover") || this.element.contains(document.activeElement)) return;
@@ -134,14 +134,14 @@ class Row {
     write(this.#cell("namespace"), container.namespace);
     write(this.#cell("pod"), container.pod);
     write(this.#cell("container"), container.kind === "main" ? container.container : `${container.container} (${container.kind})`);
-    set(this.#cell("container"), "data-before", `${container.namespace}, `); // shown where there is no room for a column
-    write(this.#cell("card"), format.cardNames(container.cards.map((held) => held.index)) || "not on a card here");
+    set(this.#cell("container"), "data-before", `${container.namespace}, `); // shown where a column does not fit
+    write(this.#cell("gpu"), format.gpuNames(container.cards.map((share) => share.index)) || "not on a GPU here");
     write(this.#cell("cores"), container.core_limit ? `${container.cores}, up to ${container.core_limit}` : container.cores);
     write(this.#cell("memory"), format.bytes(container.memory_bytes));
-    write(this.#cell("isolation"), container.is_whole ? "whole card" : container.isolation || "not known");
+    write(this.#cell("isolation"), container.is_whole ? "whole GPU" : container.isolation || "not known");
     write(this.state, container.phase);
     set(this.state, "data-state", container.phase);
-    this.text = [container.namespace, container.pod, container.container, this.#cell("card").textContent, this.#cell("isolation").textContent, container.phase].join("\n").toLowerCase();
+    this.text = [container.namespace, container.pod, container.container, this.#cell("gpu").textContent, this.#cell("isolation").textContent, container.phase].join("\n").toLowerCase();
     this.drawUse(container);
   }
 

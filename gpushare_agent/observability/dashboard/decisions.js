@@ -1,4 +1,4 @@
-// What was admitted and refused lately, and why: the newest first; opened, an entry shows every card as it stood then.
+// What was admitted and refused lately, and why: the newest first; opened, an entry shows every GPU at that time.
 
 import { arrange, byId, h, write } from "./dom.js";
 import * as format from "./format.js";
@@ -36,7 +36,7 @@ export class Decisions {
 function makeEntry(decision) {
   const isRefused = decision.outcome === "refused";
   const name = decision.pod ? `${decision.namespace}/${decision.pod}` : "a pod that could not be identified";
-  const result = isRefused ? decision.reason : format.cardNames(decision.cards);
+  const result = isRefused ? decision.reason : format.gpuNames(decision.cards);
   const body = h("div", { class: "decision-body" });
   const details = h("details", {},
     h("summary", {},
@@ -54,28 +54,28 @@ function makeEntry(decision) {
 async function show(body, decision) {
   body.append(
     h("p", {}, decision.explanation),
-    h("p", { class: "quiet" }, asked(decision)),
+    h("p", { class: "quiet" }, requestText(decision)),
   );
-  const place = body.appendChild(h("p", { class: "quiet" }, "Reading the cards as they stood then"));
+  const place = body.appendChild(h("p", { class: "quiet" }, "Reading the GPUs at that time"));
   try {
     const answer = await fetch(`api/v1/decisions?number=${decision.number}`);
     const [whole] = answer.ok ? (await answer.json()).decisions : [];
     if (!whole) throw new Error("the agent does not keep it any more");
-    place.replaceWith(whole.candidates.length ? candidates(whole) : h("p", { class: "quiet" }, "It was decided without looking at the cards."));
+    place.replaceWith(whole.candidates.length ? candidates(whole) : h("p", { class: "quiet" }, "It was decided without the GPUs."));
   } catch (error) {
-    write(place, `The cards as they stood then cannot be shown: ${error.message}.`);
+    write(place, `The GPUs at that time cannot be shown: ${error.message}.`);
     body.closest("details").addEventListener("toggle", () => body.replaceChildren(), { once: true }); // then asks again
   }
 }
 
 
-function asked(decision) {
-  const { asked: wish, policy } = decision;
-  if (!wish) return `Decided in a call for ${decision.resource}.`;
-  const hint = wish.hint.length ? `, hinted to ${format.cardNames(wish.hint)}` : "";
+function requestText(decision) {
+  const { asked: request, policy } = decision;
+  if (!request) return `Decided in a call for ${decision.resource}.`;
+  const hint = request.hint.length ? `, hint ${format.gpuNames(request.hint)}` : "";
   const how = policy ? ` Placed by: ${policy}.` : "";
-  const memory = wish.memory_bytes ? ` and ${format.bytes(wish.memory_bytes)}` : "";
-  return `Asked for ${format.cores(wish.cores)}${memory}${hint}.${how}`;
+  const memory = request.memory_bytes ? ` and ${format.bytes(request.memory_bytes)}` : "";
+  return `Requested: ${format.cores(request.cores)}${memory}${hint}.${how}`;
 }
 
 function candidates(decision) {
@@ -84,10 +84,10 @@ function candidates(decision) {
     h("td", { "data-number": true }, format.cores(one.free_cores)),
     h("td", { "data-number": true }, format.bytesOf(one.free_memory_bytes, one.total_memory_bytes)),
     h("td", {}, one.is_chosen ? `✓ ${one.verdict}` : one.verdict)));
-  return h("div", { class: "scrolling", tabindex: 0, role: "region", "aria-label": "The cards as they stood then" },
+  return h("div", { class: "scrolling", tabindex: 0, role: "region", "aria-label": "The GPUs at that time" },
     h("table", { class: "candidates" },
-      h("caption", {}, "The cards as they stood then"),
-      h("thead", {}, h("tr", {}, ["Card", "Free cores", "Free memory", "Verdict"].map((name, place) =>
+      h("caption", {}, "The GPUs at that time"),
+      h("thead", {}, h("tr", {}, ["GPU", "Free cores", "Free memory", "Verdict"].map((name, place) =>
         h("th", { scope: "col", "data-number": place === 1 || place === 2 }, name)))),
       h("tbody", {}, rows)));
 }

@@ -1,4 +1,4 @@
-// Making and changing elements. Values only ever become text or attributes, never markup: names come from strangers.
+// Making and changing elements. Values only ever become text or attributes, never markup: names come from tenants.
 
 const SVG = "http://www.w3.org/2000/svg";
 

@@ -70,4 +70,4 @@ export function count(number, one, many) {
 /** `power_cap` as words. */
 export const words = (name) => name.replaceAll("_", " ");
 
-export const cardNames = (indexes) => indexes.map((index) => `GPU ${index}`).join(", ");
+export const gpuNames = (indexes) => indexes.map((index) => `GPU ${index}`).join(", ");

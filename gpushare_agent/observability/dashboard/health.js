@@ -1,9 +1,9 @@
-// Whether a card is in service, and why not. An operator's cordon is no illness: a card may have either, or both.
+// Whether a GPU is in service, and why not. A cordon is no fault: a GPU may have either, or both.
 
-export const isCordoned = (card) => card.cordoned !== null;
+export const isCordoned = (gpu) => gpu.cordoned !== null;
 
-/** Something is wrong with the card itself; a cordoned card is offered to nobody and may be well. */
-export const isIll = (card) => Boolean(card.health_reason) || (!card.is_healthy && !isCordoned(card));
+/** Something is wrong with the GPU itself; a cordoned GPU is not offered and may be healthy. */
+export const isIll = (gpu) => Boolean(gpu.health_reason) || (!gpu.is_healthy && !isCordoned(gpu));
 
 /** `bad`, `warn` or `good`: the worst of it. */
-export const kindOf = (card) => (isIll(card) ? "bad" : isCordoned(card) ? "warn" : "good");
+export const kindOf = (gpu) => (isIll(gpu) ? "bad" : isCordoned(gpu) ? "warn" : "good");

@@ -1,64 +1,64 @@
-// The last minutes of each card: read once from the agent, then carried on from the stream, and the curve made of it.
+// The last minutes of each GPU: read once from the agent, then carried on from the stream, and the curve made of it.
 
 import { s, set } from "./dom.js";
 import * as format from "./format.js";
 
 const WIDTH = 300;
 const HEIGHT = 40;
-const STEP_UNLESS_TOLD_S = 5;
+const DEFAULT_STEP_S = 5;
 const POINTS_UNLESS_TOLD = 180;
 
 export class History {
   constructor(store) {
     this.store = store;
-    this.step = STEP_UNLESS_TOLD_S;
+    this.step = DEFAULT_STEP_S;
     this.points = POINTS_UNLESS_TOLD;
-    this.cards = new Map(); // uuid -> {sm: [], memory: []}, ratios or null, oldest first
+    this.gpus = new Map(); // uuid -> {sm: [], memory: []}, ratios or null, oldest first
     this.stepEnds = 0;
     this.parts = new Map(); // uuid -> sums of the step that is not over
   }
 
   /** After each new connection: what was missed is in the agent's rings. */
   async load() {
-    let told = {};
+    let answered = {};
     try {
       const answer = await fetch("api/v1/history?only=cards");
-      if (answer.ok) told = await answer.json();
+      if (answer.ok) answered = await answer.json();
     } catch {
-      // The curve then begins now; the connection's state is told elsewhere.
+      // The curve then begins now; the connection's state is answered elsewhere.
     }
-    this.step = told.step_seconds || STEP_UNLESS_TOLD_S;
-    for (const [uuid, rows] of Object.entries(told.cards ?? {})) {
-      const capacity = this.store.cards.get(uuid)?.memory.capacity_bytes || 1;
+    this.step = answered.step_seconds || DEFAULT_STEP_S;
+    for (const [uuid, rows] of Object.entries(answered.cards ?? {})) {
+      const capacity = this.store.gpus.get(uuid)?.memory.capacity_bytes || 1;
       const memory = (rows.memory_used_bytes ?? []).map((used) => (used === null ? null : used / capacity));
-      this.cards.set(uuid, { sm: rows.sm_ratio ?? [], memory });
+      this.gpus.set(uuid, { sm: rows.sm_ratio ?? [], memory });
       this.points = Math.max(this.points, memory.length);
     }
-    this.stepEnds = (told.at ?? this.store.now()) + this.step;
+    this.stepEnds = (answered.at ?? this.store.now()) + this.step;
     this.parts.clear();
   }
 
-  /** One more sample of each card. True where a step is over, so that each curve has a new point. */
+  /** One more sample of each GPU. True where a step is over, so that each curve has a new point. */
   sample() {
-    for (const card of this.store.cards.values()) {
-      const part = this.parts.get(card.uuid) ?? { count: 0, sm: 0, memory: 0 };
-      if (!card.usage || card.usage.sm_ratio === null) continue;
+    for (const gpu of this.store.gpus.values()) {
+      const part = this.parts.get(gpu.uuid) ?? { count: 0, sm: 0, memory: 0 };
+      if (!gpu.usage || gpu.usage.sm_ratio === null) continue;
       part.count += 1;
-      part.sm += card.usage.sm_ratio;
-      part.memory += (card.usage.memory_used_bytes ?? 0) / (card.memory.capacity_bytes || 1);
-      this.parts.set(card.uuid, part);
+      part.sm += gpu.usage.sm_ratio;
+      part.memory += (gpu.usage.memory_used_bytes ?? 0) / (gpu.memory.capacity_bytes || 1);
+      this.parts.set(gpu.uuid, part);
     }
     const now = this.store.now();
     if (now < this.stepEnds) return false;
     const missed = Math.min(this.points, Math.floor((now - this.stepEnds) / this.step));
-    for (const uuid of this.store.cards.keys()) this.#add(uuid, missed);
+    for (const uuid of this.store.gpus.keys()) this.#add(uuid, missed);
     this.parts.clear();
     this.stepEnds += (missed + 1) * this.step;
     return true;
   }
 
   #add(uuid, missed) {
-    const rows = this.cards.get(uuid) ?? { sm: [], memory: [] };
+    const rows = this.gpus.get(uuid) ?? { sm: [], memory: [] };
     const part = this.parts.get(uuid);
     for (let n = 0; n < missed; n += 1) {
       rows.sm.push(null);
@@ -68,7 +68,7 @@ export class History {
     rows.memory.push(part ? part.memory / part.count : null);
     rows.sm.splice(0, rows.sm.length - this.points);
     rows.memory.splice(0, rows.memory.length - this.points);
-    this.cards.set(uuid, rows);
+    this.gpus.set(uuid, rows);
   }
 
   minutes() {
@@ -76,7 +76,7 @@ export class History {
   }
 }
 
-/** The curve of one card: an element, and `draw` for each new point. */
+/** The curve of one GPU: an element, and `draw` for each new point. */
 export function makeCurve() {
   const area = s("path", { class: "curve-area" });
   const sm = s("path", { class: "curve-sm" });

@@ -1,5 +1,5 @@
 // Which colour a container has: chosen by a hash of its key, so that it is the same after a reload and in every browser; on a
-// card each has another colour as long as there are enough, and then the rarest one.
+// GPU each has another colour as long as there are enough, and then the rarest one.
 // The colour is a help to the eye and never the only carrier: each share also has its number.
 
 export const HUES = 8;
@@ -9,10 +9,10 @@ export class Hues {
     this.given = new Map(); // key -> hue
   }
 
-  /** Looks at all containers; the keys of those whose colour is another one now. The result depends on nothing else than on
-   * who is there: the one whose key comes first keeps its own colour, whoever would be equal beside it goes on to the next. */
+  /** Assigns a colour to each container; returns the keys of those whose colour has changed. The result depends only on the
+   * set of containers: the first key keeps its own colour, one that would equal it goes on to the next. */
   update(containers) {
-    const [before, used] = [this.given, new Map()]; // card -> count per hue
+    const [before, used] = [this.given, new Map()]; // GPU -> count per hue
     this.given = new Map();
     for (const key of [...containers.keys()].sort()) {
       const counts = containers.get(key).cards.map(({ uuid }) => countsOf(used, uuid));
@@ -33,7 +33,7 @@ function countsOf(used, uuid) {
   return used.get(uuid);
 }
 
-/** Of the colours that are rarest on these cards the first one from `wanted` on. */
+/** Of the colours that are rarest on these GPUs the first one from `wanted` on. */
 function rarest(counts, wanted) {
   const sums = Array.from({ length: HUES }, (_, hue) => counts.reduce((sum, one) => sum + one[hue], 0));
   const least = Math.min(...sums);

@@ -1,4 +1,4 @@
-// The node as the stream tells it: one document, patched in place. Whoever draws is told what changed, once per frame.
+// The node as the stream sends it: one document, patched in place. The views are notified of changes, once per frame.
 
 const REOPEN_MS = 3000;
 const SILENT_MS = 45000; // nothing at all for so long: the connection is dead, whatever the browser believes
@@ -11,7 +11,7 @@ export class Store {
     this.onChange = onChange;
     this.onLink = onLink;
     this.node = null;
-    this.cards = new Map(); // uuid -> card
+    this.gpus = new Map(); // uuid -> GPU
     this.containers = new Map(); // key -> container
     this.decisions = []; // newest first
     this.link = { state: "waiting", since: Date.now() };
@@ -65,7 +65,7 @@ export class Store {
   #take(node) {
     this.clockAhead = Date.now() / 1000 - node.at;
     this.node = node;
-    this.cards = new Map(node.cards.map((card) => [card.uuid, card]));
+    this.gpus = new Map(node.cards.map((gpu) => [gpu.uuid, gpu]));
     this.containers = new Map(node.containers.map((container) => [keyOf(container), container]));
     this.decisions = node.decisions;
     this.changed.everything = true;
@@ -82,9 +82,9 @@ export class Store {
       }
     }
     Object.assign(node.agent, patch.agent ?? {});
-    for (const [uuid, fields] of Object.entries(patch.cards ?? {})) this.#patchCard(uuid, fields);
+    for (const [uuid, fields] of Object.entries(patch.cards ?? {})) this.#patchGpu(uuid, fields);
     for (const [key, container] of Object.entries(patch.containers ?? {})) this.#putContainer(key, container);
-    for (const [uuid, values] of Object.entries(patch.card_use ?? {})) this.#patchCardUse(uuid, values);
+    for (const [uuid, values] of Object.entries(patch.card_use ?? {})) this.#patchGpuUse(uuid, values);
     for (const [key, uses] of Object.entries(patch.container_use ?? {})) this.#patchContainerUse(key, uses);
     for (const name of patch.gone ?? []) this.#remove(name);
     if (patch.decisions) {
@@ -94,21 +94,21 @@ export class Store {
     this.changed.sampled ||= "sampled_at" in (patch.agent ?? {}) || "card_use" in patch;
   }
 
-  #patchCard(uuid, fields) {
-    if (!this.cards.has(uuid)) this.changed.everything = true;
-    this.cards.set(uuid, { ...this.cards.get(uuid), ...fields });
-    this.changed.cards.add(uuid);
+  #patchGpu(uuid, fields) {
+    if (!this.gpus.has(uuid)) this.changed.everything = true;
+    this.gpus.set(uuid, { ...this.gpus.get(uuid), ...fields });
+    this.changed.gpus.add(uuid);
   }
 
-  #patchCardUse(uuid, values) {
-    const card = this.cards.get(uuid);
-    if (!card?.usage) return;
-    this.node.use_fields.card.forEach((name, place) => (card.usage[name] = values[place] ?? null));
-    this.changed.cards.add(uuid);
+  #patchGpuUse(uuid, values) {
+    const gpu = this.gpus.get(uuid);
+    if (!gpu?.usage) return;
+    this.node.use_fields.card.forEach((name, place) => (gpu.usage[name] = values[place] ?? null));
+    this.changed.gpus.add(uuid);
   }
 
   #putContainer(key, container) {
-    for (const held of [...(this.containers.get(key)?.cards ?? []), ...container.cards]) this.changed.shares.add(held.uuid);
+    for (const share of [...(this.containers.get(key)?.cards ?? []), ...container.cards]) this.changed.shares.add(share.uuid);
     this.containers.set(key, container);
     this.changed.containers.add(key);
   }
@@ -117,17 +117,17 @@ export class Store {
     const container = this.containers.get(key);
     if (!container) return;
     for (const [index, ...values] of uses) {
-      const held = container.cards.find((one) => one.index === index);
-      if (!held?.usage) continue;
-      this.node.use_fields.container.forEach((name, place) => (held.usage[name] = values[place] ?? null));
-      this.changed.cards.add(held.uuid);
+      const share = container.cards.find((one) => one.index === index);
+      if (!share?.usage) continue;
+      this.node.use_fields.container.forEach((name, place) => (share.usage[name] = values[place] ?? null));
+      this.changed.gpus.add(share.uuid);
     }
     this.changed.used.add(key);
   }
 
   #remove(name) {
-    for (const held of this.containers.get(name)?.cards ?? []) this.changed.shares.add(held.uuid);
-    if (this.cards.delete(name)) this.changed.everything = true;
+    for (const share of this.containers.get(name)?.cards ?? []) this.changed.shares.add(share.uuid);
+    if (this.gpus.delete(name)) this.changed.everything = true;
     if (this.containers.delete(name)) this.changed.containers.add(name);
   }
 
@@ -135,8 +135,8 @@ export class Store {
     this.changed = {
       everything: false, // draw all of it again
       sampled: false,
-      cards: new Set(), // whose numbers or state changed
-      shares: new Set(), // cards whose shares came, went or changed size
+      gpus: new Set(), // whose numbers or state changed
+      shares: new Set(), // GPUs whose shares came, went or changed size
       containers: new Set(), // came, went or changed more than their use
       used: new Set(), // containers whose use changed
       decisions: [],

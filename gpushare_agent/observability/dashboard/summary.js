@@ -1,4 +1,4 @@
-// The head of the page: whose node this is, whether what is seen is true now, and the node in a few numbers.
+// The head of the page: the node's name, whether the page is current, and the node in a few numbers.
 
 import { byId, h, set, vary, write } from "./dom.js";
 import * as format from "./format.js";
@@ -16,9 +16,9 @@ export class Summary {
     const { agent } = node;
     write(byId("node-name"), node.node);
     const driver = agent.driver_version ? `driver ${agent.driver_version}` : "driver version not known";
-    const facts = [`gpushare-agent ${agent.version}`, agent.driver === "simulated" ? `${driver} (simulated cards)` : driver, `isolation ${agent.isolation}`];
+    const facts = [`gpushare-agent ${agent.version}`, agent.driver === "simulated" ? `${driver} (simulated GPUs)` : driver, `isolation ${agent.isolation}`];
     write(byId("node-facts"), facts.join(" · "));
-    const bad = [...this.store.cards.values()].filter(isIll).length;
+    const bad = [...this.store.gpus.values()].filter(isIll).length;
     document.title = `${bad ? `(${bad} unhealthy) ` : ""}${node.node}: GPUs`;
     this.#drawReady(agent);
     this.drawLink();
@@ -56,22 +56,22 @@ export class Summary {
   }
 
   #drawTiles(bad) {
-    const cards = [...this.store.cards.values()];
-    const total = (value) => cards.reduce((sum, card) => sum + (value(card) ?? 0), 0);
-    const known = cards.filter((card) => card.usage);
-    const [cores, coresHeld] = [total((card) => card.cores.capacity), total((card) => card.cores.allocated)];
-    const [memory, memoryHeld] = [total((card) => card.memory.capacity_bytes), total((card) => card.memory.allocated_bytes)];
-    const sm = known.length ? known.reduce((sum, card) => sum + (card.usage.sm_ratio ?? 0), 0) / known.length : null;
-    const used = known.length ? total((card) => card.usage?.memory_used_bytes) : null;
+    const gpus = [...this.store.gpus.values()];
+    const total = (value) => gpus.reduce((sum, gpu) => sum + (value(gpu) ?? 0), 0);
+    const known = gpus.filter((gpu) => gpu.usage);
+    const [cores, coresAllocated] = [total((gpu) => gpu.cores.capacity), total((gpu) => gpu.cores.allocated)];
+    const [memory, memoryAllocated] = [total((gpu) => gpu.memory.capacity_bytes), total((gpu) => gpu.memory.allocated_bytes)];
+    const sm = known.length ? known.reduce((sum, gpu) => sum + (gpu.usage.sm_ratio ?? 0), 0) / known.length : null;
+    const used = known.length ? total((gpu) => gpu.usage?.memory_used_bytes) : null;
     const pods = new Set([...this.store.containers.values()].map((one) => one.pod_uid)).size;
-    const out = cards.filter(isCordoned).length;
+    const out = gpus.filter(isCordoned).length;
     const states = [bad && `${bad} unhealthy`, out && `${out} cordoned`].filter(Boolean);
-    const state = states.join(", ") || (cards.length ? "all healthy" : "");
-    this.#tile("Cards", String(cards.length), state, null, bad ? "bad" : out ? "warn" : null);
+    const state = states.join(", ") || (gpus.length ? "all healthy" : "");
+    this.#tile("GPUs", String(gpus.length), state, null, bad ? "bad" : out ? "warn" : null);
     this.#tile("Pods", String(pods), format.count(this.store.containers.size, "container", "containers"), null);
-    this.#tile("Compute allocated", cores ? format.percent(coresHeld / cores) : "–", `${coresHeld} of ${format.cores(cores)}`, cores ? coresHeld / cores : 0);
-    this.#tile("Compute in use", format.percent(sm), "mean of the cards", sm ?? 0);
-    this.#tile("Memory allocated", memory ? format.percent(memoryHeld / memory) : "–", format.bytesOf(memoryHeld, memory), memory ? memoryHeld / memory : 0);
+    this.#tile("Compute allocated", cores ? format.percent(coresAllocated / cores) : "–", `${coresAllocated} of ${format.cores(cores)}`, cores ? coresAllocated / cores : 0);
+    this.#tile("Compute in use", format.percent(sm), "mean of the GPUs", sm ?? 0);
+    this.#tile("Memory allocated", memory ? format.percent(memoryAllocated / memory) : "–", format.bytesOf(memoryAllocated, memory), memory ? memoryAllocated / memory : 0);
     this.#tile("Memory in use", used === null ? "–" : format.percent(used / (memory || 1)), used === null ? "not known" : format.bytes(used), used === null ? 0 : used / (memory || 1));
   }
 

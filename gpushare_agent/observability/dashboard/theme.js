@@ -1,4 +1,4 @@
-// The switch between light and dark. The choice is this browser's; without one, the system's wish counts.
+// The switch between light and dark. The choice is this browser's; without one, the system's setting applies.
 
 const KEPT_AS = "gpushare-theme";
 

@@ -1,4 +1,4 @@
-// How the cards are connected, as a drawing: the PCIe tree above the cards, NVLinks below them; and as a table for reading.
+// How the GPUs are connected, as a drawing: the PCIe tree above the GPUs, NVLinks below them; and as a table for reading.
 
 import { byId, h, s } from "./dom.js";
 import { kindOf } from "./health.js";
@@ -19,31 +19,31 @@ export class TopologyView {
 
   draw() {
     const { topology } = this.store.node;
-    const cards = [...this.store.cards.values()].sort((a, b) => a.index - b.index);
-    const state = JSON.stringify([topology, cards.map((card) => [card.index, kindOf(card)])]);
+    const gpus = [...this.store.gpus.values()].sort((a, b) => a.index - b.index);
+    const state = JSON.stringify([topology, gpus.map((gpu) => [gpu.index, kindOf(gpu)])]);
     if (state === this.drawn) return;
     this.drawn = state;
     const place = byId("topology");
-    if (!cards.length) {
-      place.replaceChildren(h("p", { class: "empty" }, "No card, nothing to draw."));
+    if (!gpus.length) {
+      place.replaceChildren(h("p", { class: "empty" }, "No GPU, nothing to draw."));
       return;
     }
     const wasOpen = place.querySelector("details")?.open ?? false;
     const description = spoken(topology.tree, topology.links);
     place.replaceChildren(
-      h("div", { class: "scrolling", tabindex: 0, role: "region", "aria-label": "Drawing of the topology" }, drawing(topology, cards, description)),
+      h("div", { class: "scrolling", tabindex: 0, role: "region", "aria-label": "Drawing of the topology" }, drawing(topology, gpus, description)),
       h("p", { class: "quiet" }, linkText(topology.links)),
       h("details", { open: wasOpen }, h("summary", {}, "All links as a table"), matrix(topology.links)));
   }
 }
 
-function drawing({ tree, links }, cards, description) {
+function drawing({ tree, links }, gpus, description) {
   const order = leaves(tree);
   const size = order.length > MANY_CARDS ? SMALL_LEAF : LEAF;
   const depth = depthOf(tree);
   const top = 20;
   const leafTop = top + depth * LEVEL;
-  const x = new Map(order.map((card, place) => [card, size.gap + place * (size.width + size.gap) + size.width / 2]));
+  const x = new Map(order.map((gpu, place) => [gpu, size.gap + place * (size.width + size.gap) + size.width / 2]));
   const arcs = nvlinks(links);
   const reach = Math.max(0, ...arcs.map(({ a, b }) => Math.abs(order.indexOf(a) - order.indexOf(b))));
   const height = leafTop + LEAF.height + 14 + (arcs.length ? 12 + reach * ARC_ROOM : 0);
@@ -57,17 +57,17 @@ function drawing({ tree, links }, cards, description) {
     parts.push(s("path", { class: "nvlink", d: `M${from} ${bottom}C${from} ${drop} ${to} ${drop} ${to} ${bottom}`, "stroke-width": 1 + Math.min(3, Number(word.slice(2)) / 6) },
       s("title", {}, `GPU ${a} and GPU ${b}: ${word}`)));
   }
-  for (const card of cards) if (x.has(card.index)) parts.push(leaf(card, x.get(card.index), leafTop, size));
+  for (const gpu of gpus) if (x.has(gpu.index)) parts.push(leaf(gpu, x.get(gpu.index), leafTop, size));
   return s("svg", { class: "topology", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": description }, parts);
 }
 
-function leaf(card, middle, top, size) {
-  const kind = kindOf(card);
+function leaf(gpu, middle, top, size) {
+  const kind = kindOf(gpu);
   const mark = { bad: " ✕", warn: " ‖", good: "" }[kind];
   return s("g", { class: "leaf", "data-kind": kind },
     s("rect", { x: middle - size.width / 2, y: top, width: size.width, height: size.height, rx: 6 }),
-    s("text", { x: middle, y: top + LEAF.height / 2 + 5, "text-anchor": "middle" }, `${card.index}${mark}`),
-    s("title", {}, `GPU ${card.index}`));
+    s("text", { x: middle, y: top + LEAF.height / 2 + 5, "text-anchor": "middle" }, `${gpu.index}${mark}`),
+    s("title", {}, `GPU ${gpu.index}`));
 }
 
 /** The line over a branch's children, its name in the middle, and the stems down to them. */
@@ -75,7 +75,7 @@ function branches(branch, level, parts, place) {
   const y = place.top + level * LEVEL;
   const points = branch.children.length
     ? branch.children.map((child) => ({ x: middle(child, place.x), y: place.top + (level + 1) * LEVEL }))
-    : branch.cards.map((card) => ({ x: place.x.get(card), y: place.leafTop }));
+    : branch.cards.map((gpu) => ({ x: place.x.get(gpu), y: place.leafTop }));
   for (const child of branch.children) branches(child, level + 1, parts, place);
   if (points.length < 2 && !branch.children.length) {
     for (const point of points) parts.unshift(s("path", { class: "stem", d: `M${point.x} ${y}V${point.y}` }));
@@ -98,11 +98,11 @@ const leaves = (branch) => (branch.children.length ? branch.children.flatMap(lea
 const depthOf = (branch) => 1 + Math.max(0, ...branch.children.map(depthOf));
 
 function middle(branch, x) {
-  const places = leaves(branch).map((card) => x.get(card));
+  const places = leaves(branch).map((gpu) => x.get(gpu));
   return (Math.min(...places) + Math.max(...places)) / 2;
 }
 
-/** The lines to draw. Where every card has the same link to every other, a sentence says it better than 28 arcs. */
+/** The lines to draw. Where every GPU has the same link to every other, a sentence is clearer than 28 arcs. */
 function nvlinks(links) {
   const found = pairs(links).filter(({ word }) => word.startsWith("NV"));
   return isFullMesh(links) ? [] : found;
@@ -118,16 +118,16 @@ function pairs(links) {
 }
 
 function linkText(links) {
-  if (isFullMesh(links)) return `Every card reaches every other by NVLink (${pairs(links)[0].word}).`;
+  if (isFullMesh(links)) return `All GPUs are connected by NVLink (${pairs(links)[0].word}).`;
   const count = pairs(links).filter(({ word }) => word.startsWith("NV")).length;
-  return count ? `${count} pairs of cards have NVLinks: the curves below the cards.` : "No two cards are connected by NVLink.";
+  return count ? `${count} pairs of GPUs have NVLinks: the curves below the GPUs.` : "No two GPUs are connected by NVLink.";
 }
 
 function spoken(tree, links) {
   const of = (branch) => {
     const below = branch.children.length
       ? branch.children.map(of).join("; ")
-      : branch.cards.map((card) => `GPU ${card}`).join(", ");
+      : branch.cards.map((gpu) => `GPU ${gpu}`).join(", ");
     return branch.children.length || branch.cards.length > 1 ? `${branch.kind} (${below})` : below;
   };
   return `Topology: ${of(tree)}. ${linkText(links)}`;
@@ -135,9 +135,9 @@ function spoken(tree, links) {
 
 function matrix(links) {
   const names = links.map((_, index) => `GPU ${index}`);
-  return h("div", { class: "scrolling", tabindex: 0, role: "region", "aria-label": "Links between cards" },
+  return h("div", { class: "scrolling", tabindex: 0, role: "region", "aria-label": "Links between GPUs" },
     h("table", { class: "candidates" },
-      h("caption", { class: "unseen" }, "Links between cards in the words of nvidia-smi"),
+      h("caption", { class: "unseen" }, "Links between GPUs, as nvidia-smi names them"),
       h("thead", {}, h("tr", {}, h("td", {}), names.map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", {}, links.map((row, index) => h("tr", {}, h("th", { scope: "row" }, names[index]), row.map((word) => h("td", {}, word === "X" ? "·" : word)))))));
 }

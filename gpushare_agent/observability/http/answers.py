@@ -1,6 +1,7 @@
-"""What all HTTP answers share: headers that protect a browser, JSON, gzip, entity tags, strict reading of queries.
+"""What HTTP answers share: headers that protect a browser, JSON, gzip, strict reading of queries, a queue for costly ones.
 
-Not here: which paths there are. No state. aiohttp is imported inside the functions, see observability/http/server.py.
+Not here: which paths there are. aiohttp is imported inside the functions, see observability/http/server.py. State owned: the
+requests that wait in a RequestQueue.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ import gzip
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aiohttp import web
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+    Route = tuple[str, Handler]
+    """A path for GET."""
 
 CONTENT_SECURITY_POLICY = "; ".join(
     (
@@ -34,7 +40,6 @@ SECURITY_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "X-Frame-Options": "DENY",
-    "Server": "gpushare-agent",  # aiohttp would tell its version and Python's
 }
 GZIP_FROM_BYTES = 1400
 """Below this an answer fits one packet and packing it gains nothing."""
@@ -42,9 +47,13 @@ GZIP_LEVEL = 1
 """A third of the size for a tenth of the time: this runs on the event loop."""
 
 SLICE_S = 0.004
-"""How long an answer is worked at before the rest of the agent has its turn."""
+"""How long an answer is encoded before other tasks of the loop run."""
 THREAD_FROM_BYTES = 256 * 1024
 """From here on packing takes longer than handing it to a thread; meanwhile the loop runs."""
+
+MOST_WAITING = 32
+MOST_OF_PEER = 8
+RETRY_AFTER_S = "2"
 
 _SHOWN_CHARACTERS = 60
 _GZIP = re.compile(r"(?:^|,)\s*(?:gzip|x-gzip|\*)\s*(?:;\s*q=([0-9.]+))?\s*(?=,|$)", re.IGNORECASE)
@@ -52,7 +61,7 @@ _HTML = re.compile(r"(?:^|,)\s*text/html\s*(?:;|,|$)", re.IGNORECASE)
 
 
 class BadQueryError(Exception):
-    """The query cannot be used. The text is for whoever wrote it."""
+    """The query cannot be used. The text is for the client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +87,7 @@ def read_query(query: Mapping[str, str], known: Mapping[str, Number | Word]) -> 
     Raises:
         BadQueryError: a parameter that is not known, given twice, out of its bounds, or no number.
     """
-    names = [name for name, _ in query.items()]  # keys() of a multidict tells a repeated one once
+    names = [name for name, _ in query.items()]  # keys() of a multidict has a repeated one once
     for name in names:
         if name not in known:
             raise BadQueryError(
@@ -94,19 +103,19 @@ def _value(name: str, text: str | None, kind: Number | Word) -> int | str:
         if text is None:
             return kind.default
         if not re.fullmatch(r"[0-9]{1,18}", text) or not kind.least <= int(text) <= kind.most:
-            raise BadQueryError(f"{name}={shown(text)}: a whole number from {kind.least} to {kind.most} is asked for")
+            raise BadQueryError(f"{name}={shown(text)}: must be a whole number from {kind.least} to {kind.most}")
         return int(text)
     if text is None:
         return ""
     if kind.choices and text not in kind.choices:
-        raise BadQueryError(f"{name}={shown(text)}: one of {', '.join(kind.choices)} is asked for")
+        raise BadQueryError(f"{name}={shown(text)}: must be one of {', '.join(kind.choices)}")
     if not 0 < len(text) <= kind.most_characters:
-        raise BadQueryError(f"{name}: a text of 1 to {kind.most_characters} characters is asked for")
+        raise BadQueryError(f"{name}: must be a text of 1 to {kind.most_characters} characters")
     return text
 
 
 def shown(text: str) -> str:
-    """A stranger's text as it may stand in a message: bounded, quoted, without control characters."""
+    """A client's text for a message: bounded, quoted, without control characters."""
     cut = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
     return json.dumps(cut, ensure_ascii=False)
 
@@ -127,13 +136,13 @@ def encode(document: Any) -> bytes:
 
 
 def json_answer(request: web.BaseRequest, document: Any, *, status: int = 200) -> web.Response:
-    """The document, packed where that is asked for and worth it; never kept by a cache."""
+    """The document, gzipped where the client accepts it and it is large enough; not to be cached."""
     body = JsonBody(encode(document))
     return body.response(is_packed=body.is_worth_packing and accepts_gzip(request), status=status)
 
 
 class JsonBody:
-    """An answer that is encoded once, and packed once, for all who ask for it."""
+    """An answer that is encoded once, and gzipped once, for all requests."""
 
     def __init__(self, text: bytes) -> None:
         self.text = text + b"\n"
@@ -147,7 +156,7 @@ class JsonBody:
         """A large one is packed in a thread."""
         is_packed = self.is_worth_packing and accepts_gzip(request)
         if is_packed and self._packed is None and len(self.text) >= THREAD_FROM_BYTES:
-            self._packed = await asyncio.to_thread(_pack, self.text)
+            self._packed = await asyncio.to_thread(packed, self.text)
         return self.response(is_packed=is_packed)
 
     def response(self, *, is_packed: bool, status: int = 200) -> web.Response:
@@ -157,14 +166,15 @@ class JsonBody:
         body = self.text
         if is_packed:
             if self._packed is None:
-                self._packed = _pack(self.text)
+                self._packed = packed(self.text)
             body = self._packed
             headers["Content-Encoding"] = "gzip"
         return web.Response(status=status, body=body, content_type="application/json", charset="utf-8", headers=headers)
 
 
 async def join_in_slices(pieces: Iterable[bytes]) -> bytes:
-    """All pieces, with a turn of the loop whenever making them has taken SLICE_S. They must not change meanwhile."""
+    """All pieces joined; other tasks of the loop run whenever making them has taken SLICE_S. They must not change
+    meanwhile."""
     found: list[bytes] = []
     began_at = time.monotonic()
     for piece in pieces:
@@ -175,7 +185,7 @@ async def join_in_slices(pieces: Iterable[bytes]) -> bytes:
     return b"".join(found)
 
 
-def _pack(text: bytes) -> bytes:
+def packed(text: bytes) -> bytes:
     return gzip.compress(text, GZIP_LEVEL, mtime=0)
 
 
@@ -183,7 +193,41 @@ def bad_query(request: web.BaseRequest, error: BadQueryError) -> web.Response:
     return json_answer(request, {"error": str(error)}, status=400)
 
 
-async def add_security_headers(_request: web.BaseRequest, response: web.StreamResponse) -> None:
-    """Every answer carries them: a text that a browser takes for a page must be as harmless as the page."""
-    for name, value in SECURITY_HEADERS.items():
-        response.headers[name] = value
+class RequestQueue:
+    """Costly answers are made one at a time, and other tasks of the loop run between two: a hundred requests for /metrics at
+    once must not delay an admission by a hundred answers. One peer may have only a part of the queue, so that Prometheus is
+    answered whatever another peer requests. A request beyond the limits is answered 503, and its connection ends.
+    """
+
+    def __init__(self, *, most_waiting: int = MOST_WAITING, most_of_peer: int = MOST_OF_PEER) -> None:
+        self._most_waiting = most_waiting
+        self._most_of_peer = most_of_peer
+        self._lock = asyncio.Lock()
+        self._waiting: Counter[str] = Counter()
+
+    def one_at_a_time(self, handler: Handler) -> Handler:
+        """`handler` behind this queue; all that are wrapped share it."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            peer = request.remote or ""
+            if self._waiting.total() >= self._most_waiting or self._waiting[peer] >= self._most_of_peer:
+                return _busy()
+            self._waiting[peer] += 1
+            try:
+                async with self._lock:
+                    response = await handler(request)
+                    await asyncio.sleep(0)  # other tasks of the loop run
+                    return response
+            finally:
+                self._waiting -= Counter({peer: 1})  # drops a count of zero
+
+        return answer
+
+
+def _busy() -> web.Response:
+    from aiohttp import web
+
+    headers = {"Retry-After": RETRY_AFTER_S, "Cache-Control": "no-store"}
+    response = web.Response(status=503, headers=headers, text="too many requests at once; try again\n")
+    response.force_close()
+    return response

@@ -1,10 +1,11 @@
-"""Who may read the debug pages: this host's own, or the bearers of a token; never a web page in somebody's browser.
+"""Which requests for debug pages are answered: of this host's programs, or with a token; never of a web page in a browser.
 
 | danger | answer |
 |---|---|
 | the listener is reachable from other hosts | a token file is required, else the agent does not start |
 | a web page calls localhost (kubectl port-forward) | requests that a browser marks as another page's are refused |
 | a name of the attacker's that resolves to 127.0.0.1 | on a loopback address only this host's names are served |
+| a request line with the URL of another host, which counts instead of the Host header (RFC 9112, 3.2.2) | refused |
 | guessing the token byte by byte | digests are compared, in constant time |
 
 State owned: the token's digest and when it was read.
@@ -24,6 +25,7 @@ from typing import Protocol
 import structlog
 
 from gpushare_agent.kit.daemon_thread import DaemonThread
+from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.tcp_listeners import is_loopback
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.settings.observation import DebugSettings
@@ -38,7 +40,8 @@ _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[^\[\]:\s]+))(?::[0-9
 
 
 def is_for_this_host(addr: str) -> bool:
-    """Whether only programs of this host reach this address. Of names only `localhost` is believed (and checked later)."""
+    """Whether only programs of this host reach this address. The only such name is `localhost`; the addresses that it
+    resolves to are checked on listening."""
     return addr == "localhost" or is_loopback(addr)
 
 
@@ -68,15 +71,17 @@ class HasHeaders(Protocol):
 
 
 class Guard:
-    """`token_file` None: no token is asked for, and only this host's names are served."""
+    """`token_file` None: no token is needed, and only this host's names are accepted in the Host header."""
 
     def __init__(self, token_file: Path | None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._token = _TokenFile(token_file, clock) if token_file is not None else None
 
-    async def denies(self, headers: HasHeaders) -> Denied | None:
-        """Why this request is not answered, None where it is."""
+    async def denies(self, target: str, headers: HasHeaders) -> Denied | None:
+        """Why this request is not answered, None where it is. `target` is the request line's."""
+        if not target.startswith("/"):
+            return Denied(status=400, text="the request line must hold a path, not a URL")
         if self._token is None and not _names_this_host(headers.getall("Host", [])):
-            return Denied(status=403, text="served are only localhost and loopback addresses as Host, one of them")
+            return Denied(status=403, text="the Host header must be localhost or a loopback address, given once")
         if headers.getall("Origin", []) or set(headers.getall("Sec-Fetch-Site", [])) - {"none", "same-origin"}:
             return Denied(status=403, text="requests from web pages are not served; use curl, or type the address")
         if self._token is None:
@@ -85,15 +90,15 @@ class Guard:
 
 
 class _TokenFile:
-    """The token, read again at most once in READ_AGAIN_S, so that a new one counts without a restart."""
+    """The token, read again at most once in READ_AGAIN_S, so that a new one is used without a restart."""
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self._path = path
         self._clock = clock
-        self._thread = DaemonThread("debug-token", advice="Look at the disk or volume that the file is on.")
+        self._thread = DaemonThread("debug-token", advice="Check the disk or volume that the file is on.")
         self._digest: bytes | None = None
         self._read_at: float | None = None
-        self._complaint = ""
+        self._reported = ReportOnce()
 
     async def denies(self, presented: list[str]) -> Denied | None:
         await self._read()
@@ -120,7 +125,8 @@ class _TokenFile:
         if not MIN_TOKEN_BYTES <= len(token) <= _MAX_TOKEN_BYTES:
             self._refuse_all(f"it holds no token of {MIN_TOKEN_BYTES} to {_MAX_TOKEN_BYTES} bytes")
             return
-        self._digest, self._complaint = _digest(token), ""
+        self._digest = _digest(token)
+        self._reported.is_over()
 
     def _read_file(self) -> bytes:
         with self._path.open("rb") as file:
@@ -128,18 +134,17 @@ class _TokenFile:
 
     def _refuse_all(self, why: str) -> None:
         self._digest = None
-        if why != self._complaint:
-            log.warning("debug_token_unusable", file=str(self._path), error=why, then="nobody is let in until it is")
-        self._complaint = why
+        if self._reported.is_new(why):
+            log.warning("debug_token_unusable", file=str(self._path), error=why, then="every request is refused")
 
 
 def _digest(token: bytes) -> bytes:
-    """Of equal length for every token, so that comparing tells nothing of it."""
+    """Of equal length for every token, so that the comparison's time reveals nothing of it."""
     return hashlib.sha256(token).digest()
 
 
 def _names_this_host(hosts: list[str]) -> bool:
-    """Read strictly, to the last character: what is no host and port at all names nobody."""
+    """Read strictly, to the last character: what is no host and port names no host."""
     found = _HOST.fullmatch(hosts[0].strip().lower()) if len(hosts) == 1 else None
     if found is None:
         return False

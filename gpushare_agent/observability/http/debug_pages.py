@@ -1,6 +1,6 @@
 """What the debug pages show of the agent's state, as values for JSON or as text.
 
-Values of tenants' variables, and of annotations and labels that are not this project's business, are left out: they may be
+Values of tenants' variables, and of annotations and labels that the agent does not use, are left out: they may be
 secrets. So are the variables of stack frames. Answers are bounded; `left_out` counts what did not fit. No state.
 """
 
@@ -33,7 +33,7 @@ _OWN_ANNOTATIONS = ("tencent.com/", "ALIYUN_COM_GPU_MEM_")
 _PACKAGE_ROOTS = ("site-packages/", "lib/python")
 """What a file's path is shown from."""
 _PLAIN_FUTURES = ("FutureIter", "Future")
-"""What every wait ends in says nothing."""
+"""Every wait ends in one of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,22 +48,22 @@ class DebugSources:
 
 
 def allocations_page(sources: DebugSources) -> dict[str, Any]:
-    """The ledger: what each container holds, device by device."""
+    """The ledger: each container's devices."""
     rows, left_out = _bounded(sorted(sources.allocations(), key=lambda a: (a.namespace, a.pod_name, a.key)))
     return {"allocations": [_allocation(row, sources.now()) for row in rows], "left_out": left_out}
 
 
-def _allocation(held: Allocation, now: float) -> dict[str, Any]:
+def _allocation(allocation: Allocation, now: float) -> dict[str, Any]:
     return {
-        "namespace": held.namespace,
-        "pod": held.pod_name,
-        "pod_uid": held.key.pod_uid,
-        "container": held.key.container,
-        "kind": held.kind.value,
-        "is_whole": held.is_whole,
-        "cards": list(held.gpus),
-        "devices": {kind.value: device_ranges(held.ids(kind)) for kind in ResourceKind if held.ids(kind)},
-        "age_seconds": round(now - held.allocated_at, 3),
+        "namespace": allocation.namespace,
+        "pod": allocation.pod_name,
+        "pod_uid": allocation.key.pod_uid,
+        "container": allocation.key.container,
+        "kind": allocation.kind.value,
+        "is_whole": allocation.is_whole,
+        "cards": list(allocation.gpus),
+        "devices": {kind.value: device_ranges(allocation.ids(kind)) for kind in ResourceKind if allocation.ids(kind)},
+        "age_seconds": round(now - allocation.allocated_at, 3),
     }
 
 

@@ -1,6 +1,6 @@
-"""The paths of the debug listener: which page is where, who is asked before one is shown, what a fault is answered with.
+"""The paths of the debug listener: which page is where, the guard before all of them, the answer to each error.
 
-Listening is observability/http/debug_server.py, what the pages hold debug_pages.py and debug_tools.py. No state.
+Listening is observability/http/debug_server.py, the contents of the pages debug_pages.py. No state.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import structlog
 from aiohttp import web
 
 from gpushare_agent import __version__
-from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.observability.http.answers import SECURITY_HEADERS, BadQueryError, accepts_html, read_query, shown
+from gpushare_agent.kit.logs import LOG_LEVELS, log_level, set_log_level
+from gpushare_agent.observability.http.answers import BadQueryError, Word, accepts_html, read_query, shown
 from gpushare_agent.observability.http.debug_guard import Guard
 from gpushare_agent.observability.http.debug_pages import (
     DebugSources,
@@ -27,14 +27,10 @@ from gpushare_agent.observability.http.debug_pages import (
     tasks_page,
     topology_page,
 )
-from gpushare_agent.observability.http.debug_tools import DebugTools
 
 log = structlog.get_logger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-_MAX_BODY_BYTES = 1024
-"""No page reads a body."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,32 +43,32 @@ class _Page:
     handler: Handler
 
 
-def application(sources: DebugSources, guard: Guard, tools: DebugTools) -> web.Application:
-    app = web.Application(middlewares=[_guarding(guard)], client_max_size=_MAX_BODY_BYTES)
-    pages = _pages(sources, tools)
+def debug_routes(sources: DebugSources) -> list[web.AbstractRouteDef]:
+    pages = _pages(sources)
     show_index = _index(pages)
-    for page in pages:
-        app.router.add_route(page.method, page.path, page.handler)
-    for path in ("/debug", "/debug/"):
-        app.router.add_route("GET", path, show_index)
-    return app
+    return [
+        *(_route(page.method, page.path, page.handler) for page in pages),
+        *(_route("GET", path, show_index) for path in ("/debug", "/debug/")),
+    ]
 
 
-def _guarding(guard: Guard) -> Any:
-    """Guards every request, also those for no page, and answers every fault with a text."""
+def _route(method: str, path: str, handler: Handler) -> web.RouteDef:
+    """Without HEAD beside GET."""
+    return web.get(path, handler, allow_head=False) if method == "GET" else web.route(method, path, handler)
+
+
+def guarding(guard: Guard) -> Any:
+    """A middleware that guards every request, also those for no page, and answers every error with a text."""
 
     @web.middleware
     async def answer_guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
-        answer = await _answer(request, handler, guard)
-        answer.headers.update(SECURITY_HEADERS)
-        answer.headers["Cache-Control"] = "no-store"
-        return answer
+        return await _answer(request, handler, guard)
 
     return answer_guarded
 
 
 async def _answer(request: web.Request, handler: Handler, guard: Guard) -> web.StreamResponse:
-    denied = await guard.denies(request.headers)
+    denied = await guard.denies(request.raw_path, request.headers)
     if denied is not None:
         challenge = {"WWW-Authenticate": 'Bearer realm="gpushare-agent debug"'} if denied.status == 401 else None
         return web.Response(status=denied.status, text=denied.text + "\n", headers=challenge)
@@ -82,8 +78,6 @@ async def _answer(request: web.Request, handler: Handler, guard: Guard) -> web.S
         return await handler(request)
     except BadQueryError as e:
         return web.Response(status=400, text=f"{e}\n")
-    except Unavailable as e:
-        return web.Response(status=503, text=f"{e}\n")
     except web.HTTPNotFound:
         return web.Response(status=404, text=f"there is no page {shown(request.path)}; /debug/ lists them\n")
     except web.HTTPMethodNotAllowed as e:
@@ -96,25 +90,20 @@ async def _answer(request: web.Request, handler: Handler, guard: Guard) -> web.S
         return web.Response(status=500, text="the page failed; the agent's log has the traceback\n")
 
 
-def _pages(sources: DebugSources, tools: DebugTools) -> list[_Page]:
+def _pages(sources: DebugSources) -> list[_Page]:
     own = [
         (
             "GET",
             "/debug/allocations",
-            "what each container holds, device by device",
+            "what is allocated to each container, by device",
             _json(allocations_page, sources),
         ),
-        ("GET", "/debug/gc", "the garbage collector; ?types=1 counts live objects", tools.show_gc),
-        ("POST", "/debug/gc", "collect now (stops the agent for some ten milliseconds)", tools.collect),
-        ("GET", "/debug/log", "the log level", tools.show_log),
-        ("POST", "/debug/log", "change it: ?level=debug", tools.change_log),
-        ("PUT", "/debug/log", "", tools.change_log),
-        ("GET", "/debug/memory", "what holds memory, once it is traced; ?top=25", tools.show_memory),
-        ("POST", "/debug/memory", "?start=1 begins tracing, ?stop=1 ends it (slow)", tools.change_memory),
+        ("GET", "/debug/log", "the log level", _show_log),
+        ("POST", "/debug/log", "change it: ?level=debug", _change_log),
+        ("PUT", "/debug/log", "", _change_log),
         ("GET", "/debug/pods", "the pod store, without values that may be secrets", _json(pods_page, sources)),
-        ("GET", "/debug/profile", "where time goes, as flame graph text; ?seconds=10&hz=100&idle=0", tools.profile),
         ("GET", "/debug/settings", "every setting in force", _json(settings_page, sources)),
-        ("GET", "/debug/tasks", "every task and where it waits", _show_tasks),
+        ("GET", "/debug/tasks", "every task and what it awaits", _show_tasks),
         ("GET", "/debug/topology", "GPUs, links, tree", _json(topology_page, sources)),
     ]
     return [_Page(method=m, path=p, summary=s, handler=h) for m, p, s, h in own]
@@ -148,12 +137,31 @@ def _link(page: _Page) -> str:
 def _json(make: Callable[[DebugSources], dict[str, Any]], sources: DebugSources) -> Handler:
     async def show(request: web.Request) -> web.Response:
         read_query(request.query, {})
-        text = json.dumps(make(sources), indent=1, ensure_ascii=False)
-        return web.Response(text=text + "\n", content_type="application/json")
+        return _json_text(make(sources))
 
     return show
+
+
+def _json_text(content: Any) -> web.Response:
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    return web.Response(text=text, content_type="application/json")
 
 
 async def _show_tasks(request: web.Request) -> web.Response:
     read_query(request.query, {})
     return web.Response(text=tasks_page(asyncio.all_tasks()))
+
+
+async def _show_log(request: web.Request) -> web.Response:
+    read_query(request.query, {})
+    return _json_text({"level": log_level(), "levels": list(LOG_LEVELS)})
+
+
+async def _change_log(request: web.Request) -> web.Response:
+    """Changes the level until the next change, reload or restart."""
+    level = read_query(request.query, {"level": Word(most_characters=10, choices=LOG_LEVELS)})["level"]
+    if not level:
+        raise BadQueryError(f"the parameter level is required: one of {', '.join(LOG_LEVELS)}")
+    old = set_log_level(level)
+    log.warning("log_level_changed", level=level, old=old)
+    return _json_text({"level": level, "old": old})

@@ -34,7 +34,7 @@ GPU_USE = (
 )
 CONTAINER_USE = ("sm_ratio", "memory_bytes", "encoder_ratio", "decoder_ratio")
 EXACT = frozenset({"ecc_corrected_total", "ecc_uncorrected_total", "pid"})
-"""Counts in which one more is news."""
+"""Values that are sent unrounded."""
 MOST_UNATTRIBUTED = 20
 """Of one GPU, the largest: a node's other programs must not fill the stream."""
 _WHOLE_PARTS = ("schema", "node", "resources", "topology")
@@ -52,7 +52,7 @@ def rounded(document: Document) -> Document:
         "agent": {**document["agent"], "sampled_at": _moment(document["agent"]["sampled_at"])},
         "cards": [_rounded_gpu(gpu) for gpu in document["cards"]],
         "containers": [
-            {**container, "cards": [{**held, "usage": _rounded(held["usage"])} for held in container["cards"]]}
+            {**container, "cards": [{**share, "usage": _rounded(share["usage"])} for share in container["cards"]]}
             for container in document["containers"]
         ],
     }
@@ -132,9 +132,9 @@ def _changed_container_use(
         yield (
             key,
             [
-                [held["index"], *_numbers(held["usage"], CONTAINER_USE)]
-                for was, held in zip(before["cards"], container["cards"], strict=True)
-                if was != held
+                [share["index"], *_numbers(share["usage"], CONTAINER_USE)]
+                for was, share in zip(before["cards"], container["cards"], strict=True)
+                if was != share
             ],
         )
 
@@ -146,9 +146,9 @@ def _is_only_use(old: Document, new: Document) -> bool:
     if any(old[name] != new[name] for name in new if name != "cards") or len(old["cards"]) != len(new["cards"]):
         return False
     return all(
-        {**was, "usage": None} == {**held, "usage": None}
-        and _is_only_numbers(was["usage"], held["usage"], CONTAINER_USE)
-        for was, held in zip(old["cards"], new["cards"], strict=True)
+        {**was, "usage": None} == {**share, "usage": None}
+        and _is_only_numbers(was["usage"], share["usage"], CONTAINER_USE)
+        for was, share in zip(old["cards"], new["cards"], strict=True)
     )
 
 

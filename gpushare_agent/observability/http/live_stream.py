@@ -2,7 +2,7 @@
 
 Each change is computed and encoded once, whatever the number of readers; without a reader nothing is computed. A reader
 first gets the document from which the next patch starts; one that falls behind is dropped and connects again, which gives
-it a new document. State owned: the readers' queues, and the document that they have been told.
+it a new document. State owned: the readers' queues, and the document that was sent to them last.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 
+from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.decision_records import DecisionRecord
 from gpushare_agent.observability.http.answers import BadQueryError, bad_query, encode, read_query
 from gpushare_agent.observability.http.live_patch import CONTAINER_USE, GPU_USE, Document, patch, rounded
@@ -23,7 +24,7 @@ from gpushare_agent.observability.http.node_api import Decisions, brief_decision
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from gpushare_agent.observability.http.server import Route
+    from gpushare_agent.observability.http.answers import Route
 
 log = structlog.get_logger(__name__)
 
@@ -38,7 +39,7 @@ HEARTBEAT_S = 15.0
 RETRY_MS = 2000
 MOST_NEW_DECISIONS = 50
 PERIOD_S = 1.0
-"""Least time between two events. A longer sample period does not hold back what has been allocated meanwhile."""
+"""Least time between two events. A longer sample period does not delay a new allocation."""
 _END = b""
 _HEARTBEAT = b": still here\n\n"
 _BUSY_HEADERS = {"Retry-After": "10", "Cache-Control": "no-store"}
@@ -84,7 +85,7 @@ class LiveStream:
         self._first_event = b""
         self._is_closed = False
         self._has_reader = asyncio.Event()
-        self._has_news = asyncio.Event()
+        self._has_change = asyncio.Event()
 
     def routes(self) -> list[Route]:
         return [(PATH, self._serve)]
@@ -93,9 +94,9 @@ class LiveStream:
     def reader_count(self) -> int:
         return len(self._readers)
 
-    def look(self) -> None:
+    def changed(self) -> None:
         """Something has changed. The next event follows as soon as the period since the last one allows."""
-        self._has_news.set()
+        self._has_change.set()
 
     def close(self) -> None:
         """End all streams at once, and accept no more."""
@@ -104,18 +105,16 @@ class LiveStream:
             reader.put(_END)
 
     async def run(self) -> NoReturn:
-        """Until cancelled. What nobody announces by `look` is seen at the next period."""
+        """Until cancelled. Changes without a call of `changed` are seen at the next period."""
         while True:
             await self._has_reader.wait()
             await asyncio.sleep(self._period_s)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._period_s):
-                    await self._has_news.wait()
-            self._has_news.clear()
+            await wait_for(self._has_change, self._period_s)
+            self._has_change.clear()
             try:
                 self._publish()
             except Exception:  # one cycle of a periodic service: an open page must not end the agent
-                log.exception("stream_not_published", path=PATH, then="looked at again in the next period")
+                log.exception("stream_not_published", path=PATH, then="tried again in the next period")
 
     def _publish(self) -> None:
         if self._reported is None or not self._readers:
@@ -145,7 +144,7 @@ class LiveStream:
     def _reading(self, transport: asyncio.Transport | None) -> Iterator[_Reader]:
         reader = _Reader()
         reader.transport = transport
-        if not self._readers:  # what the last reader was told may be hours old
+        if not self._readers:  # the last reader's state may be hours old
             self._reported, self._first_event = rounded(self._document()), b""
             self._reported_decision = 0
             self._new_decisions()

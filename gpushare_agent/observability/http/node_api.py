@@ -1,8 +1,8 @@
 """`/api/v1/node`, `/api/v1/history` and `/api/v1/decisions`: what is known of the node, as JSON for programs.
 
-The format is docs/api.md. Reads only. Whoever reaches the address may read, as with the metrics; a query is read
-strictly, so that a misspelt parameter is told and not ignored. No answer holds the loop for longer than some milliseconds:
-what is long is encoded in slices, and once for all who ask. The changes as they come are observability/http/live_stream.py.
+The format is docs/api.md. Reads only. Any client that reaches the address may read, as with the metrics; a query is read
+strictly, so that a misspelt parameter is an error. No answer keeps the loop for longer than some milliseconds: a long one is
+encoded in slices, and once for all requests. The stream of changes is observability/http/live_stream.py.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from gpushare_agent.observability.node_snapshot import NodeSnapshot, node_docume
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from gpushare_agent.observability.http.server import Handler, Route
+    from gpushare_agent.observability.http.answers import Handler, Route
 
 MOST_DECISIONS = 500
 DECISIONS_UNLESS_ASKED = 50
 MOST_NUMBER = 10**15
 MOST_KEPT_BYTES = 4 * 1024 * 1024
-"""A longer history is encoded again for the next one who asks."""
+"""A longer history is encoded anew for each request."""
 _NODE: Mapping[str, Number | Word] = {}
 _HISTORY: Mapping[str, Number | Word] = {"only": Word(most_characters=10, choices=("cards", "containers"))}
 _DECISIONS: Mapping[str, Number | Word] = {
@@ -62,8 +62,8 @@ class Curves(Protocol):
 
 
 class NodeApi:
-    """`snapshot` is asked anew for each request. State owned: the last answers, for as long as they are true, and the JSON
-    of the decisions that were asked for last."""
+    """`snapshot` is read for each request. State owned: the last answers, while they are current, and the JSON of the
+    decisions that were requested last."""
 
     def __init__(
         self,

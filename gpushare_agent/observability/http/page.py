@@ -1,7 +1,7 @@
 """The dashboard's files, read once from the package and answered with an entity tag.
 
-A browser asks again each time (`no-cache`) and is told 304 as long as the file is the same: after an update of the agent
-nobody sees half of an old page. The state is the files' content, read by `load`.
+A browser revalidates each time (`no-cache`) and gets 304 as long as the file is the same: after an update of the agent no
+browser shows half of an old page. The state is the files' content, read by `load`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gpushare_agent.observability.http.answers import GZIP_FROM_BYTES, accepts_g
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from gpushare_agent.observability.http.server import Handler, Route
+    from gpushare_agent.observability.http.answers import Handler, Route
 
 PACKAGE = "gpushare_agent.observability"
 DIRECTORY = "dashboard"

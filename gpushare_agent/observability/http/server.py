@@ -1,20 +1,19 @@
-"""The agent's HTTP server: metrics, health, readiness, version, the dashboard, and the routes that others bring.
+"""The agent's web port: metrics, health, readiness, version, the dashboard, and the routes that other modules provide.
 
-Reads only; whoever reaches the address may read. Which name the reader used for it (the Host header) is not looked at:
-the address is meant to be reached by many names. aiohttp is imported in a thread once `run` begins, for it takes 190 ms
-that the registration with the kubelet should not wait for. Paths kept from gpu-manager: docs/formats.md, section 8.
-Who is let in is web_door.py's. The state is the listening sockets.
+Reads only; any client that reaches the address may read. The Host header is not checked: a node is reached by many names.
+aiohttp is imported in a thread once `run` begins, for it takes 190 ms that the registration with the kubelet should not wait
+for. Limits and connections are kit/http_server.py's. Paths kept from gpu-manager: docs/formats.md, section 8. State owned:
+the listening sockets between `bind` and `run`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import importlib
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import structlog
@@ -22,31 +21,25 @@ import structlog
 from gpushare_agent import __version__
 from gpushare_agent.kit.tcp_listeners import close_all, listen_tcp
 from gpushare_agent.model.errors import StartupError, Unavailable
-from gpushare_agent.observability.http.answers import accepts_html, add_security_headers
+from gpushare_agent.observability.http.answers import SECURITY_HEADERS, RequestQueue, accepts_gzip, accepts_html, packed
 from gpushare_agent.observability.http.page import PREFIX, WebPage
-from gpushare_agent.observability.http.request_queue import Turns
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from gpushare_agent.observability.http.limiter import Door, DoorLimits
-
-    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-    Route = tuple[str, Handler]
+    from gpushare_agent.kit.http_server import HttpLimits
+    from gpushare_agent.observability.http.answers import Handler, Route
 
 log = structlog.get_logger(__name__)
 
 BACKLOG = 128
-"""Of the kernel: those who wait to be let in."""
-SHUTDOWN_TIMEOUT_S = 0.5
-"""The agent ends within two seconds of SIGTERM, whatever a reader of /metrics does."""
+"""Of the kernel: connections that wait to be accepted."""
 
 
 class WebServer:
-    """`routes` are further paths for GET, answered one at a time (web_turns.py); `streams` those whose answers have no end.
-    `ready` returns why the agent is not ready, nothing when it is. `on_stop` is called before the connections are closed,
-    to end the streams."""
+    """`routes` are further paths for GET, answered one at a time; `streams` those whose answers have no end. `ready` returns
+    why the agent is not ready, nothing when it is. `on_stop` is called before the connections are closed, to end streams."""
 
     def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
         self,
@@ -58,28 +51,29 @@ class WebServer:
         routes: Sequence[Route] = (),
         streams: Sequence[Route] = (),
         on_stop: Callable[[], None] = lambda: None,
-        limits: DoorLimits | None = None,
+        limits: HttpLimits | None = None,
     ) -> None:
         self._addr = addr
         self._port = port
         self._metrics = metrics
         self._ready = ready
-        self._turns = Turns()
-        self._extra_routes = (*((path, self._turns.one_at_a_time(handler)) for path, handler in routes), *streams)
+        self._extra_routes = routes
+        self._streams = streams
         self._limits = limits
         self._on_stop = on_stop
         self._page = WebPage()
+        self._paths: list[str] = []
         self._is_listening = asyncio.Event()
         self._listeners: list[socket.socket] = []
         self.bound_port = 0
 
     async def wait_listening(self) -> int:
-        """Wait until requests are served; the port (another than asked for where that was 0)."""
+        """Wait until requests are served; the port (not the configured one where that is 0)."""
         await self._is_listening.wait()
         return self.bound_port
 
     async def bind(self) -> None:
-        """Take the port now, so that a busy one is told before anything else starts. `run` does it where nobody did.
+        """Take the port now, so that a busy one is reported before anything else starts. `run` does it where nobody did.
 
         Raises:
             StartupError: the address cannot be listened on.
@@ -99,32 +93,22 @@ class WebServer:
             StartupError: the address cannot be listened on.
         """
         await asyncio.to_thread(self._load)
-        async with self._serving() as door:
-            await door.run()
-        raise AssertionError("unreachable: the door is open until it is cancelled")
-
-    @contextlib.asynccontextmanager
-    async def _serving(self) -> AsyncIterator[Door]:
         from aiohttp import web
 
-        from gpushare_agent.observability.http.limiter import Door, DoorLimits, note_request
+        from gpushare_agent.kit.http_server import HttpLimits, HttpServer
 
-        app = web.Application(middlewares=[note_request])
-        app.on_response_prepare.append(add_security_headers)
-        for path, handler in self._routes():
-            app.router.add_get(path, handler)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S, handler_cancellation=True)
-        await runner.setup()
+        handlers = self._handlers()
+        self._paths = sorted(handlers)
+        routes = [web.get(path, handler) for path, handler in handlers.items()]
+        server = HttpServer("web", routes, limits=self._limits or HttpLimits(), headers=SECURITY_HEADERS)
         try:
             await self.bind()
             self._is_listening.set()
             log.info("web_listening", addr=self._addr, port=self.bound_port)
-            yield Door(runner, self._listeners, self._limits or DoorLimits(), name="web")
+            await server.serve(self._listeners, on_stop=self._on_stop)
         finally:
             self._is_listening.clear()
             self.close()
-            self._on_stop()
-            await runner.cleanup()
 
     async def _listen(self) -> list[socket.socket]:
         try:
@@ -136,21 +120,21 @@ class WebServer:
         self.bound_port = listeners[0].getsockname()[1]
         return listeners
 
-    def _routes(self) -> list[Route]:
-        from gpushare_agent.observability.metrics.routes import metrics_handler
-
-        show_metrics: Handler = self._turns.one_at_a_time(metrics_handler(self._metrics))
-        own: list[Route] = [
-            ("/", self._show_index),
-            ("/healthz", self._show_health),
-            ("/readyz", self._show_readiness),
-            ("/version", self._show_version),
-            ("/metrics", show_metrics),
-            ("/metric", show_metrics),
-            *self._page.routes(),
-        ]
-        taken = {path for path, _ in self._extra_routes}
-        return [*(route for route in own if route[0] not in taken), *self._extra_routes]
+    def _handlers(self) -> dict[str, Handler]:
+        """By path; an added route replaces one of the same path."""
+        queue = RequestQueue()
+        show_metrics = queue.one_at_a_time(self._show_metrics)
+        return {
+            "/": self._show_index,
+            "/healthz": self._show_health,
+            "/readyz": self._show_readiness,
+            "/version": self._show_version,
+            "/metrics": show_metrics,
+            "/metric": show_metrics,
+            **dict(self._page.routes()),
+            **{path: queue.one_at_a_time(handler) for path, handler in self._extra_routes},
+            **dict(self._streams),
+        }
 
     async def _show_index(self, request: web.Request) -> web.Response:
         """The dashboard for a browser, the list of paths for everything else."""
@@ -158,8 +142,7 @@ class WebServer:
 
         if accepts_html(request):
             return self._page.index(request)
-        listed = sorted(path for path, _ in self._routes() if not path.startswith(PREFIX))
-        paths = "".join(f"  {path}\n" for path in listed)
+        paths = "".join(f"  {path}\n" for path in self._paths if not path.startswith(PREFIX))
         return web.Response(text=f"gpushare-agent {__version__}\n\n{paths}", headers={"Vary": "Accept"})
 
     async def _show_health(self, _request: web.Request) -> web.Response:
@@ -171,20 +154,26 @@ class WebServer:
         from aiohttp import web
 
         reasons = self._ready()
-        if not reasons:
-            return web.Response(text="ok\n")
-        return web.Response(status=503, text="".join(f"{reason}\n" for reason in reasons))
+        return web.Response(
+            status=503 if reasons else 200, text="".join(f"{reason}\n" for reason in reasons) if reasons else "ok\n"
+        )
 
     async def _show_version(self, _request: web.Request) -> web.Response:
         from aiohttp import web
 
         return web.Response(text=json.dumps({"version": __version__}) + "\n", content_type="application/json")
 
+    async def _show_metrics(self, request: web.Request) -> web.Response:
+        """In the format that the Accept header names."""
+        from aiohttp import web
+
+        content_type, body = self._metrics.exposition(",".join(request.headers.getall("Accept", [])))
+        headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
+        if accepts_gzip(request):
+            headers["Content-Encoding"] = "gzip"
+            body = await asyncio.to_thread(packed, body)
+        return web.Response(body=body, headers=headers)
+
     def _load(self) -> None:
         self._page.load()
-        _import_library()
-
-
-def _import_library() -> None:
-    importlib.import_module("aiohttp.web")
-    importlib.import_module("gpushare_agent.observability.http.limiter")
+        importlib.import_module("gpushare_agent.kit.http_server")

@@ -1,7 +1,7 @@
 """The agent's metrics: counted where things happen, read at /metrics.
 
-Methods are named for the event and never fail. What is a state (GPUs, containers and their use) is not counted but made
-from the node's snapshot (metrics_node.py), so that no series outlives its pod. Label sets that are known from the start
+Methods are named for the event and never fail. States (GPUs, containers and their use) are not counted but made
+from the node's snapshot (metrics/node.py), so that no series outlives its pod. Label sets that are known from the start
 begin at zero, or rate() would miss the first event. The mutable state is the registry, one per instance, and the page of
 the node. Names kept from gpu-manager: docs/formats.md, section 8.
 """
@@ -19,18 +19,17 @@ from prometheus_client.registry import Collector
 
 from gpushare_agent import __version__
 from gpushare_agent.model.errors import RefusalReason
-from gpushare_agent.observability.http.gzip import gzip_start, gzip_whole
 from gpushare_agent.observability.metrics.text import NodePage, families_text
 
 RPC_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 SAMPLING_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 METHODS = ("Allocate", "GetPreferredAllocation", "PreStartContainer")
 IDENTIFIED_BY = ("listed", "fetched", "looked-again", "own-books")
-"""admission/identification.py tells which."""
+"""admission/identification.py has the cases."""
 _MAX_XID = 200
 """NVIDIA's catalogue ends below it."""
 _MAX_WORDS = 64
-"""Label values that come from outside, each with a series for ever: further ones share the word `other`."""
+"""Label values that come from outside, each with a series for ever: further ones share the value `other`."""
 _WORD = re.compile(r"[a-z0-9_]{1,64}")
 _EOF = b"# EOF\n"
 
@@ -55,18 +54,18 @@ class AgentMetrics:
     def _count_calls(self, registry: CollectorRegistry) -> None:
         """The kubelet's calls and the containers'."""
         self._admissions = _counter(
-            registry, "admissions", "Allocate calls by how they ended.", "resource", "outcome", "reason"
+            registry, "admissions", "Allocate calls by outcome.", "resource", "outcome", "reason"
         )
         self._identifications = _counter(
             registry,
             "identifications",
-            "Containers that calls of the kubelet were found to be for, by how they were found.",
+            "Containers identified as the target of a call of the kubelet, by method.",
             "method",
             begin=[(method,) for method in IDENTIFIED_BY],
         )
         self._rpc_duration = Histogram(
             "gpushare_rpc_duration_seconds",
-            "Time that a call of the kubelet took.",
+            "Duration of a call of the kubelet.",
             ["resource", "method"],
             buckets=RPC_BUCKETS_S,
             registry=registry,
@@ -94,13 +93,13 @@ class AgentMetrics:
         self._taken_ids = _counter(
             registry,
             "taken_ids_offered",
-            "Device IDs that the kubelet offered though a live container holds them.",
+            "Device IDs that the kubelet offered though they are allocated to a live container.",
             "resource",
         )
         self._corrections = _counter(
             registry,
             "reconcile_corrections",
-            "Differences between cache and kubelet that were put right.",
+            "Differences between the agent's allocations and the kubelet's that were corrected.",
             "kind",
             begin=[("adopted",), ("changed",), ("ended",), ("unlisted",)],
         )
@@ -140,12 +139,14 @@ class AgentMetrics:
             registry, "gpu_events", "Events that the driver reported of a GPU.", "kind", "xid", "ignored"
         )
         self._health_changes = _counter(
-            registry, "card_health_changes", "GPUs that fell ill or recovered.", "uuid", "to"
+            registry, "card_health_changes", "GPUs that became unhealthy or healthy.", "uuid", "to"
         )
-        self._driver_errors = _counter(registry, "driver_errors", "Errors of the GPU driver by its own word.", "error")
+        self._driver_errors = _counter(
+            registry, "driver_errors", "Errors of the GPU driver by its own name for them.", "error"
+        )
         self._sampling = Histogram(
             "gpushare_sampling_duration_seconds",
-            "Time that a round of sampling took.",
+            "Duration of a round of sampling.",
             buckets=SAMPLING_BUCKETS_S,
             registry=registry,
         )
@@ -225,7 +226,7 @@ class AgentMetrics:
         self._deletions.inc()
 
     def gpu_event(self, kind: str, xid: int, is_ignored: bool) -> None:
-        """`kind` is GpuEventKind's word; `xid` counts where it is one."""
+        """`kind` is GpuEventKind's value; `xid` counts where it is one."""
         shown = "" if xid <= 0 else str(xid) if xid <= _MAX_XID else "other"
         self._gpu_events.labels(str(kind), shown, "true" if is_ignored else "false").inc()
 
@@ -249,21 +250,21 @@ class AgentMetrics:
         self._sampling_overruns.inc()
 
     def show_node(self, page: NodePage) -> None:
-        """The GPUs and containers, made when they are asked for. Call once."""
+        """The GPUs and containers, made when they are read. Call once."""
         self._page = page
 
     def show_pod_event_age(self, age_s: Callable[[], float | None]) -> None:
-        """Ask `age_s` for the time since the API server was last heard; None before the first list. Call once."""
+        """`age_s` is the time since the last response of the API server; None before the first list. Call once."""
         self._show(
-            _StateCollector("gpushare_pod_event_age_seconds", "Time since the API server was last heard.", age_s)
+            _StateCollector("gpushare_pod_event_age_seconds", "Time since the last response of the API server.", age_s)
         )
 
     def show_mps(self, is_serving: Callable[[], bool]) -> None:
-        """Ask whether the MPS control daemon serves. Call once, on nodes that use MPS."""
+        """`is_serving`: the MPS control daemon serves. Call once, on nodes that use MPS."""
         self._show(_StateCollector("gpushare_mps_serving", "1 while the MPS control daemon serves.", is_serving))
 
     def begin_anew(self) -> AgentMetrics:
-        """Forgets what is, for the parts that told it have ended (SIGHUP); what was counted stays. Returns itself."""
+        """Forgets the states, for the parts that reported them have ended (SIGHUP); counters stay. Returns itself."""
         self._page = None
         for collector in self._states:
             self.registry.unregister(collector)
@@ -275,19 +276,12 @@ class AgentMetrics:
         self.registry.register(collector)
 
     def exposition(self, accept: str) -> tuple[str, bytes]:
-        """Content type and text, in the format that an Accept header asks for: Prometheus' text or OpenMetrics."""
+        """Content type and text, in the format that an Accept header names: Prometheus' text or OpenMetrics."""
         content_type, is_openmetrics = _format(accept)
         node = self._page.text(is_openmetrics=is_openmetrics) if self._page is not None else b""
         return content_type, node + self._counted(is_openmetrics=is_openmetrics)
 
-    def packed_exposition(self, accept: str) -> tuple[str, bytes]:
-        """The same, gzipped; what the node is and does is packed once for all readers."""
-        content_type, is_openmetrics = _format(accept)
-        node = self._page.packed(is_openmetrics=is_openmetrics) if self._page is not None else gzip_start(b"")
-        return content_type, gzip_whole(node, self._counted(is_openmetrics=is_openmetrics))
-
     def _counted(self, *, is_openmetrics: bool) -> bytes:
-        """The end of the answer: it differs each time."""
         counted = families_text(self.registry.collect(), is_openmetrics=is_openmetrics)
         return counted + (_EOF if is_openmetrics else b"")
 
@@ -321,7 +315,7 @@ def _bounded(value: str, known: set[str]) -> str:
 
 
 class _StateCollector(Collector):
-    """One gauge without labels, asked for at each scrape; no sample for None."""
+    """One gauge without labels, read at each scrape; no sample for None."""
 
     def __init__(self, name: str, documentation: str, read: Callable[[], float | None]) -> None:
         self._name = name

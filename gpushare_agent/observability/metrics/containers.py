@@ -1,4 +1,5 @@
-"""What containers hold and use, as metrics: gpu-manager's four series, and ours. Pure functions over the node's snapshot.
+"""Allocations and use of containers as metrics: gpu-manager's four series, and ours. Pure functions over the node's
+snapshot.
 
 Names and labels kept from gpu-manager: docs/formats.md, section 8. What is not known has no row.
 """
@@ -20,16 +21,18 @@ from gpushare_agent.observability.node_snapshot import MIB, ContainerFacts, Node
 
 def container_series(snapshot: NodeSnapshot) -> list[Series]:
     """By namespace, pod, container and GPU."""
-    containers = sorted(snapshot.containers, key=lambda f: (f.held.namespace, f.held.pod_name, f.held.key))
+    containers = sorted(
+        snapshot.containers, key=lambda f: (f.allocation.namespace, f.allocation.pod_name, f.allocation.key)
+    )
     gpus = snapshot.inventory.by_uuid()
-    shares = {facts.held.key: _shares(snapshot, facts, gpus) for facts in containers}
+    shares = {facts.allocation.key: _shares(snapshot, facts, gpus) for facts in containers}
     labelled = [
         (
             labels_text(
-                pod_name=facts.held.pod_name,
-                namespace=facts.held.namespace,
+                pod_name=facts.allocation.pod_name,
+                namespace=facts.allocation.namespace,
                 node=snapshot.node,
-                container_name=facts.held.key.container,
+                container_name=facts.allocation.key.container,
             ),
             facts,
         )
@@ -45,8 +48,8 @@ def container_series(snapshot: NodeSnapshot) -> list[Series]:
 
 
 def _summed(series: Series) -> Series:
-    """A pod that was deleted by force and made anew has the name of one whose processes still run: the labels of both are
-    the same, and Prometheus refuses a page with a series twice. Together is also what they hold and use."""
+    """A pod that was deleted by force and created again has the name of one that still has processes: the labels of both are
+    the same, and Prometheus refuses a page with a series twice. The row has the sum of both."""
     rows: dict[Labels, Number] = {}
     for labels, value in series.rows:
         rows[labels] = rounded(rows[labels] + value) if labels in rows else value
@@ -63,17 +66,17 @@ class _Share(NamedTuple):
 
 
 def _shares(snapshot: NodeSnapshot, facts: ContainerFacts, gpus: Mapping[GpuUuid, Gpu]) -> list[_Share]:
-    held = facts.held
-    own = [gpus[uuid] for uuid in held.gpus if uuid in gpus]
+    allocation = facts.allocation
+    own = [gpus[uuid] for uuid in allocation.gpus if uuid in gpus]
     return [
         _Share(
             facts,
             gpu,
             _use_of(snapshot, facts, gpu),
             labels_text(
-                namespace=held.namespace,
-                pod=held.pod_name,
-                container=held.key.container,
+                namespace=allocation.namespace,
+                pod=allocation.pod_name,
+                container=allocation.key.container,
                 uuid=gpu.uuid,
                 gpu=str(gpu.index),
                 node=snapshot.node,
@@ -88,15 +91,15 @@ def _index(gpu: Gpu) -> int:
 
 
 def _use_of(snapshot: NodeSnapshot, facts: ContainerFacts, gpu: Gpu) -> ContainerUse | None:
-    """A container that was admitted after the last round has no process yet: it uses nothing."""
+    """A container that was admitted after the last round has no process yet: zero."""
     usage = snapshot.usage
     sample = usage.gpus.get(gpu.uuid) if usage is not None else None
     if usage is None or sample is None:
         return None
-    use = usage.containers.get((facts.held.key, gpu.uuid))
+    use = usage.containers.get((facts.allocation.key, gpu.uuid))
     if use is not None or sample.processes is None:
         return use
-    return ContainerUse(key=facts.held.key, uuid=gpu.uuid, pids=(), memory_bytes=0, sm_ratio=0.0,
+    return ContainerUse(key=facts.allocation.key, uuid=gpu.uuid, pids=(), memory_bytes=0, sm_ratio=0.0,
                         memory_ratio=0.0, encoder_ratio=0.0, decoder_ratio=0.0)  # fmt: skip
 
 
@@ -107,7 +110,7 @@ def _requested(containers: Iterable[tuple[Labels, ContainerFacts]]) -> list[Seri
     cores = Series("container_request_gpu_utilization", "Requested share of GPUs, in GPUs.")
     memory = Series("container_request_gpu_memory", "Requested GPU memory, in MiB.")
     for labels, facts in containers:
-        cores.rows.append((f'{labels},req_of_gpu="total"', facts.held.cores / CORES_PER_GPU))
+        cores.rows.append((f'{labels},req_of_gpu="total"', facts.allocation.cores / CORES_PER_GPU))
         memory.rows.append((f'{labels},req_of_gpu_memory="total"', facts.memory_bytes / MIB))
     return [cores, memory]
 
@@ -121,7 +124,7 @@ def _used_as_gpu_manager_shows_it(
     for labels, facts in containers:
         ratios: list[float] = []
         sizes: list[int] = []
-        for share in shares[facts.held.key]:
+        for share in shares[facts.allocation.key]:
             use, index = share.use, share.gpu.index
             if use is not None and use.sm_ratio is not None:
                 ratios.append(use.sm_ratio)
@@ -142,19 +145,19 @@ _CONTAINER_STATES: tuple[tuple[str, str, Callable[[_Share], Number]], ...] = (
     (
         "allocated_cores_ratio",
         "Compute of the GPU that the container was given, 1 is the whole GPU.",
-        lambda share: 1.0 if share.facts.held.is_whole else share.facts.cores / CORES_PER_GPU,
+        lambda share: 1.0 if share.facts.allocation.is_whole else share.facts.cores / CORES_PER_GPU,
     ),
     (
         "cores_limit_ratio",
         "Compute of the GPU that the container may use at most.",
         lambda share: (
-            1.0 if share.facts.held.is_whole else (share.facts.core_limit or share.facts.cores) / CORES_PER_GPU
+            1.0 if share.facts.allocation.is_whole else (share.facts.core_limit or share.facts.cores) / CORES_PER_GPU
         ),
     ),
     (
         "memory_limit_bytes",
         "Memory of the GPU that the container may use at most.",
-        lambda share: share.gpu.memory_mib * MIB if share.facts.held.is_whole else share.facts.memory_bytes,
+        lambda share: share.gpu.memory_mib * MIB if share.facts.allocation.is_whole else share.facts.memory_bytes,
     ),
 )
 

@@ -1,10 +1,10 @@
-"""Metrics of what is: series made from the node's snapshot, written as text, kept until the text is old.
+"""Metrics of states: series made from the node's snapshot, written as text, kept until the text is old.
 
 Thousands of rows for a full node, so they do not go through the metrics library: its objects and their texts cost ten
 times as much (44 ms for 3,265 rows, against 3.3 ms; measured). The text is made at most once for each round of sampling
-and each change, however often it is asked for. Not for what is counted: metrics.py.
+and each change, however often it is read. Not for counters: metrics/agent.py.
 
-State owned: the series, their texts (packed too) and when they were made; and the last text of each series, by its name.
+State owned: the series, their texts and when they were made; and the last text of each series, by its name.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from functools import lru_cache
 from typing import Literal
 
 from prometheus_client import Metric
-
-from gpushare_agent.observability.http.gzip import GzipStart, gzip_start
 
 MAX_LABEL = 253
 """Longest name of a pod. What is longer did not come through the API server, and is cut."""
@@ -40,7 +38,7 @@ class Series:
 
 
 class NodePage:
-    """`text` asks `series` when the last ones are older than `max_age_s` or were `expire`d."""
+    """`text` calls `series` when the last ones are older than `max_age_s` or were `expire`d."""
 
     def __init__(
         self,
@@ -55,7 +53,6 @@ class NodePage:
         self._made_at = float("-inf")
         self._series: Sequence[Series] = ()
         self._texts: dict[bool, bytes] = {}
-        self._packed: dict[bool, GzipStart] = {}
         self._parts: dict[tuple[str, bool], tuple[Series, str]] = {}
 
     def expire(self) -> None:
@@ -68,18 +65,10 @@ class NodePage:
             self._series = self._read()
             self._made_at = self._clock()
             self._texts.clear()
-            self._packed.clear()
         if is_openmetrics not in self._texts:
             parts = [self._part(series, is_openmetrics=is_openmetrics) for series in self._series]
             self._texts[is_openmetrics] = "".join(parts).encode()
         return self._texts[is_openmetrics]
-
-    def packed(self, *, is_openmetrics: bool) -> GzipStart:
-        """`text` as the beginning of a gzipped answer."""
-        text = self.text(is_openmetrics=is_openmetrics)
-        if is_openmetrics not in self._packed:
-            self._packed[is_openmetrics] = gzip_start(text)
-        return self._packed[is_openmetrics]
 
     def _part(self, series: Series, *, is_openmetrics: bool) -> str:
         """Limits and what is idle are the same as in the last text: comparing is a tenth of writing."""
@@ -107,7 +96,7 @@ def rounded(value: Number) -> Number:
 
 
 def families_text(families: Iterable[Metric], *, is_openmetrics: bool) -> bytes:
-    """What the metrics library has counted. Its own writer looks at each letter of each name: four times the cost."""
+    """The library's families. Its own writer checks each letter of each name: four times the cost."""
     parts: list[str] = []
     for family in families:
         name = f"{family.name}_total" if family.type == "counter" and not is_openmetrics else family.name

@@ -1,30 +1,30 @@
-// Each card as two bars, compute and memory, cut into its containers' shares, with what is in use inside each share.
+// Each GPU as two bars, compute and memory, cut into its containers' shares, with what is in use inside each share.
 
 import { arrange, h, set, vary, write } from "./dom.js";
 import * as format from "./format.js";
 import { isCordoned, isIll, kindOf } from "./health.js";
 import { makeCurve } from "./history.js";
 
-const OPEN_UP_TO = 4; // shares whose list is shown without being asked for
+const OPEN_UP_TO = 4; // shares whose list is open from the start
 
-/** What one container has of one card. Ratios of the share are null where the driver tells nothing. */
-function shareOf(key, container, held, card) {
-  const { usage } = held;
-  const coresUsed = usage && usage.sm_ratio !== null ? usage.sm_ratio * card.cores.capacity : null;
+/** What one container has of one GPU. Ratios of the share are null where the driver reports nothing. */
+function shareOf(key, container, allocation, gpu) {
+  const { usage } = allocation;
+  const coresUsed = usage && usage.sm_ratio !== null ? usage.sm_ratio * gpu.cores.capacity : null;
   const memoryUsed = usage ? usage.memory_bytes : null;
   return {
     key,
     name: `${container.namespace}/${container.pod}`,
     container: container.container,
     pod: container.pod,
-    cores: held.cores,
-    memory: held.memory_bytes,
+    cores: allocation.cores,
+    memory: allocation.memory_bytes,
     coresUsed,
     memoryUsed,
   };
 }
 
-/** Names each share by its pod, and by its container too where the pod has several on this card. */
+/** Names each share by its pod, and by its container too where the pod has several on this GPU. */
 function named(shares) {
   const counts = new Map();
   for (const { name } of shares) counts.set(name, (counts.get(name) ?? 0) + 1);
@@ -42,7 +42,7 @@ class Bar {
       h("div", { class: "measure-head" }, h("span", { class: "measure-name" }, label), this.value), this.bar);
   }
 
-  /** `shares` are {key, number, hue, size, used, name, text}: size of the card and used of the share are ratios. */
+  /** `shares` are {key, number, hue, size, used, name, text}: size of the GPU and used of the share are ratios. */
   draw(shares, other, value, label) {
     write(this.value, value);
     set(this.bar, "aria-label", label);
@@ -79,10 +79,10 @@ class Bar {
   }
 }
 
-export class CardView {
+export class GpuView {
   constructor() {
     this.title = h("h3");
-    this.name = h("span", { class: "card-name" });
+    this.name = h("span", { class: "gpu-name" });
     this.badge = h("span", { class: "badge" });
     this.cordon = h("span", { class: "badge", "data-kind": "warn", hidden: true }, "‖ Cordoned");
     this.reason = h("p", { class: "reason", "data-kind": "bad", hidden: true });
@@ -90,40 +90,40 @@ export class CardView {
     this.compute = new Bar("Compute");
     this.memory = new Bar("Memory");
     this.curve = makeCurve();
-    this.stats = h("ul", { class: "stats", "aria-label": "State of the card" });
+    this.stats = h("ul", { class: "stats", "aria-label": "State of the GPU" });
     this.legend = h("ol", { class: "legend" });
     this.legendTitle = h("summary");
     this.shares = h("details", { class: "shares" }, this.legendTitle, this.legend);
-    this.strangerList = h("ul", { class: "strangers" });
-    this.strangerTitle = h("summary");
-    this.strangers = h("details", { class: "shares", hidden: true }, this.strangerTitle, this.strangerList);
+    this.unattributedList = h("ul", { class: "unattributed" });
+    this.unattributedTitle = h("summary");
+    this.unattributed = h("details", { class: "shares", hidden: true }, this.unattributedTitle, this.unattributedList);
     this.rows = new Map();
     this.curveNow = h("span");
-    this.element = h("article", { class: "card" },
-      h("header", { class: "card-head" }, h("div", { class: "card-title" }, this.title, this.name),
+    this.element = h("article", { class: "gpu" },
+      h("header", { class: "gpu-head" }, h("div", { class: "gpu-title" }, this.title, this.name),
         h("div", { class: "badges" }, this.badge, this.cordon)),
       this.reason, this.cordonReason, this.compute.element, this.memory.element,
       h("figure", { class: "past" }, this.curve.element,
         h("figcaption", {}, h("span", { class: "key-sm" }, "SM"), h("span", { class: "key-memory" }, "memory"), this.curveNow)),
-      this.stats, this.shares, this.strangers);
+      this.stats, this.shares, this.unattributed);
   }
 
-  /** The whole card anew; what has not changed is not touched. */
-  draw(card, containers, hues) {
-    write(this.title, `GPU ${card.index}`);
-    set(this.title, "id", `card-${card.index}`);
-    set(this.element, "aria-labelledby", `card-${card.index}`);
-    set(this.element, "data-uuid", card.uuid);
-    write(this.name, card.name);
-    set(this.name, "title", `${card.uuid}, ${card.bus_id}`);
-    this.#drawHealth(card);
+  /** The whole GPU anew; what has not changed is not touched. */
+  draw(gpu, containers, hues) {
+    write(this.title, `GPU ${gpu.index}`);
+    set(this.title, "id", `gpu-${gpu.index}`);
+    set(this.element, "aria-labelledby", `gpu-${gpu.index}`);
+    set(this.element, "data-uuid", gpu.uuid);
+    write(this.name, gpu.name);
+    set(this.name, "title", `${gpu.uuid}, ${gpu.bus_id}`);
+    this.#drawHealth(gpu);
     const shares = named(containers.flatMap(([key, container]) =>
-      container.cards.filter((held) => held.uuid === card.uuid).map((held) => shareOf(key, container, held, card))));
-    this.#drawCompute(card, shares, hues);
-    this.#drawMemory(card, shares, hues);
-    this.#drawStats(card);
+      container.cards.filter((allocation) => allocation.uuid === gpu.uuid).map((allocation) => shareOf(key, container, allocation, gpu))));
+    this.#drawCompute(gpu, shares, hues);
+    this.#drawMemory(gpu, shares, hues);
+    this.#drawStats(gpu);
     this.#drawLegend(shares, hues);
-    this.#drawStrangers(card);
+    this.#drawUnattributed(gpu);
   }
 
   drawPast(rows, points, minutes) {
@@ -131,23 +131,23 @@ export class CardView {
     write(this.curveNow, `last ${minutes} min, 0 to 100 %`);
   }
 
-  #drawHealth(card) {
-    const [ill, out] = [isIll(card), isCordoned(card)];
+  #drawHealth(gpu) {
+    const [ill, out] = [isIll(gpu), isCordoned(gpu)];
     this.badge.hidden = out && !ill;
     set(this.badge, "data-kind", ill ? "bad" : "good");
     write(this.badge, ill ? "✕ Unhealthy" : "✓ Healthy");
     this.cordon.hidden = !out;
-    this.reason.hidden = !card.health_reason;
-    write(this.reason, card.health_reason);
+    this.reason.hidden = !gpu.health_reason;
+    write(this.reason, gpu.health_reason);
     this.cordonReason.hidden = !out;
-    write(this.cordonReason, out ? `Cordoned: ${card.cordoned}` : "");
-    set(this.element, "data-kind", kindOf(card));
+    write(this.cordonReason, out ? `Cordoned: ${gpu.cordoned}` : "");
+    set(this.element, "data-kind", kindOf(gpu));
   }
 
-  #drawCompute(card, shares, hues) {
-    const { capacity, allocated } = card.cores;
-    const used = card.usage ? card.usage.sm_ratio : null;
-    const value = `${allocated} of ${capacity} cores held · ${used === null ? "use not known" : `${format.percent(used)} in use`}`;
+  #drawCompute(gpu, shares, hues) {
+    const { capacity, allocated } = gpu.cores;
+    const used = gpu.usage ? gpu.usage.sm_ratio : null;
+    const value = `${allocated} of ${capacity} cores allocated · ${used === null ? "use not known" : `${format.percent(used)} in use`}`;
     const parts = shares.map((share, place) => ({
       ...this.#place(share, place, hues),
       size: share.cores / capacity,
@@ -158,10 +158,10 @@ export class CardView {
     this.compute.draw(parts, null, value, spoken("Compute", value, parts, format.cores(capacity - allocated)));
   }
 
-  #drawMemory(card, shares, hues) {
-    const { capacity_bytes: capacity, allocated_bytes: allocated } = card.memory;
-    const used = card.usage ? card.usage.memory_used_bytes : null;
-    const value = `${format.bytesOf(allocated, capacity)} held · ${used === null ? "use not known" : `${format.bytes(used)} in use`}`;
+  #drawMemory(gpu, shares, hues) {
+    const { capacity_bytes: capacity, allocated_bytes: allocated } = gpu.memory;
+    const used = gpu.usage ? gpu.usage.memory_used_bytes : null;
+    const value = `${format.bytesOf(allocated, capacity)} allocated · ${used === null ? "use not known" : `${format.bytes(used)} in use`}`;
     const parts = shares.map((share, place) => ({
       ...this.#place(share, place, hues),
       size: capacity ? share.memory / capacity : 0,
@@ -169,7 +169,7 @@ export class CardView {
       isOver: isOver(share.memoryUsed, share.memory),
       text: `${place + 1}: ${share.name} (${share.container}), ${memoryText(share)}`,
     }));
-    const bytes = card.strangers.reduce((sum, one) => sum + (one.memory_bytes ?? 0), 0);
+    const bytes = gpu.strangers.reduce((sum, one) => sum + (one.memory_bytes ?? 0), 0);
     const free = Math.max(0, capacity - allocated);
     const other = { size: capacity ? Math.min(bytes, free || bytes) / capacity : 0, text: `Processes of no container here: ${format.bytes(bytes)}` };
     const label = spoken("Memory", value, parts, format.bytes(free)) + (bytes ? ` ${other.text}.` : "");
@@ -180,16 +180,16 @@ export class CardView {
     return { key: share.key, number: place + 1, hue: hues.of(share.key), name: share.label };
   }
 
-  #drawStats(card) {
-    const { usage } = card;
+  #drawStats(gpu) {
+    const { usage } = gpu;
     const texts = !usage
-      ? [["use", isIll(card) ? "No use is told while the card is lost" : "The driver has told no use of this card yet"]]
+      ? [["use", isIll(gpu) ? "No use is known while the GPU is lost" : "The driver has reported no use of this GPU yet"]]
       : [
           ["temperature", format.celsius(usage.temperature_celsius)],
           ["power", format.watts(usage.power_watts, usage.power_limit_watts)],
           ["SM clock", format.hertz(usage.sm_clock_hertz)],
         ];
-    if (card.numa !== null) texts.push(["NUMA node", `NUMA ${card.numa}`]);
+    if (gpu.numa !== null) texts.push(["NUMA node", `NUMA ${gpu.numa}`]);
     if (usage?.ecc_uncorrected_total) texts.push(["errors", format.count(usage.ecc_uncorrected_total, "uncorrected ECC error", "uncorrected ECC errors")]);
     const items = texts.filter(([, text]) => text !== "–").map(([name, text]) => ({ text, name, kind: name === "errors" ? "warn" : null }));
     for (const reason of usage?.throttle_reasons ?? []) items.push({ text: `slowed: ${format.words(reason)}`, name: "throttled", kind: "warn" });
@@ -229,16 +229,16 @@ export class CardView {
     return row.element;
   }
 
-  #drawStrangers(card) {
-    const count = card.strangers_count ?? card.strangers.length;
-    this.strangers.hidden = !count;
+  #drawUnattributed(gpu) {
+    const count = gpu.strangers_count ?? gpu.strangers.length;
+    this.unattributed.hidden = !count;
     if (!count) return;
-    write(this.strangerTitle, `${format.count(count, "process", "processes")} of no container here`);
-    const texts = card.strangers.map((one) =>
+    write(this.unattributedTitle, `${format.count(count, "process", "processes")} of no container here`);
+    const texts = gpu.strangers.map((one) =>
       `PID ${one.pid} (${one.kind}): ${format.bytes(one.memory_bytes)}${one.sm_ratio === null ? "" : `, SM ${format.percent(one.sm_ratio)}`}`);
     if (count > texts.length) texts.push(`and ${count - texts.length} smaller ones`);
-    while (this.strangerList.children.length > texts.length) this.strangerList.lastElementChild.remove();
-    texts.forEach((text, place) => write(this.strangerList.children[place] ?? this.strangerList.appendChild(h("li")), text));
+    while (this.unattributedList.children.length > texts.length) this.unattributedList.lastElementChild.remove();
+    texts.forEach((text, place) => write(this.unattributedList.children[place] ?? this.unattributedList.appendChild(h("li")), text));
   }
 }
 
