@@ -17,7 +17,7 @@ A verb's request, in the order of the checks:
 | the body is no request of this verb | the verb's own error |
 
 Decoding is not in a thread: json.loads holds the interpreter, so a thread would not free the loop. messages.py bounds it by
-the number of values: 1 MiB of the costliest that is accepted takes 15 ms.
+the number of values: 1 MiB of the costliest that is accepted takes 30 ms.
 
 State owned: how many long bodies are being read.
 """
