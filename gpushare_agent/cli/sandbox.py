@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--samples", choices=SAMPLE_SETS, help="sample pods; fitting leaves out the one that cannot run (default: all, "
         "with --apply none)")  # fmt: skip
-    add("--once", action="store_true", help="wait until every pod is settled, print, clean up; exit 0 if all of them are "
-        "Running or Succeeded, else 1 (with the sample pod that cannot fit: 1)")  # fmt: skip
+    add("--once", action="store_true", help="wait until every pod runs, has ended or fits nowhere, print, clean up; exit 0 "
+        "if all of them are Running or Succeeded, else 1 (with the sample pod that cannot fit: 1)")  # fmt: skip
     add("--format", choices=("table", "json"), default="table", help="what --once and status print to standard output; "
         "progress goes to standard error then (%(default)s)")  # fmt: skip
     add(
@@ -130,11 +130,11 @@ async def run(args: argparse.Namespace, extra_agent_flags: list[str], inner_comm
         )  # fmt: skip
         return await sandbox_run.run(plan)
     except ManifestError as error:
-        _complain(str(error))
+        _print_error(str(error))
         return 2
 
 
-def _complain(text: str) -> None:
+def _print_error(text: str) -> None:
     print(f"gpushare-agent sandbox: {text}", file=sys.stderr)
 
 
@@ -216,9 +216,9 @@ async def _run_command(args: argparse.Namespace, extra: list[str], inner_command
 
         print_document(answer["document"], args.format, has_addresses=True)
     for line in answer["lines"]:
-        print(line, flush=True)  # before the complaints, where both go to one place
+        print(line, flush=True)  # before the errors, where both go to one place
     for error in answer["errors"]:
-        _complain(error)
+        _print_error(error)
     if args.command == "exec" and answer["ok"]:
         for note in answer["notes"]:
             print(note, file=sys.stderr)
