@@ -19,8 +19,8 @@ from bench.kubelet import BenchKubelet
 from bench.pods import CONTAINER, FOREIGN_RESOURCE, NAMESPACE, BenchPod, bench_pod, device, manifest, running_status
 from gpushare_agent.gpus.simulated.driver import GPUS_PER_NUMA_NODE, simulated_uuid
 from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE, device_id
-from gpushare_agent.sandbox.api_access import write_kubeconfig
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.access import write_kubeconfig
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 
 NODE_NAME = "bench"
 GPUS, GPU_MEMORY_MIB, BLOCK_MIB = 8, 81920, 256

@@ -16,7 +16,7 @@ from typing import Any
 from gpushare_agent.agent.node_agent import live
 from gpushare_agent.agent.node_parts import NodeParts, build, open_driver
 from gpushare_agent.model.resources import ResourceKind
-from gpushare_agent.sandbox.calls import PluginCall
+from gpushare_agent.sandbox.kubelet.calls import PluginCall
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.settings.settings import load_settings
 from tests.support_sandbox import CORE, MEMORY, wait_phase

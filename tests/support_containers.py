@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from gpushare_agent.model.errors import StartupError
-from gpushare_agent.sandbox.cgroup_tree import open_cgroup_tree
 from gpushare_agent.sandbox.change_signal import ChangeSignal
-from gpushare_agent.sandbox.container_config import HOST_IMAGE
-from gpushare_agent.sandbox.container_runtime import Container, ContainerConfig, ContainerRuntime
+from gpushare_agent.sandbox.kubelet.container_config import HOST_IMAGE
+from gpushare_agent.sandbox.runtime.cgroup_tree import open_cgroup_tree
+from gpushare_agent.sandbox.runtime.containers import Container, ContainerConfig, ContainerRuntime
 
 DEADLINE_S = 10.0
 UID = "0e7a3f2c-1b5d-4c3e-9f10-44aa55bb6c77"

@@ -19,9 +19,9 @@ from aiohttp import web
 from gpushare_agent.cluster.kube.cluster import open_cluster_api
 from gpushare_agent.extender.app import ExtenderParts, build, not_ready, serve
 from gpushare_agent.sandbox.cluster import EmbeddedCluster, open_embedded_cluster
-from gpushare_agent.sandbox.extender_scheduler import SchedulerTimes
-from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
+from gpushare_agent.sandbox.kubelet.behaviour import KubeletTimes
 from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.sandbox.scheduler.extender_scheduler import SchedulerTimes
 from gpushare_agent.settings.settings import load_settings
 from tests.support_agent import InnerAgent, open_agent, wait_synced
 from tests.support_sandbox import CORE, MEMORY, SHORT_TIMES, SmallPlugin, device_ids, open_plugin

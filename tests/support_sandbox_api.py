@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 
 PODS = "/api/v1/namespaces/default/pods"
 MERGE = "application/merge-patch+json"

@@ -18,7 +18,7 @@ from gpushare_agent.cli.sandbox_exec import add_exec_arguments, become, exec_req
 from gpushare_agent.cli.sandbox_extender import free_port
 from gpushare_agent.sandbox.control import Answer, ask
 from gpushare_agent.sandbox.gpu_faults import LOST_REASON
-from gpushare_agent.sandbox.kubelet_behaviour import KUBERNETES_VERSIONS
+from gpushare_agent.sandbox.kubelet.behaviour import KUBERNETES_VERSIONS
 from gpushare_agent.sandbox.manifests import SAMPLE_SETS, ManifestError, read_manifests, sample_manifests
 from gpushare_agent.sandbox.state_directory import NodePaths, default_state_directory
 from gpushare_agent.settings.settings import load_settings
@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--samples", choices=SAMPLE_SETS, help="sample pods; fitting leaves out the one that cannot run (default: all, "
         "with --apply none)")  # fmt: skip
-    add("--once", action="store_true", help="wait until every pod has settled, print, clean up; exit 0 if all of them are "
-        "Running or Succeeded, else 1 (with the sample pod that cannot fit: 1)")  # fmt: skip
+    add("--once", action="store_true", help="wait until every pod runs, has ended or fits nowhere, print, clean up; exit 0 "
+        "if all of them are Running or Succeeded, else 1 (with the sample pod that cannot fit: 1)")  # fmt: skip
     add("--format", choices=("table", "json"), default="table", help="what --once and status print to standard output; "
         "progress goes to standard error then (%(default)s)")  # fmt: skip
     add(
@@ -212,7 +212,7 @@ async def _run_command(args: argparse.Namespace, extra: list[str], inner_command
         request = exec_request(args)
     answer: Answer = await ask(NodePaths(state=args.state_dir.absolute()).control_socket, request)
     if args.command == "status" and answer["ok"]:
-        from gpushare_agent.sandbox.node_view import print_document
+        from gpushare_agent.sandbox.report.tables import print_document
 
         print_document(answer["document"], args.format, has_addresses=True)
     for line in answer["lines"]:

@@ -11,14 +11,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpushare_agent.sandbox.api_access import write_kubeconfig
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.access import write_kubeconfig
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.change_signal import ChangeSignal
-from gpushare_agent.sandbox.extender_calls import open_extender_calls
-from gpushare_agent.sandbox.extender_scheduler import ExtenderScheduler, SchedulerTimes
-from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
+from gpushare_agent.sandbox.kubelet.behaviour import KubeletTimes
 from gpushare_agent.sandbox.node import EmbeddedNode, open_node_on, running_scheduler
-from gpushare_agent.sandbox.scheduler import EmbeddedScheduler
+from gpushare_agent.sandbox.scheduler.extender_calls import open_extender_calls
+from gpushare_agent.sandbox.scheduler.extender_scheduler import ExtenderScheduler, SchedulerTimes
+from gpushare_agent.sandbox.scheduler.node_fit import EmbeddedScheduler
 from gpushare_agent.sandbox.state_directory import NodePaths, prepare_state_directory
 
 _HISTORY = 20_000

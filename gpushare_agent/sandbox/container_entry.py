@@ -1,7 +1,7 @@
 """A process from outside enters a container of the embedded node, as `kubectl exec` has one run there.
 
-The process is the asker itself: it is moved into the container's cgroup and then becomes the command, so that terminal,
-signals and exit code need nobody in between. Not for the command: cli/sandbox_exec.py. No state.
+The calling process itself is moved into the container's cgroup and then becomes the command, so that terminal, signals and
+exit code need no proxy. Not for the command: cli/sandbox_exec.py. No state.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from gpushare_agent.model.errors import NotFound, Rejected
 from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.sandbox.api_store import RawObject
-from gpushare_agent.sandbox.container_runtime import Container
+from gpushare_agent.sandbox.api.store import RawObject
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.sandbox.node_report import reason_and_message
 from gpushare_agent.sandbox.pod_manifest import containers_of, is_terminal
+from gpushare_agent.sandbox.report.document import reason_and_message
+from gpushare_agent.sandbox.runtime.containers import Container
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

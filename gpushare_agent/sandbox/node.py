@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Protocol
 
 from gpushare_agent.kit.supervision import forever, stop_task
-from gpushare_agent.sandbox.api_access import write_kubeconfig
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.access import write_kubeconfig
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.change_signal import ChangeSignal
-from gpushare_agent.sandbox.cri_server import CriServer
-from gpushare_agent.sandbox.kubelet import EmbeddedKubelet
-from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
-from gpushare_agent.sandbox.scheduler import EmbeddedScheduler
+from gpushare_agent.sandbox.kubelet.behaviour import KubeletTimes
+from gpushare_agent.sandbox.kubelet.kubelet import EmbeddedKubelet
+from gpushare_agent.sandbox.runtime.cri_server import CriServer
+from gpushare_agent.sandbox.scheduler.node_fit import EmbeddedScheduler
 from gpushare_agent.sandbox.state_directory import NodePaths, prepare_state_directory
 
 

@@ -12,7 +12,7 @@ from gpushare_agent.admission.rejected_pods import RejectedPods, plan_deletions
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, PodUid
 from gpushare_agent.model.pods import Pod, PodPhase
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.support_kube import (
     DEADLINE_S,
     Behaviour,

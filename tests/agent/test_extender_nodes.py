@@ -9,7 +9,7 @@ from typing import Any
 
 from gpushare_agent.extender.values import Stage
 from gpushare_agent.sandbox.cluster import EmbeddedCluster
-from gpushare_agent.sandbox.kubelet_boot import KubeletTimes
+from gpushare_agent.sandbox.kubelet.behaviour import KubeletTimes
 from tests.support_agent import InnerAgent, gpus_of
 from tests.support_extender_nodes import (
     condition_of,

@@ -101,10 +101,10 @@ async def test_pods_unknown_while_the_api_server_is_gone_are_refused_and_come_in
 async def test_an_api_server_that_stalls_costs_an_admission_its_bound_and_no_more() -> None:
     """Connections that are accepted and never answered: refused in time, and the node goes on."""
     async with open_test_node() as node, open_agent(node, SHORT_LOOKUP) as agent:
-        node.api.stall()
+        node.api.faults.stall()
         node.api.create_pod(pod("stuck", container(cores=30, blocks=10)))
         assert "API server did not tell" in await _refused(node, "stuck")
-        node.api.unstall()
+        node.api.faults.unstall()
         await wait_until(node, lambda: agent.parts.store.by_name("default", "stuck"), "the watch to go on")
         node.api.create_pod(pod("after", container(cores=30, blocks=10)))
         await wait_running(node, "after")
@@ -119,7 +119,7 @@ async def test_an_api_server_that_forgets_its_history_loses_the_agent_nothing() 
         await wait_running(node, "one", "two", "three")
         await node.api.stop_listening()
         node.api.delete_pod("default", "two", grace_period_s=0)
-        node.api.compact()
+        node.api.store.compact()
         await node.api.start_listening()
         await wait_until(node, lambda: agent.parts.store.by_name("default", "two") is None, "a new list")
         await wait_ledger_equal(node, agent)

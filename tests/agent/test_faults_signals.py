@@ -52,20 +52,20 @@ async def test_sigterm_ends_the_agent_while_kubelet_and_api_server_are_gone() ->
     """Nobody answers, and it still ends in time."""
     async with open_test_node() as node, open_child(node) as child:
         await node.kubelet.stop()
-        node.api.stall()
+        node.api.faults.stall()
         await _terminate(node, child)
-        node.api.unstall()
+        node.api.faults.unstall()
 
 
 async def test_sigterm_ends_the_agent_while_an_admission_waits() -> None:
     """A stalled API server keeps the admission open; the end does not wait for it."""
     async with open_test_node() as node, open_child(node, "--kubelet.pod-lookup-timeout-s=10") as child:
         await poll_until(lambda: log_lines(node, "ready"), "the agent ready")
-        node.api.stall()
+        node.api.faults.stall()
         node.api.create_pod(pod("waits", container(cores=30, blocks=10)))
         await wait_until(node, lambda: node.kubelet.open_calls, "the admission")
         await _terminate(node, child)
-        node.api.unstall()
+        node.api.faults.unstall()
 
 
 async def test_a_stalled_disk_below_the_kubelets_checkpoint_stops_neither_the_start_nor_the_end() -> None:
@@ -109,12 +109,12 @@ async def test_sighup_takes_the_changed_settings_file_into_effect_and_a_broken_o
     """The servers restart with the new block size; running pods stay; a mistake in the file changes nothing."""
     async with open_test_node() as node:
         path = node.paths.state / "settings.yaml"
-        _write(path, "simulated: {GPUs: 2}\nlog: {level: info}\n")
+        _write(path, "simulated: {cards: 2}\nlog: {level: info}\n")
         async with open_child(node, f"--config={path}") as child:
             await _wait_blocks(node, BLOCKS)
             node.api.create_pod(pod("runs", container(cores=100)))
             await wait_running(node, "runs")
-            _write(path, "simulated: {GPUs: 2}\nresources: {memory_block_mib: 1024}\n")
+            _write(path, "simulated: {cards: 2}\nresources: {memory_block_mib: 1024}\n")
             child.send_signal(signal.SIGHUP)
             await _wait_blocks(node, BLOCKS // 4)
             await wait_registered(node)

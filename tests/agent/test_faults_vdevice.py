@@ -20,7 +20,7 @@ import pytest
 from grpclib import GRPCError
 
 from gpushare_agent.isolation.vcuda.config_format import VDeviceConfig, decode_config, decode_pids
-from gpushare_agent.sandbox.container_config import HOST_IMAGE
+from gpushare_agent.sandbox.kubelet.container_config import HOST_IMAGE
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import poll_until, wait_registered, wait_running, wait_until
 from tests.support_containers import KINDS

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginDevice, PluginEndpoint
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.sandbox.plugin_endpoint import PluginDevice, PluginEndpoint
 from tests.support_agent import (
     BLOCKS,
     CORES,

@@ -17,7 +17,7 @@ from gpushare_agent.cluster.kube.configuration import ConfigurationSource, find_
 from gpushare_agent.cluster.kube.session import KubeSession
 from gpushare_agent.model.errors import Conflict, Corrupt, NotFound, Rejected, StartupError, Unavailable
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.support_kube import (
     DATA,
     NODE,

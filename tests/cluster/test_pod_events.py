@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from gpushare_agent.cluster.pod_events import BURST, QUEUE_LIMIT, REPEAT_AFTER_S, TRIES, PodEvents
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.support_kube import (
     DEADLINE_S,
     FAST,

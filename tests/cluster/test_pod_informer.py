@@ -15,7 +15,7 @@ from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.errors import Corrupt, Rejected, Unavailable
 from gpushare_agent.model.names import VCORE_RESOURCE, PodUid
 from gpushare_agent.model.pods import PodPhase
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.support_kube import (
     DEADLINE_S,
     FAST,
@@ -361,7 +361,7 @@ async def test_the_informer_follows_the_embedded_api_server() -> None:
             server.set_pod_status("default", "a", {"phase": "Running"})
             await server.start_listening()
             await wait_store(store, lambda store: _phases(store) == {"a": PodPhase.RUNNING, "b": PodPhase.PENDING})
-            server.expire_watches()
+            server.faults.expire_watches()
             server.delete_pod("default", "a", grace_period_s=0)
             await wait_store(store, lambda store: list(_phases(store)) == ["b"])
             fetched = await informer.fetch("default", "b", timeout_s=2)

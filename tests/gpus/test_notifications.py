@@ -11,7 +11,7 @@ from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.gpus.notifications import GpuHealthObserver
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.node_events import NodeEventReason
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.support_core import inventory
 from tests.support_health import DEADLINE_S, IMMEDIATE, sick, xid
 from tests.support_kube import FAST, NODE, answers, fake_api, opened, running

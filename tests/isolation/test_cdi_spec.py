@@ -23,7 +23,7 @@ from gpushare_agent.isolation.devices.cdi_spec import (
 )
 from gpushare_agent.model.cdi import SpecFile, is_device_name, is_kind
 from gpushare_agent.model.errors import Rejected
-from gpushare_agent.sandbox.cdi_resolver import CdiResolver
+from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver
 from tests.support_cdi import NVIDIA_CTK, schema
 from tests.support_core import inventory
 

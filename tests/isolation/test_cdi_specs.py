@@ -15,7 +15,7 @@ from gpushare_agent.isolation.devices.cdi_spec import SpecNodes
 from gpushare_agent.isolation.devices.cdi_specs import CdiSpecs, SpecChange
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.sandbox.cdi_resolver import CdiResolver
+from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver
 from tests.support_cdi import NVIDIA_CTK, schema, write_spec
 from tests.support_core import inventory
 

@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 import yaml
 
-from gpushare_agent.sandbox.api_access import write_kubeconfig
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.access import write_kubeconfig
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.support_containers import host_container
 from tests.support_sandbox import open_test_node, pod
 

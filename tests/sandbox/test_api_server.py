@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 
 from gpushare_agent.model.errors import StartupError
-from gpushare_agent.sandbox.api_server import EmbeddedApiServer
-from gpushare_agent.sandbox.api_store import KINDS
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.store import KINDS
 from tests.support_sandbox import pod
 from tests.support_sandbox_api import JSON_PATCH, MERGE, PODS, STRATEGIC, open_client
 
@@ -120,7 +120,7 @@ async def test_a_version_that_is_forgotten_is_gone() -> None:
         first = str(client.api.version)
         for name in "abcde":
             client.api.create_pod(pod(name))
-        for forget in (lambda: None, client.api.compact):
+        for forget in (lambda: None, client.api.store.compact):
             forget()
             async with client.watch(resourceVersion=first) as watch:
                 [(kind, body)] = await watch.rest()
@@ -132,7 +132,7 @@ async def test_a_version_that_is_forgotten_is_gone() -> None:
 async def test_open_watches_can_be_expired() -> None:
     """The 410 comes in the middle of a stream."""
     async with open_client() as client, client.watch() as watch:
-        client.api.expire_watches()
+        client.api.faults.expire_watches()
         [(kind, body)] = await watch.rest()
         assert (kind, body["code"]) == ("ERROR", 410)
 
@@ -303,21 +303,21 @@ async def test_an_annotation_that_is_no_time_is_refused(seconds: str) -> None:
 async def test_failures_to_order_come_and_pass() -> None:
     """The next n requests fail with the given status."""
     async with open_client() as client:
-        client.api.fail_next(2, 503)
+        client.api.faults.fail_next(2, 503)
         assert [(await client.call("GET", PODS))[0] for _ in range(3)] == [503, 503, 200]
 
 
 async def test_a_stalled_server_accepts_and_answers_later() -> None:
     """Requests hang until unstall; an open watch falls silent."""
     async with open_client() as client, client.watch() as watch:
-        client.api.stall()
+        client.api.faults.stall()
         client.api.create_pod(pod("a"))
         async with asyncio.TaskGroup() as group:
             held = group.create_task(client.call("GET", PODS))
             while ("GET", PODS) not in client.api.requests:
                 await asyncio.sleep(0)
             assert not held.done()
-            client.api.unstall()
+            client.api.faults.unstall()
         assert held.result()[0] == 200
         assert (await watch.next())[0] == "ADDED"
 

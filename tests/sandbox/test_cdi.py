@@ -14,8 +14,8 @@ import pytest
 from gpushare_agent.agent.node_parts import open_driver
 from gpushare_agent.cli.cdi import cdi_specs
 from gpushare_agent.model.errors import Rejected
-from gpushare_agent.sandbox.cdi_resolver import CdiResolver, requested_names
 from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver, requested_names
 from gpushare_agent.settings.settings import load_settings
 from gpushare_agent.wire.v1beta1 import CdiDevice, ContainerAllocateResponse, DeviceSpec
 from tests.support_agent import arguments, open_agent

@@ -16,9 +16,9 @@ from gpushare_agent.model.errors import NotFound, StartupError, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroup_paths import NOBODY, PeerIdentity
 from gpushare_agent.runtime.cgroups import Cgroups
-from gpushare_agent.sandbox.cgroup_tree import KIND_VARIABLE, open_cgroup_tree
 from gpushare_agent.sandbox.change_signal import ChangeSignal
-from gpushare_agent.sandbox.container_runtime import MAX_LOG_BYTES, ContainerRuntime
+from gpushare_agent.sandbox.runtime.cgroup_tree import KIND_VARIABLE, open_cgroup_tree
+from gpushare_agent.sandbox.runtime.containers import MAX_LOG_BYTES, ContainerRuntime
 from tests.support_containers import (
     DEADLINE_S,
     KINDS,
@@ -220,7 +220,7 @@ _SANDBOX = """
 import asyncio, sys
 from pathlib import Path
 from gpushare_agent.sandbox.change_signal import ChangeSignal
-from gpushare_agent.sandbox.container_runtime import ContainerConfig, ContainerRuntime
+from gpushare_agent.sandbox.runtime.containers import ContainerConfig, ContainerRuntime
 async def main():
     runtime = ContainerRuntime(Path(sys.argv[1]), ChangeSignal(), sys.argv[2])
     config = ContainerConfig(pod_uid="u", pod_namespace="n", pod_name="p", name="c")

@@ -19,9 +19,9 @@ from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
 from gpushare_agent.sandbox.manifests import ManifestError, parse_manifests, read_manifests, sample_manifests
 from gpushare_agent.sandbox.node import open_embedded_node
-from gpushare_agent.sandbox.node_report import ReportedNode, reason_and_message, report
-from gpushare_agent.sandbox.node_view import gpu_text, pod_line
 from gpushare_agent.sandbox.pod_manifest import containers_of, pod_requests
+from gpushare_agent.sandbox.report.document import ReportedNode, reason_and_message, report
+from gpushare_agent.sandbox.report.tables import gpu_text, pod_line
 from gpushare_agent.sandbox.state_directory import owned_state_directory
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec, Mount
 from tests.support_sandbox import (
@@ -190,8 +190,8 @@ def test_a_state_directory_that_cannot_serve_is_refused(folder: Path, kind: str)
 async def test_the_control_socket_answers_its_owner_only(folder: Path) -> None:
     """Mode 0600; errors come back as text; it goes with its sandbox."""
 
-    async def handle(request: Request, asker_pid: int) -> Answer:
-        assert asker_pid == os.getpid()
+    async def handle(request: Request, peer_pid: int) -> Answer:
+        assert peer_pid == os.getpid()
         if request["command"] == "fail":
             raise Rejected("that cannot be")
         return {"ok": True, "lines": [request["command"]], "errors": []}

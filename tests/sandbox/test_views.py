@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from gpushare_agent.isolation.vcuda.config_format import encode_pids
-from gpushare_agent.sandbox.node_view import (
+from gpushare_agent.sandbox.report.tables import (
     gpus_table,
     limit_text,
     pids_text,
@@ -21,7 +21,7 @@ from gpushare_agent.sandbox.node_view import (
     reason_lines,
     used_text,
 )
-from gpushare_agent.sandbox.vdevice_view import VDeviceReader
+from gpushare_agent.sandbox.report.vdevice_reader import VDeviceReader
 from tests.support_vdevice import share_config
 
 SHARE = {"cores": 30, "memory_mib": 4096, "core_limit": 0, "is_limited": True, "pids": [4711]}

@@ -19,7 +19,7 @@ from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.sandbox.node_report import ReportedNode, report
+from gpushare_agent.sandbox.report.document import ReportedNode, report
 from gpushare_agent.sandbox.workload import PERIOD_S, PlayedContainer, memory_load, played_usage, sm_load
 from gpushare_agent.sandbox.workload_player import WorkloadPlayer
 from tests.support_sandbox import (

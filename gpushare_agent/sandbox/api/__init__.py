@@ -1,0 +1,5 @@
+"""The API server of the embedded nodes, on a real TCP port: pods, nodes, events, config maps and leases.
+
+Owns the objects and their history (`ObjectStore`), the token (`ApiAccess`) and the faults that tests inject (`ApiFaults`).
+Called in process by the embedded kubelets and schedulers, over HTTP by agents and extenders. Open server.py first.
+"""

@@ -1,0 +1,72 @@
+"""Authentication of the embedded API server: clients need the token of the sandbox's kubeconfig, which has mode 0600.
+
+A pod of image `sandbox/host` is a command that runs with the rights of the sandbox's user, while every user of the machine
+reaches the port, and so does every page in a browser of that user. Required are therefore the token, a Host header of this
+server (a foreign name that resolves to 127.0.0.1 has another), and a body of a type that a page cannot send by itself.
+Versions and health are open, as in a real API server. State owned: the token, a new one for each server.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+import secrets
+from pathlib import Path
+
+from aiohttp import web
+
+from gpushare_agent.sandbox.api.responses import status_response
+
+OPEN_PATHS = frozenset({"/version", "/healthz", "/livez", "/readyz"})
+_HOST_NAMES = ("127.0.0.1", "localhost", "[::1]")
+_JSON_TYPES = re.compile(r"application/([a-z0-9.-]+\+)?json")
+_KUBECONFIG = """\
+apiVersion: v1
+kind: Config
+clusters:
+- name: sandbox
+  cluster: {{server: "{url}"}}
+users:
+- name: sandbox
+  user: {{token: "{token}"}}
+contexts:
+- name: sandbox
+  context: {{cluster: sandbox, user: sandbox}}
+current-context: sandbox
+"""
+
+
+class ApiAccess:
+    """`headers` are what a client must send."""
+
+    def __init__(self) -> None:
+        self.token = secrets.token_urlsafe(32)
+        self.headers = {"Authorization": f"Bearer {self.token}"}
+
+    def refusal(self, request: web.Request, port: int) -> web.Response | None:
+        """The response to a request that is not admitted, None for one that is."""
+        if request.headers.getall("Host", []) not in [[f"{name}:{port}"] for name in _HOST_NAMES]:
+            named = request.headers.get("Host", "")
+            message = f"the Host header {named!r} is not this server's: ask for 127.0.0.1:{port} or localhost:{port}"
+            return status_response(403, "Forbidden", message)
+        if request.path not in OPEN_PATHS and not self._is_known(request.headers.getall("Authorization", [])):
+            return status_response(401, "Unauthorized", "Unauthorized")
+        if request.body_exists and _JSON_TYPES.fullmatch(request.content_type) is None:
+            message = (
+                f"the body of the request is {request.content_type}; accepted are application/json and its patches"
+            )
+            return status_response(415, "UnsupportedMediaType", message)
+        return None
+
+    def _is_known(self, sent: list[str]) -> bool:
+        expected = self.headers["Authorization"].encode()
+        return len(sent) == 1 and hmac.compare_digest(sent[0].encode("utf-8", "surrogateescape"), expected)
+
+
+def write_kubeconfig(path: Path, url: str, token: str) -> None:
+    """A new file, in place of whatever has its name; never readable for others, not even for a moment. Raises OSError."""
+    path.unlink(missing_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(file, "w") as text:
+        text.write(_KUBECONFIG.format(url=url, token=token))

@@ -1,0 +1,179 @@
+"""The objects of the embedded API server, in process: what HTTP handlers, embedded kubelets and schedulers, and tests
+do with pods, nodes and events.
+
+State owned: the object store. Objects returned are the stored ones: read, never change them.
+"""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from gpushare_agent.model.errors import Conflict
+from gpushare_agent.sandbox.api.store import ObjectKey, ObjectStore, PodsByNode, RawObject
+from gpushare_agent.sandbox.change_signal import ChangeSignal
+from gpushare_agent.sandbox.kubelet.behaviour import behaviour_of
+from gpushare_agent.sandbox.pod_manifest import completed_manifest, is_terminal, timestamp
+
+
+def _merged_status(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Top-level fields replace the old ones, conditions those of their type."""
+    merged = {**old, **new}
+    if "conditions" in new:
+        by_type = {c["type"]: c for c in (*old.get("conditions", ()), *new["conditions"])}
+        merged["conditions"] = [by_type[kind] for kind in sorted(by_type)]
+    return merged
+
+
+class ApiObjects:
+    def __init__(self, *, version: str, history_limit: int, seed: int) -> None:
+        """Raises StartupError for a Kubernetes version whose behaviour is not known."""
+        self.release = behaviour_of(version).release
+        self.store = ObjectStore(history_limit=history_limit)
+        self._rng = random.Random(seed)
+
+    @property
+    def signal(self) -> ChangeSignal:
+        """Wakes up after every change."""
+        return self.store.signal
+
+    @property
+    def pods_by_node(self) -> PodsByNode:
+        return self.store.pods_by_node
+
+    @property
+    def version(self) -> int:
+        """Version of the newest change."""
+        return self.store.version
+
+    async def wait_change(self, version: int) -> None:
+        """Until there is a newer version."""
+        while self.store.version == version:
+            await self.signal.wait(self.signal.count)
+
+    def create_pod(self, raw: RawObject, namespace: str = "default") -> RawObject:
+        """Raises Rejected for a manifest that is not valid, AlreadyExists for a name in use."""
+        suffix = "".join(self._rng.choices("bcdfghjklmnpqrstvwxz2456789", k=5))
+        return self.store.add(
+            "pods", completed_manifest(raw, namespace=namespace, uid=str(uuid.uuid4()), suffix=suffix)
+        )
+
+    def pods(self) -> list[RawObject]:
+        return self.store.all("pods")
+
+    def pod(self, namespace: str, name: str) -> RawObject:
+        """Raises NotFound."""
+        return self.store.get("pods", (namespace, name))
+
+    def find_pod(self, namespace: str, name: str) -> RawObject | None:
+        return self.store.find("pods", (namespace, name))
+
+    def bind_pod(
+        self,
+        namespace: str,
+        name: str,
+        node_name: str,
+        *,
+        uid: str = "",
+        resource_version: str = "",
+        annotations: Mapping[str, str] = MappingProxyType({}),
+    ) -> RawObject:
+        """The pod gets the annotations, too. Raises NotFound, and Conflict for a pod that is on a node, is being deleted,
+        or has another UID or version than the given ones."""
+        pod = self.pod(namespace, name)
+        metadata, spec = pod["metadata"], pod["spec"]
+        operation = f'Operation cannot be fulfilled on pods/binding "{name}"'
+        for given, field in ((uid, "uid"), (resource_version, "resourceVersion")):
+            if given and given != metadata[field]:
+                raise Conflict(f"{operation}: Precondition failed: {field} is {metadata[field]}, not {given}")
+        if metadata.get("deletionTimestamp"):
+            raise Conflict(f"{operation}: pod {name} is being deleted, cannot be assigned to a host")
+        if spec.get("nodeName"):
+            raise Conflict(f"{operation}: pod {name} is already assigned to node {spec['nodeName']!r}")
+        if annotations:
+            metadata = {**metadata, "annotations": {**(metadata.get("annotations") or {}), **annotations}}
+        scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": timestamp()}
+        bound = {
+            **pod, "metadata": metadata, "spec": {**spec, "nodeName": node_name},
+            "status": _merged_status(pod.get("status") or {}, {"conditions": [scheduled]}),
+        }  # fmt: skip
+        return self.store.replace("pods", bound)
+
+    def set_pod_status(self, namespace: str, name: str, status: dict[str, Any], *, uid: str = "") -> RawObject:
+        """Merges top-level fields of `status`, and conditions by type.
+
+        Raises NotFound, and Conflict where `uid` is given and the pod of that name has another.
+        """
+        pod = self.pod(namespace, name)
+        if uid and pod["metadata"]["uid"] != uid:
+            raise Conflict(f'pods "{name}": the UID is now {pod["metadata"]["uid"]}, not {uid}')
+        return self.store.replace("pods", {**pod, "status": _merged_status(pod.get("status") or {}, status)})
+
+    def delete_pod(
+        self, namespace: str, name: str, *, grace_period_s: int | None = None, uid: str = "", resource_version: str = ""
+    ) -> RawObject:
+        """Marks a running pod as being deleted and leaves its removal to the kubelet; grace 0, unscheduled and ended
+        pods go at once. Raises NotFound, and Conflict where a precondition fails.
+        """
+        pod = self.pod(namespace, name)
+        metadata = pod["metadata"]
+        for given, actual, field in (
+            (uid, metadata["uid"], "UID"),
+            (resource_version, metadata["resourceVersion"], "ResourceVersion"),
+        ):
+            if given and given != actual:
+                raise Conflict(
+                    f"Precondition failed: {field} in precondition: {given}, {field} in object meta: {actual}"
+                )
+        grace = pod["spec"].get("terminationGracePeriodSeconds", 30) if grace_period_s is None else grace_period_s
+        if grace <= 0 or not pod["spec"].get("nodeName") or is_terminal(pod):
+            return self.store.remove("pods", (namespace, name))
+        grace = min(grace, metadata.get("deletionGracePeriodSeconds", grace))
+        marks = {
+            "deletionTimestamp": metadata.get("deletionTimestamp") or timestamp(),
+            "deletionGracePeriodSeconds": grace,
+        }
+        return self.store.replace("pods", {**pod, "metadata": {**metadata, **marks}})
+
+    def node(self, name: str) -> RawObject:
+        """Raises NotFound."""
+        return self.store.get("nodes", ("", name))
+
+    def apply_node(self, raw: RawObject) -> RawObject:
+        """Creates the node, or replaces its status and labels."""
+        known = self.store.find("nodes", ("", raw["metadata"]["name"]))
+        if known is None:
+            identity = {"uid": str(uuid.uuid4()), "creationTimestamp": timestamp()}
+            return self.store.add("nodes", {**raw, "metadata": {**raw["metadata"], **identity}})
+        labels = {**known["metadata"].get("labels", {}), **raw["metadata"].get("labels", {})}
+        return self.store.replace(
+            "nodes", {**known, "metadata": {**known["metadata"], "labels": labels}, "status": raw["status"]}
+        )
+
+    def record_event(
+        self, pod: RawObject, *, reason: str, message: str, source: str, kind: str = "Warning"
+    ) -> RawObject:
+        metadata = pod["metadata"]
+        about = {
+            "apiVersion": "v1", "kind": "Pod", "namespace": metadata["namespace"], "name": metadata["name"],
+            "uid": metadata["uid"],
+        }  # fmt: skip
+        now = timestamp()
+        return self.store.add("events", {
+            "apiVersion": "v1", "kind": "Event", "involvedObject": about, "reason": reason, "message": message, "type": kind,
+            "source": {"component": source}, "count": 1, "firstTimestamp": now, "lastTimestamp": now,
+            "metadata": {
+                "name": f"{metadata['name']}.{self._rng.getrandbits(64):016x}", "namespace": metadata["namespace"],
+                "uid": str(uuid.uuid4()), "creationTimestamp": now,
+            },
+        })  # fmt: skip
+
+    def events(self) -> list[RawObject]:
+        """Oldest first."""
+        return self.store.in_creation_order("events")
+
+    def object_of(self, resource: str, key: ObjectKey) -> RawObject | None:
+        return self.store.find(resource, key)

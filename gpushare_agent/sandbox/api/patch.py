@@ -1,0 +1,97 @@
+"""Patches of the embedded API server: merge (RFC 7386), JSON patch (RFC 6902: add, replace, remove, test), and the
+strategic merge of Kubernetes as far as a node agent needs it.
+
+Strategic merge is a merge in which the lists of `_MERGE_KEYS` are merged by key instead of being replaced; its
+directives (`$patch`, `$setElementOrder`) are not supported.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from gpushare_agent.model.errors import Rejected
+from gpushare_agent.sandbox.api.store import RawObject
+
+MERGE = "application/merge-patch+json"
+STRATEGIC = "application/strategic-merge-patch+json"
+JSON_PATCH = "application/json-patch+json"
+
+_MERGE_KEYS = {"conditions": "type", "containers": "name", "initContainers": "name", "ownerReferences": "uid"}
+
+
+def patched(raw: RawObject, patch: Any, content_type: str) -> RawObject:
+    """A new object. Raises Rejected where the patch cannot be applied."""
+    if content_type == JSON_PATCH:
+        return _json_patched(raw, patch)
+    if not isinstance(patch, dict):
+        raise Rejected(f"a {content_type} body must be a JSON object, got {type(patch).__name__}")
+    result = _merged(raw, patch, is_strategic=content_type == STRATEGIC)
+    return dict(result)
+
+
+def _merged(old: Any, patch: Any, *, is_strategic: bool, name: str = "") -> Any:
+    if isinstance(patch, dict):
+        result = dict(old) if isinstance(old, dict) else {}
+        for key, value in patch.items():
+            if value is None:
+                result.pop(key, None)
+            else:
+                result[key] = _merged(result.get(key), value, is_strategic=is_strategic, name=key)
+        return result
+    if is_strategic and isinstance(patch, list) and isinstance(old, list) and name in _MERGE_KEYS:
+        return _merged_by_key(old, patch, _MERGE_KEYS[name])
+    return copy.deepcopy(patch)
+
+
+def _merged_by_key(old: list[Any], patch: list[Any], key: str) -> list[Any]:
+    result = list(old)
+    for item in patch:
+        position = next((i for i, known in enumerate(result) if known.get(key) == item.get(key)), None)
+        if position is None:
+            result.append(copy.deepcopy(item))
+        else:
+            result[position] = _merged(result[position], item, is_strategic=True)
+    return result
+
+
+def _json_patched(raw: RawObject, patch: Any) -> RawObject:
+    if not isinstance(patch, list):
+        raise Rejected("a JSON patch must be a list of operations")
+    result = copy.deepcopy(raw)
+    for operation in patch:
+        _apply_operation(result, operation)
+    return result
+
+
+def _apply_operation(root: RawObject, operation: Any) -> None:
+    try:
+        kind, path = operation["op"], operation["path"]
+        steps = [step.replace("~1", "/").replace("~0", "~") for step in path.split("/")[1:]]
+        target: Any = root
+        for step in steps[:-1]:
+            target = target[int(step)] if isinstance(target, list) else target[step]
+        last: Any = steps[-1]
+        if isinstance(target, list):
+            last = len(target) if last == "-" else int(last)
+        _change(target, kind, last, operation)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise Rejected(f"the JSON patch operation {operation!r} cannot be applied: {error!r}") from error
+
+
+def _change(target: Any, kind: str, last: Any, operation: dict[str, Any]) -> None:
+    if kind == "add":
+        if isinstance(target, list):
+            target.insert(last, operation["value"])
+        else:
+            target[last] = operation["value"]
+    elif kind == "replace":
+        if target[last] != operation["value"]:
+            target[last] = operation["value"]
+    elif kind == "remove":
+        del target[last]
+    elif kind == "test":
+        if target[last] != operation["value"]:
+            raise ValueError("the tested value differs")
+    else:
+        raise ValueError(f"unknown operation {kind!r}")

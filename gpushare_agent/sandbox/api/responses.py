@@ -1,0 +1,62 @@
+"""Status bodies and request bodies of the embedded API server: each error in the JSON that clients of a real one parse."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from aiohttp import web
+
+from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected
+from gpushare_agent.sandbox.api.store import AlreadyExists, Expired, RawObject
+
+_REASONS: tuple[tuple[type[AgentError], int, str], ...] = (
+    (NotFound, 404, "NotFound"),
+    (AlreadyExists, 409, "AlreadyExists"),
+    (Expired, 410, "Expired"),
+    (Conflict, 409, "Conflict"),
+    (Rejected, 422, "Invalid"),
+)
+
+
+def status_body(code: int, reason: str, message: str, details: dict[str, str] | None = None) -> RawObject:
+    """A Status of meta/v1."""
+    body = {
+        "kind": "Status",
+        "apiVersion": "v1",
+        "metadata": {},
+        "status": "Failure",
+        "message": message,
+        "reason": reason,
+    }
+    return {**body, **({"details": details} if details else {}), "code": code}
+
+
+def status_response(code: int, reason: str, message: str, details: dict[str, str] | None = None) -> web.Response:
+    return web.json_response(status_body(code, reason, message, details), status=code)
+
+
+def error_response(error: AgentError, resource: str, name: str) -> web.Response:
+    code, reason = next((c, r) for kind, c, r in _REASONS if isinstance(error, kind))
+    return status_response(code, reason, str(error), {"name": name, "kind": resource})
+
+
+def bad_request(message: str) -> NoReturn:
+    raise web.HTTPBadRequest(text=json.dumps(status_body(400, "BadRequest", message)), content_type="application/json")
+
+
+async def json_body(request: web.Request, of: tuple[type, ...] = (dict,)) -> Any:
+    try:
+        body = json.loads(await request.read())
+    except ValueError as error:
+        bad_request(f"the object provided is unrecognized: {error}")
+    if not isinstance(body, of):
+        bad_request(f"the object provided is unrecognized: expected a JSON object, got {type(body).__name__}")
+    return body
+
+
+def query_number(request: web.Request, name: str, default: int) -> int:
+    text = request.query.get(name, "")
+    if text and not text.isdigit():
+        bad_request(f"invalid {name}: {text!r}")
+    return int(text) if text else default

@@ -1,0 +1,110 @@
+"""An API server for a few nodes: pods, nodes, events and config maps of core/v1, and leases, on a real TCP port.
+
+The kubelet and the scheduler of the embedded node, and tests, use its methods in process (objects.py); the agent speaks HTTP
+to it (handlers.py) and needs the server's token (access.py). State owned: the listener. Not for admission plugins,
+authorization of single verbs, other resources, label selectors or paged lists.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+from aiohttp import web
+
+from gpushare_agent.model.errors import StartupError
+from gpushare_agent.sandbox.api.access import ApiAccess
+from gpushare_agent.sandbox.api.faults import ApiFaults
+from gpushare_agent.sandbox.api.handlers import ApiHandlers
+from gpushare_agent.sandbox.api.objects import ApiObjects
+from gpushare_agent.sandbox.api.store import KINDS
+from gpushare_agent.sandbox.api.watch import Watches
+
+HOST = "127.0.0.1"
+_MAX_BODY_BYTES = 3 * 2**20
+
+
+class EmbeddedApiServer(ApiObjects):
+    """`async with EmbeddedApiServer() as api:` listens on `api.url`; objects outlive `stop_listening`."""
+
+    def __init__(
+        self,
+        *,
+        port: int = 0,
+        version: str = "1.36",
+        history_limit: int = 2000,
+        bookmark_interval_s: float = 60.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(version=version, history_limit=history_limit, seed=seed)
+        self.port = port
+        self.access = ApiAccess()
+        self.faults = ApiFaults(self.store)
+        self.requests: list[tuple[str, str]] = []
+        """Method and path of every request that was admitted, in order of arrival."""
+        watches = Watches(self.store, self.faults, bookmark_interval_s=bookmark_interval_s)
+        self._handlers = ApiHandlers(self, watches)
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What a client must send."""
+        return self.access.headers
+
+    @property
+    def token(self) -> str:
+        return self.access.token
+
+    async def __aenter__(self) -> Self:
+        await self.start_listening()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop_listening()
+
+    async def start_listening(self) -> None:
+        """On the port of the first start. Raises StartupError where the port is in use."""
+        self.faults.is_stopping = False
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._admitted])
+        self._handlers.add_routes(app, tuple(KINDS))
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, HOST, self.port, reuse_address=True).start()
+        except OSError as error:
+            await runner.cleanup()
+            raise StartupError(
+                f"the embedded API server cannot listen on {HOST}:{self.port}: {error}; choose another port"
+            ) from error
+        self._runner = runner
+        self.port = runner.addresses[0][1]
+
+    async def stop_listening(self) -> None:
+        """Closes the port and every connection; objects and versions stay."""
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        self.faults.is_stopping = True
+        self.faults.wake_watches()
+        for connection in runner.server.connections if runner.server is not None else ():
+            if connection.transport is not None:
+                connection.transport.abort()
+        await runner.cleanup()
+
+    @web.middleware
+    async def _admitted(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        refusal = self.access.refusal(request, self.port)
+        if refusal is not None:
+            return refusal
+        self.requests.append((request.method, request.path))
+        failure = await self.faults.before_answer()
+        if failure is not None:
+            return failure
+        response: web.StreamResponse = await handler(request)
+        return response

@@ -1,0 +1,167 @@
+"""Objects of the embedded API server, with one version counter and a bounded history of changes.
+
+State owned: the objects, the counter, the history, the index of each node's pods. Objects are replaced, never changed in
+place: a reader may keep them. Not for HTTP, defaults or rules of a resource: see objects.py, pod_manifest.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from gpushare_agent.model.errors import Conflict, NotFound
+from gpushare_agent.sandbox.change_signal import ChangeSignal
+
+RawObject = dict[str, Any]
+ObjectKey = tuple[str, str]
+"""Namespace (empty for cluster-wide resources) and name."""
+
+KINDS = {"pods": "Pod", "nodes": "Node", "events": "Event", "configmaps": "ConfigMap", "leases": "Lease"}
+"""The resources served."""
+GROUPS = {"leases": "coordination.k8s.io/v1"}
+"""Group and version of those that are not of core/v1."""
+CLUSTER_WIDE = frozenset({"nodes"})
+
+
+class AlreadyExists(Conflict):
+    """An object of that name is there (HTTP 409 AlreadyExists)."""
+
+
+class Expired(Conflict):
+    """The history no longer reaches back that far (HTTP 410)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One step of the history. `before` is None for a creation, `after` for a removal."""
+
+    version: int
+    resource: str
+    before: RawObject | None
+    after: RawObject | None
+
+
+def group_version(resource: str) -> str:
+    return GROUPS.get(resource, "v1")
+
+
+def base_path(resource: str) -> str:
+    """Of its group: `/api/v1`, `/apis/coordination.k8s.io/v1`."""
+    return f"/apis/{GROUPS[resource]}" if resource in GROUPS else "/api/v1"
+
+
+def key_of(raw: RawObject) -> ObjectKey:
+    metadata = raw["metadata"]
+    return metadata.get("namespace", ""), metadata["name"]
+
+
+class ObjectStore:
+    """Synchronous; every change is visible to readers and watchers at the same version."""
+
+    def __init__(self, *, history_limit: int) -> None:
+        self.version = 1
+        self.signal = ChangeSignal()
+        self.pods_by_node = PodsByNode()
+        self.signals = {resource: ChangeSignal() for resource in KINDS}
+        """By resource: a watch wakes up for its own only."""
+        self._objects: dict[str, dict[ObjectKey, RawObject]] = {resource: {} for resource in KINDS}
+        self._history: deque[Change] = deque()
+        self._history_limit = history_limit
+        self._oldest = self.version
+
+    def all(self, resource: str) -> list[RawObject]:
+        """Sorted by namespace and name."""
+        return [raw for _, raw in sorted(self._objects[resource].items(), key=lambda item: item[0])]
+
+    def in_creation_order(self, resource: str) -> list[RawObject]:
+        return list(self._objects[resource].values())
+
+    def find(self, resource: str, key: ObjectKey) -> RawObject | None:
+        return self._objects[resource].get(key)
+
+    def get(self, resource: str, key: ObjectKey) -> RawObject:
+        raw = self.find(resource, key)
+        if raw is None:
+            raise NotFound(f'{resource} "{key[1]}" not found')
+        return raw
+
+    def add(self, resource: str, raw: RawObject) -> RawObject:
+        if self.find(resource, key_of(raw)) is not None:
+            raise AlreadyExists(f'{resource} "{key_of(raw)[1]}" already exists')
+        return self._commit(resource, None, raw)
+
+    def replace(self, resource: str, raw: RawObject) -> RawObject:
+        """An object equal to the stored one is no change: no version, no event, as in a real API server."""
+        before = self.get(resource, key_of(raw))
+        if raw == before:
+            return before
+        return self._commit(resource, before, raw)
+
+    def remove(self, resource: str, key: ObjectKey) -> RawObject:
+        before = self.get(resource, key)
+        self._commit(resource, before, None)
+        return before
+
+    def changes_since(self, version: int) -> Iterable[Change]:
+        """Raises Expired where the history was cut after `version`."""
+        if version < self._oldest:
+            raise Expired(f"too old resource version: {version} ({self._oldest})")
+        newest_first = list(islice(reversed(self._history), max(0, self.version - version)))
+        return newest_first[::-1]
+
+    def compact(self) -> None:
+        self._history.clear()
+        self._oldest = self.version
+
+    def _commit(self, resource: str, before: RawObject | None, after: RawObject | None) -> RawObject:
+        self.version += 1
+        raw = after if after is not None else before
+        assert raw is not None  # noqa: S101 - one of the two is always given
+        raw = {**raw, "metadata": {**raw["metadata"], "resourceVersion": str(self.version)}}
+        if after is not None:
+            self._objects[resource][key_of(raw)] = raw
+            change = Change(version=self.version, resource=resource, before=before, after=raw)
+        else:
+            del self._objects[resource][key_of(raw)]
+            change = Change(version=self.version, resource=resource, before=raw, after=None)
+        self._history.append(change)
+        while len(self._history) > self._history_limit:
+            self._oldest = self._history.popleft().version
+        self.pods_by_node.note(change)
+        self.signals[resource].notify()
+        self.signal.notify()
+        return raw
+
+
+class PodsByNode:
+    """An index with a wake-up for each node: with twenty kubelets not every change is every kubelet's."""
+
+    def __init__(self) -> None:
+        self._pods: dict[str, dict[ObjectKey, RawObject]] = {}
+        self._signals: dict[str, ChangeSignal] = {}
+
+    def of(self, node_name: str) -> list[RawObject]:
+        """In the order in which they were bound."""
+        return list(self._pods.get(node_name, {}).values())
+
+    def signal_of(self, node_name: str) -> ChangeSignal:
+        """Its count grows with every change of a pod of the node."""
+        return self._signals.setdefault(node_name, ChangeSignal())
+
+    def note(self, change: Change) -> None:
+        if change.resource != "pods":
+            return
+        before, after = _node_name(change.before), _node_name(change.after)
+        if before and before != after and change.before is not None:
+            self._pods[before].pop(key_of(change.before), None)
+        if after and change.after is not None:
+            self._pods.setdefault(after, {})[key_of(change.after)] = change.after
+        for name in sorted({before, after} - {""}):
+            self.signal_of(name).notify()
+
+
+def _node_name(raw: RawObject | None) -> str:
+    return "" if raw is None else str(raw["spec"].get("nodeName") or "")

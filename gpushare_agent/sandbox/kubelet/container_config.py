@@ -1,0 +1,112 @@
+"""What the embedded kubelet asks its container runtime to run, from a pod's manifest and the device plugins' answers.
+
+The environment: a few variables of our own, the manifest's literal `env`, then what the Allocate answers set, then what
+their CDI devices set. As there is no mount namespace, GPUSHARE_VDEVICE is the path of the vDevice socket that one would
+find at /etc/vcuda/vcuda.sock, and SANDBOX_DEVICE_NODES lists the device nodes that there would be. `valueFrom`, `envFrom`
+and `$(VAR)` are not followed, and the shell that becomes the command passes on no variable whose name a shell does not
+know as one. Pure, but for the CDI specs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpushare_agent.isolation.vcuda.config_format import SOCKET_NAME
+from gpushare_agent.model.errors import Rejected
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec
+from gpushare_agent.sandbox import pod_manifest
+from gpushare_agent.sandbox.api.store import RawObject
+from gpushare_agent.sandbox.kubelet import wire_frames
+from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver, requested_names
+from gpushare_agent.sandbox.runtime.containers import ContainerConfig
+
+HOST_IMAGE = "sandbox/host"
+"""A container of this image runs its command as a process of the machine; any other one sleeps."""
+VDEVICE_VARIABLE = "GPUSHARE_VDEVICE"
+DEVICE_NODES_VARIABLE = "SANDBOX_DEVICE_NODES"
+"""Comma list of paths in the container: the answers' own device nodes, then those of their CDI devices."""
+_VCUDA_DIRECTORY = "/etc/vcuda"
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def container_config(
+    raw: RawObject, spec: ContainerSpec, answers: Sequence[bytes], cdi: CdiResolver
+) -> ContainerConfig:
+    """`answers` are the plugins' ContainerAllocateResponse messages for it.
+
+    Raises:
+        Rejected: an image that is run has no command; an answer names a CDI device that no spec has.
+        MalformedMessageError: an answer is no such message.
+    """
+    container = _find(raw, spec.name)
+    metadata = raw["metadata"]
+    return ContainerConfig(
+        pod_uid=metadata["uid"],
+        pod_namespace=metadata["namespace"],
+        pod_name=metadata["name"],
+        name=spec.name,
+        command=_command(container),
+        env=environment(container, answers) | _injected(answers, cdi),
+        run_s=_run_s(raw, spec.kind),
+        ignore_term_s=pod_manifest.annotation_number(raw, pod_manifest.IGNORE_TERM_ANNOTATION) or 0.0,
+    )
+
+
+def environment(container: Mapping[str, Any], answers: Iterable[bytes]) -> dict[str, str]:
+    """Later ones win: our own, the manifest's, the plugins'."""
+    env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{_PATH}", "HOME": "/", "LANG": "C.UTF-8"}
+    env |= {v["name"]: str(v.get("value") or "") for v in container.get("env") or () if "valueFrom" not in v}
+    for answer in answers:
+        for entry in wire_frames.submessages(answer, 1):
+            env[_text(entry, 1)] = _text(entry, 2)
+        for mount in wire_frames.submessages(answer, 2):
+            if _text(mount, 1).rstrip("/") == _VCUDA_DIRECTORY:
+                env[VDEVICE_VARIABLE] = f"{_text(mount, 2)}/{SOCKET_NAME}"
+    return env
+
+
+def _injected(answers: Sequence[bytes], cdi: CdiResolver) -> dict[str, str]:
+    """What CDI sets, which is stronger than all before, and the device nodes."""
+    nodes: list[str] = []
+    names: list[str] = []
+    for answer in answers:
+        nodes += [_text(device, 1) for device in wire_frames.submessages(answer, 3)]
+        annotations = [(_text(entry, 1), _text(entry, 2)) for entry in wire_frames.submessages(answer, 4)]
+        names += requested_names([_text(device, 1) for device in wire_frames.submessages(answer, 5)], annotations)
+    edits = cdi.resolve(names)
+    nodes += edits.device_nodes
+    listed = {DEVICE_NODES_VARIABLE: ",".join(dict.fromkeys(nodes))} if nodes else {}
+    return dict(edits.env) | listed
+
+
+def _run_s(raw: RawObject, kind: ContainerKind) -> float | None:
+    """How long a container without a command runs: an init container ends at once, a sidecar never."""
+    if kind is ContainerKind.MAIN:
+        return pod_manifest.annotation_number(raw, pod_manifest.RUN_SECONDS_ANNOTATION)
+    return 0.0 if kind is ContainerKind.INIT else None
+
+
+def _command(container: Mapping[str, Any]) -> tuple[str, ...]:
+    if container.get("image") != HOST_IMAGE:
+        return ()
+    command = (*(container.get("command") or ()), *(container.get("args") or ()))
+    if not command:
+        raise Rejected(f"no command specified: image {HOST_IMAGE} has none of its own, so the manifest must give it")
+    return tuple(map(str, command))
+
+
+def _find(raw: RawObject, name: str) -> Mapping[str, Any]:
+    spec = raw["spec"]
+    found: Mapping[str, Any] = next(
+        c for c in (*(spec.get("initContainers") or ()), *spec["containers"]) if c["name"] == name
+    )
+    return found
+
+
+def _text(message: bytes, number: int) -> str:
+    found = wire_frames.texts(message, number)
+    return found[-1] if found else ""

@@ -1,0 +1,330 @@
+"""The embedded kubelet's device manager: which IDs a container gets, asked of the plugins as a real one asks them.
+
+State owned: the known resources with their devices, the set of allocated IDs, the records (device_records), the IDs that
+later containers of the pod under admission may reuse. The set of allocated IDs is kept beside the records, and is
+rebuilt from them whenever a device pod has ended: an Allocate that is open then loses its IDs, which the next admission
+is offered again. This fault is the real kubelet's, and is kept on purpose (docs/sandbox.md).
+
+Calls for admissions are serial because the kubelet's sync loop is; nothing here makes them so.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from gpushare_agent.kit.wire_build import bytes_field, string_list
+from gpushare_agent.model.errors import Rejected
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec
+from gpushare_agent.sandbox.kubelet.calls import CallLog, CallRequest, CallSubject
+from gpushare_agent.sandbox.kubelet.device_records import CHECKPOINT_NAME, DeviceRecords, listed_device, make_record
+from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginCallError, PluginDevice, PluginEndpoint
+
+log = structlog.get_logger(__name__)
+
+STOPPED_GRACE_S = 300.0
+"""So long after a plugin's end its devices still count in the node's capacity."""
+
+
+class AllocationFailed(Rejected):
+    """A container cannot get its devices; the text is what the kubelet puts after "Allocate failed due to"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodIdentity:
+    uid: str
+    namespace: str
+    name: str
+
+
+@dataclass(slots=True)
+class _Resource:
+    """What is known of one resource. Without an endpoint it is only remembered from the checkpoint."""
+
+    endpoint: PluginEndpoint | None = None
+    devices: Mapping[str, PluginDevice] = field(default_factory=dict)
+    shuffled: list[PluginDevice] = field(default_factory=list)
+    healthy: frozenset[str] = frozenset()
+    healthy_json: str = "[]"
+    stopped_at: float | None = None
+
+
+class DeviceManager:
+    """One per start of the kubelet."""
+
+    def __init__(
+        self,
+        *,
+        directory: Path,
+        calls: CallLog,
+        rng: random.Random,
+        active_pods: Callable[[], set[str]],
+        is_running: Callable[[str, str], bool],
+        notify: Callable[[], None],
+    ) -> None:
+        self.records = DeviceRecords(directory / CHECKPOINT_NAME)
+        self.is_ready = False
+        """All pods of the node have been seen once since the start."""
+        self._resources = {name: _Resource() for name in self.records.read()}
+        self._allocated = self.records.allocated()
+        self._reusable: tuple[str, dict[str, set[str]]] = ("", {})
+        self._pending_uid = ""
+        self._calls = calls
+        self._rng = rng
+        self._active_pods = active_pods
+        self._is_running = is_running
+        self._notify = notify
+        self._endpoints: list[PluginEndpoint] = []
+
+    # --- plugins ---
+
+    def add_endpoint(self, endpoint: PluginEndpoint) -> None:
+        """The newest registration of a resource is the one that counts. The one before stays connected and is ignored."""
+        resource = self._resources.setdefault(endpoint.resource, _Resource())
+        resource.endpoint, resource.stopped_at = endpoint, None
+        self._endpoints.append(endpoint)
+
+    async def follow(self, endpoint: PluginEndpoint) -> None:
+        """Takes the plugin's device lists until its stream ends, which makes its devices unhealthy."""
+        reason = await endpoint.follow_devices(lambda devices: self._receive(endpoint, devices))
+        endpoint.close()
+        resource = self._resources[endpoint.resource]
+        if resource.endpoint is endpoint:
+            resource.healthy, resource.healthy_json = frozenset(), "[]"
+            resource.stopped_at = time.monotonic()
+            log.info("plugin_stream_ended", resource=endpoint.resource, reason=reason)
+            self._notify()
+
+    def _receive(self, endpoint: PluginEndpoint, devices: Mapping[str, PluginDevice]) -> None:
+        resource = self._resources[endpoint.resource]
+        if resource.endpoint is not endpoint:
+            return
+        resource.devices = devices
+        resource.shuffled = self._rng.sample(list(devices.values()), len(devices))
+        resource.healthy = frozenset(d.id for d in devices.values() if d.is_healthy)
+        resource.healthy_json = json.dumps([d.id for d in devices.values() if d.is_healthy])
+        self._write_checkpoint()
+        self._notify()
+
+    def close(self) -> None:
+        for endpoint in self._endpoints:
+            endpoint.close()
+
+    def capacity(self) -> dict[str, tuple[int, int]]:
+        """Devices and healthy devices of every resource ever seen since the start."""
+        found = {}
+        for name, resource in sorted(self._resources.items()):
+            is_gone = resource.stopped_at is not None and time.monotonic() - resource.stopped_at > STOPPED_GRACE_S
+            found[name] = (0, 0) if is_gone else (len(resource.devices), len(resource.healthy))
+        return found
+
+    def devices(self, resource: str) -> dict[str, bool]:
+        known = self._resources.get(resource)
+        return {device: device in known.healthy for device in known.devices} if known is not None else {}
+
+    def allocatable_message(self) -> bytes:
+        """An AllocatableResourcesResponse."""
+        return b"".join(
+            bytes_field(1, listed_device(name, device.id, device.numa_nodes))
+            for name, resource in sorted(self._resources.items())
+            for device in resource.shuffled
+            if device.id in resource.healthy
+        )
+
+    def allocated(self, resource: str) -> frozenset[str]:
+        """The IDs that count as allocated: not always those of the records."""
+        return frozenset(self._allocated.get(resource, ()))
+
+    # --- allocation ---
+
+    def update_allocated(self) -> None:
+        """Forgets the records of ended pods, and then makes the allocated set anew. PodResources List does this too."""
+        gone = self.records.pods() - self._active_pods() - {self._pending_uid}
+        if self.is_ready and gone:
+            self.records.remove(gone)
+            self._allocated = self.records.allocated()
+
+    async def allocate(self, pod: PodIdentity, container: ContainerSpec) -> None:
+        """Raises AllocationFailed. What earlier resources of the container got is kept until the pod is forgotten."""
+        self._pending_uid = pod.uid
+        if self._reusable[0] != pod.uid:
+            self._reusable = (pod.uid, {})
+        reusable = self._reusable[1]
+        await self._allocate_resources(pod, container, reusable)
+        for name, record in self.records.of_container(pod.uid, container.name).items():
+            if container.kind is ContainerKind.INIT:
+                reusable.setdefault(name, set()).update(record.ids)
+            else:
+                reusable.setdefault(name, set()).difference_update(record.ids)
+
+    async def _allocate_resources(
+        self, pod: PodIdentity, container: ContainerSpec, reusable: dict[str, set[str]]
+    ) -> None:
+        wanted = self._known_requests(container)
+        if wanted:
+            self.update_allocated()
+        is_changed = False
+        for name, count in wanted:
+            subject = _subject(pod, container, name)
+            ids = await self._choose(subject, count, reusable.get(name, set()))
+            if ids:
+                await self._allocate_ids(subject, ids)
+                is_changed = True
+        if is_changed:
+            self._write_checkpoint()
+            self._notify()
+
+    def _known_requests(self, container: ContainerSpec) -> list[tuple[str, int]]:
+        """In random order, as the kubelet ranges over a map. An unknown resource is passed over: the pod runs without."""
+        known = [
+            item for item in container.requests.items() if item[0] in self._resources or item[0] in self._allocated
+        ]
+        self._rng.shuffle(known)
+        return known
+
+    async def _choose(self, subject: CallSubject, count: int, reusable: set[str]) -> list[str]:
+        """The IDs to ask for; none where the container has its devices already."""
+        name = subject.resource
+        record = self.records.of_container(subject.pod_uid, subject.container).get(name)
+        if record is not None and len(record.ids) != count:
+            raise AllocationFailed(
+                f'pod "{subject.pod_uid}" container "{subject.container}" changed request for resource "{name}" '
+                f"from {len(record.ids)} to {count}"
+            )
+        if not self.is_ready and self._is_running(subject.pod_uid, subject.container):
+            return []
+        self._check_health(name, record.ids if record else ())
+        if record is not None:
+            return []
+        chosen = self._take(name, self._rng.sample(sorted(reusable), min(count, len(reusable))))
+        if len(chosen) == count:
+            return chosen
+        return chosen + await self._choose_free(subject, count, chosen)
+
+    def _check_health(self, name: str, allocated: tuple[str, ...]) -> None:
+        resource = self._resources.get(name)
+        if resource is None:
+            raise AllocationFailed(f"cannot allocate unregistered device {name}")
+        if not resource.healthy:
+            raise AllocationFailed(f"no healthy devices present; cannot allocate unhealthy devices {name}")
+        if not resource.healthy.issuperset(allocated):
+            raise AllocationFailed(
+                f"previously allocated devices are no longer healthy; cannot allocate unhealthy devices {name}"
+            )
+
+    async def _choose_free(self, subject: CallSubject, count: int, must_include: list[str]) -> list[str]:
+        """Asks the plugin, whose answer is advice: what it leaves open is filled at random."""
+        name = subject.resource
+        resource = self._resources[name]
+        taken, missing = self._allocated.get(name, set()), count - len(must_include)
+        free = [d for d in resource.shuffled if d.id in resource.healthy and d.id not in taken]
+        if len(free) < missing:
+            raise AllocationFailed(
+                f"requested number of devices unavailable for {name}. Requested: {missing}, Available: {len(free)}"
+            )
+        preferred = await self._ask_preferred(subject, free, must_include, count)
+        free_ids = {d.id for d in free}
+        liked = [device for device in dict.fromkeys(preferred) if device in free_ids]
+        chosen = self._rng.sample(liked, min(missing, len(liked)))
+        left = missing - len(chosen)
+        chosen += self._rng.sample([d.id for d in free if d.id not in set(chosen)], left) if left else []
+        return self._take(name, chosen)
+
+    async def _ask_preferred(
+        self, subject: CallSubject, free: list[PluginDevice], must_include: list[str], count: int
+    ) -> tuple[str, ...]:
+        endpoint = self._resources[subject.resource].endpoint
+        if endpoint is None or not endpoint.options.get_preferred_allocation_available:
+            return ()
+        turn = self._rng.randrange(len(free))
+        offered = [*free[turn:], *free[:turn]]
+        frames = b"".join([d.frame for d in offered]) + string_list(1, must_include)
+        ids = (*(d.id for d in offered), *must_include)
+        request = CallRequest(device_ids=ids, must_include=tuple(must_include), size=count)
+        try:
+            with self._calls.opened("GetPreferredAllocation", subject, request) as answer:
+                self._notify()
+                answer.ids = tuple(await endpoint.get_preferred_allocation(frames, must_include, count))
+        except PluginCallError as error:
+            raise AllocationFailed(f"device plugin GetPreferredAllocation rpc failed with err: {error}") from error
+        finally:
+            self._notify()
+        return answer.ids
+
+    def _take(self, name: str, ids: list[str]) -> list[str]:
+        self._allocated.setdefault(name, set()).update(ids)
+        return ids
+
+    async def _allocate_ids(self, subject: CallSubject, ids: list[str]) -> None:
+        endpoint = self._resources[subject.resource].endpoint
+        self._rng.shuffle(ids)
+        request = CallRequest(device_ids=tuple(ids), size=len(ids))
+        try:
+            if endpoint is None or endpoint.is_stopped:
+                raise PluginCallError(f"endpoint {subject.resource} has been stopped")
+            with self._calls.opened("Allocate", subject, request) as answer:
+                self._notify()
+                response = await endpoint.allocate(ids)
+                answer.raw = response or b""
+        except PluginCallError as error:
+            self._allocated = self.records.allocated()
+            raise AllocationFailed(str(error)) from error
+        finally:
+            self._notify()
+        if response is None:
+            raise AllocationFailed("no containers return in allocation response &AllocateResponse{}")
+        devices = self._resources[subject.resource].devices
+        nodes = {device: devices[device].numa_nodes if device in devices else () for device in ids}
+        self.records.insert(make_record((subject.pod_uid, subject.container), subject.resource, nodes, response))
+
+    # --- start of a container ---
+
+    async def prepare_start(self, pod: PodIdentity, container: ContainerSpec) -> None:
+        """PreStartContainer where the plugin wants it; then Allocate for what became known after the admission.
+
+        Raises AllocationFailed; the container does not start then.
+        """
+        is_missing = False
+        for name, _ in self._known_requests(container):
+            await self._pre_start(_subject(pod, container, name))
+            is_missing = is_missing or name not in self.records.of_container(pod.uid, container.name)
+        if is_missing:
+            await self.allocate(pod, container)
+
+    async def _pre_start(self, subject: CallSubject) -> None:
+        resource = self._resources.get(subject.resource)
+        endpoint = resource.endpoint if resource else None
+        if endpoint is None or not endpoint.options.pre_start_required:
+            return
+        record = self.records.of_container(subject.pod_uid, subject.container).get(subject.resource)
+        if record is None:
+            raise AllocationFailed(
+                f"no devices found allocated in local cache for pod {subject.pod_uid}, container {subject.container}, "
+                f"resource {subject.resource}"
+            )
+        ids = self._rng.sample(record.ids, len(record.ids))
+        try:
+            if endpoint.is_stopped:
+                raise PluginCallError(f"endpoint {subject.resource} has been stopped")
+            with self._calls.opened("PreStartContainer", subject, CallRequest(device_ids=tuple(ids), size=len(ids))):
+                self._notify()
+                await endpoint.pre_start_container(ids)
+        except PluginCallError as error:
+            raise AllocationFailed(f"device plugin PreStartContainer rpc failed with err: {error}") from error
+        finally:
+            self._notify()
+
+    def _write_checkpoint(self) -> None:
+        self.records.write({name: resource.healthy_json for name, resource in self._resources.items()})
+
+
+def _subject(pod: PodIdentity, container: ContainerSpec, resource: str) -> CallSubject:
+    return CallSubject(
+        pod_uid=pod.uid, namespace=pod.namespace, pod_name=pod.name, container=container.name, resource=resource
+    )

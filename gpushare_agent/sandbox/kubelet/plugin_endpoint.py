@@ -1,0 +1,179 @@
+"""The embedded kubelet's side of device plugins: registration, dial-back, the device stream, the calls of an admission.
+
+Errors come out as PluginCallError with the text that grpc-go gives, for the kubelet passes it on to the user.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+from grpclib import GRPCError, Status
+from grpclib.const import Cardinality, Handler
+
+from gpushare_agent.kit.grpc_client import MessageTooLargeError, RpcFailed, UnixChannel
+from gpushare_agent.kit.wire_build import bytes_field, integer_field, string_list
+from gpushare_agent.kit.wire_scan import MalformedMessageError
+from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.sandbox.kubelet import wire_frames
+from gpushare_agent.wire.v1beta1 import DevicePluginOptions, RegisterRequest
+
+log = structlog.get_logger(__name__)
+
+SUPPORTED_VERSION = "v1beta1"
+_RESOURCE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
+DIAL_TIMEOUT_S = 10.0
+OPTIONS_TIMEOUT_S = 5.0
+PRE_START_TIMEOUT_S = 30.0
+MESSAGE_LIMIT = 4 * 2**20
+"""grpc-go's default for messages received; the kubelet does not raise it."""
+_SERVICE = "/v1beta1.DevicePlugin"
+_CODE_NAMES = {
+    Status.CANCELLED: "Canceled", Status.UNKNOWN: "Unknown", Status.INVALID_ARGUMENT: "InvalidArgument",
+    Status.DEADLINE_EXCEEDED: "DeadlineExceeded", Status.NOT_FOUND: "NotFound", Status.ALREADY_EXISTS: "AlreadyExists",
+    Status.PERMISSION_DENIED: "PermissionDenied", Status.RESOURCE_EXHAUSTED: "ResourceExhausted",
+    Status.FAILED_PRECONDITION: "FailedPrecondition", Status.ABORTED: "Aborted", Status.OUT_OF_RANGE: "OutOfRange",
+    Status.UNIMPLEMENTED: "Unimplemented", Status.INTERNAL: "Internal", Status.UNAVAILABLE: "Unavailable",
+    Status.DATA_LOSS: "DataLoss", Status.UNAUTHENTICATED: "Unauthenticated",
+}  # fmt: skip
+
+
+class PluginCallError(Unavailable):
+    """A plugin failed a call, or could not be reached."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginDevice:
+    """A device as the plugin reports it. `frame` is its ID as a repeated string field 1, ready to send."""
+
+    id: str
+    is_healthy: bool
+    numa_nodes: tuple[int, ...]
+    frame: bytes
+
+
+def go_error(status: Status, text: str) -> str:
+    return f"rpc error: code = {_CODE_NAMES.get(status, 'Unknown')} desc = {text}"
+
+
+def _error_text(error: RpcFailed | MalformedMessageError) -> str:
+    if isinstance(error, RpcFailed):
+        return go_error(error.status, error.text)
+    if isinstance(error, MessageTooLargeError):
+        return go_error(Status.RESOURCE_EXHAUSTED, f"grpc: {error}")
+    return go_error(Status.INTERNAL, f"grpc: error unmarshalling request: {error}")
+
+
+@contextmanager
+def _plugin_errors() -> Iterator[None]:
+    try:
+        yield
+    except (RpcFailed, MalformedMessageError) as error:
+        raise PluginCallError(_error_text(error)) from error
+
+
+def parse_devices(message: bytes) -> Mapping[str, PluginDevice]:
+    """A ListAndWatchResponse, by ID in the plugin's order. Raises MalformedMessageError."""
+    devices = {}
+    for device in wire_frames.submessages(message, 1):
+        parts = {number: value for number, value in wire_frames.fields(device) if isinstance(value, bytes)}
+        name, health = (parts.get(number, b"").decode(errors="replace") for number in (1, 2))
+        nodes = wire_frames.numa_nodes(parts.get(3, b""))
+        frame = bytes_field(1, name.encode())
+        devices[name] = PluginDevice(id=name, is_healthy=health == "Healthy", numa_nodes=nodes, frame=frame)
+    return devices
+
+
+class PluginEndpoint:
+    """A connection to one registered plugin. Opened by `dial`; `close` ends it."""
+
+    def __init__(self, resource: str, channel: UnixChannel, options: DevicePluginOptions) -> None:
+        self.resource = resource
+        self.options = options
+        self.is_stopped = False
+        self._channel = channel
+
+    @classmethod
+    async def dial(cls, resource: str, path: Path) -> PluginEndpoint:
+        """Connects and asks for the options, as inside Register. Raises PluginCallError."""
+        channel = UnixChannel(path, max_answer_bytes=MESSAGE_LIMIT)
+        try:
+            with _plugin_errors():
+                await channel.connect(timeout_s=DIAL_TIMEOUT_S)
+                method = f"{_SERVICE}/GetDevicePluginOptions"
+                answer = await channel.unary(method, b"", DevicePluginOptions, timeout_s=OPTIONS_TIMEOUT_S)
+        except PluginCallError as error:
+            channel.close()
+            raise PluginCallError(f"failed to get device plugin options: {error}") from error
+        except BaseException:
+            channel.close()
+            raise
+        return cls(resource, channel, answer)
+
+    async def follow_devices(self, receive: Callable[[Mapping[str, PluginDevice]], None]) -> str:
+        """Hands over every list of the stream until it ends; returns why it ended."""
+        try:
+            async with aclosing(self._channel.unary_stream(f"{_SERVICE}/ListAndWatch", b"", bytes)) as messages:
+                async for message in messages:
+                    receive(parse_devices(message))
+            return "EOF"
+        except (RpcFailed, MalformedMessageError) as error:
+            return _error_text(error)
+
+    async def get_preferred_allocation(self, available: bytes, must_include: list[str], size: int) -> list[str]:
+        """`available` is field 1 of the container request, ready to send. No deadline, as measured."""
+        request = bytes_field(1, b"".join([available, string_list(2, must_include), integer_field(3, size)]))
+        with _plugin_errors():
+            answer = await self._channel.unary(f"{_SERVICE}/GetPreferredAllocation", request, bytes)
+            return [i for c in wire_frames.submessages(answer, 1)[:1] for i in wire_frames.texts(c, 1)]
+
+    async def allocate(self, ids: list[str]) -> bytes | None:
+        """The first container response, None where there is none. No deadline, as measured."""
+        request = bytes_field(1, string_list(1, ids))
+        with _plugin_errors():
+            responses = wire_frames.submessages(await self._channel.unary(f"{_SERVICE}/Allocate", request, bytes), 1)
+        return responses[0] if responses else None
+
+    async def pre_start_container(self, ids: list[str]) -> None:
+        method = f"{_SERVICE}/PreStartContainer"
+        with _plugin_errors():
+            await self._channel.unary(method, string_list(1, ids), bytes, timeout_s=PRE_START_TIMEOUT_S)
+
+    def close(self) -> None:
+        self.is_stopped = True
+        self._channel.close()
+
+
+class RegistrationService:
+    """Dials back while the plugin waits for the answer. Hands every connected endpoint to `accept`, which returns before the
+    device stream is opened."""
+
+    def __init__(self, directory: Path, accept: Callable[[PluginEndpoint], None]) -> None:
+        self._directory = directory
+        self._accept = accept
+
+    def __mapping__(self) -> dict[str, Handler]:
+        return {"/v1beta1.Registration/Register": Handler(self._register, Cardinality.UNARY_UNARY, bytes, bytes)}
+
+    async def _register(self, stream: Any) -> None:
+        request = RegisterRequest.parse(await stream.recv_message() or b"")
+        if request.version != SUPPORTED_VERSION:
+            raise GRPCError(
+                Status.UNKNOWN,
+                f'requested API version "{request.version}" is not supported by kubelet. '
+                f'Supported version is ["{SUPPORTED_VERSION}"]',
+            )
+        if not _RESOURCE_NAME.fullmatch(request.resource_name):
+            raise GRPCError(Status.UNKNOWN, f'the ResourceName "{request.resource_name}" is invalid')
+        try:
+            endpoint = await PluginEndpoint.dial(request.resource_name, self._directory / request.endpoint)
+        except PluginCallError as error:
+            raise GRPCError(Status.UNKNOWN, str(error)) from error
+        log.info("plugin_registered", resource=request.resource_name, endpoint=request.endpoint)
+        await stream.send_message(b"")
+        self._accept(endpoint)

@@ -1,0 +1,109 @@
+"""The embedded kubelet's PodResources API, version v1: List, Get, GetAllocatableResources, and its rate limit.
+
+List makes the device manager rebuild its set of allocated devices, as the real one does: see device_manager. Owns the
+token bucket; its answers come from the kubelet.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from grpclib import GRPCError, Status
+from grpclib.const import Cardinality, Handler
+
+from gpushare_agent.kit.wire_build import bytes_field
+from gpushare_agent.sandbox.kubelet.calls import CallLog, PodResourcesCall
+from gpushare_agent.sandbox.kubelet.device_manager import DeviceManager
+from gpushare_agent.wire.v1 import GetPodResourcesRequest
+
+CALLS_PER_S = 100.0
+BURST = 10.0
+_SERVICE = "/v1.PodResourcesLister"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedPodSpec:
+    """A pod to be listed, with the containers that List shows: sidecars and main containers in spec order."""
+
+    uid: str
+    namespace: str
+    name: str
+    containers: tuple[str, ...]
+
+
+class PodSource(Protocol):
+    def listed_pods(self) -> list[ListedPodSpec]: ...
+
+    def find_listed(self, namespace: str, name: str) -> ListedPodSpec | None: ...
+
+
+class PodResourcesService:
+    """Answers bytes; `has_get` says whether this version of the kubelet has Get switched on."""
+
+    def __init__(
+        self, *, pods: PodSource, devices: DeviceManager, calls: CallLog, rng: random.Random, has_get: bool,
+        notify: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._pods = pods
+        self._devices = devices
+        self._calls = calls
+        self._rng = rng
+        self._has_get = has_get
+        self._notify = notify
+        self._tokens = BURST
+        self._filled_at = time.monotonic()
+
+    def __mapping__(self) -> dict[str, Handler]:
+        methods = {"List": self._list, "Get": self._get, "GetAllocatableResources": self._allocatable}
+        return {f"{_SERVICE}/{name}": self._handler(name, method) for name, method in methods.items()}
+
+    def _handler(self, name: str, method: Callable[[bytes], bytes]) -> Handler:
+        async def handle(stream: Any) -> None:
+            request = await stream.recv_message()
+            self._admit_call(name)
+            await stream.send_message(method(request or b""))
+
+        serve: Callable[[Any], Awaitable[None]] = handle
+        return Handler(serve, Cardinality.UNARY_UNARY, bytes, bytes)
+
+    def _admit_call(self, method: str) -> None:
+        now = time.monotonic()
+        self._tokens = min(BURST, self._tokens + (now - self._filled_at) * CALLS_PER_S)
+        self._filled_at = now
+        is_refused = self._tokens < 1.0
+        inside = tuple(self._calls.open_calls)
+        self._calls.pod_resources_calls.append(PodResourcesCall(method=method, inside=inside, is_refused=is_refused))
+        self._notify()
+        if is_refused:
+            raise GRPCError(Status.RESOURCE_EXHAUSTED, "rejected by rate limit")
+        self._tokens -= 1.0
+
+    def _list(self, _request: bytes) -> bytes:
+        pods = self._pods.listed_pods()
+        self._devices.update_allocated()
+        self._rng.shuffle(pods)
+        return b"".join([bytes_field(1, self._pod_message(pod)) for pod in pods])
+
+    def _get(self, raw_request: bytes) -> bytes:
+        if not self._has_get:
+            raise GRPCError(Status.UNKNOWN, "PodResources API Get method disabled")
+        request = GetPodResourcesRequest.parse(raw_request)
+        pod = self._pods.find_listed(request.pod_namespace, request.pod_name)
+        if pod is None:
+            text = f"pod {request.pod_name} in namespace {request.pod_namespace} not found"
+            raise GRPCError(Status.UNKNOWN, text)
+        return bytes_field(1, self._pod_message(pod))
+
+    def _allocatable(self, _request: bytes) -> bytes:
+        return self._devices.allocatable_message()
+
+    def _pod_message(self, pod: ListedPodSpec) -> bytes:
+        parts = [bytes_field(1, pod.name.encode()), bytes_field(2, pod.namespace.encode())]
+        for container in pod.containers:
+            message = self._devices.records.container_message(pod.uid, container, self._rng)
+            parts.append(bytes_field(3, message))
+        return b"".join(parts)

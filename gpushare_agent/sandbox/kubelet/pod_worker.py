@@ -1,0 +1,269 @@
+"""The life of an admitted pod on the embedded kubelet: start its containers, restart them, end it.
+
+State owned: each known pod's state. Admission is the kubelet's (kubelet.py); devices are the device manager's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from gpushare_agent.model.errors import AgentError, Conflict, NotFound
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec
+from gpushare_agent.sandbox import pod_manifest
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.store import RawObject
+from gpushare_agent.sandbox.change_signal import ChangeSignal
+from gpushare_agent.sandbox.kubelet import pod_status
+from gpushare_agent.sandbox.kubelet.container_config import container_config
+from gpushare_agent.sandbox.kubelet.device_manager import AllocationFailed, DeviceManager, PodIdentity
+from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver
+from gpushare_agent.sandbox.runtime.containers import Container, ContainerRuntime
+
+FORCED_GRACE_S = 2.0
+"""A kubelet gives the processes of a force-deleted pod so long between TERM and KILL."""
+LAST_DELAY_S = 300.0
+STABLE_S = 600.0
+"""A container that ran so long before it ended is restarted at once, as after its first end."""
+
+
+class PodState(Enum):
+    ADMITTING = auto()
+    ADMITTED = auto()
+    REJECTED = auto()
+    STOPPING = auto()
+    """Being deleted; its processes live and hold its devices."""
+    ENDED = auto()
+    """Succeeded, failed, or stopped for its deletion: holds nothing."""
+
+
+ACTIVE_STATES = frozenset({PodState.ADMITTING, PodState.ADMITTED, PodState.STOPPING})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Delay:
+    """When the run `container_id`, which has ended, may be followed by the next; `ends` counts the ends in a row."""
+
+    container_id: str
+    ends: int
+    due_at: float
+
+
+@dataclass(slots=True, kw_only=True)
+class KnownPod:
+    """A pod that the kubelet has taken up from the API server."""
+
+    raw: RawObject
+    identity: PodIdentity
+    containers: tuple[ContainerSpec, ...]
+    state: PodState = PodState.ADMITTING
+    started_at: str = field(default_factory=pod_manifest.timestamp)
+    restarts: dict[str, int] = field(default_factory=dict)
+    waiting: dict[str, str] = field(default_factory=dict)
+    delays: dict[str, _Delay] = field(default_factory=dict)
+    worker: asyncio.Task[None] | None = None
+
+    @classmethod
+    def of(cls, raw: RawObject) -> KnownPod:
+        metadata, status = raw["metadata"], raw.get("status") or {}
+        identity = PodIdentity(uid=metadata["uid"], namespace=metadata["namespace"], name=metadata["name"])
+        known = cls(raw=raw, identity=identity, containers=pod_manifest.containers_of(raw))
+        known.started_at = status.get("startTime") or known.started_at
+        for entry in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
+            known.restarts[entry["name"]] = entry.get("restartCount", 0)
+        return known
+
+    @property
+    def is_active(self) -> bool:
+        return self.state in ACTIVE_STATES
+
+
+class PodWorkers:
+    """The bodies of the pods' tasks. The kubelet starts and cancels the tasks."""
+
+    def __init__(
+        self,
+        *,
+        api: EmbeddedApiServer,
+        runtime: ContainerRuntime,
+        devices: DeviceManager,
+        signal: ChangeSignal,
+        start_delay_s: float,
+        retry_s: float,
+    ) -> None:
+        self._api = api
+        self._runtime = runtime
+        self._cdi = CdiResolver([runtime.cdi_directory])
+        self._devices = devices
+        self._signal = signal
+        self._start_delay_s = start_delay_s
+        self._retry_s = retry_s
+
+    async def run(self, pod: KnownPod) -> None:
+        """Until the pod has ended by itself. Containers that run already are left alone."""
+        for spec in pod.containers:
+            await self._bring_up(pod, spec)
+            if spec.kind is ContainerKind.INIT and not await self._complete(pod, spec):
+                await self._end(pod)
+                return
+        self.report(pod, "Running")
+        signal = self._runtime.signal_of(pod.identity.uid)
+        while pod.state is PodState.ADMITTED:
+            seen = signal.count
+            due_s = await self._restart_ended(pod)
+            if pod.state is PodState.ADMITTED:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(due_s):
+                        await signal.wait(seen)
+
+    async def terminate(self, pod: KnownPod, grace_s: float) -> None:
+        """Stops the processes; the devices are free once they have gone. Then the API object may go."""
+        await self.stop_processes(pod, grace_s)
+        pod.state = PodState.ENDED
+        self.report(pod, self._final_phase(pod))
+        self._signal.notify()
+        self._runtime.forget(pod.identity.uid)
+        self.confirm_deletion(pod)
+
+    async def stop_processes(self, pod: KnownPod, grace_s: float) -> None:
+        uid = pod.identity.uid
+        for container in self._runtime.living(uid):
+            self._runtime.stop(container, grace_s)
+        signal = self._runtime.signal_of(uid)
+        while self._runtime.living(uid):
+            await signal.wait(signal.count)
+
+    def confirm_deletion(self, pod: KnownPod) -> None:
+        where = pod.identity
+        self._if_there(lambda: self._api.delete_pod(where.namespace, where.name, grace_period_s=0, uid=where.uid))
+
+    def reject(self, pod: KnownPod, reason: str, message: str) -> None:
+        """The text goes into the pod's status, and into an Event."""
+        pod.state = PodState.REJECTED
+        status = {
+            "phase": "Failed",
+            "reason": reason,
+            "message": f"Pod was rejected: {message}",
+            "startTime": pod.started_at,
+        }
+        where = pod.identity
+        self._if_there(lambda: self._api.set_pod_status(where.namespace, where.name, status, uid=where.uid))
+        self._api.record_event(pod.raw, reason=reason, message=message, source="kubelet")
+
+    def report(self, pod: KnownPod, phase: str) -> None:
+        where, runtime = pod.identity, self._runtime
+        containers = [
+            (spec, runtime.find(where.uid, spec.name), pod.restarts.get(spec.name, 0), pod.waiting.get(spec.name, ""))
+            for spec in pod.containers
+        ]
+        status = pod_status.pod_status(pod.raw, containers, phase=phase, started_at=pod.started_at)
+        self._if_there(lambda: self._api.set_pod_status(where.namespace, where.name, status, uid=where.uid))
+
+    async def _bring_up(self, pod: KnownPod, spec: ContainerSpec) -> None:
+        container = self._runtime.find(pod.identity.uid, spec.name)
+        if container is not None and container.is_running:
+            return
+        if container is not None and spec.kind is ContainerKind.INIT and container.exit_code == 0:
+            return
+        if container is not None:
+            pod.restarts[spec.name] = pod.restarts.get(spec.name, 0) + 1
+        await self._start(pod, spec)
+
+    async def _start(self, pod: KnownPod, spec: ContainerSpec) -> None:
+        while True:
+            try:
+                await self._devices.prepare_start(pod.identity, spec)
+                await asyncio.sleep(self._start_delay_s)
+                records = self._devices.records.of_container(pod.identity.uid, spec.name)
+                answers = [records[name].response for name in sorted(records)]
+                config = container_config(pod.raw, spec, answers, self._cdi)
+                self._runtime.start(config)
+                break
+            except AllocationFailed as error:
+                reason = f"CreateContainerConfigError: {error}"
+            except AgentError as error:
+                reason = f"CreateContainerError: {error}"
+            pod.waiting[spec.name] = reason
+            self.report(pod, "Pending" if not self._runtime.living(pod.identity.uid) else "Running")
+            await asyncio.sleep(self._retry_s)
+        pod.waiting.pop(spec.name, None)
+
+    async def _complete(self, pod: KnownPod, spec: ContainerSpec) -> bool:
+        """Waits until an init container has ended well; whether it has. Until then it is started again and again."""
+        uid = pod.identity.uid
+        signal = self._runtime.signal_of(uid)
+        while (container := self._runtime.find(uid, spec.name)) is not None:
+            seen = signal.count
+            if container.is_running:
+                self.report(pod, "Pending")
+                await signal.wait(seen)
+            elif container.exit_code == 0:
+                return True
+            elif pod.raw["spec"].get("restartPolicy") == "Never":
+                return False
+            else:
+                await asyncio.sleep(self._delay_s(pod, container))
+                await self._bring_up(pod, spec)
+        return False
+
+    async def _restart_ended(self, pod: KnownPod) -> float | None:
+        """Restarts what died and may be restarted; ends the pod when its main containers are done.
+
+        Returns in how many seconds the next restart is due, None where none is waited for.
+        """
+        uid, policy = pod.identity.uid, pod.raw["spec"].get("restartPolicy", "Always")
+        is_timed = pod_manifest.annotation_number(pod.raw, pod_manifest.RUN_SECONDS_ANNOTATION) is not None
+        main = [spec for spec in pod.containers if spec.kind is ContainerKind.MAIN]
+        codes, dues = [], []
+        for spec in pod.containers:
+            container = self._runtime.find(uid, spec.name)
+            if spec.kind is ContainerKind.INIT or container is None or container.exit_code is None:
+                continue
+            is_over = policy == "Never" or (container.exit_code == 0 and (policy == "OnFailure" or is_timed))
+            if spec.kind is ContainerKind.MAIN and is_over:
+                codes.append(container.exit_code)
+            elif (delay_s := self._delay_s(pod, container)) > 0:
+                dues.append(delay_s)
+            else:
+                await self._bring_up(pod, spec)
+                self.report(pod, "Running")
+        if len(codes) == len(main):
+            await self._end(pod)
+        return min(dues, default=None)
+
+    def _delay_s(self, pod: KnownPod, container: Container) -> float:
+        """How long the ended container has still to wait: not after its first end, then twice as long each time."""
+        known = pod.delays.get(container.name)
+        if known is None or known.container_id != container.id:
+            is_stable = container.ended_at - container.created_at >= STABLE_S
+            ends = 0 if known is None or is_stable else known.ends + 1
+            delay_s = min(self._retry_s * 2 ** min(ends - 1, 16), LAST_DELAY_S) if ends else 0.0
+            known = _Delay(container_id=container.id, ends=ends, due_at=time.monotonic() + delay_s)
+            pod.delays[container.name] = known
+            if delay_s:
+                text = f"back-off {delay_s:g}s restarting failed container={container.name}"
+                pod.waiting[container.name] = f"CrashLoopBackOff: {text}"
+                self.report(pod, "Running")
+        return max(0.0, known.due_at - time.monotonic())
+
+    async def _end(self, pod: KnownPod) -> None:
+        """The main containers are done, or an init container has failed."""
+        await self.stop_processes(pod, pod_manifest.grace_s(pod.raw))
+        pod.state = PodState.ENDED
+        self.report(pod, self._final_phase(pod))
+        self._signal.notify()
+
+    def _final_phase(self, pod: KnownPod) -> str:
+        runs = [self._runtime.find(pod.identity.uid, s.name) for s in pod.containers if s.kind is ContainerKind.MAIN]
+        return "Succeeded" if all(run is not None and run.exit_code == 0 for run in runs) else "Failed"
+
+    def _if_there(self, change: Callable[[], object]) -> None:
+        """The pod's object may have been deleted, or replaced by another of the same name, meanwhile."""
+        try:
+            change()
+        except (NotFound, Conflict):
+            return

@@ -1,0 +1,5 @@
+"""The report on the embedded nodes: one JSON document, and the tables and lines made from it.
+
+Owns the last reading of each vDevice directory (`VDeviceReader`). Called by controller.py and the command line.
+Open document.py first.
+"""

@@ -1,0 +1,256 @@
+"""What is on the embedded nodes: GPUs with their use, pods with what they got. One JSON document, also behind the tables.
+
+Computed from the kubelet's side alone (its records, the device IDs, the Allocate answers, the containers' processes), the
+GPUs' identities, what a container itself would read at /etc/vcuda and what the sandbox plays it to use; the agent is not
+asked. Memory is charged to the
+GPU that the container's vcore IDs name, as the agent charges it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from gpushare_agent.isolation.vcuda.edits import VDEVICE_DIRECTORY
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, split_device_id
+from gpushare_agent.model.pods import ContainerSpec
+from gpushare_agent.sandbox.api.store import RawObject
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.sandbox.pod_manifest import containers_of
+from gpushare_agent.sandbox.report.vdevice_reader import VDeviceReader
+from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
+
+HEALTHY = "Healthy"
+_UNHEALTHY, _AGENT_AWAY = "Unhealthy", "Unknown"
+_ANSWERS_KEPT = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedNode:
+    """A node, the GPUs of its agent, and the agent's two resources. `fault_reasons` holds, per GPU, why it fails; who
+    polls the driver fills it in."""
+
+    node: EmbeddedNode
+    gpus: Sequence[Gpu]
+    vcore: str
+    vmemory: str
+    memory_block_mib: int
+    gpu_mem: str = ""
+    """GPUShare's resource, empty where it is not offered."""
+    gpu_mem_unit_mib: int = 1024
+    fault_reasons: dict[GpuUuid, str] = field(default_factory=dict)
+    used: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
+    """By pod UID and container, what it uses of its GPUs together; the workload player fills it in."""
+    used_of_gpus: dict[int, dict[str, float]] = field(default_factory=dict)
+    """By index, likewise."""
+    addresses: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Where this node's agent is asked: `web`, `debug`, `control_socket`; empty texts for what there is not."""
+    vdevices: VDeviceReader = field(default_factory=VDeviceReader)
+
+
+def gpus_of(ids: Iterable[str], gpus: Sequence[Gpu]) -> list[Gpu]:
+    """The GPUs that these IDs name, by index."""
+    uuids = {parts[0] for parts in map(split_device_id, ids) if parts is not None}
+    return [gpu for gpu in gpus if gpu.uuid in uuids]
+
+
+def report(*shown: ReportedNode) -> dict[str, Any]:
+    """The document of `gpushare-agent sandbox --format json`. All nodes are of one API server."""
+    nodes = [_node(one) for one in shown]
+    by_name = {one.node.name: one for one in shown}
+    pods = shown[0].node.api.pods()
+    return {
+        **({"node": nodes[0]} if len(nodes) == 1 else {}),
+        "nodes": nodes,
+        "pods": [_pod(by_name.get(pod["spec"].get("nodeName", ""), shown[0]), pod) for pod in pods],
+    }
+
+
+def _node(shown: ReportedNode) -> dict[str, Any]:
+    raw = shown.node.api.object_of("nodes", ("", shown.node.name)) or {}
+    capacity = raw.get("status", {}).get("capacity", {})
+    return {
+        "name": shown.node.name,
+        "capacity": {name: int(count) for name, count in sorted(capacity.items()) if "/" in name},
+        "addresses": dict(shown.addresses),
+        "cards": _gpus(shown),
+    }
+
+
+def _gpus(shown: ReportedNode) -> list[dict[str, Any]]:
+    cores, blocks, units, whole = _use(shown)
+    health = gpu_health(shown)
+    return [
+        {
+            "index": gpu.index, "minor": gpu.minor, "uuid": gpu.uuid, "name": gpu.name, "memory_mib": gpu.memory_mib,
+            "numa": gpu.numa_node, "cores_allocated": cores.get(gpu.uuid, 0),
+            **_memory_use(
+                gpu, blocks.get(gpu.uuid, 0), shown.memory_block_mib, units.get(gpu.uuid, 0) * shown.gpu_mem_unit_mib,
+                is_whole=gpu.uuid in whole,
+            ),
+            "used": shown.used_of_gpus.get(gpu.index),
+            "health": health.get(gpu.uuid, _AGENT_AWAY), "health_reason": shown.fault_reasons.get(gpu.uuid, ""),
+        }
+        for gpu in shown.gpus
+    ]  # fmt: skip
+
+
+def gpu_health(shown: ReportedNode) -> dict[GpuUuid, str]:
+    """As the kubelet has it; nothing of GPUs that no agent offers."""
+    health: dict[GpuUuid, str] = {}
+    for device, is_healthy in shown.node.kubelet.devices(shown.vcore).items():
+        if (parts := split_device_id(device)) is not None:
+            health[parts[0]] = HEALTHY if is_healthy and health.get(parts[0]) != _UNHEALTHY else _UNHEALTHY
+    return health
+
+
+def _memory_use(gpu: Gpu, blocks: int, block_mib: int, units_mib: int, *, is_whole: bool) -> dict[str, int]:
+    """A GPU allocated as a whole comes with all of its memory, of which no block was asked for."""
+    if is_whole:
+        return {"memory_blocks_allocated": gpu.memory_mib // block_mib, "memory_mib_allocated": gpu.memory_mib}
+    return {"memory_blocks_allocated": blocks, "memory_mib_allocated": blocks * block_mib + units_mib}
+
+
+def _use(shown: ReportedNode) -> tuple[dict[GpuUuid, int], dict[GpuUuid, int], dict[GpuUuid, int], set[GpuUuid]]:
+    """Cores, memory blocks and GPUShare's units in use on each GPU, and the GPUs allocated as a whole. IDs that containers
+    of one pod share count once."""
+    ids: dict[tuple[str, str], dict[str, set[str]]] = {}
+    for record in shown.node.kubelet.active_records():
+        ids.setdefault((record.pod_uid, record.container), {})[record.resource] = set(record.ids)
+    used_cores: set[str] = set()
+    used_units: set[str] = set()
+    charged: dict[str, GpuUuid] = {}
+    whole: set[GpuUuid] = set()
+    for _, by_resource in sorted(ids.items()):
+        vcore = by_resource.get(shown.vcore, set())
+        used_cores |= vcore
+        used_units |= by_resource.get(shown.gpu_mem, set())
+        gpus = gpus_of(vcore, shown.gpus)
+        if len(vcore) >= CORES_PER_GPU:
+            whole |= {gpu.uuid for gpu in gpus}
+        for position, block in enumerate(sorted(by_resource.get(shown.vmemory, set()) - set(charged))):
+            if gpus:
+                charged[block] = gpus[position % len(gpus)].uuid
+    cores, units = (
+        [parts[0] for parts in map(split_device_id, used) if parts is not None] for used in (used_cores, used_units)
+    )
+    return _counted(cores), _counted(charged.values()), _counted(units), whole
+
+
+def _counted(uuids: Iterable[GpuUuid]) -> dict[GpuUuid, int]:
+    counts: dict[GpuUuid, int] = {}
+    for uuid in uuids:
+        counts[uuid] = counts.get(uuid, 0) + 1
+    return counts
+
+
+def reason_and_message(pod: RawObject) -> tuple[str, str]:
+    """Why a pod is where it is: from its status, else from the scheduler, else from a container that waits or has failed,
+    also in a pod that runs: a container that ends again and again would show in nothing else."""
+    status = pod.get("status") or {}
+    if status.get("reason") or status.get("message"):
+        return status.get("reason", ""), status.get("message", "")
+    for condition in status.get("conditions", ()) if status.get("phase") == "Pending" else ():
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return condition.get("reason", ""), condition.get("message", "")
+    return _container_reason((*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())))
+
+
+def _container_reason(statuses: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Of the first container that waits, else of the first that has failed."""
+    for status in statuses:
+        waiting = status["state"].get("waiting", {})
+        if waiting.get("message"):
+            last = status.get("lastState", {}).get("terminated")
+            ended = f", exit code {last['exitCode']}" if last else ""
+            return waiting["reason"], f"{waiting['message']}{ended}"
+    for status in statuses:
+        ended_now = status["state"].get("terminated", {})
+        if ended_now.get("exitCode"):
+            return ended_now["reason"], f"container {status['name']} ended with exit code {ended_now['exitCode']}"
+    return "", ""
+
+
+def _pod(shown: ReportedNode, pod: RawObject) -> dict[str, Any]:
+    metadata = pod["metadata"]
+    reason, message = reason_and_message(pod)
+    is_refused = pod["status"]["phase"] == "Failed" and bool(
+        pod["status"].get("reason") or pod["status"].get("message")
+    )
+    allocated = {} if is_refused else _newest_allocations(shown, metadata["uid"])
+    return {
+        "namespace": metadata["namespace"], "name": metadata["name"], "uid": metadata["uid"],
+        "node": pod["spec"].get("nodeName", ""),
+        "phase": pod["status"]["phase"], "is_terminating": "deletionTimestamp" in metadata,
+        "reason": reason, "message": message,
+        "annotations": dict(sorted((metadata.get("annotations") or {}).items())),
+        "containers": [
+            _container(shown, metadata["uid"], spec, allocated.get(spec.name, {})) | _of_phase(pod)
+            for spec in containers_of(pod)
+        ],
+    }  # fmt: skip
+
+
+def _of_phase(pod: RawObject) -> dict[str, Any]:
+    """Stronger than the Allocate answers: a pod that has ended has no GPU and no limit."""
+    return {"cards": [], "vdevice": None, "used": None} if pod["status"]["phase"] in ("Succeeded", "Failed") else {}
+
+
+def _newest_allocations(shown: ReportedNode, pod_uid: str) -> dict[str, dict[str, tuple[tuple[str, ...], bytes]]]:
+    """By container and resource: the IDs and the raw answer of its newest Allocate."""
+    found: dict[str, dict[str, tuple[tuple[str, ...], bytes]]] = {}
+    for call in shown.node.kubelet.log.of("Allocate", pod_uid=pod_uid):
+        if not call.error:
+            found.setdefault(call.container, {})[call.resource] = (call.device_ids, call.response)
+    return found
+
+
+@lru_cache(maxsize=_ANSWERS_KEPT)
+def _parsed(answer: bytes) -> ContainerAllocateResponse:
+    """Read only. The same answers are shown again and again."""
+    return ContainerAllocateResponse.parse(answer)
+
+
+def _container(
+    shown: ReportedNode, pod_uid: str, spec: ContainerSpec, given: Mapping[str, tuple[tuple[str, ...], bytes]]
+) -> dict[str, Any]:
+    answers = [_parsed(raw) for _, (_, raw) in sorted(given.items())]
+    ids = given.get(shown.vcore, given.get(shown.gpu_mem, ((), b"")))[0]
+    mounts = {m.container_path: m for answer in answers for m in answer.mounts}
+    devices = {d.container_path: d for answer in answers for d in answer.devices}
+    return {
+        "name": spec.name,
+        "cards": [gpu.index for gpu in gpus_of(ids, shown.gpus)],
+        "vcore": spec.requests.get(shown.vcore, 0),
+        "vmemory": spec.requests.get(shown.vmemory, 0),
+        "gpu_mem": spec.requests.get(shown.gpu_mem, 0),
+        "env": {k: v for answer in answers for k, v in sorted(answer.envs.items())},
+        "mounts": [
+            {"host_path": m.host_path, "container_path": m.container_path, "read_only": m.read_only}
+            for _, m in sorted(mounts.items())
+        ],
+        "devices": [
+            {"host_path": d.host_path, "container_path": d.container_path, "permissions": d.permissions}
+            for _, d in sorted(devices.items())
+        ],
+        "annotations": {k: v for answer in answers for k, v in sorted(answer.annotations.items())},
+        **container_processes(shown, pod_uid, spec.name),
+        "used": shown.used.get((pod_uid, spec.name)),
+        "vdevice": shown.vdevices.read(Path(reported.host_path))
+        if (reported := mounts.get(VDEVICE_DIRECTORY))
+        else None,
+    }
+
+
+def container_processes(shown: ReportedNode, pod_uid: str, name: str) -> dict[str, Any]:
+    """The first process and all of them, as this machine counts them; none of a container that does not run."""
+    runtime = shown.node.kubelet.runtime
+    container = runtime.find(pod_uid, name)
+    if container is None or not container.is_running:
+        return {"pid": None, "pids": []}
+    return {"pid": container.pid or None, "pids": runtime.pids(container)}

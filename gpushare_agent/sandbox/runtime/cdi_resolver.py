@@ -1,0 +1,120 @@
+"""CDI as the embedded node's container runtime does it: names of devices become what a container gets.
+
+Written apart from the agent's own code for specs (isolation/devices/cdi_files.py), so that each can show the other's
+mistakes. Rules as those of the reference library: a file that is no spec is passed over; of two directories the later
+counts; two files of one directory that name a device make it unknown; one unknown name and the container is not
+created. Nothing is opened in /dev: whether a device node exists is not checked. State owned: none; the files are
+read at each start.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gpushare_agent.model.errors import Rejected
+
+ANNOTATION_PREFIX = "cdi.k8s.io/"
+_SPEC_KEYS = frozenset({"cdiVersion", "kind", "annotations", "devices", "containerEdits"})
+_DEVICE_KEYS = frozenset({"name", "annotations", "containerEdits"})
+_EDIT_KEYS = frozenset({"env", "deviceNodes", "netDevices", "mounts", "hooks", "intelRdt", "additionalGids"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedEdits:
+    """What the names bring: variables, device nodes by their path in the container, mounts (host path, container path)."""
+
+    env: tuple[tuple[str, str], ...] = ()
+    device_nodes: tuple[str, ...] = ()
+    mounts: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Device:
+    path: Path
+    edits: Mapping[str, Any]
+    common: Mapping[str, Any]
+
+
+class CdiResolver:
+    """`directories` in rising order of precedence."""
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        self._directories = tuple(directories)
+
+    def resolve(self, names: Iterable[str]) -> ResolvedEdits:
+        """The edits of all names together.
+
+        Raises:
+            Rejected: a name that no spec has, or that two of one directory have.
+        """
+        wanted = list(dict.fromkeys(names))
+        if not wanted:
+            return ResolvedEdits()
+        known = self._known()
+        missing = [name for name in wanted if name not in known]
+        if missing:
+            raise Rejected(f"CDI device injection failed: unresolvable CDI devices {', '.join(missing)}")
+        found = [known[name] for name in wanted]
+        commons = {device.path: device.common for device in found}
+        return _together([*commons.values(), *(device.edits for device in found)])
+
+    def _known(self) -> dict[str, _Device]:
+        known: dict[str, _Device] = {}
+        ambiguous: set[str] = set()
+        for directory in self._directories:
+            for path in sorted(directory.glob("*")):
+                for name, device in _devices(path).items():
+                    if name in known and known[name].path.parent == directory:
+                        ambiguous.add(name)
+                    known[name] = device
+        return {name: device for name, device in known.items() if name not in ambiguous}
+
+
+def requested_names(cdi_devices: Iterable[str], annotations: Iterable[tuple[str, str]]) -> list[str]:
+    """Of one Allocate answer: the field's names, then the annotations'."""
+    by_annotation = [value.split(",") for key, value in sorted(annotations) if key.startswith(ANNOTATION_PREFIX)]
+    return [*cdi_devices, *(name for names in by_annotation for name in names)]
+
+
+def _devices(path: Path) -> dict[str, _Device]:
+    """By qualified name; none for what is no spec."""
+    if path.suffix not in (".json", ".yaml"):
+        return {}
+    with suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        text = path.read_text(encoding="utf-8")
+        raw = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        common = raw.get("containerEdits") or {}
+        _require_known(raw, _SPEC_KEYS)
+        _require_known(common, _EDIT_KEYS)
+        devices: dict[str, _Device] = {}
+        for device in raw["devices"]:
+            _require_known(device, _DEVICE_KEYS)
+            _require_known(device["containerEdits"], _EDIT_KEYS)
+            if not device["containerEdits"] or device["name"] in devices:
+                raise ValueError(device["name"])
+            devices[device["name"]] = _Device(path=path, edits=device["containerEdits"], common=common)
+        return {f"{raw['kind']}={name}": device for name, device in devices.items()}
+    return {}
+
+
+def _require_known(raw: Mapping[str, Any], keys: frozenset[str]) -> None:
+    if not set(raw) <= keys:
+        raise ValueError(sorted(set(raw) - keys))
+
+
+def _together(parts: Sequence[Mapping[str, Any]]) -> ResolvedEdits:
+    env = [entry.partition("=") for part in parts for entry in part.get("env") or ()]
+    nodes = [node["path"] for part in parts for node in part.get("deviceNodes") or ()]
+    mounts = {m["containerPath"]: m["hostPath"] for part in parts for m in part.get("mounts") or ()}
+    return ResolvedEdits(
+        env=tuple((name, value) for name, _, value in env),
+        device_nodes=tuple(dict.fromkeys(nodes)),
+        mounts=tuple((host, inner) for inner, host in sorted(mounts.items())),
+    )

@@ -1,0 +1,311 @@
+"""The embedded node's container runtime: each container is a child process of the sandbox, in a cgroup of its own.
+
+There are no namespaces, no images and no root file system: a container sees the machine. By default its process sleeps; an
+image of the name `sandbox/host` runs its command (container_config.py). Containers live on while the kubelet is stopped, as
+real ones do, and end with the sandbox. Where no cgroup can be created they have no processes and run no command.
+
+A container has ended once no process is left in its cgroup: those that its first process leaves behind are killed, as a
+runtime does without a PID namespace. State owned: the containers, their processes, and the cgroup tree (cgroup_tree.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+import structlog
+
+from gpushare_agent.model.errors import NotFound, Unavailable
+from gpushare_agent.sandbox.change_signal import ChangeSignal
+from gpushare_agent.sandbox.pod_manifest import timestamp
+from gpushare_agent.sandbox.runtime.cgroup_tree import NO_CGROUPS, CgroupTreeKind, open_cgroup_tree
+from gpushare_agent.sandbox.runtime.processes import AbsentProcess, ContainerProcess
+
+log = structlog.get_logger(__name__)
+
+KILLED = 137
+MAX_LOG_BYTES = 10 * 1024 * 1024
+"""A container's log that has grown over this begins anew when the container starts again."""
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.001, 0.05
+_CLOSE_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerConfig:
+    """What to start. Without a command it sleeps, and ends with code 0 after `run_s`, None for never.
+
+    `ignore_term_s` is how long it does not get its TERM.
+    """
+
+    pod_uid: str
+    pod_namespace: str
+    pod_name: str
+    name: str
+    command: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    run_s: float | None = None
+    ignore_term_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Container:
+    """One run of one container. `exit_code` is None while it runs; `pid` is the first process's, 0 where it has none."""
+
+    id: str
+    pod_uid: str
+    pod_namespace: str
+    pod_name: str
+    name: str
+    attempt: int
+    pid: int
+    env: Mapping[str, str]
+    created_at: float
+    """Seconds since the epoch."""
+    started_at: str
+    ignore_term_s: float
+    cgroup: Path
+    finished_at: str = ""
+    ended_at: float = 0.0
+    exit_code: int | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.exit_code is None
+
+
+class ContainerRuntime:
+    """Files below `state`: `logs/`. `cgroups` insists on a kind (cgroup_tree.py).
+
+    Synchronous, within an event loop, which reports the processes' ends. Raises StartupError (see open_cgroup_tree).
+    """
+
+    def __init__(self, state: Path, change: ChangeSignal, cgroups: str | None = None) -> None:
+        self.kind: CgroupTreeKind
+        self.kind, self._tree = open_cgroup_tree(cgroups)
+        self.cgroup_root = self._tree.root
+        self.logs = state / "logs"
+        self.logs.mkdir(exist_ok=True)
+        self.cdi_directory = state / "cdi"
+        self._change = change
+        self._salt = secrets.token_hex(8)
+        self._containers: dict[tuple[str, str], Container] = {}
+        self._processes: dict[str, ContainerProcess | AbsentProcess] = {}
+        self._timers: dict[str, list[asyncio.TimerHandle]] = {}
+        self._pod_signals: dict[str, ChangeSignal] = {}
+        self._forgotten: set[str] = set()
+        self._started = 0
+        self._is_closed = False
+
+    @property
+    def why_no_processes(self) -> str:
+        """Empty where containers have processes."""
+        return NO_CGROUPS if self.kind == "none" else ""
+
+    # --- reading ---
+
+    def find(self, pod_uid: str, name: str) -> Container | None:
+        """The newest run."""
+        return self._containers.get((pod_uid, name))
+
+    def is_running(self, pod_uid: str, name: str) -> bool:
+        container = self.find(pod_uid, name)
+        return container is not None and container.is_running
+
+    def signal_of(self, pod_uid: str) -> ChangeSignal:
+        """Wakes up for this pod's containers only: a hundred pod workers need not wake up at every call of the node."""
+        return self._pod_signals.setdefault(pod_uid, ChangeSignal())
+
+    def pods(self) -> set[str]:
+        return {uid for uid, _ in self._containers}
+
+    def living(self, pod_uid: str) -> list[Container]:
+        return [c for (uid, _), c in sorted(self._containers.items()) if uid == pod_uid and c.is_running]
+
+    def containers(self) -> list[Container]:
+        """The newest run of each that is not forgotten, by namespace, pod and name."""
+        return sorted(self._containers.values(), key=lambda c: (c.pod_namespace, c.pod_name, c.name, c.id))
+
+    def pids(self, container: Container) -> list[int]:
+        """Of its cgroup and all below, ascending; none once it has ended."""
+        return self._tree.pids(container.cgroup) if container.is_running else []
+
+    def log_of(self, container: Container | ContainerConfig) -> Path:
+        return self.logs / f"{container.pod_namespace}_{container.pod_name}_{container.name}.log"
+
+    def join(self, container: Container, pid: int) -> None:
+        """Moves a running process, and its later children, into the container.
+
+        Raises:
+            NotFound: no such process, or the container has ended.
+            Unavailable: this user may not move it.
+        """
+        where = f"container {container.name} of pod {container.pod_namespace}/{container.pod_name}"
+        if not container.is_running:
+            raise NotFound(f"{where} does not run: it ended with exit code {container.exit_code}")
+        if pid <= 1 or pid == os.getpid():
+            raise Unavailable(f"process {pid} cannot be put into {where}: only a process started for it can")
+        try:
+            self._tree.attach(container.cgroup, pid)
+        except ProcessLookupError as error:
+            raise NotFound(f"process {pid} cannot be put into {where}: there is no such process here") from error
+        except OSError as error:
+            raise Unavailable(f"process {pid} cannot be put into {where}: {error.strerror or error}") from error
+        self._notify(container)
+
+    # --- starting and ending ---
+
+    def start(self, config: ContainerConfig) -> Container:
+        """Raises Unavailable where the machine gives no process or no cgroup, and where no process can have such an argument
+        or variable."""
+        where = f"container {config.name} of pod {config.pod_namespace}/{config.pod_name}"
+        if self._is_closed:
+            raise Unavailable(f"{where} cannot start: the node has ended")
+        if self.kind == "none" and config.command:
+            raise Unavailable(f"{where} cannot run its command: {NO_CGROUPS}; run the sandbox as root")
+        before = self.find(config.pod_uid, config.name)
+        attempt = before.attempt + 1 if before is not None else 0
+        try:
+            container = self._create(config, attempt)
+        except OSError as error:
+            raise Unavailable(f"{where} cannot start: {error.strerror or error}") from error
+        except ValueError as error:
+            raise Unavailable(
+                f"{where} cannot start: no process can have such a command or environment: {error}; mend the manifest"
+            ) from error
+        self._forgotten.discard(config.pod_uid)
+        self._containers[config.pod_uid, config.name] = container
+        self._processes[container.id].release(partial(self._remove_rest, container, _FIRST_RETRY_S))
+        self._notify(container)
+        return container
+
+    def _create(self, config: ContainerConfig, attempt: int) -> Container:
+        """With its first process in its cgroup, waiting for its release."""
+        self._started += 1
+        identity = hashlib.sha256(f"{self._salt}/{config.pod_uid}/{config.name}/{self._started}".encode()).hexdigest()
+        cgroup = self._tree.add(config.pod_uid, identity)
+        try:
+            process = self._new_process(config, cgroup, attempt)
+        except (OSError, ValueError):  # the latter: a null byte, a variable's name with "="
+            self._tree.remove(cgroup)
+            raise
+        self._processes[identity] = process
+        return Container(
+            id=identity, pod_uid=config.pod_uid, pod_namespace=config.pod_namespace, pod_name=config.pod_name,
+            name=config.name, attempt=attempt, pid=process.pid, env=config.env, created_at=time.time(),
+            started_at=timestamp(), ignore_term_s=config.ignore_term_s, cgroup=cgroup,
+        )  # fmt: skip
+
+    def _new_process(self, config: ContainerConfig, cgroup: Path, attempt: int) -> ContainerProcess | AbsentProcess:
+        if self.kind == "none":
+            return AbsentProcess(config.run_s)
+        command, log_path = config.command or _sleep(config.run_s), self._new_log(config, attempt)
+        process = ContainerProcess(command, env=config.env, cwd=Path("/"), output=log_path)
+        try:
+            self._tree.attach(cgroup, process.pid)
+        except OSError:
+            process.end()
+            raise
+        return process
+
+    def _new_log(self, config: ContainerConfig, attempt: int) -> Path:
+        path = self.log_of(config)
+        if path.exists() and (attempt == 0 or path.stat().st_size > MAX_LOG_BYTES):
+            path.unlink()
+        return path
+
+    def stop(self, container: Container, grace_s: float) -> None:
+        """TERM, and KILL after the grace period; returns before the process has gone. The last call's times count."""
+        if not container.is_running:
+            return
+        self._cancel_timers(container)
+        if container.ignore_term_s <= 0:
+            self._terminate(container)
+        elif container.ignore_term_s < grace_s:
+            self._later(container, container.ignore_term_s, self._terminate)
+        self._later(container, grace_s, self.kill)
+
+    def kill(self, container: Container) -> None:
+        """Ends all its processes as a crash would; returns before they have gone."""
+        if container.is_running:
+            self._signal(container, signal.SIGKILL)
+            self._tree.kill(container.cgroup)
+
+    def forget(self, pod_uid: str) -> None:
+        """Drops the ended containers of a pod; those that still live once they have ended, unless one starts again."""
+        for key in [k for k, c in self._containers.items() if k[0] == pod_uid and not c.is_running]:
+            del self._containers[key]
+        if any(uid == pod_uid for uid, _ in self._containers):
+            self._forgotten.add(pod_uid)
+        else:
+            self._forgotten.discard(pod_uid)
+            self._pod_signals.pop(pod_uid, None)
+
+    def close(self) -> None:
+        """Ends everything, blocking for the moment that killed processes need. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for timer in [timer for timers in self._timers.values() for timer in timers]:
+            timer.cancel()
+        self._timers.clear()
+        for identity, process in sorted(self._processes.items()):
+            if process.end() is None:
+                log.warning("container_process_stays", container=identity, pid=process.pid)
+        self._processes.clear()
+        for container in self._containers.values():
+            if container.is_running:
+                container.exit_code, container.finished_at, container.ended_at = KILLED, timestamp(), time.time()
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        while not self._tree.close():
+            if time.monotonic() > deadline:
+                log.warning("cgroups_stay", path=str(self.cgroup_root), next="the next sandbox removes them")
+                return
+            time.sleep(_FIRST_RETRY_S)
+
+    def _terminate(self, container: Container) -> None:
+        self._signal(container, signal.SIGTERM)
+
+    def _signal(self, container: Container, number: signal.Signals) -> None:
+        if (process := self._processes.get(container.id)) is not None:
+            process.send_signal(number)
+
+    def _remove_rest(self, container: Container, retry_s: float, code: int) -> None:
+        """The first process has ended: ends what is left in the cgroup, as often as it takes."""
+        self._processes.pop(container.id, None)
+        if self._is_closed:
+            return
+        self._tree.kill(container.cgroup)
+        if not self._tree.remove(container.cgroup):
+            next_s = min(retry_s * 2, _LAST_RETRY_S)
+            self._later(container, retry_s, lambda ended: self._remove_rest(ended, next_s, code))
+            return
+        self._cancel_timers(container)
+        container.exit_code, container.finished_at, container.ended_at = code, timestamp(), time.time()
+        self._notify(container)
+        if container.pod_uid in self._forgotten:
+            self.forget(container.pod_uid)
+
+    def _later(self, container: Container, delay_s: float, act: Callable[[Container], None]) -> None:
+        timer = asyncio.get_running_loop().call_later(delay_s, act, container)
+        self._timers.setdefault(container.id, []).append(timer)
+
+    def _cancel_timers(self, container: Container) -> None:
+        for timer in self._timers.pop(container.id, ()):
+            timer.cancel()
+
+    def _notify(self, container: Container) -> None:
+        self.signal_of(container.pod_uid).notify()
+        self._change.notify()
+
+
+def _sleep(run_s: float | None) -> tuple[str, str]:
+    return ("sleep", "infinity" if run_s is None else f"{run_s:.3f}")

@@ -1,0 +1,136 @@
+"""The container runtime interface (CRI v1) of the embedded node: what an agent asks a real containerd.
+
+Only the three questions that the project asks of one: Version, ListContainers, ContainerStatus; others are UNIMPLEMENTED.
+Its answers have the shape of containerd's, the labels are the kubelet's. State owned: the socket. It can be stopped and
+started while the containers run, as a runtime is when it is upgraded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Protocol
+
+from grpclib import GRPCError, Status
+
+import gpushare_agent
+from gpushare_agent.kit.grpc_server import GrpcServer
+from gpushare_agent.kit.sockets import bind_unix_socket
+from gpushare_agent.sandbox.runtime.containers import Container
+from gpushare_agent.wire.runtime import v1
+
+SOCKET_MODE = 0o600
+_NS_PER_S = 1_000_000_000
+
+
+class ContainerSource(Protocol):
+    def containers(self) -> list[Container]: ...
+
+
+class CriServer:
+    """Listens at `path` from `start` to `stop`; both may be called again."""
+
+    def __init__(self, source: ContainerSource, path: Path) -> None:
+        self.path = path
+        self._source = source
+        self._server: GrpcServer | None = None
+
+    async def start(self) -> None:
+        """Raises OSError where the socket cannot be made."""
+        if self._server is None:
+            server = GrpcServer([_RuntimeService(self._source)])
+            await server.serve(bind_unix_socket(self.path, mode=SOCKET_MODE))
+            self._server = server
+
+    async def stop(self) -> None:
+        """Open calls fail; the socket's file goes."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop()
+            self.path.unlink(missing_ok=True)
+
+
+class _RuntimeService(v1.RuntimeServiceBase):
+    def __init__(self, source: ContainerSource) -> None:
+        self._source = source
+
+    async def version(self, message: v1.VersionRequest) -> v1.VersionResponse:
+        return v1.VersionResponse(
+            version="0.1.0",
+            runtime_name="gpushare-sandbox",
+            runtime_version=gpushare_agent.__version__,
+            runtime_api_version="v1",
+        )
+
+    async def list_containers(self, message: v1.ListContainersRequest) -> v1.ListContainersResponse:
+        found = map(_listed, self._source.containers())
+        wanted = message.filter
+        return v1.ListContainersResponse(containers=[c for c in found if wanted is None or _matches(c, wanted)])
+
+    async def container_status(self, message: v1.ContainerStatusRequest) -> v1.ContainerStatusResponse:
+        for container in self._source.containers():
+            if container.id == message.container_id:
+                info = {"sandboxID": _pod_sandbox_id(container), "pid": container.pid if container.is_running else 0}
+                return v1.ContainerStatusResponse(
+                    status=_status(container), info={"info": json.dumps(info)} if message.verbose else {}
+                )
+        text = f'an error occurred when try to find container "{message.container_id}": not found'
+        raise GRPCError(Status.NOT_FOUND, text)
+
+
+def _listed(container: Container) -> v1.Container:
+    return v1.Container(
+        id=container.id,
+        pod_sandbox_id=_pod_sandbox_id(container),
+        metadata=v1.ContainerMetadata(name=container.name, attempt=container.attempt),
+        state=_state(container),
+        created_at=int(container.created_at * _NS_PER_S),
+        labels=_labels(container),
+        annotations=_annotations(container),
+    )
+
+
+def _status(container: Container) -> v1.ContainerStatus:
+    return v1.ContainerStatus(
+        id=container.id,
+        metadata=v1.ContainerMetadata(name=container.name, attempt=container.attempt),
+        state=_state(container),
+        created_at=int(container.created_at * _NS_PER_S),
+        started_at=int(container.created_at * _NS_PER_S),
+        finished_at=int(container.ended_at * _NS_PER_S),
+        exit_code=container.exit_code or 0,
+        labels=_labels(container),
+        annotations=_annotations(container),
+    )
+
+
+def _matches(container: v1.Container, wanted: v1.ContainerFilter) -> bool:
+    return (
+        wanted.id in ("", container.id)
+        and wanted.pod_sandbox_id in ("", container.pod_sandbox_id)
+        and (wanted.state is None or wanted.state.state == container.state)
+        and wanted.label_selector.items() <= container.labels.items()
+    )
+
+
+def _state(container: Container) -> v1.ContainerState:
+    running = container.is_running
+    return v1.ContainerState.CONTAINER_RUNNING if running else v1.ContainerState.CONTAINER_EXITED
+
+
+def _pod_sandbox_id(container: Container) -> str:
+    return hashlib.sha256(container.pod_uid.encode()).hexdigest()
+
+
+def _labels(container: Container) -> dict[str, str]:
+    return {
+        "io.kubernetes.container.name": container.name,
+        "io.kubernetes.pod.name": container.pod_name,
+        "io.kubernetes.pod.namespace": container.pod_namespace,
+        "io.kubernetes.pod.uid": container.pod_uid,
+    }
+
+
+def _annotations(container: Container) -> dict[str, str]:
+    return {"io.kubernetes.container.restartCount": str(container.attempt)}

@@ -1,0 +1,200 @@
+"""A scheduler that asks an extender, as kube-scheduler does: its own resource fit, filter, prioritize, bind.
+
+One pod at a time is decided; binds go on in the background, and what is being bound counts as taken meanwhile. A pod that
+fits nowhere waits with the extender's reasons, and is tried again with back-off once something that could help has
+changed, and now and then anyway. There is no preemption and no score of the scheduler's own.
+
+State owned: the pods that are being bound, and when each waiting pod is due.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import structlog
+
+from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.store import Change, Expired, RawObject
+from gpushare_agent.sandbox.pod_manifest import is_terminal
+from gpushare_agent.sandbox.scheduler.extender_calls import ExtenderCalls
+from gpushare_agent.sandbox.scheduler.node_fit import UNSCHEDULABLE, NodeFit, lacking, report_waiting, waiting_text
+
+log = structlog.get_logger(__name__)
+
+SCHEDULER_ERROR = "SchedulerError"
+BINDS_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerTimes:
+    """Those of kube-scheduler. A real one retries a pod without any change after five minutes only."""
+
+    first_backoff_s: float = 1.0
+    last_backoff_s: float = 10.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Waiting:
+    """A pod that was tried in vain: `epoch` is what had changed until then."""
+
+    attempts: int
+    due_at: float
+    latest_at: float
+    epoch: int
+
+
+class ExtenderScheduler:
+    """`run` once. Pods without a request of an extended resource are bound without the extender, to the first node."""
+
+    def __init__(
+        self, *, api: EmbeddedApiServer, extender: ExtenderCalls, times: SchedulerTimes | None = None, seed: int = 0
+    ) -> None:
+        self._api = api
+        self._extender = extender
+        self._times = times or SchedulerTimes()
+        self._rng = random.Random(seed)
+        self._fit = NodeFit(api)
+        self._assumed: dict[str, tuple[RawObject, str]] = {}
+        self._waiting: dict[str, _Waiting] = {}
+        self._places = asyncio.Semaphore(BINDS_AT_ONCE)
+        self._version = api.version
+        self._epoch = 0
+
+    async def run(self) -> None:
+        """Endless."""
+        async with asyncio.TaskGroup() as binds:
+            while True:
+                seen = self._api.signal.count
+                self._note_changes()
+                pod = self._next()
+                if pod is None:
+                    await self._wait(seen)
+                else:
+                    await self._schedule(pod, binds)
+
+    # --- which pod is next ---
+
+    def _note_changes(self) -> None:
+        """Whether something has changed that could help a waiting pod."""
+        try:
+            changes = list(self._api.store.changes_since(self._version))
+        except Expired:
+            self._epoch += 1
+        else:
+            self._epoch += any(_could_help(change) for change in changes)
+        self._version = self._api.version
+
+    def _next(self) -> RawObject | None:
+        """The first due one, in order of creation."""
+        if not self._api.store.all("nodes"):
+            return None
+        now = time.monotonic()
+        pending = {p["metadata"]["uid"]: p for p in self._api.store.in_creation_order("pods") if _is_pending(p)}
+        for uid in self._waiting.keys() - pending.keys():
+            del self._waiting[uid]
+        for uid, pod in pending.items():
+            if uid not in self._assumed and self._is_due(self._waiting.get(uid), now):
+                return pod
+        return None
+
+    def _is_due(self, waiting: _Waiting | None, now: float) -> bool:
+        if waiting is None or now >= waiting.latest_at:
+            return True
+        return now >= waiting.due_at and waiting.epoch != self._epoch
+
+    async def _wait(self, seen: int) -> None:
+        """For the next change, or until a pod is due."""
+        now = time.monotonic()
+        dues = [w.due_at if w.epoch != self._epoch else w.latest_at for w in self._waiting.values()]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, min(dues) - now) if dues else None):
+                await self._api.signal.wait(seen)
+
+    # --- one pod ---
+
+    async def _schedule(self, pod: RawObject, binds: asyncio.TaskGroup) -> None:
+        requests = self._fit.requests(pod)
+        lacks = {name: lacking(free_on, requests) for name, free_on in self._fit.free(self._assumed).items()}
+        names = [name for name, lack in lacks.items() if not lack]
+        reasons = [f"Insufficient {resource}" for lack in lacks.values() for resource in lack]
+        try:
+            if names and requests:
+                answer = await self._extender.filter(pod, names)
+                reasons += [reason for _, reason in sorted(answer.failed.items())]
+                names = [name for name in names if name in answer.names]
+            if not names:
+                self._put_back(pod, waiting_text(len(lacks), reasons), UNSCHEDULABLE)
+                return
+            chosen = self._best(names, await self._scores(pod, names) if requests and len(names) > 1 else {})
+        except AgentError as error:
+            self._put_back(pod, str(error), SCHEDULER_ERROR)
+            return
+        uid = pod["metadata"]["uid"]
+        self._assumed[uid] = pod, chosen
+        await self._places.acquire()
+        binds.create_task(self._bind(pod, chosen, is_ours=not requests), name=f"bind {pod['metadata']['name']}")
+
+    async def _scores(self, pod: RawObject, names: list[str]) -> Mapping[str, int]:
+        """A failure counts for no score, as in kube-scheduler."""
+        try:
+            return await self._extender.prioritize(pod, names)
+        except AgentError as error:
+            log.warning("prioritize_failed", error=str(error))
+            return {}
+
+    def _best(self, names: list[str], scores: Mapping[str, int]) -> str:
+        best = max(scores.get(name, 0) for name in names)
+        return self._rng.choice([name for name in names if scores.get(name, 0) == best])
+
+    async def _bind(self, pod: RawObject, node_name: str, *, is_ours: bool) -> None:
+        metadata = pod["metadata"]
+        try:
+            if is_ours:
+                self._api.bind_pod(metadata["namespace"], metadata["name"], node_name, uid=metadata["uid"])
+            else:
+                await self._extender.bind(pod, node_name)
+            self._waiting.pop(metadata["uid"], None)
+        except AgentError as error:
+            reason = UNSCHEDULABLE if isinstance(error, Rejected) else SCHEDULER_ERROR
+            self._put_back(pod, f"binding to node {node_name}: {error}", reason)
+        finally:
+            del self._assumed[metadata["uid"]]
+            self._places.release()
+            self._api.signal.notify()
+
+    def _put_back(self, pod: RawObject, message: str, reason: str) -> None:
+        uid, now, times = pod["metadata"]["uid"], time.monotonic(), self._times
+        known = self._waiting.get(uid)
+        attempts = known.attempts + 1 if known is not None else 1
+        delay_s = min(times.first_backoff_s * 2 ** min(attempts - 1, 16), times.last_backoff_s)
+        latest_at = now + (delay_s if reason == SCHEDULER_ERROR else times.last_backoff_s)
+        self._waiting[uid] = _Waiting(attempts=attempts, due_at=now + delay_s, latest_at=latest_at, epoch=self._epoch)
+        with suppress(NotFound, Conflict):  # it may have gone, or be bound, meanwhile
+            newest = self._api.pod(pod["metadata"]["namespace"], pod["metadata"]["name"])
+            if newest["metadata"]["uid"] == uid and not newest["spec"].get("nodeName"):
+                report_waiting(self._api, newest, message, reason)
+
+
+def _is_pending(pod: RawObject) -> bool:
+    return not pod["spec"].get("nodeName") and not is_terminal(pod) and not pod["metadata"].get("deletionTimestamp")
+
+
+def _could_help(change: Change) -> bool:
+    """A pod on a node that is gone or has ended; a node that is new, or whose allocatable, annotations or labels changed."""
+    before, after = change.before, change.after
+    if change.resource == "pods" and before is not None and before["spec"].get("nodeName"):
+        return after is None or (is_terminal(after) and not is_terminal(before))
+    if change.resource != "nodes" or after is None:
+        return False
+    return before is None or _offer(before) != _offer(after)
+
+
+def _offer(node: RawObject) -> tuple[object, ...]:
+    metadata = node["metadata"]
+    return node["status"].get("allocatable"), metadata.get("annotations"), metadata.get("labels")
