@@ -52,7 +52,7 @@ class HealthSettings(Section):
     """Watching the GPUs."""
 
     check_period_s: Seconds = Field(
-        default=5.0, ge=0.05, le=3600, description="How often the GPUs' state is read from the driver, seconds."
+        default=5.0, ge=0.05, le=3600, description="Period of reading the GPUs' state from the driver, seconds."
     )
     event_period_s: Seconds = Field(
         default=0.5,
@@ -77,10 +77,10 @@ class HealthSettings(Section):
         default=10.0,
         ge=0.05,
         le=3600,
-        description="Time between two of these probes, seconds. It doubles each time that the GPU fails again.",
+        description="Time between two of these probes, seconds. It doubles each time that the GPU becomes Unhealthy again.",
     )
     recovery_period_max_s: Seconds = Field(
-        default=600.0, ge=0.05, le=86400, description="Longest time between two of these probes, seconds."
+        default=600.0, ge=0.05, le=86400, description="Most time between two of these probes, seconds."
     )
     state_file: OptionalPath = Field(
         default=Path("/var/lib/gpushare-agent/health.json"),
@@ -109,7 +109,7 @@ class DecisionSettings(Section):
 
 
 class FactsSettings(Section):
-    """What the agent writes about its GPUs to the node's object."""
+    """The agent's labels and annotation about its GPUs on the node's object."""
 
     is_written: bool = Field(
         default=True,
@@ -149,7 +149,7 @@ class DisplaySettings(Section):
 
 
 class DebugSettings(Section):
-    """The debug listener: tasks, allocations, profiles."""
+    """The debug listener: tasks, allocations, pods, topology, settings, log level."""
 
     addr: str = Field(
         default="localhost",
@@ -159,5 +159,5 @@ class DebugSettings(Section):
     port: Count = Field(default=5679, ge=0, le=65535, description="Its port; 0 takes any free one.")
     token_file: OptionalPath = Field(
         default=None,
-        description="File with the token that callers must send as `Authorization: Bearer`. Empty: none is asked for.",
+        description="File with the token that callers must send as `Authorization: Bearer`. Empty: none is needed.",
     )
