@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--samples", choices=SAMPLE_SETS, help="sample pods; fitting leaves out the one that cannot run (default: all, "
         "with --apply none)")  # fmt: skip
-    add("--once", action="store_true", help="wait until every pod has settled, print, clean up; exit 0 if all of them are "
-        "Running or Succeeded, else 1 (with the sample pod that cannot fit: 1)")  # fmt: skip
+    add("--once", action="store_true", help="wait until every pod runs, has ended or fits nowhere, print, clean up; exit 0 "
+        "if all of them are Running or Succeeded, else 1 (with the sample pod that cannot fit: 1)")  # fmt: skip
     add("--format", choices=("table", "json"), default="table", help="what --once and status print to standard output; "
         "progress goes to standard error then (%(default)s)")  # fmt: skip
     add(

@@ -25,7 +25,7 @@ class PlannedExtender:
 
 
 def plan_extender(
-    settings: Settings, paths: NodePaths, flags: Sequence[str], report: Callable[[str], None]
+    settings: Settings, paths: NodePaths, flags: Sequence[str], notify: Callable[[str], None]
 ) -> PlannedExtender:
     """Not yet running. There is one only, so it leads without election: after a kill it would wait for its own lease."""
     port = free_port()
@@ -36,7 +36,7 @@ def plan_extender(
         f"--extender.addr={_HOST}",
         f"--extender.port={port}",
     ]
-    process = AgentProcess(arguments, paths.extender_log, report, command="extender", name="the extender")
+    process = AgentProcess(arguments, paths.extender_log, notify, command="extender", name="the extender")
     return PlannedExtender(url=f"http://{_HOST}:{port}/scheduler", process=process)
 
 

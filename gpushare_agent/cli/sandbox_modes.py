@@ -1,6 +1,6 @@
-"""The two modes of a sandbox that runs: once, until every pod has settled, and live, until Ctrl-C.
+"""The two modes of a sandbox that runs: once, until every pod runs, has ended or fits nowhere, and live, until Ctrl-C.
 
-Output: the report or the live tables; lines for people go to `Session.report`.
+Output: the report or the live tables; lines for people go to `Session.notify`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from rich.console import Console
 from rich.live import Live
 
 from gpushare_agent.sandbox.agent_process import last_lines
-from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.controller import SandboxController
 from gpushare_agent.sandbox.manifests import Manifest
 from gpushare_agent.sandbox.report.tables import has_several_nodes, pod_line, print_document, reason_text, report_tables
 from gpushare_agent.sandbox.workload_player import WorkloadPlayer
 
-SETTLE_TIMEOUT_S = 60.0
+STEADY_TIMEOUT_S = 60.0
 _WAIT_REPORTED_AFTER_S = 2.0
 _REDRAW_S = 0.25
 _READ_AGAIN_S = 1.0
@@ -39,24 +38,24 @@ class Session:
     controller: SandboxController
     manifests: Sequence[Manifest]
     form: str
-    report: Callable[[str], None]
+    notify: Callable[[str], None]
     players: Sequence[WorkloadPlayer]
 
 
 async def _create(session: Session) -> None:
     """Creates the pods when the agents have registered: before that no pod fits."""
-    controller = session.controller
+    controller, notify = session.controller, session.notify
     async with reported_after(_WAIT_REPORTED_AFTER_S, "waiting for the agent to register its resources…"):
         is_registered = await controller.wait_registered()
     late = next((one for one in controller.nodes if not one.is_registered()), None)
     if not is_registered and late is not None:
-        session.report(
+        notify(
             f"{late.agent.name} has not registered its resources; pods that want them will stay Pending. "
             "The end of its log:\n"
             f"{last_lines(late.shown.node.paths.agent_log)}"
         )
     for name in controller.create(session.manifests):
-        session.report(f"pod {name} created")
+        notify(f"pod {name} created")
 
 
 @asynccontextmanager
@@ -70,36 +69,36 @@ async def reported_after(seconds: float, text: str) -> AsyncIterator[None]:
 
 
 async def run_once(session: Session) -> int:
-    """Until every pod has settled; prints the report. Returns 1 where a pod neither runs nor has succeeded, else 0."""
-    controller, report = session.controller, session.report
+    """Until every pod is steady; prints the report. Returns 1 where a pod neither runs nor has succeeded, else 0."""
+    controller, notify = session.controller, session.notify
     await _create(session)
     try:
-        async with asyncio.timeout(SETTLE_TIMEOUT_S):
-            await _wait_settled(controller)
+        async with asyncio.timeout(STEADY_TIMEOUT_S):
+            await _wait_steady(controller)
     except TimeoutError:
-        report(f"not every pod has settled after {SETTLE_TIMEOUT_S:g} s; the report shows their state")
+        notify(f"not every pod runs or has ended after {STEADY_TIMEOUT_S:g} s; the report shows their state")
     for player in session.players:
         player.play()  # the containers that have just started have usage, too
     document = controller.document()
     print_document(document, session.form)
     others = [pod for pod in document["pods"] if pod["phase"] not in ("Running", "Succeeded")]
     for pod in others:
-        report(f"{pod['namespace']}/{pod['name']} is {pod['phase']}: {reason_text(pod) or 'without a reason'}")
+        notify(f"{pod['namespace']}/{pod['name']} is {pod['phase']}: {reason_text(pod) or 'without a reason'}")
     if others:
-        report("exit code 1: not every pod is Running or Succeeded")
+        notify("exit code 1: not every pod is Running or Succeeded")
     return 1 if others else 0
 
 
-async def _wait_settled(controller: SandboxController) -> None:
-    """With an extender a waiting pod may have been rejected because another pod's allocation was not known yet: it counts as
-    settled when it has not changed for a while."""
+async def _wait_steady(controller: SandboxController) -> None:
+    """With an extender a pod may be unschedulable because another pod's allocation was not known yet: it is steady when
+    it has stayed so for a while."""
     signal_ = controller.api.signal
     while True:
-        await signal_.wait_until(controller.is_settled, SETTLE_TIMEOUT_S)
+        await signal_.wait_until(controller.is_steady, STEADY_TIMEOUT_S)
         if controller.extender is None or not controller.has_waiting():
             return
         with contextlib.suppress(TimeoutError):
-            await signal_.wait_until(lambda: not controller.has_waiting() or not controller.is_settled(), _STILL_S)
+            await signal_.wait_until(lambda: not controller.has_waiting() or not controller.is_steady(), _STILL_S)
             continue
         return
 
@@ -107,13 +106,13 @@ async def _wait_settled(controller: SandboxController) -> None:
 async def run_live(session: Session, notes: Sequence[str]) -> int:
     """Prints `notes`, then shows the pods. Endless."""
     for note in notes:
-        session.report(note)
+        session.notify(note)
     async with asyncio.TaskGroup() as group:
         group.create_task(_create(session), name="create-pods")
         if sys.stdout.isatty() and session.form == "table":
             await _draw(session.controller)
         else:
-            await _print_changes(session.controller, session.report)
+            await _print_changes(session.controller, session.notify)
     return 0
 
 
@@ -128,10 +127,10 @@ async def _draw(controller: SandboxController) -> None:
             if current != drawn:  # to draw costs as much as to read
                 live.update(report_tables(*current), refresh=True)
                 drawn = current
-            await _wait_for_change(signal_, seen)
+            await _wait_for_change(controller, seen)
 
 
-async def _print_changes(controller: SandboxController, report: Callable[[str], None]) -> None:
+async def _print_changes(controller: SandboxController, notify: Callable[[str], None]) -> None:
     """A line for every pod that is new, has changed, or has gone."""
     signal_, shown = controller.api.signal, dict[str, str]()
     while True:
@@ -140,16 +139,16 @@ async def _print_changes(controller: SandboxController, report: Callable[[str], 
         lines = {pod["uid"]: pod_line(pod, has_node=has_several_nodes(document)) for pod in document["pods"]}
         for uid, line in lines.items():
             if shown.get(uid) != line:
-                report(line)
+                notify(line)
         for uid in shown.keys() - lines.keys():
-            report(f"gone: {shown[uid]}")
+            notify(f"gone: {shown[uid]}")
         shown = lines
-        await _wait_for_change(signal_, seen)
+        await _wait_for_change(controller, seen)
 
 
-async def _wait_for_change(changes: ChangeSignal, seen: int) -> None:
+async def _wait_for_change(controller: SandboxController, seen: int) -> None:
     """After the next change, or a while; never at once."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_READ_AGAIN_S):
-            await changes.wait(seen)
+            await controller.api.signal.wait(seen)
     await asyncio.sleep(_REDRAW_S)

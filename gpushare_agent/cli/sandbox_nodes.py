@@ -21,7 +21,7 @@ from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.sandbox.agent_process import AgentProcess
-from gpushare_agent.sandbox.controller import NodeBench
+from gpushare_agent.sandbox.controller import NodeController
 from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.node import EmbeddedNode
@@ -38,7 +38,7 @@ _GPUS_INTERVAL_S = 1.0
 class RunningNode:
     """One node, and what runs for it."""
 
-    parts: NodeBench
+    controller: NodeController
     settings: Settings
     driver: GpuDriver
     player: WorkloadPlayer | None
@@ -66,7 +66,7 @@ async def build_node(
     node: EmbeddedNode,
     flags: Sequence[str],
     driver: GpuDriver,
-    report: Callable[[str], None],
+    notify: Callable[[str], None],
     *,
     is_first: bool = True,
     is_only: bool = True,
@@ -83,14 +83,14 @@ async def build_node(
         memory_block_mib=resources.memory_block_mib, gpu_mem=names.gpu_mem, gpu_mem_unit_mib=names.gpu_mem_unit_mib,
         addresses=addresses_of(settings),
     )  # fmt: skip
-    parts = NodeBench(
+    controller = NodeController(
         shown=shown,
         agent=AgentProcess(
-            arguments, node.paths.agent_log, report, name="the agent" if is_only else f"the agent of {node.name}"
+            arguments, node.paths.agent_log, notify, name="the agent" if is_only else f"the agent of {node.name}"
         ),
         faults=GpuFaults(settings.simulated.faults, len(inventory.gpus), health_policy(settings)),
     )
-    return RunningNode(parts=parts, settings=settings, driver=driver, player=_player(shown, settings))
+    return RunningNode(controller=controller, settings=settings, driver=driver, player=_player(shown, settings))
 
 
 def debug_port(flags: Sequence[str], *, is_first: bool) -> int:
@@ -117,8 +117,8 @@ def _url(address: str, port: int) -> str:
 
 
 def agent_lines(node: RunningNode) -> list[str]:
-    """Command lines that ask this node's agent."""
-    where = node.parts.shown.addresses
+    """What a person types to ask the node's agent, as it must be written for this one."""
+    where = node.controller.shown.addresses
     server = "" if where["web"] == addresses_of(load_settings((), {}).settings)["web"] else f" --server {where['web']}"
     cordon = [f"cordon GPU --socket {shlex.quote(where['control_socket'])}"] if where["control_socket"] else []
     return [f"gpushare-agent {line}" for line in (f"top{server}", f"explain POD{server}", *cordon)]
@@ -141,8 +141,10 @@ async def running(nodes: Sequence[RunningNode]) -> AsyncIterator[None]:
         async with asyncio.TaskGroup() as group:
             agents, others = [], []
             for node in nodes:
-                name = node.parts.name
-                agents.append(group.create_task(forever("agent process", node.parts.agent.run), name=f"agent {name}"))
+                name = node.controller.name
+                agents.append(
+                    group.create_task(forever("agent process", node.controller.agent.run), name=f"agent {name}")
+                )
                 others.append(group.create_task(_watch_gpus(node), name=f"GPUs {name}"))
                 if node.player is not None:
                     others.append(group.create_task(forever("workload", node.player.run), name=f"workload {name}"))
@@ -158,8 +160,8 @@ async def running(nodes: Sequence[RunningNode]) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _fake_mps(node: RunningNode) -> AsyncIterator[None]:
-    """A daemon for isolation mps, unless the settings name the directory of one."""
-    settings, paths = node.settings, node.parts.shown.node.paths
+    """A daemon for isolation mps, unless a person has named the directory of one."""
+    settings, paths = node.settings, node.controller.shown.node.paths
     is_used = IsolationName.MPS in (settings.isolation, *settings.isolations_allowed)
     if not is_used or settings.mps.pipe_directory != paths.mps_pipe:
         yield
@@ -169,13 +171,13 @@ async def _fake_mps(node: RunningNode) -> AsyncIterator[None]:
 
 
 async def _watch_gpus(node: RunningNode) -> None:
-    """Polls why a GPU is Unhealthy: the kubelet has only the state. Endless."""
-    parts = node.parts
+    """Why a GPU is not well: the kubelet is only told that it is not. Endless."""
+    controller = node.controller
     while True:
         try:
             read = (await node.driver.read()).gpus
             found = {gpu.uuid: gpu.unhealthy_reason for gpu in read if gpu.unhealthy_reason}
         except Unavailable as error:
-            found = {gpu.uuid: str(error) for gpu in parts.shown.gpus}
-        parts.note_faults(found)
+            found = {gpu.uuid: str(error) for gpu in controller.shown.gpus}
+        controller.note_faults(found)
         await asyncio.sleep(_GPUS_INTERVAL_S)

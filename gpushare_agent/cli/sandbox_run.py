@@ -60,11 +60,11 @@ async def run(plan: Plan) -> int:
         check_driver(name, paths_of_node(whole, name, len(names)), (*plan.flags, *flags))
         for name, flags in zip(names, plan.node_flags, strict=True)
     ]
-    report = _printer(to_stderr=plan.is_once or plan.form == "json")
+    notify = _notifier(to_stderr=plan.is_once or plan.form == "json")
     stop = _stop_on_signals()
     with owned_state_directory(plan.state) as paths:
         _check_port(loaded.settings.web.addr, loaded.settings.web.port)
-        extender = plan_extender(loaded.settings, paths, plan.flags, report) if plan.has_extender else None
+        extender = plan_extender(loaded.settings, paths, plan.flags, notify) if plan.has_extender else None
         async with open_embedded_cluster(
             paths.state, node_names=names, kubelet_version=plan.kubelet_version, times=_TIMES,
             extender_url=extender.url if extender is not None else "",
@@ -74,20 +74,21 @@ async def run(plan: Plan) -> int:
                     node,
                     (*plan.flags, *flags),
                     driver,
-                    report,
+                    notify,
                     is_first=node is cluster.nodes[0],
                     is_only=len(names) == 1,
                 )
                 for node, flags, driver in zip(cluster.nodes, plan.node_flags, drivers, strict=True)
             ]
             controller = SandboxController(
-                nodes=tuple(node.parts for node in nodes), extender=extender.process if extender is not None else None
+                nodes=tuple(node.controller for node in nodes),
+                extender=extender.process if extender is not None else None,
             )
             session = Session(
-                controller=controller, manifests=plan.manifests, form=plan.form, report=report,
+                controller=controller, manifests=plan.manifests, form=plan.form, notify=notify,
                 players=[node.player for node in nodes if node.player is not None],
             )  # fmt: skip
-            notes = _introduce(cluster, plan, nodes, extender, report)
+            notes = _introduce(cluster, plan, nodes, extender, notify)
             async with (
                 open_control(paths.control_socket, controller.handle),
                 running_extender(extender),
@@ -102,43 +103,43 @@ def _introduce(
     plan: Plan,
     nodes: Sequence[RunningNode],
     extender: PlannedExtender | None,
-    report: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> list[str]:
     """Reports the parts; returns what a person can do with a live sandbox."""
-    settings, first = nodes[0].settings, nodes[0].parts
-    webs = " ".join(node.parts.shown.addresses["web"] for node in nodes)
+    settings, first = nodes[0].settings, nodes[0].controller
+    webs = " ".join(node.controller.shown.addresses["web"] for node in nodes)
     debug = f"  debug {first.shown.addresses['debug']}" if len(nodes) == 1 and first.shown.addresses["debug"] else ""
     logs = first.shown.node.paths.agent_log if len(nodes) == 1 else f"{cluster.paths.state}/*/agent.log"
     asked = f"  extender {extender.url}, log {cluster.paths.extender_log}" if extender is not None else ""
     places = f"web {webs}{debug}  API server {cluster.api.url}  agent's log {logs}{asked}"
     what = f"embedded node {first.name}" if len(nodes) == 1 else f"{len(nodes)} embedded nodes"
-    report(f"{what}, kubelet {plan.kubelet_version}, in {cluster.paths.state}")
-    report(f"{settings.driver} GPUs; {_containers(first.shown.node)}{_isolation_note(settings)}")
+    notify(f"{what}, kubelet {plan.kubelet_version}, in {cluster.paths.state}")
+    notify(f"{settings.driver} GPUs; {_containers_text(first.shown.node)}{_isolation_text(settings)}")
     if not plan.is_once:  # gone when the prompt is back
-        report(places)
+        notify(places)
     where = "" if plan.state == default_state_directory() else f" --state-dir {plan.state}"
     return [
         f"from another terminal: gpushare-agent sandbox{where} "
         "apply -f FILE | delete NAME | exec POD -- COMMAND | fail-card N | heal-card N | restart-kubelet | "
         f"kill-agent | {'kill-extender | ' if extender is not None else ''}status",
-        "\n".join([_agents_title(nodes), *(f"  {line}" for line in agent_lines(nodes[0]))]),
+        "\n".join([_agents_text(nodes), *(f"  {line}" for line in agent_lines(nodes[0]))]),
         "Ctrl-C ends the sandbox and removes everything",
     ]
 
 
-def _containers(node: EmbeddedNode) -> str:
+def _containers_text(node: EmbeddedNode) -> str:
     if reason := node.kubelet.runtime.why_no_processes:
         return f"{reason} (root can): no exec, no commands of image sandbox/host, no PIDs, and the GPUs show no use"
     return "each container is a real process, which only waits unless its image is sandbox/host"
 
 
-def _agents_title(nodes: Sequence[RunningNode]) -> str:
+def _agents_text(nodes: Sequence[RunningNode]) -> str:
     if len(nodes) == 1:
         return "its agent:"
-    return f"the agent of {nodes[0].parts.name} (`status` has every node's web, debug and control socket):"
+    return f"the agent of {nodes[0].controller.name} (`status` has every node's web, debug and control socket):"
 
 
-def _isolation_note(settings: Settings) -> str:
+def _isolation_text(settings: Settings) -> str:
     """Only where a share is not limited."""
     if settings.isolation != IsolationName.NONE:
         return ""
@@ -162,13 +163,13 @@ def _check_port(host: str, port: int) -> None:
         ) from error
 
 
-def _printer(*, to_stderr: bool) -> Callable[[str], None]:
+def _notifier(*, to_stderr: bool) -> Callable[[str], None]:
     """Reads sys.stdout at each line: the live view replaces it."""
 
-    def report(text: str) -> None:
+    def notify(text: str) -> None:
         print(text, file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
-    return report
+    return notify
 
 
 def _stop_on_signals() -> asyncio.Event:

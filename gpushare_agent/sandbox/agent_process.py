@@ -30,7 +30,7 @@ _QUICK_ENDS = 3
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.1, 5.0
 _LAST_LINES = 15
 _PR_SET_PDEATHSIG = 1
-_COMPLAINT = "gpushare-agent: "
+_REASON_PREFIX = "gpushare-agent: "
 """How the command line begins the sentence with which it ends."""
 
 
@@ -42,18 +42,18 @@ def last_lines(log_file: Path, count: int = _LAST_LINES) -> str:
     return "\n".join(f"  | {line}" for line in lines[-count:]) or "  | (no output)"
 
 
-def last_complaint(log_file: Path, offset: int = 0) -> str | None:
-    """The newest sentence behind `offset` with which the agent told why it ends; None where it told nothing."""
+def last_reason(log_file: Path, offset: int = 0) -> str | None:
+    """The newest reason behind `offset` that the agent gave for its end; None where it gave none."""
     try:
         text = log_file.read_bytes()[offset:].decode(errors="replace")
     except OSError:
         return None
-    reported = [line.removeprefix(_COMPLAINT) for line in text.splitlines() if line.startswith(_COMPLAINT)]
+    reported = [line.removeprefix(_REASON_PREFIX) for line in text.splitlines() if line.startswith(_REASON_PREFIX)]
     return reported[-1] if reported else None
 
 
 def _environment() -> dict[str, str]:
-    """The child imports this very package: from a source checkout it is told where; an installed one it finds itself."""
+    """The child imports this very package: from a source checkout PYTHONPATH names it; an installed one it finds itself."""
     root = str(Path(gpushare_agent.__file__).resolve().parents[1])
     if root == str(Path(sysconfig.get_path("purelib")).resolve()):
         return dict(os.environ)
@@ -61,14 +61,14 @@ def _environment() -> dict[str, str]:
 
 
 class AgentProcess:
-    """`run` keeps it running until it is cancelled. `tell` gets a line for people at every unexpected end, in which it is
+    """`run` keeps it running until it is cancelled. `notify` gets a line for people at every unexpected end, in which it is
     called `name`. `command` is that of the command line."""
 
     def __init__(
         self,
         arguments: Sequence[str],
         log_file: Path,
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
         *,
         command: str = "run",
         name: str = "the agent",
@@ -78,7 +78,7 @@ class AgentProcess:
         self.name = name
         self._log_start = 0
         self._log_file = log_file
-        self._tell = tell
+        self._notify = notify
         self._process: asyncio.subprocess.Process | None = None
         self.started_at = 0.0
         """Monotonic time of the newest start."""
@@ -103,10 +103,10 @@ class AgentProcess:
                 self.started_at = time.monotonic()
                 code = await self._run_once()
                 if code < 0:  # killed by a signal, as kill-agent does: no fault of its own
-                    self._tell(f"{self.name} was killed by signal {-code}; starting it again")
+                    self._notify(f"{self.name} was killed by signal {-code}; starting it again")
                     quick_ends, delay_s = 0, _FIRST_DELAY_S
                 elif code == 0:  # asked to end, as SIGTERM does
-                    self._tell(f"{self.name} has ended as it was asked to; starting it again")
+                    self._notify(f"{self.name} has ended as it was asked to; starting it again")
                     quick_ends = 0
                 else:
                     is_quick = time.monotonic() - self.started_at < _QUICK_END_S
@@ -128,10 +128,10 @@ class AgentProcess:
 
     def _report_end(self, code: int, *, is_last: bool) -> None:
         """The whole end of the log only where the agent itself gave no reason, and once: the log goes with the sandbox."""
-        reason = last_complaint(self._log_file, self._log_start)
+        reason = last_reason(self._log_file, self._log_start)
         text = f"{self.name} ended with exit code {code}: {reason or 'it gave no reason'}"
         if not is_last:
-            self._tell(f"{text}; starting it again")
+            self._notify(f"{text}; starting it again")
             return
         lines = "" if reason else f"; the last lines of its log:\n{last_lines(self._log_file)}"
         raise StartupError(f"{text}; it is not started again{lines}")

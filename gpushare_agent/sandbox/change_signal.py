@@ -1,7 +1,7 @@
 """One wake-up for everything that happens on the embedded node.
 
-Whoever changes something calls `notify`; whoever waits looks at the state again. Nothing is carried by the signal
-itself, so a lost or doubled wake-up costs nothing.
+A writer calls `notify`; a waiter reads the state again. The signal itself carries nothing, so a lost or doubled wake-up
+costs nothing.
 """
 
 from __future__ import annotations

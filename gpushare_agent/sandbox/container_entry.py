@@ -1,7 +1,7 @@
 """A process from outside enters a container of the embedded node, as `kubectl exec` has one run there.
 
-The process is the asker itself: it is moved into the container's cgroup and then becomes the command, so that terminal,
-signals and exit code need nobody in between. Not for the command: cli/sandbox_exec.py. No state.
+The calling process itself is moved into the container's cgroup and then becomes the command, so that terminal, signals and
+exit code need no proxy. Not for the command: cli/sandbox_exec.py. No state.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Request: {"command": "apply"|"delete"|"exec"|"restart-kubelet"|"kill-agent"|"fail-card"|"heal-card"|"status", …};
 answer: {"ok": bool, "lines": [what was done], "errors": [what was not], "document": the report, for status; "env" and
 "notes", for exec}.
-Who asks is known by the kernel's word (SO_PEERCRED), never by the message; and so is who answers: `exec` runs what it is
-told, with the environment of the answer. No state.
+The client is identified by the kernel (SO_PEERCRED), never by the message; and so is the server: `exec` runs its command
+with the environment of the answer. No state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 Request = dict[str, Any]
 Answer = dict[str, Any]
 Handler = Callable[[Request, int], Awaitable[Answer]]
-"""Gets the request and the asker's PID, 0 where that cannot be seen from here. May raise AgentError: its text is the
+"""Gets the request and the client's PID, 0 where that cannot be seen from here. May raise AgentError: its text is the
 answer."""
 
 _LINE_LIMIT = 8 * 2**20
@@ -43,8 +43,8 @@ async def open_control(path: Path, handle: Handler) -> AsyncIterator[None]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                asker = peer_credentials(writer.transport)
-                answer = await _answer(reader, handle, asker.pid if asker is not None else 0)
+                peer = peer_credentials(writer.transport)
+                answer = await _answer(reader, handle, peer.pid if peer is not None else 0)
                 writer.write(json.dumps(answer).encode() + b"\n")
                 await writer.drain()
         except (TimeoutError, OSError):
@@ -60,7 +60,7 @@ async def open_control(path: Path, handle: Handler) -> AsyncIterator[None]:
         path.unlink(missing_ok=True)
 
 
-async def _answer(reader: asyncio.StreamReader, handle: Handler, asker_pid: int) -> Answer:
+async def _answer(reader: asyncio.StreamReader, handle: Handler, peer_pid: int) -> Answer:
     try:
         request = json.loads(await reader.readline())
     except (ValueError, RecursionError) as error:  # of a line too long, too
@@ -68,10 +68,10 @@ async def _answer(reader: asyncio.StreamReader, handle: Handler, asker_pid: int)
     if not isinstance(request, dict):
         return _refused(f"the request is not a JSON object but {type(request).__name__}")
     try:
-        return await handle(request, asker_pid)
+        return await handle(request, peer_pid)
     except AgentError as error:
         return _refused(str(error))
-    except Exception as error:  # the asker is owed an answer, and the sandbox lives on
+    except Exception as error:  # the client gets an answer, and the sandbox goes on
         log.warning("control_request_failed", command=str(request.get("command")), exc_info=error)
         return _refused(f"the sandbox has failed at the request: {error!r}; its terminal shows where")
 
@@ -109,7 +109,7 @@ async def ask(path: Path, request: Request) -> Answer:
 def _check_is_ours(writer: asyncio.StreamWriter, path: Path) -> None:
     peer = peer_credentials(writer.transport)
     if peer is None or peer.uid != os.geteuid():
-        who = "cannot be told" if peer is None else f"is user {peer.uid}, and you are user {os.geteuid()}"
+        who = "is unknown" if peer is None else f"is user {peer.uid}, and you are user {os.geteuid()}"
         raise Unavailable(
             f"nothing was asked of the sandbox in {path.parent}: who runs it {who}; name the directory of your own with "
             "--state-dir"

@@ -1,4 +1,4 @@
-"""A running sandbox: the nodes, their agents, and what people do with them (apply, delete, exec, restart, fail, look).
+"""A running sandbox: the nodes, their agents, and what people do with them (apply, delete, exec, restart, fail, status).
 
 State owned: none but the running parts. The printing is the app's.
 """
@@ -26,7 +26,7 @@ _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeBench:
+class NodeController:
     """One node of it."""
 
     shown: ReportedNode
@@ -67,17 +67,19 @@ class NodeBench:
         return f"nothing is wrong with GPU {index}"
 
     def _is_offered(self, index: int) -> bool:
-        """By what the kubelet has heard last."""
+        """By the kubelet's newest device list."""
         gpus = gpu_health(self.shown)
         return any(gpu.index == index and gpus.get(gpu.uuid) == HEALTHY for gpu in self.shown.gpus)
 
     def note_faults(self, reported: Mapping[GpuUuid, str] = MappingProxyType({})) -> None:
-        """What the report says to be wrong with the GPUs: the faults that were made, else what the driver has `told`."""
-        made = self.faults.by_gpu()
-        found = {gpu.uuid: text for gpu in self.shown.gpus if (text := made.get(gpu.index) or reported.get(gpu.uuid))}
-        if found != self.shown.ailments:
-            self.shown.ailments.clear()
-            self.shown.ailments.update(found)
+        """Why GPUs fail, for the report: the injected faults, else what the driver has `reported`."""
+        injected = self.faults.by_gpu()
+        found = {
+            gpu.uuid: text for gpu in self.shown.gpus if (text := injected.get(gpu.index) or reported.get(gpu.uuid))
+        }
+        if found != self.shown.fault_reasons:
+            self.shown.fault_reasons.clear()
+            self.shown.fault_reasons.update(found)
             self.shown.node.signal.notify()
 
 
@@ -85,7 +87,7 @@ class NodeBench:
 class SandboxController:
     """All nodes, which share one API server; the first of them speaks for it."""
 
-    nodes: tuple[NodeBench, ...]
+    nodes: tuple[NodeController, ...]
     extender: AgentProcess | None = None
 
     @property
@@ -113,7 +115,7 @@ class SandboxController:
             created.append(f"{metadata['namespace']}/{metadata['name']}")
         return created
 
-    def is_settled(self) -> bool:
+    def is_steady(self) -> bool:
         """Every pod runs, has ended, or waits because nothing fits."""
         for raw in self.api.pods():
             phase = raw["status"]["phase"]
@@ -123,7 +125,7 @@ class SandboxController:
         return True
 
     def has_waiting(self) -> bool:
-        """A pod for which there is no room anywhere, by the scheduler's word."""
+        """Whether the scheduler found a pod unschedulable."""
         return any(reason_and_message(raw)[0] == _UNSCHEDULABLE for raw in self.api.pods())
 
     def _delete(self, namespace: str, name: str) -> str:
@@ -131,24 +133,24 @@ class SandboxController:
         self.api.delete_pod(namespace, name)
         return f"pod {namespace}/{name} deleted"
 
-    def _node(self, request: Request) -> NodeBench:
-        """The one that is meant: it must be said where there are several. Raises Rejected."""
+    def _node(self, request: Request) -> NodeController:
+        """The requested one; it must be named where there are several. Raises Rejected."""
         name, names = request.get("node"), ", ".join(one.name for one in self.nodes)
         if name is None and len(self.nodes) == 1:
             return self.nodes[0]
         if name is None:
-            raise Rejected(f"this sandbox has several nodes: say which with --node ({names})")
+            raise Rejected(f"this sandbox has several nodes: name one with --node ({names})")
         found = next((one for one in self.nodes if one.name == name), None)
         if found is None:
             raise Rejected(f"there is no node {name!r:.40}: there are {names}")
         return found
 
-    def _node_of_pod(self, namespace: str, name: str) -> NodeBench:
+    def _node_of_pod(self, namespace: str, name: str) -> NodeController:
         """Raises NotFound."""
         node_name = self.api.pod(namespace, name)["spec"].get("nodeName")
         return next((one for one in self.nodes if one.name == node_name), self.nodes[0])
 
-    async def handle(self, request: Request, asker_pid: int) -> Answer:
+    async def handle(self, request: Request, peer_pid: int) -> Answer:
         """A request from another terminal. Raises AgentError."""
         command = request.get("command")
         if command == "apply":
@@ -160,7 +162,7 @@ class SandboxController:
             pod = _split_name(str(request.get("namespace")), str(request.get("pod")))
             container = request.get("container")
             node = self._node_of_pod(*pod).shown.node
-            entered = enter_container(node, *pod, None if container is None else str(container), asker_pid)
+            entered = enter_container(node, *pod, None if container is None else str(container), peer_pid)
             return {**_done([]), "notes": entered.notes, "env": entered.environment}
         if command == "restart-kubelet":
             await self._node(request).shown.node.kubelet.restart()

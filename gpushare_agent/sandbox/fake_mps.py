@@ -1,9 +1,9 @@
-"""A stand-in for NVIDIA's MPS control daemon and its control program: it answers the same commands and serves no client.
+"""A fake of NVIDIA's MPS control daemon and its control program: it answers the same commands and serves no client.
 
 `open_fake_mps` runs the daemon in this process and leaves a control program beside it, for the agent to ask with. Run
 as a program (`python -m …fake_mps`) it is that control program: commands on standard input, or the daemon itself with
 `-f`. What it was asked stands in `control.log` of the log directory. Its sockets and files have the real ones' names; what
-is said through them is its own. Only the standard library is imported, for each question starts it anew.
+goes through them is its own protocol. Only the standard library is imported, as each question starts a process.
 
 State owned: the default percentage, the memory limits, the commands heard.
 """
@@ -92,19 +92,19 @@ class FakeMps:
                 (self._pipe / _PID).unlink(missing_ok=True)
 
     async def _serve_all(self, listener: socket.socket) -> None:
-        """A visitor is somebody's from the moment he is let in: none is left open when this ends."""
+        """Every accepted connection has an owner at once: none is left open when this ends."""
         loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
         async with asyncio.TaskGroup() as group:
 
-            def let_in() -> None:
+            def accept() -> None:
                 with suppress(BlockingIOError, ConnectionError):
-                    visitor, _ = listener.accept()
-                    visitor.setblocking(False)
-                    tasks.add(task := group.create_task(self._serve(visitor), name="mps stand-in visitor"))
-                    task.add_done_callback(lambda _: visitor.close())  # also of a task that never began
+                    client, _ = listener.accept()
+                    client.setblocking(False)
+                    tasks.add(task := group.create_task(self._serve(client), name="fake mps client"))
+                    task.add_done_callback(lambda _: client.close())  # also of a task that never began
                     task.add_done_callback(tasks.discard)
 
-            loop.add_reader(listener, let_in)
+            loop.add_reader(listener, accept)
             try:
                 await self.is_ended.wait()
             finally:
@@ -114,20 +114,20 @@ class FakeMps:
                 if tasks:
                     await asyncio.wait(tasks)
 
-    async def _serve(self, visitor: socket.socket) -> None:
-        loop, said = asyncio.get_running_loop(), b""
+    async def _serve(self, client: socket.socket) -> None:
+        loop, received = asyncio.get_running_loop(), b""
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                while len(said) < _MAX_COMMANDS_BYTES and (piece := await loop.sock_recv(visitor, 4096)):
-                    said += piece
-                for command in said.decode(errors="replace").splitlines():
-                    await loop.sock_sendall(visitor, self.answer(command.strip()).encode())
+                while len(received) < _MAX_COMMANDS_BYTES and (piece := await loop.sock_recv(client, 4096)):
+                    received += piece
+                for command in received.decode(errors="replace").splitlines():
+                    await loop.sock_sendall(client, self.answer(command.strip()).encode())
         except (TimeoutError, ConnectionError):
             return
 
 
 def write_control_program(path: Path) -> None:
-    """A control program that speaks to a stand-in, for this installation of the agent and this Python."""
+    """A control program that speaks to a fake daemon, for this installation of the agent and this Python."""
     package = str(Path(__file__).resolve().parents[2])
     words = [sys.executable, "-P", "-m", "gpushare_agent.sandbox.fake_mps"]
     path.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(package)} exec {shlex.join(words)} "$@"\n')
@@ -140,12 +140,12 @@ async def open_fake_mps(pipe: Path, logs: Path, control: Path) -> AsyncIterator[
     for directory in (pipe, logs, control.parent):
         directory.mkdir(mode=0o755, parents=True, exist_ok=True)
     write_control_program(control)
-    stand_in, started = FakeMps(pipe, logs), asyncio.Event()
+    daemon, started = FakeMps(pipe, logs), asyncio.Event()
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(stand_in.run(started), name="mps stand-in")
+        task = group.create_task(daemon.run(started), name="fake mps")
         try:
             await started.wait()
-            yield stand_in
+            yield daemon
         finally:
             task.cancel()
             await asyncio.wait({task})
@@ -161,21 +161,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _run_daemon(pipe: Path, logs: Path) -> None:
-    stand_in = FakeMps(pipe, logs)
+    daemon = FakeMps(pipe, logs)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stand_in.is_ended.set)
-    await stand_in.run()
+        loop.add_signal_handler(number, daemon.is_ended.set)
+    await daemon.run()
 
 
 def _ask(pipe: Path, commands: bytes) -> int:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as visit:
-        visit.settimeout(_ANSWER_TIMEOUT_S)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
+        connection.settimeout(_ANSWER_TIMEOUT_S)
         try:
-            visit.connect(str(pipe / _CONTROL))
-            visit.sendall(commands)
-            visit.shutdown(socket.SHUT_WR)
-            while piece := visit.recv(4096):
+            connection.connect(str(pipe / _CONTROL))
+            connection.sendall(commands)
+            connection.shutdown(socket.SHUT_WR)
+            while piece := connection.recv(4096):
                 sys.stdout.buffer.write(piece)
         except OSError:
             print("Cannot find MPS control daemon process")

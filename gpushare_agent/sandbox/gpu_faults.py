@@ -32,14 +32,14 @@ _THE_GPU = GpuUuid("the GPU")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Healed:
-    """`done` is what was done to the GPU, empty for nothing; `spared` says why some of its errors called for nothing."""
+    """`done` is what was done to the GPU, empty for nothing; `spared`: why some of its errors needed nothing."""
 
     done: str = ""
     spared: str = ""
 
 
 class GpuFaults:
-    """`path` is None where the agent looks at no faults file; `cards` is how many there are; `policy` is the agent's."""
+    """`path` is None where the agent reads no faults file; `gpus` is how many there are; `policy` is the agent's."""
 
     def __init__(self, path: Path | None, gpus: int, policy: HealthPolicy | None = None) -> None:
         self._path = path

@@ -3,7 +3,7 @@
 Ownership is a lock on the file `owner`, which the kernel gives back when its holder dies; the file's text is the PID, for
 messages, and whether the directory itself was made by a sandbox.
 
-Whoever writes to the directory is obeyed: by the agent, and by who runs `sandbox exec`. So it must be this user's alone. The
+Who writes to the directory controls the agent, and what `sandbox exec` runs: it must be this user's alone. The
 default is the same in every terminal, unlike one that follows $XDG_RUNTIME_DIR, which a login's end removes, and which
 cron, sudo and containers do not have. Its name can be guessed: who takes it first keeps a sandbox from starting there, and
 no more than that.
@@ -155,7 +155,7 @@ def owned_state_directory(state: Path) -> Iterator[NodePaths]:
     if not is_new:
         _check_is_ours(state)
     paths = prepare_state_directory(state)
-    _check_is_private(paths.state)  # it may have been made by somebody else just now
+    _check_is_private(paths.state)  # another user may have created it just now
     with paths.owner.open("a+") as owner:
         try:
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -183,7 +183,7 @@ def owned_state_directory(state: Path) -> Iterator[NodePaths]:
 
 
 def _check_is_ours(state: Path) -> None:
-    """A directory with other things in it is somebody's: nothing in it may be removed."""
+    """A directory with other files in it is not the sandbox's: nothing in it may be removed."""
     if not state.is_dir():
         return  # prepare_state_directory words this
     _check_is_private(state)
@@ -201,7 +201,7 @@ def _check_is_private(state: Path) -> None:
 
 
 def why_not_private(state: Path) -> str:
-    """What makes others masters of the directory, and the cure; empty where it is this user's alone, or is not there."""
+    """Why others control the directory, and the cure; empty where it is this user's alone, or is not there."""
     try:
         status = state.lstat()
     except OSError:

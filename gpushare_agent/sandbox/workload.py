@@ -1,4 +1,4 @@
-"""What the embedded node's containers use of their GPUs: played, for a stand-in that sleeps would use nothing.
+"""What the embedded node's containers use of their GPUs: simulated, as a process that sleeps uses nothing.
 
 Each running container's use is a slow wave within its share, the same for the same name at the same time, and memory that
 fills up after its start; its annotation may set a constant load instead. Pure; workload_player.py writes it down.

@@ -1,4 +1,4 @@
-"""Writes what the embedded node's containers use into the agent's usage file, again and again (workload.py says how much).
+"""Writes what the embedded node's containers use into the agent's usage file, again and again (workload.py computes it).
 
 Which GPUs a container has is read from the kubelet's records: the IDs of the Allocate calls that were answered. State
 owned: the file, and `ReportedNode.used` and `used_of_gpus`.
@@ -16,6 +16,7 @@ import structlog
 
 from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
 from gpushare_agent.gpus.simulated.usage import RehearsedProcess, encode_usage
+from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import CORES_PER_GPU
@@ -31,7 +32,7 @@ _MIB = 1024 * 1024
 
 
 class WorkloadPlayer:
-    """`path` is the usage file; `isolation` and `allowed` are the agent's settings of these names; `clock` tells seconds
+    """`path` is the usage file; `isolation` and `allowed` are the agent's settings of these names; `clock` gives seconds
     since the epoch."""
 
     def __init__(
@@ -48,7 +49,7 @@ class WorkloadPlayer:
         self._isolation = isolation
         self._allowed = tuple(allowed)
         self._clock = clock
-        self._complained_about = ""
+        self._unwritable = ReportOnce()
 
     async def run(self) -> None:
         """Endless."""
@@ -69,14 +70,10 @@ class WorkloadPlayer:
             new.write_text(encode_usage(usage))
             new.replace(self._path)
         except OSError as error:
-            self._complain(str(error))
+            if self._unwritable.is_new(str(error)):
+                log.warning("usage_file_not_written", path=str(self._path), reason=str(error))
             return
         self._note([(run, played.pids) for run, played in runs], usage)
-
-    def _complain(self, reason: str) -> None:
-        if reason != self._complained_about:
-            log.warning("usage_file_not_written", path=str(self._path), reason=reason)
-            self._complained_about = reason
 
     def _note(self, runs: Iterable[tuple[Container, tuple[int, ...]]], usage: Sequence[RehearsedProcess]) -> None:
         by_pid: dict[int, list[RehearsedProcess]] = {}

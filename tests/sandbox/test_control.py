@@ -17,7 +17,7 @@ from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
-from gpushare_agent.sandbox.controller import NodeBench, SandboxController
+from gpushare_agent.sandbox.controller import NodeController, SandboxController
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.report.document import ReportedNode
 from gpushare_agent.sandbox.state_directory import owned_state_directory
@@ -31,7 +31,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become som
 # --- who is asked ---
 
 
-async def _obeys(request: Request, _asker_pid: int) -> Answer:
+async def _obeys(request: Request, _peer_pid: int) -> Answer:
     return {"ok": True, "lines": [str(request["command"])], "errors": []}
 
 
@@ -109,18 +109,18 @@ async def test_a_directory_that_others_may_only_read_serves(short_dir: Path) -> 
 
 
 @asynccontextmanager
-async def open_bench() -> AsyncIterator[tuple[SandboxController, Path]]:
+async def open_controller() -> AsyncIterator[tuple[SandboxController, Path]]:
     """A node without an agent, and the socket that obeys for it."""
     async with open_test_node() as node:
         shown = ReportedNode(node=node, gpus=(), vcore=CORE, vmemory=MEMORY, memory_block_mib=256)
-        one = NodeBench(
+        one = NodeController(
             shown=shown,
             agent=AgentProcess([], node.paths.agent_log, lambda _: None),
             faults=GpuFaults(node.paths.faults, 2),
         )
-        bench = SandboxController(nodes=(one,))
-        async with open_control(node.paths.control_socket, bench.handle):
-            yield bench, node.paths.control_socket
+        controller = SandboxController(nodes=(one,))
+        async with open_control(node.paths.control_socket, controller.handle):
+            yield controller, node.paths.control_socket
 
 
 async def _sent(path: Path, line: bytes) -> Answer:
@@ -167,18 +167,18 @@ async def _sent(path: Path, line: bytes) -> Answer:
 )
 async def test_a_malformed_request_is_answered_with_what_is_wrong(line: bytes, why: str) -> None:
     """Nothing is done for it, and the next request is heard."""
-    async with open_bench() as (bench, path):
+    async with open_controller() as (controller, path):
         answer = await _sent(path, line + b"\n")
         assert (answer["ok"], answer["lines"]) == (False, [])
         assert why in answer["errors"][0]
-        assert bench.api.pods() == []
+        assert controller.api.pods() == []
         assert (await ask(path, {"command": "status"}))["ok"]
 
 
 async def test_a_request_that_breaks_the_sandbox_is_answered_too(short_dir: Path) -> None:
-    """The asker hears of it, and the sandbox goes on."""
+    """The peer hears of it, and the sandbox goes on."""
 
-    async def fails(_request: Request, _asker_pid: int) -> Answer:
+    async def fails(_request: Request, _peer_pid: int) -> Answer:
         raise KeyError("missing")
 
     async with open_control(short_dir / "control.sock", fails):
@@ -199,7 +199,7 @@ async def test_an_asker_that_says_nothing_gets_an_answer_or_goes(short_dir: Path
 
 async def test_apply_and_delete_do_what_they_are_asked(short_dir: Path) -> None:
     """The well-formed requests beside the malformed ones."""
-    async with open_bench() as (_, path):
+    async with open_controller() as (_, path):
         assert (await ask(path, {"command": "apply", "pods": [pod("a")]}))["lines"] == ["pod default/a created"]
         gone = await ask(path, {"command": "delete", "names": ["a"], "namespace": "default"})
         assert gone["lines"] == ["pod default/a deleted"]

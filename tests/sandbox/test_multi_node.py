@@ -19,7 +19,7 @@ from gpushare_agent.cli.sandbox import node_flags
 from gpushare_agent.model.errors import AgentError, Rejected
 from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.cluster import EmbeddedCluster
-from gpushare_agent.sandbox.controller import NodeBench, SandboxController
+from gpushare_agent.sandbox.controller import NodeController, SandboxController
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.manifests import ManifestError
 from gpushare_agent.sandbox.report.document import ReportedNode
@@ -106,11 +106,11 @@ def test_nodes_and_gpus_that_cannot_be_are_refused(words: tuple[str, ...], why: 
 
 
 @asynccontextmanager
-async def open_bench(*names: str) -> AsyncIterator[tuple[SandboxController, EmbeddedCluster]]:
+async def open_controller(*names: str) -> AsyncIterator[tuple[SandboxController, EmbeddedCluster]]:
     """Nodes without agents."""
     async with open_cluster(*names) as cluster:
         benches = [
-            NodeBench(
+            NodeController(
                 shown=ReportedNode(node=node, gpus=(), vcore=CORE, vmemory=MEMORY, memory_block_mib=256),
                 agent=AgentProcess([], node.paths.agent_log, lambda _: None),
                 faults=GpuFaults(node.paths.faults, 2),
@@ -122,27 +122,27 @@ async def open_bench(*names: str) -> AsyncIterator[tuple[SandboxController, Embe
 
 async def test_a_command_for_one_of_several_nodes_must_say_which() -> None:
     """The names are in the complaint."""
-    async with open_bench("a", "b") as (bench, cluster):
+    async with open_controller("a", "b") as (controller, cluster):
         for request, why in (
-            ({}, "say which with --node \\(a, b\\)"),
+            ({}, "name one with --node \\(a, b\\)"),
             ({"node": "c"}, "there is no node 'c': there are a, b"),
         ):
             with pytest.raises(Rejected, match=why):
-                await bench.handle({"command": "fail-card", "card": 0, **request}, 1)
-        answer = await bench.handle({"command": "fail-card", "card": 1, "node": "b"}, 1)
+                await controller.handle({"command": "fail-card", "card": 0, **request}, 1)
+        answer = await controller.handle({"command": "fail-card", "card": 1, "node": "b"}, 1)
         assert answer["lines"] == ["GPU 1 is lost: GPU is lost"]
         assert [node.paths.faults.exists() for node in cluster.nodes] == [False, True]
         first = cluster.nodes[0].kubelet.runtime
-        await bench.handle({"command": "restart-kubelet", "node": "b"}, 1)
+        await controller.handle({"command": "restart-kubelet", "node": "b"}, 1)
         assert cluster.nodes[0].kubelet.runtime is first
 
 
 async def test_the_document_of_several_nodes_says_where_each_pod_is(capsys: pytest.CaptureFixture[str]) -> None:
     """And so do the table and the line for a pipe; a single node stands under its old name, too."""
-    async with open_bench("a", "b") as (bench, cluster), with_plugins(cluster, a=1, b=9):
+    async with open_controller("a", "b") as (controller, cluster), with_plugins(cluster, a=1, b=9):
         cluster.api.create_pod(pod("p", container(cores=5)))
         await wait_phase(cluster.nodes[0], "p", "Running")
-        document = bench.document()
+        document = controller.document()
         assert [node["name"] for node in document["nodes"]] == ["a", "b"] and "node" not in document
         (shown,) = document["pods"]
         assert shown["node"] == "b"
@@ -151,8 +151,8 @@ async def test_the_document_of_several_nodes_says_where_each_pod_is(capsys: pyte
         print_document(document, "table")
         text = capsys.readouterr().out
         assert "GPUs of a" in text and "GPUs of b" in text and " node " in text
-    async with open_bench("a") as (bench, _):
-        document = bench.document()
+    async with open_controller("a") as (controller, _):
+        document = controller.document()
         assert document["node"] == document["nodes"][0]
 
 
@@ -204,19 +204,19 @@ async def test_pods_wait_while_a_killed_extender_is_started_again() -> None:
 
 async def test_there_is_nothing_to_kill_without_an_extender() -> None:
     """It says why."""
-    async with open_bench("a") as (bench, _):
+    async with open_controller("a") as (controller, _):
         with pytest.raises(AgentError, match="started without --extender"):
-            await bench.handle({"command": "kill-extender"}, 1)
+            await controller.handle({"command": "kill-extender"}, 1)
 
 
 async def test_exec_and_deletion_find_the_node_of_the_pod() -> None:
     """A person names the pod only."""
-    async with open_bench("a", "b") as (bench, cluster), with_plugins(cluster, a=1, b=9):
+    async with open_controller("a", "b") as (controller, cluster), with_plugins(cluster, a=1, b=9):
         cluster.api.create_pod(pod("p", container(cores=5)))
         await wait_phase(cluster.nodes[0], "p", "Running")
         process = await asyncio.create_subprocess_exec("/bin/cat", stdin=asyncio.subprocess.PIPE)
         try:
-            answer = await bench.handle({"command": "exec", "pod": "p", "namespace": "default"}, process.pid)
+            answer = await controller.handle({"command": "exec", "pod": "p", "namespace": "default"}, process.pid)
             uid = cluster.api.pod("default", "p")["metadata"]["uid"]
             run = cluster.nodes[1].kubelet.runtime.find(uid, "main")
             assert answer["ok"] and run is not None
@@ -225,5 +225,5 @@ async def test_exec_and_deletion_find_the_node_of_the_pod() -> None:
             process.kill()
             async with asyncio.timeout(DEADLINE_S):
                 await process.wait()
-        await bench.handle({"command": "delete", "names": ["p"], "namespace": "default"}, 1)
+        await controller.handle({"command": "delete", "names": ["p"], "namespace": "default"}, 1)
         await wait_cluster(cluster, lambda: cluster.api.find_pod("default", "p") is None, "its end")

@@ -190,8 +190,8 @@ def test_a_state_directory_that_cannot_serve_is_refused(folder: Path, kind: str)
 async def test_the_control_socket_answers_its_owner_only(folder: Path) -> None:
     """Mode 0600; errors come back as text; it goes with its sandbox."""
 
-    async def handle(request: Request, asker_pid: int) -> Answer:
-        assert asker_pid == os.getpid()
+    async def handle(request: Request, peer_pid: int) -> Answer:
+        assert peer_pid == os.getpid()
         if request["command"] == "fail":
             raise Rejected("that cannot be")
         return {"ok": True, "lines": [request["command"]], "errors": []}

@@ -51,7 +51,7 @@ async def test_each_id_has_an_entry_of_its_own_with_its_topology() -> None:
 
 
 async def test_plain_pods_are_listed_without_devices_and_init_containers_not_at_all() -> None:
-    """A reader must look at the spec to tell a plain pod from one under admission."""
+    """A reader must look at the spec to notify a plain pod from one under admission."""
     async with open_test_node() as node, open_plugin(node, foo_plugin()):
         init = limits_of("i", {FOO: 1})
         sidecar = limits_of("s", {FOO: 1}, restartPolicy="Always")

@@ -1,4 +1,4 @@
-"""Discovery documents of the embedded API server: what tells kubectl which resources there are, and no more.
+"""Discovery documents of the embedded API server: the resources, for kubectl, and no more.
 
 Constant. Types: APIVersions, APIGroupList and APIResourceList of meta/v1.
 """

@@ -52,4 +52,4 @@ class ApiFaults:
         await self.wait_running()
         if not self._failures:
             return None
-        return status_response(self._failures.pop(0), "InternalError", "the server has been told to fail this request")
+        return status_response(self._failures.pop(0), "InternalError", "an injected fault of the embedded API server")

@@ -230,8 +230,8 @@ class KubeletBoot:
             await asyncio.sleep(self._times.status_interval_s)
 
     def push_node_status(self) -> None:
-        """A key once reported stays, with zero, when its resource is no longer known. What somebody else has put into the
-        capacity is taken over into what can be allocated."""
+        """A key once reported stays, with zero, when its resource is no longer known. What others have put into the
+        capacity is copied to allocatable."""
         capacity, allocatable = dict(_PLAIN_CAPACITY), dict(_PLAIN_CAPACITY)
         known = (self._api.object_of("nodes", ("", self._node_name)) or {}).get("status", {})
         for name, count in known.get("capacity", {}).items():

@@ -1,7 +1,7 @@
 """What the embedded kubelet asks its container runtime to run, from a pod's manifest and the device plugins' answers.
 
 The environment: a few variables of our own, the manifest's literal `env`, then what the Allocate answers set, then what
-their CDI devices set. As there is no mount namespace, GPUSHARE_VDEVICE says where the vDevice socket lies that one would
+their CDI devices set. As there is no mount namespace, GPUSHARE_VDEVICE is the path of the vDevice socket that one would
 find at /etc/vcuda/vcuda.sock, and SANDBOX_DEVICE_NODES lists the device nodes that there would be. `valueFrom`, `envFrom`
 and `$(VAR)` are not followed, and the shell that becomes the command passes on no variable whose name a shell does not
 know as one. Pure, but for the CDI specs.
@@ -84,7 +84,7 @@ def _injected(answers: Sequence[bytes], cdi: CdiResolver) -> dict[str, str]:
 
 
 def _run_s(raw: RawObject, kind: ContainerKind) -> float | None:
-    """How long a stand-in runs: an init container ends at once, a sidecar never."""
+    """How long a container without a command runs: an init container ends at once, a sidecar never."""
     if kind is ContainerKind.MAIN:
         return pod_manifest.annotation_number(raw, pod_manifest.RUN_SECONDS_ANNOTATION)
     return 0.0 if kind is ContainerKind.INIT else None

@@ -85,7 +85,7 @@ class DeviceManager:
     # --- plugins ---
 
     def add_endpoint(self, endpoint: PluginEndpoint) -> None:
-        """The newest registration of a resource is the one that counts. The one before stays connected, unheard."""
+        """The newest registration of a resource is the one that counts. The one before stays connected and is ignored."""
         resource = self._resources.setdefault(endpoint.resource, _Resource())
         resource.endpoint, resource.stopped_at = endpoint, None
         self._endpoints.append(endpoint)
@@ -138,7 +138,7 @@ class DeviceManager:
         )
 
     def allocated(self, resource: str) -> frozenset[str]:
-        """What the manager believes to be taken: not always what the records say."""
+        """The IDs that count as allocated: not always those of the records."""
         return frozenset(self._allocated.get(resource, ()))
 
     # --- allocation ---
@@ -191,29 +191,29 @@ class DeviceManager:
     async def _choose(self, subject: CallSubject, count: int, reusable: set[str]) -> list[str]:
         """The IDs to ask for; none where the container has its devices already."""
         name = subject.resource
-        held = self.records.of_container(subject.pod_uid, subject.container).get(name)
-        if held is not None and len(held.ids) != count:
+        record = self.records.of_container(subject.pod_uid, subject.container).get(name)
+        if record is not None and len(record.ids) != count:
             raise AllocationFailed(
                 f'pod "{subject.pod_uid}" container "{subject.container}" changed request for resource "{name}" '
-                f"from {len(held.ids)} to {count}"
+                f"from {len(record.ids)} to {count}"
             )
         if not self.is_ready and self._is_running(subject.pod_uid, subject.container):
             return []
-        self._check_health(name, held.ids if held else ())
-        if held is not None:
+        self._check_health(name, record.ids if record else ())
+        if record is not None:
             return []
         chosen = self._take(name, self._rng.sample(sorted(reusable), min(count, len(reusable))))
         if len(chosen) == count:
             return chosen
         return chosen + await self._choose_free(subject, count, chosen)
 
-    def _check_health(self, name: str, held: tuple[str, ...]) -> None:
+    def _check_health(self, name: str, allocated: tuple[str, ...]) -> None:
         resource = self._resources.get(name)
         if resource is None:
             raise AllocationFailed(f"cannot allocate unregistered device {name}")
         if not resource.healthy:
             raise AllocationFailed(f"no healthy devices present; cannot allocate unhealthy devices {name}")
-        if not resource.healthy.issuperset(held):
+        if not resource.healthy.issuperset(allocated):
             raise AllocationFailed(
                 f"previously allocated devices are no longer healthy; cannot allocate unhealthy devices {name}"
             )

@@ -3,7 +3,7 @@
 It behaves towards device plugins and PodResources clients as a real one was measured to (docs/sandbox.md); its containers
 are child processes of this one (container_runtime). State owned: the known pods, and what one start of it needs (`_boot`).
 
-`run` is the only task that its opener starts; `start`, `stop` and `restart` tell it what to do and wait until it is done.
+`run` is the only task that its opener starts; `start`, `stop` and `restart` set what it does and wait until it is done.
 """
 
 from __future__ import annotations
@@ -157,20 +157,20 @@ class EmbeddedKubelet:
         return self.log.pod_resources_calls
 
     def records(self) -> list[DeviceRecord]:
-        """What the kubelet has noted as given, entries of ended pods included until they are forgotten."""
+        """The allocations on record, entries of ended pods included until they are forgotten."""
         return self._boot.devices.records.all() if self._boot is not None else []
 
     def active_records(self) -> list[DeviceRecord]:
-        """Records of pods that hold their devices."""
+        """Records of active pods."""
         active = self._active_pods()
         return [record for record in self.records() if record.pod_uid in active]
 
     def records_of(self, pod_uid: str, container: str) -> Mapping[str, DeviceRecord]:
-        """What one container has been given, by resource."""
+        """One container's allocations, by resource."""
         return self._boot.devices.records.of_container(pod_uid, container) if self._boot is not None else {}
 
     def allocated(self, resource: str) -> frozenset[str]:
-        """What the device manager believes to be taken."""
+        """The IDs that the device manager counts as allocated."""
         return self._boot.devices.allocated(resource) if self._boot is not None else frozenset()
 
     def capacity(self) -> dict[str, tuple[int, int]]:

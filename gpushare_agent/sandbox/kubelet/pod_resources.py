@@ -1,7 +1,7 @@
 """The embedded kubelet's PodResources API, version v1: List, Get, GetAllocatableResources, and its rate limit.
 
 List makes the device manager rebuild its set of allocated devices, as the real one does: see device_manager. Owns the
-token bucket; what it tells comes from the kubelet.
+token bucket; its answers come from the kubelet.
 """
 
 from __future__ import annotations

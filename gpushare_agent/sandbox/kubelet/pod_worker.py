@@ -114,7 +114,7 @@ class PodWorkers:
         signal = self._runtime.signal_of(pod.identity.uid)
         while pod.state is PodState.ADMITTED:
             seen = signal.count
-            due_s = await self._look_after(pod)
+            due_s = await self._restart_ended(pod)
             if pod.state is PodState.ADMITTED:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(due_s):
@@ -210,7 +210,7 @@ class PodWorkers:
                 await self._bring_up(pod, spec)
         return False
 
-    async def _look_after(self, pod: KnownPod) -> float | None:
+    async def _restart_ended(self, pod: KnownPod) -> float | None:
         """Restarts what died and may be restarted; ends the pod when its main containers are done.
 
         Returns in how many seconds the next restart is due, None where none is waited for.

@@ -32,8 +32,8 @@ _ANSWERS_KEPT = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedNode:
-    """A node, the GPUs of its agent, and the agent's two resources. `ailments` says, per GPU, what the driver told of it;
-    whoever asks the driver fills it in."""
+    """A node, the GPUs of its agent, and the agent's two resources. `fault_reasons` holds, per GPU, why it fails; who
+    polls the driver fills it in."""
 
     node: EmbeddedNode
     gpus: Sequence[Gpu]
@@ -43,9 +43,9 @@ class ReportedNode:
     gpu_mem: str = ""
     """GPUShare's resource, empty where it is not offered."""
     gpu_mem_unit_mib: int = 1024
-    ailments: dict[GpuUuid, str] = field(default_factory=dict)
+    fault_reasons: dict[GpuUuid, str] = field(default_factory=dict)
     used: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
-    """By pod UID and container, what it uses of its GPUs together; whoever plays that fills it in."""
+    """By pod UID and container, what it uses of its GPUs together; the workload player fills it in."""
     used_of_gpus: dict[int, dict[str, float]] = field(default_factory=dict)
     """By index, likewise."""
     addresses: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -94,7 +94,7 @@ def _gpus(shown: ReportedNode) -> list[dict[str, Any]]:
                 is_whole=gpu.uuid in whole,
             ),
             "used": shown.used_of_gpus.get(gpu.index),
-            "health": health.get(gpu.uuid, _AGENT_AWAY), "health_reason": shown.ailments.get(gpu.uuid, ""),
+            "health": health.get(gpu.uuid, _AGENT_AWAY), "health_reason": shown.fault_reasons.get(gpu.uuid, ""),
         }
         for gpu in shown.gpus
     ]  # fmt: skip
@@ -110,15 +110,15 @@ def gpu_health(shown: ReportedNode) -> dict[GpuUuid, str]:
 
 
 def _memory_use(gpu: Gpu, blocks: int, block_mib: int, units_mib: int, *, is_whole: bool) -> dict[str, int]:
-    """A GPU given as a whole comes with all of its memory, of which no block was asked for."""
+    """A GPU allocated as a whole comes with all of its memory, of which no block was asked for."""
     if is_whole:
         return {"memory_blocks_allocated": gpu.memory_mib // block_mib, "memory_mib_allocated": gpu.memory_mib}
     return {"memory_blocks_allocated": blocks, "memory_mib_allocated": blocks * block_mib + units_mib}
 
 
 def _use(shown: ReportedNode) -> tuple[dict[GpuUuid, int], dict[GpuUuid, int], dict[GpuUuid, int], set[GpuUuid]]:
-    """Cores, memory blocks and GPUShare's units in use on each GPU, and the GPUs given as a whole. IDs that containers of
-    one pod share count once."""
+    """Cores, memory blocks and GPUShare's units in use on each GPU, and the GPUs allocated as a whole. IDs that containers
+    of one pod share count once."""
     ids: dict[tuple[str, str], dict[str, set[str]]] = {}
     for record in shown.node.kubelet.active_records():
         ids.setdefault((record.pod_uid, record.container), {})[record.resource] = set(record.ids)
@@ -158,10 +158,10 @@ def reason_and_message(pod: RawObject) -> tuple[str, str]:
     for condition in status.get("conditions", ()) if status.get("phase") == "Pending" else ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return condition.get("reason", ""), condition.get("message", "")
-    return _container_trouble((*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())))
+    return _container_reason((*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())))
 
 
-def _container_trouble(statuses: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+def _container_reason(statuses: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     """Of the first container that waits, else of the first that has failed."""
     for status in statuses:
         waiting = status["state"].get("waiting", {})
@@ -182,7 +182,7 @@ def _pod(shown: ReportedNode, pod: RawObject) -> dict[str, Any]:
     is_refused = pod["status"]["phase"] == "Failed" and bool(
         pod["status"].get("reason") or pod["status"].get("message")
     )
-    given = {} if is_refused else _given(shown, metadata["uid"])
+    allocated = {} if is_refused else _newest_allocations(shown, metadata["uid"])
     return {
         "namespace": metadata["namespace"], "name": metadata["name"], "uid": metadata["uid"],
         "node": pod["spec"].get("nodeName", ""),
@@ -190,18 +190,18 @@ def _pod(shown: ReportedNode, pod: RawObject) -> dict[str, Any]:
         "reason": reason, "message": message,
         "annotations": dict(sorted((metadata.get("annotations") or {}).items())),
         "containers": [
-            _container(shown, metadata["uid"], spec, given.get(spec.name, {})) | _of_phase(pod)
+            _container(shown, metadata["uid"], spec, allocated.get(spec.name, {})) | _of_phase(pod)
             for spec in containers_of(pod)
         ],
     }  # fmt: skip
 
 
 def _of_phase(pod: RawObject) -> dict[str, Any]:
-    """What holds whatever the answers said: a pod that has ended holds no GPU, and is told no limit."""
+    """Stronger than the Allocate answers: a pod that has ended has no GPU and no limit."""
     return {"cards": [], "vdevice": None, "used": None} if pod["status"]["phase"] in ("Succeeded", "Failed") else {}
 
 
-def _given(shown: ReportedNode, pod_uid: str) -> dict[str, dict[str, tuple[tuple[str, ...], bytes]]]:
+def _newest_allocations(shown: ReportedNode, pod_uid: str) -> dict[str, dict[str, tuple[tuple[str, ...], bytes]]]:
     """By container and resource: the IDs and the raw answer of its newest Allocate."""
     found: dict[str, dict[str, tuple[tuple[str, ...], bytes]]] = {}
     for call in shown.node.kubelet.log.of("Allocate", pod_uid=pod_uid):

@@ -34,7 +34,7 @@ def gpu_text(container: dict[str, Any]) -> str:
 
 
 def limit_text(container: dict[str, Any]) -> str:
-    """What the container is told of its share: `30 %, 4096 MiB`, elastic `30–60 %, 4096 MiB`; on whole GPUs `none`."""
+    """The limit as the container reads it: `30 %, 4096 MiB`, elastic `30–60 %, 4096 MiB`; on whole GPUs `none`."""
     reported = container["vdevice"]
     if reported is None:
         return "-"
@@ -56,7 +56,7 @@ def used_text(user: dict[str, Any]) -> str:
 
 
 def pids_text(container: dict[str, Any], *, is_short: bool) -> str:
-    """How many processes, and the first of them where there is room."""
+    """How many processes, and the first of them on a wide terminal."""
     pids = container["pids"]
     if is_short or not pids:
         return str(len(pids))
@@ -112,7 +112,7 @@ def address_lines(node: dict[str, Any]) -> list[Text]:
 
 
 def pods_table(document: dict[str, Any], width: int) -> Table:
-    """A line for each container. What was asked for and the PIDs give way to what the containers are told."""
+    """A line for each container. On a narrow terminal requests and PIDs are left out first."""
     is_narrow = width < NARROW
     asked, used = ((), ()) if is_narrow else (("cores", "blocks"), ("used",))
     places = ("node",) if has_several_nodes(document) else ()
@@ -138,7 +138,7 @@ def reason_lines(document: dict[str, Any]) -> list[Text]:
 
 
 def reason_text(pod: dict[str, Any]) -> str:
-    """Why the pod is where it is, and that it was meant so, where its manifest says so."""
+    """Why the pod is in its phase, and that its manifest expects that."""
     text = ": ".join(filter(None, (pod["reason"], pod["message"])))
     expected = pod["annotations"].get(EXPECTATION_ANNOTATION)
     return f"{text} (as intended: {expected})" if expected and text else text

@@ -1,7 +1,7 @@
-"""What a container of the embedded node reads at /etc/vcuda, for the report: its limits and its processes, as told to it.
+"""What a container of the embedded node reads at /etc/vcuda, for the report: its limits and its processes.
 
-Not what the agent means to tell: the files are read from the host's side of the mount. State owned: what each directory's
-files said last, so that drawing a hundred pods again and again costs two stat calls for each and not two reads.
+The files are read from the host's side of the mount. State owned: each directory's
+last content, so that drawing a hundred pods again and again costs two stat calls for each and not two reads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class VDeviceReader:
             self._known.pop(directory, None)
             return None
         known = self._known.get(directory)
-        if known is None or known[0] != seen:  # looked at before reading: what changes meanwhile is read the next time
+        if known is None or known[0] != seen:  # taken before reading: what changes meanwhile is read the next time
             known = self._known[directory] = (seen, _read(directory))
             while len(self._known) > _KEPT_AT_MOST:
                 del self._known[next(iter(self._known))]

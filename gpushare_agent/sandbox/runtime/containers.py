@@ -110,7 +110,7 @@ class ContainerRuntime:
         """Empty where containers have processes."""
         return NO_CGROUPS if self.kind == "none" else ""
 
-    # --- what there is ---
+    # --- reading ---
 
     def find(self, pod_uid: str, name: str) -> Container | None:
         """The newest run."""
@@ -121,7 +121,7 @@ class ContainerRuntime:
         return container is not None and container.is_running
 
     def signal_of(self, pod_uid: str) -> ChangeSignal:
-        """Wakes up for this pod's containers only: a hundred pod workers need not look after every call of the node."""
+        """Wakes up for this pod's containers only: a hundred pod workers need not wake up at every call of the node."""
         return self._pod_signals.setdefault(pod_uid, ChangeSignal())
 
     def pods(self) -> set[str]:

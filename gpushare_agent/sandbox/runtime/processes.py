@@ -49,7 +49,7 @@ class ContainerProcess:
         """Lets it run. `on_exit` gets the exit code, 128 and the signal's number where one ended it, once."""
         self._fd = os.pidfd_open(self.pid)
         asyncio.get_running_loop().add_reader(self._fd, self._ended, on_exit)
-        with contextlib.suppress(BrokenPipeError), self._gate:  # killed already: its end is told
+        with contextlib.suppress(BrokenPipeError), self._gate:  # killed already: its exit is observed
             self._gate.write(b"\n")
 
     def send_signal(self, number: signal.Signals) -> None:

@@ -33,7 +33,7 @@ BINDS_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerTimes:
-    """Those of kube-scheduler. A real one looks at a pod without any change after five minutes only."""
+    """Those of kube-scheduler. A real one retries a pod without any change after five minutes only."""
 
     first_backoff_s: float = 1.0
     last_backoff_s: float = 10.0
@@ -186,7 +186,7 @@ def _is_pending(pod: RawObject) -> bool:
 
 
 def _could_help(change: Change) -> bool:
-    """A pod on a node that is gone or has ended; a node that is new, or offers or tells something else."""
+    """A pod on a node that is gone or has ended; a node that is new, or whose allocatable, annotations or labels changed."""
     before, after = change.before, change.after
     if change.resource == "pods" and before is not None and before["spec"].get("nodeName"):
         return after is None or (is_terminal(after) and not is_terminal(before))

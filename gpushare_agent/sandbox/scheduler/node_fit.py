@@ -17,7 +17,7 @@ UNSCHEDULABLE = "Unschedulable"
 
 
 class NodeFit:
-    """The nodes are those of the API server, whoever made them."""
+    """The nodes are those of the API server."""
 
     def __init__(self, api: EmbeddedApiServer) -> None:
         self._api = api
