@@ -10,15 +10,8 @@ from hypothesis import strategies as st
 from gpushare_agent.cluster.pod_store import GONE_KEPT, GONE_KEPT_S, PodStore
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod, PodPhase
+from tests.fakes.clock import FakeClock
 from tests.support_kube import pod
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def _names(store: PodStore) -> list[str]:
@@ -27,7 +20,7 @@ def _names(store: PodStore) -> list[str]:
 
 def test_the_first_list_makes_the_store_synced() -> None:
     """Synced follows from a list, also an empty one, and from nothing else."""
-    store = PodStore(clock=Clock())
+    store = PodStore(clock=FakeClock())
     store.upsert(pod("a"))
     assert (store.is_synced, store.synced_at) == (False, None)
     before = store.version
@@ -139,7 +132,7 @@ async def test_wait_change_returns_at_once_or_at_the_next_change() -> None:
 
 def test_deleted_uids_are_forgotten_in_the_end() -> None:
     """Memory of deletions is bounded in number and in time."""
-    clock = Clock()
+    clock = FakeClock()
     store = PodStore(clock=clock)
     for number in range(GONE_KEPT + 10):
         store.remove(PodUid(f"u{number}"))
@@ -153,7 +146,7 @@ def test_deleted_uids_are_forgotten_in_the_end() -> None:
 
 def test_hearing_of_the_server_is_noted() -> None:
     """Bookmarks, events and lists all tell that the connection lives."""
-    clock = Clock()
+    clock = FakeClock()
     store = PodStore(clock=clock)
     assert store.last_event_at is None
     store.touch()
