@@ -1,4 +1,4 @@
-"""A gRPC server for peers that may be hostile: what one socket costs is bounded, whatever comes through it.
+"""A gRPC server for peers that may be hostile: the cost of one socket is bounded, whatever is sent to it.
 
 | attack | bound |
 |---|---|
@@ -9,7 +9,7 @@
 | large requests, many calls at once | windows of 64 KiB, 16 calls a connection, 8 KiB of headers, `max_request_bytes` |
 
 The answers must be small: a handler that sends more than a window waits for a peer that may not come. Limits of calls are
-the handler's business. It uses names that grpclib and h2 keep to themselves, as kit/grpc_server.py does. State owned: the
+the handler's business. It uses private names of grpclib and h2, as kit/grpc_server.py does. State owned: the
 connections and the byte budget of one server.
 """
 
@@ -40,12 +40,12 @@ _WINDOW_BYTES = 2**16 - 1
 _CALLS_PER_CONNECTION = 16
 _HEADER_BYTES = 8 * 1024
 _READ_BYTES = 256
-"""A call that is begun and reset has 32 bytes: at most 8 of them are handled before other sockets have their turn."""
+"""A call that is begun and reset has 32 bytes: at most 8 of them are handled before other sockets are served."""
 _CALL_COST_S = 0.0002
 """What a call costs besides the reading: its task, and the end of it."""
 _BACKLOG = 16
-"""asyncio accepts so many connections of one socket before it looks at the others."""
-_COMPLAIN_EVERY_S = 60.0
+"""asyncio accepts so many connections of one socket before it serves the others."""
+_WARNING_INTERVAL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class ServerLimits:
 
 class SharedBudget:
     """Of all sockets together: the share of the processor that reading from them may take. A socket that has kept within
-    half of its own burst is not held back for what others do."""
+    half of its own burst is not delayed by others."""
 
     def __init__(self, *, busy_share: float = 0.2, busy_burst_s: float = 0.2, clock: Callable[[], float]) -> None:
         self.busy = TokenBucket(rate=busy_share, burst=busy_burst_s, clock=clock)
@@ -93,7 +93,7 @@ class BoundedGrpcServer(GrpcServer):
         self._busy = TokenBucket(rate=limits.busy_share, burst=limits.busy_burst_s, clock=clock)
         self._bounded: set[_Bounded] = set()
         self._pause: asyncio.TimerHandle | None = None
-        self._complaints = TokenBucket(rate=1 / _COMPLAIN_EVERY_S, burst=1, clock=clock)
+        self._warnings = TokenBucket(rate=1 / _WARNING_INTERVAL_S, burst=1, clock=clock)
         self._refused = 0
 
     async def serve(self, sock: socket.socket) -> None:
@@ -111,7 +111,7 @@ class BoundedGrpcServer(GrpcServer):
         self._bounded.discard(connection)
 
     def charge(self, nbytes: int, seconds: float) -> None:
-        """What one reading has cost. Whoever owes is not read from, on no connection of the socket, until it has paid."""
+        """Counts the cost of one reading. A socket over its budget is read from on no connection until it has refilled."""
         wait_s = max(self._bytes.owe(nbytes), self._busy.owe(seconds))
         if self._shared is not None:
             shared_s = self._shared.busy.owe(seconds)
@@ -142,14 +142,14 @@ class BoundedGrpcServer(GrpcServer):
         if self.connections < self.limits.max_connections:
             return self._protocol_factory()
         self._refused += 1
-        if self._complaints.take():
+        if self._warnings.take():
             log.warning("grpc_connections_refused", refused=self._refused, open=self.connections, **self._fields)
             self._refused = 0
         return None
 
 
 class _Bounded(asyncio.BufferedProtocol):
-    """Stands between a transport and the connection that handles it: reads little, and only when it may."""
+    """Between a transport and the connection that handles it: reads little, and only within the budget."""
 
     _inner: H2Protocol
     _transport: asyncio.Transport
@@ -161,7 +161,7 @@ class _Bounded(asyncio.BufferedProtocol):
         self._buffer = bytearray()
         self._is_admitted = False
         self._idle: asyncio.TimerHandle | None = None
-        self._is_clogged = False
+        self._is_write_paused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -208,12 +208,12 @@ class _Bounded(asyncio.BufferedProtocol):
         return self._inner.eof_received() if self._is_admitted else None
 
     def pause_writing(self) -> None:
-        self._is_clogged = True
+        self._is_write_paused = True
         self.set_reading()
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
-        self._is_clogged = False
+        self._is_write_paused = False
         self.set_reading()
         self._inner.resume_writing()
 
@@ -221,7 +221,7 @@ class _Bounded(asyncio.BufferedProtocol):
         """Reads, or not, as the answers' way out and the socket's budget allow."""
         if self._transport.is_closing():
             return
-        if self._is_clogged or self._server.is_paused:
+        if self._is_write_paused or self._server.is_paused:
             self._transport.pause_reading()
         else:
             self._transport.resume_reading()
@@ -230,8 +230,8 @@ class _Bounded(asyncio.BufferedProtocol):
         self._idle = self._loop.call_later(after_s, self._cut_off_if_idle)
 
     def _cut_off_if_idle(self) -> None:
-        """Only a new call counts as life: pings and pieces of a request come for nothing."""
-        # grpclib notes it in time.monotonic(), which is the loop's clock too
+        """Only a new call counts as activity: pings and pieces of a request cost a peer nothing."""
+        # grpclib records it in time.monotonic(), which is the loop's clock too
         last = self._inner.connection.last_stream_created or self._made_at
         left_s = last + self._server.limits.idle_s - self._loop.time()
         if left_s > 0:

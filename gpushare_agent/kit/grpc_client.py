@@ -7,8 +7,8 @@
 | no answer within `timeout_s`, connecting included | RpcFailed, DEADLINE_EXCEEDED |
 | the answer is over the limit, compressed, or no such message | MalformedMessageError |
 
-The limit is compared with the answer's length prefix, before any of it is kept. This module uses names that grpclib keeps
-to itself, as kit/grpc_server.py does. State owned: the connection of one channel, which is opened at the first call; after
+The limit is compared with the answer's length prefix, before any of it is kept. This module uses private names of
+grpclib, as kit/grpc_server.py does. State owned: the connection of one channel, which is opened at the first call; after
 a failure without an answer the owner closes the channel and opens another.
 """
 

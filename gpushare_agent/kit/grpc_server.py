@@ -1,14 +1,14 @@
 """A gRPC server that stays usable under cancelled calls, unknown methods, oversized and malformed requests, and stop.
 
-grpclib 0.4.9 has defects that the tests of this module reproduce; they are cured here, with the help of names that
-grpclib keeps to itself: hence `grpclib<0.5` in pyproject.toml.
+grpclib 0.4.9 has defects that the tests of this module reproduce; they are corrected here, by means of names that are
+private to grpclib: hence `grpclib<0.5` in pyproject.toml.
 
 | defect | without this module |
 |---|---|
-| a call cancelled before its task first ran never gives its bytes back | every later call of the connection hangs |
+| the bytes of a call cancelled before its task first ran are never acknowledged | every later call of the connection hangs |
 | an unknown method is answered without content-type | the client reads UNKNOWN, not UNIMPLEMENTED |
 | close() leaves connections open | on Python 3.12 wait_closed() hangs while a client stays |
-| a request has no size limit, and faults in it are "Internal Server Error" | memory grows; the peer learns nothing |
+| a request has no size limit, and faults in it are "Internal Server Error" | memory grows; the peer gets no reason |
 
 State owned: the open connections of one server.
 """
@@ -97,7 +97,7 @@ class GrpcServer(Server):
         return len(self._connections)
 
     async def stop(self, grace_s: float = 0.5) -> None:
-        """Cancels the calls, sends GOAWAY and closes every connection; after `grace_s` what is left is cut off.
+        """Cancels the calls, sends GOAWAY and closes every connection; after `grace_s` those left are aborted.
 
         A connection that was accepted just now is closed too: asyncio would leave its socket open.
         """
@@ -115,7 +115,7 @@ class GrpcServer(Server):
     async def _stop(self, grace_s: float) -> None:
         self.close()
         for connection in self._connections:
-            connection.say_goodbye()
+            connection.send_goaway()
         try:
             async with asyncio.timeout(grace_s):
                 await self.wait_closed()
@@ -163,13 +163,13 @@ class _Connection(H2Protocol):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._transport is None:
-            return  # it was not let in
+            return  # it was not admitted
         self._registry.discard(self)
         self._transport = None
         self.lost.set()
         super().connection_lost(exc)
 
-    def say_goodbye(self) -> None:
+    def send_goaway(self) -> None:
         """Sends GOAWAY and closes once what is buffered has left."""
         if self.connection.is_closing():
             return
@@ -177,7 +177,7 @@ class _Connection(H2Protocol):
             self.connection._connection.close_connection()
             self.connection.flush()
         except H2ProtocolError:
-            pass  # the peer broke the protocol: there is nobody to say it to
+            pass  # the peer broke the protocol: GOAWAY cannot be sent
         self.connection.close()
 
     def abort(self) -> None:
@@ -221,7 +221,7 @@ class _RequestBuffer(Buffer):
         is_prefix, self._is_at_prefix = self._is_at_prefix, not self._is_at_prefix
         try:
             content = await super().read(size)
-        except AssertionError as e:  # grpclib's word for a request that ends early
+        except AssertionError as e:  # grpclib's error for a request that ends early
             raise GRPCError(Status.INVALID_ARGUMENT, f"the request ended before its {size} bytes were there") from e
         if is_prefix:
             self._check_prefix(content)
@@ -257,7 +257,7 @@ def _refuse_unknown(path: str) -> IServerMethodFunc:
 
 
 def _guarded(path: str, method: IServerMethodFunc) -> IServerMethodFunc:
-    """Answers every fault with a text: grpclib alone says "Internal Server Error"."""
+    """Answers every fault with a reason; grpclib alone answers "Internal Server Error"."""
 
     async def call(stream: Stream[Any, Any]) -> None:
         try:
@@ -266,7 +266,7 @@ def _guarded(path: str, method: IServerMethodFunc) -> IServerMethodFunc:
             raise
         except MalformedMessageError as e:
             raise GRPCError(Status.INVALID_ARGUMENT, str(e)) from e
-        except Exception as e:  # the servicer's edge: the peer gets an answer, the log the traceback
+        except Exception as e:  # the servicer's edge: the peer gets a status, the log the traceback
             log.exception("rpc_failed", method=path)
             text = f"{path} failed unexpectedly; the agent's log has the traceback (event rpc_failed)"
             raise GRPCError(Status.INTERNAL, text) from e

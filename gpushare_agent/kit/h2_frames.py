@@ -1,7 +1,7 @@
-"""Spares the agent the texts that h2 makes of received frames.
+"""Keeps h2 from formatting the content of received frames.
 
 h2 4.4 hands `repr(frame)` of every received frame to its logger, which by default drops it. For a DATA frame that text
-starts from all of its bytes in hexadecimal: 0.4 ms of a List answer of 390 kB, which every admission waits for
+is formatted from all of its bytes in hexadecimal: 0.4 ms of a List answer of 390 kB, which every admission waits for
 (docs/measurements.md). No state but the method that is replaced.
 """
 
@@ -11,7 +11,7 @@ from hyperframe.frame import DataFrame
 
 
 def omit_data_texts() -> None:
-    """From now on the text of a DATA frame tells its stream and size, not its content. Calling it again changes nothing."""
+    """From now on the repr of a DATA frame names its stream and size, not its content. Calling it again changes nothing."""
     DataFrame.__repr__ = _text  # type: ignore[method-assign, assignment]  # hyperframe offers no other way
 
 

@@ -10,15 +10,8 @@ from hypothesis import strategies as st
 from gpushare_agent.cluster.pod_store import GONE_KEPT, GONE_KEPT_S, PodStore
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod, PodPhase
+from tests.fakes.clock import FakeClock
 from tests.support_kube import pod
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def _names(store: PodStore) -> list[str]:
@@ -126,7 +119,7 @@ async def test_wait_change_returns_at_once_or_at_the_next_change() -> None:
 
 def test_deleted_uids_are_forgotten_in_the_end() -> None:
     """Memory of deletions is bounded in number and in time: a UID that is forgotten may come back."""
-    clock = Clock()
+    clock = FakeClock()
     store = PodStore(clock=clock)
     deleted = [f"u{number}" for number in range(GONE_KEPT + 10)]
     for uid in deleted:

@@ -13,26 +13,19 @@ import pytest
 
 from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaseTerms, boot_time_s
 from gpushare_agent.model.errors import Conflict, NotFound, Unavailable
+from tests.fakes.clock import FakeClock
 from tests.support_extender import FakeCluster, eventually, fake_cluster, opened_api
 
 TERMS = LeaseTerms(namespace="ns", name="lease", duration_s=15.0, renew_deadline_s=10.0, retry_s=2.0)
 QUICK = LeaseTerms(namespace="ns", name="lease", duration_s=0.6, renew_deadline_s=0.4, retry_s=0.02)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @asynccontextmanager
 async def elections(
     count: int, terms: LeaseTerms = TERMS
-) -> AsyncIterator[tuple[FakeCluster, Clock, list[LeaderElection]]]:
+) -> AsyncIterator[tuple[FakeCluster, FakeClock, list[LeaderElection]]]:
     """Replicas r0, r1… on one clock; a test takes their rounds."""
-    clock = Clock()
+    clock = FakeClock(1000.0)
     async with fake_cluster() as cluster, opened_api(cluster) as api:
         yield (
             cluster,
@@ -41,7 +34,7 @@ async def elections(
         )
 
 
-async def first_to_lead(election: LeaderElection, clock: Clock) -> None:
+async def first_to_lead(election: LeaderElection, clock: FakeClock) -> None:
     """There is no lease, and never was: it is made after a retry period."""
     await election._round()
     clock.now += TERMS.retry_s

@@ -10,6 +10,7 @@ import pytest
 from gpushare_agent.kubelet.pod_resources import PodListing
 from gpushare_agent.kubelet.pod_resources_gate import PodResourcesGate
 from gpushare_agent.model.errors import Unavailable
+from tests.fakes.clock import FakeClock
 from tests.support_plugin import DEADLINE_S
 
 
@@ -28,14 +29,6 @@ class SlowLister:
         return []
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 async def loop_cycles(count: int = 5) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
@@ -45,7 +38,7 @@ async def test_a_list_inside_waits_for_an_open_allocate() -> None:
     """A container restart may have an Allocate open beside an admission."""
     lister = SlowLister()
     lister.answer.set()
-    gate = PodResourcesGate(lister, clock=Clock())
+    gate = PodResourcesGate(lister, clock=FakeClock())
 
     async def prefer() -> None:
         async with gate.preferring() as inside:
@@ -61,7 +54,7 @@ async def test_a_list_inside_waits_for_an_open_allocate() -> None:
 
 async def test_an_allocate_that_never_ends_fails_the_list_in_time() -> None:
     """The node must not hang with it."""
-    gate = PodResourcesGate(SlowLister(), clock=Clock(), list_timeout_s=0.01)
+    gate = PodResourcesGate(SlowLister(), clock=FakeClock(), list_timeout_s=0.01)
     with gate.allocating():
         async with gate.preferring() as inside:
             with pytest.raises(Unavailable, match="stays open"):
@@ -70,7 +63,7 @@ async def test_an_allocate_that_never_ends_fails_the_list_in_time() -> None:
 
 async def test_a_list_outside_waits_until_admissions_are_over_and_quiet() -> None:
     """Neither a GetPreferredAllocation nor an Allocate is open, and the last one ended a while ago."""
-    lister, clock = SlowLister(), Clock()
+    lister, clock = SlowLister(), FakeClock()
     lister.answer.set()
     gate = PodResourcesGate(lister, clock=clock, quiet_s=0.02)
     done = asyncio.Event()
@@ -97,7 +90,7 @@ async def test_a_list_outside_waits_until_admissions_are_over_and_quiet() -> Non
 async def test_a_preference_waits_for_a_list_outside() -> None:
     """So the Allocate that follows it cannot meet that List."""
     lister = SlowLister()
-    gate = PodResourcesGate(lister, clock=Clock(), quiet_s=0.0)
+    gate = PodResourcesGate(lister, clock=FakeClock(), quiet_s=0.0)
     order: list[str] = []
 
     async def list_outside() -> None:
@@ -121,7 +114,7 @@ async def test_a_preference_waits_for_a_list_outside() -> None:
 async def test_an_allocate_that_meets_a_list_is_counted() -> None:
     """It cannot be delayed: the kubelet has opened it already."""
     lister, met = SlowLister(), []
-    gate = PodResourcesGate(lister, clock=Clock(), quiet_s=0.0, on_overlap=lambda: met.append(1))
+    gate = PodResourcesGate(lister, clock=FakeClock(), quiet_s=0.0, on_overlap=lambda: met.append(1))
 
     async def list_outside() -> None:
         async with gate.quiet_list("reconcile", wait_s=DEADLINE_S):
@@ -139,7 +132,7 @@ async def test_an_allocate_that_meets_a_list_is_counted() -> None:
 async def test_a_cancelled_list_frees_the_gate() -> None:
     """Shutting down in the middle of a reconcile leaves no admission waiting."""
     lister = SlowLister()
-    gate = PodResourcesGate(lister, clock=Clock(), quiet_s=0.0)
+    gate = PodResourcesGate(lister, clock=FakeClock(), quiet_s=0.0)
 
     async def list_outside() -> None:
         async with gate.quiet_list("reconcile", wait_s=DEADLINE_S):
@@ -156,7 +149,7 @@ async def test_a_cancelled_list_frees_the_gate() -> None:
 
 async def test_admissions_without_a_pause_are_not_waited_for_for_ever() -> None:
     """A storm of rejected pods never leaves the quiet time."""
-    gate = PodResourcesGate(SlowLister(), clock=Clock(), quiet_s=0.01)
+    gate = PodResourcesGate(SlowLister(), clock=FakeClock(), quiet_s=0.01)
     async with gate.preferring():
         with pytest.raises(Unavailable, match="did not pause"):
             async with gate.quiet_list("reconcile", wait_s=0.02):

@@ -56,7 +56,11 @@ async def test_the_scrape_of_an_embedded_node_is_clean() -> None:
         used = [{"pid": who, "card": gpu, "sm": 0.5, "memory_bytes": 2**30} for gpu in range(3) for who in (pid, 1)]
         node.paths.usage.write_text(json.dumps({"processes": used}))
         await poll_until(
-            lambda: agent.parts.observability.usage.current is not None and len(agent.parts.observability.usage.current.unattributed) == 3, "use"
+            lambda: (
+                agent.parts.observability.usage.current is not None
+                and len(agent.parts.observability.usage.current.unattributed) == 3
+            ),
+            "use",
         )
         async with asyncio.timeout(DEADLINE_S), ClientSession() as session:
             port = await agent.parts.observability.web.wait_listening()

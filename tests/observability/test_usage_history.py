@@ -14,6 +14,7 @@ from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import GpuUuid, PodUid
 from gpushare_agent.model.usage import ContainerUse, GpuSample, UsageRound
 from gpushare_agent.observability.usage_history import MAX_CONTAINERS, MAX_GPUS, RATIO_DIGITS, UsageHistory
+from tests.fakes.clock import FakeClock
 from tests.support_core import allocation, container, ids, pod
 
 POINTS = 10
@@ -23,16 +24,8 @@ B = ContainerKey(PodUid("pod-b"), "main")
 GPU = GpuUuid("GPU-0")
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def history() -> tuple[UsageHistory, Clock]:
-    clock = Clock()
+def history() -> tuple[UsageHistory, FakeClock]:
+    clock = FakeClock(1000.0)
     return UsageHistory(POINTS * STEP_S, POINTS, clock=clock), clock
 
 
@@ -183,7 +176,7 @@ def test_a_curve_says_whose_it_is_also_when_the_container_is_gone() -> None:
     owner = pod("train", container(cores=30))
     allocated = allocation(owner, "main", ids(0, range(30)), [])
     allocations = {allocated.key: allocated}
-    clock = Clock()
+    clock = FakeClock(1000.0)
     kept = UsageHistory(POINTS * STEP_S, POINTS, allocations=lambda: allocations, clock=clock)
     kept.add(usage(0.2, keys=(allocated.key,)))
     allocations.clear()

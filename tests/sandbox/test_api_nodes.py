@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support_sandbox_api import JSON_PATCH, MERGE, STRATEGIC, open_client
+from tests.fakes.api_server import JSON_PATCH, MERGE, STRATEGIC, open_client
 
 NODE = "/api/v1/nodes/n1"
 EVENTS = "/api/v1/namespaces/default/events"

@@ -18,6 +18,7 @@ import yaml
 
 from gpushare_agent.cli import sandbox as app
 from gpushare_agent.cli.sandbox_modes import reported_after
+from tests.support_containers import needs_processes
 from tests.support_sandbox import container, pod
 from tests.support_sandbox_cli import ROOT, ended, live, read_until, registered, sandbox
 
@@ -29,6 +30,7 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
+@needs_processes
 async def test_the_fitting_samples_run_and_the_document_is_complete(folder: Path) -> None:
     """--once --format json: exit 0, one document on stdout, nothing left behind."""
     state = folder / "s"

@@ -20,6 +20,7 @@ from gpushare_agent.gpus.simulated.driver import SimulatedDriver
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.sandbox.gpu_faults import GpuFaults, Healed
 from tests.support_agent import open_agent
+from tests.support_containers import needs_processes
 from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod, wait_allocatable, wait_phase
 from tests.support_sandbox_cli import DEADLINE_S, document_of, live, read_until, sandbox
 
@@ -179,6 +180,7 @@ def _is_of(node: Any, record: Any, name: str) -> bool:
 # --- the commands ---
 
 
+@needs_processes
 async def test_fail_gpu_and_heal_gpu_from_another_terminal(folder: Path) -> None:
     """`status` tells what is wrong; the GPU's units leave the node and return; what containers use is shown as well."""
     state = folder / "s"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gpushare_agent.sandbox.node import EmbeddedNode
+from tests.support_containers import needs_processes
 from tests.support_sandbox import (
     HELD_ADMISSIONS,
     SmallPlugin,
@@ -62,6 +63,7 @@ async def test_a_deletion_keeps_the_devices_until_the_processes_have_gone() -> N
         await wait_phase(node, "later", "Running")
 
 
+@needs_processes
 async def test_a_forced_deletion_gives_the_devices_away_while_the_process_lives() -> None:
     """Two pods on the same devices, as measured; the cgroup tells that the first one's process is still there."""
     async with open_test_node() as node, open_plugin(node, foo_plugin()):
@@ -102,6 +104,7 @@ async def test_the_checkpoint_keeps_ended_pods_until_the_next_allocation() -> No
         assert raw["metadata"]["uid"] not in checkpoint.read_text()
 
 
+@needs_processes
 async def test_running_containers_have_a_cgroup_with_their_process_in_it() -> None:
     """Below kubepods/burstable, as the kubelet names it; it goes with the pod."""
     async with open_test_node() as node:
@@ -316,6 +319,7 @@ async def test_the_sockets_of_a_stopped_kubelet_refuse() -> None:
                 await stub.list()
 
 
+@needs_processes
 async def test_a_same_named_pod_made_anew_is_another_pod() -> None:
     """StatefulSet-like recreation: the old one's devices go with it, the new one is admitted for itself."""
     async with open_test_node() as node, open_plugin(node, foo_plugin()):

@@ -24,6 +24,7 @@ from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.manifests import ManifestError
 from gpushare_agent.sandbox.report.document import ReportedNode
 from gpushare_agent.sandbox.report.tables import pod_line, print_document
+from tests.support_containers import needs_processes
 from tests.support_extender_nodes import (
     DEADLINE_S,
     condition_of,
@@ -137,6 +138,7 @@ async def test_a_command_for_one_of_several_nodes_must_say_which() -> None:
         assert cluster.nodes[0].kubelet.runtime is first
 
 
+@needs_processes
 async def test_the_document_of_several_nodes_says_where_each_pod_is(capsys: pytest.CaptureFixture[str]) -> None:
     """And so do the table and the line for a pipe; a single node stands under its old name, too."""
     async with open_controller("a", "b") as (controller, cluster), with_plugins(cluster, a=1, b=9):
@@ -209,6 +211,7 @@ async def test_there_is_nothing_to_kill_without_an_extender() -> None:
             await controller.handle({"command": "kill-extender"}, 1)
 
 
+@needs_processes
 async def test_exec_and_deletion_find_the_node_of_the_pod() -> None:
     """A person names the pod only."""
     async with open_controller("a", "b") as (controller, cluster), with_plugins(cluster, a=1, b=9):

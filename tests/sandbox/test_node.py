@@ -24,6 +24,7 @@ from gpushare_agent.sandbox.report.document import ReportedNode, reason_and_mess
 from gpushare_agent.sandbox.report.tables import gpu_text, pod_line
 from gpushare_agent.sandbox.state_directory import owned_state_directory
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec, Mount
+from tests.support_containers import needs_processes
 from tests.support_sandbox import (
     CORE,
     MEMORY,
@@ -250,6 +251,7 @@ async def test_an_ended_pod_is_shown_without_gpus_and_with_its_exit_code() -> No
     assert (ended["reason"], ended["message"]) == ("Error", "container main ended with exit code 137")
 
 
+@needs_processes
 async def test_the_report_charges_memory_to_the_gpu_of_the_cores() -> None:
     """vmemory IDs name another GPU: their blocks count where the container's vcore IDs are."""
     answer = ContainerAllocateResponse(
@@ -316,6 +318,7 @@ async def test_a_node_in_a_used_directory_begins_with_new_gpus(short_dir: Path) 
         ({"name": "A", "value": "\ud800"}, "surrogates not allowed"),
     ],
 )
+@needs_processes
 async def test_a_variable_that_no_process_can_have_keeps_its_container_waiting(env: dict[str, str], why: str) -> None:
     """With the reason in the pod's status; the node goes on, and so do other pods."""
     async with open_test_node() as node:

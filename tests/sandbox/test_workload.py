@@ -22,6 +22,7 @@ from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.report.document import ReportedNode, report
 from gpushare_agent.sandbox.workload import PERIOD_S, PlayedContainer, memory_load, played_usage, sm_load
 from gpushare_agent.sandbox.workload_player import WorkloadPlayer
+from tests.support_containers import needs_processes
 from tests.support_sandbox import (
     CORE,
     MEMORY,
@@ -34,6 +35,8 @@ from tests.support_sandbox import (
     pod,
     wait_phase,
 )
+
+pytestmark = needs_processes
 
 GPU_MEM = "aliyun.com/gpu-mem"
 GIB = 2**30

@@ -1,4 +1,4 @@
-"""A client of the embedded API server over HTTP, as one of a real API server would be."""
+"""The fake API server is the sandbox's own; here is a client of it over HTTP, as one of a real API server would be."""
 
 from __future__ import annotations
 
