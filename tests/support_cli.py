@@ -150,13 +150,13 @@ def decision(number: int = 1, *, pod: str = "train", container: str = "main", **
         "resource": "tencent.com/vcuda-core",
         "outcome": Outcome.ALLOCATED,
         "reason": "",
-        "explanation": "GPU 0: the fullest of 2 GPUs with room",
+        "explanation": "GPU 0: the fullest of 2 GPUs that fit",
         "policy": "share",
         "gpus": (0,),
         "asked": Asked(cores=40, memory_bytes=4096 * MIB),
         "candidates": (
             candidate(0, is_chosen=True, verdict="chosen"),
-            candidate(1, verdict="has room, but the policy prefers the chosen one"),
+            candidate(1, verdict="fits, but the policy prefers the chosen one"),
         ),
     }
     return DecisionRecord(number=number, pod=pod, container=container, **(defaults | fields))

@@ -22,7 +22,7 @@ _POLICIES = {
     "link": "several whole GPUs with the cheapest links between them",
     "hint": "the GPU that the pod's annotation names (the scheduler extender's choice), which had room",
     "must-include": "the GPU of the devices that the kubelet insisted on",
-    "memory": "a GPU with room for memory alone (GPUShare's resource)",
+    "memory": "a GPU with enough free memory (GPUShare's resource)",
 }
 _RETRIED = "Nothing: the pod's controller replaces it and the next try may succeed. If it goes on, read the agent's log"
 ADVICE = {

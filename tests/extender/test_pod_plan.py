@@ -13,9 +13,8 @@ from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.hints import predicted_gpus
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
-from gpushare_agent.admission.decisions.memory_share import whole_gpus
 from gpushare_agent.admission.decisions.plan import Plan, check, plan
-from gpushare_agent.extender.pod_plan import GpuRoom, plan_annotations, plan_pod
+from gpushare_agent.extender.decisions.pod_plan import plan_annotations, plan_pod
 from gpushare_agent.extender.values import Charge, ClusterPolicy, PodPlan
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -31,24 +30,26 @@ from gpushare_agent.model.names import (
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.topology import Link, LinkKind
+from gpushare_agent.placement import GpuAccount
+from gpushare_agent.placement.gpu_account import account_of
 from gpushare_agent.placement.topology_tree import build_topology
 from tests.support_core import NAMES, container, inventory, pod
 
 POLICY = ClusterPolicy(names=NAMES)
 
 
-def rooms(found: GpuInventory, cache: AllocationCache | None = None) -> list[GpuRoom]:
-    """The GPUs with what the cache says is taken."""
-    cores, blocks = (cache.used_cores(), cache.used_blocks()) if cache is not None else ({}, {})
-    whole = whole_gpus(cache.view().values()) if cache is not None else frozenset()
+def accounts(
+    found: GpuInventory, cache: AllocationCache | None = None, names: ResourceNames = NAMES
+) -> list[GpuAccount]:
+    """The GPUs with what the cache says is allocated."""
+    cache = cache or AllocationCache()
+    whole = {gpu for one in cache.view().values() if one.is_whole for gpu in one.gpus}
     return [
-        GpuRoom(
-            index=gpu.index,
-            uuid=gpu.uuid,
-            memory_mib=gpu.memory_mib,
-            is_healthy=gpu.is_healthy,
-            cores=cores.get(gpu.uuid, 0),
-            blocks=blocks.get(gpu.uuid, 0),
+        replace(
+            account_of(gpu, names),
+            used_cores=cache.used_cores().get(gpu.uuid, 0),
+            used_blocks=cache.used_blocks().get(gpu.uuid, 0),
+            used_units=cache.used_gpu_mem().get(gpu.uuid, 0),
             is_whole=gpu.uuid in whole,
         )
         for gpu in found.gpus
@@ -149,7 +150,7 @@ class Node:
         )
 
 
-def wishes() -> st.SearchStrategy[tuple[int, int]]:
+def requests() -> st.SearchStrategy[tuple[int, int]]:
     """Cores and blocks of one container; some ask for nothing."""
     shares = st.tuples(st.sampled_from([5, 10, 25, 40, 50, 60, 90]), st.sampled_from([1, 8, 20, 40, 60]))
     whole = st.tuples(st.sampled_from([100, 100, 200, 300]), st.just(0))
@@ -160,11 +161,11 @@ def wishes() -> st.SearchStrategy[tuple[int, int]]:
 def pods(draw: st.DrawFn, name: str) -> Pod:
     """Init containers first, then sidecars among them, then main ones."""
     containers: list[ContainerSpec] = []
-    inits = draw(st.lists(st.tuples(wishes(), st.booleans()), max_size=2))
+    inits = draw(st.lists(st.tuples(requests(), st.booleans()), max_size=2))
     for position, ((cores, blocks), is_sidecar) in enumerate(inits):
         kind = ContainerKind.SIDECAR if is_sidecar else ContainerKind.INIT
         containers.append(container(f"init-{position}", cores, blocks, kind, position))
-    for position, (cores, blocks) in enumerate(draw(st.lists(wishes(), min_size=1, max_size=3))):
+    for position, (cores, blocks) in enumerate(draw(st.lists(requests(), min_size=1, max_size=3))):
         containers.append(container(f"main-{position}", cores, blocks, ContainerKind.MAIN, position))
     return pod(name, *containers)
 
@@ -206,19 +207,18 @@ def test_the_agent_does_what_was_planned(
     node = Node(found, Policy(names=NAMES, share_policy=share_policy), seed)  # type: ignore[arg-type]
     policy = ClusterPolicy(names=NAMES, share_policy=share_policy)  # type: ignore[arg-type]
     for owner in owners:
-        before = rooms(found, node.cache)
+        before = accounts(found, node.cache)
         planned = plan_pod(owner, before, found.topology, policy)
         if isinstance(planned, Refused) or _leaves_blocks_without_cores(owner):
             continue
         reported = dict(plan_annotations(planned, PREDICATE_GPU_INDEX_PREFIX)) if hints else {}
         admitted = node.admit(owner, reported)
         assert admitted == {c.name: c.gpus for c in planned.containers if c.gpus}
-        after = {room.index: room for room in rooms(found, node.cache)}
         charged = {charge.index: charge for charge in planned.charges}
-        for room in before:
-            charge = charged.get(room.index, Charge(index=room.index))
-            assert after[room.index].cores - room.cores == charge.cores
-            assert after[room.index].blocks - room.blocks == charge.blocks
+        for gpu, after in zip(before, accounts(found, node.cache), strict=True):
+            charge = charged.get(gpu.index, Charge(index=gpu.index))
+            assert after.used_cores - gpu.used_cores == charge.cores
+            assert after.used_blocks - gpu.used_blocks == charge.blocks
 
 
 def _leaves_blocks_without_cores(owner: Pod) -> bool:
@@ -240,7 +240,7 @@ def _leaves_blocks_without_cores(owner: Pod) -> bool:
 
 def planned(owner: Pod, found: GpuInventory | None = None, policy: ClusterPolicy = POLICY) -> PodPlan | Refused:
     found = found or inventory()
-    return plan_pod(owner, rooms(found), found.topology, policy)
+    return plan_pod(owner, accounts(found), found.topology, policy)
 
 
 def test_containers_that_fit_alone_may_not_fit_together() -> None:
