@@ -32,7 +32,7 @@ from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservati
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.placement import validate_request
+from gpushare_agent.placement import GpuAccount, validate_request
 
 MAX_ASKING = 16
 """Containers of one pod that ask for GPUs. Each is planned on every node: without a limit a pod with a thousand of them
@@ -240,6 +240,11 @@ class ClusterState:
         """Of all pods, by node and UID; then those of nodes that are away."""
         known = [r for ledger in self._ledger.nodes() for _, r in sorted(ledger.reservations.items())]
         return known + self._ledger.pending()
+
+    def gpus(self, name: str) -> Sequence[GpuAccount]:
+        """The accounts of a node's GPUs, none of a node that is not known."""
+        ledger = self._ledger.node(name)
+        return ledger.gpus if ledger is not None else ()
 
     def node_names(self) -> list[str]:
         """Sorted."""

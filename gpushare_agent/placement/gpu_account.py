@@ -64,30 +64,36 @@ class GpuAccount:
 
     @property
     def free_cores(self) -> int:
-        if self.is_full:
+        # Comparisons, not min and max: the extender sums up thousands of nodes at once.
+        if self.max_shares is not None and self.is_full:
             return 0
-        return max(0, min(CORES_PER_GPU - self.used_cores + self.reusable_cores, self.offered_cores))
+        free = CORES_PER_GPU - self.used_cores + self.reusable_cores
+        if free > self.offered_cores:
+            return self.offered_cores
+        return free if free > 0 else 0
 
     @property
     def free_blocks(self) -> int:
-        if not self._whole_is_own:
+        if self.is_whole and not self.is_whole_reusable:
             return 0
         total = self.memory_mib // self.block_mib
-        return max(0, min(total, total - self.used_blocks + self.reusable_blocks - self.blocks_of_units))
+        free = total - self.used_blocks + self.reusable_blocks
+        if self.used_units:
+            free -= self.blocks_of_units
+        if free > total:
+            return total
+        return free if free > 0 else 0
 
     @property
     def free_units(self) -> int:
-        if self.is_full:
+        if self.max_shares is not None and self.is_full:
             return 0
-        left = 0
+        free = 0
         if not self.is_whole:
-            left = (self.memory_mib - self.used_blocks * self.block_mib) // self.unit_mib - self.used_units
-        return min(self.total_units, max(0, left) + self.reusable_units)
-
-    @property
-    def _whole_is_own(self) -> bool:
-        """No other container has the GPU as a whole."""
-        return not self.is_whole or self.is_whole_reusable
+            free = (self.memory_mib - self.used_blocks * self.block_mib) // self.unit_mib - self.used_units
+        free = (free if free > 0 else 0) + self.reusable_units
+        total = self.memory_mib // self.unit_mib
+        return free if free < total else total
 
     @property
     def is_free(self) -> bool:
@@ -117,7 +123,9 @@ class GpuAccount:
             reusable_cores=reusable_cores,
             reusable_blocks=reusable_blocks,
             reusable_units=reusable_units,
-            is_whole_reusable=self.is_whole_reusable if not is_whole else is_reusable and self._whole_is_own,
+            is_whole_reusable=self.is_whole_reusable
+            if not is_whole
+            else is_reusable and (not self.is_whole or self.is_whole_reusable),
         )
 
 

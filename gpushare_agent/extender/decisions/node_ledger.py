@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpushare_agent.extender.decisions.free_capacity import NodeCapacity, capacity_of
-from gpushare_agent.extender.values import Charge, ClusterNode, Reservation
+from gpushare_agent.extender.values import Charge, ClusterNode, NodeGpu, Reservation
 from gpushare_agent.model.names import CORES_PER_GPU, PodUid
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement import GpuAccount
@@ -19,7 +19,17 @@ from gpushare_agent.placement import GpuAccount
 class NodeLedger:
     """`gpus` and `capacity` are worked out when asked for, after a change."""
 
-    __slots__ = ("_capacity", "_gpus", "_names", "_used", "node", "reservations", "unattributed", "version")
+    __slots__ = (
+        "_accounts",
+        "_capacity",
+        "_gpus",
+        "_names",
+        "_used",
+        "node",
+        "reservations",
+        "unattributed",
+        "version",
+    )
 
     def __init__(self, node: ClusterNode, names: ResourceNames) -> None:
         self.node = node
@@ -29,6 +39,8 @@ class NodeLedger:
         """Of pods that only the agent names: ended by force, or not seen yet."""
         self._names = names
         self._used: dict[int, list[int]] = {}
+        self._accounts: dict[int, GpuAccount] = {}
+        """Of the GPUs that have not changed since it was computed, by index."""
         self._gpus: list[GpuAccount] | None = None
         self._capacity: NodeCapacity | None = None
 
@@ -54,6 +66,7 @@ class NodeLedger:
 
     def set_node(self, node: ClusterNode) -> None:
         if _facts(node) != _facts(self.node):
+            self._accounts.clear()
             self._changed()
         self.node = node
 
@@ -61,7 +74,8 @@ class NodeLedger:
     def gpus(self) -> list[GpuAccount]:
         """Every GPU's account, by index."""
         if self._gpus is None:
-            self._gpus = [self._account(position) for position in range(len(self.node.gpus))]
+            accounts = self._accounts
+            self._gpus = [accounts.get(gpu.index) or self._account(gpu) for gpu in self.node.gpus]
         return self._gpus
 
     @property
@@ -84,10 +98,9 @@ class NodeLedger:
         shadow.set_unattributed({uid: charges for uid, charges in self.unattributed.items() if uid not in uids})
         return shadow.gpus
 
-    def _account(self, position: int) -> GpuAccount:
-        gpu = self.node.gpus[position]
+    def _account(self, gpu: NodeGpu) -> GpuAccount:
         cores, blocks, units, wholes = self._used.get(gpu.index, (0, 0, 0, 0))
-        return GpuAccount(
+        account = self._accounts[gpu.index] = GpuAccount(
             index=gpu.index,
             uuid=gpu.uuid,
             memory_mib=gpu.memory_mib,
@@ -99,6 +112,7 @@ class NodeLedger:
             used_units=units,
             is_whole=wholes > 0,
         )
+        return account
 
     def _charge(self, charges: tuple[Charge, ...], sign: int) -> None:
         for charge in charges:
@@ -109,6 +123,7 @@ class NodeLedger:
             used[3] += sign * charge.is_whole
             if not any(used):
                 del self._used[charge.index]
+            self._accounts.pop(charge.index, None)
         self._changed()
 
     def _changed(self) -> None:

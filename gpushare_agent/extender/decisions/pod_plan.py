@@ -36,9 +36,10 @@ class _Planning:
         if len(gpus) > 1:
             self.link_cost += set_cost(self.topology.links, gpus)
 
-    def must_gpus(self) -> tuple[GpuUuid, ...]:
-        """The GPUs whose IDs the kubelet hands on: a container cannot avoid them."""
-        return tuple(gpu.uuid for gpu in self.gpus.values() if gpu.reusable_cores or gpu.reusable_units)
+    def must_gpus(self, kind: ResourceKind) -> tuple[GpuUuid, ...]:
+        """The GPUs of which the kubelet hands on IDs of this resource: a container that asks for it cannot avoid them."""
+        is_units = kind is ResourceKind.GPU_MEM
+        return tuple(g.uuid for g in self.gpus.values() if (g.reusable_units if is_units else g.reusable_cores))
 
     def indexes(self, uuids: Sequence[GpuUuid]) -> tuple[int, ...]:
         return tuple(sorted(gpu.index for gpu in self.gpus.values() if gpu.uuid in uuids))
@@ -96,7 +97,7 @@ def _plan_container(pod: Pod, container: ContainerSpec, planning: _Planning) -> 
     if isinstance(effective, Refused):
         return effective
     placed = place(
-        GpuRequest(cores=effective.cores, blocks=effective.blocks, must_gpus=planning.must_gpus()),
+        GpuRequest(cores=effective.cores, blocks=effective.blocks, must_gpus=planning.must_gpus(ResourceKind.VCORE)),
         list(planning.gpus.values()),
         planning.topology,
         share_policy=policy.share_policy,
@@ -121,7 +122,7 @@ def _plan_units(
         names,
         share_policy=planning.policy.share_policy,
         hint=(),
-        must_gpus=planning.must_gpus(),
+        must_gpus=planning.must_gpus(ResourceKind.GPU_MEM),
     )
     if isinstance(placed, Refused):
         return placed
