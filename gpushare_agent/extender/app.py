@@ -62,7 +62,7 @@ DEFAULT_NAMESPACE = "kube-system"
 
 @dataclass(slots=True, kw_only=True)
 class ExtenderParts:
-    """Everything that runs, and what the tests look into."""
+    """Everything that runs."""
 
     state: ClusterState
     election: LeaderElection | AlwaysLeads

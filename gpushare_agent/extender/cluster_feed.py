@@ -286,7 +286,7 @@ class NodesFeed:
         self._quota.remove_node(key)
 
     def _compare(self, node: ClusterNode) -> None:
-        """Both decide by the same code on the same facts, so a difference is a fault to look into."""
+        """Both decide by the same code on the same facts, so a difference is a fault."""
         former = self._elsewhere.pop(node.name, set())
         for uid, charges in sorted((node.allocated or {}).items()):
             reservation = self._state.reservation(uid)

@@ -217,7 +217,7 @@ class ClusterState:
 
     def victims(self, pod: Pod, candidates: Mapping[str, Sequence[PodUid]]) -> dict[str, list[PodUid]]:
         """The nodes where the pod fits once these pods are gone, each with its victims as they were given: the scheduler may
-        evict them for other resources too. Where a quota is used up nobody is evicted, whoever uses it."""
+        evict them for other resources too. Where a quota is used up no pod is evicted."""
         wanted = signature_of(pod, self._policy.names)
         if not wanted:
             return {node: list(uids) for node, uids in candidates.items()}

@@ -125,7 +125,7 @@ def _topology_of(gpus: Iterable[ReportedGpu]) -> Topology:
     in_order = tuple(gpus)
     size = len(in_order)
     if any(len(gpu.links) not in (0, size) for gpu in in_order):
-        raise Corrupt("the `links` of a GPU are not one word for each GPU")
+        raise Corrupt("the `links` of a GPU are not one text for each GPU")
     return _topology(
         tuple(gpu.index for gpu in in_order),
         tuple(gpu.links for gpu in in_order),
@@ -134,18 +134,18 @@ def _topology_of(gpus: Iterable[ReportedGpu]) -> Topology:
 
 
 @lru_cache(maxsize=_TOPOLOGIES_KEPT)
-def _topology(indexes: tuple[int, ...], words: tuple[tuple[str, ...], ...], numa: tuple[int | None, ...]) -> Topology:
+def _topology(indexes: tuple[int, ...], texts: tuple[tuple[str, ...], ...], numa: tuple[int | None, ...]) -> Topology:
     """One object for all nodes of one build."""
     size = max(indexes, default=-1) + 1
     kinds = ((LinkKind.SELF if a == b else LinkKind.SYS for b in range(size)) for a in range(size))
     matrix = [[Link(kind=kind) for kind in row] for row in kinds]
     nodes: list[int | None] = [None] * size
-    for a, row, numa_node in zip(indexes, words, numa, strict=True):
+    for a, row, numa_node in zip(indexes, texts, numa, strict=True):
         nodes[a] = numa_node
-        for b, word in zip(indexes, row, strict=False):
-            link = link_of_word(word)
+        for b, text in zip(indexes, row, strict=False):
+            link = link_of_word(text)
             if link is None or (link.kind is LinkKind.SELF) != (a == b):
-                raise Corrupt(f"the link of GPUs {a} and {b} is {word[:20]!r}")
+                raise Corrupt(f"the link of GPUs {a} and {b} is {text[:20]!r}")
             matrix[a][b] = link
     for a in range(size):
         for b in range(a):

@@ -97,7 +97,7 @@ class GpuAccount:
 
     @property
     def is_free(self) -> bool:
-        """Nobody uses any of it: it can be allocated as a whole."""
+        """No part of it is used: it can be allocated as a whole."""
         return self.is_healthy and self.free_cores == CORES_PER_GPU and self.free_blocks == self.total_blocks
 
     def allocate(self, *, cores: int = 0, blocks: int = 0, units: int = 0, is_reusable: bool = False) -> GpuAccount:

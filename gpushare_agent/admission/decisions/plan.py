@@ -99,11 +99,11 @@ def check(
         return refused
     if policy.names.wanted(target.container, ResourceKind.GPU_MEM):
         return _check_memory(target, _named_gpus(ids, ledger.inventory), ids, ledger, policy)
-    held = ledger.allocations.get(target.key)
+    own = ledger.allocations.get(target.key)
     if kind is ResourceKind.VCORE:
         gpus = _named_gpus(ids, ledger.inventory)
-    elif held is not None and held.vcore_ids:
-        gpus = held.gpus
+    elif own is not None and own.vcore_ids:
+        gpus = own.gpus
     else:
         gpus = planned
     return _check_gpus(target, gpus, ledger, policy, has_ids=kind is ResourceKind.VCORE, ids=ids) or gpus
@@ -243,7 +243,7 @@ def _check_ids(
         return Refused(
             reason=RefusalReason.DEVICE_IN_USE,
             detail=f"{_who(target)}: the kubelet allocated {len(taken)} device ID(s) that another container still "
-            f"holds (first: {taken[0]}). Nothing was given twice. Create the pod again.",
+            f"has (first: {taken[0]}). Nothing was allocated twice. Create the pod again.",
         )
     return None
 

@@ -67,7 +67,7 @@ class ClusterLedger:
     # changed        reported anew or otherwise, not ASSUMED         CONFIRMED with the reported charges
     # changed        reported, ASSUMED                               as it was: an agent cannot confirm a pod before its bind
     # changed        reported before and not now                     as it was, until the pod ends
-    # new, changed   reported, without a reservation                 unattributed: charged, and nobody's
+    # new, changed   reported, without a reservation                 unattributed: charged, to no pod
 
     def put_node(self, node: ClusterNode, now: float) -> list[Reservation]:
         """The node as it is now. Returns the new reservations: of pods that were bound before the node was known."""

@@ -33,7 +33,7 @@ def use_of(pod: Pod, names: ResourceNames, *, gpu_memory_mib: int) -> QuotaUse:
     """What a pod counts on a node whose GPUs have so much memory.
 
     As Kubernetes counts a pod's requests: main containers and sidecars together, or an init container with the sidecars
-    started before it where that is more. Whole GPUs count with all their memory, for nobody else can use it; GPUShare's
+    started before it where that is more. Whole GPUs count with all their memory, for no other pod can use it; GPUShare's
     memory as that part of a GPU, rounded up.
     """
     peak = sidecars = mains = QuotaUse()
