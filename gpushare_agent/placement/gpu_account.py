@@ -14,7 +14,8 @@ from gpushare_agent.model.names import CORES_PER_GPU, MEMORY_BLOCK_MIB, GpuUuid
 from gpushare_agent.model.resources import ResourceNames
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen, though never changed: the extender makes one for each GPU of a cluster, and a frozen one takes twice the time.
+@dataclass(slots=True, kw_only=True)
 class GpuAccount:
     """One GPU as one container may use it.
 
