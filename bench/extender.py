@@ -31,7 +31,7 @@ _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 15.0
 _LISTED = ("/api/v1/nodes", "/api/v1/pods")
 _ROOT = Path(__file__).parents[1]
-WISHES = ((10, 8), (20, 16), (30, 16), (30, 32), (50, 32), (50, 48), (70, 48), (100, 0), (200, 0), (25, 24), (40, 12))
+REQUESTS = ((10, 8), (20, 16), (30, 16), (30, 32), (50, 32), (50, 48), (70, 48), (100, 0), (200, 0), (25, 24), (40, 12))
 """Cores and blocks of the pods that are scheduled, in turn."""
 
 
@@ -163,7 +163,7 @@ class _Timings:
 async def _schedule(extender: _Extender, server: ClusterServer, cluster: SampleCluster, count: int) -> _Timings:
     """As a scheduler does: filter over all nodes, prioritize what fits, bind to the best."""
     timings = _Timings()
-    for number, (cores, blocks) in zip(range(count), itertools.cycle(WISHES), strict=False):
+    for number, (cores, blocks) in zip(range(count), itertools.cycle(REQUESTS), strict=False):
         pod = raw_pod(f"new-{number}", cores, blocks)
         server.add(pod)
         took_ms, content = await extender.ask("filter", filter_args(pod, cluster.names))

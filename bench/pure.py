@@ -13,12 +13,12 @@ from gpushare_agent.kubelet.pod_resources import decode_pod_entry
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.topology import Topology
-from gpushare_agent.placement import GpuRequest, GpuState, place
+from gpushare_agent.placement import GpuAccount, GpuRequest, place
 from gpushare_agent.placement.topology_text import parse_topology
 from gpushare_agent.placement.topology_tree import build_topology
 
 _TREE = Path(__file__).parents[1] / "tests" / "data" / "topology" / "a10-x16-deep-tree.txt"
-_GPUS, _BLOCKS = 16, 96
+_GPUS, _MEMORY_MIB = 16, 24_576
 _PLACEMENT_TARGET_MS = 50.0
 
 
@@ -59,13 +59,7 @@ def list_rows(answer: bytes, runs: int) -> list[Row]:
 
 
 def _place(topology: Topology, count: int) -> None:
-    gpus = [
-        GpuState(
-            index=index, uuid=GpuUuid(f"GPU-{index}"), healthy=True, free_cores=CORES_PER_GPU, free_blocks=_BLOCKS,
-            total_blocks=_BLOCKS,
-        )
-        for index in range(_GPUS)
-    ]  # fmt: skip
+    gpus = [GpuAccount(index=index, uuid=GpuUuid(f"GPU-{index}"), memory_mib=_MEMORY_MIB) for index in range(_GPUS)]
     placed = place(GpuRequest(cores=count * CORES_PER_GPU, blocks=0), gpus, topology, share_policy="binpack")
     if isinstance(placed, Refused):
         raise AssertionError(placed.detail)

@@ -102,7 +102,7 @@ class SampleNode:
                 free_memory_bytes=20000 * MIB,
                 total_memory_bytes=GPU_MIB * MIB,
                 is_chosen=not refused and index == 0,
-                verdict="lacks 60 cores" if refused else "chosen" if index == 0 else "has room",
+                verdict="lacks 60 cores" if refused else "chosen" if index == 0 else "fits",
             )
             for index in range(self.gpus)
         )

@@ -27,13 +27,13 @@ from gpushare_agent.extender.app import ExtenderParts, build, serve
 from gpushare_agent.extender.bind import Binder, BindTiming
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
 from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.decisions.pod_plan import plan_pod
 from gpushare_agent.extender.messages import BindArgs
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.nodes import read_node
-from gpushare_agent.extender.pod_plan import GpuRoom, plan_pod
 from gpushare_agent.extender.pod_writes import PodWrites
 from gpushare_agent.extender.pods import lean_pod
-from gpushare_agent.extender.quota_watch import QuotaKeeper
+from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import (
@@ -45,6 +45,7 @@ from gpushare_agent.model.names import (
 )
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.topology import Topology
+from gpushare_agent.placement import GpuAccount
 from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.settings import Settings
 from tests.support_kube import FAST, write_kubeconfig
@@ -89,14 +90,14 @@ def raw_container(name: str, cores: int, blocks: int) -> Raw:
 
 def raw_pod(
     name: str,
-    *wishes: tuple[int, int],
+    *requests: tuple[int, int],
     namespace: str = "default",
     node: str = "",
     annotations: Mapping[str, str] | None = None,
     phase: str = "Pending",
 ) -> Raw:
     """One main container for each (cores, blocks)."""
-    spec: Raw = {"containers": [raw_container(f"c{i}", *wish) for i, wish in enumerate(wishes)]}
+    spec: Raw = {"containers": [raw_container(f"c{i}", *request) for i, request in enumerate(requests)]}
     if node:
         spec["nodeName"] = node
     return {
@@ -196,9 +197,9 @@ class FakeCluster:
         if not lean_pod(pod, NAMES).containers:
             return
         given = charges_by_annotation(pod) if predicted(pod).get(PREDICATE_NODE_ANNOTATION) == node else {}
-        if not given or not self._has_room(node, given):
+        if not given or not self._fits(node, given):
             planned = plan_pod(
-                lean_pod(pod, NAMES), self._rooms(node), self._topology(node), ClusterPolicy(names=NAMES)
+                lean_pod(pod, NAMES), self._accounts(node), self._topology(node), ClusterPolicy(names=NAMES)
             )
             if isinstance(planned, Refused):
                 self.rejected.append(f"{uid} on {node}: {planned.detail}")
@@ -225,36 +226,34 @@ class FakeCluster:
                 used[index] = [a + b for a, b in zip(used.get(index, [0, 0, 0, 0]), charge, strict=True)]
         return used
 
-    def _has_room(self, node: str, given: Mapping[str, Sequence[int]]) -> bool:
-        used, rooms = self.used(node), {str(room.index): room for room in self._rooms(node)}
+    def _fits(self, node: str, given: Mapping[str, Sequence[int]]) -> bool:
+        """Whether the GPUs of the annotations can still give so much."""
+        gpus = {str(gpu.index): gpu for gpu in self._accounts(node)}
         for index, (cores, blocks, _, is_whole) in given.items():
-            taken = used.get(index, [0, 0, 0, 0])
-            room = rooms.get(index)
-            if room is None or taken[0] + cores > 100 or (is_whole and any(taken)):
-                return False
-            if taken[1] + blocks > room.memory_mib // NAMES.memory_block_mib:
+            gpu = gpus.get(index)
+            if gpu is None or gpu.free_cores < cores or gpu.free_blocks < blocks or (is_whole and not gpu.is_free):
                 return False
         return True
 
-    def _rooms(self, node: str) -> list[GpuRoom]:
+    def _accounts(self, node: str) -> list[GpuAccount]:
         used = self.used(node)
         reported = json.loads(self.objects["nodes"][node]["metadata"]["annotations"][GPUS_ANNOTATION])["cards"]
-        rooms = []
+        accounts = []
         for gpu in reported:
             cores, blocks, units, wholes = used.get(str(gpu["index"]), [0, 0, 0, 0])
-            rooms.append(
-                GpuRoom(
+            accounts.append(
+                GpuAccount(
                     index=gpu["index"],
                     uuid=gpu["uuid"],
                     memory_mib=gpu["memory_mib"],
                     is_healthy=gpu["is_healthy"],
-                    cores=cores,
-                    blocks=blocks,
-                    units=units,
+                    used_cores=cores,
+                    used_blocks=blocks,
+                    used_units=units,
                     is_whole=wholes > 0,
                 )
             )
-        return rooms
+        return accounts
 
     def _topology(self, node: str) -> Topology:
         found = read_node(self.objects["nodes"][node], NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL).node
@@ -604,7 +603,7 @@ async def running_extender(
             try:
                 async with asyncio.timeout(DEADLINE_S):
                     await parts.web.wait_listening()
-                    while is_ready and parts.listed_in != parts.election.term:
+                    while is_ready and parts.leadership.listed_in != parts.election.term:
                         await asyncio.sleep(0.005)
                 yield Asker(parts, session)
             finally:
@@ -620,14 +619,19 @@ async def eventually(condition: Callable[[], bool], turn: Callable[[], Awaitable
             await asyncio.sleep(0.005)
 
 
+def state_document(state: ClusterState) -> list[Raw]:
+    """Every node with what is allocated of it, sorted."""
+    return [document for name in state.node_names() if (document := state.node_document(name)) is not None]
+
+
 class Replica:
     """One extender without its HTTP server and election: `is_leading` is for the test to turn."""
 
     def __init__(self, api: ClusterApi) -> None:
         self.is_leading = False
-        metrics, quota = ExtenderMetrics(), QuotaKeeper(NAMES)
+        metrics, quota = ExtenderMetrics(), QuotaState(NAMES)
         self.metrics = metrics
-        self.state = ClusterState(policy=ClusterPolicy(names=NAMES), quota=quota, on_change=quota.reserved)
+        self.state = ClusterState(policy=ClusterPolicy(names=NAMES), quota=quota, on_change=quota.reservation_changed)
         pods = PodsFeed(state=self.state, names=NAMES, metrics=metrics, quota=quota)
         nodes = NodesFeed(
             state=self.state,
@@ -639,10 +643,10 @@ class Replica:
         self.binder = Binder(
             state=self.state,
             writes=PodWrites(api=api, names=NAMES, leads=lambda: self.is_leading),
-            waiting=pods.waiting,
-            learn=quota.learn,
+            unscheduled=pods.unscheduled,
+            before_reserve=quota.put_pod,
             metrics=metrics,
-            timing=BindTiming(bind_s=5.0, settle_s=3600.0, backoff=FAST),
+            timing=BindTiming(bind_s=5.0, reconcile_s=3600.0, backoff=FAST),
         )
         self.informers = [
             Informer(kind="nodes", watched=ALL_NODES, handler=nodes, metrics=metrics, backoff=FAST),
@@ -665,7 +669,7 @@ class Replica:
     def ledger(self) -> dict[str, dict[str, list[int]]]:
         """What is taken of each GPU by its picture, as `FakeCluster.used` has it."""
         found: dict[str, dict[str, list[int]]] = {}
-        for node in self.state.document()["nodes"]:
+        for node in state_document(self.state):
             used: dict[str, list[int]] = {}
             for reservation in node["reservations"]:
                 for index, charge in reservation["charges"].items():

@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from gpushare_agent.cluster.kube.cluster import open_cluster_api
-from gpushare_agent.extender.app import ExtenderParts, build, not_ready, serve
+from gpushare_agent.extender.app import ExtenderParts, build, serve
 from gpushare_agent.sandbox.cluster import EmbeddedCluster, open_embedded_cluster
 from gpushare_agent.sandbox.kubelet.behaviour import KubeletTimes
 from gpushare_agent.sandbox.node import EmbeddedNode
@@ -174,7 +174,7 @@ async def open_extender(cluster: EmbeddedCluster, port: int, *flags: str) -> Asy
             task = group.create_task(serve(parts, stop), name="extender")
             try:
                 async with asyncio.timeout(DEADLINE_S):
-                    while not_ready(parts):
+                    while parts.leadership.not_ready():
                         await asyncio.sleep(0.01)  # it tells a Service, which asks again and again
                 yield parts
             finally:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.names import CORES_PER_GPU, MEMORY_BLOCK_MIB, GpuUuid
 from gpushare_agent.model.topology import Topology
-from gpushare_agent.placement import GpuState
+from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.topology_text import parse_topology
 from gpushare_agent.placement.topology_tree import build_topology
 
@@ -34,16 +34,23 @@ def indexes_of(uuids: Collection[GpuUuid]) -> tuple[int, ...]:
     return tuple(int(uuid.removeprefix("GPU-")) for uuid in uuids)
 
 
-def gpu(index: int, *, cores: int = 100, blocks: int = BLOCKS, total: int = BLOCKS, healthy: bool = True) -> GpuState:
+def gpu(
+    index: int, *, cores: int = 100, blocks: int | None = None, total: int = BLOCKS, healthy: bool = True
+) -> GpuAccount:
     """A GPU with this much free; as it is by default, wholly free."""
-    return GpuState(
-        index=index, uuid=uuid_of(index), healthy=healthy, free_cores=cores, free_blocks=blocks, total_blocks=total
+    return GpuAccount(
+        index=index,
+        uuid=uuid_of(index),
+        is_healthy=healthy,
+        memory_mib=total * MEMORY_BLOCK_MIB,
+        used_cores=CORES_PER_GPU - cores,
+        used_blocks=0 if blocks is None else total - blocks,
     )
 
 
 def node(
     topology: Topology, *, used: Collection[int] = (), shared: Mapping[int, tuple[int, int]] | None = None
-) -> list[GpuState]:
+) -> list[GpuAccount]:
     """Every GPU of a topology: wholly free, except those wholly `used` and those with (cores, blocks) left."""
     left = dict(shared or {}) | dict.fromkeys(used, (0, 0))
     return [

@@ -1,7 +1,7 @@
-"""The scheduler extender: its parts, its order of start, its end.
+"""The scheduler extender: its parts, how they start, how they end.
 
-It listens at once and answers 503 until it leads and has listed the cluster since then. A follower keeps its picture warm.
-On SIGTERM it stops listening, lets binds end, and gives lease and label back: the other replica leads within seconds.
+It listens at once and answers 503 until it leads and has listed the cluster since then (leadership.py). On SIGTERM it stops
+listening, lets binds end, and releases lease and label: another replica leads within seconds.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ from gpushare_agent.extender.debug import StatePages
 from gpushare_agent.extender.http import ExtenderVerbs, ExtenderWeb, ListenConfig
 from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaseTerms
 from gpushare_agent.extender.leader_label import LeaderLabel
+from gpushare_agent.extender.leadership import Leadership
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.nodes import read_node
 from gpushare_agent.extender.pod_writes import PodWrites
 from gpushare_agent.extender.quota_config import read_admission_config
-from gpushare_agent.extender.quota_watch import QuotaFeed, QuotaKeeper
+from gpushare_agent.extender.quota_state import QuotaState
+from gpushare_agent.extender.quota_watch import QuotaFeed
 from gpushare_agent.extender.tls import Tls
 from gpushare_agent.extender.values import ClusterPolicy
-from gpushare_agent.extender.verbs import Extender, in_steps
+from gpushare_agent.extender.verbs import Extender
 from gpushare_agent.kit.process import sd_notify
-from gpushare_agent.kit.supervision import forever, stop_task
+from gpushare_agent.kit.supervision import forever, stop_task, wait_for
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.settings import Settings
@@ -53,30 +55,26 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 API_RETRY_S = 2.0
-WARMED_PODS = 8
-SHOWN_SUSPECTS = 1000
-"""How many there are is told by a metric."""
-NAMESPACE = "kube-system"
-"""Of the lease, where nothing else is said."""
+MAX_SHOWN = 1000
+"""Pods with foreign predicate annotations in the state document; a metric has their number."""
+DEFAULT_NAMESPACE = "kube-system"
+"""Of the lease."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ExtenderParts:
-    """Everything that runs. `listed_in` is the term in which the cluster was last listed from its beginning."""
+    """Everything that runs."""
 
-    settings: ExtenderSettings
     api: ClusterApi
     state: ClusterState
     election: LeaderElection | AlwaysLeads
-    informers: tuple[Informer, ...]
-    binder: Binder
-    extender: Extender
-    events: EventRecorder
-    metrics: ExtenderMetrics
-    web: ExtenderWeb
-    pods: PodsFeed
+    leadership: Leadership
     label: LeaderLabel | None
-    listed_in: int = 0
+    informers: tuple[Informer, ...]
+    pods: PodsFeed
+    binder: Binder
+    events: EventRecorder
+    web: ExtenderWeb
 
 
 GC_THRESHOLDS = (50_000, 20, 100)
@@ -103,14 +101,14 @@ async def run(settings: Settings) -> int:
 
 
 async def serve(parts: ExtenderParts, stop: asyncio.Event, *, on_listed: Callable[[], None] = lambda: None) -> None:
-    """Everything, until `stop` is set. `on_listed` is called each time that the cluster was listed, before the first answer;
-    it may take a while. Raises a group of errors where a part fails."""
+    """Runs every part until `stop` is set. `on_listed` is called each time that the cluster was listed, before the first
+    answer. Raises a group of errors where a part fails."""
     async with asyncio.TaskGroup() as group:
         web = group.create_task(forever("extender web", parts.web.run), name="extender web")
         tasks = [
             group.create_task(forever("binds", parts.binder.run), name="binds"),
             group.create_task(forever("events", lambda: parts.events.run(parts.api)), name="events"),
-            group.create_task(forever("leadership", lambda: _list_when_leading(parts, on_listed)), name="leadership"),
+            group.create_task(forever("leadership", lambda: parts.leadership.run(on_listed)), name="leadership"),
             *(
                 group.create_task(forever("informer", partial(one.run, parts.api)), name="informer")
                 for one in parts.informers
@@ -141,54 +139,58 @@ def build(settings: Settings, api: ClusterApi) -> ExtenderParts:
     """The parts, not yet running."""
     chosen = with_admission_config(settings.extender)
     names = resource_names(settings)
-    metrics = ExtenderMetrics()
-    quota = QuotaKeeper(names)
+    metrics, quota, events = ExtenderMetrics(), QuotaState(names), EventRecorder(socket.gethostname())
     policy = ClusterPolicy(names=names, share_policy=settings.placement.share_policy, node_policy=chosen.node_policy)
-    state = ClusterState(policy=policy, quota=quota, on_change=quota.reserved)
+    state = ClusterState(policy=policy, quota=quota, on_change=quota.reservation_changed)
     election = _election(chosen, api)
-    events = EventRecorder(socket.gethostname())
     pods = PodsFeed(state=state, names=names, metrics=metrics, quota=quota, leads=election.leads)
-    writes = PodWrites(api=api, names=names, leads=election.leads)
-    timing = BindTiming(bind_s=chosen.bind_timeout_s, assume_s=chosen.assume_timeout_s)
-    binder = Binder(state=state, writes=writes, waiting=pods.waiting, learn=quota.learn, metrics=metrics, timing=timing)
-    extender = Extender(state=state, binder=binder, metrics=metrics, reserves_at_filter=chosen.reserve == "filter")
+    binder = Binder(
+        state=state,
+        writes=PodWrites(api=api, names=names, leads=election.leads),
+        unscheduled=pods.unscheduled,
+        before_reserve=quota.put_pod,
+        metrics=metrics,
+        timing=BindTiming(bind_s=chosen.bind_timeout_s, assume_s=chosen.assume_timeout_s),
+    )
     read = partial(read_node, names=names, model_label=chosen.model_label, pool_label=chosen.pool_label)
     nodes = NodesFeed(state=state, read=read, metrics=metrics, quota=quota, reported=pods.reported)
-    quotas = QuotaFeed(keeper=quota, events=events, metrics=metrics)
+    quotas = QuotaFeed(state=quota, events=events, metrics=metrics)
     of_quota = config_map(chosen.quota_namespace, chosen.quota_name)
     informers = (
         Informer(kind="configmap", watched=of_quota, handler=quotas, metrics=metrics),
         Informer(kind="nodes", watched=ALL_NODES, handler=nodes, metrics=metrics),
         Informer(kind="pods", watched=LIVE_PODS, handler=pods, metrics=metrics),
     )
+    leadership = Leadership(
+        election=election, informers=informers, state=state, unscheduled=pods.unscheduled_pods, metrics=metrics
+    )
+    extender = Extender(state=state, binder=binder, metrics=metrics, reserves_at_filter=chosen.reserve == "filter")
     web = ExtenderWeb(
         config=_listen_config(chosen),
         verbs=ExtenderVerbs(extender, names),
         metrics=metrics,
-        ready=lambda: not_ready(parts),
-        warm=lambda: not_warm(parts),
+        ready=leadership.not_ready,
+        warm=leadership.not_warm,
         pages=StatePages(head=lambda: document(parts), nodes=state),
     )
     parts = ExtenderParts(
-        settings=chosen,
         api=api,
         state=state,
         election=election,
-        informers=informers,
-        binder=binder,
-        extender=extender,
-        events=events,
-        metrics=metrics,
-        web=web,
-        pods=pods,
+        leadership=leadership,
         label=_leader_label(api, election),
+        informers=informers,
+        pods=pods,
+        binder=binder,
+        events=events,
+        web=web,
     )
-    _show_state(parts)
+    _show_state(parts, metrics)
     return parts
 
 
 def with_admission_config(settings: ExtenderSettings) -> ExtenderSettings:
-    """With what gpu-admission's configuration file says. Raises StartupError."""
+    """The settings with those of gpu-admission's configuration file in place. Raises StartupError."""
     if settings.config is None:
         return settings
     try:
@@ -198,59 +200,21 @@ def with_admission_config(settings: ExtenderSettings) -> ExtenderSettings:
         raise StartupError(f"cannot use gpu-admission's configuration {settings.config}: {problems}") from e
 
 
-def not_ready(parts: ExtenderParts) -> list[str]:
-    """Why the scheduler's verbs are not answered now; empty when they are."""
-    election = parts.election
-    if not election.leads():
-        return [f"this replica does not lead; the lease is held by {election.holder or 'nobody'}"]
-    if parts.listed_in != election.term:
-        return ["this replica leads, and is listing the cluster before it decides"]
-    return []
-
-
-def not_warm(parts: ExtenderParts) -> list[str]:
-    """Why this replica could not take over, or go on, within a moment. One that is alone has nothing to take over: it is
-    ready when it decides."""
-    if isinstance(parts.election, AlwaysLeads):
-        return not_ready(parts)
-    return [f"{one.kind} are not listed yet" for one in parts.informers if not one.has_listed]
-
-
 def document(parts: ExtenderParts) -> Mapping[str, Any]:
-    """What is known besides the nodes, for a person."""
+    """The state besides the nodes, for a person."""
     return {
         "is_leading": parts.election.leads(),
         "holder": parts.election.holder,
-        "not_ready": not_ready(parts),
-        "waiting_pods": len(parts.pods.waiting),
+        "not_ready": parts.leadership.not_ready(),
+        "waiting_pods": len(parts.pods.unscheduled_pods()),
         "open_binds": parts.binder.open_binds,
-        "foreign_predicates": parts.pods.suspects[:SHOWN_SUSPECTS],
+        "foreign_predicates": parts.pods.foreign_predicates[:MAX_SHOWN],
     }
 
 
-async def _list_when_leading(parts: ExtenderParts, on_listed: Callable[[], None]) -> None:
-    """A new leader lists everything after it got the lease: what the former one did may not have reached it yet. Nodes
-    before pods, so that a pod finds its node."""
-    election = parts.election
-    while True:
-        term, is_leading = election.term, election.leads()
-        if is_leading and parts.listed_in != term:
-            parts.metrics.became_leader()
-            for informer in parts.informers:
-                await informer.refresh()
-            on_listed()
-            for pod in list(parts.pods.waiting.values())[:WARMED_PODS]:
-                await in_steps(
-                    parts.state.filter_steps(pod, None)
-                )  # works out every node, for which a first request would have to wait
-            parts.listed_in = term
-            log.info("deciding", term=term)
-        await election.wait_change(term, is_leading)
-
-
 def _freeze_memory() -> None:
-    """What was listed stays for long: the garbage collector, which would stop everything for a quarter of a second to walk
-    fifty thousand pods, is told to pass it over."""
+    """The listed objects live long: the garbage collector passes them over, which would otherwise stop everything for a
+    quarter of a second to walk fifty thousand pods."""
     gc.collect()
     gc.freeze()
 
@@ -259,7 +223,7 @@ def _election(settings: ExtenderSettings, api: ClusterApi) -> LeaderElection | A
     if not settings.leader_elect:
         return AlwaysLeads()
     terms = LeaseTerms(
-        namespace=settings.lease_namespace or os.environ.get("POD_NAMESPACE", "") or NAMESPACE,
+        namespace=settings.lease_namespace or os.environ.get("POD_NAMESPACE", "") or DEFAULT_NAMESPACE,
         name=settings.lease_name,
         duration_s=settings.lease_duration_s,
         renew_deadline_s=settings.renew_deadline_s,
@@ -275,7 +239,7 @@ def _leader_label(api: ClusterApi, election: LeaderElection | AlwaysLeads) -> Le
     if not missing:
         return LeaderLabel(api=api, election=election, namespace=named["POD_NAMESPACE"], name=named["POD_NAME"])
     if "KUBERNETES_SERVICE_HOST" in os.environ:  # in a pod
-        then = "this pod gets no label when it leads: a Service that goes by it does not find this replica"
+        then = "this pod gets no label when it leads: a Service that selects by it does not find this replica"
         log.warning("leader_label_off", missing=missing, then=then, cure="set these variables from the pod's metadata")
     return None
 
@@ -293,19 +257,18 @@ def _listen_config(settings: ExtenderSettings) -> ListenConfig:
     )
 
 
-def _show_state(parts: ExtenderParts) -> None:
+def _show_state(parts: ExtenderParts, metrics: ExtenderMetrics) -> None:
     """The gauges."""
-    show = parts.metrics.show
-    show("leading", "1 while this replica decides.", "", lambda: {"": float(not not_ready(parts))})
-    show("open_binds", "Binds whose outcome is not known.", "", lambda: {"": parts.binder.open_binds})
-    show("waiting_pods", "Pods without a node that ask for GPUs.", "", lambda: {"": len(parts.pods.waiting)})
-    show(
-        "foreign_predicate_pods",
-        "Pods that bear such annotations now.",
-        "",
-        lambda: {"": len(parts.pods.suspects)},
+    pods = parts.pods
+    gauges: tuple[tuple[str, str, Callable[[], float]], ...] = (
+        ("leading", "1 while this replica decides.", lambda: not parts.leadership.not_ready()),
+        ("open_binds", "Binds of unknown outcome.", lambda: parts.binder.open_binds),
+        ("waiting_pods", "Pods without a node that ask for GPUs.", lambda: len(pods.unscheduled_pods())),
+        ("foreign_predicate_pods", "Pods that have such annotations now.", lambda: len(pods.foreign_predicates)),
     )
-    show(
+    for name, documentation, read in gauges:
+        metrics.show(name, documentation, "", partial(_unlabelled, read))
+    metrics.show(
         "objects",
         "Objects of the cluster that count.",
         "kind",
@@ -313,8 +276,12 @@ def _show_state(parts: ExtenderParts) -> None:
     )
 
 
+def _unlabelled(read: Callable[[], float]) -> Mapping[str, float]:
+    return {"": float(read())}
+
+
 def request_timeout_s(settings: ExtenderSettings) -> float:
-    """Of one request to the API server: twice in a bind's time, and over before another replica can lead."""
+    """Of one request to the API server: two fit the time of a bind, and each ends before another replica can lead."""
     spare_s = (
         settings.lease_duration_s - settings.renew_deadline_s if settings.leader_elect else settings.bind_timeout_s
     )
@@ -322,7 +289,7 @@ def request_timeout_s(settings: ExtenderSettings) -> float:
 
 
 async def _open_api(settings: Settings, stack: AsyncExitStack, stop: asyncio.Event) -> ClusterApi | None:
-    """The API server's client; None where told to stop before. Credentials that are not there yet are waited for."""
+    """The API server's client; None where `stop` is set before. Retried until the credentials are there."""
     from gpushare_agent.cluster.kube.cluster import open_cluster_api
 
     while not stop.is_set():
@@ -331,9 +298,5 @@ async def _open_api(settings: Settings, stack: AsyncExitStack, stop: asyncio.Eve
             return await stack.enter_async_context(opening)
         except Unavailable as e:
             log.warning("kubernetes_not_ready", error=str(e), retried_in_s=API_RETRY_S)
-        try:
-            async with asyncio.timeout(API_RETRY_S):
-                await stop.wait()
-        except TimeoutError:
-            continue
+        await wait_for(stop, API_RETRY_S)
     return None

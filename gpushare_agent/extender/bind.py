@@ -1,14 +1,14 @@
-"""Binds pods for the scheduler: reserve, annotate, bind; undone where it fails, settled where nobody knows.
+"""Binds pods for the scheduler: reserve, annotate, bind; undone where it fails, resolved later where the outcome is unknown.
 
-The mutable state is: the pods whose bind is under way, those whose outcome is not known, those that filter has promised, and
-those that bear annotations for nothing. All are bounded by the scheduler's requests and by the reservations.
+State owned: the pods whose bind is under way, the binds of unknown outcome, the reservations made by filter, and the pods
+with stale annotations. All are bounded by the scheduler's requests and by the reservations.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -26,10 +26,10 @@ from gpushare_agent.model.pods import Pod
 log = structlog.get_logger(__name__)
 
 TRIES = 5
-SETTLE_PERIOD_S = 1.0
-SETTLED_AT_ONCE = 64
+RECONCILE_PERIOD_S = 1.0
+MAX_RECONCILED = 64
 """In one round: an API server that comes back should not get all of it in one moment."""
-SOILED_KEPT = 1024
+MAX_STALE = 1024
 
 
 class Reserves(Protocol):
@@ -49,18 +49,19 @@ class CountsBinds(Protocol):
 
     def bind_retried(self) -> None: ...
 
-    def bind_settled(self, outcome: str) -> None: ...
+    def bind_resolved(self, outcome: str) -> None: ...
 
-    def expired(self) -> None: ...
+    def reservation_expired(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BindTiming:
-    """`bind_s` bounds one bind, all its requests together; `assume_s` how long a pod reserved by filter may stay unbound."""
+    """`bind_s` limits one bind, all its requests together; `assume_s` the time that a pod reserved by filter may stay
+    unbound."""
 
     bind_s: float = 4.0
     assume_s: float = 60.0
-    settle_s: float = SETTLE_PERIOD_S
+    reconcile_s: float = RECONCILE_PERIOD_S
     backoff: Backoff = field(default_factory=lambda: Backoff(base_s=0.1, cap_s=1.0))
     clock: Callable[[], float] = time.monotonic
 
@@ -70,33 +71,33 @@ class _Failed(Exception):  # noqa: N818 - the bind's, not the program's; never l
 
 
 class Binder:
-    """`bind` for each request of the scheduler; `run` once, settles what stayed open. `leads` says whether this replica may
-    write; `waiting` knows pods without a node by UID; `learn` is told of each pod before it is reserved."""
+    """`bind` for each request of the scheduler; `run` once, resolves binds of unknown outcome. `unscheduled` finds a pod
+    without a node; `before_reserve` is called with each pod before it is reserved."""
 
     def __init__(
         self,
         *,
         state: Reserves,
         writes: PodWrites,
-        waiting: Mapping[PodUid, Pod],
-        learn: Callable[[Pod], None],
+        unscheduled: Callable[[PodUid], Pod | None],
+        before_reserve: Callable[[Pod], None],
         metrics: CountsBinds,
         timing: BindTiming | None = None,
     ) -> None:
         self._state = state
         self._writes = writes
-        self._waiting = waiting
-        self._learn = learn
+        self._unscheduled = unscheduled
+        self._before_reserve = before_reserve
         self._metrics = metrics
         self._timing = timing or BindTiming()
         self._under_way: set[PodUid] = set()
         self._open: dict[PodUid, Reservation] = {}
-        self._promised: dict[PodUid, Reservation] = {}
-        self._soiled: dict[PodUid, Reservation] = {}
+        self._filter_reservations: dict[PodUid, Reservation] = {}
+        self._stale: dict[PodUid, Reservation] = {}
 
     @property
     def open_binds(self) -> int:
-        """Binds whose outcome is not known: their GPUs stay set aside."""
+        """Binds of unknown outcome: their GPUs stay reserved."""
         return len(self._open)
 
     async def bind(self, args: BindArgs) -> str:
@@ -133,7 +134,7 @@ class Binder:
         log.info("pod_bound", pod=f"{args.namespace}/{args.pod}", node=args.node, gpus=_gpus(bind.reservation))
         return ""
 
-    async def promise(self, pod: Pod, node: str) -> str:
+    async def reserve(self, pod: Pod, node: str) -> str:
         """Reserve and annotate for a scheduler that binds by itself. Empty, or why not."""
         if pod.uid in self._under_way:
             return f"another request about pod {pod.namespace}/{pod.name} is under way. The scheduler tries again."
@@ -146,33 +147,43 @@ class Binder:
             return str(e)
         finally:
             self._under_way.discard(pod.uid)
-        self._promised[pod.uid] = bind.reservation
+        self._filter_reservations[pod.uid] = bind.reservation
         return ""
 
-    def release_promise(self, uid: PodUid) -> None:
-        """The scheduler asks about the pod anew, so it has not bound it."""
-        if uid not in self._under_way and self._promised.pop(uid, None) is not None:
+    def release(self, uid: PodUid) -> None:
+        """Drop a reservation made by `reserve`: the scheduler filters the pod again, so it has not bound it."""
+        if uid not in self._under_way and self._filter_reservations.pop(uid, None) is not None:
             self._state.undo(uid)
 
     async def run(self) -> NoReturn:
-        """Settle binds of unknown outcome, and promises that nobody kept, until cancelled."""
+        """Reconcile until cancelled."""
         while True:
-            await asyncio.sleep(self._timing.settle_s)
-            await self.settle()
+            await asyncio.sleep(self._timing.reconcile_s)
+            await self.reconcile()
 
-    async def settle(self) -> None:
-        """One round. Only a leader writes: another waits, and its reservations count for nothing meanwhile."""
-        for uid, reservation in sorted(self._promised.items()):
-            known = self._state.reservation(uid)
-            if known is None or known.stage is not Stage.ASSUMED:
-                self._promised.pop(uid, None)
-            elif self._timing.clock() - reservation.at >= self._timing.assume_s and uid not in self._under_way:
-                del self._promised[uid]
-                self._open[uid] = reservation
-                self._metrics.expired()
-        work = [(uid, one, self._settle_one) for uid, one in sorted(self._open.items())]
-        work += [(uid, one, self._clean_one) for uid, one in sorted(self._soiled.items())]
-        for uid, reservation, step in work[:SETTLED_AT_ONCE]:
+    # reconcile, in the order of the code:
+    #
+    # subject              found                                           action
+    # filter reservation   bound, confirmed or gone meanwhile              forget it
+    #                      unbound for `assume_s`, no request under way    treat it as a bind of unknown outcome
+    # unknown outcome      a request of it under way, or not leading       next round
+    #                      reservation not ASSUMED any more                resolved as it is
+    #                      patch accepted, pod has no node                 undo, annotations are stale
+    #                      patch accepted, pod on our node                 bound
+    #                      pod gone, or on another node                    undo
+    #                      patch in conflict                               undo where the pod is gone, else next round
+    #                      patch rejected                                  by reading the pod (`_resolve_by_read`)
+    #                      no answer                                       next round
+    # stale annotations    reserved again                                  forget it
+    #                      patch accepted, or pod gone, or rejected        forget it
+    #                      no answer                                       next round
+
+    async def reconcile(self) -> None:
+        """One round over everything that is not done. Only a leader writes."""
+        self._expire()
+        work = [(uid, one, self._resolve) for uid, one in sorted(self._open.items())]
+        work += [(uid, one, self._clean) for uid, one in sorted(self._stale.items())]
+        for uid, reservation, step in work[:MAX_RECONCILED]:
             if uid in self._under_way or not self._writes.leads():
                 continue
             self._under_way.add(uid)
@@ -180,18 +191,30 @@ class Binder:
                 async with asyncio.timeout(self._timing.bind_s):
                     await step(uid, reservation)
             except (AgentError, TimeoutError) as e:
-                log.warning("bind_not_settled", pod=_name(reservation), error=str(e), then="asked again, its GPUs stay")
+                log.warning(
+                    "bind_unresolved", pod=_name(reservation), error=str(e), then="retried, its GPUs stay reserved"
+                )
             finally:
                 self._under_way.discard(uid)
+
+    def _expire(self) -> None:
+        for uid, reservation in sorted(self._filter_reservations.items()):
+            known = self._state.reservation(uid)
+            if known is None or known.stage is not Stage.ASSUMED:
+                self._filter_reservations.pop(uid, None)
+            elif self._timing.clock() - reservation.at >= self._timing.assume_s and uid not in self._under_way:
+                del self._filter_reservations[uid]
+                self._open[uid] = reservation
+                self._metrics.reservation_expired()
 
     # --- one bind ---
 
     async def _find(self, args: BindArgs) -> Pod:
-        pod = self._waiting.get(args.uid)
-        if pod is None:  # the informer has not heard of it yet, or it has a node
+        pod = self._unscheduled(args.uid)
+        if pod is None:  # the watch has not delivered it yet, or it has a node
             pod = await self._writes.read(args.namespace, args.pod)
         if (pod.namespace, pod.name, pod.uid) != (args.namespace, args.pod, args.uid):
-            raise self._refused("there is another pod of this name by now. Nothing is left to do.")
+            raise self._refused("another pod has this name by now. Nothing is left to do.")
         if pod.node_name and pod.node_name != args.node:
             raise self._refused(f"it is on node {pod.node_name} already. Nothing is left to do.")
         return pod
@@ -200,7 +223,7 @@ class Binder:
         """Decides and commits, without an await."""
         if not self._writes.leads():
             raise self._refused(NOT_LEADING)
-        self._learn(pod)
+        self._before_reserve(pod)
         reserved = self._state.reserve(pod, node, self._timing.clock())
         if isinstance(reserved, Refused):
             raise self._refused(reserved.detail.removeprefix(f"node {node}: "))
@@ -211,24 +234,24 @@ class Binder:
         return _Failed(text)
 
     async def _finish(self, bind: Bind, work: Coroutine[Any, Any, None], ends_at: float) -> None:
-        """Do the work in time; whatever becomes of it, the ledger is true afterwards. Raises _Failed."""
+        """Do the work in time. The ledger is correct afterwards, whatever the outcome. Raises _Failed."""
         try:
             async with asyncio.timeout_at(ends_at):
                 await work
         except (AgentError, ElsewhereError, TimeoutError) as e:
-            self._give_up(bind)
+            self._abort(bind)
             self._metrics.bind_ended("unknown" if bind.is_open else "failed")
-            said = str(e) or "the API server did not answer in time"
-            gpus = "stay set aside until it is known whether the pod was bound" if bind.is_open else "are free again"
-            raise _Failed(f"{said}. Its GPUs {gpus}; the scheduler tries again.") from e
-        except BaseException:  # cancelled: the ledger must be true even so
-            self._give_up(bind)
+            reason = str(e) or "the API server did not answer in time"
+            gpus = "stay reserved until it is known whether the pod was bound" if bind.is_open else "are free again"
+            raise _Failed(f"{reason}. Its GPUs {gpus}; the scheduler tries again.") from e
+        except BaseException:  # cancelled
+            self._abort(bind)
             raise
         self._open.pop(bind.reservation.pod_uid, None)
-        self._soiled.pop(bind.reservation.pod_uid, None)
+        self._stale.pop(bind.reservation.pod_uid, None)
 
-    def _give_up(self, bind: Bind) -> None:
-        """The reservation is dropped where nothing can come of it any more, else it is left to `settle`."""
+    def _abort(self, bind: Bind) -> None:
+        """The reservation is undone where the bind cannot happen any more, else left to `reconcile`."""
         reservation = bind.reservation
         if bind.is_open:
             self._open[reservation.pod_uid] = reservation
@@ -236,10 +259,10 @@ class Binder:
         self._open.pop(reservation.pod_uid, None)
         self._state.undo(reservation.pod_uid)
         if bind.is_annotated:
-            self._soil(reservation)
+            self._mark_stale(reservation)
 
     async def _carry_out(self, bind: Bind, ends_at: float) -> None:
-        """Patch and bind until the pod is bound, or until there is no sense in it."""
+        """Patch and bind until the pod is bound, or an error comes that no other try can cure."""
         error: AgentError | None = None
         for tried in range(1, TRIES + 1):
             if tried > 1:
@@ -272,16 +295,16 @@ class Binder:
         self._metrics.bind_retried()
         await asyncio.sleep(wait_s)
 
-    # --- afterwards ---
+    # --- later ---
 
-    async def _settle_one(self, uid: PodUid, reservation: Reservation) -> None:
-        """A bind of unknown outcome: one answered patch tells, and makes sure that it stays so."""
+    async def _resolve(self, uid: PodUid, reservation: Reservation) -> None:
+        """A bind of unknown outcome: one accepted patch shows it, and makes it final (pod_writes.py)."""
         known = self._state.reservation(uid)
         if known is not None and known.stage is Stage.ASSUMED:
             try:
                 if await self._writes.annotate(Bind(reservation)) is not None:
                     self._state.undo(uid)
-                    self._soil(reservation)
+                    self._mark_stale(reservation)
                 else:
                     self._state.bound(uid)
             except (NotFound, ElsewhereError):
@@ -291,15 +314,15 @@ class Binder:
                     raise
                 self._state.undo(uid)
             except Rejected:
-                if not await self._is_over(reservation):
+                if not await self._resolve_by_read(reservation):
                     raise
         del self._open[uid]
         is_bound = self._state.reservation(uid) is not None
-        self._metrics.bind_settled("bound" if is_bound else "not-bound")
-        log.info("bind_settled", pod=_name(reservation), node=reservation.node, is_bound=is_bound)
+        self._metrics.bind_resolved("bound" if is_bound else "not-bound")
+        log.info("bind_resolved", pod=_name(reservation), node=reservation.node, is_bound=is_bound)
 
-    async def _is_over(self, reservation: Reservation) -> bool:
-        """Where we may not patch, the pod tells; and one that is not bound after so long is not going to be."""
+    async def _resolve_by_read(self, reservation: Reservation) -> bool:
+        """Where the patch is rejected. A pod that is not bound after `assume_s` is not going to be. False: not known yet."""
         pod = await self._writes.read(reservation.namespace, reservation.pod)
         if (pod.uid, pod.node_name) == (reservation.pod_uid, reservation.node):
             self._state.bound(pod.uid)
@@ -309,15 +332,15 @@ class Binder:
         self._state.undo(reservation.pod_uid)
         return True
 
-    def _soil(self, reservation: Reservation) -> None:
-        """The pod bears annotations of a bind that did not happen."""
-        self._soiled[reservation.pod_uid] = reservation
-        while len(self._soiled) > SOILED_KEPT:
-            del self._soiled[next(iter(self._soiled))]
+    def _mark_stale(self, reservation: Reservation) -> None:
+        """The pod has annotations of a bind that did not happen."""
+        self._stale[reservation.pod_uid] = reservation
+        while len(self._stale) > MAX_STALE:
+            del self._stale[next(iter(self._stale))]
 
-    async def _clean_one(self, uid: PodUid, reservation: Reservation) -> None:
-        """A courtesy: the annotations mislead people, and nobody else."""
-        del self._soiled[uid]
+    async def _clean(self, uid: PodUid, reservation: Reservation) -> None:
+        """Removes stale annotations. They mislead readers; no program reads them."""
+        del self._stale[uid]
         if self._state.reservation(uid) is not None:
             return
         try:
@@ -325,7 +348,7 @@ class Binder:
         except (NotFound, Conflict, Rejected):
             return
         except Unavailable:
-            self._soil(reservation)
+            self._mark_stale(reservation)
             raise
 
 

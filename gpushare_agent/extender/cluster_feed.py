@@ -1,9 +1,10 @@
-"""Feeds the cluster's pods and nodes, as the informers hear of them, into the extender's state.
+"""Handlers of the informers: put the cluster's pods and nodes into the extender's state.
 
-A pod's annotations are never believed: those that name an extender's choice are only compared with what this extender has
-reserved and with what the node's agent says it gave, and the pods where both differ are counted (docs/extender.md). The
-mutable state is: the pods that wait for a node, whose requests a bind needs, those whose agent is yet to tell, those that a
-list did not have, and what was complained of.
+A pod's annotations decide nothing: those that carry an extender's choice are compared with this extender's reservation and
+with what the node's agent reports, and the pods where both differ are counted (docs/extender.md).
+
+State owned: the unscheduled pods, whose requests a bind needs, the pods with foreign predicate annotations, those whose
+agent has not reported yet, those missing from a list, and what was logged lately.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import structlog
 
 from gpushare_agent.cluster.informer import Handler
 from gpushare_agent.cluster.kube.pods import pod_uid
+from gpushare_agent.extender.decisions.pod_plan import plan_annotations
 from gpushare_agent.extender.nodes import NodeReading
-from gpushare_agent.extender.pod_plan import plan_annotations
 from gpushare_agent.extender.pods import asks_for_ours, lean_pod, predicate_annotations
 from gpushare_agent.extender.values import ClusterNode, Reservation, Stage
+from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION, PodUid
 from gpushare_agent.model.pods import Pod
@@ -27,11 +29,11 @@ from gpushare_agent.model.resources import ResourceNames
 
 log = structlog.get_logger(__name__)
 
-COMPLAINTS_KEPT = 4096
-COMPLAINT_PERIOD_S = 600.0
-"""Of one pod in the log, and of as many pods as are kept."""
-ANNOTATIONS_KEPT = 64
-"""Of one pod: who writes more has nothing of ours to show."""
+MAX_REPORTED = 4096
+REPORT_PERIOD_S = 600.0
+"""Between two log lines about one pod; so many pods are remembered as MAX_REPORTED allows."""
+MAX_ANNOTATIONS = 64
+"""Compared, of one pod."""
 ANNOTATIONS_SHOWN = 8
 CHARS_SHOWN = 80
 
@@ -52,33 +54,34 @@ class HoldsCluster(Protocol):
     def reservations(self) -> list[Reservation]: ...
 
 
-class LearnsPods(Protocol):
-    """Told what pods ask for before the state hears of them (quota_watch.py)."""
+class CountsPods(Protocol):
+    """extender/quota_state.py; pods and nodes are put here before they are put into the state."""
 
-    def learn(self, pod: Pod) -> None: ...
+    def put_pod(self, pod: Pod) -> None: ...
 
-    def forget(self, uid: PodUid) -> None: ...
+    def remove_pod(self, uid: PodUid) -> None: ...
 
 
-class LearnsNodes(Protocol):
-    def know_node(self, node: ClusterNode) -> None: ...
+class CountsNodes(Protocol):
+    """extender/quota_state.py."""
 
-    def forget_node(self, name: str) -> None: ...
+    def put_node(self, node: ClusterNode) -> None: ...
+
+    def remove_node(self, name: str) -> None: ...
 
 
 class CountsOddities(Protocol):
-    def forged(self) -> None: ...
+    def foreign_predicate(self) -> None: ...
 
-    def node_complaint(self) -> None: ...
+    def node_unreadable(self) -> None: ...
 
     def disagreed(self) -> None: ...
 
 
 class PodsFeed(Handler):
-    """The handler of the informer of pods. It compares lists with the reservations as well: a bind reads pods that the
-    informer may never have listed. `waiting` are the pods without a node that ask for something of ours. A replica that
-    does not lead compares no annotations, for it does not know what the leader has reserved; it lists every pod anew when
-    it leads."""
+    """The handler of pods. It compares lists with the reservations as well: a bind may have read a pod that the informer
+    never listed. A replica that does not lead compares no annotations, for it does not know what the leader has reserved;
+    it lists every pod anew when it leads."""
 
     def __init__(
         self,
@@ -86,7 +89,7 @@ class PodsFeed(Handler):
         state: HoldsCluster,
         names: ResourceNames,
         metrics: CountsOddities,
-        quota: LearnsPods,
+        quota: CountsPods,
         leads: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,19 +99,27 @@ class PodsFeed(Handler):
         self._quota = quota
         self._leads = leads
         self._clock = clock
-        self.waiting: dict[PodUid, Pod] = {}
-        self._suspects: dict[PodUid, None] = {}
-        self._complained_at: dict[PodUid, float] = {}
+        self._unscheduled: dict[PodUid, Pod] = {}
+        self._foreign: dict[PodUid, None] = {}
+        self._logged_at: dict[PodUid, float] = {}
         self._before_list: set[PodUid] = set()
         self._missing: set[PodUid] = set()
-        """Gone by the word of a list; some of them wait for the end of their bind."""
-        self._untold: dict[PodUid, tuple[Pod, Mapping[str, str]]] = {}
-        """Bound pods with annotations that are not our plan, and may be what the agent gave: it has not told that yet."""
+        """Not listed any more; some of them are kept until their bind ends."""
+        self._unreported: dict[PodUid, tuple[Pod, Mapping[str, str]]] = {}
+        """Bound pods with annotations that are not our plan, and may be what their agent allocated: not reported yet."""
 
     @property
-    def suspects(self) -> list[PodUid]:
-        """Pods whose predicate annotations are neither our plan nor what their agent gave."""
-        return sorted(self._suspects)
+    def foreign_predicates(self) -> list[PodUid]:
+        """Pods whose predicate annotations are neither our plan nor what their agent allocated."""
+        return sorted(self._foreign)
+
+    def unscheduled(self, uid: PodUid) -> Pod | None:
+        """The pod, if it has no node and asks for something of ours."""
+        return self._unscheduled.get(uid)
+
+    def unscheduled_pods(self) -> list[Pod]:
+        """In the order of arrival."""
+        return list(self._unscheduled.values())
 
     def key(self, raw: dict[str, Any]) -> str:
         return pod_uid(raw)
@@ -121,10 +132,10 @@ class PodsFeed(Handler):
         if not pod.containers or pod.is_terminal:
             return False
         if pod.node_name:
-            self.waiting.pop(pod.uid, None)
+            self._unscheduled.pop(pod.uid, None)
         else:
-            self.waiting[pod.uid] = pod
-        self._quota.learn(pod)
+            self._unscheduled[pod.uid] = pod
+        self._quota.put_pod(pod)
         self._state.put_pod(pod, self._clock())
         self._compare(pod, _first(predicate_annotations(raw)))
         return True
@@ -133,15 +144,15 @@ class PodsFeed(Handler):
         self._before_list = {reservation.pod_uid for reservation in self._state.reservations()}
 
     def list_ended(self, keys: Collection[str], missing: Collection[str], version: str) -> None:
-        """A pod that had a reservation before the API server was asked, and is not listed, is gone, whether the informer
-        ever knew of it or not."""
+        """A pod that had a reservation before the list began, and is not listed, is gone, whether the informer ever knew it
+        or not."""
         super().list_ended(keys, missing, version)
         self._missing |= self._before_list.difference(keys)
         self._before_list = set()
         self._drop_missing()
 
     def _drop_missing(self) -> None:
-        """But for binds under way: the binder still asks about those, and undoes them or has them bound first."""
+        """Except those with a bind under way: the binder resolves them first."""
         for uid in sorted(self._missing):
             known = self._state.reservation(uid)
             if known is None or known.stage is not Stage.ASSUMED:
@@ -150,87 +161,87 @@ class PodsFeed(Handler):
 
     def remove(self, key: str) -> None:
         uid = PodUid(key)
-        self.waiting.pop(uid, None)
-        self._suspects.pop(uid, None)
-        self._untold.pop(uid, None)
+        self._unscheduled.pop(uid, None)
+        self._foreign.pop(uid, None)
+        self._unreported.pop(uid, None)
         self._state.remove_pod(uid)
-        self._quota.forget(uid)
+        self._quota.remove_pod(uid)
 
     def reported(self, uids: Collection[PodUid]) -> None:
-        """The agent of a node has told what these pods hold."""
+        """The agent of a node has reported what these pods have."""
         self._drop_missing()
-        for uid in sorted(self._untold.keys() & uids):
-            self._compare(*self._untold[uid])
+        for uid in sorted(self._unreported.keys() & uids):
+            self._compare(*self._unreported[uid])
 
-    def _compare(self, pod: Pod, said: Mapping[str, str]) -> None:
-        self._untold.pop(pod.uid, None)
+    def _compare(self, pod: Pod, written: Mapping[str, str]) -> None:
+        self._unreported.pop(pod.uid, None)
         if not self._leads():
-            self._suspects.pop(pod.uid, None)
+            self._foreign.pop(pod.uid, None)
             return
         reservation = self._state.reservation(pod.uid)
-        if _is_reported(said, reservation):
-            self._suspects.pop(pod.uid, None)
-        elif _may_be_reported(pod, said, reservation):
-            self._untold[pod.uid] = pod, said
-        elif pod.uid not in self._suspects:
-            self._suspects[pod.uid] = None
-            self._metrics.forged()
-            self._complain(pod, said)
+        if _is_explained(written, reservation):
+            self._foreign.pop(pod.uid, None)
+        elif _may_be_agents(pod, written, reservation):
+            self._unreported[pod.uid] = pod, written
+        elif pod.uid not in self._foreign:
+            self._foreign[pod.uid] = None
+            self._metrics.foreign_predicate()
+            self._log_foreign(pod, written)
 
-    def _complain(self, pod: Pod, said: Mapping[str, str]) -> None:
-        """Who writes annotations could otherwise fill the log: also by new pods, so an ended one is still counted here."""
+    def _log_foreign(self, pod: Pod, written: Mapping[str, str]) -> None:
+        """Limited, for any tenant can write annotations; an ended pod still counts, or new pods could fill the log."""
         now = self._clock()
-        oldest = next(iter(self._complained_at), None)
-        while oldest is not None and now - self._complained_at[oldest] >= COMPLAINT_PERIOD_S:
-            del self._complained_at[oldest]
-            oldest = next(iter(self._complained_at), None)
-        if pod.uid in self._complained_at or len(self._complained_at) >= COMPLAINTS_KEPT:
+        oldest = next(iter(self._logged_at), None)
+        while oldest is not None and now - self._logged_at[oldest] >= REPORT_PERIOD_S:
+            del self._logged_at[oldest]
+            oldest = next(iter(self._logged_at), None)
+        if pod.uid in self._logged_at or len(self._logged_at) >= MAX_REPORTED:
             return
-        self._complained_at[pod.uid] = now
-        shown = sorted(said.items())[:ANNOTATIONS_SHOWN]
+        self._logged_at[pod.uid] = now
+        shown = sorted(written.items())[:ANNOTATIONS_SHOWN]
         log.warning(
             "predicate_annotations_not_ours",
             pod=f"{pod.namespace}/{pod.name}",
             annotations={name[:CHARS_SHOWN]: text[:CHARS_SHOWN] for name, text in shown},
-            not_shown=len(said) - len(shown),
-            then="they count for nothing",
+            not_shown=len(written) - len(shown),
+            then="they are ignored",
         )
 
 
-def _first(said: Mapping[str, str]) -> Mapping[str, str]:
-    """So many as are kept, the node's before the containers'."""
-    if len(said) <= ANNOTATIONS_KEPT:
-        return said
-    names = sorted(said, key=lambda name: (name != PREDICATE_NODE_ANNOTATION, name))
-    return {name: said[name] for name in names[:ANNOTATIONS_KEPT]}
+def _first(written: Mapping[str, str]) -> Mapping[str, str]:
+    """At most MAX_ANNOTATIONS, the node's before the containers'."""
+    if len(written) <= MAX_ANNOTATIONS:
+        return written
+    names = sorted(written, key=lambda name: (name != PREDICATE_NODE_ANNOTATION, name))
+    return {name: written[name] for name in names[:MAX_ANNOTATIONS]}
 
 
-def _is_reported(said: Mapping[str, str], reservation: Reservation | None) -> bool:
-    """Whether the annotations are our plan, or what the agent says that it gave."""
-    if not said:
+def _is_explained(written: Mapping[str, str], reservation: Reservation | None) -> bool:
+    """Whether the annotations are our plan, or what the agent reports."""
+    if not written:
         return True
-    if reservation is None or said.get(PREDICATE_NODE_ANNOTATION, reservation.node) != reservation.node:
+    if reservation is None or written.get(PREDICATE_NODE_ANNOTATION, reservation.node) != reservation.node:
         return False
-    indexes = {name: text for name, text in said.items() if name.startswith(PREDICATE_GPU_INDEX_PREFIX)}
+    indexes = {name: text for name, text in written.items() if name.startswith(PREDICATE_GPU_INDEX_PREFIX)}
     planned = plan_annotations(reservation.plan, PREDICATE_GPU_INDEX_PREFIX)
     if all(planned.get(name) == text for name, text in indexes.items()):
         return True
-    held = {str(charge.index) for charge in reservation.plan.charges}
+    allocated = {str(charge.index) for charge in reservation.plan.charges}
     return reservation.stage is Stage.CONFIRMED and all(
-        part in held for text in indexes.values() for part in text.split(",")
+        part in allocated for text in indexes.values() for part in text.split(",")
     )
 
 
-def _may_be_reported(pod: Pod, said: Mapping[str, str], reservation: Reservation | None) -> bool:
-    """Whether the agent may have written the GPUs: it writes what it gave into the pod as well, often before it tells it of
-    its node."""
+def _may_be_agents(pod: Pod, written: Mapping[str, str], reservation: Reservation | None) -> bool:
+    """Whether the agent may have written the GPUs: it writes them into the pod as well, often before it reports them on its
+    node."""
     is_confirmed = reservation is not None and reservation.stage is Stage.CONFIRMED
-    is_here = said.get(PREDICATE_NODE_ANNOTATION, pod.node_name) == pod.node_name
+    is_here = written.get(PREDICATE_NODE_ANNOTATION, pod.node_name) == pod.node_name
     return bool(pod.node_name) and is_here and not is_confirmed
 
 
 class NodesFeed(Handler):
-    """The handler of the informer of nodes. `reported` is called with the pods that a node's agent names."""
+    """The handler of nodes. `reported` is called with the pods that a node's agent names."""
 
     def __init__(
         self,
@@ -238,7 +249,7 @@ class NodesFeed(Handler):
         state: HoldsCluster,
         read: Callable[[Mapping[str, Any]], NodeReading],
         metrics: CountsOddities,
-        quota: LearnsNodes,
+        quota: CountsNodes,
         reported: Callable[[Collection[PodUid]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -248,9 +259,9 @@ class NodesFeed(Handler):
         self._metrics = metrics
         self._reported = reported
         self._clock = clock
-        self._complaints: dict[str, str] = {}
+        self._problems = ReportOnce(MAX_REPORTED)
         self._elsewhere: dict[str, set[PodUid]] = {}
-        """By node, the pods to which its agent gave other GPUs than planned."""
+        """By node, the pods to which its agent allocated other GPUs than planned."""
 
     def key(self, raw: dict[str, Any]) -> str:
         metadata = raw.get("metadata")
@@ -261,29 +272,29 @@ class NodesFeed(Handler):
 
     def put(self, raw: dict[str, Any]) -> bool:
         reading = self._read(raw)
-        self._complain(self.key(raw), reading.complaint)
+        self._log_problem(self.key(raw), reading.problem)
         if reading.node is None:
             return False
-        self._quota.know_node(reading.node)
+        self._quota.put_node(reading.node)
         self._state.put_node(reading.node, self._clock())
         self._compare(reading.node)
-        self._reported((reading.node.held or {}).keys())
+        self._reported((reading.node.allocated or {}).keys())
         return True
 
     def remove(self, key: str) -> None:
-        self._complaints.pop(key, None)
+        self._problems.is_over(key)
         self._elsewhere.pop(key, None)
         self._state.remove_node(key)
-        self._quota.forget_node(key)
+        self._quota.remove_node(key)
 
     def _compare(self, node: ClusterNode) -> None:
-        """Both decide by the same code on the same facts, so a difference is worth a person's look."""
+        """Both decide by the same code on the same facts, so a difference is a fault."""
         former = self._elsewhere.pop(node.name, set())
-        for uid, charges in sorted((node.held or {}).items()):
+        for uid, charges in sorted((node.allocated or {}).items()):
             reservation = self._state.reservation(uid)
             planned = {gpu for one in reservation.plan.containers for gpu in one.gpus} if reservation else set()
-            held = {charge.index for charge in charges}
-            if reservation is None or not planned or planned == held:
+            allocated = {charge.index for charge in charges}
+            if reservation is None or not planned or planned == allocated:
                 continue
             self._elsewhere.setdefault(node.name, set()).add(uid)
             if uid not in former:
@@ -293,14 +304,13 @@ class NodesFeed(Handler):
                     pod=f"{reservation.namespace}/{reservation.pod}",
                     node=node.name,
                     planned=sorted(planned),
-                    given=sorted(held),
+                    allocated=sorted(allocated),
                     then="the agent's GPUs count",
                 )
 
-    def _complain(self, name: str, complaint: str) -> None:
-        if not complaint:
-            self._complaints.pop(name, None)
-        elif self._complaints.get(name) != complaint and len(self._complaints) < COMPLAINTS_KEPT:
-            self._complaints[name] = complaint
-            self._metrics.node_complaint()
-            log.warning("node_annotation_unreadable", node=name, error=complaint, then="as if the node had none")
+    def _log_problem(self, name: str, problem: str) -> None:
+        if not problem:
+            self._problems.is_over(name)
+        elif self._problems.is_new(problem, name):
+            self._metrics.node_unreadable()
+            log.warning("node_annotation_unreadable", node=name, error=problem, then="as if the node had none")

@@ -1,10 +1,11 @@
 """The extender's one state: what it knows of the cluster, and the decisions that change it. Synchronous, event loop only.
 
-Fed by the informers (`put_…`, `remove_…`), asked by the verbs. `filter`, `prioritize` and `victims` change nothing, so that
-preemption and autoscalers may ask what would be; `reserve` decides and commits in one step, so no share is given twice.
+The informers' handlers call `put_…` and `remove_…`, the verbs the rest. `filter`, `prioritize` and `victims` change nothing,
+so that preemption and autoscalers may ask what would be; `reserve` decides and commits in one step, so that no share is
+allocated twice.
 
-The mutable state is: the ledger (cluster_books.py), and answers already worked out, by signature of the pod and version
-of the node. Times are monotonic seconds.
+State owned: the ledger (decisions/ledger.py), and verdicts already worked out, by signature of the pod and version of the
+node. Times are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -14,31 +15,31 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from gpushare_agent.extender.cluster_document import node_document
-from gpushare_agent.extender.free_capacity import (
+from gpushare_agent.extender.decisions.free_capacity import (
     Signature,
-    has_room,
+    exceeds_node,
+    fits,
     lack_text,
-    lacks_at_all,
     may_fit_together,
     score,
     signature_of,
     together_text,
 )
-from gpushare_agent.extender.ledger import ClusterLedger, NodeLedger
-from gpushare_agent.extender.pod_plan import plan_pod
+from gpushare_agent.extender.decisions.ledger import ClusterLedger
+from gpushare_agent.extender.decisions.node_ledger import NodeLedger, node_document
+from gpushare_agent.extender.decisions.pod_plan import plan_pod
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation, Stage
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.placement import validate_request
+from gpushare_agent.placement import GpuAccount, validate_request
 
 MAX_ASKING = 16
-"""Containers of one pod that ask for GPUs. Each is planned on every node: without a bound one tenant's pod with a thousand
-of them stops the scheduling of the whole cluster for many seconds (measured: 16 s on 600 nodes)."""
+"""Containers of one pod that ask for GPUs. Each is planned on every node: without a limit a pod with a thousand of them
+stops the scheduling of the whole cluster (measured: 16 s on 600 nodes)."""
 WORK_OF_A_STEP = 400
 COST_OF_A_PLAN = 6
-"""To plan a container costs about six times as much as to look at a node's summary, 10 µs."""
+"""To plan a container costs about six times as much as to compare it with a node's summary, 10 µs."""
 SIGNATURES_KEPT = 32
 """With 5,000 nodes each takes about a mebibyte."""
 _UNKNOWN = "the extender knows no GPUs of this node: does the agent run there?"
@@ -54,7 +55,7 @@ class QuotaCheck(Protocol):
 @dataclass(slots=True, kw_only=True)
 class Filtered:
     """Of the nodes that were asked about: those where the pod fits, in their order; for the others why not. Where nothing
-    would be changed by the end of other pods, it is `unresolvable`."""
+    changes by the end of other pods, it is `unresolvable`."""
 
     fitting: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
@@ -72,7 +73,8 @@ class _Verdict(NamedTuple):
 
 
 class ClusterState:
-    """`quota`, where given, is asked for each kind of node. `on_change` hears of every reservation that came or went."""
+    """`quota`, where given, is asked for each kind of node. `on_change` is called for every reservation that came, changed
+    or went."""
 
     def __init__(
         self,
@@ -87,37 +89,32 @@ class ClusterState:
         self._ledger = ClusterLedger(policy)
         self._verdicts: OrderedDict[Signature, dict[str, _Verdict]] = OrderedDict()
 
-    @property
-    def policy(self) -> ClusterPolicy:
-        return self._policy
-
-    # --- what the informers tell ---
+    # --- from the informers ---
 
     def put_node(self, node: ClusterNode, now: float) -> None:
-        for settled in self._ledger.put_node(node, now):
-            self._tell(None, settled)
+        for reservation in self._ledger.put_node(node, now):
+            self._notify(None, reservation)
 
     def remove_node(self, name: str) -> None:
-        """What its pods have is forgotten until it comes back, but for binds that are under way."""
-        for gone in self._ledger.remove_node(name):
-            self._tell(gone, None)
+        """Its reservations are dropped until it comes back, except those of binds that are under way."""
+        for dropped in self._ledger.remove_node(name):
+            self._notify(dropped, None)
         for verdicts in self._verdicts.values():
             verdicts.pop(name, None)
 
     def put_pod(self, pod: Pod, now: float) -> None:
-        """A pod that asks for something of ours. One that is not bound only matters once it is; one that has ended holds
-        nothing any more."""
+        """A pod that asks for something of ours. It counts from its bind to its end."""
         if pod.is_terminal:
             self.remove_pod(pod.uid)
         elif pod.node_name:
             old = self._ledger.reservation(pod.uid)
             self._ledger.put_bound(pod, now)
-            self._tell(old, self._ledger.reservation(pod.uid))
+            self._notify(old, self._ledger.reservation(pod.uid))
 
     def remove_pod(self, uid: PodUid) -> None:
-        self._tell(self._ledger.release(uid), None)
+        self._notify(self._ledger.release(uid), None)
 
-    # --- what the scheduler asks ---
+    # --- from the scheduler ---
 
     def filter(self, pod: Pod, names: Sequence[str] | None) -> Filtered:
         """Where the pod fits, among all known nodes where none are named. Changes nothing."""
@@ -130,8 +127,8 @@ class ClusterState:
                 return answer
 
     def filter_steps(self, pod: Pod, names: Sequence[str] | None) -> Generator[None, None, Filtered]:
-        """`filter` in steps of a few milliseconds, for an event loop that has others to serve: between two of them the state
-        may change, and each node is judged as it is then."""
+        """`filter` in steps of a few milliseconds, between which the event loop may do other work. The state may change
+        meanwhile: each node is judged as it is at that moment."""
         wanted = signature_of(pod, self._policy.names)
         asked = list(names) if names is not None else [ledger.node.name for ledger in self._ledger.nodes()]
         if not wanted:
@@ -158,7 +155,7 @@ class ClusterState:
                 continue
             verdict = verdicts.get(name)
             if verdict is None or verdict.version != ledger.version:
-                work += cost + (COST_OF_A_PLAN if ledger.is_behind else 0)
+                work += cost + (COST_OF_A_PLAN if ledger.is_stale else 0)
                 verdict = verdicts[name] = self._judge(pod, wanted, ledger)
             if not verdict.text:
                 answer.fitting.append(name)
@@ -184,10 +181,10 @@ class ClusterState:
         return scores
 
     def reserve(self, pod: Pod, node: str, now: float) -> Reservation | Refused:
-        """Plan the pod on the node and set its GPUs aside: decided and committed in this call.
+        """Plan the pod on the node and reserve its GPUs: decided and committed in this call.
 
-        The same pod on the same node again gives the same reservation. Refused also where an earlier bind of the pod to
-        another node is not settled.
+        The same pod on the same node again gives the same reservation. Refused also while the outcome of an earlier bind of
+        the pod to another node is unknown.
         """
         known = self._ledger.reservation(pod.uid)
         if known is not None:
@@ -201,26 +198,26 @@ class ClusterState:
         invalid = self._invalid(pod)
         if invalid:
             return Refused(reason=RefusalReason.INVALID_REQUEST, detail=invalid)
-        plan = plan_pod(pod, ledger.rooms, ledger.node.topology, self._policy)
+        plan = plan_pod(pod, ledger.gpus, ledger.node.topology, self._policy)
         if isinstance(plan, Refused):
             return Refused(reason=plan.reason, detail=f"node {node}: {plan.detail}")
-        made = self._ledger.reserve(pod, node, plan, now)
-        self._tell(None, made)
-        return made
+        reservation = self._ledger.reserve(pod, node, plan, now)
+        self._notify(None, reservation)
+        return reservation
 
     def undo(self, uid: PodUid) -> None:
-        """The bind did not happen. What is bound, or is held by the agent, stays."""
+        """The bind did not happen. What is bound, or reported by the agent, stays."""
         known = self._ledger.reservation(uid)
         if known is not None and known.stage is Stage.ASSUMED:
-            self._tell(self._ledger.release(uid), None)
+            self._notify(self._ledger.release(uid), None)
 
     def bound(self, uid: PodUid) -> None:
-        """The API server has taken the bind."""
+        """The API server has accepted the bind."""
         self._ledger.mark_bound(uid)
 
     def victims(self, pod: Pod, candidates: Mapping[str, Sequence[PodUid]]) -> dict[str, list[PodUid]]:
-        """The nodes where the pod fits once these pods are gone, each with its victims as they were given: what else they
-        make room for is the scheduler's matter. Where a quota is used up nobody is evicted, whoever uses it."""
+        """The nodes where the pod fits once these pods are gone, each with its victims as they were given: the scheduler may
+        evict them for other resources too. Where a quota is used up no pod is evicted."""
         wanted = signature_of(pod, self._policy.names)
         if not wanted:
             return {node: list(uids) for node, uids in candidates.items()}
@@ -229,12 +226,12 @@ class ClusterState:
             ledger = self._ledger.node(node)
             if ledger is None or self._invalid(pod) or self._over_quota(pod, ledger, {}):
                 continue
-            rooms = ledger.rooms_without(frozenset(uids))
-            if not isinstance(plan_pod(pod, rooms, ledger.node.topology, self._policy), Refused):
+            gpus = ledger.gpus_without(frozenset(uids))
+            if not isinstance(plan_pod(pod, gpus, ledger.node.topology, self._policy), Refused):
                 kept[node] = list(uids)
         return kept
 
-    # --- what others may know ---
+    # --- for everybody ---
 
     def reservation(self, uid: PodUid) -> Reservation | None:
         return self._ledger.reservation(uid)
@@ -242,11 +239,12 @@ class ClusterState:
     def reservations(self) -> list[Reservation]:
         """Of all pods, by node and UID; then those of nodes that are away."""
         known = [r for ledger in self._ledger.nodes() for _, r in sorted(ledger.reservations.items())]
-        return known + self._ledger.orphans()
+        return known + self._ledger.pending()
 
-    def node(self, name: str) -> ClusterNode | None:
+    def gpus(self, name: str) -> Sequence[GpuAccount]:
+        """The accounts of a node's GPUs, none of a node that is not known."""
         ledger = self._ledger.node(name)
-        return ledger.node if ledger is not None else None
+        return ledger.gpus if ledger is not None else ()
 
     def node_names(self) -> list[str]:
         """Sorted."""
@@ -257,13 +255,7 @@ class ClusterState:
         ledger = self._ledger.node(name)
         return node_document(ledger) if ledger is not None else None
 
-    def document(self) -> dict[str, Any]:
-        """Everything, sorted. Of a large cluster it takes a second: ask node by node there."""
-        return {"nodes": [node_document(ledger) for ledger in self._ledger.nodes()]}
-
-    # --- inner workings ---
-
-    def _tell(self, old: Reservation | None, new: Reservation | None) -> None:
+    def _notify(self, old: Reservation | None, new: Reservation | None) -> None:
         if old != new:
             self._on_change(old, new)
 
@@ -277,17 +269,17 @@ class ClusterState:
         return verdicts
 
     def _judge(self, pod: Pod, wanted: Signature, ledger: NodeLedger) -> _Verdict:
-        room, names = ledger.room, self._policy.names
-        for wish in wanted:
-            if not has_room(room, wish):
-                return _Verdict(ledger.version, lack_text(room, wish, names), lacks_at_all(room, wish))
+        capacity, names = ledger.capacity, self._policy.names
+        for request in wanted:
+            if not fits(capacity, request):
+                return _Verdict(ledger.version, lack_text(capacity, request, names), exceeds_node(capacity, request))
         if len(wanted) > 1:
-            if not may_fit_together(room, wanted):
-                return _Verdict(ledger.version, together_text(room, wanted))
-            plan = plan_pod(pod, ledger.rooms, ledger.node.topology, self._policy)
+            if not may_fit_together(capacity, wanted):
+                return _Verdict(ledger.version, together_text(capacity, wanted))
+            plan = plan_pod(pod, ledger.gpus, ledger.node.topology, self._policy)
             if isinstance(plan, Refused):
                 return _Verdict(ledger.version, plan.detail, plan.reason is RefusalReason.INVALID_REQUEST)
-        return _Verdict(ledger.version, "", score=score(room, wanted, self._policy.node_policy))
+        return _Verdict(ledger.version, "", score=score(capacity, wanted, self._policy.node_policy))
 
     def _over_quota(self, pod: Pod, ledger: NodeLedger, known: dict[tuple[str, str], str]) -> str:
         if self._quota is None:
@@ -318,6 +310,6 @@ class ClusterState:
 def _elsewhere(pod: Pod, known: Reservation) -> Refused:
     return Refused(
         reason=RefusalReason.NOT_READY,
-        detail=f"pod {pod.namespace}/{pod.name} is {known.stage} on node {known.node}, and its bind there is not settled. "
-        "The scheduler tries again.",
+        detail=f"pod {pod.namespace}/{pod.name} is {known.stage} on node {known.node}, and the outcome of its bind "
+        "there is unknown. The scheduler tries again.",
     )

@@ -1,13 +1,13 @@
-"""Which of several replicas decides: the one whose name is in a Lease, by the rules of client-go's election.
+"""Leader election: the replica named in a Lease decides, by the rules of client-go's election.
 
-Lease: coordination.k8s.io/v1. The clock is this process's own: a lease is taken over when its record has not changed for its
-duration as seen from here, so clocks of hosts need not agree. A leader counts its time from before it asked, and stops at
-the renew deadline, which is shorter than the lease: by then no other can lead, and its last requests have ended before one
-does. Where the lease turns out to be another's, or gone, it stops at once; and a lease that is gone is made anew only after
-its whole duration, for a leader that has not noticed goes on until its deadline. kubernetes-asyncio's election was looked
-at: no limit on its requests, the wall clock, and it ends the process.
+Lease: coordination.k8s.io/v1. Only this process's clock counts: a lease is taken over when its record has not changed for
+its duration as observed here, so clocks of hosts need not agree. A leader counts its time from before its request, and
+stops at the renew deadline, which is shorter than the lease: until then no other replica can lead, and its last requests
+end before one does. A leader whose lease is another's, or deleted, stops at once. A deleted lease is created again only
+after its whole duration, for a leader that has not noticed continues until its deadline. Rejected: kubernetes-asyncio's
+election has no limit on its requests, uses the wall clock, and ends the process.
 
-The mutable state is: the lease as last seen and since when, since when it is absent, and until when this replica leads.
+State owned: the lease as last read and since when, since when it is absent, and until when this replica leads.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected
 log = structlog.get_logger(__name__)
 
 MAX_DURATION_S = 3600.0
-"""Of another's lease: who can write a lease could otherwise stop the election for ever."""
+"""Of another's lease: a client that can write it could otherwise stop the election for ever."""
 RELEASE_TIMEOUT_S = 2.0
 SHORTEST_PAUSE_S = 0.01
 RELEASED_S = 1
-"""The duration of a lease that was given back."""
+"""The duration of a released lease."""
 
 
 class KeepsLeases(Protocol):
@@ -45,7 +45,8 @@ class KeepsLeases(Protocol):
 
 
 def boot_time_s() -> float:
-    """Seconds that a suspended host counts as well: the others' clocks go on meanwhile. The monotonic clock stands still."""
+    """Seconds including those of a suspended host, in which other replicas' clocks go on. The monotonic clock stands
+    still."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -83,40 +84,40 @@ class LeaderElection:
         self._raw: dict[str, Any] | None = None
         self._leads_until = float("-inf")
         self._was_leading = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self.term = 0
         """Counts the times that this replica became the leader."""
         self.holder = ""
-        """Who held the lease when it was last read."""
+        """The holder of the lease when it was last read."""
 
     def leads(self) -> bool:
         """Whether this replica may decide at this moment."""
         return self._clock() < self._leads_until
 
     async def wait_change(self, term: int, is_leading: bool) -> None:
-        """Until leadership is another than what the caller knows."""
+        """Until leadership differs from what the caller knows."""
         while (self.term, self.leads()) == (term, is_leading):
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
     async def run(self) -> NoReturn:
         """Take part until cancelled."""
         while True:
             try:
-                await self._round()
+                await self.try_acquire_or_renew()
             except AgentError as e:
                 level = log.error if isinstance(e, Rejected) else log.warning
                 level("lease_not_renewed" if self.leads() else "lease_not_read", error=str(e), leads=self.leads())
-            self._tell()
+            self.report_transition()
             await self._pause()
-            self._tell()
+            self.report_transition()
 
     async def release(self) -> None:
-        """Give the lease back, so that another need not wait for its end. The caller has stopped deciding."""
+        """Release the lease, so that another replica need not wait for its end. The caller has stopped deciding."""
         if not self.leads() or self._raw is None:
             return
         self._leads_until = float("-inf")
-        self._tell()
+        self.report_transition()
         try:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
                 await self._api.replace_lease(
@@ -126,7 +127,7 @@ class LeaderElection:
             log.info("lease_not_released", error=str(e), then="it ends by itself")
 
     async def _pause(self) -> None:
-        """Until the next look, or until the time to lead, or to wait for an absent lease, is over."""
+        """Until the next read, or until the time to lead, or to wait for an absent lease, is over."""
         pause_s = self._terms.retry_s * random.uniform(0.9, 1.1)  # noqa: S311 - spreads load, no secret
         if self.leads():
             pause_s = min(pause_s, max(self._leads_until - self._clock(), 0.0))
@@ -134,18 +135,18 @@ class LeaderElection:
             pause_s = min(pause_s, max(self._absent_since + self._absence_s() - self._clock(), SHORTEST_PAUSE_S))
         await asyncio.sleep(pause_s)
 
-    async def _round(self) -> None:
-        """One look, and one write where the lease is ours, or may be taken."""
+    async def try_acquire_or_renew(self) -> None:
+        """One read, and one write where the lease is ours, or may be taken."""
         if not self.leads():
-            await self._look()
+            await self._read()
         if self._raw is None:
             if self._may_create():
                 await self._write(self._api.create_lease, (self._terms.namespace,))
         elif self.holder == self._identity or self._was_released() or self._has_ended():
             await self._replace()
 
-    async def _look(self) -> None:
-        """Read the lease. Not while leading: a leader learns by its renewal whether somebody has written it."""
+    async def _read(self) -> None:
+        """Not while leading: a leader's renewal fails where another client has written the lease."""
         try:
             self._note(await self._api.get_lease(self._terms.namespace, self._terms.name))
         except NotFound:
@@ -159,7 +160,7 @@ class LeaderElection:
         except Conflict:
             if self._raw is None or self.holder != self._identity:
                 raise
-            await self._write(self._api.replace_lease, place)  # ours after all: somebody has labelled it, say
+            await self._write(self._api.replace_lease, place)  # ours after all: another client has labelled it, say
 
     async def _write(self, write: Callable[..., Awaitable[dict[str, Any]]], place: tuple[str, ...]) -> None:
         """Make the lease ours. Where it is no longer what we read, we lead no more until it was read as ours."""
@@ -167,8 +168,8 @@ class LeaderElection:
         try:
             self._note(await write(*place, self._record(self._identity)))
         except Conflict:
-            self._stop_leading()  # somebody wrote it, perhaps to take it
-            await self._look()
+            self._stop_leading()  # another client wrote it, perhaps to take it
+            await self._read()
             raise
         except NotFound:
             self._note_absent()
@@ -180,7 +181,7 @@ class LeaderElection:
         self._leads_until = float("-inf")
 
     def _note_absent(self) -> None:
-        """Somebody has deleted the lease, or it never was."""
+        """The lease was deleted, or never existed."""
         if self._absent_since is None:
             self._absent_since = self._clock()
         self._raw, self.holder = None, ""
@@ -189,12 +190,12 @@ class LeaderElection:
         return self._absent_since is not None and self._clock() - self._absent_since >= self._absence_s()
 
     def _absence_s(self) -> float:
-        """How long a lease has to be absent before it is made: as long as another may lead by the one that was deleted.
-        Where we have never seen one this is the first installation, most likely, and nobody leads."""
+        """How long a lease has to be absent before it is created: as long as another replica may lead by the deleted one.
+        Where none was ever read this is the first installation, most likely, and no replica leads."""
         return self._terms.duration_s if self._seen else self._terms.retry_s
 
     def _note(self, raw: dict[str, Any]) -> None:
-        """What the lease says, and since when it says so."""
+        """The lease as read, and since when it is unchanged."""
         self._raw, self._absent_since = raw, None
         spec = _mapping(raw.get("spec"))
         holder = spec.get("holderIdentity")
@@ -210,8 +211,8 @@ class LeaderElection:
             self._seen, self._seen_at = seen, self._clock()
 
     def _was_released(self) -> bool:
-        """Given back in order, as `release` and client-go do it: whoever empties the holder by hand leaves a leader that
-        does not know it yet."""
+        """Released in order, as `release` and client-go do it. A holder emptied by hand leaves a leader that does not know
+        it yet."""
         return not self.holder and _mapping((self._raw or {}).get("spec")).get("leaseDurationSeconds") == RELEASED_S
 
     def _has_ended(self) -> bool:
@@ -220,7 +221,7 @@ class LeaderElection:
         return self._clock() - self._seen_at > max(self._terms.duration_s, min(theirs_s, MAX_DURATION_S))
 
     def _record(self, holder: str, duration_s: float | None = None) -> dict[str, Any]:
-        """The lease as it should be; what others wrote into its metadata stays."""
+        """The lease as it should be; its metadata stays as read."""
         spec = _mapping((self._raw or {}).get("spec"))
         now = self._now().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         transitions = spec.get("leaseTransitions")
@@ -240,7 +241,7 @@ class LeaderElection:
             },
         }
 
-    def _tell(self) -> None:
+    def report_transition(self) -> None:
         """Wake those who wait for a change; a term begins with the first moment of leading."""
         is_leading = self.leads()
         if is_leading and not self._was_leading:
@@ -250,7 +251,7 @@ class LeaderElection:
             log.warning("leading_no_more", lease=f"{self._terms.namespace}/{self._terms.name}", holder=self.holder)
         if is_leading != self._was_leading:
             self._was_leading = is_leading
-            self._news.set()
+            self._changed.set()
 
 
 class AlwaysLeads:

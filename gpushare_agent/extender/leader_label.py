@@ -1,8 +1,8 @@
-"""The label by which a Service finds the replica that leads: on the leader's own pod, and on no other of its Deployment.
+"""The label by which a Service selects the leader: on the leader's own pod, and on no other of its Deployment.
 
-Readiness cannot say it: an update or a drain waits for replicas that are ready, and only one leads. The label is looked
-after while the process runs, for people and late requests may change it. No decision rests on it: a replica that does not
-lead refuses whatever reaches it. No mutable state but whether this process may have left the label.
+Readiness cannot carry it: an update or a drain waits until every replica is ready, and only one leads. The label is
+checked while the process runs, for other clients and late requests may change it. No decision depends on it: a replica
+that does not lead refuses every request. State owned: whether this process may have left the label on its pod.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROLE_LABEL = "gpushare-agent/role"
 LEADER = "leader"
 APP_LABEL = "app.kubernetes.io/name"
 """What the pods of one Deployment have in common, and others of the namespace have not."""
-LOOK_PERIOD_S = 30.0
+CHECK_PERIOD_S = 30.0
 ROUND_TIMEOUT_S = 15.0
 WITHDRAW_TIMEOUT_S = 2.0
 _CURE = "POD_NAME and POD_NAMESPACE must name this pod, and the service account needs get, list and patch on pods"
@@ -66,30 +66,30 @@ class LeaderLabel:
         namespace: str,
         name: str,
         backoff: Backoff | None = None,
-        look_period_s: float = LOOK_PERIOD_S,
+        check_period_s: float = CHECK_PERIOD_S,
     ) -> None:
         self._api = api
         self._election = election
         self._namespace = namespace
         self._name = name
-        self._backoff = backoff or Backoff(base_s=0.5, cap_s=LOOK_PERIOD_S)
-        self._look_period_s = look_period_s
+        self._backoff = backoff or Backoff(base_s=0.5, cap_s=CHECK_PERIOD_S)
+        self._check_period_s = check_period_s
         self._may_be_left = True
         """An earlier container of this pod may have died with it."""
 
     async def run(self) -> NoReturn:
-        """Keep the label where it belongs until cancelled."""
+        """Keep the label on the leader alone, until cancelled."""
         failures = 0
         while True:
             term, is_leading = self._election.term, self._election.leads()
             try:
                 async with asyncio.timeout(ROUND_TIMEOUT_S):
                     await (self._claim() if is_leading else self._drop())
-                failures, pause_s = 0, self._look_period_s
+                failures, pause_s = 0, self._check_period_s
             except (AgentError, TimeoutError) as e:
                 failures += 1
                 pause_s = self._backoff.delay_s(failures)
-                self._complain(is_leading, str(e) or "the API server did not answer in time", pause_s)
+                self._log_failure(is_leading, str(e) or "the API server did not answer in time", pause_s)
             try:
                 async with asyncio.timeout(pause_s):
                     await self._election.wait_change(term, is_leading)
@@ -145,7 +145,7 @@ class LeaderLabel:
             await self._api.patch_pod_labels(self._namespace, self._name, uid, {ROLE_LABEL: None})
         self._may_be_left = False
 
-    def _complain(self, is_leading: bool, error: str, pause_s: float) -> None:
+    def _log_failure(self, is_leading: bool, error: str, pause_s: float) -> None:
         then = "the Service may not find this leader" if is_leading else "the next leader removes the label"
         log.warning(
             "leader_label_not_written",

@@ -1,7 +1,7 @@
 """The JSON between kube-scheduler and its extender, read with bounds and written with the exact names.
 
 Format: k8s.io/kube-scheduler/extender/v1 (its Go types have no JSON tags: fields are written as they are named there, and
-read in any case, as Go does). Who asks may be anybody who reaches the port: whatever does not fit raises Corrupt.
+read in any case, as Go does). Any client may reach the port: whatever does not fit the format raises Corrupt.
 The pod's annotations are not read. No state.
 """
 

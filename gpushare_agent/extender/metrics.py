@@ -1,7 +1,7 @@
-"""The extender's metrics: counted where things happen, read at /metrics. Listed in docs/extender.md.
+"""The extender's metrics: counted by event, read at /metrics. Listed in docs/extender.md.
 
 Methods are named for the event and never fail. Label sets that are known from the start begin at zero, or rate() would miss
-the first event. The mutable state is the registry, one per instance.
+the first event. State owned: the registry, one per instance.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ExtenderMetrics:
         self._retries = _counter(
             registry, "bind_retries", "Requests of a bind that the API server did not carry out at once.", (), []
         )
-        self._settled = _counter(
+        self._resolved = _counter(
             registry,
             "binds_settled",
             "Binds whose outcome was unknown at first, by what it was.",
@@ -78,14 +78,14 @@ class ExtenderMetrics:
         )
 
     def _count_cluster(self, registry: CollectorRegistry) -> None:
-        self._forged = _counter(
+        self._foreign_predicates = _counter(
             registry,
             "foreign_predicates",
             "Pods whose predicate annotations agree with no reservation of this extender: forged, or another's.",
             (),
             [],
         )
-        self._complaints = _counter(
+        self._nodes_unreadable = _counter(
             registry, "node_annotations_unreadable", "Node annotations of the agent that could not be read.", (), []
         )
         self._disagreements = _counter(
@@ -138,19 +138,19 @@ class ExtenderMetrics:
     def bind_retried(self) -> None:
         self._retries.inc()
 
-    def bind_settled(self, outcome: str) -> None:
-        self._settled.labels(outcome).inc()
+    def bind_resolved(self, outcome: str) -> None:
+        self._resolved.labels(outcome).inc()
 
-    def expired(self) -> None:
+    def reservation_expired(self) -> None:
         self._expired.inc()
 
     # --- the cluster ---
 
-    def forged(self) -> None:
-        self._forged.inc()
+    def foreign_predicate(self) -> None:
+        self._foreign_predicates.inc()
 
-    def node_complaint(self) -> None:
-        self._complaints.inc()
+    def node_unreadable(self) -> None:
+        self._nodes_unreadable.inc()
 
     def disagreed(self) -> None:
         self._disagreements.inc()
@@ -170,11 +170,11 @@ class ExtenderMetrics:
     def became_leader(self) -> None:
         self._leaderships.inc()
 
-    # --- what is ---
+    # --- the present state ---
 
     def show(self, name: str, documentation: str, label: str, read: Callable[[], Mapping[str, float]]) -> None:
-        """A gauge that is asked for at each scrape: by the values of its one label, or with an empty label alone."""
-        self.registry.register(_Asked(f"gpushare_extender_{name}", documentation, label, read))
+        """A gauge read at each scrape: by the values of its one label, or without a label under an empty key."""
+        self.registry.register(_ReadAtScrape(f"gpushare_extender_{name}", documentation, label, read))
 
     def exposition(self, accept: str) -> tuple[str, bytes]:
         """Content type and text, in the format that an Accept header asks for."""
@@ -182,7 +182,7 @@ class ExtenderMetrics:
         return content_type, encode(self.registry)
 
 
-class _Asked(Collector):
+class _ReadAtScrape(Collector):
     def __init__(self, name: str, documentation: str, label: str, read: Callable[[], Mapping[str, float]]) -> None:
         self._name = name
         self._documentation = documentation
@@ -206,7 +206,7 @@ def _counter(
     labels: tuple[str, ...],
     begin: Iterable[tuple[str, ...]],
 ) -> Counter:
-    """`begin` are the label values that are known from the start."""
+    """`begin` are the label values known from the start."""
     counter = Counter(f"gpushare_extender_{name}", documentation, labels, registry=registry)
     for values in begin:
         counter.labels(*values)

@@ -1,7 +1,7 @@
-"""A Node of the API server's JSON as the scheduler extender needs it: its GPUs, how they are linked, and who holds them.
+"""Reads a Node of the API server: its GPUs, how they are linked, and what is allocated of them to which pod.
 
-Read once, bounded, and never trusted. What the node's annotations cannot tell is taken from its counts of the resources, and
-the complaint says so; nothing raises. Formats: docs/node-facts.md, Kubernetes core/v1 Node.
+Everything is checked and bounded; nothing raises. Where the annotations cannot be read, the node's resource counts are used
+instead, and `problem` names the reason. Formats: docs/node-facts.md, Kubernetes core/v1 Node.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from gpushare_agent.placement.topology_tree import build_topology
 MAX_GPUS = 64
 """Of a node, and highest index plus one: the tree over their links takes the cube of it in steps."""
 MAX_PODS = 512
-"""That hold GPUs of one node."""
+"""With GPUs of one node."""
 _MAX_UID_CHARS = 128
 _MAX_LABEL_CHARS = 63
 _MAX_COUNT = 1 << 30
@@ -46,11 +46,11 @@ _TOPOLOGIES_KEPT = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReading:
-    """`node` is None where it offers nothing of ours. `complaint` is for the log: what could not be read, and what is taken
-    instead; empty where all is well."""
+    """`node` is None where it offers nothing of ours. `problem` is for the log: what cannot be read, and what is used
+    instead; else empty."""
 
     node: ClusterNode | None
-    complaint: str = ""
+    problem: str = ""
 
 
 def read_node(raw: Mapping[str, Any], names: ResourceNames, *, model_label: str, pool_label: str) -> NodeReading:
@@ -58,7 +58,7 @@ def read_node(raw: Mapping[str, Any], names: ResourceNames, *, model_label: str,
     metadata, status = _mapping(raw.get("metadata")), _mapping(raw.get("status"))
     name = metadata.get("name")
     if not isinstance(name, str) or not name:
-        return NodeReading(node=None, complaint="a node without a name is left out")
+        return NodeReading(node=None, problem="a node without a name is left out")
     counts = _counts(status, names)
     offered = [counts[resource] for resource in (names.vcore, names.gpu_mem) if resource in counts]
     if not offered:
@@ -66,22 +66,22 @@ def read_node(raw: Mapping[str, Any], names: ResourceNames, *, model_label: str,
     labels, annotations = _mapping(metadata.get("labels")), _mapping(metadata.get("annotations"))
     model, pool = _label(labels, model_label), _label(labels, pool_label)
     text = annotations.get(GPUS_ANNOTATION)
-    trouble = ""
+    problem = ""
     if text is not None:
         try:
             gpus, topology = _reported(text, names, is_offered=any(offered))
         except Corrupt as error:
-            trouble = (
+            problem = (
                 f"node {name}: the annotation {GPUS_ANNOTATION} cannot be used: {error}. Its capacity is divided evenly "
                 "instead; see the agent's log there"
             )
         else:
-            held, complaint = _held(
+            allocated, problem = _allocations(
                 name, annotations.get(ALLOCATIONS_ANNOTATION), {str(gpu.index): gpu.index for gpu in gpus}
             )
-            node = ClusterNode(name=name, gpus=gpus, topology=topology, model=model, pool=pool, held=held)
-            return NodeReading(node=node, complaint=complaint)
-    return NodeReading(node=_even_node(name, counts, names, model, pool), complaint=trouble)
+            node = ClusterNode(name=name, gpus=gpus, topology=topology, model=model, pool=pool, allocated=allocated)
+            return NodeReading(node=node, problem=problem)
+    return NodeReading(node=_even_node(name, counts, names, model, pool), problem=problem)
 
 
 # --- the GPUs ---
@@ -94,13 +94,13 @@ def _reported(text: object, names: ResourceNames, *, is_offered: bool) -> tuple[
     if not gpus:
         raise Corrupt("it lists no GPUs")
     if gpus[-1].index >= MAX_GPUS:
-        raise Corrupt(f"it has a GPU {gpus[-1].index}; indexes below {MAX_GPUS} are understood")
+        raise Corrupt(f"it has a GPU {gpus[-1].index}; only indexes below {MAX_GPUS} are supported")
     if reported.memory_block_mib not in (None, names.memory_block_mib):
         raise Corrupt(
             f"its memory blocks are of {reported.memory_block_mib} MiB, here they are of {names.memory_block_mib}: make the "
             "setting memory_block_mib the same everywhere"
         )
-    uuids = [gpu.uuid or _made_uuid(gpu.index) for gpu in gpus]
+    uuids = [gpu.uuid or _substitute_uuid(gpu.index) for gpu in gpus]
     if len(set(uuids)) != len(uuids):
         raise Corrupt("two GPUs have the same UUID")
     found = tuple(
@@ -115,8 +115,8 @@ def _reported(text: object, names: ResourceNames, *, is_offered: bool) -> tuple[
     return found, _topology_of(reported.gpus)
 
 
-def _made_uuid(index: int) -> str:
-    """For a GPU that nobody names: placement tells GPUs apart by it."""
+def _substitute_uuid(index: int) -> str:
+    """For a GPU without a UUID: placement distinguishes GPUs by it."""
     return sys.intern(f"card-{index}")
 
 
@@ -125,7 +125,7 @@ def _topology_of(gpus: Iterable[ReportedGpu]) -> Topology:
     in_order = tuple(gpus)
     size = len(in_order)
     if any(len(gpu.links) not in (0, size) for gpu in in_order):
-        raise Corrupt("the `links` of a GPU are not one word for each GPU")
+        raise Corrupt("the `links` of a GPU are not one text for each GPU")
     return _topology(
         tuple(gpu.index for gpu in in_order),
         tuple(gpu.links for gpu in in_order),
@@ -134,23 +134,23 @@ def _topology_of(gpus: Iterable[ReportedGpu]) -> Topology:
 
 
 @lru_cache(maxsize=_TOPOLOGIES_KEPT)
-def _topology(indexes: tuple[int, ...], words: tuple[tuple[str, ...], ...], numa: tuple[int | None, ...]) -> Topology:
+def _topology(indexes: tuple[int, ...], texts: tuple[tuple[str, ...], ...], numa: tuple[int | None, ...]) -> Topology:
     """One object for all nodes of one build."""
     size = max(indexes, default=-1) + 1
     kinds = ((LinkKind.SELF if a == b else LinkKind.SYS for b in range(size)) for a in range(size))
     matrix = [[Link(kind=kind) for kind in row] for row in kinds]
     nodes: list[int | None] = [None] * size
-    for a, row, numa_node in zip(indexes, words, numa, strict=True):
+    for a, row, numa_node in zip(indexes, texts, numa, strict=True):
         nodes[a] = numa_node
-        for b, word in zip(indexes, row, strict=False):
-            link = link_of_word(word)
+        for b, text in zip(indexes, row, strict=False):
+            link = link_of_word(text)
             if link is None or (link.kind is LinkKind.SELF) != (a == b):
-                raise Corrupt(f"the link of GPUs {a} and {b} is {word[:20]!r}")
+                raise Corrupt(f"the link of GPUs {a} and {b} is {text[:20]!r}")
             matrix[a][b] = link
     for a in range(size):
         for b in range(a):
             if matrix[a][b] != matrix[b][a]:
-                raise Corrupt(f"GPUs {b} and {a} tell different links of each other")
+                raise Corrupt(f"the links of GPUs {b} and {a} to each other differ")
     return build_topology(matrix, nodes)
 
 
@@ -160,20 +160,20 @@ def _even_node(name: str, counts: Mapping[str, int], names: ResourceNames, model
     if not number:
         return None
     gpus = tuple(
-        NodeGpu(index=index, uuid=GpuUuid(_made_uuid(index)), memory_mib=memory_mib) for index in range(number)
+        NodeGpu(index=index, uuid=GpuUuid(_substitute_uuid(index)), memory_mib=memory_mib) for index in range(number)
     )
     indexes = tuple(range(number))
     topology = _topology(indexes, ((),) * number, (None,) * number)
     return ClusterNode(name=name, gpus=gpus, topology=topology, model=model, pool=pool, is_exact=False)
 
 
-# --- who holds them ---
+# --- what is allocated of them ---
 
 
-def _held(
+def _allocations(
     name: str, text: object, indexes: Mapping[str, int]
 ) -> tuple[Mapping[PodUid, tuple[Charge, ...]] | None, str]:
-    """What each pod has by the agent's word; None, and why, where that cannot be read: half of it would be worse."""
+    """What each pod has as the agent reports it; None, and why, where any of it cannot be read: a part would be worse."""
     if text is None:
         return None, ""
     try:
@@ -194,7 +194,7 @@ def _charges(uid: str, raw: Any, indexes: Mapping[str, int]) -> tuple[Charge, ..
     if not uid or len(uid) > _MAX_UID_CHARS:
         raise Corrupt("a pod's UID is empty or too long")
     if not isinstance(raw, dict):
-        raise Corrupt(f"what pod {uid} holds is no JSON object")
+        raise Corrupt(f"what pod {uid} has is no JSON object")
     charges = [_charge(uid, key, counts, indexes) for key, counts in raw.items()]
     return tuple(sorted(charges, key=lambda charge: charge.index))
 
@@ -202,8 +202,8 @@ def _charges(uid: str, raw: Any, indexes: Mapping[str, int]) -> tuple[Charge, ..
 def _charge(uid: str, key: str, raw: Any, indexes: Mapping[str, int]) -> Charge:
     index = indexes.get(key)
     if index is None:
-        raise Corrupt(f"pod {uid} holds something of GPU {key[:20]!r}, which the node does not have")
-    where = f"what pod {uid} holds of GPU {index}"
+        raise Corrupt(f"pod {uid} has something of GPU {key[:20]!r}, which the node does not have")
+    where = f"what pod {uid} has of GPU {index}"
     if not isinstance(raw, list) or len(raw) > _COUNTS or not all(is_count(count, _MAX_COUNT) for count in raw):
         raise Corrupt(f"{where} is no list of at most {_COUNTS} counts")
     cores, blocks, units, whole = [*raw, 0, 0, 0, 0][:_COUNTS]
@@ -216,7 +216,7 @@ def _charge(uid: str, key: str, raw: Any, indexes: Mapping[str, int]) -> Charge:
 
 
 def _counts(status: Mapping[str, Any], names: ResourceNames) -> dict[str, int]:
-    """What can be given out of each resource that the node has: without the devices of unhealthy GPUs."""
+    """Allocatable of each resource that the node has: without the devices of unhealthy GPUs."""
     capacity, allocatable = _mapping(status.get("capacity")), _mapping(status.get("allocatable"))
     reported = {name: allocatable.get(name, capacity.get(name)) for name in names.names}
     return {name: _count(quantity) for name, quantity in reported.items() if quantity is not None}

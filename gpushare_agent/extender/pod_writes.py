@@ -1,11 +1,11 @@
-"""What a bind writes to the API server: the annotations, then the bind itself. No decisions, no books.
+"""What a bind writes to the API server: the annotations, then the bind itself. No decisions.
 
-The patch of the annotations goes first each time, and does three things: it tells the agent the plan, it returns the pod as
-it is now, and, by making a new version of it, it takes the ground from under any earlier bind still under way, since a bind
-names the version it is for. So an unknown outcome is settled by one patch that is answered: a pod that it shows without a
-node can no longer be bound by a request of ours.
+Each try patches the annotations first, which does three things: it carries the plan to the agent, returns the pod as it is
+now, and makes a new version of the pod. A bind names the version it is for, so the new version invalidates every earlier
+bind still under way. One accepted patch therefore resolves an unknown outcome: a pod that it shows without a node can no
+longer be bound by an earlier request of ours.
 
-Formats: docs/formats.md, sections 1 and 5; Kubernetes core/v1 Binding. The mutable state is the last time written.
+Formats: docs/formats.md, sections 1 and 5; Kubernetes core/v1 Binding. State owned: the last time written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from gpushare_agent.cluster.kube.pods import resource_version
 from gpushare_agent.cluster.kube.session import Throttled
-from gpushare_agent.extender.pod_plan import plan_annotations
+from gpushare_agent.extender.decisions.pod_plan import plan_annotations
 from gpushare_agent.extender.pods import lean_pod
 from gpushare_agent.extender.values import Reservation
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
@@ -36,7 +36,7 @@ from gpushare_agent.model.resources import ResourceNames
 
 NOT_LEADING = "this replica of the extender does not lead any more"
 FOREIGN_REMOVED = 64
-"""Annotations in one patch. A pod has room for thousands, and each patch names them all."""
+"""Annotations in one patch. A pod can have thousands, and each patch names them all."""
 
 
 class BindsPods(Protocol):
@@ -61,7 +61,7 @@ class Bind:
 
 
 class ElsewhereError(Exception):
-    """The pod was bound to another node meanwhile: there is nothing left to bind."""
+    """The pod was bound to another node meanwhile."""
 
 
 class PodWrites:
@@ -88,12 +88,12 @@ class PodWrites:
         return lean_pod(await self._api.get_pod(namespace, name), self._names)
 
     async def bind_plain(self, pod: Pod, node: str) -> None:
-        """Of a pod that asks for nothing of ours: once, for there is nothing to lose."""
+        """A pod that asks for nothing of ours: one try, for no reservation depends on it."""
         self._check_leads()
         await self._api.bind_pod(pod.namespace, pod.name, pod.uid, node, pod.resource_version)
 
     async def bind_once(self, bind: Bind) -> AgentError | None:
-        """None when the pod is bound; an error that another try may cure. Raises what none can."""
+        """None when the pod is bound; an error that another try may cure. Raises the other errors."""
         reservation = bind.reservation
         try:
             raw_pod = await self.announce(bind)
@@ -124,10 +124,10 @@ class PodWrites:
         return None
 
     async def announce(self, bind: Bind) -> dict[str, Any] | None:
-        """As `annotate`; in the version returned, the pod bears no choice of GPUs but the plan's, for an agent follows
-        one where it can, whoever wrote it.
+        """As `annotate`; in the version returned, the plan's are the pod's only annotations that choose GPUs, for an agent
+        follows such annotations whoever wrote them.
 
-        Raises Conflict where somebody writes such annotations meanwhile, Rejected where there are too many of them.
+        Raises Conflict where a client writes such annotations meanwhile, Rejected where there are too many of them.
         """
         reservation = bind.reservation
         raw_pod = await self.annotate(bind)
@@ -139,19 +139,21 @@ class PodWrites:
             return None
         if len(foreign) > FOREIGN_REMOVED:
             raise Rejected(
-                f"it bears {len(foreign)} annotations that choose GPUs and are none of the plan, the first of them "
+                f"it has {len(foreign)} annotations that choose GPUs and are not the plan's, the first of them "
                 f"{foreign[0]}. {FOREIGN_REMOVED} of them were removed, which is all that one bind does; the pod's owner "
-                "should remove the others, and find what writes them"
+                "should remove the others, and find the client that writes them"
             )
         if left := foreign_annotations(raw_pod, reservation):
-            raise Conflict(f"somebody writes its annotation {left[0]}, which only an extender may, while it is bound")
+            raise Conflict(
+                f"another client writes its annotation {left[0]}, which only an extender may, while it is being bound"
+            )
         return raw_pod
 
     async def annotate(self, bind: Bind, removed: Iterable[str] = ()) -> dict[str, Any] | None:
-        """Tells the plan in the annotations; the pod as it is then, None where it is bound to our node.
+        """Writes the plan into the annotations. The pod as it is then, None where it is bound to our node.
 
-        Once it returns, no earlier bind of ours can come true. Raises NotFound
-        where the pod is gone, ElsewhereError where it is on another node.
+        Once it returns, no earlier bind of ours can succeed. Raises NotFound where the pod is gone, ElsewhereError where it
+        is on another node.
         """
         reservation = bind.reservation
         annotations = {**dict.fromkeys(removed), **self._annotations(reservation)}
@@ -215,7 +217,7 @@ def extender_annotations(reservation: Reservation, time_ns: int) -> dict[str, st
 
 
 def foreign_annotations(raw_pod: Mapping[str, Any] | None, reservation: Reservation) -> list[str]:
-    """Names of the pod's annotations that choose GPUs, or say that an extender did, and are none of the plan. Sorted."""
+    """Names of the pod's annotations that choose GPUs, or state that an extender did, and are not the plan's. Sorted."""
     metadata = raw_pod.get("metadata") if raw_pod is not None else None
     present = metadata.get("annotations") if isinstance(metadata, Mapping) else None
     if not isinstance(present, Mapping):

@@ -1,7 +1,7 @@
-"""The cluster's pods as the extender keeps them: what they ask for, and where they are. Fifty thousand of them are kept.
+"""Reads pods as the extender keeps them, fifty thousand of them: their requests and their node.
 
-Containers that ask for nothing of ours are left out (positions are kept), and so is everything that a tenant can write
-but the requests. Containers that are alike are one object. No state but that cache of values.
+Containers that ask for nothing of ours are left out (positions are kept), and so are all fields that a tenant can write
+besides the requests. Equal containers are one object. No state but that cache of values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_ANNOTATION_CHARS = 256
 
 
 def asks_for_ours(raw: Mapping[str, Any], names: ResourceNames) -> bool:
-    """A quick look at a raw pod: most of a cluster's pods ask for nothing of ours. True where it cannot be read."""
+    """A quick check of a raw pod: most of a cluster's pods ask for nothing of ours. True where it cannot be read."""
     spec = raw.get("spec")
     if not isinstance(spec, dict):
         return True
@@ -63,8 +63,8 @@ def lean_pod(raw: Mapping[str, Any], names: ResourceNames) -> Pod:
 
 
 def predicate_annotations(raw: Mapping[str, Any]) -> dict[str, str]:
-    """What a pod's annotations say of an extender's choice: the node's, and the GPUs' by container. Never believed, only
-    compared."""
+    """The pod's annotations with an extender's choice: of the node, and of GPUs by container. Only to be compared: any
+    tenant can write them."""
     metadata = raw.get("metadata")
     annotations = metadata.get("annotations") if isinstance(metadata, dict) else None
     if not isinstance(annotations, dict):

@@ -1,6 +1,6 @@
-"""gpu-admission's configuration file, for who moves from it to this extender.
+"""Reads gpu-admission's configuration file, for a migration from it.
 
-Format: JSON, docs/formats.md, section 9. Its SkipBindTime is accepted and not used: nothing is waited for here.
+Format: JSON, docs/formats.md, section 9. Its SkipBindTime is accepted and not used: there is no such wait here.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def read_admission_config(path: Path) -> dict[str, str]:
     unknown = sorted(raw.keys() - FIELDS.keys() - _UNUSED)
     if unknown:
         raise StartupError(f"{what}: {unknown[0][:80]!r} is no field of it; the fields are {', '.join(sorted(FIELDS))}")
-    given = {field: raw[field] for field in sorted(FIELDS) if raw.get(field)}
-    for field, value in given.items():
+    found = {field: raw[field] for field in sorted(FIELDS) if raw.get(field)}
+    for field, value in found.items():
         if not isinstance(value, str):
             raise StartupError(f"{what}: {field} is no text")
-    return {FIELDS[field]: value for field, value in given.items()}
+    return {FIELDS[field]: value for field, value in found.items()}

@@ -1,4 +1,4 @@
-"""The cluster as the scheduler extender sees it: nodes with their GPUs, and what it has set aside for pods.
+"""The cluster as the scheduler extender sees it: nodes with their GPUs, and the reservations of pods.
 
 Sources: the agent's annotations on the node (`gpushare-agent/cards`, `gpushare-agent/held`), never a pod's annotations,
 which any tenant can write. GPUs are named by their index on the node.
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
 
 from gpushare_agent.model.names import GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.topology import Topology
+from gpushare_agent.placement.request import SharePolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class NodeGpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Charge:
-    """What a pod takes of one GPU, all its containers together."""
+    """What a pod has of one GPU, all its containers together."""
 
     index: int
     cores: int = 0
@@ -40,8 +40,9 @@ class Charge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
-    """One node that offers our resources. `is_exact` is False where the agent has not told of its GPUs and the node's
-    capacity was divided evenly. `held` is what each pod has of each GPU by the agent's ledger, None where it is silent."""
+    """One node that offers our resources. `is_exact` is False where the agent has not reported its GPUs and the node's
+    capacity is divided evenly. `allocated` is what each pod has of each GPU as the agent reports it, None without a
+    report."""
 
     name: str
     gpus: tuple[NodeGpu, ...]
@@ -49,17 +50,17 @@ class ClusterNode:
     model: str = ""
     pool: str = ""
     is_exact: bool = True
-    held: Mapping[PodUid, tuple[Charge, ...]] | None = None
+    allocated: Mapping[PodUid, tuple[Charge, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPolicy:
-    """The settings that bear on what the extender decides. `names` must be those of the nodes' agents, and `share_policy`
-    theirs too: else both choose different GPUs."""
+    """The settings on which the extender's decisions depend. `names` and `share_policy` must be those of the nodes' agents:
+    else both choose different GPUs."""
 
     names: ResourceNames
-    share_policy: Literal["binpack", "spread"] = "binpack"
-    node_policy: Literal["binpack", "spread"] = "binpack"
+    share_policy: SharePolicy = "binpack"
+    node_policy: SharePolicy = "binpack"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ class PlannedContainer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodPlan:
-    """Where a pod's containers go on one node, and what that takes of each GPU (sorted by index)."""
+    """Where a pod's containers go on one node, and what the pod has then of each GPU (sorted by index)."""
 
     containers: tuple[PlannedContainer, ...]
     charges: tuple[Charge, ...]
@@ -92,16 +93,16 @@ class Stage(StrEnum):
     ASSUMED = "assumed"
     """In memory; the bind is under way, or its outcome unknown."""
     BOUND = "bound"
-    """The pod is bound to the node; its agent has not told of it yet."""
+    """The pod is bound to the node; its agent has not reported it yet."""
     CONFIRMED = "confirmed"
-    """The node's agent holds it: its GPUs count, whatever was planned."""
+    """The node's agent reports it: the reported GPUs count, whatever was planned."""
     UNPLACED = "unplaced"
-    """Bound by somebody else, or before our time, and nobody tells its GPUs: charged wherever it could be."""
+    """Bound by another scheduler, or before this process started, and not reported: charged on every GPU where it may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """What is set aside for one pod. `at` is monotonic seconds."""
+    """What is reserved for one pod. `at` is monotonic seconds."""
 
     pod_uid: PodUid
     namespace: str

@@ -1,8 +1,8 @@
-"""The verbs of the scheduler extender, as values: filter, prioritize, preempt and bind. HTTP and JSON: extender_web.py.
+"""The verbs of the scheduler extender, as values: filter, prioritize, preempt and bind. HTTP and JSON: http.py.
 
-With reserve=bind, filter changes nothing, so that preemption and autoscalers may ask what would be; GPUs are set aside by
-bind. With reserve=filter it does what gpu-admission's does, for schedulers that bind themselves: it chooses one node, sets
-the GPUs aside and annotates the pod. Filtered again, a pod gets a new answer. No state of its own.
+With reserve=bind, filter changes nothing, so that preemption and autoscalers may ask what would be; bind reserves the GPUs.
+With reserve=filter it does what gpu-admission's does, for schedulers that bind themselves: it chooses one node, reserves
+the GPUs and annotates the pod. A pod that is filtered again gets a new answer. No state of its own.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Binds(Protocol):
 
     async def bind(self, args: BindArgs) -> str: ...
 
-    async def promise(self, pod: Pod, node: str) -> str: ...
+    async def reserve(self, pod: Pod, node: str) -> str: ...
 
-    def release_promise(self, uid: PodUid) -> None: ...
+    def release(self, uid: PodUid) -> None: ...
 
 
 class CountsFilters(Protocol):
@@ -59,7 +59,7 @@ class CountsFilters(Protocol):
 
 
 class Extender:
-    """Answers what extender_web.py has read."""
+    """Answers the requests that http.py reads."""
 
     def __init__(
         self,
@@ -103,9 +103,9 @@ class Extender:
         return FilterAnswer(fitting=found.fitting, failed=found.failed, unresolvable=found.unresolvable)
 
     async def _filter_and_reserve(self, args: NodesArgs) -> FilterAnswer:
-        """One node, set aside."""
+        """One node, where the GPUs are reserved."""
         pod = args.pod
-        self._binder.release_promise(pod.uid)
+        self._binder.release(pod.uid)
         known = self._state.reservation(pod.uid)
         if known is not None and known.stage is not Stage.ASSUMED:
             return _failed(f"pod {pod.namespace}/{pod.name} is on node {known.node} already")
@@ -113,15 +113,15 @@ class Extender:
         if not found.fitting:
             return found
         best, _ = min(self._state.prioritize(pod, found.fitting), key=lambda one: (-one[1], one[0]))
-        error = await self._binder.promise(pod, best)
+        error = await self._binder.reserve(pod, best)
         if error:
-            return _failed(f"cannot set aside GPUs of node {best} for pod {pod.namespace}/{pod.name}: {error}")
-        others = {name: f"the pod was given to node {best}" for name in found.fitting if name != best}
+            return _failed(f"cannot reserve GPUs of node {best} for pod {pod.namespace}/{pod.name}: {error}")
+        others = {name: f"the pod is reserved on node {best}" for name in found.fitting if name != best}
         return FilterAnswer(fitting=[best], failed={**found.failed, **others}, unresolvable=found.unresolvable)
 
 
 async def in_steps(steps: Generator[None, None, A]) -> A:
-    """What they come to in the end; between two of them everybody else has a turn. May be cancelled there."""
+    """The result of the last step; the event loop runs other tasks between two steps. May be cancelled there."""
     while True:
         try:
             next(steps)

@@ -18,7 +18,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One GPU as the container could have had it. `verdict` is a short text: `chosen`, `has room`, or what it lacks."""
+    """One GPU as the container could have had it. `verdict` is a short text: `chosen`, `fits`, or what it lacks."""
 
     index: int
     uuid: GpuUuid

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from gpushare_agent.model.topology import Link, LinkKind
+from gpushare_agent.placement.gpu_account import GpuAccount
 
 EXACT_GPUS = 16
 BOUNDED_STEPS = 1_000
@@ -28,12 +29,6 @@ LINK_COSTS = {
 link must outweigh several better ones. NVLinks cost NVLINK_COST divided by their number, always below PIX."""
 NVLINK_COST = 1_800
 """1,800 / n stays strictly decreasing up to 41 links; a GPU has at most 36."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FreeGpu:
-    index: int
-    blocks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +52,7 @@ def set_cost(links: Sequence[Sequence[Link]], gpus: Sequence[int]) -> int:
 
 
 def choose_linked(
-    links: Sequence[Sequence[Link]], free: Sequence[FreeGpu], count: int, *, blocks: int = 0, must: frozenset[int]
+    links: Sequence[Sequence[Link]], free: Sequence[GpuAccount], count: int, *, blocks: int = 0, must: frozenset[int]
 ) -> LinkSet | None:
     """The cheapest `count` of the free GPUs that contain `must` and have `blocks` of memory together.
 
@@ -66,7 +61,7 @@ def choose_linked(
     gpus = sorted(free, key=lambda gpu: gpu.index)
     search = _Search(
         costs=tuple(tuple(link_cost(links[a.index][b.index]) for b in gpus) for a in gpus),
-        memory=tuple(gpu.blocks for gpu in gpus),
+        memory=tuple(gpu.total_blocks for gpu in gpus),
         count=count,
         blocks=blocks,
         must=tuple(position for position, gpu in enumerate(gpus) if gpu.index in must),
@@ -148,16 +143,16 @@ class _Search:
         doubled = sorted(2 * added[c] + self._cheapest[c][missing - 1] for c in candidates)
         if 2 * cost + sum(doubled[:missing]) >= 2 * self.limit:
             return False
-        return self.blocks == 0 or self._has_memory(self._roomiest(chosen, candidates))
+        return self.blocks == 0 or self._has_memory(self._largest(chosen, candidates))
 
     def _first_set(self) -> tuple[int, ...] | None:
         """A good feasible set to begin with, None where there is none."""
         positions = [position for position in range(len(self.costs)) if position not in self.must]
         if len(positions) + len(self.must) < self.count or len(self.must) > self.count:
             return None
-        roomiest = self._roomiest(self.must, positions)
+        largest = self._largest(self.must, positions)
         starts = [self.must] if self.must or self.count == 0 else [(position,) for position in positions]
-        sets = [roomiest, *(self._grow(start, positions) for start in starts)]
+        sets = [largest, *(self._grow(start, positions) for start in starts)]
         return min((s for s in sets if self._has_memory(s)), key=lambda s: (self._cost(s), sorted(s)), default=None)
 
     def _grow(self, chosen: tuple[int, ...], positions: Sequence[int]) -> tuple[int, ...]:
@@ -172,7 +167,7 @@ class _Search:
                 added[position] += self.costs[position][pick]
         return chosen
 
-    def _roomiest(self, chosen: tuple[int, ...], candidates: Sequence[int]) -> tuple[int, ...]:
+    def _largest(self, chosen: tuple[int, ...], candidates: Sequence[int]) -> tuple[int, ...]:
         by_memory = sorted(candidates, key=lambda position: (-self.memory[position], position))
         return (*chosen, *by_memory[: self.count - len(chosen)])
 

@@ -1,22 +1,25 @@
-"""The one entrance of placement: finds the policy for a request and applies it."""
+"""Which GPU or GPUs a container gets: `place` finds the policy for the request and applies it.
+
+share: the fullest GPU that still fits (binpack), or the emptiest (spread). fragment: one whole GPU, from the branch of the
+topology tree that is broken up most, so that large branches stay whole. link: several whole GPUs (link.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import MEMORY_BLOCK_MIB
-from gpushare_agent.model.topology import Topology
-from gpushare_agent.placement.fragment import choose_fragment
-from gpushare_agent.placement.link import FreeGpu, LinkSet, choose_linked
+from gpushare_agent.model.topology import Branch, Topology
+from gpushare_agent.placement.gpu_account import GpuAccount
+from gpushare_agent.placement.link import LinkSet, choose_linked
 from gpushare_agent.placement.refusals import Refusals
-from gpushare_agent.placement.request import GpuRequest, GpuState, Placed, validate_request
-from gpushare_agent.placement.share import SharePolicy, choose_share, has_room
+from gpushare_agent.placement.request import GpuRequest, Placed, SharePolicy, validate_request
 
 
 def place(
     request: GpuRequest,
-    gpus: Sequence[GpuState],
+    gpus: Sequence[GpuAccount],
     topology: Topology,
     *,
     share_policy: SharePolicy,
@@ -30,7 +33,7 @@ def place(
     invalid = validate_request(request.cores, request.blocks, share_mode=share_mode, memory_block_mib=memory_block_mib)
     if invalid is not None:
         return invalid
-    healthy = sorted((gpu for gpu in gpus if gpu.healthy), key=lambda gpu: gpu.index)
+    healthy = sorted((gpu for gpu in gpus if gpu.is_healthy), key=lambda gpu: gpu.index)
     refusals = Refusals(request=request, healthy=healthy, number_of_gpus=len(gpus), memory_block_mib=memory_block_mib)
     if not healthy:
         return refusals.no_healthy_gpu()
@@ -40,14 +43,14 @@ def place(
 
 
 def _place_share(
-    request: GpuRequest, healthy: Sequence[GpuState], share_policy: SharePolicy, refusals: Refusals
+    request: GpuRequest, healthy: Sequence[GpuAccount], share_policy: SharePolicy, refusals: Refusals
 ) -> Placed | Refused:
-    fitting = [gpu for gpu in healthy if has_room(gpu, request)]
+    fitting = [gpu for gpu in healthy if _fits(gpu, request)]
     if request.must_gpus:
         named = [gpu for gpu in fitting if {gpu.uuid} == set(request.must_gpus)]
         return _placed(named, "must-include", "the kubelet's IDs name it") if named else refusals.wrong_gpus()
     if not fitting:
-        return refusals.no_room_for_share()
+        return refusals.no_gpu_for_share()
     hinted = _hinted(request, fitting, 1)
     if hinted:
         return _placed(hinted, "hint", "the scheduler chose it")
@@ -55,22 +58,32 @@ def _place_share(
     return _placed([chosen], "share", explain_share(len(fitting), [_free(gpu) for gpu in fitting], share_policy))
 
 
+def _fits(gpu: GpuAccount, request: GpuRequest) -> bool:
+    return gpu.free_cores >= request.cores and gpu.free_blocks >= request.blocks
+
+
+def choose_share(fitting: Sequence[GpuAccount], share_policy: SharePolicy) -> GpuAccount:
+    """The GPU of a non-empty list that the policy prefers: by free cores, then by free memory, then by index."""
+    sign = 1 if share_policy == "binpack" else -1
+    return min(fitting, key=lambda gpu: (sign * gpu.free_cores, sign * gpu.free_blocks, gpu.index))
+
+
 def explain_share(count: int, free: Sequence[tuple[int, ...]], share_policy: SharePolicy) -> str:
-    """Why this one of the GPUs with room; `free` is what each has left."""
+    """Why this one of the fitting GPUs; `free` is what each has left."""
     if count == 1:
-        return "the only GPU with room"
+        return "the only GPU that fits"
     if len(set(free)) == 1:
-        return f"the first of {count} GPUs with the same room"
+        return f"the first of {count} fitting GPUs with equal free capacity"
     which = "fullest" if share_policy == "binpack" else "emptiest"
-    return f"the {which} of {count} GPUs with room"
+    return f"the {which} of {count} GPUs that fit"
 
 
-def _free(gpu: GpuState) -> tuple[int, int]:
+def _free(gpu: GpuAccount) -> tuple[int, int]:
     return gpu.free_cores, gpu.free_blocks
 
 
 def _place_whole(
-    request: GpuRequest, healthy: Sequence[GpuState], topology: Topology, refusals: Refusals
+    request: GpuRequest, healthy: Sequence[GpuAccount], topology: Topology, refusals: Refusals
 ) -> Placed | Refused:
     free = [gpu for gpu in healthy if gpu.is_free]
     must = frozenset(gpu.index for gpu in free if gpu.uuid in request.must_gpus)
@@ -83,29 +96,45 @@ def _place_whole(
         return _place_fragment(request, free, topology, refusals)
     found = choose_linked(
         topology.links,
-        [FreeGpu(index=gpu.index, blocks=gpu.total_blocks) for gpu in free],
+        free,
         request.whole_gpus,
         blocks=request.blocks,
         must=must,
     )
     if found is None:
-        return refusals.wrong_gpus() if must else refusals.no_room_for_whole()
+        return refusals.wrong_gpus() if must else refusals.no_whole_gpus()
     policy = "must-include" if must else "link"
     return _placed([gpu for gpu in free if gpu.index in found.gpus], policy, _explain_link(found, len(free), must))
 
 
 def _place_fragment(
-    request: GpuRequest, free: Sequence[GpuState], topology: Topology, refusals: Refusals
+    request: GpuRequest, free: Sequence[GpuAccount], topology: Topology, refusals: Refusals
 ) -> Placed | Refused:
     fitting = [gpu for gpu in free if _have_memory([gpu], request)]
     if not fitting:
-        return refusals.no_room_for_whole()
+        return refusals.no_whole_gpus()
     index = choose_fragment(topology.root, {gpu.index for gpu in free}, {gpu.index for gpu in fitting})
     why = f"of {len(fitting)} free GPUs, the one in the branch that is broken up most"
     return _placed([gpu for gpu in free if gpu.index == index], "fragment", why)
 
 
-def _hinted(request: GpuRequest, usable: Sequence[GpuState], count: int) -> list[GpuState]:
+def choose_fragment(root: Branch, free: Collection[int], fitting: Collection[int]) -> int:
+    """The index of the GPU to allocate; `fitting` is a non-empty part of `free`.
+
+    Descends from the root: at each level into the child with the fewest free GPUs among those that hold a fitting one;
+    of equals into the smaller one (the larger can become whole again), then the one with the lowest index.
+    """
+
+    def rank(child: Branch) -> tuple[int, int, int]:
+        return sum(gpu in free for gpu in child.gpus), len(child.gpus), child.gpus[0]
+
+    branch = root
+    while branch.children:
+        branch = min((c for c in branch.children if any(gpu in fitting for gpu in c.gpus)), key=rank)
+    return min(gpu for gpu in branch.gpus if gpu in fitting)
+
+
+def _hinted(request: GpuRequest, usable: Sequence[GpuAccount], count: int) -> list[GpuAccount]:
     """The GPUs that the hint names, empty where it is not `count` different usable ones: a hint may say anything."""
     if len(request.hint) != count:
         return []
@@ -113,7 +142,7 @@ def _hinted(request: GpuRequest, usable: Sequence[GpuState], count: int) -> list
     return named if len(named) == count else []
 
 
-def _have_memory(gpus: Sequence[GpuState], request: GpuRequest) -> bool:
+def _have_memory(gpus: Sequence[GpuAccount], request: GpuRequest) -> bool:
     return sum(gpu.total_blocks for gpu in gpus) >= request.blocks
 
 
@@ -123,7 +152,7 @@ def _explain_link(found: LinkSet, free: int, must: frozenset[int]) -> str:
     return f"of {free} free GPUs, at a total link cost of {found.cost}, {how}"
 
 
-def _placed(gpus: Sequence[GpuState], policy: str, why: str) -> Placed:
+def _placed(gpus: Sequence[GpuAccount], policy: str, why: str) -> Placed:
     names = ", ".join(str(gpu.index) for gpu in gpus)
     return Placed(
         gpus=tuple(gpu.uuid for gpu in gpus),

@@ -1,4 +1,4 @@
-"""Why no GPU can be given, in words for the pod's owner: what was asked, what is free, what to do."""
+"""The text of a refusal, for the pod's owner: what was asked, what is free, what to do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
-from gpushare_agent.placement.request import GpuRequest, GpuState, describe_blocks, describe_request
+from gpushare_agent.placement.gpu_account import GpuAccount
+from gpushare_agent.placement.request import GpuRequest, describe_blocks, describe_request
 
 _WAIT = "Wait for pods on this node to end"
 
@@ -17,7 +18,7 @@ class Refusals:
     """Writes refusals of one request. `healthy` is every healthy GPU, by index; `number_of_gpus` counts all."""
 
     request: GpuRequest
-    healthy: Sequence[GpuState]
+    healthy: Sequence[GpuAccount]
     number_of_gpus: int
     memory_block_mib: int
 
@@ -26,10 +27,10 @@ class Refusals:
             state = "this node has no GPUs that the driver can name"
         else:
             state = f"none of the {self.number_of_gpus} GPUs of this node is healthy"
-        advice = "Look for the reason in the agent's log; the pod can run on another node."
+        advice = "The agent's log has the reason; the pod can run on another node."
         return self._refuse(RefusalReason.NO_HEALTHY_GPU, f"{state}. {advice}")
 
-    def no_room_for_share(self) -> Refused:
+    def no_gpu_for_share(self) -> Refused:
         largest = self._largest(1)
         if self.request.blocks > sum(gpu.total_blocks for gpu in largest):
             return self._larger_than("the largest GPU of this node", largest)
@@ -47,7 +48,7 @@ class Refusals:
         have = f"the best is GPU {best.index} with {best.free_cores} cores and {self._blocks(best.free_blocks)} free"
         return self._refuse(reason, f"{state}; {have}. {_WAIT}, or ask for less.")
 
-    def no_room_for_whole(self) -> Refused:
+    def no_whole_gpus(self) -> Refused:
         wanted = self.request.whole_gpus
         if wanted > len(self.healthy):
             state = f"{wanted} whole GPUs are more than the {len(self.healthy)} healthy GPUs of this node"
@@ -58,20 +59,20 @@ class Refusals:
             return self._larger_than(f"the {wanted} largest GPUs of this node together", largest)
         free = [gpu for gpu in self.healthy if gpu.is_free]
         if len(free) >= wanted:
-            roomiest = sum(sorted((gpu.total_blocks for gpu in free), reverse=True)[:wanted])
-            state = f"the {wanted} largest of {len(free)} free GPUs have {self._blocks(roomiest)} together"
+            largest_free = sum(sorted((gpu.total_blocks for gpu in free), reverse=True)[:wanted])
+            state = f"the {wanted} largest of {len(free)} free GPUs have {self._blocks(largest_free)} together"
             return self._refuse(RefusalReason.NOT_ENOUGH_MEMORY, f"{state}. {_WAIT}, or ask for less memory.")
         return self._too_few_free(wanted, free)
 
     def wrong_gpus(self) -> Refused:
-        """The must-include GPUs cannot be given."""
+        """The must-include GPUs cannot be allocated."""
         named = ", ".join(self._state_of(uuid) for uuid in sorted(set(self.request.must_gpus)))
         need = "one GPU" if not self.request.whole_gpus else f"{self.request.whole_gpus} wholly free GPUs"
-        state = f"the kubelet insists on devices of {named}, which cannot be part of {need} with room for this"
+        state = f"the kubelet must include devices of {named}, which cannot be part of {need} with enough free for this"
         advice = "Delete the pod, so that it is admitted afresh; if that recurs, restart the kubelet."
         return self._refuse(RefusalReason.WRONG_GPUS, f"{state}. {advice}")
 
-    def _too_few_free(self, wanted: int, free: Sequence[GpuState]) -> Refused:
+    def _too_few_free(self, wanted: int, free: Sequence[GpuAccount]) -> Refused:
         cores = sum(gpu.free_cores for gpu in self.healthy)
         free_names = f"{len(free)} of {len(self.healthy)} GPUs {'is' if len(free) == 1 else 'are'} wholly free"
         if cores >= wanted * CORES_PER_GPU:
@@ -86,7 +87,7 @@ class Refusals:
             return f"{uuid} (not a healthy GPU of this node)"
         return f"GPU {gpu.index} ({gpu.free_cores} cores and {self._blocks(gpu.free_blocks)} free)"
 
-    def _larger_than(self, what: str, largest: Sequence[GpuState]) -> Refused:
+    def _larger_than(self, what: str, largest: Sequence[GpuAccount]) -> Refused:
         names = ", ".join(f"GPU {gpu.index}" for gpu in largest)
         total = sum(gpu.total_blocks for gpu in largest)
         state = f"this is more memory than {what} ({names}) has at all: {self._blocks(total)}"
@@ -94,15 +95,15 @@ class Refusals:
             RefusalReason.NOT_ENOUGH_MEMORY, f"{state}. Ask for at most that much, or use a node with larger GPUs."
         )
 
-    def _largest(self, count: int) -> list[GpuState]:
+    def _largest(self, count: int) -> list[GpuAccount]:
         ordered = sorted(self.healthy, key=lambda gpu: (-gpu.total_blocks, gpu.index))
         return sorted(ordered[:count], key=lambda gpu: gpu.index)
 
-    def _best_free(self) -> GpuState:
+    def _best_free(self) -> GpuAccount:
         """The GPU that lacks least of the request, cores and memory weighed by their parts of it."""
         wanted = self.request
 
-        def lack(gpu: GpuState) -> int:
+        def lack(gpu: GpuAccount) -> int:
             cores, blocks = max(0, wanted.cores - gpu.free_cores), max(0, wanted.blocks - gpu.free_blocks)
             return cores * wanted.blocks + blocks * wanted.cores
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
+
+SharePolicy = Literal["binpack", "spread"]
+"""A share goes to the fullest GPU that still fits, or to the emptiest."""
 
 _VALID = f"Ask for 1 to {CORES_PER_GPU - 1} cores with memory (a share of one GPU), or a multiple of {CORES_PER_GPU}"
 _VALID_SHARING = f"{_VALID} (whole GPUs, memory optional)."
@@ -13,25 +17,8 @@ _VALID_WHOLE = f"Ask for a multiple of {CORES_PER_GPU} cores (whole GPUs), or us
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuState:
-    """A GPU as placement sees it. `free_cores` is 0..100, blocks are memory blocks; `index` is the topology's row."""
-
-    index: int
-    uuid: GpuUuid
-    healthy: bool
-    free_cores: int
-    free_blocks: int
-    total_blocks: int
-
-    @property
-    def is_free(self) -> bool:
-        """Nobody uses any of it: it can be given whole."""
-        return self.healthy and self.free_cores == CORES_PER_GPU and self.free_blocks == self.total_blocks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRequest:
-    """One container's wish.
+    """What one container asks for.
 
     `hint` holds GPU indexes from the scheduler extender's annotation, which any tenant can write. `must_gpus` are the
     GPUs that the kubelet's must-include IDs are on.

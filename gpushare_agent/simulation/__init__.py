@@ -1,5 +1,9 @@
-"""Replays a workload on a simulated cluster, with the decisions that the extender and the agent take (docs/simulate.md).
+"""Replays a workload on a simulated cluster, with the decisions of the extender and the agent (docs/simulate.md).
 
-Simulated are time, pods, nodes and the scheduler's queue; which GPU a pod gets, and whether it gets one, is decided by
-the code that decides it in a cluster. Nothing here waits, reads a clock or keeps anything after a replay.
+Time, pods, nodes and the scheduler's queue are simulated; whether a pod fits, and which GPUs it gets, is decided by the
+code that decides it in a cluster (extender/cluster_state.py). Nothing here waits or reads a clock, and no state outlives a
+replay: `Replay` owns the events and the waiting pods, `Scheduler` the ledger and the candidates, `Meter` the measurements.
+Called by cli/simulate.py. Open `replay.py` first.
+
+Others import: comparing, generator, plot, results, schedulers, traces, workload.
 """

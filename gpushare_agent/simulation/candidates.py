@@ -1,7 +1,7 @@
-"""Which nodes may have room for pods of one shape: what makes a replay of thousands of nodes quick.
+"""The nodes that may fit pods of one shape: this makes a replay of thousands of nodes quick.
 
-A node that had no room has none until something on it ends. So a node that was found full is left out until then, and no
-try looks at it twice. The rest stand in a ring: each try begins behind the last one's nodes, as kube-scheduler does.
+A node that a pod does not fit stays so until a pod on it ends, and is left out until then. The others form a ring: each try
+begins after the nodes of the last one, as in kube-scheduler.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class Ring:
-    """The mutable state is: the names in the ring, in order and as a set, and how many of them are behind the last try."""
+    """State owned: the names in the ring, in order and as a set, and how many of them are behind the last try."""
 
     def __init__(self, eligible: Iterable[str]) -> None:
         self._eligible = frozenset(eligible)
@@ -28,16 +28,16 @@ class Ring:
             self._passed = 0
         return self._names[self._passed : self._passed + count]
 
-    def keep(self, looked_at: Sequence[str], fitting: Sequence[str]) -> None:
+    def keep(self, examined: Sequence[str], fitting: Sequence[str]) -> None:
         """Of the nodes that `next` gave only these stay in."""
-        if len(fitting) != len(looked_at):
+        if len(fitting) != len(examined):
             kept = set(fitting)
-            self._members.difference_update([name for name in looked_at if name not in kept])
-            self._names[self._passed : self._passed + len(looked_at)] = fitting
+            self._members.difference_update([name for name in examined if name not in kept])
+            self._names[self._passed : self._passed + len(examined)] = fitting
         self._passed += len(fitting)
 
     def add(self, name: str) -> None:
-        """Something on the node has ended: it may have room again."""
+        """A pod on the node has ended: others may fit again."""
         if name not in self._members and name in self._eligible:
             self._members.add(name)
             self._names.append(name)

@@ -45,7 +45,6 @@ def compare(
 def _replay(
     cluster: Cluster, workload: Workload, policy: Policy, rules: Rules, on_progress: Callable[[int], None]
 ) -> PolicyResult:
-    block_mib = rules.agents.names.memory_block_mib
     begin_s = workload.arrivals[0].at_s if workload.arrivals else 0.0
     scheduler = Scheduler(
         cluster,
@@ -57,7 +56,7 @@ def _replay(
     meter = Meter(
         cluster,
         typical_shapes(Counter(arrival.shape for arrival in workload.arrivals)),
-        block_mib=block_mib,
+        scheduler.gpus,
         window=(begin_s, begin_s + (workload.window_s or workload.span_s)),
         step_s=workload.span_s / SAMPLES or 1.0,
     )

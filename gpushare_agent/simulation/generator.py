@@ -60,7 +60,7 @@ def generate_cluster(count: int, seed: int) -> Cluster:
     Random(f"{seed}/nodes").shuffle(kinds)
     digits = max(4, len(str(count - 1)))
     nodes = tuple(kind.node(f"node-{number:0{digits}}") for number, kind in enumerate(kinds[:count]))
-    return Cluster(source=f"{count} made nodes", nodes=nodes)
+    return Cluster(source=f"{count} generated nodes", nodes=nodes)
 
 
 def generate_workload(count: int, seed: int, *, block_mib: int) -> Workload:
@@ -72,7 +72,7 @@ def generate_workload(count: int, seed: int, *, block_mib: int) -> Workload:
         shape, duration_s = _ask(chance, block_mib)
         name = f"pod-{number:0{digits}}"
         arrivals.append(Arrival(at_s=at_s, name=name, shape=shape, duration_s=duration_s))
-    return Workload(source=f"{count} made pods", arrivals=tuple(arrivals))
+    return Workload(source=f"{count} generated pods", arrivals=tuple(arrivals))
 
 
 def _ask(chance: Random, block_mib: int) -> tuple[Shape, float]:

@@ -1,4 +1,4 @@
-"""Which nodes will do for a pod, and which of them are best: by the extender, or by kube-scheduler's sums alone."""
+"""Which nodes a pod fits, and which of them are best: by the extender, or by kube-scheduler's sums alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Choice(NamedTuple):
 
 class ExtenderJudge:
     """Asks the extender's filter and prioritize, and once more only where the node has changed since: neither depends on
-    anything else. The mutable state is: the scores of fitting nodes, by shape."""
+    anything else. State owned: the scores of fitting nodes, by shape."""
 
     def __init__(self, state: ClusterState) -> None:
         self._state = state
@@ -77,7 +77,7 @@ class SumsJudge:
         return Choice(fitting, _highest(fitting, self._sums.free_parts(fitting)))
 
     def changed(self, name: str) -> None:
-        """The sums tell."""
+        """Nothing is kept here."""
 
 
 def _highest(names: Sequence[str], scores: Sequence[float | None]) -> list[str]:

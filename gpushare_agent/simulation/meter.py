@@ -1,16 +1,17 @@
 """Measures a replay: what is in use over time, how fragmented the rest is, and samples of both for the chart.
 
-The mutable state is: what every GPU has left, sums over the cluster, integrals over the time of arrivals, the samples.
+State owned: what is used on each node, sums over the cluster, integrals over the time of arrivals, the samples. The free
+capacity itself is in the scheduler's ledger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gpushare_agent.extender.values import Charge
 from gpushare_agent.model.names import CORES_PER_GPU
-from gpushare_agent.simulation.fragmentation import FreeGpu, unusable_cores
+from gpushare_agent.placement import GpuAccount
+from gpushare_agent.simulation.fragmentation import unusable_cores
 from gpushare_agent.simulation.workload import Cluster, Shape
 
 _KNOWN_NODE_STATES = 200_000
@@ -40,36 +41,33 @@ class Measured:
 
 
 class Meter:
-    """`window` is the time of arrivals; `step_s` lies between two samples."""
+    """`gpus` returns the accounts of a node's GPUs, all free at first; `window` is the time of arrivals; `step_s` lies
+    between two samples."""
 
     def __init__(
         self,
         cluster: Cluster,
         shapes: Sequence[tuple[Shape, int]],
+        gpus: Callable[[str], Sequence[GpuAccount]],
         *,
-        block_mib: int,
         window: tuple[float, float],
         step_s: float,
     ) -> None:
         self._shapes = tuple(shapes)
         self._weight = sum(count for _, count in shapes)
-        self._block_mib = block_mib
-        self._gpus = {
-            node.name: [
-                FreeGpu(CORES_PER_GPU, gpu.memory_mib // block_mib, gpu.memory_mib // block_mib) for gpu in node.gpus
-            ]
-            for node in cluster.nodes
-        }
+        self._gpus = gpus
+        self._used = {node.name: (0, 0) for node in cluster.nodes}
+        """Cores and memory blocks."""
         self._all_cores = CORES_PER_GPU * cluster.number_of_gpus
-        self._all_blocks = sum(gpu.all_blocks for gpus in self._gpus.values() for gpu in gpus)
+        self._all_blocks = sum(gpu.total_blocks for name in self._used for gpu in gpus(name))
         self._cores = self._blocks = 0
         self._window, self._step_s = window, step_s
         self._now = self._next_sample = window[0]
         self._core_seconds = self._block_seconds = 0.0
         self._highest_cores = 0
         self._samples: list[Sample] = []
-        self._known: dict[tuple[FreeGpu, ...], int] = {}
-        self._unusable = {name: self._unusable_of(name) for name in self._gpus}
+        self._known: dict[tuple[tuple[int, int, int], ...], int] = {}
+        self._unusable = {name: self._unusable_of(name) for name in self._used}
         self._all_unusable = sum(self._unusable.values())
         self._changed: set[str] = set()
 
@@ -84,12 +82,17 @@ class Meter:
             self._block_seconds += self._blocks * inside
         self._now = now
 
-    def take(self, node: str, charges: Sequence[Charge]) -> None:
-        self._book(node, charges, 1)
+    def changed(self, node: str) -> None:
+        """A pod was placed on the node, or ended there."""
+        gpus = self._gpus(node)
+        cores = sum(CORES_PER_GPU - gpu.free_cores for gpu in gpus)
+        blocks = sum(gpu.total_blocks - gpu.free_blocks for gpu in gpus)
+        former_cores, former_blocks = self._used[node]
+        self._used[node] = cores, blocks
+        self._cores += cores - former_cores
+        self._blocks += blocks - former_blocks
         self._highest_cores = max(self._highest_cores, self._cores)
-
-    def give_back(self, node: str, charges: Sequence[Charge]) -> None:
-        self._book(node, charges, -1)
+        self._changed.add(node)
 
     def measured(self) -> Measured:
         """After the last event."""
@@ -102,17 +105,6 @@ class Meter:
             highest_cores_part=self._highest_cores / self._all_cores,
             samples=tuple(self._samples),
         )
-
-    def _book(self, node: str, charges: Sequence[Charge], sign: int) -> None:
-        gpus = self._gpus[node]
-        for charge in charges:
-            gpu = gpus[charge.index]
-            blocks = sign * (gpu.all_blocks if charge.is_whole else charge.blocks)
-            cores = sign * charge.cores
-            gpus[charge.index] = FreeGpu(gpu.cores - cores, gpu.blocks - blocks, gpu.all_blocks)
-            self._cores += cores
-            self._blocks += blocks
-        self._changed.add(node)
 
     def _take_sample(self, at_s: float, waiting: int) -> None:
         for name in self._changed:
@@ -132,10 +124,11 @@ class Meter:
 
     def _unusable_of(self, node: str) -> int:
         """Cores times pods: whole numbers, so that sums do not depend on their order."""
-        gpus = tuple(sorted(self._gpus[node]))
-        known = self._known.get(gpus)
+        gpus = self._gpus(node)
+        key = tuple(sorted((gpu.free_cores, gpu.free_blocks, gpu.total_blocks) for gpu in gpus))
+        known = self._known.get(key)
         if known is None:
             if len(self._known) >= _KNOWN_NODE_STATES:
                 self._known.clear()
-            known = self._known[gpus] = sum(unusable_cores(gpus, shape) * count for shape, count in self._shapes)
+            known = self._known[key] = sum(unusable_cores(gpus, shape) * count for shape, count in self._shapes)
         return known

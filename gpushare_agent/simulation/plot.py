@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLORS = {Policy.BINPACK: "#0072b2", Policy.SPREAD: "#d55e00", Policy.AGENT_ONLY: "#555555"}
-"""Told apart by people who are colour-blind, too (Okabe and Ito)."""
+"""Distinguishable by people who are colour-blind, too (Okabe and Ito)."""
 DASHES = {Policy.BINPACK: "solid", Policy.SPREAD: "dashed", Policy.AGENT_ONLY: "dotted"}
 _INCHES = (12.0, 8.0)
 _DOTS_PER_INCH = 110

@@ -1,7 +1,7 @@
 """Pods that have no node yet, as kube-scheduler keeps them: by the time of their arrival, each with a back-off.
 
 Where a pod of a shape has no node, none of that shape has one; so only the first of each shape is asked for.
-The mutable state is: the waiting pods by shape.
+State owned: the waiting pods by shape.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Rules, as in a cluster with Jobs: a pod that finds no node waits, and is tried a
 could serve it, but not before its back-off is over. A pod that an agent refuses has failed; its Job makes another after
 10 s, doubled with each failure up to 6 minutes, and gives up after 6. Binding and starting take no time.
 
-The mutable state is: the queue of events, the waiting pods, the tallies. The same input gives the same result.
+State owned: the queue of events, the waiting pods, the tallies. The same input gives the same result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PROGRESS_EVERY = 500
 
 
 class _Kind(IntEnum):
-    """Of several events at one time the lower kind comes first: who ends makes room for who comes."""
+    """Of several events at one time the lower kind comes first: a pod that ends frees capacity for one that arrives."""
 
     END = 0
     RETURN = 1
@@ -58,7 +58,7 @@ class Tally:
 
 
 class Replay:
-    """One run. `on_progress` hears of the number of pods that have arrived."""
+    """One run. `on_progress` is called with the number of pods that have arrived."""
 
     def __init__(
         self,
@@ -125,8 +125,8 @@ class Replay:
 
     def _end(self, running: _Running, now: float) -> None:
         reservation = running.reservation
-        self._meter.give_back(reservation.node, reservation.plan.charges)
         self._scheduler.end(reservation.pod_uid, running.job.arrival.shape, reservation.node)
+        self._meter.changed(reservation.node)
         for job in self._waiting.firsts():
             self._retry(job.arrival.shape, now)
 
@@ -142,23 +142,23 @@ class Replay:
             if isinstance(placed, NoNode):
                 return
             self._waiting.remove_first(shape)
-            self._settle(job, placed, now)
+            self._start(job, placed, now)
 
     def _try(self, job: Job, now: float) -> None:
         shape = job.arrival.shape
         placed = self._scheduler.place(self._pods.pod(job.pod_name, shape), shape, now)
         if not isinstance(placed, NoNode):
-            self._settle(job, placed, now)
+            self._start(job, placed, now)
             return
         if job.tries == 0 and job.refusals == 0:
             self._tally.no_node[placed] += 1
         job.found_no_node(now)
         self._waiting.add(job)
 
-    def _settle(self, job: Job, placed: Reservation | Refused, now: float) -> None:
+    def _start(self, job: Job, placed: Reservation | Refused, now: float) -> None:
         """The pod is on a node: it runs, or the agent has refused it."""
         if isinstance(placed, Reservation):
-            self._meter.take(placed.node, placed.plan.charges)
+            self._meter.changed(placed.node)
             self._tally.waited_s[job.arrival.shape.size].append(now - job.arrival.at_s)
             self._later(now + job.arrival.duration_s, _Kind.END, _Running(job=job, reservation=placed))
             return

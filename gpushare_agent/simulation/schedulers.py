@@ -4,12 +4,13 @@ With the extender the nodes are filtered, scored and reserved by extender/cluste
 kube-scheduler goes by sums alone, and the node's agent may refuse the pod at its admission: there too the GPUs are
 planned by the agent's decisions.
 
-As in kube-scheduler, a try looks at a part of the nodes (percentageOfNodesToScore) and takes one of the best by chance.
-Where none of them will do it goes on with the next part; a real scheduler does that in the pod's next try, seconds later.
+As in kube-scheduler, a try examines a part of the nodes (percentageOfNodesToScore) and takes one of the best at random.
+Where the pod fits none of them it goes on with the next part; a real scheduler does that in the pod's next try.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from random import Random
 
@@ -18,6 +19,7 @@ from gpushare_agent.extender.values import ClusterPolicy, Reservation
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
+from gpushare_agent.placement import GpuAccount
 from gpushare_agent.simulation.candidates import Ring
 from gpushare_agent.simulation.judges import ExtenderJudge, Judge, SumsJudge
 from gpushare_agent.simulation.sums import NodeSums
@@ -41,7 +43,7 @@ class NoNode(StrEnum):
     """Why a pod has no node now."""
 
     FULL = "full"
-    """No node has enough in sum: every scheduler would let it wait."""
+    """No node has enough in sum: it waits with every scheduler."""
     FRAGMENTED = "fragmented"
     """A node has enough in sum, but none on its GPUs: without the extender it would be sent there, and refused."""
     NEVER = "never"
@@ -49,7 +51,7 @@ class NoNode(StrEnum):
 
 
 def nodes_per_try(count: int, percent: int = 0) -> int:
-    """How many nodes a try looks at. `percent` 0 is kube-scheduler's rule."""
+    """How many nodes a try examines. `percent` 0 is kube-scheduler's rule."""
     if count <= _MIN_NODES:
         return count
     part = percent or max(_MIN_PERCENT, _START_PERCENT - count // _NODES_PER_PERCENT)
@@ -57,7 +59,7 @@ def nodes_per_try(count: int, percent: int = 0) -> int:
 
 
 class Scheduler:
-    """One policy at work. The mutable state is: the cluster's books, the sums, and the rings of candidates."""
+    """One policy at work. State owned: the cluster's ledger, the sums, and the rings of candidates."""
 
     def __init__(self, cluster: Cluster, policy: Policy, rules: ClusterPolicy, *, chance: Random, per_try: int) -> None:
         self.has_extender = policy is not Policy.AGENT_ONLY
@@ -94,6 +96,10 @@ class Scheduler:
             return NoNode.FRAGMENTED
         return NoNode.FULL
 
+    def gpus(self, node: str) -> Sequence[GpuAccount]:
+        """The accounts of the node's GPUs now."""
+        return self._state.gpus(node)
+
     def end(self, uid: PodUid, shape: Shape, node: str) -> None:
         """The pod is gone: its node is a candidate again for everybody."""
         self._state.remove_pod(uid)
@@ -104,12 +110,12 @@ class Scheduler:
                 ring.add(node)
 
     def _bind(self, pod: Pod, shape: Shape, node: str, now: float) -> Reservation | Refused:
-        made = self._state.reserve(pod, node, now)
-        if isinstance(made, Reservation):
+        reserved = self._state.reserve(pod, node, now)
+        if isinstance(reserved, Reservation):
             self._state.bound(pod.uid)
             self._sums.take(node, shape)
             self._judge.changed(node)
-        return made
+        return reserved
 
     def _ring(self, rings: dict[Shape, Ring], shape: Shape) -> Ring:
         ring = rings.get(shape)

@@ -1,4 +1,4 @@
-"""kube-scheduler's own arithmetic: it adds up a node's cores and memory blocks, and knows nothing of GPUs.
+"""kube-scheduler's own arithmetic: it adds up a node's cores and memory blocks, and does not consider GPUs.
 
 What is counted is what pods ask for. A whole GPU without a request for memory takes no blocks here, though nobody else
 gets any of that GPU: as in a cluster.
@@ -14,7 +14,7 @@ from gpushare_agent.simulation.workload import Shape
 
 
 class NodeSums:
-    """The mutable state is: the free cores and blocks of every node, and what part of its own that is."""
+    """State owned: the free cores and blocks of every node, and what part of its own that is."""
 
     def __init__(self, nodes: Iterable[ClusterNode], block_mib: int) -> None:
         self._total = {

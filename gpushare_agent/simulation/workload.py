@@ -19,7 +19,7 @@ NAMESPACE = "simulated"
 
 
 class Size(StrEnum):
-    """The classes of pods that are told apart in results: who asks for more waits longer."""
+    """The classes of pods that results distinguish: larger requests wait longer."""
 
     SHARE = "share"
     ONE_GPU = "one GPU"

@@ -73,11 +73,11 @@ def sick(found: GpuInventory, *indexes: int) -> GpuInventory:
 
 
 def test_a_placed_share_is_explained_by_what_every_gpu_had() -> None:
-    """The fuller GPU was chosen; the other had room."""
+    """The fuller GPU was chosen; the other fits."""
     outcome, why = decide(30, 10, share("other", 1, range(40), range(20)))
     assert isinstance(outcome, Plan)
-    assert verdicts(why) == ["has room, but the policy prefers the chosen one", "chosen"]
-    assert (why.policy, why.why) == ("share", "GPU 1: the fullest of 2 GPUs with room")
+    assert verdicts(why) == ["fits, but the policy prefers the chosen one", "chosen"]
+    assert (why.policy, why.why) == ("share", "GPU 1: the fullest of 2 GPUs that fit")
     assert [(c.free_cores, c.free_memory_bytes, c.total_memory_bytes) for c in why.candidates] == [
         (100, 96 * 256 * MIB, 96 * 256 * MIB),
         (60, 76 * 256 * MIB, 96 * 256 * MIB),
@@ -132,7 +132,7 @@ def test_a_refusal_for_fragmentation_shows_that_no_gpu_has_both() -> None:
 
 
 def test_an_unhealthy_gpu_is_named_with_the_drivers_reason() -> None:
-    """In the verdicts, and in the refusal where the others have no room."""
+    """In the verdicts, and in the refusal where no other fits."""
     outcome, why = decide(60, 10, share("a", 0, range(50), range(5)), gpus=sick(inventory(), 1))
     assert isinstance(outcome, Refused) and outcome.reason is RefusalReason.NOT_ENOUGH_CORES
     assert verdicts(why) == ["10 cores short", "unhealthy: Xid 79"]
@@ -169,14 +169,14 @@ def test_the_schedulers_hint_is_shown_followed_or_not() -> None:
     """A hint that is feasible wins; one that is not stays visible in what was asked."""
     outcome, why = decide(30, 10, share("other", 1, range(40), range(20)), hint=(0,))
     assert isinstance(outcome, Plan) and why.policy == "hint"
-    assert verdicts(why) == ["chosen", "has room, but the scheduler chose another"]
+    assert verdicts(why) == ["chosen", "fits, but the scheduler chose another"]
     outcome, why = decide(70, 10, share("other", 1, range(40), range(20)), hint=(1,))
     assert isinstance(outcome, Plan) and why.policy == "share" and why.asked.hint == (1,)
     assert verdicts(why) == ["chosen", "10 cores short"]
 
 
 def test_a_gpu_full_of_mps_clients_says_so() -> None:
-    """It may have room in cores and memory."""
+    """It may have enough free cores and memory."""
     policy = Policy(names=NAMES, max_shares_of_gpu=1)
     _, why = decide(10, 10, share("other", 1, range(10), range(5)), policy=policy)
     assert verdicts(why) == ["chosen", "1 sharing containers, the most that one GPU serves"]
@@ -232,6 +232,6 @@ def test_the_memory_of_a_gpu_that_is_taken_whole_is_not_free() -> None:
 def test_equal_gpus_are_not_called_fullest() -> None:
     """The first one was taken, for nothing tells them apart."""
     _, why = decide(30, 10, gpus=inventory(8))
-    assert why.why == "GPU 0: the first of 8 GPUs with the same room"
+    assert why.why == "GPU 0: the first of 8 fitting GPUs with equal free capacity"
     _, only = decide(30, 10, share("a", 0, range(90), range(5)))
-    assert only.why == "GPU 1: the only GPU with room"
+    assert only.why == "GPU 1: the only GPU that fits"

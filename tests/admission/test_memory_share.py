@@ -9,8 +9,7 @@ import pytest
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
-from gpushare_agent.admission.decisions.memory_share import MemoryUse, blocks_taken, free_gpu_mem
+from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids, gpu_accounts
 from gpushare_agent.admission.decisions.offered_devices import withheld
 from gpushare_agent.admission.decisions.plan import Plan, check, plan
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -18,6 +17,7 @@ from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import DeviceId, GpuUuid, device_id
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.placement.gpu_account import account_of
 from tests.support_core import allocation, container, ids, inventory, pod
 
 GPU_MEM = "aliyun.com/gpu-mem"
@@ -195,21 +195,16 @@ def test_units_that_are_free_by_number_but_not_by_memory_are_refused() -> None:
 def test_a_block_taken_in_part_is_taken() -> None:
     """Sizes that do not divide each other."""
     names = ResourceNames(gpu_mem=GPU_MEM, memory_block_mib=300, gpu_mem_unit_mib=1024)
-    assert [blocks_taken(units, names) for units in (0, 1, 3)] == [0, 4, 11]
-    gpu = GPUS.gpus[0]
-    use = MemoryUse(blocks={gpu.uuid: 1}, gpu_mem={gpu.uuid: 2}, whole=frozenset())
-    assert free_gpu_mem(gpu, use, names) == (24 * 1024 - 300) // 1024 - 2
+    empty = account_of(GPUS.gpus[0], names)
+    assert [replace(empty, used_units=units).blocks_of_units for units in (0, 1, 3)] == [0, 4, 11]
+    assert replace(empty, used_blocks=1, used_units=2).free_units == (24 * 1024 - 300) // 1024 - 2
 
 
 def kept_back(kind: ResourceKind, *held: Allocation, no_shares: bool = False) -> Mapping[str, int]:
     """How many IDs of each GPU are withheld."""
     ledger = ledger_of(*held)
-    use = MemoryUse(
-        blocks=ledger.used_blocks,
-        gpu_mem=ledger.used_gpu_mem,
-        whole=frozenset(gpu for one in held if one.is_whole for gpu in one.gpus),
-    )
-    found = withheld(kind, GPUS, ledger.holders, use, NAMES, no_shares=no_shares)
+    gpus = gpu_accounts(None, ledger, POLICY)
+    found = withheld(kind, gpus, ledger.holders, NAMES, no_shares=no_shares)
     assert no_shares or not any(found & one.ids(kind) for one in held)
     counts: dict[str, int] = {}
     for device in found:

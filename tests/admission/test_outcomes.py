@@ -65,7 +65,7 @@ def why(verdict: str = "10 cores short", gpus: int = 2, chosen: int | None = Non
             for index in range(gpus)
         ),
         policy="share",
-        why="GPU 1: the fullest of 2 GPUs with room",
+        why="GPU 1: the fullest of 2 GPUs that fit",
     )
 
 
@@ -82,7 +82,7 @@ def test_an_allocation_is_recorded_with_its_reason() -> None:
     (record,) = reported.log.newest(5)
     assert (record.namespace, record.pod, record.container, record.at) == ("default", "p", "main", 1_700_000_000.0)
     assert (record.outcome, record.policy, record.gpus) == ("allocated", "share", (1,))
-    assert record.explanation == "GPU 1: the fullest of 2 GPUs with room"
+    assert record.explanation == "GPU 1: the fullest of 2 GPUs that fit"
     assert reported.counted == [("allocated", "")] * 2
 
 

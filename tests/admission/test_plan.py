@@ -70,7 +70,7 @@ def test_ids_that_a_live_container_holds_are_never_preferred() -> None:
     assert isinstance(result, Plan) and not set(result.ids) & set(ids(0, range(30)))
 
 
-def test_a_gpu_has_no_more_room_than_the_kubelet_offers() -> None:
+def test_a_gpu_has_no_more_free_cores_than_the_kubelet_offers() -> None:
     """Devices of a pod that still ends are free for us but not for the kubelet."""
     target = serve(pod("new", container(cores=50, blocks=4)))
     result = planned(target, CORES, ids(0, range(40)) + ids(1, range(60)), ledger(target))
@@ -177,7 +177,7 @@ def chain(init_cores: int, main_cores: int, init_blocks: int = 2, main_blocks: i
 
 
 def test_an_init_container_goes_where_its_heir_fits() -> None:
-    """Its IDs are handed on, so the main container's share must find room on the same GPU."""
+    """Its IDs are handed on, so the main container's share must fit the same GPU."""
     target = serve(chain(10, 60), "i")
     facts = ledger(target, allocation(pod("old"), "main", ids(0, range(50)), ids(0, range(4))))
     result = planned(target, CORES, [i for i in all_ids() if i not in ids(0, range(50))], facts)

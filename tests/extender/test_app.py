@@ -84,7 +84,7 @@ async def test_the_other_replica_takes_over_what_a_killed_one_had_bound(short_di
             assert await answer.json() == {"Error": ""}
         cluster.mute(True)  # the second may learn of it from its own list alone
         process.kill()
-        await eventually(lambda: second.parts.listed_in == second.parts.election.term > 0)
+        await eventually(lambda: second.parts.leadership.listed_in == second.parts.election.term > 0)
         assert "cores" in await second.bind(pods[1], "n1")
 
 
@@ -113,7 +113,7 @@ async def test_a_follower_answers_503_and_is_ready_all_the_same() -> None:
                 status, text = await asker.post(path, {})
                 assert (status, "somebody" in text) == (503, True)
             assert (await asker.get("/readyz"))[0] == (await asker.get("/healthz"))[0] == 200
-            assert asker.parts.state.node("n1") is not None
+            assert asker.parts.state.node_document("n1") is not None
 
 
 async def test_a_replica_is_ready_once_it_has_listed_the_cluster() -> None:
@@ -136,7 +136,7 @@ async def test_a_replica_that_is_alone_is_ready_when_it_decides() -> None:
     """There is nothing to take over, and nobody else to ask."""
     async with fake_cluster(raw_node("n1")) as cluster, running_extender(cluster) as asker:
         assert (await asker.get("/readyz")) == (200, "ok\n")
-        asker.parts.listed_in = 0
+        asker.parts.leadership.listed_in = 0
         status, text = await asker.get("/readyz")
         assert (status, "listing the cluster" in text) == (503, True)
 
@@ -146,7 +146,7 @@ async def test_who_is_refused_by_a_follower_connects_anew() -> None:
     answer of the leader does not."""
     async with fake_cluster(raw_node("n1")) as cluster, running_extender(cluster) as asker:
         for is_leading, size in ((True, 2), (False, 2), (False, 4 << 20)):
-            asker.parts.listed_in = asker.parts.election.term if is_leading else 0
+            asker.parts.leadership.listed_in = asker.parts.election.term if is_leading else 0
             reader, writer = await asyncio.open_connection("127.0.0.1", asker.parts.web.bound_port)
             head = f"POST /scheduler/filter HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
             writer.write(head.encode() + b"{}".ljust(size))

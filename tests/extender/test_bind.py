@@ -86,18 +86,18 @@ async def test_an_unknown_outcome_keeps_the_gpus_until_it_is_known() -> None:
         await replica.lead()
         cluster.faults = [GOOD, "late", *["500"] * 20]
         error = await replica.bind(pods[0], "n1")
-        assert "stay set aside until it is known" in error
+        assert "stay reserved until it is known" in error
         assert replica.binder.open_binds == 1
         assert "60 cores" in await replica.bind(pods[1], "n1")
-        await replica.binder.settle()
+        await replica.binder.reconcile()
         assert replica.binder.open_binds == 1, "the API server does not answer yet"
         cluster.faults = []
-        await replica.binder.settle()
+        await replica.binder.reconcile()
         assert replica.binder.open_binds == 0
         cluster.carry_out_late()
         assert cluster.node_of("a") == "", "the patch has made a new version: the late bind comes to nothing"
         assert await replica.bind(pods[1], "n1") == ""
-        await replica.binder.settle()
+        await replica.binder.reconcile()
         assert PREDICATE_TIME_ANNOTATION not in cluster.pod("a")["metadata"]["annotations"]
         assert cluster.rejected == []
 
@@ -108,9 +108,9 @@ async def test_an_unknown_outcome_that_was_a_bind_is_found() -> None:
     async with fake_cluster(raw_node("n1", gpus=1), pods=[pod]) as cluster, running_replica(cluster) as replica:
         await replica.lead()
         cluster.faults = [GOOD, "silent-done", *["500"] * 20]
-        assert "stay set aside" in await replica.bind(pod, "n1")
+        assert "stay reserved" in await replica.bind(pod, "n1")
         cluster.faults = []
-        await replica.binder.settle()
+        await replica.binder.reconcile()
         assert replica.binder.open_binds == 0
         assert [r.stage for r in replica.state.reservations()] == [Stage.BOUND]
 
@@ -122,7 +122,7 @@ async def test_a_pod_that_is_gone_frees_its_gpus() -> None:
         await replica.lead()
         for name in ("a", "b"):
             cluster.faults = [GOOD, "silent", *["500"] * 20]
-            assert "stay set aside" in await replica.bind(cluster.pod(name), "n1")
+            assert "stay reserved" in await replica.bind(cluster.pod(name), "n1")
         cluster.faults = []
         cluster.is_down = True  # so that the informer does not tell first
         cluster.delete("pods", "default/a")
@@ -130,7 +130,7 @@ async def test_a_pod_that_is_gone_frees_its_gpus() -> None:
         fresh["metadata"]["uid"] = "uid-b-the-second"
         cluster.put("pods", fresh)
         cluster.is_down = False
-        await replica.binder.settle()
+        await replica.binder.reconcile()
         assert replica.binder.open_binds == 0
         assert replica.state.reservations() == []
 
@@ -168,7 +168,7 @@ async def test_a_replica_that_does_not_lead_any_more_writes_nothing() -> None:
             replica.is_leading = False
         assert "does not lead" in bind.result()
         writes = [request for request in cluster.seen if request[0] != "GET"]
-        await replica.binder.settle()
+        await replica.binder.reconcile()
         assert [request for request in cluster.seen if request[0] != "GET"] == writes
         assert not any(path.endswith("/binding") for _, path in cluster.seen)
 
@@ -220,8 +220,7 @@ async def test_more_choices_than_are_removed_at_once_refuse_the_bind() -> None:
         await replica.lead()
         error = await replica.bind(pod, "n1")
         assert (
-            f"it bears 70 annotations that choose GPUs and are none of the plan, the first of them {min(forged)}"
-            in error
+            f"it has 70 annotations that choose GPUs and are not the plan's, the first of them {min(forged)}" in error
         )
         assert "the pod's owner should remove the others" in error
         assert error.endswith("Its GPUs are free again; the scheduler tries again.")
@@ -249,7 +248,7 @@ async def test_a_pod_whose_choices_somebody_writes_again_is_not_bound() -> None:
 
         cluster._patch = patch_and_forge  # type: ignore[method-assign]
         error = await replica.bind(pod, "n1")
-        assert f"somebody writes its annotation {GPUSHARE_INDEX_ANNOTATION}, which only an extender may" in error
+        assert f"another client writes its annotation {GPUSHARE_INDEX_ANNOTATION}, which only an extender may" in error
         assert cluster.node_of("a") == ""
         assert replica.state.reservations() == []
 
@@ -346,7 +345,7 @@ class Step:
 
 NODES = {"n1": 1, "n2": 2}
 """With so many GPUs."""
-WISHES = ((50, 8), (60, 8), (100, 0), (30, 12))
+REQUESTS = ((50, 8), (60, 8), (100, 0), (30, 12))
 PODS = st.integers(0, 4)
 AT = st.sampled_from([0, 0, 1])
 BINDS = st.builds(Step, st.just("bind"), PODS, AT)
@@ -398,7 +397,7 @@ class Rehearsal:
         elif step.what == "late":
             cluster.carry_out_late()
         elif step.what == "settle":
-            await self.leader.binder.settle()
+            await self.leader.binder.reconcile()
         elif step.what in ("mute", "tell"):
             cluster.mute(step.what == "mute")
 
@@ -423,14 +422,14 @@ class Rehearsal:
         self.cluster.faults.clear()
         self.cluster.mute(False)
         self.cluster.carry_out_late()
-        await self.leader.binder.settle()
+        await self.leader.binder.reconcile()
         for node in NODES:
             self.cluster.report_held(node)
         await eventually(lambda: self.leader.ledger() == {node: self.cluster.used(node) for node in NODES})
 
 
-async def rehearse(wishes: Sequence[tuple[int, int]], troubles: Sequence[str], steps: Sequence[Step]) -> None:
-    pods = [raw_pod(f"p{number}", wish) for number, wish in enumerate(wishes)]
+async def rehearse(requests: Sequence[tuple[int, int]], troubles: Sequence[str], steps: Sequence[Step]) -> None:
+    pods = [raw_pod(f"p{number}", request) for number, request in enumerate(requests)]
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(
             fake_cluster(*(raw_node(node, gpus=gpus) for node, gpus in NODES.items()), pods=pods)
@@ -452,14 +451,14 @@ async def rehearse(wishes: Sequence[tuple[int, int]], troubles: Sequence[str], s
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    wishes=st.lists(st.sampled_from(WISHES), min_size=3, max_size=5),
+    requests=st.lists(st.sampled_from(REQUESTS), min_size=3, max_size=5),
     troubles=TROUBLES,
     steps=st.lists(st.one_of(BINDS, BINDS, OTHERS), min_size=6, max_size=20),
 )
 def test_no_interleaving_gives_a_share_twice_or_loses_one(
-    wishes: list[tuple[int, int]], troubles: list[str], steps: list[Step]
+    requests: list[tuple[int, int]], troubles: list[str], steps: list[Step]
 ) -> None:
     """Concurrent schedulings, binds that fail in every way, late requests, leaders that change or die between patch and
     bind, watches that lag, pods that end: every bound pod finds room at its agent, and at the end the ledger says what the
     agents hold."""
-    asyncio.run(rehearse(wishes, troubles, steps))
+    asyncio.run(rehearse(requests, troubles, steps))

@@ -17,6 +17,7 @@ from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
 from gpushare_agent.model.topology import Link, LinkKind
 from gpushare_agent.placement.topology_tree import build_topology
 from tests.support_core import NAMES, container, pod
+from tests.support_extender import state_document
 
 BLOCKS = 96
 
@@ -28,7 +29,7 @@ def node(name: str = "a", gpus: int = 2, **changes: object) -> ClusterNode:
         name=name,
         gpus=tuple(NodeGpu(index=i, uuid=GpuUuid(f"GPU-{name}-{i}"), memory_mib=BLOCKS * 256) for i in range(gpus)),
         topology=build_topology(links, [None] * gpus),
-        held={},
+        allocated={},
     )
     return replace(made, **changes)  # type: ignore[arg-type]
 
@@ -77,12 +78,12 @@ def test_half_free_on_two_gpus_is_no_whole_gpu() -> None:
 def test_to_filter_changes_nothing() -> None:
     """Autoscalers and preemption ask again and again what would be."""
     cluster = state(node())
-    before = cluster.document()
+    before = state_document(cluster)
     for _ in range(3):
         assert cluster.filter(share("p", 60), None).fitting == ["a"]
         cluster.prioritize(share("p", 60), ["a"])
         cluster.victims(share("p", 60), {"a": []})
-    assert cluster.document() == before
+    assert state_document(cluster) == before
 
 
 def test_two_pods_of_one_moment_get_two_places() -> None:
@@ -106,10 +107,10 @@ def test_the_same_bind_again_is_the_same_reservation() -> None:
 def test_a_bind_that_failed_leaves_nothing() -> None:
     """And one that the API server has taken stays, whoever says undo."""
     cluster = state(node())
-    empty = cluster.document()
+    empty = state_document(cluster)
     reserve(cluster, share("p", 60))
     cluster.undo(PodUid("uid-p"))
-    assert cluster.document() == empty
+    assert state_document(cluster) == empty
     reserve(cluster, share("p", 60))
     cluster.bound(PodUid("uid-p"))
     cluster.undo(PodUid("uid-p"))
@@ -123,7 +124,7 @@ def test_the_agents_word_counts_whatever_was_planned() -> None:
     assert gpus_of(planned) == {0: 60}
     cluster.put_pod(on(share("p", 60), "a"), 2.0)
     held = {PodUid("uid-p"): (Charge(index=1, cores=60, blocks=10),)}
-    cluster.put_node(node(held=held), 3.0)
+    cluster.put_node(node(allocated=held), 3.0)
     confirmed = cluster.reservation(PodUid("uid-p"))
     assert confirmed is not None and confirmed.stage is Stage.CONFIRMED and gpus_of(confirmed) == {1: 60}
     assert [c.gpus for c in confirmed.plan.containers] == [(0,)], "what was planned can still be compared"
@@ -137,7 +138,7 @@ def test_a_pod_that_nobody_tells_about_may_be_on_every_gpu() -> None:
     assert found is not None and found.stage is Stage.UNPLACED and gpus_of(found) == {0: 60, 1: 60}
     assert cluster.filter(share("p", 60), None).fitting == []
     assert cluster.filter(share("p", 40), None).fitting == ["a"]
-    cluster.put_node(node(held={PodUid("uid-unknown"): (Charge(index=0, cores=60, blocks=10),)}), 2.0)
+    cluster.put_node(node(allocated={PodUid("uid-unknown"): (Charge(index=0, cores=60, blocks=10),)}), 2.0)
     assert cluster.filter(share("p", 60), None).fitting == ["a"]
     assert gpus_of(reserve(cluster, share("p", 60))) == {1: 60}
 
@@ -147,7 +148,7 @@ def test_the_pod_may_be_known_before_its_node() -> None:
     cluster = state()
     cluster.put_pod(on(share("p", 60), "a"), 1.0)
     assert cluster.reservation(PodUid("uid-p")) is None
-    cluster.put_node(node(held={PodUid("uid-p"): (Charge(index=1, cores=60, blocks=10),)}), 2.0)
+    cluster.put_node(node(allocated={PodUid("uid-p"): (Charge(index=1, cores=60, blocks=10),)}), 2.0)
     assert gpus_of(cluster.reservation(PodUid("uid-p"))) == {1: 60}
     cluster.remove_node("a")
     assert cluster.filter(share("q", 10), ["a"]).failed["a"].startswith("the extender knows no GPUs")
@@ -189,7 +190,7 @@ def test_an_assumed_pod_can_be_undone_while_its_node_is_away() -> None:
 def test_what_the_agent_holds_for_a_pod_that_is_gone_stays_taken() -> None:
     """Deleted by force, its processes run on."""
     held = {PodUid("uid-p"): (Charge(index=0, cores=60, blocks=10),)}
-    cluster = state(node(gpus=1, held=held))
+    cluster = state(node(gpus=1, allocated=held))
     assert cluster.filter(share("q", 60), None).fitting == []
     cluster.put_pod(on(share("p", 60), "a"), 1.0)
     cluster.remove_pod(PodUid("uid-p"))
@@ -200,7 +201,7 @@ def test_what_the_agent_holds_for_a_pod_that_is_gone_stays_taken() -> None:
 
 def test_an_agent_that_never_tells_does_not_make_its_node_useless() -> None:
     """Its pods are planned as it is likely to have placed them."""
-    cluster = state(node(held=None, is_exact=False))
+    cluster = state(node(allocated=None, is_exact=False))
     for name in ("p", "q"):
         cluster.put_pod(on(share(name, 60), "a"), 1.0)
     assert gpus_of(cluster.reservation(PodUid("uid-p"))) == {0: 60}
@@ -359,7 +360,7 @@ def test_a_node_that_names_a_pod_whose_bind_is_under_way_does_not_hold_it() -> N
     """Else a node could keep a failed bind from being undone."""
     cluster = state(node())
     reserve(cluster, share("p", 60))
-    cluster.put_node(node(held={PodUid("uid-p"): (Charge(index=1, cores=60, blocks=10),)}), 2.0)
+    cluster.put_node(node(allocated={PodUid("uid-p"): (Charge(index=1, cores=60, blocks=10),)}), 2.0)
     assumed = cluster.reservation(PodUid("uid-p"))
     assert assumed is not None and assumed.stage is Stage.ASSUMED
     cluster.bound(PodUid("uid-p"))
@@ -369,7 +370,7 @@ def test_a_node_that_names_a_pod_whose_bind_is_under_way_does_not_hold_it() -> N
 
 def test_our_agents_node_that_does_not_tell_yet_is_charged_everywhere() -> None:
     """Its annotation may be unreadable, or not written yet: nothing is guessed."""
-    cluster = state(node(held=None))
+    cluster = state(node(allocated=None))
     cluster.put_pod(on(share("p", 60), "a"), 1.0)
     assert gpus_of(cluster.reservation(PodUid("uid-p"))) == {0: 60, 1: 60}
 
@@ -440,7 +441,7 @@ class Machine(RuleBasedStateMachine):
     @rule(place=st.sampled_from(["a", "b"]), some=st.sets(uids))
     def the_agent_tells(self, place: str, some: set[PodUid]) -> None:
         held = {uid: charges for uid, (where, charges) in self.truth.items() if where == place and uid in some}
-        self.cluster.put_node(node(place, gpus=2 if place == "a" else 3, held=held), self.now)
+        self.cluster.put_node(node(place, gpus=2 if place == "a" else 3, allocated=held), self.now)
 
     @rule(uid=uids)
     def the_pod_ends(self, uid: PodUid) -> None:
@@ -475,7 +476,7 @@ class Machine(RuleBasedStateMachine):
         booked = {reservation.pod_uid for reservation in self.cluster.reservations()}
         assert booked == set(self.truth) | set(self.assumed)
         if not booked:
-            gpus = [gpu for one in self.cluster.document()["nodes"] for gpu in one["cards"]]
+            gpus = [gpu for one in state_document(self.cluster) for gpu in one["cards"]]
             assert all(gpu["cores"] == gpu["blocks"] == 0 and not gpu["is_whole"] for gpu in gpus)
 
 

@@ -25,20 +25,20 @@ class Term:
     def __init__(self, *, is_leading: bool) -> None:
         self.term = int(is_leading)
         self._is_leading = is_leading
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def leads(self) -> bool:
         return self._is_leading
 
     async def wait_change(self, term: int, is_leading: bool) -> None:
         while (term, is_leading) == (self.term, self._is_leading):
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
     def turn(self, *, is_leading: bool) -> None:
         self.term += int(is_leading)
         self._is_leading = is_leading
-        self._news.set()
+        self._changed.set()
 
 
 def replica(name: str, labels: dict[str, str]) -> Raw:
@@ -63,11 +63,11 @@ def warnings(logs: Sequence[MutableMapping[str, Any]]) -> list[MutableMapping[st
 
 @asynccontextmanager
 async def labelling(
-    cluster: FakeCluster, term: Term, name: str = "a", *, look_period_s: float = 60.0
+    cluster: FakeCluster, term: Term, name: str = "a", *, check_period_s: float = 60.0
 ) -> AsyncIterator[LeaderLabel]:
     async with opened_api(cluster) as api:
         label = LeaderLabel(
-            api=api, election=term, namespace=NAMESPACE, name=name, backoff=FAST, look_period_s=look_period_s
+            api=api, election=term, namespace=NAMESPACE, name=name, backoff=FAST, check_period_s=check_period_s
         )
         async with running(label.run):
             yield label
@@ -117,7 +117,7 @@ async def test_a_label_that_somebody_changed_is_put_right() -> None:
     pods = [replica("a", APP), replica("b", APP)]
     async with (
         fake_cluster(pods=pods) as cluster,
-        labelling(cluster, Term(is_leading=True), look_period_s=0.02),
+        labelling(cluster, Term(is_leading=True), check_period_s=0.02),
     ):
         await eventually(lambda: leaders(cluster) == ["a"])
         cluster.change("pods", f"{NAMESPACE}/b", lambda raw: raw["metadata"]["labels"].update(LED))

@@ -74,7 +74,7 @@ def read(raw: Mapping[str, Any], names: ResourceNames = NAMES) -> NodeReading:
 def node_of(raw: Mapping[str, Any], names: ResourceNames = NAMES) -> ClusterNode:
     reading = read(raw, names)
     assert reading.node is not None
-    assert reading.complaint == ""
+    assert reading.problem == ""
     return reading.node
 
 
@@ -100,7 +100,7 @@ def test_the_gpus_and_links_that_the_agent_writes_are_read_back(name: str) -> No
         (c.index, c.uuid, c.memory_mib, True) for c in found.gpus
     ]
     assert node.topology == found.topology
-    assert (node.name, node.model, node.pool, node.is_exact, node.held) == ("n1", "M40", "public", True, None)
+    assert (node.name, node.model, node.pool, node.is_exact, node.allocated) == ("n1", "M40", "public", True, None)
 
 
 def test_what_the_agent_says_is_held_is_read_back() -> None:
@@ -117,7 +117,7 @@ def test_what_the_agent_says_is_held_is_read_back() -> None:
         NAMES,
     )
     gpus = gpus_annotation(found, cordoned=frozenset(), memory_block_mib=256)
-    assert node_of(raw_node(gpus, allocations_annotation(held))).held == {
+    assert node_of(raw_node(gpus, allocations_annotation(held))).allocated == {
         "u-share": (Charge(index=0, cores=30, blocks=16),),
         "u-whole": (Charge(index=1, cores=100, is_whole=True), Charge(index=2, cores=100, is_whole=True)),
     }
@@ -161,7 +161,7 @@ def test_the_gpus_of_a_node_that_offers_nothing_now_take_no_pod() -> None:
     )
     node = node_of(raw)
     assert [gpu.is_healthy for gpu in node.gpus] == [False, False]
-    assert node.held == {"u": (Charge(index=1, cores=30),)}
+    assert node.allocated == {"u": (Charge(index=1, cores=30),)}
 
 
 @pytest.mark.parametrize("key", ["cards", "other"])
@@ -178,7 +178,7 @@ def test_a_node_that_never_offered_anything_of_ours_is_left_out(key: str) -> Non
 def test_zeros_at_the_end_are_left_out() -> None:
     """Cores, blocks, units, whole; a pod that holds no GPU holds nothing."""
     text = held_text({"b": {"1": [30, 16], "0": [100, 0, 0, 1]}, "c": {"0": [0, 0, 6]}, "d": {}, "a": {"0": []}})
-    assert node_of(raw_node(gpus_text(raw_gpu(0), raw_gpu(1)), text)).held == {
+    assert node_of(raw_node(gpus_text(raw_gpu(0), raw_gpu(1)), text)).allocated == {
         "a": (Charge(index=0),),
         "b": (Charge(index=0, cores=100, is_whole=True), Charge(index=1, cores=30, blocks=16)),
         "c": (Charge(index=0, units=6),),
@@ -189,7 +189,7 @@ def test_zeros_at_the_end_are_left_out() -> None:
 def test_a_list_of_pods_that_the_agent_had_to_cut_is_taken_as_it_is() -> None:
     """Those that it does not name are charged by what they ask for."""
     text = held_text({"u": {"0": [30]}}, truncated=True)
-    assert node_of(raw_node(gpus_text(raw_gpu(0), raw_gpu(1)), text)).held == {"u": (Charge(index=0, cores=30),)}
+    assert node_of(raw_node(gpus_text(raw_gpu(0), raw_gpu(1)), text)).allocated == {"u": (Charge(index=0, cores=30),)}
 
 
 @pytest.mark.parametrize(
@@ -207,12 +207,12 @@ def test_a_list_of_pods_that_the_agent_had_to_cut_is_taken_as_it_is() -> None:
         (held_text({f"u{n}": {} for n in range(513)}), "513 pods, more than 512"),
         (held_text({"": {}}), "UID is empty or too long"),
         (held_text({"u" * 129: {}}), "UID is empty or too long"),
-        (held_text({"u": [30]}), "what pod u holds is no JSON object"),
-        (held_text({"u": {"2": [30]}}), "pod u holds something of GPU '2', which the node does not have"),
+        (held_text({"u": [30]}), "what pod u has is no JSON object"),
+        (held_text({"u": {"2": [30]}}), "pod u has something of GPU '2', which the node does not have"),
         (held_text({"u": {"01": [30]}}), "GPU '01'"),
         (held_text({"u": {"-1": [30]}}), "GPU '-1'"),
         (held_text({"u": {"٠": [30]}}), "which the node does not have"),
-        (held_text({"u": {"0": 30}}), "what pod u holds of GPU 0 is no list"),
+        (held_text({"u": {"0": 30}}), "what pod u has of GPU 0 is no list"),
         (held_text({"u": {"0": [1, 2, 3, 1, 0]}}), "no list of at most 4 counts"),
         (held_text({"u": {"0": [-1]}}), "no list of at most 4 counts"),
         (held_text({"u": {"0": [True]}}), "no list of at most 4 counts"),
@@ -220,7 +220,7 @@ def test_a_list_of_pods_that_the_agent_had_to_cut_is_taken_as_it_is() -> None:
         (held_text({"u": {"0": [1, 1 << 31]}}), "no list of at most 4 counts"),
         (held_text({"u": {"0": [101]}}), "is more than a GPU"),
         (held_text({"u": {"0": [100, 0, 0, 2]}}), "is more than a GPU"),
-        (held_text({"good": {"0": [30]}, "u": {"0": [101]}}), "what pod u holds of GPU 0"),
+        (held_text({"good": {"0": [30]}, "u": {"0": [101]}}), "what pod u has of GPU 0"),
     ],
     ids=range(26),
 )
@@ -228,11 +228,11 @@ def test_one_bad_part_makes_what_is_held_unknown(text: object, said: str) -> Non
     """Half of it would set the other half free. The GPUs count all the same."""
     reading = read(raw_node(gpus_text(raw_gpu(0), raw_gpu(1)), text))
     assert reading.node is not None
-    assert reading.node.held is None
+    assert reading.node.allocated is None
     assert (reading.node.is_exact, len(reading.node.gpus)) == (True, 2)
-    assert said in reading.complaint
-    assert reading.complaint.startswith(f"node n1: the annotation {ALLOCATIONS_ANNOTATION} cannot be used")
-    assert len(reading.complaint) < 1000
+    assert said in reading.problem
+    assert reading.problem.startswith(f"node n1: the annotation {ALLOCATIONS_ANNOTATION} cannot be used")
+    assert len(reading.problem) < 1000
 
 
 # --- what cannot be used ---
@@ -258,12 +258,12 @@ def test_one_bad_part_makes_what_is_held_unknown(text: object, said: str) -> Non
         (gpus_text(raw_gpu(0, uuid=7)), "no `uuid`"),
         (gpus_text(memory_block_mib=0), "`memory_block_mib` is no size"),
         (gpus_text(raw_gpu(0, links=["X"]), memory_block_mib=512), "of 512 MiB, here they are of 256"),
-        (gpus_text(raw_gpu(0, links=["X", "PIX"])), "not one word for each GPU"),
-        (gpus_text(raw_gpu(0, links=["X", 7]), raw_gpu(1)), "not one word for each GPU"),
+        (gpus_text(raw_gpu(0, links=["X", "PIX"])), "not one text for each GPU"),
+        (gpus_text(raw_gpu(0, links=["X", 7]), raw_gpu(1)), "not one text for each GPU"),
         (gpus_text(raw_gpu(0, links=["X", "WIRE"]), raw_gpu(1)), "the link of GPUs 0 and 1 is 'WIRE'"),
         (gpus_text(raw_gpu(0, links=["PIX", "PIX"]), raw_gpu(1)), "the link of GPUs 0 and 0 is 'PIX'"),
         (gpus_text(raw_gpu(0, links=["X", "X"]), raw_gpu(1)), "the link of GPUs 0 and 1 is 'X'"),
-        (gpus_text(raw_gpu(0, links=["X", "SYS"]), raw_gpu(1)), "GPUs 0 and 1 tell different links"),
+        (gpus_text(raw_gpu(0, links=["X", "SYS"]), raw_gpu(1)), "GPUs 0 and 1 to each other differ"),
         (gpus_text(*[raw_gpu(0)] * 257), "it lists 257 GPUs"),
     ],
     ids=range(24),
@@ -273,14 +273,14 @@ def test_gpus_that_cannot_be_used_leave_the_capacity_divided_evenly(text: object
     reading = read(raw_node(text, held_text({"u": {"0": [30]}})))
     assert reading.node is not None
     assert [(c.index, c.memory_mib, c.is_healthy) for c in reading.node.gpus] == [(n, 24576, True) for n in range(4)]
-    assert (reading.node.is_exact, reading.node.held) == (False, None)
-    assert reading.complaint.startswith(f"node n1: the annotation {GPUS_ANNOTATION} cannot be used")
-    assert said in reading.complaint
-    assert len(reading.complaint) < 1000
+    assert (reading.node.is_exact, reading.node.allocated) == (False, None)
+    assert reading.problem.startswith(f"node n1: the annotation {GPUS_ANNOTATION} cannot be used")
+    assert said in reading.problem
+    assert len(reading.problem) < 1000
 
 
 def test_a_node_of_gpu_manager_has_equal_gpus() -> None:
-    """It has no annotation: that is no complaint. Its GPUs are far from each other."""
+    """It has no annotation: that is no problem. Its GPUs are far from each other."""
     node = node_of(raw_node())
     assert [gpu.memory_mib for gpu in node.gpus] == [24576] * 4
     assert len({gpu.uuid for gpu in node.gpus}) == 4
@@ -325,7 +325,7 @@ def test_labels_that_are_none_read_as_empty(labels: dict[str, Any]) -> None:
 @pytest.mark.parametrize("raw", [{}, {"metadata": None}, {"metadata": {"name": 7}}, {"metadata": {"name": ""}}])
 def test_an_object_without_a_name_is_left_out_and_reported(raw: dict[str, Any]) -> None:
     """It cannot be named to the scheduler."""
-    assert read(raw) == NodeReading(node=None, complaint="a node without a name is left out")
+    assert read(raw) == NodeReading(node=None, problem="a node without a name is left out")
 
 
 _KEYS = [
@@ -366,7 +366,7 @@ _ANY_TEXT = _JSON.map(json.dumps) | st.text(max_size=50) | _JSON
 
 @given(_GPUS_TEXT | _ANY_TEXT, _HELD_TEXT | _ANY_TEXT)
 def test_no_annotation_is_too_odd(gpus: object, held: object) -> None:
-    """A node comes out whose parts fit each other, and a complaint wherever something was not taken."""
+    """A node comes out whose parts fit each other, and a problem wherever something was not taken."""
     reading = read(raw_node(gpus, held))
     node = reading.node
     assert node is not None
@@ -374,13 +374,13 @@ def test_no_annotation_is_too_odd(gpus: object, held: object) -> None:
     assert indexes == sorted(set(indexes))
     assert len({gpu.uuid for gpu in node.gpus}) == len(indexes) > 0
     assert len(node.topology.links) == max(indexes) + 1
-    for charges in (node.held or {}).values():
+    for charges in (node.allocated or {}).values():
         assert [charge.index for charge in charges] == sorted({charge.index for charge in charges})
         assert all(charge.index in indexes and 0 <= charge.cores <= 100 for charge in charges)
     if gpus is not None and not node.is_exact:
-        assert GPUS_ANNOTATION in reading.complaint
-    if held is not None and node.is_exact and node.held is None:
-        assert ALLOCATIONS_ANNOTATION in reading.complaint
+        assert GPUS_ANNOTATION in reading.problem
+    if held is not None and node.is_exact and node.allocated is None:
+        assert ALLOCATIONS_ANNOTATION in reading.problem
 
 
 @given(

@@ -2,192 +2,26 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.hints import predicted_gpus
-from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
-from gpushare_agent.admission.decisions.memory_share import whole_gpus
-from gpushare_agent.admission.decisions.plan import Plan, check, plan
-from gpushare_agent.extender.pod_plan import GpuRoom, plan_annotations, plan_pod
+from gpushare_agent.admission.decisions.ledger import Policy
+from gpushare_agent.extender.decisions.pod_plan import plan_annotations, plan_pod
 from gpushare_agent.extender.values import Charge, ClusterPolicy, PodPlan
-from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import GpuInventory, Health
+from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import (
-    CORES_PER_GPU,
     PREDICATE_GPU_INDEX_PREFIX,
     VCORE_RESOURCE,
     VMEMORY_RESOURCE,
-    GpuUuid,
-    device_id,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.model.topology import Link, LinkKind
-from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.model.resources import ResourceNames
 from tests.support_core import NAMES, container, inventory, pod
+from tests.support_placement import Node, accounts, leaves_blocks_without_cores, nodes, pods
 
 POLICY = ClusterPolicy(names=NAMES)
-
-
-def rooms(found: GpuInventory, cache: AllocationCache | None = None) -> list[GpuRoom]:
-    """The GPUs with what the cache says is taken."""
-    cores, blocks = (cache.used_cores(), cache.used_blocks()) if cache is not None else ({}, {})
-    whole = whole_gpus(cache.view().values()) if cache is not None else frozenset()
-    return [
-        GpuRoom(
-            index=gpu.index,
-            uuid=gpu.uuid,
-            memory_mib=gpu.memory_mib,
-            is_healthy=gpu.is_healthy,
-            cores=cores.get(gpu.uuid, 0),
-            blocks=blocks.get(gpu.uuid, 0),
-            is_whole=gpu.uuid in whole,
-        )
-        for gpu in found.gpus
-    ]
-
-
-class Node:
-    """The agent's real decisions on device IDs, asked as the kubelet asks: in any order of resources, init containers'
-    devices handed on, IDs drawn at random from what is preferred."""
-
-    def __init__(self, found: GpuInventory, policy: Policy, seed: int) -> None:
-        self.found = found
-        self.policy = policy
-        self.cache = AllocationCache()
-        self._random = random.Random(seed)
-        self._taken: dict[ResourceKind, set[str]] = {kind: set() for kind in ResourceKind}
-
-    def admit(self, owner: Pod, hints: dict[str, str] | None = None) -> Refused | dict[str, tuple[int, ...]]:
-        """GPU indexes by container, or the first refusal."""
-        owner = replace(owner, annotations=dict(hints or {}))
-        index = {gpu.uuid: gpu.index for gpu in self.found.gpus}
-        reusable: dict[ResourceKind, set[str]] = {}
-        for one in owner.containers:
-            served = Target(pod=owner, container=one)
-            kinds = [kind for kind in self.policy.names.kinds if self.policy.names.wanted(one, kind)]
-            self._random.shuffle(kinds)
-            for kind in kinds:
-                refused = self._allocate(served, kind, reusable.get(kind, set()))
-                if refused is not None:
-                    self.cache.release_pod(owner.uid)
-                    return refused
-            held = self.cache.get(served.key)
-            for kind in kinds:
-                ids = set(held.ids(kind)) if held is not None else set()
-                if one.kind is ContainerKind.INIT:
-                    reusable.setdefault(kind, set()).update(ids)
-                else:
-                    reusable.setdefault(kind, set()).difference_update(ids)
-        return {
-            key.container: tuple(sorted(index[gpu] for gpu in self.cache.view()[key].gpus))
-            for key in sorted(self.cache.view())
-            if key.pod_uid == owner.uid
-        }
-
-    def _allocate(self, served: Target, kind: ResourceKind, reusable: set[str]) -> Refused | None:
-        count = self.policy.names.wanted(served.container, kind)
-        chosen = self._random.sample(sorted(reusable), min(count, len(reusable)))
-        planned: tuple[GpuUuid, ...] = ()
-        ledger = self._ledger(served)
-        if len(chosen) < count:
-            every = [
-                device_id(gpu.uuid, n) for gpu in self.found.gpus for n in range(self.policy.names.units(gpu, kind))
-            ]
-            available = [device for device in every if device not in self._taken[kind]]
-            if len(available) < count - len(chosen):
-                return Refused(reason=RefusalReason.NOT_ENOUGH_CORES, detail="the kubelet has too few")
-            available += chosen  # as the kubelet does
-            offer = Offer(kind=kind, available=available, must_include=chosen, size=count)
-            free = free_ids(served, kind, available, ledger)
-            hint = predicted_gpus(served.pod.annotations, served.container, "node")
-            outcome = plan(served, offer, free, ledger, self.policy, hint)
-            if isinstance(outcome, Refused):
-                return outcome
-            assert isinstance(outcome, Plan)
-            planned = outcome.gpus
-            chosen += [device for device in outcome.ids if device not in chosen]
-        else:
-            planned = next(
-                (a.gpus for a in self.cache.of_pod(served.pod.uid) if a.kind is ContainerKind.INIT and a.gpus), ()
-            )
-        gpus = check(served, kind, chosen, ledger, self.policy, planned)
-        if isinstance(gpus, Refused):
-            return gpus
-        old = self.cache.get(served.key)
-        self._taken[kind].update(chosen)
-        self.cache.put(
-            Allocation(
-                key=served.key,
-                namespace=served.pod.namespace,
-                pod_name=served.pod.name,
-                kind=served.container.kind,
-                gpus=gpus,
-                vcore_ids=old.vcore_ids if old is not None else frozenset(),
-                vmemory_ids=old.vmemory_ids if old is not None else frozenset(),
-                is_whole=self.policy.names.wanted(served.container, ResourceKind.VCORE) >= CORES_PER_GPU,
-            ).with_ids(kind, frozenset(chosen))  # type: ignore[arg-type]
-        )
-        return None
-
-    def _ledger(self, served: Target) -> Ledger:
-        return Ledger(
-            inventory=self.found,
-            used_cores=self.cache.used_cores(without=served.key),
-            used_blocks=self.cache.used_blocks(without=served.key),
-            used_gpu_mem=self.cache.used_gpu_mem(without=served.key),
-            holders={kind: self.cache.holders(kind) for kind in ResourceKind},
-            allocations=self.cache.view(),
-        )
-
-
-def wishes() -> st.SearchStrategy[tuple[int, int]]:
-    """Cores and blocks of one container; some ask for nothing."""
-    shares = st.tuples(st.sampled_from([5, 10, 25, 40, 50, 60, 90]), st.sampled_from([1, 8, 20, 40, 60]))
-    whole = st.tuples(st.sampled_from([100, 100, 200, 300]), st.just(0))
-    return st.one_of(shares, shares, shares, whole, st.just((0, 0)))
-
-
-@st.composite
-def pods(draw: st.DrawFn, name: str) -> Pod:
-    """Init containers first, then sidecars among them, then main ones."""
-    containers: list[ContainerSpec] = []
-    inits = draw(st.lists(st.tuples(wishes(), st.booleans()), max_size=2))
-    for position, ((cores, blocks), is_sidecar) in enumerate(inits):
-        kind = ContainerKind.SIDECAR if is_sidecar else ContainerKind.INIT
-        containers.append(container(f"init-{position}", cores, blocks, kind, position))
-    for position, (cores, blocks) in enumerate(draw(st.lists(wishes(), min_size=1, max_size=3))):
-        containers.append(container(f"main-{position}", cores, blocks, ContainerKind.MAIN, position))
-    return pod(name, *containers)
-
-
-@st.composite
-def nodes(draw: st.DrawFn) -> GpuInventory:
-    """One to five GPUs, not all alike, some unhealthy, with some links."""
-    count = draw(st.integers(1, 5))
-    kinds = [LinkKind.NVLINK, LinkKind.PIX, LinkKind.PHB, LinkKind.SYS]
-    links = [[Link(kind=LinkKind.SELF)] * count for _ in range(count)]
-    for a in range(count):
-        for b in range(a):
-            kind = draw(st.sampled_from(kinds))
-            links[a][b] = links[b][a] = Link(kind=kind, nvlinks=2 if kind is LinkKind.NVLINK else 0)
-    gpus = tuple(
-        replace(
-            gpu,
-            memory_mib=draw(st.sampled_from([8, 16, 24])) * 1024,
-            health=draw(st.sampled_from([Health.HEALTHY] * 5 + [Health.UNHEALTHY])),
-        )
-        for gpu in inventory(count).gpus
-    )
-    return GpuInventory(gpus=gpus, topology=build_topology(links, [None] * count))
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -206,41 +40,23 @@ def test_the_agent_does_what_was_planned(
     node = Node(found, Policy(names=NAMES, share_policy=share_policy), seed)  # type: ignore[arg-type]
     policy = ClusterPolicy(names=NAMES, share_policy=share_policy)  # type: ignore[arg-type]
     for owner in owners:
-        before = rooms(found, node.cache)
+        before = accounts(found, node.cache)
         planned = plan_pod(owner, before, found.topology, policy)
-        if isinstance(planned, Refused) or _leaves_blocks_without_cores(owner):
+        if isinstance(planned, Refused) or leaves_blocks_without_cores(owner):
             continue
         reported = dict(plan_annotations(planned, PREDICATE_GPU_INDEX_PREFIX)) if hints else {}
         admitted = node.admit(owner, reported)
         assert admitted == {c.name: c.gpus for c in planned.containers if c.gpus}
-        after = {room.index: room for room in rooms(found, node.cache)}
         charged = {charge.index: charge for charge in planned.charges}
-        for room in before:
-            charge = charged.get(room.index, Charge(index=room.index))
-            assert after[room.index].cores - room.cores == charge.cores
-            assert after[room.index].blocks - room.blocks == charge.blocks
-
-
-def _leaves_blocks_without_cores(owner: Pod) -> bool:
-    """An init container's cores go on to a whole-GPU container, and its memory blocks, of which that one wants none, to a
-    share after it. Where the kubelet then hands on the blocks first, the agent looks for the share on the init container's
-    GPU, which is full: it refuses, or not, by the kubelet's order (docs/critique.md)."""
-    has_share_before = False
-    has_whole_between = False
-    for one in owner.containers:
-        cores = NAMES.wanted(one, ResourceKind.VCORE)
-        if cores and has_whole_between:
-            return True
-        if one.kind is ContainerKind.INIT and 0 < cores < CORES_PER_GPU:
-            has_share_before = True
-        elif has_share_before and cores >= CORES_PER_GPU:
-            has_whole_between = True
-    return False
+        for gpu, after in zip(before, accounts(found, node.cache), strict=True):
+            charge = charged.get(gpu.index, Charge(index=gpu.index))
+            assert after.used_cores - gpu.used_cores == charge.cores
+            assert after.used_blocks - gpu.used_blocks == charge.blocks
 
 
 def planned(owner: Pod, found: GpuInventory | None = None, policy: ClusterPolicy = POLICY) -> PodPlan | Refused:
     found = found or inventory()
-    return plan_pod(owner, rooms(found), found.topology, policy)
+    return plan_pod(owner, accounts(found), found.topology, policy)
 
 
 def test_containers_that_fit_alone_may_not_fit_together() -> None:

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.extender.quota import QUOTA_KEY, NamespaceQuota, Quota, check_quota, parse_quota
-from gpushare_agent.extender.quota_use import QuotaUse as Use
-from gpushare_agent.extender.quota_use import Usage, use_of
+from gpushare_agent.extender.decisions.quota import QUOTA_KEY, NamespaceQuota, Quota, check_quota, parse_quota
+from gpushare_agent.extender.decisions.quota_use import QuotaUse as Use
+from gpushare_agent.extender.decisions.quota_use import use_of
+from gpushare_agent.extender.quota_state import Usage
 from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
@@ -244,7 +245,7 @@ def test_a_pod_reported_of_twice_counts_once() -> None:
     usage.put(PodUid("w"), "b", "M40", Use(50, 50, 1))
     assert usage.of("a", "M40") == Use(30, 130, 112)
     assert usage.of("a", "T4") == Use(0, 130, 112)
-    assert usage.by_model() == {("a", "M40"): 30, ("a", "P40"): 100, ("b", "M40"): 50}
+    assert (usage.of("a", "P40").gpus, usage.of("b", "M40").gpus) == (100, 50)
     usage.put(PodUid("u"), "a", "P40", Use(30, 30, 16))
     assert usage.of("a", "P40") == Use(130, 130, 112)
 
@@ -287,7 +288,7 @@ def test_usage_is_the_sum_of_its_pods_whatever_came_before(
         assert usage.of(namespace, "M40") == expected
     for uid in "uvw":
         usage.remove(PodUid(uid))
-    assert usage.by_model() == {}
+    assert all(usage.of(namespace, model) == Use() for namespace in "ab" for model in ("M40", "P40"))
     assert usage.of("a", "M40") == Use()
 
 
@@ -329,7 +330,7 @@ def test_the_refusal_of_a_pool_names_those_that_are_allowed() -> None:
     ("model", "said"),
     [
         ("P40", "names M40, T4, and none of P40 GPUs"),
-        ("", "names M40, T4, and this node has no label that tells its GPUs' model"),
+        ("", "names M40, T4, and this node has no label with its GPUs' model"),
     ],
 )
 def test_a_model_that_the_quota_does_not_name_may_not_be_used(model: str, said: str) -> None:

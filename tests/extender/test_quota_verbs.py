@@ -12,10 +12,12 @@ import pytest
 
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
 from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.decisions.quota_use import QuotaUse
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.nodes import read_node
 from gpushare_agent.extender.pods import lean_pod
-from gpushare_agent.extender.quota_watch import MALFORMED, QuotaFeed, QuotaKeeper
+from gpushare_agent.extender.quota_state import QuotaState
+from gpushare_agent.extender.quota_watch import MALFORMED, QuotaFeed
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation
 from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.model.pods import Pod
@@ -42,8 +44,8 @@ class Notes:
 
 
 @pytest.fixture
-def keeper() -> QuotaKeeper:
-    return QuotaKeeper(NAMES)
+def keeper() -> QuotaState:
+    return QuotaState(NAMES)
 
 
 def config_map(text: str) -> Raw:
@@ -57,9 +59,9 @@ GOOD = json.dumps({"team": {"pool": ["public"], "quota": {"M40": 1}}})
 BAD = '{"team": {"quota": {"M40": "many"}}}'
 
 
-def feed(keeper: QuotaKeeper) -> tuple[QuotaFeed, Notes, ExtenderMetrics]:
+def feed(keeper: QuotaState) -> tuple[QuotaFeed, Notes, ExtenderMetrics]:
     notes, metrics = Notes(), ExtenderMetrics()
-    return QuotaFeed(keeper=keeper, events=notes, metrics=metrics), notes, metrics
+    return QuotaFeed(state=keeper, events=notes, metrics=metrics), notes, metrics
 
 
 def asking(name: str, cores: int = 60, namespace: str = "team") -> Pod:
@@ -74,15 +76,15 @@ def node(model: str = "M40") -> ClusterNode:
     return found
 
 
-def state_of(keeper: QuotaKeeper, *nodes: ClusterNode) -> ClusterState:
-    state = ClusterState(policy=ClusterPolicy(names=NAMES), quota=keeper, on_change=keeper.reserved)
+def state_of(keeper: QuotaState, *nodes: ClusterNode) -> ClusterState:
+    state = ClusterState(policy=ClusterPolicy(names=NAMES), quota=keeper, on_change=keeper.reservation_changed)
     for one in nodes:
-        keeper.know_node(one)
+        keeper.put_node(one)
         state.put_node(one, 0.0)
     return state
 
 
-def test_no_config_map_is_no_quota(keeper: QuotaKeeper) -> None:
+def test_no_config_map_is_no_quota(keeper: QuotaState) -> None:
     """Nobody is limited, and again so once it is deleted."""
     assert keeper(asking("a"), model="M40", pool="public") is None
     quotas, _, _ = feed(keeper)
@@ -92,7 +94,7 @@ def test_no_config_map_is_no_quota(keeper: QuotaKeeper) -> None:
     assert keeper(asking("a"), model="M40", pool="public") is None
 
 
-def test_a_malformed_one_keeps_the_last_good_and_says_so(keeper: QuotaKeeper) -> None:
+def test_a_malformed_one_keeps_the_last_good_and_says_so(keeper: QuotaState) -> None:
     """In an Event on the ConfigMap and in a metric; the next good one counts."""
     quotas, notes, metrics = feed(keeper)
     quotas.put(config_map(GOOD))
@@ -107,7 +109,7 @@ def test_a_malformed_one_keeps_the_last_good_and_says_so(keeper: QuotaKeeper) ->
     assert "M40" in event["message"] and "last good one stays in force" in event["message"]
 
 
-def test_where_there_never_was_a_good_one_pods_are_refused(keeper: QuotaKeeper) -> None:
+def test_where_there_never_was_a_good_one_pods_are_refused(keeper: QuotaState) -> None:
     """Nobody knows what a namespace may use: the refusal says whose mistake it is."""
     quotas, _, _ = feed(keeper)
     quotas.put(config_map(BAD))
@@ -119,45 +121,45 @@ def test_where_there_never_was_a_good_one_pods_are_refused(keeper: QuotaKeeper) 
 
 
 @pytest.mark.parametrize("data", [None, 7, [], {"other": "x"}, {"gpu_quota": 7}])
-def test_data_of_any_kind_is_survived(keeper: QuotaKeeper, data: Any) -> None:
+def test_data_of_any_kind_is_survived(keeper: QuotaState, data: Any) -> None:
     """The ConfigMap may say anything."""
     quotas, notes, _ = feed(keeper)
     assert quotas.put(config_map("") | {"data": data})
     assert notes.events
 
 
-def test_reservations_count_and_stop_to_count(keeper: QuotaKeeper) -> None:
+def test_reservations_count_and_stop_to_count(keeper: QuotaState) -> None:
     """From reserve to undo; a pod is not counted against itself."""
     quotas, _, _ = feed(keeper)
     quotas.put(config_map(GOOD))
     state = state_of(keeper, node())
     first, second = asking("a"), asking("b")
-    keeper.learn(first)
+    keeper.put_pod(first)
     reserved = state.reserve(first, "n1", 0.0)
     assert isinstance(reserved, Reservation)
-    assert keeper.usage.by_model() == {("team", "M40"): 60}
+    assert keeper.used("team", "M40").gpus == 60
     assert keeper(first, model="M40", pool="public") is None
     refused = keeper(second, model="M40", pool="public")
     assert refused is not None and refused.reason is RefusalReason.QUOTA_EXCEEDED
     state.undo(first.uid)
-    assert keeper.usage.by_model() == {}
+    assert keeper.used("team", "M40") == QuotaUse()
     assert keeper(second, model="M40", pool="public") is None
 
 
-def test_a_node_that_gets_its_model_later_counts_under_it(keeper: QuotaKeeper) -> None:
+def test_a_node_that_gets_its_model_later_counts_under_it(keeper: QuotaState) -> None:
     """The agent's label comes after the node."""
     state = state_of(keeper, node(model=""))
     pod = asking("a")
-    keeper.learn(pod)
+    keeper.put_pod(pod)
     state.reserve(pod, "n1", 0.0)
-    assert keeper.usage.by_model() == {("team", ""): 60}
-    keeper.know_node(node())
-    assert keeper.usage.by_model() == {("team", "M40"): 60}
-    keeper.forget(pod.uid)
-    assert keeper.usage.by_model() == {}
+    assert keeper.used("team", "").gpus == 60
+    keeper.put_node(node())
+    assert keeper.used("team", "M40").gpus == 60
+    keeper.remove_pod(pod.uid)
+    assert keeper.used("team", "M40") == QuotaUse()
 
 
-def test_pods_count_while_their_node_is_known(keeper: QuotaKeeper) -> None:
+def test_pods_count_while_their_node_is_known(keeper: QuotaState) -> None:
     """Whichever of pod and node is heard of first; a node that goes and comes back changes nothing for good."""
     state, metrics = state_of(keeper), ExtenderMetrics()
     pods = PodsFeed(state=state, names=NAMES, metrics=metrics, quota=keeper)
@@ -165,27 +167,27 @@ def test_pods_count_while_their_node_is_known(keeper: QuotaKeeper) -> None:
     nodes = NodesFeed(state=state, read=read, metrics=metrics, quota=keeper, reported=pods.reported)
     raw = raw_node("n1", model="M40")
     pods.put(raw_pod("a", (60, 4), namespace="team", node="n1"))
-    assert keeper.usage.by_model() == {}
+    assert keeper.used("team", "M40") == QuotaUse()
     for _ in range(2):
         nodes.put(raw)
-        assert keeper.usage.by_model() == {("team", "M40"): 60}
+        assert keeper.used("team", "M40").gpus == 60
         pods.put(raw_pod("a", (60, 4), namespace="team", node="n1"))
-        assert keeper.usage.by_model() == {("team", "M40"): 60}
+        assert keeper.used("team", "M40").gpus == 60
         nodes.remove("n1")
-        assert keeper.usage.by_model() == {}
+        assert keeper.used("team", "M40") == QuotaUse()
     nodes.put(raw)
     pods.put(raw_pod("b", (30, 4), namespace="team", node="n1"))
-    assert keeper.usage.by_model() == {("team", "M40"): 90}
+    assert keeper.used("team", "M40").gpus == 90
     pods.remove("uid-a")
-    assert keeper.usage.by_model() == {("team", "M40"): 30}
+    assert keeper.used("team", "M40").gpus == 30
 
 
-def test_a_nodes_memory_counts_while_it_is_there(keeper: QuotaKeeper) -> None:
+def test_a_nodes_memory_counts_while_it_is_there(keeper: QuotaState) -> None:
     """A whole GPU counts with the largest GPU's memory of its model: of the nodes there are, not of those there were."""
     quotas, _, _ = feed(keeper)
     quotas.put(config_map(json.dumps({"team": {"pool": ["public"], "quota": {"M40": 8}, "vmemory": 16}})))
     whole = lean_pod(raw_pod("w", (100, 0), namespace="team"), NAMES)
-    keeper.know_node(node())
+    keeper.put_node(node())
     assert keeper(whole, model="M40", pool="public") is None
     huge = read_node(
         raw_node("n2", model="M40", pool="public", memory_mib=1 << 20),
@@ -195,18 +197,18 @@ def test_a_nodes_memory_counts_while_it_is_there(keeper: QuotaKeeper) -> None:
     ).node
     assert huge is not None
     for mend in (
-        lambda: keeper.forget_node("n2"),
-        lambda: keeper.know_node(replace(huge, model="V100")),
-        lambda: keeper.know_node(replace(huge, gpus=node().gpus)),
+        lambda: keeper.remove_node("n2"),
+        lambda: keeper.put_node(replace(huge, model="V100")),
+        lambda: keeper.put_node(replace(huge, gpus=node().gpus)),
     ):
-        keeper.know_node(huge)
+        keeper.put_node(huge)
         assert keeper(whole, model="M40", pool="public") is not None
         mend()
         assert keeper(whole, model="M40", pool="public") is None
-    keeper.forget_node("n1")
-    keeper.forget_node("n2")
-    keeper.forget_node("never-known")
-    assert keeper._memories == {}
+    keeper.remove_node("n1")
+    keeper.remove_node("n2")
+    keeper.remove_node("never-known")
+    assert keeper(whole, model="M40", pool="public") is None
 
 
 async def test_a_malformed_config_map_becomes_an_event_of_the_api_server() -> None:

@@ -6,8 +6,10 @@ import json
 
 import pytest
 
-from gpushare_agent.model.names import PREDICATE_NODE_ANNOTATION
+from gpushare_agent.model.names import PREDICATE_NODE_ANNOTATION, PodUid
 from tests.support_extender import (
+    Asker,
+    FakeCluster,
     eventually,
     fake_cluster,
     foreign_lease,
@@ -17,6 +19,7 @@ from tests.support_extender import (
     raw_node,
     raw_pod,
     running_extender,
+    state_document,
 )
 
 FORGED = [
@@ -25,6 +28,12 @@ FORGED = [
     {"tencent.com/predicate-gpu-idx-0": "99999999999999999999"},
     {"tencent.com/predicate-gpu-idx-0": "0,1,2,3,4,5,6,7", "tencent.com/predicate-gpu-idx-77": "x" * 5000},
 ]
+
+
+async def delivered(cluster: FakeCluster, asker: Asker) -> None:
+    """The extender has read every change of pods up to now: a watch keeps their order."""
+    cluster.put("pods", raw_pod("marker", (10, 1)))
+    await eventually(lambda: asker.parts.pods.unscheduled(PodUid("uid-marker")) is not None)
 
 
 @pytest.mark.parametrize("forged", FORGED)
@@ -54,12 +63,12 @@ async def test_a_bound_pod_cannot_take_another_ones_gpus_by_annotation() -> None
         assert await asker.bind(pods[1], "n1") == ""
         cluster.report_held("n1")
         await eventually(lambda: {r.stage for r in asker.parts.state.reservations()} == {"confirmed"})
-        before = asker.parts.state.document()
+        before = state_document(asker.parts.state)
         cluster.change(
             "pods", "default/b", lambda raw: raw["metadata"]["annotations"].update(predicted(cluster.pod("a")))
         )
-        await eventually(lambda: asker.parts.pods.suspects == ["uid-b"])
-        assert asker.parts.state.document() == before
+        await eventually(lambda: asker.parts.pods.foreign_predicates == ["uid-b"])
+        assert state_document(asker.parts.state) == before
         assert (await asker.filter(pods[2], ["n1"]))["NodeNames"] == []
 
 
@@ -82,10 +91,10 @@ async def test_what_the_agent_wrote_of_its_own_choice_is_not_foreign() -> None:
         assert await asker.bind(pod, "n1") == ""
         wrote = {"tencent.com/predicate-gpu-idx-0": "1", "tencent.com/gpu-assigned": "true"}
         cluster.change("pods", "default/a", lambda raw: raw["metadata"]["annotations"].update(wrote))
-        await eventually(lambda: "uid-a" in asker.parts.pods._untold)
+        await delivered(cluster, asker)
         holds(cluster, "n1", ("uid-a", 1, 60, 8))
-        await eventually(lambda: "uid-a" not in asker.parts.pods._untold)
-        assert asker.parts.pods.suspects == []
+        await eventually(lambda: [r.stage for r in asker.parts.state.reservations()] == ["confirmed"])
+        assert asker.parts.pods.foreign_predicates == []
         metrics = (await asker.get("/metrics"))[1]
         assert "gpushare_extender_foreign_predicates_total 0.0" in metrics
         assert "gpushare_extender_placement_disagreements_total 1.0" in metrics
@@ -98,9 +107,9 @@ async def test_gpus_that_neither_we_nor_the_agent_chose_are_foreign() -> None:
         assert await asker.bind(pod, "n1") == ""
         wrote = {"tencent.com/predicate-gpu-idx-0": "1", "tencent.com/gpu-assigned": "true"}
         cluster.change("pods", "default/a", lambda raw: raw["metadata"]["annotations"].update(wrote))
-        await eventually(lambda: "uid-a" in asker.parts.pods._untold)
+        await delivered(cluster, asker)
         holds(cluster, "n1", ("uid-a", 0, 60, 8))
-        await eventually(lambda: asker.parts.pods.suspects == ["uid-a"])
+        await eventually(lambda: asker.parts.pods.foreign_predicates == ["uid-a"])
         metrics = (await asker.get("/metrics"))[1]
         assert "gpushare_extender_foreign_predicates_total 1.0" in metrics
         assert "gpushare_extender_placement_disagreements_total 0.0" in metrics
@@ -113,11 +122,11 @@ async def test_a_follower_takes_nobodys_annotations_for_foreign() -> None:
         cluster.put("leases", foreign_lease())
         async with running_extender(cluster, is_ready=False, leader_elect=True, retry_period_s=0.05) as asker:
             await eventually(lambda: asker.parts.election.holder == "somebody")
-            await eventually(lambda: "uid-a" in asker.parts.pods.waiting)
-            assert asker.parts.pods.suspects == []
+            await eventually(lambda: "uid-a" in [pod.uid for pod in asker.parts.pods.unscheduled_pods()])
+            assert asker.parts.pods.foreign_predicates == []
             cluster.change(
                 "leases",
                 "kube-system/gpushare-agent-extender",
                 lambda raw: raw["spec"].update(holderIdentity="", leaseDurationSeconds=1),
             )
-            await eventually(lambda: asker.parts.pods.suspects == ["uid-a"])
+            await eventually(lambda: asker.parts.pods.foreign_predicates == ["uid-a"])

@@ -195,7 +195,7 @@ async def test_a_bind_of_a_pod_that_was_replaced_is_refused() -> None:
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
         older = json.loads(json.dumps(pod))
         older["metadata"]["uid"] = "uid-of-before"
-        assert "another pod of this name" in await asker.bind(older, "n1")
+        assert "another pod has this name" in await asker.bind(older, "n1")
         assert cluster.node_of("a") == ""
         assert asker.parts.state.reservations() == []
 
@@ -250,12 +250,14 @@ async def test_gpu_admission_scenario_with_its_filter() -> None:
     nodes = [
         {"metadata": {"name": f"testnode{i}"}, "status": {"capacity": counts, "allocatable": counts}} for i in range(3)
     ]
-    wishes = [[(10, 1), (10, 1)], [(100, 3), (80, 3)], [(200, 8), (0, 0)], [(10, 2), (0, 0)]]
+    requests = [[(10, 1), (10, 1)], [(100, 3), (80, 3)], [(200, 8), (0, 0)], [(10, 2), (0, 0)]]
     expected = ["testnode0", "testnode1", "testnode2", "testnode0"]
     async with fake_cluster(*nodes) as cluster, running_extender(cluster, reserve="filter") as asker:
-        for number, (containers, node) in enumerate(zip(wishes, expected, strict=True)):
+        for number, (containers, node) in enumerate(zip(requests, expected, strict=True)):
             pod = raw_pod(f"pod-{number}", namespace="test-ns")
-            pod["spec"]["containers"] = [raw_container(f"container-{i}", *wish) for i, wish in enumerate(containers)]
+            pod["spec"]["containers"] = [
+                raw_container(f"container-{i}", *request) for i, request in enumerate(containers)
+            ]
             cluster.put("pods", pod)
             args = {"Pod": pod, "Nodes": {"items": nodes}, "NodeNames": None}
             _, answer = await asker.post("/scheduler/predicates", args)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from gpushare_agent.extender.decisions.quota import NamespaceQuota, parse_quota
 from gpushare_agent.extender.leader_label import APP_LABEL, LEADER, ROLE_LABEL
-from gpushare_agent.extender.quota import NamespaceQuota, parse_quota
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.settings.settings import Settings, load_settings
 from tests.support_manifests import MANIFESTS, by_name, deployed, documents, merged, volumes_are_those_mounted

@@ -6,8 +6,8 @@ import pytest
 
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.topology import Topology
-from gpushare_agent.placement import GpuRequest, GpuState, Placed, place, validate_request
-from gpushare_agent.placement.share import SharePolicy
+from gpushare_agent.placement import GpuAccount, GpuRequest, Placed, place, validate_request
+from gpushare_agent.placement.request import SharePolicy
 from tests.support_gpus import gpu, indexes_of, node, read_topology, uuid_of
 
 P40 = read_topology("p40-x7-two-switches")
@@ -15,14 +15,16 @@ T4 = read_topology("t4-x4-two-sockets")
 
 
 def placed(
-    request: GpuRequest, gpus: list[GpuState], topology: Topology = T4, share_policy: SharePolicy = "binpack"
+    request: GpuRequest, gpus: list[GpuAccount], topology: Topology = T4, share_policy: SharePolicy = "binpack"
 ) -> tuple[int, ...]:
     answer = place(request, gpus, topology, share_policy=share_policy)
     assert isinstance(answer, Placed), answer
     return indexes_of(answer.gpus)
 
 
-def refused(request: GpuRequest, gpus: list[GpuState], topology: Topology = T4, *, share_mode: bool = True) -> Refused:
+def refused(
+    request: GpuRequest, gpus: list[GpuAccount], topology: Topology = T4, *, share_mode: bool = True
+) -> Refused:
     answer = place(request, gpus, topology, share_policy="binpack", share_mode=share_mode)
     assert isinstance(answer, Refused), answer
     return answer
@@ -189,7 +191,7 @@ def test_must_include_that_cannot_be_is_refused_as_wrong_gpus(request_: GpuReque
     gpus = [gpu(0, cores=10), gpu(1, healthy=False), gpu(2), gpu(3)]
     answer = refused(request_, gpus)
     assert answer.reason is RefusalReason.WRONG_GPUS
-    assert "the kubelet insists on devices of" in answer.detail
+    assert "the kubelet must include devices of" in answer.detail
 
 
 @pytest.mark.parametrize(
@@ -234,6 +236,6 @@ def test_free_gpus_that_are_too_small_are_a_matter_of_memory() -> None:
 
 @pytest.mark.parametrize("gpus", [[], [gpu(0, healthy=False), gpu(1, healthy=False)]])
 @pytest.mark.parametrize("cores", [20, 100, 200])
-def test_without_a_healthy_gpu_nothing_is_placed(cores: int, gpus: list[GpuState]) -> None:
+def test_without_a_healthy_gpu_nothing_is_placed(cores: int, gpus: list[GpuAccount]) -> None:
     """No GPU at all, or none that works."""
     assert refused(GpuRequest(cores=cores, blocks=4), gpus).reason is RefusalReason.NO_HEALTHY_GPU

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.topology import Link, LinkKind, Topology
-from gpushare_agent.placement import GpuRequest, GpuState, Placed, place
+from gpushare_agent.placement import GpuAccount, GpuRequest, Placed, place
 from gpushare_agent.placement.link import set_cost
-from gpushare_agent.placement.share import SharePolicy
+from gpushare_agent.placement.request import SharePolicy
 from gpushare_agent.placement.topology_tree import build_topology
-from tests.support_gpus import indexes_of, read_topology, uuid_of
+from tests.support_gpus import gpu, indexes_of, read_topology, uuid_of
 
 POLICIES = st.sampled_from(["binpack", "spread"])
 LINKS = st.sampled_from(
@@ -34,21 +34,20 @@ def random_topologies(draw: st.DrawFn) -> Topology:
 
 
 @st.composite
-def states(draw: st.DrawFn, index: int) -> GpuState:
+def states(draw: st.DrawFn, index: int) -> GpuAccount:
     total = draw(st.sampled_from([8, 8, 16]))
     is_free = draw(st.booleans())
-    return GpuState(
-        index=index,
-        uuid=uuid_of(index),
+    return gpu(
+        index,
         healthy=draw(st.sampled_from([True, True, True, False])),
-        free_cores=100 if is_free else draw(st.sampled_from([0, 10, 50, 100])),
-        free_blocks=total if is_free else draw(st.integers(0, total)),
-        total_blocks=total,
+        cores=100 if is_free else draw(st.sampled_from([0, 10, 50, 100])),
+        blocks=total if is_free else draw(st.integers(0, total)),
+        total=total,
     )
 
 
 @st.composite
-def nodes(draw: st.DrawFn) -> tuple[Topology, list[GpuState]]:
+def nodes(draw: st.DrawFn) -> tuple[Topology, list[GpuAccount]]:
     """A machine with some occupancy; now and then a GPU is missing from the list."""
     topology = draw(st.one_of(KNOWN.map(read_topology), random_topologies()))
     gpus = [draw(states(index)) for index in range(len(topology.links))]
@@ -65,14 +64,16 @@ def requests(draw: st.DrawFn) -> GpuRequest:
     )
 
 
-def feasible_sets(request: GpuRequest, gpus: list[GpuState]) -> list[tuple[GpuState, ...]]:
+def feasible_sets(request: GpuRequest, gpus: list[GpuAccount]) -> list[tuple[GpuAccount, ...]]:
     """All sets of GPUs that could be given, written down straight from the rules."""
     if request.cores < 100:
         if request.blocks == 0:
             return []
-        sets = [(c,) for c in gpus if c.healthy and c.free_cores >= request.cores and c.free_blocks >= request.blocks]
+        sets = [
+            (c,) for c in gpus if c.is_healthy and c.free_cores >= request.cores and c.free_blocks >= request.blocks
+        ]
     else:
-        free = [c for c in gpus if c.healthy and c.free_cores == 100 and c.free_blocks == c.total_blocks]
+        free = [c for c in gpus if c.is_healthy and c.free_cores == 100 and c.free_blocks == c.total_blocks]
         free.sort(key=lambda c: c.index)
         sets = [
             chosen
@@ -84,7 +85,7 @@ def feasible_sets(request: GpuRequest, gpus: list[GpuState]) -> list[tuple[GpuSt
 
 @given(nodes(), requests(), POLICIES)
 def test_what_is_placed_is_feasible_and_what_is_refused_is_not(
-    machine: tuple[Topology, list[GpuState]], request: GpuRequest, share_policy: SharePolicy
+    machine: tuple[Topology, list[GpuAccount]], request: GpuRequest, share_policy: SharePolicy
 ) -> None:
     """Never an unhealthy GPU, never more than is free, never a refusal while anything would fit."""
     topology, gpus = machine
@@ -98,7 +99,7 @@ def test_what_is_placed_is_feasible_and_what_is_refused_is_not(
 
 @given(nodes(), requests(), POLICIES, st.randoms(use_true_random=False))
 def test_the_order_of_the_gpus_changes_nothing(
-    machine: tuple[Topology, list[GpuState]], request: GpuRequest, share_policy: SharePolicy, choice: object
+    machine: tuple[Topology, list[GpuAccount]], request: GpuRequest, share_policy: SharePolicy, choice: object
 ) -> None:
     """The same GPUs in any order, asked twice, give the same answer to the letter."""
     topology, gpus = machine
@@ -111,7 +112,7 @@ def test_the_order_of_the_gpus_changes_nothing(
 
 @given(nodes(), requests())
 def test_several_whole_gpus_have_the_least_total_cost(
-    machine: tuple[Topology, list[GpuState]], request: GpuRequest
+    machine: tuple[Topology, list[GpuAccount]], request: GpuRequest
 ) -> None:
     """No feasible set is cheaper, and of the cheapest it is the one with the lowest indexes."""
     topology, gpus = machine
@@ -124,7 +125,7 @@ def test_several_whole_gpus_have_the_least_total_cost(
 
 @given(nodes(), requests(), POLICIES)
 def test_a_share_follows_its_policy(
-    machine: tuple[Topology, list[GpuState]], request: GpuRequest, share_policy: SharePolicy
+    machine: tuple[Topology, list[GpuAccount]], request: GpuRequest, share_policy: SharePolicy
 ) -> None:
     """Binpack leaves no fuller fitting GPU aside, spread no emptier one."""
     topology, gpus = machine
@@ -138,7 +139,7 @@ def test_a_share_follows_its_policy(
 
 @given(nodes(), requests())
 def test_a_hint_is_followed_exactly_when_it_is_feasible(
-    machine: tuple[Topology, list[GpuState]], request: GpuRequest
+    machine: tuple[Topology, list[GpuAccount]], request: GpuRequest
 ) -> None:
     """Feasible hints decide (must-include of a share decides before); others leave the answer as without any."""
     topology, gpus = machine
@@ -156,10 +157,10 @@ def test_a_hint_is_followed_exactly_when_it_is_feasible(
 
 @given(nodes(), requests())
 def test_fragmented_is_said_only_where_the_sum_would_do(
-    machine: tuple[Topology, list[GpuState]], request: GpuRequest
+    machine: tuple[Topology, list[GpuAccount]], request: GpuRequest
 ) -> None:
     """A user who reads Fragmented knows that repacking would help."""
     topology, gpus = machine
     answer = place(request, gpus, topology, share_policy="binpack")
     if isinstance(answer, Refused) and answer.reason is RefusalReason.FRAGMENTED:
-        assert sum(c.free_cores for c in gpus if c.healthy) >= request.cores
+        assert sum(c.free_cores for c in gpus if c.is_healthy) >= request.cores

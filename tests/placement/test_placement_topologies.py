@@ -9,8 +9,8 @@ import pytest
 
 from gpushare_agent.model.topology import Link, LinkKind, Topology
 from gpushare_agent.placement import GpuRequest, Placed, place
-from gpushare_agent.placement.link import FreeGpu, choose_linked, link_cost, set_cost
-from tests.support_gpus import BLOCKS, TOPOLOGY_NAMES, indexes_of, node, read_topology
+from gpushare_agent.placement.link import choose_linked, link_cost, set_cost
+from tests.support_gpus import BLOCKS, TOPOLOGY_NAMES, gpu, indexes_of, node, read_topology
 
 
 def whole(topology: Topology, cores: int, *, used: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -115,7 +115,7 @@ def test_of_equally_cheap_sets_the_lowest_indexes_win_also_against_the_greedy_st
     rows = ["X BBBBAA", "BX CAABA", "BC XBAAA", "BABX ABB", "BAAAX CC", "ABABCX A", "AAABCAX "]
     kinds = {"A": LinkKind.PIX, "B": LinkKind.PXB, "C": LinkKind.PHB, "X": LinkKind.SELF}
     links = [[Link(kind=kinds[letter]) for letter in row.replace(" ", "")] for row in rows]
-    found = choose_linked(links, [FreeGpu(index=index, blocks=1) for index in range(7)], 5, must=frozenset())
+    found = choose_linked(links, [gpu(index, total=1, blocks=1) for index in range(7)], 5, must=frozenset())
     assert found is not None
     assert set_cost(links, (0, 2, 3, 5, 6)) == found.cost
     assert found.gpus == (0, 1, 3, 5, 6)
@@ -130,9 +130,9 @@ def test_every_request_on_every_machine_is_decided_exactly_in_few_steps(name: st
     topology = read_topology(name)
     size, choice = len(topology.links), random.Random(name)
     for free in [range(size), *(sorted(choice.sample(range(size), choice.randint(1, size))) for _ in range(60))]:
-        gpus = [FreeGpu(index=index, blocks=choice.choice([60, BLOCKS, 160])) for index in free]
+        gpus = [gpu(index, total=choice.choice([60, BLOCKS, 160])) for index in free]
         for count in range(1, len(free) + 1):
-            most = sum(sorted(gpu.blocks for gpu in gpus)[-count:])
+            most = sum(sorted(account.total_blocks for account in gpus)[-count:])
             for blocks in (0, most - 40, most):
                 found = choose_linked(topology.links, gpus, count, blocks=blocks, must=frozenset())
                 assert found is not None
@@ -144,7 +144,7 @@ def test_above_sixteen_free_gpus_a_set_is_still_found_in_bounded_steps() -> None
     """64 GPUs in switches of eight: eight GPUs are one switch, and twenty are a set of twenty that fits."""
     pix, far, same = Link(kind=LinkKind.PIX), Link(kind=LinkKind.SYS), Link(kind=LinkKind.SELF)
     links = [[same if a == b else pix if a // 8 == b // 8 else far for b in range(64)] for a in range(64)]
-    gpus = [FreeGpu(index=index, blocks=60 if index < 40 else 96) for index in range(64)]
+    gpus = [gpu(index, total=60 if index < 40 else 96) for index in range(64)]
     eight = choose_linked(links, gpus, 8, must=frozenset({12}))
     assert eight is not None
     assert eight.gpus == tuple(range(8, 16))

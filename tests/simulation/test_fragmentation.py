@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from gpushare_agent.simulation.fragmentation import FreeGpu, typical_shapes, unusable_cores
+from gpushare_agent.simulation.fragmentation import typical_shapes, unusable_cores
 from gpushare_agent.simulation.workload import Shape
+from tests.support_gpus import gpu
 
-EMPTY = FreeGpu(100, 64, 64)
-HALF = FreeGpu(50, 32, 64)
-NO_MEMORY = FreeGpu(90, 0, 64)
+EMPTY = gpu(0, cores=100, blocks=64, total=64)
+HALF = gpu(0, cores=50, blocks=32, total=64)
+NO_MEMORY = gpu(0, cores=90, blocks=0, total=64)
 
 
 def test_a_share_cannot_use_a_gpu_that_lacks_cores_or_memory() -> None:
@@ -21,7 +22,7 @@ def test_whole_gpus_need_wholly_free_ones() -> None:
     """Two halves are no GPU; a GPU without memory in use but with cores is none either, nor the other way round."""
     assert unusable_cores([HALF, HALF], Shape(100, 0)) == 100
     assert unusable_cores([EMPTY, HALF], Shape(100, 0)) == 50
-    assert unusable_cores([FreeGpu(100, 63, 64)], Shape(100, 0)) == 100
+    assert unusable_cores([gpu(0, cores=100, blocks=63, total=64)], Shape(100, 0)) == 100
 
 
 def test_too_few_free_gpus_on_the_node_are_all_unusable() -> None:

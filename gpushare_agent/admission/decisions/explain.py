@@ -1,6 +1,6 @@
 """Why a container got this GPU, or none: every GPU of the node with its verdict. Pure, and decides nothing.
 
-Read from the ledger as they were when the decision fell (admission/decisions/plan.py), so that the explanation cannot
+Read from the ledger as it was at the decision (admission/decisions/plan.py), so that the explanation cannot
 differ from the decision. State owned: none; admission/admission.py keeps the result in admission/decision_log.py.
 """
 
@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from gpushare_agent.admission.decisions import memory_share
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import (
     Ledger,
     Offer,
     Policy,
-    full_of_shares,
-    gpu_states,
-    memory_states,
+    gpu_accounts,
     must_gpus,
 )
 from gpushare_agent.admission.decisions.plan import Plan
@@ -26,10 +23,11 @@ from gpushare_agent.model.decision_records import Asked, Candidate
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.placement import GpuAccount, memory_share
 
 MIB = 1024 * 1024
 MAX_REASON_CHARS = 200
-"""Of a driver's words in a verdict."""
+"""Of a driver's text in a verdict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,26 +41,20 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Room:
-    """A GPU as the container could have had it."""
-
-    index: int
-    uuid: GpuUuid
-    is_healthy: bool
-    free_cores: int
-    free_bytes: int
-    total_bytes: int
-    is_free: bool
-    """Wholly: nobody has any of it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Need:
-    """What one GPU must have. `cards` is how many whole ones are wanted, 0 for a share."""
+    """What one GPU must have. `gpus` is how many whole ones are wanted, 0 for a share. `is_units`: memory is asked for in
+    gpu-mem units, else in blocks."""
 
     cores: int
     memory_bytes: int
     gpus: int
+    is_units: bool
+
+    def free_bytes(self, gpu: GpuAccount) -> int:
+        return gpu.free_units * gpu.unit_mib * MIB if self.is_units else gpu.free_blocks * gpu.block_mib * MIB
+
+    def total_bytes(self, gpu: GpuAccount) -> int:
+        return gpu.total_units * gpu.unit_mib * MIB if self.is_units else gpu.total_blocks * gpu.block_mib * MIB
 
 
 def explain(
@@ -75,9 +67,10 @@ def explain(
     outcome: Plan | Refused,
 ) -> Explanation:
     """The verdict on every GPU, in order of index; none where the request makes no sense on any GPU."""
-    need, rooms = _need_and_rooms(target, offer, free, ledger, policy)
+    need = _need(target, policy.names)
+    offered = free if offer.kind is ResourceKind.VCORE else None
+    gpus = gpu_accounts(target, ledger, policy, offered=offered)
     chosen = outcome.gpus if isinstance(outcome, Plan) else ()
-    full = full_of_shares(target, ledger, policy)
     reasons = {gpu.uuid: gpu.unhealthy_reason for gpu in ledger.inventory.gpus}
     bound_by = (
         ResourceKind.GPU_MEM if policy.names.wanted(target.container, ResourceKind.GPU_MEM) else ResourceKind.VCORE
@@ -96,20 +89,20 @@ def explain(
         return Explanation(asked=asked, candidates=())
     candidates = tuple(
         Candidate(
-            index=room.index,
-            uuid=room.uuid,
-            is_healthy=room.is_healthy,
-            free_cores=room.free_cores,
-            free_memory_bytes=room.free_bytes,
-            total_memory_bytes=room.total_bytes,
-            is_chosen=room.uuid in chosen,
+            index=gpu.index,
+            uuid=gpu.uuid,
+            is_healthy=gpu.is_healthy,
+            free_cores=gpu.free_cores,
+            free_memory_bytes=need.free_bytes(gpu),
+            total_memory_bytes=need.total_bytes(gpu),
+            is_chosen=gpu.uuid in chosen,
             verdict="chosen"
-            if room.uuid in chosen
+            if gpu.uuid in chosen
             else f"{policy.max_shares_of_gpu} sharing containers, the most that one GPU serves"
-            if room.uuid in full
-            else _lack(room, need, reasons[room.uuid]) or _why_not(room, need, outcome, must),
+            if gpu.is_full
+            else _lack(gpu, need, reasons[gpu.uuid]) or _why_not(gpu, need, outcome, must),
         )
-        for room in sorted(rooms, key=lambda room: room.index)
+        for gpu in sorted(gpus, key=lambda gpu: gpu.index)
     )
     if isinstance(outcome, Refused):
         return Explanation(asked=asked, candidates=candidates)
@@ -137,7 +130,7 @@ def with_gpus(explanation: Explanation, gpus: Collection[GpuUuid]) -> Explanatio
 
 
 def in_short(candidates: Sequence[Candidate], most_chars: int) -> str:
-    """`card 0: 20 cores short; GPU 1: …`, for an Event. Empty where not one GPU fits into `most_chars`."""
+    """`GPU 0: 20 cores short; GPU 1: …`, for an Event. Empty where not one GPU fits into `most_chars`."""
     text = ""
     for candidate in candidates:
         more = f"{'; ' if text else ''}GPU {candidate.index}: {candidate.verdict}"
@@ -147,80 +140,49 @@ def in_short(candidates: Sequence[Candidate], most_chars: int) -> str:
     return text
 
 
-def _need_and_rooms(
-    target: Target, offer: Offer, free: Sequence[DeviceId], ledger: Ledger, policy: Policy
-) -> tuple[_Need, list[_Room]]:
-    names = policy.names
+def _need(target: Target, names: ResourceNames) -> _Need:
     if names.wanted(target.container, ResourceKind.GPU_MEM):
         units = memory_share.effective_request(target.pod, target.container, names)
-        return _Need(cores=0, memory_bytes=units * names.gpu_mem_unit_mib * MIB, gpus=0), [
-            _memory_room(state, names) for state in memory_states(target, ledger, policy)
-        ]
+        return _Need(cores=0, memory_bytes=units * names.gpu_mem_unit_mib * MIB, gpus=0, is_units=True)
+    cores = names.wanted(target.container, ResourceKind.VCORE)
+    blocks = names.wanted(target.container, ResourceKind.VMEMORY)
     effective = effective_request(target.pod, target.container, names)
-    cores = names.wanted(target.container, ResourceKind.VCORE) if isinstance(effective, Refused) else effective.cores
-    blocks = (
-        names.wanted(target.container, ResourceKind.VMEMORY) if isinstance(effective, Refused) else effective.blocks
-    )
-    block = names.memory_block_mib * MIB
-    states = gpu_states(target, ledger, policy, offered=free if offer.kind is ResourceKind.VCORE else None)
-    whole = cores // CORES_PER_GPU
-    return _Need(cores=CORES_PER_GPU if whole else cores, memory_bytes=0 if whole else blocks * block, gpus=whole), [
-        _Room(
-            index=state.index,
-            uuid=state.uuid,
-            is_healthy=state.healthy,
-            free_cores=state.free_cores,
-            free_bytes=state.free_blocks * block,
-            total_bytes=state.total_blocks * block,
-            is_free=state.is_free,
-        )
-        for state in states
-    ]
+    if not isinstance(effective, Refused):
+        cores, blocks = effective.cores, effective.blocks
+    if whole := cores // CORES_PER_GPU:
+        return _Need(cores=CORES_PER_GPU, memory_bytes=0, gpus=whole, is_units=False)
+    return _Need(cores=cores, memory_bytes=blocks * names.memory_block_mib * MIB, gpus=0, is_units=False)
 
 
-def _memory_room(state: memory_share.MemoryState, names: ResourceNames) -> _Room:
-    unit = names.gpu_mem_unit_mib * MIB
-    is_free = state.free_units == state.total_units
-    return _Room(
-        index=state.index,
-        uuid=state.uuid,
-        is_healthy=state.is_healthy,
-        free_cores=0,
-        free_bytes=state.free_units * unit,
-        total_bytes=state.total_units * unit,
-        is_free=is_free,
-    )
-
-
-def _lack(room: _Room, need: _Need, reason: str) -> str:
-    """Why the GPU cannot be given, empty where it can."""
-    if not room.is_healthy:
+def _lack(gpu: GpuAccount, need: _Need, reason: str) -> str:
+    """Why the GPU cannot be allocated, empty where it can."""
+    if not gpu.is_healthy:
         reported = reason[:MAX_REASON_CHARS] or "no reason given"
         return reported if reported.startswith("cordoned") else f"unhealthy: {reported}"
     if need.gpus:
-        if room.is_free:
+        if gpu.is_free:
             return ""
-        return f"in use: {room.free_cores} cores and {room.free_bytes // MIB} MiB are free, and it must be all"
+        return f"in use: {gpu.free_cores} cores and {need.free_bytes(gpu) // MIB} MiB are free, and it must be all"
     lacks = []
-    if room.free_cores < need.cores:
-        lacks.append(f"{need.cores - room.free_cores} cores")
-    if room.free_bytes < need.memory_bytes:
-        lacks.append(f"{(need.memory_bytes - room.free_bytes) // MIB} MiB")
+    if gpu.free_cores < need.cores:
+        lacks.append(f"{need.cores - gpu.free_cores} cores")
+    if need.free_bytes(gpu) < need.memory_bytes:
+        lacks.append(f"{(need.memory_bytes - need.free_bytes(gpu)) // MIB} MiB")
     return f"{' and '.join(lacks)} short" if lacks else ""
 
 
-def _why_not(room: _Room, need: _Need, outcome: Plan | Refused, must: Collection[GpuUuid]) -> str:
-    """The GPU has room, and yet was not chosen."""
+def _why_not(gpu: GpuAccount, need: _Need, outcome: Plan | Refused, must: Collection[GpuUuid]) -> str:
+    """Why a GPU that fits was not chosen."""
     if isinstance(outcome, Refused):
-        return "wholly free, but not enough GPUs are" if need.gpus else "has room"
-    if must and room.uuid not in must:
-        return "has room, but the kubelet's IDs name another"
+        return "wholly free, but not enough GPUs are" if need.gpus else "fits"
+    if must and gpu.uuid not in must:
+        return "fits, but the kubelet's IDs name another"
     match outcome.placed.policy:
         case "hint":
-            return "has room, but the scheduler chose another"
+            return "fits, but the scheduler chose another"
         case "fragment":
             return "free, but in a branch that is broken up less"
         case "link":
             return "free, but at a higher link cost"
         case _:
-            return "has room, but the policy prefers the chosen one"
+            return "fits, but the policy prefers the chosen one"

@@ -6,22 +6,20 @@ An allocated ID is not withheld for want of memory: its container keeps running.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from gpushare_agent.admission.decisions.memory_share import MemoryUse, blocks_taken, free_gpu_mem
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import DeviceId, device_id
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.placement import GpuAccount
 
 Holders = Mapping[ResourceKind, Mapping[DeviceId, frozenset[ContainerKey]]]
 
 
 def withheld(
     kind: ResourceKind,
-    inventory: GpuInventory,
+    gpus: Sequence[GpuAccount],
     holders: Holders,
-    use: MemoryUse,
     names: ResourceNames,
     *,
     no_shares: bool,
@@ -30,15 +28,15 @@ def withheld(
     if kind is ResourceKind.VCORE or (kind is ResourceKind.VMEMORY and not names.gpu_mem and not no_shares):
         return frozenset()
     found: set[DeviceId] = set()
-    for gpu in inventory.gpus:
-        own = [device_id(gpu.uuid, number) for number in range(names.units(gpu, kind))]
+    for gpu in gpus:
+        count = gpu.total_units if kind is ResourceKind.GPU_MEM else gpu.total_blocks
+        own = [device_id(gpu.uuid, number) for number in range(count)]
         if no_shares:
             found.update(own)
             continue
         unallocated = [device for device in own if device not in holders[kind]]
         if kind is ResourceKind.GPU_MEM:
-            found.update(unallocated[free_gpu_mem(gpu, use, names) :])
+            found.update(unallocated[gpu.free_units :])
         else:
-            taken = blocks_taken(use.gpu_mem.get(gpu.uuid, 0), names)
-            found.update(unallocated[max(0, len(unallocated) - taken) :])
+            found.update(unallocated[max(0, len(unallocated) - gpu.blocks_of_units) :])
     return frozenset(found)

@@ -13,16 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gpushare_agent.admission.decisions import memory_share
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import (
     Ledger,
     Offer,
     Policy,
     free_ids,
-    full_of_shares,
-    gpu_states,
-    memory_states,
+    gpu_accounts,
     must_gpus,
 )
 from gpushare_agent.admission.decisions.reuse import effective_request
@@ -30,9 +27,9 @@ from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, split_device_id
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.placement import GpuRequest, GpuState, Placed, place, validate_request
+from gpushare_agent.placement import GpuAccount, GpuRequest, Placed, memory_share, place, validate_request
 
-_ABOUT_ROOM = frozenset(
+_ABOUT_CAPACITY = frozenset(
     {
         RefusalReason.NO_HEALTHY_GPU,
         RefusalReason.NOT_ENOUGH_CORES,
@@ -42,7 +39,7 @@ _ABOUT_ROOM = frozenset(
 )
 _GPUS_NAMED = 3
 _REASON_CHARS = 160
-"""Of a driver's words: the kubelet shows the text in the pod's status."""
+"""Of a driver's text: the kubelet shows the text in the pod's status."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,20 +67,20 @@ def plan(
     effective = effective_request(target.pod, target.container, policy.names)
     if isinstance(effective, Refused):
         return effective
-    states = gpu_states(target, ledger, policy, offered=free if offer.kind is ResourceKind.VCORE else None)
+    gpus = gpu_accounts(target, ledger, policy, offered=free if offer.kind is ResourceKind.VCORE else None)
     request = GpuRequest(
         cores=effective.cores, blocks=effective.blocks, hint=hint, must_gpus=must_gpus(target, offer, ledger)
     )
     placed = place(
         request,
-        states,
+        gpus,
         ledger.inventory.topology,
         share_policy=policy.share_policy,
         share_mode=policy.share_mode,
         memory_block_mib=policy.names.memory_block_mib,
     )
     if isinstance(placed, Refused):
-        return _named(target, _with_absent_gpus(target, placed, ledger, policy), policy.names)
+        return _named(target, _with_absent_gpus(placed, gpus, ledger, policy), policy.names)
     ids = _choose(offer, free, placed.gpus)
     if len(ids) < offer.size:
         return _too_few(target, offer, len(ids))
@@ -102,25 +99,25 @@ def check(
         return refused
     if policy.names.wanted(target.container, ResourceKind.GPU_MEM):
         return _check_memory(target, _named_gpus(ids, ledger.inventory), ids, ledger, policy)
-    held = ledger.allocations.get(target.key)
+    own = ledger.allocations.get(target.key)
     if kind is ResourceKind.VCORE:
         gpus = _named_gpus(ids, ledger.inventory)
-    elif held is not None and held.vcore_ids:
-        gpus = held.gpus
+    elif own is not None and own.vcore_ids:
+        gpus = own.gpus
     else:
         gpus = planned
     return _check_gpus(target, gpus, ledger, policy, has_ids=kind is ResourceKind.VCORE, ids=ids) or gpus
 
 
-def _with_absent_gpus(target: Target, refused: Refused, ledger: Ledger, policy: Policy) -> Refused:
-    """Adds which GPUs were not counted, and why: the reader looks for room where there is none for another reason."""
-    if refused.reason not in _ABOUT_ROOM:
+def _with_absent_gpus(refused: Refused, gpus: Sequence[GpuAccount], ledger: Ledger, policy: Policy) -> Refused:
+    """Adds which GPUs were not counted, and why."""
+    if refused.reason not in _ABOUT_CAPACITY:
         return refused
     reported = ""
-    full = full_of_shares(target, ledger, policy)
+    full = sum(gpu.is_full for gpu in gpus)
     if full:
         reported += (
-            f" {len(full)} GPUs count as full, for they have {policy.max_shares_of_gpu} sharing containers, the most "
+            f" {full} GPUs count as full, for they have {policy.max_shares_of_gpu} sharing containers, the most "
             "that one serves (setting mps.max_clients)."
         )
     unhealthy = [gpu for gpu in ledger.inventory.gpus if not gpu.is_healthy]
@@ -138,19 +135,20 @@ def _plan_memory(
     target: Target, offer: Offer, free: Sequence[DeviceId], ledger: Ledger, policy: Policy, hint: tuple[int, ...]
 ) -> Plan | Refused:
     names = policy.names
-    refused = memory_share.validate(target.container, names, ledger.inventory, share_mode=policy.share_mode)
+    gpus = gpu_accounts(target, ledger, policy)
+    refused = memory_share.validate(target.container, names, gpus, share_mode=policy.share_mode)
     if refused is not None:
         return _named(target, refused, names)
     placed = memory_share.place_memory(
         memory_share.effective_request(target.pod, target.container, names),
-        memory_states(target, ledger, policy),
+        gpus,
         names,
         share_policy=policy.share_policy,
         hint=hint,
         must_gpus=must_gpus(target, offer, ledger, ResourceKind.GPU_MEM),
     )
     if isinstance(placed, Refused):
-        return _named(target, _with_absent_gpus(target, placed, ledger, policy), names)
+        return _named(target, _with_absent_gpus(placed, gpus, ledger, policy), names)
     gpu, why = placed
     ids = _choose(offer, free, (gpu,))
     if len(ids) < offer.size:
@@ -162,7 +160,8 @@ def _check_memory(
     target: Target, gpus: tuple[GpuUuid, ...], ids: Sequence[str], ledger: Ledger, policy: Policy
 ) -> tuple[GpuUuid, ...] | Refused:
     names = policy.names
-    refused = memory_share.validate(target.container, names, ledger.inventory, share_mode=policy.share_mode)
+    accounts = gpu_accounts(target, ledger, policy)
+    refused = memory_share.validate(target.container, names, accounts, share_mode=policy.share_mode)
     if refused is not None:
         return _named(target, refused, names)
     if len(gpus) != 1:
@@ -172,14 +171,14 @@ def _check_memory(
             "The kubelet did not follow the preferred allocation (a reused init container's devices or the topology "
             "manager can cause this). Give init containers the same amount as the main container, or none.",
         )
-    state = next(state for state in memory_states(target, ledger, policy) if state.uuid == gpus[0])
-    if not state.is_healthy:
-        return _unhealthy(target, state)
-    if state.free_units < len(ids):
+    account = next(account for account in accounts if account.uuid == gpus[0])
+    if not account.is_healthy:
+        return _unhealthy(target, account)
+    if account.free_units < len(ids):
         return Refused(
             reason=RefusalReason.NOT_ENOUGH_MEMORY,
-            detail=f"{_who(target)} asks for {memory_share.describe(len(ids), names)}; GPU {state.index} has "
-            f"{memory_share.describe(state.free_units, names)} free. Ask for less, or wait until a pod on this node ends.",
+            detail=f"{_who(target)} asks for {memory_share.describe(len(ids), names)}; GPU {account.index} has "
+            f"{memory_share.describe(account.free_units, names)} free. Ask for less, or wait until a pod on this node ends.",
         )
     return gpus
 
@@ -212,7 +211,7 @@ def _too_few(target: Target, offer: Offer, found: int) -> Refused:
     return Refused(
         reason=RefusalReason.DEVICE_IN_USE,
         detail=f"{name} asks for {offer.size} {offer.kind} units, but only {found} of the {len(offer.available)} IDs "
-        "that the kubelet offers are really free: containers that still run hold the others. Create the pod again once "
+        "that the kubelet offers are free: containers that still run have the others. Create the pod again once "
         "they have ended; if it persists, restart the kubelet of this node.",
     )
 
@@ -235,8 +234,8 @@ def _check_ids(
             return Refused(
                 reason=RefusalReason.UNKNOWN_DEVICE,
                 detail=f"{_who(target)}: device ID {device[:80]!r} of {policy.names.name(kind)} names no GPU of this "
-                "node. The GPUs may have changed since the kubelet heard of them; it is told again now. Create the "
-                "pod again.",
+                "node. The GPUs may have changed since they were reported to the kubelet; they are reported again now. "
+                "Create the pod again.",
             )
     free = free_ids(target, kind, ids, ledger)
     if len(free) < len(ids):
@@ -244,7 +243,7 @@ def _check_ids(
         return Refused(
             reason=RefusalReason.DEVICE_IN_USE,
             detail=f"{_who(target)}: the kubelet allocated {len(taken)} device ID(s) that another container still "
-            f"holds (first: {taken[0]}). Nothing was given twice. Create the pod again.",
+            f"has (first: {taken[0]}). Nothing was allocated twice. Create the pod again.",
         )
     return None
 
@@ -274,56 +273,56 @@ def _check_gpus(
             "(a reused init container's devices or the topology manager can cause this). Give init containers the same "
             "number of cores as the main container, or none.",
         )
-    states = {state.uuid: state for state in gpu_states(target, ledger, policy)}
-    if not gpus or not all(gpu in states for gpu in gpus):
+    accounts = {account.uuid: account for account in gpu_accounts(target, ledger, policy)}
+    if not gpus or not all(gpu in accounts for gpu in gpus):
         return Refused(
             reason=RefusalReason.NOT_READY,
             detail=f"{_who(target)}: the GPUs changed during its admission. Create the pod again.",
         )
     if cores >= CORES_PER_GPU:
-        return _check_whole(target, [states[c] for c in gpus], blocks)
-    return _check_share(target, states[gpus[0]], cores, blocks, policy)
+        return _check_whole(target, [accounts[gpu] for gpu in gpus], blocks)
+    return _check_share(target, accounts[gpus[0]], cores, blocks, policy)
 
 
-def _check_share(target: Target, state: GpuState, cores: int, blocks: int, policy: Policy) -> Refused | None:
-    if not state.healthy:
-        return _unhealthy(target, state)
-    if state.free_cores < cores or state.free_blocks < blocks:
+def _check_share(target: Target, account: GpuAccount, cores: int, blocks: int, policy: Policy) -> Refused | None:
+    if not account.is_healthy:
+        return _unhealthy(target, account)
+    if account.free_cores < cores or account.free_blocks < blocks:
         block = policy.names.memory_block_mib
         return Refused(
-            reason=RefusalReason.NOT_ENOUGH_MEMORY if state.free_cores >= cores else RefusalReason.NOT_ENOUGH_CORES,
+            reason=RefusalReason.NOT_ENOUGH_MEMORY if account.free_cores >= cores else RefusalReason.NOT_ENOUGH_CORES,
             detail=f"{_who(target)} asks for {cores} cores and {blocks} memory blocks ({blocks * block} MiB); GPU "
-            f"{state.index} has {state.free_cores} cores and {state.free_blocks} blocks "
-            f"({state.free_blocks * block} MiB) free. Ask for less, or wait until a pod on this node ends.",
+            f"{account.index} has {account.free_cores} cores and {account.free_blocks} blocks "
+            f"({account.free_blocks * block} MiB) free. Ask for less, or wait until a pod on this node ends.",
         )
     return None
 
 
-def _check_whole(target: Target, states: list[GpuState], blocks: int) -> Refused | None:
-    for state in states:
-        if not state.healthy:
-            return _unhealthy(target, state)
-        if state.free_cores < CORES_PER_GPU or state.free_blocks < state.total_blocks:
+def _check_whole(target: Target, accounts: list[GpuAccount], blocks: int) -> Refused | None:
+    for account in accounts:
+        if not account.is_healthy:
+            return _unhealthy(target, account)
+        if not account.is_free:
             return Refused(
                 reason=RefusalReason.NOT_ENOUGH_CORES,
-                detail=f"{_who(target)} asks for whole GPUs, but GPU {state.index} is in use: {state.free_cores} of "
-                f"{CORES_PER_GPU} cores and {state.free_blocks} of {state.total_blocks} memory blocks are free. "
+                detail=f"{_who(target)} asks for whole GPUs, but GPU {account.index} is in use: {account.free_cores} of "
+                f"{CORES_PER_GPU} cores and {account.free_blocks} of {account.total_blocks} memory blocks are free. "
                 "Wait until its shares end, or use a node with a free GPU.",
             )
-    total = sum(state.total_blocks for state in states)
+    total = sum(account.total_blocks for account in accounts)
     if blocks > total:
         return Refused(
             reason=RefusalReason.NOT_ENOUGH_MEMORY,
-            detail=f"{_who(target)} asks for {blocks} memory blocks, but its {len(states)} GPU(s) have {total}. "
+            detail=f"{_who(target)} asks for {blocks} memory blocks, but its {len(accounts)} GPU(s) have {total}. "
             "Whole GPUs come with all their memory: leave the memory request out.",
         )
     return None
 
 
-def _unhealthy(target: Target, state: GpuState | memory_share.MemoryState) -> Refused:
+def _unhealthy(target: Target, account: GpuAccount) -> Refused:
     return Refused(
         reason=RefusalReason.NO_HEALTHY_GPU,
-        detail=f"{_who(target)}: GPU {state.index} ({state.uuid}) became unhealthy during the admission. Create the "
+        detail=f"{_who(target)}: GPU {account.index} ({account.uuid}) became unhealthy during the admission. Create the "
         "pod again: it will be placed elsewhere.",
     )
 

@@ -1,4 +1,4 @@
-"""What a namespace may use of the cluster's GPUs: reads the quota, and says no. Pure. quota_use.py counts.
+"""What a namespace may use of the cluster's GPUs: reads the quota, and refuses a pod that exceeds it. Pure.
 
 Source of the format: gpu-admission 1.0 (docs/formats.md, section 9), which also decides what an absent namespace, model or
 pool means; docs/quota.md has the table. Ours are the totals `vcore` and `vmemory`, and parts of GPUs. GPUs are counted in
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpushare_agent.extender.quota_use import QuotaUse
+from gpushare_agent.extender.decisions.quota_use import QuotaUse
 from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
 from gpushare_agent.model.names import CORES_PER_GPU
 
@@ -36,7 +36,7 @@ _CURE = "Wait until pods of the namespace end, ask for less, or have its quota r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespaceQuota:
-    """What one namespace may use. No pools: every pool. `cards` is by model, in 1/100 GPU; a model that it does not name
+    """What one namespace may use. No pools: every pool. `gpus` is by model, in 1/100 GPU; a model that it does not name
     may not be used at all, and None limits no model. A total that is None limits nothing."""
 
     pools: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ def check_quota(
     quota: Quota, namespace: str, asked: QuotaUse, used: QuotaUse, *, model: str, pool: str
 ) -> Refused | None:
     """Why a pod of the namespace may not go to nodes of this model and pool, None where it may. `used` is without the pod:
-    its namespace's GPUs of this model, and the namespace's totals (`Usage.of`)."""
+    its namespace's GPUs of this model, and the namespace's totals (QuotaState.used)."""
     limits = quota.namespaces.get(namespace)
     if limits is None:
         return None
@@ -82,7 +82,7 @@ def _no_such_model(namespace: str, gpus: Mapping[str, int], model: str) -> str:
         return f"the quota of namespace {namespace} allows no GPUs at all. Have models added to it."
     named = f"the quota of namespace {namespace} names {_listed(sorted(gpus))}"
     if not model:
-        return f"{named}, and this node has no label that tells its GPUs' model. Label the node, or use another."
+        return f"{named}, and this node has no label with its GPUs' model. Label the node, or use another."
     return f"{named}, and none of {model} GPUs, which this node has. Have the model added to it, or use other nodes."
 
 
@@ -226,7 +226,7 @@ def _keys_instead(data: Mapping[str, str]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Only of what holds nothing else: the text of a nested value may be endless."""
+    """The text of a plain value, shortened; a nested one may be of any length, and is only named."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     text = value.text if isinstance(value, _Written) else json.dumps(value)

@@ -1,0 +1,218 @@
+"""What is allocated on every node of the cluster, and by which pod: the extender's ledger. Synchronous, no clock, no I/O.
+
+State owned: the nodes with their ledgers (node_ledger.py), and a reservation for every pod that has something or may have
+it. extender/cluster_state.py is the only one to change it.
+
+Sources of what a pod has, best first: the report of the node's agent, our own plan, and for a pod of which neither is known
+all that it may have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+from gpushare_agent.extender.decisions.node_ledger import NodeLedger
+from gpushare_agent.extender.decisions.pod_plan import charges_anywhere, plan_pod
+from gpushare_agent.extender.values import Charge, ClusterNode, ClusterPolicy, PodPlan, Reservation, Stage
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import Pod
+
+V = TypeVar("V")
+
+NO_PLAN = PodPlan(containers=(), charges=())
+
+
+class ClusterLedger:
+    """All nodes. Bound pods of a node that is not known yet are kept until it is."""
+
+    def __init__(self, policy: ClusterPolicy) -> None:
+        self._policy = policy
+        self._nodes: dict[str, NodeLedger] = {}
+        self._pods: dict[PodUid, Pod] = {}
+        self._bound: dict[str, dict[PodUid, None]] = {}
+        """By node, the pods that the API server shows bound to it."""
+        self._reserved_on: dict[PodUid, str] = {}
+        """The node whose ledger, or pending reservations, have the pod."""
+        self._pending: dict[str, dict[PodUid, Reservation]] = {}
+        """Reservations whose bind is under way, of nodes that are away."""
+
+    def nodes(self) -> Iterator[NodeLedger]:
+        """In order of name."""
+        return (self._nodes[name] for name in sorted(self._nodes))
+
+    def node(self, name: str) -> NodeLedger | None:
+        return self._nodes.get(name)
+
+    def pending(self) -> list[Reservation]:
+        """On nodes that are away, by node and UID."""
+        return [r for _, kept in sorted(self._pending.items()) for _, r in sorted(kept.items())]
+
+    def reservation(self, uid: PodUid) -> Reservation | None:
+        name = self._reserved_on.get(uid, "")
+        ledger = self._nodes.get(name)
+        return ledger.reservations.get(uid) if ledger is not None else self._pending.get(name, {}).get(uid)
+
+    # --- nodes ---
+
+    # put_node, in the order of the code:
+    #
+    # node           pod                                             becomes
+    # new            pending reservation                             reservation on the node, as it was
+    # new            bound, the agent reports it                     CONFIRMED with the reported charges
+    # new            bound, pending reservation                      BOUND with the plan's charges
+    # new            bound, neither                                  UNPLACED (`_guess`)
+    # unchanged      any                                             as it was
+    # changed        reported anew or otherwise, not ASSUMED         CONFIRMED with the reported charges
+    # changed        reported, ASSUMED                               as it was: an agent cannot confirm a pod before its bind
+    # changed        reported before and not now                     as it was, until the pod ends
+    # new, changed   reported, without a reservation                 unattributed: charged, to no pod
+
+    def put_node(self, node: ClusterNode, now: float) -> list[Reservation]:
+        """The node as it is now. Returns the new reservations: of pods that were bound before the node was known."""
+        ledger = self._nodes.get(node.name)
+        if ledger is None:
+            resolved = self._add_node(node, now)
+        elif node == ledger.node:
+            return []
+        else:
+            resolved = []
+            self._update_node(ledger, node, now)
+        ledger = self._nodes[node.name]
+        ledger.set_unattributed(
+            {uid: charges for uid, charges in (node.allocated or {}).items() if uid not in ledger.reservations}
+        )
+        return resolved
+
+    def _add_node(self, node: ClusterNode, now: float) -> list[Reservation]:
+        ledger = self._nodes[node.name] = NodeLedger(node, self._policy.names)
+        for reservation in self._pending.pop(node.name, {}).values():
+            self._put(ledger, reservation)
+        known = frozenset(ledger.reservations)
+        bound = tuple(self._bound.get(node.name, ()))
+        for uid in bound:
+            self._resolve(ledger, self._pods[uid], now)
+        return [ledger.reservations[uid] for uid in bound if uid not in known]
+
+    def _update_node(self, ledger: NodeLedger, node: ClusterNode, now: float) -> None:
+        former = ledger.node.allocated or {}
+        ledger.set_node(node)
+        for uid, charges in (node.allocated or {}).items():
+            known = ledger.reservations.get(uid)
+            # An ASSUMED pod is left alone: an agent that names it would otherwise keep its bind from being undone.
+            if former.get(uid) != charges and known is not None and known.stage is not Stage.ASSUMED:
+                self._confirm(ledger, uid, charges, now)
+
+    def remove_node(self, name: str) -> list[Reservation]:
+        """Returns the reservations that are dropped. Bound pods stay known, and ASSUMED reservations become pending: the
+        node may come back before they end."""
+        ledger = self._nodes.pop(name, None)
+        dropped = []
+        for uid, reservation in sorted(ledger.reservations.items()) if ledger is not None else ():
+            if reservation.stage is Stage.ASSUMED:
+                self._pending.setdefault(name, {})[uid] = reservation
+            elif self._reserved_on.get(uid) == name:
+                del self._reserved_on[uid]
+                dropped.append(reservation)
+        return dropped
+
+    # --- pods ---
+
+    def put_bound(self, pod: Pod, now: float) -> None:
+        """A pod that the API server shows on a node."""
+        former = self._reserved_on.get(pod.uid)
+        if former is not None and former != pod.node_name:
+            self.release(pod.uid)
+        self._pods[pod.uid] = pod
+        self._bound.setdefault(pod.node_name, {})[pod.uid] = None
+        ledger = self._nodes.get(pod.node_name)
+        if ledger is not None:
+            self._resolve(ledger, pod, now)
+
+    def reserve(self, pod: Pod, node: str, plan: PodPlan, now: float) -> Reservation:
+        """Reserves the plan's GPUs. The pod has no reservation before."""
+        self._pods[pod.uid] = pod
+        return self._put(self._nodes[node], _reservation(pod, node, plan, Stage.ASSUMED, now))
+
+    def mark_bound(self, uid: PodUid) -> None:
+        reservation = self.reservation(uid)
+        if reservation is None or reservation.stage is not Stage.ASSUMED:
+            return
+        bound = replace(reservation, stage=Stage.BOUND)
+        ledger = self._nodes.get(reservation.node)
+        if ledger is None:
+            self._pending[reservation.node][uid] = bound
+            return
+        self._put(ledger, bound)
+        allocated = (ledger.node.allocated or {}).get(uid)
+        if allocated is not None:
+            self._confirm(ledger, uid, allocated, reservation.at)
+
+    def release(self, uid: PodUid) -> Reservation | None:
+        """Forget the pod and what it has. Returns its reservation."""
+        pod = self._pods.pop(uid, None)
+        if pod is not None:
+            _drop(self._bound, pod.node_name, uid)
+        name = self._reserved_on.pop(uid, "")
+        ledger = self._nodes.get(name)
+        if ledger is None:
+            pending = self._pending.get(name, {}).get(uid)
+            _drop(self._pending, name, uid)
+            return pending
+        old = ledger.remove(uid)
+        allocated = ledger.node.allocated or {}
+        if uid in allocated:  # its agent has not released it yet: its processes may run on
+            ledger.set_unattributed({**ledger.unattributed, uid: allocated[uid]})
+        return old
+
+    def _resolve(self, ledger: NodeLedger, pod: Pod, now: float) -> None:
+        """What a bound pod has: by the agent's report, by our plan, else all that it may have."""
+        allocated = (ledger.node.allocated or {}).get(pod.uid)
+        known = ledger.reservations.get(pod.uid)
+        if allocated is not None:
+            if known is None:
+                self._put(ledger, _reservation(pod, pod.node_name, NO_PLAN, Stage.CONFIRMED, now))
+            self._confirm(ledger, pod.uid, allocated, now)
+        elif known is not None:
+            self.mark_bound(pod.uid)
+        else:
+            self._put(ledger, _reservation(pod, pod.node_name, self._guess(ledger, pod), Stage.UNPLACED, now))
+
+    def _guess(self, ledger: NodeLedger, pod: Pod) -> PodPlan:
+        """Charges for a pod of unknown GPUs. Our agent reports them within a second, and nothing may be allocated twice
+        meanwhile: all that it asks, on every GPU. Another agent never reports, and that would leave its node useless: there
+        the pod is charged as it is likely to be placed."""
+        if ledger.node.allocated is None and not ledger.node.is_exact:
+            planned = plan_pod(pod, ledger.gpus, ledger.node.topology, self._policy)
+            if isinstance(planned, PodPlan):
+                return replace(planned, containers=())  # charged, and never compared with a later report
+        indexes = [gpu.index for gpu in ledger.node.gpus]
+        return PodPlan(containers=(), charges=charges_anywhere(pod, indexes, self._policy.names))
+
+    def _confirm(self, ledger: NodeLedger, uid: PodUid, charges: tuple[Charge, ...], now: float) -> None:
+        """The agent's report replaces the charges; the plan stays to be compared with it."""
+        known = ledger.reservations[uid]
+        if uid in ledger.unattributed:
+            ledger.set_unattributed({other: had for other, had in ledger.unattributed.items() if other != uid})
+        self._put(ledger, replace(known, plan=replace(known.plan, charges=charges), stage=Stage.CONFIRMED, at=now))
+
+    def _put(self, ledger: NodeLedger, reservation: Reservation) -> Reservation:
+        self._reserved_on[reservation.pod_uid] = ledger.node.name
+        ledger.add(reservation)
+        return reservation
+
+
+def _reservation(pod: Pod, node: str, plan: PodPlan, stage: Stage, now: float) -> Reservation:
+    return Reservation(
+        pod_uid=pod.uid, namespace=pod.namespace, pod=pod.name, node=node, plan=plan, stage=stage, at=now
+    )
+
+
+def _drop(groups: dict[str, dict[PodUid, V]], name: str, key: PodUid) -> None:
+    """Removes `key` of the group, and a group that is empty then."""
+    group = groups.get(name)
+    if group is not None:
+        group.pop(key, None)
+        if not group:
+            del groups[name]

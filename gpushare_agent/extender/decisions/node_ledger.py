@@ -1,0 +1,172 @@
+"""What is allocated on one node of the cluster, and by which pod; the same for a person. Synchronous, no clock, no I/O.
+
+State owned: the node's reservations, the allocations of pods that only its agent names, and the sums of both by GPU. Every
+change raises `version`, which outdates the answers worked out for the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gpushare_agent.extender.decisions.free_capacity import NodeCapacity, capacity_of
+from gpushare_agent.extender.values import Charge, ClusterNode, NodeGpu, Reservation
+from gpushare_agent.model.names import CORES_PER_GPU, PodUid
+from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.placement import GpuAccount
+
+
+class NodeLedger:
+    """`gpus` and `capacity` are worked out when asked for, after a change."""
+
+    __slots__ = (
+        "_accounts",
+        "_capacity",
+        "_gpus",
+        "_names",
+        "_used",
+        "node",
+        "reservations",
+        "unattributed",
+        "version",
+    )
+
+    def __init__(self, node: ClusterNode, names: ResourceNames) -> None:
+        self.node = node
+        self.version = 0
+        self.reservations: dict[PodUid, Reservation] = {}
+        self.unattributed: dict[PodUid, tuple[Charge, ...]] = {}
+        """Of pods that only the agent names: ended by force, or not seen yet."""
+        self._names = names
+        self._used: dict[int, list[int]] = {}
+        self._accounts: dict[int, GpuAccount] = {}
+        """Of the GPUs that have not changed since it was computed, by index."""
+        self._gpus: list[GpuAccount] | None = None
+        self._capacity: NodeCapacity | None = None
+
+    def add(self, reservation: Reservation) -> None:
+        self.remove(reservation.pod_uid)
+        self.reservations[reservation.pod_uid] = reservation
+        self._charge(reservation.plan.charges, 1)
+
+    def remove(self, uid: PodUid) -> Reservation | None:
+        old = self.reservations.pop(uid, None)
+        if old is not None:
+            self._charge(old.plan.charges, -1)
+        return old
+
+    def set_unattributed(self, unattributed: Mapping[PodUid, tuple[Charge, ...]]) -> None:
+        if unattributed == self.unattributed:
+            return
+        for charges in self.unattributed.values():
+            self._charge(charges, -1)
+        self.unattributed = dict(unattributed)
+        for charges in self.unattributed.values():
+            self._charge(charges, 1)
+
+    def set_node(self, node: ClusterNode) -> None:
+        if _facts(node) != _facts(self.node):
+            self._accounts.clear()
+            self._changed()
+        self.node = node
+
+    @property
+    def gpus(self) -> list[GpuAccount]:
+        """Every GPU's account, by index."""
+        if self._gpus is None:
+            accounts = self._accounts
+            self._gpus = [accounts.get(gpu.index) or self._account(gpu) for gpu in self.node.gpus]
+        return self._gpus
+
+    @property
+    def capacity(self) -> NodeCapacity:
+        if self._capacity is None:
+            self._capacity = capacity_of(self.gpus)
+        return self._capacity
+
+    @property
+    def is_stale(self) -> bool:
+        """`gpus` and `capacity` have to be worked out anew."""
+        return self._capacity is None
+
+    def gpus_without(self, uids: frozenset[PodUid]) -> list[GpuAccount]:
+        """As if these pods were gone."""
+        shadow = NodeLedger(self.node, self._names)
+        for reservation in self.reservations.values():
+            if reservation.pod_uid not in uids:
+                shadow.add(reservation)
+        shadow.set_unattributed({uid: charges for uid, charges in self.unattributed.items() if uid not in uids})
+        return shadow.gpus
+
+    def _account(self, gpu: NodeGpu) -> GpuAccount:
+        cores, blocks, units, wholes = self._used.get(gpu.index, (0, 0, 0, 0))
+        account = self._accounts[gpu.index] = GpuAccount(
+            index=gpu.index,
+            uuid=gpu.uuid,
+            memory_mib=gpu.memory_mib,
+            block_mib=self._names.memory_block_mib,
+            unit_mib=self._names.gpu_mem_unit_mib,
+            is_healthy=gpu.is_healthy,
+            used_cores=min(cores, CORES_PER_GPU),
+            used_blocks=blocks,
+            used_units=units,
+            is_whole=wholes > 0,
+        )
+        return account
+
+    def _charge(self, charges: tuple[Charge, ...], sign: int) -> None:
+        for charge in charges:
+            used = self._used.setdefault(charge.index, [0, 0, 0, 0])
+            used[0] += sign * charge.cores
+            used[1] += sign * charge.blocks
+            used[2] += sign * charge.units
+            used[3] += sign * charge.is_whole
+            if not any(used):
+                del self._used[charge.index]
+            self._accounts.pop(charge.index, None)
+        self._changed()
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._gpus = self._capacity = None
+
+
+def node_document(ledger: NodeLedger) -> dict[str, Any]:
+    """One node for a person: its GPUs, and the pods that have some of them. Sorted."""
+    return {
+        "name": ledger.node.name,
+        "model": ledger.node.model,
+        "pool": ledger.node.pool,
+        "is_exact": ledger.node.is_exact,
+        "cards": [
+            {
+                "index": gpu.index,
+                "uuid": gpu.uuid,
+                "is_healthy": gpu.is_healthy,
+                "memory_mib": gpu.memory_mib,
+                "cores": gpu.used_cores,
+                "blocks": gpu.used_blocks,
+                "units": gpu.used_units,
+                "is_whole": gpu.is_whole,
+            }
+            for gpu in ledger.gpus
+        ],
+        "reservations": [
+            {
+                "pod": f"{reservation.namespace}/{reservation.pod}",
+                "pod_uid": reservation.pod_uid,
+                "stage": reservation.stage.value,
+                "containers": {c.name: list(c.gpus) for c in reservation.plan.containers if c.gpus},
+                "charges": {
+                    str(c.index): [c.cores, c.blocks, c.units, int(c.is_whole)] for c in reservation.plan.charges
+                },
+            }
+            for _, reservation in sorted(ledger.reservations.items())
+        ],
+        "strangers": sorted(ledger.unattributed),
+    }
+
+
+def _facts(node: ClusterNode) -> tuple[object, ...]:
+    """What decisions about the node depend on besides its allocations."""
+    return node.gpus, node.topology, node.model, node.pool, node.is_exact

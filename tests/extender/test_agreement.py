@@ -1,0 +1,85 @@
+"""The agent and the extender agree on random clusters: on what fits, on which GPUs, and on what is then free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpushare_agent.admission.decisions.ledger import Policy
+from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.decisions.pod_plan import plan_annotations
+from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, NodeGpu, Reservation
+from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.placement import GpuAccount
+from tests.support_placement import GPU_MEM, Node, accounts, leaves_blocks_without_cores, nodes, pods_with_units
+
+
+def cluster_node(name: str, found: GpuInventory) -> ClusterNode:
+    """The node as its agent reports it."""
+    gpus = tuple(
+        NodeGpu(index=gpu.index, uuid=gpu.uuid, memory_mib=gpu.memory_mib, is_healthy=gpu.is_healthy)
+        for gpu in found.gpus
+    )
+    return ClusterNode(name=name, gpus=gpus, topology=found.topology)
+
+
+def free(gpus: list[GpuAccount]) -> list[tuple[int, int, int]]:
+    return [(gpu.free_cores, gpu.free_blocks, gpu.free_units) for gpu in gpus]
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(
+    machines=st.lists(nodes(), min_size=1, max_size=3),
+    owners=st.integers(1, 7).flatmap(lambda n: st.tuples(*(pods_with_units(f"p{i}") for i in range(n)))),
+    share_policy=st.sampled_from(["binpack", "spread"]),
+    seed=st.integers(0, 10_000),
+    ends=st.sets(st.integers(0, 6)),
+)
+def test_what_the_extender_decides_the_agent_decides_too(
+    machines: list[GpuInventory],
+    owners: tuple[Pod, ...],
+    share_policy: Literal["binpack", "spread"],
+    seed: int,
+    ends: set[int],
+) -> None:
+    """On every node, for every pod: where filter says that it fits, the agent admits it on the planned GPUs, with or without
+    the annotations; where filter refuses, the agent refuses. Both have the same capacity free after every bind and every
+    end of a pod, and all of it once every pod has ended."""
+    agents = {
+        f"n{number}": Node(found, Policy(names=GPU_MEM, share_policy=share_policy), seed + number)
+        for number, found in enumerate(machines)
+    }
+    state = ClusterState(policy=ClusterPolicy(names=GPU_MEM, share_policy=share_policy))
+    for name, agent in agents.items():
+        state.put_node(cluster_node(name, agent.found), 0.0)
+    bound: dict[str, tuple[Pod, Node]] = {}
+    for number, owner in enumerate(owners):
+        if leaves_blocks_without_cores(owner):
+            continue
+        fitting = state.filter(owner, None).fitting
+        for name in sorted(agents.keys() - set(fitting)):
+            assert isinstance(agents[name].admit(owner), Refused), f"{owner} on {name}"
+        if fitting:
+            name = fitting[seed % len(fitting)]
+            reserved = state.reserve(owner, name, 0.0)
+            assert isinstance(reserved, Reservation)
+            hints = dict(plan_annotations(reserved.plan, PREDICATE_GPU_INDEX_PREFIX)) if seed % 2 else {}
+            assert agents[name].admit(owner, hints) == {c.name: c.gpus for c in reserved.plan.containers if c.gpus}
+            bound[owner.uid] = owner, agents[name]
+        if number in ends and bound:
+            ended, agent = bound.pop(sorted(bound)[0])
+            agent.release(ended)
+            state.remove_pod(ended.uid)
+        for name, agent in agents.items():
+            assert free(list(state.gpus(name))) == free(accounts(agent.found, agent.cache, GPU_MEM))
+    for ended, agent in bound.values():
+        agent.release(ended)
+        state.remove_pod(ended.uid)
+    for name, agent in agents.items():
+        assert [replace(gpu, is_healthy=True).is_free for gpu in state.gpus(name)] == [True] * len(agent.found.gpus)

@@ -1,0 +1,221 @@
+"""The agent's admission on device IDs, for comparison with the extender's planning on counts; random nodes and pods."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decisions.hints import predicted_gpus
+from gpushare_agent.admission.decisions.identity import Target
+from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
+from gpushare_agent.admission.decisions.plan import Plan, check, plan
+from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.gpus import GpuInventory, Health
+from gpushare_agent.model.names import (
+    CORES_PER_GPU,
+    GpuUuid,
+    device_id,
+)
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.topology import Link, LinkKind
+from gpushare_agent.placement import GpuAccount
+from gpushare_agent.placement.gpu_account import account_of
+from gpushare_agent.placement.topology_tree import build_topology
+from tests.support_core import NAMES, container, inventory, pod
+
+
+def accounts(
+    found: GpuInventory, cache: AllocationCache | None = None, names: ResourceNames = NAMES
+) -> list[GpuAccount]:
+    """The GPUs with what the cache says is allocated."""
+    cache = cache or AllocationCache()
+    whole = {gpu for one in cache.view().values() if one.is_whole for gpu in one.gpus}
+    return [
+        replace(
+            account_of(gpu, names),
+            used_cores=cache.used_cores().get(gpu.uuid, 0),
+            used_blocks=cache.used_blocks().get(gpu.uuid, 0),
+            used_units=cache.used_gpu_mem().get(gpu.uuid, 0),
+            is_whole=gpu.uuid in whole,
+        )
+        for gpu in found.gpus
+    ]
+
+
+class Node:
+    """The agent's real decisions on device IDs, asked as the kubelet asks: in any order of resources, init containers'
+    devices handed on, IDs drawn at random from what is preferred."""
+
+    def __init__(self, found: GpuInventory, policy: Policy, seed: int) -> None:
+        self.found = found
+        self.policy = policy
+        self.cache = AllocationCache()
+        self._random = random.Random(seed)
+        self._taken: dict[ResourceKind, set[str]] = {kind: set() for kind in ResourceKind}
+
+    def admit(self, owner: Pod, hints: dict[str, str] | None = None) -> Refused | dict[str, tuple[int, ...]]:
+        """GPU indexes by container, or the first refusal."""
+        owner = replace(owner, annotations=dict(hints or {}))
+        index = {gpu.uuid: gpu.index for gpu in self.found.gpus}
+        reusable: dict[ResourceKind, set[str]] = {}
+        for one in owner.containers:
+            target = Target(pod=owner, container=one)
+            kinds = [kind for kind in self.policy.names.kinds if self.policy.names.wanted(one, kind)]
+            self._random.shuffle(kinds)
+            for kind in kinds:
+                refused = self._allocate(target, kind, reusable.get(kind, set()))
+                if refused is not None:
+                    self.release(owner)
+                    return refused
+            allocation = self.cache.get(target.key)
+            for kind in kinds:
+                ids = set(allocation.ids(kind)) if allocation is not None else set()
+                if one.kind is ContainerKind.INIT:
+                    reusable.setdefault(kind, set()).update(ids)
+                else:
+                    reusable.setdefault(kind, set()).difference_update(ids)
+        return {
+            key.container: tuple(sorted(index[gpu] for gpu in self.cache.view()[key].gpus))
+            for key in sorted(self.cache.view())
+            if key.pod_uid == owner.uid
+        }
+
+    def release(self, owner: Pod) -> None:
+        """The pod has ended, for the kubelet and for the agent."""
+        for allocation in self.cache.release_pod(owner.uid):
+            for kind, ids in self._taken.items():
+                ids -= allocation.ids(kind)
+
+    def _allocate(self, target: Target, kind: ResourceKind, reusable: set[str]) -> Refused | None:
+        count = self.policy.names.wanted(target.container, kind)
+        chosen = self._random.sample(sorted(reusable), min(count, len(reusable)))
+        planned: tuple[GpuUuid, ...] = ()
+        ledger = self._ledger(target)
+        if len(chosen) < count:
+            every = [
+                device_id(gpu.uuid, n) for gpu in self.found.gpus for n in range(self.policy.names.units(gpu, kind))
+            ]
+            available = [device for device in every if device not in self._taken[kind]]
+            if len(available) < count - len(chosen):
+                return Refused(reason=RefusalReason.NOT_ENOUGH_CORES, detail="the kubelet has too few")
+            available += chosen  # as the kubelet does
+            offer = Offer(kind=kind, available=available, must_include=chosen, size=count)
+            free = free_ids(target, kind, available, ledger)
+            hint = predicted_gpus(target.pod.annotations, target.container, "node")
+            outcome = plan(target, offer, free, ledger, self.policy, hint)
+            if isinstance(outcome, Refused):
+                return outcome
+            assert isinstance(outcome, Plan)
+            planned = outcome.gpus
+            chosen += [device for device in outcome.ids if device not in chosen]
+        else:
+            planned = next(
+                (a.gpus for a in self.cache.of_pod(target.pod.uid) if a.kind is ContainerKind.INIT and a.gpus), ()
+            )
+        gpus = check(target, kind, chosen, ledger, self.policy, planned)
+        if isinstance(gpus, Refused):
+            return gpus
+        old = self.cache.get(target.key)
+        self._taken[kind].update(chosen)
+        self.cache.put(
+            Allocation(
+                key=target.key,
+                namespace=target.pod.namespace,
+                pod_name=target.pod.name,
+                kind=target.container.kind,
+                gpus=gpus,
+                vcore_ids=old.vcore_ids if old is not None else frozenset(),
+                vmemory_ids=old.vmemory_ids if old is not None else frozenset(),
+                gpu_mem_ids=old.gpu_mem_ids if old is not None else frozenset(),
+                is_whole=self.policy.names.wanted(target.container, ResourceKind.VCORE) >= CORES_PER_GPU,
+            ).with_ids(kind, frozenset(chosen))  # type: ignore[arg-type]
+        )
+        return None
+
+    def _ledger(self, target: Target) -> Ledger:
+        return Ledger(
+            inventory=self.found,
+            used_cores=self.cache.used_cores(without=target.key),
+            used_blocks=self.cache.used_blocks(without=target.key),
+            used_gpu_mem=self.cache.used_gpu_mem(without=target.key),
+            holders={kind: self.cache.holders(kind) for kind in ResourceKind},
+            allocations=self.cache.view(),
+        )
+
+
+GPU_MEM = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
+"""With GPUShare's resource."""
+
+
+def requests() -> st.SearchStrategy[tuple[int, int]]:
+    """Cores and blocks of one container; some ask for nothing."""
+    shares = st.tuples(st.sampled_from([5, 10, 25, 40, 50, 60, 90]), st.sampled_from([1, 8, 20, 40, 60]))
+    whole = st.tuples(st.sampled_from([100, 100, 200, 300]), st.just(0))
+    return st.one_of(shares, shares, shares, whole, st.just((0, 0)))
+
+
+@st.composite
+def pods(draw: st.DrawFn, name: str) -> Pod:
+    """Init containers first, then sidecars among them, then main ones."""
+    containers: list[ContainerSpec] = []
+    inits = draw(st.lists(st.tuples(requests(), st.booleans()), max_size=2))
+    for position, ((cores, blocks), is_sidecar) in enumerate(inits):
+        kind = ContainerKind.SIDECAR if is_sidecar else ContainerKind.INIT
+        containers.append(container(f"init-{position}", cores, blocks, kind, position))
+    for position, (cores, blocks) in enumerate(draw(st.lists(requests(), min_size=1, max_size=3))):
+        containers.append(container(f"main-{position}", cores, blocks, ContainerKind.MAIN, position))
+    return pod(name, *containers)
+
+
+@st.composite
+def pods_with_units(draw: st.DrawFn, name: str) -> Pod:
+    """As `pods`; some of the containers ask for gpu-mem units in place of cores."""
+    owner = draw(pods(name))
+    containers = []
+    for one in owner.containers:
+        units = draw(st.sampled_from([0, 0, 1, 3, 6, 8, 17]))
+        containers.append(replace(one, requests={GPU_MEM.gpu_mem: units}) if units else one)
+    return replace(owner, containers=tuple(containers))
+
+
+@st.composite
+def nodes(draw: st.DrawFn) -> GpuInventory:
+    """One to five GPUs, not all alike, some unhealthy, with some links."""
+    count = draw(st.integers(1, 5))
+    kinds = [LinkKind.NVLINK, LinkKind.PIX, LinkKind.PHB, LinkKind.SYS]
+    links = [[Link(kind=LinkKind.SELF)] * count for _ in range(count)]
+    for a in range(count):
+        for b in range(a):
+            kind = draw(st.sampled_from(kinds))
+            links[a][b] = links[b][a] = Link(kind=kind, nvlinks=2 if kind is LinkKind.NVLINK else 0)
+    gpus = tuple(
+        replace(
+            gpu,
+            memory_mib=draw(st.sampled_from([8, 16, 24])) * 1024,
+            health=draw(st.sampled_from([Health.HEALTHY] * 5 + [Health.UNHEALTHY])),
+        )
+        for gpu in inventory(count).gpus
+    )
+    return GpuInventory(gpus=gpus, topology=build_topology(links, [None] * count))
+
+
+def leaves_blocks_without_cores(owner: Pod) -> bool:
+    """An init container's cores go on to a whole-GPU container, and its memory blocks, of which that one wants none, to a
+    share after it. Where the kubelet then hands on the blocks first, the agent looks for the share on the init container's
+    GPU, which is full: it refuses, or not, by the kubelet's order (docs/critique.md)."""
+    has_share_before = False
+    has_whole_between = False
+    for one in owner.containers:
+        cores = NAMES.wanted(one, ResourceKind.VCORE)
+        if cores and has_whole_between:
+            return True
+        if one.kind is ContainerKind.INIT and 0 < cores < CORES_PER_GPU:
+            has_share_before = True
+        elif has_share_before and cores >= CORES_PER_GPU:
+            has_whole_between = True
+    return False
