@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
@@ -65,6 +65,7 @@ STEPS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(STEPS)
 def test_the_indexes_always_say_what_the_allocations_say(
     steps: list[tuple[tuple[str, str], frozenset[int], frozenset[int], bool]],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
@@ -41,6 +41,7 @@ def _blocks(cache: AllocationCache, without: ContainerKey | None) -> dict[GpuUui
     return {gpu: len(ids) for gpu, ids in charged.items() if ids}
 
 
+@settings(deadline=None)
 @given(CHANGES)
 def test_counts_by_gpu_equal_a_count_of_everything_after_any_changes(
     changes: list[Allocation | ContainerKey],

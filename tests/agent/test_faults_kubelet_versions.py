@@ -21,6 +21,7 @@ from tests.support_agent import (
     wait_ledger_equal,
     wait_running,
     wait_settled,
+    wait_synced,
     wait_until,
 )
 from tests.support_kube import pod_named
@@ -103,7 +104,7 @@ async def _make_old(node: EmbeddedNode) -> None:
     node.api.apply_node({**raw, "status": status})
 
 
-async def _tell_allocatable(node: EmbeddedNode) -> None:
+async def _apply_allocatable(node: EmbeddedNode) -> None:
     await wait_until(node, lambda: all(node.kubelet.capacity().get(r, (0, 0))[1] for r in (CORE, MEMORY)), "devices")
     raw = node.api.node(node.name)
     healthy = {name: str(count) for name, (_, count) in node.kubelet.capacity().items()}
@@ -128,7 +129,8 @@ async def test_an_old_kubelet_on_which_the_operator_insists_is_never_asked_insid
     async with open_test_node(times=SILENT) as node:
         await _make_old(node)
         async with open_agent(node, "--kubelet.allow-unsupported=true", wait=False) as agent:
-            await _tell_allocatable(node)
+            await wait_synced(agent.parts)  # before, a reconcile lists, which may coincide with an admission
+            await _apply_allocatable(node)
             for cores in (30, 40):
                 node.api.create_pod(pod(f"p{cores}", container(cores=cores, blocks=10)))
                 await wait_running(node, f"p{cores}")

@@ -11,6 +11,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,7 +31,8 @@ from tests.support_vdevice import MIB, register
 
 SOURCE = Path(__file__).parent.parent / "native" / "vdevice_load.c"
 CONTAINERS, DELETED, KILLS = 50, 8, 100
-SERVES_AFTER_S = 0.5
+LONGEST_START_S = 3.0
+"""That the kills wait for: a hundred of them."""
 """So long an agent needs to serve again, about: half of the moments are before it."""
 CLEANED_S = 60.0
 BLOCK_MIB = 256
@@ -119,19 +121,37 @@ def is_current(node: EmbeddedNode, number: int) -> bool:
     return len(there) == 2 and decode_pids((directory_of(node, number) / "pids.config").read_bytes()) == tuple(there)
 
 
-def moments(rng: random.Random) -> Iterator[float]:
+def moments(rng: random.Random, serves_after_s: float) -> Iterator[float]:
     """Seconds after the start: half before the agent serves, half while it does."""
     for number in range(KILLS):
-        yield rng.uniform(0, SERVES_AFTER_S) if number % 2 else rng.uniform(SERVES_AFTER_S, 2 * SERVES_AFTER_S - 0.2)
+        yield rng.uniform(0, serves_after_s) if number % 2 else rng.uniform(serves_after_s, 1.6 * serves_after_s)
+
+
+def remove_sockets(node: EmbeddedNode) -> None:
+    """A killed agent leaves its sockets: without them the next one's can be recognised."""
+    for socket in node.paths.virtual_manager.glob("*/main/vcuda.sock"):
+        socket.unlink()
+
+
+def has_sockets(node: EmbeddedNode) -> bool:
+    return any(node.paths.virtual_manager.glob("*/main/vcuda.sock"))
+
+
+async def measure_start_s(node: EmbeddedNode) -> float:
+    """From the start of the agent to its first socket, on this machine under its present load."""
+    remove_sockets(node)
+    started_at = time.monotonic()
+    async with running_agent(node):
+        await poll_until(lambda: has_sockets(node), "the first socket")
+        return min(time.monotonic() - started_at, LONGEST_START_S)
 
 
 async def kill_again_and_again(node: EmbeddedNode) -> int:
     """Pods are deleted between. How often the agent had come so far that some container was served."""
     served = 0
     doomed = list(range(CONTAINERS, CONTAINERS + DELETED))
-    for number, moment in enumerate(moments(random.Random(5))):
-        for socket in node.paths.virtual_manager.glob("*/main/vcuda.sock"):
-            socket.unlink()  # a killed agent leaves its sockets: so the new ones can be recognised
+    for number, moment in enumerate(moments(random.Random(5), await measure_start_s(node))):
+        remove_sockets(node)
         async with running_agent(node) as agent:
             if number % (KILLS // DELETED) == 5:
                 node.api.delete_pod("default", f"load-{doomed.pop():02d}")
@@ -141,7 +161,7 @@ async def kill_again_and_again(node: EmbeddedNode) -> int:
                 raise AssertionError(f"the agent ended by itself with {agent.returncode} after kill {number}")
             except TimeoutError:
                 agent.kill()
-        served += any(node.paths.virtual_manager.glob("*/main/vcuda.sock"))
+        served += has_sockets(node)
     assert doomed == []
     return served
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpushare_agent.kubelet.device_table import (
@@ -70,6 +70,7 @@ def as_message(rows: list[DeviceRow]) -> v1beta1.ListAndWatchResponse:
     )
 
 
+@settings(deadline=None)
 @given(ROWS, ROWS)
 def test_the_frames_are_what_the_generated_classes_write_after_any_change(
     first: list[DeviceRow], second: list[DeviceRow]
@@ -82,6 +83,7 @@ def test_the_frames_are_what_the_generated_classes_write_after_any_change(
     assert table.devices == tuple(second)
 
 
+@settings(deadline=None)
 @given(ROWS, ROWS)
 def test_the_version_grows_with_a_change_and_only_then(first: list[DeviceRow], second: list[DeviceRow]) -> None:
     """Setting the same devices again is no change; another order is one."""
@@ -121,6 +123,7 @@ def test_vmemory_ids_count_whole_blocks_of_each_gpu() -> None:
     assert [row.id.rpartition("::")[2] for row in rows] == ["0", "1", "2", "0", "1"]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3000), st.none() | st.integers(0, 300)), max_size=3),
     st.sampled_from([1, 2, 16, 256]),
