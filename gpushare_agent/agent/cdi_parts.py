@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpushare_agent.isolation.devices.cdi_files import CdiFiles
-from gpushare_agent.isolation.devices.cdi_spec import SPEC_CONTROL_NODES, SpecNodes
-from gpushare_agent.isolation.devices.cdi_specs import CdiSpecs
-from gpushare_agent.isolation.devices.device_lists import CONTROL_NODES
+from gpushare_agent.isolation.cdi.files import CdiFiles
+from gpushare_agent.isolation.cdi.specs import CdiSpecs
+from gpushare_agent.isolation.decisions.cdi_spec import SPEC_CONTROL_NODES, SpecNodes
+from gpushare_agent.isolation.decisions.device_lists import CONTROL_NODES
+from gpushare_agent.isolation.driver_volume.config import read_volume_config
 from gpushare_agent.isolation.driver_volume.values import VolumeName
-from gpushare_agent.isolation.driver_volume.volume_config import read_volume_config
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.settings.settings import Settings
 

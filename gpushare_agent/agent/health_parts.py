@@ -1,4 +1,4 @@
-"""Builds what watches the GPUs: the inventory with its rules, the watch, its memory, its news and the control socket."""
+"""Builds what watches the GPUs: the inventory, the watch, the state file, the observer and the control socket."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from gpushare_agent.cluster.node_events import NodeEvents
 from gpushare_agent.gpus.control_server import ControlServer
-from gpushare_agent.gpus.health import HealthPolicy
-from gpushare_agent.gpus.health_keeping import HealthKeeping
-from gpushare_agent.gpus.health_state_file import HealthStateFile
+from gpushare_agent.gpus.decisions.health import HealthPolicy
 from gpushare_agent.gpus.inventory import GpuInventoryState
-from gpushare_agent.gpus.notifications import GpuHealthObserver
+from gpushare_agent.gpus.observer import GpuHealthObserver
+from gpushare_agent.gpus.state_file import HealthStateFile
+from gpushare_agent.gpus.state_writer import HealthStateWriter
 from gpushare_agent.gpus.watch import GpuDriver, GpuWatch
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.settings.settings import Settings
@@ -22,7 +22,7 @@ class HealthParts:
 
     inventory: GpuInventoryState
     watch: GpuWatch
-    keeping: HealthKeeping
+    writer: HealthStateWriter
     events: NodeEvents
     control: ControlServer | None
 
@@ -42,7 +42,7 @@ def build_health(settings: Settings, driver: GpuDriver, metrics: AgentMetrics) -
     """Joined, not started."""
     inventory = GpuInventoryState(health_policy(settings))
     events = NodeEvents(node_name=settings.node_name)
-    GpuHealthObserver(inventory, events, metrics)
+    observer = GpuHealthObserver(inventory, events, metrics)
     watch = GpuWatch(
         driver,
         inventory,
@@ -51,11 +51,13 @@ def build_health(settings: Settings, driver: GpuDriver, metrics: AgentMetrics) -
         metrics=metrics,
     )
     state_file, socket = settings.health.state_file, settings.control.socket
-    keeping = HealthKeeping(inventory, HealthStateFile(state_file) if state_file is not None else None)
+    writer = HealthStateWriter(inventory, HealthStateFile(state_file) if state_file is not None else None)
+    inventory.subscribe(observer.inventory_changed)
+    inventory.subscribe(writer.inventory_changed)
     return HealthParts(
         inventory=inventory,
         watch=watch,
-        keeping=keeping,
+        writer=writer,
         events=events,
-        control=ControlServer(socket, inventory, keeping, look_soon=watch.look_soon) if socket is not None else None,
+        control=ControlServer(socket, inventory, writer, poll_soon=watch.poll_soon) if socket is not None else None,
     )

@@ -14,13 +14,13 @@ from gpushare_agent.cluster.pod_events import PodEvents
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.isolation import ISOLATIONS, Preparation
-from gpushare_agent.isolation.devices.cdi_watch import CdiWatch
+from gpushare_agent.isolation.cdi.specs import CdiWatch
+from gpushare_agent.isolation.decisions.hami_core import LIBRARY_PATH
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
-from gpushare_agent.isolation.hami_core.edits import LIBRARY_PATH
+from gpushare_agent.isolation.hami_core.caches import PrivateCaches
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.isolation.mps.control import MpsControl
 from gpushare_agent.isolation.mps.watch import MpsWatch
-from gpushare_agent.isolation.private_caches import PrivateCaches
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
 from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses
@@ -70,7 +70,7 @@ class IsolationParts:
 
     def daemon_trouble(self) -> str:
         """Why no share can be had of an isolation that needs a daemon, empty where it can."""
-        return self.mps_watch.trouble if self.mps_watch is not None else ""
+        return self.mps_watch.unavailable_reason if self.mps_watch is not None else ""
 
     def no_shares(self) -> bool:
         """Where every share needs the daemon, the kubelet is told too; else the admission tells those whom it concerns."""
@@ -102,7 +102,7 @@ def build_isolation(  # noqa: PLR0913 - the composition hands in every collabora
                 inventory=lambda: inventory.current,
                 driver_version=driver_version(volumes, inventory),
                 names=names,
-                complain=lambda pod, text: events.warned(pod, "CoreLimitIgnored", text),
+                on_problem=lambda pod, text: events.warned(pod, "CoreLimitIgnored", text),
             ),
             processes=ContainerProcesses(ContainerIds(runtime, store), cgroups, clock=time.monotonic),
             identify=cgroups.identify_in_thread,

@@ -19,7 +19,7 @@ import structlog
 
 from gpushare_agent.agent.node_parts import NodeParts, build, check_message_size, open_driver
 from gpushare_agent.cluster.kube.configuration import find_configuration
-from gpushare_agent.isolation.devices.device_lists import strategy_warnings
+from gpushare_agent.isolation.decisions.device_lists import strategy_warnings
 from gpushare_agent.kit.h2_frames import omit_data_texts
 from gpushare_agent.kit.open_files import raise_open_files_limit
 from gpushare_agent.kit.supervision import forever
@@ -155,16 +155,16 @@ async def live(parts: NodeParts) -> None:
     try:
         async with asyncio.TaskGroup() as group:
             await parts.web.bind()
-            await parts.health.keeping.restore()  # before the GPUs are read: a cordoned one is never offered
+            await parts.health.writer.restore()  # before the GPUs are read: a cordoned one is never offered
             await _read_gpus(parts)
             find_configuration(parts.settings.kubeconfig, os.environ)
             if parts.isolation.private_caches is not None:
                 await parts.isolation.private_caches.install()
             if parts.isolation.mps_watch is not None:  # first, or the kubelet would hear that no share can be had
-                await parts.isolation.mps_watch.look()
+                await parts.isolation.mps_watch.poll()
                 group.create_task(forever("mps watch", parts.isolation.mps_watch.run), name="mps watch")
             if parts.isolation.cdi_watch is not None:  # before a container can name a GPU by it
-                await parts.isolation.cdi_watch.look()
+                await parts.isolation.cdi_watch.check()
                 group.create_task(forever("cdi specs", parts.isolation.cdi_watch.run), name="cdi specs")
             _tell_strategies(parts)
             containers = await parts.garbage.recover()
@@ -173,7 +173,7 @@ async def live(parts: NodeParts) -> None:
             group.create_task(forever("device tables", parts.tables.run), name="device tables")
             group.create_task(forever("garbage collection", parts.garbage.run), name="garbage collection")
             group.create_task(forever("gpu watch", parts.gpu_watch.run), name="gpu watch")
-            group.create_task(forever("health keeping", parts.health.keeping.run), name="health keeping")
+            group.create_task(forever("health state", parts.health.writer.run), name="health state")
             if parts.isolation.virtual_manager is not None:
                 group.create_task(_tell_isolation(parts), name="tell isolation")
                 group.create_task(

@@ -10,7 +10,7 @@ from gpushare_agent import __version__
 from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
 from gpushare_agent.cluster.node_allocations_wanted import allocations_annotation, allocations_by_pod
 from gpushare_agent.cluster.node_facts_wanted import NodeFacts, node_facts
-from gpushare_agent.isolation.vcuda.limits import vdevice_share
+from gpushare_agent.isolation.decisions.vcuda import vdevice_share
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Gpu
@@ -58,7 +58,7 @@ def node_snapshot(parts: NodeParts) -> NodeSnapshot:
         names=parts.names,
         inventory=parts.inventory.current,
         cordoned=parts.inventory.cordoned,
-        illnesses=parts.inventory.illnesses,
+        illnesses=parts.inventory.unhealthy_reasons,
         cores_allocated=parts.cache.used_cores(),
         memory_allocated_bytes=_memory_allocated(parts),
         containers=[

@@ -69,4 +69,4 @@ def show_node(parts: NodeParts) -> None:
 
     parts.inventory.subscribe(gpus_changed)
     if (mps := parts.isolation.mps_watch) is not None:
-        metrics.show_mps(lambda: not mps.trouble)
+        metrics.show_mps(lambda: not mps.unavailable_reason)

@@ -15,7 +15,7 @@ from typing import Literal
 
 from gpushare_agent.agent.cdi_parts import cdi_specs
 from gpushare_agent.agent.node_parts import open_driver
-from gpushare_agent.isolation.devices.cdi_specs import CdiState, SpecChange
+from gpushare_agent.isolation.cdi.specs import CdiState, SpecChange
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.settings.settings import Settings

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_agent import open_agent, wait_synced, wait_until, write_faults
+from tests.support_agent import open_agent, wait_synced, wait_until, write_rehearsal
 from tests.support_sandbox import open_test_node
 
 FLAGS = (
@@ -70,14 +70,14 @@ async def test_a_driver_that_cannot_be_read_at_the_start_leaves_what_the_node_sa
         async with open_agent(node, *FLAGS):
             await wait_until(node, lambda: len(gpus(node)) == 4, "the annotation")
         before = metadata(node, "labels"), metadata(node, "annotations")["gpushare-agent/cards"]
-        write_faults(node.paths.faults, all_lost="the driver is not loaded")
+        write_rehearsal(node.paths.faults, all_lost="the driver is not loaded")
         asked = len(node.api.requests)
         flags = (*FLAGS, "--node-labels=rack=b8", "--fail-on-init-error=false")
         async with open_agent(node, *flags, wait=False) as agent:
             await wait_synced(agent.parts)
             assert (metadata(node, "labels"), metadata(node, "annotations")["gpushare-agent/cards"]) == before
-            write_faults(node.paths.faults)
-            agent.parts.gpu_watch.look_soon()
+            write_rehearsal(node.paths.faults)
+            agent.parts.gpu_watch.poll_soon()
             await wait_until(node, lambda: metadata(node, "labels")["rack"] == "b8", "the labels compared")
             assert metadata(node, "labels") == {**before[0], "rack": "b8"}
         patches = node.api.requests[asked:].count(("PATCH", f"/api/v1/nodes/{node.name}"))

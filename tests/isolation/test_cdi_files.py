@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.isolation.devices.cdi_files import MAX_BYTES, MAX_FILES, CdiFiles
+from gpushare_agent.isolation.cdi.files import MAX_BYTES, MAX_FILES, CdiFiles
 from gpushare_agent.model.errors import Unavailable
 from tests.support_cdi import NVIDIA_CTK, spec, write_spec
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.isolation.devices.cdi_files import CdiFiles
-from gpushare_agent.isolation.devices.cdi_spec import SpecNodes
-from gpushare_agent.isolation.devices.cdi_specs import CdiSpecs, SpecChange
+from gpushare_agent.isolation.cdi.files import CdiFiles
+from gpushare_agent.isolation.cdi.specs import CdiSpecs, SpecChange
+from gpushare_agent.isolation.decisions.cdi_spec import SpecNodes
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.sandbox.cdi_resolver import CdiResolver
@@ -132,7 +132,7 @@ def test_two_others_in_one_directory_are_reported_once(host: Host) -> None:
     [trouble], [passed_over] = state.troubles, state.passed_over
     assert "a.json and " in trouble and "Remove all but one" in trouble
     assert "c.json: is no JSON" in passed_over
-    reported = [entry["detail"] for entry in logs if entry["event"] == "cdi_spec_trouble"]
+    reported = [entry["detail"] for entry in logs if entry["event"] == "cdi_spec_problem"]
     assert reported == [trouble, passed_over]
     assert host.own_names() == ["GPU-1"]
     with pytest.raises(Rejected):
@@ -150,7 +150,7 @@ def test_what_the_host_lacks_is_reported_once(host: Host) -> None:
         host.specs.ensure(GPUS[:2])
         (host.run / "nvidia.yaml").write_bytes(NVIDIA_CTK)
         assert host.specs.ensure(GPUS[:2]).left_out == ()
-    assert [entry["event"] for entry in logs].count("cdi_spec_trouble") == 1
+    assert [entry["event"] for entry in logs].count("cdi_spec_problem") == 1
 
 
 def test_a_gpu_of_which_only_the_uuid_is_known_has_no_name(host: Host) -> None:

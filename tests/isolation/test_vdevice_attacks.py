@@ -127,7 +127,7 @@ async def test_half_a_request_is_answered_when_its_time_is_up(short_dir: Path) -
             await node.neighbour_is_served()
             code, text = await client.status_of(stream_id)
             assert code == "4"
-            assert text.startswith("the registration was not through within 0.1 s")
+            assert text.startswith("the registration did not end within 0.1 s")
         stream_id = client.call()
         client.flush()
         assert (await client.status_of(stream_id))[0] == "0"

@@ -185,7 +185,7 @@ async def test_without_an_agent_the_files_are_shown_all_the_same(short_dir: Path
         assert "UNAVAILABLE: the disk is away; try again" in err
     (short_dir / "kept").rename(path)
     code, _, err = await run_client("--addr", str(path))
-    assert (code, f"registering through {path} failed: nobody listens there" in err) == (3, True)
+    assert (code, f"registering through {path} failed: no process listens there" in err) == (3, True)
 
 
 async def test_no_registration_reads_only(short_dir: Path) -> None:
@@ -216,7 +216,7 @@ async def test_a_whole_gpus_missing_limit_is_explained(short_dir: Path) -> None:
         enable=False,
     )
     code, out, _ = await run_client("--addr", str(prepare(short_dir, whole)), "--no-register")
-    assert (code, rows_of(out)["limited"]) == (0, "no: whole GPUs, the library hands every call on unchanged")
+    assert (code, rows_of(out)["limited"]) == (0, "no: whole GPUs, the library passes every call on unchanged")
 
 
 async def test_the_client_says_why_it_could_not_register(short_dir: Path) -> None:
