@@ -27,7 +27,7 @@ from tests.support_agent import (
 from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod, wait_phase
 
 ONE_LOOK = ("--health.recovery-probes=1", "--health.recovery-period-s=0.05")
-"""A GPU is back at the first look that finds it well; tests/agent/test_health_node.py has more of the way back."""
+"""A GPU is back at the first poll that finds it usable; tests/agent/test_health_node.py has more of the way back."""
 
 
 def _faults(node: EmbeddedNode) -> str:
@@ -105,8 +105,8 @@ async def test_with_all_gpus_lost_pods_wait_and_running_ones_stay() -> None:
 
 
 async def test_a_gpu_lost_between_preference_and_allocate_is_not_given() -> None:
-    """The plan is made and the GPU fails: the pod is refused and told that it will be placed elsewhere."""
-    # No look of its own finds the GPU well in between.
+    """The plan is made and the GPU fails: the pod is refused, and placed elsewhere."""
+    # No poll of its own finds the GPU usable in between.
     flags = ("--simulated.cards=2", "--health.check-period-s=3600", "--health.recovery-period-s=3600")
     async with open_test_node() as node, open_agent(node, *flags) as agent:
         Moments(node, "unlucky").at_next("GetPreferredAllocation answered", lambda: _lose_gpu(agent, 0))
@@ -120,7 +120,7 @@ async def test_a_gpu_lost_between_preference_and_allocate_is_not_given() -> None
 
 
 def _lose_gpu(agent: InnerAgent, index: int) -> None:
-    """What the next look at the driver would find, found at this very moment."""
+    """What the next poll would find, applied now."""
     found = agent.parts.inventory.current
     gpus = tuple(
         replace(gpu, health=Health.UNHEALTHY, unhealthy_reason="lost") if gpu.index == index else gpu
@@ -130,7 +130,7 @@ def _lose_gpu(agent: InnerAgent, index: int) -> None:
 
 
 async def test_without_a_driver_the_agent_ends_with_the_reason() -> None:
-    """fail_on_init_error is the default: exit code 1, one line that says what to check."""
+    """fail_on_init_error is the default: exit code 1, one line that names what to check."""
     async with open_test_node() as node:
         write_faults(node.paths.state / "faults.json", all_lost="driver not loaded")
         async with open_child(node, _faults(node), wait=False) as child:

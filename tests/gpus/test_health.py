@@ -82,18 +82,18 @@ def is_offered(health: GpuHealth) -> bool:
         (GpuEvent(kind=GpuEventKind.DOUBLE_BIT_ECC, uuid=GpuUuid("GPU-0")), EventMeaning.NEEDS_RESET),
     ],
 )
-def test_an_event_is_ignored_or_held_against_its_gpu_or_against_none(event: GpuEvent, meaning: EventMeaning) -> None:
+def test_an_event_is_ignored_or_counts_for_its_gpu_or_for_none(event: GpuEvent, meaning: EventMeaning) -> None:
     """The lists of the settings decide, and whether the driver named a GPU that is ours."""
     assert meaning_of(event, {GpuUuid("GPU-0")}, POLICY) is meaning
 
 
-def test_a_gpu_that_is_well_at_the_first_look_is_healthy_at_once() -> None:
+def test_a_gpu_that_is_usable_at_the_first_poll_is_healthy_at_once() -> None:
     """No probes are needed for what was never unhealthy; one that is unhealthy at the first poll needs them."""
     assert is_offered(polled(GpuHealth(), (0, WELL)))
     assert not is_offered(polled(GpuHealth(), (0, bad()), (5, WELL)))
 
 
-def test_a_lost_gpu_comes_back_after_three_looks_each_a_period_after_the_one_before() -> None:
+def test_a_lost_gpu_comes_back_after_three_polls_each_a_period_after_the_one_before() -> None:
     """Polls in between do not count."""
     lost = polled(GpuHealth(), (100, bad()))
     assert (lost.state, lost.cause) == (HealthState.LOST, "fell off the bus")
@@ -104,7 +104,7 @@ def test_a_lost_gpu_comes_back_after_three_looks_each_a_period_after_the_one_bef
     assert is_offered(polled(two, (130, WELL)))
 
 
-def test_a_look_that_fails_among_the_probes_starts_them_again() -> None:
+def test_a_poll_that_fails_among_the_probes_starts_them_again() -> None:
     """Passes must be in a row."""
     two = polled(GpuHealth(), (0, bad()), (10, WELL), (20, WELL))
     again = polled(two, (25, bad("not answering")))
@@ -131,7 +131,7 @@ def test_another_event_among_the_probes_starts_them_again() -> None:
     assert (health.state, health.passes, health.probe_at) == (HealthState.PROBING, 0, 35)
 
 
-def test_a_gpu_that_needs_a_reset_stays_away_however_well_it_looks() -> None:
+def test_a_gpu_that_needs_a_reset_stays_out_of_service_while_it_answers() -> None:
     """Only a poll that finds it missing, and later ones that find it usable, are a reset."""
     failed = hit(GpuHealth(), 79, now=0)
     assert failed.state is HealthState.NEEDS_RESET
@@ -161,7 +161,7 @@ def test_a_driver_that_answers_nothing_is_no_reset() -> None:
     assert after_driver_lost(GpuHealth(), "NVML is gone", POLICY, 1).state is HealthState.LOST
 
 
-def test_an_unanswered_look_is_forgiven_once_an_hour() -> None:
+def test_an_unanswered_poll_is_forgiven_once_an_hour() -> None:
     """What was known of the GPU before holds again, and what an operator did meanwhile."""
     assert is_brief_loss_forgiven(None, 5)
     assert not is_brief_loss_forgiven(100, 99 + RELAPSE_WITHIN_S)
@@ -221,7 +221,7 @@ def test_a_wait_of_an_earlier_agent_is_one_still() -> None:
     assert polled(waiting("Xid 79"), (0, WELL), (1000, WELL)).state is HealthState.NEEDS_RESET
 
 
-def test_the_reason_tells_what_happened_and_what_brings_the_gpu_back() -> None:
+def test_the_reason_has_the_cause_and_the_way_to_recovery() -> None:
     """And does not change with each poll, for each change is reported to the API server."""
     failed = hit(GpuHealth(), 94, now=0)
     text = "after Xid 94 (contained memory error): recovers after 3 polls that find it usable, 10 s apart"
@@ -247,7 +247,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_whatever_happens_an_offered_gpu_was_well_at_enough_looks_since_it_was_last_ill(
+def test_whatever_happens_an_offered_gpu_passed_enough_polls_since_it_last_failed(
     steps: list[tuple[str, float]],
 ) -> None:
     """Never after fewer passes, never while cordoned, never with a wait for a reset; and three good polls a long time apart

@@ -64,7 +64,7 @@ def test_events_of_many_gpus_are_one_change_and_their_meanings_are_counted() -> 
     ]
 
 
-def test_what_is_kept_is_taken_over_by_the_next_agent_before_the_gpus_are_read() -> None:
+def test_what_is_saved_is_taken_over_by_the_next_agent_before_the_gpus_are_read() -> None:
     """A cordoned GPU is never offered, not even for a moment; what is kept of absent GPUs stays."""
     state, _ = _state()
     state.cordon(FIRST, "fan")
@@ -80,7 +80,7 @@ def test_what_is_kept_is_taken_over_by_the_next_agent_before_the_gpus_are_read()
     assert again.cordoned == {FIRST: "fan", absent: "away"}
 
 
-def test_a_look_that_sees_the_reset_ends_what_is_kept_of_the_wait() -> None:
+def test_a_poll_that_sees_the_reset_ends_the_saved_wait() -> None:
     """The next agent does not wait for it again."""
     state, _ = _state()
     state.note_events([xid(79, 1)])
@@ -115,7 +115,7 @@ def _offered(state: GpuInventoryState) -> list[bool]:
     return [gpu.is_healthy for gpu in state.current.gpus]
 
 
-def test_one_look_that_the_driver_leaves_unanswered_is_over_with_the_next() -> None:
+def test_one_poll_that_the_driver_leaves_unanswered_is_over_with_the_next() -> None:
     """No GPU failed: none has to pass probes, none has a relapse. A cordon of that time holds."""
     state, now = _clocked()
     state.lost("no answer")
@@ -127,7 +127,7 @@ def test_one_look_that_the_driver_leaves_unanswered_is_over_with_the_next() -> N
     assert state.healths[FIRST] == GpuHealth()
 
 
-def test_a_second_unanswered_look_and_a_second_loss_within_the_hour_call_for_probes() -> None:
+def test_a_second_unanswered_poll_and_a_second_loss_within_the_hour_call_for_probes() -> None:
     """A driver that fails again and again must not have its GPUs come and go with every poll."""
     state, now = _clocked()
     for at in (0.0, 5.0):
@@ -147,7 +147,7 @@ def test_a_second_unanswered_look_and_a_second_loss_within_the_hour_call_for_pro
         assert _offered(state) == [is_back] * 2
 
 
-def test_after_an_unanswered_look_that_a_gpu_did_not_survive_all_are_probed() -> None:
+def test_after_an_unanswered_poll_that_a_gpu_did_not_survive_all_are_probed() -> None:
     """What was healthy and is not any more shows that something happened; a GPU that was unhealthy before shows nothing."""
     state, _ = _clocked()
     state.lost("no answer")
@@ -160,7 +160,7 @@ def test_after_an_unanswered_look_that_a_gpu_did_not_survive_all_are_probed() ->
     assert _offered(state) == [True, False]
 
 
-def test_an_error_of_a_gpu_beside_an_unanswered_look_is_not_forgiven() -> None:
+def test_an_error_of_a_gpu_beside_an_unanswered_poll_is_not_forgiven() -> None:
     """Before or after that poll; the other GPU comes back at once."""
     for is_before in (True, False):
         state, now = _clocked()
@@ -174,7 +174,7 @@ def test_an_error_of_a_gpu_beside_an_unanswered_look_is_not_forgiven() -> None:
         assert _offered(state) == [True, False]
 
 
-def test_the_next_life_of_the_same_process_goes_on_with_all_that_was_known() -> None:
+def test_a_reload_of_the_same_process_goes_on_with_all_that_was_known() -> None:
     """Cordons and waits that no file keeps, probes that have begun, relapses; what a file says of known GPUs is older."""
     state, now = _clocked()
     state.note_events([xid(94, 0), xid(79, 1)])
@@ -202,7 +202,7 @@ def test_the_next_life_of_the_same_process_goes_on_with_all_that_was_known() -> 
     assert again.healths[FIRST].relapses == 1
 
 
-def test_an_unanswered_look_is_over_with_the_next_in_the_next_life_too() -> None:
+def test_an_unanswered_poll_is_over_with_the_next_after_a_reload_too() -> None:
     """And a second one within the hour is not."""
     state, now = _clocked()
     state.lost("no answer")

@@ -72,7 +72,7 @@ async def test_the_gpu_of_an_event_is_known_by_its_handle_when_it_fell_off_the_b
         assert await probe.events() == [xid_of("GPU-bbbb", 79)]
 
 
-async def test_the_gpu_of_an_unknown_handle_is_asked_for_its_uuid(library_directory: Path) -> None:
+async def test_the_uuid_of_an_unknown_handle_is_read(library_directory: Path) -> None:
     """A handle that is not the registered one reports its UUID; one that does not, or none, leaves the GPU unknown."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         await probe.events()

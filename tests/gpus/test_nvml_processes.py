@@ -54,7 +54,7 @@ async def test_the_three_lists_become_one_by_pid(library_directory: Path) -> Non
     ]
 
 
-async def test_memory_that_the_driver_does_not_tell_is_none(library_directory: Path) -> None:
+async def test_memory_that_the_driver_does_not_report_is_none(library_directory: Path) -> None:
     """Not available is not 18 exabytes, and no zero; one list that reports it is enough."""
     script = ONE_GPU + "process compute 0 100 -\nprocess compute 0 200 -\nprocess graphics 0 200 70\n"
     async with running_probe(library_directory, script) as probe:

@@ -89,7 +89,7 @@ async def test_a_gpu_that_asks_for_a_reset_from_the_start_has_its_place_in_the_t
     assert len(inventory["gpus"][1]["nvlinks"]) == 1
 
 
-async def test_the_compute_capability_is_read_where_the_driver_tells_it(library_directory: Path) -> None:
+async def test_the_compute_capability_is_read_where_the_driver_has_it(library_directory: Path) -> None:
     """Major and minor; none where it does not report."""
     async with running_probe(library_directory, TWO_PAIRS + "value capability 0 6 1\n") as probe:
         gpus = (await probe.read())["gpus"]

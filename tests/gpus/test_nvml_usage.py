@@ -111,7 +111,7 @@ async def test_a_gpu_that_supports_nothing_is_sampled_without_an_error(library_d
     assert sample["errors"] == {}
 
 
-async def test_what_a_gpu_does_not_support_is_asked_once(library_directory: Path) -> None:
+async def test_what_a_gpu_does_not_support_is_called_once(library_directory: Path) -> None:
     """The second round asks only what the first one had an answer to, and always for processes; so does each GPU."""
     script = TWO_PAIRS + "value power 1 90000\n"
     async with running_probe(library_directory, script) as probe:
@@ -137,7 +137,7 @@ async def test_what_a_gpu_does_not_support_is_asked_once(library_directory: Path
     ]
 
 
-async def test_a_reopened_nvml_is_asked_everything_again(library_directory: Path) -> None:
+async def test_a_reopened_nvml_is_read_completely_again(library_directory: Path) -> None:
     """After a close, what was not supported before may be now."""
     async with running_probe(library_directory, ONE_GPU) as probe:
         before = await probe.sample_gpu()
@@ -149,7 +149,7 @@ async def test_a_reopened_nvml_is_asked_everything_again(library_directory: Path
     assert after["sm_ratio"] == 0.87
 
 
-async def test_what_a_gpu_does_not_support_is_asked_again_after_600_rounds(library_directory: Path) -> None:
+async def test_what_a_gpu_does_not_support_is_called_again_after_600_rounds(library_directory: Path) -> None:
     """MIG mode and permissions change while NVML stays open."""
     async with running_probe(library_directory, ONE_GPU) as probe:
         await probe.sample()
@@ -266,7 +266,7 @@ async def test_a_driver_lost_as_a_whole_is_unavailable_and_comes_back(library_di
     assert back["sm_ratio"] == 0.87
 
 
-async def test_an_older_driver_is_asked_by_the_older_names(old_library_directory: Path) -> None:
+async def test_an_older_driver_is_called_by_the_older_names(old_library_directory: Path) -> None:
     """Without the newer symbols memory, temperature and throttling still come; what has no older name is None."""
     async with running_probe(old_library_directory, ONE_GPU + BUSY + "process compute 0 77 1048576\n") as probe:
         polled = await probe.read()

@@ -85,7 +85,7 @@ def test_a_cordon_is_reported_as_one_and_not_as_a_failure() -> None:
     assert reported.changes == [("GPU-0", False)]
 
 
-async def test_the_event_is_on_the_node_where_kubectl_describe_looks_for_it() -> None:
+async def test_the_event_is_on_the_node_where_kubectl_describe_finds_it() -> None:
     """Namespace default, the node's name as its UID, as the kubelet's own; the same again within ten minutes is not sent."""
     now = [0.0]
     async with fake_api(others=[answers(201, {})]) as server, opened(server.url) as api:

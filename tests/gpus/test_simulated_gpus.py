@@ -222,7 +222,7 @@ async def test_an_event_is_reported_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first_look", ["read", "events", "sample"])
-async def test_what_was_in_the_file_at_the_first_look_is_history(tmp_path: Path, first_look: str) -> None:
+async def test_what_was_in_the_file_at_the_first_poll_is_history(tmp_path: Path, first_look: str) -> None:
     """An agent that starts again does not report the faults of yesterday; a driver that never polled has not started."""
     faults = tmp_path / "faults.json"
     write(faults, xids=[XID_79], resets=[{"id": 2, "card": 0}])
@@ -234,7 +234,7 @@ async def test_what_was_in_the_file_at_the_first_look_is_history(tmp_path: Path,
     assert [event.xid for event in await driver.events()] == [48]
 
 
-async def test_a_malformed_file_at_the_first_look_is_no_look(tmp_path: Path) -> None:
+async def test_a_malformed_file_at_the_first_poll_does_not_count(tmp_path: Path) -> None:
     """What it held is not known; what is read first is history."""
     faults = tmp_path / "faults.json"
     faults.write_text("{")
@@ -257,7 +257,7 @@ async def test_a_storm_comes_in_calls_of_1024_oldest_first(tmp_path: Path) -> No
     assert calls[0] + calls[1] == [number for number in range(1, 1501) if number != 7]
 
 
-async def test_a_reset_gpu_is_lost_for_one_look(tmp_path: Path) -> None:
+async def test_a_reset_gpu_is_lost_for_one_poll(tmp_path: Path) -> None:
     """Between two polls a reset would go unseen; so the next poll sees it, and the one after it sees the GPU back."""
     faults = tmp_path / "faults.json"
     driver = simulated(faults=faults)
@@ -268,7 +268,7 @@ async def test_a_reset_gpu_is_lost_for_one_look(tmp_path: Path) -> None:
     assert polls[1] == before
 
 
-async def test_a_lost_driver_tells_no_events_and_no_use(tmp_path: Path) -> None:
+async def test_a_lost_driver_reports_no_events_and_no_usage(tmp_path: Path) -> None:
     """Each call gives the reason; what happened meanwhile is reported afterwards."""
     faults = tmp_path / "faults.json"
     driver = simulated(faults=faults)

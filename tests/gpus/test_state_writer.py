@@ -76,7 +76,7 @@ def _writer(state: GpuInventoryState, file: File | None) -> HealthStateWriter:
     return writer
 
 
-async def test_a_wait_for_a_reset_is_written_without_being_asked() -> None:
+async def test_a_wait_for_a_reset_is_written_without_a_request() -> None:
     """An agent that is killed the next moment has saved it."""
     state, file = _state(), File()
     async with _running(_writer(state, file)):

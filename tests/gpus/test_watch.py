@@ -100,7 +100,7 @@ async def test_a_node_without_gpus_waits_for_them() -> None:
     assert len(state.current.gpus) == 2
 
 
-async def test_an_event_takes_its_gpu_away_before_the_driver_is_looked_at() -> None:
+async def test_an_event_takes_its_gpu_away_before_the_driver_is_polled() -> None:
     """A GPU that hangs may keep the driver busy for seconds; the other GPU is not touched."""
     state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
     watch = GpuWatch(driver, state, period_s=3600)
@@ -110,7 +110,7 @@ async def test_an_event_takes_its_gpu_away_before_the_driver_is_looked_at() -> N
     assert (health(state), driver.polls) == (["Healthy", "Unhealthy"], 1)
 
 
-async def test_an_event_that_counts_is_followed_by_a_look_at_once() -> None:
+async def test_an_event_that_counts_is_followed_by_a_poll_at_once() -> None:
     """Not at the next usual time, which is an hour away; an ignored one is not followed."""
     state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
     watch = GpuWatch(driver, state, period_s=3600, event_period_s=0.005)
@@ -157,7 +157,7 @@ async def test_a_storm_that_goes_on_does_not_fill_the_log() -> None:
     assert (len(lines), lines[-1]["unlogged"]) == (21, 80)
 
 
-async def test_an_event_of_no_gpu_blames_none_and_is_followed_by_a_look() -> None:
+async def test_an_event_of_no_gpu_makes_none_unhealthy_and_is_followed_by_a_poll() -> None:
     """And an error in the log."""
     state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
     watch = GpuWatch(driver, state, period_s=3600, event_period_s=0.005)
@@ -180,7 +180,7 @@ async def test_an_event_of_a_gpu_that_is_not_ours_is_counted_and_nothing_else() 
     assert health(state) == ["Healthy", "Healthy"] and counted.events == [("xid", 79, False)]
 
 
-async def test_a_driver_whose_events_fail_is_asked_ever_later_and_reported_of_once() -> None:
+async def test_a_driver_whose_events_fail_is_called_ever_later_and_reported_once() -> None:
     """It never spins; polls go on, and the first success is reported, too."""
     state, driver, counted = GpuInventoryState(IMMEDIATE), ShownDriver(), Counted()
     watch = GpuWatch(driver, state, period_s=1, event_period_s=0.5, metrics=counted)
@@ -194,7 +194,7 @@ async def test_a_driver_whose_events_fail_is_asked_ever_later_and_reported_of_on
     assert counted.errors == ["events_failed"] * 8
 
 
-async def test_a_sick_gpu_is_looked_at_when_its_probe_is_due() -> None:
+async def test_an_unhealthy_gpu_is_polled_when_its_probe_is_due() -> None:
     """The usual poll is an hour away."""
     state = GpuInventoryState(HealthPolicy(recovery_probes=3, recovery_period_s=0.02, recovery_period_max_s=1.0))
     driver = ShownDriver()
@@ -207,7 +207,7 @@ async def test_a_sick_gpu_is_looked_at_when_its_probe_is_due() -> None:
     assert driver.polls >= 4
 
 
-async def test_looks_never_overlap() -> None:
+async def test_polls_never_overlap() -> None:
     """One that is asked for during another waits for its end."""
     state, order = GpuInventoryState(IMMEDIATE), []
 

@@ -42,7 +42,7 @@ def test_libraries_are_found_through_the_loaders_cache(host: FakeHost) -> None:
 
 
 def test_without_a_cache_the_usual_directories_are_searched(host: FakeHost) -> None:
-    """The same libraries are found, and the places are told."""
+    """The same libraries are found, and the places are reported."""
     found = DriverLibraries(host.root).find(host.volume())
     assert {library.path for library in found.libraries} == {
         host.library(stem) for stem in ("libcuda", "libnvidia-ml", "libnvidia-ptxjitcompiler")

@@ -97,7 +97,7 @@ def refused(*args: object, **more: object) -> str:
     ],
 )
 def test_the_driver_version_is_in_the_full_name_of_libcuda(name: str, version: tuple[int, ...] | None) -> None:
-    """Only libcuda.so.<major>.<minor>[.<patch>] tells it."""
+    """Only libcuda.so.<major>.<minor>[.<patch>] has it."""
     assert driver_version(name) == version
 
 
@@ -152,7 +152,7 @@ def test_a_missing_libcuda_is_refused_and_the_places_are_reported() -> None:
 
 
 def test_a_volume_that_does_not_list_libcuda_is_refused() -> None:
-    """The text says what volume.conf lacks, not that the driver is missing."""
+    """The text names what volume.conf lacks, not that the driver is missing."""
     assert "volume.conf" in refused(VolumeName.ORIGIN, listed=("libnvidia-ml.so",))
 
 

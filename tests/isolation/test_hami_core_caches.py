@@ -33,9 +33,9 @@ class World:
         share = pod("share", container(name="cuda", cores=30, blocks=8), uid=UID)
         whole = pod("whole", container(name="cuda", cores=100), uid=WHOLE)
         self.pods: dict[str, Pod] = {UID: share, WHOLE: whole}
-        held = allocation(share, "cuda", ids(0, range(30)), ids(0, range(8)))
+        own = allocation(share, "cuda", ids(0, range(30)), ids(0, range(8)))
         all_of_it = allocation(whole, "cuda", ids(1, range(100)), [])
-        self.allocations: dict[ContainerKey, Allocation] = {held.key: held, all_of_it.key: all_of_it}
+        self.allocations: dict[ContainerKey, Allocation] = {own.key: own, all_of_it.key: all_of_it}
         self.is_synced = True
 
     def get(self, uid: PodUid) -> Pod | None:
@@ -107,7 +107,7 @@ async def test_the_directory_of_a_pod_that_is_gone_is_removed(short_dir: Path) -
     assert world.cache.is_file()
     del world.pods[UID]
     await caches.remove_stale()
-    assert world.cache.is_file(), "its devices are still held"
+    assert world.cache.is_file(), "its devices are still allocated"
     del world.allocations[KEY]
     world.is_synced = False
     async with asyncio.TaskGroup() as group:
@@ -131,13 +131,13 @@ async def test_a_round_that_fails_is_reported_once_and_when_it_is_over(short_dir
             task = group.create_task(forever("private caches", caches.run), name="private caches")
             await poll_until(lambda: files.listed > 5, "several rounds")
             files.is_sound = True
-            await poll_until(lambda: "private_caches_removed_again" in {line["event"] for line in lines}, "told")
+            await poll_until(lambda: "private_caches_removed_again" in {line["event"] for line in lines}, "reported")
             await stop_task(task)
     assert [line["event"] for line in lines] == ["private_caches_not_removed", "private_caches_removed_again"]
 
 
 async def test_one_directory_that_cannot_be_removed_does_not_keep_the_others(short_dir: Path) -> None:
-    """Its error is told all the same."""
+    """Its error is reported all the same."""
     world = World(short_dir)
     gone = [PodUid(f"{n}{n}{n}{n}{n}{n}{n}{n}-2222-3333-4444-555555555555") for n in (4, 5)]
     for uid in gone:

@@ -89,7 +89,7 @@ def test_an_elastic_ceiling_raises_the_limit_and_never_lowers_it() -> None:
     ("scaling", "mib", "percent"), [(1.0, "6144m", "30"), (1.5, "9216m", "45"), (16.0, "24576m", "100")]
 )
 def test_scaling_multiplies_up_to_the_gpu(scaling: float, mib: str, percent: str) -> None:
-    """Nobody is told of more than the GPU has."""
+    """No container gets a limit above the GPU's memory."""
     found = env_of(request(memory_scaling=scaling, core_scaling=scaling))
     assert (found["CUDA_DEVICE_MEMORY_LIMIT_0"], found["CUDA_DEVICE_SM_LIMIT"]) == (mib, percent)
 
@@ -125,5 +125,5 @@ def test_every_limit_is_a_number_that_the_library_reads_as_one(
 
 
 def test_it_is_registered_under_its_name() -> None:
-    """With the preparation that the services look for."""
+    """With the preparation that the services make."""
     assert ISOLATIONS[IsolationName.HAMI_CORE].edit is edit_hami_core

@@ -1,4 +1,4 @@
-"""Asking the MPS control daemon through its control program, and what its directories tell; programs are real ones."""
+"""Commands to the MPS control daemon through its control program, and its directories; programs are real ones."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ async def test_an_answer_that_is_none_is_reported(place: MpsPlace, text: str, wo
 
 
 async def test_numbers_that_are_none_are_reported(place: MpsPlace) -> None:
-    """Lists of PIDs are checked word by word."""
+    """Lists of PIDs are checked entry by entry."""
     script(place.program, "echo 12 -3")
     for ask in (place.control().get_server_list, lambda: place.control().get_client_list(12)):
         with pytest.raises(Unavailable, match="is invalid: '12 -3'"):

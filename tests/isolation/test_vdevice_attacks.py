@@ -6,6 +6,7 @@ The bounds are set low where that makes a test exact; the defaults are larger, n
 from __future__ import annotations
 
 import asyncio
+import os
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +29,7 @@ async def fill(client: RawClient, content: bytes, up_to: int) -> int:
     written, refused = 0, 0
     while refused < 200 and written < up_to:
         try:
-            written += sock._sock.send(content)
+            written += os.write(sock.fileno(), content)
             refused = 0
         except BlockingIOError:
             refused += 1

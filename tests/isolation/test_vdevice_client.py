@@ -144,7 +144,7 @@ async def test_the_caller_finds_its_own_pid(short_dir: Path) -> None:
 async def test_off_the_first_namespace_the_agents_own_one_decides(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a node that is a container, the kernel's word on who listens tells that the namespace is shared."""
+    """On a node that is a container, the listener's peer credentials show that the namespace is shared."""
     monkeypatch.setattr(vdevice_client, "is_host_pid_namespace", lambda: False)
     async with serving(short_dir, FakeNode()) as path:
         assert await asyncio.to_thread(vdevice_client.own_host_pid, path) == os.getpid()

@@ -151,8 +151,8 @@ class Running:
             await stop_task(task)
 
 
-async def test_a_container_about_to_start_finds_no_process_of_its_earlier_life(short_dir: Path) -> None:
-    """prepare writes an empty list, also where the look that is under way has read the old one."""
+async def test_a_container_about_to_start_finds_no_process_of_its_earlier_instance(short_dir: Path) -> None:
+    """prepare writes an empty list, also where the poll under way has read the old one."""
     world = World(short_dir)
     async with Running(world) as manager:
         await world.processes.read_ids()
@@ -161,7 +161,7 @@ async def test_a_container_about_to_start_finds_no_process_of_its_earlier_life(s
         assert await manager.prepare([KEY]) is None
         assert world.pids == ()
         await world.processes.read_ids()
-        await manager.poll()  # the ID that is told is still the old one
+        await manager.poll()  # the ID that is reported is still the old one
         assert world.pids == ()
         world.known = {KEY: OTHER_ID}
         world.set_pids(OTHER_ID, 99)
@@ -171,7 +171,7 @@ async def test_a_container_about_to_start_finds_no_process_of_its_earlier_life(s
 
 
 async def test_a_list_read_before_a_restart_is_not_written_after_it(short_dir: Path) -> None:
-    """The container is prepared anew while a round reads the cgroup of its last life."""
+    """The container is prepared anew while a round reads the cgroup of its last instance."""
     world = World(short_dir)
     async with Running(world) as manager:
         await world.processes.read_ids()
@@ -203,7 +203,7 @@ async def test_until_its_id_is_known_a_container_has_the_processes_of_its_pod(sh
         assert world.pids == (7, 11)
 
 
-async def test_an_id_that_nobody_tells_for_long_is_done_without(short_dir: Path) -> None:
+async def test_an_id_that_stays_unknown_is_not_needed(short_dir: Path) -> None:
     """A new agent leaves the list of before for five seconds; then the pod's processes are nearer to the truth."""
     world = World(short_dir)
     world.known = None
@@ -219,7 +219,7 @@ async def test_an_id_that_nobody_tells_for_long_is_done_without(short_dir: Path)
         assert world.pids == (7, 11)
 
 
-async def test_a_container_just_prepared_is_looked_at_more_often(short_dir: Path) -> None:
+async def test_a_container_just_prepared_is_polled_more_often(short_dir: Path) -> None:
     """Its first processes are in its list long before the next round of all, which here never comes."""
     world = World(short_dir)
     world.set_pids(ID)
@@ -274,7 +274,7 @@ async def test_a_torn_file_of_an_earlier_agent_is_written_anew(short_dir: Path, 
 
 
 @pytest.mark.parametrize("name", ["vcuda.config", "pids.config", "vcuda.sock"])
-async def test_what_somebody_took_away_is_back_after_a_round(short_dir: Path, name: str) -> None:
+async def test_what_others_removed_is_back_after_a_round(short_dir: Path, name: str) -> None:
     """Each of the three, and the directory as a whole."""
     world = World(short_dir)
     async with Running(world) as manager:
@@ -299,7 +299,7 @@ async def test_a_directory_that_vanished_is_made_again_and_served(short_dir: Pat
 
 
 async def test_unchanged_files_are_not_written_again(short_dir: Path) -> None:
-    """Neither at a second look nor at a registration: their inodes stay."""
+    """Neither at a second poll nor at a registration: their inodes stay."""
     world = World(short_dir)
     async with Running(world) as manager:
         await world.processes.read_ids()
@@ -310,7 +310,7 @@ async def test_unchanged_files_are_not_written_again(short_dir: Path) -> None:
         assert world.files.stamps(KEY) == before
 
 
-async def test_a_share_that_is_given_back_is_no_longer_served(short_dir: Path) -> None:
+async def test_a_share_that_is_released_is_no_longer_served(short_dir: Path) -> None:
     """The socket goes with the allocation, the directory with the pod."""
     world = World(short_dir)
     async with Running(world) as manager:
@@ -329,13 +329,13 @@ async def test_one_container_that_cannot_be_kept_does_not_keep_others_from_their
     """What lies in its place is deeper than the agent ever builds and stays; its start is refused with the reason."""
     world = World(short_dir)
     other = pod("other", container(name="cuda", cores=30, blocks=8), uid="0" * 32)
-    held = allocation(other, "cuda", ids(1, range(30)), ids(1, range(8)))
-    world.allocations[held.key] = held
+    share = allocation(other, "cuda", ids(1, range(30)), ids(1, range(8)))
+    world.allocations[share.key] = share
     (world.files.root / other.uid / "cuda" / "vcuda.config" / "/".join("d" * 12)).mkdir(parents=True)
     async with Running(world) as manager:
         await manager.poll()
         assert (world.directory / "vcuda.sock").is_socket()
-        refused = await manager.prepare([held.key])
+        refused = await manager.prepare([share.key])
         assert refused is not None and "nested deeper" in refused.detail
 
 
@@ -347,7 +347,7 @@ async def test_a_whole_tree_that_cannot_be_written_refuses_the_start_with_the_re
         refused = await manager.prepare([KEY])
         assert refused is not None
         assert str(world.files.root) in refused.detail and "tries again" in refused.detail
-        await manager.poll()  # the round tells it and goes on
+        await manager.poll()  # the round reports it and goes on
         world.files.root.unlink()
         await manager.poll()
         assert (world.directory / "vcuda.sock").is_socket()
@@ -403,7 +403,7 @@ async def test_the_runtime_is_believed_before_the_statuses() -> None:
     assert await found.owner_of("00" * 32) is None
 
 
-async def test_without_a_runtime_the_pods_statuses_tell() -> None:
+async def test_without_a_runtime_the_pods_statuses_have_the_ids() -> None:
     """An ID in no status is not refused for ever but asked for again: the kubelet writes it soon."""
     away = Reported(error=Unavailable("no socket there"))
     found = ContainerIds(away, Store(pod("share", uid=POD, container_ids={"cuda": ID})))
@@ -418,14 +418,14 @@ def more_containers(world: World, count: int) -> list[ContainerKey]:
     keys = []
     for number in range(count):
         owner = pod(f"p{number}", container(name="cuda", cores=1, blocks=1), uid=f"{number:08x}" + POD[8:])
-        held = allocation(owner, "cuda", ids(1, range(number, number + 1)), ids(1, range(number, number + 1)))
-        world.pods[owner.uid], world.allocations[held.key] = owner, held
-        keys.append(held.key)
+        share = allocation(owner, "cuda", ids(1, range(number, number + 1)), ids(1, range(number, number + 1)))
+        world.pods[owner.uid], world.allocations[share.key] = owner, share
+        keys.append(share.key)
     return keys
 
 
 async def test_of_many_registrations_at_once_two_are_carried_out(short_dir: Path) -> None:
-    """The one under way, and one that begins after the last of them came: hostile containers hold nobody up."""
+    """The one under way, and one that begins after the last of them came: hostile containers delay nobody."""
     world = World(short_dir)
     async with Running(world) as manager:
         await world.processes.read_ids()
@@ -447,7 +447,7 @@ async def test_of_many_registrations_at_once_two_are_carried_out(short_dir: Path
         assert world.pids == (123,)
 
 
-async def test_a_registration_of_the_life_before_is_asked_to_come_again(short_dir: Path) -> None:
+async def test_a_registration_of_the_instance_before_is_refused_for_now(short_dir: Path) -> None:
     """It was on its way when the container was prepared anew: its processes are not the new one's, nor its ID."""
     world = World(short_dir)
     async with Running(world) as manager:
@@ -501,17 +501,18 @@ async def test_servers_whose_sockets_vanished_are_restarted_together(short_dir: 
         assert all((world.files.path(key) / "vcuda.sock").is_socket() for key in keys)
 
 
-def hang(until: threading.Event) -> None:
-    until.wait()
-
-
-async def test_a_disk_that_hangs_does_not_hold_up_the_end(short_dir: Path) -> None:
+async def test_a_disk_that_hangs_does_not_delay_the_end(short_dir: Path) -> None:
     """The sockets' files stay; the next start replaces them."""
     world = World(short_dir)
     more_containers(world, 20)
     manager = world.manager()
-    is_over = threading.Event()
-    world.files.before_removal = lambda _: hang(is_over)
+    is_over, loop_thread = threading.Event(), threading.current_thread()
+
+    def hang(_: ContainerKey) -> None:
+        if threading.current_thread() is not loop_thread:  # there a server that was still starting removes its socket
+            is_over.wait()
+
+    world.files.before_removal = hang
     try:
         async with asyncio.timeout(4):  # one call to a disk that hangs alone may take five
             async with asyncio.TaskGroup() as group:
@@ -522,7 +523,7 @@ async def test_a_disk_that_hangs_does_not_hold_up_the_end(short_dir: Path) -> No
         is_over.set()
 
 
-async def test_a_directory_that_holds_something_foreign_is_left_and_reported(short_dir: Path) -> None:
+async def test_a_directory_that_has_foreign_entries_is_left_and_reported(short_dir: Path) -> None:
     """The round goes on with the others."""
     world = World(short_dir)
     foreign = world.files.root / ("0" * 32)

@@ -20,7 +20,7 @@ MAX_NAMES = 1000
 _FILE_NAME = re.compile(r"[A-Za-z0-9_+][A-Za-z0-9_+.-]{0,254}", re.ASCII)
 
 
-class _Mistake(Exception):  # noqa: N818 - becomes a StartupError with the file's name
+class VolumeConfigError(Exception):
     """Where in the file, and what is wrong there."""
 
     def __init__(self, place: str, reason: str) -> None:
@@ -37,32 +37,33 @@ def read_volume_config(path: Path) -> tuple[DriverVolume, ...]:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
-            raise _Mistake("", f"it is larger than {MAX_BYTES} bytes")
-        return _volumes(json.loads(content.decode("utf-8"), object_pairs_hook=_unique))
+            raise VolumeConfigError("", f"it is larger than {MAX_BYTES} bytes")
+        return parse_volumes(json.loads(content.decode("utf-8"), object_pairs_hook=_unique))
     except OSError as e:
         raise StartupError(
             f"volume config {path} cannot be read: {e.strerror or e}. Give another place with --volume-config"
         ) from e
-    except (_Mistake, ValueError, RecursionError) as e:
+    except (VolumeConfigError, ValueError, RecursionError) as e:
         raise StartupError(f"volume config {path}: {e}. No volume is changed; correct the file and run again") from e
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise _Mistake("", f"a key is given twice among {', '.join(sorted(repr(key)[:40] for key in made))}")
+        raise VolumeConfigError("", f"a key is given twice among {', '.join(sorted(repr(key)[:40] for key in made))}")
     return made
 
 
-def _volumes(raw: object) -> tuple[DriverVolume, ...]:
+def parse_volumes(raw: object) -> tuple[DriverVolume, ...]:
+    """The volumes of a parsed volume.conf. Raises VolumeConfigError."""
     entries = _list(_object(raw, "", {"volume"})["volume"], "volume")
     volumes = tuple(_volume(entry, f"volume[{number}]") for number, entry in enumerate(entries))
     names = [volume.name for volume in volumes]
     for number, name in enumerate(names):
         if name in names[:number]:
-            raise _Mistake(f"volume[{number}].name", f"{name.value!r} is described twice")
+            raise VolumeConfigError(f"volume[{number}].name", f"{name.value!r} is described twice")
     if not volumes:
-        raise _Mistake("volume", "it is empty, but there should be a volume nvidia or origin")
+        raise VolumeConfigError("volume", "it is empty, but there should be a volume nvidia or origin")
     return volumes
 
 
@@ -70,9 +71,13 @@ def _volume(raw: object, place: str) -> DriverVolume:
     entry = _object(raw, place, {"name", "base", "mode", "components"}, optional={"mode"})
     name, mode = entry["name"], entry.get("mode", "ro")
     if name not in list(VolumeName):
-        raise _Mistake(f"{place}.name", f"{_shown(name)} is no volume; there are nvidia (for shares) and origin")
+        raise VolumeConfigError(
+            f"{place}.name", f"{_shown(name)} is no volume; there are nvidia (for shares) and origin"
+        )
     if mode != "ro":
-        raise _Mistake(f"{place}.mode", f"{_shown(mode)} is not allowed: containers get the driver read-only, 'ro'")
+        raise VolumeConfigError(
+            f"{place}.mode", f"{_shown(mode)} is not allowed: containers get the driver read-only, 'ro'"
+        )
     components = _object(entry["components"], f"{place}.components", {"binaries", "libraries"}, optional={"binaries"})
     return DriverVolume(
         name=VolumeName(str(name)),
@@ -86,40 +91,42 @@ def _object(
     raw: object, place: str, keys: set[str], optional: frozenset[str] | set[str] = frozenset()
 ) -> dict[str, Any]:
     if not isinstance(raw, dict):
-        raise _Mistake(place, f"{_shown(raw)} is no object with {', '.join(sorted(keys))}")
+        raise VolumeConfigError(place, f"{_shown(raw)} is no object with {', '.join(sorted(keys))}")
     for key in sorted(raw):
         if key not in keys:
-            raise _Mistake(
+            raise VolumeConfigError(
                 f"{place}.{key[:80]}".lstrip("."), f"this key is unknown; there are {', '.join(sorted(keys))}"
             )
     for key in sorted(keys - optional):
         if key not in raw:
-            raise _Mistake(f"{place}.{key}".lstrip("."), "this key is missing")
+            raise VolumeConfigError(f"{place}.{key}".lstrip("."), "this key is missing")
     return raw
 
 
 def _list(raw: object, place: str) -> list[Any]:
     if not isinstance(raw, list):
-        raise _Mistake(place, f"{_shown(raw)} is no list")
+        raise VolumeConfigError(place, f"{_shown(raw)} is no list")
     if len(raw) > MAX_NAMES:
-        raise _Mistake(place, f"it has {len(raw)} entries, and may have {MAX_NAMES}")
+        raise VolumeConfigError(place, f"it has {len(raw)} entries, and may have {MAX_NAMES}")
     return raw
 
 
 def _names(raw: object, place: str) -> tuple[str, ...]:
     for number, name in enumerate(_list(raw, place)):
         if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
-            raise _Mistake(f"{place}[{number}]", f"{_shown(name)} is no file name, as nvidia-smi or libcuda.so is")
+            raise VolumeConfigError(
+                f"{place}[{number}]", f"{_shown(name)} is no file name, as nvidia-smi or libcuda.so is"
+            )
     return tuple(dict.fromkeys(raw if isinstance(raw, list) else ()))
 
 
 def _base(raw: object, place: str) -> Path:
     if not isinstance(raw, str) or not raw.startswith("/") or len(raw.encode(errors="replace")) > 3000:
-        raise _Mistake(place, f"{_shown(raw)} is no absolute path")
+        raise VolumeConfigError(place, f"{_shown(raw)} is no absolute path")
     if "\0" in raw or ".." in PurePosixPath(raw).parts or any(0xD800 <= ord(character) <= 0xDFFF for character in raw):
-        raise _Mistake(place, f"{_shown(raw)} may not hold .. or characters that no file name has")
+        raise VolumeConfigError(place, f"{_shown(raw)} may not hold .. or characters that no file name has")
     if not raw.strip("/"):
-        raise _Mistake(place, "the root directory is not allowed; take one such as /etc/gpu-manager/vdriver")
+        raise VolumeConfigError(place, "the root directory is not allowed; take one such as /etc/gpu-manager/vdriver")
     return Path("/" + raw.strip("/"))
 
 
