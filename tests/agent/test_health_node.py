@@ -62,8 +62,8 @@ def _record_lists(node: EmbeddedNode) -> Lists:
         gpus: dict[str, tuple[int, int]] = {}
         for device in found.values():
             gpu = device.id.partition("::")[0]
-            well, ill = gpus.get(gpu, (0, 0))
-            gpus[gpu] = (well + device.is_healthy, ill + (not device.is_healthy))
+            healthy, unhealthy = gpus.get(gpu, (0, 0))
+            gpus[gpu] = (healthy + device.is_healthy, unhealthy + (not device.is_healthy))
         lists.seen.append((endpoint.resource, gpus))
         receive(endpoint, found)
 
@@ -214,16 +214,16 @@ async def test_a_cordon_without_a_reason_and_a_failure_are_reported_apart() -> N
         await wait_until(node, lambda: _is_away(node, other), "the ill GPU away")
         for index in ("0", "1"):
             assert (await _cordon(node, "cordon", index))[0] == 0
-        illness = agent.parts.inventory.illnesses[other]
+        reason = agent.parts.inventory.unhealthy_reasons[other]
         _, out, _ = await _cordon(node, "cordon", "--list")
         rows = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
-        assert rows[1:] == [["0", uuid, "cordoned", "-"], ["1", other, "cordoned, needs-reset", illness]]
-        assert illness.startswith("Xid 79 (GPU has fallen off the bus); waits for a reset")
-        assert await _shown(agent) == [("no reason given", "", False), ("no reason given", illness, False)]
+        assert rows[1:] == [["0", uuid, "cordoned", "-"], ["1", other, "cordoned, needs-reset", reason]]
+        assert reason.startswith("Xid 79 (GPU has fallen off the bus); waits for a reset")
+        assert await _shown(agent) == [("no reason given", "", False), ("no reason given", reason, False)]
 
 
 async def _shown(agent: InnerAgent) -> list[tuple[Any, ...]]:
-    """Of /api/v1/node: each GPU's cordon, illness and health."""
+    """Of /api/v1/node: each GPU's cordon, reason and health."""
     port = await agent.parts.web.wait_listening()
     reader, writer = await asyncio.open_connection("localhost", port)
     writer.write(b"GET /api/v1/node HTTP/1.0\r\nHost: localhost\r\n\r\n")
@@ -279,7 +279,7 @@ async def test_a_reload_keeps_what_is_known_against_the_gpus_also_where_no_file_
         write_rehearsal(node.paths.faults)
         (node.paths.state / "file").write_text("")
         settings = node.paths.state / "settings.yaml"
-        settings.write_text("simulated: {GPUs: 4}\n")
+        settings.write_text("simulated: {cards: 4}\n")
         flags = (f"--config={settings}", f"--health.state-file={node.paths.state}/file/h.json")
         async with open_child(node, *flags, "--health.recovery-period-s=3600", *FAST[1:3]) as child:
             await wait_until(node, node.paths.agent_control_socket.exists, "the control socket")
@@ -288,11 +288,11 @@ async def test_a_reload_keeps_what_is_known_against_the_gpus_also_where_no_file_
             one_left = {CORE: (4 * CORES, CORES), MEMORY: (4 * BLOCKS, BLOCKS)}
             await wait_until(node, lambda: node.kubelet.capacity() == one_left, "one GPU left")
             lists = _record_lists(node)
-            settings.write_text("simulated: {GPUs: 4}\nresources: {memory_block_mib: 512}\n")
+            settings.write_text("simulated: {cards: 4}\nresources: {memory_block_mib: 512}\n")
             child.send_signal(signal.SIGHUP)
             one_left = {CORE: (4 * CORES, CORES), MEMORY: (4 * BLOCKS // 2, BLOCKS // 2)}
             await wait_until(node, lambda: node.kubelet.capacity() == one_left, "one GPU still, in larger blocks")
-            assert {sum(well > 0 for well, _ in gpus.values()) for _, gpus in lists.seen} <= {0, 1}
+            assert {sum(healthy > 0 for healthy, _ in gpus.values()) for _, gpus in lists.seen} <= {0, 1}
             await wait_until(node, node.paths.agent_control_socket.exists, "the control socket again")
             _, out, _ = await _cordon(node, "cordon", "--list")
             states = [re.split(r" {2,}", line.strip())[2] for line in out.splitlines()[1:]]

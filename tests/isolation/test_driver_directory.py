@@ -412,6 +412,7 @@ def kills(host: FakeHost) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["a version", "gpu-manager's directory"])
 def test_killed_at_any_step_it_leaves_one_whole_version_in_force(
     host: FakeHost, request: pytest.FixtureRequest, before: str
