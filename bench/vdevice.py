@@ -21,7 +21,7 @@ from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.isolation.vcuda.server import METHOD
-from gpushare_agent.isolation.vcuda.virtual_manager import VirtualManager, VirtualManagerPace
+from gpushare_agent.isolation.vcuda.virtual_manager import Intervals, VirtualManager
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, DeviceId, GpuUuid, PodUid
@@ -153,19 +153,19 @@ async def round_rows(state: Path, runs: int) -> list[Row]:
             inventory=lambda: world.inventory,
             driver_version=lambda: "550.54.14",
             names=ResourceNames(memory_block_mib=BLOCK_MIB),
-            complain=lambda _pod, _text: None,
+            on_problem=lambda _pod, _text: None,
         ),
         processes=processes,
         identify=cgroups.identify_in_thread,
         metrics=world,
         clock=time.monotonic,
-        pace=VirtualManagerPace(round_s=_NEVER_S, ids_s=_NEVER_S),
+        intervals=Intervals(poll_s=_NEVER_S, ids_s=_NEVER_S),
     )
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(manager.run())
         try:
-            await manager.look()
-            await processes.learn()
+            await manager.poll()
+            await processes.read_ids()
             still = await _rounds(manager, state, world, runs, is_changing=False)
             changing = await _rounds(manager, state, world, runs, is_changing=True)
         finally:
@@ -182,7 +182,7 @@ async def _rounds(manager: VirtualManager, state: Path, world: _World, runs: int
     for number in range(runs + 1):
         world.put(number if is_changing else 0)
         before = time.process_time()
-        await manager.look()
+        await manager.poll()
         if number:  # the first makes directories and sockets
             times.append((time.process_time() - before) * 1000)
         world.check(state / "vm", number if is_changing else 0)
@@ -200,7 +200,7 @@ class _World:
         self.inventory = GpuInventory(gpus=(), topology=build_topology((), ()), driver_version="550.54.14")
         self.allocations = {
             (key := ContainerKey(uid, CONTAINER)): Allocation(
-                key=key, namespace=NAMESPACE, pod_name=uid, kind=ContainerKind.MAIN, gpus=(gpu,),
+                key=key, namesintervals=NAMESPACE, pod_name=uid, kind=ContainerKind.MAIN, gpus=(gpu,),
                 vcore_ids=frozenset(DeviceId(f"{gpu}::{n}") for n in range(POD_CORES)),
                 vmemory_ids=frozenset(DeviceId(f"{gpu}::{n}") for n in range(POD_BLOCKS)),
             )

@@ -11,9 +11,9 @@ import signal
 import sys
 from pathlib import Path
 
+from gpushare_agent.isolation.decisions.driver_volume import plan_volume
 from gpushare_agent.isolation.driver_volume.directory import DriverDirectory
 from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, host_machine, read_control_library
-from gpushare_agent.isolation.driver_volume.plan import plan_volume
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName, VolumePlan
 
 EVENTS = ("open", "os.", "shutil.", "fcntl.", "tempfile.", "ctypes.")

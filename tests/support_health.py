@@ -1,4 +1,4 @@
-"""A driver that is told what to show, and the parts that watch it, for the tests of health."""
+"""A driver that is reported what to show, and the parts that watch it, for the tests of health."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from gpushare_agent.gpus.events import GpuEvent, GpuEventKind
-from gpushare_agent.gpus.health import HealthPolicy
+from gpushare_agent.gpus.decisions.health import HealthPolicy
+from gpushare_agent.gpus.decisions.values import GpuEvent, GpuEventKind
 from gpushare_agent.model.gpus import GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import DriverSample
@@ -18,22 +18,22 @@ from tests.support_core import inventory
 
 DEADLINE_S = 10.0
 IMMEDIATE = HealthPolicy(reset_xids=frozenset({79}), ignored_xids=frozenset({13}))
-"""One look that finds the GPU well is enough, at any time."""
+"""One poll that finds the GPU usable is enough, at any time."""
 
 
 class ShownDriver:
-    """Shows `shown` (an exception is raised) and hands out `news`, one entry a fetch; counts what it was asked."""
+    """Shows `shown` (an exception is raised) and hands out `pending`, one entry a fetch; counts what it was asked."""
 
     def __init__(self, shown: GpuInventory | Exception | None = None) -> None:
         self.shown: GpuInventory | Exception = shown or inventory()
-        self.news: deque[list[GpuEvent] | Exception] = deque()
+        self.pending: deque[list[GpuEvent] | Exception] = deque()
         self.events_fail: Exception | None = None
-        self.looks = 0
+        self.polls = 0
         self.fetches = 0
         self._changed = asyncio.Event()
 
     async def read(self) -> GpuInventory:
-        self.looks += 1
+        self.polls += 1
         self._changed.set()
         if isinstance(self.shown, Exception):
             raise self.shown
@@ -44,10 +44,10 @@ class ShownDriver:
         self._changed.set()
         if self.events_fail is not None:
             raise self.events_fail
-        news = self.news.popleft() if self.news else []
-        if isinstance(news, Exception):
-            raise news
-        return news
+        entry = self.pending.popleft() if self.pending else []
+        if isinstance(entry, Exception):
+            raise entry
+        return entry
 
     async def sample(self) -> DriverSample:
         return DriverSample(gpus=())
@@ -56,7 +56,7 @@ class ShownDriver:
         pass
 
     async def wait(self, condition: Callable[[], bool]) -> None:
-        """Until `condition` holds; looked at after each question to this driver."""
+        """Until `condition` holds; polled at after each question to this driver."""
         async with asyncio.timeout(DEADLINE_S):
             while not condition():
                 self._changed.clear()
@@ -68,7 +68,7 @@ def xid(number: int, gpu: int | None = 0) -> GpuEvent:
     return GpuEvent(kind=GpuEventKind.XID, uuid=None if gpu is None else GpuUuid(f"GPU-{gpu}"), xid=number)
 
 
-def sick(found: GpuInventory, index: int, reason: str = "fell off the bus") -> GpuInventory:
+def unhealthy(found: GpuInventory, index: int, reason: str = "fell off the bus") -> GpuInventory:
     gpus = list(found.gpus)
     gpus[index] = replace(gpus[index], health=Health.UNHEALTHY, unhealthy_reason=reason)
     return replace(found, gpus=tuple(gpus))

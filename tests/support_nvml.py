@@ -29,7 +29,7 @@ GPU 3 GPU-dddd 1 00000000:D8:00.0 16384 0 NVIDIA A10
 ancestor 0 1 10
 ancestor 2 3 30
 """
-"""A script of four GPUs; native/fake_nvml.c says what else a script can hold."""
+"""A script of four GPUs; native/fake_nvml.c names what else a script can hold."""
 
 ONE_GPU = """\
 count 1

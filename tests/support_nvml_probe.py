@@ -31,11 +31,15 @@ async def answer(driver: NvmlDriver, log: LogCapture, command: str) -> object:
     if command == "close":
         await driver.close()
         return None
-    asked = {"read": read, "sample": sample, "sample_600": sample_600, "events": events}[command]
+    call = {"read": read, "sample": sample, "sample_600": sample_600, "events": events}[command]
+    before = set(threading.enumerate())
     try:
-        return await asked(driver)
+        result = await call(driver)
     except Unavailable as error:
         return {"unavailable": str(error)}
+    for thread in set(threading.enumerate()) - before:
+        thread.join()  # it has delivered its answer: `threads` counts only those that hang
+    return result
 
 
 async def read(driver: NvmlDriver) -> dict[str, Any]:

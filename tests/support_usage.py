@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from gpushare_agent.gpus.health import HealthPolicy, why_not_offered
-from gpushare_agent.gpus.health_values import GpuHealth
+from gpushare_agent.gpus.decisions.health import HealthPolicy, why_not_offered
+from gpushare_agent.gpus.decisions.values import GpuHealth
 from gpushare_agent.gpus.simulated.driver import default_topology
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health

@@ -1,4 +1,4 @@
-"""For the tests of the vDevice socket: names, a server with fakes that are told what to say, and clients."""
+"""For the tests of the vDevice socket: names, a server with scripted fakes, and clients."""
 
 from __future__ import annotations
 

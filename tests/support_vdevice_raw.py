@@ -189,7 +189,7 @@ async def node_with(
 
 
 class RawClient:
-    """An HTTP/2 client that sends the frames it is told to and reads only when it is told to."""
+    """An HTTP/2 client that sends the frames it is given and reads only on request."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer

@@ -19,7 +19,7 @@ from gpushare_agent.agent.state import NodeState
 from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.gpus.inventory import GpuInventoryState
-from gpushare_agent.gpus.notifications import GpuHealthObserver
+from gpushare_agent.gpus.observer import GpuHealthObserver
 from gpushare_agent.gpus.watch import GpuDriver
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.gpus import GpuInventory
@@ -82,10 +82,12 @@ class _Subscriptions:
 
     def __init__(self, agent: NodeAgent) -> None:
         self._state = agent.state
+        self._gpus = agent.gpus
         self._kubelet = agent.kubelet
         self._cluster = agent.cluster
         self._isolation = agent.isolation
         self._shown = agent.observability
+        self._health = GpuHealthObserver(agent.state.inventory, agent.cluster.node_events, agent.state.metrics)
 
     def subscribe(self) -> None:
         state, shown, metrics = self._state, self._shown, self._state.metrics
@@ -98,13 +100,14 @@ class _Subscriptions:
         shown.usage.subscribe(lambda _round: shown.expire())
         if (mps_watch := self._isolation.mps_watch) is not None:
             mps_watch.subscribe(self._kubelet.tables.request_refresh)
-            metrics.show_mps(lambda: not mps_watch.trouble)
-        GpuHealthObserver(state.inventory, self._cluster.node_events, metrics)
+            metrics.show_mps(lambda: not mps_watch.unavailable_reason)
         metrics.know_resources(state.names.names)
         metrics.show_node(shown.metrics_page)
         metrics.show_pod_event_age(lambda: _age(self._cluster.informer.last_message_at))
 
     def _gpus_changed(self, inventory: GpuInventory) -> None:
+        self._health.inventory_changed(inventory)
+        self._gpus.writer.inventory_changed(inventory)
         self._state.metrics.know_gpus([gpu.uuid for gpu in inventory.gpus])
         self._kubelet.tables.refresh()
         if self._isolation.cdi_watch is not None:

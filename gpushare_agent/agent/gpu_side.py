@@ -9,11 +9,11 @@ import structlog
 
 from gpushare_agent.agent.state import NodeState
 from gpushare_agent.gpus.control_server import ControlServer
-from gpushare_agent.gpus.health import HealthPolicy
-from gpushare_agent.gpus.health_keeping import HealthKeeping
-from gpushare_agent.gpus.health_state_file import HealthStateFile
+from gpushare_agent.gpus.decisions.health import HealthPolicy
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.gpus.simulated.driver import SimulatedDriver
+from gpushare_agent.gpus.state_file import HealthStateFile
+from gpushare_agent.gpus.state_writer import HealthStateWriter
 from gpushare_agent.gpus.watch import GpuDriver, GpuWatch
 from gpushare_agent.kit.supervision import Tasks
 from gpushare_agent.kubelet.device_table import check_size, check_unit_size
@@ -34,7 +34,7 @@ class GpuSide:
     driver: GpuDriver
     inventory: GpuInventoryState
     watch: GpuWatch
-    keeping: HealthKeeping
+    writer: HealthStateWriter
     control: ControlServer | None
 
     async def read(self) -> None:
@@ -43,7 +43,7 @@ class GpuSide:
         Raises:
             StartupError: the driver or every GPU cannot be read, unless the node may wait for one.
         """
-        await self.keeping.restore()
+        await self.writer.restore()
         must_succeed = self.settings.fail_on_init_error
         try:
             found = await self.driver.read()
@@ -68,7 +68,7 @@ class GpuSide:
         _log_gpus(self.inventory.current.gpus, found.unreadable)
 
     def tasks(self) -> Tasks:
-        return {"gpu watch": self.watch.run, "health keeping": self.keeping.run}
+        return {"gpu watch": self.watch.run, "health state": self.writer.run}
 
     def late_tasks(self) -> Tasks:
         return {"control socket": self.control.run} if self.control is not None else {}
@@ -85,15 +85,15 @@ def build_gpu_side(state: NodeState, driver: GpuDriver) -> GpuSide:
         metrics=state.metrics,
     )
     state_file, socket = settings.health.state_file, settings.control.socket
-    keeping = HealthKeeping(inventory, HealthStateFile(state_file) if state_file is not None else None)
+    writer = HealthStateWriter(inventory, HealthStateFile(state_file) if state_file is not None else None)
     return GpuSide(
         settings=settings,
         names=state.names,
         driver=driver,
         inventory=inventory,
         watch=watch,
-        keeping=keeping,
-        control=ControlServer(socket, inventory, keeping, look_soon=watch.look_soon) if socket is not None else None,
+        writer=writer,
+        control=ControlServer(socket, inventory, writer, poll_soon=watch.poll_soon) if socket is not None else None,
     )
 
 

@@ -14,14 +14,14 @@ from gpushare_agent.agent.values import cdi_specs, driver_version, driver_volume
 from gpushare_agent.cluster.events import PodEvents
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.isolation import ISOLATIONS, Preparation
-from gpushare_agent.isolation.devices.cdi_watch import CdiWatch
-from gpushare_agent.isolation.devices.device_lists import strategy_warnings
+from gpushare_agent.isolation.cdi.specs import CdiWatch
+from gpushare_agent.isolation.decisions.device_lists import strategy_warnings
+from gpushare_agent.isolation.decisions.hami_core import LIBRARY_PATH
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
-from gpushare_agent.isolation.hami_core.edits import LIBRARY_PATH
+from gpushare_agent.isolation.hami_core.caches import PrivateCaches
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.isolation.mps.control import MpsControl
 from gpushare_agent.isolation.mps.watch import MpsWatch
-from gpushare_agent.isolation.private_caches import PrivateCaches
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
 from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses
@@ -57,9 +57,9 @@ class IsolationSide:
         if self.private_caches is not None:
             await self.private_caches.install()
         if self.mps_watch is not None:
-            await self.mps_watch.look()
+            await self.mps_watch.poll()
         if self.cdi_watch is not None:
-            await self.cdi_watch.look()
+            await self.cdi_watch.check()
         self._log_contradictions()
 
     def tasks(self) -> Tasks:
@@ -117,13 +117,13 @@ class IsolationSide:
         chosen = choose_isolation(annotations, self.settings.isolation, self.settings.isolations_allowed)
         return not isinstance(chosen, Refused) and ISOLATIONS[chosen].preparation is kind
 
-    def daemon_trouble(self) -> str:
+    def daemon_unavailable_reason(self) -> str:
         """Why no share can be had of an isolation that needs a daemon, empty where it can."""
-        return self.mps_watch.trouble if self.mps_watch is not None else ""
+        return self.mps_watch.unavailable_reason if self.mps_watch is not None else ""
 
     def has_no_shares(self) -> bool:
         """Where every share needs the daemon, the kubelet is told too; else the admission tells those whom it concerns."""
-        return self.settings.isolation is IsolationName.MPS and bool(self.daemon_trouble())
+        return self.settings.isolation is IsolationName.MPS and bool(self.daemon_unavailable_reason())
 
 
 def build_isolation_side(state: NodeState, events: PodEvents) -> IsolationSide:
@@ -142,7 +142,7 @@ def build_isolation_side(state: NodeState, events: PodEvents) -> IsolationSide:
                 inventory=state.gpus,
                 driver_version=driver_version(volumes, state.inventory),
                 names=state.names,
-                complain=lambda pod, text: events.warned(pod, "CoreLimitIgnored", text),
+                on_problem=lambda pod, text: events.warned(pod, "CoreLimitIgnored", text),
             ),
             processes=ContainerProcesses(ContainerIds(runtime, state.store), cgroups, clock=time.monotonic),
             identify=cgroups.identify_in_thread,

@@ -164,7 +164,7 @@ def build_kubelet_side(
         refused_pods=refused_pods,
         observer=outcomes,
         wait_for_release=garbage.wait_for_release,
-        daemon_unavailable_reason=isolation.daemon_trouble,
+        daemon_unavailable_reason=isolation.daemon_unavailable_reason,
         clock=time.monotonic,
     )
     starts = ContainerStarts(

@@ -9,15 +9,14 @@ from pathlib import Path
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.isolation import HamiCoreConfig, IsolationConfig, MpsConfig
-from gpushare_agent.isolation.devices.cdi_files import CdiFiles
-from gpushare_agent.isolation.devices.cdi_spec import SPEC_CONTROL_NODES, SpecNodes
-from gpushare_agent.isolation.devices.cdi_specs import CdiSpecs
-from gpushare_agent.isolation.devices.control_nodes import ControlNodes
-from gpushare_agent.isolation.devices.device_lists import CONTROL_NODES, NodeDevices
-from gpushare_agent.isolation.devices.extra_config import read_extra_devices
-from gpushare_agent.isolation.driver_volume.installed import installed_driver_version
+from gpushare_agent.isolation.cdi.files import CdiFiles
+from gpushare_agent.isolation.cdi.specs import CdiSpecs
+from gpushare_agent.isolation.decisions.cdi_spec import SPEC_CONTROL_NODES, SpecNodes
+from gpushare_agent.isolation.decisions.device_lists import CONTROL_NODES, NodeDevices
+from gpushare_agent.isolation.device_nodes import ControlNodes, read_extra_devices
+from gpushare_agent.isolation.driver_volume.config import read_volume_config
+from gpushare_agent.isolation.driver_volume.directory import installed_driver_version
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
-from gpushare_agent.isolation.driver_volume.volume_config import read_volume_config
 from gpushare_agent.model.errors import Rejected, StartupError
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.resources import ResourceNames

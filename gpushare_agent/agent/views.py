@@ -10,7 +10,7 @@ from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
 from gpushare_agent.agent.state import NodeState
 from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
 from gpushare_agent.cluster.decisions.node_facts import NodeFacts, node_facts
-from gpushare_agent.isolation.vcuda.limits import vdevice_share
+from gpushare_agent.isolation.decisions.vcuda import vdevice_share
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Gpu
@@ -40,7 +40,7 @@ def node_snapshot(
         names=state.names,
         inventory=inventory.current,
         cordoned=inventory.cordoned,
-        illnesses=inventory.illnesses,
+        illnesses=inventory.unhealthy_reasons,
         cores_allocated=state.cache.used_cores(),
         memory_allocated_bytes=_memory_allocated(state),
         containers=[

@@ -13,7 +13,7 @@ from typing import Literal
 
 from gpushare_agent.agent.values import cdi_specs
 from gpushare_agent.cli.check.local import read_inventory
-from gpushare_agent.isolation.devices.cdi_specs import CdiState, SpecChange
+from gpushare_agent.isolation.cdi.specs import CdiState, SpecChange
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.settings.settings import Settings
 

@@ -1,15 +1,15 @@
 """The control socket: through it root takes a GPU out of service and puts it back.
 
-HTTP with JSON on a unix socket of mode 0600. The kernel names the caller (SO_PEERCRED): root, or the agent's own user.
-aiohttp is imported in a thread once `run` begins, as for the web port. Without a socket the agent runs on.
+HTTP with JSON on a unix socket of mode 0600. Only root and the agent's own user may call (SO_PEERCRED). aiohttp is imported
+in a thread once `run` begins. Where the socket cannot be opened the agent runs without it.
 
     POST /cordon   {"gpu": "…", "reason": "…"}   → {"card": {…}, "changed": bool, "not_kept": "…"}
     POST /uncordon {"gpu": "…"}                  → the same, and "ended_wait": "…"
     GET  /cards                                  → {"cards": [{…}]}
 
 `gpu` is an index, a UUID, or the beginning of one. A refusal is {"error": "…"} with status 400, 403, 404, 409 or 500.
-State owned: the listening socket and the identity of its file, which is checked periodically: where the file was removed or
-replaced nobody reaches the agent any more, and the socket is opened anew.
+State owned: the listening socket and the identity of its file, which is checked periodically: a file that was removed or
+replaced no longer leads to the agent, and the socket is opened anew.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import structlog
 
-from gpushare_agent.gpus.health_values import GpuHealth, HealthState
+from gpushare_agent.gpus.decisions.cordon import gpu_document, select_gpus
+from gpushare_agent.gpus.decisions.values import HealthState
 from gpushare_agent.gpus.inventory import GpuInventoryState
-from gpushare_agent.gpus.selection import gpus_meant
 from gpushare_agent.kit.peer_credentials import peer_credentials
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, connectable_path, file_identity, remove_socket
@@ -47,28 +47,28 @@ DIRECTORY_MODE = 0o755
 BACKLOG = 16
 MAX_REQUEST_BYTES = 16 * 1024
 REQUEST_TIMEOUT_S = 10.0
-LOOK_AGAIN_S = 30.0
-"""At the socket's file, and for one that could not be opened."""
+CHECK_PERIOD_S = 30.0
+"""Between two checks of the socket's file, and two tries to open it."""
 MAX_REASON_CHARS = 200
 MAX_GPU_CHARS = 100
 STATUS = {Rejected: 400, NotFound: 404, Conflict: 409}
 
 
-class KeepsNow(Protocol):
-    async def keep(self) -> str:
-        """Why the change does not outlive the agent, empty where it does."""
+class StateWriter(Protocol):
+    async def save_now(self) -> str:
+        """Why the change is lost when the agent ends, empty where it is saved."""
 
 
 class ControlServer:
-    """`look_soon` makes the watch poll at once, for a GPU that was uncordoned."""
+    """`poll_soon` lets a GPU that an operator put back be polled at once."""
 
     def __init__(
-        self, path: Path, inventory: GpuInventoryState, keeping: KeepsNow, *, look_soon: Callable[[], None]
+        self, path: Path, inventory: GpuInventoryState, writer: StateWriter, *, poll_soon: Callable[[], None]
     ) -> None:
         self._path = path
         self._inventory = inventory
-        self._keeping = keeping
-        self._look_soon = look_soon
+        self._writer = writer
+        self._poll_soon = poll_soon
         self._is_listening = asyncio.Event()
 
     async def wait_listening(self) -> None:
@@ -86,12 +86,12 @@ class ControlServer:
                 log.warning("control_socket_gone", path=str(self._path), then="opened anew")
             except Unavailable as e:
                 if reported.is_new(str(e)):
-                    log.warning("control_socket_not_open", error=str(e), retried_in_s=LOOK_AGAIN_S)
-                await asyncio.sleep(LOOK_AGAIN_S)
+                    log.warning("control_socket_not_open", error=str(e), retried_in_s=CHECK_PERIOD_S)
+                await asyncio.sleep(CHECK_PERIOD_S)
 
     async def _wait_gone(self, identity: FileIdentity | None) -> None:
         while True:
-            await asyncio.sleep(LOOK_AGAIN_S)
+            await asyncio.sleep(CHECK_PERIOD_S)
             if identity != file_identity(self._path):
                 return
 
@@ -133,7 +133,7 @@ class ControlServer:
             self._path.parent.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
             if is_served(self._path):
                 raise Unavailable(
-                    f"the control socket {self._path} is not opened: another process serves there. {lost}: end that one, "
+                    f"the control socket {self._path} is not opened: another process listens there. {lost}: end that one, "
                     "or choose another path with --control.socket"
                 )
             listener = bind_unix_socket(self._path, mode=SOCKET_MODE)
@@ -147,7 +147,7 @@ class ControlServer:
             ) from e
 
     def _answered(self, handle: Callable[[web.Request], Awaitable[dict[str, Any]]]) -> Handler:
-        """The edge: who asks is checked, time is bounded, and every error becomes an answer."""
+        """The edge: checks the caller, bounds the time, and turns every error into an answer."""
         from aiohttp import web
 
         async def answer(request: web.Request) -> web.StreamResponse:
@@ -160,7 +160,7 @@ class ControlServer:
                 return web.json_response({"error": str(e)}, status=STATUS.get(type(e), 500))
             except TimeoutError:
                 return web.json_response({"error": f"not done within {REQUEST_TIMEOUT_S:g} s"}, status=500)
-            except Exception as e:  # a servicer's edge: the asker is owed an answer, the agent lives on
+            except Exception as e:  # a servicer's edge: one request must not end the agent
                 log.error("control_request_failed", path=request.path, exc_info=e)
                 return web.json_response({"error": f"the agent failed at it: {e!r}; see its log"}, status=500)
 
@@ -172,7 +172,7 @@ class ControlServer:
         gpu = self._gpu(_text(raw, "gpu", MAX_GPU_CHARS))
         changed = self._inventory.cordon(gpu.uuid, reason)
         log.info("cordon_asked", index=gpu.index, uuid=gpu.uuid, reason=reason, changed=changed)
-        return self._result(gpu, changed, await self._keeping.keep())
+        return self._result(gpu, changed, await self._writer.save_now())
 
     async def _uncordon(self, request: web.Request) -> dict[str, Any]:
         gpu = self._gpu(_text(await _body(request), "gpu", MAX_GPU_CHARS))
@@ -180,8 +180,8 @@ class ControlServer:
         changed = self._inventory.uncordon(gpu.uuid)
         ended_wait = before.cause if before.state is HealthState.NEEDS_RESET else ""
         log.info("uncordon_asked", index=gpu.index, uuid=gpu.uuid, changed=changed, ended_wait=ended_wait)
-        self._look_soon()
-        return self._result(gpu, changed, await self._keeping.keep()) | {"ended_wait": ended_wait}
+        self._poll_soon()
+        return self._result(gpu, changed, await self._writer.save_now()) | {"ended_wait": ended_wait}
 
     async def _show(self, _request: web.Request) -> dict[str, Any]:
         return {"cards": [self._shown(gpu) for gpu in self._inventory.current.gpus]}
@@ -194,35 +194,19 @@ class ControlServer:
         return gpu_document(
             gpu,
             self._inventory.healths[gpu.uuid],
-            illness=self._inventory.illnesses.get(gpu.uuid, ""),
+            unhealthy_reason=self._inventory.unhealthy_reasons.get(gpu.uuid, ""),
             probes=self._inventory.policy.recovery_probes,
         )
 
     def _gpu(self, text: str) -> Gpu:
         gpus = self._inventory.current.gpus
-        meant = gpus_meant(text, gpus)
-        if len(meant) == 1:
-            return meant[0]
+        selected = select_gpus(text, gpus)
+        if len(selected) == 1:
+            return selected[0]
         known = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in sorted(gpus, key=lambda gpu: gpu.index)) or "none"
-        if not meant:
+        if not selected:
             raise NotFound(f"this node has no GPU {text!r}; its GPUs: {known}")
-        raise Conflict(f"{text!r} is the beginning of {len(meant)} GPUs' UUIDs; the GPUs: {known}")
-
-
-def gpu_document(gpu: Gpu, health: GpuHealth, *, illness: str, probes: int) -> dict[str, Any]:
-    return {
-        "index": gpu.index,
-        "uuid": gpu.uuid,
-        "name": gpu.name,
-        "is_healthy": gpu.is_healthy,
-        "reason": illness,
-        "state": health.state.value,
-        "cause": health.cause,
-        "passes": health.passes,
-        "probes": probes,
-        "relapses": health.relapses,
-        "cordoned": health.cordon,
-    }
+        raise Conflict(f"{text!r} is the beginning of {len(selected)} GPUs' UUIDs; the GPUs: {known}")
 
 
 def is_allowed(transport: asyncio.BaseTransport | None) -> bool:
@@ -232,7 +216,7 @@ def is_allowed(transport: asyncio.BaseTransport | None) -> bool:
 
 
 def is_served(path: Path) -> bool:
-    """Whether a process listens at the socket `path`. A full backlog is somebody, too."""
+    """Whether a process listens at the socket `path`. A full backlog shows one, too."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
             with connectable_path(path) as address:
@@ -256,7 +240,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
 
 
 def _text(raw: dict[str, Any], name: str, limit: int) -> str:
-    """A printable text; empty where it is not given. A line break would let a reason forge lines of what shows it."""
+    """A printable text; empty where it is absent. A line break in a reason could forge lines of a log or a table."""
     value = raw.get(name, "")
     if not isinstance(value, str) or len(value) > limit or not value.isprintable():
         raise Rejected(f"{name!r} must be a text of at most {limit} printable characters")

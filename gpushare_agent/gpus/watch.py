@@ -1,9 +1,9 @@
-"""Asks the driver again and again how the GPUs are and what happened to them, and keeps the inventory true.
+"""Polls the driver for the GPUs and for its events, and applies both to the inventory.
 
-One GPU that fails turns Unhealthy with its reason and the others work on; a driver that cannot be read turns all GPUs
-Unhealthy; both come back by themselves (gpus/health.py). An event is only a hint to look, but a serious one counts
-before the look: a GPU that hangs may keep the driver busy for seconds. The state is in gpus/inventory.py; here are
-only the wish for a look and the number of failures in a row.
+One GPU that fails becomes Unhealthy with its reason and the others stay; a driver that cannot be read makes all GPUs
+Unhealthy; both recover without an operator (gpus/decisions/health.py). A serious event counts before the next poll: a GPU
+that hangs may block the driver for seconds. The GPUs' state is in gpus/inventory.py; this module owns only the request for
+an early poll and the number of consecutive failures to fetch events.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import NoReturn, Protocol, assert_never
 
 import structlog
 
-from gpushare_agent.gpus.events import GpuEvent
-from gpushare_agent.gpus.health import EventMeaning, describe_event
+from gpushare_agent.gpus.decisions.health import EventMeaning, describe_event
+from gpushare_agent.gpus.decisions.values import GpuEvent
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.rate import TokenBucket
-from gpushare_agent.kit.supervision import forever
+from gpushare_agent.kit.supervision import forever, wait_for
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import GpuUuid
@@ -30,7 +30,7 @@ from gpushare_agent.model.usage import DriverSample
 log = structlog.get_logger(__name__)
 
 NO_GPUS_PERIOD_S = 30.0
-"""How often a node without a readable driver is looked at again."""
+"""Between two polls of a node without a readable driver."""
 EVENT_BACKOFF_MAX_S = 30.0
 MIN_PAUSE_S = 0.01
 LOG_LINES_PER_S = 0.2
@@ -42,8 +42,7 @@ class GpuDriver(Protocol):
         """Every GPU. Raises Unavailable where the driver cannot be read."""
 
     async def events(self) -> list[GpuEvent]:
-        """What happened since the last call, oldest first, at most 1,024; empty where nothing did. Does not wait for news.
-        Raises Unavailable."""
+        """Events since the last call, oldest first, at most 1,024. Does not wait for one. Raises Unavailable."""
 
     async def sample(self) -> DriverSample:
         """What the GPUs and the processes on them use. Raises Unavailable."""
@@ -51,21 +50,21 @@ class GpuDriver(Protocol):
     async def close(self) -> None: ...
 
 
-class CountsGpuChanges(Protocol):
+class GpuMetrics(Protocol):
     def gpu_event(self, kind: str, xid: int, is_ignored: bool) -> None: ...
 
     def driver_error(self, word: str) -> None:
-        """`word` is what failed: look_failed, events_failed."""
+        """`word` is a value of the label `error`: look_failed, events_failed."""
 
 
-class CountsNothing:
+class NoMetrics:
     def gpu_event(self, kind: str, xid: int, is_ignored: bool) -> None: ...
 
     def driver_error(self, word: str) -> None: ...
 
 
 class GpuWatch:
-    """`period_s` between two looks, `event_period_s` between two fetches of events. Looks never overlap."""
+    """`period_s` between two polls, `event_period_s` between two fetches of events. Polls never overlap."""
 
     def __init__(
         self,
@@ -74,35 +73,36 @@ class GpuWatch:
         *,
         period_s: float,
         event_period_s: float = 0.5,
-        metrics: CountsGpuChanges | None = None,
+        metrics: GpuMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._driver = driver
         self._inventory = inventory
         self._period_s = period_s
         self._event_period_s = event_period_s
-        self._metrics = metrics or CountsNothing()
+        self._metrics = metrics or NoMetrics()
         self._clock = clock
-        self._turn = asyncio.Lock()
-        self._look_wanted = asyncio.Event()
+        self._poll_lock = asyncio.Lock()
+        self._poll_requested = asyncio.Event()
         self._event_failures = 0
         self._event_backoff = Backoff(base_s=2 * event_period_s, cap_s=max(EVENT_BACKOFF_MAX_S, event_period_s))
         self._log_tokens = TokenBucket(rate=LOG_LINES_PER_S, burst=LOG_BURST, clock=clock)
         self._unlogged = 0
 
     async def run(self) -> NoReturn:
-        """Until cancelled. A look that fails is the news of that look."""
+        """Until cancelled. A poll that fails makes the GPUs Unhealthy."""
         async with asyncio.TaskGroup() as group:
             group.create_task(forever("gpu events", self._run_events), name="gpu events")
-            group.create_task(forever("gpu looks", self._run_looks), name="gpu looks")
+            group.create_task(forever("gpu polls", self._run_polls), name="gpu polls")
         raise AssertionError("unreachable: neither task returns")
 
-    def look_soon(self) -> None:
-        """Let the next look not wait for its time."""
-        self._look_wanted.set()
+    def poll_soon(self) -> None:
+        """Starts the next poll without waiting for the period."""
+        self._poll_requested.set()
 
-    async def look(self) -> None:
-        async with self._turn:
+    async def poll(self) -> None:
+        """One poll of all GPUs; a failure is applied to the inventory, not raised."""
+        async with self._poll_lock:
             before = self._inventory.current.by_uuid()
             try:
                 found = await self._driver.read()
@@ -112,10 +112,10 @@ class GpuWatch:
                     log.error("gpus_lost", error=str(e), retried_in_s=self._period_s if before else NO_GPUS_PERIOD_S)
                 return
             if self._inventory.read(found):
-                self._report(before)
+                self._log_found(before)
 
     async def fetch_events(self) -> float:
-        """Take over what happened; the time to wait before the next fetch, seconds."""
+        """Applies the events since the last fetch; returns the time to wait before the next one, seconds."""
         try:
             events = await self._driver.events()
         except AgentError as e:
@@ -123,8 +123,8 @@ class GpuWatch:
             self._event_failures += 1
             delay_s = self._event_backoff.delay_s(self._event_failures)
             if self._event_failures == 1:
-                log.warning("gpu_events_lost", error=str(e), then="looks go on; events are asked for again, ever later")
-                self.look_soon()
+                log.warning("gpu_events_lost", error=str(e), then="polls go on; fetching is retried with backoff")
+                self.poll_soon()
             return delay_s
         if self._event_failures:
             log.info("gpu_events_back", failures=self._event_failures)
@@ -138,15 +138,11 @@ class GpuWatch:
             delay_s = await self.fetch_events()
             await asyncio.sleep(delay_s)
 
-    async def _run_looks(self) -> NoReturn:
+    async def _run_polls(self) -> NoReturn:
         while True:
-            try:
-                async with asyncio.timeout(self._pause_s()):
-                    await self._look_wanted.wait()
-            except TimeoutError:
-                pass  # nothing happened: the usual look
-            self._look_wanted.clear()
-            await self.look()
+            await wait_for(self._poll_requested, self._pause_s())
+            self._poll_requested.clear()
+            await self.poll()
 
     def _pause_s(self) -> float:
         if not self._inventory.current.gpus:
@@ -161,12 +157,12 @@ class GpuWatch:
         for (event, meaning), count in noted.items():
             for _ in range(count):
                 self._metrics.gpu_event(event.kind.value, event.xid, meaning is EventMeaning.IGNORED)
-        if any(meaning in _CALLS_FOR_A_LOOK for _, meaning in noted):
-            self.look_soon()
-        self._tell(noted)
+        if any(meaning in _POLL_AT_ONCE for _, meaning in noted):
+            self.poll_soon()
+        self._log_events(noted)
 
-    def _tell(self, noted: Counter[tuple[GpuEvent, EventMeaning]]) -> None:
-        """One line for all events of a kind; in a storm fewer."""
+    def _log_events(self, noted: Counter[tuple[GpuEvent, EventMeaning]]) -> None:
+        """One line for all events of a kind; fewer when events come in a storm."""
         for (event, meaning), count in noted.items():
             if not self._log_tokens.take():
                 self._unlogged += count
@@ -179,13 +175,15 @@ class GpuWatch:
                 case EventMeaning.FOREIGN:
                     log.warning("gpu_event_of_unknown_gpu", **fields)
                 case EventMeaning.UNATTRIBUTED:
-                    log.error("gpu_event_of_no_gpu", **fields, then="no GPU is blamed; all are looked at now")
-                case EventMeaning.ILL | EventMeaning.NEEDS_RESET:
+                    log.error(
+                        "gpu_event_of_no_gpu", **fields, then="no GPU becomes Unhealthy by it; all are polled now"
+                    )
+                case EventMeaning.UNHEALTHY | EventMeaning.NEEDS_RESET:
                     log.warning("gpu_event", **fields)
                 case _:
                     assert_never(meaning)
 
-    def _report(self, before: Mapping[GpuUuid, Gpu]) -> None:
+    def _log_found(self, before: Mapping[GpuUuid, Gpu]) -> None:
         for gpu in self._inventory.current.gpus:
             if gpu.uuid not in before:
                 log.info("gpu_found", index=gpu.index, uuid=gpu.uuid, name=gpu.name, memory_mib=gpu.memory_mib)
@@ -193,4 +191,4 @@ class GpuWatch:
             log.error("gpu_unreadable", index=index, reason=reason)
 
 
-_CALLS_FOR_A_LOOK = frozenset({EventMeaning.UNATTRIBUTED, EventMeaning.ILL, EventMeaning.NEEDS_RESET})
+_POLL_AT_ONCE = frozenset({EventMeaning.UNATTRIBUTED, EventMeaning.UNHEALTHY, EventMeaning.NEEDS_RESET})

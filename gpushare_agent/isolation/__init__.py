@@ -1,9 +1,19 @@
-"""What makes a share real inside a container: one pure function per isolation (docs/isolation.md shows how to add one).
+"""What enforces a container's share: one pure function per isolation, and the services that prepare the host for it.
 
-An isolation turns what a container holds and the node's settings into container edits. What must exist on the host before
-the container starts (directories, sockets) is prepared by a service that the isolation names; `none` needs nothing.
+An isolation turns a container's allocation and the node's settings into container edits: one module in decisions/, named
+like its line in model/isolation.py (docs/isolation.md). What must exist on the host before the container starts is made by
+a service: `VirtualManager` (vcuda/), `PrivateCaches` (hami_core/); `MpsWatch` (mps/) only checks the daemon.
 
-A new isolation is one file here, with an `ISOLATION` in it and named like its line in model/isolation.py.
+State owned: `VirtualManager`, `DirectoryReconciler`, `ContainerProcesses` (vDevice directories and sockets, the processes in
+them), `CdiWatch` (the CDI spec), `MpsWatch`, `MpsSupervision` (the MPS daemon), `DriverDirectory` (driver volumes on disk).
+Called by: admission (edits), agent (services), cli. Open first: decisions/request.py.
+Who removes vDevice directories: `VirtualManager.remove_stale` in vcuda/virtual_manager.py, once their pod is gone.
+
+Others import: cdi.files, cdi.specs, decisions.cdi_spec, decisions.device_lists, decisions.driver_volume,
+decisions.hami_core, decisions.vcuda, device_nodes, driver_volume.config, driver_volume.directory, driver_volume.libraries,
+driver_volume.mounts, driver_volume.values, hami_core.caches, hami_core.files, mps.control, mps.daemon, mps.supervision,
+mps.watch, vcuda.client, vcuda.config_format, vcuda.configs, vcuda.container_ids, vcuda.container_processes, vcuda.files,
+vcuda.virtual_manager.
 """
 
 from __future__ import annotations
@@ -11,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 
-from gpushare_agent.isolation.request import (
+from gpushare_agent.isolation.decisions.request import (
     HamiCoreConfig,
     Isolation,
     IsolationConfig,
@@ -22,13 +32,12 @@ from gpushare_agent.isolation.request import (
 from gpushare_agent.model.isolation import IsolationName
 
 
-def _of(name: IsolationName) -> Isolation:
-    module = "none" if name is IsolationName.NONE else f"{name.replace('-', '_')}.edits"
-    found: Isolation = import_module(f"{__name__}.{module}").ISOLATION
+def _load(name: IsolationName) -> Isolation:
+    found: Isolation = import_module(f"{__name__}.decisions.{name.replace('-', '_')}").ISOLATION
     return found
 
 
-ISOLATIONS: Mapping[IsolationName, Isolation] = {name: _of(name) for name in IsolationName}
+ISOLATIONS: Mapping[IsolationName, Isolation] = {name: _load(name) for name in IsolationName}
 
 __all__ = [
     "ISOLATIONS",

@@ -1,6 +1,6 @@
 """The isolations and device-list strategies by name, as settings and annotations spell them.
 
-What each does is in decisions/isolation/ and isolation/devices/device_lists.py. A new isolation is one file there and
+What each does is in decisions/isolation/ and isolation/decisions/device_lists.py. A new isolation is one file there and
 one line here.
 """
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpushare_agent.gpus.events import GpuEvent, GpuEventKind
-from gpushare_agent.gpus.health import EventMeaning, HealthPolicy, meaning_of
+from gpushare_agent.gpus.decisions.health import EventMeaning, HealthPolicy, meaning_of
+from gpushare_agent.gpus.decisions.values import GpuEvent, GpuEventKind
 from gpushare_agent.gpus.simulated.faults import (
     Faults,
     RehearsedEvent,

@@ -27,7 +27,7 @@ from tests.support_agent import (
 from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod, wait_phase
 
 ONE_LOOK = ("--health.recovery-probes=1", "--health.recovery-period-s=0.05")
-"""A GPU is back at the first poll that finds it healthy; tests/agent/test_health_node.py has more of the recovery."""
+"""A GPU is back at the first poll that finds it usable; tests/agent/test_health_node.py has more of the way back."""
 
 
 def _faults(node: EmbeddedNode) -> str:
@@ -105,8 +105,8 @@ async def test_with_all_gpus_lost_pods_wait_and_running_ones_stay() -> None:
 
 
 async def test_a_gpu_lost_between_preference_and_allocate_is_not_given() -> None:
-    """The plan is made and the GPU fails: the pod is refused with the advice that it will be placed elsewhere."""
-    # No poll of the agent finds the GPU healthy in between.
+    """The plan is made and the GPU fails: the pod is refused, and placed elsewhere."""
+    # No poll of its own finds the GPU usable in between.
     flags = ("--simulated.cards=2", "--health.check-period-s=3600", "--health.recovery-period-s=3600")
     async with open_test_node() as node, open_agent(node, *flags) as agent:
         Moments(node, "unlucky").at_next("GetPreferredAllocation answered", lambda: _lose_gpu(agent, 0))
@@ -120,7 +120,7 @@ async def test_a_gpu_lost_between_preference_and_allocate_is_not_given() -> None
 
 
 def _lose_gpu(agent: InnerAgent, index: int) -> None:
-    """The result of the next poll of the driver, now."""
+    """What the next poll would find, applied now."""
     found = agent.parts.state.inventory.current
     gpus = tuple(
         replace(gpu, health=Health.UNHEALTHY, unhealthy_reason="lost") if gpu.index == index else gpu

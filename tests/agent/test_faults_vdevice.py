@@ -1,7 +1,8 @@
 """The agent is killed a hundred times while containers register and fork: what a container finds is whole and right after.
 
 The containers are real processes in real cgroups (tests/native/vdevice_load.c, compiled here), the agent is a process of its
-own. The moments are random, of a fixed seed, from right after its start to well after it serves.
+own. Every other kill is at a random moment of the start, the others follow a random moment after the first container's
+socket is there, so that they fit a slow machine too.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import random
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,8 @@ from tests.support_vdevice import MIB, register
 
 SOURCE = Path(__file__).parent.parent / "native" / "vdevice_load.c"
 CONTAINERS, DELETED, KILLS = 50, 8, 100
-LONGEST_START_S = 3.0
-"""That the kills wait for: a hundred of them."""
-"""So long an agent needs to serve again, about: half of the moments are before it."""
+START_S, RUN_S = 0.5, 0.3
+"""The longest time from the start to a kill, and from the first socket to one."""
 CLEANED_S = 60.0
 BLOCK_MIB = 256
 FILES = {"vcuda.config", "pids.config"}
@@ -121,57 +120,34 @@ def is_current(node: EmbeddedNode, number: int) -> bool:
     return len(there) == 2 and decode_pids((directory_of(node, number) / "pids.config").read_bytes()) == tuple(there)
 
 
-def moments(rng: random.Random, serves_after_s: float) -> Iterator[float]:
-    """Seconds after the start: half before the agent serves, half while it does."""
-    for number in range(KILLS):
-        yield rng.uniform(0, serves_after_s) if number % 2 else rng.uniform(serves_after_s, 1.6 * serves_after_s)
-
-
-def remove_sockets(node: EmbeddedNode) -> None:
-    """A killed agent leaves its sockets: without them the next one's can be recognised."""
-    for socket in node.paths.virtual_manager.glob("*/main/vcuda.sock"):
-        socket.unlink()
-
-
-def has_sockets(node: EmbeddedNode) -> bool:
-    return any(node.paths.virtual_manager.glob("*/main/vcuda.sock"))
-
-
-async def measure_start_s(node: EmbeddedNode) -> float:
-    """From the start of the agent to its first socket, on this machine under its present load."""
-    remove_sockets(node)
-    started_at = time.monotonic()
-    async with running_agent(node):
-        await poll_until(lambda: has_sockets(node), "the first socket")
-        return min(time.monotonic() - started_at, LONGEST_START_S)
-
-
-async def kill_again_and_again(node: EmbeddedNode) -> int:
-    """Pods are deleted between. How often the agent had come so far that some container was served."""
-    served = 0
+async def kill_repeatedly(node: EmbeddedNode) -> None:
+    """Pods are deleted in between."""
+    rng, sockets = random.Random(5), node.paths.virtual_manager
     doomed = list(range(CONTAINERS, CONTAINERS + DELETED))
-    for number, moment in enumerate(moments(random.Random(5), await measure_start_s(node))):
-        remove_sockets(node)
+    for number in range(KILLS):
+        for socket in node.paths.virtual_manager.glob("*/main/vcuda.sock"):
+            socket.unlink()  # a killed agent leaves its sockets: those that are there next are the new agent's
         async with running_agent(node) as agent:
             if number % (KILLS // DELETED) == 5:
                 node.api.delete_pod("default", f"load-{doomed.pop():02d}")
+            if number % 2 == 0:
+                await poll_until(lambda: any(sockets.glob("*/main/vcuda.sock")), "a socket")
             try:
-                async with asyncio.timeout(moment):
+                async with asyncio.timeout(rng.uniform(0, START_S if number % 2 else RUN_S)):
                     await agent.wait()
                 raise AssertionError(f"the agent ended by itself with {agent.returncode} after kill {number}")
             except TimeoutError:
                 agent.kill()
-        served += has_sockets(node)
     assert doomed == []
-    return served
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [KINDS[0]])
 async def test_after_100_kills_every_file_is_whole_and_right_and_every_share_is_served(
     load: Path, short_dir: Path, kind: str
 ) -> None:
     """50 containers register by name and by ID and fork meanwhile, 8 more pods are deleted: then limits and processes are
-    what they are, nothing is left half-written, no socket is orphaned, no directory is of a deleted pod."""
+    what they are, nothing is left half-written, every socket has a listener, no directory is of a pod that is gone."""
     quiet = short_dir / "quiet"
     async with open_test_node(cgroups=kind) as node:
         numbers = range(CONTAINERS)
@@ -185,7 +161,7 @@ async def test_after_100_kills_every_file_is_whole_and_right_and_every_share_is_
             await poll_until(
                 lambda: all(any(directory_of(node, n).glob("?" * 64)) for n in numbers), "registrations by ID"
             )
-        assert await kill_again_and_again(node) >= KILLS // 10
+        await kill_repeatedly(node)
         async with running_agent(node) as agent:
             deleted = names[CONTAINERS:]
             await wait_until(
@@ -202,7 +178,7 @@ async def test_after_100_kills_every_file_is_whole_and_right_and_every_share_is_
 
 
 async def wait_cleaned(root: Path, live: set[str]) -> None:
-    """The agent removes the directories of deleted pods every 30 s."""
+    """The agent removes directories of pods that are gone every 5 s."""
     async with asyncio.timeout(CLEANED_S):
         while True:
             if {path.name for path in root.iterdir()} == live:

@@ -62,8 +62,8 @@ def _record_lists(node: EmbeddedNode) -> Lists:
         gpus: dict[str, tuple[int, int]] = {}
         for device in found.values():
             gpu = device.id.partition("::")[0]
-            well, ill = gpus.get(gpu, (0, 0))
-            gpus[gpu] = (well + device.is_healthy, ill + (not device.is_healthy))
+            healthy, unhealthy = gpus.get(gpu, (0, 0))
+            gpus[gpu] = (healthy + device.is_healthy, unhealthy + (not device.is_healthy))
         lists.seen.append((endpoint.resource, gpus))
         receive(endpoint, found)
 
@@ -73,7 +73,7 @@ def _record_lists(node: EmbeddedNode) -> Lists:
 
 @asynccontextmanager
 async def _agent(*flags: str) -> AsyncIterator[tuple[EmbeddedNode, InnerAgent, Path]]:
-    """A node and an agent with an empty faults file that it has looked at, so that all that is added is news."""
+    """A node and an agent with an empty faults file that it has read, so that every entry added later is new."""
     async with open_test_node() as node:
         write_rehearsal(node.paths.faults)
         async with open_agent(node, *FAST, *flags) as agent:
@@ -121,7 +121,7 @@ async def test_xid_79_takes_the_gpu_away_within_two_seconds_and_a_reset_brings_i
         node.api.create_pod(pod("nowhere", container(cores=70, blocks=10), nodeName=node.name))
         message = await wait_settled(node, "nowhere")  # 80 cores are free for the kubelet, but on two GPUs
         assert "Xid 79 (GPU has fallen off the bus)" in message and "waits for a reset" in message, message
-        assert _states(node, ill) == {False}  # however many looks have found it well meanwhile
+        assert _states(node, ill) == {False}  # however many polls found it usable meanwhile
         write_rehearsal(faults, xids=[{"id": 1, "card": 0, "xid": 79}], resets=[{"id": 2, "card": 0}])
         await wait_until(node, lambda: _states(node, ill) == {True}, "the reset GPU back")
         node.api.create_pod(pod("fourth", container(cores=70, blocks=10)))
@@ -155,7 +155,7 @@ async def test_a_storm_of_a_thousand_events_costs_one_list_a_resource_for_each_c
 
 
 async def test_ignored_errors_and_those_of_no_gpu_take_none_away() -> None:
-    """A tenant's bad pointer is no reason to take a GPU from the others; a lesser error is over after two good looks."""
+    """A tenant's bad pointer is no reason to take a GPU from the others; a lesser error is over after two good polls."""
     async with _agent() as (node, agent, faults):
         lists = _record_lists(node)
         harmless = [{"id": 1, "card": 0, "xid": 13}, {"id": 2, "card": None, "xid": 79}]
@@ -176,13 +176,13 @@ def _environment() -> dict[str, str]:
 
 
 async def _cordon(node: EmbeddedNode, *words: str) -> tuple[int, str, str]:
-    """The command as a user gives it: code, output, complaints."""
+    """The command as a user gives it: code, output, warnings."""
     ended = await run_program(*words, f"--control.socket={node.paths.agent_control_socket}", environ=_environment())
     return ended.code, ended.out, ended.err
 
 
 async def test_a_cordoned_gpu_gets_no_new_pod_until_it_is_put_back() -> None:
-    """By the command line, on a running agent; who runs on the GPU goes on; the Node and the shown document tell of it."""
+    """By the command line, on a running agent; who runs on the GPU goes on; the Node and the document show it."""
     async with _agent() as (node, agent, _):
         node.api.create_pod(pod("first", container(cores=30, blocks=10)))
         await wait_running(node, "first")
@@ -206,7 +206,7 @@ async def test_a_cordoned_gpu_gets_no_new_pod_until_it_is_put_back() -> None:
         assert _event_reasons(node) == ["CardCordoned", "CardUncordoned"]
 
 
-async def test_a_cordon_without_a_reason_and_an_illness_are_reported_apart() -> None:
+async def test_a_cordon_without_a_reason_and_a_failure_are_reported_apart() -> None:
     """GPU 0 is cordoned, GPU 1 is ill as well: in the list of the command and in the document that all else is made of."""
     async with _agent() as (node, agent, faults):
         write_rehearsal(faults, xids=[{"id": 1, "card": 1, "xid": 79}])
@@ -214,16 +214,16 @@ async def test_a_cordon_without_a_reason_and_an_illness_are_reported_apart() -> 
         await wait_until(node, lambda: _is_away(node, other), "the ill GPU away")
         for index in ("0", "1"):
             assert (await _cordon(node, "cordon", index))[0] == 0
-        illness = agent.parts.state.inventory.illnesses[other]
+        reason = agent.parts.state.inventory.unhealthy_reasons[other]
         _, out, _ = await _cordon(node, "cordon", "--list")
         rows = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
-        assert rows[1:] == [["0", uuid, "cordoned", "-"], ["1", other, "cordoned, needs-reset", illness]]
-        assert illness.startswith("Xid 79 (GPU has fallen off the bus); waits for a reset")
-        assert await _shown(agent) == [("no reason given", "", False), ("no reason given", illness, False)]
+        assert rows[1:] == [["0", uuid, "cordoned", "-"], ["1", other, "cordoned, needs-reset", reason]]
+        assert reason.startswith("Xid 79 (GPU has fallen off the bus); waits for a reset")
+        assert await _shown(agent) == [("no reason given", "", False), ("no reason given", reason, False)]
 
 
 async def _shown(agent: InnerAgent) -> list[tuple[Any, ...]]:
-    """Of /api/v1/node: each GPU's cordon, illness and health."""
+    """Of /api/v1/node: each GPU's cordon, reason and health."""
     port = await agent.parts.observability.web.wait_listening()
     reader, writer = await asyncio.open_connection("localhost", port)
     writer.write(b"GET /api/v1/node HTTP/1.0\r\nHost: localhost\r\n\r\n")
@@ -235,7 +235,7 @@ async def _shown(agent: InnerAgent) -> list[tuple[Any, ...]]:
     return [(gpu["cordoned"], gpu["health_reason"], gpu["is_healthy"]) for gpu in gpus]
 
 
-async def test_the_commands_complain_in_one_line_and_end_with_the_right_code() -> None:
+async def test_the_commands_report_errors_in_one_line_and_end_with_the_right_code() -> None:
     """2 for a wrong command line or an unknown GPU, 1 where no agent answers."""
     async with _agent() as (node, agent, _):
         code, out, err = await _cordon(node, "cordon", "7")
@@ -292,7 +292,7 @@ async def test_a_reload_keeps_what_is_known_against_the_gpus_also_where_no_file_
             child.send_signal(signal.SIGHUP)
             one_left = {CORE: (4 * CORES, CORES), MEMORY: (4 * BLOCKS // 2, BLOCKS // 2)}
             await wait_until(node, lambda: node.kubelet.capacity() == one_left, "one GPU still, in larger blocks")
-            assert {sum(well > 0 for well, _ in gpus.values()) for _, gpus in lists.seen} <= {0, 1}
+            assert {sum(healthy > 0 for healthy, _ in gpus.values()) for _, gpus in lists.seen} <= {0, 1}
             await wait_until(node, node.paths.agent_control_socket.exists, "the control socket again")
             _, out, _ = await _cordon(node, "cordon", "--list")
             states = [re.split(r" {2,}", line.strip())[2] for line in out.splitlines()[1:]]

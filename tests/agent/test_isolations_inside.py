@@ -152,7 +152,7 @@ async def environment_of(node: EmbeddedNode, name: str) -> dict[str, str]:
 @pytest.mark.parametrize("strategies", LISTS)
 @pytest.mark.parametrize("isolation", ["vcuda", "hami-core", "none"])
 async def test_the_running_process_has_what_the_golden_files_say(isolation: str, strategies: str) -> None:
-    """Its environment is theirs and no variable more; so are the mounts, nodes and annotations that the runtime was told."""
+    """Its environment is theirs and no variable more; so are the mounts, nodes and annotations at the runtime."""
     async with open_test_node() as node:
         host = Host(node)
         lists = f"--device-list-strategy={strategies.replace('+', ',')}"
@@ -164,20 +164,20 @@ async def test_the_running_process_has_what_the_golden_files_say(isolation: str,
                 await wait_running(node, name)
                 golden = host.golden(node, agent, isolation, case, name, strategies)
                 assert sorted_lists(answered(node, name)) == sorted_lists(golden), case
-                # The spec's own word comes last: docs/device-lists.md says what such a combination leads to.
+                # The spec's own name comes last: docs/device-lists.md names what such a combination leads to.
                 last_word = {"NVIDIA_VISIBLE_DEVICES": "void"} if "cdi" in strategies else {}
                 assert await environment_of(node, name) == golden["env"] | last_word, case
 
 
 async def test_a_cache_is_there_before_the_container_starts_and_gone_after_its_pod() -> None:
-    """The container's first command looks for it, and ends at once where it is missing; a whole GPU has none."""
+    """The container's first command checks for it, and ends at once where it is missing; a whole GPU has none."""
     async with open_test_node() as node:
         host = Host(node)
-        looks = f"test -f {shlex.quote(str(host.hami))}/containers/*/cuda/cuda.cache && exec sleep 600"
+        command = f"test -f {shlex.quote(str(host.hami))}/containers/*/cuda/cuda.cache && exec sleep 600"
         async with open_agent(node, "--isolation=hami-core", *host.flags):
             preload = host.hami / "ld.so.preload"
             assert preload.read_text() == "/usr/local/vgpu/libvgpu.so\n"
-            node.api.create_pod(pod("share", running("cuda", "sh", "-c", looks, cores=30, blocks=8)))
+            node.api.create_pod(pod("share", running("cuda", "sh", "-c", command, cores=30, blocks=8)))
             node.api.create_pod(pod("whole", running(cores=100)))
             await wait_running(node, "share", "whole")
             cache = host.cache(node, "share")
@@ -237,7 +237,7 @@ async def test_a_pod_may_choose_among_the_isolations_that_the_node_allows() -> N
 
 @pytest.mark.parametrize("chosen", ["none", "VCUDA", "", "../none"])
 async def test_an_isolation_that_the_node_does_not_allow_is_refused_with_an_event(chosen: str) -> None:
-    """A tenant's word is not taken for it: the pod fails, and it is told what it may write."""
+    """A tenant's name is not taken for it: the pod fails, with the list of what it may name."""
     async with open_test_node() as node:
         host = Host(node)
         async with open_agent(node, "--isolation=vcuda", "--isolations-allowed=hami-core", *host.flags) as agent:
@@ -252,7 +252,7 @@ async def test_an_isolation_that_the_node_does_not_allow_is_refused_with_an_even
                     for e in node.api.events()
                     if e["involvedObject"]["name"] == "wrong" and e["reason"] == "InvalidRequest"
                 ],
-                "an Event that tells why",
+                "an Event with the reason",
             )
             assert "hami-core, vcuda" in events[0]["message"]
             assert agent.held() == {} and not list(node.paths.virtual_manager.iterdir())
@@ -277,7 +277,7 @@ async def test_a_library_that_is_missing_ends_the_agent_at_its_start() -> None:
 
 
 async def test_a_container_waits_while_the_library_is_away() -> None:
-    """It does not start without its limits, and starts by itself once the library is back; the pod's status says why."""
+    """It does not start without its limits, and starts once the library is back; the pod's status has the reason."""
     async with open_test_node() as node:
         host = Host(node)
         async with open_agent(node, "--isolation=vcuda", "--isolations-allowed=hami-core", *host.flags):

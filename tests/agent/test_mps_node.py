@@ -67,7 +67,10 @@ def healthy(node: EmbeddedNode, resource: str) -> int:
 async def wait_shares(node: EmbeddedNode, agent: InnerAgent, *, served: bool) -> None:
     """The kubelet has heard whether memory, and with it shares, can be had."""
     await wait_until(node, lambda: bool(healthy(node, MEMORY)) is served, f"memory healthy: {served}")
-    assert agent.parts.isolation.mps_watch is not None and bool(agent.parts.isolation.mps_watch.trouble) is not served
+    assert (
+        agent.parts.isolation.mps_watch is not None
+        and bool(agent.parts.isolation.mps_watch.unavailable_reason) is not served
+    )
 
 
 async def test_a_share_finds_the_deployers_daemon_and_its_own_limits_inside_its_process(short_dir: Path) -> None:
@@ -150,7 +153,7 @@ async def test_while_the_daemon_is_down_shares_are_refused_and_whole_gpus_go(sho
         place.program.rename(program_away)
         await wait_shares(node, agent, served=False)
         assert agent.parts.isolation.mps_watch is not None
-        assert "there is no MPS control socket" in agent.parts.isolation.mps_watch.trouble
+        assert "there is no MPS control socket" in agent.parts.isolation.mps_watch.unavailable_reason
         node.api.create_pod(share("whole", cores=100, blocks=0))
         early = share("early")
         early["spec"]["nodeName"] = node.name  # as a scheduler would that has not heard of it
@@ -165,7 +168,7 @@ async def test_while_the_daemon_is_down_shares_are_refused_and_whole_gpus_go(sho
         assert environment_inside(process_of(node, "late"))["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=6144M"
 
 
-async def test_a_share_that_meets_a_daemon_in_trouble_is_reported_the_reason(short_dir: Path) -> None:
+async def test_a_share_without_a_daemon_is_refused_with_the_reason(short_dir: Path) -> None:
     """The text is on the pod: what is wrong with the daemon, and that nothing was allocated."""
     place = mps_place(short_dir)
     async with (
@@ -177,7 +180,7 @@ async def test_a_share_that_meets_a_daemon_in_trouble_is_reported_the_reason(sho
         watch = agent.parts.isolation.mps_watch
         assert watch is not None
         place.program.write_text("#!/bin/sh\necho the daemon is gone; exit 1\n")
-        await poll_until(lambda: watch.trouble, "trouble seen")
+        await poll_until(lambda: watch.unavailable_reason, "failure seen")
         chooses = share("chooses")
         chooses["metadata"]["annotations"] = {"tencent.com/gpu-isolation": "mps"}
         node.api.create_pod(chooses)

@@ -77,7 +77,7 @@ async def test_a_driver_that_cannot_be_read_at_the_start_leaves_what_the_node_sa
             await wait_synced(agent.parts)
             assert (metadata(node, "labels"), metadata(node, "annotations")["gpushare-agent/cards"]) == before
             write_faults(node.paths.faults)
-            agent.parts.gpus.watch.look_soon()
+            agent.parts.gpus.watch.poll_soon()
             await wait_until(node, lambda: metadata(node, "labels")["rack"] == "b8", "the labels compared")
             assert metadata(node, "labels") == {**before[0], "rack": "b8"}
         patches = node.api.requests[asked:].count(("PATCH", f"/api/v1/nodes/{node.name}"))

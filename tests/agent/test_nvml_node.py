@@ -38,7 +38,7 @@ def _set(script: Path, text: str) -> None:
 async def test_a_node_whose_sampling_hangs_keeps_its_gpus(
     library_directory: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While no use can be told, a GPU that is lost goes alone, within moments, and comes back."""
+    """While usage cannot be sampled, a GPU that is lost goes alone, within moments, and comes back."""
     script = short_dir / "script"
     _set(script, GPUS)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(library_directory))

@@ -52,7 +52,7 @@ async def test_an_elastic_limit_is_followed_and_a_bad_one_reported() -> None:
             reasons = {raw.get("reason") for raw in node.api.events()}
             return decode_config(path.read_bytes()).limit == 0 and "CoreLimitIgnored" in reasons
 
-        await poll_until(is_ignored, "the limit below the cores ignored and told")
+        await poll_until(is_ignored, "the limit below the cores ignored and reported")
 
 
 async def test_after_a_restart_every_live_share_has_its_socket_again() -> None:

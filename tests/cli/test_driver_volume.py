@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpushare_agent.cli.driver_volume import configured_volumes
-from gpushare_agent.isolation.driver_volume.installed import installed_driver_version
+from gpushare_agent.isolation.driver_volume.directory import installed_driver_version
 from gpushare_agent.settings.settings import load_settings
 from tests.support_driver import FakeHost, tree_of
 from tests.support_settings import Ended, run_program

@@ -180,7 +180,7 @@ async def test_what_lives_on_of_a_dead_daemon_is_left_alone_and_waited_for(place
                 async with asyncio.timeout(DEADLINE_S):
                     await asyncio.wait({found.task})
     (error,) = raised.value.exceptions
-    assert "something of the daemon that has ended lives" in str(error) and "holds a lock" in str(error)
+    assert "a process of the ended daemon still uses" in str(error) and "has locked" in str(error)
     assert len(place.daemons()) == 1 and lock.exists()
 
 
@@ -202,7 +202,7 @@ async def test_nonsense_at_the_start_is_no_answer(place: MpsPlace) -> None:
     """It counts as a start without success, and the error shows its output."""
     place.becomes("nonsense", "lorem ipsum")
     words, _ = await why_given_up(place, start_s=0.5)
-    assert "makes no sense: 'lorem ipsum'" in words
+    assert "is invalid: 'lorem ipsum'" in words
 
 
 async def test_what_a_dead_daemon_left_is_removed_before_the_start(place: MpsPlace) -> None:
@@ -330,7 +330,7 @@ async def test_a_daemon_of_the_deployer_is_not_disturbed(place: MpsPlace) -> Non
             code, err = await end_of(process)
         assert code == 1 and place.daemons() == []
         (last,) = [line for line in err.splitlines() if line.startswith("gpushare-agent: ")]
-        assert "lives" in last and "somebody listens" in last and "echo quit" in last
+        assert "already runs" in last and "a process listens" in last and "echo quit" in last
         assert daemon.commands == [] and (place.pipe / "control").is_socket()
 
 

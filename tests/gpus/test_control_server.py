@@ -33,16 +33,16 @@ class Parts:
         self.inventory = GpuInventoryState(IMMEDIATE)
         self.inventory.read(inventory())
         self.not_kept = ""
-        self.looks = 0
+        self.polls = 0
 
-    async def keep(self) -> str:
+    async def save_now(self) -> str:
         return self.not_kept
 
-    def look_soon(self) -> None:
-        self.looks += 1
+    def poll_soon(self) -> None:
+        self.polls += 1
 
     def server(self, path: Path) -> ControlServer:
-        return ControlServer(path, self.inventory, self, look_soon=self.look_soon)
+        return ControlServer(path, self.inventory, self, poll_soon=self.poll_soon)
 
 
 @asynccontextmanager
@@ -84,7 +84,7 @@ async def test_a_gpu_is_cordoned_and_put_back(short_dir: Path) -> None:
         assert not again.document["changed"]
         back = await _ask(path, "POST", "/uncordon", {"gpu": "gpu-1"})
         assert back.document["changed"] and back.document["card"]["is_healthy"]
-        assert parts.looks == 1 and parts.inventory.cordoned == {}
+        assert parts.polls == 1 and parts.inventory.cordoned == {}
         gpus = (await _ask(path, "GET", "/cards")).document["cards"]
     assert [(gpu["index"], gpu["state"], gpu["cordoned"]) for gpu in gpus] == [
         (0, "healthy", None),
@@ -93,13 +93,13 @@ async def test_a_gpu_is_cordoned_and_put_back(short_dir: Path) -> None:
 
 
 async def test_uncordon_ends_a_wait_for_a_reset_and_says_so(short_dir: Path) -> None:
-    """A look follows at once."""
+    """A poll follows at once."""
     path = short_dir / "control.sock"
     async with _listening(path) as parts:
         parts.inventory.note_events([xid(79)])
         answer = await _ask(path, "POST", "/uncordon", {"gpu": "0"})
         assert answer.document["ended_wait"] == "Xid 79 (GPU has fallen off the bus)"
-        assert answer.document["card"]["state"] == "probing" and parts.looks == 1
+        assert answer.document["card"]["state"] == "probing" and parts.polls == 1
     text = reported("uncordon", answer.document)
     assert "that wait is ended" in text and "It is Unhealthy still" in text
 
@@ -203,8 +203,8 @@ async def test_a_stale_socket_is_replaced(short_dir: Path) -> None:
 
 
 async def test_a_living_agents_socket_is_left_alone(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second agent says so once, runs on, and takes over when the first one ends."""
-    monkeypatch.setattr(control_server, "LOOK_AGAIN_S", 0.01)
+    """The second agent reports it once, runs on, and takes over when the first one ends."""
+    monkeypatch.setattr(control_server, "CHECK_PERIOD_S", 0.01)
     path = short_dir / "control.sock"
     second = Parts()
     with capture_logs() as logs:
@@ -222,7 +222,7 @@ async def test_a_living_agents_socket_is_left_alone(short_dir: Path, monkeypatch
             await _ask(path, "POST", "/cordon", {"gpu": "1"})
     assert second.inventory.cordoned == {"GPU-1": ""}
     warnings = [line for line in logs if line["event"] == "control_socket_not_open"]
-    assert len(warnings) == 1 and "another process serves there" in warnings[0]["error"]
+    assert len(warnings) == 1 and "another process listens there" in warnings[0]["error"]
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
@@ -230,7 +230,7 @@ async def test_a_socket_whose_file_is_gone_is_opened_anew(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
 ) -> None:
     """Removed, or replaced by a stale one: operators reach the agent again, whose end removes the file."""
-    monkeypatch.setattr(control_server, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(control_server, "CHECK_PERIOD_S", 0.01)
     path = short_dir / "control.sock"
     with capture_logs() as logs:
         async with _listening(path) as parts:
@@ -251,8 +251,8 @@ async def test_a_socket_whose_file_is_gone_is_opened_anew(
 async def test_a_socket_of_another_program_in_its_place_is_left_alone(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither replaced nor removed at the end; the log says who is in the way."""
-    monkeypatch.setattr(control_server, "LOOK_AGAIN_S", 0.01)
+    """Neither replaced nor removed at the end; the log names who is in the way."""
+    monkeypatch.setattr(control_server, "CHECK_PERIOD_S", 0.01)
     path = short_dir / "control.sock"
     with capture_logs() as logs, socket.socket(socket.AF_UNIX) as other:
         async with _listening(path):
@@ -267,7 +267,7 @@ async def test_a_socket_of_another_program_in_its_place_is_left_alone(
 
 
 async def test_a_file_in_the_sockets_place_is_left_alone(short_dir: Path) -> None:
-    """The agent runs on without the socket, and tells what to do."""
+    """The agent runs on without the socket, and reports what to do."""
     path = short_dir / "control.sock"
     path.write_text("mine")
     with capture_logs() as logs:
@@ -278,7 +278,7 @@ async def test_a_file_in_the_sockets_place_is_left_alone(short_dir: Path) -> Non
     assert "--control.socket" in logs[0]["error"]
 
 
-async def test_where_no_agent_listens_the_asker_is_reported(short_dir: Path) -> None:
+async def test_where_no_agent_listens_the_caller_gets_an_error(short_dir: Path) -> None:
     """No socket, or one that nobody serves, or something else."""
     path = short_dir / "control.sock"
     with pytest.raises(Unavailable, match="no agent listens"):

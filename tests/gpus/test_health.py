@@ -1,4 +1,4 @@
-"""A GPU's way from well to ill and back: events, looks, probes, resets, cordons."""
+"""A GPU's way from healthy to unhealthy and back: events, polls, probes, resets, cordons."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.gpus.events import GpuEvent, GpuEventKind
-from gpushare_agent.gpus.health import (
+from gpushare_agent.gpus.decisions.health import (
     RELAPSE_WITHIN_S,
     STATES,
     XID_NAMES,
@@ -19,7 +18,7 @@ from gpushare_agent.gpus.health import (
     HealthPolicy,
     after_driver_lost,
     after_event,
-    after_look,
+    after_poll,
     as_before_loss,
     cordoned,
     is_brief_loss_forgiven,
@@ -31,7 +30,7 @@ from gpushare_agent.gpus.health import (
     waiting,
     why_not_offered,
 )
-from gpushare_agent.gpus.health_values import GpuHealth, HealthState
+from gpushare_agent.gpus.decisions.values import GpuEvent, GpuEventKind, GpuHealth, HealthState
 from gpushare_agent.model.gpus import Gpu, Health
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.settings.observation import HealthSettings
@@ -61,9 +60,9 @@ def hit(health: GpuHealth, number: int, now: float) -> GpuHealth:
     return after_event(health, xid(number), needs_reset=number in POLICY.reset_xids, policy=POLICY, now=now)
 
 
-def looked(health: GpuHealth, *looks: tuple[float, Gpu]) -> GpuHealth:
-    for now, seen in looks:
-        health = after_look(health, seen, POLICY, now)
+def polled(health: GpuHealth, *polls: tuple[float, Gpu]) -> GpuHealth:
+    for now, seen in polls:
+        health = after_poll(health, seen, POLICY, now)
     return health
 
 
@@ -77,92 +76,92 @@ def is_offered(health: GpuHealth) -> bool:
         (xid(13), EventMeaning.IGNORED),
         (xid(13, None), EventMeaning.IGNORED),
         (xid(79), EventMeaning.NEEDS_RESET),
-        (xid(94), EventMeaning.ILL),
+        (xid(94), EventMeaning.UNHEALTHY),
         (xid(79, None), EventMeaning.UNATTRIBUTED),
         (xid(79, "GPU-9"), EventMeaning.FOREIGN),
         (GpuEvent(kind=GpuEventKind.DOUBLE_BIT_ECC, uuid=GpuUuid("GPU-0")), EventMeaning.NEEDS_RESET),
     ],
 )
-def test_an_event_is_ignored_or_held_against_its_gpu_or_against_none(event: GpuEvent, meaning: EventMeaning) -> None:
+def test_an_event_is_ignored_or_counts_for_its_gpu_or_for_none(event: GpuEvent, meaning: EventMeaning) -> None:
     """The lists of the settings decide, and whether the driver named a GPU that is ours."""
     assert meaning_of(event, {GpuUuid("GPU-0")}, POLICY) is meaning
 
 
-def test_a_gpu_that_is_well_at_the_first_look_is_healthy_at_once() -> None:
-    """No probes are needed for what was never ill; one that is ill at the first look needs them."""
-    assert is_offered(looked(GpuHealth(), (0, WELL)))
-    assert not is_offered(looked(GpuHealth(), (0, bad()), (5, WELL)))
+def test_a_gpu_that_is_usable_at_the_first_poll_is_healthy_at_once() -> None:
+    """No probes are needed for what was never unhealthy; one that is unhealthy at the first poll needs them."""
+    assert is_offered(polled(GpuHealth(), (0, WELL)))
+    assert not is_offered(polled(GpuHealth(), (0, bad()), (5, WELL)))
 
 
-def test_a_lost_gpu_comes_back_after_three_looks_each_a_period_after_the_one_before() -> None:
-    """Looks in between do not count."""
-    lost = looked(GpuHealth(), (100, bad()))
+def test_a_lost_gpu_comes_back_after_three_polls_each_a_period_after_the_one_before() -> None:
+    """Polls in between do not count."""
+    lost = polled(GpuHealth(), (100, bad()))
     assert (lost.state, lost.cause) == (HealthState.LOST, "fell off the bus")
-    early = looked(lost, (105, WELL))
+    early = polled(lost, (105, WELL))
     assert (early.state, early.passes) == (HealthState.PROBING, 0)
-    two = looked(early, (110, WELL), (115, WELL), (120, WELL), (125, WELL))
+    two = polled(early, (110, WELL), (115, WELL), (120, WELL), (125, WELL))
     assert (two.passes, two.probe_at, is_offered(two)) == (2, 130, False)
-    assert is_offered(looked(two, (130, WELL)))
+    assert is_offered(polled(two, (130, WELL)))
 
 
-def test_a_look_that_fails_among_the_probes_starts_them_again() -> None:
+def test_a_poll_that_fails_among_the_probes_starts_them_again() -> None:
     """Passes must be in a row."""
-    two = looked(GpuHealth(), (0, bad()), (10, WELL), (20, WELL))
-    again = looked(two, (25, bad("not answering")))
+    two = polled(GpuHealth(), (0, bad()), (10, WELL), (20, WELL))
+    again = polled(two, (25, bad("not answering")))
     assert (again.state, again.passes, again.cause, again.probe_at) == (HealthState.LOST, 0, "not answering", 35)
 
 
 def test_a_gpu_that_stays_lost_does_not_put_off_its_first_probe() -> None:
-    """A GPU that was away for an hour is back after two more looks, not after a longer wait."""
-    lost = looked(GpuHealth(), *((at, bad()) for at in range(0, 3600, 5)))
-    assert looked(lost, (3600, WELL)).passes == 1
+    """A GPU that was away for an hour is back after two more polls, not after a longer wait."""
+    lost = polled(GpuHealth(), *((at, bad()) for at in range(0, 3600, 5)))
+    assert polled(lost, (3600, WELL)).passes == 1
 
 
 def test_an_event_takes_a_well_gpu_away_until_the_probes_are_passed() -> None:
-    """The look right after the event, which finds it well, is none of them."""
-    ill = hit(GpuHealth(), 94, now=0)
-    assert (ill.state, ill.cause) == (HealthState.PROBING, "Xid 94 (contained memory error)")
-    assert not is_offered(looked(ill, (0.1, WELL), (10, WELL), (20, WELL)))
-    assert is_offered(looked(ill, (0.1, WELL), (10, WELL), (20, WELL), (30, WELL)))
+    """The poll right after the event, which finds it usable, is none of them."""
+    failed = hit(GpuHealth(), 94, now=0)
+    assert (failed.state, failed.cause) == (HealthState.PROBING, "Xid 94 (contained memory error)")
+    assert not is_offered(polled(failed, (0.1, WELL), (10, WELL), (20, WELL)))
+    assert is_offered(polled(failed, (0.1, WELL), (10, WELL), (20, WELL), (30, WELL)))
 
 
 def test_another_event_among_the_probes_starts_them_again() -> None:
     """A GPU on which errors go on does not come back."""
-    health = hit(looked(hit(GpuHealth(), 94, now=0), (10, WELL), (20, WELL)), 63, now=25)
+    health = hit(polled(hit(GpuHealth(), 94, now=0), (10, WELL), (20, WELL)), 63, now=25)
     assert (health.state, health.passes, health.probe_at) == (HealthState.PROBING, 0, 35)
 
 
-def test_a_gpu_that_needs_a_reset_stays_away_however_well_it_looks() -> None:
-    """Only a look that finds it away, and later ones that find it well, are a reset."""
-    ill = hit(GpuHealth(), 79, now=0)
-    assert ill.state is HealthState.NEEDS_RESET
-    waited = looked(ill, *((at, WELL) for at in range(0, 100_000, 1000)))
-    assert waited == ill and not is_offered(waited)
-    reset = looked(waited, (100_000, bad("being reset")))
+def test_a_gpu_that_needs_a_reset_stays_out_of_service_while_it_answers() -> None:
+    """Only a poll that finds it missing, and later ones that find it usable, are a reset."""
+    failed = hit(GpuHealth(), 79, now=0)
+    assert failed.state is HealthState.NEEDS_RESET
+    waited = polled(failed, *((at, WELL) for at in range(0, 100_000, 1000)))
+    assert waited == failed and not is_offered(waited)
+    reset = polled(waited, (100_000, bad("being reset")))
     assert reset.state is HealthState.LOST
-    assert is_offered(looked(reset, (100_010, WELL), (100_020, WELL), (100_030, WELL)))
+    assert is_offered(polled(reset, (100_010, WELL), (100_020, WELL), (100_030, WELL)))
 
 
 def test_an_event_that_needs_a_reset_counts_also_for_a_lost_and_for_a_probed_gpu() -> None:
-    """The look may have come before the event."""
-    for before in (looked(GpuHealth(), (0, bad())), hit(GpuHealth(), 94, now=0)):
+    """The poll may have come before the event."""
+    for before in (polled(GpuHealth(), (0, bad())), hit(GpuHealth(), 94, now=0)):
         assert hit(before, 79, now=1).state is HealthState.NEEDS_RESET
 
 
 def test_a_lesser_event_does_not_shorten_the_wait_for_a_reset() -> None:
     """Nor does it hide the first cause."""
-    ill = hit(GpuHealth(), 79, now=0)
-    assert hit(ill, 94, now=1) == ill
+    failed = hit(GpuHealth(), 79, now=0)
+    assert hit(failed, 94, now=1) == failed
 
 
 def test_a_driver_that_answers_nothing_is_no_reset() -> None:
     """A well GPU is lost with the driver; one that waits for a reset goes on waiting."""
-    ill = hit(GpuHealth(), 79, now=0)
-    assert after_driver_lost(ill, "NVML is gone", POLICY, 1) == ill
+    failed = hit(GpuHealth(), 79, now=0)
+    assert after_driver_lost(failed, "NVML is gone", POLICY, 1) == failed
     assert after_driver_lost(GpuHealth(), "NVML is gone", POLICY, 1).state is HealthState.LOST
 
 
-def test_an_unanswered_look_is_forgiven_once_an_hour() -> None:
+def test_an_unanswered_poll_is_forgiven_once_an_hour() -> None:
     """What was known of the GPU before holds again, and what an operator did meanwhile."""
     assert is_brief_loss_forgiven(None, 5)
     assert not is_brief_loss_forgiven(100, 99 + RELAPSE_WITHIN_S)
@@ -174,16 +173,16 @@ def test_an_unanswered_look_is_forgiven_once_an_hour() -> None:
 
 def _recovered(health: GpuHealth, at: float) -> GpuHealth:
     while not is_offered(health):
-        health = looked(health, (at, WELL))
+        health = polled(health, (at, WELL))
         at += 1
     return replace(health, recovered_at=at)
 
 
 def test_each_relapse_doubles_the_time_between_probes_up_to_the_most() -> None:
-    """A GPU that flaps is looked at ever longer before it is trusted."""
+    """A GPU that flaps is probed ever longer before it is trusted."""
     health, periods, at = GpuHealth(), [], 0.0
     for _ in range(9):
-        health = looked(health, (at, bad()))
+        health = polled(health, (at, bad()))
         periods.append(probe_period_s(health, POLICY))
         health = _recovered(health, at)
         at = (health.recovered_at or 0) + 1
@@ -191,92 +190,92 @@ def test_each_relapse_doubles_the_time_between_probes_up_to_the_most() -> None:
 
 
 def test_a_gpu_that_was_well_for_an_hour_begins_with_the_first_period_again() -> None:
-    """A relapse is an illness soon after the recovery."""
+    """A relapse is a failure soon after the recovery."""
     health = replace(GpuHealth(), relapses=5, recovered_at=0.0)
-    assert looked(health, (RELAPSE_WITHIN_S - 1, bad())).relapses == 6
-    assert looked(health, (RELAPSE_WITHIN_S, bad())).relapses == 0
+    assert polled(health, (RELAPSE_WITHIN_S - 1, bad())).relapses == 6
+    assert polled(health, (RELAPSE_WITHIN_S, bad())).relapses == 0
 
 
 def test_a_cordoned_gpu_is_away_with_the_operators_reason_however_well_it_is() -> None:
-    """The cordon outlasts an illness and its end."""
+    """The cordon outlasts a failure and its end."""
     health = cordoned(GpuHealth(), "new fan")
     assert offered(WELL, health, POLICY).unhealthy_reason == "cordoned: new fan"
-    ill = looked(health, (0, bad()))
-    assert why_not_offered(ill, POLICY).startswith("cordoned: new fan; besides, fell off the bus")
-    back = looked(ill, (10, WELL), (20, WELL), (30, WELL))
+    failed = polled(health, (0, bad()))
+    assert why_not_offered(failed, POLICY).startswith("cordoned: new fan; besides, fell off the bus")
+    back = polled(failed, (10, WELL), (20, WELL), (30, WELL))
     assert (back.state, back.cordon) == (HealthState.HEALTHY, "new fan")
     assert is_offered(uncordoned(back, POLICY, 31))
 
 
 def test_uncordon_ends_a_wait_for_a_reset_and_leaves_the_rest_to_the_probes() -> None:
-    """An operator's word is no look."""
+    """An operator's request does not count as a poll."""
     put_back = uncordoned(cordoned(hit(GpuHealth(), 79, now=0), "x"), POLICY, 50)
     assert (put_back.state, put_back.cordon, put_back.probe_at) == (HealthState.PROBING, None, 60)
-    assert is_offered(looked(put_back, (60, WELL), (70, WELL), (80, WELL)))
-    lost = looked(GpuHealth(), (0, bad()))
+    assert is_offered(polled(put_back, (60, WELL), (70, WELL), (80, WELL)))
+    lost = polled(GpuHealth(), (0, bad()))
     assert uncordoned(lost, POLICY, 1) == lost
 
 
 def test_a_wait_of_an_earlier_agent_is_one_still() -> None:
     """The restart of the agent is no reset."""
-    assert looked(waiting("Xid 79"), (0, WELL), (1000, WELL)).state is HealthState.NEEDS_RESET
+    assert polled(waiting("Xid 79"), (0, WELL), (1000, WELL)).state is HealthState.NEEDS_RESET
 
 
-def test_the_reason_tells_what_happened_and_what_brings_the_gpu_back() -> None:
-    """And does not change with each look, for each change is told to the API server."""
-    ill = hit(GpuHealth(), 94, now=0)
-    text = "after Xid 94 (contained memory error): comes back after 3 looks that find it well, 10 s apart"
+def test_the_reason_has_the_cause_and_the_way_to_recovery() -> None:
+    """And does not change with each poll, for each change is reported to the API server."""
+    failed = hit(GpuHealth(), 94, now=0)
+    text = "after Xid 94 (contained memory error): recovers after 3 polls that find it usable, 10 s apart"
     assert {
-        why_not_offered(h, POLICY) for h in (ill, looked(ill, (10, WELL)), looked(ill, (10, WELL), (20, WELL)))
+        why_not_offered(h, POLICY) for h in (failed, polled(failed, (10, WELL)), polled(failed, (10, WELL), (20, WELL)))
     } == {text}
     assert "gpushare-agent uncordon" in why_not_offered(hit(GpuHealth(), 79, now=0), POLICY)
     assert why_not_offered(GpuHealth(), POLICY) == ""
 
 
 def test_the_next_probe_is_the_earliest_that_lies_ahead() -> None:
-    """A lost GPU whose first probe is overdue waits for the usual look; so nobody looks without a pause."""
-    lost, probed = looked(GpuHealth(), (0, bad())), hit(GpuHealth(), 94, now=4)
+    """A lost GPU whose first probe is overdue waits for the usual poll; so nobody polls without a pause."""
+    lost, probed = polled(GpuHealth(), (0, bad())), hit(GpuHealth(), 94, now=4)
     assert next_probe_at([lost, probed, GpuHealth()], 5) == 10
     assert next_probe_at([lost, probed], 12) == 14
     assert next_probe_at([lost, probed], 20) is None
 
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["well", "bad", "ill", "reset", "lost", "cordon", "uncordon"]), st.floats(0, 50)),
+    st.tuples(st.sampled_from(["well", "bad", "failed", "reset", "lost", "cordon", "uncordon"]), st.floats(0, 50)),
     max_size=40,
 )
 
 
 @given(STEPS)
-def test_whatever_happens_an_offered_gpu_was_well_at_enough_looks_since_it_was_last_ill(
+def test_whatever_happens_an_offered_gpu_passed_enough_polls_since_it_last_failed(
     steps: list[tuple[str, float]],
 ) -> None:
-    """Never after fewer passes, never while cordoned, never with a wait for a reset; and three good looks a long time apart
+    """Never after fewer passes, never while cordoned, never with a wait for a reset; and three good polls a long time apart
     bring back every GPU that waits for nothing else."""
-    health, now, good_looks, was_ill, needs_reset = GpuHealth(), 0.0, 0, False, False
+    health, now, good_polls, was_unhealthy, needs_reset = GpuHealth(), 0.0, 0, False, False
     for step, pause_s in steps:
         now += pause_s
         if step == "well":
-            health, good_looks = looked(health, (now, WELL)), good_looks + 1
+            health, good_polls = polled(health, (now, WELL)), good_polls + 1
         elif step == "bad":
-            health, good_looks, was_ill, needs_reset = looked(health, (now, bad())), 0, True, False
-        elif step in ("ill", "reset"):
+            health, good_polls, was_unhealthy, needs_reset = polled(health, (now, bad())), 0, True, False
+        elif step in ("failed", "reset"):
             health = hit(health, 79 if step == "reset" else 94, now)
-            good_looks, was_ill, needs_reset = 0, True, needs_reset or step == "reset"
+            good_polls, was_unhealthy, needs_reset = 0, True, needs_reset or step == "reset"
         elif step == "lost":
-            health, good_looks, was_ill = after_driver_lost(health, "gone", POLICY, now), 0, True
+            health, good_polls, was_unhealthy = after_driver_lost(health, "gone", POLICY, now), 0, True
         elif step == "cordon":
             health = cordoned(health, "")
         else:
             health, needs_reset = uncordoned(health, POLICY, now), False
         if is_offered(health):
             assert health.cordon is None and not needs_reset
-            assert not was_ill or good_looks >= POLICY.recovery_probes
+            assert not was_unhealthy or good_polls >= POLICY.recovery_probes
         assert bool(why_not_offered(health, POLICY)) is not is_offered(health)
         assert (health.state is HealthState.NEEDS_RESET) is needs_reset
     if health.cordon is None and not needs_reset:
         later = [(now + 1000 * number, WELL) for number in range(1, POLICY.recovery_probes + 1)]
-        assert is_offered(looked(health, *later))
+        assert is_offered(polled(health, *later))
 
 
 def test_the_document_shows_every_state_as_the_code_has_it() -> None:

@@ -1,16 +1,16 @@
-"""What the inventory offers, what it keeps, and when it tells."""
+"""What the inventory offers, what it keeps, and when it reports."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from gpushare_agent.gpus.health import EventMeaning, HealthPolicy
-from gpushare_agent.gpus.health_values import GpuHealth, HealthState, KeptHealth
+from gpushare_agent.gpus.decisions.health import EventMeaning, HealthPolicy
+from gpushare_agent.gpus.decisions.values import GpuHealth, HealthState, SavedHealth
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import GpuUuid
 from tests.support_core import inventory
-from tests.support_health import IMMEDIATE, sick, xid
+from tests.support_health import IMMEDIATE, unhealthy, xid
 
 FIRST, SECOND = GpuUuid("GPU-0"), GpuUuid("GPU-1")
 
@@ -39,14 +39,14 @@ def test_a_cordon_is_reported_once_and_lifted_once() -> None:
     assert reasons(state) == ["", ""] and len(reported) == 3
 
 
-def test_an_illness_is_reported_apart_from_a_cordon() -> None:
+def test_an_unhealthy_reason_is_reported_apart_from_a_cordon() -> None:
     """A GPU that is only cordoned has none; the other one's stands without the operator's words."""
     state, _ = _state()
     state.note_events([xid(79, 1)])
     alone = reasons(state)[1]
     state.cordon(FIRST, "fan")
     state.cordon(SECOND, "smoke")
-    assert alone and state.illnesses == {SECOND: alone}
+    assert alone and state.unhealthy_reasons == {SECOND: alone}
     assert reasons(state) == ["cordoned: fan", f"cordoned: smoke; besides, {alone}"]
 
 
@@ -64,28 +64,28 @@ def test_events_of_many_gpus_are_one_change_and_their_meanings_are_counted() -> 
     ]
 
 
-def test_what_is_kept_is_taken_over_by_the_next_agent_before_the_gpus_are_read() -> None:
+def test_what_is_saved_is_taken_over_by_the_next_agent_before_the_gpus_are_read() -> None:
     """A cordoned GPU is never offered, not even for a moment; what is kept of absent GPUs stays."""
     state, _ = _state()
     state.cordon(FIRST, "fan")
     state.note_events([xid(79, 1)])
-    assert state.kept == KeptHealth(cordons={FIRST: "fan"}, waits={SECOND: "Xid 79 (GPU has fallen off the bus)"})
+    assert state.saved == SavedHealth(cordons={FIRST: "fan"}, waits={SECOND: "Xid 79 (GPU has fallen off the bus)"})
     absent = GpuUuid("GPU-absent")
     again, offered = GpuInventoryState(IMMEDIATE), []
     again.subscribe(lambda found: offered.extend(gpu.is_healthy for gpu in found.gpus))
-    again.restore(KeptHealth(cordons={**state.kept.cordons, absent: "away"}, waits=state.kept.waits))
+    again.restore(SavedHealth(cordons={**state.saved.cordons, absent: "away"}, waits=state.saved.waits))
     again.read(inventory())
     assert offered == [False, False]
     assert again.healths[SECOND].state is HealthState.NEEDS_RESET
     assert again.cordoned == {FIRST: "fan", absent: "away"}
 
 
-def test_a_look_that_sees_the_reset_ends_what_is_kept_of_the_wait() -> None:
+def test_a_poll_that_sees_the_reset_ends_the_saved_wait() -> None:
     """The next agent does not wait for it again."""
     state, _ = _state()
     state.note_events([xid(79, 1)])
-    state.read(sick(inventory(), 1))
-    assert state.kept.waits == {} and not state.current.gpus[1].is_healthy
+    state.read(unhealthy(inventory(), 1))
+    assert state.saved.waits == {} and not state.current.gpus[1].is_healthy
     state.read(inventory())
     assert reasons(state) == ["", ""]
 
@@ -93,7 +93,7 @@ def test_a_look_that_sees_the_reset_ends_what_is_kept_of_the_wait() -> None:
 def test_an_inventory_without_gpus_has_no_probe_due() -> None:
     """And neither has one whose remembered GPUs were never seen."""
     state = GpuInventoryState(IMMEDIATE)
-    state.restore(KeptHealth(cordons={FIRST: ""}, waits={SECOND: "Xid 79"}))
+    state.restore(SavedHealth(cordons={FIRST: ""}, waits={SECOND: "Xid 79"}))
     assert state.next_probe_at() is None
     assert not state.lost("no driver") and state.current.gpus == ()
 
@@ -104,7 +104,7 @@ PROBES = HealthPolicy(
 
 
 def _clocked() -> tuple[GpuInventoryState, list[float]]:
-    """An inventory that wants two looks, and its clock."""
+    """An inventory that wants two polls, and its clock."""
     now = [0.0]
     state = GpuInventoryState(PROBES, clock=lambda: now[0])
     state.read(inventory())
@@ -115,7 +115,7 @@ def _offered(state: GpuInventoryState) -> list[bool]:
     return [gpu.is_healthy for gpu in state.current.gpus]
 
 
-def test_one_look_that_the_driver_leaves_unanswered_is_over_with_the_next() -> None:
+def test_one_poll_that_the_driver_leaves_unanswered_is_over_with_the_next() -> None:
     """No GPU failed: none has to pass probes, none has a relapse. A cordon of that time holds."""
     state, now = _clocked()
     state.lost("no answer")
@@ -127,8 +127,8 @@ def test_one_look_that_the_driver_leaves_unanswered_is_over_with_the_next() -> N
     assert state.healths[FIRST] == GpuHealth()
 
 
-def test_a_second_unanswered_look_and_a_second_loss_within_the_hour_call_for_probes() -> None:
-    """A driver that fails again and again must not have its GPUs come and go with every look."""
+def test_a_second_unanswered_poll_and_a_second_loss_within_the_hour_call_for_probes() -> None:
+    """A driver that fails again and again must not have its GPUs come and go with every poll."""
     state, now = _clocked()
     for at in (0.0, 5.0):
         now[0] = at
@@ -147,21 +147,21 @@ def test_a_second_unanswered_look_and_a_second_loss_within_the_hour_call_for_pro
         assert _offered(state) == [is_back] * 2
 
 
-def test_after_an_unanswered_look_that_a_gpu_did_not_survive_all_are_probed() -> None:
-    """What was well and is not any more shows that something happened; a GPU that was ill before shows nothing."""
+def test_after_an_unanswered_poll_that_a_gpu_did_not_survive_all_are_probed() -> None:
+    """What was healthy and is not any more shows that something happened; a GPU that was unhealthy before shows nothing."""
     state, _ = _clocked()
     state.lost("no answer")
-    state.read(sick(inventory(), 1))
+    state.read(unhealthy(inventory(), 1))
     assert _offered(state) == [False, False]
     state, _ = _clocked()
-    state.read(sick(inventory(), 1))
+    state.read(unhealthy(inventory(), 1))
     state.lost("no answer")
-    state.read(sick(inventory(), 1))
+    state.read(unhealthy(inventory(), 1))
     assert _offered(state) == [True, False]
 
 
-def test_an_error_of_a_gpu_beside_an_unanswered_look_is_not_forgiven() -> None:
-    """Before or after that look; the other GPU comes back at once."""
+def test_an_error_of_a_gpu_beside_an_unanswered_poll_is_not_forgiven() -> None:
+    """Before or after that poll; the other GPU comes back at once."""
     for is_before in (True, False):
         state, now = _clocked()
         if is_before:
@@ -174,7 +174,7 @@ def test_an_error_of_a_gpu_beside_an_unanswered_look_is_not_forgiven() -> None:
         assert _offered(state) == [True, False]
 
 
-def test_the_next_life_of_the_same_process_goes_on_with_all_that_was_known() -> None:
+def test_a_reload_of_the_same_process_goes_on_with_all_that_was_known() -> None:
     """Cordons and waits that no file keeps, probes that have begun, relapses; what a file says of known GPUs is older."""
     state, now = _clocked()
     state.note_events([xid(94, 0), xid(79, 1)])
@@ -184,12 +184,12 @@ def test_the_next_life_of_the_same_process_goes_on_with_all_that_was_known() -> 
     absent = GpuUuid("GPU-absent")
     later = GpuInventoryState(PROBES, clock=lambda: now[0])
     later.take_over(state)
-    later.restore(KeptHealth(cordons={FIRST: "of long ago", absent: "away"}, waits={}))
+    later.restore(SavedHealth(cordons={FIRST: "of long ago", absent: "away"}, waits={}))
     assert not later.is_read
     later.read(inventory())
     assert later.is_read and _offered(later) == [False, False]
     assert (later.healths[FIRST].state, later.healths[FIRST].passes) == (HealthState.PROBING, 1)
-    assert later.kept == KeptHealth(
+    assert later.saved == SavedHealth(
         cordons={SECOND: "fan", absent: "away"}, waits={SECOND: "Xid 79 (GPU has fallen off the bus)"}
     )
     now[0] = 20.0
@@ -198,11 +198,11 @@ def test_the_next_life_of_the_same_process_goes_on_with_all_that_was_known() -> 
     again = GpuInventoryState(PROBES, clock=lambda: now[0])
     again.take_over(later)
     again.read(inventory())
-    again.read(sick(inventory(), 0))
+    again.read(unhealthy(inventory(), 0))
     assert again.healths[FIRST].relapses == 1
 
 
-def test_an_unanswered_look_is_over_with_the_next_in_the_next_life_too() -> None:
+def test_an_unanswered_poll_is_over_with_the_next_after_a_reload_too() -> None:
     """And a second one within the hour is not."""
     state, now = _clocked()
     state.lost("no answer")
@@ -219,7 +219,7 @@ def test_an_unanswered_look_is_over_with_the_next_in_the_next_life_too() -> None
 
 
 def test_gpus_of_which_none_could_be_named_are_not_read_yet() -> None:
-    """The driver told that there are some: nothing may be taken for their absence."""
+    """The driver reported that there are some: nothing may be taken for their absence."""
     state = GpuInventoryState(IMMEDIATE)
     state.read(replace(inventory(0), unreadable=((0, "NVML: GPU is lost"),)))
     assert not state.is_read

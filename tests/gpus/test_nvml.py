@@ -81,7 +81,7 @@ async def test_links_through_an_nvswitch_join_all_gpus_that_have_them(library_di
 
 
 async def test_numa_nodes_come_from_the_kernel(library_directory: Path) -> None:
-    """A number is the node; -1 and an absent file mean that the host tells none."""
+    """A number is the node; -1 and an absent file mean that the host reports none."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         for bus_id, text in (("0000:3b:00.0", "0\n"), ("0000:3c:00.0", "-1\n"), ("0000:af:00.0", "1\n")):
             (probe.directory / "pci" / bus_id).mkdir(parents=True)
@@ -91,7 +91,7 @@ async def test_numa_nodes_come_from_the_kernel(library_directory: Path) -> None:
 
 
 async def test_one_lost_gpu_leaves_the_others_working(library_directory: Path) -> None:
-    """A GPU lost between two looks stays in the list, Unhealthy with NVML's reason, its place in the tree unchanged."""
+    """A GPU lost between two polls stays in the list, Unhealthy with NVML's reason, its place in the tree unchanged."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         before = await probe.read()
         probe.becomes(TWO_PAIRS + "error 1 15\n")
@@ -123,7 +123,7 @@ async def test_a_gpu_without_a_name_is_reported_as_unreadable(library_directory:
 
 
 async def test_a_gpu_whose_handle_fails_later_is_still_known(library_directory: Path) -> None:
-    """Its UUID is remembered from the earlier look, so it is Unhealthy and not unreadable."""
+    """Its UUID is remembered from the earlier poll, so it is Unhealthy and not unreadable."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         await probe.read()
         probe.becomes(TWO_PAIRS + "handle_error 2 15\n")
@@ -154,7 +154,7 @@ ancestor 1 2 30
 
 
 async def test_all_gpus_lost_are_unhealthy_and_come_back(library_directory: Path) -> None:
-    """While all are lost NVML is opened anew at each look; the first look after the recovery sees them healthy."""
+    """While all are lost NVML is opened anew at each poll; the first poll after the recovery sees them healthy."""
     script = TWO_PAIRS + "nvlink 0 0 0 00000000:3C:00.0\nnvlink 1 0 0 00000000:3B:00.0\n"
     async with running_probe(library_directory, script) as probe:
         calls = probe.directory / "calls"
@@ -171,7 +171,7 @@ async def test_all_gpus_lost_are_unhealthy_and_come_back(library_directory: Path
 
 
 async def test_a_driver_that_is_gone_is_unavailable_and_comes_back(library_directory: Path) -> None:
-    """Driver unloaded: the look fails and says what to check. Loaded again: the next look opens NVML and works."""
+    """Driver unloaded: the poll fails and names what to check. Loaded again: the next poll opens NVML and works."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         before = await probe.read()
         probe.becomes("init 9\ndriver 9\n")
@@ -185,7 +185,7 @@ async def test_a_driver_that_is_gone_is_unavailable_and_comes_back(library_direc
 
 
 async def test_a_driver_lost_under_an_open_nvml_is_opened_again_at_once(library_directory: Path) -> None:
-    """NVML that answers Uninitialized after a driver restart costs no look: it is opened again within the same one."""
+    """NVML that answers Uninitialized after a driver restart costs no poll: it is opened again within the same one."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         before = await probe.read()
         calls = probe.directory / "calls"
@@ -210,7 +210,7 @@ async def test_an_absent_library_is_unavailable_with_a_checklist() -> None:
 
 
 async def test_a_gpu_in_mig_mode_is_unhealthy_and_says_why(library_directory: Path) -> None:
-    """A GPU divided by MIG is listed but never given; the reason tells what to do."""
+    """A GPU divided by MIG is listed but never given; the reason reports what to do."""
     script = TWO_PAIRS.replace("24576 0 Tesla", "24576 1 Tesla", 1)
     async with running_probe(library_directory, script) as probe:
         inventory = await probe.read()
@@ -221,7 +221,7 @@ async def test_a_gpu_in_mig_mode_is_unhealthy_and_says_why(library_directory: Pa
 
 
 async def test_a_hung_driver_costs_one_thread_and_is_unavailable(library_directory: Path) -> None:
-    """The first look times out, later ones are refused without a further thread, and all is well when it returns."""
+    """The first poll times out, later ones are refused without a further thread, and all is healthy when it returns."""
     async with running_probe(library_directory, TWO_PAIRS + "hang\n", timeout_s=0.5) as probe:
         first = await probe.read()
         second = await probe.read()
@@ -245,7 +245,7 @@ async def test_a_hung_driver_does_not_keep_the_process_from_ending(library_direc
 
 
 async def test_reading_after_a_close_opens_nvml_again(library_directory: Path) -> None:
-    """Close shuts NVML down; the next look initialises it once more."""
+    """Close shuts NVML down; the next poll initialises it once more."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         calls = probe.directory / "calls"
         probe.becomes(TWO_PAIRS + f"log {calls}\n")

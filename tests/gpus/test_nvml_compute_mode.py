@@ -65,7 +65,7 @@ async def test_the_mode_is_set_only_if_the_setting_asks_and_set_back_at_the_end(
 
 
 async def test_without_the_right_to_set_it_no_daemon_is_started(place: MpsPlace) -> None:
-    """The last line says what failed and how to do without."""
+    """The last line names what failed and how to do without."""
     code, err = await end_of(await supervisor(place, "--mps.exclusive-process=true", FAKE_NVML_DENIES="1"))
     assert code == 1 and place.daemons() == []
     last = err.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""What happened to GPUs, as the NVML driver tells it: the real nvidia-ml-py, on a scripted libnvidia-ml.so.1."""
+"""What happened to GPUs, as the NVML driver reports it: the real nvidia-ml-py, on a scripted libnvidia-ml.so.1."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def xid_of(uuid: str | None, xid: int) -> dict[str, Any]:
     return {"kind": "xid", "uuid": uuid, "xid": xid}
 
 
-async def complaints(probe: Probe) -> list[tuple[str, str | None]]:
+async def warnings(probe: Probe) -> list[tuple[str, str | None]]:
     return [(entry["event"], entry.get("uuid")) for entry in await probe.ask("logged")]
 
 
 async def test_events_are_reported_once_and_in_order(library_directory: Path) -> None:
-    """Xids with their number, double-bit ECC errors, each with its GPU; what is taken is not told again."""
+    """Xids with their number, double-bit ECC errors, each with its GPU; what is taken is not reported again."""
     happened = event(1, 2, XID, 31) + event(2, 0, DOUBLE_BIT_ECC, 0) + event(3, 2, XID, 79)
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         assert await probe.events() == []
@@ -72,8 +72,8 @@ async def test_the_gpu_of_an_event_is_known_by_its_handle_when_it_fell_off_the_b
         assert await probe.events() == [xid_of("GPU-bbbb", 79)]
 
 
-async def test_the_gpu_of_an_unknown_handle_is_asked_for_its_uuid(library_directory: Path) -> None:
-    """A handle that is not the registered one tells its UUID; one that does not, or none, leaves the GPU unknown."""
+async def test_the_uuid_of_an_unknown_handle_is_read(library_directory: Path) -> None:
+    """A handle that is not the registered one reports its UUID; one that does not, or none, leaves the GPU unknown."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         await probe.events()
         probe.becomes(TWO_PAIRS + event(1, 32 + 3, XID, 48))
@@ -94,7 +94,7 @@ async def test_a_gpu_is_registered_for_what_it_supports(library_directory: Path)
         assert await probe.events() == [xid_of("GPU-aaaa", 63)]
         await probe.ask("close")
         await probe.events()
-        assert await complaints(probe) == [("gpu_without_events", "GPU-bbbb")]
+        assert await warnings(probe) == [("gpu_without_events", "GPU-bbbb")]
 
 
 async def test_a_gpu_that_cannot_be_registered_leaves_the_others(library_directory: Path) -> None:
@@ -109,7 +109,7 @@ async def test_a_gpu_that_cannot_be_registered_leaves_the_others(library_directo
 
 
 async def test_a_failing_wait_is_reported_once_and_the_set_is_made_again(library_directory: Path) -> None:
-    """One Unavailable, then a new event set; while waiting goes on failing every other call says so."""
+    """One Unavailable, then a new event set; while waiting goes on failing every other call reports it."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         await probe.events()
         calls = probe.directory / "calls"
@@ -192,10 +192,10 @@ async def test_a_storm_is_reported_wholly_before_the_set_is_made_again(library_d
 
 
 async def test_a_library_without_events_is_reported_once_and_has_none(library_without_events: Path) -> None:
-    """Missing symbols are no failure to repeat: the log says that Xids are not seen, and looks and samples go on."""
+    """Missing symbols are no failure to repeat: the log says that Xids are not seen, and polls and samples go on."""
     async with running_probe(library_without_events, TWO_PAIRS) as probe:
         assert [await probe.events() for _ in range(3)] == [[], [], []]
-        assert [event for event, _ in await complaints(probe)] == ["nvml_has_no_events"]
+        assert [event for event, _ in await warnings(probe)] == ["nvml_has_no_events"]
         assert len((await probe.sample())["gpus"]) == 4
 
 

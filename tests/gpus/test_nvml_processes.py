@@ -38,7 +38,7 @@ def use(gpu: Any, pid: int) -> tuple[float | None, ...]:
 
 
 async def test_the_three_lists_become_one_by_pid(library_directory: Path) -> None:
-    """A PID in two lists is one process, of the kind that tells more, with the larger memory and not the sum."""
+    """A PID in two lists is one process, of the kind that reports more, with the larger memory and not the sum."""
     script = ONE_GPU + (
         "process compute 0 300 1000\nprocess compute 0 100 2000\nprocess graphics 0 100 3000\n"
         "process graphics 0 200 400\nprocess compute 0 400 50\nprocess mps 0 400 40\nprocess mps 0 500 60\n"
@@ -54,8 +54,8 @@ async def test_the_three_lists_become_one_by_pid(library_directory: Path) -> Non
     ]
 
 
-async def test_memory_that_the_driver_does_not_tell_is_none(library_directory: Path) -> None:
-    """Not available is not 18 exabytes, and no zero; one list that tells it is enough."""
+async def test_memory_that_the_driver_does_not_report_is_none(library_directory: Path) -> None:
+    """Not available is not 18 exabytes, and no zero; one list that reports it is enough."""
     script = ONE_GPU + "process compute 0 100 -\nprocess compute 0 200 -\nprocess graphics 0 200 70\n"
     async with running_probe(library_directory, script) as probe:
         gpu = await probe.sample_gpu()
@@ -84,7 +84,7 @@ async def test_a_list_that_never_stops_growing_is_given_up(library_directory: Pa
 
 
 async def test_a_failing_list_makes_the_processes_unknown(library_directory: Path) -> None:
-    """A process that one list would have told must not look ended."""
+    """A process that one list would have reported must not poll ended."""
     script = ONE_GPU + TRAINING + "call_error nvmlDeviceGetMPSComputeRunningProcesses_v3 0 10\n"
     async with running_probe(library_directory, script) as probe:
         sample = await probe.sample()
@@ -156,7 +156,7 @@ async def test_a_client_of_mps_without_samples_is_not_called_idle(library_direct
 async def test_a_process_that_worked_and_is_in_no_list_counts_for_its_round(
     library_directory: Path, now_us: int
 ) -> None:
-    """It has ended within the round: it is told once, without memory, and is gone with the next."""
+    """It has ended within the round: it is reported once, without memory, and is gone with the next."""
     async with running_probe(library_directory, ONE_GPU + TRAINING) as probe:
         await probe.sample_gpu()
         probe.becomes(ONE_GPU + TRAINING + f"sample 0 900 {now_us} 50 5 0 0\n")

@@ -30,7 +30,7 @@ def library_directory() -> Iterator[Path]:
 async def test_a_gpu_whose_driver_asks_for_recovery_is_unhealthy(
     library_directory: Path, action: int, words: tuple[str, ...]
 ) -> None:
-    """The reason says what the driver asks for; the other GPUs and the GPU's own facts stay, and it comes back."""
+    """The reason names what the driver asks for; the other GPUs and the GPU's own facts stay, and it comes back."""
     script = TWO_PAIRS + f"field 1 {RECOVERY_ACTION} 0 0 1 {action}\n"
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         before = await probe.read()
@@ -41,14 +41,14 @@ async def test_a_gpu_whose_driver_asks_for_recovery_is_unhealthy(
     assert [gpu["health"] for gpu in asking["gpus"]] == ["Healthy", "Unhealthy", "Healthy", "Healthy"]
     gpu = asking["gpus"][1]
     assert gpu["unhealthy_reason"].startswith("the driver asks for")
-    assert all(word in gpu["unhealthy_reason"] for word in words)
+    assert all(name in gpu["unhealthy_reason"] for name in words)
     assert (gpu["minor"], gpu["memory_mib"], asking["links"]) == (0, 24576, before["links"])
     assert after == before
 
 
 @pytest.mark.parametrize("field", ["0 1 0", "0 1 5", "3 1 1", "10 1 1"])
 async def test_a_gpu_without_a_wish_is_healthy(library_directory: Path, field: str) -> None:
-    """None, an action for memory between nodes, an older driver's not supported, and a failure to tell."""
+    """None, an action for memory between nodes, an older driver's not supported, and a failure to report."""
     async with running_probe(library_directory, ONE_GPU + f"field 0 {RECOVERY_ACTION} 0 {field}\n") as probe:
         [gpu] = (await probe.read())["gpus"]
     assert gpu["health"] == "Healthy"
@@ -63,7 +63,7 @@ async def test_a_gpu_whose_rows_cannot_be_remapped_is_unhealthy(library_director
 
 
 async def test_nvml_stays_open_while_all_gpus_ask_for_a_reset(library_directory: Path) -> None:
-    """They answer, so NVML is not lost: a look opens nothing anew, and the GPUs' use is still sampled."""
+    """They answer, so NVML is not lost: a poll opens nothing anew, and the GPUs' use is still sampled."""
     script = ONE_GPU + f"field 0 {RECOVERY_ACTION} 0 0 1 1\n"
     async with running_probe(library_directory, ONE_GPU) as probe:
         await probe.read()
@@ -89,8 +89,8 @@ async def test_a_gpu_that_asks_for_a_reset_from_the_start_has_its_place_in_the_t
     assert len(inventory["gpus"][1]["nvlinks"]) == 1
 
 
-async def test_the_compute_capability_is_read_where_the_driver_tells_it(library_directory: Path) -> None:
-    """Major and minor; none where it does not tell."""
+async def test_the_compute_capability_is_read_where_the_driver_has_it(library_directory: Path) -> None:
+    """Major and minor; none where it does not report."""
     async with running_probe(library_directory, TWO_PAIRS + "value capability 0 6 1\n") as probe:
         gpus = (await probe.read())["gpus"]
     assert [gpu["compute_capability"] for gpu in gpus] == [[6, 1], None, None, None]

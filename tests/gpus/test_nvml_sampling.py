@@ -1,4 +1,4 @@
-"""Samples beside looks and events: the real nvidia-ml-py, on a scripted libnvidia-ml.so.1."""
+"""Samples beside polls and events: the real nvidia-ml-py, on a scripted libnvidia-ml.so.1."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support_nvml import ONE_GPU, TWO_PAIRS, Probe, fake_library, running_
 LOST = "error 0 15\n"
 HANGS = "value utilization 0 1 1\nhang_sample\n"
 RESET = "stale 0 999\n"
-"""The GPU is well again, and is shown so only by an NVML that was shut down wholly since."""
+"""The GPU is healthy again, and is shown so only by an NVML that was shut down wholly since."""
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +25,9 @@ async def _health(probe: Probe) -> list[str]:
     return [gpu["health"] for gpu in (await probe.read())["gpus"]]
 
 
-async def test_looks_and_events_go_on_while_a_sample_hangs(library_directory: Path) -> None:
-    """No GPU is called ill because its use cannot be told, and a new event comes with its GPU."""
-    async with running_probe(library_directory, TWO_PAIRS, timeout_s=0.5) as probe:
+async def test_polls_and_events_go_on_while_a_sample_hangs(library_directory: Path) -> None:
+    """No GPU becomes unhealthy because its usage cannot be read, and a new event comes with its GPU."""
+    async with running_probe(library_directory, TWO_PAIRS, timeout_s=2.0) as probe:
         before = await probe.read()
         await probe.events()
         probe.becomes(TWO_PAIRS + HANGS)
@@ -41,7 +41,7 @@ async def test_looks_and_events_go_on_while_a_sample_hangs(library_directory: Pa
         probe.becomes(TWO_PAIRS)
         while "unavailable" in (sample := await probe.sample()):
             pass
-    assert "no answer within 0.5 s" in late["unavailable"] and "The looks at the GPUs go on" in late["unavailable"]
+    assert "no answer within 2 s" in late["unavailable"] and "Polls of the GPUs go on" in late["unavailable"]
     assert "still hangs" in refused["unavailable"]
     assert during == before and again == before
     assert events == [{"kind": "xid", "uuid": "GPU-cccc", "xid": 79}]
@@ -50,7 +50,7 @@ async def test_looks_and_events_go_on_while_a_sample_hangs(library_directory: Pa
 
 
 async def test_a_reset_gpu_comes_back_although_sampling_goes_on(library_directory: Path) -> None:
-    """Only a whole shutdown brings it back, so the look makes the sampler close its opening as well."""
+    """Only a whole shutdown brings it back, so the poll makes the sampler close its opening as well."""
     async with running_probe(library_directory, ONE_GPU) as probe:
         await probe.sample()
         assert await _health(probe) == ["Healthy"]
@@ -62,8 +62,8 @@ async def test_a_reset_gpu_comes_back_although_sampling_goes_on(library_director
         assert [gpu["uuid"] for gpu in (await probe.sample())["gpus"]] == ["GPU-aaaa"]
 
 
-async def test_a_reset_between_two_looks_costs_no_look_while_sampling_goes_on(library_directory: Path) -> None:
-    """The look finds no GPU that answers, closes both openings and opens NVML afresh at once."""
+async def test_a_reset_between_two_polls_costs_no_poll_while_sampling_goes_on(library_directory: Path) -> None:
+    """The poll finds no GPU that answers, closes both openings and opens NVML afresh at once."""
     async with running_probe(library_directory, ONE_GPU) as probe:
         await probe.sample()
         before = await probe.read()
@@ -72,7 +72,7 @@ async def test_a_reset_between_two_looks_costs_no_look_while_sampling_goes_on(li
 
 
 async def test_a_reset_gpu_waits_for_a_sample_that_hangs(library_directory: Path) -> None:
-    """It holds NVML open; the look after its return finds the GPU, and is not kept waiting before."""
+    """It holds NVML open; the poll after its return finds the GPU, and is not kept waiting before."""
     async with running_probe(library_directory, ONE_GPU, timeout_s=2.0) as probe:
         await probe.read()
         probe.becomes(ONE_GPU + HANGS)
@@ -86,8 +86,8 @@ async def test_a_reset_gpu_waits_for_a_sample_that_hangs(library_directory: Path
     assert "no answer" in hangs["unavailable"]
 
 
-async def test_a_gpu_that_the_looks_find_later_enters_the_samples(library_directory: Path) -> None:
-    """The sampler has its own list of GPUs; a look that finds others makes it ask again."""
+async def test_a_gpu_that_a_poll_finds_later_enters_the_samples(library_directory: Path) -> None:
+    """The sampler has its own list of GPUs; a poll that finds others makes it ask again."""
     async with running_probe(library_directory, TWO_PAIRS + "handle_error 1 15\n") as probe:
         await probe.read()
         assert len((await probe.sample())["gpus"]) == 3

@@ -29,7 +29,7 @@ field 0 4 0 0 3 1
 field 0 138 4294967295 0 3 2048
 field 0 139 4294967295 0 3 4096
 """
-"""For GPU 0: everything that a GPU can tell, apart from processes."""
+"""For GPU 0: everything that a GPU can report, apart from processes."""
 
 GPU_FIELDS = [
     "sm_ratio",
@@ -111,7 +111,7 @@ async def test_a_gpu_that_supports_nothing_is_sampled_without_an_error(library_d
     assert sample["errors"] == {}
 
 
-async def test_what_a_gpu_does_not_support_is_asked_once(library_directory: Path) -> None:
+async def test_what_a_gpu_does_not_support_is_called_once(library_directory: Path) -> None:
     """The second round asks only what the first one had an answer to, and always for processes; so does each GPU."""
     script = TWO_PAIRS + "value power 1 90000\n"
     async with running_probe(library_directory, script) as probe:
@@ -137,7 +137,7 @@ async def test_what_a_gpu_does_not_support_is_asked_once(library_directory: Path
     ]
 
 
-async def test_a_reopened_nvml_is_asked_everything_again(library_directory: Path) -> None:
+async def test_a_reopened_nvml_is_read_completely_again(library_directory: Path) -> None:
     """After a close, what was not supported before may be now."""
     async with running_probe(library_directory, ONE_GPU) as probe:
         before = await probe.sample_gpu()
@@ -149,7 +149,7 @@ async def test_a_reopened_nvml_is_asked_everything_again(library_directory: Path
     assert after["sm_ratio"] == 0.87
 
 
-async def test_what_a_gpu_does_not_support_is_asked_again_after_600_rounds(library_directory: Path) -> None:
+async def test_what_a_gpu_does_not_support_is_called_again_after_600_rounds(library_directory: Path) -> None:
     """MIG mode and permissions change while NVML stays open."""
     async with running_probe(library_directory, ONE_GPU) as probe:
         await probe.sample()
@@ -174,7 +174,7 @@ async def test_pcie_is_measured_on_one_gpu_a_round_and_kept(library_directory: P
 
 
 async def test_an_error_of_one_value_is_counted_and_leaves_the_others(library_directory: Path) -> None:
-    """A failing power sensor costs the power; the error has NVML's word."""
+    """A failing power sensor costs the power; the error has NVML's name."""
     errors = "call_error nvmlDeviceGetPowerUsage 0 10\ncall_error nvmlDeviceGetClockInfo 0 999\n"
     async with running_probe(library_directory, ONE_GPU + BUSY + errors) as probe:
         sample = await probe.sample()
@@ -232,16 +232,16 @@ async def test_a_gpu_that_answers_nothing_but_unknown_leaves_the_sample(library_
 
 
 async def test_all_gpus_lost_is_an_empty_sample(library_directory: Path) -> None:
-    """The driver itself answers, so it is no failure of the sample; the looks deal with the GPUs."""
+    """The driver itself answers, so it is no failure of the sample; the polls deal with the GPUs."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         await probe.sample()
         probe.becomes(TWO_PAIRS + "".join(f"error {gpu} 15\n" for gpu in range(4)))
         lost = await probe.sample()
-        looked = await probe.read()
+        polled = await probe.read()
         probe.becomes(TWO_PAIRS)
         back = await probe.sample()
     assert lost == {"gpus": [], "errors": {"gpu_is_lost": 4}}
-    assert {gpu["health"] for gpu in looked["gpus"]} == {"Unhealthy"}
+    assert {gpu["health"] for gpu in polled["gpus"]} == {"Unhealthy"}
     assert len(back["gpus"]) == 4
 
 
@@ -266,21 +266,21 @@ async def test_a_driver_lost_as_a_whole_is_unavailable_and_comes_back(library_di
     assert back["sm_ratio"] == 0.87
 
 
-async def test_an_older_driver_is_asked_by_the_older_names(old_library_directory: Path) -> None:
+async def test_an_older_driver_is_called_by_the_older_names(old_library_directory: Path) -> None:
     """Without the newer symbols memory, temperature and throttling still come; what has no older name is None."""
     async with running_probe(old_library_directory, ONE_GPU + BUSY + "process compute 0 77 1048576\n") as probe:
-        looked = await probe.read()
+        polled = await probe.read()
         sample = await probe.sample()
     [gpu] = sample["gpus"]
     assert gpu["memory_used_bytes"] == 1300 * MIB  # the older call counts the reserved bytes too
     assert (gpu["temperature_celsius"], gpu["throttle_reasons"]) == (61.0, ["hw_thermal", "power_cap"])
     assert (gpu["ecc_corrected_total"], gpu["nvlink_sent_bytes_total"]) == (None, None)
     assert [(process["pid"], process["kind"]) for process in gpu["processes"]] == [(77, "compute")]
-    assert sample["errors"] == {} and looked["gpus"][0]["health"] == "Healthy"
+    assert sample["errors"] == {} and polled["gpus"][0]["health"] == "Healthy"
 
 
 async def test_a_sample_that_hangs_is_unavailable_and_never_overlaps_another(library_directory: Path) -> None:
-    """Later samples are refused while it hangs; there is one thread for them, and all is well when it returns."""
+    """Later samples are refused while it hangs; there is one thread for them, and all is healthy when it returns."""
     async with running_probe(library_directory, ONE_GPU + BUSY, timeout_s=0.5) as probe:
         await probe.sample()
         probe.becomes(ONE_GPU + BUSY + "hang_sample\n")

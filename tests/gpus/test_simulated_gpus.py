@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.gpus.events import GpuEvent, GpuEventKind
+from gpushare_agent.gpus.decisions.values import GpuEvent, GpuEventKind
 from gpushare_agent.gpus.simulated.driver import SimulatedDriver
 from gpushare_agent.gpus.simulated.faults import Faults, encode_faults, parse_faults
 from gpushare_agent.gpus.simulated.usage import encode_usage, parse_usage
@@ -177,7 +177,7 @@ async def test_a_lost_driver_is_unavailable(tmp_path: Path) -> None:
     ids=lambda text: repr(text[:60]),
 )
 async def test_a_malformed_faults_file_is_ignored_with_one_warning(tmp_path: Path, text: str | bytes) -> None:
-    """However often it is read: a warning each look would bury the log."""
+    """However often it is read: a warning each poll would bury the log."""
     faults = tmp_path / "faults.json"
     faults.write_bytes(text if isinstance(text, bytes) else text.encode())
     driver = simulated(faults=faults)
@@ -207,7 +207,7 @@ def write(path: Path, **content: Any) -> None:
 
 
 async def test_an_event_is_reported_once(tmp_path: Path) -> None:
-    """The file keeps it; the driver tells it at the next call only."""
+    """The file keeps it; the driver reports it at the next call only."""
     faults = tmp_path / "faults.json"
     driver = simulated(faults=faults)
     uuids = [gpu.uuid for gpu in (await driver.read()).gpus]
@@ -222,8 +222,8 @@ async def test_an_event_is_reported_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first_look", ["read", "events", "sample"])
-async def test_what_was_in_the_file_at_the_first_look_is_history(tmp_path: Path, first_look: str) -> None:
-    """An agent that starts again does not report the faults of yesterday; a driver that never looked has not started."""
+async def test_what_was_in_the_file_at_the_first_poll_is_history(tmp_path: Path, first_look: str) -> None:
+    """An agent that starts again does not report the faults of yesterday; a driver that never polled has not started."""
     faults = tmp_path / "faults.json"
     write(faults, xids=[XID_79], resets=[{"id": 2, "card": 0}])
     driver = simulated(faults=faults)
@@ -234,7 +234,7 @@ async def test_what_was_in_the_file_at_the_first_look_is_history(tmp_path: Path,
     assert [event.xid for event in await driver.events()] == [48]
 
 
-async def test_a_malformed_file_at_the_first_look_is_no_look(tmp_path: Path) -> None:
+async def test_a_malformed_file_at_the_first_poll_does_not_count(tmp_path: Path) -> None:
     """What it held is not known; what is read first is history."""
     faults = tmp_path / "faults.json"
     faults.write_text("{")
@@ -257,19 +257,19 @@ async def test_a_storm_comes_in_calls_of_1024_oldest_first(tmp_path: Path) -> No
     assert calls[0] + calls[1] == [number for number in range(1, 1501) if number != 7]
 
 
-async def test_a_reset_gpu_is_lost_for_one_look(tmp_path: Path) -> None:
-    """Between two looks a reset would go unseen; so the next look sees it, and the one after it sees the GPU back."""
+async def test_a_reset_gpu_is_lost_for_one_poll(tmp_path: Path) -> None:
+    """Between two polls a reset would go unseen; so the next poll sees it, and the one after it sees the GPU back."""
     faults = tmp_path / "faults.json"
     driver = simulated(faults=faults)
     before = await driver.read()
     write(faults, resets=[{"id": 1, "card": 1}])
-    looks = [await driver.read() for _ in range(2)]
-    assert [gpu.unhealthy_reason for gpu in looks[0].gpus] == ["", "being reset (simulated)"]
-    assert looks[1] == before
+    polls = [await driver.read() for _ in range(2)]
+    assert [gpu.unhealthy_reason for gpu in polls[0].gpus] == ["", "being reset (simulated)"]
+    assert polls[1] == before
 
 
-async def test_a_lost_driver_tells_no_events_and_no_use(tmp_path: Path) -> None:
-    """Each call says why; what happened meanwhile is told afterwards."""
+async def test_a_lost_driver_reports_no_events_and_no_usage(tmp_path: Path) -> None:
+    """Each call gives the reason; what happened meanwhile is reported afterwards."""
     faults = tmp_path / "faults.json"
     driver = simulated(faults=faults)
     await driver.read()
@@ -337,7 +337,7 @@ async def test_no_gpu_shows_more_than_all_of_itself(tmp_path: Path) -> None:
 
 
 async def test_a_lost_gpu_is_not_sampled_but_counted(tmp_path: Path) -> None:
-    """As NVML's error word."""
+    """As NVML's error name."""
     faults = tmp_path / "faults.json"
     write(faults, lost={"0": "gone"})
     driver = simulated(gpus=3, faults=faults)

@@ -1,4 +1,4 @@
-"""GPUs that fail and come back, a driver that goes away, and what it tells between two looks."""
+"""GPUs that fail and come back, a driver that goes away, and what it reports between two polls."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import replace
 
 from structlog.testing import capture_logs
 
-from gpushare_agent.gpus.health import HealthPolicy
+from gpushare_agent.gpus.decisions.health import HealthPolicy
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.gpus.watch import GpuWatch
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import GpuInventory
 from tests.support_core import inventory
-from tests.support_health import IMMEDIATE, ShownDriver, sick, xid
+from tests.support_health import IMMEDIATE, ShownDriver, unhealthy, xid
 
 
 class Counted:
@@ -28,18 +28,18 @@ class Counted:
     def gpu_event(self, kind: str, xid: int, is_ignored: bool) -> None:
         self.events.append((kind, xid, is_ignored))
 
-    def driver_error(self, word: str) -> None:
-        self.errors.append(word)
+    def driver_error(self, name: str) -> None:
+        self.errors.append(name)
 
 
 def health(state: GpuInventoryState) -> list[str]:
     return [gpu.health.value for gpu in state.current.gpus]
 
 
-async def _look(watch: GpuWatch, driver: ShownDriver, *shown: GpuInventory | Exception) -> None:
+async def _poll(watch: GpuWatch, driver: ShownDriver, *shown: GpuInventory | Exception) -> None:
     for one in shown:
         driver.shown = one
-        await watch.look()
+        await watch.poll()
 
 
 @asynccontextmanager
@@ -54,11 +54,11 @@ async def _running(watch: GpuWatch) -> AsyncIterator[None]:
 
 
 async def test_one_gpu_fails_and_returns() -> None:
-    """The other one is not touched; each change is told once."""
+    """The other one is not touched; each change is reported once."""
     state, reported, driver = GpuInventoryState(IMMEDIATE), [], ShownDriver()
     state.subscribe(lambda found: reported.append([c.is_healthy for c in found.gpus]))
     whole, watch = inventory(), GpuWatch(driver, state, period_s=1)
-    await _look(watch, driver, whole, whole, sick(whole, 1), sick(whole, 1), whole)
+    await _poll(watch, driver, whole, whole, unhealthy(whole, 1), unhealthy(whole, 1), whole)
     assert reported == [[True, True], [True, False], [True, True]]
 
 
@@ -66,11 +66,11 @@ async def test_a_driver_that_cannot_be_read_makes_every_gpu_unhealthy() -> None:
     """With the reason, until it can be read again."""
     state, driver, counted = GpuInventoryState(IMMEDIATE), ShownDriver(), Counted()
     watch = GpuWatch(driver, state, period_s=1, metrics=counted)
-    await _look(watch, driver, inventory(), Unavailable("NVML is gone"))
+    await _poll(watch, driver, inventory(), Unavailable("NVML is gone"))
     assert health(state) == ["Unhealthy", "Unhealthy"]
     assert state.current.gpus[0].unhealthy_reason.startswith("NVML is gone")
     assert counted.errors == ["look_failed"]
-    await _look(watch, driver, inventory())
+    await _poll(watch, driver, inventory())
     assert health(state) == ["Healthy", "Healthy"]
 
 
@@ -79,14 +79,14 @@ async def test_a_gpu_that_is_not_shown_any_more_stays_unhealthy_in_its_place() -
     state, driver, three = GpuInventoryState(IMMEDIATE), ShownDriver(), inventory(3)
     two = replace(three, gpus=(three.gpus[0], replace(three.gpus[2], index=1)), topology=inventory(2).topology)
     watch = GpuWatch(driver, state, period_s=1)
-    await _look(watch, driver, three, two)
+    await _poll(watch, driver, three, two)
     assert [(c.index, c.uuid, c.is_healthy) for c in state.current.gpus] == [
         (0, "GPU-0", True),
         (1, "GPU-1", False),
         (2, "GPU-2", True),
     ]
     assert state.current.topology == three.topology
-    await _look(watch, driver, three)
+    await _poll(watch, driver, three)
     assert health(state) == ["Healthy"] * 3
 
 
@@ -94,42 +94,42 @@ async def test_a_node_without_gpus_waits_for_them() -> None:
     """fail_on_init_error=false: nothing is offered, and they appear later."""
     state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
     watch = GpuWatch(driver, state, period_s=1)
-    await _look(watch, driver, Unavailable("no driver"))
+    await _poll(watch, driver, Unavailable("no driver"))
     assert state.current.gpus == ()
-    await _look(watch, driver, inventory())
+    await _poll(watch, driver, inventory())
     assert len(state.current.gpus) == 2
 
 
-async def test_an_event_takes_its_gpu_away_before_the_driver_is_looked_at() -> None:
+async def test_an_event_takes_its_gpu_away_before_the_driver_is_polled() -> None:
     """A GPU that hangs may keep the driver busy for seconds; the other GPU is not touched."""
     state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
     watch = GpuWatch(driver, state, period_s=3600)
-    await watch.look()
-    driver.news.append([xid(79, 1)])
+    await watch.poll()
+    driver.pending.append([xid(79, 1)])
     await watch.fetch_events()
-    assert (health(state), driver.looks) == (["Healthy", "Unhealthy"], 1)
+    assert (health(state), driver.polls) == (["Healthy", "Unhealthy"], 1)
 
 
-async def test_an_event_that_counts_is_followed_by_a_look_at_once() -> None:
+async def test_an_event_that_counts_is_followed_by_a_poll_at_once() -> None:
     """Not at the next usual time, which is an hour away; an ignored one is not followed."""
     state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
     watch = GpuWatch(driver, state, period_s=3600, event_period_s=0.005)
-    await watch.look()
+    await watch.poll()
     async with _running(watch):
-        driver.news.append([xid(13)])
-        await driver.wait(lambda: not driver.news and driver.fetches > 5)
-        assert driver.looks == 1
-        driver.news.append([xid(79)])
-        await driver.wait(lambda: driver.looks == 2)
+        driver.pending.append([xid(13)])
+        await driver.wait(lambda: not driver.pending and driver.fetches > 5)
+        assert driver.polls == 1
+        driver.pending.append([xid(79)])
+        await driver.wait(lambda: driver.polls == 2)
 
 
 async def test_a_thousand_events_are_one_change() -> None:
     """Of two GPUs together; the counter counts each."""
     state, driver, counted, reported = GpuInventoryState(IMMEDIATE), ShownDriver(inventory(3)), Counted(), []
     watch = GpuWatch(driver, state, period_s=1, metrics=counted)
-    await watch.look()
+    await watch.poll()
     state.subscribe(lambda found: reported.append([c.is_healthy for c in found.gpus]))
-    driver.news.extend([[xid(79, n % 2) for n in range(1000)], [xid(79, 0)] * 1000])
+    driver.pending.extend([[xid(79, n % 2) for n in range(1000)], [xid(79, 0)] * 1000])
     with capture_logs() as logs:
         await watch.fetch_events()
         await watch.fetch_events()
@@ -146,8 +146,8 @@ async def test_a_storm_that_goes_on_does_not_fill_the_log() -> None:
     """After a burst of lines the rest is counted in the next line."""
     state, driver, now = GpuInventoryState(IMMEDIATE), ShownDriver(), [0.0]
     watch = GpuWatch(driver, state, period_s=1, clock=lambda: now[0])
-    await watch.look()
-    driver.news.extend([xid(79)] for _ in range(101))
+    await watch.poll()
+    driver.pending.extend([xid(79)] for _ in range(101))
     with capture_logs() as logs:
         for _ in range(100):
             await watch.fetch_events()
@@ -157,15 +157,15 @@ async def test_a_storm_that_goes_on_does_not_fill_the_log() -> None:
     assert (len(lines), lines[-1]["unlogged"]) == (21, 80)
 
 
-async def test_an_event_of_no_gpu_blames_none_and_is_followed_by_a_look() -> None:
+async def test_an_event_of_no_gpu_makes_none_unhealthy_and_is_followed_by_a_poll() -> None:
     """And an error in the log."""
     state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
     watch = GpuWatch(driver, state, period_s=3600, event_period_s=0.005)
-    await watch.look()
-    driver.news.append([xid(79, None)])
+    await watch.poll()
+    driver.pending.append([xid(79, None)])
     with capture_logs() as logs:
         async with _running(watch):
-            await driver.wait(lambda: driver.looks == 2)
+            await driver.wait(lambda: driver.polls == 2)
     assert health(state) == ["Healthy", "Healthy"]
     assert [line["log_level"] for line in logs if line["event"] == "gpu_event_of_no_gpu"] == ["error"]
 
@@ -174,14 +174,14 @@ async def test_an_event_of_a_gpu_that_is_not_ours_is_counted_and_nothing_else() 
     """Such as one that the runtime hides from the agent."""
     state, driver, counted = GpuInventoryState(IMMEDIATE), ShownDriver(), Counted()
     watch = GpuWatch(driver, state, period_s=1, metrics=counted)
-    await watch.look()
-    driver.news.append([xid(79, 7)])
+    await watch.poll()
+    driver.pending.append([xid(79, 7)])
     await watch.fetch_events()
     assert health(state) == ["Healthy", "Healthy"] and counted.events == [("xid", 79, False)]
 
 
-async def test_a_driver_whose_events_fail_is_asked_ever_later_and_reported_of_once() -> None:
-    """It never spins; looks go on, and the first success is told, too."""
+async def test_a_driver_whose_events_fail_is_called_ever_later_and_reported_once() -> None:
+    """It never spins; polls go on, and the first success is reported, too."""
     state, driver, counted = GpuInventoryState(IMMEDIATE), ShownDriver(), Counted()
     watch = GpuWatch(driver, state, period_s=1, event_period_s=0.5, metrics=counted)
     driver.events_fail = Unavailable("the wait for events failed")
@@ -194,20 +194,20 @@ async def test_a_driver_whose_events_fail_is_asked_ever_later_and_reported_of_on
     assert counted.errors == ["events_failed"] * 8
 
 
-async def test_a_sick_gpu_is_looked_at_when_its_probe_is_due() -> None:
-    """The usual look is an hour away."""
+async def test_an_unhealthy_gpu_is_polled_when_its_probe_is_due() -> None:
+    """The usual poll is an hour away."""
     state = GpuInventoryState(HealthPolicy(recovery_probes=3, recovery_period_s=0.02, recovery_period_max_s=1.0))
     driver = ShownDriver()
     watch = GpuWatch(driver, state, period_s=3600, event_period_s=3600)
-    await watch.look()
-    driver.news.append([xid(94)])
+    await watch.poll()
+    driver.pending.append([xid(94)])
     await watch.fetch_events()
     async with _running(watch):
         await driver.wait(lambda: health(state) == ["Healthy", "Healthy"])
-    assert driver.looks >= 4
+    assert driver.polls >= 4
 
 
-async def test_looks_never_overlap() -> None:
+async def test_polls_never_overlap() -> None:
     """One that is asked for during another waits for its end."""
     state, order = GpuInventoryState(IMMEDIATE), []
 
@@ -220,6 +220,6 @@ async def test_looks_never_overlap() -> None:
 
     watch = GpuWatch(Slow(), state, period_s=1)
     async with asyncio.TaskGroup() as group:
-        group.create_task(watch.look())
-        group.create_task(watch.look())
+        group.create_task(watch.poll())
+        group.create_task(watch.poll())
     assert order == ["begin", "end"] * 2

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.isolation.devices.cdi_files import MAX_BYTES, MAX_FILES, CdiFiles
+from gpushare_agent.isolation.cdi.files import MAX_BYTES, MAX_FILES, CdiFiles
 from gpushare_agent.model.errors import Unavailable
 from tests.support_cdi import NVIDIA_CTK, spec, write_spec
 
@@ -51,7 +51,7 @@ def test_json_and_yaml_are_read_in_the_order_of_directories_and_names(files: Cdi
 
 
 def test_a_link_to_a_spec_is_read_as_runtimes_do(files: CdiFiles, etc: Path, short_dir: Path) -> None:
-    """Administrators link specs; one that leads nowhere is told."""
+    """Administrators link specs; one that leads nowhere is reported."""
     (etc / "a.json").symlink_to(write_spec(short_dir / "elsewhere.json", "GPU-0"))
     assert files.read()[0].devices == ("GPU-0",)
     (short_dir / "elsewhere.json").unlink()
@@ -113,7 +113,7 @@ def test_of_very_many_files_the_first_are_read_and_the_rest_is_reported(files: C
 
 
 def test_a_file_that_changed_is_read_again_and_another_is_not(files: CdiFiles, etc: Path) -> None:
-    """By its identity: the second look at an unchanged file gives the very same value."""
+    """By its identity: the second read of an unchanged file gives the very same value."""
     path = write_spec(etc / "a.json", "GPU-0")
     first = files.read()[0]
     assert files.read()[0] is first
@@ -124,7 +124,7 @@ def test_a_file_that_changed_is_read_again_and_another_is_not(files: CdiFiles, e
 
 
 def test_no_directory_at_all_is_no_spec(short_dir: Path) -> None:
-    """As on a host that never heard of CDI; a file in its place is told."""
+    """As on a host that never heard of CDI; a file in its place is reported."""
     assert CdiFiles([short_dir / "none"]).read() == ()
     (short_dir / "file").write_text("")
     assert "cannot be listed" in problem_of(CdiFiles([short_dir / "file"]))
@@ -230,7 +230,7 @@ def test_links_that_lead_nowhere_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_one_directory_under_two_names_is_read_once(tmp_path: Path) -> None:
-    """Else the agent's own spec would look like somebody else's, be removed, and be written again, in turn."""
+    """Else the agent's own spec would count as another's, be removed, and be written again, in turn."""
     (tmp_path / "run").mkdir()
     (tmp_path / "varrun").symlink_to("run")
     (tmp_path / "run" / "x.json").write_text("{}")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.isolation.devices.cdi_files import CdiFiles
-from gpushare_agent.isolation.devices.cdi_spec import SpecNodes
-from gpushare_agent.isolation.devices.cdi_specs import CdiSpecs, SpecChange
+from gpushare_agent.isolation.cdi.files import CdiFiles
+from gpushare_agent.isolation.cdi.specs import CdiSpecs, SpecChange
+from gpushare_agent.isolation.decisions.cdi_spec import SpecNodes
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver
@@ -89,7 +89,7 @@ def test_where_others_name_some_ours_names_the_rest(host: Host) -> None:
     assert host.own_names() == ["GPU-0", "GPU-1", "GPU-2"]
 
 
-def test_a_spec_that_comes_later_beside_ours_makes_names_ambiguous_until_the_next_look(host: Host) -> None:
+def test_a_spec_that_comes_later_beside_ours_makes_names_ambiguous_until_the_next_check(host: Host) -> None:
     """nvidia-ctk's service writes into the same directory at boot; then ours goes."""
     host.specs.ensure(GPUS[:2])
     (host.run / "nvidia.yaml").write_bytes(NVIDIA_CTK)
@@ -121,7 +121,7 @@ def test_no_gpus_for_a_moment_take_no_names(host: Host) -> None:
 
 
 def test_two_others_in_one_directory_are_reported_once(host: Host) -> None:
-    """The GPU has no name then, and ours would not cure it; the log says so until it changes."""
+    """The GPU has no name then, and ours would not help; the log reports it once."""
     write_spec(host.etc / "a.json", "GPU-0")
     write_spec(host.etc / "b.json", "GPU-0")
     (host.etc / "c.json").write_text("{")
@@ -129,11 +129,11 @@ def test_two_others_in_one_directory_are_reported_once(host: Host) -> None:
         state = host.specs.ensure(GPUS[:2])
         host.specs.ensure(GPUS[:2])
     assert state.unnamed == ("GPU-0",)
-    [trouble], [passed_over] = state.troubles, state.passed_over
-    assert "a.json and " in trouble and "Remove all but one" in trouble
+    [failure], [passed_over] = state.troubles, state.passed_over
+    assert "a.json and " in failure and "Remove all but one" in failure
     assert "c.json: is no JSON" in passed_over
-    reported = [entry["detail"] for entry in logs if entry["event"] == "cdi_spec_trouble"]
-    assert reported == [trouble, passed_over]
+    reported = [entry["detail"] for entry in logs if entry["event"] == "cdi_spec_problem"]
+    assert reported == [failure, passed_over]
     assert host.own_names() == ["GPU-1"]
     with pytest.raises(Rejected):
         host.nodes_of(GPUS[0])
@@ -150,11 +150,11 @@ def test_what_the_host_lacks_is_reported_once(host: Host) -> None:
         host.specs.ensure(GPUS[:2])
         (host.run / "nvidia.yaml").write_bytes(NVIDIA_CTK)
         assert host.specs.ensure(GPUS[:2]).left_out == ()
-    assert [entry["event"] for entry in logs].count("cdi_spec_trouble") == 1
+    assert [entry["event"] for entry in logs].count("cdi_spec_problem") == 1
 
 
 def test_a_gpu_of_which_only_the_uuid_is_known_has_no_name(host: Host) -> None:
-    """It is told, and the others are named."""
+    """It is reported, and the others are named."""
     state = host.specs.ensure([GPUS[0], replace(GPUS[1], minor=-1)])
     assert state.unnamed == ("GPU-1",) and "minor number" in state.troubles[0]
     assert host.own_names() == ["GPU-0"]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
-from gpushare_agent.isolation.devices.device_lists import (
+from gpushare_agent.isolation.decisions.device_lists import (
     STRATEGIES,
     DeviceListRequest,
     NodeDevices,
@@ -44,7 +44,7 @@ def test_volume_mounts_name_each_gpu_by_a_path() -> None:
 
 
 def test_cdi_strategies_name_the_same_devices_in_the_annotation_and_in_the_field() -> None:
-    """And NVIDIA's runtime is told by void that the image's own NVIDIA_VISIBLE_DEVICES=all is not meant."""
+    """And void overrides the image's own NVIDIA_VISIBLE_DEVICES=all."""
     void, names = ((VISIBLE, "void"),), ("nvidia.com/gpu=GPU-0", "nvidia.com/gpu=GPU-1")
     annotation = (("cdi.k8s.io/gpushare_p_1", ",".join(names)),)
     assert edits(ANNOTATIONS) == ContainerEdits(env=void, annotations=annotation)
@@ -113,10 +113,10 @@ def test_the_annotations_key_is_one_that_cdi_takes(uid: str) -> None:
 def test_strategies_that_contradict_each_other_are_reported(
     strategies: list[DeviceListStrategy], words: list[str]
 ) -> None:
-    """Each contradiction once, with what to drop; what goes together is not complained of."""
+    """Each contradiction once, with what to drop; what goes together is not reported."""
     found = strategy_warnings(strategies)
     assert len(found) == len(words)
-    assert all(word in text for word, text in zip(words, found, strict=True))
+    assert all(name in text for name, text in zip(words, found, strict=True))
 
 
 def test_device_nodes_alone_are_reported_where_they_are_not_enough() -> None:

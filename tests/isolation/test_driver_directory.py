@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from gpushare_agent.isolation.decisions.driver_volume import plan_volume
 from gpushare_agent.isolation.driver_volume.directory import DriverDirectory, Installed
 from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, host_machine, read_control_library
 from gpushare_agent.isolation.driver_volume.mounts import read_mounted_directories
-from gpushare_agent.isolation.driver_volume.plan import plan_volume
 from gpushare_agent.isolation.driver_volume.values import VolumeName, VolumePlan
 from gpushare_agent.model.errors import StartupError, Unavailable
 from tests.support_driver import CONTROL, NATIVE, REAL, FakeHost, require_cc, tree_of
@@ -122,7 +122,7 @@ def test_the_same_again_changes_nothing(host: FakeHost) -> None:
     assert DriverDirectory(host.base).is_in_force(plan_of(host), quiet)
 
 
-def test_looking_alone_makes_no_directory(host: FakeHost) -> None:
+def test_reading_alone_makes_no_directory(host: FakeHost) -> None:
     """is_in_force on an untouched host leaves it untouched."""
     assert not DriverDirectory(host.base).is_in_force(plan_of(host), quiet)
     assert not host.base.exists()
@@ -259,7 +259,7 @@ def test_a_bind_mount_keeps_the_version_and_keeps_it_from_being_pruned(host: Fak
     assert (removed, kept) == ((old.version.name,), ())
 
 
-def test_old_versions_go_only_when_asked_and_never_the_one_in_force(host: FakeHost) -> None:
+def test_old_versions_go_only_on_request_and_never_the_one_in_force(host: FakeHost) -> None:
     """Installing keeps them; prune removes those that nobody uses, of this volume alone."""
     origin = install(host, "origin")
     first = install(host)
@@ -306,14 +306,14 @@ def test_a_directory_of_gpu_manager_is_replaced_in_one_step_and_kept(host: FakeH
     old = host.base / "nvidia/lib64"
     old.mkdir(parents=True)
     (old / "libcuda.so.1").write_text("gpu-manager's")
-    held = os.open(host.base / "nvidia", os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(host.base / "nvidia", os.O_RDONLY | os.O_DIRECTORY)
     try:
         installed = install(host)
-        inside = os.open("lib64/libcuda.so.1", os.O_RDONLY, dir_fd=held)
+        inside = os.open("lib64/libcuda.so.1", os.O_RDONLY, dir_fd=descriptor)
         assert os.read(inside, 100) == b"gpu-manager's"
         os.close(inside)
     finally:
-        os.close(held)
+        os.close(descriptor)
     assert (host.base / "nvidia").resolve() == installed.version
     assert versions(host) == sorted([installed.version.name, "nvidia-replaced-1"])
     removed, _ = DriverDirectory(host.base).prune(VolumeName.SHARED, lambda version: False)
@@ -412,6 +412,7 @@ def kills(host: FakeHost) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["a version", "gpu-manager's directory"])
 def test_killed_at_any_step_it_leaves_one_whole_version_in_force(
     host: FakeHost, request: pytest.FixtureRequest, before: str

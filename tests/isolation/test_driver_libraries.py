@@ -10,9 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpushare_agent.isolation.driver_volume.elf_files import read_elf
-from gpushare_agent.isolation.driver_volume.host_files import HostFiles
-from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, read_control_library
+from gpushare_agent.isolation.driver_volume.elf import read_elf
+from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, HostFiles, read_control_library
 from gpushare_agent.isolation.driver_volume.values import FoundLibrary
 from gpushare_agent.model.errors import Corrupt, NotFound, StartupError
 from tests.support_driver import LIBRARY_DIRECTORY, LIBRARY_DIRECTORY_32, FakeHost, compile_library, has_m32
@@ -43,7 +42,7 @@ def test_libraries_are_found_through_the_loaders_cache(host: FakeHost) -> None:
 
 
 def test_without_a_cache_the_usual_directories_are_searched(host: FakeHost) -> None:
-    """The same libraries are found, and the places are told."""
+    """The same libraries are found, and the places are reported."""
     found = DriverLibraries(host.root).find(host.volume())
     assert {library.path for library in found.libraries} == {
         host.library(stem) for stem in ("libcuda", "libnvidia-ml", "libnvidia-ptxjitcompiler")

@@ -145,7 +145,7 @@ def test_a_library_that_is_missing_is_a_start_up_error_with_path_and_cure(short_
 
 @pytest.mark.parametrize("kind", ["directory", "text", "empty", "fifo", "truncated"])
 def test_what_is_no_elf_file_is_a_start_up_error(short_dir: Path, kind: str) -> None:
-    """The dynamic loader would pass it over with a word on stderr, and nobody would be limited."""
+    """The dynamic loader would skip it with a line on stderr, and nothing would be limited."""
     path = short_dir / "libvgpu.so"
     match kind:
         case "directory":

@@ -1,4 +1,4 @@
-"""Asking the MPS control daemon through its control program, and what its directories tell; programs are real ones."""
+"""Commands to the MPS control daemon through its control program, and its directories; programs are real ones."""
 
 from __future__ import annotations
 
@@ -107,15 +107,15 @@ async def test_a_program_that_hangs_is_killed_with_what_it_started(place: MpsPla
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("echo lorem ipsum", "makes no sense: 'lorem ipsum'"),
-        ("echo 0.0", "makes no sense"),
-        ("echo nan", "makes no sense"),
-        ("printf '\\377\\000'", "makes no sense"),
-        ("true", "makes no sense: ''"),
+        ("echo lorem ipsum", "is invalid: 'lorem ipsum'"),
+        ("echo 0.0", "is invalid"),
+        ("echo nan", "is invalid"),
+        ("printf '\\377\\000'", "is invalid"),
+        ("true", "is invalid: ''"),
         ("echo no daemon >&2; exit 1", "exit code 1): no daemon"),
         ("exit 4", "exit code 4): it gave no reason"),
         ("kill -9 $$", "exit code -9)"),
-        ("exec 0<&-; echo 50.5x", "makes no sense"),
+        ("exec 0<&-; echo 50.5x", "is invalid"),
         ("yes | head -c 70000", "longer than 65536 bytes"),
         ("yes", "longer than 65536 bytes"),
     ],
@@ -128,17 +128,17 @@ async def test_an_answer_that_is_none_is_reported(place: MpsPlace, text: str, wo
 
 
 async def test_numbers_that_are_none_are_reported(place: MpsPlace) -> None:
-    """Lists of PIDs are checked word by word."""
+    """Lists of PIDs are checked entry by entry."""
     script(place.program, "echo 12 -3")
     for ask in (place.control().get_server_list, lambda: place.control().get_client_list(12)):
-        with pytest.raises(Unavailable, match="makes no sense: '12 -3'"):
+        with pytest.raises(Unavailable, match="is invalid: '12 -3'"):
             await ask()
 
 
 async def test_a_number_of_thousands_of_digits_is_no_pid(place: MpsPlace) -> None:
     """Python refuses to read it, with an error that nobody expects."""
     script(place.program, "head -c 5000 /dev/zero | tr '\\000' 7")
-    with pytest.raises(Unavailable, match="makes no sense"):
+    with pytest.raises(Unavailable, match="is invalid"):
         await place.control().get_server_list()
 
 
@@ -164,7 +164,7 @@ async def test_a_program_that_cannot_be_run_is_reported(place: MpsPlace) -> None
     place.program.write_bytes(b"\x7fELF, or so")
     with pytest.raises(Unavailable, match="cannot be run"):
         await place.control().quit()
-    with pytest.raises(Unavailable, match="is not installed, so quit was not asked"):
+    with pytest.raises(Unavailable, match="is not installed, so quit was not sent"):
         await place.control(program=ABSENT).quit()
 
 
@@ -244,11 +244,11 @@ def test_a_living_daemon_is_known_by_its_socket_its_lock_or_its_pid(place: MpsPl
     files = files_of(place)
     assert files.live_daemon() == ""
     with socket_at(place.pipe / "control", listens=True):
-        assert "somebody listens" in files.live_daemon()
+        assert "a process listens" in files.live_daemon()
     lock = place.pipe / "control_lock"
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert "holds a lock" in files.live_daemon()
+        assert "has locked" in files.live_daemon()
     own_name = Path("/proc/self/comm").read_text().strip()
     (place.pipe / PID_FILE).write_text(f"{os.getpid()}\n")
     assert f"names PID {os.getpid()}" in files_of(place, own_name).live_daemon()
@@ -295,6 +295,6 @@ def test_directories_are_made_for_everybody_to_read(short_dir: Path) -> None:
 
 
 async def test_the_longest_answer_is_still_taken(place: MpsPlace) -> None:
-    """The bound is for what makes no sense, not for a long list."""
+    """The bound is for what is invalid, not for a long list."""
     script(place.program, f"yes 1 | head -c {mps_control.MAX_ANSWER_BYTES}")
     assert set(await place.control().get_server_list()) == {1}

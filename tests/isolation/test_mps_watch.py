@@ -1,4 +1,4 @@
-"""The watch on the MPS control daemon: what it says, whom it tells, and that it recovers by itself."""
+"""The watch on the MPS control daemon: its reason, its subscribers, and its recovery."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from structlog.testing import capture_logs
 
-from gpushare_agent.isolation.mps.watch import NOT_ASKED, MpsWatch
+from gpushare_agent.isolation.mps.watch import NOT_POLLED, MpsWatch
 from gpushare_agent.kit.supervision import stop_task
 from gpushare_agent.model.errors import Unavailable
 
@@ -16,11 +16,11 @@ DEADLINE_S = 10.0
 
 
 class ScriptedDaemon:
-    """Answers as `trouble` says, once it is let through; notes how many asked at the same time."""
+    """Answers as `reason` says, once it is let through; notes how many polls run at the same time."""
 
     def __init__(self) -> None:
-        self.trouble = ""
-        self.asked = 0
+        self.reason = ""
+        self.polled = 0
         self.at_once = 0
         self.most_at_once = 0
         self.open = asyncio.Event()
@@ -28,19 +28,19 @@ class ScriptedDaemon:
         self.changed = asyncio.Condition()
 
     async def check(self) -> None:
-        self.asked += 1
+        self.polled += 1
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         async with self.changed:
             self.changed.notify_all()
         await self.open.wait()
         self.at_once -= 1
-        if self.trouble:
-            raise Unavailable(self.trouble)
+        if self.reason:
+            raise Unavailable(self.reason)
 
-    async def wait_asked(self, times: int) -> None:
+    async def wait_polled(self, times: int) -> None:
         async with asyncio.timeout(DEADLINE_S), self.changed:
-            await self.changed.wait_for(lambda: self.asked >= times)
+            await self.changed.wait_for(lambda: self.polled >= times)
 
 
 @asynccontextmanager
@@ -53,56 +53,55 @@ async def running(watch: MpsWatch) -> AsyncIterator[None]:
             await stop_task(task)
 
 
-async def test_nothing_is_believed_of_a_daemon_that_was_not_asked() -> None:
-    """Until the first look there is trouble; whoever waits for that look is woken up."""
+async def test_nothing_is_believed_of_a_daemon_that_was_not_polled() -> None:
+    """Before the first poll has ended it counts as unavailable."""
     daemon = ScriptedDaemon()
     watch = MpsWatch(daemon, period_s=0.001)
-    assert watch.trouble == NOT_ASKED
+    assert watch.unavailable_reason == NOT_POLLED
     daemon.open.clear()
     async with running(watch):
-        await daemon.wait_asked(1)
-        assert watch.trouble == NOT_ASKED
+        await daemon.wait_polled(1)
+        assert watch.unavailable_reason == NOT_POLLED
         daemon.open.set()
-        async with asyncio.timeout(DEADLINE_S):
-            await watch.wait_looked()
-        assert watch.trouble == ""
+        await daemon.wait_polled(daemon.polled + 2)  # the poll before has ended
+        assert watch.unavailable_reason == ""
 
 
 async def test_a_change_is_reported_once_and_recovery_comes_by_itself() -> None:
-    """In the log and to who subscribed; looks that find the same say nothing."""
+    """In the log and to subscribers; polls with the same result are not reported."""
     daemon = ScriptedDaemon()
     watch = MpsWatch(daemon, period_s=0.001)
     reported: list[str] = []
-    watch.subscribe(lambda: reported.append(watch.trouble))
+    watch.subscribe(lambda: reported.append(watch.unavailable_reason))
     with capture_logs() as logs:
         async with running(watch):
-            for daemon.trouble in ("", "no answer", ""):
-                await daemon.wait_asked(daemon.asked + 3)  # the look before the last has ended, with this answer
+            for daemon.reason in ("", "no answer", ""):
+                await daemon.wait_polled(daemon.polled + 3)  # the poll before the last has ended, with this answer
     assert reported == ["", "no answer", ""]
-    assert [line["event"] for line in logs] == ["mps_serves", "mps_does_not_serve", "mps_serves"]
+    assert [line["event"] for line in logs] == ["mps_available", "mps_unavailable", "mps_available"]
     assert logs[1]["reason"] == "no answer" and logs[1]["log_level"] == "error"
 
 
-async def test_another_reason_is_news_too() -> None:
-    """A person who cured the first one has to learn of the second."""
+async def test_another_reason_is_reported_too() -> None:
+    """An operator who fixed the first one has to see the second."""
     daemon = ScriptedDaemon()
     watch = MpsWatch(daemon, period_s=60)
     reported: list[str] = []
-    watch.subscribe(lambda: reported.append(watch.trouble))
-    for daemon.trouble in ("no directory", "no directory", "no answer"):
-        await watch.look()
+    watch.subscribe(lambda: reported.append(watch.unavailable_reason))
+    for daemon.reason in ("no directory", "no directory", "no answer"):
+        await watch.poll()
     assert reported == ["no directory", "no answer"]
 
 
-async def test_looks_never_overlap() -> None:
-    """A slow daemon is asked again only when it has answered, however short the period."""
+async def test_polls_never_overlap() -> None:
+    """A slow daemon is polled again only when it has answered, however short the period."""
     daemon = ScriptedDaemon()
     async with running(MpsWatch(daemon, period_s=0.0)):
         for _ in range(5):
             daemon.open.clear()
-            await daemon.wait_asked(daemon.asked + 1)
+            await daemon.wait_polled(daemon.polled + 1)
             await asyncio.sleep(0)
             assert daemon.at_once == 1
             daemon.open.set()
-            await daemon.wait_asked(daemon.asked + 1)
+            await daemon.wait_polled(daemon.polled + 1)
     assert daemon.most_at_once == 1

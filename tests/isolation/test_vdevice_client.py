@@ -144,7 +144,7 @@ async def test_the_caller_finds_its_own_pid(short_dir: Path) -> None:
 async def test_off_the_first_namespace_the_agents_own_one_decides(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a node that is a container, the kernel's word on who listens tells that the namespace is shared."""
+    """On a node that is a container, the listener's peer credentials show that the namespace is shared."""
     monkeypatch.setattr(vdevice_client, "is_host_pid_namespace", lambda: False)
     async with serving(short_dir, FakeNode()) as path:
         assert await asyncio.to_thread(vdevice_client.own_host_pid, path) == os.getpid()
@@ -185,7 +185,7 @@ async def test_without_an_agent_the_files_are_shown_all_the_same(short_dir: Path
         assert "UNAVAILABLE: the disk is away; try again" in err
     (short_dir / "kept").rename(path)
     code, _, err = await run_client("--addr", str(path))
-    assert (code, f"registering through {path} failed: nobody listens there" in err) == (3, True)
+    assert (code, f"registering through {path} failed: no process listens there" in err) == (3, True)
 
 
 async def test_no_registration_reads_only(short_dir: Path) -> None:
@@ -216,7 +216,7 @@ async def test_a_whole_gpus_missing_limit_is_explained(short_dir: Path) -> None:
         enable=False,
     )
     code, out, _ = await run_client("--addr", str(prepare(short_dir, whole)), "--no-register")
-    assert (code, rows_of(out)["limited"]) == (0, "no: whole GPUs, the library hands every call on unchanged")
+    assert (code, rows_of(out)["limited"]) == (0, "no: whole GPUs, the library passes every call on unchanged")
 
 
 async def test_the_client_says_why_it_could_not_register(short_dir: Path) -> None:

@@ -309,7 +309,7 @@ def test_what_a_killed_writer_left_is_cleared(files: VDeviceFiles) -> None:
 def test_what_lies_where_a_directory_is_expected_is_replaced_and_never_followed(
     files: VDeviceFiles, short_dir: Path, expected: str, planted: str
 ) -> None:
-    """A link's target keeps its content; the directory is real afterwards, and the log says what was done."""
+    """A link's target keeps its content; the directory is real afterwards, and the log names what was done."""
     outside = short_dir / "outside"
     outside.mkdir()
     (outside / "vcuda.config").write_text("theirs")
@@ -457,7 +457,7 @@ def test_the_list_holds_what_the_agent_makes_and_nothing_else(files: VDeviceFile
 
 
 def test_a_directory_nested_too_deep_is_left_for_a_person(files: VDeviceFiles) -> None:
-    """Removal stops at a depth that the agent never builds, and says so."""
+    """Removal stops at a depth that the agent never builds, and reports it."""
     files.prepare(KEY)
     (files.path(KEY) / ID / "/".join("abcdefghijkl")).mkdir(parents=True)
     with pytest.raises(Unavailable, match="nested deeper"):
@@ -478,7 +478,7 @@ def test_a_directory_with_something_that_the_agent_never_makes_is_not_removed(fi
 
 @pytest.mark.parametrize("name", ["ssh", "vdriver", "12345678", "0F9C4F0E-5A0B-4B8E-9D38-0D4A3F7B6C11", f"{POD}0"])
 def test_only_what_a_kubelet_names_its_pods_is_taken_for_a_pod(files: VDeviceFiles, name: str) -> None:
-    """A word is no UID: nothing of it is listed, made or removed."""
+    """A name is no UID: nothing of it is listed, made or removed."""
     (files.root / name / "cuda").mkdir(parents=True)
     assert files.list_pods() == {}
     with pytest.raises(Rejected):

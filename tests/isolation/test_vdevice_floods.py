@@ -35,6 +35,8 @@ from tests.support_vdevice_raw import (
     resident_mib,
 )
 
+pytestmark = pytest.mark.slow
+
 REGISTRATIONS = 10_000
 CONNECTIONS = 1_000
 BOUNDLESS = ServerLimits(bytes_per_s=ENDLESS, byte_burst=ENDLESS, busy_share=ENDLESS, busy_burst_s=ENDLESS)

@@ -1,4 +1,4 @@
-"""Who registers, by real processes in real cgroups: the kernel's word is asked at each call, not remembered.
+"""Who registers, by real processes in real cgroups: the peer credentials are read at each call, not cached.
 
 A process may connect in its container and then change cgroup, hand its connection to somebody else, or end. What counts is
 where the one that connected is now; the socket and the message are right in every field here.

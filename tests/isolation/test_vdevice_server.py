@@ -134,7 +134,7 @@ async def test_grpcio_reads_the_code_and_the_text_of_a_refusal(
 async def test_a_process_of_another_container_is_refused_whatever_it_says(
     short_dir: Path, pod_uid: str | None, container_id: str | None, says: str
 ) -> None:
-    """The message is right in every field; the kernel's word on the caller decides."""
+    """The message is right in every field; the peer credentials decide."""
     node = FakeNode()
     node.we_are(pod_uid, container_id)
     async with serving(short_dir, node) as path:
@@ -146,7 +146,7 @@ async def test_a_process_of_another_container_is_refused_whatever_it_says(
 
 
 @pytest.mark.parametrize("identity", [(POD, None), (None, ID), (POD, ID)])
-async def test_what_the_cgroup_tells_may_be_a_part(short_dir: Path, identity: tuple[str | None, str | None]) -> None:
+async def test_what_the_cgroup_names_may_be_a_part(short_dir: Path, identity: tuple[str | None, str | None]) -> None:
     """Pod UID or container ID alone are enough, for registrations by name and by ID."""
     node = FakeNode()
     node.we_are(*identity)
@@ -169,7 +169,7 @@ async def test_a_caller_of_a_known_pod_cannot_claim_another_id(short_dir: Path) 
 
 
 async def test_an_unknown_caller_is_the_sockets_container_and_this_is_said_once(short_dir: Path) -> None:
-    """Where the process cannot be looked into, the socket and the message decide; the log says so one time."""
+    """Where the process cannot be inspected, the socket and the message decide; the log reports it one time."""
     node = FakeNode()
     with structlog.testing.capture_logs() as logs:
         async with serving(short_dir, node) as path:
@@ -196,7 +196,7 @@ async def test_a_refusal_is_logged_once_per_peer_and_counted_each_time(short_dir
     ]
 
 
-async def test_a_process_that_changes_its_cgroup_is_looked_at_anew(short_dir: Path) -> None:
+async def test_a_process_that_changes_its_cgroup_is_read_anew(short_dir: Path) -> None:
     """The identity is not remembered from the first call."""
     node = FakeNode()
     node.we_are(POD, ID)

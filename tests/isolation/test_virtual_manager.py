@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
 from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses, Processes
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
-from gpushare_agent.isolation.vcuda.server import VDeviceServer
-from gpushare_agent.isolation.vcuda.virtual_manager import VirtualManager, VirtualManagerPace
+from gpushare_agent.isolation.vcuda.virtual_manager import Intervals, VirtualManager
+from gpushare_agent.kit.sockets import FileIdentity
 from gpushare_agent.kit.supervision import stop_task
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import NotFound, Unavailable
@@ -33,17 +34,40 @@ from tests.support_vdevice import ID, KEY, OTHER_ID, POD, register
 MIB = 1024 * 1024
 
 
+class HookedFiles(VDeviceFiles):
+    """Calls `before_removal` in the thread that is about to remove a socket."""
+
+    before_removal: Callable[[ContainerKey], None] | None = None
+
+    def remove_socket(self, key: ContainerKey, identity: FileIdentity) -> None:
+        if self.before_removal is not None:
+            self.before_removal(key)
+        super().remove_socket(key, identity)
+
+
+class HookedProcesses(ContainerProcesses):
+    """Awaits `after_read` before a list that was read is returned."""
+
+    after_read: Callable[[], Awaitable[None]] | None = None
+
+    async def read(self, wanted: Collection[ContainerKey]) -> dict[ContainerKey, Processes]:
+        found = await super().read(wanted)
+        if self.after_read is not None:
+            await self.after_read()
+        return found
+
+
 class World:
     """What the manager sees: pods, allocations, IDs and cgroups, all changed by the test."""
 
     def __init__(self, directory: Path) -> None:
-        self.files = VDeviceFiles(directory / "vm")
+        self.files = HookedFiles(directory / "vm")
         self.pod = pod("share", container(name="cuda", cores=30, blocks=8), uid=POD)
         self.pods: dict[str, Pod] = {POD: self.pod}
-        held = allocation(self.pod, "cuda", ids(0, range(30)), ids(0, range(8)))
-        self.allocations: dict[ContainerKey, Allocation] = {held.key: held}
+        share = allocation(self.pod, "cuda", ids(0, range(30)), ids(0, range(8)))
+        self.allocations: dict[ContainerKey, Allocation] = {share.key: share}
         self.known: dict[ContainerKey, str] | None = {KEY: ID}
-        self.complaints: list[str] = []
+        self.problems: list[str] = []
         self.codes: list[str] = []
         self.driver = "535.104.05"
         self.is_synced = True
@@ -53,6 +77,11 @@ class World:
         (me / "cgroup").write_text(f"0::/kubepods/burstable/pod{POD}/{ID}\n")
         self.now = 0.0
         self.set_pids(ID, 11, 7)
+        self.cgroups = Cgroups(self.cgroup_root, self.proc)
+        self.processes = self._new_processes()
+
+    def _new_processes(self) -> HookedProcesses:
+        return HookedProcesses(self, self.cgroups, clock=lambda: self.now)
 
     def set_pids(self, container_id: str, *pids: int) -> None:
         place = self.cgroup_root / "kubepods" / "burstable" / f"pod{POD}" / container_id
@@ -74,10 +103,8 @@ class World:
     def vdevice_registered(self, code: str) -> None:
         self.codes.append(code)
 
-    def manager(
-        self, pace: VirtualManagerPace | None = None, clock: Callable[[], float] | None = None
-    ) -> VirtualManager:
-        cgroups = Cgroups(self.cgroup_root, self.proc)
+    def manager(self, intervals: Intervals | None = None, clock: Callable[[], float] | None = None) -> VirtualManager:
+        self.processes = self._new_processes()
         return VirtualManager(
             files=self.files,
             allocations=lambda: self.allocations,
@@ -86,13 +113,13 @@ class World:
                 inventory=inventory,
                 driver_version=lambda: self.driver,
                 names=NAMES,
-                complain=lambda _, text: self.complaints.append(text),
+                on_problem=lambda _, text: self.problems.append(text),
             ),
-            processes=ContainerProcesses(self, cgroups, clock=lambda: self.now),
-            identify=cgroups.identify_in_thread,
+            processes=self.processes,
+            identify=self.cgroups.identify_in_thread,
             metrics=self,
             clock=clock or (lambda: self.now),
-            pace=pace,
+            intervals=intervals,
         )
 
     @property
@@ -124,39 +151,36 @@ class Running:
             await stop_task(task)
 
 
-async def test_a_container_about_to_start_finds_no_process_of_its_earlier_life(short_dir: Path) -> None:
-    """prepare writes an empty list, also where the look that is under way has read the old one."""
+async def test_a_container_about_to_start_finds_no_process_of_its_earlier_instance(short_dir: Path) -> None:
+    """prepare writes an empty list, also where the poll under way has read the old one."""
     world = World(short_dir)
     async with Running(world) as manager:
-        await manager._processes.learn()
-        await manager.look()
+        await world.processes.read_ids()
+        await manager.poll()
         assert world.pids == (7, 11)
         assert await manager.prepare([KEY]) is None
         assert world.pids == ()
-        await manager._processes.learn()
-        await manager.look()  # the ID that is told is still the old one
+        await world.processes.read_ids()
+        await manager.poll()  # the ID that is reported is still the old one
         assert world.pids == ()
         world.known = {KEY: OTHER_ID}
         world.set_pids(OTHER_ID, 99)
-        await manager._processes.learn()
-        await manager.look()
+        await world.processes.read_ids()
+        await manager.poll()
         assert world.pids == (99,)
 
 
 async def test_a_list_read_before_a_restart_is_not_written_after_it(short_dir: Path) -> None:
-    """The container is prepared anew while a round reads the cgroup of its last life."""
+    """The container is prepared anew while a round reads the cgroup of its last instance."""
     world = World(short_dir)
     async with Running(world) as manager:
-        await manager._processes.learn()
-        read = manager._processes.read
+        await world.processes.read_ids()
 
-        async def read_and_be_overtaken(wanted: Collection[ContainerKey]) -> dict[ContainerKey, Processes]:
-            found = await read(wanted)
+        async def prepare_again() -> None:
             assert await manager.prepare([KEY]) is None
-            return found
 
-        manager._processes.read = read_and_be_overtaken  # type: ignore[method-assign]
-        await manager.look()
+        world.processes.after_read = prepare_again
+        await manager.poll()
         assert world.pids == ()
 
 
@@ -170,37 +194,37 @@ async def test_until_its_id_is_known_a_container_has_the_processes_of_its_pod(sh
     world.set_pids("ef" * 32, 3)  # the pod's sandbox
     async with Running(world) as manager:
         assert await manager.prepare([KEY]) is None
-        await manager._processes.learn()
-        await manager.look()
+        await world.processes.read_ids()
+        await manager.poll()
         assert world.pids == (3, 7, 11)
         world.known[KEY] = ID
-        await manager._processes.learn()
-        await manager.look()
+        await world.processes.read_ids()
+        await manager.poll()
         assert world.pids == (7, 11)
 
 
-async def test_an_id_that_nobody_tells_for_long_is_done_without(short_dir: Path) -> None:
+async def test_an_id_that_stays_unknown_is_not_needed(short_dir: Path) -> None:
     """A new agent leaves the list of before for five seconds; then the pod's processes are nearer to the truth."""
     world = World(short_dir)
     world.known = None
     world.files.prepare(KEY)
     world.files.write_pids(KEY, [1, 2])
     async with Running(world) as manager:
-        await manager.look()
+        await manager.poll()
         world.now = 4.9
-        await manager.look()
+        await manager.poll()
         assert world.pids == (1, 2)
         world.now = 5.0
-        await manager.look()
+        await manager.poll()
         assert world.pids == (7, 11)
 
 
-async def test_a_container_just_prepared_is_looked_at_more_often(short_dir: Path) -> None:
+async def test_a_container_just_prepared_is_polled_more_often(short_dir: Path) -> None:
     """Its first processes are in its list long before the next round of all, which here never comes."""
     world = World(short_dir)
     world.set_pids(ID)
-    pace = VirtualManagerPace(round_s=3600.0, young_round_s=0.001, young_for_s=3600.0)
-    manager = world.manager(pace=pace, clock=time.monotonic)
+    intervals = Intervals(poll_s=3600.0, recent_poll_s=0.001, recent_for_s=3600.0)
+    manager = world.manager(intervals=intervals, clock=time.monotonic)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(manager.run(), name="virtual manager")
         assert await manager.prepare([KEY]) is None
@@ -214,22 +238,22 @@ async def test_a_new_agent_leaves_what_it_does_not_know_yet_as_it_is(short_dir: 
     world = World(short_dir)
     world.pods[POD] = replace(world.pod, annotations={CORE_LIMIT_ANNOTATION: "60"})
     async with Running(world) as manager:
-        await manager._processes.learn()
-        await manager.look()
+        await world.processes.read_ids()
+        await manager.poll()
     assert (world.pids, world.limit) == ((7, 11), 60)
     known, world.known = world.known, None
     kept = world.pods.pop(POD)
     async with Running(world) as manager:
-        await manager._processes.learn()
-        await manager.look()
+        await world.processes.read_ids()
+        await manager.poll()
         assert (world.pids, world.limit) == ((7, 11), 60)
         with pytest.raises(GRPCError, match="nobody knows") as refused:
             await register(world.directory / "vcuda.sock", name="cuda")
         assert refused.value.status is Status.UNAVAILABLE
         world.known, world.pods[POD] = known, replace(kept, annotations={})
         world.set_pids(ID, 5)
-        await manager._processes.learn()
-        await manager.look()
+        await world.processes.read_ids()
+        await manager.poll()
         assert (world.pids, world.limit) == ((5,), 0)
 
 
@@ -244,20 +268,20 @@ async def test_a_torn_file_of_an_earlier_agent_is_written_anew(short_dir: Path, 
     world.files.prepare(KEY)
     (world.directory / name).write_bytes(content)
     async with Running(world) as manager:
-        await manager.look()
+        await manager.poll()
         assert world.pids == ()
         assert decode_config((world.directory / "vcuda.config").read_bytes()).utilization == 30
 
 
 @pytest.mark.parametrize("name", ["vcuda.config", "pids.config", "vcuda.sock"])
-async def test_what_somebody_took_away_is_back_after_a_round(short_dir: Path, name: str) -> None:
+async def test_what_others_removed_is_back_after_a_round(short_dir: Path, name: str) -> None:
     """Each of the three, and the directory as a whole."""
     world = World(short_dir)
     async with Running(world) as manager:
-        await manager._processes.learn()
-        await manager.look()
+        await world.processes.read_ids()
+        await manager.poll()
         (world.directory / name).unlink()
-        await manager.look()
+        await manager.poll()
         assert (world.directory / name).exists()
         assert world.pids == (7, 11)
         await register(world.directory / "vcuda.sock", name="cuda")
@@ -267,37 +291,37 @@ async def test_a_directory_that_vanished_is_made_again_and_served(short_dir: Pat
     """For the next container of this name; the one that runs has the old one mounted."""
     world = World(short_dir)
     async with Running(world) as manager:
-        await manager._processes.learn()
-        await manager.look()
+        await world.processes.read_ids()
+        await manager.poll()
         world.files.remove_pod(POD)
-        await manager.look()
+        await manager.poll()
         await register(world.directory / "vcuda.sock", name="cuda")
 
 
 async def test_unchanged_files_are_not_written_again(short_dir: Path) -> None:
-    """Neither at a second look nor at a registration: their inodes stay."""
+    """Neither at a second poll nor at a registration: their inodes stay."""
     world = World(short_dir)
     async with Running(world) as manager:
-        await manager._processes.learn()
-        await manager.look()
+        await world.processes.read_ids()
+        await manager.poll()
         before = world.files.stamps(KEY)
-        await manager.look()
+        await manager.poll()
         await register(world.directory / "vcuda.sock", name="cuda")
         assert world.files.stamps(KEY) == before
 
 
-async def test_a_share_that_is_given_back_is_no_longer_served(short_dir: Path) -> None:
+async def test_a_share_that_is_released_is_no_longer_served(short_dir: Path) -> None:
     """The socket goes with the allocation, the directory with the pod."""
     world = World(short_dir)
     async with Running(world) as manager:
-        await manager.look()
+        await manager.poll()
         world.allocations.clear()
-        await manager.look()
+        await manager.poll()
         assert not (world.directory / "vcuda.sock").exists()
-        await manager.clean()
+        await manager.remove_stale()
         assert world.directory.exists()
         world.pods.clear()
-        await manager.clean()
+        await manager.remove_stale()
         assert not world.directory.parent.exists()
 
 
@@ -305,13 +329,13 @@ async def test_one_container_that_cannot_be_kept_does_not_keep_others_from_their
     """What lies in its place is deeper than the agent ever builds and stays; its start is refused with the reason."""
     world = World(short_dir)
     other = pod("other", container(name="cuda", cores=30, blocks=8), uid="0" * 32)
-    held = allocation(other, "cuda", ids(1, range(30)), ids(1, range(8)))
-    world.allocations[held.key] = held
+    share = allocation(other, "cuda", ids(1, range(30)), ids(1, range(8)))
+    world.allocations[share.key] = share
     (world.files.root / other.uid / "cuda" / "vcuda.config" / "/".join("d" * 12)).mkdir(parents=True)
     async with Running(world) as manager:
-        await manager.look()
+        await manager.poll()
         assert (world.directory / "vcuda.sock").is_socket()
-        refused = await manager.prepare([held.key])
+        refused = await manager.prepare([share.key])
         assert refused is not None and "nested deeper" in refused.detail
 
 
@@ -323,9 +347,9 @@ async def test_a_whole_tree_that_cannot_be_written_refuses_the_start_with_the_re
         refused = await manager.prepare([KEY])
         assert refused is not None
         assert str(world.files.root) in refused.detail and "tries again" in refused.detail
-        await manager.look()  # the round tells it and goes on
+        await manager.poll()  # the round reports it and goes on
         world.files.root.unlink()
-        await manager.look()
+        await manager.poll()
         assert (world.directory / "vcuda.sock").is_socket()
 
 
@@ -378,7 +402,7 @@ async def test_the_runtime_is_believed_before_the_statuses() -> None:
     assert await found.owner_of("00" * 32) is None
 
 
-async def test_without_a_runtime_the_pods_statuses_tell() -> None:
+async def test_without_a_runtime_the_pods_statuses_have_the_ids() -> None:
     """An ID in no status is not refused for ever but asked for again: the kubelet writes it soon."""
     away = Reported(error=Unavailable("no socket there"))
     found = ContainerIds(away, Store(pod("share", uid=POD, container_ids={"cuda": ID})))
@@ -393,44 +417,43 @@ def more_containers(world: World, count: int) -> list[ContainerKey]:
     keys = []
     for number in range(count):
         owner = pod(f"p{number}", container(name="cuda", cores=1, blocks=1), uid=f"{number:08x}" + POD[8:])
-        held = allocation(owner, "cuda", ids(1, range(number, number + 1)), ids(1, range(number, number + 1)))
-        world.pods[owner.uid], world.allocations[held.key] = owner, held
-        keys.append(held.key)
+        share = allocation(owner, "cuda", ids(1, range(number, number + 1)), ids(1, range(number, number + 1)))
+        world.pods[owner.uid], world.allocations[share.key] = owner, share
+        keys.append(share.key)
     return keys
 
 
 async def test_of_many_registrations_at_once_two_are_carried_out(short_dir: Path) -> None:
-    """The one under way, and one that begins after the last of them came: hostile containers hold nobody up."""
+    """The one under way, and one that begins after the last of them came: hostile containers delay nobody."""
     world = World(short_dir)
     async with Running(world) as manager:
-        await manager._processes.learn()
-        await manager.look()
-        carried_out: list[ContainerKey] = []
-        refresh = manager._refresh
+        await world.processes.read_ids()
+        await manager.poll()
+        carried_out = 0
 
-        async def counted(key: ContainerKey, container_id: str | None) -> None:
-            carried_out.append(key)
+        async def count() -> None:
+            nonlocal carried_out
+            carried_out += 1
             world.now += 1.0
-            await refresh(key, container_id)
 
-        manager._refresh = counted  # type: ignore[method-assign]
+        world.processes.after_read = count
         async with asyncio.TaskGroup() as group:
             for _ in range(50):
                 group.create_task(manager.refresh(KEY, None))
-        assert 1 <= len(carried_out) <= 2
+        assert 1 <= carried_out <= 2
         world.set_pids(ID, 123)
         await manager.refresh(KEY, None)
         assert world.pids == (123,)
 
 
-async def test_a_registration_of_the_life_before_is_asked_to_come_again(short_dir: Path) -> None:
+async def test_a_registration_of_the_instance_before_is_refused_for_now(short_dir: Path) -> None:
     """It was on its way when the container was prepared anew: its processes are not the new one's, nor its ID."""
     world = World(short_dir)
     async with Running(world) as manager:
-        await manager._processes.learn()
-        await manager.look()
+        await world.processes.read_ids()
+        await manager.poll()
         assert await manager.prepare([KEY]) is None
-        with pytest.raises(Unavailable, match="started anew"):
+        with pytest.raises(Unavailable, match="being restarted"):
             await manager.refresh(KEY, ID)
         assert world.pids == () and not (world.directory / ID).exists()
         world.set_pids(OTHER_ID, 5)
@@ -445,18 +468,15 @@ async def test_what_is_prepared_while_others_are_stopped_is_not_forgotten(short_
     (gone,) = more_containers(world, 1)
     new = world.allocations.pop(KEY)
     async with Running(world) as manager:
-        await manager.look()
+        await manager.poll()
         del world.allocations[gone]
-        stop = manager._stop
 
-        async def slow(keys: Collection[ContainerKey]) -> None:
-            if gone in keys:
-                world.allocations[KEY] = new
-                assert await manager.prepare([KEY]) is None
-            await stop(keys)
+        def allocate_meanwhile(_: ContainerKey) -> None:
+            world.allocations[KEY] = new
+            world.processes.begin_instance(KEY)
 
-        manager._stop = slow  # type: ignore[method-assign,assignment]
-        await manager.look()
+        world.files.before_removal = allocate_meanwhile
+        await manager.poll()
         assert world.pids == (7, 11)  # its pod's processes, at once
 
 
@@ -465,54 +485,54 @@ async def test_servers_whose_sockets_vanished_are_restarted_together(short_dir: 
     world = World(short_dir)
     keys = more_containers(world, 12)
     async with Running(world) as manager:
-        await manager.look()
+        await manager.poll()
         for key in keys:
             (world.files.path(key) / "vcuda.sock").unlink()
-        at_once, most = 0, 0
-        stop_one = manager._stop_one
+        at_once, loop = [], asyncio.get_running_loop()
 
-        async def counted(server: VDeviceServer) -> None:
-            nonlocal at_once, most
-            at_once += 1
-            most = max(most, at_once)
-            await stop_one(server)
-            at_once -= 1
+        def count(_: ContainerKey) -> None:
+            at_once.append(sum(task.get_name().startswith("stop ") for task in asyncio.all_tasks(loop)))
 
-        manager._stop_one = counted  # type: ignore[method-assign]
-        await manager.look()
-        assert most == len(keys)
+        world.files.before_removal = count
+        await manager.poll()
+        assert at_once[0] == len(keys)
+        world.files.before_removal = None
         assert all((world.files.path(key) / "vcuda.sock").is_socket() for key in keys)
 
 
-async def test_a_disk_that_hangs_does_not_hold_up_the_end(short_dir: Path) -> None:
+async def test_a_disk_that_hangs_does_not_delay_the_end(short_dir: Path) -> None:
     """The sockets' files stay; the next start replaces them."""
     world = World(short_dir)
     more_containers(world, 20)
     manager = world.manager()
-    async with asyncio.timeout(4):  # one call to a disk that hangs alone may take five
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(manager.run(), name="virtual manager")
-            await poll_until((world.directory / "vcuda.sock").exists, "the sockets")
+    is_over, loop_thread = threading.Event(), threading.current_thread()
 
-            async def hang(blocking: Callable[[], object], what: str) -> object:
-                return await asyncio.Event().wait()
+    def hang(_: ContainerKey) -> None:
+        if threading.current_thread() is not loop_thread:  # there a server that was still starting removes its socket
+            is_over.wait()
 
-            for server in manager._servers.values():
-                server._run_blocking = hang  # type: ignore[assignment]
-            await stop_task(task)
+    world.files.before_removal = hang
+    try:
+        async with asyncio.timeout(4):  # one call to a disk that hangs alone may take five
+            async with asyncio.TaskGroup() as group:
+                task = group.create_task(manager.run(), name="virtual manager")
+                await poll_until((world.directory / "vcuda.sock").exists, "the sockets")
+                await stop_task(task)
+    finally:
+        is_over.set()
 
 
-async def test_a_directory_that_holds_something_foreign_is_left_and_reported(short_dir: Path) -> None:
+async def test_a_directory_that_has_foreign_entries_is_left_and_reported(short_dir: Path) -> None:
     """The round goes on with the others."""
     world = World(short_dir)
     foreign = world.files.root / ("0" * 32)
     (foreign / "volumes").mkdir(parents=True)
     (foreign / "volumes" / "data").write_text("precious")
     async with Running(world) as manager:
-        await manager.look()
+        await manager.poll()
         world.allocations.clear()
         world.pods.clear()
-        await manager.look()
-        await manager.clean()
+        await manager.poll()
+        await manager.remove_stale()
         assert (foreign / "volumes" / "data").read_text() == "precious"
         assert not world.directory.parent.exists()

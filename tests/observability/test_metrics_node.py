@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from gpushare_agent.gpus.nvml.usage import throttle_words
+from gpushare_agent.gpus.nvml.usage import throttle_reasons
 from gpushare_agent.model.usage import GpuSample, UsageRound
 from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
 from gpushare_agent.observability.metrics.agent import AgentMetrics
@@ -211,7 +211,7 @@ def test_every_sample_of_a_gpu_has_its_series() -> None:
 
 def test_the_throttle_reasons_are_those_of_the_driver() -> None:
     """Every bit that has a name, so that each can be alerted on before it is ever set."""
-    assert throttle_words(0x7FF) == THROTTLE_REASONS
+    assert throttle_reasons(0x7FF) == THROTTLE_REASONS
 
 
 def test_what_is_given_of_a_gpu_is_shown_from_the_allocation_on() -> None:

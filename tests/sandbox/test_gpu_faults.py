@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from gpushare_agent.cli import sandbox as app
-from gpushare_agent.gpus.health import HealthPolicy
+from gpushare_agent.gpus.decisions.health import HealthPolicy
 from gpushare_agent.gpus.simulated.driver import SimulatedDriver
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.sandbox.gpu_faults import GpuFaults, Healed

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
 from gpushare_agent.isolation import ISOLATIONS, IsolationConfig, IsolationRequest
-from gpushare_agent.isolation.devices.device_lists import DeviceListRequest, NodeDevices, device_edits
-from gpushare_agent.isolation.vcuda.limits import core_limit
+from gpushare_agent.isolation.decisions.device_lists import DeviceListRequest, NodeDevices, device_edits
+from gpushare_agent.isolation.decisions.vcuda import core_limit
 from gpushare_agent.model.allocations import ContainerEdits, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu

@@ -11,8 +11,8 @@ from functools import partial
 from gpushare_agent.agent.values import cdi_specs, resource_names
 from gpushare_agent.cli.check.finding import Finding, error, ok, warning
 from gpushare_agent.cli.check.local import read_inventory
-from gpushare_agent.isolation.devices.device_lists import strategy_warnings
-from gpushare_agent.isolation.hami_core.edits import LIBRARY_PATH
+from gpushare_agent.isolation.decisions.device_lists import strategy_warnings
+from gpushare_agent.isolation.decisions.hami_core import LIBRARY_PATH
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.isolation.mps.control import MpsControl
 from gpushare_agent.kubelet.device_table import check_size, check_unit_size

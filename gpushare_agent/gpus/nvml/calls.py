@@ -1,6 +1,6 @@
-"""Asking NVML for one value of one GPU, and telling an answer from "there is none" from an error.
+"""Calls NVML for one value of one GPU, and classifies the result: a value, none, not supported, or an error.
 
-Blocking, only for the nvml_* modules of this package. State owned: what a GPU turned out not to support.
+Blocking, for the modules of this package. State owned: `UnsupportedCalls`, what a GPU turned out not to support.
 
 Source: NVML API reference, return values.
 """
@@ -27,7 +27,7 @@ _VERDICTS = {
     "NOT_FOUND": Verdict.EMPTY,
     "NO_DATA": Verdict.EMPTY,
     "NOT_READY": Verdict.EMPTY,
-    "INSUFFICIENT_SIZE": Verdict.GREW,  # between the question for a list's length and that for its entries
+    "INSUFFICIENT_SIZE": Verdict.GREW,  # between the calls for a list's length and for its entries
     "NOT_SUPPORTED": Verdict.UNSUPPORTED,
     "FUNCTION_NOT_FOUND": Verdict.UNSUPPORTED,
     "NO_PERMISSION": Verdict.UNSUPPORTED,
@@ -42,7 +42,7 @@ _TRIES = 3
 
 _LOST = ("GPU_IS_LOST", "RESET_REQUIRED")
 _MAYBE_LOST = "UNKNOWN"
-"""One value may be unknown for its own reasons, but a GPU that has nothing else to say is lost, as after a reset."""
+"""A single value may be unknown for its own reasons, but a GPU that answers nothing else is lost, as after a reset."""
 
 
 _MEMBERS = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
@@ -53,11 +53,27 @@ class GpuLostError(Exception):
     """The GPU does not answer any more; the other GPUs may."""
 
 
+class UnsupportedCalls:
+    """What one GPU does not support, from round to round: (function, arguments), a field's key, or a function's name."""
+
+    def __init__(self) -> None:
+        self._calls: set[object] = set()
+
+    def __contains__(self, call: object) -> bool:
+        return call in self._calls
+
+    def add(self, call: object) -> None:
+        self._calls.add(call)
+
+    def clear(self) -> None:
+        self._calls.clear()
+
+
 class NvmlCaller:
-    """For one GPU in one round. `unsupported` is remembered by the caller for the next round, `errors` for all GPUs."""
+    """For one GPU in one round. `unsupported` lasts for the next rounds, `errors` counts over all GPUs of the round."""
 
     def __init__(
-        self, session: NvmlSession, nvml: Any, handle: Any, *, unsupported: set[object], errors: Counter[str]
+        self, session: NvmlSession, nvml: Any, handle: Any, *, unsupported: UnsupportedCalls, errors: Counter[str]
     ) -> None:
         self.nvml = nvml
         self.handle = handle
@@ -68,21 +84,21 @@ class NvmlCaller:
         self._unknowns = 0
 
     def value(self, name: str, *arguments: Any) -> Any | None:
-        """What NVML's function of this name answers, None where the GPU does not tell.
+        """The value of NVML's function of this name, None where the GPU has none.
 
         Raises:
-            CardLostError, DriverLostError: there is no point in asking further.
+            GpuLostError, DriverLostError: further calls would fail too.
         """
-        asked = (name, *arguments)
-        if asked in self.unsupported:
+        call = (name, *arguments)
+        if call in self.unsupported:
             return None
         answer = self.answer(name, *arguments)
         if answer is Verdict.UNSUPPORTED:
-            self.unsupported.add(asked)
+            self.unsupported.add(call)
         return None if isinstance(answer, Verdict) else answer
 
     def answer(self, name: str, *arguments: Any) -> Any | Verdict:
-        """The same, asked always, and with the verdict where there is no value."""
+        """The same, called always, and with the verdict where there is no value."""
         function: Callable[..., Any] | None = getattr(self.nvml, name, None)
         if function is None:
             return Verdict.UNSUPPORTED
@@ -95,24 +111,24 @@ class NvmlCaller:
 
     def _judge(self, error: Exception) -> Verdict:
         self._session.check_driver(error)
-        word = self._session.word(error)
-        verdict = _VERDICTS.get(word, Verdict.FAILED)
+        error_name = self._session.error_name(error)
+        verdict = _VERDICTS.get(error_name, Verdict.FAILED)
         if verdict is Verdict.FAILED:
-            self._errors[word.lower()] += 1
-            self._unknowns += word == _MAYBE_LOST
+            self._errors[error_name.lower()] += 1
+            self._unknowns += error_name == _MAYBE_LOST
         else:
             self._answers += verdict is Verdict.EMPTY
-        if word in _LOST:
+        if error_name in _LOST:
             raise GpuLostError from error
         return verdict
 
     def check_alive(self) -> None:
-        """Raises CardLostError where the GPU had no answer at all."""
+        """Raises GpuLostError where the GPU answered nothing at all."""
         if self._unknowns and not self._answers:
             raise GpuLostError
 
     def entries(self, name: str, *arguments: Any) -> list[Any] | Verdict:
-        """A list, asked always, also when it is empty; UNSUPPORTED or FAILED where there is none."""
+        """A list, called always, also when it is empty; UNSUPPORTED or FAILED where there is none."""
         for _ in range(_TRIES):
             answer = self.answer(name, *arguments)
             if answer is Verdict.EMPTY:
@@ -123,10 +139,10 @@ class NvmlCaller:
         return Verdict.FAILED
 
     def fields(self, keys: Sequence[tuple[int, int]]) -> list[float | None]:
-        """The field values of these keys (field, scope) in one call; a key without a value is not asked again.
+        """The field values of these keys (field, scope) in one call; a key that is not supported is left out of later calls.
 
         Raises:
-            CardLostError, DriverLostError: as in `value`.
+            GpuLostError, DriverLostError: as in `value`.
         """
         name = "nvmlDeviceGetFieldValues"
         asked = [key for key in keys if key not in self.unsupported] if name not in self.unsupported else []

@@ -1,6 +1,6 @@
 """Sets the GPUs' compute mode through NVML, and sets it back. Blocking NVML calls go to a thread, bounded.
 
-The mode is a GPU's own and outlives whoever set it, until the driver is unloaded. Source: NVML API reference
+The mode belongs to the GPU and lasts until the driver is unloaded. Source: NVML API reference
 (nvmlDeviceSetComputeMode: root with CAP_SYS_ADMIN only). State owned: what the modes were before.
 """
 

@@ -1,9 +1,8 @@
 """The NVML driver: GPUs, topology, use and events of real GPUs, for asyncio.
 
-NVML calls block, and a sick driver can block them for ever. So they run in daemon threads, bounded by a timeout
-(kit/daemon_thread.py): one for the GPUs (nvml_reader.py) and the events (nvml_events.py), one for the samples
-(nvml_sampler.py), each with an opening of NVML of its own. That a sample hangs says nothing of the GPUs' health: the looks
-go on.
+NVML calls block, and a faulty driver can block them for ever. So they run in daemon threads, bounded by a timeout
+(kit/daemon_thread.py): one for the GPUs (reader.py) and the events (events.py), one for the samples (usage.py), each with
+its own opening of NVML. A sample that hangs does not affect the GPUs' health: the polls go on.
 
 Source: NVML API reference, through nvidia-ml-py (module pynvml).
 """
@@ -11,16 +10,17 @@ Source: NVML API reference, through nvidia-ml-py (module pynvml).
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import structlog
 
-from gpushare_agent.gpus.events import GpuEvent
+from gpushare_agent.gpus.decisions.values import GpuEvent
 from gpushare_agent.gpus.nvml.events import NvmlEvents
 from gpushare_agent.gpus.nvml.reader import NvmlReader
-from gpushare_agent.gpus.nvml.sampler import NvmlSampler
 from gpushare_agent.gpus.nvml.session import NvmlSession
+from gpushare_agent.gpus.nvml.usage import NvmlUsage
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import GpuInventory
@@ -30,29 +30,81 @@ log = structlog.get_logger(__name__)
 
 _CLOSE_TIMEOUT_S = 0.8
 _HANGS = "The driver may hang: look for NVRM and Xid lines in `dmesg`; a hung driver needs a reboot. "
-_LOOK_HANGS = f"{_HANGS}It is asked again at the next look."
-_SAMPLE_HANGS = f"{_HANGS}The looks at the GPUs go on; use is asked for again at the next sample."
+_READ_HANGS = f"{_HANGS}It is called again at the next poll."
+_SAMPLE_HANGS = f"{_HANGS}Polls of the GPUs go on; usage is read again at the next sample."
+_SAMPLER_WAIT_S = 0.25
+"""A round takes about a tenth of a second; the poll that waits for it has a timeout of its own."""
+
+
+class _Sampler:
+    """Samples through an opening of its own, so that a sample that hangs does not block the polls.
+
+    NVML may be called from several threads and counts its openings: it shuts down when the last one is closed, and only a
+    complete shutdown brings back a GPU that was reset, or a driver that was reloaded. So the reader's thread, which detects
+    these, also closes this opening, at the latest when the round under way ends. `sample` is called from the sampling
+    thread, `note_read` from the reader's, `close` from either. State owned: the opening, the lock for its use, and what the
+    last poll found.
+    """
+
+    def __init__(self) -> None:
+        self._session = NvmlSession()
+        self._usage = NvmlUsage(self._session)
+        self._lock = threading.Lock()
+        self._must_close = False
+        self._found: object = None
+        self._enumerated: object = None
+
+    def sample(self) -> DriverSample:
+        """One round over all GPUs. Raises Unavailable."""
+        with self._lock:
+            self._close_if_requested()
+            found = self._found
+            if found != self._enumerated:
+                self._session.forget_gpus()
+                self._enumerated = found
+            try:
+                return self._usage.sample()
+            finally:
+                self._close_if_requested()
+
+    def close(self) -> None:
+        """Closes the opening now, or when the round under way ends; the next sample opens it again."""
+        self._must_close = True
+        if self._lock.acquire(timeout=_SAMPLER_WAIT_S):
+            try:
+                self._close_if_requested()
+            finally:
+                self._lock.release()
+
+    def note_read(self, found: object) -> None:
+        """What a poll found; where it differs from the poll before, the next sample enumerates the GPUs again."""
+        self._found = found
+
+    def _close_if_requested(self) -> None:
+        if self._must_close:
+            self._must_close = False
+            self._session.close()
 
 
 class NvmlDriver:
-    """Asks the GPUs of this node. Close it when done; asking after that opens NVML again."""
+    """The GPUs of this node. Close it when done; a call after that opens NVML again."""
 
     def __init__(self, *, pci_devices: Path = Path("/sys/bus/pci/devices"), timeout_s: float = 10.0) -> None:
-        """`pci_devices` is where the kernel tells each GPU's NUMA node; `timeout_s` bounds one call."""
+        """`pci_devices` is where the kernel names each GPU's NUMA node; `timeout_s` bounds one call."""
         self._session = NvmlSession()
-        self._sampler = NvmlSampler()
+        self._sampler = _Sampler()
         self._reader = NvmlReader(
-            self._session, pci_devices=pci_devices, let_go=self._sampler.let_go, on_look=self._sampler.looked
+            self._session, pci_devices=pci_devices, close_others=self._sampler.close, on_read=self._sampler.note_read
         )
         self._events = NvmlEvents(self._session)
         self._timeout_s = timeout_s
-        self._thread = DaemonThread("nvml", advice=_LOOK_HANGS)
+        self._thread = DaemonThread("nvml", advice=_READ_HANGS)
         self._sampling_thread = DaemonThread("nvml-sampling", advice=_SAMPLE_HANGS)
 
     async def read(self) -> GpuInventory:
         """All GPUs of the node as they are now, and how they are connected.
 
-        A GPU that NVML lost is Unhealthy in the answer, with the reason. Cancelled, the look goes on in its thread.
+        A GPU that NVML lost is Unhealthy in the answer, with the reason. Cancelled, the call goes on in its thread.
 
         Raises:
             Unavailable: NVML is absent, was lost as a whole, or does not answer in time.
@@ -60,10 +112,10 @@ class NvmlDriver:
         return await self._thread.call(self._reader.read, "reading the GPUs through NVML", self._timeout_s)
 
     async def events(self) -> list[GpuEvent]:
-        """What happened since the last call, oldest first, at most 1,024. Does not wait for news.
+        """Events since the last call, oldest first, at most 1,024. Does not wait for one.
 
         Raises:
-            Unavailable: NVML cannot be opened, or waiting for events failed (told once; the next call registers anew).
+            Unavailable: NVML cannot be opened, or waiting for events failed (raised once; the next call registers again).
         """
         return await self._thread.call(self._events.take, "taking the GPUs' events from NVML", self._timeout_s)
 
@@ -81,13 +133,13 @@ class NvmlDriver:
         async with asyncio.TaskGroup() as group:
             group.create_task(_closed(self._thread, self._close, self._timeout_s), name="close nvml")
             group.create_task(
-                _closed(self._sampling_thread, self._sampler.let_go, self._timeout_s), name="close nvml sampling"
+                _closed(self._sampling_thread, self._sampler.close, self._timeout_s), name="close nvml sampling"
             )
 
     def _close(self) -> None:
         self._events.close()
         self._session.close()
-        self._sampler.let_go()  # its own thread is not asked while a sample hangs, which lets go when it returns
+        self._sampler.close()  # its own thread is not called while a sample hangs, which closes it on return
 
 
 async def _closed(thread: DaemonThread, close: Callable[[], None], timeout_s: float) -> None:

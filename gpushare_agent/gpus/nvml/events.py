@@ -1,10 +1,10 @@
-"""What happened to the GPUs, from an event set of NVML: critical Xids and double-bit ECC errors.
+"""Events of the GPUs from an NVML event set: critical Xids and double-bit ECC errors.
 
-Blocking, only for nvml.py, and brief: what is there is taken, nothing is waited for. State owned: the event set, the
-GPUs that are registered in it and an error that has not been told yet. A set ends with the opening of NVML that made it.
+Blocking, called by driver.py, and brief: pending events are taken, none is waited for. State owned: the event set, the
+GPUs that are registered in it and an error that is still to be raised. A set ends with the opening of NVML that made it.
 
-The set is made again when a GPU answers that was not there or did not answer before: after a reset the old registration
-is worth nothing. A GPU that fails stays registered, for its last Xid may be yet to come.
+The set is made again when a GPU answers that was missing or did not answer before: a reset voids its registration. A GPU
+that fails stays registered, for its last Xid may still come.
 
 Source: NVML API reference (nvmlEventSetWait_v2, nvmlDeviceRegisterEvents).
 """
@@ -16,9 +16,10 @@ from typing import Any
 
 import structlog
 
-from gpushare_agent.gpus.events import GpuEvent, GpuEventKind
+from gpushare_agent.gpus.decisions.values import GpuEvent, GpuEventKind
 from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, NvmlSession
 from gpushare_agent.gpus.nvml.topology import text_of
+from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.names import GpuUuid
 
@@ -41,25 +42,25 @@ class NvmlEvents:
         self._opening = 0
         self._covered: set[GpuUuid] = set()
         self._by_address: dict[int, GpuUuid] = {}
-        self._untold: Unavailable | None = None
-        self._complained: set[GpuUuid] = set()
+        self._pending_error: Unavailable | None = None
+        self._without_events = ReportOnce()
         self._unsupported_in_opening = 0
 
     def take(self) -> list[GpuEvent]:
-        """What happened since the last call, oldest first; empty where the driver has no events at all.
+        """Events since the last call, oldest first; empty where the driver has no events at all.
 
         Raises:
-            Unavailable: NVML cannot be opened or waiting failed. Told once; the next call makes a new set.
+            Unavailable: NVML cannot be opened or waiting failed. Raised once; the next call makes a new set.
         """
-        if self._untold is not None:
-            error, self._untold = self._untold, None
+        if self._pending_error is not None:
+            error, self._pending_error = self._pending_error, None
             raise error
         nvml = self._session.open()
         if self._unsupported_in_opening == self._session.openings:
             return []
         events = self._drain(nvml) if self._is_current() else []
-        if self._untold is None and len(events) < MAX_EVENTS:  # a full drain may have left more in the set
-            self._cover_or_tell(nvml, has_news=bool(events))
+        if self._pending_error is None and len(events) < MAX_EVENTS:  # a full drain may have left more in the set
+            self._cover_or_raise(nvml, has_events=bool(events))
         return events
 
     def close(self) -> None:
@@ -75,20 +76,22 @@ class NvmlEvents:
     def _is_current(self) -> bool:
         return self._set is not None and self._opening == self._session.openings and self._session.is_open
 
-    def _cover_or_tell(self, nvml: Any, *, has_news: bool) -> None:
+    def _cover_or_raise(self, nvml: Any, *, has_events: bool) -> None:
         try:
             self._cover(nvml)
         except DriverLostError as error:
             self._session.close()
-            self._tell(Unavailable(f"registering for events failed: {error.__cause__}. {CHECKLIST}"), has_news=has_news)
+            self._raise_after_events(
+                Unavailable(f"registering for events failed: {error.__cause__}. {CHECKLIST}"), has_events=has_events
+            )
         except Unavailable as error:
-            self._tell(error, has_news=has_news)
+            self._raise_after_events(error, has_events=has_events)
 
-    def _tell(self, problem: Unavailable, *, has_news: bool) -> None:
-        """Raises it, at the next call where there are events to tell before."""
-        if not has_news:
+    def _raise_after_events(self, problem: Unavailable, *, has_events: bool) -> None:
+        """Raises it now, or at the next call where this one has events to return."""
+        if not has_events:
             raise problem
-        self._untold = problem
+        self._pending_error = problem
 
     def _cover(self, nvml: Any) -> None:
         answering = self._session.answering()
@@ -108,12 +111,12 @@ class NvmlEvents:
 
     def _not_made(self, error: Exception) -> None:
         self._session.check_driver(error)
-        if self._session.word(error) not in _UNSUPPORTED:
+        if self._session.error_name(error) not in _UNSUPPORTED:
             raise Unavailable(
                 f"making an event set failed: NVML: {error}. It is tried again at the next call."
             ) from error
         self._unsupported_in_opening = self._session.openings
-        log.warning("nvml_has_no_events", reason=str(error), effect="Xid errors are not seen; GPUs are still looked at")
+        log.warning("nvml_has_no_events", reason=str(error), effect="Xid errors are not seen; GPUs are still polled")
 
     def _register(self, nvml: Any, uuid: GpuUuid, handle: Any) -> bool:
         wanted = nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeDoubleBitEccError
@@ -123,17 +126,16 @@ class NvmlEvents:
                 nvml.nvmlDeviceRegisterEvents(handle, types, self._set)
         except nvml.NVMLError as error:
             self._session.check_driver(error)
-            self._complain(uuid, str(error))
+            self._warn_without_events(uuid, str(error))
             return False
         if not types:
-            self._complain(uuid, "the GPU reports neither Xid nor double-bit ECC errors")
+            self._warn_without_events(uuid, "the GPU reports neither Xid nor double-bit ECC errors")
         else:
-            self._complained.discard(uuid)
+            self._without_events.is_over(uuid)
         return bool(types)
 
-    def _complain(self, uuid: GpuUuid, reason: str) -> None:
-        if uuid not in self._complained:
-            self._complained.add(uuid)
+    def _warn_without_events(self, uuid: GpuUuid, reason: str) -> None:
+        if self._without_events.is_new("not registered", uuid):
             log.warning("gpu_without_events", uuid=uuid, reason=reason, effect="its Xid errors are not seen")
 
     def _drain(self, nvml: Any) -> list[GpuEvent]:
@@ -142,37 +144,37 @@ class NvmlEvents:
             return events
         for _ in range(MAX_EVENTS):
             try:
-                news = nvml.nvmlEventSetWait_v2(self._set, _WAIT_MS)
+                data = nvml.nvmlEventSetWait_v2(self._set, _WAIT_MS)
             except nvml.NVMLError as error:
-                if self._session.word(error) != "TIMEOUT":
-                    self._wait_failed(error, has_news=bool(events))
+                if self._session.error_name(error) != "TIMEOUT":
+                    self._wait_failed(error, has_events=bool(events))
                 break
-            if (event := self._event(nvml, news)) is not None:
+            if (event := self._event(nvml, data)) is not None:
                 events.append(event)
         return events
 
-    def _wait_failed(self, error: Exception, *, has_news: bool) -> None:
+    def _wait_failed(self, error: Exception, *, has_events: bool) -> None:
         problem = Unavailable(
             f"waiting for events of the GPUs failed: NVML: {error}. The event set is made again at the next call; what "
-            "happens until then is seen only by the looks at the GPUs. See NVRM and Xid lines in `dmesg`."
+            "happens until then is seen only by polls of the GPUs. See NVRM and Xid lines in `dmesg`."
         )
         try:
             self._session.check_driver(error)
             self.close()
         except DriverLostError:
             self._session.close()
-        self._tell(problem, has_news=has_news)
+        self._raise_after_events(problem, has_events=has_events)
 
-    def _event(self, nvml: Any, news: Any) -> GpuEvent | None:
-        uuid = self._gpu_of(nvml, news.device)
-        if news.eventType & nvml.nvmlEventTypeXidCriticalError:
-            return GpuEvent(kind=GpuEventKind.XID, uuid=uuid, xid=news.eventData)
-        if news.eventType & nvml.nvmlEventTypeDoubleBitEccError:
+    def _event(self, nvml: Any, data: Any) -> GpuEvent | None:
+        uuid = self._gpu_of(nvml, data.device)
+        if data.eventType & nvml.nvmlEventTypeXidCriticalError:
+            return GpuEvent(kind=GpuEventKind.XID, uuid=uuid, xid=data.eventData)
+        if data.eventType & nvml.nvmlEventTypeDoubleBitEccError:
             return GpuEvent(kind=GpuEventKind.DOUBLE_BIT_ECC, uuid=uuid)
         return None
 
     def _gpu_of(self, nvml: Any, device: Any) -> GpuUuid | None:
-        """By the handle first: a GPU that fell off the bus does not tell its UUID any more."""
+        """By the handle first: a GPU that fell off the bus no longer answers the call for its UUID."""
         address = _address(device)
         if not address or address in self._by_address:
             return self._by_address.get(address)

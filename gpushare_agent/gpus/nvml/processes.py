@@ -1,6 +1,6 @@
 """The processes on one GPU and what each uses of it, from NVML's lists and utilisation samples.
 
-Blocking, only for nvml_usage.py. NVML has three lists of processes (compute, graphics, clients of MPS), each with the
+Blocking, called by usage.py. NVML has three lists of processes (compute, graphics, clients of MPS), each with the
 memory, and apart from them samples of utilisation, one for each process that did something in the driver's sampling
 period of up to a second. A process may be in several lists, in a list and in no sample, or in a sample and in no list.
 
@@ -26,7 +26,7 @@ _LISTS = {
     ProcessKind.COMPUTE: "nvmlDeviceGetComputeRunningProcesses",
     ProcessKind.MPS: "nvmlDeviceGetMPSComputeRunningProcesses",
 }
-"""In ascending order of what they tell: a process in two lists is of the later kind."""
+"""By ascending precision: a process in two lists is of the later kind."""
 
 _CLOCK_SLACK_US = 5_000_000
 """So far ahead of our clock a sample's time may be."""
@@ -64,15 +64,15 @@ class GpuProcesses:
         self._newest_us: int | None = None
         self._last: dict[int, _LastUse] = {}
 
-    def read(self, asker: NvmlCaller) -> tuple[ProcessSample, ...] | None:
-        """By PID; None where the GPU could not list them. Raises CardLostError, DriverLostError."""
-        listed = _read_lists(asker)
+    def read(self, caller: NvmlCaller) -> tuple[ProcessSample, ...] | None:
+        """By PID; None where the GPU could not list them. Raises GpuLostError, DriverLostError."""
+        listed = _read_lists(caller)
         is_known = self._newest_us is not None
-        fresh = self._read_use(asker)
+        fresh = self._read_use(caller)
         if listed is None:
             return None
         for pid in (fresh or {}).keys() - listed.keys():
-            listed[pid] = _Listed()  # it worked in this round and has ended since, or hides from the lists
+            listed[pid] = _Listed()  # it ran in this round and has ended since, or is in none of the lists
         self._remember(fresh or {}, listed)
         return tuple(self._sample(pid, listed[pid], is_known=is_known and fresh is not None) for pid in sorted(listed))
 
@@ -101,15 +101,15 @@ class GpuProcesses:
             return _UNKNOWN if kind is ProcessKind.MPS else _IDLE
         return last.use if last.rounds_ago <= _ROUNDS_KEPT else _IDLE
 
-    def _read_use(self, asker: NvmlCaller) -> dict[int, _Use] | None:
-        """The mean over each process's samples since the last call; None where the GPU does not tell.
+    def _read_use(self, caller: NvmlCaller) -> dict[int, _Use] | None:
+        """The mean over each process's samples since the last call; None where the GPU has none.
 
-        The first call only notes how far the driver's buffer goes: it may be full of what was long ago.
+        The first call only notes how far the driver's buffer goes: it may be full of old samples.
         """
         now_us = time.time_ns() // 1000
         is_first = self._newest_us is None
         since_us = min(self._newest_us or 0, now_us)  # a clock that was set back would else hide all that is newer
-        answer = asker.entries("nvmlDeviceGetProcessUtilization", since_us)
+        answer = caller.entries("nvmlDeviceGetProcessUtilization", since_us)
         if isinstance(answer, Verdict):
             return None
         samples = [sample for sample in answer if _is_sound(sample, since_us, now_us)]
@@ -137,10 +137,10 @@ def _mean(samples: list[Any]) -> _Use:
     )
 
 
-def _read_lists(asker: NvmlCaller) -> dict[int, _Listed] | None:
+def _read_lists(caller: NvmlCaller) -> dict[int, _Listed] | None:
     """None where a list failed, for a process left out would look ended, or where the GPU has none of the lists."""
     listed: dict[int, _Listed] = {}
-    answers = {kind: _entries(asker, name) for kind, name in _LISTS.items()}
+    answers = {kind: _entries(caller, name) for kind, name in _LISTS.items()}
     if Verdict.FAILED in answers.values() or all(answer is Verdict.UNSUPPORTED for answer in answers.values()):
         return None
     for kind, answer in answers.items():
@@ -150,12 +150,12 @@ def _read_lists(asker: NvmlCaller) -> dict[int, _Listed] | None:
     return listed
 
 
-def _entries(asker: NvmlCaller, name: str) -> list[Any] | Verdict:
+def _entries(caller: NvmlCaller, name: str) -> list[Any] | Verdict:
     """By the versions' own names: pynvml's name without a version raises an error of its own on older drivers."""
-    answer = asker.entries(f"{name}_v3")
-    return asker.entries(f"{name}_v2") if answer is Verdict.UNSUPPORTED else answer  # older drivers
+    answer = caller.entries(f"{name}_v3")
+    return caller.entries(f"{name}_v2") if answer is Verdict.UNSUPPORTED else answer  # older drivers
 
 
 def _larger(first: int | None, second: int | None) -> int | None:
-    """Two lists tell the memory of the same process: it is not twice as much."""
+    """Two lists give the memory of the same process: it must not be added up."""
     return max((size for size in (first, second) if size is not None), default=None)

@@ -1,7 +1,10 @@
-"""What NVML says of the GPUs, in blocking calls. Only nvml.py uses this, from one thread at a time.
+"""Reads the GPUs through NVML, and whether one needs a repair. Blocking; driver.py calls it from one thread at a time.
 
 State owned: the GPUs seen so far. A GPU keeps the index under which it was first seen, also when the driver loses
-another one and numbers the rest anew; a GPU that is gone stays in the answer, Unhealthy.
+another one and numbers the rest anew; a GPU that is missing stays in the answer, Unhealthy.
+
+Source: NVML API reference (NVML_FI_DEV_GET_GPU_RECOVERY_ACTION of newer drivers, nvmlDeviceGetRemappedRows of GPUs from
+Ampere on); `nvidia-smi -q`, "GPU Recovery Action", shows the same to an operator.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.gpus.nvml.repair import repair_reason
 from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, FoundGpu, NvmlSession, UnnamedGpu
 from gpushare_agent.gpus.nvml.topology import NvmlTopology, canonical_bus_id, kernel_bus_id, text_of
 from gpushare_agent.model.errors import Unavailable
@@ -22,22 +24,36 @@ _MIB = 1024 * 1024
 _MIG_REASON = "MIG mode is enabled: a GPU divided by MIG cannot be shared here. Disable MIG on it."
 _UNKNOWN_MINOR = -1
 
+_RESET = "stop its pods, then `nvidia-smi --gpu-reset -i <its bus ID>`"
+_REBOOT = "drain the node, then reboot it"
+_ACTIONS = {
+    "GPU_RESET": f"a reset of the GPU: {_RESET}",
+    "NODE_REBOOT": f"a reboot of the node: {_REBOOT}",
+    "DRAIN_P2P": "the end of all programs that use several GPUs together, to see what else is needed",
+    "DRAIN_AND_RESET": f"a reset once the GPU is idle, it runs with less than its capacity: {_RESET}",
+    "BUS_RESET": "a reset of the GPU's PCIe bus: drain the node, then reset or reboot it",
+    "SYSTEM_REBOOT": f"a reboot of the whole system: {_REBOOT}",
+}
+"""RECOVER_IMEX_DOMAIN is left out: it concerns memory shared between nodes, and the GPU works."""
+
+_REMAPPING_FAILED = "row remapping failed: the GPU's memory needs replacement. Take the GPU out of service."
+
 
 class NvmlReader:
-    """Reads through `session`, which it closes where NVML has to be opened again. `let_go` closes what else holds NVML
-    open; `on_look` is told what each look found, to be compared with what the look before found."""
+    """Reads through `session`, which it closes where NVML has to be opened again. `close_others` closes the other openings;
+    `on_read` gets what each poll found, to be compared with the poll before."""
 
     def __init__(
         self,
         session: NvmlSession,
         *,
         pci_devices: Path,
-        let_go: Callable[[], None],
-        on_look: Callable[[object], None],
+        close_others: Callable[[], None],
+        on_read: Callable[[object], None],
     ) -> None:
         self._session = session
-        self._let_go = let_go
-        self._on_look = on_look
+        self._close_others = close_others
+        self._on_read = on_read
         self._pci_devices = pci_devices
         self._topology = NvmlTopology()
         self._opening_of_links = 0
@@ -46,45 +62,45 @@ class NvmlReader:
         self._answering: set[GpuUuid] = set()
 
     def read(self) -> GpuInventory:
-        """One look. NVML found lost, as a whole or with all its GPUs, is opened again at once for another.
+        """One poll. Where NVML is lost, as a whole or with all its GPUs, it is opened again at once and read once more.
 
         Raises:
             Unavailable: NVML cannot be opened, or is lost again straight after.
         """
         try:
-            inventory = self._look()
+            inventory = self._read_once()
             if not self._is_all_lost(inventory):
                 return inventory
             self._close_wholly()
-            inventory = self._look()
+            inventory = self._read_once()
         except DriverLostError:
             self._close_wholly()
             try:
-                inventory = self._look()
+                inventory = self._read_once()
             except DriverLostError as error:
                 self._close_wholly()
                 raise Unavailable(f"NVML opens, but does not answer: {error.__cause__}. {CHECKLIST}") from error
         if self._is_all_lost(inventory):
-            self._close_wholly()  # the next look opens it afresh: a reset GPU comes back only that way
+            self._close_wholly()  # the next poll opens it again: a reset GPU returns only that way
         return inventory
 
     def _close_wholly(self) -> None:
         self._session.close()
-        self._let_go()
+        self._close_others()
 
     def _is_all_lost(self, inventory: GpuInventory) -> bool:
-        """No GPU answers. One that answers but must not be given, as with MIG enabled, shows that NVML works."""
+        """No GPU answers. One that answers but must not be used, as with MIG enabled, shows that NVML works."""
         return bool(inventory.gpus or inventory.unreadable) and not self._answering
 
-    def _look(self) -> GpuInventory:
+    def _read_once(self) -> GpuInventory:
         self._answering.clear()
         found, unnamed = self._session.find_gpus()
         nvml = self._session.open()
         seen: dict[GpuUuid, Gpu] = {}
         for gpu in found:
             seen[gpu.uuid] = self._read_gpu(nvml, gpu, taken={earlier.index for earlier in seen.values()})
-        self._session.looked(self._answering)
-        self._on_look((tuple((gpu.nvml_index, gpu.uuid) for gpu in found), frozenset(self._answering)))
+        self._session.set_answering(self._answering)
+        self._on_read((tuple((gpu.nvml_index, gpu.uuid) for gpu in found), frozenset(self._answering)))
         return self._inventory(nvml, seen, found, unnamed)
 
     def _read_gpu(self, nvml: Any, found: FoundGpu, *, taken: Iterable[int]) -> Gpu:
@@ -109,7 +125,7 @@ class NvmlReader:
             blank = Gpu(index=index, minor=_UNKNOWN_MINOR, uuid=uuid, bus_id="", name="", memory_mib=0)
             return _unhealthy(known or blank, f"NVML: {error}")
         self._answering.add(uuid)
-        reason = _MIG_REASON if self._has_mig(nvml, handle) else repair_reason(self._session, nvml, handle)
+        reason = _MIG_REASON if self._has_mig(nvml, handle) else _repair_reason(self._session, nvml, handle)
         return _unhealthy(gpu, reason) if reason else gpu
 
     def _compute_capability(self, nvml: Any, handle: Any) -> tuple[int, int] | None:
@@ -146,7 +162,7 @@ class NvmlReader:
     def _inventory(
         self, nvml: Any, seen: dict[GpuUuid, Gpu], found: list[FoundGpu], failures: list[UnnamedGpu]
     ) -> GpuInventory:
-        handles = {gpu.uuid: gpu.handle for gpu in found if self._can_tell_links(seen[gpu.uuid])}
+        handles = {gpu.uuid: gpu.handle for gpu in found if self._answers_for_links(seen[gpu.uuid])}
         gone = {uuid: gpu for uuid, gpu in self._known.items() if uuid not in seen}
         unnamed = {failure.nvml_index: failure.reason for failure in failures}
         for uuid, gpu in gone.items():
@@ -165,7 +181,7 @@ class NvmlReader:
             unreadable=tuple(sorted(unnamed.items())),
         )
 
-    def _can_tell_links(self, gpu: Gpu) -> bool:
+    def _answers_for_links(self, gpu: Gpu) -> bool:
         return gpu.uuid in self._answering and gpu.unhealthy_reason != _MIG_REASON
 
     def _driver_version(self, nvml: Any) -> str:
@@ -178,3 +194,34 @@ class NvmlReader:
 
 def _unhealthy(gpu: Gpu, reason: str) -> Gpu:
     return replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=reason)
+
+
+def _repair_reason(session: NvmlSession, nvml: Any, handle: Any) -> str:
+    """Why the GPU must not be used, empty where it may. Raises DriverLostError.
+
+    Rows that merely wait to be remapped are no reason: the driver has already taken them out of use, and the remapping
+    itself happens at the next reset, whenever that is.
+    """
+    action = _recovery_action(session, nvml, handle)
+    for name, request in _ACTIONS.items():
+        if action is not None and action == getattr(nvml, f"NVML_GPU_RECOVERY_ACTION_{name}", None):
+            return f"the driver asks for {request} (recovery action {name.lower()})"
+    return _REMAPPING_FAILED if _has_remapping_failed(session, nvml, handle) else ""
+
+
+def _recovery_action(session: NvmlSession, nvml: Any, handle: Any) -> int | None:
+    try:
+        [answer] = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+    except nvml.NVMLError as error:
+        session.check_driver(error)
+        return None
+    return answer.value.uiVal if answer.nvmlReturn == nvml.NVML_SUCCESS else None
+
+
+def _has_remapping_failed(session: NvmlSession, nvml: Any, handle: Any) -> bool:
+    try:
+        *_, failure = nvml.nvmlDeviceGetRemappedRows(handle)
+    except nvml.NVMLError as error:
+        session.check_driver(error)
+        return False
+    return bool(failure)

@@ -1,7 +1,7 @@
-"""One opening of NVML, for those that ask it from one thread: the looks and the events have one, the samples another.
+"""One opening of NVML, used from one thread: polls and events have one, samples another.
 
-NVML counts its openings and shuts down with the last one (nvml_sampler.py). State owned: whether this one is open, how often
-it was, the handles of the GPUs, and which of them answered the last look. Handles end with the opening that gave them.
+NVML counts its openings and shuts down with the last one. State owned: whether this one is open, how often it was, the
+handles of the GPUs, and which of them answered the last poll. Handles end with the opening that gave them.
 
 pynvml is imported when first needed: it costs 30 ms, and a node with simulated GPUs does not have to have it.
 """
@@ -31,7 +31,7 @@ class DriverLostError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundGpu:
-    """A GPU that has a handle and tells its UUID; what else it answers is not known yet."""
+    """A GPU that has a handle and a UUID; whether it answers further calls is not known yet."""
 
     nvml_index: int
     uuid: GpuUuid
@@ -47,7 +47,7 @@ class UnnamedGpu:
 
 
 class NvmlSession:
-    """Opens NVML when it is first asked for, and again after it was closed."""
+    """Opens NVML at the first use, and again after it was closed."""
 
     def __init__(self) -> None:
         self._pynvml: Any = None
@@ -55,11 +55,11 @@ class NvmlSession:
         self._openings = 0
         self._handles: dict[GpuUuid, Any] | None = None
         self._answering: frozenset[GpuUuid] | None = None
-        self._words: dict[int, str] = {}
+        self._error_names: dict[int, str] = {}
 
     @property
     def openings(self) -> int:
-        """Grows with each opening: what was learned of an earlier one holds no longer."""
+        """Grows with each opening: what was read in an earlier one is void."""
         return self._openings
 
     @property
@@ -93,16 +93,16 @@ class NvmlSession:
             return
 
     def find_gpus(self) -> tuple[list[FoundGpu], list[UnnamedGpu]]:
-        """All GPUs by NVML's index, asked anew. Raises DriverLostError, Unavailable."""
+        """All GPUs by NVML's index, enumerated anew. Raises DriverLostError, Unavailable."""
         nvml = self.open()
         try:
             count = nvml.nvmlDeviceGetCount()
         except nvml.NVMLError as error:
             raise DriverLostError from error
-        looks = [self._find_gpu(nvml, nvml_index) for nvml_index in range(count)]
-        found = [look for look in looks if isinstance(look, FoundGpu)]
+        answers = [self._find_gpu(nvml, nvml_index) for nvml_index in range(count)]
+        found = [answer for answer in answers if isinstance(answer, FoundGpu)]
         self._handles = {gpu.uuid: gpu.handle for gpu in found}
-        return found, [look for look in looks if isinstance(look, UnnamedGpu)]
+        return found, [answer for answer in answers if isinstance(answer, UnnamedGpu)]
 
     def _find_gpu(self, nvml: Any, nvml_index: int) -> FoundGpu | UnnamedGpu:
         try:
@@ -120,26 +120,26 @@ class NvmlSession:
         return self._handles or {}
 
     def forget_gpus(self) -> None:
-        """The next question for handles enumerates the GPUs anew."""
+        """The next call of `handles` enumerates the GPUs anew."""
         self._handles = None
 
     def answering(self) -> Set[GpuUuid]:
-        """The GPUs that answered the last look of this opening; all that have a handle where there was none yet."""
+        """The GPUs that answered the last poll of this opening; before the first one all that have a handle."""
         return self.handles().keys() if self._answering is None else self._answering
 
-    def looked(self, answering: Set[GpuUuid]) -> None:
-        """A look found these GPUs to answer."""
+    def set_answering(self, answering: Set[GpuUuid]) -> None:
+        """The GPUs that answered the poll just done."""
         self._answering = frozenset(answering)
 
     def check_driver(self, error: Exception) -> None:
-        """Tells an error of one GPU from one of the whole driver: raises DriverLostError for the latter."""
-        if self.word(error) in _OF_DRIVER:
+        """Raises DriverLostError where the error is of the whole driver and not of one GPU."""
+        if self.error_name(error) in _OF_DRIVER:
             raise DriverLostError from error
 
-    def word(self, error: Exception) -> str:
+    def error_name(self, error: Exception) -> str:
         """NVML's name of the error without its prefix: `GPU_IS_LOST`."""
         code = getattr(error, "value", None)
-        if not self._words:
+        if not self._error_names:
             names = [name for name in dir(self._pynvml) if name.startswith(_ERROR_PREFIX)]
-            self._words = {getattr(self._pynvml, name): name.removeprefix(_ERROR_PREFIX) for name in names}
-        return "SUCCESS" if code == self._pynvml.NVML_SUCCESS else self._words.get(code or -1, f"CODE_{code}")
+            self._error_names = {getattr(self._pynvml, name): name.removeprefix(_ERROR_PREFIX) for name in names}
+        return "SUCCESS" if code == self._pynvml.NVML_SUCCESS else self._error_names.get(code or -1, f"CODE_{code}")

@@ -1,6 +1,6 @@
-"""How the GPUs are connected, as NVML tells it: common ancestors on PCIe, and NVLinks.
+"""How the GPUs are connected, from NVML: common ancestors on PCIe, and NVLinks.
 
-State owned: what was read once. PCIe does not change while a node runs, so each pair is asked once; NVLinks are asked
+State owned: what was read once. PCIe does not change while a node runs, so each pair is read once; NVLinks are read
 again whenever NVML was opened anew. A lost GPU thereby keeps its place in the topology.
 """
 
@@ -65,7 +65,7 @@ class NvmlTopology:
         self._up_to_date: set[GpuUuid] = set()
 
     def expire_links(self) -> None:
-        """NVLinks may come up differently after a driver restart: GPUs that answer are asked again."""
+        """NVLinks may come up differently after a driver restart: they are read again of GPUs that answer."""
         self._up_to_date.clear()
 
     def read(self, nvml: Any, gpus: Sequence[Gpu], handles: Mapping[GpuUuid, Any]) -> tuple[list[Gpu], Topology]:
@@ -102,7 +102,7 @@ class NvmlTopology:
         if pair not in self._ancestors and a.uuid in handles and b.uuid in handles:
             try:
                 ancestor = nvml.nvmlDeviceGetTopologyCommonAncestor(handles[a.uuid], handles[b.uuid])
-            except nvml.NVMLError:  # virtual machines often do not tell; asked again at the next look
+            except nvml.NVMLError:  # virtual machines often have none; read again at the next poll
                 return kind_by_numa(a.numa_node, b.numa_node)
             self._ancestors[pair] = _ANCESTORS.get(ancestor, LinkKind.SYS)
         return self._ancestors.get(pair, kind_by_numa(a.numa_node, b.numa_node))
@@ -126,7 +126,7 @@ def _read_links(nvml: Any, handle: Any) -> _GpuLinks | None:
                 continue
             remote = canonical_bus_id(text_of(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, number).busId))
         except nvml.NVMLError as error:
-            if not _says_there_is_none(nvml, error):
+            if not _means_no_link(nvml, error):
                 return None
             continue
         links.append(NvLink(number=number, remote_bus_id=remote))
@@ -137,12 +137,12 @@ def _read_links(nvml: Any, handle: Any) -> _GpuLinks | None:
 def _goes_to_switch(nvml: Any, handle: Any, number: int) -> bool:
     try:
         remote_type: int = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, number)
-    except nvml.NVMLError:  # drivers that cannot tell are older than the machines with switches
+    except nvml.NVMLError:  # drivers without the call are older than the machines with switches
         return False
     return bool(remote_type == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH)
 
 
-def _says_there_is_none(nvml: Any, error: Exception) -> bool:
+def _means_no_link(nvml: Any, error: Exception) -> bool:
     """A GPU without this link, without any, or a driver without the call."""
     none = (nvml.NVML_ERROR_INVALID_ARGUMENT, nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND)
     return getattr(error, "value", None) in none

@@ -1,8 +1,8 @@
-"""What the GPUs and the processes on them use, as NVML tells it. Blocking calls, only for nvml.py.
+"""What the GPUs and the processes on them use, from NVML. Blocking, called by driver.py.
 
-Every value is asked each round, except PCIe traffic: NVML measures that on the spot for 20 ms each way, so one GPU has
-its turn per round and the others keep their last value. State owned: what each GPU does not support, and whose turn it
-is; both end with the opening of NVML (nvml_session.py).
+Every value is read each round, except PCIe traffic: NVML measures it on the spot for 20 ms each way, so it is read of one
+GPU per round and the others keep their last value. State owned: what each GPU does not support, and the number of the
+round; both end with the opening of NVML (session.py).
 
 Source: NVML API reference. Units there: percent, milliwatts, MHz, KB/s (1000 bytes), NVLink in KiB.
 """
@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpushare_agent.gpus.nvml.calls import GpuLostError, NvmlCaller
+from gpushare_agent.gpus.nvml.calls import GpuLostError, NvmlCaller, UnsupportedCalls
 from gpushare_agent.gpus.nvml.processes import GpuProcesses
 from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, NvmlSession
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import DriverSample, GpuSample
 
-_ROUNDS_UNTIL_ASKED_AGAIN = 600
+_ROUNDS_UNTIL_RETRIED = 600
 """What a GPU does not support can change while NVML is open: MIG mode, permissions."""
 
 _ALL_LINKS = 0xFFFFFFFF
@@ -29,7 +29,7 @@ _KIB = 1024
 _KB = 1000
 _MHZ = 1_000_000
 
-_THROTTLE_WORDS = {
+_THROTTLE_REASONS = {
     0x002: "applications_clocks",
     0x004: "power_cap",
     0x008: "hw_slowdown",
@@ -45,7 +45,7 @@ _GPU_IDLE = 0x001
 """A GPU that has nothing to do is not throttled."""
 
 Values = dict[str, Any]
-"""Fields of CardSample."""
+"""Fields of GpuSample."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class _GpuMemory:
     """What one round leaves for the next."""
 
     processes: GpuProcesses = field(default_factory=GpuProcesses)
-    unsupported: set[object] = field(default_factory=set)
+    unsupported: UnsupportedCalls = field(default_factory=UnsupportedCalls)
     pcie: Values = field(default_factory=dict)
 
 
@@ -84,14 +84,14 @@ class NvmlUsage:
         handles = self._session.handles()
         self._begin_round()
         uuids = sorted(handles)
-        has_turn = uuids[self._rounds % len(uuids)] if uuids else None
+        measured = uuids[self._rounds % len(uuids)] if uuids else None
         errors: Counter[str] = Counter()
         gpus: list[GpuSample] = []
         for uuid in uuids:
             memory = self._gpus.setdefault(uuid, _GpuMemory())
-            asker = NvmlCaller(self._session, nvml, handles[uuid], unsupported=memory.unsupported, errors=errors)
+            caller = NvmlCaller(self._session, nvml, handles[uuid], unsupported=memory.unsupported, errors=errors)
             try:
-                gpus.append(_sample_gpu(uuid, asker, memory, measure_pcie=uuid == has_turn))
+                gpus.append(_sample_gpu(uuid, caller, memory, measure_pcie=uuid == measured))
             except GpuLostError:
                 del self._gpus[uuid]
         return DriverSample(gpus=tuple(gpus), errors=dict(sorted(errors.items())))
@@ -101,88 +101,88 @@ class NvmlUsage:
             self._opening = self._session.openings
             self._gpus.clear()
         self._rounds += 1
-        if self._rounds % _ROUNDS_UNTIL_ASKED_AGAIN == 0:
+        if self._rounds % _ROUNDS_UNTIL_RETRIED == 0:
             for memory in self._gpus.values():
                 memory.unsupported.clear()
 
 
-def _sample_gpu(uuid: GpuUuid, asker: NvmlCaller, memory: _GpuMemory, *, measure_pcie: bool) -> GpuSample:
+def _sample_gpu(uuid: GpuUuid, caller: NvmlCaller, memory: _GpuMemory, *, measure_pcie: bool) -> GpuSample:
     values: Values = {}
     for part in _PARTS:
-        values.update(part(asker))
+        values.update(part(caller))
     if measure_pcie:
-        memory.pcie = dict(_pcie(asker))
-    processes = memory.processes.read(asker)
-    asker.check_alive()
+        memory.pcie = dict(_pcie(caller))
+    processes = memory.processes.read(caller)
+    caller.check_alive()
     return GpuSample(uuid=uuid, processes=processes, **values, **memory.pcie)
 
 
-def _utilisation(asker: NvmlCaller) -> Iterator[tuple[str, Any]]:
-    rates = asker.value("nvmlDeviceGetUtilizationRates")
+def _utilisation(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
+    rates = caller.value("nvmlDeviceGetUtilizationRates")
     if rates is not None:
         yield "sm_ratio", rates.gpu / 100
         yield "memory_ratio", rates.memory / 100
     for name, coder in (("encoder_ratio", "Encoder"), ("decoder_ratio", "Decoder")):
-        use = asker.value(f"nvmlDeviceGet{coder}Utilization")
+        use = caller.value(f"nvmlDeviceGet{coder}Utilization")
         if use is not None:
             yield name, use[0] / 100
 
 
-def _memory(asker: NvmlCaller) -> Iterator[tuple[str, Any]]:
+def _memory(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
     """The second version of the call counts what the driver keeps for itself apart from what is used."""
-    use = asker.value("nvmlDeviceGetMemoryInfo", asker.nvml.nvmlMemory_v2)
+    use = caller.value("nvmlDeviceGetMemoryInfo", caller.nvml.nvmlMemory_v2)
     if use is None:
-        use = asker.value("nvmlDeviceGetMemoryInfo")
+        use = caller.value("nvmlDeviceGetMemoryInfo")
     if use is not None:
         yield "memory_used_bytes", use.used
         yield "memory_total_bytes", use.total
 
 
-def _temperature_and_power(asker: NvmlCaller) -> Iterator[tuple[str, Any]]:
-    sensor = asker.nvml.NVML_TEMPERATURE_GPU
-    degrees = asker.value("nvmlDeviceGetTemperatureV", sensor)
+def _temperature_and_power(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
+    sensor = caller.nvml.NVML_TEMPERATURE_GPU
+    degrees = caller.value("nvmlDeviceGetTemperatureV", sensor)
     if degrees is None:
-        degrees = asker.value("nvmlDeviceGetTemperature", sensor)  # its older name
+        degrees = caller.value("nvmlDeviceGetTemperature", sensor)  # its older name
     yield "temperature_celsius", None if degrees is None else float(degrees)
-    yield "power_watts", _scaled(asker.value("nvmlDeviceGetPowerUsage"), 1 / 1000)
-    yield "power_limit_watts", _scaled(asker.value("nvmlDeviceGetEnforcedPowerLimit"), 1 / 1000)
+    yield "power_watts", _scaled(caller.value("nvmlDeviceGetPowerUsage"), 1 / 1000)
+    yield "power_limit_watts", _scaled(caller.value("nvmlDeviceGetEnforcedPowerLimit"), 1 / 1000)
 
 
-def _clocks(asker: NvmlCaller) -> Iterator[tuple[str, Any]]:
-    nvml = asker.nvml
-    yield "sm_clock_hertz", _scaled(asker.value("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM), _MHZ)
-    yield "memory_clock_hertz", _scaled(asker.value("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM), _MHZ)
-    reasons = asker.value("nvmlDeviceGetCurrentClocksEventReasons")
+def _clocks(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
+    nvml = caller.nvml
+    yield "sm_clock_hertz", _scaled(caller.value("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM), _MHZ)
+    yield "memory_clock_hertz", _scaled(caller.value("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM), _MHZ)
+    reasons = caller.value("nvmlDeviceGetCurrentClocksEventReasons")
     if reasons is None:
-        reasons = asker.value("nvmlDeviceGetCurrentClocksThrottleReasons")  # its older name
+        reasons = caller.value("nvmlDeviceGetCurrentClocksThrottleReasons")  # its older name
     if reasons is not None:
-        yield "throttle_reasons", throttle_words(reasons)
+        yield "throttle_reasons", throttle_reasons(reasons)
 
 
-def throttle_words(mask: int) -> tuple[str, ...]:
-    """The words of a mask of clocks event reasons, sorted; a bit that has no name here is told by its value."""
+def throttle_reasons(mask: int) -> tuple[str, ...]:
+    """The names of a mask of clocks event reasons, sorted; a bit without a name here is given by its value."""
     bits = [1 << place for place in range(mask.bit_length()) if mask >> place & 1 and 1 << place != _GPU_IDLE]
-    return tuple(sorted(_THROTTLE_WORDS.get(bit, f"unknown_{bit:#x}") for bit in bits))
+    return tuple(sorted(_THROTTLE_REASONS.get(bit, f"unknown_{bit:#x}") for bit in bits))
 
 
-def _counters(asker: NvmlCaller) -> Iterator[tuple[str, Any]]:
+def _counters(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
     """All in one call; those that the GPU does not have are left out of the next one."""
-    nvml = asker.nvml
+    nvml = caller.nvml
     wanted = {
         "ecc_corrected_total": ((nvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL, 0), 1),
         "ecc_uncorrected_total": ((nvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL, 0), 1),
         "nvlink_received_bytes_total": ((nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS), _KIB),
         "nvlink_sent_bytes_total": ((nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS), _KIB),
     }
-    counts = asker.fields([key for key, _ in wanted.values()])
+    counts = caller.fields([key for key, _ in wanted.values()])
     for (name, (_, unit)), count in zip(wanted.items(), counts, strict=True):
         yield name, None if count is None else int(count) * unit
 
 
-def _pcie(asker: NvmlCaller) -> Iterator[tuple[str, Any]]:
-    nvml = asker.nvml
-    received = asker.value("nvmlDeviceGetPcieThroughput", nvml.NVML_PCIE_UTIL_RX_BYTES)
-    sent = asker.value("nvmlDeviceGetPcieThroughput", nvml.NVML_PCIE_UTIL_TX_BYTES)
+def _pcie(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
+    nvml = caller.nvml
+    received = caller.value("nvmlDeviceGetPcieThroughput", nvml.NVML_PCIE_UTIL_RX_BYTES)
+    sent = caller.value("nvmlDeviceGetPcieThroughput", nvml.NVML_PCIE_UTIL_TX_BYTES)
     yield "pcie_received_bytes_per_second", _scaled(received, _KB)
     yield "pcie_sent_bytes_per_second", _scaled(sent, _KB)
 

@@ -1,8 +1,8 @@
-"""GPUs that do not exist: a driver for rehearsing on machines without GPUs, and for the embedded node.
+"""The driver of simulated GPUs, for machines without GPUs and for the sandbox.
 
 It answers as the NVML driver does, from settings and files instead of hardware. GPUs keep their UUIDs over restarts: these
-are made from the seed (the node's name) and the index. What they use and how they fail is rehearsed through two files that
-somebody writes while the agent runs: simulated_usage.py and simulated_faults.py tell their formats.
+are made from the seed (the node's name) and the index. Usage and faults come from two files that are written while the
+agent runs: their formats are in gpus/simulated/usage.py and gpus/simulated/faults.py.
 
 State owned: which events and resets of the faults file were reported.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gpushare_agent.gpus.events import GpuEvent
+from gpushare_agent.gpus.decisions.values import GpuEvent
 from gpushare_agent.gpus.simulated.faults import Faults, parse_faults
 from gpushare_agent.gpus.simulated.input import SimulatedInput
 from gpushare_agent.gpus.simulated.usage import Usage, gpu_samples, parse_usage
@@ -36,9 +36,9 @@ _RESET_REASON = "being reset (simulated)"
 
 
 class SimulatedDriver:
-    """Simulated GPUs. With a topology text its GPUs are those of the text, else `cards` GPUs in a default layout.
+    """Simulated GPUs. With a topology text its GPUs are those of the text, else `gpus` GPUs in a default layout.
 
-    `card_memory_mib` has one value per GPU; a shorter list repeats its last value.
+    `gpu_memory_mib` has one value per GPU; a shorter list repeats its last value.
     """
 
     def __init__(
@@ -79,17 +79,17 @@ class SimulatedDriver:
         self._reported_reset: int | None = None
 
     async def read(self) -> GpuInventory:
-        """The GPUs, lost ones Unhealthy, and so those that were reset since the last look.
+        """The GPUs, lost ones Unhealthy, and so those that were reset since the last poll.
 
         Raises:
-            Unavailable: the faults file says that the whole driver is lost, or cannot be read in time.
+            Unavailable: the faults file makes the whole driver fail, or cannot be read in time.
         """
-        faults = await self._look("reading the simulated GPUs")
+        faults = await self._read_faults("reading the simulated GPUs")
         return _with_faults(self._inventory, {**self._new_resets(faults), **faults.lost})
 
     async def events(self) -> list[GpuEvent]:
         """The events of the faults file that were not reported yet. Raises Unavailable, as read does."""
-        faults = await self._look("reading the simulated GPUs' events")
+        faults = await self._read_faults("reading the simulated GPUs' events")
         known = self._reported_event or 0
         new = [event for event in faults.events if event.id > known][:_MAX_EVENTS_AT_ONCE]
         if new:
@@ -102,18 +102,18 @@ class SimulatedDriver:
         ]
 
     async def sample(self) -> DriverSample:
-        """What the usage file says, of all GPUs that are not lost. Raises Unavailable, as read does."""
-        faults = await self._look("reading the simulated GPUs' use")
+        """The usage file's content, for all GPUs that are not lost. Raises Unavailable, as read does."""
+        faults = await self._read_faults("reading the simulated GPUs' use")
         usage, _ = await self._usage.read()
         there = [gpu for gpu in self._inventory.gpus if gpu.index not in faults.lost]
         lost = len(self._inventory.gpus) - len(there)
         return DriverSample(gpus=gpu_samples(there, usage), errors={"gpu_is_lost": lost} if lost else {})
 
     async def close(self) -> None:
-        """Nothing is held open."""
+        """Nothing is open."""
 
-    async def _look(self, what: str) -> Faults:
-        """The faults of now. What has happened before the first look is not reported."""
+    async def _read_faults(self, what: str) -> Faults:
+        """The faults of now. Events from before the first poll are not reported."""
         faults, is_known = await self._faults.read()
         if is_known and self._reported_event is None:
             self._reported_event = self._reported_reset = faults.last_id
@@ -128,7 +128,7 @@ class SimulatedDriver:
 
 
 def simulated_uuid(seed: str, index: int) -> GpuUuid:
-    """The UUID of a simulated GPU: the same for the same seed and index, for ever."""
+    """The UUID of a simulated GPU: the same for the same seed and index."""
     return GpuUuid(f"GPU-{uuid.uuid5(_UUID_SPACE, f'{seed}/{index}')}")
 
 

@@ -2,8 +2,8 @@
 
 `{"lost": {"<index>": "<reason>"}, "all_lost": "<reason>", "xids": [{"id": 1, "card": 3, "xid": 79}],
 "resets": [{"id": 2, "card": 3}]}`, each key optional (docs/sandbox.md). IDs grow; those that a driver finds at its first
-look are history to it. An entry of `xids` may have `"kind": "double-bit-ecc"` instead of an xid, and no GPU, as where a
-driver does not say which.
+poll are history to it. An entry of `xids` may have `"kind": "double-bit-ecc"` instead of an xid, and no GPU, as where a
+driver does not name it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpushare_agent.gpus.events import GpuEventKind
+from gpushare_agent.gpus.decisions.values import GpuEventKind
 from gpushare_agent.gpus.simulated.input import entries, whole_number
 from gpushare_agent.placement.topology_text import MAX_GPUS
 
@@ -23,7 +23,7 @@ _MAX_ID = 2**53
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsedEvent:
-    """`card` is None where the driver shall not say which."""
+    """`gpu` is None where the driver is not to name it."""
 
     id: int
     gpu: int | None
@@ -33,7 +33,7 @@ class RehearsedEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsedReset:
-    """The GPU is lost at the next look, and back at the one after it."""
+    """The GPU is lost at the next poll, and back at the one after it."""
 
     id: int
     gpu: int

@@ -1,7 +1,7 @@
-"""JSON files that tell simulated GPUs what to do: read again at every look, written by a person, a test or the sandbox.
+"""The input files of simulated GPUs, JSON: read at every poll, written by a person, a test or the sandbox.
 
-A file that is absent, no regular file, too large or malformed says nothing, and one line of log tells so. State owned: what
-was last said about the file. The formats are simulated_faults' and simulated_usage's.
+A file that is absent, no regular file, too large or malformed is ignored, with one warning in the log. State owned: the
+warning that was logged last. The formats are in faults.py and usage.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
+from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.model.errors import Unavailable
 
 log = structlog.get_logger(__name__)
@@ -27,17 +28,17 @@ T = TypeVar("T")
 
 
 class SimulatedInput(Generic[T]):
-    """`parse` gets the file's text and raises ValueError; `default` is what an absent or ignored file says."""
+    """`parse` gets the file's text and raises ValueError; `default` stands for an absent or ignored file."""
 
     def __init__(self, path: Path | None, *, name: str, parse: Callable[[str], T], default: T) -> None:
         self._path = path
         self._name = name
         self._parse = parse
         self._default = default
-        self._complained_about = ""
+        self._ignored = ReportOnce()
 
     async def read(self) -> tuple[T, bool]:
-        """What the file says, and whether it could be read: an absent one could.
+        """The file's content, and whether it could be read; an absent file counts as read.
 
         Raises:
             Unavailable: it cannot be read in time.
@@ -49,7 +50,7 @@ class SimulatedInput(Generic[T]):
                 return await asyncio.to_thread(self._read, self._path)
         except TimeoutError as error:
             text = f"reading the simulated GPUs' {self._name} file {self._path} took longer than {_READ_TIMEOUT_S:g} s"
-            raise Unavailable(f"{text}; it is read again at the next look. Check its file system.") from error
+            raise Unavailable(f"{text}; it is read again at the next poll. Check its file system.") from error
 
     def _read(self, path: Path) -> tuple[T, bool]:
         try:
@@ -57,14 +58,9 @@ class SimulatedInput(Generic[T]):
         except FileNotFoundError:
             return self._default, True
         except (OSError, ValueError, RecursionError) as error:
-            self._complain(path, str(error))
+            if self._ignored.is_new(str(error)):
+                log.warning(f"{self._name}_file_ignored", path=str(path), reason=str(error))
             return self._default, False
-
-    def _complain(self, path: Path, reason: str) -> None:
-        """Every read looks at the file again, but one fault is one line of log."""
-        if reason != self._complained_about:
-            log.warning(f"{self._name}_file_ignored", path=str(path), reason=reason)
-            self._complained_about = reason
 
 
 def read_regular(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The usage file of simulated GPUs: what processes use of them. Pure; what a GPU as a whole shows is computed from it.
+"""The usage file of simulated GPUs: what processes use of them. The values of the whole GPU are computed from it.
 
 `{"processes": [{"pid": 123, "card": 0, "sm": 0.25, "memory_bytes": 1073741824}]}` (docs/sandbox.md). Ratios are of the whole
 GPU, 0..1. Optional: `memory`, `encoder` and `decoder`, ratios too, and `kind`: compute, graphics or mps.
@@ -29,7 +29,7 @@ _IDLE_MEMORY_HERTZ, _BUSY_MEMORY_HERTZ = 405e6, 1_215e6
 _PCIE_BYTES_PER_SECOND = 2e9
 """Received at full load; a quarter of it is sent."""
 _MEMORY_PER_SM = 0.6
-"""Of the memory's time, for each part of the SMs' time, where the file does not say."""
+"""Of the memory's time, for each part of the SMs' time, where the file does not give it."""
 _CAPPED_FROM = 0.97
 
 

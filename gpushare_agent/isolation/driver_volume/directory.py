@@ -1,14 +1,14 @@
-"""Puts a planned volume on the disk beside what is in force, and switches to it by one rename.
+"""Writes a planned volume beside the version in force, and switches to it by one rename.
 
     <base>/nvidia                          -> .versions/nvidia-535.104.5-0123456789ab   the version in force
     <base>/.versions/nvidia-…/{bin,lib,lib64}     whole and never written again once it has this name
-    <base>/.versions/.staging-…            a version that is being filled; of a killed run the next one removes it
-    <base>/.versions/.lock                 held while one process works here
+    <base>/.versions/.staging-…            a version that is being filled; the next run removes that of a killed one
+    <base>/.versions/.lock                 locked while one process works here
 
 A container's mount of <base>/nvidia is resolved when it is made, so a running container keeps the version that it began
 with. A version's name holds a hash of the content: the same content is never installed twice. Names end in .2, .3 … where
-a directory of that name was damaged from outside, for it may be mounted and so is not mended. Owns everything below
-.versions and the links; the caller decides the content.
+a directory of that name was damaged from outside, for it may be mounted and so is not repaired. Owns everything below
+.versions and the links; the content is planned in isolation/decisions/driver_volume.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from pathlib import Path
 
 import structlog
 
-from gpushare_agent.isolation.driver_volume.values import VolumeName, VolumePlan
+from gpushare_agent.isolation.decisions.driver_volume import driver_version, driver_version_text
+from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName, VolumePlan
 from gpushare_agent.isolation.driver_volume.version import (
     Content,
     Progress,
@@ -54,7 +55,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """What lies there now. `taken` is what this run linked and copied: nothing where the version was there already."""
+    """The version in force. `taken` is what this run linked and copied: nothing where the version existed already."""
 
     version: Path
     changed: bool
@@ -70,7 +71,7 @@ class DriverDirectory:
         self._lock_timeout_s = lock_timeout_s
 
     def is_in_force(self, plan: VolumePlan, progress: Progress) -> bool:
-        """Is just this content in force? Only looks.
+        """Whether exactly this content is in force; changes nothing.
 
         Raises:
             StartupError: a file of the plan cannot be read.
@@ -114,7 +115,7 @@ class DriverDirectory:
                 return (), ()
             with self._locked():
                 self._clear_leftovers()
-                removed, kept = self._sorted_out(name, is_in_use)
+                removed, kept = self._removable(name, is_in_use)
                 for version in removed:
                     aside = self._versions / f"{_REMOVED}{version}"
                     (self._versions / version).rename(aside)  # a version has its name only while it is whole
@@ -124,17 +125,15 @@ class DriverDirectory:
     def would_prune(
         self, name: VolumeName, is_in_use: Callable[[str], bool]
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What prune() would remove now, and keep as in use. Only looks.
+        """What prune() would remove now, and keep as in use; changes nothing.
 
         Raises:
             StartupError: the directory cannot be read.
         """
-        with _named_errors(f"looking for old versions below {self._versions}"):
-            return self._sorted_out(name, is_in_use) if self._versions.is_dir() else ((), ())
+        with _named_errors(f"listing old versions below {self._versions}"):
+            return self._removable(name, is_in_use) if self._versions.is_dir() else ((), ())
 
-    def _sorted_out(
-        self, name: VolumeName, is_in_use: Callable[[str], bool]
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _removable(self, name: VolumeName, is_in_use: Callable[[str], bool]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         current = self._current(name)
         old = [
             path.name
@@ -187,7 +186,7 @@ class DriverDirectory:
         self._clear_leftovers()
 
     def _clear_leftovers(self) -> None:
-        """Of runs that were killed; and puts a directory that a link has replaced (gpu-manager's) among the versions."""
+        """Removes those of killed runs; moves a directory that a link has replaced (gpu-manager's) among the versions."""
         for path in sorted(self._versions.iterdir()):
             if path.name.startswith((_STAGING, _REMOVED)):
                 shutil.rmtree(path)
@@ -215,6 +214,25 @@ class DriverDirectory:
             os.close(handle)
 
 
+def installed_driver_version(volume: DriverVolume) -> tuple[int, ...] | None:
+    """The driver version of the volume in force; None if there is none, or its libcuda's name has none."""
+    return max(
+        (version for name in _library_names(volume) if (version := driver_version(name)) is not None), default=None
+    )
+
+
+def installed_driver_text(volume: DriverVolume) -> str:
+    """The same as text, as the file's name has it, such as 535.104.05; empty where it is not known."""
+    return driver_version_text(_library_names(volume))
+
+
+def _library_names(volume: DriverVolume) -> list[str]:
+    try:
+        return [path.name for path in (volume.directory / "lib64").iterdir()]
+    except OSError:
+        return []
+
+
 def _try_lock(handle: int) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -230,7 +248,7 @@ def _named_errors(attempt: str) -> Iterator[None]:
     except OSError as e:
         place = f" at {e.filename}" if e.filename else ""
         raise StartupError(
-            f"{attempt} failed{place}: {e.strerror or e}. What was in force stays; mend this and run again"
+            f"{attempt} failed{place}: {e.strerror or e}. What was in force stays; repair this and run again"
         ) from e
 
 

@@ -1,20 +1,19 @@
-"""Finds the driver's libraries and programs on the host.
+"""Finds the driver's libraries and programs on the host, whose file system may be mounted below some directory.
 
-Libraries are found as the host's programs find them, by the dynamic loader's cache; what it does not name is looked for
-in the usual directories. Which of them a volume gets is decided in isolation/driver_volume/plan.py.
+Libraries are found as the host's programs find them, by the dynamic loader's cache; what it does not name is searched in
+the usual directories. Which of them a volume gets is decided in isolation/decisions/driver_volume.py. No state.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import structlog
 
-from gpushare_agent.isolation.driver_volume.elf_files import read_elf
-from gpushare_agent.isolation.driver_volume.host_files import HostFiles
-from gpushare_agent.isolation.driver_volume.loader_cache import read_loader_cache
+from gpushare_agent.isolation.driver_volume.elf import read_elf, read_loader_cache
 from gpushare_agent.isolation.driver_volume.values import CONTROL_LIBRARY_NAME, DriverVolume, FoundLibrary, HostDriver
 from gpushare_agent.model.errors import Corrupt, NotFound, StartupError
 
@@ -54,15 +53,78 @@ PROGRAM_DIRECTORIES = (
     "/opt/bin",
 )
 
+_MAX_LINKS = 40
+"""As many as the kernel follows."""
+
+_IN_USR = frozenset({"bin", "sbin", "lib", "lib32", "lib64", "libx32"})
+
+
+class HostFiles:
+    """The host's file system below `root`; `/` where the process runs on the host itself.
+
+    A symbolic link is followed as the host would: `/etc/alternatives/…` is the host's, and `..` never leaves the root.
+    Where only the host's /usr is mounted, /lib, /bin and the like are taken from it, as they are on any current system.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def shown(self, path: str) -> str:
+        """A path of the host as this process sees it, for messages."""
+        return str(self.root / path.lstrip("/"))
+
+    def resolve(self, path: str) -> Path | None:
+        """The file or directory itself, free of links below the root; None if it is not there or links run in circles."""
+        pending = [part for part in path.split("/") if part][::-1]
+        done: list[str] = []
+        links = 0
+        while pending:
+            part = pending.pop()
+            if part in (".", ".."):
+                done = done[:-1] if part == ".." else done
+                continue
+            here = self.root.joinpath(*done, part)
+            try:
+                mode = here.lstat().st_mode
+            except (OSError, ValueError):
+                if done or part not in _IN_USR:
+                    return None
+                done = ["usr"]
+                pending.append(part)
+                continue
+            if not stat.S_ISLNK(mode):
+                done.append(part)
+                continue
+            links += 1
+            if links > _MAX_LINKS:
+                return None
+            target = str(here.readlink())
+            done = [] if target.startswith("/") else done
+            pending += [part for part in target.split("/") if part][::-1]
+        return self.root.joinpath(*done)
+
+    def file(self, path: str) -> Path | None:
+        """The regular file behind a path, or None."""
+        found = self.resolve(path)
+        return found if found is not None and found.is_file() else None
+
+    def names_in(self, directory: str) -> list[str]:
+        """The sorted names in a directory; none if it is not there."""
+        found = self.resolve(directory)
+        try:
+            return sorted(path.name for path in found.iterdir()) if found is not None else []
+        except OSError:
+            return []
+
 
 class DriverLibraries:
-    """The driver of the host whose file system is below `root`. Owns no state."""
+    """The driver of the host whose file system is below `root`."""
 
     def __init__(self, root: Path) -> None:
         self._host = HostFiles(root)
 
     def find(self, volume: DriverVolume) -> HostDriver:
-        """Everything that may belong into a volume, and where it was looked for."""
+        """Everything that may belong into a volume, and where it was searched."""
         places: list[str] = []
         warnings: list[str] = []
         libraries = self._libraries(volume.libraries, places, warnings)
@@ -76,7 +138,7 @@ class DriverLibraries:
         )
 
     def _libraries(self, listed: tuple[str, ...], places: list[str], warnings: list[str]) -> list[FoundLibrary]:
-        """Notes in `places` where it looked, and in `warnings` what was in the way."""
+        """Adds to `places` where it searched, and to `warnings` what it could not use."""
         found: list[FoundLibrary] = []
         cached = self._cached(warnings)
         if cached is not None:
@@ -110,12 +172,12 @@ class DriverLibraries:
         found = []
         for name, place, hwcap in wanted:
             path = self._host.file(place)
-            if path is None:  # a cache that is older than a removal
+            if path is None:  # the cache is older than a removal
                 continue
             try:
                 elf = read_elf(path)
             except (Corrupt, NotFound) as error:  # a linker script is called .so too
-                log.debug("library_passed_over", reason=str(error))
+                log.debug("library_skipped", reason=str(error))
                 continue
             found.append(
                 FoundLibrary(

@@ -1,6 +1,6 @@
-"""Tells which directories the processes of this machine have mounted, from /proc/<pid>/mountinfo.
+"""Which directories the processes of this machine have mounted, from /proc/<pid>/mountinfo.
 
-Sees what the process's PID namespace shows; containers of the host only where that is the host's.
+Covers the processes of this PID namespace: the host's containers only where it is the host's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values of the driver directory: what volume.conf asks for, what the host has, and what shall lie where.
+"""Values of a driver volume: the content of volume.conf, what the host has, and the plan.
 
 Paths are values here; nothing in this module touches a file. Format of volume.conf: docs/driver-volume.md.
 """
@@ -66,7 +66,7 @@ class FoundLibrary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostDriver:
-    """What was found for one volume, and where it was looked for."""
+    """What was found for one volume, and where it was searched."""
 
     libraries: tuple[FoundLibrary, ...]
     programs: dict[str, Path]
@@ -93,7 +93,7 @@ class PlannedLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VolumePlan:
-    """All of a volume's content, sorted by target. `driver_version` is None where libcuda's name does not tell it."""
+    """All of a volume's content, sorted by target. `driver_version` is None where libcuda's name has none."""
 
     name: VolumeName
     files: tuple[PlannedFile, ...]
@@ -104,6 +104,6 @@ class VolumePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VolumeRefused:
-    """Why a volume cannot be made, for a person."""
+    """Why a volume cannot be made, as text for the operator."""
 
     detail: str

@@ -1,7 +1,7 @@
 """Fills the directory of one version of a driver volume: by hard links where possible, else by copies.
 
-Nothing here decides where that directory lies or whether it is in force (driver_directory.py). Reading comes first, for
-the directory's name holds a hash of the content; what has changed between reading and taking is an error.
+Where that directory lies and whether it is in force is decided in directory.py. Files are read first, for the directory's
+name has a hash of the content; a file that changes between reading and copying is an error.
 """
 
 from __future__ import annotations

@@ -3,18 +3,18 @@
     <directory>/ld.so.preload                                  the library's path in the container; mounted read-only
     <directory>/containers/<pod uid>/<container>/<container>.cache    mounted read-write, for that container alone
 
-The cache file is the tenant's from its start on: it is neither opened, mapped nor read again, and made anew before each
-start, for the library would count the processes of an earlier life, whose PIDs come again, as using the GPU. Containers
-run under any user, also of a user namespace, so the file is open to all (0666, as the library itself would make it), and
-`containers`, which is root's alone (0700), keeps everybody else from it: the only way in is the mount. The mount is of the
-file, not of its directory, so a tenant can plant nothing for the agent to stumble over. No sticky bit anywhere: behind one
-the kernel (fs.protected_regular) refuses the file to the second user of a container.
+The tenant owns the cache file from the container's start on: the agent does not open, map or read it, and makes it anew
+before each start, for the library would count processes of an earlier instance, whose PIDs recur, as using the GPU.
+Containers run under any user, also of a user namespace, so the file is open to all (0666, as the library itself would make
+it), and `containers`, of mode 0700, keeps other users away: the only access is the mount. The mount is of the file, not of
+its directory, so a tenant cannot place other files there. No sticky bit anywhere: behind one the kernel
+(fs.protected_regular) refuses the file to the second user of a container.
 
-A tenant can make its file as large as the file system has room, and the kubelet does not count it: docs/isolation.md says
+A tenant can make its file as large as the file system allows, and the kubelet does not count it: docs/isolation.md shows
 how to bound that.
 
 Every step is one of kit/directories.py, relative to a descriptor and following no link. State owned: none but the files.
-Source of the layout: docs/formats.md, section 7, and isolation/hami_core/edits.py, which names the same paths.
+Source of the layout: docs/formats.md, section 7, and isolation/decisions/hami_core.py, which names the same paths.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpushare_agent.isolation.driver_volume.elf_files import read_elf
+from gpushare_agent.isolation.driver_volume.elf import read_elf
 from gpushare_agent.isolation.vcuda.config_format import is_container_name, is_pod_uid
 from gpushare_agent.kit.directories import (
     DIRECTORY,
@@ -59,8 +59,8 @@ class HamiCoreFiles:
         self._preload = f"{path_in_container}\n".encode()
 
     def check_library(self) -> None:
-        """Reads only. Raises StartupError where containers would get a library that is none, or for another machine."""
-        cure = (
+        """Reads only. Raises StartupError where the file is no library, or one for another machine."""
+        remedy = (
             "Put HAMi-core's libvgpu.so there (in the agent's pod: mount it under the same path), name it by"
             " --hami-core.library, or choose another isolation"
         )
@@ -68,11 +68,11 @@ class HamiCoreFiles:
             self._require_library()
             found, own = read_elf(self.library), read_elf(Path("/proc/self/exe"))
         except (NotFound, Corrupt, Unavailable) as e:
-            raise StartupError(f"isolation hami-core has no library: {e}. {cure}") from e
+            raise StartupError(f"isolation hami-core has no library: {e}. {remedy}") from e
         if (found.elf_class, found.machine) != (own.elf_class, own.machine):
             raise StartupError(
                 f"isolation hami-core: {self.library} is a {found.elf_class}-bit library for {found.machine}, and this"
-                f" node's programs are {own.elf_class}-bit for {own.machine}. {cure}"
+                f" node's programs are {own.elf_class}-bit for {own.machine}. {remedy}"
             )
 
     def install(self) -> None:
@@ -89,12 +89,12 @@ class HamiCoreFiles:
         return self.directory / CONTAINERS_NAME / key.pod_uid / key.container / f"{key.container}.cache"
 
     def prepare(self, key: ContainerKey) -> None:
-        """An empty cache file in place of what an earlier life left; preload file and library are there.
+        """An empty cache file in place of what an earlier instance left; preload file and library are checked.
 
         Raises:
             Rejected: a name that cannot be part of a path.
-            Unavailable: the file system refuses, or the library has gone: mounted all the same, the runtime would make
-                a directory in its place.
+            Unavailable: the file system refuses, or the library is missing: the runtime would make a directory
+                in its place.
         """
         path = self.cache_file(key)
         with self._step("making", path):
@@ -143,7 +143,7 @@ class HamiCoreFiles:
 
     @contextmanager
     def _open_containers(self, *, make: bool) -> Iterator[int]:
-        """The closed directory; made with the preload file beside it where `make` says so."""
+        """The directory of all cache files; `make` creates it and the preload file beside it."""
         if make:
             self.directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
         with opened(self.directory, None, DIRECTORY & ~os.O_NOFOLLOW) as root:  # the operator's choice may be a link
@@ -171,12 +171,12 @@ class HamiCoreFiles:
         except FileNotFoundError as e:
             raise NotFound(f"{verb} {path} failed: {e.strerror}") from e
         except OSError as e:
-            cure = (
+            remedy = (
                 "free space or inodes on its file system"
                 if e.errno in _FULL
                 else "check that the agent may write there (setting hami_core.directory)"
             )
-            raise Unavailable(f"{verb} {path} failed: {e.strerror or e}; it is tried again: {cure}") from e
+            raise Unavailable(f"{verb} {path} failed: {e.strerror or e}; it is tried again: {remedy}") from e
 
 
 def _check(key: ContainerKey) -> None:

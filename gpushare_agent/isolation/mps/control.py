@@ -1,8 +1,8 @@
-"""Asks the MPS control daemon by its own control program: one command, one short-lived process, bounded in time and output.
+"""Sends commands to the MPS control daemon by its control program: one short-lived process each, bounded in time and output.
 
 The program is given the two directories in an environment of its own and the command on standard input; never through a
-shell. Where it is not installed (an agent's image without the driver's programs) all that can be told is whether somebody
-listens on the daemon's socket; `check` does with that. Source: docs/formats.md, section 7. State owned: none.
+shell. Where it is not installed (an agent's image without the driver's programs) `check` can only find out whether a process
+listens on the daemon's socket. Source: docs/formats.md, section 7. State owned: none.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _MAX_DIGITS = 10
 """Of a PID."""
 _INHERITED = ("LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 _USUAL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_ASKED_ANYWAY = "Shares wait until it answers; it is asked again and again."
+_RETRIED = "Shares wait until it answers; it is polled periodically."
 
 
 class MpsControl:
-    """`control` is the program, a path or a name looked for in PATH. `timeout_s` bounds one command."""
+    """`control` is the program, a path or a name searched in PATH. `timeout_s` bounds one command."""
 
     def __init__(self, control: Path, pipe_directory: Path, log_directory: Path, *, timeout_s: float = 5.0) -> None:
         self._control = control
@@ -39,7 +39,7 @@ class MpsControl:
         return shutil.which(self._control)
 
     def environment(self) -> dict[str, str]:
-        """Of the daemon and of the control program: where they meet, and how they find what they need."""
+        """For the daemon and the control program: the directories that both use, and their search paths."""
         found = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         return {
             "PATH": os.environ.get("PATH", _USUAL_PATH),
@@ -49,7 +49,7 @@ class MpsControl:
         }
 
     async def check(self) -> None:
-        """Whether the daemon serves. Raises Unavailable with the reason."""
+        """Raises Unavailable with the reason where the daemon does not answer."""
         if problem := self.files.obstacle():
             raise Unavailable(problem)
         if self.program() is not None:
@@ -59,51 +59,51 @@ class MpsControl:
 
     async def get_server_list(self) -> list[int]:
         """PIDs of the servers, one for each user whose programs use MPS; none before the first client."""
-        answer = await self._ask("get_server_list")
-        return [_number(word, "get_server_list", answer) for word in answer.split()]
+        answer = await self._send("get_server_list")
+        return [_number(text, "get_server_list", answer) for text in answer.split()]
 
     async def get_server_status(self, pid: int) -> str:
-        """One word of the daemon's, such as ACTIVE."""
-        return await self._ask(f"get_server_status {pid}")
+        """The daemon's status of a server, such as ACTIVE."""
+        return await self._send(f"get_server_status {pid}")
 
     async def get_client_list(self, server: int) -> list[int]:
         """PIDs of the clients of one server."""
-        answer = await self._ask(f"get_client_list {server}")
-        return [_number(word, "get_client_list", answer) for word in answer.split()]
+        answer = await self._send(f"get_client_list {server}")
+        return [_number(text, "get_client_list", answer) for text in answer.split()]
 
     async def get_default_active_thread_percentage(self) -> float:
-        """What a client without a limit of its own may use, percent."""
-        answer = await self._ask("get_default_active_thread_percentage")
+        """The limit of a client without one of its own, percent."""
+        answer = await self._send("get_default_active_thread_percentage")
         try:
             percent = float(answer)
         except ValueError:
             percent = -1.0
         if not 0 < percent <= 100:
-            raise _nonsense("get_default_active_thread_percentage", answer)
+            raise _invalid("get_default_active_thread_percentage", answer)
         return percent
 
     async def set_default_active_thread_percentage(self, percent: int) -> None:
         """For servers that start from now on."""
-        await self._ask(f"set_default_active_thread_percentage {percent}")
+        await self._send(f"set_default_active_thread_percentage {percent}")
 
     async def set_default_device_pinned_mem_limit(self, device: int, memory_mib: int) -> None:
         """For servers that start from now on."""
-        await self._ask(f"set_default_device_pinned_mem_limit {device} {memory_mib}M")
+        await self._send(f"set_default_device_pinned_mem_limit {device} {memory_mib}M")
 
     async def quit(self) -> None:
         """Ends the daemon and its servers; clients that still run lose their GPU."""
-        await self._ask("quit")
+        await self._send("quit")
 
-    async def _ask(self, command: str) -> str:
+    async def _send(self, command: str) -> str:
         """The answer's text, without surrounding space.
 
         Raises:
-            Unavailable: no program, no answer in time, too long an answer, or the program says that it failed.
+            Unavailable: no program, no answer in time, too long an answer, or the program reports a failure.
         """
         program = self.program()
         if program is None:
             raise Unavailable(
-                f"the MPS control program {self._control} is not installed, so {command} was not asked. It comes with the "
+                f"the MPS control program {self._control} is not installed, so {command} was not sent. It comes with the "
                 "driver; name its path with mps.control"
             )
         try:
@@ -112,7 +112,7 @@ class MpsControl:
         except TimeoutError as error:
             raise Unavailable(
                 f"the MPS control daemon in {self.files.pipe} gave no answer to {command} within {self._timeout_s:g} s. "
-                + _ASKED_ANYWAY
+                + _RETRIED
             ) from error
         except OSError as error:
             raise Unavailable(f"the MPS control program {program} cannot be run: {error.strerror or error}") from error
@@ -121,7 +121,7 @@ class MpsControl:
         text = answer.decode(errors="replace").strip()
         if code != 0:
             raise Unavailable(
-                f"{program} could not do {command} with the pipe directory {self.files.pipe} (exit code {code}): "
+                f"{program} failed at {command} with the pipe directory {self.files.pipe} (exit code {code}): "
                 f"{_shown(text) or 'it gave no reason'}"
             )
         return text
@@ -133,11 +133,13 @@ class MpsControl:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env=self.environment(),
-            start_new_session=True,  # so that what it starts is killed with it
+            start_new_session=True,  # so that its descendants are killed with it
         )
         assert process.stdin is not None and process.stdout is not None  # noqa: S101 - both are pipes, for mypy
         try:
-            with suppress(BrokenPipeError, ConnectionResetError):  # it ended without reading; its exit code tells
+            with suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # it ended without reading; its exit code is the answer
                 process.stdin.write(f"{command}\n".encode())
                 await process.stdin.drain()
             process.stdin.close()
@@ -152,9 +154,9 @@ class MpsControl:
 
 
 async def _reap(process: asyncio.subprocess.Process) -> None:
-    """Kills what still runs of it, and waits for its end; one that the kernel cannot end is left behind after a second.
+    """Kills the process group and waits for its end; one that the kernel cannot end is left after a second.
 
-    Its pipes are closed in any case: a descendant in a session of its own may hold the other ends for ever.
+    Its pipes are closed in any case: a descendant in a session of its own may keep the other ends open.
     """
     try:
         if process.returncode is not None:
@@ -168,14 +170,14 @@ async def _reap(process: asyncio.subprocess.Process) -> None:
         process._transport.close()  # type: ignore[attr-defined]  # asyncio closes them only at their other ends' end
 
 
-def _number(word: str, command: str, answer: str) -> int:
-    if not word.isascii() or not word.isdigit() or len(word) > _MAX_DIGITS:
-        raise _nonsense(command, answer)
-    return int(word)
+def _number(text: str, command: str, answer: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > _MAX_DIGITS:
+        raise _invalid(command, answer)
+    return int(text)
 
 
-def _nonsense(command: str, answer: str) -> Unavailable:
-    return Unavailable(f"the MPS control daemon's answer to {command} makes no sense: {_shown(answer)!r}")
+def _invalid(command: str, answer: str) -> Unavailable:
+    return Unavailable(f"the MPS control daemon's answer to {command} is invalid: {_shown(answer)!r}")
 
 
 def _shown(text: str) -> str:

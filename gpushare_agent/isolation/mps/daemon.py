@@ -1,7 +1,7 @@
 """The MPS control daemon as a child process, in the foreground and in a process group of its own.
 
-What it prints goes to this process's standard error, so that its words stand beside ours and no full pipe can stop it.
-State owned: the child; only this child and what it started are ever signalled.
+Its output goes to this process's standard error, beside our log, so that no full pipe can stop it.
+State owned: the child; only this child's process group is signalled.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class MpsDaemonProcess:
         return None if self._process is None else self._process.returncode
 
     async def start(self) -> list[str]:
-        """Starts one where none lives, and tells which files of a dead one were removed for it.
+        """Starts one where none runs; returns the files of an ended one that were removed for it.
 
         Raises:
-            StartupError: no program, or somebody else's daemon lives in the pipe directory.
-            Unavailable: the program cannot be run now, or something of the last daemon still lives.
+            StartupError: no program, or a daemon of others uses the pipe directory.
+            Unavailable: the program cannot be run now, or a process of the last daemon still runs.
         """
         program = self._control.program()
         if program is None:
@@ -53,10 +53,10 @@ class MpsDaemonProcess:
         files = self._control.files
         if sign := await asyncio.to_thread(files.live_daemon):
             if self._had_one:
-                raise Unavailable(f"something of the daemon that has ended lives in {files.pipe}: {sign}")
+                raise Unavailable(f"a process of the ended daemon still uses {files.pipe}: {sign}")
             raise StartupError(
-                f"an MPS control daemon lives in {files.pipe} already: {sign}. It and its clients are left alone, and no "
-                "second one was started. Let the agent use that one and do without this command, or end it with `echo quit "
+                f"an MPS control daemon already runs in {files.pipe}: {sign}. It and its clients are left alone, and no "
+                "second one was started. Let the agent use that one without this command, or end it with `echo quit "
                 f"| CUDA_MPS_PIPE_DIRECTORY={files.pipe} {program}`, or choose another mps.pipe_directory"
             )
         removed = files.remove_stale()
@@ -80,9 +80,9 @@ class MpsDaemonProcess:
         return await self._process.wait()
 
     async def end(self, *, timeout_s: float = TERM_TIMEOUT_S) -> None:
-        """SIGTERM, and after `timeout_s` SIGKILL, for it and what it started; waits for its end.
+        """SIGTERM, and after `timeout_s` SIGKILL, for its process group; waits for its end.
 
-        Of one that has ended by itself the servers are left alone: their clients may run on.
+        Servers of a daemon that ended by itself are not signalled: their clients may run on.
         """
         process, self._process = self._process, None
         if process is None or process.returncode is not None:

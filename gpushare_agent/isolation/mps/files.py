@@ -1,4 +1,4 @@
-"""The MPS control daemon's directories on the host: whether they can be used, who is in them, what a dead daemon left.
+"""The MPS control daemon's directories on the host: whether they are usable, which daemon uses them, and stale files.
 
 What a daemon keeps in its pipe directory, as seen on nodes with drivers 550 to 580:
 
@@ -43,7 +43,7 @@ _DIRECTORY_MODE = 0o755
 _SHARED_MODE = 0o1777
 _SELINUX = "security.selinux"
 _COMM_BYTES = 15
-"""How much of a program's name the kernel tells in /proc/<pid>/comm."""
+"""The kernel's length of a program's name in /proc/<pid>/comm."""
 _CONNECT_TIMEOUT_S = 1.0
 
 
@@ -73,14 +73,14 @@ class MpsFiles:
         if status.st_uid not in (0, os.geteuid()):
             return (
                 f"the MPS pipe directory {self.pipe} belongs to user {status.st_uid}, neither to root nor to this "
-                f"program's user {os.geteuid()}: whoever owns it decides who answers there"
+                f"program's user {os.geteuid()}: its owner decides which daemon answers there"
             )
         return ""
 
     def listener(self) -> str:
-        """Why nobody can be met at the daemon's socket, empty when somebody listens there.
+        """Why no process can be reached at the daemon's socket, empty when one listens there.
 
-        A daemon notes such a visit in its log, as it notes one of the control program; it is not answered.
+        The daemon logs the connection, as it logs one of the control program, and does not answer it.
         """
         path = self.pipe / CONTROL_SOCKET
         try:
@@ -90,26 +90,26 @@ class MpsFiles:
         if not stat.S_ISSOCK(status.st_mode):
             return f"{path} is no socket, so no MPS control daemon listens there"
         error_number = _connect(path)
-        if error_number in (0, errno.EPROTOTYPE):  # a socket of another type, and somebody has it open
+        if error_number in (0, errno.EPROTOTYPE):  # a socket of another type, and a process has it open
             return ""
         if error_number == errno.ECONNREFUSED:
-            return f"nobody listens on {path}: the MPS control daemon that made it has ended"
+            return f"no process listens on {path}: the MPS control daemon that made it has ended"
         return f"the MPS control daemon's socket {path} cannot be connected to ({os.strerror(error_number)})"
 
     def live_daemon(self) -> str:
-        """By what a living daemon in the pipe directory is known, empty where none lives there."""
+        """The evidence of a running daemon in the pipe directory, empty where there is none."""
         path = self.pipe / CONTROL_SOCKET
         if path.is_socket() and _connect(path) not in (errno.ECONNREFUSED, errno.ENOENT):
-            return f"somebody listens on {path}"
+            return f"a process listens on {path}"
         if _is_locked(self.pipe / LOCK_FILE):
-            return f"somebody holds a lock on {self.pipe / LOCK_FILE}"
+            return f"a process has locked {self.pipe / LOCK_FILE}"
         pid = self.daemon_pid()
         if pid is not None and _comm(pid) == self._program[:_COMM_BYTES]:
             return f"{self.pipe / PID_FILE} names PID {pid}, which runs {self._program}"
         return ""
 
     def daemon_pid(self) -> int | None:
-        """What the PID file says, None where there is none or it says nonsense."""
+        """The PID in the PID file, None where there is none or it is invalid."""
         try:
             with (self.pipe / PID_FILE).open("rb") as file:
                 text = file.read(32).strip()
@@ -132,14 +132,14 @@ class MpsFiles:
             except OSError as error:
                 raise StartupError(
                     f"the directory {directory} for MPS cannot be made ({error.strerror}). The control daemon was not "
-                    "started. Look at what lies at this path, or choose another: mps.pipe_directory, mps.log_directory"
+                    "started. Check what is at this path, or choose another: mps.pipe_directory, mps.log_directory"
                 ) from error
             _label(directory)
         if problem := self.obstacle():
             raise StartupError(f"{problem}. The control daemon was not started; choose another with mps.pipe_directory")
 
     def remove_stale(self) -> list[str]:
-        """Removes what a dead daemon left, and tells what. Only to be called where `live_daemon` found none.
+        """Removes the files of an ended daemon; returns their names. Only to be called where `live_daemon` found none.
 
         Raises StartupError where something cannot be removed.
         """
@@ -176,7 +176,7 @@ def _connect(path: Path) -> int:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether another process holds a lock of either kind on the file."""
+    """Whether another process has a lock of either kind on the file."""
     try:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

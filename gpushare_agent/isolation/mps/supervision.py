@@ -1,15 +1,15 @@
 """Keeps one MPS control daemon running: starts it, waits until it answers, starts it again when it ends, and drains it.
 
-| condition | what holds | what follows |
+| condition | meaning | next |
 |---|---|---|
 | starting | the daemon was started and has not answered yet | serving, or waiting |
 | serving | it answers | not answering, or waiting |
-| not answering | it runs and does not answer; it is left alone, for to end it would end its clients | serving, or waiting |
-| waiting | there is none; the next start comes after a while | starting, or the end with an error |
-| draining | no longer wanted; its clients get time to end | stopped |
+| not answering | it runs and does not answer; it is not ended, for that would end its clients | serving, or waiting |
+| waiting | it has ended; the next start follows after a delay | starting, or the end with an error |
+| draining | no longer needed; its clients get time to end | stopped |
 | stopped | it has ended | |
 
-State owned: the condition, and how often in a row a start had no success.
+State owned: the condition, and the number of consecutive failed starts.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from gpushare_agent.model.errors import StartupError, Unavailable
 
 log = structlog.get_logger(__name__)
 
-_LOOK_S = 0.1
-"""Between two questions while something is waited for."""
+_POLL_S = 0.1
+"""Between two polls while waiting."""
 _STEADY_S = 60.0
-"""Who has served so long is started again at once after its end."""
+"""A daemon that served so long is restarted at once after its end."""
 
 
 class Condition(StrEnum):
@@ -72,7 +72,7 @@ class Control(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
     """`start_s` bounds a start, `most_bad_starts` in a row end the supervisor; `drain_s` is for clients, `end_s` for the
-    daemon after it was told to quit."""
+    daemon after the command quit."""
 
     start_s: float
     probe_period_s: float
@@ -83,7 +83,7 @@ class Timeouts:
 
 
 class MpsSupervision:
-    """`percentage` is the default for clients without a limit of their own. `on_condition` hears of every change."""
+    """`percentage` is the default for clients without a limit of their own. `on_condition` is called at every change."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class MpsSupervision:
             if self._bad_starts >= self._timeouts.most_bad_starts:
                 raise StartupError(
                     f"the MPS control daemon could not be started {self._bad_starts} times in a row, the last time because "
-                    f"{why}. What it said itself stands above and in its control.log (mps.log_directory). No further start "
+                    f"{why}. Its own output is above and in its control.log (mps.log_directory). No further start "
                     "is tried"
                 )
             delay_s = self._timeouts.backoff.delay_s(self._failures)
@@ -142,7 +142,7 @@ class MpsSupervision:
         if removed:
             log.warning("mps_stale_files_removed", names=removed, of="a daemon that has ended")
         log.info("mps_daemon_started", pid=self._daemon.pid)
-        last = "it was not asked"
+        last = "it was not polled"
         try:
             async with asyncio.timeout(self._timeouts.start_s):
                 while True:
@@ -154,7 +154,7 @@ class MpsSupervision:
                         last = str(error)
                     if self._daemon.exit_code is not None:
                         raise Unavailable(f"it {_ending(self._daemon.exit_code)} before it answered")
-                    await asyncio.sleep(_LOOK_S)
+                    await asyncio.sleep(_POLL_S)
         except TimeoutError as error:
             raise Unavailable(f"it did not answer within {self._timeouts.start_s:g} s of its start: {last}") from error
         self._bad_starts = 0
@@ -172,7 +172,11 @@ class MpsSupervision:
                 await self._control.get_default_active_thread_percentage()
             except Unavailable as error:
                 if self._daemon.exit_code is None and self._condition is Condition.SERVING:
-                    log.error("mps_daemon_does_not_answer", reason=str(error), then="left alone for its clients' sake")
+                    log.error(
+                        "mps_daemon_does_not_answer",
+                        reason=str(error),
+                        then="not ended, for its clients would lose their GPU",
+                    )
                     self._become(Condition.NOT_ANSWERING)
             else:
                 self._become(Condition.SERVING)
@@ -191,12 +195,12 @@ class MpsSupervision:
         self._become(Condition.STOPPED)
 
     async def end_now(self) -> None:
-        """Without another word to clients: somebody has no more patience."""
+        """Ends the daemon without waiting for clients: the time to drain is over."""
         await self._daemon.end(timeout_s=1.0)
         self._become(Condition.STOPPED)
 
     async def _wait_for_clients(self) -> list[int]:
-        """PIDs of those that still run at the end of the patience."""
+        """PIDs of those that still run when the time is over."""
         clients: list[int] = []
         try:
             async with asyncio.timeout(self._timeouts.drain_s):
@@ -207,7 +211,7 @@ class MpsSupervision:
                     clients = found
                     if not clients:
                         return []
-                    await asyncio.sleep(_LOOK_S)
+                    await asyncio.sleep(_POLL_S)
         except TimeoutError:
             return clients
         except Unavailable as error:

@@ -1,7 +1,7 @@
-"""Asks the MPS control daemon again and again whether it serves, for those who must not give shares while it does not.
+"""Polls the MPS control daemon, for those that must not allocate shares while it does not answer.
 
-The daemon is somebody else's: the deployer's, or the one that `gpushare-agent mps` keeps. It is only looked at, and comes
-and goes without the agent. State owned: why it does not serve, empty while it does.
+The daemon belongs to the deployer, or to `gpushare-agent mps`. It is only polled, and may start and end without the agent.
+State owned: why it is unavailable, empty while it answers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gpushare_agent.model.errors import Unavailable
 
 log = structlog.get_logger(__name__)
 
-NOT_ASKED = "the MPS control daemon has not been asked yet"
+NOT_POLLED = "the MPS control daemon has not been polled yet"
 
 
 class MpsDaemon(Protocol):
@@ -25,49 +25,43 @@ class MpsDaemon(Protocol):
 
 
 class MpsWatch:
-    """`period_s` between the end of one look and the next; looks never overlap."""
+    """`period_s` between the end of one poll and the next; polls never overlap."""
 
     def __init__(self, control: MpsDaemon, *, period_s: float) -> None:
         self._control = control
         self._period_s = period_s
-        self._trouble = NOT_ASKED
+        self._unavailable_reason = NOT_POLLED
         self._callbacks: list[Callable[[], None]] = []
-        self._looked = asyncio.Event()
 
     @property
-    def trouble(self) -> str:
-        """Why no share can be served now, empty when it can."""
-        return self._trouble
+    def unavailable_reason(self) -> str:
+        """Why no share can be allocated now, empty when it can."""
+        return self._unavailable_reason
 
     def subscribe(self, callback: Callable[[], None]) -> None:
-        """`callback` is called after each change of `trouble`."""
+        """`callback` is called after each change of `unavailable_reason`."""
         self._callbacks.append(callback)
-
-    async def wait_looked(self) -> None:
-        """Until the first look has ended, whatever it found."""
-        await self._looked.wait()
 
     async def run(self) -> NoReturn:
         """Until cancelled."""
         while True:
-            await self.look()
+            await self.poll()
             await asyncio.sleep(self._period_s)
 
-    async def look(self) -> None:
-        trouble = ""
+    async def poll(self) -> None:
+        reason = ""
         try:
             await self._control.check()
         except Unavailable as error:
-            trouble = str(error)
-        before, self._trouble = self._trouble, trouble
-        self._looked.set()
-        if trouble == before:
+            reason = str(error)
+        before, self._unavailable_reason = self._unavailable_reason, reason
+        if reason == before:
             return
-        if not trouble:
-            log.info("mps_serves", then="shares are given")
+        if not reason:
+            log.info("mps_available", then="shares are allocated")
         else:
             log.error(
-                "mps_does_not_serve", reason=trouble, then="no share is given; asked again", period_s=self._period_s
+                "mps_unavailable", reason=reason, then="no share is allocated; polled again", period_s=self._period_s
             )
         for callback in self._callbacks:
             callback()

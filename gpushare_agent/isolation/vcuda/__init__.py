@@ -1,1 +1,2 @@
-
+"""The vDevice directories of isolation vcuda: `virtual_manager` prepares, refreshes and removes them, `reconcile` compares
+and writes, `server` answers RegisterVDevice, `client` is the other side, inside a container. Format: docs/vdevice.md."""

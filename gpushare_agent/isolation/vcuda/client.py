@@ -1,8 +1,8 @@
-"""An in-container client of the vDevice socket, for trying, for tests, and for looking into a pod.
+"""An in-container client of the vDevice socket, for tests and for the inspection of a pod.
 
 `gpushare-agent vdevice`, or `python -m gpushare_agent.isolation.vcuda.client` where start-up should be short,
 registers with the flags of TKEStack's gpu-client, then prints the limits that it reads back from vcuda.config, and
-the PIDs. What is not given (pod UID, name) is taken from the vcuda.config beside the socket. How it reads:
+the PIDs. Missing flags (pod UID, name) are taken from the vcuda.config beside the socket. The output:
 isolation/vcuda/report.py. No state.
 """
 
@@ -28,6 +28,7 @@ from gpushare_agent.isolation.vcuda.config_format import (
 )
 from gpushare_agent.isolation.vcuda.report import VDevice, as_json, as_text, changes_as_text
 from gpushare_agent.kit.pid_namespaces import is_host_pid_namespace, pid_namespace_of
+from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.sockets import connectable_path
 from gpushare_agent.model.errors import AgentError, NotFound, Rejected, Unavailable
 from gpushare_agent.model.names import is_container_id
@@ -37,7 +38,7 @@ DEFAULT_ADDRESS = Path("/etc/vcuda/vcuda.sock")
 TIMEOUT_S = 15.0
 """Longer than the server takes at most for one call."""
 PEER_TIMEOUT_S = 2.0
-DONE, FAILED, WRONG_USE, AGENT_AWAY, INTERRUPTED = 0, 1, 2, 3, 130
+DONE, FAILED, WRONG_USE, AGENT_UNAVAILABLE, INTERRUPTED = 0, 1, 2, 3, 130
 
 _EXIT_CODES = """\
 exit codes:
@@ -47,9 +48,9 @@ exit codes:
   3    the agent did not answer; the files were read and printed
   130  interrupted, which is how --watch ends
 """
-_AGENT_AWAY = (
-    "check that the agent runs on this node; while it restarts its sockets are away for a moment. The limits that it"
-    " wrote stay in force, only pids.config goes stale"
+_AGENT_UNAVAILABLE = (
+    "check that the agent runs on this node; while it restarts its sockets are missing for a moment. The limits that it"
+    " wrote stay in force, only pids.config becomes stale"
 )
 
 
@@ -59,8 +60,8 @@ async def register(
     """Registers through the socket at `address`, by name or by ID.
 
     Raises:
-        Unavailable: nobody answers there, or the agent cannot say yes or no at present.
-        Rejected: the agent said no.
+        Unavailable: there is no answer, or the agent cannot decide now.
+        Rejected: the agent refused.
     """
     import asyncio
 
@@ -80,7 +81,7 @@ async def register(
             raise Unavailable(f"the agent could not register now: {e.status.name}: {e.message}; try again") from e
         raise Rejected(f"the agent refused to register: {e.status.name}: {e.message}") from e
     except (OSError, StreamTerminatedError) as e:  # a TimeoutError is an OSError
-        raise Unavailable(f"registering through {address} failed: {_why(e)}; {_AGENT_AWAY}") from e
+        raise Unavailable(f"registering through {address} failed: {_why(e)}; {_AGENT_UNAVAILABLE}") from e
 
 
 def read_vdevice(directory: Path) -> VDevice:
@@ -96,8 +97,8 @@ def read_vdevice(directory: Path) -> VDevice:
 def own_host_pid(address: Path) -> int | None:
     """This process's PID as the agent writes it; None where that cannot be known.
 
-    A process in a PID namespace of its own has no way to learn its PID outside of it: /proc shows inner numbers only. So
-    the PID is known in the machine's first namespace, and where the agent behind `address` is seen to be in our own.
+    A process in a PID namespace of its own cannot read its PID outside of it: /proc shows inner numbers only. So the
+    PID is known in the machine's first namespace, and where the agent behind `address` is in our own.
     """
     if is_host_pid_namespace():
         return os.getpid()
@@ -140,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader (`| head`) has seen enough
+    except BrokenPipeError:  # the reader (`| head`) has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
 
@@ -213,7 +214,7 @@ def _containers_in(directory: Path) -> list[str]:
             for child in directory.iterdir()
             if (child / CONFIG_NAME).exists() and not is_container_id(child.name)
         )
-    except OSError:  # reading the files tells it better
+    except OSError:  # reading the files raises a better error
         return []
 
 
@@ -253,7 +254,7 @@ def _register(options: argparse.Namespace, program: str) -> int:
         )
     except Unavailable as e:
         sys.stderr.write(f"{program}: {e}\n")
-        return AGENT_AWAY
+        return AGENT_UNAVAILABLE
     return DONE
 
 
@@ -261,14 +262,14 @@ def _why(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return "there is no such socket"
     if isinstance(error, ConnectionRefusedError):
-        return "nobody listens there"
+        return "no process listens there"
     if isinstance(error, TimeoutError) and not str(error):
         return f"no answer within {TIMEOUT_S:g} s"
     return str(error)
 
 
 def _listener_pid(address: Path) -> int:
-    """The PID here of who listens at `address`; 0 where nobody does, or it cannot be seen from this PID namespace."""
+    """The listener's PID at `address`; 0 where there is none, or it is not visible in this PID namespace."""
     from gpushare_agent.kit.peer_credentials import socket_peer
 
     try:
@@ -283,21 +284,22 @@ def _listener_pid(address: Path) -> int:
 def _watch(directory: Path, last: VDevice, *, interval_s: float, is_json: bool, own_pid: int | None) -> None:
     """Prints each change of the files, and once when they cannot be read; they may come back. Ends by an interrupt."""
     shown: VDevice | None = last
-    trouble = ""
+    failure = ReportOnce()
     while True:
         time.sleep(interval_s)
         now = time.strftime("%H:%M:%S")
         try:
             found = read_vdevice(directory)
         except AgentError as e:
-            if str(e) != trouble:
-                trouble, shown = str(e), None
+            if failure.is_new(str(e)):
+                shown = None
                 sys.stderr.write(f"{now} {e}\n")
             continue
         if found != shown:
             text = as_json(found, own_pid=own_pid, is_registered=None) if is_json else changes_as_text(last, found, now)
             _print(text or f"{now} readable again, nothing changed\n")
-        trouble, shown, last = "", found, found
+        failure.is_over()
+        shown = last = found
 
 
 def _read_config(directory: Path) -> VDeviceConfig:

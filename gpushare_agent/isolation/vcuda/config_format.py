@@ -1,6 +1,6 @@
-"""What an in-container library reads of its share, and the names that may come into a path or a request.
+"""The files that the in-container library reads, and the names that are allowed in a path or a request.
 
-Not for files: isolation/vcuda/files.py. No state. Source of the formats: docs/formats.md, section 5 (they are the
+The files themselves: isolation/vcuda/files.py. No state. Source of the formats: docs/formats.md, section 5 (they are the
 library's own C structs: native, little-endian, fixed sizes).
 
 | offset | size | vcuda.config |
@@ -135,9 +135,9 @@ def decode_config(content: bytes) -> VDeviceConfig:
 
 
 def encode_pids(pids: Iterable[int]) -> tuple[bytes, int]:
-    """pids.config, and how many PIDs had no room: int32, ascending (the library searches by bisection), the lowest 1,024.
+    """pids.config, and how many PIDs did not fit: int32, ascending (the library searches by bisection), the lowest 1,024.
 
-    A 0 in cgroup.procs stands for a process of a PID namespace that cannot be seen: it names nobody and is left out.
+    A 0 in cgroup.procs is a process of another PID namespace, without a PID here: it is left out.
     """
     known = sorted({pid for pid in pids if 0 < pid <= _MAX_INT32})
     kept = known[:MAX_PIDS]

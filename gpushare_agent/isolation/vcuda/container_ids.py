@@ -1,8 +1,8 @@
-"""Which container has which ID: as the runtime tells, else as the pods' statuses do.
+"""Which container has which ID: from the container runtime, else from the pods' statuses.
 
-The runtime knows an ID about a second sooner, but whoever may use its socket is root on the node, so the agent works
-without: the kubelet writes every ID into the pod's status. Both are asked in this order each time; a runtime that is away
-or not reachable only costs that second. State owned: whether its absence is in the log.
+The runtime knows an ID about a second earlier, but access to its socket means root on the node, so the agent works without:
+the kubelet writes every ID into the pod's status. Both are read in this order each time; a runtime that is not reachable
+only costs that second. State owned: whether its absence was logged.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Protocol
 
 import structlog
 
+from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
@@ -36,50 +37,48 @@ class ContainerIds:
     def __init__(self, runtime: Runtime, pods: Pods) -> None:
         self._runtime = runtime
         self._pods = pods
-        self._is_runtime_away = False
+        self._unavailable = ReportOnce()
 
     async def running(self) -> Mapping[ContainerKey, str]:
         """The IDs of the containers that run."""
         try:
             reported = await self._runtime.containers(only_running=True)
         except AgentError as e:
-            self._note_away(e)
+            self._note_unavailable(e)
             return self._in_statuses()
-        self._note_back()
+        self._note_available()
         return {ContainerKey(c.pod_uid, c.container_name): c.id for c in reported if c.state is RuntimeState.RUNNING}
 
     async def owner_of(self, container_id: str) -> ContainerKey | None:
         """Whose container this is; None where the runtime knows none of this ID.
 
         Raises:
-            Unavailable: the runtime is away and no pod's status names the ID yet.
+            Unavailable: the runtime does not answer and no pod's status names the ID yet.
         """
         try:
             found = (await self._runtime.status(container_id)).container
         except NotFound:
             return None
         except AgentError as e:
-            self._note_away(e)
+            self._note_unavailable(e)
         else:
-            self._note_back()
+            self._note_available()
             return ContainerKey(found.pod_uid, found.container_name)
         owner = next((key for key, known in self._in_statuses().items() if known == container_id), None)
         if owner is None:
             raise Unavailable(
-                f"container {container_id} is not known yet: the runtime cannot be asked, and no pod's status names it;"
+                f"container {container_id} is not known yet: the runtime does not answer, and no pod's status names it;"
                 " it takes a second or two after the start. Try again"
             )
         return owner
 
-    def _note_away(self, error: AgentError) -> None:
-        if not self._is_runtime_away:
-            log.info("runtime_not_asked", why=str(error), then="container IDs come from the pods' statuses")
-        self._is_runtime_away = True
+    def _note_unavailable(self, error: AgentError) -> None:
+        if self._unavailable.is_new("unavailable"):
+            log.info("runtime_unavailable", why=str(error), then="container IDs come from the pods' statuses")
 
-    def _note_back(self) -> None:
-        if self._is_runtime_away:
-            log.info("runtime_asked_again")
-        self._is_runtime_away = False
+    def _note_available(self) -> None:
+        if self._unavailable.is_over():
+            log.info("runtime_available")
 
     def _in_statuses(self) -> dict[ContainerKey, str]:
         return {

@@ -1,8 +1,8 @@
-"""Which processes are in a container: its ID as somebody tells it, its cgroup by the ID, the PIDs in it and below.
+"""Which processes are in a container: its ID, its cgroup by the ID, the PIDs in the cgroup and below.
 
-The ID comes a second or two after the container. Until then the container is given all processes of its pod that are not of
-another known container: too many rather than too few, for the in-container library counts as the container's what is in the
-list, and lets pass what is not. State owned: the IDs, and what is known of each container's present life.
+The ID becomes known a second or two after the container starts. Until then the list has all processes of its pod that are
+not of another known container: too many rather than too few, for the in-container library counts only processes that are in
+the list, and does not limit others. State owned: the ID and the instance of each container.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from gpushare_agent.runtime.cgroups import CgroupDir
 
 log = structlog.get_logger(__name__)
 
-Life = tuple[ContainerKey, int]
-"""A container between two of its starts."""
+Instance = tuple[ContainerKey, int]
+"""A container from one of its starts to the next."""
 
 LONG_UNKNOWN_S = 5.0
-"""After a restart of the agent a container's list of before is better than its whole pod's, but not for ever."""
+"""After a restart of the agent a container's existing list is better than its whole pod's, but only for so long."""
 
 
 class Ids(Protocol):
@@ -44,8 +44,8 @@ class ContainerCgroups(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Life:
-    """From one start of a container to the next. `former`: the ID of the life before, which sources may still tell."""
+class _Instance:
+    """From one start of a container to the next. `former`: the ID of the instance before, which sources may still report."""
 
     number: int = field(default_factory=itertools.count().__next__)
     id: str | None = None
@@ -55,78 +55,80 @@ class _Life:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processes:
-    """Host PIDs, in the life in which they were read."""
+    """Host PIDs, with the instance of which they were read."""
 
     pids: tuple[int, ...]
-    life: object
+    instance: object
 
 
 class ContainerProcesses:
-    """`read` may be overtaken by `begin_life`: ask `is_current` before using what it gave."""
+    """`read` may be overtaken by `begin_instance`: ask `is_current` before using what it gave."""
 
     def __init__(self, ids: Ids, cgroups: ContainerCgroups, *, clock: Callable[[], float]) -> None:
         self._source = ids
         self._cgroups = cgroups
         self._clock = clock
-        self._lives: dict[ContainerKey, _Life] = {}
+        self._instances: dict[ContainerKey, _Instance] = {}
 
-    def begin_life(self, key: ContainerKey) -> None:
+    def begin_instance(self, key: ContainerKey) -> None:
         """The container is about to start, again or for the first time."""
-        before = self._lives.get(key)
-        self._lives[key] = _Life(
+        before = self._instances.get(key)
+        self._instances[key] = _Instance(
             former=before.id or before.former if before is not None else None, unknown_since=float("-inf")
         )
 
     def keep_only(self, keys: Collection[ContainerKey]) -> None:
-        for key in [key for key in self._lives if key not in keys]:
-            del self._lives[key]
+        for key in [key for key in self._instances if key not in keys]:
+            del self._instances[key]
 
     def is_known(self, key: ContainerKey) -> bool:
-        life = self._lives.get(key)
-        return life is not None and life.id is not None
+        instance = self._instances.get(key)
+        return instance is not None and instance.id is not None
 
     def is_current(self, key: ContainerKey, processes: Processes) -> bool:
-        return self._lives.get(key) is processes.life
+        return self._instances.get(key) is processes.instance
 
     def note(self, key: ContainerKey, container_id: str) -> bool:
-        """The container itself has told, and the kernel has confirmed it. False where the ID is of the life before: whoever
-        told it has ended, or is about to."""
-        life = self._lives.setdefault(key, _Life())
-        if container_id == life.former:
+        """The container itself sent its ID, and the kernel confirmed it. False where the ID is of the instance before, which
+        has ended or is ending."""
+        instance = self._instances.setdefault(key, _Instance())
+        if container_id == instance.former:
             return False
-        life.id = container_id
+        instance.id = container_id
         return True
 
-    def unknown(self, keys: Iterable[ContainerKey]) -> frozenset[Life]:
-        """The lives whose ID nobody has told yet."""
-        lives = {key: self._lives.setdefault(key, _Life()) for key in keys}
-        return frozenset((key, life.number) for key, life in lives.items() if life.id is None)
+    def unknown(self, keys: Iterable[ContainerKey]) -> frozenset[Instance]:
+        """The instances whose ID is not known yet."""
+        instances = {key: self._instances.setdefault(key, _Instance()) for key in keys}
+        return frozenset((key, instance.number) for key, instance in instances.items() if instance.id is None)
 
-    async def learn(self) -> None:
-        """Take over the running containers' IDs. A source that is away delays, and loses nothing."""
-        lives = dict(self._lives)
+    async def read_ids(self) -> None:
+        """Takes over the running containers' IDs. A source that does not answer only delays."""
+        instances = dict(self._instances)
         try:
             reported = await self._source.running()
         except AgentError as e:
-            log.warning("container_ids_unknown", error=str(e), then="asked again")
+            log.warning("container_ids_unknown", error=str(e), then="read again")
             return
         for key, container_id in reported.items():
-            life = self._lives.setdefault(key, _Life())
-            if life is lives.get(key, life) and container_id != life.former:
-                life.id = container_id
+            instance = self._instances.setdefault(key, _Instance())
+            if instance is instances.get(key, instance) and container_id != instance.former:
+                instance.id = container_id
 
     async def owner_of(self, container_id: str) -> ContainerKey | None:
         """Whose container this is. Raises Unavailable."""
-        for key, life in self._lives.items():
-            if life.id == container_id:
+        for key, instance in self._instances.items():
+            if instance.id == container_id:
                 return key
         return await self._source.owner_of(container_id)
 
     async def read(self, wanted: Collection[ContainerKey]) -> dict[ContainerKey, Processes]:
-        """Those that can be known now. Raises Unavailable."""
-        lives = {key: self._lives.setdefault(key, _Life()) for key in wanted}
-        cgroups = await self._own_cgroups(lives)
-        cgroups |= await self._pods_cgroups({key: life for key, life in lives.items() if key not in cgroups})
+        """The processes of those whose cgroup is known now. Raises Unavailable."""
+        instances = {key: self._instances.setdefault(key, _Instance()) for key in wanted}
+        cgroups = await self._own_cgroups(instances)
+        cgroups |= await self._pods_cgroups(
+            {key: instance for key, instance in instances.items() if key not in cgroups}
+        )
         if not cgroups:
             return {}
         read = await self._cgroups.pids_round_in_thread([place for places in cgroups.values() for place in places])
@@ -134,36 +136,42 @@ class ContainerProcesses:
         for key, places in cgroups.items():
             lists = [pids for place in places if (pids := read.get(place.container_id)) is not None]
             if lists:
-                found[key] = Processes(pids=tuple(sorted({pid for pids in lists for pid in pids})), life=lives[key])
+                found[key] = Processes(
+                    pids=tuple(sorted({pid for pids in lists for pid in pids})), instance=instances[key]
+                )
         return found
 
-    async def _own_cgroups(self, lives: Mapping[ContainerKey, _Life]) -> dict[ContainerKey, list[CgroupDir]]:
-        ids = {key: life.id for key, life in lives.items() if life.id is not None}
+    async def _own_cgroups(self, instances: Mapping[ContainerKey, _Instance]) -> dict[ContainerKey, list[CgroupDir]]:
+        ids = {key: instance.id for key, instance in instances.items() if instance.id is not None}
         if not ids:
             return {}
         places = await self._cgroups.find_many_in_thread([(id_, key.pod_uid) for key, id_ in ids.items()])
         for key, id_ in ids.items():
             if id_ in places:
-                lives[key].unknown_since = None
-            elif lives[key].id == id_:  # it has ended: its ID goes with it
-                lives[key].id = None
+                instances[key].unknown_since = None
+            elif instances[key].id == id_:  # it has ended: its ID goes with it
+                instances[key].id = None
         return {key: [places[id_]] for key, id_ in ids.items() if id_ in places}
 
-    async def _pods_cgroups(self, lives: Mapping[ContainerKey, _Life]) -> dict[ContainerKey, list[CgroupDir]]:
+    async def _pods_cgroups(self, instances: Mapping[ContainerKey, _Instance]) -> dict[ContainerKey, list[CgroupDir]]:
         now = self._clock()
-        for life in lives.values():
-            if life.unknown_since is None:
-                life.unknown_since = now
-        unknown = {key: life for key, life in lives.items() if now - (life.unknown_since or 0.0) >= LONG_UNKNOWN_S}
+        for instance in instances.values():
+            if instance.unknown_since is None:
+                instance.unknown_since = now
+        unknown = {
+            key: instance
+            for key, instance in instances.items()
+            if now - (instance.unknown_since or 0.0) >= LONG_UNKNOWN_S
+        }
         if not unknown:
             return {}
         pods = await self._cgroups.find_pods_in_thread({key.pod_uid for key in unknown})
-        taken = {life.id: key for key, life in self._lives.items() if life.id is not None}
+        taken = {instance.id: key for key, instance in self._instances.items() if instance.id is not None}
         return {
             key: [
                 place
                 for place in pods.get(key.pod_uid, ())
-                if place.container_id != life.former and taken.get(place.container_id, key) == key
+                if place.container_id != instance.former and taken.get(place.container_id, key) == key
             ]
-            for key, life in unknown.items()
+            for key, instance in unknown.items()
         }

@@ -1,11 +1,11 @@
 """What a container finds at /etc/vcuda: `<root>/<pod uid>/<container>/` with vcuda.sock, vcuda.config and pids.config.
 
 Every step is one of kit/directories.py, relative to a descriptor and following no symbolic link: nothing is written or
-removed outside the root, whatever somebody planted below it. What has the wrong kind is replaced, and the log says so.
+removed outside the root, whatever a tenant placed below it. An entry of the wrong kind is replaced, with a warning.
 Only names that isolation/vcuda/config_format.py accepts reach a path. The files are written under another name and
 renamed: a reader sees the old content or the new, never a part. No fsync: after a reboot the PIDs are void, and both
-files are compared with what they should hold before the container starts again, so a torn file is rewritten, and the
-disk is spared.
+files are compared with their content before the container starts again, so a torn file is rewritten, and the
+disk is written less.
 
 The calls block for some system calls each and may come from several threads; a lock keeps them apart. State owned: none
 but the files. Source of the layout: docs/formats.md, section 5.
@@ -56,7 +56,7 @@ from gpushare_agent.model.names import PodUid, is_container_id
 log = structlog.get_logger(__name__)
 
 SOCKET_MODE = 0o666
-"""Whoever runs in the container may register: the mount, not the mode, says who can reach the socket."""
+"""Every user in the container may register: the mount, not the mode, decides who reaches the socket."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LARGEST_BYTES = max(CONFIG_BYTES, 4 * MAX_PIDS)
@@ -103,7 +103,7 @@ class VDeviceFiles:
                         _clear_half_written(copy)
 
     def write_config(self, key: ContainerKey, content: bytes) -> bool:
-        """Writes vcuda.config (model.vdevice.encode_config) where it does not hold `content`; whether it was written.
+        """Writes vcuda.config (config_format.encode_config) where it does not hold `content`; whether it was written.
 
         Raises:
             Rejected: a name that cannot be part of a path.
@@ -132,12 +132,12 @@ class VDeviceFiles:
             return _content(directory, CONFIG_NAME, lambda content: len(content) == CONFIG_BYTES)
 
     def stamps(self, key: ContainerKey) -> tuple[FileIdentity | None, FileIdentity | None]:
-        """What lies at vcuda.config and pids.config: the same as at the last look, if nobody else has been there. Cheap."""
+        """The identities of vcuda.config and pids.config: unchanged if no other process has replaced them. Two stats."""
         directory = self._text_path(key)
         return file_identity(f"{directory}/{CONFIG_NAME}"), file_identity(f"{directory}/{PIDS_NAME}")
 
     def copy_for_id(self, key: ContainerKey, container_id: str) -> None:
-        """Makes `<container id>/` with the same two files, which later writes keep up; an earlier instance's is removed.
+        """Makes `<container id>/` with the same two files, which later writes update; an earlier instance's is removed.
 
         Raises:
             Rejected: a name that cannot be part of a path.
@@ -158,8 +158,8 @@ class VDeviceFiles:
                     replace_file(copy, name, content)
 
     def remove_pod(self, uid: PodUid) -> bool:
-        """Removes all of a pod; whether there was anything. A link is removed, not what it leads to. Where something lies in
-        there that the agent never makes, it is not the agent's directory and stays as it is.
+        """Removes all of a pod; whether there was anything. A link is removed, not its target. A directory with entries
+        that the agent never makes is not the agent's and stays as it is.
 
         Raises:
             Rejected: no pod UID, or a foreign entry.
@@ -207,7 +207,7 @@ class VDeviceFiles:
     def bind_socket(self, key: ContainerKey) -> tuple[socket.socket, FileIdentity]:
         """Binds vcuda.sock, open to all, in place of whatever lies there; the socket (not listening yet) and its identity.
 
-        It is bound through the directory's descriptor: its address reads /proc/self/fd/… in `ss`, and has room for any path.
+        It is bound through the directory's descriptor: its address is /proc/self/fd/… in `ss`, short enough for any path.
 
         Raises:
             Rejected: a name that cannot be part of a path.
@@ -227,7 +227,7 @@ class VDeviceFiles:
             return sock, identity
 
     def has_socket(self, key: ContainerKey, identity: FileIdentity) -> bool:
-        """Whether vcuda.sock still is this one: whoever connects to it reaches its server. Cheap: asked every second."""
+        """Whether vcuda.sock still is this one, and leads to its server. One stat: called every second."""
         return file_identity(f"{self._text_path(key)}/{SOCKET_NAME}") == identity
 
     def remove_socket(self, key: ContainerKey, identity: FileIdentity) -> None:
@@ -278,13 +278,13 @@ class VDeviceFiles:
             try:
                 yield
             except OSError as e:
-                cure = (
+                remedy = (
                     "free space or inodes on its file system"
                     if e.errno in _FULL
                     else "check that the agent may write there (setting virtual_manager_path)"
                 )
                 raise Unavailable(
-                    f"{verb} {path} failed: {e.strerror or e}; nothing is left half-done and it is tried again: {cure}"
+                    f"{verb} {path} failed: {e.strerror or e}; nothing is left half-done and it is tried again: {remedy}"
                 ) from e
 
 
@@ -343,7 +343,7 @@ def _foreign_entry(root: int, pod: str) -> str | None:
 
 
 def _entries(root: int, pod: str) -> Iterator[tuple[str, str]]:
-    """What lies in a pod's directory and one below; nothing where the pod's own entry is no directory."""
+    """The entries of a pod's directory and one level below; none where the pod's own entry is no directory."""
     try:
         with opened(pod, root, DIRECTORY) as directory:
             for container in names_in(directory):
@@ -365,5 +365,5 @@ def _containers(root: int, pod: str) -> tuple[str, ...]:
     try:
         with opened(pod, root, DIRECTORY) as directory:
             return tuple(sorted(filter(is_container_name, names_in(directory))))
-    except OSError:  # no directory, or it went just now: an entry without containers
+    except OSError:  # no directory, or it was just removed: an entry without containers
         return ()

@@ -1,4 +1,4 @@
-"""How the in-container client tells what a container was given: text for people, JSON for programs. Touches nothing."""
+"""The output of the in-container client: a container's limits and PIDs as text for people, JSON for programs. No I/O."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VDevice:
-    """What a container was given: its limits and the host PIDs of its processes."""
+    """A container's limits and the host PIDs of its processes."""
 
     config: VDeviceConfig
     pids: tuple[int, ...]
 
 
 def as_json(found: VDevice, *, own_pid: int | None, is_registered: bool | None) -> str:
-    """One line. `own_pid` is null where it cannot be known; `registered` is missing where it was not tried now."""
+    """One line. `own_pid` is null where it cannot be known; `registered` is absent where it was not tried."""
     document = {
         **asdict(found.config),
         "pids": found.pids,
@@ -50,7 +50,7 @@ def changes_as_text(before: VDevice, after: VDevice, now: str) -> str:
 
 
 def _limits(config: VDeviceConfig) -> tuple[tuple[str, str], ...]:
-    whole = "no: whole GPUs, the library hands every call on unchanged"
+    whole = "no: whole GPUs, the library passes every call on unchanged"
     return (
         ("pod uid", config.pod_uid),
         ("container", config.container),

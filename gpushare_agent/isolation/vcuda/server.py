@@ -1,9 +1,9 @@
 """RegisterVDevice for one container, on the vcuda.sock that is mounted in that container alone.
 
-The socket is the identity: whoever speaks through it is that container. The kernel's peer credentials confirm it, and
-what the message claims must agree; nothing of a message becomes part of a path unless it has been found to be this
-container's own. Not for making the directory or the files (isolation/vcuda/files.py), nor for looking into cgroups or
-asking the runtime: `IdentifyPeer` and `FindContainer` do. State owned: the server, its rate, and which peers were told of.
+The socket is the identity: its callers are processes of that container. The kernel's peer credentials confirm it, and
+the message's claims must agree; nothing of a message becomes part of a path unless it is this container's own name. The
+directory and the files are made by isolation/vcuda/files.py; cgroups and the runtime are read through `IdentifyPeer` and
+`FindContainer`. State owned: the server, its rate limit, and which refusals were logged.
 Source of the protocol: docs/formats.md, section 5.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,10 +23,11 @@ from grpclib import GRPCError, Status
 from grpclib.const import Cardinality, Handler
 from grpclib.server import Stream
 
-from gpushare_agent.isolation.vcuda.claim import Claim, InvalidClaim, read_claim
+from gpushare_agent.isolation.decisions.vdevice_claim import Claim, InvalidClaim, read_claim
 from gpushare_agent.kit.bounded_grpc import BoundedGrpcServer, ServerLimits, SharedBudget
 from gpushare_agent.kit.peer_credentials import peer_credentials
 from gpushare_agent.kit.rate import TokenBucket
+from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.sockets import FileIdentity
 from gpushare_agent.kit.wire_scan import MalformedMessageError
 from gpushare_agent.model.allocations import ContainerKey
@@ -39,19 +39,18 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 METHOD = "/vcuda.VCUDAService/RegisterVDevice"
-_REPORTED_LIMIT = 256
 _LINES_PER_S, _LINE_BURST = 0.1, 20
-"""Of one container in the log: a caller that forks is a new peer each time."""
+"""Log lines of one container: a caller that forks is a new peer each time."""
 
 
 class IdentifyPeer(Protocol):
-    """The container of a process of this node; None where that cannot be known. Raises Unavailable to be asked again."""
+    """The container of a process of this node; None where that cannot be known. Raises Unavailable: call again later."""
 
     async def __call__(self, pid: int) -> PeerIdentity | None: ...
 
 
 class FindContainer(Protocol):
-    """Whose container this ID is, as the runtime says now; None: there is no such one. Raises Unavailable."""
+    """The container of this ID, as the runtime reports it now; None: there is none. Raises Unavailable."""
 
     async def __call__(self, container_id: str) -> ContainerKey | None: ...
 
@@ -72,7 +71,7 @@ class RunsBlocking(Protocol):
     async def __call__(self, blocking: Callable[[], T], what: str) -> T: ...
 
 
-class HoldsSockets(Protocol):
+class SocketFiles(Protocol):
     def bind_socket(self, key: ContainerKey) -> tuple[socket.socket, FileIdentity]: ...
     def has_socket(self, key: ContainerKey, identity: FileIdentity) -> bool: ...
     def remove_socket(self, key: ContainerKey, identity: FileIdentity) -> None: ...
@@ -89,13 +88,13 @@ class VDeviceLimits:
 
 
 class VDeviceServer:
-    """`start` and `stop` by one caller, in turn. `is_serving` is False once the directory or the socket was taken away."""
+    """`start` and `stop` by one caller, in order. `is_serving` is False once the directory or socket was removed."""
 
     def __init__(  # noqa: PLR0913 - the manager hands in every collaborator by name
         self,
         key: ContainerKey,
         *,
-        sockets: HoldsSockets,
+        sockets: SocketFiles,
         identify: IdentifyPeer,
         find_container: FindContainer,
         refresh: Refresh,
@@ -119,7 +118,7 @@ class VDeviceServer:
 
     @property
     def identity(self) -> FileIdentity | None:
-        """Of the socket it serves on; None while it does not."""
+        """Of the socket that it listens on; None while it does not."""
         return self._identity
 
     @property
@@ -140,17 +139,17 @@ class VDeviceServer:
         try:
             sock, identity = await self._run_blocking(binding.bind, f"binding the socket of {self.key.container}")
         except BaseException:
-            binding.give_up()
+            binding.abandon()
             raise
         try:
             await server.serve(sock)
         except OSError as e:
-            binding.give_up()
+            binding.abandon()
             raise Unavailable(
                 f"serving container {self.key.container} of pod {self.key.pod_uid} failed: {e.strerror}"
             ) from e
         except BaseException:
-            binding.give_up()
+            binding.abandon()
             raise
         self._server, self._identity = server, identity
 
@@ -173,34 +172,34 @@ class VDeviceServer:
 
 
 class _Binding:
-    """A socket that is bound in another thread: where nobody waits for it any more it is closed and removed."""
+    """A socket that is bound in another thread: where its caller has given up waiting it is closed and removed."""
 
-    def __init__(self, sockets: HoldsSockets, key: ContainerKey) -> None:
+    def __init__(self, sockets: SocketFiles, key: ContainerKey) -> None:
         self._sockets = sockets
         self._key = key
         self._lock = threading.Lock()
         self._bound: tuple[socket.socket, FileIdentity] | None = None
-        self._is_given_up = False
+        self._is_abandoned = False
 
     def bind(self) -> tuple[socket.socket, FileIdentity]:
         bound = self._sockets.bind_socket(self._key)
         with self._lock:
             self._bound = bound
-            is_given_up = self._is_given_up
-        if is_given_up:
+            is_abandoned = self._is_abandoned
+        if is_abandoned:
             self._discard(bound)
         return bound
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         with self._lock:
-            self._is_given_up = True
+            self._is_abandoned = True
             bound = self._bound
         if bound is not None:
             self._discard(bound)
 
     def _discard(self, bound: tuple[socket.socket, FileIdentity]) -> None:
         bound[0].close()
-        with suppress(AgentError):  # a socket that nobody serves: the next start replaces it
+        with suppress(AgentError):  # a socket without a listener: the next start replaces it
             self._sockets.remove_socket(self._key, bound[1])
 
 
@@ -209,7 +208,7 @@ async def _run_here(blocking: Callable[[], T], what: str) -> T:
 
 
 class _Registration:
-    """The one method. `told` holds the peers whose disagreement is in the log, the oldest given up first."""
+    """The one method. Each refusal is logged once for each peer, within a rate."""
 
     def __init__(
         self,
@@ -228,7 +227,7 @@ class _Registration:
         self._limits = limits
         clock = asyncio.get_running_loop().time
         self._rate = TokenBucket(rate=limits.calls_per_s, burst=limits.call_burst, clock=clock)
-        self._reported: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._reported = ReportOnce()
         self._lines = TokenBucket(rate=_LINES_PER_S, burst=_LINE_BURST, clock=clock)
         self._log = log.bind(pod_uid=key.pod_uid, container=key.container)
 
@@ -238,7 +237,7 @@ class _Registration:
     async def _serve(self, stream: Stream[VDeviceRequest, VDeviceResponse]) -> None:
         code = Status.INTERNAL
         try:
-            with _faults_as_answers(self._limits.call_s):
+            with _errors_as_answers(self._limits.call_s):
                 async with asyncio.timeout(self._limits.call_s):
                     await self._register(stream)
             code = Status.OK
@@ -253,7 +252,7 @@ class _Registration:
 
     async def _register(self, stream: Stream[VDeviceRequest, VDeviceResponse]) -> None:
         if not self._rate.take():
-            self._tell_once("vdevice_rate_limited", 0)
+            self._warn_once("vdevice_rate_limited", 0)
             raise GRPCError(
                 Status.RESOURCE_EXHAUSTED,
                 f"more than {self._limits.calls_per_s:g} registrations a second came through this container's socket: "
@@ -266,12 +265,12 @@ class _Registration:
         pid = _peer_pid(stream)
         try:
             await self._check(claim, await self._peer(pid))
-        except _Disagreement as e:
+        except _Mismatch as e:
             text = (
                 f"{e}, but this socket belongs to container {self._key.container} of pod {self._key.pod_uid}: "
                 f"nothing is registered; use the socket that is mounted in your own container, and your own names"
             )
-            self._tell_once("vdevice_registration_refused", pid, detail=str(e))
+            self._warn_once("vdevice_registration_refused", pid, detail=str(e))
             raise GRPCError(Status.PERMISSION_DENIED, text) from e
         await self._refresh(self._key, claim.container_id)
         await stream.send_message(VDeviceResponse())
@@ -279,57 +278,58 @@ class _Registration:
     async def _peer(self, pid: int) -> PeerIdentity | None:
         peer = await self._identify(pid) if pid > 0 else None
         if peer is None:
-            self._tell_once("vdevice_peer_unknown", 0, consequence="the socket alone says who registers")
+            self._warn_once("vdevice_peer_unknown", 0, consequence="the socket alone identifies the container")
         return peer
 
     async def _check(self, claim: Claim, peer: PeerIdentity | None) -> None:
         """
         Raises:
-            _Disagreement: peer, message and socket do not name one container.
+            _Mismatch: peer, message and socket do not name one container.
         """
         if peer is not None:
             await self._check_peer(peer)
         if claim.pod_uids - {self._key.pod_uid}:
-            raise _Disagreement(f"the message names pod {min(claim.pod_uids - {self._key.pod_uid})}")
+            raise _Mismatch(f"the message names pod {min(claim.pod_uids - {self._key.pod_uid})}")
         if claim.container is not None and claim.container != self._key.container:
-            raise _Disagreement(f"the message names container {claim.container!r}")
+            raise _Mismatch(f"the message names container {claim.container!r}")
         if claim.container_id is None:
             return
         if peer is not None and peer.container_id is not None:
             if peer.container_id != claim.container_id:
-                raise _Disagreement(f"the message names container {claim.container_id}, the caller is another one")
+                raise _Mismatch(f"the message names container {claim.container_id}, the caller is another one")
         elif await self._find_container(claim.container_id) != self._key:
-            raise _Disagreement(f"the message names container {claim.container_id}, which is not this socket's")
+            raise _Mismatch(f"the message names container {claim.container_id}, which is not this socket's")
 
     async def _check_peer(self, peer: PeerIdentity) -> None:
         if peer.pod_uid is None and peer.container_id is None:
-            raise _Disagreement("the calling process is in no container")
+            raise _Mismatch("the calling process is in no container")
         if peer.pod_uid is not None and peer.pod_uid != self._key.pod_uid:
-            raise _Disagreement(f"the calling process is in pod {peer.pod_uid}")
+            raise _Mismatch(f"the calling process is in pod {peer.pod_uid}")
         if peer.container_id is not None and await self._find_container(peer.container_id) != self._key:
-            raise _Disagreement(f"the calling process is in container {peer.container_id}")
+            raise _Mismatch(f"the calling process is in container {peer.container_id}")
 
-    def _tell_once(self, event: str, pid: int, **fields: Any) -> None:
-        if (event, pid) in self._reported or not self._lines.take():
+    def _warn_once(self, event: str, pid: int, **fields: Any) -> None:
+        subject = f"{event} {pid}"
+        if not self._reported.is_new(event, subject):
             return
-        self._reported[event, pid] = None
-        if len(self._reported) > _REPORTED_LIMIT:
-            self._reported.popitem(last=False)
+        if not self._lines.take():
+            self._reported.is_over(subject)  # logged once the rate allows it
+            return
         self._log.warning(event, **({"pid": pid} if pid else {}), **fields)
 
 
-class _Disagreement(Exception):  # noqa: N818 - a finding about the peer, answered PERMISSION_DENIED
-    """Who calls, or what is claimed, is not the container of this socket."""
+class _Mismatch(Exception):  # noqa: N818 - a finding about the peer, answered PERMISSION_DENIED
+    """The caller, or its claim, is not the container of this socket."""
 
 
 @contextmanager
-def _faults_as_answers(call_s: float) -> Iterator[None]:
+def _errors_as_answers(call_s: float) -> Iterator[None]:
     try:
         yield
     except (InvalidClaim, MalformedMessageError) as e:
         raise GRPCError(Status.INVALID_ARGUMENT, str(e)) from e
     except TimeoutError as e:
-        text = f"the registration was not through within {call_s:g} s, its request's arrival included; try again"
+        text = f"the registration did not end within {call_s:g} s, its request's arrival included; try again"
         raise GRPCError(Status.DEADLINE_EXCEEDED, text) from e
     except NotFound as e:
         raise GRPCError(Status.NOT_FOUND, str(e)) from e
@@ -338,6 +338,6 @@ def _faults_as_answers(call_s: float) -> Iterator[None]:
 
 
 def _peer_pid(stream: Stream[Any, Any]) -> int:
-    """0 where it cannot be seen: a process of a PID namespace beside or above the agent's."""
-    credentials = peer_credentials(stream.peer._transport)  # grpclib's Peer tells the address only
+    """0 where the process is in a PID namespace that is not below the agent's."""
+    credentials = peer_credentials(stream.peer._transport)  # grpclib's Peer has the address only
     return credentials.pid if credentials is not None else 0

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from gpushare_agent.isolation.vcuda.edits import VDEVICE_DIRECTORY
+from gpushare_agent.isolation.decisions.vcuda import VDEVICE_DIRECTORY
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerSpec

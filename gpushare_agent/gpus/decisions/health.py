@@ -1,0 +1,273 @@
+"""Whether a GPU is offered: from polls of the driver, its events, an operator's cordon, and the time.
+
+An event or a failed poll makes a GPU Unhealthy at once. It is offered again after several polls in a row found it usable,
+a period apart; the period doubles with each relapse. Some errors leave a GPU that answers but must not be used: it waits
+until a reset is observed, that is, a poll finds the GPU missing and a later one finds it usable.
+Numbers and names of Xid errors: NVIDIA's catalogue of Xid errors (docs/health.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import assert_never
+
+from gpushare_agent.gpus.decisions.values import GpuEvent, GpuEventKind, GpuHealth, HealthState, SavedHealth
+from gpushare_agent.model.gpus import Gpu, Health
+from gpushare_agent.model.names import GpuUuid
+
+RELAPSE_WITHIN_S = 3600.0
+"""A GPU that becomes unhealthy again within this time after its recovery has had a relapse."""
+_MAX_DOUBLINGS = 32
+
+STATES = {
+    HealthState.HEALTHY: ("Healthy", "the driver finds the GPU usable, and no error is pending", "—"),
+    HealthState.LOST: (
+        "Unhealthy",
+        "the last poll did not find the GPU, or found it not usable",
+        "a poll that finds it usable: then it is `probing`",
+    ),
+    HealthState.PROBING: (
+        "Unhealthy",
+        "the GPU was unhealthy and is being probed; a failed poll makes it `lost`, an event starts the count again",
+        "`health.recovery_probes` polls in a row that find it usable, `health.recovery_period_s` apart",
+    ),
+    HealthState.NEEDS_RESET: (
+        "Unhealthy",
+        "an error happened after which the GPU answers but must not be used",
+        "a reset (a poll finds the GPU missing: `lost`), a reboot of the node, or `gpushare-agent uncordon`: `probing`",
+    ),
+}
+"""For each state: the health in ListAndWatch, what the state means, and what ends it. docs/health.md shows this table."""
+
+XID_NAMES = {
+    13: "graphics engine exception",
+    31: "GPU memory page fault",
+    43: "GPU stopped processing",
+    45: "preemptive cleanup after earlier errors",
+    48: "double-bit ECC error",
+    62: "internal micro-controller halt",
+    63: "row remapping or page retirement recorded",
+    64: "row remapping or page retirement could not be recorded",
+    68: "video decoder exception",
+    74: "NVLink error",
+    79: "GPU has fallen off the bus",
+    92: "high rate of single-bit ECC errors",
+    94: "contained memory error",
+    95: "uncontained memory error",
+    109: "context switch timeout",
+    119: "GSP did not answer in time",
+    120: "GSP error",
+    136: "NVLink training failed",
+    140: "unrecovered ECC error",
+    143: "GPU initialisation failed",
+    154: "GPU recovery action changed",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthPolicy:
+    """The settings of the same names (`health.…`)."""
+
+    ignored_xids: frozenset[int] = frozenset()
+    reset_xids: frozenset[int] = frozenset()
+    recovery_probes: int = 1
+    recovery_period_s: float = 0.0
+    recovery_period_max_s: float = 0.0
+
+
+class EventMeaning(StrEnum):
+    """What an event means for the node's GPUs."""
+
+    IGNORED = "ignored"
+    FOREIGN = "foreign"
+    """The agent knows no GPU of this UUID."""
+    UNATTRIBUTED = "unattributed"
+    """The driver does not name the GPU."""
+    UNHEALTHY = "unhealthy"
+    NEEDS_RESET = "needs-reset"
+
+
+def meaning_of(event: GpuEvent, known: Collection[GpuUuid], policy: HealthPolicy) -> EventMeaning:
+    if event.kind is GpuEventKind.XID and event.xid in policy.ignored_xids:
+        return EventMeaning.IGNORED
+    if event.uuid is None:
+        return EventMeaning.UNATTRIBUTED
+    if event.uuid not in known:
+        return EventMeaning.FOREIGN
+    match event.kind:
+        case GpuEventKind.XID:
+            return EventMeaning.NEEDS_RESET if event.xid in policy.reset_xids else EventMeaning.UNHEALTHY
+        case GpuEventKind.DOUBLE_BIT_ECC:
+            return EventMeaning.NEEDS_RESET
+    assert_never(event.kind)
+
+
+def describe_event(event: GpuEvent) -> str:
+    """`Xid 79 (GPU has fallen off the bus)`."""
+    match event.kind:
+        case GpuEventKind.XID:
+            name = XID_NAMES.get(event.xid)
+            return f"Xid {event.xid}" + (f" ({name})" if name else "")
+        case GpuEventKind.DOUBLE_BIT_ECC:
+            return "a double-bit ECC error"
+    assert_never(event.kind)
+
+
+def after_event(
+    health: GpuHealth, event: GpuEvent, *, needs_reset: bool, policy: HealthPolicy, now: float
+) -> GpuHealth:
+    """The GPU's health after an error event. A lesser error does not end a wait for a reset, whose cause stays the first."""
+    if health.state is HealthState.NEEDS_RESET:
+        return health
+    failed = _failed(health, policy, now)
+    if needs_reset:
+        return replace(failed, state=HealthState.NEEDS_RESET, cause=describe_event(event), probe_at=None)
+    if health.state is HealthState.LOST:
+        return failed
+    return replace(failed, state=HealthState.PROBING, cause=describe_event(event))
+
+
+def after_poll(health: GpuHealth, seen: Gpu, policy: HealthPolicy, now: float) -> GpuHealth:
+    """The GPU's health after a poll; `seen` is the driver's answer.
+
+    | the answer | state before | state after |
+    |---|---|---|
+    | not usable | `lost` | `lost`, with the new cause |
+    | not usable | any other, `needs-reset` too: the reset is under way | `lost`; the count of passes starts again |
+    | usable | `healthy`, `needs-reset` | the same |
+    | usable | `lost`, `probing` | `probing`, or `healthy` after the last pass |
+    """
+    if not seen.is_healthy:
+        return _after_failed_poll(health, seen.unhealthy_reason or "the driver gives no reason", policy, now)
+    match health.state:
+        case HealthState.HEALTHY | HealthState.NEEDS_RESET:
+            return health
+        case HealthState.LOST | HealthState.PROBING:
+            return _after_passed_poll(health, policy, now)
+    assert_never(health.state)
+
+
+def after_driver_lost(health: GpuHealth, reason: str, policy: HealthPolicy, now: float) -> GpuHealth:
+    """The driver does not answer at all. That does not show a reset: a GPU that waits for one goes on waiting."""
+    if health.state is HealthState.NEEDS_RESET:
+        return health
+    return _after_failed_poll(health, reason, policy, now)
+
+
+def after_brief_loss(
+    before: Mapping[GpuUuid, GpuHealth], healths: Mapping[GpuUuid, GpuHealth], seen: Mapping[GpuUuid, Gpu]
+) -> dict[GpuUuid, GpuHealth]:
+    """The healths to restore after exactly one unanswered poll; empty where the GPUs have to pass their probes.
+
+    `before` are the GPUs that were healthy before the loss. Only those count that the loss made `lost` (an Xid since then
+    stands), and all of them must be usable again: one that is not shows that more happened than a missed answer.
+    """
+    lost = {uuid: health for uuid, health in before.items() if healths[uuid].state is HealthState.LOST}
+    if not all(uuid in seen and seen[uuid].is_healthy for uuid in lost):
+        return {}
+    return {uuid: as_before_loss(health, healths[uuid]) for uuid, health in lost.items()}
+
+
+def is_brief_loss_forgiven(last_forgiven_at: float | None, now: float) -> bool:
+    """Whether one unanswered poll may be ignored now. At most once an hour: the GPUs of a driver that fails every other
+    poll must not flap."""
+    return last_forgiven_at is None or now - last_forgiven_at >= RELAPSE_WITHIN_S
+
+
+def as_before_loss(before: GpuHealth, health: GpuHealth) -> GpuHealth:
+    """The health from before the unanswered poll, for the GPU itself did not fail. A cordon since then stays."""
+    return replace(before, cordon=health.cordon)
+
+
+def cordoned(health: GpuHealth, reason: str) -> GpuHealth:
+    return replace(health, cordon=reason)
+
+
+def uncordoned(health: GpuHealth, policy: HealthPolicy, now: float) -> GpuHealth:
+    """Back in service by an operator's request, which also ends a wait for a reset: the following polls decide."""
+    lifted = replace(health, cordon=None)
+    if health.state is not HealthState.NEEDS_RESET:
+        return lifted
+    return replace(lifted, state=HealthState.PROBING, passes=0, probe_at=now + probe_period_s(lifted, policy))
+
+
+def waiting(cause: str) -> GpuHealth:
+    """The health of a GPU that waited for a reset when the agent ended."""
+    return GpuHealth(state=HealthState.NEEDS_RESET, cause=cause)
+
+
+def offered(seen: Gpu, health: GpuHealth, policy: HealthPolicy) -> Gpu:
+    """The GPU as it is offered to the kubelet and shown to people."""
+    reason = why_not_offered(health, policy)
+    return replace(seen, health=Health.UNHEALTHY if reason else Health.HEALTHY, unhealthy_reason=reason)
+
+
+def why_not_offered(health: GpuHealth, policy: HealthPolicy) -> str:
+    """The cause and what makes the GPU healthy again; empty where it is offered. Constant while neither changes."""
+    reason = _unhealthy_reason(health, policy)
+    if health.cordon is None:
+        return reason
+    cordon = f"cordoned: {health.cordon}" if health.cordon else "cordoned"
+    return f"{cordon}; besides, {reason}" if reason else cordon
+
+
+def next_probe_at(healths: Iterable[GpuHealth], now: float) -> float | None:
+    """When the next poll counts for an unhealthy GPU; None where only the periodic poll is due."""
+    due = [health.probe_at for health in healths if health.probe_at is not None and health.probe_at > now]
+    return min(due, default=None)
+
+
+def probe_period_s(health: GpuHealth, policy: HealthPolicy) -> float:
+    """The time between two polls that count; it doubles with each relapse."""
+    period_s = policy.recovery_period_s * 2.0 ** min(health.relapses, _MAX_DOUBLINGS)
+    return min(period_s, max(policy.recovery_period_max_s, policy.recovery_period_s))
+
+
+def _unhealthy_reason(health: GpuHealth, policy: HealthPolicy) -> str:
+    polls = "1 poll that finds" if policy.recovery_probes == 1 else f"{policy.recovery_probes} polls that find"
+    back = f"recovers after {polls} it usable, {probe_period_s(health, policy):g} s apart"
+    match health.state:
+        case HealthState.HEALTHY:
+            return ""
+        case HealthState.LOST:
+            return f"{health.cause.rstrip('. ')}; {back}"
+        case HealthState.PROBING:
+            return f"after {health.cause.rstrip('. ')}: {back}"
+        case HealthState.NEEDS_RESET:
+            return f"{health.cause.rstrip('. ')}; waits for a reset of the GPU, or for `gpushare-agent uncordon`"
+    assert_never(health.state)
+
+
+def _after_failed_poll(health: GpuHealth, reason: str, policy: HealthPolicy, now: float) -> GpuHealth:
+    if health.state is HealthState.LOST:
+        return replace(health, cause=reason)
+    return replace(_failed(health, policy, now), state=HealthState.LOST, cause=reason)
+
+
+def _after_passed_poll(health: GpuHealth, policy: HealthPolicy, now: float) -> GpuHealth:
+    counts = health.probe_at is None or now >= health.probe_at
+    passes = health.passes + counts
+    if passes >= policy.recovery_probes:
+        return GpuHealth(relapses=health.relapses, recovered_at=now, cordon=health.cordon)
+    probe_at = now + probe_period_s(health, policy) if counts else health.probe_at
+    return replace(health, state=HealthState.PROBING, passes=passes, probe_at=probe_at)
+
+
+def _failed(health: GpuHealth, policy: HealthPolicy, now: float) -> GpuHealth:
+    """No poll counts for one period from now. For a GPU that was healthy this is a relapse, or the first failure."""
+    if health.state is HealthState.HEALTHY:
+        is_relapse = health.recovered_at is not None and now - health.recovered_at < RELAPSE_WITHIN_S
+        health = replace(health, relapses=health.relapses + 1 if is_relapse else 0)
+    return replace(health, passes=0, probe_at=now + probe_period_s(health, policy))
+
+
+def saved_of(healths: Mapping[GpuUuid, GpuHealth]) -> SavedHealth:
+    """The part that is saved over a restart, sorted by UUID."""
+    return SavedHealth(
+        cordons={uuid: health.cordon for uuid, health in sorted(healths.items()) if health.cordon is not None},
+        waits={
+            uuid: health.cause for uuid, health in sorted(healths.items()) if health.state is HealthState.NEEDS_RESET
+        },
+    )

@@ -1,0 +1,64 @@
+"""What is known of a GPU besides its own data: events of the driver, the health state, and what is saved over a restart.
+
+The transitions are in health.py; the owner is gpus/inventory.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gpushare_agent.model.names import GpuUuid
+
+
+class GpuEventKind(StrEnum):
+    XID = "xid"
+    DOUBLE_BIT_ECC = "double-bit-ecc"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuEvent:
+    """`uuid` is None where the driver does not name the GPU. `xid` is the number in NVIDIA's catalogue of Xid errors, 0 for
+    events of another kind."""
+
+    kind: GpuEventKind
+    uuid: GpuUuid | None
+    xid: int = 0
+
+
+class HealthState(StrEnum):
+    """One GPU's state. A cordon is not a state: a GPU in any state may be cordoned."""
+
+    HEALTHY = "healthy"
+    LOST = "lost"
+    PROBING = "probing"
+    NEEDS_RESET = "needs-reset"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuHealth:
+    """`cause` is the error that made it unhealthy, empty while healthy. Times are of the monotonic clock, in seconds.
+
+    `passes` counts consecutive polls that found the GPU usable; a poll counts from `probe_at` on. `relapses` counts
+    consecutive failures soon after a recovery. `cordon` is the operator's reason, None where the GPU is in service.
+    """
+
+    state: HealthState = HealthState.HEALTHY
+    cause: str = ""
+    passes: int = 0
+    probe_at: float | None = None
+    relapses: int = 0
+    recovered_at: float | None = None
+    cordon: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedHealth:
+    """Saved over a restart of the agent: cordons with their reasons, and GPUs that wait for a reset, with the cause."""
+
+    cordons: Mapping[GpuUuid, str]
+    waits: Mapping[GpuUuid, str]
+
+
+NOTHING_SAVED = SavedHealth(cordons={}, waits={})

@@ -1,0 +1,215 @@
+"""The CDI spec directories of the host: reads everybody's specs, writes and removes the agent's own.
+
+Reading follows links, as container runtimes do; it is bounded in size and number, and a file that is no spec is reported and
+skipped, as they do. Writing is by rename below the directory's descriptor and follows no link there. The calls block
+for some milliseconds; a YAML file of nvidia-ctk that changed takes a second. State owned: the parsed files by their
+identity, so that an unchanged file costs one stat.
+
+Source of the format: the CDI specification 1.1.0 and its reference library.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gpushare_agent.kit.directories import DIRECTORY_MODE, FILE_MODE, opened, replace_file, status_of
+from gpushare_agent.model.cdi import OWN_SPEC_NAME, SpecFile, is_device_name, is_kind
+from gpushare_agent.model.errors import Unavailable
+
+MAX_BYTES = 1024 * 1024
+"""A spec of nvidia-ctk for eight GPUs has some 60 KB."""
+MAX_FILES = 200
+"""Of one directory, in order of name."""
+_MAX_DEVICES = 4096
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+"""The directory itself may be reached by a link: /var/run is one."""
+
+_Identity = tuple[int, int, int, int]
+
+
+class _NoSpecError(Exception):
+    """Why a runtime skips a file."""
+
+
+class CdiFiles:
+    """`directories` in the order in which the runtime reads them; ours is written to the last."""
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        self.directories = tuple(dict.fromkeys(directories))
+        self._known: dict[str, tuple[_Identity, SpecFile]] = {}
+
+    @property
+    def own_path(self) -> Path:
+        return self.directories[-1] / OWN_SPEC_NAME
+
+    def read(self) -> tuple[SpecFile, ...]:
+        """Every spec file, the agent's own among them, by directory and name. A missing directory counts as empty; of two
+        names for one directory (/run is often /var/run) the last counts."""
+        real = {os.path.realpath(directory): directory for directory in self.directories}
+        files = [file for directory in real.values() for file in self._read_directory(directory)]
+        paths = {file.path for file in files}
+        self._known = {path: known for path, known in self._known.items() if path in paths}
+        return tuple(files)
+
+    def holds(self, content: bytes) -> bool:
+        """Whether the agent's own spec is a regular file with exactly this content, readable for everybody."""
+        try:
+            with opened(self.own_path, None, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC) as file:
+                status = os.fstat(file)
+                is_own = stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) == FILE_MODE
+                return is_own and status.st_size == len(content) and os.read(file, len(content) + 1) == content
+        except OSError:
+            return False
+
+    def write(self, content: bytes) -> None:
+        """Puts the agent's own spec in place.
+
+        Raises:
+            Unavailable: the file system refuses; what was there stays.
+        """
+        directory = self.directories[-1]
+        try:
+            directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            with opened(directory, None, _DIRECTORY) as opened_directory:
+                _require_no_directory(opened_directory)
+                replace_file(opened_directory, OWN_SPEC_NAME, content)
+        except OSError as e:
+            raise _refused("writing", self.own_path, e) from e
+
+    def remove(self) -> None:
+        """Removes the agent's own spec, if it is there.
+
+        Raises:
+            Unavailable: the file system refuses.
+        """
+        try:
+            with opened(self.directories[-1], None, _DIRECTORY) as directory:
+                os.unlink(OWN_SPEC_NAME, dir_fd=directory)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as e:
+            raise _refused("removing", self.own_path, e) from e
+
+    def _read_directory(self, directory: Path) -> list[SpecFile]:
+        try:
+            names = sorted(path.name for path in directory.iterdir() if path.suffix in (".json", ".yaml"))
+        except FileNotFoundError:
+            return []
+        except OSError as e:
+            return [SpecFile(path=str(directory), directory=str(directory), problem=f"cannot be listed: {e.strerror}")]
+        files = [file for name in names[:MAX_FILES] if (file := self._read_file(directory, name)) is not None]
+        if len(names) > MAX_FILES:
+            problem = f"has {len(names)} files; the agent reads the first {MAX_FILES}"
+            files.append(SpecFile(path=str(directory), directory=str(directory), problem=problem))
+        return files
+
+    def _read_file(self, directory: Path, name: str) -> SpecFile | None:
+        """None for a directory."""
+        path = directory / name
+        try:
+            if stat.S_ISDIR(path.stat().st_mode):
+                return None
+            identity, content = self._content(path)
+            if content is None:
+                return self._known[str(path)][1]
+            kind, devices = _spec(content, is_json=name.endswith(".json"))
+            file = SpecFile(path=str(path), directory=str(directory), kind=kind, devices=devices)
+        except OSError as e:
+            return SpecFile(path=str(path), directory=str(directory), problem=f"cannot be read: {e.strerror or e}")
+        except _NoSpecError as e:
+            file = SpecFile(path=str(path), directory=str(directory), problem=str(e))
+        self._known[str(path)] = (identity, file)
+        return file
+
+    def _content(self, path: Path) -> tuple[_Identity, bytes | None]:
+        """None where the file is the one that was read before."""
+        with opened(path, None, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC) as file:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "it is no regular file")
+            identity = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+            known = self._known.get(str(path))
+            if known is not None and known[0] == identity:
+                return identity, None
+            content = b""
+            while len(content) <= MAX_BYTES and (part := os.read(file, MAX_BYTES + 1 - len(content))):
+                content += part
+            return identity, content
+
+
+def _spec(content: bytes, *, is_json: bool) -> tuple[str, tuple[str, ...]]:
+    """Kind and device names; raises _NoSpecError for what the reference library would not load."""
+    if len(content) > MAX_BYTES:
+        raise _NoSpecError(f"is larger than {MAX_BYTES} bytes, which the agent does not read")
+    raw = _parsed(content, is_json=is_json)
+    if not isinstance(raw, dict):
+        raise _NoSpecError("is no CDI spec: it holds no object")
+    kind, raw_devices = raw.get("kind"), raw.get("devices")
+    if not isinstance(raw.get("cdiVersion"), str):
+        raise _NoSpecError("is no CDI spec: cdiVersion is missing or no string")
+    if not isinstance(kind, str) or not is_kind(kind):
+        raise _NoSpecError("is no CDI spec: kind is missing, or not such as nvidia.com/gpu")
+    if not isinstance(raw_devices, list) or not raw_devices:
+        raise _NoSpecError("is no CDI spec: it lists no devices")
+    if len(raw_devices) > _MAX_DEVICES:
+        raise _NoSpecError(f"lists more than {_MAX_DEVICES} devices, which the agent does not read")
+    names = tuple(_device_name(device, number) for number, device in enumerate(raw_devices))
+    if len(set(names)) < len(names):
+        raise _NoSpecError("is no CDI spec: it lists a device twice")
+    return kind, names
+
+
+class _PlainLoader(yaml.BaseLoader):
+    """Strings, lists and mappings; no tags and no aliases, with which a few hundred bytes make gigabytes.
+
+    The loader of pure Python: the one in C overflows its stack on deep nesting, which kills the process.
+    """
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise _NoSpecError("uses YAML aliases, which no spec needs")
+        return super().compose_node(parent, index)
+
+
+def _parsed(content: bytes, *, is_json: bool) -> Any:
+    try:
+        if is_json:
+            return json.loads(content)
+        return yaml.load(content, _PlainLoader)  # noqa: S506 - it makes strings, lists and mappings, nothing else
+    except RecursionError as e:
+        raise _NoSpecError("is nested too deeply") from e
+    except (ValueError, TypeError, yaml.YAMLError) as e:
+        raise _NoSpecError(f"is no {'JSON' if is_json else 'YAML'}: {' '.join(str(e).split())[:200]}") from e
+
+
+def _device_name(raw: object, number: int) -> str:
+    if not isinstance(raw, dict) or not isinstance(raw.get("name"), str) or not is_device_name(raw["name"]):
+        raise _NoSpecError(f"is no CDI spec: devices[{number}] has no name, or one that no device may have")
+    edits = raw.get("containerEdits")
+    if not isinstance(edits, dict) or not edits:
+        raise _NoSpecError(f"is no CDI spec: devices[{number}] has no containerEdits")
+    name: str = raw["name"]
+    return name
+
+
+def _require_no_directory(directory: int) -> None:
+    """A link or a socket under our name is replaced; a directory may hold what somebody needs."""
+    status = status_of(directory, OWN_SPEC_NAME)
+    if status is not None and stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+
+
+def _refused(what: str, path: Path, error: OSError) -> Unavailable:
+    return Unavailable(
+        f"{what} the CDI spec {path} failed: {error.strerror or error}. Containers that get GPUs by CDI do not start"
+        " without it; make the directory writable, or choose another with --cdi.spec-directories, one that the runtime reads"
+    )

@@ -1,0 +1,194 @@
+"""Ensures a CDI name for every GPU: by the specs of others where they name it, else by the agent's own spec.
+
+`CdiSpecs` compares and writes, in blocking calls; `CdiWatch` calls it in a thread whenever the GPUs change and periodically:
+control nodes appear when a GPU is first used, and a spec that nvidia-ctk writes later beside ours would make our names
+ambiguous until the next check. State owned: the agent's own spec file, and the problems that were logged last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import structlog
+
+from gpushare_agent.isolation.decisions.cdi_spec import SpecNodes, build_spec, encode_spec, gpus_to_name, naming
+from gpushare_agent.kit.daemon_thread import DaemonThread
+from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.supervision import wait_for
+from gpushare_agent.model.cdi import SpecFile
+from gpushare_agent.model.errors import AgentError
+from gpushare_agent.model.gpus import Gpu
+
+log = structlog.get_logger(__name__)
+
+PERIOD_S = 10.0
+CHECK_TIMEOUT_S = 5.0
+
+
+class SpecFiles(Protocol):
+    @property
+    def own_path(self) -> Path: ...
+
+    def read(self) -> tuple[SpecFile, ...]: ...
+
+    def holds(self, content: bytes) -> bool:
+        """Whether the agent's own file is exactly so."""
+
+    def write(self, content: bytes) -> None:
+        """Raises Unavailable."""
+
+    def remove(self) -> None:
+        """Raises Unavailable."""
+
+
+class SpecChange(StrEnum):
+    """What `ensure` does with the agent's own file; `plan` only computes it."""
+
+    NONE = "unchanged"
+    WRITTEN = "written"
+    REMOVED = "removed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CdiState:
+    """Who names which GPU, by UUID: the file that the runtime uses once `change` is made. `spec` is the agent's own, None
+    where it needs none. `troubles` are GPUs without a usable name, each with the remedy; `passed_over` files that are no
+    specs; `left_out` paths that the spec lacks because the host has none. The names are keys of `cdi -o json`."""
+
+    kind: str
+    own_path: str
+    named: tuple[tuple[str, str], ...]
+    unnamed: tuple[str, ...] = ()
+    spec: dict[str, Any] | None = None
+    change: SpecChange = SpecChange.NONE
+    troubles: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+class CdiSpecs:
+    """`nodes` is called at each check, for control nodes come and go."""
+
+    def __init__(self, files: SpecFiles, *, kind: str, nodes: Callable[[], SpecNodes]) -> None:
+        self._files = files
+        self._kind = kind
+        self._nodes = nodes
+        self._reported: tuple[str, ...] = ()
+
+    def plan(self, gpus: Sequence[Gpu]) -> CdiState:
+        """What `ensure` would do; changes nothing."""
+        own_path = str(self._files.own_path)
+        files, nodes = self._files.read(), self._nodes()
+        others = [file for file in files if file.path != own_path]
+        found = naming(others, self._kind, [gpu.uuid for gpu in gpus])
+        ours = gpus_to_name(gpus, found, nodes)
+        spec = build_spec(ours, self._kind, nodes) if ours else None
+        named = dict(found.named) | dict.fromkeys((gpu.uuid for gpu in ours), own_path)
+        unnamed = tuple(gpu.uuid for gpu in gpus if gpu.uuid not in named)
+        return CdiState(
+            kind=self._kind,
+            own_path=own_path,
+            named=tuple((gpu.uuid, named[gpu.uuid]) for gpu in gpus if gpu.uuid in named),
+            unnamed=unnamed,
+            spec=spec,
+            change=self._change(spec, gpus, files),
+            troubles=(
+                *(_ambiguity(self._kind, uuid, paths) for uuid, paths in found.ambiguous.items()),
+                *(
+                    f"{self._kind}={uuid} has no name: the driver does not report the GPU's minor number. Containers that"
+                    " get it do not start; see the GPU's health"
+                    for uuid in unnamed
+                    if uuid not in found.ambiguous
+                ),
+            ),
+            passed_over=tuple(f"{file.path}: {file.problem}" for file in others if file.problem),
+            left_out=tuple(f"{path}: not on this host" for path in nodes.absent) if spec else (),
+        )
+
+    def ensure(self, gpus: Sequence[Gpu]) -> CdiState:
+        """Writes the agent's own spec, or removes it where it names nothing any more; what was done is in `change`.
+
+        Without any GPU the file stays: running containers still restart while the driver does not answer.
+
+        Raises:
+            Unavailable: the file could not be written or removed; what was there stays.
+        """
+        state = self.plan(gpus)
+        if state.change is SpecChange.WRITTEN and state.spec is not None:
+            self._files.write(encode_spec(state.spec))
+        if state.change is SpecChange.REMOVED:
+            self._files.remove()
+        if state.change is not SpecChange.NONE:
+            log.info("cdi_spec_changed", path=state.own_path, change=state.change.value, kind=state.kind)
+        self._warn(state)
+        return state
+
+    def _change(self, spec: Mapping[str, Any] | None, gpus: Sequence[Gpu], files: Sequence[SpecFile]) -> SpecChange:
+        if spec is not None:
+            return SpecChange.NONE if self._files.holds(encode_spec(spec)) else SpecChange.WRITTEN
+        is_there = any(file.path == str(self._files.own_path) for file in files)
+        return SpecChange.REMOVED if gpus and is_there else SpecChange.NONE
+
+    def _warn(self, state: CdiState) -> None:
+        """Each problem once for as long as it lasts."""
+        reported = (*state.troubles, *state.passed_over, *state.left_out)
+        for text in reported:
+            if text not in self._reported:
+                log.warning("cdi_spec_problem", detail=text)
+        self._reported = reported
+
+
+def _ambiguity(kind: str, uuid: str, paths: Sequence[str]) -> str:
+    return (
+        f"{kind}={uuid} is named by {' and '.join(paths)}, files of one directory: container runtimes refuse such a name,"
+        " and containers that get the GPU do not start. Remove all but one of the files"
+    )
+
+
+class SpecKeeper(Protocol):
+    def ensure(self, gpus: Sequence[Gpu]) -> object:
+        """Raises AgentError."""
+
+
+class CdiWatch:
+    """`check` before the node registers, `run` once, `gpus_changed` at any time."""
+
+    def __init__(self, specs: SpecKeeper, gpus: Callable[[], Sequence[Gpu]], *, period_s: float = PERIOD_S) -> None:
+        self._specs = specs
+        self._gpus = gpus
+        self._period_s = period_s
+        self._thread = DaemonThread("cdi-specs", advice="Check the disks of the setting cdi.spec_directories.")
+        self._has_changed = asyncio.Event()
+        self._failure = ReportOnce()
+
+    def gpus_changed(self) -> None:
+        self._has_changed.set()
+
+    async def check(self) -> None:
+        """Ensures the names once; a failure is logged once, and the next check tries again."""
+        gpus = tuple(self._gpus())
+        try:
+            await self._thread.call(partial(self._specs.ensure, gpus), "checking the CDI specs", CHECK_TIMEOUT_S)
+        except AgentError as e:
+            self._note_failure(str(e))
+        except Exception as e:  # noqa: BLE001 - one cycle: an unexpected file in the directory must not end the agent
+            self._note_failure(repr(e))
+        else:
+            self._failure.is_over()
+
+    async def run(self) -> NoReturn:
+        """Until cancelled."""
+        while True:
+            await wait_for(self._has_changed, self._period_s)
+            self._has_changed.clear()
+            await self.check()
+
+    def _note_failure(self, error: str) -> None:
+        if self._failure.is_new(error):
+            log.error("cdi_specs_not_ensured", error=error, then="containers of new pods may not start")

@@ -1,0 +1,254 @@
+"""Plans which libraries and programs of the host go where in a driver volume.
+
+In the volume for shares the names that programs load (libcuda.so.1, libnvidia-ml.so.1 and their bare forms) lead to the
+control library; the driver's own files keep their full names, for the control library loads them by these. A share must
+never get an uncontrolled libcuda under such a name: where the control library has not the right ELF class, the
+library is left out. The files are found by
+isolation/driver_volume/libraries.py and copied by directory.py there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpushare_agent.isolation.driver_volume.values import (
+    CONTROL_LIBRARY_NAME,
+    DIRECTORY_OF_CLASS,
+    DriverVolume,
+    FoundLibrary,
+    HostDriver,
+    PlannedFile,
+    PlannedLink,
+    VolumeName,
+    VolumePlan,
+    VolumeRefused,
+)
+
+LIBCUDA = "libcuda.so"
+CONTROLLED = (LIBCUDA, "libnvidia-ml.so")
+"""Sonames that begin so are the control library's in the volume for shares."""
+
+MACHINES_OF_HOST = {
+    "x86_64": ("EM_X86_64", "EM_386"),
+    "aarch64": ("EM_AARCH64", "EM_ARM"),
+    "ppc64le": ("EM_PPC64",),
+}
+"""What a kernel of this name (uname -m) runs: a host may also have libraries for cross-compiling."""
+
+_DRIVER_VERSION = re.compile(r"libcuda\.so\.([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?")
+_OF_A_DRIVER = re.compile(r"lib.+\.so\.([0-9]{3,6}\.[0-9]{1,6}(?:\.[0-9]{1,6})?)")
+"""File names with a driver's version in them; libraries of a version of their own (libGL.so.1.7.0) begin lower."""
+_NAMED = 3
+_NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+def driver_version(name: str) -> tuple[int, ...] | None:
+    """`libcuda.so.535.104.05` -> (535, 104, 5). None for every other name, also for the soname libcuda.so.1."""
+    found = _DRIVER_VERSION.fullmatch(name)
+    return tuple(int(part) for part in found.groups() if part is not None) if found else None
+
+
+def driver_version_text(names: Iterable[str]) -> str:
+    """As the libcuda among these file names writes it, with its zeros: 535.104.05. Empty where there is none."""
+    libcudas = [(version, name) for name in names if (version := driver_version(name)) is not None]
+    return max(libcudas)[1].removeprefix(f"{LIBCUDA}.") if libcudas else ""
+
+
+def is_listed(name: str, listed: Iterable[str]) -> bool:
+    """Does the soname `name` begin with one of the names of volume.conf?"""
+    return any(name.startswith(beginning) for beginning in listed)
+
+
+def choose_libraries(
+    found: Iterable[FoundLibrary], listed: Sequence[str], host_machine: str
+) -> tuple[FoundLibrary, ...]:
+    """One library for each ELF class and soname: the one that the dynamic loader takes, sorted by class and soname.
+
+    That is the library that was found under its soname; among equals the baseline build, then the highest version in
+    the file name, then the first found.
+    """
+    machines = MACHINES_OF_HOST.get(host_machine)
+    best: dict[tuple[int, str], FoundLibrary] = {}
+    for library in found:
+        if (machines and library.machine not in machines) or not is_listed(library.link_name, listed):
+            continue
+        slot = (library.elf_class, library.link_name)
+        if slot not in best or _rank(library) > _rank(best[slot]):
+            best[slot] = library
+    return tuple(best[slot] for slot in sorted(best))
+
+
+def _rank(library: FoundLibrary) -> tuple[bool, bool, tuple[int, ...]]:
+    return library.found_as == library.link_name, library.is_baseline, _numbers(library.name)
+
+
+def _numbers(name: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in _NUMBER.findall(name.partition(".so")[2]))
+
+
+def plan_volume(
+    volume: DriverVolume, host: HostDriver, host_machine: str, control: FoundLibrary | None
+) -> VolumePlan | VolumeRefused:
+    """The volume's whole content; `control` is the control library, used for the volume of shares only."""
+    libraries = choose_libraries(host.libraries, volume.libraries, host_machine)
+    libcuda = _libcuda_of(volume, libraries, host)
+    if isinstance(libcuda, VolumeRefused):
+        return libcuda
+    layout = _Layout(warnings=list(host.warnings))
+    if volume.name is VolumeName.SHARED:
+        if control is None or control.elf_class != libcuda.elf_class:
+            return _control_refusal(volume, libcuda, control)
+        libraries = layout.put_controlled(libraries, control)
+        if f"{DIRECTORY_OF_CLASS[libcuda.elf_class]}/{libcuda.name}" not in layout.files:
+            return VolumeRefused(
+                detail=f"volume {volume.name}: {libcuda.path} has the name that programs load, where the control library"
+                f" must be, and not one with the driver's version such as libcuda.so.535.104.05; reinstall the driver"
+            )
+    layout.put_libraries(libraries)
+    for name in volume.binaries:
+        if (source := host.programs.get(name)) is not None:
+            layout.files[f"bin/{name}"] = source
+    version = driver_version(libcuda.name)
+    if version is None:
+        layout.warn(f"the name of {libcuda.path} has no driver version; it must come from NVML")
+    layout.warnings += [*_mixed_versions(layout.files), *_missing(volume, libraries, host, layout)]
+    return layout.plan(volume.name, version)
+
+
+def _libcuda_of(
+    volume: DriverVolume, libraries: Sequence[FoundLibrary], host: HostDriver
+) -> FoundLibrary | VolumeRefused:
+    cuda = [library for library in libraries if library.link_name.startswith(LIBCUDA)]
+    for library in sorted(cuda, key=lambda library: (library.elf_class, _numbers(library.name)), reverse=True):
+        if library.elf_class == 64:
+            return library
+    if not is_listed(LIBCUDA, volume.libraries) and not any(name.startswith(LIBCUDA) for name in volume.libraries):
+        return VolumeRefused(
+            detail=f"volume {volume.name}: its list of libraries has no {LIBCUDA}, without which no CUDA program starts;"
+            " add it to volume.conf"
+        )
+    only = f" (only the 32-bit {cuda[0].path})" if cuda else ""
+    return VolumeRefused(
+        detail=f"volume {volume.name}: no 64-bit library with the soname {LIBCUDA}.1 for this machine was found{only};"
+        f" searched {', '.join(host.library_places) or 'no place that exists'}. Is the driver installed, and is"
+        " driver_volume.root the host's file system? What is in force stays"
+    )
+
+
+def _control_refusal(volume: DriverVolume, libcuda: FoundLibrary, control: FoundLibrary | None) -> VolumeRefused:
+    if control is None:
+        return VolumeRefused(
+            detail=f"volume {volume.name}: there is no control library; set driver_volume.control_library"
+        )
+    return VolumeRefused(
+        detail=f"volume {volume.name}: the control library {control.path} is a {control.elf_class}-bit {control.machine}"
+        f" file, but {libcuda.path} is {libcuda.elf_class}-bit {libcuda.machine}; set driver_volume.control_library to the"
+        " build for this machine"
+    )
+
+
+def _missing(volume: DriverVolume, libraries: Sequence[FoundLibrary], host: HostDriver, layout: _Layout) -> list[str]:
+    names = {library.link_name for library in libraries} | {target.partition("/")[2] for target in layout.files}
+    libraries_missing = [listed for listed in volume.libraries if not any(name.startswith(listed) for name in names)]
+    programs_missing = [name for name in volume.binaries if name not in host.programs]
+    warnings = []
+    if libraries_missing:
+        warnings.append(
+            f"no library whose soname begins with {_or(libraries_missing)} was found (searched"
+            f" {', '.join(host.library_places)}); containers go without"
+        )
+    if programs_missing:
+        warnings.append(
+            f"no program {_or(programs_missing)} was found (searched {', '.join(host.program_places)}); containers go"
+            " without"
+        )
+    return warnings
+
+
+def _or(names: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _mixed_versions(targets: Iterable[str]) -> list[str]:
+    """One warning where files of two drivers lie side by side: they fail in the program that loads them, or worse."""
+    files = [target.partition("/")[2] for target in targets]
+    driver = driver_version_text(files)
+    others = sorted({name for name in files if (found := _OF_A_DRIVER.fullmatch(name)) and found[1] != driver})
+    if not driver or not others:
+        return []
+    more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+    return [
+        f"libcuda is of driver {driver}, but {', '.join(others[:_NAMED])}{more} of another: leftovers of an update, or"
+        " one that is under way. Programs that load them may fail; reinstall the driver"
+    ]
+
+
+@dataclass(slots=True)
+class _Layout:
+    """A volume while it is being planned. A target that is taken is never given away again."""
+
+    files: dict[str, Path] = field(default_factory=dict)
+    links: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+    def put_controlled(self, libraries: Sequence[FoundLibrary], control: FoundLibrary) -> tuple[FoundLibrary, ...]:
+        """Takes the control library in, and those that it stands before; returns the others."""
+        directory = DIRECTORY_OF_CLASS[control.elf_class]
+        self.files[f"{directory}/{CONTROL_LIBRARY_NAME}"] = control.path
+        controlled = [library for library in libraries if library.link_name.startswith(CONTROLLED)]
+        for library in controlled:
+            if library.elf_class != control.elf_class:
+                self.warn(
+                    f"{library.path} ({library.elf_class}-bit) is left out: the control library is"
+                    f" {control.elf_class}-bit, and without it the share would have no limits"
+                )
+                continue
+            for name in (library.link_name, _bare(library.link_name)):
+                self.links.setdefault(f"{directory}/{name}", CONTROL_LIBRARY_NAME)
+        for library in controlled:
+            if library.elf_class != control.elf_class:
+                continue
+            if len(_numbers(library.name)) < 2 or f"{directory}/{library.name}" in self.links:
+                self.warn(f"{library.path} is left out: a program might load it by that name, which lacks a version")
+            else:
+                self.files[f"{directory}/{library.name}"] = library.path
+        return tuple(
+            library for library in libraries if library not in controlled and library.link_name != CONTROL_LIBRARY_NAME
+        )
+
+    def put_libraries(self, libraries: Sequence[FoundLibrary]) -> None:
+        for library in libraries:
+            target = f"{DIRECTORY_OF_CLASS[library.elf_class]}/{library.name}"
+            if self.files.setdefault(target, library.path) != library.path:
+                self.warn(f"{library.path} is left out: {self.files[target]} has the same file name")
+        for library in libraries:
+            self._link(library, library.link_name, library.name)
+        newest_first = sorted(libraries, key=lambda library: _numbers(library.link_name), reverse=True)
+        for library in newest_first:
+            self._link(library, _bare(library.link_name), library.link_name)
+
+    def _link(self, library: FoundLibrary, name: str, points_to: str) -> None:
+        target = f"{DIRECTORY_OF_CLASS[library.elf_class]}/{name}"
+        if target not in self.files and name != points_to:
+            self.links.setdefault(target, points_to)
+
+    def plan(self, name: VolumeName, version: tuple[int, ...] | None) -> VolumePlan:
+        return VolumePlan(
+            name=name,
+            files=tuple(PlannedFile(target=target, source=self.files[target]) for target in sorted(self.files)),
+            links=tuple(PlannedLink(target=target, points_to=self.links[target]) for target in sorted(self.links)),
+            driver_version=version,
+            warnings=tuple(f"volume {name}: {warning}" for warning in self.warnings),
+        )
+
+
+def _bare(soname: str) -> str:
+    """`libcuda.so.1` -> `libcuda.so`, which programs that load a library themselves often ask for."""
+    stem, dot_so, _ = soname.partition(".so")
+    return stem + dot_so

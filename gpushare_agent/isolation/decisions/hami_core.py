@@ -1,0 +1,84 @@
+"""HAMi-core: its library is preloaded into every process of the container and enforces the limits.
+
+Source: docs/formats.md, section 7; the units, the rounding and the library's own path were read in HAMi-core's sources.
+Whole GPUs get neither library nor limits. The files on the host are made by isolation/hami_core/files.py.
+
+| variable | meaning to the library |
+|---|---|
+| `CUDA_DEVICE_MEMORY_LIMIT_<i>` | `<MiB>m` for the i-th GPU that the container sees; 0 or no number: no limit |
+| `CUDA_DEVICE_SM_LIMIT` | percent of every GPU; 0, 100 and more, or no number: no limit |
+| `CUDA_DEVICE_MEMORY_SHARED_CACHE` | the file that its processes share their usage in; without it they end |
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gpushare_agent.isolation.decisions.request import HamiCoreConfig, Isolation, IsolationRequest, Preparation
+from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
+from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.names import CORES_PER_GPU
+
+LIBRARY_PATH = "/usr/local/vgpu/libvgpu.so"
+"""In the container. The library opens itself under this path: it cannot be elsewhere."""
+PRELOAD_PATH = "/etc/ld.so.preload"
+CACHE_DIRECTORY = "/usr/local/vgpu/cache"
+"""In the container: the directory of the file that its processes share."""
+
+ENV_MEMORY_PREFIX = "CUDA_DEVICE_MEMORY_LIMIT_"
+ENV_CORES = "CUDA_DEVICE_SM_LIMIT"
+ENV_CACHE = "CUDA_DEVICE_MEMORY_SHARED_CACHE"
+
+
+def edit_hami_core(request: IsolationRequest) -> ContainerEdits | Refused:
+    """Environment and mounts from the container's own share; refused where a limit would be 0, which the library takes for
+    no limit."""
+    if request.is_whole:
+        return ContainerEdits()
+    config = request.config.hami_core
+    if config is None:
+        raise AssertionError("isolation hami-core is in use without its settings")
+    limits = [min(int(request.memory_mib * config.memory_scaling), gpu.memory_mib) for gpu in request.gpus]
+    if not limits or min(limits) < 1 or request.cores < 1:
+        return _unlimited(request)
+    cache = f"{CACHE_DIRECTORY}/{request.container.name}.cache"
+    return ContainerEdits(
+        env=(
+            *((f"{ENV_MEMORY_PREFIX}{ordinal}", f"{mib}m") for ordinal, mib in enumerate(limits)),
+            (ENV_CACHE, cache),
+            (ENV_CORES, str(_percent(request, config))),
+        ),
+        mounts=(
+            ContainerMount(host_path=str(config.library), container_path=LIBRARY_PATH),
+            ContainerMount(host_path=str(config.directory / "ld.so.preload"), container_path=PRELOAD_PATH),
+            # The file and not its directory: in a directory the tenant could make trees that the agent, which has no
+            # capability, may not remove.
+            ContainerMount(
+                host_path=str(_cache_file(request, config.directory)), container_path=cache, read_only=False
+            ),
+        ),
+    )
+
+
+def _cache_file(request: IsolationRequest, directory: Path) -> Path:
+    name = request.container.name
+    return directory / "containers" / request.pod_uid / name / f"{name}.cache"
+
+
+def _percent(request: IsolationRequest, config: HamiCoreConfig) -> int:
+    """The share times the scaling, or the elastic ceiling where that is higher: the library has no other elasticity."""
+    return min(CORES_PER_GPU, max(int(request.cores * config.core_scaling), request.core_limit))
+
+
+def _unlimited(request: IsolationRequest) -> Refused:
+    gpus = ", ".join(f"{gpu.index} with {gpu.memory_mib} MiB" for gpu in request.gpus) or "none"
+    return Refused(
+        reason=RefusalReason.INVALID_REQUEST,
+        detail=f"container {request.container.name} asks for {request.cores} cores and {request.memory_mib} MiB (GPUs: "
+        f"{gpus}), which makes a limit of 0 under isolation {IsolationName.HAMI_CORE}, whose library takes 0 for no limit. "
+        "Nothing was allocated. Ask for cores and at least one memory block, or for whole GPUs.",
+    )
+
+
+ISOLATION = Isolation(name=IsolationName.HAMI_CORE, edit=edit_hami_core, preparation=Preparation.PRIVATE_CACHE)

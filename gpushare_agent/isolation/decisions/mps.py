@@ -1,0 +1,107 @@
+"""NVIDIA MPS: each process of the container gets its own bound on compute and memory from the control daemon.
+
+Source: docs/formats.md, section 7; NVIDIA's documents on the Multi-Process Service for the variables. A container on whole
+GPUs has none of them, so that its processes reach the GPU without the daemon. Only where the GPUs are in compute mode
+EXCLUSIVE_PROCESS do they need it too, for there only one process, the MPS server, may open a GPU: then they get the
+connection to the daemon and no limits.
+"""
+
+from __future__ import annotations
+
+from gpushare_agent.isolation.decisions.request import Isolation, IsolationRequest, MpsConfig
+from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
+from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.names import (
+    CORES_PER_GPU,
+    ENV_GPUSHARE_CONTAINER,
+    ENV_GPUSHARE_GPU,
+    ENV_GPUSHARE_INDEX,
+    ENV_GPUSHARE_POD,
+)
+
+ENV_PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
+ENV_THREAD_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+ENV_MEMORY_LIMIT = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+ENV_CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where MPS clients look for the server's shared memory
+
+
+def edit_mps(request: IsolationRequest) -> ContainerEdits | Refused:
+    """Environment and mounts from the container's own share; Refused for what MPS cannot enforce."""
+    mps = request.config.mps
+    if request.is_whole and (mps is None or not mps.exclusive_process):
+        return ContainerEdits()
+    if mps is None or not mps.pipe_directory.is_absolute() or not mps.shm_directory.is_absolute():
+        return _refused(request, "the node's settings mps.pipe_directory and mps.shm_directory must be absolute paths")
+    if request.is_whole:
+        return ContainerEdits(env=tuple(sorted(_connection(request, mps).items())), mounts=_mounts(mps))
+    if (refused := _unenforceable(request)) is not None:
+        return refused
+    gpu = request.gpus[0]
+    env = _connection(request, mps) | _gpushare(request, gpu)
+    env[ENV_THREAD_PERCENTAGE] = str(_percentage(request, gpu))
+    env[ENV_MEMORY_LIMIT] = f"0={request.memory_mib}M"  # ordinal 0: it sees this one GPU
+    return ContainerEdits(env=tuple(sorted(env.items())), mounts=_mounts(mps))
+
+
+def _unenforceable(request: IsolationRequest) -> Refused | None:
+    """Refuses a share that MPS cannot enforce: a limit of zero would be no limit."""
+    if len(request.gpus) != 1:
+        return _refused(request, f"a share lies on one GPU, and this one names {len(request.gpus)}")
+    if not 0 <= request.cores <= CORES_PER_GPU:
+        return _refused(request, f"{request.cores} cores are no share of a GPU")
+    gpu = request.gpus[0]
+    if request.memory_mib <= 0:
+        return _refused(request, "it asks for no memory, and MPS takes a limit of 0 MiB for none at all")
+    if request.memory_mib > gpu.memory_mib:
+        return _refused(request, f"it asks for {request.memory_mib} MiB, and GPU {gpu.index} has {gpu.memory_mib} MiB")
+    return None
+
+
+def _percentage(request: IsolationRequest, gpu: Gpu) -> int:
+    """The cores, raised to an elastic ceiling: MPS fixes a bound when a process starts, so it cannot follow the GPU's
+    load. A request for memory alone gets the same part of the GPU's compute as of its memory."""
+    if request.cores > 0:
+        return max(request.cores, min(request.core_limit, CORES_PER_GPU))
+    return max(1, CORES_PER_GPU * request.memory_mib // gpu.memory_mib)
+
+
+def _connection(request: IsolationRequest, mps: MpsConfig) -> dict[str, str]:
+    """Where the daemon is, and the GPUs by UUID: numbers would mean the server's own order."""
+    return {
+        ENV_PIPE_DIRECTORY: str(mps.pipe_directory),
+        ENV_CUDA_VISIBLE_DEVICES: ",".join(gpu.uuid for gpu in request.gpus),
+    }
+
+
+def _gpushare(request: IsolationRequest, gpu: Gpu) -> dict[str, str]:
+    """In whole units, at least one: programs divide CONTAINER by DEV for the part of the memory that they may take."""
+    unit = request.memory_unit_mib
+    return {
+        ENV_GPUSHARE_INDEX: str(gpu.index),
+        ENV_GPUSHARE_POD: str(max(1, max(request.pod_memory_mib, request.memory_mib) // unit)),
+        ENV_GPUSHARE_CONTAINER: str(max(1, request.memory_mib // unit)),
+        ENV_GPUSHARE_GPU: str(max(1, gpu.memory_mib // unit)),
+    }
+
+
+def _mounts(mps: MpsConfig) -> tuple[ContainerMount, ...]:
+    """Writable both: clients write to the pipes, and make files in the shared memory."""
+    pipe = str(mps.pipe_directory)
+    return (
+        ContainerMount(host_path=pipe, container_path=pipe, read_only=False),
+        ContainerMount(host_path=str(mps.shm_directory), container_path=SHARED_MEMORY, read_only=False),
+    )
+
+
+def _refused(request: IsolationRequest, why: str) -> Refused:
+    return Refused(
+        reason=RefusalReason.INVALID_REQUEST,
+        detail=f"container {request.container.name} cannot have its share under isolation mps: {why}. Nothing was "
+        "allocated; change what the pod asks for, or the node's settings.",
+    )
+
+
+ISOLATION = Isolation(name=IsolationName.MPS, edit=edit_mps, needs_daemon=True)

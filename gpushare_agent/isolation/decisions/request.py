@@ -1,0 +1,91 @@
+"""The input and the interface of every isolation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+
+from gpushare_agent.model.allocations import ContainerEdits
+from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import ContainerSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MpsConfig:
+    """The daemon's directories on the host, and whether the GPUs are in compute mode EXCLUSIVE_PROCESS."""
+
+    pipe_directory: Path
+    shm_directory: Path
+    exclusive_process: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HamiCoreConfig:
+    """The library and the agent's own directory on the host; factors by which a share is multiplied."""
+
+    library: Path
+    directory: Path
+    memory_scaling: float = 1.0
+    core_scaling: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IsolationConfig:
+    """The node's settings that isolations need. Directories are the host's: of the virtual manager, and of the driver's
+    files for shares and for whole GPUs (None: no driver directory is configured, and none is mounted)."""
+
+    virtual_manager: Path
+    shared_driver: Path | None = None
+    whole_driver: Path | None = None
+    mps: MpsConfig | None = None
+    hami_core: HamiCoreConfig | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IsolationRequest:
+    """One container and its allocation.
+
+    `cores` are percent of one GPU (100·k for whole GPUs, 0 for a request for memory alone), `core_limit`
+    its elastic ceiling or 0. `memory_mib` is its share, 0 where it has whole GPUs and requested none; `pod_memory_mib` what
+    all main containers of its pod request. `gpus` are in order of index, as the container sees them.
+
+    `container.name` and `pod_uid` come from the API server, which admits only DNS labels and UUIDs; they are
+    checked again before a directory is named after them.
+    """
+
+    pod_uid: PodUid
+    container: ContainerSpec
+    gpus: tuple[Gpu, ...]
+    cores: int
+    memory_mib: int
+    is_whole: bool
+    config: IsolationConfig
+    core_limit: int = 0
+    pod_memory_mib: int = 0
+    memory_unit_mib: int = 1024
+    """The unit of GPUShare's variables."""
+
+
+class Preparation(Enum):
+    """What a service must make on the host before the container starts."""
+
+    VDEVICE = auto()
+    """The virtual manager's directory and socket."""
+    PRIVATE_CACHE = auto()
+    """A file that the container alone may write."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Isolation:
+    """`edit` is pure: the container's edits, or the refusal. `needs_daemon`: no share is allocated while the daemon of
+    the node does not answer."""
+
+    name: IsolationName
+    edit: Callable[[IsolationRequest], ContainerEdits | Refused]
+    preparation: Preparation | None = None
+    needs_daemon: bool = False

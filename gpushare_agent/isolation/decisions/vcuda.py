@@ -1,0 +1,106 @@
+"""TKEStack's vcuda library: it replaces libcuda inside the container and reads its limits from /etc/vcuda/vcuda.config.
+
+The edits mount the container's vDevice directory; the numbers are what vcuda.config holds. A container on whole GPUs gets
+the untouched libraries, and its vcuda.config sets no limit.
+Source: docs/formats.md, the vDevice protocol and the driver directory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpushare_agent.isolation.decisions.request import Isolation, IsolationRequest, Preparation
+from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerMount
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, CORES_PER_GPU, LIBRARY_DIRECTORY, GpuUuid
+from gpushare_agent.model.resources import ResourceNames
+
+VDEVICE_DIRECTORY = "/etc/vcuda"
+MIB = 1024 * 1024
+_DRIVER = re.compile(r"(\d{1,6})\.(\d{1,6})")
+
+
+def edit_vcuda(request: IsolationRequest) -> ContainerEdits:
+    """The container's own vDevice directory, and the driver directory where one is configured."""
+    own = request.config.virtual_manager / request.pod_uid / request.container.name
+    mounts = [ContainerMount(host_path=str(own), container_path=VDEVICE_DIRECTORY)]
+    driver = request.config.whole_driver if request.is_whole else request.config.shared_driver
+    if driver is not None:
+        # The link to the version in force, not its target: the kubelet keeps this answer for restarts.
+        mounts.append(ContainerMount(host_path=str(driver), container_path=LIBRARY_DIRECTORY))
+    return ContainerEdits(mounts=tuple(mounts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VDeviceShare:
+    """The numbers of one vcuda.config. `core_limit` is 0 where the share is not elastic."""
+
+    cores: int
+    memory_bytes: int
+    core_limit: int
+    is_limited: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreLimit:
+    """The effective elastic ceiling; `problem` where the annotation is ignored, with the reason."""
+
+    percent: int = 0
+    problem: str = ""
+
+
+def core_limit(annotations: Mapping[str, str], cores: int) -> CoreLimit:
+    """Reads the pod's vcuda-core-limit for a container of `cores`. An invalid text is ignored with the reason."""
+    text = annotations.get(CORE_LIMIT_ANNOTATION)
+    if text is None:
+        return CoreLimit()
+    shown = text[:16]
+    if not (text.isascii() and text.isdigit() and len(text) <= 3 and int(text) <= CORES_PER_GPU):
+        return CoreLimit(problem=f"{CORE_LIMIT_ANNOTATION} is {shown!r}, but must be a whole number from 0 to 100")
+    limit = int(text)
+    if limit and limit < cores:
+        return CoreLimit(
+            problem=f"{CORE_LIMIT_ANNOTATION} is {limit}, below the {cores} cores that the container asks for: it is "
+            "a ceiling and must be at least as high"
+        )
+    return CoreLimit(percent=limit)
+
+
+def vdevice_share(
+    allocation: Allocation, annotations: Mapping[str, str], gpus: Mapping[GpuUuid, Gpu], names: ResourceNames
+) -> VDeviceShare:
+    """The limits of a container. Whole GPUs are not limited: vcuda.config has `enable` 0 and their whole memory."""
+    if allocation.is_whole:
+        memory_mib = sum(gpus[uuid].memory_mib for uuid in allocation.gpus if uuid in gpus)
+        return VDeviceShare(cores=allocation.cores, memory_bytes=memory_mib * MIB, core_limit=0, is_limited=False)
+    cores = share_cores(allocation, gpus, names)
+    memory_mib = (
+        allocation.memory_blocks * names.memory_block_mib + len(allocation.gpu_mem_ids) * names.gpu_mem_unit_mib
+    )
+    return VDeviceShare(
+        cores=cores,
+        memory_bytes=memory_mib * MIB,
+        core_limit=core_limit(annotations, cores).percent,
+        is_limited=True,
+    )
+
+
+def share_cores(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu], names: ResourceNames) -> int:
+    """Percent of the GPU's compute. A request for memory alone gets the same part of both (GPUShare's rule)."""
+    gpu = gpus.get(allocation.gpus[0]) if allocation.gpu_mem_ids and allocation.gpus else None
+    if gpu is None:
+        return allocation.cores
+    cores = CORES_PER_GPU * len(allocation.gpu_mem_ids) * names.gpu_mem_unit_mib // gpu.memory_mib
+    return min(CORES_PER_GPU, max(1, cores))
+
+
+def driver_numbers(version: str) -> tuple[int, int]:
+    """Major and minor of a driver version such as 580.159.04; (0, 0) where it has none (simulated GPUs)."""
+    match = _DRIVER.match(version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+ISOLATION = Isolation(name=IsolationName.VCUDA, edit=edit_vcuda, preparation=Preparation.VDEVICE)

@@ -1,0 +1,68 @@
+"""Which device nodes containers get besides the GPUs' own: the driver's control nodes, and those of the extra-config file.
+
+Format of gpu-manager's extra-config file: `{"default": {"devices": ["/dev/…"]}}` (docs/formats.md). State owned, by
+`ControlNodes`: which nodes were missing at the last check, for the log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+
+from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.model.errors import StartupError
+
+log = structlog.get_logger(__name__)
+
+MAX_BYTES = 1024 * 1024
+MAX_DEVICES = 256
+
+
+class ControlNodes:
+    """`paths` in the order in which containers get them. The first user of a GPU creates them, perhaps after the agent."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = tuple(paths)
+        self._absent = ReportOnce()
+
+    def present(self) -> tuple[str, ...]:
+        """Those that exist; a container with another would not start. One stat each in devtmpfs, which is memory."""
+        found = tuple(path for path in self._paths if os.path.exists(path))  # noqa: PTH110 - at each Allocate
+        absent = [path for path in self._paths if path not in found]
+        if not absent:
+            self._absent.is_over()
+        elif self._absent.is_new(" ".join(absent)):
+            log.warning("control_nodes_absent", paths=absent, then="containers get the other ones")
+        return found
+
+
+def read_extra_devices(path: Path | None) -> tuple[str, ...]:
+    """The device nodes of the file, in its order; none without a file. Raises StartupError for a bad one."""
+    if path is None:
+        return ()
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise StartupError(
+                f"extra config {path} is larger than {MAX_BYTES} bytes; it should list a few device nodes"
+            )
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
+        raise StartupError(f"extra config {path} cannot be read: {e}. Mend it or leave out --extra-config") from e
+    default = raw.get("default") if isinstance(raw, dict) else None
+    devices = default.get("devices", []) if isinstance(default, dict) else None
+    if not isinstance(devices, list) or len(devices) > MAX_DEVICES or not all(map(_is_device, devices)):
+        raise StartupError(
+            f'extra config {path} is not of the form {{"default": {{"devices": ["/dev/…"]}}}} with paths below /dev'
+        )
+    for device in devices:
+        if not Path(device).exists():
+            log.warning("extra_device_missing", device=device, then="containers that get it cannot start")
+    return tuple(dict.fromkeys(devices))
+
+
+def _is_device(value: object) -> bool:
+    return isinstance(value, str) and value.startswith("/dev/") and ".." not in value.split("/") and "\0" not in value

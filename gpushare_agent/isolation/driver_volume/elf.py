@@ -1,0 +1,169 @@
+"""Shared objects of the host: class, machine and soname from the ELF file, and the dynamic loader's cache, /etc/ld.so.cache.
+
+The ELF file is read by pyelftools. Source of the cache's format: glibc, sysdeps/generic/dl-cache.h. Three forms exist:
+
+| form | begins with | an entry, little-endian on all machines with NVIDIA drivers |
+|---|---|---|
+| old | `ld.so-1.7.0`, NUL, uint32 count | int32 flags, uint32 key, uint32 value; offsets from the end of the table |
+| new | `glibc-ld.so.cache1.1`, uint32 count, uint32 length of the strings, uint8 flags, 19 bytes more | the same and uint32 unused, uint64 hwcap; offsets from the first byte |
+| both | an old table, then at the next multiple of 8 (on 32-bit machines 4) a new cache | the new one counts |
+
+Nothing in the cache is trusted: every offset is checked, and what leads outside is Corrupt.
+"""  # noqa: E501 - a table
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from elftools.common.exceptions import ELFError
+from elftools.construct import ConstructError
+from elftools.elf.dynamic import DynamicSegment
+from elftools.elf.elffile import ELFFile
+
+from gpushare_agent.isolation.driver_volume.values import ElfClass
+from gpushare_agent.model.errors import Corrupt, NotFound
+
+MAX_BYTES = 64 * 1024 * 1024
+"""A large distribution's cache has about 300 KiB."""
+
+_MAX_STRING_BYTES = 4096
+_OLD_MAGIC = b"ld.so-1.7.0"
+_OLD_HEADER = struct.Struct("<11sxI")
+_OLD_ENTRY = struct.Struct("<iII")
+_NEW_MAGIC = b"glibc-ld.so.cache1.1"
+_NEW_HEADER = struct.Struct("<20sIIB19x")
+_NEW_ENTRY = struct.Struct("<iIIIQ")
+_BIG_ENDIAN_FLAG = 3
+
+# pyelftools checks little of what it reads: a damaged file ends in any of these, wherever its numbers lead (OSError: a
+# place in the file that no file has).
+_DAMAGED = (ELFError, ConstructError, struct.error, OSError, ValueError, LookupError, TypeError, AttributeError,
+            OverflowError, AssertionError, RecursionError)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElfFile:
+    """`machine` is ELF's name, such as EM_X86_64; `soname` is empty where the file has none."""
+
+    elf_class: ElfClass
+    machine: str
+    soname: str
+
+
+def read_elf(path: Path) -> ElfFile:
+    """The facts of a shared object.
+
+    Raises:
+        NotFound: there is no readable file.
+        Corrupt: it is no ELF file, or a damaged one, or its soname is no file name.
+    """
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise NotFound(f"{path} cannot be read: {error.strerror or error}") from error
+    with file:
+        try:
+            return _read_elf(file)
+        except _DAMAGED as error:
+            raise Corrupt(f"{path} is no shared object that can be read: {error}") from error
+
+
+def _read_elf(file: IO[bytes]) -> ElfFile:
+    elf = ELFFile(file)
+    elf_class, machine = elf.elfclass, elf["e_machine"]
+    if elf_class not in (32, 64):
+        raise ValueError(f"its ELF class is {elf_class}")
+    sonames = [
+        str(cast("Any", tag).soname)  # an attribute that the class makes up from the tag's name
+        for segment in elf.iter_segments("PT_DYNAMIC")
+        if isinstance(segment, DynamicSegment)
+        for tag in segment.iter_tags("DT_SONAME")
+    ]
+    soname = sonames[0] if sonames else ""
+    if "/" in soname or "\0" in soname or soname in (".", "..") or len(soname.encode()) > 255:
+        raise ValueError(f"its soname {soname[:80]!r} is no file name")
+    return ElfFile(elf_class=cast("ElfClass", elf_class), machine=str(machine), soname=soname)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheEntry:
+    """`name` is a soname (or a file name, where a library has none), `path` absolute on the host."""
+
+    name: str
+    path: str
+    hwcap: int
+
+
+def read_loader_cache(path: Path) -> tuple[CacheEntry, ...] | None:
+    """The entries in the cache's order, which is the loader's preference; None if there is no cache.
+
+    Raises:
+        Corrupt: the file cannot be read, or is no such cache.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise Corrupt(f"the loader's cache {path} cannot be read: {error.strerror or error}") from error
+    if len(content) > MAX_BYTES:
+        raise Corrupt(f"the loader's cache {path} is larger than {MAX_BYTES} bytes")
+    try:
+        return parse_loader_cache(content)
+    except Corrupt as error:
+        raise Corrupt(f"the loader's cache {path} cannot be used: {error}; run ldconfig on the host") from error
+
+
+def parse_loader_cache(content: bytes) -> tuple[CacheEntry, ...]:
+    """The entries of a cache of any of the three forms.
+
+    Raises:
+        Corrupt: it is none of them, cut short, or leads outside itself.
+    """
+    if content.startswith(_NEW_MAGIC):
+        return _parse_new(content)
+    if not content.startswith(_OLD_MAGIC):
+        raise Corrupt("it begins like none of the known forms")
+    if len(content) < _OLD_HEADER.size:
+        raise Corrupt("it ends within its header")
+    _, count = _OLD_HEADER.unpack_from(content)
+    table_end = _OLD_HEADER.size + count * _OLD_ENTRY.size
+    for alignment in (8, 4):
+        start = -(-table_end // alignment) * alignment
+        if content[start : start + len(_NEW_MAGIC)] == _NEW_MAGIC:
+            return _parse_new(content[start:])
+    if table_end > len(content):
+        raise Corrupt(f"it says {count} entries, for which it is too short")
+    rows = _OLD_ENTRY.iter_unpack(content[_OLD_HEADER.size : table_end])
+    return _entries([(table_end + key, table_end + value, 0) for _, key, value in rows], content)
+
+
+def _parse_new(content: bytes) -> tuple[CacheEntry, ...]:
+    if len(content) < _NEW_HEADER.size:
+        raise Corrupt("it ends within its header")
+    _, count, _, flags = _NEW_HEADER.unpack_from(content)
+    if flags & _BIG_ENDIAN_FLAG == _BIG_ENDIAN_FLAG:
+        raise Corrupt("it is of a big-endian machine")
+    table_end = _NEW_HEADER.size + count * _NEW_ENTRY.size
+    if table_end > len(content):
+        raise Corrupt(f"it says {count} entries, for which it is too short")
+    rows = _NEW_ENTRY.iter_unpack(content[_NEW_HEADER.size : table_end])
+    return _entries([(key, value, hwcap) for _, key, value, _, hwcap in rows], content)
+
+
+def _entries(rows: list[tuple[int, int, int]], content: bytes) -> tuple[CacheEntry, ...]:
+    return tuple(
+        CacheEntry(name=_string(content, key), path=_string(content, value), hwcap=hwcap) for key, value, hwcap in rows
+    )
+
+
+def _string(content: bytes, start: int) -> str:
+    end = content.find(b"\0", start, start + _MAX_STRING_BYTES) if start < len(content) else -1
+    if end < 0:
+        raise Corrupt(f"a string at byte {start} has no end")
+    return os.fsdecode(content[start:end])

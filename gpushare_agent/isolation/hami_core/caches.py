@@ -1,0 +1,121 @@
+"""Makes a cache file for each container with a share before it starts, and removes it when its pod is gone.
+
+For isolations whose preparation is PRIVATE_CACHE. Every share of the node gets one, whatever isolation its pod names: the
+annotation may have changed since Allocate answered the mounts, and the runtime makes a missing mount source an empty
+directory. Level-triggered: each cycle compares the directories with the pods. File access is in a thread, bounded.
+
+State owned: the failure that was logged last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import NoReturn, Protocol, TypeVar
+
+import structlog
+
+from gpushare_agent.kit.daemon_thread import DaemonThread
+from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.errors import AgentError, RefusalReason, Refused
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import Pod
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+FILES_TIMEOUT_S = 5.0
+"""One call; the kubelet waits 30 s for PreStartContainer."""
+CLEANUP_PERIOD_S = 2.0
+
+
+class Pods(Protocol):
+    @property
+    def is_synced(self) -> bool: ...
+    def get(self, uid: PodUid) -> Pod | None: ...
+
+
+class CacheFiles(Protocol):
+    """Blocking. Each raises AgentError."""
+
+    def install(self) -> None: ...
+    def prepare(self, key: ContainerKey) -> None: ...
+    def list_pods(self) -> tuple[PodUid, ...]: ...
+    def remove_pod(self, uid: PodUid) -> bool: ...
+
+
+class PrivateCaches:
+    """`install` first, `run` once, `prepare` at any time."""
+
+    def __init__(
+        self,
+        *,
+        files: CacheFiles,
+        allocations: Callable[[], Mapping[ContainerKey, Allocation]],
+        pods: Pods,
+        cleanup_period_s: float = CLEANUP_PERIOD_S,
+    ) -> None:
+        self._files = files
+        self._allocations = allocations
+        self._pods = pods
+        self._cleanup_period_s = cleanup_period_s
+        self._thread = DaemonThread("private-caches", advice="Check the disk of the setting hami_core.directory.")
+        self._failure = ReportOnce()
+
+    async def install(self) -> None:
+        """Makes what all containers share. Raises StartupError, or Unavailable where the disk does not answer."""
+        await self._in_thread(self._files.install, "making the directory of private caches")
+
+    async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
+        """Makes empty files for the shares among containers that are about to start; bounded."""
+        allocations = self._allocations()
+        shares = [key for key in sorted(keys) if key in allocations and not allocations[key].is_whole]
+        try:
+            for key in shares:
+                await self._in_thread(partial(self._files.prepare, key), f"preparing the cache of {key.container}")
+        except AgentError as e:
+            log.error("private_cache_not_prepared", error=str(e))
+            return Refused(
+                reason=RefusalReason.NOT_READY,
+                detail=f"the container's private cache cannot be prepared: {e}. The kubelet tries again.",
+            )
+        return None
+
+    async def run(self) -> NoReturn:
+        """Until cancelled. A cycle that fails is logged, once for each error, and repeated."""
+        while True:
+            if self._pods.is_synced:
+                await self._remove_stale_and_report()
+            await asyncio.sleep(self._cleanup_period_s)
+
+    async def remove_stale(self) -> None:
+        """Removes the files of pods that the pod store no longer has. A pod whose files cannot be removed does not stop the
+        others; its error is raised at the end. Raises AgentError."""
+        present = await self._in_thread(self._files.list_pods, "listing private caches")
+        living = {key.pod_uid for key in self._allocations()}
+        failed: AgentError | None = None
+        for uid in present:
+            if uid in living or self._pods.get(uid) is not None:
+                continue
+            try:
+                if await self._in_thread(partial(self._files.remove_pod, uid), f"removing the caches of pod {uid}"):
+                    log.info("private_cache_removed", pod_uid=uid)
+            except AgentError as e:
+                failed = e
+        if failed is not None:
+            raise failed
+
+    async def _remove_stale_and_report(self) -> None:
+        try:
+            await self.remove_stale()
+        except AgentError as e:
+            if self._failure.is_new(str(e)):
+                log.warning("private_caches_not_removed", error=str(e), then="the next cycle tries again")
+            return
+        if self._failure.is_over():
+            log.info("private_caches_removed_again")
+
+    async def _in_thread(self, blocking: Callable[[], T], what: str) -> T:
+        return await self._thread.call(blocking, what, FILES_TIMEOUT_S)

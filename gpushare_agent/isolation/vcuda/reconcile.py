@@ -1,0 +1,314 @@
+"""Compares each container's vDevice directory with what it should be, writes what differs, and keeps a server on its socket.
+
+`changed_by_others` and `write_directories` block and run in a thread; `DirectoryReconciler` decides what they get.
+What the agent does not know yet is not overwritten: at its start the pods' annotations and processes come seconds after the
+containers, and a running container must not lose its elastic limit or its list of processes meanwhile.
+
+State owned, by `DirectoryReconciler`: the servers by container, what was last written, and the failures in the log.
+Format: docs/formats.md, the vDevice protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import structlog
+
+from gpushare_agent.isolation.vcuda.config_format import decode_config
+from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
+from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses, Processes
+from gpushare_agent.isolation.vcuda.files import VDeviceFiles
+from gpushare_agent.isolation.vcuda.server import RunsBlocking, VDeviceServer
+from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.sockets import FileIdentity
+from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.errors import AgentError, Corrupt, Unavailable
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import Pod
+
+log = structlog.get_logger(__name__)
+
+Stamps = tuple[FileIdentity | None, FileIdentity | None]
+
+_REPORTED_FAILURES = 4096
+"""More than the containers of a node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What the agent wrote last, and the files' identities then. `pids` None: a list of an earlier agent."""
+
+    config: bytes
+    pids: tuple[int, ...] | None
+    stamps: Stamps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DesiredDirectory:
+    """`is_config_known`: the pod's annotations are known. `pids` None: not known now. `socket`: of the running server."""
+
+    key: ContainerKey
+    config: bytes
+    is_config_known: bool
+    pids: tuple[int, ...] | None
+    before: Written | None
+    socket: FileIdentity | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """`written` None where it failed. `has_socket`: the running server's socket is in place."""
+
+    key: ContainerKey
+    written: Written | None
+    has_socket: bool
+    error: AgentError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnchangedDirectory:
+    """Nothing is to be written, provided the files and the socket are still these."""
+
+    key: ContainerKey
+    stamps: Stamps
+    socket: FileIdentity
+
+
+class DirectoryFiles(Protocol):
+    """Every method raises AgentError."""
+
+    def prepare(self, key: ContainerKey) -> None: ...
+    def stamps(self, key: ContainerKey) -> Stamps: ...
+    def has_socket(self, key: ContainerKey, identity: FileIdentity) -> bool: ...
+    def read_config(self, key: ContainerKey) -> bytes | None: ...
+    def write_config(self, key: ContainerKey, content: bytes) -> bool: ...
+    def write_pids(self, key: ContainerKey, pids: tuple[int, ...]) -> bool: ...
+    def write_pids_if_none(self, key: ContainerKey) -> None: ...
+
+
+class Pods(Protocol):
+    def get(self, uid: PodUid) -> Pod | None: ...
+
+
+def changed_by_others(files: DirectoryFiles, unchanged: Iterable[UnchangedDirectory]) -> list[ContainerKey]:
+    """Those whose files or socket were changed or removed. Runs for most containers each second: three stats each."""
+    return [
+        one.key for one in unchanged if not files.has_socket(one.key, one.socket) or files.stamps(one.key) != one.stamps
+    ]
+
+
+def write_directories(files: DirectoryFiles, desired: Iterable[DesiredDirectory]) -> list[Result]:
+    """In order; a directory that cannot be written does not stop the others."""
+    results = []
+    for one in desired:
+        try:
+            results.append(_write_directory(files, one))
+        except AgentError as e:
+            results.append(Result(key=one.key, written=None, has_socket=False, error=e))
+    return results
+
+
+def _write_directory(files: DirectoryFiles, one: DesiredDirectory) -> Result:
+    key, before = one.key, one.before
+    has_socket = one.socket is not None and files.has_socket(key, one.socket)
+    is_untouched = before is not None and has_socket and files.stamps(key) == before.stamps
+    pids = one.pids if one.pids is not None or before is None else before.pids
+    if before is not None and is_untouched and (before.config, before.pids) == (one.config, pids):
+        return Result(key=key, written=before, has_socket=True)
+    if not is_untouched:
+        files.prepare(key)
+    if pids is None:
+        files.write_pids_if_none(key)
+    elif not (is_untouched and before is not None and before.pids == pids):
+        files.write_pids(key, pids)
+    config = one.config if one.is_config_known else _with_existing_limit(one.config, files.read_config(key))
+    if not (is_untouched and before is not None and before.config == config):
+        files.write_config(key, config)  # last: its presence shows the library that both are there
+    return Result(key=key, written=Written(config=config, pids=pids, stamps=files.stamps(key)), has_socket=has_socket)
+
+
+def _with_existing_limit(config: bytes, existing: bytes | None) -> bytes:
+    """The elastic limit comes from the pod's annotations; until they are known the file's own stays."""
+    if existing is None:
+        return config
+    try:
+        old, new = decode_config(existing), decode_config(config)
+    except Corrupt:
+        return config
+    return existing if replace(old, limit=new.limit, hard_limit=new.hard_limit) == new else config
+
+
+class DirectoryReconciler:
+    """`run_blocking` runs a blocking call in a thread, bounded; `new_server` makes a server that has not started."""
+
+    def __init__(
+        self,
+        *,
+        files: VDeviceFiles,
+        pods: Pods,
+        configs: VDeviceConfigs,
+        processes: ContainerProcesses,
+        run_blocking: RunsBlocking,
+        new_server: Callable[[ContainerKey], VDeviceServer],
+    ) -> None:
+        self._files = files
+        self._pods = pods
+        self._configs = configs
+        self._processes = processes
+        self._run_blocking = run_blocking
+        self._new_server = new_server
+        self._servers: dict[ContainerKey, VDeviceServer] = {}
+        self._written: dict[ContainerKey, Written] = {}
+        self._failures = ReportOnce(_REPORTED_FAILURES)
+        self._lock = asyncio.Lock()
+        self._is_closed = False
+
+    async def reconcile(
+        self, wanted: Mapping[ContainerKey, Allocation], processes: Mapping[ContainerKey, Processes] | None
+    ) -> list[Result]:
+        """Makes directory, files and server of each container what its allocation demands; the results of those that were
+        written. `processes` None: the containers have none yet. In this order:
+
+        | | container | action |
+        |---|---|---|
+        | 1 | config, PIDs and server are as last written, and the pod is known | only checks the files' identities |
+        | 2 | as 1, but a file or the socket was changed or removed by others | as 3 |
+        | 3 | any other | directory, PIDs and config are written where they differ |
+        | 4 | writing failed | the error is the result; a server that runs stays |
+        | 5 | written, and its server's socket is in place | none |
+        | 6 | written, and its server's socket is missing or replaced | the server stops, then as 7 |
+        | 7 | written, without a server | a new server starts; where that fails the error is the result |
+
+        Raises:
+            Unavailable: the disk does not answer, or the agent is shutting down.
+        """
+        async with self._lock:
+            if self._is_closed:
+                raise Unavailable("the agent is shutting down")
+            unchanged, desired = self._sort(wanted, processes)
+            if unchanged:
+                check = partial(changed_by_others, self._files, unchanged)
+                changed = await self._run_blocking(check, f"checking {self._files.root}")
+                desired += [self._desired(wanted[key], self._pids_of(key, processes)) for key in changed]
+            if not desired:
+                return []
+            write = partial(write_directories, self._files, desired)
+            results = await self._run_blocking(write, f"writing {self._files.root}")
+            without_socket = [one.key for one in results if one.error is None and not one.has_socket]
+            await self._stop([key for key in without_socket if key in self._servers])
+            return [await self._apply(one) for one in results]
+
+    async def forget_others(self, wanted: Collection[ContainerKey]) -> None:
+        """Stops the servers of containers that are not in `wanted`, and forgets what was written for them."""
+        for key in [key for key in self._written if key not in wanted]:
+            del self._written[key]
+            self._failures.is_over(_subject(key))
+        await self._stop([key for key in self._servers if key not in wanted])
+
+    async def remove_pod(self, uid: PodUid, *, is_stale: Callable[[], bool]) -> bool:
+        """Removes a pod's directory if `is_stale` still holds once no reconciliation runs; whether there was one.
+
+        Raises:
+            Rejected: there are entries that the agent never makes.
+            Unavailable: the file system refuses.
+        """
+        async with self._lock:
+            return is_stale() and await self._run_blocking(partial(self._files.remove_pod, uid), f"removing {uid}")
+
+    async def close(self, timeout_s: float) -> None:
+        """Stops every server; `reconcile` raises from now on. A disk that hangs does not delay this beyond `timeout_s`."""
+        self._is_closed = True
+        try:
+            async with asyncio.timeout(timeout_s), self._lock:  # a reconciliation under way may start a server
+                await self._stop(list(self._servers))
+        except TimeoutError:
+            log.warning("vdevice_servers_left", count=len(self._servers), then="the next start replaces their sockets")
+
+    def log_failures(self, results: Iterable[Result]) -> None:
+        """Each failure once for as long as its text stays the same."""
+        for one in results:
+            if one.error is not None and self._failures.is_new(str(one.error), _subject(one.key)):
+                log.warning(
+                    "vdevice_not_written", error=str(one.error), pod_uid=one.key.pod_uid, container=one.key.container
+                )
+
+    def _sort(
+        self, wanted: Mapping[ContainerKey, Allocation], processes: Mapping[ContainerKey, Processes] | None
+    ) -> tuple[list[UnchangedDirectory], list[DesiredDirectory]]:
+        """Case 1 of the table, and the others."""
+        unchanged, desired = [], []
+        for key, allocation in sorted(wanted.items()):
+            pids = self._pids_of(key, processes)
+            before, server, pod = self._written.get(key), self._servers.get(key), self._pods.get(key.pod_uid)
+            identity = server.identity if server is not None else None
+            if (
+                before is not None
+                and identity is not None
+                and pod is not None
+                and before.config == self._configs.config(allocation, pod)
+                and (pids is None or pids == before.pids)
+            ):
+                unchanged.append(UnchangedDirectory(key=key, stamps=before.stamps, socket=identity))
+            else:
+                desired.append(self._desired(allocation, pids))
+        return unchanged, desired
+
+    def _desired(self, allocation: Allocation, pids: tuple[int, ...] | None) -> DesiredDirectory:
+        pod, server = self._pods.get(allocation.key.pod_uid), self._servers.get(allocation.key)
+        return DesiredDirectory(
+            key=allocation.key,
+            config=self._configs.config(allocation, pod),
+            is_config_known=pod is not None,
+            pids=pids,
+            before=self._written.get(allocation.key),
+            socket=server.identity if server is not None else None,
+        )
+
+    def _pids_of(self, key: ContainerKey, processes: Mapping[ContainerKey, Processes] | None) -> tuple[int, ...] | None:
+        """None where they are unknown: a list from before the container was prepared again does not count."""
+        if processes is None:
+            return ()
+        found = processes.get(key)
+        return found.pids if found is not None and self._processes.is_current(key, found) else None
+
+    async def _apply(self, one: Result) -> Result:
+        """Cases 4 to 7 of the table, for one container."""
+        if one.written is None:
+            self._written.pop(one.key, None)
+        else:
+            self._written[one.key] = one.written
+        if one.error is None and not one.has_socket:
+            one = await self._start_server(one)
+        if one.error is None and self._failures.is_over(_subject(one.key)):
+            log.info("vdevice_written_again", pod_uid=one.key.pod_uid, container=one.key.container)
+        return one
+
+    async def _start_server(self, one: Result) -> Result:
+        server = self._new_server(one.key)
+        self._servers[one.key] = server  # before it starts: `close` stops what is in here
+        try:
+            await server.start()
+        except AgentError as e:
+            return replace(one, error=e)
+        return one
+
+    async def _stop(self, keys: Iterable[ContainerKey]) -> None:
+        """All at once: with peers that do not read each may take half a second."""
+        async with asyncio.TaskGroup() as group:
+            for key in keys:
+                group.create_task(_stop_one(self._servers.pop(key)), name=f"stop {key.container}")
+
+
+async def _stop_one(server: VDeviceServer) -> None:
+    try:
+        await server.stop()
+    except AgentError as e:
+        log.warning("vdevice_socket_left", error=str(e), pod_uid=server.key.pod_uid, container=server.key.container)
+
+
+def _subject(key: ContainerKey) -> str:
+    return f"{key.pod_uid}/{key.container}"

@@ -1,0 +1,118 @@
+"""Every change of a GPU's health is reported once: in the log, as a metric, and on the Node."""
+
+from __future__ import annotations
+
+import asyncio
+
+from structlog.testing import capture_logs
+
+from gpushare_agent.cluster.events import NodeEvents
+from gpushare_agent.gpus.inventory import GpuInventoryState
+from gpushare_agent.gpus.observer import GpuHealthObserver
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.node_events import NodeEventReason
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from tests.support_core import inventory
+from tests.support_health import DEADLINE_S, IMMEDIATE, unhealthy, xid
+from tests.support_kube import FAST, NODE, answers, fake_api, opened, running
+
+FIRST, SECOND = GpuUuid("GPU-0"), GpuUuid("GPU-1")
+
+
+class Reported:
+    """Records what is noted and counted."""
+
+    def __init__(self) -> None:
+        self.notes: list[tuple[str, str, str]] = []
+        self.changes: list[tuple[str, bool]] = []
+
+    def note(self, reason: NodeEventReason, uuid: str, message: str) -> None:
+        self.notes.append((reason.value, uuid, message))
+
+    def gpu_health_changed(self, uuid: str, healthy: bool) -> None:
+        self.changes.append((uuid, healthy))
+
+
+def _watched() -> tuple[GpuInventoryState, Reported]:
+    state, reported = GpuInventoryState(IMMEDIATE), Reported()
+    state.subscribe(GpuHealthObserver(state, reported, reported).inventory_changed)
+    state.read(inventory())
+    return state, reported
+
+
+def test_a_gpu_that_is_healthy_from_the_start_is_not_reported_and_an_unhealthy_one_is() -> None:
+    """A node that starts with a lost GPU reports it."""
+    _, reported = _watched()
+    assert not reported.notes and not reported.changes
+    failed = GpuInventoryState(IMMEDIATE)
+    failed.subscribe(GpuHealthObserver(failed, reported, reported).inventory_changed)
+    failed.read(unhealthy(inventory(), 1))
+    assert reported.changes == [("GPU-1", False)] and reported.notes[0][:2] == ("CardUnhealthy", "GPU-1")
+
+
+def test_a_failure_and_a_recovery_are_reported_once_each_with_the_gpu_and_the_reason() -> None:
+    """A reason that changes meanwhile is not reported again."""
+    state, reported = _watched()
+    with capture_logs() as logs:
+        for found in (unhealthy(inventory(), 1), unhealthy(inventory(), 1, "still away"), inventory()):
+            state.read(found)
+    assert [(reason, uuid) for reason, uuid, _ in reported.notes] == [
+        ("CardUnhealthy", "GPU-1"),
+        ("CardRecovered", "GPU-1"),
+    ]
+    assert reported.notes[0][2].startswith("GPU 1 (GPU-1): fell off the bus; ")
+    assert reported.changes == [("GPU-1", False), ("GPU-1", True)]
+    assert [(line["event"], line["log_level"]) for line in logs] == [
+        ("gpu_unhealthy", "error"),
+        ("gpu_recovered", "info"),
+    ]
+
+
+def test_a_cordon_is_reported_as_one_and_not_as_a_failure() -> None:
+    """And what still keeps the GPU away when it is lifted is reported with it."""
+    state, reported = _watched()
+    state.cordon(FIRST, "fan")
+    state.note_events([xid(79, 0)])
+    state.uncordon(FIRST)
+    assert [(reason, message) for reason, _, message in reported.notes] == [
+        ("CardCordoned", "GPU 0 (GPU-0): taken out of service by an operator: fan"),
+        (
+            "CardUncordoned",
+            "GPU 0 (GPU-0): put back in service by an operator, and still Unhealthy: after Xid 79 (GPU has fallen off the "
+            "bus): recovers after 1 poll that finds it usable, 0 s apart",
+        ),
+    ]
+    assert reported.changes == [("GPU-0", False)]
+
+
+async def test_the_event_is_on_the_node_where_kubectl_describe_finds_it() -> None:
+    """Namespace default, the node's name as its UID, as the kubelet's own; the same again within ten minutes is not sent."""
+    now = [0.0]
+    async with fake_api(others=[answers(201, {})]) as server, opened(server.url) as api:
+        events = NodeEvents(NODE, backoff=FAST, interval_s=0.001, clock=lambda: now[0])
+        for at in (0.0, 1.0, 600.0):
+            now[0] = at
+            events.note(NodeEventReason.GPU_UNHEALTHY, SECOND, "GPU 1: lost")
+        events.note(NodeEventReason.GPU_RECOVERED, SECOND, "GPU 1: back")
+        async with running(lambda: events.run(api)):
+            await server.wait_for(lambda requests: len(requests) == 3)
+    bodies = [request.body for request in server.requests]
+    assert [(body["reason"], body["type"]) for body in bodies] == [
+        ("CardUnhealthy", "Warning"),
+        ("CardUnhealthy", "Warning"),
+        ("CardRecovered", "Normal"),
+    ]
+    assert server.requests[0].path == "/api/v1/namespaces/default/events"
+    assert bodies[0]["involvedObject"] == {"apiVersion": "v1", "kind": "Node", "name": NODE, "uid": NODE}
+    assert bodies[0]["message"] == "GPU 1: lost"
+
+
+async def test_the_embedded_api_server_takes_the_nodes_event() -> None:
+    """It is one that an API server accepts."""
+    async with EmbeddedApiServer() as server, opened(server.url, user={"token": server.token}) as api:
+        events = NodeEvents(NODE, backoff=FAST)
+        async with running(lambda: events.run(api)), asyncio.timeout(DEADLINE_S):
+            events.note(NodeEventReason.GPU_CORDONED, FIRST, "GPU 0: fan")
+            while not server.events():
+                await server.wait_change(server.version)
+        assert [event["reason"] for event in server.events()] == ["CardCordoned"]

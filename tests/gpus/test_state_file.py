@@ -1,0 +1,132 @@
+"""The file that remembers cordons and waits for a reset: whole, bounded, and never the end of the agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpushare_agent.gpus.decisions.values import NOTHING_SAVED, SavedHealth
+from gpushare_agent.gpus.state_file import BOOT_ID, MAX_BYTES, HealthStateFile
+from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.names import GpuUuid
+
+FIRST, SECOND = GpuUuid("GPU-1"), GpuUuid("GPU-2")
+SAVED = SavedHealth(cordons={FIRST: "fan, “left”", SECOND: ""}, waits={SECOND: "Xid 79"})
+
+
+@pytest.fixture
+def boot(tmp_path: Path) -> Path:
+    path = tmp_path / "boot_id"
+    path.write_text("boot-1\n")
+    return path
+
+
+async def test_what_is_saved_is_loaded_again(tmp_path: Path, boot: Path) -> None:
+    """Its directory is made; the file is root's alone; no other file is left."""
+    path = tmp_path / "new" / "deeper" / "health.json"
+    await HealthStateFile(path, boot_id=boot).save(SAVED)
+    assert await HealthStateFile(path, boot_id=boot).load() == SAVED
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert os.listdir(path.parent) == ["health.json"]
+    assert json.loads(path.read_text()) == {
+        "version": 1,
+        "boot_id": "boot-1",
+        "cards": [
+            {"uuid": "GPU-1", "cordoned": "fan, “left”"},
+            {"uuid": "GPU-2", "cordoned": "", "waits_for_reset": "Xid 79"},
+        ],
+    }
+
+
+async def test_a_reboot_ends_the_waits_and_keeps_the_cordons(tmp_path: Path, boot: Path) -> None:
+    """The GPUs were reset by it."""
+    file = HealthStateFile(tmp_path / "health.json", boot_id=boot)
+    await file.save(SAVED)
+    boot.write_text("boot-2\n")
+    with capture_logs() as logs:
+        assert await file.load() == SavedHealth(cordons=SAVED.cordons, waits={})
+    assert [(line["event"], line["gpus"]) for line in logs] == [("health_waits_dropped", ["GPU-2"])]
+
+
+async def test_where_the_boot_cannot_be_reported_the_waits_are_kept(tmp_path: Path, boot: Path) -> None:
+    """A GPU that was not reset is worse than one that an operator has to put back."""
+    file = HealthStateFile(tmp_path / "health.json", boot_id=boot)
+    await file.save(SAVED)
+    boot.unlink()
+    assert await file.load() == SAVED
+
+
+async def test_without_a_file_nothing_is_known(tmp_path: Path) -> None:
+    """The first start; the kernel's own boot identity is there."""
+    assert await HealthStateFile(tmp_path / "none" / "health.json").load() == NOTHING_SAVED
+    assert BOOT_ID.read_text().strip()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"[]",
+        b"{}",
+        b'{"version": 2, "cards": []}',
+        b'{"version": 1, "cards": {}}',
+        b'{"version": 1, "cards": ["GPU-1"]}',
+        b'{"version": 1, "cards": [{"cordoned": "x"}]}',
+        b'{"version": 1, "cards": [{"uuid": 7}]}',
+        b'{"version": 1, "cards": [{"uuid": "GPU-1", "cordoned": true}]}',
+        b'{"version": 1, "boot_id": [], "cards": []}',
+        b'{"version": 1, "cards": [{"uuid": "GPU-1", "cordoned": "' + b"x" * 2000 + b'"}]}',
+        b'{"version": 1, "cards": [' + b'{"uuid": "GPU-1"},' * 1025 + b'{"uuid": "GPU-1"}]}',
+        b" " * (MAX_BYTES + 1),
+    ],
+)
+async def test_a_file_that_is_not_the_format_is_set_aside_for_a_person(
+    tmp_path: Path, boot: Path, content: bytes
+) -> None:
+    """As it was, with an error in the log that names what is lost; the agent goes on without."""
+    path = tmp_path / "health.json"
+    path.write_bytes(content)
+    file = HealthStateFile(path, boot_id=boot)
+    with capture_logs() as logs:
+        assert await file.load() == NOTHING_SAVED
+    assert [(line["event"], line["log_level"]) for line in logs] == [("health_state_corrupt", "error")]
+    assert (tmp_path / "health.json.corrupt").read_bytes() == content and not path.exists()
+    await file.save(SAVED)
+    assert await file.load() == SAVED
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+async def test_what_is_no_file_is_set_aside_too(tmp_path: Path, boot: Path, make: object) -> None:
+    """A pipe in its place would keep its reader for ever."""
+    path = tmp_path / "health.json"
+    make(path)  # type: ignore[operator]
+    assert await HealthStateFile(path, boot_id=boot).load() == NOTHING_SAVED
+    assert (tmp_path / "health.json.corrupt").exists()
+
+
+async def test_a_directory_that_cannot_be_made_is_reported(tmp_path: Path, boot: Path) -> None:
+    """Reading finds nothing there that could be wrong, or reports it; writing reports it."""
+    (tmp_path / "taken").write_text("a file")
+    file = HealthStateFile(tmp_path / "taken" / "health.json", boot_id=boot)
+    with pytest.raises(Unavailable, match="cannot be read"):
+        await file.load()
+    with pytest.raises(Unavailable, match="cannot be written"):
+        await file.save(SAVED)
+
+
+async def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, boot: Path) -> None:
+    """Whole, and nothing half written beside it."""
+    path = tmp_path / "health.json"
+    file = HealthStateFile(path, boot_id=boot)
+    await file.save(SAVED)
+    (tmp_path / "health.json.new").mkdir()
+    with pytest.raises(Unavailable):
+        await file.save(NOTHING_SAVED)
+    assert await file.load() == SAVED

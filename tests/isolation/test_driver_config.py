@@ -1,0 +1,136 @@
+"""volume.conf: what is read, and how a mistake is reported."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpushare_agent.isolation.driver_volume.config import VolumeConfigError, parse_volumes, read_volume_config
+from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
+from gpushare_agent.model.errors import StartupError
+
+EXAMPLE = Path(__file__).parent.parent.parent / "manifests/base/volume.conf"
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    components = {"binaries": ["nvidia-smi"], "libraries": ["libcuda.so"]}
+    return {"name": "nvidia", "base": "/var/vdriver", "mode": "ro", "components": components} | changes
+
+
+def read(directory: Path, document: object) -> tuple[DriverVolume, ...]:
+    path = directory / "volume.conf"
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
+    return read_volume_config(path)
+
+
+def test_the_volumes_are_read_in_their_order(short_dir: Path) -> None:
+    """Names given twice count once; binaries and mode may be left out."""
+    short = {"name": "origin", "base": "/b/", "components": {"libraries": ["libcuda.so", "libcuda.so"]}}
+    assert read(short_dir, {"volume": [entry(), short]}) == (
+        DriverVolume(
+            name=VolumeName.SHARED, base=Path("/var/vdriver"), binaries=("nvidia-smi",), libraries=("libcuda.so",)
+        ),
+        DriverVolume(name=VolumeName.ORIGIN, base=Path("/b"), binaries=(), libraries=("libcuda.so",)),
+    )
+
+
+def test_the_example_of_the_manifests_is_read() -> None:
+    """It describes both volumes, with libcuda and nvidia-smi in each."""
+    volumes = read_volume_config(EXAMPLE)
+    assert [volume.name for volume in volumes] == list(VolumeName)
+    for volume in volumes:
+        assert str(volume.directory) == f"/etc/gpu-manager/vdriver/{volume.name}"
+        assert {"libcuda.so", "libnvidia-ml.so"} <= set(volume.libraries)
+        assert "nvidia-smi" in volume.binaries
+
+
+def with_components(**components: Any) -> dict[str, Any]:
+    return entry(components={"binaries": [], "libraries": ["libcuda.so"]} | components)
+
+
+@pytest.mark.parametrize(
+    ("document", "place"),
+    [
+        ("", "volume.conf"),
+        ("{", "volume.conf"),
+        ("[" * 100_000, "volume.conf"),
+        ('{"volume": [], "volume": []}', "given twice"),
+        ([], "no object"),
+        ({}, "volume: this key is missing"),
+        ({"volume": [entry()], "volumes": []}, "volumes: this key is unknown"),
+        ({"volume": {}}, "volume: "),
+        ({"volume": []}, "volume: "),
+        ({"volume": ["nvidia"]}, "volume[0]: "),
+        ({"volume": [entry(), entry()]}, "volume[1].name: "),
+        ({"volume": [entry(name="share")]}, "volume[0].name: 'share'"),
+        ({"volume": [entry(name=["nvidia"])]}, "volume[0].name: "),
+        ({"volume": [entry(mode="rw")]}, "volume[0].mode: 'rw'"),
+        ({"volume": [entry(), entry(name="origin", Mode="ro")]}, "volume[1].Mode: "),
+        ({"volume": [entry(base="vdriver")]}, "volume[0].base: 'vdriver'"),
+        ({"volume": [entry(base="/var/../etc")]}, "volume[0].base: "),
+        ({"volume": [entry(base="/a\0b")]}, "volume[0].base: "),
+        ({"volume": [entry(base="/\ud800")]}, "volume[0].base: "),
+        ({"volume": [entry(base="//")]}, "volume[0].base: "),
+        ({"volume": [entry(base=7)]}, "volume[0].base: 7"),
+        ({"volume": [entry(components=[])]}, "volume[0].components: "),
+        ({"volume": [with_components(library=[])]}, "volume[0].components.library: "),
+        ({"volume": [entry(components={})]}, "volume[0].components.libraries: "),
+        ({"volume": [with_components(libraries="libcuda.so")]}, "volume[0].components.libraries: "),
+        ({"volume": [with_components(libraries=["libcuda.so", 1])]}, "volume[0].components.libraries[1]: 1"),
+        ({"volume": [with_components(libraries=["../libcuda.so"])]}, "volume[0].components.libraries[0]: "),
+        ({"volume": [with_components(binaries=["/usr/bin/env"])]}, "volume[0].components.binaries[0]: "),
+        ({"volume": [with_components(binaries=[".."])]}, "volume[0].components.binaries[0]: "),
+        ({"volume": [with_components(binaries=["a\n"])]}, "volume[0].components.binaries[0]: "),
+        ({"volume": [with_components(binaries=[""])]}, "volume[0].components.binaries[0]: "),
+        ({"volume": [with_components(binaries=["x"] * 1001)]}, "volume[0].components.binaries: "),
+        (" " * (1024 * 1024) + "{}", "larger than"),
+    ],
+)
+def test_a_mistake_is_reported_with_its_place(short_dir: Path, document: object, place: str) -> None:
+    """The message names the file and the key, and is one line."""
+    with pytest.raises(StartupError) as caught:
+        read(short_dir, document)
+    assert place in str(caught.value)
+    assert str(short_dir / "volume.conf") in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+def test_a_file_that_cannot_be_read_is_reported(short_dir: Path) -> None:
+    """Missing, or a directory, or not UTF-8."""
+    (short_dir / "bytes").write_bytes(b'{"volume": "\xff"}')
+    for name in ("missing", ".", "bytes"):
+        with pytest.raises(StartupError, match="volume config"):
+            read_volume_config(short_dir / name)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["nvidia", "ro", "/a", "libcuda.so"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["volume", "name", "base", "mode", "components", "binaries", "libraries", "x"]),
+            inner,
+            max_size=5,
+        )
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=200)
+@given(JSON)
+def test_any_json_is_volumes_or_a_reported_mistake(document: object) -> None:
+    """No other error is raised."""
+    with suppress(VolumeConfigError):
+        parse_volumes(document)

@@ -1,0 +1,182 @@
+"""Private caches over real files; pods and allocations are the test's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpushare_agent.isolation.hami_core.caches import PrivateCaches
+from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
+from gpushare_agent.kit.supervision import forever, stop_task
+from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.errors import RefusalReason, Refused, StartupError, Unavailable
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import Pod
+from tests.support_agent import poll_until
+from tests.support_core import allocation, container, ids, pod
+from tests.support_hami_core import INSIDE, fake_library
+
+UID = PodUid("11111111-2222-3333-4444-555555555555")
+WHOLE = PodUid("22222222-2222-3333-4444-555555555555")
+KEY = ContainerKey(UID, "cuda")
+
+
+class World:
+    """The pods of the node, changed by the test."""
+
+    def __init__(self, directory: Path) -> None:
+        self.files = HamiCoreFiles(fake_library(directory / "libvgpu.so"), directory / "hami", INSIDE)
+        share = pod("share", container(name="cuda", cores=30, blocks=8), uid=UID)
+        whole = pod("whole", container(name="cuda", cores=100), uid=WHOLE)
+        self.pods: dict[str, Pod] = {UID: share, WHOLE: whole}
+        own = allocation(share, "cuda", ids(0, range(30)), ids(0, range(8)))
+        all_of_it = allocation(whole, "cuda", ids(1, range(100)), [])
+        self.allocations: dict[ContainerKey, Allocation] = {own.key: own, all_of_it.key: all_of_it}
+        self.is_synced = True
+
+    def get(self, uid: PodUid) -> Pod | None:
+        return self.pods.get(uid)
+
+    def caches(self) -> PrivateCaches:
+        return PrivateCaches(files=self.files, allocations=lambda: self.allocations, pods=self, cleanup_period_s=0.005)
+
+    @property
+    def cache(self) -> Path:
+        return self.files.cache_file(KEY)
+
+
+class Faulty:
+    """Files that refuse with one text, or block until they are let go."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.listed = 0
+        self.is_sound = False
+
+    def install(self) -> None:
+        raise self.error
+
+    def prepare(self, key: ContainerKey) -> None:
+        raise self.error
+
+    def list_pods(self) -> tuple[PodUid, ...]:
+        self.listed += 1
+        if not self.is_sound:
+            raise self.error
+        return ()
+
+    def remove_pod(self, uid: PodUid) -> bool:
+        raise self.error
+
+
+async def test_a_share_that_is_about_to_start_finds_its_cache(short_dir: Path) -> None:
+    """A whole GPU gets none, and neither does what holds nothing."""
+    world = World(short_dir)
+    caches = world.caches()
+    await caches.install()
+    unknown = ContainerKey(PodUid("33333333-2222-3333-4444-555555555555"), "cuda")
+    assert await caches.prepare([KEY, ContainerKey(WHOLE, "cuda"), unknown]) is None
+    assert world.cache.is_file()
+    assert world.files.list_pods() == (UID,)
+
+
+async def test_what_cannot_be_prepared_is_refused_with_the_reason(short_dir: Path) -> None:
+    """The container does not start without its limits, and the kubelet tries again."""
+    world = World(short_dir)
+    caches = world.caches()
+    world.files.library.unlink()
+    with capture_logs() as lines:
+        refused = await caches.prepare([KEY])
+    assert isinstance(refused, Refused) and refused.reason is RefusalReason.NOT_READY
+    assert str(world.files.library) in refused.detail and "tries again" in refused.detail
+    assert [line["event"] for line in lines] == ["private_cache_not_prepared"]
+    fake_library(world.files.library)
+    assert await caches.prepare([KEY]) is None
+
+
+async def test_the_directory_of_a_pod_that_is_gone_is_removed(short_dir: Path) -> None:
+    """Not while the API server knows the pod, not while it holds anything, and not before the pods are listed."""
+    world = World(short_dir)
+    caches = world.caches()
+    assert await caches.prepare([KEY]) is None
+    await caches.remove_stale()
+    assert world.cache.is_file()
+    del world.pods[UID]
+    await caches.remove_stale()
+    assert world.cache.is_file(), "its devices are still allocated"
+    del world.allocations[KEY]
+    world.is_synced = False
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(forever("private caches", caches.run), name="private caches")
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert world.cache.is_file()
+        world.is_synced = True
+        await poll_until(lambda: not world.files.list_pods(), "the directory removed")
+        await stop_task(task)
+    assert not world.cache.parent.parent.exists()
+
+
+async def test_a_round_that_fails_is_reported_once_and_when_it_is_over(short_dir: Path) -> None:
+    """A full disk says the same every two seconds."""
+    files = Faulty(Unavailable("disk is sick"))
+    world = World(short_dir)
+    caches = PrivateCaches(files=files, allocations=lambda: {}, pods=world, cleanup_period_s=0.001)
+    with capture_logs() as lines:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(forever("private caches", caches.run), name="private caches")
+            await poll_until(lambda: files.listed > 5, "several rounds")
+            files.is_sound = True
+            await poll_until(lambda: "private_caches_removed_again" in {line["event"] for line in lines}, "reported")
+            await stop_task(task)
+    assert [line["event"] for line in lines] == ["private_caches_not_removed", "private_caches_removed_again"]
+
+
+async def test_one_directory_that_cannot_be_removed_does_not_keep_the_others(short_dir: Path) -> None:
+    """Its error is reported all the same."""
+    world = World(short_dir)
+    gone = [PodUid(f"{n}{n}{n}{n}{n}{n}{n}{n}-2222-3333-4444-555555555555") for n in (4, 5)]
+    for uid in gone:
+        world.files.prepare(ContainerKey(uid, "cuda"))
+
+    class RefusesTheFirst(HamiCoreFiles):
+        def remove_pod(self, uid: PodUid) -> bool:
+            if uid == gone[0]:
+                raise Unavailable(f"{uid} is busy")
+            return super().remove_pod(uid)
+
+    files = RefusesTheFirst(world.files.library, world.files.directory, INSIDE)
+    caches = PrivateCaches(files=files, allocations=lambda: {}, pods=world)
+    with pytest.raises(Unavailable, match="busy"):
+        await caches.remove_stale()
+    assert world.files.list_pods() == (gone[0],)
+
+
+async def test_a_directory_that_cannot_be_made_ends_the_start(short_dir: Path) -> None:
+    """As the adapter words it."""
+    caches = PrivateCaches(files=Faulty(StartupError("no room")), allocations=lambda: {}, pods=World(short_dir))
+    with pytest.raises(StartupError, match="no room"):
+        await caches.install()
+
+
+async def test_a_disk_that_hangs_is_a_refusal_in_time(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the thread that hangs keeps nothing from ending."""
+    monkeypatch.setattr("gpushare_agent.isolation.hami_core.caches.FILES_TIMEOUT_S", 0.05)
+    world, let_go = World(short_dir), threading.Event()
+
+    class Hangs(HamiCoreFiles):
+        def prepare(self, key: ContainerKey) -> None:
+            let_go.wait(10)
+
+    files = Hangs(world.files.library, world.files.directory, INSIDE)
+    caches = PrivateCaches(files=files, allocations=lambda: world.allocations, pods=world)
+    try:
+        with capture_logs():
+            refused = await caches.prepare([KEY])
+        assert isinstance(refused, Refused) and "no answer" in refused.detail
+    finally:
+        let_go.set()

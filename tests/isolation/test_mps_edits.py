@@ -1,0 +1,123 @@
+"""What a container gets under isolation mps, computed from its own share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare_agent.isolation import ISOLATIONS, IsolationConfig, IsolationRequest, MpsConfig
+from gpushare_agent.isolation.decisions.mps import edit_mps
+from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
+from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.names import PodUid
+from tests.support_core import container, inventory
+
+GPUS = tuple(replace(gpu, memory_mib=24576) for gpu in inventory().gpus)
+PIPE = Path("/root/nvidia-mps")
+MPS = MpsConfig(pipe_directory=PIPE, shm_directory=Path("/dev/shm"))
+MOUNTS = (
+    ContainerMount(host_path="/root/nvidia-mps", container_path="/root/nvidia-mps", read_only=False),
+    ContainerMount(host_path="/dev/shm", container_path="/dev/shm", read_only=False),
+)
+
+
+def request(mps: MpsConfig | None = MPS, **changes: Any) -> IsolationRequest:
+    """30 cores and a quarter of GPU 1's memory, unless changed."""
+    share: dict[str, Any] = {"cores": 30, "memory_mib": 6144, "pod_memory_mib": 8192, "is_whole": False}
+    return IsolationRequest(
+        pod_uid=PodUid("c41939ed-8d17-46fa-bb5c-60c9e6632b81"),
+        container=container(cores=30, blocks=24),
+        config=IsolationConfig(virtual_manager=Path("/vm"), mps=mps),
+        **({"gpus": GPUS[1:2]} | share | changes),
+    )
+
+
+def env_of(**changes: Any) -> dict[str, str]:
+    found = edit_mps(request(**changes))
+    assert isinstance(found, ContainerEdits)
+    return dict(found.env)
+
+
+def test_a_share_gets_its_own_limits_the_way_to_the_daemon_and_gpushares_variables() -> None:
+    """Cores are the percentage, the memory is of ordinal 0, for it sees one GPU; the pipe is at the host's path."""
+    assert edit_mps(request()) == ContainerEdits(
+        env=(
+            ("ALIYUN_COM_GPU_MEM_CONTAINER", "6"),
+            ("ALIYUN_COM_GPU_MEM_DEV", "24"),
+            ("ALIYUN_COM_GPU_MEM_IDX", "1"),
+            ("ALIYUN_COM_GPU_MEM_POD", "8"),
+            ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "30"),
+            ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=6144M"),
+            ("CUDA_MPS_PIPE_DIRECTORY", "/root/nvidia-mps"),
+            ("CUDA_VISIBLE_DEVICES", "GPU-1"),
+        ),
+        mounts=MOUNTS,
+    )
+
+
+@pytest.mark.parametrize(("core_limit", "percentage"), [(0, "30"), (60, "60"), (100, "100"), (20, "30"), (250, "100")])
+def test_an_elastic_ceiling_raises_the_percentage(core_limit: int, percentage: str) -> None:
+    """A bound of MPS is fixed at a process's start, so it cannot follow the load; it never falls below the cores."""
+    assert env_of(core_limit=core_limit)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == percentage
+
+
+@pytest.mark.parametrize(
+    ("memory_mib", "percentage"), [(6144, "25"), (24576, "100"), (1, "1"), (245, "1"), (8191, "33")]
+)
+def test_memory_alone_gives_the_same_part_of_the_compute(memory_mib: int, percentage: str) -> None:
+    """100 times asked by GPU, rounded down, but never to zero, which would be no bound."""
+    assert env_of(cores=0, memory_mib=memory_mib)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == percentage
+
+
+def test_gpushares_variables_count_in_the_nodes_unit_and_at_least_one() -> None:
+    """Programs divide CONTAINER by DEV."""
+    found = env_of(memory_mib=256, pod_memory_mib=256)
+    assert (found["ALIYUN_COM_GPU_MEM_CONTAINER"], found["ALIYUN_COM_GPU_MEM_POD"]) == ("1", "1")
+    found = env_of(memory_unit_mib=1)
+    assert (found["ALIYUN_COM_GPU_MEM_CONTAINER"], found["ALIYUN_COM_GPU_MEM_DEV"]) == ("6144", "24576")
+
+
+@pytest.mark.parametrize("mps", [MPS, None])
+def test_whole_gpus_get_nothing(mps: MpsConfig | None) -> None:
+    """Their processes reach the GPU without the daemon, and so also while it is down."""
+    assert edit_mps(request(mps, cores=200, memory_mib=0, is_whole=True, gpus=GPUS[:2])) == ContainerEdits()
+
+
+def test_whole_gpus_in_exclusive_mode_go_through_the_daemon_without_limits() -> None:
+    """There only the MPS server may hold a GPU."""
+    mps = replace(MPS, exclusive_process=True)
+    found = edit_mps(request(mps, cores=200, memory_mib=0, is_whole=True, gpus=GPUS[:2]))
+    env = (("CUDA_MPS_PIPE_DIRECTORY", "/root/nvidia-mps"), ("CUDA_VISIBLE_DEVICES", "GPU-0,GPU-1"))
+    assert found == ContainerEdits(env=env, mounts=MOUNTS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"memory_mib": 0}, "asks for no memory"),
+        ({"cores": 0, "memory_mib": 0}, "asks for no memory"),
+        ({"memory_mib": 24577}, "24577 MiB, and GPU 1 has 24576 MiB"),
+        ({"gpus": (replace(GPUS[0], memory_mib=0),)}, "GPU 0 has 0 MiB"),
+        ({"gpus": GPUS[:2]}, "names 2"),
+        ({"gpus": ()}, "names 0"),
+        ({"cores": -1}, "-1 cores"),
+        ({"cores": 101}, "101 cores"),
+        ({"mps": None}, "mps.pipe_directory"),
+        ({"mps": replace(MPS, pipe_directory=Path("nvidia-mps"))}, "absolute"),
+        ({"mps": replace(MPS, shm_directory=Path("shm"))}, "absolute"),
+    ],
+)
+def test_what_mps_cannot_keep_is_refused(changes: dict[str, Any], words: str) -> None:
+    """A limit of zero would be no limit; the text names the container and what was wrong."""
+    found = edit_mps(request(**changes))
+    assert isinstance(found, Refused) and found.reason is RefusalReason.INVALID_REQUEST
+    assert words in found.detail and "container" in found.detail
+
+
+def test_shares_need_the_daemon() -> None:
+    """So that none is given while it is down."""
+    assert ISOLATIONS[IsolationName.MPS].needs_daemon and ISOLATIONS[IsolationName.MPS].preparation is None
