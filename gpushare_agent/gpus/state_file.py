@@ -50,10 +50,6 @@ class HealthStateFile:
         self._boot_id = boot_id
         self._thread = DaemonThread("health-state", advice=f"Check the file system of {path}.")
 
-    @property
-    def path(self) -> Path:
-        return self._path
-
     async def load(self) -> SavedHealth:
         """What was saved; nothing where there is no file, or one that had to be set aside.
 

@@ -62,10 +62,6 @@ class MpsControl:
         answer = await self._send("get_server_list")
         return [_number(text, "get_server_list", answer) for text in answer.split()]
 
-    async def get_server_status(self, pid: int) -> str:
-        """The daemon's status of a server, such as ACTIVE."""
-        return await self._send(f"get_server_status {pid}")
-
     async def get_client_list(self, server: int) -> list[int]:
         """PIDs of the clients of one server."""
         answer = await self._send(f"get_client_list {server}")
@@ -85,10 +81,6 @@ class MpsControl:
     async def set_default_active_thread_percentage(self, percent: int) -> None:
         """For servers that start from now on."""
         await self._send(f"set_default_active_thread_percentage {percent}")
-
-    async def set_default_device_pinned_mem_limit(self, device: int, memory_mib: int) -> None:
-        """For servers that start from now on."""
-        await self._send(f"set_default_device_pinned_mem_limit {device} {memory_mib}M")
 
     async def quit(self) -> None:
         """Ends the daemon and its servers; clients that still run lose their GPU."""

@@ -18,7 +18,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -179,24 +179,8 @@ class VDeviceFiles:
                 return False
         return True
 
-    def list_pods(self) -> Mapping[PodUid, tuple[str, ...]]:
-        """The pods that have an entry, with their containers, sorted. Names that the agent never makes are not listed.
-
-        Raises:
-            Unavailable: the tree cannot be read.
-        """
-        found: dict[PodUid, tuple[str, ...]] = {}
-        with self._step("listing", self.root):
-            try:
-                with self._open_root() as root:
-                    for name in sorted(filter(is_pod_uid, names_in(root))):
-                        found[PodUid(name)] = _containers(root, name)
-            except FileNotFoundError:
-                return {}
-        return found
-
     def pod_names(self) -> tuple[PodUid, ...]:
-        """The pods that have an entry. Raises Unavailable."""
+        """The pods that have an entry, in no order; other names are not listed. Raises Unavailable."""
         with self._step("listing", self.root):
             try:
                 with self._open_root() as root:
@@ -359,11 +343,3 @@ def _entries(root: int, pod: str) -> Iterator[tuple[str, str]]:
     except OSError as e:
         if e.errno != errno.ELOOP:  # a link is no directory either
             raise
-
-
-def _containers(root: int, pod: str) -> tuple[str, ...]:
-    try:
-        with opened(pod, root, DIRECTORY) as directory:
-            return tuple(sorted(filter(is_container_name, names_in(directory))))
-    except OSError:  # no directory, or it was just removed: an entry without containers
-        return ()

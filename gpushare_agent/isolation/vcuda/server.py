@@ -73,7 +73,6 @@ class RunsBlocking(Protocol):
 
 class SocketFiles(Protocol):
     def bind_socket(self, key: ContainerKey) -> tuple[socket.socket, FileIdentity]: ...
-    def has_socket(self, key: ContainerKey, identity: FileIdentity) -> bool: ...
     def remove_socket(self, key: ContainerKey, identity: FileIdentity) -> None: ...
 
 
@@ -88,7 +87,7 @@ class VDeviceLimits:
 
 
 class VDeviceServer:
-    """`start` and `stop` by one caller, in order. `is_serving` is False once the directory or socket was removed."""
+    """`start` and `stop` by one caller, in order."""
 
     def __init__(  # noqa: PLR0913 - the manager hands in every collaborator by name
         self,
@@ -111,10 +110,6 @@ class VDeviceServer:
         self._registration = _Registration(key, identify, find_container, refresh, metrics, self._limits)
         self._server: BoundedGrpcServer | None = None
         self._identity: FileIdentity | None = None
-
-    @property
-    def is_serving(self) -> bool:
-        return self._identity is not None and self._sockets.has_socket(self.key, self._identity)
 
     @property
     def identity(self) -> FileIdentity | None:
