@@ -16,7 +16,7 @@ from grpclib.const import Handler
 
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.sandbox.kubelet.behaviour import KubeletTimes
+from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.node import EmbeddedNode, open_embedded_node
 from gpushare_agent.wire import v1
 from gpushare_agent.wire.v1beta1 import (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from grpclib.client import Channel
 
-from gpushare_agent.isolation.vcuda.config_format import encode_config
+from gpushare_agent.isolation.decisions.vdevice_format import encode_config
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.isolation.vcuda.server import VDeviceLimits, VDeviceServer
 from gpushare_agent.kit.sockets import connectable_path

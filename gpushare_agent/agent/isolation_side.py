@@ -16,8 +16,8 @@ from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.isolation import ISOLATIONS, Preparation
 from gpushare_agent.isolation.cdi.specs import CdiWatch
 from gpushare_agent.isolation.decisions.device_lists import strategy_warnings
+from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName
 from gpushare_agent.isolation.decisions.hami_core import LIBRARY_PATH
-from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
 from gpushare_agent.isolation.hami_core.caches import PrivateCaches
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.isolation.mps.control import MpsControl

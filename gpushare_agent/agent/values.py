@@ -13,10 +13,10 @@ from gpushare_agent.isolation.cdi.files import CdiFiles
 from gpushare_agent.isolation.cdi.specs import CdiSpecs
 from gpushare_agent.isolation.decisions.cdi_spec import SPEC_CONTROL_NODES, SpecNodes
 from gpushare_agent.isolation.decisions.device_lists import CONTROL_NODES, NodeDevices
+from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName
 from gpushare_agent.isolation.device_nodes import ControlNodes, read_extra_devices
 from gpushare_agent.isolation.driver_volume.config import read_volume_config
 from gpushare_agent.isolation.driver_volume.directory import installed_driver_version
-from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
 from gpushare_agent.model.errors import Rejected, StartupError
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.resources import ResourceNames

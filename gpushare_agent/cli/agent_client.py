@@ -20,6 +20,8 @@ from gpushare_agent.settings.settings import Settings
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
 
+AGENT_NAMESPACE = "gpushare-system"
+"""Of the manifests; --agent-namespace names another."""
 SCHEMA = 1
 TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 32 << 20

@@ -11,9 +11,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from gpushare_agent.cli.agent_client import AgentClient, Query, check_url, default_url, open_agent_client
+from gpushare_agent.cli.agent_client import (
+    AGENT_NAMESPACE,
+    AgentClient,
+    Query,
+    check_url,
+    default_url,
+    open_agent_client,
+)
 from gpushare_agent.cli.cluster_nodes import mapping_of, open_cluster
-from gpushare_agent.cli.view_commands import AGENT_NAMESPACE
 from gpushare_agent.cluster.kube.client import KubeApi, pods
 from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.settings.settings import Settings

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Literal
 
 from gpushare_agent.isolation.decisions.driver_volume import driver_version_text, plan_volume
+from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName, VolumePlan, VolumeRefused
 from gpushare_agent.isolation.driver_volume.config import read_volume_config
 from gpushare_agent.isolation.driver_volume.directory import DriverDirectory
 from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, host_machine, read_control_library
 from gpushare_agent.isolation.driver_volume.mounts import read_mounted_directories
-from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName, VolumePlan, VolumeRefused
 from gpushare_agent.model.errors import AgentError, StartupError
 from gpushare_agent.settings.settings import Settings
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from gpushare_agent.cli.sandbox_exec import add_exec_arguments, become, exec_request, split_inner_command
 from gpushare_agent.cli.sandbox_extender import free_port
+from gpushare_agent.sandbox.behaviour import KUBERNETES_VERSIONS
 from gpushare_agent.sandbox.control import Answer, ask
 from gpushare_agent.sandbox.gpu_faults import LOST_REASON
-from gpushare_agent.sandbox.kubelet.behaviour import KUBERNETES_VERSIONS
 from gpushare_agent.sandbox.manifests import SAMPLE_SETS, ManifestError, read_manifests, sample_manifests
 from gpushare_agent.sandbox.state_directory import NodePaths, default_state_directory
 from gpushare_agent.settings.settings import load_settings

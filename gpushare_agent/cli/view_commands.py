@@ -11,13 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from gpushare_agent.cli.agent_client import AGENT_NAMESPACE
 from gpushare_agent.cli.command_line import Command, Invocation, run_app
 
 if TYPE_CHECKING:
     from gpushare_agent.cli.agent_pods import AgentTarget
 
 KUBECTL = "kubectl gpushare"
-AGENT_NAMESPACE = "gpushare-system"
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 3600.0
 _SETTINGS = ("kubeconfig", "web")
 _SUMS_SETTINGS = (*_SETTINGS, "resources", "gpushare")

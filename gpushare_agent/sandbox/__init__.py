@@ -2,7 +2,7 @@
 scheduler on real sockets; the agent beside it is the real one, a child process.
 
 Owns everything below the state directory and the child processes; each folder names its classes: api, kubelet, runtime,
-scheduler, report. Called by cli/sandbox*.py and tests. Open node.py first, then kubelet/behaviour.py for what a Kubernetes
+scheduler, report. Called by cli/sandbox*.py and tests. Open node.py first, then behaviour.py for what a Kubernetes
 version changes, and controller.py for what people do with a running sandbox.
 
 Others import: agent_process, cluster, control, controller, fake_mps, gpu_faults, kubelet.behaviour, manifests, node,

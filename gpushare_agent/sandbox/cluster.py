@@ -13,8 +13,8 @@ from pathlib import Path
 
 from gpushare_agent.sandbox.api.access import write_kubeconfig
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.change_signal import ChangeSignal
-from gpushare_agent.sandbox.kubelet.behaviour import KubeletTimes
 from gpushare_agent.sandbox.node import EmbeddedNode, open_node_on, running_scheduler
 from gpushare_agent.sandbox.scheduler.extender_calls import open_extender_calls
 from gpushare_agent.sandbox.scheduler.extender_scheduler import ExtenderScheduler, SchedulerTimes

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from gpushare_agent.model.errors import NotFound, Rejected
 from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.sandbox.api.store import RawObject
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.sandbox.pod_manifest import containers_of, is_terminal
+from gpushare_agent.sandbox.pod_manifest import RawObject, containers_of, is_terminal
 from gpushare_agent.sandbox.report.document import reason_and_message
 from gpushare_agent.sandbox.runtime.containers import Container
 

@@ -15,8 +15,7 @@ from typing import Any
 import yaml
 
 from gpushare_agent.model.errors import Rejected
-from gpushare_agent.sandbox.api.store import RawObject
-from gpushare_agent.sandbox.pod_manifest import completed_manifest
+from gpushare_agent.sandbox.pod_manifest import RawObject, completed_manifest
 
 EXPECTATION_ANNOTATION = "sandbox.gpushare/expect"
 """On a sample that is not meant to run: what it shows."""

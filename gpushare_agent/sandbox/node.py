@@ -15,8 +15,8 @@ from typing import Protocol
 from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.sandbox.api.access import write_kubeconfig
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.change_signal import ChangeSignal
-from gpushare_agent.sandbox.kubelet.behaviour import KubeletTimes
 from gpushare_agent.sandbox.kubelet.kubelet import EmbeddedKubelet
 from gpushare_agent.sandbox.runtime.cri_server import CriServer
 from gpushare_agent.sandbox.scheduler.node_fit import EmbeddedScheduler

@@ -14,7 +14,9 @@ from typing import Any
 
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
-from gpushare_agent.sandbox.api.store import RawObject
+
+RawObject = dict[str, Any]
+"""An object of the API as JSON has it."""
 
 RUN_SECONDS_ANNOTATION = "sandbox.gpushare/run-seconds"
 """How long a pod's containers run before they end well; without it they run until the pod is deleted."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpushare_agent.extender.values import Stage
+from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.cluster import EmbeddedCluster
-from gpushare_agent.sandbox.kubelet.behaviour import KubeletTimes
 from tests.support_agent import InnerAgent, gpus_of
 from tests.support_extender_nodes import (
     condition_of,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.sandbox.kubelet.behaviour import KUBERNETES_VERSIONS
+from gpushare_agent.sandbox.behaviour import KUBERNETES_VERSIONS
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import (
     assert_nothing_shared,

@@ -15,7 +15,7 @@ from gpushare_agent.isolation.decisions.driver_volume import (
     driver_version_text,
     plan_volume,
 )
-from gpushare_agent.isolation.driver_volume.values import (
+from gpushare_agent.isolation.decisions.driver_volume_values import (
     DriverVolume,
     ElfClass,
     FoundLibrary,

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from gpushare_agent.isolation.decisions.vdevice_format import encode_config
 from gpushare_agent.isolation.vcuda import client as vdevice_client
-from gpushare_agent.isolation.vcuda.config_format import encode_config
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import Unavailable

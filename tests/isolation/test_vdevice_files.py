@@ -1,4 +1,6 @@
-"""isolation/vcuda/config_format.py and isolation/vcuda/files.py: what a C program reads, and what lies where afterwards."""
+"""isolation/decisions/vdevice_format.py and isolation/vcuda/files.py: what a C program reads, and what lies where
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.isolation.vcuda.config_format import (
+from gpushare_agent.isolation.decisions.vdevice_format import (
     VDeviceConfig,
     decode_config,
     decode_pids,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from grpclib import GRPCError, Status
 
-from gpushare_agent.isolation.vcuda.config_format import decode_config, decode_pids
+from gpushare_agent.isolation.decisions.vdevice_format import decode_config, decode_pids
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
 from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses, Processes

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gpushare_agent.isolation.vcuda.config_format import encode_pids
+from gpushare_agent.isolation.decisions.vdevice_format import encode_pids
 from gpushare_agent.sandbox.report.tables import (
     gpus_table,
     limit_text,

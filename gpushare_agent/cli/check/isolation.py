@@ -12,9 +12,9 @@ from pathlib import Path
 from gpushare_agent.cli.check.finding import Finding, error, ok, warning
 from gpushare_agent.cli.driver_volume import USUAL_CONFIG, plan_of
 from gpushare_agent.isolation.decisions.driver_volume import LIBCUDA
+from gpushare_agent.isolation.decisions.driver_volume_values import CONTROL_LIBRARY_NAME, DriverVolume, VolumeName
 from gpushare_agent.isolation.driver_volume.config import read_volume_config
 from gpushare_agent.isolation.driver_volume.directory import installed_driver_text
-from gpushare_agent.isolation.driver_volume.values import CONTROL_LIBRARY_NAME, DriverVolume, VolumeName
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.settings.settings import Settings

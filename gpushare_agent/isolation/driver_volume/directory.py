@@ -28,7 +28,7 @@ from pathlib import Path
 import structlog
 
 from gpushare_agent.isolation.decisions.driver_volume import driver_version, driver_version_text
-from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName, VolumePlan
+from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName, VolumePlan
 from gpushare_agent.isolation.driver_volume.version import (
     Content,
     Progress,

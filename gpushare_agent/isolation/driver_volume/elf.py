@@ -24,7 +24,7 @@ from elftools.construct import ConstructError
 from elftools.elf.dynamic import DynamicSegment
 from elftools.elf.elffile import ELFFile
 
-from gpushare_agent.isolation.driver_volume.values import ElfClass
+from gpushare_agent.isolation.decisions.driver_volume_values import ElfClass
 from gpushare_agent.model.errors import Corrupt, NotFound
 
 MAX_BYTES = 64 * 1024 * 1024

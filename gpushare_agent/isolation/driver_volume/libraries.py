@@ -13,8 +13,13 @@ from pathlib import Path
 
 import structlog
 
+from gpushare_agent.isolation.decisions.driver_volume_values import (
+    CONTROL_LIBRARY_NAME,
+    DriverVolume,
+    FoundLibrary,
+    HostDriver,
+)
 from gpushare_agent.isolation.driver_volume.elf import read_elf, read_loader_cache
-from gpushare_agent.isolation.driver_volume.values import CONTROL_LIBRARY_NAME, DriverVolume, FoundLibrary, HostDriver
 from gpushare_agent.model.errors import Corrupt, NotFound, StartupError
 
 log = structlog.get_logger(__name__)

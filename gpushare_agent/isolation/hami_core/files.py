@@ -26,8 +26,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gpushare_agent.isolation.decisions.vdevice_format import is_container_name, is_pod_uid
 from gpushare_agent.isolation.driver_volume.elf import read_elf
-from gpushare_agent.isolation.vcuda.config_format import is_container_name, is_pod_uid
 from gpushare_agent.kit.directories import (
     DIRECTORY,
     DIRECTORY_MODE,

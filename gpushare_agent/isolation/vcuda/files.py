@@ -2,7 +2,7 @@
 
 Every step is one of kit/directories.py, relative to a descriptor and following no symbolic link: nothing is written or
 removed outside the root, whatever a tenant placed below it. An entry of the wrong kind is replaced, with a warning.
-Only names that isolation/vcuda/config_format.py accepts reach a path. The files are written under another name and
+Only names that isolation/decisions/vdevice_format.py accepts reach a path. The files are written under another name and
 renamed: a reader sees the old content or the new, never a part. No fsync: after a reboot the PIDs are void, and both
 files are compared with their content before the container starts again, so a torn file is rewritten, and the
 disk is written less.
@@ -25,7 +25,7 @@ from pathlib import Path
 
 import structlog
 
-from gpushare_agent.isolation.vcuda.config_format import (
+from gpushare_agent.isolation.decisions.vdevice_format import (
     CONFIG_BYTES,
     CONFIG_NAME,
     MAX_PIDS,
@@ -103,7 +103,8 @@ class VDeviceFiles:
                         _clear_half_written(copy)
 
     def write_config(self, key: ContainerKey, content: bytes) -> bool:
-        """Writes vcuda.config (config_format.encode_config) where it does not hold `content`; whether it was written.
+        """Writes vcuda.config (decisions/vdevice_format.encode_config) where it does not hold `content`; whether it was
+        written.
 
         Raises:
             Rejected: a name that cannot be part of a path.

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import structlog
 
-from gpushare_agent.isolation.vcuda.config_format import decode_config
+from gpushare_agent.isolation.decisions.vdevice_format import decode_config
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses, Processes
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles

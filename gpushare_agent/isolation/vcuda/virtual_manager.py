@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import structlog
 
-from gpushare_agent.isolation.vcuda.config_format import is_container_name, is_pod_uid
+from gpushare_agent.isolation.decisions.vdevice_format import is_container_name, is_pod_uid
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses, Instance
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles

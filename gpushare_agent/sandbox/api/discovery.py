@@ -5,7 +5,8 @@ Constant. Types: APIVersions, APIGroupList and APIResourceList of meta/v1.
 
 from __future__ import annotations
 
-from gpushare_agent.sandbox.api.store import CLUSTER_WIDE, GROUPS, KINDS, RawObject, base_path, group_version
+from gpushare_agent.sandbox.api.store import CLUSTER_WIDE, GROUPS, KINDS, base_path, group_version
+from gpushare_agent.sandbox.pod_manifest import RawObject
 
 _VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
 _SHORT_NAMES = {"pods": ["po"], "nodes": ["no"], "events": ["ev"], "configmaps": ["cm"], "leases": []}

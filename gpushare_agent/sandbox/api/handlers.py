@@ -16,9 +16,9 @@ from gpushare_agent.sandbox.api import patch
 from gpushare_agent.sandbox.api.discovery import discovery
 from gpushare_agent.sandbox.api.objects import ApiObjects
 from gpushare_agent.sandbox.api.responses import bad_request, error_response, json_body, status_response
-from gpushare_agent.sandbox.api.store import CLUSTER_WIDE, KINDS, ObjectKey, RawObject, base_path, group_version
+from gpushare_agent.sandbox.api.store import CLUSTER_WIDE, KINDS, ObjectKey, base_path, group_version
 from gpushare_agent.sandbox.api.watch import Watches, request_selector
-from gpushare_agent.sandbox.pod_manifest import timestamp
+from gpushare_agent.sandbox.pod_manifest import RawObject, timestamp
 
 _PATCH_TYPES = (patch.MERGE, patch.STRATEGIC, patch.JSON_PATCH)
 

@@ -13,10 +13,10 @@ from types import MappingProxyType
 from typing import Any
 
 from gpushare_agent.model.errors import Conflict
-from gpushare_agent.sandbox.api.store import ObjectKey, ObjectStore, PodsByNode, RawObject
+from gpushare_agent.sandbox.api.store import ObjectKey, ObjectStore, PodsByNode
+from gpushare_agent.sandbox.behaviour import behaviour_of
 from gpushare_agent.sandbox.change_signal import ChangeSignal
-from gpushare_agent.sandbox.kubelet.behaviour import behaviour_of
-from gpushare_agent.sandbox.pod_manifest import completed_manifest, is_terminal, timestamp
+from gpushare_agent.sandbox.pod_manifest import RawObject, completed_manifest, is_terminal, timestamp
 
 
 def _merged_status(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import copy
 from typing import Any
 
 from gpushare_agent.model.errors import Rejected
-from gpushare_agent.sandbox.api.store import RawObject
+from gpushare_agent.sandbox.pod_manifest import RawObject
 
 MERGE = "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"

@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 from aiohttp import web
 
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected
-from gpushare_agent.sandbox.api.store import AlreadyExists, Expired, RawObject
+from gpushare_agent.sandbox.api.store import AlreadyExists, Expired
+from gpushare_agent.sandbox.pod_manifest import RawObject
 
 _REASONS: tuple[tuple[type[AgentError], int, str], ...] = (
     (NotFound, 404, "NotFound"),

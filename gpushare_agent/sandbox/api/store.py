@@ -10,12 +10,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 from gpushare_agent.model.errors import Conflict, NotFound
 from gpushare_agent.sandbox.change_signal import ChangeSignal
+from gpushare_agent.sandbox.pod_manifest import RawObject
 
-RawObject = dict[str, Any]
 ObjectKey = tuple[str, str]
 """Namespace (empty for cluster-wide resources) and name."""
 

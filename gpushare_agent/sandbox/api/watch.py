@@ -18,7 +18,8 @@ from aiohttp import web
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.sandbox.api.faults import ApiFaults
 from gpushare_agent.sandbox.api.responses import bad_request, query_number, status_body
-from gpushare_agent.sandbox.api.store import KINDS, Change, Expired, ObjectStore, RawObject, group_version
+from gpushare_agent.sandbox.api.store import KINDS, Change, Expired, ObjectStore, group_version
+from gpushare_agent.sandbox.pod_manifest import RawObject
 
 log = structlog.get_logger(__name__)
 

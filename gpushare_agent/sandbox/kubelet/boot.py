@@ -19,7 +19,7 @@ from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from gpushare_agent.sandbox.kubelet.behaviour import KubeletBehaviour, KubeletTimes
+from gpushare_agent.sandbox.behaviour import KubeletBehaviour, KubeletTimes
 from gpushare_agent.sandbox.kubelet.calls import CallLog
 from gpushare_agent.sandbox.kubelet.device_manager import AllocationFailed, DeviceManager
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginEndpoint, RegistrationService

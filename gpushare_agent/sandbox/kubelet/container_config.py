@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.isolation.vcuda.config_format import SOCKET_NAME
+from gpushare_agent.isolation.decisions.vdevice_format import SOCKET_NAME
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.sandbox import pod_manifest
-from gpushare_agent.sandbox.api.store import RawObject
 from gpushare_agent.sandbox.kubelet import wire_frames
+from gpushare_agent.sandbox.pod_manifest import RawObject
 from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver, requested_names
 from gpushare_agent.sandbox.runtime.containers import ContainerConfig
 

@@ -18,7 +18,7 @@ import structlog
 
 from gpushare_agent.model.errors import NotFound
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from gpushare_agent.sandbox.kubelet.behaviour import KubeletTimes, behaviour_of
+from gpushare_agent.sandbox.behaviour import KubeletTimes, behaviour_of
 from gpushare_agent.sandbox.kubelet.boot import KubeletBoot
 from gpushare_agent.sandbox.kubelet.calls import CallLog, OpenCall, PluginCall, PodResourcesCall
 from gpushare_agent.sandbox.kubelet.device_manager import DeviceManager

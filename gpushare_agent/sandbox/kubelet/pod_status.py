@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
-from gpushare_agent.sandbox.api.store import RawObject
-from gpushare_agent.sandbox.pod_manifest import timestamp
+from gpushare_agent.sandbox.pod_manifest import RawObject, timestamp
 from gpushare_agent.sandbox.runtime.containers import Container
 
 _CONDITIONS = ("PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady")

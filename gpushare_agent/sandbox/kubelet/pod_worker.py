@@ -16,11 +16,11 @@ from gpushare_agent.model.errors import AgentError, Conflict, NotFound
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.sandbox import pod_manifest
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from gpushare_agent.sandbox.api.store import RawObject
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.kubelet import pod_status
 from gpushare_agent.sandbox.kubelet.container_config import container_config
 from gpushare_agent.sandbox.kubelet.device_manager import AllocationFailed, DeviceManager, PodIdentity
+from gpushare_agent.sandbox.pod_manifest import RawObject
 from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver
 from gpushare_agent.sandbox.runtime.containers import Container, ContainerRuntime
 

@@ -19,9 +19,8 @@ from gpushare_agent.isolation.decisions.vcuda import VDEVICE_DIRECTORY
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerSpec
-from gpushare_agent.sandbox.api.store import RawObject
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.sandbox.pod_manifest import containers_of
+from gpushare_agent.sandbox.pod_manifest import RawObject, containers_of
 from gpushare_agent.sandbox.report.vdevice_reader import VDeviceReader
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 

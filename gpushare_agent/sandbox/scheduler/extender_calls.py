@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpushare_agent.model.errors import Rejected, Unavailable
-from gpushare_agent.sandbox.api.store import RawObject
+from gpushare_agent.sandbox.pod_manifest import RawObject
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession

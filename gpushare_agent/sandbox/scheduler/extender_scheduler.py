@@ -20,8 +20,8 @@ import structlog
 
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from gpushare_agent.sandbox.api.store import Change, Expired, RawObject
-from gpushare_agent.sandbox.pod_manifest import is_terminal
+from gpushare_agent.sandbox.api.store import Change, Expired
+from gpushare_agent.sandbox.pod_manifest import RawObject, is_terminal
 from gpushare_agent.sandbox.scheduler.extender_calls import ExtenderCalls
 from gpushare_agent.sandbox.scheduler.node_fit import UNSCHEDULABLE, NodeFit, lacking, report_waiting, waiting_text
 

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from gpushare_agent.sandbox.api.store import RawObject
-from gpushare_agent.sandbox.pod_manifest import is_terminal, pod_requests, timestamp
+from gpushare_agent.sandbox.pod_manifest import RawObject, is_terminal, pod_requests, timestamp
 
 UNSCHEDULABLE = "Unschedulable"
 
