@@ -119,39 +119,17 @@ def build_kubelet_side(
     state: NodeState, facts: KubeletFacts, cluster: ClusterSide, isolation: IsolationSide
 ) -> KubeletSide:
     """Joined, not started."""
-    settings, metrics = state.settings, state.metrics
+    settings = state.settings
     pod_resources = PodResourcesClient(settings.kubelet.pod_resources_socket)
     gate = PodResourcesGate(
         pod_resources,
         clock=time.monotonic,
-        on_list=metrics.pod_resources_listed,
-        on_overlap=lambda: metrics.pod_resources_listed("overlapped"),
+        on_list=state.metrics.pod_resources_listed,
+        on_overlap=lambda: state.metrics.pod_resources_listed("overlapped"),
     )
     checkpoint = KubeletCheckpoint(settings.kubelet.device_plugin_path)
-    garbage = GarbageCollection(
-        cache=state.cache,
-        pods=state.store,
-        gate=gate,
-        pod_resources=pod_resources,
-        checkpoint=checkpoint,
-        processes=PodProcesses(settings.runtime.cgroup_root),
-        names=state.names,
-        inventory=state.gpus,
-        kubelet_age_s=facts.age_s,
-        clock=time.monotonic,
-        period_s=settings.allocation.check_period_s,
-        on_correction=metrics.reconcile_corrected,
-    )
-    refused_pods = RefusedPods()
-    outcomes = OutcomeReporter(
-        metrics=metrics,
-        annotations=cluster.annotations,
-        events=cluster.pod_events,
-        allocations=state.cache.view,
-        inventory=state.gpus,
-        names=state.names,
-        decisions=state.decisions,
-    )
+    garbage = _build_garbage_collection(state, facts, gate, pod_resources, checkpoint)
+    refused_pods, outcomes = RefusedPods(), _build_outcomes(state, cluster)
     admission = Admission(
         gate=gate,
         identification=_build_identification(state, facts, cluster, refused_pods),
@@ -178,7 +156,6 @@ def build_kubelet_side(
         clock=time.monotonic,
     )
     tables = DeviceTables(names=state.names, inventory=state.gpus, cache=state.cache, no_shares=isolation.has_no_shares)
-    first_registration = FirstRegistration(state.names.names)
     return KubeletSide(
         settings=settings,
         names=state.names,
@@ -190,7 +167,42 @@ def build_kubelet_side(
         refused_pods=refused_pods,
         tables=tables,
         registrar=_build_registrar(state, admission, starts, tables),
-        first_registration=first_registration,
+        first_registration=FirstRegistration(state.names.names),
+    )
+
+
+def _build_garbage_collection(
+    state: NodeState,
+    facts: KubeletFacts,
+    gate: PodResourcesGate,
+    pod_resources: PodResourcesClient,
+    checkpoint: KubeletCheckpoint,
+) -> GarbageCollection:
+    return GarbageCollection(
+        cache=state.cache,
+        pods=state.store,
+        gate=gate,
+        pod_resources=pod_resources,
+        checkpoint=checkpoint,
+        processes=PodProcesses(state.settings.runtime.cgroup_root),
+        names=state.names,
+        inventory=state.gpus,
+        kubelet_age_s=facts.age_s,
+        clock=time.monotonic,
+        period_s=state.settings.allocation.check_period_s,
+        on_correction=state.metrics.reconcile_corrected,
+    )
+
+
+def _build_outcomes(state: NodeState, cluster: ClusterSide) -> OutcomeReporter:
+    return OutcomeReporter(
+        metrics=state.metrics,
+        annotations=cluster.annotations,
+        events=cluster.pod_events,
+        allocations=state.cache.view,
+        inventory=state.gpus,
+        names=state.names,
+        decisions=state.decisions,
     )
 
 
