@@ -130,6 +130,7 @@ def _errors_renamed() -> Iterator[None]:
     except TimeoutError as e:
         raise RpcFailed(Status.DEADLINE_EXCEEDED, "context deadline exceeded") from e
     except StreamTerminatedError as e:
-        raise RpcFailed(Status.UNAVAILABLE, f"error reading from server: {e or 'EOF'}") from e
+        reason = "EOF" if str(e) in ("", "Connection lost") else str(e)  # grpc-go's word, which the kubelet shows
+        raise RpcFailed(Status.UNAVAILABLE, f"error reading from server: {reason}") from e
     except (OSError, ProtocolError, H2ProtocolError, AssertionError) as e:  # the last: an answer that ends early
         raise RpcFailed(Status.UNAVAILABLE, f"connection error: {e or type(e).__name__}") from e

@@ -188,7 +188,7 @@ CHANGES: dict[str, tuple[Callable[[list[str]], list[str]], str]] = {
     "two-cards": (lambda ids: [*ids[1:], "GPU-401624a8-3bbf-5047-8f24-740787bab347::99"], "on 2"),
     "too-few": (lambda ids: ids[1:], "29 vcore units"),
     "twice": (lambda ids: [*ids[1:], ids[1]], "30 vcore units"),
-    "taken": (lambda ids: [f"{_gpu(ids)}::{n}" for n in range(30)], "still holds"),
+    "taken": (lambda ids: [f"{_gpu(ids)}::{n}" for n in range(30)], "still has"),
 }
 
 

@@ -95,6 +95,8 @@ def _assert_given_what_was_asked(node: EmbeddedNode) -> None:
 
 SILENT = replace(SHORT_TIMES, first_status_s=0.0, status_interval_s=3600.0)
 """A kubelet that writes the Node object once; the test writes it from then on."""
+HELD = replace(SILENT, admission_delay_s=3600.0)
+"""And that admits pods when the test says so: the agent is registered by then."""
 
 
 async def _make_old(node: EmbeddedNode) -> None:
@@ -126,22 +128,25 @@ async def test_a_kubelet_that_is_too_old_ends_the_agent_with_the_reason() -> Non
 
 async def test_an_old_kubelet_on_which_the_operator_insists_is_never_asked_inside_an_admission() -> None:
     """Pods are identified by the pod store alone, and refused where two match."""
-    async with open_test_node(times=SILENT) as node:
+    async with open_test_node(times=HELD) as node:
         await _make_old(node)
         async with open_agent(node, "--kubelet.allow-unsupported=true", wait=False) as agent:
             await wait_synced(agent.parts)  # before, a reconcile lists, which may coincide with an admission
             await _apply_allocatable(node)
+            node.kubelet.begin_admissions()
             for cores in (30, 40):
                 node.api.create_pod(pod(f"p{cores}", container(cores=cores, blocks=10)))
                 await wait_running(node, f"p{cores}")
             await wait_ledger_equal(node, agent)
             assert_nothing_shared(node)
-            node.kubelet._times = replace(SILENT, first_status_s=3600.0)  # the Node object stays as the test wrote it
+            node.kubelet._times = replace(HELD, first_status_s=3600.0)  # the Node object stays as the test wrote it
             await node.kubelet.stop()
             for name in ("twin-1", "twin-2"):
                 node.api.create_pod(pod(name, container(cores=20, blocks=10)))
             await wait_until(node, lambda: pod_named(agent.parts.state.store, "twin-2"), "both heard of")
             await node.kubelet.start()
+            await _apply_allocatable(node)
+            node.kubelet.begin_admissions()
             await wait_settled(node, "twin-1")
             await wait_settled(node, "twin-2")
             refused = [n for n in ("twin-1", "twin-2") if node.api.pod("default", n)["status"]["phase"] == "Failed"]

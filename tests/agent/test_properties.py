@@ -124,7 +124,8 @@ class Play:
     def _is_registered(self) -> bool:
         assert self.agent is not None
         healthy = [count for _, count in self.node.kubelet.capacity().values()]
-        return len(healthy) == 2 and all(healthy) and not self.agent.parts.not_ready()
+        parts = self.agent.parts
+        return len(healthy) == 2 and all(healthy) and not parts.kubelet.not_ready() and not parts.cluster.not_ready()
 
 
 def _is_settled(raw: dict[str, Any]) -> bool:
