@@ -137,7 +137,7 @@ async def open_node(
                 "status": {"nodeInfo": {"kubeletVersion": api.release}},
             })  # fmt: skip
             write_kubeconfig(state / "kubeconfig", api.url, api.token)
-            (state / "cgroup").mkdir()
+            Containers(state / "cgroup")
             (state / "proc" / "self").mkdir(parents=True)
             (state / "proc" / "self" / "cgroup").write_text("0::/\n")
             agent = BenchAgent(_arguments(state, kubelet, {"isolation": isolation, **flags}), state)

@@ -149,9 +149,8 @@ class WebServer:
         from aiohttp import web
 
         reasons = self._ready()
-        return web.Response(
-            status=503 if reasons else 200, text="".join(f"{reason}\n" for reason in reasons) if reasons else "ok\n"
-        )
+        text = "".join(f"{reason}\n" for reason in reasons) or "ok\n"
+        return web.Response(status=503 if reasons else 200, text=text)
 
     async def _show_version(self, _request: web.Request) -> web.Response:
         from aiohttp import web
