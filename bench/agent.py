@@ -14,6 +14,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.results import resident_mib
+
 _STOP_TIMEOUT_S = 10.0
 _ROOT = Path(__file__).parents[1]
 
@@ -77,10 +79,7 @@ class BenchAgent:
         return self._process.pid
 
     def resident_mib(self) -> float:
-        for line in Path(f"/proc/{self._pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) / 1024
-        raise RuntimeError("the kernel tells no VmRSS")
+        return resident_mib(self._pid)
 
     def processor_s(self) -> float:
         """Processor time of all its threads so far, by the process's own clock (clock_getcpuclockid(3))."""

@@ -1,6 +1,6 @@
 """A large made cluster, and an API server that has it: for measuring the scheduler extender, which speaks to it over TCP.
 
-5,000 nodes with 8 GPUs each, whose agents tell of their GPUs and of who holds them, and 50,000 pods in four mixtures. The
+5,000 nodes with 8 GPUs each, whose agents report their GPUs and their allocations, and 50,000 pods in four mixtures. The
 API server answers at once, so that what is measured is the extender. State owned: what was bound, the open watches.
 """
 
@@ -60,15 +60,15 @@ class SampleCluster:
              "links": _NVLINK_PAIRS[i]}
             for i in range(GPUS)
         ]  # fmt: skip
-        held = {}
+        allocated = {}
         for which, (cores, blocks, taken) in enumerate(MIXTURES[number % len(MIXTURES)]):
             whole = cores >= 100
             counts = [100, 0, 0, 1] if whole else [cores, blocks]
-            held[_uid(name, which)] = {str(gpu): counts for gpu in taken}
+            allocated[_uid(name, which)] = {str(gpu): counts for gpu in taken}
         counts = {VCORE_RESOURCE: str(100 * GPUS), VMEMORY_RESOURCE: str(BLOCKS * GPUS)}
         annotations = {
             GPUS_ANNOTATION: json.dumps({"schema": 1, "memory_block_mib": 256, "cards": gpus}),
-            ALLOCATIONS_ANNOTATION: json.dumps({"schema": 1, "held": held}),
+            ALLOCATIONS_ANNOTATION: json.dumps({"schema": 1, "held": allocated}),
         }
         metadata = {"name": name, "uid": name, "resourceVersion": "1", "labels": {}, "annotations": annotations}
         return {"metadata": metadata, "status": {"capacity": counts, "allocatable": counts}}
@@ -164,9 +164,9 @@ class ClusterServer:
             await self._has_begun.wait_for(lambda: all(path in self.watches for path in paths))
 
     def add(self, pod: dict[str, Any]) -> None:
-        """A new pod without a node, told to who watches."""
+        """A new pod without a node, sent to every watch."""
         self._pending[pod["metadata"]["name"]] = pod
-        self._tell("ADDED", pod)
+        self._send("ADDED", pod)
 
     def relist(self) -> None:
         """Ends every watch, as an API server does that has forgotten the watcher's version."""
@@ -226,20 +226,20 @@ class ClusterServer:
         pod = self._pending[request.match_info["name"]]
         body = await request.json()
         pod["metadata"].setdefault("annotations", {}).update(body["metadata"]["annotations"])
-        self._tell("MODIFIED", pod)
+        self._send("MODIFIED", pod)
         return web.json_response(pod)
 
     async def _bind(self, request: web.Request) -> web.Response:
         body = await request.json()
         pod = self._pending[request.match_info["name"]]
         pod["spec"]["nodeName"] = self._cluster.bound[pod["metadata"]["uid"]] = body["target"]["name"]
-        self._tell("MODIFIED", pod)
+        self._send("MODIFIED", pod)
         return web.json_response({"kind": "Status", "status": "Success"}, status=201)
 
     async def _event(self, request: web.Request) -> web.Response:
         return web.json_response(await request.json(), status=201)
 
-    def _tell(self, kind: str, pod: dict[str, Any]) -> None:
+    def _send(self, kind: str, pod: dict[str, Any]) -> None:
         self._version += 1
         pod["metadata"]["resourceVersion"] = str(self._version)
         line = json.dumps({"type": kind, "object": pod}).encode() + b"\n"

@@ -12,6 +12,8 @@ class Containers:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        root.mkdir(exist_ok=True)
+        (root / "cgroup.controllers").touch()  # by which runtime/cgroups.py knows a hierarchy
 
     def id_of(self, uid: str) -> str:
         return hashlib.sha256(uid.encode()).hexdigest()

@@ -21,7 +21,7 @@ from pathlib import Path
 import aiohttp
 
 from bench.cluster import ClusterServer, SampleCluster, filter_args, raw_pod
-from bench.results import Row, row
+from bench.results import Row, resident_mib, row
 
 FILTER_P50_MS, FILTER_P99_MS = 10.0, 30.0
 BIND_MS = 20.0
@@ -114,10 +114,7 @@ class _Extender:
         return took_ms, content
 
     def resident_mib(self) -> float:
-        for line in Path(f"/proc/{self._process.pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) / 1024
-        raise RuntimeError("the kernel tells no VmRSS")
+        return resident_mib(self._process.pid)
 
 
 @asynccontextmanager

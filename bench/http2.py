@@ -141,8 +141,8 @@ class Http2Connection(asyncio.Protocol):
         position = 0
         while position < len(data):
             frames = []
-            while position < len(data) and (room := min(self._window, stream.window, _MAX_FRAME_BYTES)) > 0:
-                chunk = data[position : position + room]
+            while position < len(data) and (size := min(self._window, stream.window, _MAX_FRAME_BYTES)) > 0:
+                chunk = data[position : position + size]
                 position += len(chunk)
                 self._window -= len(chunk)
                 stream.window -= len(chunk)

@@ -28,7 +28,7 @@ BLOCKS_PER_GPU = GPU_MEMORY_MIB // BLOCK_MIB
 FIRST_PID, PROCESSES = 200_000, 20
 RESOURCES = (VCORE_RESOURCE, VMEMORY_RESOURCE)
 PODS, POD_CORES, POD_BLOCKS, POD_FOREIGN = 100, 5, 20, 25
-"""100 pods that hold 50 IDs each: 5,000 listed, with 300 cores and 560 memory blocks left to offer."""
+"""100 pods with 50 IDs each: 5,000 listed, with 300 cores and 560 memory blocks left to offer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class BenchNode:
     agent: BenchAgent
 
     async def wait_registered(self, timeout_s: float = 20.0) -> None:
-        """Until both plugins are registered and have sent their lists. Raises RuntimeError with the agent's last words."""
+        """Until both plugins are registered and have sent their lists. Raises RuntimeError with the agent's log."""
         try:
             await self.kubelet.wait(RESOURCES, timeout_s)
         except TimeoutError:
@@ -55,7 +55,7 @@ class BenchNode:
         await self.kubelet.wait_quiet(0.3, 20.0)
 
     def create(self, pod: BenchPod) -> None:
-        """In the API server only; the agent hears of it by its watch."""
+        """In the API server only; the agent sees it in its watch."""
         pod.raw = self.api.create_pod(manifest(pod, NODE_NAME), namespace=NAMESPACE)
 
     def delete(self, pod: BenchPod) -> None:
@@ -70,7 +70,7 @@ class BenchNode:
         (own / "cgroup").write_text(cgroup_text)
 
     def fill(self, pods: int = PODS, cores: int = POD_CORES, blocks: int = POD_BLOCKS) -> None:
-        """The 100 pods that hold 5,000 IDs, spread over the GPUs in turn; or others. Each has a container with 20
+        """The 100 pods with 5,000 IDs, spread over the GPUs in turn; or others. Each has a container with 20
         processes."""
         containers = Containers(self.state / "cgroup")
         left = {gpu: [0, 0] for gpu in range(GPUS)}
@@ -106,7 +106,7 @@ class BenchNode:
         (self.kubelet.plugin_directory / "kubelet_internal_checkpoint").write_text(text)
 
     def wrong_gpus(self) -> list[str]:
-        """What is wrong in where pods are, by the kubelet's own records: nothing, one hopes."""
+        """What is wrong in where pods are, by the kubelet's own records."""
         wrong = [f"{pod.name} has cores of several GPUs or none" for pod in self.kubelet.pods.values() if not pod.gpu]
         for gpu in range(GPUS):
             uuid = simulated_uuid(NODE_NAME, gpu)
@@ -137,7 +137,7 @@ async def open_node(
                 "status": {"nodeInfo": {"kubeletVersion": api.release}},
             })  # fmt: skip
             write_kubeconfig(state / "kubeconfig", api.url, api.token)
-            (state / "cgroup").mkdir()
+            Containers(state / "cgroup")
             (state / "proc" / "self").mkdir(parents=True)
             (state / "proc" / "self" / "cgroup").write_text("0::/\n")
             agent = BenchAgent(_arguments(state, kubelet, {"isolation": isolation, **flags}), state)

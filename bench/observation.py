@@ -118,7 +118,7 @@ async def _wait_used(session: ClientSession, url: str) -> None:
 
 
 async def sampling_rows(state: Path, runs: int) -> list[Row]:
-    """Processor time of all threads of this process, over whole rounds: the driver's answer is at hand."""
+    """Processor time of all threads of this process, over whole rounds: the driver answers at once."""
     world = _World(state)
     metrics = AgentMetrics()
     sampling = UsageSampling(

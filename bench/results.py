@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -100,3 +101,11 @@ def _shown(value: float | None, unit: str) -> str:
         return ""
     digits = 0 if unit == "bytes" else 3 if value < 0.1 else 2 if value < 10 else 1
     return f"{value:,.{digits}f} {unit}"
+
+
+def resident_mib(pid: int) -> float:
+    """Memory of a process that is in RAM."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError("the kernel reports no VmRSS")

@@ -118,7 +118,7 @@ async def _register(node: BenchNode, pod: BenchPod, message: bytes) -> float:
 
 
 async def _wait_listed(node: BenchNode, pod: BenchPod, message: bytes) -> None:
-    """Until the agent has heard of the container's ID from the pod's status."""
+    """Until the agent knows the container's ID from the pod's status."""
     async with asyncio.timeout(_KNOWN_S):
         while _listed(node, pod) != tuple(_pids(0)):
             await _register(node, pod, message)
@@ -139,7 +139,7 @@ def _pids(number: int, first: int = _FIRST_PID) -> Sequence[int]:
 
 
 async def round_rows(state: Path, runs: int) -> list[Row]:
-    """The manager's look at 100 shares in this process: processor time of all its threads."""
+    """The manager's poll of 100 shares in this process: processor time of all its threads."""
     containers = Containers(state / "cgroup")
     uids = [PodUid(f"00000000-0000-4000-8000-{number:012d}") for number in range(_SHARES)]
     world = _World(uids, containers)
@@ -200,7 +200,7 @@ class _World:
         self.inventory = GpuInventory(gpus=(), topology=build_topology((), ()), driver_version="550.54.14")
         self.allocations = {
             (key := ContainerKey(uid, CONTAINER)): Allocation(
-                key=key, namesintervals=NAMESPACE, pod_name=uid, kind=ContainerKind.MAIN, gpus=(gpu,),
+                key=key, namespace=NAMESPACE, pod_name=uid, kind=ContainerKind.MAIN, gpus=(gpu,),
                 vcore_ids=frozenset(DeviceId(f"{gpu}::{n}") for n in range(POD_CORES)),
                 vmemory_ids=frozenset(DeviceId(f"{gpu}::{n}") for n in range(POD_BLOCKS)),
             )

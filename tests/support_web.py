@@ -12,7 +12,7 @@ from bench.sample_node import SampleNode
 from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.observability.http.answers import encode
 from gpushare_agent.observability.http.live_stream import LiveStream
-from gpushare_agent.observability.http.node_api import Curves, NodeApi
+from gpushare_agent.observability.http.node_api import NodeApi
 from gpushare_agent.observability.http.server import WebServer
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.node_snapshot import node_document
@@ -54,7 +54,7 @@ class FakeHistory:
 async def served_node(
     node: SampleNode,
     *,
-    history: Curves | None = None,
+    history: UsageHistory | None = None,
     sample_period_s: float = 0.05,
     heartbeat_s: float = 15.0,
     port: int = 0,

@@ -1,10 +1,16 @@
-"""What any asyncio service could use: supervision of tasks, gRPC servers, sockets, files, logs, back-off and rates.
+"""What any asyncio service could use. Knows nothing of GPUs, pods or settings; everybody imports it.
+
+Tasks: supervision (rules for tasks in a TaskGroup), daemon_thread (blocking calls that may hang), process (this process and
+the operating system).
+Times: backoff (delays between tries), rate (a token bucket), report_once (a repeated condition is logged once).
+Logs: logs (the set-up), log_writer (the thread that writes them).
+Files: directories (by descriptors, no links followed), watch_path (changes of one directory), sockets (unix sockets in the
+file system).
+Servers: grpc_server (corrected grpclib), bounded_grpc (the same for hostile peers), http_server (bounded aiohttp),
+tcp_listeners, peer_credentials and pid_namespaces (who connects).
+gRPC messages: grpc_client (calls over a unix socket), grpc_codec (strict decoding), wire_scan and wire_build (the large
+messages by hand), h2_frames (a cost of h2 that is left out).
 
 State: LogWriter (the queue of log lines, one per process), DaemonThread (the blocking call under way), ReportOnce,
-TokenBucket, and the servers' connections. Knows nothing of GPUs, pods or settings; everybody imports it. Open supervision.py
-first, which has the rules for tasks.
-
-Others import: backoff, bounded_grpc, daemon_thread, directories, grpc_codec, grpc_server, h2_frames, log_writer, logs,
-peer_credentials, pid_namespaces, process, rate, report_once, sockets, supervision, tcp_listeners, watch_path, wire_build,
-wire_scan.
+TokenBucket, UnixChannel and the servers (their connections). Open supervision.py first.
 """

@@ -1,6 +1,6 @@
 """Blocking calls for asyncio, each bounded, none able to keep the process from ending.
 
-A sick driver or a stalled disk can block a call for ever. asyncio's own pool is no place for it: the pool's threads are
+A hung driver or a stalled disk can block a call for ever. asyncio's own pool is no place for it: the pool's threads are
 joined when the loop closes. So a call gets a daemon thread of its own, one at a time per worker. While one is overdue,
 further ones are refused at once, so that neither threads nor waiting times pile up.
 
@@ -35,8 +35,7 @@ class DaemonThread:
     async def call(self, blocking: Callable[[], T], what: str, timeout_s: float) -> T:
         """What `blocking` returns or raises. Cancelled, the call goes on in its thread and its result is dropped.
 
-        Raises:
-            Unavailable: no answer in time, or an earlier call is overdue. `what` names the call in the message.
+        Raises Unavailable: no answer in time, or an earlier call is overdue. `what` names the call in the message.
         """
         answer: asyncio.Future[T] | None = None
         try:

@@ -72,9 +72,8 @@ def replace_file(directory: int, name: str, content: bytes) -> bool:
         try:
             os.fchmod(file, FILE_MODE)
             if os.write(file, content) != len(content):
-                raise OSError(
-                    errno.ENOSPC, os.strerror(errno.ENOSPC)
-                )  # a file takes part of a write only when it is full
+                # a file takes part of a write only when it is full
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(file)
         os.rename(new, name, src_dir_fd=directory, dst_dir_fd=directory)

@@ -42,11 +42,7 @@ class StrictCodec(CodecBase):
         return bytes(message)
 
     def decode(self, data: bytes, message_type: Any) -> Any:
-        """`message_type` bytes: as they are.
-
-        Raises:
-            MalformedMessageError: the bytes are no such message.
-        """
+        """`message_type` bytes: as they are. Raises MalformedMessageError: the bytes are no such message."""
         if message_type is bytes:
             return data
         decoder = self._decoders.get(message_type)

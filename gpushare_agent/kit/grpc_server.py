@@ -45,9 +45,6 @@ log = structlog.get_logger(__name__)
 MAX_REQUEST_BYTES = 4 * 1024 * 1024
 """The limit that gRPC implementations agree on."""
 
-_PREFIX_BYTES = 5
-"""Before each message: one byte "compressed", four bytes length, big end first."""
-
 
 class GrpcServer(Server):
     """Serves `handlers`. `decoders` maps generated request classes to faster decoders of their bytes.
@@ -82,9 +79,7 @@ class GrpcServer(Server):
             options["cleanup_socket"] = False  # as on every earlier version
         try:
             self._server = await loop.create_unix_server(make, sock=sock, **options)
-        except (
-            BaseException
-        ):  # cancelled while it begins to accept: a reader would stay for a descriptor that is closed
+        except BaseException:  # cancelled while it begins to accept: a reader would stay for a closed descriptor
             if sock.fileno() >= 0:
                 loop.remove_reader(sock.fileno())
             sock.close()
@@ -209,7 +204,8 @@ class _Calls(Handler):
 
 
 class _RequestBuffer(Buffer):
-    """Reads prefix and message in turn, as grpclib asks for them, and refuses what must not be read."""
+    """Reads prefix and message in turn, as grpclib asks for them, and refuses what must not be read. A prefix is one byte
+    "compressed" and four of length, big end first."""
 
     def __init__(self, ack_callback: Callable[[int], None], limit: int, *, needs_message: bool) -> None:
         super().__init__(ack_callback)

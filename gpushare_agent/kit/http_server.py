@@ -176,7 +176,7 @@ class HttpServer:
     async def _bound_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         connection = cast("_Connection", request.protocol)
         connection.note_request()
-        self._connections.note_busy(connection)
+        self._connections.note(connection, is_busy=True)
         try:
             refusal = self._refusal(request)
             if refusal is None:
@@ -185,7 +185,7 @@ class HttpServer:
                 await _end_with(refusal, request)
             return refusal
         finally:
-            self._connections.note_idle(connection)
+            self._connections.note(connection, is_busy=False)
 
     def _refusal(self, request: web.Request) -> web.Response | None:
         """By the headers alone: what a compressed body unpacks to, and how long one in chunks is, is not known before."""
@@ -225,24 +225,22 @@ class _Connections:
     def add(self, connection: _Connection) -> None:
         self._idle[connection] = None
 
-    def remove(self, connection: _Connection) -> None:
+    def remove(self, connection: _Connection) -> bool:
+        was_open = self.count
         self._idle.pop(connection, None)
         self._busy.pop(connection, None)
+        return self.count < was_open
 
-    def note_busy(self, connection: _Connection) -> None:
-        if connection in self._idle:
-            del self._idle[connection]
-            self._busy[connection] = None
-
-    def note_idle(self, connection: _Connection) -> None:
-        if connection in self._busy:
-            del self._busy[connection]
-            self._idle[connection] = None
+    def note(self, connection: _Connection, *, is_busy: bool) -> None:
+        """One that is closed meanwhile stays out."""
+        if self.remove(connection):
+            (self._busy if is_busy else self._idle)[connection] = None
 
     def close_one(self) -> None:
         for victim in (*self._idle, *self._busy)[:1]:
             self.remove(victim)
-            victim.close_now()
+            if victim.task is not None:
+                victim.task.cancel()
 
 
 class _Connection(web.RequestHandler):
@@ -296,10 +294,6 @@ class _Connection(web.RequestHandler):
     def log_exception(self, *args: Any, **kw: Any) -> None:
         error = kw.get("exc_info")
         self._user.log_failure(error if isinstance(error, BaseException) else None)
-
-    def close_now(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
 
     def cut(self) -> None:
         """During a handshake only asyncio has the transport: the end of the socket makes it give up."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from gpushare_agent.kit.log_writer import QueuedHandler, write_stderr
+from gpushare_agent.kit.rate import TokenBucket
 
 if TYPE_CHECKING:
     from structlog.typing import Processor
@@ -29,8 +30,6 @@ _LIBRARY_LEVELS = {
     "kubernetes_asyncio": logging.WARNING,
 }
 """Libraries whose debug lines are louder than the agent's own."""
-
-
 _ACCEPT_FAILED = "socket.accept() out of system resource"
 _REPEAT_AFTER_S = 60.0
 
@@ -97,18 +96,15 @@ class AcceptFailures(logging.Filter):
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._clock = clock
-        self._reported_at = float("-inf")
+        self._lines = TokenBucket(rate=1 / _REPEAT_AFTER_S, burst=1, clock=clock)
         self._left_out = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not str(record.msg).startswith(_ACCEPT_FAILED):
             return True
-        now = self._clock()
-        if now - self._reported_at < _REPEAT_AFTER_S:
+        if not self._lines.take():
             self._left_out += 1
             return False
-        self._reported_at = now
         if self._left_out:
             record.msg = f"{record.msg} ({self._left_out} more of these were left out)"
         self._left_out = 0

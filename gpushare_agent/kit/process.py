@@ -34,9 +34,8 @@ def raise_open_files_limit() -> tuple[int, int]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(_as_number(hard), ENOUGH_OPEN_FILES)
     if _as_number(soft) < wanted:
-        with suppress(
-            OSError, ValueError
-        ):  # a hard limit above fs.nr_open cannot be set to itself: the old soft one stays
+        # a hard limit above fs.nr_open cannot be set to itself: the old soft one stays
+        with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return read_open_files_limit()
 

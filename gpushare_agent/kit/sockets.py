@@ -70,8 +70,7 @@ def remove_socket(path: Path, *, inode: int) -> bool:
 def connectable_path(path: Path) -> Iterator[str]:
     """A name of the socket at `path` that fits a socket address; valid inside the `with` block only.
 
-    Raises:
-        OSError: the path is long and its directory cannot be opened.
+    Raises OSError: the path is long and its directory cannot be opened.
     """
     if len(os.fsencode(path)) <= MAX_ADDRESS_BYTES:
         yield str(path)

@@ -18,10 +18,7 @@ async def forever(name: str, body: Callable[[], Awaitable[object]]) -> NoReturn:
     """Runs `body`, which is expected to run until it is cancelled.
 
     `body` is a function, not a coroutine: one that is cancelled before it starts would never be awaited.
-
-    Raises:
-        EndedUnexpectedlyError: it returned.
-    """
+    Raises EndedUnexpectedlyError: it returned."""
     await body()
     raise EndedUnexpectedlyError(
         f"{name} ended although it runs for the life of the process; this is a bug, please report it"

@@ -45,11 +45,6 @@ class PreferredContainer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreferredRequest:
-    container_requests: tuple[PreferredContainer, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PodEntry:
     """One pod of a List answer, its devices not decoded. `body` is the encoded PodResources message."""
 
@@ -62,63 +57,36 @@ ContainerDevices = tuple[str, dict[str, frozenset[str]]]
 """A container's name and its device IDs by resource name."""
 
 
-def decode_preferred_allocation(data: bytes) -> PreferredRequest:
-    """Decodes a PreferredAllocationRequest.
-
-    Raises:
-        MalformedMessageError: the bytes are no such message.
-    """
-    requests = [
-        _preferred_container(data, start, stop) for start, stop in _messages(data, "PreferredAllocationRequest")
-    ]
-    return PreferredRequest(container_requests=tuple(requests))
+def decode_preferred_allocation(data: bytes) -> list[PreferredContainer]:
+    """Decodes a PreferredAllocationRequest: its container requests, in order."""
+    return [_preferred_container(data, start, stop) for start, stop in _messages(data, "PreferredAllocationRequest")]
 
 
 def decode_allocate(data: bytes) -> list[list[str]]:
-    """Decodes an AllocateRequest: the device IDs of each container request, in order.
-
-    Raises:
-        MalformedMessageError: the bytes are no such message.
-    """
+    """Decodes an AllocateRequest: the device IDs of each container request, in order."""
     return [_device_ids(data, start, stop) for start, stop in _messages(data, "AllocateRequest")]
 
 
 def decode_pre_start(data: bytes) -> list[str]:
-    """Decodes a PreStartContainerRequest: the container's device IDs.
-
-    Raises:
-        MalformedMessageError: the bytes are no such message.
-    """
+    """Decodes a PreStartContainerRequest: the container's device IDs."""
     _check_size(data, "PreStartContainerRequest")
     return _device_ids(data, 0, len(data))
 
 
 def scan_pod_entries(data: bytes) -> list[PodEntry]:
-    """Splits a ListPodResourcesResponse into its pods without decoding their devices, in the order of the message.
-
-    Raises:
-        MalformedMessageError: the bytes are no such message. A fault inside a container is found by
-            `decode_pod_containers` only.
-    """
+    """Splits a ListPodResourcesResponse into its pods without decoding their devices, in the order of the message. A
+    fault inside a container is found by `decode_pod_containers` only."""
     return [scan_pod_entry(data[start:stop]) for start, stop in _messages(data, "ListPodResourcesResponse")]
 
 
 def scan_single_pod(data: bytes) -> PodEntry | None:
-    """The pod of a GetPodResourcesResponse, None where the message holds none.
-
-    Raises:
-        MalformedMessageError: the bytes are no such message.
-    """
+    """The pod of a GetPodResourcesResponse, None where the message holds none."""
     entries = [scan_pod_entry(data[start:stop]) for start, stop in _messages(data, "GetPodResourcesResponse")]
     return entries[-1] if entries else None
 
 
 def scan_pod_entry(body: bytes) -> PodEntry:
-    """Reads namespace and name of one encoded PodResources message.
-
-    Raises:
-        MalformedMessageError: the bytes are no such message.
-    """
+    """Reads namespace and name of one encoded PodResources message."""
     name = namespace = ""
     for key, _, start, stop in scan_fields(body, 0, len(body)):
         if key == _FIELD_1_BYTES:
@@ -133,11 +101,7 @@ def scan_pod_entry(body: bytes) -> PodEntry:
 def decode_pod_containers(body: bytes, resources: Collection[str] | None = None) -> list[ContainerDevices]:
     """The containers of one encoded PodResources message, with the several entries of one resource merged.
 
-    `resources` names the resources to keep, None keeps all. A resource without any ID is kept as an empty set.
-
-    Raises:
-        MalformedMessageError: the bytes are no such message.
-    """
+    `resources` names the resources to keep, None keeps all. A resource without any ID is kept as an empty set."""
     _check_size(body, "PodResources")
     containers = []
     for key, _, start, stop in scan_fields(body, 0, len(body)):
@@ -278,11 +242,7 @@ def _messages(data: bytes, message: str) -> list[tuple[int, int]]:
 
 
 def scan_fields(data: bytes, pos: int, stop: int) -> Iterator[Field]:
-    """The fields of one message, which lies in `data` from `pos` to `stop`, checked for their framing only.
-
-    Raises:
-        MalformedMessageError: a field is cut off or cannot be.
-    """
+    """The fields of one message, which lies in `data` from `pos` to `stop`, checked for their framing only."""
     while pos < stop:
         field = _field(data, pos, stop)
         pos = field[3]

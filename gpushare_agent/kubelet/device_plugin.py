@@ -24,11 +24,11 @@ from gpushare_agent.kit.grpc_codec import Decoder
 from gpushare_agent.kit.wire_build import bytes_field, string_list
 from gpushare_agent.kit.wire_scan import (
     PreferredContainer,
-    PreferredRequest,
     decode_allocate,
     decode_pre_start,
     decode_preferred_allocation,
 )
+from gpushare_agent.kubelet.device_table import DeviceTable
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.errors import TRANSIENT_REASONS, RefusalReason, Refused
 from gpushare_agent.model.names import split_device_id
@@ -71,14 +71,6 @@ class RpcObserver(Protocol):
     def rpc_finished(self, resource: str, method: str, code: str, duration_s: float) -> None: ...
 
 
-class DeviceList(Protocol):
-    """What ListAndWatch sends."""
-
-    def encode(self) -> bytes: ...
-
-    async def wait_change(self, seen: int) -> int: ...
-
-
 class DevicePlugin:
     """Serves one resource, by a GrpcServer with FAST_DECODERS. Without `pre_start` the kubelet does not call
     PreStartContainer. `on_streams_changed` is called whenever a ListAndWatch stream opens or ends."""
@@ -86,7 +78,7 @@ class DevicePlugin:
     def __init__(
         self,
         resource: str,
-        table: DeviceList,
+        table: DeviceTable,
         handler: AdmissionHandler,
         metrics: RpcObserver,
         *,
@@ -121,29 +113,19 @@ class DevicePlugin:
                 wait.reschedule(now)
 
     def __mapping__(self) -> dict[str, Handler]:
-        return {
-            "/v1beta1.DevicePlugin/GetDevicePluginOptions": Handler(
-                self._serve_options, Cardinality.UNARY_UNARY, v1beta1.Empty, v1beta1.DevicePluginOptions
+        unary, to_stream = Cardinality.UNARY_UNARY, Cardinality.UNARY_STREAM
+        calls = {
+            "GetDevicePluginOptions": (self._serve_options, unary, v1beta1.Empty, v1beta1.DevicePluginOptions),
+            "ListAndWatch": (self._serve_list, to_stream, v1beta1.Empty, v1beta1.ListAndWatchResponse),
+            "GetPreferredAllocation": (
+                self._serve_preferred, unary, v1beta1.PreferredAllocationRequest, v1beta1.PreferredAllocationResponse,
             ),
-            "/v1beta1.DevicePlugin/ListAndWatch": Handler(
-                self._serve_list, Cardinality.UNARY_STREAM, v1beta1.Empty, v1beta1.ListAndWatchResponse
+            "Allocate": (self._serve_allocate, unary, v1beta1.AllocateRequest, v1beta1.AllocateResponse),
+            "PreStartContainer": (
+                self._serve_pre_start, unary, v1beta1.PreStartContainerRequest, v1beta1.PreStartContainerResponse,
             ),
-            "/v1beta1.DevicePlugin/GetPreferredAllocation": Handler(
-                self._serve_preferred,
-                Cardinality.UNARY_UNARY,
-                v1beta1.PreferredAllocationRequest,
-                v1beta1.PreferredAllocationResponse,
-            ),
-            "/v1beta1.DevicePlugin/Allocate": Handler(
-                self._serve_allocate, Cardinality.UNARY_UNARY, v1beta1.AllocateRequest, v1beta1.AllocateResponse
-            ),
-            "/v1beta1.DevicePlugin/PreStartContainer": Handler(
-                self._serve_pre_start,
-                Cardinality.UNARY_UNARY,
-                v1beta1.PreStartContainerRequest,
-                v1beta1.PreStartContainerResponse,
-            ),
-        }
+        }  # fmt: skip
+        return {f"/v1beta1.DevicePlugin/{name}": Handler(*call) for name, call in calls.items()}
 
     async def _serve_options(self, stream: Stream[Any, Any]) -> None:
         await _request(stream)
@@ -167,12 +149,12 @@ class DevicePlugin:
             self.on_streams_changed()
 
     async def _serve_preferred(self, stream: Stream[Any, Any]) -> None:
-        request: PreferredRequest = await _request(stream)
+        containers: list[PreferredContainer] = await _request(stream)
         started = time.perf_counter()
         deadline = asyncio.get_running_loop().time() + self._call_timeout_s
         answers = []
         code = Status.OK.name
-        for container in request.container_requests:
+        for container in containers:
             ids, code = await self._prefer(container, deadline)
             answers.append(bytes_field(1, string_list(1, ids)))
         await stream.send_message(b"".join(answers))

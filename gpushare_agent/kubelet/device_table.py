@@ -95,8 +95,7 @@ def device_rows(
 def check_unit_size(inventory: GpuInventory, names: ResourceNames, *, limit_bytes: int = MAX_LIST_BYTES) -> None:
     """Checks that the kubelet can receive the list of GPUShare's units.
 
-    Raises:
-        StartupError: it cannot; the text names the unit that works.
+    Raises StartupError: it cannot; the text names the unit that works.
     """
     size = vmemory_list_bytes(inventory.gpus, names.gpu_mem_unit_mib) if names.gpu_mem else 0
     if size <= limit_bytes:
@@ -114,8 +113,7 @@ def check_size(
 ) -> None:
     """Checks that the kubelet can receive the list of memory blocks.
 
-    Raises:
-        StartupError: it cannot; the text names the smallest block size that works.
+    Raises StartupError: it cannot; the text names the smallest block size that works.
     """
     size = vmemory_list_bytes(inventory.gpus, memory_block_mib)
     if size <= limit_bytes:
@@ -141,9 +139,9 @@ def smallest_block_mib(gpus: Sequence[Gpu], *, limit_bytes: int = MAX_LIST_BYTES
 
 
 def vmemory_list_bytes(gpus: Iterable[Gpu], memory_block_mib: int) -> int:
-    """The size of the ListAndWatch message for blocks of this size, without building it."""
+    """The size of the ListAndWatch message for blocks of this size, without building it. "Unhealthy" is the longer text."""
     return sum(
-        count * max(_frame_bytes(gpu, number, Health.HEALTHY), _frame_bytes(gpu, number, Health.UNHEALTHY))
+        count * len(_frame(DeviceRow(id=device_id(gpu.uuid, number), healthy=False, numa=gpu.numa_node)))
         for gpu in gpus
         for number, count in _digit_groups(gpu.memory_mib // memory_block_mib)
     )
@@ -155,11 +153,6 @@ def _digit_groups(count: int) -> Iterator[tuple[int, int]]:
     while first < count:
         yield first, min(count, limit) - first
         first, limit = limit, limit * 10
-
-
-def _frame_bytes(gpu: Gpu, number: int, health: Health) -> int:
-    row = DeviceRow(id=device_id(gpu.uuid, number), healthy=health is Health.HEALTHY, numa=gpu.numa_node)
-    return len(_frame(row))
 
 
 def _frame(row: DeviceRow) -> bytes:

@@ -50,8 +50,7 @@ class PluginEndpoint:
     async def serve(self) -> None:
         """Serves at the path, anew if need be; a socket that is there is replaced.
 
-        Raises:
-            Unavailable: the directory is missing or not writable, or a file that is no socket is at the path.
+        Raises Unavailable: the directory is missing or not writable, or a file that is no socket is at the path.
         """
         await self.stop()
         try:
@@ -66,7 +65,6 @@ class PluginEndpoint:
         try:
             await self._server.serve(sock)
         except BaseException:
-            sock.close()
             self._remove_file()
             self._server = None
             raise

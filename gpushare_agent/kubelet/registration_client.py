@@ -17,7 +17,7 @@ from gpushare_agent.wire import v1beta1
 
 API_VERSION = "v1beta1"
 
-_TRANSIENT = frozenset({Status.UNAVAILABLE, Status.CANCELLED})
+_TRANSIENT = (Status.UNAVAILABLE, Status.CANCELLED)
 
 
 async def register(
@@ -39,10 +39,9 @@ async def register(
     except RpcFailed as e:
         if e.status is Status.DEADLINE_EXCEEDED:
             raise Unavailable(f"{attempt} got no answer within {timeout_s:g} s; it is tried again") from e
-        if not e.is_answer:
-            raise Unavailable(f"{attempt} failed: {e}; it is tried again. Is the kubelet running?") from e
-        if e.status in _TRANSIENT:
-            raise Unavailable(f"{attempt} failed: {e}; it is tried again") from e
+        if not e.is_answer or e.status in _TRANSIENT:
+            advice = "" if e.is_answer else ". Is the kubelet running?"
+            raise Unavailable(f"{attempt} failed: {e}; it is tried again{advice}") from e
         raise Rejected(
             f"{attempt} was refused: {e}; check that the kubelet supports device plugins of {API_VERSION}"
         ) from e

@@ -2,7 +2,4 @@
 
 No state. Imported by every folder; open names.py (what existing programs expect) and errors.py (errors by the caller's next
 move) first.
-
-Others import: allocations, cdi, decision_records, errors, gpus, isolation, names, node_events, pods, resources,
-topology, usage.
 """

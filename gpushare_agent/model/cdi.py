@@ -12,10 +12,8 @@ from dataclasses import dataclass
 OWN_SPEC_NAME = "gpushare-agent.json"
 """The agent's own file, in the last spec directory; no other program's may have this name there."""
 
-_KIND = re.compile(
-    r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?/[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?", re.ASCII
-)  # the library counts no characters
-_DEVICE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?", re.ASCII)
+_KIND = re.compile(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?/[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
+_DEVICE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?")
 
 
 def is_kind(text: str) -> bool:

@@ -104,7 +104,6 @@ class DisplayServer:
         try:
             await server.serve(sock)
         except BaseException:
-            sock.close()
             self._remove_file()
             raise
         self._server = server
@@ -182,9 +181,13 @@ def routes(snapshot: ReadSnapshot) -> list[Route]:
 
 def _json_handler(snapshot: ReadSnapshot, path: str) -> Handler:
     async def show(request: web.Request) -> web.Response:
-        from gpushare_agent.observability.display_document import graph_json, usage_json, version_json
+        from gpushare_agent.observability.display_document import graph_text, usage_json
 
-        make = {"/graph": graph_json, "/usage": usage_json, "/version": version_json}[path]
-        return json_answer(request, make(snapshot()))
+        seen = snapshot()
+        if path == "/usage":
+            return json_answer(request, usage_json(seen))
+        return json_answer(
+            request, {"graph": graph_text(seen)} if path == "/graph" else {"version": seen.agent.version}
+        )
 
     return show

@@ -34,14 +34,6 @@ def graph_text(snapshot: NodeSnapshot) -> str:
     return render_tree(snapshot.inventory.topology, notes) + "\n"
 
 
-def graph_json(snapshot: NodeSnapshot) -> dict[str, Any]:
-    return {"graph": graph_text(snapshot)}
-
-
-def version_json(snapshot: NodeSnapshot) -> dict[str, Any]:
-    return {"version": snapshot.agent.version}
-
-
 def usage_json(snapshot: NodeSnapshot) -> dict[str, Any]:
     """What each container uses and may use, by pod UID and container name."""
     found: dict[str, dict[str, Any]] = {}

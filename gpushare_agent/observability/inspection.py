@@ -19,9 +19,8 @@ from gpushare_agent.model.names import (
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.observability.gpu_summaries import GpuSummaries, GpuSummary
+from gpushare_agent.observability.gpu_summaries import MIB, GpuSummaries, GpuSummary
 
-MIB = 1024 * 1024
 MAX_INDEXES = 64
 _INDEXES = re.compile(r"[0-9]{1,4}(,[0-9]{1,4})*")
 
@@ -74,7 +73,7 @@ def node_sums(node: str, gpus: GpuSummaries, pods: Sequence[Pod], names: Resourc
         for pod in sorted(pods, key=lambda pod: (pod.namespace, pod.name, pod.uid))
         if not pod.is_terminal
         for container in pod.containers
-        if container.kind is not ContainerKind.INIT and _wants(container, names)
+        if container.kind is not ContainerKind.INIT and any(names.wanted(container, kind) for kind in names.kinds)
     )
     return NodeSums(
         node=node,
@@ -84,22 +83,14 @@ def node_sums(node: str, gpus: GpuSummaries, pods: Sequence[Pod], names: Resourc
     )
 
 
-def _wants(container: ContainerSpec, names: ResourceNames) -> bool:
-    return any(names.wanted(container, kind) > 0 for kind in names.kinds)
-
-
 def _gpu_sums(gpu: GpuSummary, containers: Sequence[ContainerSums]) -> GpuSums:
     here = [container for container in containers if gpu.index in container.gpus]
     return GpuSums(
         gpu=gpu,
         cores_allocated=sum(c.cores // len(c.gpus) for c in here),
-        memory_allocated_bytes=sum(gpu.memory_bytes if _is_whole(c) else c.memory_bytes for c in here),
+        memory_allocated_bytes=sum(gpu.memory_bytes if c.cores >= CORES_PER_GPU else c.memory_bytes for c in here),
         health_reason="" if gpu.is_healthy else None,  # not in the annotation
     )
-
-
-def _is_whole(container: ContainerSums) -> bool:
-    return container.cores >= CORES_PER_GPU
 
 
 def _container_sums(

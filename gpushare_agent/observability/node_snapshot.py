@@ -7,7 +7,7 @@ The format is docs/api.md; SCHEMA grows when a reader of an older one would be m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -22,6 +22,9 @@ SCHEMA = 1
 MIB = 1024 * 1024
 NO_REASON = "no reason given"
 """Of a cordon without one: an empty text would read as "not cordoned" in many languages."""
+_USAGE_FIELDS = tuple(
+    field.name for field in fields(GpuSample) if field.name not in ("uuid", "memory_total_bytes", "processes")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,25 +199,9 @@ def _phase(facts: ContainerFacts) -> str:
 
 
 def _gpu_usage(sample: GpuSample) -> dict[str, Any]:
-    return {
-        "sm_ratio": sample.sm_ratio,
-        "memory_ratio": sample.memory_ratio,
-        "encoder_ratio": sample.encoder_ratio,
-        "decoder_ratio": sample.decoder_ratio,
-        "memory_used_bytes": sample.memory_used_bytes,
-        "temperature_celsius": sample.temperature_celsius,
-        "power_watts": sample.power_watts,
-        "power_limit_watts": sample.power_limit_watts,
-        "sm_clock_hertz": sample.sm_clock_hertz,
-        "memory_clock_hertz": sample.memory_clock_hertz,
-        "ecc_corrected_total": sample.ecc_corrected_total,
-        "ecc_uncorrected_total": sample.ecc_uncorrected_total,
-        "throttle_reasons": list(sample.throttle_reasons) if sample.throttle_reasons is not None else None,
-        "pcie_received_bytes_per_second": sample.pcie_received_bytes_per_second,
-        "pcie_sent_bytes_per_second": sample.pcie_sent_bytes_per_second,
-        "nvlink_received_bytes_total": sample.nvlink_received_bytes_total,
-        "nvlink_sent_bytes_total": sample.nvlink_sent_bytes_total,
-    }
+    values = {name: getattr(sample, name) for name in _USAGE_FIELDS}
+    reasons = sample.throttle_reasons
+    return {**values, "throttle_reasons": list(reasons) if reasons is not None else None}
 
 
 def _container_usage(key: ContainerKey, uuid: GpuUuid, usage: UsageRound | None) -> dict[str, Any] | None:

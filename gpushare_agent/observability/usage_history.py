@@ -14,7 +14,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.names import GpuUuid
@@ -48,25 +48,17 @@ class UsageHistory:
         self._allocations = allocations
         self._owners: dict[ContainerKey, _Owner] = {}
         self._slot = 0
-        self._version = 0
+        self.version = 0
+        """Grows with each round."""
         self._at: float | None = None
         self._gpus: dict[GpuUuid, _Pair] = {}
         self._containers: dict[ContainerKey, _Pair] = {}
-
-    @property
-    def step_s(self) -> float:
-        return self._step_s
-
-    @property
-    def version(self) -> int:
-        """Grows with each round."""
-        return self._version
 
     def add(self, usage: UsageRound | None) -> None:
         """One round; None, no round, leaves a gap."""
         if usage is None:
             return
-        self._version += 1
+        self.version += 1
         self._slot = slot = math.floor(self._clock() / self._step_s)
         self._at = usage.sampled_at
         self._drop_old()
@@ -86,7 +78,7 @@ class UsageHistory:
         if (earlier._step_s, earlier._points) != (self._step_s, self._points):
             return
         self._gpus, self._containers, self._owners = earlier._gpus, earlier._containers, earlier._owners
-        self._slot, self._at, self._version = earlier._slot, earlier._at, earlier._version
+        self._slot, self._at, self.version = earlier._slot, earlier._at, earlier.version
 
     def pieces(self, *, gpus: bool = True, containers: bool = True) -> Iterator[bytes]:
         """The document as JSON, in pieces of some kilobytes: a full one takes 40 ms, and the caller may do something else
@@ -96,20 +88,24 @@ class UsageHistory:
         halves: dict[str, list[_Curve]] = {}
         if gpus:
             halves["cards"] = [
-                _Curve(str(uuid), {}, "memory_used_bytes", *pair.points(self._slot))
+                (str(uuid), {}, "memory_used_bytes", pair.points(self._slot))
                 for uuid, pair in sorted(self._gpus.items())
             ]
         if containers:
             halves["containers"] = [
-                _Curve(
-                    f"{key.pod_uid}/{key.container}",
-                    _owner_document(self._owners.get(key), key),
-                    "memory_bytes",
-                    *pair.points(self._slot),
-                )
+                (f"{key.pod_uid}/{key.container}", self._owner(key), "memory_bytes", pair.points(self._slot))
                 for key, pair in sorted(self._containers.items())
             ]
         return _pieces(head, halves)
+
+    def _owner(self, key: ContainerKey) -> dict[str, Any]:
+        known = self._owners.get(key)
+        return {
+            "namespace": known.namespace if known is not None else None,
+            "pod": known.pod if known is not None else None,
+            "container": key.container,
+            "cards": list(known.gpus) if known is not None else [],
+        }
 
     def _pair(self, pairs: dict[K, _Pair], key: K, most: int) -> _Pair | None:
         """None at the limit: then the container or GPU has no curve until another one is dropped."""
@@ -134,15 +130,6 @@ class _Owner:
     gpus: tuple[GpuUuid, ...]
 
 
-def _owner_document(owner: _Owner | None, key: ContainerKey) -> dict[str, Any]:
-    return {
-        "namespace": owner.namespace if owner is not None else None,
-        "pod": owner.pod if owner is not None else None,
-        "container": key.container,
-        "cards": list(owner.gpus) if owner is not None else [],
-    }
-
-
 class _Pair:
     """A ratio and a size that are written together."""
 
@@ -162,14 +149,8 @@ class _Pair:
         return self._ratio.points(newest), self._size.points(newest)
 
 
-class _Curve(NamedTuple):
-    """A copy of a pair, oldest point first; NaN is a gap."""
-
-    name: str
-    owner: Mapping[str, Any]
-    size_name: str
-    ratios: array[float]
-    sizes: array[float]
+_Curve = tuple[str, Mapping[str, Any], str, "tuple[array[float], array[float]]"]
+"""Name, owner, name of the size; a copy of the ratios and the sizes, oldest point first; NaN is a gap."""
 
 
 class _Ring:
@@ -212,19 +193,15 @@ def _pieces(head: bytes, halves: Mapping[str, Sequence[_Curve]]) -> Iterator[byt
     yield head
     for half, curves in halves.items():
         yield b',"%s":{' % half.encode()
-        for index, curve in enumerate(curves):
-            document = {**curve.owner, "sm_ratio": _ratios(curve.ratios), curve.size_name: _sizes(curve.sizes)}
-            yield (b"," if index else b"") + _json(curve.name) + b":" + _json(document)
+        for index, (name, owner, size_name, (ratios, sizes)) in enumerate(curves):
+            document = {**owner, "sm_ratio": _values(ratios), size_name: _values(sizes, int)}
+            yield (b"," if index else b"") + _json(name) + b":" + _json(document)
         yield b"}"
     yield b"}"
 
 
-def _ratios(values: array[float]) -> list[float | None]:
-    return [None if value != value else value for value in values]  # noqa: PLR0124 - NaN
-
-
-def _sizes(values: array[float]) -> list[int | None]:
-    return [None if value != value else int(value) for value in values]  # noqa: PLR0124 - NaN
+def _values(points: array[float], kind: Callable[[float], float] = float) -> list[float | None]:
+    return [None if value != value else kind(value) for value in points]  # noqa: PLR0124 - NaN
 
 
 def _json(value: Any) -> bytes:

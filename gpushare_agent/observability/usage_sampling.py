@@ -62,7 +62,7 @@ class CountsSampling(Protocol):
     def sampled(self, duration_s: float) -> None: ...
     def sampling_failed(self) -> None: ...
     def sampling_overran(self) -> None: ...
-    def driver_error(self, word: str, count: int = 1) -> None: ...
+    def driver_error(self, error: str, count: int = 1) -> None: ...
 
 
 class UsageSampling:
@@ -142,8 +142,8 @@ class UsageSampling:
             async with asyncio.timeout(self._timeout_s):
                 sampled_at = self._wall_clock()
                 sample = await self._driver.sample()
-                for word, count in sorted(sample.errors.items()):
-                    self._metrics.driver_error(word, count)
+                for error, count in sorted(sample.errors.items()):
+                    self._metrics.driver_error(error, count)
                 pids = {process.pid for gpu in sample.gpus for process in gpu.processes or ()}
                 owners = await self._owners.identify(pids)
                 allocated = self._allocated()

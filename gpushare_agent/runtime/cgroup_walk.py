@@ -33,6 +33,15 @@ class FoundDirectory:
     container_id: str | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CgroupDir:
+    """The cgroup of one container. `pod_uid` is None where the path names no pod."""
+
+    path: Path
+    container_id: str
+    pod_uid: PodUid | None
+
+
 class CgroupWalk:
     """One walk below `root`, which may have one hierarchy or several."""
 
@@ -60,15 +69,15 @@ class CgroupWalk:
                 if not is_of_pod and (depth < ANY_NAME_DEPTH or (depth < MAX_DEPTH and _may_contain_pods(name))):
                     pending.append((path, depth + 1))
 
-    def containers(self) -> Iterator[FoundDirectory]:
+    def containers(self) -> Iterator[CgroupDir]:
         """Containers, with the pod in whose directory they lie."""
         for place in self.places():
-            if place.container_id is not None:
-                yield place
-                continue
-            for name in subdirectories(place.path):
-                if (container_id := container_id_of(name)) is not None:
-                    yield FoundDirectory(path=f"{place.path}/{name}", pod_uid=place.pod_uid, container_id=container_id)
+            found = [("", place.container_id)]
+            if place.container_id is None:
+                found = [(name, container_id_of(name)) for name in subdirectories(place.path)]
+            for name, container_id in found:
+                if container_id is not None:
+                    yield CgroupDir(path=Path(place.path, name), container_id=container_id, pod_uid=place.pod_uid)
 
 
 def subdirectories(path: str) -> list[str]:

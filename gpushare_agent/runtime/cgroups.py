@@ -15,7 +15,6 @@ import os
 import stat
 import threading
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroup_paths import MAX_TEXT_BYTES, NOBODY, PeerIdentity, container_id_of, parse_proc_cgroup
-from gpushare_agent.runtime.cgroup_walk import CgroupWalk, FoundDirectory, subdirectories
+from gpushare_agent.runtime.cgroup_walk import CgroupDir, CgroupWalk, FoundDirectory, subdirectories
 
 CgroupDriver = Literal["cgroupfs", "systemd"]
 
@@ -62,15 +61,6 @@ def cgroup_version(root: Path) -> CgroupVersion:
     return CgroupVersion.HYBRID if "unified" in mounted else CgroupVersion.V1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CgroupDir:
-    """The cgroup of one container, in the first hierarchy that has it. `pod_uid` is None where the path names no pod."""
-
-    path: Path
-    container_id: str
-    pod_uid: PodUid | None
-
-
 class Cgroups:
     """`root` is where the host's hierarchies are mounted, `proc` its /proc."""
 
@@ -99,9 +89,8 @@ class Cgroups:
         for hierarchy in self._hierarchies():
             found: dict[PodUid, list[CgroupDir]] = {}
             for place in CgroupWalk(hierarchy).containers():
-                if place.pod_uid is not None and place.pod_uid in uids and place.container_id is not None:
-                    directory = CgroupDir(path=Path(place.path), container_id=place.container_id, pod_uid=place.pod_uid)
-                    found.setdefault(place.pod_uid, []).append(directory)
+                if place.pod_uid is not None and place.pod_uid in uids:
+                    found.setdefault(place.pod_uid, []).append(place)
             if found:
                 return found
         return {}
@@ -177,10 +166,7 @@ class Cgroups:
             found: dict[str, CgroupDir] = {}
             for hierarchy in self._hierarchies():
                 for place in CgroupWalk(hierarchy).containers():
-                    if place.container_id is not None and place.container_id not in found:
-                        found[place.container_id] = CgroupDir(
-                            path=Path(place.path), container_id=place.container_id, pod_uid=place.pod_uid
-                        )
+                    found.setdefault(place.container_id, place)
                 if all(container_id in found for container_id in wanted):
                     break
             self._known = found

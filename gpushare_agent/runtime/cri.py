@@ -22,11 +22,12 @@ from typing import TypeVar
 
 import betterproto2
 import structlog
+from grpclib import Status
 
-from gpushare_agent.kit.grpc_client import UnixChannel
+from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
+from gpushare_agent.kit.wire_scan import MalformedMessageError
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.runtime.cri_channel import call_unary
 from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
 from gpushare_agent.wire.runtime import v1
 
@@ -42,6 +43,8 @@ LABEL_CONTAINER_NAME = "io.kubernetes.container.name"
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _UID = re.compile(r"[A-Za-z0-9-]{1,64}")
+_NO_SUCH = re.compile(r"no such container", re.IGNORECASE)
+"""cri-dockerd passes docker's message on without the status."""
 
 Message = TypeVar("Message", bound=betterproto2.Message)
 
@@ -171,13 +174,17 @@ class RuntimeClient:
         channel = self._channel
         if channel is None:
             channel = self._channel = UnixChannel(path)
+        what = f"{method} of the container runtime at {path}"
         is_sound = False
         try:
-            answer = await call_unary(channel, f"{SERVICE}/{method}", request, answer_type)
+            answer = await channel.unary(f"{SERVICE}/{method}", request, answer_type)
             is_sound = True
-        except (NotFound, Rejected):
-            is_sound = True
-            raise
+        except RpcFailed as e:
+            renamed = _renamed(e, what)
+            is_sound = not isinstance(renamed, Unavailable)
+            raise renamed from e
+        except MalformedMessageError as e:
+            raise Corrupt(f"{what} answered no valid message: {e}") from e
         finally:
             if not is_sound:
                 self._drop(channel)
@@ -188,6 +195,15 @@ class RuntimeClient:
         if self._channel is channel:
             self._channel = None
         channel.close()
+
+
+def _renamed(error: RpcFailed, what: str) -> Exception:
+    text = f"{what} {'answered' if error.is_answer else 'failed:'} {error}"
+    if error.status is Status.NOT_FOUND or _NO_SUCH.search(error.text):
+        return NotFound(text)
+    if error.status is Status.UNIMPLEMENTED:
+        return Rejected(f"{text}. It has no CRI v1: containerd needs its cri plugin enabled and version 1.6 or later")
+    return Unavailable(f"{text}; it is asked again later")
 
 
 def _container(raw: v1.Container | v1.ContainerStatus, endpoint: Path) -> RuntimeContainer:

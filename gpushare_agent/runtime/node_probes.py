@@ -44,11 +44,7 @@ class WritableDirectory:
 
 
 async def connect_to_socket(path: Path) -> None:
-    """Opens and closes a connection; sends nothing.
-
-    Raises:
-        Unavailable: no socket there, or nobody listens on it.
-    """
+    """Opens and closes a connection; sends nothing. Raises Unavailable: no socket there, or nobody listens on it."""
     try:
         _, writer = await asyncio.open_unix_connection(str(path))
     except OSError as error:
@@ -77,8 +73,7 @@ def _socket_reason(path: Path, error: OSError) -> str:
 def require_device_node(path: Path) -> None:
     """Checks that `path` is a character device that this process may open.
 
-    Raises:
-        Unavailable: it is missing, something else, or not accessible.
+    Raises Unavailable: it is missing, something else, or not accessible.
     """
     try:
         mode = path.stat().st_mode
@@ -110,8 +105,7 @@ async def sees_processes_of_node(node_socket: Path) -> bool:
 def require_proc(proc_root: Path) -> None:
     """Checks that `proc_root` is the /proc of this process's PID namespace and readable.
 
-    Raises:
-        Unavailable: it is not there, no /proc, or shows the PIDs of another namespace.
+    Raises Unavailable: it is not there, no /proc, or shows the PIDs of another namespace.
     """
     try:
         shown = (proc_root / "self").readlink()
@@ -133,8 +127,7 @@ def require_proc(proc_root: Path) -> None:
 def require_writable(directory: Path) -> WritableDirectory:
     """Writes and removes a file in `directory`, or in the nearest parent there is, where it would be made.
 
-    Raises:
-        Unavailable: it is a file, read-only, closed to us, or the disk is full.
+    Raises Unavailable: it is a file, read-only, closed to us, or the disk is full.
     """
     existing = directory
     while not os.path.lexists(existing) and existing != existing.parent:
@@ -154,11 +147,7 @@ def require_writable(directory: Path) -> WritableDirectory:
 
 
 def require_readable_file(path: Path) -> None:
-    """Opens `path` for reading.
-
-    Raises:
-        Unavailable: it is missing, a directory, or not accessible.
-    """
+    """Opens `path` for reading. Raises Unavailable: it is missing, a directory, or not accessible."""
     try:
         with path.open("rb") as file:
             file.read(1)

@@ -101,7 +101,7 @@ async def refused(path: Path, method: str, request: bytes) -> GRPCError:
 
 
 class RawClient:
-    """An HTTP/2 client that sends exactly the frames it is told to, several in one write."""
+    """An HTTP/2 client that sends exactly the frames that the test names, several in one write."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer

@@ -19,6 +19,6 @@ def _own_text() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_own_text")
 def test_the_text_of_a_data_frame_leaves_its_content_out() -> None:
-    """What h2 logs of a frame costs no time that grows with it, and still tells which it was."""
+    """What h2 logs of a frame costs no time that grows with it, and still names which it was."""
     omit_data_texts()
     assert repr(DataFrame(5, data=b"x" * 16384)) == "DataFrame(stream_id=5, 16384 bytes)"

@@ -98,7 +98,7 @@ def test_a_preferred_allocation_request_reads_as_the_generated_class_reads_it(
 ) -> None:
     """Every valid message decodes to the same values, unknown fields of every wire type skipped."""
     decoded = decode_preferred_allocation(bytes(message) + unknown)
-    assert [(c.available, c.must_include, c.size) for c in decoded.container_requests] == [
+    assert [(c.available, c.must_include, c.size) for c in decoded] == [
         (c.available_device_ids, c.must_include_device_ids, c.allocation_size) for c in message.container_requests
     ]
 

@@ -21,7 +21,7 @@ from aiohttp import ClientSession
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.gpus import Health
 from gpushare_agent.observability.display import DisplayServer, routes
-from gpushare_agent.observability.display_document import encode_usage, graph_json, graph_text, usage_json
+from gpushare_agent.observability.display_document import encode_usage, graph_text, usage_json
 from gpushare_agent.observability.http.server import WebServer
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.wire.display import GraphResponse, UsageResponse, VersionResponse
@@ -144,7 +144,7 @@ def test_a_node_without_gpus_and_pods_has_an_empty_usage_and_a_bare_root() -> No
         ),
     )
     assert usage_json(nothing) == {}
-    assert graph_json(nothing) == {"graph": "ROOT:0\n"}
+    assert graph_text(nothing) == "ROOT:0\n"
 
 
 async def test_a_foreign_client_reads_all_three(short_dir: Path, grpc: ModuleType) -> None:

@@ -90,8 +90,8 @@ class World:
     def sampling_overran(self) -> None:
         self.counted.append(("overran",))
 
-    def driver_error(self, word: str, count: int = 1) -> None:
-        self.counted.append(("error", word, count))
+    def driver_error(self, error: str, count: int = 1) -> None:
+        self.counted.append(("error", error, count))
 
     def allocate(
         self, key: ContainerKey, gpus: tuple[int, ...] = (0,), *, container_id: str = "", **others: Any

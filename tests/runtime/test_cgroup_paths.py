@@ -142,7 +142,7 @@ def test_a_container_may_stand_without_a_pod(path: str) -> None:
     ],
 )
 def test_what_a_container_makes_below_itself_says_nothing(path: str) -> None:
-    """Cgroups that look like another pod's, below the container's own, do not make it that pod."""
+    """Cgroups named like another pod's, below the container's own, do not make it that pod."""
     assert parse_proc_cgroup(v2(path)) == PeerIdentity(pod_uid=PodUid(UID), container_id=ID)
     assert parse_proc_cgroup(v1(path)) == PeerIdentity(pod_uid=PodUid(UID), container_id=ID)
 

@@ -65,23 +65,26 @@ async def register(
     """
     import asyncio
 
-    from grpclib import GRPCError, Status
-    from grpclib.client import Channel
-    from grpclib.exceptions import StreamTerminatedError
+    from grpclib import Status
 
-    from gpushare_agent.wire.vcuda import VcudaServiceStub, VDeviceRequest
+    from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
+    from gpushare_agent.kit.wire_scan import MalformedMessageError
+    from gpushare_agent.wire.vcuda import VDeviceRequest, VDeviceResponse
 
     request = VDeviceRequest(bus_id=bus_id, pod_uid=pod_uid, container_name=container_name, container_id=container_id)
+    channel = UnixChannel(address)
     try:
-        with connectable_path(address) as path:
-            async with asyncio.timeout(TIMEOUT_S), Channel(path=path) as channel:
-                await VcudaServiceStub(channel).register_v_device(request)
-    except GRPCError as e:
+        async with asyncio.timeout(TIMEOUT_S):
+            await channel.unary("/vcuda.VCUDAService/RegisterVDevice", request, VDeviceResponse)
+    except (RpcFailed, MalformedMessageError, TimeoutError) as e:
+        if not isinstance(e, RpcFailed) or not e.is_answer:
+            why = _why(e.__cause__ or e)
+            raise Unavailable(f"registering through {address} failed: {why}; {_AGENT_UNAVAILABLE}") from e
         if e.status in (Status.UNAVAILABLE, Status.DEADLINE_EXCEEDED, Status.RESOURCE_EXHAUSTED):
-            raise Unavailable(f"the agent could not register now: {e.status.name}: {e.message}; try again") from e
-        raise Rejected(f"the agent refused to register: {e.status.name}: {e.message}") from e
-    except (OSError, StreamTerminatedError) as e:  # a TimeoutError is an OSError
-        raise Unavailable(f"registering through {address} failed: {_why(e)}; {_AGENT_UNAVAILABLE}") from e
+            raise Unavailable(f"the agent could not register now: {e}; try again") from e
+        raise Rejected(f"the agent refused to register: {e}") from e
+    finally:
+        channel.close()
 
 
 def read_vdevice(directory: Path) -> VDevice:
@@ -258,7 +261,7 @@ def _register(options: argparse.Namespace, program: str) -> int:
     return DONE
 
 
-def _why(error: Exception) -> str:
+def _why(error: BaseException) -> str:
     if isinstance(error, FileNotFoundError):
         return "there is no such socket"
     if isinstance(error, ConnectionRefusedError):

@@ -17,7 +17,7 @@ import structlog
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.runtime.cgroups import CgroupDir
+from gpushare_agent.runtime.cgroup_walk import CgroupDir
 
 log = structlog.get_logger(__name__)
 

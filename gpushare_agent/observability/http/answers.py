@@ -84,8 +84,7 @@ class Word:
 def read_query(query: Mapping[str, str], known: Mapping[str, Number | Word]) -> dict[str, Any]:
     """The values of all `known` parameters.
 
-    Raises:
-        BadQueryError: a parameter that is not known, given twice, out of its bounds, or no number.
+    Raises BadQueryError: a parameter that is not known, given twice, out of its bounds, or no number.
     """
     names = [name for name, _ in query.items()]  # keys() of a multidict has a repeated one once
     for name in names:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import html
 import json
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
 from aiohttp import web
 
 from gpushare_agent import __version__
+from gpushare_agent.kit.http_server import Handler
 from gpushare_agent.kit.logs import LOG_LEVELS, log_level, set_log_level
 from gpushare_agent.observability.http.answers import BadQueryError, Word, accepts_html, read_query, shown
 from gpushare_agent.observability.http.debug_guard import Guard
@@ -30,31 +30,33 @@ from gpushare_agent.observability.http.debug_pages import (
 
 log = structlog.get_logger(__name__)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Page:
-    """`summary` stands in the index; a page without one is left out there."""
-
-    method: str
-    path: str
-    summary: str
-    handler: Handler
+_Page = tuple[str, str, str, Handler]
+"""Method, path, what the index says of it, handler. PUT, an alias of POST, is not in the index."""
 
 
 def debug_routes(sources: DebugSources) -> list[web.AbstractRouteDef]:
-    pages = _pages(sources)
-    show_index = _index(pages)
-    return [
-        *(_route(page.method, page.path, page.handler) for page in pages),
-        *(_route("GET", path, show_index) for path in ("/debug", "/debug/")),
+    pages: list[_Page] = [
+        (
+            "GET",
+            "/debug/allocations",
+            "what is allocated to each container, by device",
+            _json(allocations_page, sources),
+        ),
+        ("GET", "/debug/log", "the log level", _show_log),
+        ("POST", "/debug/log", "change it: ?level=debug", _change_log),
+        ("GET", "/debug/pods", "the pod store, without values that may be secrets", _json(pods_page, sources)),
+        ("GET", "/debug/settings", "every setting in force", _json(settings_page, sources)),
+        ("GET", "/debug/tasks", "every task and what it awaits", _show_tasks),
+        ("GET", "/debug/topology", "GPUs, links, tree", _json(topology_page, sources)),
     ]
-
-
-def _route(method: str, path: str, handler: Handler) -> web.RouteDef:
-    """Without HEAD beside GET."""
-    return web.get(path, handler, allow_head=False) if method == "GET" else web.route(method, path, handler)
+    index = _index(pages)
+    return [
+        *(web.get(path, handler, allow_head=False) for method, path, _, handler in pages if method == "GET"),
+        *(web.get(path, index, allow_head=False) for path in ("/debug", "/debug/")),
+        web.post("/debug/log", _change_log),
+        web.put("/debug/log", _change_log),
+    ]
 
 
 def guarding(guard: Guard) -> Any:
@@ -90,48 +92,26 @@ async def _answer(request: web.Request, handler: Handler, guard: Guard) -> web.S
         return web.Response(status=500, text="the page failed; the agent's log has the traceback\n")
 
 
-def _pages(sources: DebugSources) -> list[_Page]:
-    own = [
-        (
-            "GET",
-            "/debug/allocations",
-            "what is allocated to each container, by device",
-            _json(allocations_page, sources),
-        ),
-        ("GET", "/debug/log", "the log level", _show_log),
-        ("POST", "/debug/log", "change it: ?level=debug", _change_log),
-        ("PUT", "/debug/log", "", _change_log),
-        ("GET", "/debug/pods", "the pod store, without values that may be secrets", _json(pods_page, sources)),
-        ("GET", "/debug/settings", "every setting in force", _json(settings_page, sources)),
-        ("GET", "/debug/tasks", "every task and what it awaits", _show_tasks),
-        ("GET", "/debug/topology", "GPUs, links, tree", _json(topology_page, sources)),
-    ]
-    return [_Page(method=m, path=p, summary=s, handler=h) for m, p, s, h in own]
-
-
 def _index(pages: Sequence[_Page]) -> Handler:
-    listed = [page for page in pages if page.summary]
-
     async def show(request: web.Request) -> web.Response:
         read_query(request.query, {})
         if accepts_html(request):
-            return web.Response(text=_index_html(listed), content_type="text/html")
-        lines = "".join(f"  {page.method:<5} {page.path:<20} {page.summary}\n" for page in listed)
+            return web.Response(text=_index_html(pages), content_type="text/html")
+        lines = "".join(f"  {method:<5} {path:<20} {summary}\n" for method, path, summary, _ in pages)
         return web.Response(text=f"gpushare-agent {__version__}: debug pages\n\n{lines}")
 
     return show
 
 
 def _index_html(pages: Sequence[_Page]) -> str:
-    rows = "".join(f"<tr><td>{page.method}<td>{_link(page)}<td>{html.escape(page.summary)}\n" for page in pages)
+    rows = ""
+    for method, path, summary, _ in pages:
+        link = f"<a href='{path}'>{path}</a>" if method == "GET" else path
+        rows += f"<tr><td>{method}<td>{link}<td>{html.escape(summary)}\n"
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><title>gpushare-agent: debug</title>"
         f"<h1>gpushare-agent {__version__}: debug pages</h1>\n<table>\n{rows}</table>\n"
     )
-
-
-def _link(page: _Page) -> str:
-    return f"<a href='{page.path}'>{page.path}</a>" if page.method == "GET" else page.path
 
 
 def _json(make: Callable[[DebugSources], dict[str, Any]], sources: DebugSources) -> Handler:

@@ -1,14 +1,14 @@
 """What changed between two documents of the node, small enough to be sent each second.
 
 Pure functions over the JSON of observability/node_snapshot.py. The format of a patch is docs/api.md. Uses are rounded
-to three digits, so that what nobody can see is not sent; and they come as lists in the order of CARD_USE and
+to three digits, so that what nobody can see is not sent; and they come as lists in the order of GPU_USE and
 CONTAINER_USE, because with names 16 GPUs and 200 containers would take 60 KB a second.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Document = dict[str, Any]
@@ -64,10 +64,12 @@ def patch(old: Document, new: Document) -> Document:
     _put(found, "agent", _changed(old["agent"], new["agent"]))
     old_gpus, new_gpus = _by_uuid(old), _by_uuid(new)
     old_containers, new_containers = _by_key(old), _by_key(new)
-    _put(found, "cards", dict(_changed_gpus(old_gpus, new_gpus)))
-    _put(found, "card_use", dict(_changed_gpu_use(old_gpus, new_gpus)))
-    _put(found, "containers", dict(_changed_containers(old_containers, new_containers)))
-    _put(found, "container_use", dict(_changed_container_use(old_containers, new_containers)))
+    cards, card_use = _changed_gpus(old_gpus, new_gpus)
+    containers, container_use = _changed_containers(old_containers, new_containers)
+    _put(found, "cards", cards)
+    _put(found, "card_use", card_use)
+    _put(found, "containers", containers)
+    _put(found, "container_use", container_use)
     _put(found, "gone", sorted({*old_gpus, *old_containers} - {*new_gpus, *new_containers}))
     return {"at": new["at"], **found} if found else {}
 
@@ -89,54 +91,35 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Document:
     return {name: value for name, value in new.items() if name not in old or old[name] != value}
 
 
-def _changed_gpus(old: Mapping[str, Document], new: Mapping[str, Document]) -> Iterator[tuple[str, Document]]:
-    """GPUs with a change besides their numbers: the changed fields, `usage` whole where more than numbers changed."""
+def _changed_gpus(old: Mapping[str, Document], new: Mapping[str, Document]) -> tuple[Document, Document]:
+    """GPUs with a change besides their numbers, the changed fields of each; and those of which the numbers changed."""
+    found, use = {}, {}
     for uuid, gpu in new.items():
         before = old.get(uuid)
         if before is None:
-            yield uuid, gpu
+            found[uuid] = gpu
             continue
         changed = _changed(before, gpu)
-        if _is_only_numbers(before["usage"], gpu["usage"], GPU_USE):
-            changed.pop("usage", None)
+        if _is_only_numbers(before["usage"], gpu["usage"], GPU_USE) and changed.pop("usage", None) is not None:
+            use[uuid] = _numbers(gpu["usage"], GPU_USE)
         if changed:
-            yield uuid, changed
+            found[uuid] = changed
+    return found, use
 
 
-def _changed_gpu_use(old: Mapping[str, Document], new: Mapping[str, Document]) -> Iterator[tuple[str, list[Any]]]:
-    for uuid, gpu in new.items():
-        before = old.get(uuid)
-        if (
-            before is not None
-            and before["usage"] != gpu["usage"]
-            and _is_only_numbers(before["usage"], gpu["usage"], GPU_USE)
-        ):
-            yield uuid, _numbers(gpu["usage"], GPU_USE)
-
-
-def _changed_containers(old: Mapping[str, Document], new: Mapping[str, Document]) -> Iterator[tuple[str, Document]]:
+def _changed_containers(old: Mapping[str, Document], new: Mapping[str, Document]) -> tuple[Document, Document]:
+    """Containers with a change besides their use; and `[[GPU's index, …], …]` of the GPUs on which only that changed."""
+    found, use = {}, {}
     for key, container in new.items():
         before = old.get(key)
         if before is None or not _is_only_use(before, container):
-            yield key, container
-
-
-def _changed_container_use(
-    old: Mapping[str, Document], new: Mapping[str, Document]
-) -> Iterator[tuple[str, list[list[Any]]]]:
-    """`[[GPU's index, …], …]` of the GPUs on which the use changed."""
-    for key, container in new.items():
-        before = old.get(key)
-        if before is None or before == container or not _is_only_use(before, container):
-            continue
-        yield (
-            key,
-            [
-                [share["index"], *_numbers(share["usage"], CONTAINER_USE)]
-                for was, share in zip(before["cards"], container["cards"], strict=True)
-                if was != share
-            ],
-        )
+            found[key] = container
+        elif before != container:
+            shares = zip(before["cards"], container["cards"], strict=True)
+            use[key] = [
+                [share["index"], *_numbers(share["usage"], CONTAINER_USE)] for was, share in shares if was != share
+            ]
+    return found, use
 
 
 def _is_only_use(old: Document, new: Document) -> bool:

@@ -49,9 +49,9 @@ _HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X
 class _Reader:
     """One connection's events that are yet to be sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: asyncio.Transport | None) -> None:
         self.queue: asyncio.Queue[bytes] = asyncio.Queue(MOST_WAITING)
-        self.transport: asyncio.Transport | None = None
+        self.transport = transport
 
     def put(self, event: bytes) -> bool:
         """False, and the connection is cut, where too many wait already."""
@@ -142,8 +142,7 @@ class LiveStream:
 
     @contextlib.contextmanager
     def _reading(self, transport: asyncio.Transport | None) -> Iterator[_Reader]:
-        reader = _Reader()
-        reader.transport = transport
+        reader = _Reader(transport)
         if not self._readers:  # the last reader's state may be hours old
             self._reported, self._first_event = rounded(self._document()), b""
             self._reported_decision = 0

@@ -7,7 +7,8 @@ encoded in slices, and once for all requests. The stream of changes is observabi
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpushare_agent.model.decision_records import Candidate, DecisionRecord
@@ -22,6 +23,7 @@ from gpushare_agent.observability.http.answers import (
     read_query,
 )
 from gpushare_agent.observability.node_snapshot import NodeSnapshot, node_document
+from gpushare_agent.observability.usage_history import UsageHistory
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -33,6 +35,7 @@ DECISIONS_UNLESS_ASKED = 50
 MOST_NUMBER = 10**15
 MOST_KEPT_BYTES = 4 * 1024 * 1024
 """A longer history is encoded anew for each request."""
+_CANDIDATE_FIELDS = tuple(field.name for field in fields(Candidate))
 _NODE: Mapping[str, Number | Word] = {}
 _HISTORY: Mapping[str, Number | Word] = {"only": Word(most_characters=10, choices=("cards", "containers"))}
 _DECISIONS: Mapping[str, Number | Word] = {
@@ -52,15 +55,6 @@ class Decisions(Protocol):
     ) -> tuple[DecisionRecord, ...]: ...
 
 
-class Curves(Protocol):
-    """observability/usage_history.py. `version` grows with each change."""
-
-    @property
-    def version(self) -> int: ...
-
-    def pieces(self, *, gpus: bool, containers: bool) -> Iterable[bytes]: ...
-
-
 class NodeApi:
     """`snapshot` is read for each request. State owned: the last answers, while they are current, and the JSON of the
     decisions that were requested last."""
@@ -69,7 +63,7 @@ class NodeApi:
         self,
         *,
         snapshot: Callable[[], NodeSnapshot],
-        history: Curves,
+        history: UsageHistory,
         decisions: Decisions,
         kept_decisions: int,
     ) -> None:
@@ -127,7 +121,10 @@ class NodeApi:
 
 def decision_document(record: DecisionRecord) -> dict[str, Any]:
     """The fields of DecisionRecord, enums as their values."""
-    return {**brief_decision(record), "candidates": [_candidate(one) for one in record.candidates]}
+    return {
+        **brief_decision(record),
+        "candidates": [{name: getattr(gpu, name) for name in _CANDIDATE_FIELDS} for gpu in record.candidates],
+    }
 
 
 def brief_decision(record: DecisionRecord) -> dict[str, Any]:
@@ -154,19 +151,6 @@ def brief_decision(record: DecisionRecord) -> dict[str, Any]:
             "hint": asked.hint,
             "must_cards": asked.must_gpus,
         },
-    }
-
-
-def _candidate(gpu: Candidate) -> dict[str, Any]:
-    return {
-        "index": gpu.index,
-        "uuid": gpu.uuid,
-        "is_healthy": gpu.is_healthy,
-        "free_cores": gpu.free_cores,
-        "free_memory_bytes": gpu.free_memory_bytes,
-        "total_memory_bytes": gpu.total_memory_bytes,
-        "is_chosen": gpu.is_chosen,
-        "verdict": gpu.verdict,
     }
 
 

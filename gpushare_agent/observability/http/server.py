@@ -75,8 +75,7 @@ class WebServer:
     async def bind(self) -> None:
         """Take the port now, so that a busy one is reported before anything else starts. `run` does it where nobody did.
 
-        Raises:
-            StartupError: the address cannot be listened on.
+        Raises StartupError: the address cannot be listened on.
         """
         if not self._listeners:
             self._listeners = await self._listen()
@@ -87,11 +86,7 @@ class WebServer:
         self._listeners = []
 
     async def run(self) -> NoReturn:
-        """Serve until cancelled.
-
-        Raises:
-            StartupError: the address cannot be listened on.
-        """
+        """Serve until cancelled. Raises StartupError: the address cannot be listened on."""
         await asyncio.to_thread(self._load)
         from aiohttp import web
 
@@ -154,9 +149,8 @@ class WebServer:
         from aiohttp import web
 
         reasons = self._ready()
-        return web.Response(
-            status=503 if reasons else 200, text="".join(f"{reason}\n" for reason in reasons) if reasons else "ok\n"
-        )
+        text = "".join(f"{reason}\n" for reason in reasons) or "ok\n"
+        return web.Response(status=503 if reasons else 200, text=text)
 
     async def _show_version(self, _request: web.Request) -> web.Response:
         from aiohttp import web

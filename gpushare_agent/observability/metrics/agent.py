@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -28,9 +29,9 @@ IDENTIFIED_BY = ("listed", "fetched", "looked-again", "own-books")
 """admission/identification.py has the cases."""
 _MAX_XID = 200
 """NVIDIA's catalogue ends below it."""
-_MAX_WORDS = 64
+_MAX_VALUES = 64
 """Label values that come from outside, each with a series for ever: further ones share the value `other`."""
-_WORD = re.compile(r"[a-z0-9_]{1,64}")
+_ERROR = re.compile(r"[a-z0-9_]{1,64}")
 _EOF = b"# EOF\n"
 
 
@@ -47,113 +48,85 @@ class AgentMetrics:
             "gpushare_build_info", "Version of the agent and of Python.", ["version", "python"], registry=registry
         )
         build.labels(__version__, platform.python_version()).set(1)
-        self._count_calls(registry)
-        self._count_pods(registry)
-        self._count_gpus(registry)
+        self._count_calls()
+        self._count_pods()
+        self._count_gpus()
 
-    def _count_calls(self, registry: CollectorRegistry) -> None:
+    def _count_calls(self) -> None:
         """The kubelet's calls and the containers'."""
-        self._admissions = _counter(
-            registry, "admissions", "Allocate calls by outcome.", "resource", "outcome", "reason"
-        )
-        self._identifications = _counter(
-            registry,
-            "identifications",
-            "Containers identified as the target of a call of the kubelet, by method.",
-            "method",
-            begin=[(method,) for method in IDENTIFIED_BY],
-        )
-        self._rpc_duration = Histogram(
-            "gpushare_rpc_duration_seconds",
-            "Duration of a call of the kubelet.",
-            ["resource", "method"],
-            buckets=RPC_BUCKETS_S,
-            registry=registry,
-        )
-        self._rpcs = _counter(registry, "rpcs", "Calls of the kubelet by gRPC status.", "resource", "method", "code")
-        self._vdevice_registrations = _counter(
-            registry,
+        self._admissions = self._counter("admissions", "Allocate calls by outcome.", resource=(), outcome=(), reason=())
+        text = "Containers identified as the target of a call of the kubelet, by method."
+        self._identifications = self._counter("identifications", text, method=IDENTIFIED_BY)
+        text = "Duration of a call of the kubelet."
+        self._rpc_duration = self._histogram("rpc_duration_seconds", text, RPC_BUCKETS_S, "resource", "method")
+        self._rpcs = self._counter("rpcs", "Calls of the kubelet by gRPC status.", resource=(), method=(), code=())
+        self._vdevice_registrations = self._counter(
             "vdevice_registrations",
             "RegisterVDevice calls of containers by gRPC status.",
-            "code",
-            begin=[("OK",), ("PERMISSION_DENIED",), ("RESOURCE_EXHAUSTED",)],
+            code=("OK", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"),
         )
         self._registered: set[str] = set()
-        self._registrations = _counter(registry, "registrations", "Registrations with the kubelet.", "resource")
-        self._reregistrations = _counter(
-            registry, "reregistrations", "Registrations with the kubelet after the first one.", "resource"
-        )
-        self._lists = _counter(
-            registry,
+        self._registrations = self._counter("registrations", "Registrations with the kubelet.", resource=())
+        text = "Registrations with the kubelet after the first one."
+        self._reregistrations = self._counter("reregistrations", text, resource=())
+        self._lists = self._counter(
             "pod_resources_lists",
             "List calls to the kubelet's PodResources API.",
-            "purpose",
-            begin=[("admission",), ("overlapped",), ("reconcile",), ("recovery",)],
+            purpose=("admission", "overlapped", "reconcile", "recovery"),
         )
-        self._taken_ids = _counter(
-            registry,
-            "taken_ids_offered",
-            "Device IDs that the kubelet offered though they are allocated to a live container.",
-            "resource",
-        )
-        self._corrections = _counter(
-            registry,
+        text = "Device IDs that the kubelet offered though they are allocated to a live container."
+        self._taken_ids = self._counter("taken_ids_offered", text, resource=())
+        self._corrections = self._counter(
             "reconcile_corrections",
             "Differences between the agent's allocations and the kubelet's that were corrected.",
-            "kind",
-            begin=[("adopted",), ("changed",), ("ended",), ("unlisted",)],
+            kind=("adopted", "changed", "ended", "unlisted"),
         )
 
-    def _count_pods(self, registry: CollectorRegistry) -> None:
+    def _count_pods(self) -> None:
         """The API server's pods."""
-        self._pod_lists = _counter(registry, "pod_lists", "Lists of the node's pods from the API server.")
-        self._pod_watches = _counter(
-            registry,
+        self._pod_lists = self._counter("pod_lists", "Lists of the node's pods from the API server.")
+        self._pod_watches = self._counter(
             "pod_watches_ended",
             "Watches of the node's pods, by why they ended.",
-            "outcome",
-            begin=[("conflict",), ("corrupt",), ("ended",), ("notfound",), ("rejected",), ("unavailable",)],
+            outcome=("conflict", "corrupt", "ended", "notfound", "rejected", "unavailable"),
         )
-        self._unreadable = _counter(registry, "pods_unreadable", "Pods of the API server that could not be read.")
-        self._annotations = _counter(
-            registry,
+        self._unreadable = self._counter("pods_unreadable", "Pods of the API server that could not be read.")
+        self._annotations = self._counter(
             "pod_annotations",
             "Patches of pod annotations by outcome.",
-            "outcome",
-            begin=[("dropped",), ("gone",), ("patched",), ("refused",), ("unavailable",)],
+            outcome=("dropped", "gone", "patched", "refused", "unavailable"),
         )
-        self._events = _counter(
-            registry,
-            "pod_events",
-            "Kubernetes Events on pods by outcome.",
-            "outcome",
-            begin=[("dropped",), ("refused",), ("sent",)],
-        )
-        self._deletions = _counter(registry, "rejected_pods_deleted", "Rejected pods deleted after their replacement.")
+        text = "Kubernetes Events on pods by outcome."
+        self._events = self._counter("pod_events", text, outcome=("dropped", "refused", "sent"))
+        self._deletions = self._counter("rejected_pods_deleted", "Rejected pods deleted after their replacement.")
 
-    def _count_gpus(self, registry: CollectorRegistry) -> None:
+    def _count_gpus(self) -> None:
         """The driver: events, errors, sampling."""
         self._uuids: set[str] = set()
-        self._words: set[str] = set()
-        self._gpu_events = _counter(
-            registry, "gpu_events", "Events that the driver reported of a GPU.", "kind", "xid", "ignored"
+        self._errors: set[str] = set()
+        text = "Events that the driver reported of a GPU."
+        self._gpu_events = self._counter("gpu_events", text, kind=(), xid=(), ignored=())
+        text = "GPUs that became unhealthy or healthy."
+        self._health_changes = self._counter("card_health_changes", text, uuid=(), to=())
+        self._driver_errors = self._counter(
+            "driver_errors", "Errors of the GPU driver by its own name for them.", error=()
         )
-        self._health_changes = _counter(
-            registry, "card_health_changes", "GPUs that became unhealthy or healthy.", "uuid", "to"
+        self._sampling = self._histogram(
+            "sampling_duration_seconds", "Duration of a round of sampling.", SAMPLING_BUCKETS_S
         )
-        self._driver_errors = _counter(
-            registry, "driver_errors", "Errors of the GPU driver by its own name for them.", "error"
-        )
-        self._sampling = Histogram(
-            "gpushare_sampling_duration_seconds",
-            "Duration of a round of sampling.",
-            buckets=SAMPLING_BUCKETS_S,
-            registry=registry,
-        )
-        self._sampling_failures = _counter(registry, "sampling_failures", "Rounds of sampling that failed.")
-        self._sampling_overruns = _counter(
-            registry, "sampling_overruns", "Rounds of sampling that took longer than their period."
-        )
+        self._sampling_failures = self._counter("sampling_failures", "Rounds of sampling that failed.")
+        text = "Rounds of sampling that took longer than their period."
+        self._sampling_overruns = self._counter("sampling_overruns", text)
+
+    def _counter(self, name: str, text: str, **labels: Sequence[str]) -> Counter:
+        """`labels` by name, with the values of an only one that are known from the start."""
+        counter = Counter(f"gpushare_{name}", text, labels, registry=self.registry)
+        for value in chain(*labels.values()):
+            counter.labels(value)
+        return counter
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(f"gpushare_{name}", text, labels, buckets=buckets, registry=self.registry)
 
     def know_resources(self, resources: Iterable[str]) -> None:
         """The resources that this node offers: their series begin at zero."""
@@ -233,9 +206,9 @@ class AgentMetrics:
     def gpu_health_changed(self, uuid: str, healthy: bool) -> None:
         self._health_changes.labels(_bounded(uuid, self._uuids), "healthy" if healthy else "unhealthy").inc()
 
-    def driver_error(self, word: str, count: int = 1) -> None:
-        """`word` is the driver's own for the error, in lower case: `gpu_is_lost`, `timeout`."""
-        shown = _bounded(word, self._words) if _WORD.fullmatch(word) else "other"
+    def driver_error(self, error: str, count: int = 1) -> None:
+        """`error` is the driver's own name of it, in lower case: `gpu_is_lost`, `timeout`."""
+        shown = _bounded(error, self._errors) if _ERROR.fullmatch(error) else "other"
         self._driver_errors.labels(shown).inc(count)
 
     def sampled(self, duration_s: float) -> None:
@@ -277,38 +250,16 @@ class AgentMetrics:
 
     def exposition(self, accept: str) -> tuple[str, bytes]:
         """Content type and text, in the format that an Accept header names: Prometheus' text or OpenMetrics."""
-        content_type, is_openmetrics = _format(accept)
+        _, content_type = choose_encoder(accept)
+        is_openmetrics = content_type.startswith("application/openmetrics-text")
         node = self._page.text(is_openmetrics=is_openmetrics) if self._page is not None else b""
-        return content_type, node + self._counted(is_openmetrics=is_openmetrics)
-
-    def _counted(self, *, is_openmetrics: bool) -> bytes:
         counted = families_text(self.registry.collect(), is_openmetrics=is_openmetrics)
-        return counted + (_EOF if is_openmetrics else b"")
-
-
-def _format(accept: str) -> tuple[str, bool]:
-    """Content type, and whether it is OpenMetrics."""
-    _, content_type = choose_encoder(accept)
-    return content_type, content_type.startswith("application/openmetrics-text")
-
-
-def _counter(
-    registry: CollectorRegistry,
-    name: str,
-    documentation: str,
-    *labels: str,
-    begin: Iterable[tuple[str, ...]] = (),
-) -> Counter:
-    """`begin` are the label values that are known from the start."""
-    counter = Counter(f"gpushare_{name}", documentation, labels, registry=registry)
-    for values in begin:
-        counter.labels(*values)
-    return counter
+        return content_type, node + counted + (_EOF if is_openmetrics else b"")
 
 
 def _bounded(value: str, known: set[str]) -> str:
     if value not in known:
-        if len(known) >= _MAX_WORDS:
+        if len(known) >= _MAX_VALUES:
             return "other"
         known.add(value)
     return value

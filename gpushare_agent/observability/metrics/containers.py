@@ -82,12 +82,8 @@ def _shares(snapshot: NodeSnapshot, facts: ContainerFacts, gpus: Mapping[GpuUuid
                 node=snapshot.node,
             ),
         )
-        for gpu in sorted(own, key=_index)
+        for gpu in sorted(own, key=attrgetter("index"))
     ]
-
-
-def _index(gpu: Gpu) -> int:
-    return gpu.index
 
 
 def _use_of(snapshot: NodeSnapshot, facts: ContainerFacts, gpu: Gpu) -> ContainerUse | None:

@@ -25,30 +25,23 @@ THROTTLE_REASONS = (
 )
 """The driver's reasons: a GPU that reports any has each of them as 0 or 1. Any other is shown while it applies."""
 
-_GPU_SAMPLES: tuple[tuple[str, str, Callable[[GpuSample], Number | None]], ...] = (
-    ("memory_used_bytes", "Memory of the GPU in use, by any process.", lambda s: s.memory_used_bytes),
-    ("sm_utilization_ratio", "Time in which the GPU computed.", lambda s: s.sm_ratio),
-    (
-        "memory_bandwidth_utilization_ratio",
-        "Time in which the GPU's memory was read or written.",
-        lambda s: s.memory_ratio,
-    ),
-    ("encoder_utilization_ratio", "Use of the GPU's encoder.", lambda s: s.encoder_ratio),
-    ("decoder_utilization_ratio", "Use of the GPU's decoder.", lambda s: s.decoder_ratio),
-    ("temperature_celsius", "Temperature of the GPU.", lambda s: s.temperature_celsius),
-    ("power_watts", "Power that the GPU draws.", lambda s: s.power_watts),
-    ("power_limit_watts", "Power that the GPU may draw at most.", lambda s: s.power_limit_watts),
-    ("sm_clock_hertz", "Clock of the GPU's compute.", lambda s: s.sm_clock_hertz),
-    ("memory_clock_hertz", "Clock of the GPU's memory.", lambda s: s.memory_clock_hertz),
-    (
-        "pcie_received_bytes_per_second",
-        "What the GPU receives over PCIe.",
-        lambda s: s.pcie_received_bytes_per_second,
-    ),
-    ("pcie_sent_bytes_per_second", "What the GPU sends over PCIe.", lambda s: s.pcie_sent_bytes_per_second),
-    ("nvlink_received_bytes_total", "What the GPU received over NVLink.", lambda s: s.nvlink_received_bytes_total),
-    ("nvlink_sent_bytes_total", "What the GPU sent over NVLink.", lambda s: s.nvlink_sent_bytes_total),
+_GPU_SAMPLES = (
+    ("memory_used_bytes", "memory_used_bytes", "Memory of the GPU in use, by any process."),
+    ("sm_utilization_ratio", "sm_ratio", "Time in which the GPU computed."),
+    ("memory_bandwidth_utilization_ratio", "memory_ratio", "Time in which the GPU's memory was read or written."),
+    ("encoder_utilization_ratio", "encoder_ratio", "Use of the GPU's encoder."),
+    ("decoder_utilization_ratio", "decoder_ratio", "Use of the GPU's decoder."),
+    ("temperature_celsius", "temperature_celsius", "Temperature of the GPU."),
+    ("power_watts", "power_watts", "Power that the GPU draws."),
+    ("power_limit_watts", "power_limit_watts", "Power that the GPU may draw at most."),
+    ("sm_clock_hertz", "sm_clock_hertz", "Clock of the GPU's compute."),
+    ("memory_clock_hertz", "memory_clock_hertz", "Clock of the GPU's memory."),
+    ("pcie_received_bytes_per_second", "pcie_received_bytes_per_second", "What the GPU receives over PCIe."),
+    ("pcie_sent_bytes_per_second", "pcie_sent_bytes_per_second", "What the GPU sends over PCIe."),
+    ("nvlink_received_bytes_total", "nvlink_received_bytes_total", "What the GPU received over NVLink."),
+    ("nvlink_sent_bytes_total", "nvlink_sent_bytes_total", "What the GPU sent over NVLink."),
 )
+"""Name of the series, field of GpuSample, help."""
 
 
 def node_series(snapshot: NodeSnapshot) -> list[Series]:
@@ -72,8 +65,8 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
     if usage is None:
         return
     samples = [(gpu.uuid, usage.gpus[gpu.uuid]) for gpu in gpus if gpu.uuid in usage.gpus]
-    for name, text, sampled in _GPU_SAMPLES:
-        rows = [(labels[uuid], rounded(value)) for uuid, s in samples if (value := sampled(s)) is not None]
+    for name, field, text in _GPU_SAMPLES:
+        rows = [(labels[uuid], rounded(value)) for uuid, s in samples if (value := getattr(s, field)) is not None]
         yield Series(f"gpushare_card_{name}", text, "counter" if name.endswith("_total") else "gauge", rows)
     yield from _labelled_samples(snapshot, gpus, [sample for _, sample in samples])
     unattributed = [(labels[s.uuid], usage.unattributed.get(s.uuid, ())) for _, s in samples if s.processes is not None]
