@@ -30,7 +30,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 
@@ -47,6 +47,7 @@ from gpushare_agent.extender.messages import (
     parse_preempt_args,
     preemption_result,
 )
+from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.tls import Tls, reload_certificate, tls_context
 from gpushare_agent.extender.verbs import Extender
 from gpushare_agent.kit.tcp_listeners import listen_tcp
@@ -78,12 +79,6 @@ class UnreadError(Exception):
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
-
-
-class CountsRequests(Protocol):
-    def request(self, verb: str, outcome: str, duration_s: float) -> None: ...
-
-    def exposition(self, accept: str) -> tuple[str, bytes]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +155,7 @@ class ExtenderWeb:
         *,
         config: ListenConfig,
         verbs: ExtenderVerbs,
-        metrics: CountsRequests,
+        metrics: ExtenderMetrics,
         ready: Callable[[], Sequence[str]],
         warm: Callable[[], Sequence[str]],
         pages: StatePages,

@@ -18,10 +18,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import structlog
 
+from gpushare_agent.cluster.kube.cluster import ClusterApi
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected
 
 log = structlog.get_logger(__name__)
@@ -32,16 +33,6 @@ RELEASE_TIMEOUT_S = 2.0
 SHORTEST_PAUSE_S = 0.01
 RELEASED_S = 1
 """The duration of a released lease."""
-
-
-class KeepsLeases(Protocol):
-    """The part of the API server that is needed here (cluster/kube/cluster.py)."""
-
-    async def get_lease(self, namespace: str, name: str) -> dict[str, Any]: ...
-
-    async def create_lease(self, namespace: str, raw_lease: Mapping[str, Any]) -> dict[str, Any]: ...
-
-    async def replace_lease(self, namespace: str, name: str, raw_lease: Mapping[str, Any]) -> dict[str, Any]: ...
 
 
 def boot_time_s() -> float:
@@ -67,7 +58,7 @@ class LeaderElection:
     def __init__(
         self,
         *,
-        api: KeepsLeases,
+        api: ClusterApi,
         identity: str,
         terms: LeaseTerms,
         clock: Callable[[], float] = boot_time_s,

@@ -8,14 +8,15 @@ that does not lead refuses every request. State owned: whether this process may 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Protocol
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import structlog
 
 from gpushare_agent.cluster.kube.client import pods
-from gpushare_agent.cluster.kube.lists import Watched
+from gpushare_agent.cluster.kube.cluster import ClusterApi
 from gpushare_agent.cluster.kube.pods import pod_uid
+from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound
 from gpushare_agent.model.names import PodUid
@@ -32,37 +33,14 @@ WITHDRAW_TIMEOUT_S = 2.0
 _CURE = "POD_NAME and POD_NAMESPACE must name this pod, and the service account needs get, list and patch on pods"
 
 
-class LabelsPods(Protocol):
-    """The part of the API server that is needed here (cluster/kube/cluster.py)."""
-
-    async def get_pod(self, namespace: str, name: str) -> dict[str, Any]: ...
-
-    async def list_all(self, watched: Watched, read: Callable[[dict[str, Any]], str]) -> tuple[list[str], str]: ...
-
-    async def patch_pod_labels(
-        self, namespace: str, name: str, uid: PodUid, labels: Mapping[str, str | None]
-    ) -> dict[str, Any]: ...
-
-
-class Elects(Protocol):
-    """extender/leader_election.py."""
-
-    @property
-    def term(self) -> int: ...
-
-    def leads(self) -> bool: ...
-
-    async def wait_change(self, term: int, is_leading: bool) -> None: ...
-
-
 class LeaderLabel:
     """`run` once; `withdraw` after it has ended. `namespace` and `name` are those of this process's own pod."""
 
     def __init__(
         self,
         *,
-        api: LabelsPods,
-        election: Elects,
+        api: ClusterApi,
+        election: LeaderElection | AlwaysLeads,
         namespace: str,
         name: str,
         backoff: Backoff | None = None,

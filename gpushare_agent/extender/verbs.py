@@ -9,53 +9,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from gpushare_agent.extender.bind import Binder
+from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.messages import BindArgs, FilterAnswer, NodesArgs, PreemptArgs
-from gpushare_agent.extender.values import Reservation, Stage
+from gpushare_agent.extender.metrics import ExtenderMetrics
+from gpushare_agent.extender.values import Stage
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import Pod
 
 A = TypeVar("A")
-
-
-class Answered(Protocol):
-    """extender/cluster_state.py, Filtered."""
-
-    @property
-    def fitting(self) -> list[str]: ...
-
-    @property
-    def failed(self) -> dict[str, str]: ...
-
-    @property
-    def unresolvable(self) -> dict[str, str]: ...
-
-
-class Decides(Protocol):
-    """extender/cluster_state.py."""
-
-    def filter_steps(self, pod: Pod, names: Sequence[str] | None) -> Generator[None, None, Answered]: ...
-
-    def prioritize(self, pod: Pod, names: Sequence[str]) -> list[tuple[str, int]]: ...
-
-    def victims(self, pod: Pod, candidates: Mapping[str, Sequence[PodUid]]) -> dict[str, list[PodUid]]: ...
-
-    def reservation(self, uid: PodUid) -> Reservation | None: ...
-
-
-class Binds(Protocol):
-    """extender/bind.py."""
-
-    async def bind(self, args: BindArgs) -> str: ...
-
-    async def reserve(self, pod: Pod, node: str) -> str: ...
-
-    def release(self, uid: PodUid) -> None: ...
-
-
-class CountsFilters(Protocol):
-    def filtered(self, fitting: int, failed: int, unresolvable: int) -> None: ...
 
 
 class Extender:
@@ -64,9 +27,9 @@ class Extender:
     def __init__(
         self,
         *,
-        state: Decides,
-        binder: Binds,
-        metrics: CountsFilters,
+        state: ClusterState,
+        binder: Binder,
+        metrics: ExtenderMetrics,
         reserves_at_filter: bool = False,
     ) -> None:
         self._state = state
