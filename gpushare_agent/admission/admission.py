@@ -24,14 +24,16 @@ from gpushare_agent.admission.decisions.identity import Call, Target
 from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
 from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
 from gpushare_agent.admission.decisions.plan import Plan
-from gpushare_agent.admission.identification import InsideLister
+from gpushare_agent.admission.identification import Identification, InsideLister
+from gpushare_agent.admission.outcomes import OutcomeReporter
 from gpushare_agent.admission.pending import PendingAdmissions, PendingPlan, RefusedPods
+from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.model.allocations import Allocation, ContainerEdits
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid
-from gpushare_agent.model.pods import ContainerKind, Pod
+from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceKind
 
 RELEASE_WAIT_S = 0.5
@@ -54,27 +56,6 @@ class AdmissionGate(Protocol):
     def allocating(self) -> AbstractContextManager[None]: ...
 
 
-class Identifier(Protocol):
-    async def identify(self, call: Call, inside: InsideLister) -> Target | Refused: ...
-    def successor(self, kind: ResourceKind, ids: Sequence[str]) -> Target | None:
-        """The container of an Allocate without a GetPreferredAllocation: its IDs are an init container's."""
-
-
-class PodsByUid(Protocol):
-    def get(self, uid: PodUid) -> Pod | None: ...
-
-
-class AdmissionObserver(Protocol):
-    """Called with each outcome, synchronously; must not block."""
-
-    def allocated(self, target: Target, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
-        """`why` is None where nothing was decided now: an init container's IDs are passed on, or a further resource of a
-        container is added to those that it has."""
-
-    def refused(self, target: Target | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None: ...
-    def taken_ids_offered(self, kind: ResourceKind, count: int) -> None: ...
-
-
 class Admission:
     """The handler of the device plugins."""
 
@@ -82,15 +63,15 @@ class Admission:
         self,
         *,
         gate: AdmissionGate,
-        identification: Identifier,
+        identification: Identification,
         cache: AllocationCache,
-        pods: PodsByUid,
+        pods: PodStore,
         inventory: Callable[[], GpuInventory],
         policy: Policy,
         edits: Callable[[], EditPolicy],
         node_name: str,
         refused_pods: RefusedPods,
-        observer: AdmissionObserver,
+        observer: OutcomeReporter,
         wait_for_release: Callable[[], Awaitable[bool]],
         daemon_unavailable_reason: Callable[[], str] = lambda: "",
         clock: Callable[[], float],

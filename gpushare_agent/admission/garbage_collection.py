@@ -20,8 +20,11 @@ import structlog
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.garbage import CorrectionKind, Evidence, Reconciliation, reconcile
 from gpushare_agent.admission.decisions.recovery import Records, rebuild
+from gpushare_agent.admission.pod_processes import PodProcesses
+from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import forever, wait_for
+from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
 from gpushare_agent.kubelet.records import CheckpointEntry, ListedPod
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound, Rejected, Unavailable
@@ -45,15 +48,6 @@ FRESH_S = 2.0
 """The kubelet records an allocation shortly after our answer; younger ones are not compared with its records."""
 
 
-class KnownPods(Protocol):
-    """The pod store."""
-
-    @property
-    def is_synced(self) -> bool: ...
-    def get(self, uid: PodUid) -> Pod | None: ...
-    def pods(self) -> tuple[Pod, ...]: ...
-
-
 class Listing(Protocol):
     def decoded(self) -> ListedPod: ...
 
@@ -72,14 +66,6 @@ class PodGets(Protocol):
     async def get_pod(self, namespace: str, name: str, *, timeout_s: float) -> Listing: ...
 
 
-class Checkpoint(Protocol):
-    async def read(self) -> Sequence[CheckpointEntry]: ...
-
-
-class Processes(Protocol):
-    async def are_running(self, uid: PodUid) -> bool | None: ...
-
-
 class GarbageCollection:
     """One per agent, subscribed to the pod store (`pod_changed`) and the allocation cache (`allocation_changed`).
 
@@ -91,11 +77,11 @@ class GarbageCollection:
         self,
         *,
         cache: AllocationCache,
-        pods: KnownPods,
+        pods: PodStore,
         gate: QuietLists,
         pod_resources: PodGets,
-        checkpoint: Checkpoint,
-        processes: Processes,
+        checkpoint: KubeletCheckpoint,
+        processes: PodProcesses,
         names: ResourceNames,
         inventory: Callable[[], GpuInventory],
         kubelet_age_s: Callable[[], float | None],

@@ -17,8 +17,9 @@ from typing import NoReturn, Protocol
 
 import structlog
 
+from gpushare_agent.cluster.kube.client import KubeApi
+from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound
-from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod, PodPhase, version_number
 
 log = structlog.get_logger(__name__)
@@ -27,16 +28,6 @@ REPLACING_CONTROLLERS = ("ReplicaSet", "StatefulSet")
 ADMISSION_REASON = "UnexpectedAdmissionError"
 """The kubelet's reason for a pod whose devices it could not get."""
 MINUTE_S = 60.0
-
-
-class DeletesPods(Protocol):
-    async def delete_pod(self, namespace: str, name: str, uid: PodUid) -> None: ...
-
-
-class KnowsPods(Protocol):
-    """The pod store."""
-
-    def pods(self) -> tuple[Pod, ...]: ...
 
 
 class CountsDeletions(Protocol):
@@ -49,7 +40,7 @@ class RejectedPods:
     def __init__(
         self,
         *,
-        pods: KnowsPods,
+        pods: PodStore,
         resources: Collection[str],
         per_minute: int = 30,
         metrics: CountsDeletions | None = None,
@@ -64,7 +55,7 @@ class RejectedPods:
         self._clock = clock
         self._deleted_at: deque[float] = deque()
 
-    async def run(self, api: DeletesPods) -> NoReturn:
+    async def run(self, api: KubeApi) -> NoReturn:
         """Clean up until cancelled."""
         while True:
             try:
@@ -73,7 +64,7 @@ class RejectedPods:
                 log.warning("rejected_pods_not_deleted", error=str(e), then="tried again")
             await asyncio.sleep(self._period_s)
 
-    async def _clean(self, api: DeletesPods) -> None:
+    async def _clean(self, api: KubeApi) -> None:
         for pod in plan_deletions(self._pods.pods(), resources=self._resources):
             if not self._may_delete():
                 return

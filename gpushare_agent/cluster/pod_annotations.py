@@ -15,6 +15,8 @@ from typing import NoReturn, Protocol
 
 import structlog
 
+from gpushare_agent.cluster.kube.client import KubeApi
+from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Unavailable
 from gpushare_agent.model.names import (
@@ -33,18 +35,6 @@ QUEUE_LIMIT = 1024
 """More pods than a node can hold; beyond it the oldest request is dropped."""
 
 
-class PatchesPods(Protocol):
-    async def patch_pod_annotations(
-        self, namespace: str, name: str, uid: PodUid, annotations: Mapping[str, str | None]
-    ) -> object: ...
-
-
-class KnowsPods(Protocol):
-    """The pod store."""
-
-    def get(self, uid: PodUid) -> Pod | None: ...
-
-
 class CountsPatches(Protocol):
     def pod_annotated(self, outcome: str) -> None: ...
 
@@ -55,7 +45,7 @@ class PodAnnotations:
     def __init__(
         self,
         *,
-        pods: KnowsPods,
+        pods: PodStore,
         metrics: CountsPatches | None = None,
         backoff: Backoff | None = None,
     ) -> None:
@@ -87,7 +77,7 @@ class PodAnnotations:
             log.warning("pod_annotations_dropped", pod=f"{dropped.namespace}/{dropped.name}", reason="queue is full")
         self._is_wanted.set()
 
-    async def run(self, api: PatchesPods) -> NoReturn:
+    async def run(self, api: KubeApi) -> NoReturn:
         """Patch the pods, the oldest request first, until cancelled."""
         failures = 0
         while True:
@@ -104,7 +94,7 @@ class PodAnnotations:
                 failures += 1
                 await asyncio.sleep(self._backoff.delay_s(failures))
 
-    async def _send(self, api: PatchesPods, pod: Pod, wanted: Mapping[str, str]) -> bool:
+    async def _send(self, api: KubeApi, pod: Pod, wanted: Mapping[str, str]) -> bool:
         """Whether the request is done with: sent, needless, or refused for good."""
         present = (self._pods.get(pod.uid) or pod).annotations
         different = {name: value for name, value in wanted.items() if present.get(name) != value}
