@@ -32,14 +32,12 @@ class DeviceTables:
         inventory: Callable[[], GpuInventory],
         cache: AllocationCache,
         no_shares: Callable[[], bool],
-        pause_s: float = PAUSE_S,
     ) -> None:
         self.tables: Mapping[ResourceKind, DeviceTable] = {kind: DeviceTable() for kind in names.kinds}
         self._names = names
         self._inventory = inventory
         self._cache = cache
         self._no_shares = no_shares
-        self._pause_s = pause_s
         self._is_behind = asyncio.Event()
 
     def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
@@ -75,4 +73,4 @@ class DeviceTables:
             await self._is_behind.wait()
             self._is_behind.clear()
             self.refresh()
-            await asyncio.sleep(self._pause_s)
+            await asyncio.sleep(PAUSE_S)

@@ -42,8 +42,10 @@ One at a time they take twice the processor time, because each wakes the process
 QUIET_WAIT_S = 10.0
 """How long a reconcile waits for admissions to pause before it leaves it to the next period."""
 DELETED_RETRY_S = 1.0
+RELEASE_WAIT_S = 0.3
 _LONG_AGO = float("-inf")
 """`allocated_at` of what the kubelet's records show: it is only compared with the last moments."""
+TRUST_AFTER_S = 10.0
 FRESH_S = 2.0
 """The kubelet records an allocation shortly after our answer; younger ones are not compared with its records."""
 
@@ -70,7 +72,7 @@ class GarbageCollection:
     """One per agent, subscribed to the pod store (`pod_changed`) and the allocation cache (`allocation_changed`).
 
     `kubelet_age_s` is how long the kubelet has been up, None where it is down; with one younger than
-    `trust_after_s` nothing is released, for it lists a pod only after it has admitted it again.
+    TRUST_AFTER_S nothing is released, for it lists a pod only after it has admitted it again.
     """
 
     def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
@@ -87,7 +89,6 @@ class GarbageCollection:
         kubelet_age_s: Callable[[], float | None],
         clock: Callable[[], float],
         period_s: float,
-        trust_after_s: float = 10.0,
         fresh_s: float = FRESH_S,
         on_correction: Callable[[str], None] = lambda kind: None,
     ) -> None:
@@ -102,7 +103,6 @@ class GarbageCollection:
         self._kubelet_age_s = kubelet_age_s
         self._clock = clock
         self._period_s = period_s
-        self._trust_after_s = trust_after_s
         self._fresh_s = fresh_s
         self._on_correction = on_correction
         self._deleted: set[PodUid] = set()
@@ -191,14 +191,14 @@ class GarbageCollection:
             log.info("share_kept", pod_uid=uid, because="processes of the deleted pod still run")
         return bool(has_processes)
 
-    async def wait_for_release(self, at_most_s: float = 0.3) -> bool:
+    async def wait_for_release(self) -> bool:
         """Wait a moment for allocations of pods that are ending; True when one was released."""
         is_ending = any((pod := self._pods.get(a.key.pod_uid)) is None or pod.is_deleting for a in self._cache)
         if not is_ending and not self._deleted:
             return False
         self._has_released.clear()
         self._has_deleted.set()
-        return await wait_for(self._has_released, at_most_s)
+        return await wait_for(self._has_released, RELEASE_WAIT_S)
 
     async def reconcile(self) -> None:
         """Compare the cache with the kubelet and correct it. A kubelet that cannot be asked changes nothing."""
@@ -256,7 +256,7 @@ class GarbageCollection:
             rebuilt=rebuild(records, self._names, self._inventory(), _LONG_AGO),
             pods=None if pods is None else {pod.uid: pod for pod in pods},
             scope=scope,
-            is_trusted=age_s is not None and age_s >= self._trust_after_s,
+            is_trusted=age_s is not None and age_s >= TRUST_AFTER_S,
             missing_before=self._missing,
             fresh={a.key for a in self._cache if self._clock() - a.allocated_at < self._fresh_s},
         )

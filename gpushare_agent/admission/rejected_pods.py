@@ -83,17 +83,11 @@ class RejectedPods:
         return len(self._deleted_at) < self._per_minute
 
 
-def plan_deletions(
-    pods: Iterable[Pod],
-    *,
-    resources: Collection[str],
-    keep: int = 3,
-    controllers: Collection[str] = REPLACING_CONTROLLERS,
-) -> list[Pod]:
+def plan_deletions(pods: Iterable[Pod], *, resources: Collection[str], keep: int = 3) -> list[Pod]:
     """The rejected pods to delete, the oldest first: all but the newest `keep` of each controller."""
     groups: defaultdict[tuple[str, str, str], list[Pod]] = defaultdict(list)
     for pod in pods:
-        if pod.controller_kind in controllers and is_rejected_over(pod, resources) and not pod.is_deleting:
+        if pod.controller_kind in REPLACING_CONTROLLERS and is_rejected_over(pod, resources) and not pod.is_deleting:
             # A pod's name is its controller's with a suffix, which is all that the group needs.
             groups[pod.namespace, pod.controller_kind, pod.name.rpartition("-")[0]].append(pod)
     spare = [pod for group in groups.values() for pod in sorted(group, key=_age)[: max(len(group) - keep, 0)]]

@@ -62,13 +62,11 @@ class LeaderElection:
         identity: str,
         terms: LeaseTerms,
         clock: Callable[[], float] = boot_time_s,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._api = api
         self._identity = identity
         self._terms = terms
         self._clock = clock
-        self._now = now
         self._seen: tuple[object, ...] = ()
         self._seen_at = float("-inf")
         self._absent_since: float | None = None
@@ -107,7 +105,7 @@ class LeaderElection:
         """Release the lease, so that another replica need not wait for its end. The caller has stopped deciding."""
         if not self.leads() or self._raw is None:
             return
-        self._leads_until = float("-inf")
+        self._stop_leading()
         self.report_transition()
         try:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
@@ -214,7 +212,7 @@ class LeaderElection:
     def _record(self, holder: str, duration_s: float | None = None) -> dict[str, Any]:
         """The lease as it should be; its metadata stays as read."""
         spec = _mapping((self._raw or {}).get("spec"))
-        now = self._now().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         transitions = spec.get("leaseTransitions")
         count = transitions if isinstance(transitions, int) else 0
         is_new = holder != spec.get("holderIdentity")
