@@ -17,11 +17,10 @@ import structlog
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions import plan as decide
-from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
+from gpushare_agent.admission.decisions.container_edits import EditPolicy, choose_isolation, edits_for
 from gpushare_agent.admission.decisions.explain import Explanation, explain
 from gpushare_agent.admission.decisions.hints import hinted_gpus
 from gpushare_agent.admission.decisions.identity import Call, Target
-from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
 from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
 from gpushare_agent.admission.decisions.plan import Plan
 from gpushare_agent.admission.identification import Identification, InsideLister

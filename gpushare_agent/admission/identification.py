@@ -14,7 +14,6 @@ import structlog
 
 from gpushare_agent.admission.decisions.identity import (
     Call,
-    Doubt,
     Known,
     ListedDevices,
     Target,
@@ -141,7 +140,8 @@ class Identification:
                 self._on_identified(_method(listed, lookup))
                 return result
             if self._clock() - lookup.started_at >= self._timeouts.poll_again_s:
-                log.warning("pod_not_identified", doubt=result.doubt.value, candidates=_texts(result))
+                doubt = "several" if result.candidates else "none"
+                log.warning("pod_not_identified", doubt=doubt, candidates=_texts(result))
                 return _refusal(result, call, self._names)
             lookup.verified.clear()
             lookup.is_first_poll = False
@@ -280,7 +280,7 @@ def _texts(result: Unresolved) -> list[str]:
 
 def _refusal(result: Unresolved, call: Call, names: ResourceNames) -> Refused:
     resource = names.name(call.kind)
-    if result.doubt is Doubt.SEVERAL:
+    if result.candidates:
         return Refused(
             reason=RefusalReason.POD_AMBIGUOUS,
             detail=f"{call.size} {resource} may be for any of {', '.join(_texts(result))}: they are being admitted at "

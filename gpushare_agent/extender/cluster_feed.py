@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 from gpushare_agent.cluster.informer import Handler
-from gpushare_agent.cluster.kube.pods import pod_uid
+from gpushare_agent.cluster.kube.pods import object_name, pod_uid
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations
 from gpushare_agent.extender.metrics import ExtenderMetrics
@@ -25,7 +25,6 @@ from gpushare_agent.extender.pods import asks_for_ours, lean_pod, predicate_anno
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterNode, Reservation, Stage
 from gpushare_agent.kit.report_once import ReportOnce
-from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
@@ -227,11 +226,7 @@ class NodesFeed(Handler):
         """By node, the pods to which its agent allocated other GPUs than planned."""
 
     def key(self, raw: dict[str, Any]) -> str:
-        metadata = raw.get("metadata")
-        name = metadata.get("name") if isinstance(metadata, dict) else None
-        if not isinstance(name, str) or not name:
-            raise Corrupt("node: the name is missing")
-        return name
+        return object_name(raw, "node")
 
     def put(self, raw: dict[str, Any]) -> bool:
         reading = self._read(raw)

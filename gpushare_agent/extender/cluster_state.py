@@ -49,11 +49,12 @@ _UNKNOWN = "the extender knows no GPUs of this node: does the agent run there?"
 @dataclass(slots=True, kw_only=True)
 class Filtered:
     """Of the nodes that were asked about: those where the pod fits, in their order; for the others why not. Where nothing
-    changes by the end of other pods, it is `unresolvable`."""
+    changes by the end of other pods, it is `unresolvable`. `error` is why the request could not be answered."""
 
     fitting: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     unresolvable: dict[str, str] = field(default_factory=dict)
+    error: str = ""
 
 
 class _Verdict(NamedTuple):

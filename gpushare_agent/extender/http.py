@@ -35,9 +35,9 @@ import structlog
 from aiohttp import web
 
 from gpushare_agent import __version__
+from gpushare_agent.extender.cluster_state import Filtered
 from gpushare_agent.extender.debug import StatePages
 from gpushare_agent.extender.messages import (
-    FilterAnswer,
     NodesArgs,
     binding_result,
     filter_result,
@@ -116,7 +116,7 @@ class ExtenderVerbs:
             args = parse_nodes_args(content, self._names)
             answer = await self._extender.filter(args)
         except Corrupt as e:
-            return _Result(filter_result(FilterAnswer(failed={}, unresolvable={}, error=str(e)), None), "bad")
+            return _Result(filter_result(Filtered(error=str(e)), None), "bad")
         return _Result(filter_result(answer, args), "error" if answer.error else "ok")
 
     async def prioritize(self, content: bytes) -> _Result:

@@ -15,7 +15,7 @@ import structlog
 
 from gpushare_agent.cluster.kube.client import pods
 from gpushare_agent.cluster.kube.cluster import ClusterApi
-from gpushare_agent.cluster.kube.pods import pod_uid
+from gpushare_agent.cluster.kube.pods import mapping_or_empty, pod_uid
 from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound
@@ -85,7 +85,7 @@ class LeaderLabel:
     async def _claim(self) -> None:
         """First from the others, then on our own: a moment without a leader's label costs less than two."""
         own = await self._api.get_pod(self._namespace, self._name)
-        uid, labels = pod_uid(own), _labels(own)
+        uid, labels = pod_uid(own), mapping_or_empty(own["metadata"].get("labels"))
         app = labels.get(APP_LABEL)
         if isinstance(app, str) and app:
             await self._strip_others({APP_LABEL: app, ROLE_LABEL: LEADER})
@@ -119,7 +119,7 @@ class LeaderLabel:
             return
         own = await self._api.get_pod(self._namespace, self._name)
         uid = pod_uid(own)
-        if ROLE_LABEL in _labels(own):
+        if ROLE_LABEL in mapping_or_empty(own["metadata"].get("labels")):
             await self._api.patch_pod_labels(self._namespace, self._name, uid, {ROLE_LABEL: None})
         self._may_be_left = False
 
@@ -133,9 +133,3 @@ class LeaderLabel:
             cure=_CURE,
             retried_in_s=round(pause_s, 1),
         )
-
-
-def _labels(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a pod whose UID could be read."""
-    labels = raw["metadata"].get("labels")
-    return labels if isinstance(labels, Mapping) else {}

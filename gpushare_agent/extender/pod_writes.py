@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpushare_agent.cluster.kube.cluster import ClusterApi
-from gpushare_agent.cluster.kube.pods import resource_version
+from gpushare_agent.cluster.kube.pods import mapping_or_empty, resource_version
 from gpushare_agent.cluster.kube.session import Throttled
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations
 from gpushare_agent.extender.pods import lean_pod
@@ -206,10 +206,8 @@ def extender_annotations(reservation: Reservation, time_ns: int) -> dict[str, st
 
 def foreign_annotations(raw_pod: Mapping[str, Any] | None, reservation: Reservation) -> list[str]:
     """Names of the pod's annotations that choose GPUs, or state that an extender did, and are not the plan's. Sorted."""
-    metadata = raw_pod.get("metadata") if raw_pod is not None else None
-    present = metadata.get("annotations") if isinstance(metadata, Mapping) else None
-    if not isinstance(present, Mapping):
-        return []
+    metadata = mapping_or_empty(raw_pod.get("metadata")) if raw_pod is not None else {}
+    present = mapping_or_empty(metadata.get("annotations"))
     ours = extender_annotations(reservation, 0)
     return sorted(
         name

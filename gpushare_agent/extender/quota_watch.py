@@ -13,7 +13,7 @@ import structlog
 
 from gpushare_agent.cluster.events import EventRecorder
 from gpushare_agent.cluster.informer import Handler
-from gpushare_agent.cluster.kube.pods import resource_version
+from gpushare_agent.cluster.kube.pods import object_name, resource_version
 from gpushare_agent.extender.decisions.quota import QUOTA_KEY, Quota, parse_quota
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.quota_state import QuotaState
@@ -34,11 +34,7 @@ class QuotaFeed(Handler):
         self._was_good = False
 
     def key(self, raw: dict[str, Any]) -> str:
-        metadata = raw.get("metadata")
-        name = metadata.get("name") if isinstance(metadata, dict) else None
-        if not isinstance(name, str) or not name:
-            raise Corrupt("ConfigMap: the name is missing")
-        return name
+        return object_name(raw, "ConfigMap")
 
     def put(self, raw: dict[str, Any]) -> bool:
         raw_data = raw.get("data") or {}

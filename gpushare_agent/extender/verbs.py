@@ -12,8 +12,8 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import TypeVar
 
 from gpushare_agent.extender.bind import Binder
-from gpushare_agent.extender.cluster_state import ClusterState
-from gpushare_agent.extender.messages import BindArgs, FilterAnswer, NodesArgs, PreemptArgs
+from gpushare_agent.extender.cluster_state import ClusterState, Filtered
+from gpushare_agent.extender.messages import BindArgs, NodesArgs, PreemptArgs
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.values import Stage
 from gpushare_agent.model.names import PodUid
@@ -37,10 +37,10 @@ class Extender:
         self._metrics = metrics
         self._reserves_at_filter = reserves_at_filter
 
-    async def filter(self, args: NodesArgs) -> FilterAnswer:
+    async def filter(self, args: NodesArgs) -> Filtered:
         """Where the pod fits. A pod that asks for nothing of ours fits everywhere."""
         if not args.pod.containers:
-            return FilterAnswer(fitting=args.names, failed={}, unresolvable={})
+            return Filtered(fitting=list(args.names))
         if self._reserves_at_filter:
             return await self._filter_and_reserve(args)
         return await self._judge(args)
@@ -60,27 +60,27 @@ class Extender:
         """Empty when the pod is bound, else why not."""
         return await self._binder.bind(args)
 
-    async def _judge(self, args: NodesArgs) -> FilterAnswer:
+    async def _judge(self, args: NodesArgs) -> Filtered:
         found = await in_steps(self._state.filter_steps(args.pod, args.names))
         self._metrics.filtered(len(found.fitting), len(found.failed), len(found.unresolvable))
-        return FilterAnswer(fitting=found.fitting, failed=found.failed, unresolvable=found.unresolvable)
+        return found
 
-    async def _filter_and_reserve(self, args: NodesArgs) -> FilterAnswer:
+    async def _filter_and_reserve(self, args: NodesArgs) -> Filtered:
         """One node, where the GPUs are reserved."""
         pod = args.pod
         self._binder.release(pod.uid)
         known = self._state.reservation(pod.uid)
         if known is not None and known.stage is not Stage.ASSUMED:
-            return _failed(f"pod {pod.namespace}/{pod.name} is on node {known.node} already")
+            return Filtered(error=f"pod {pod.namespace}/{pod.name} is on node {known.node} already")
         found = await self._judge(args)
         if not found.fitting:
             return found
         best, _ = min(self._state.prioritize(pod, found.fitting), key=lambda one: (-one[1], one[0]))
         error = await self._binder.reserve(pod, best)
         if error:
-            return _failed(f"cannot reserve GPUs of node {best} for pod {pod.namespace}/{pod.name}: {error}")
+            return Filtered(error=f"cannot reserve GPUs of node {best} for pod {pod.namespace}/{pod.name}: {error}")
         others = {name: f"the pod is reserved on node {best}" for name in found.fitting if name != best}
-        return FilterAnswer(fitting=[best], failed={**found.failed, **others}, unresolvable=found.unresolvable)
+        return Filtered(fitting=[best], failed={**found.failed, **others}, unresolvable=found.unresolvable)
 
 
 async def in_steps(steps: Generator[None, None, A]) -> A:
@@ -92,7 +92,3 @@ async def in_steps(steps: Generator[None, None, A]) -> A:
             answer: A = done.value
             return answer
         await asyncio.sleep(0)
-
-
-def _failed(error: str) -> FilterAnswer:
-    return FilterAnswer(failed={}, unresolvable={}, error=error)
