@@ -268,17 +268,10 @@ def _show_state(parts: ExtenderParts, metrics: ExtenderMetrics) -> None:
         ("foreign_predicate_pods", "Pods that have such annotations now.", lambda: len(pods.foreign_predicates)),
     )
     for name, documentation, read in gauges:
-        metrics.show(name, documentation, "", partial(_unlabelled, read))
-    metrics.show(
-        "objects",
-        "Objects of the cluster that count.",
-        "kind",
-        lambda: {one.kind: one.count for one in parts.informers},
-    )
-
-
-def _unlabelled(read: Callable[[], float]) -> Mapping[str, float]:
-    return {"": float(read())}
+        metrics.gauge(name, documentation).set_function(read)
+    objects = metrics.gauge("objects", "Objects of the cluster that count.", "kind")
+    for informer in parts.informers:
+        objects.labels(informer.kind).set_function(partial(getattr, informer, "count"))
 
 
 def request_timeout_s(settings: ExtenderSettings) -> float:
