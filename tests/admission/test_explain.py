@@ -230,7 +230,7 @@ def test_the_memory_of_a_gpu_that_is_taken_whole_is_not_free() -> None:
 
 
 def test_equal_gpus_are_not_called_fullest() -> None:
-    """The first one was taken, for nothing tells them apart."""
+    """The first one was taken, for nothing distinguishes them."""
     _, why = decide(30, 10, gpus=inventory(8))
     assert why.why == "GPU 0: the first of 8 fitting GPUs with equal free capacity"
     _, only = decide(30, 10, share("a", 0, range(90), range(5)))

@@ -1,4 +1,4 @@
-"""GPUShare's resource: placement and checks of memory shares, and what the kubelet is told to keep back."""
+"""GPUShare's resource: placement and checks of memory shares, and which IDs are withheld from the kubelet."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ async def test_a_conflict_that_cannot_be_looked_into_ends_leadership() -> None:
         cluster.change("leases", "ns/lease", lambda raw: raw["metadata"].update(labels={"a": "b"}))
 
         async def away(namespace: str, name: str) -> dict[str, Any]:
-            raise Unavailable("told to")
+            raise Unavailable("as scripted")
 
         first._api.get_lease = away  # type: ignore[method-assign]
         with pytest.raises(Unavailable):
