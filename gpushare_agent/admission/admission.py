@@ -152,7 +152,7 @@ class Admission:
     def _plan(self, target: Target, offer: Offer) -> Plan | Refused:
         """Choose GPU and IDs, and keep the outcome for the Allocate."""
         self._pending.begin(target.pod.uid)
-        ledger = self._ledger(target)
+        ledger = self._cache.ledger(self._inventory(), without=target.key)
         free = free_ids(target, offer.kind, offer.available, ledger)
         if len(free) < len(offer.available):
             self._observer.taken_ids_offered(offer.kind, len(offer.available) - len(free))
@@ -214,7 +214,7 @@ class Admission:
         pod = self._pods.get(target.pod.uid)
         if pod is None or pod.is_terminal:
             return self._refuse(target, kind, _deleted(target))
-        ledger = self._ledger(target)
+        ledger = self._cache.ledger(self._inventory(), without=target.key)
         gpus = decide.check(target, kind, ids, ledger, self._policy, planned)
         if isinstance(gpus, Refused):
             return self._refuse(target, kind, gpus, why)
@@ -260,16 +260,6 @@ class Admission:
                 self._refused_pods.add(target.pod.uid)
         self._observer.refused(target, kind, refused, why)
         return refused
-
-    def _ledger(self, target: Target) -> Ledger:
-        return Ledger(
-            inventory=self._inventory(),
-            used_cores=self._cache.used_cores(without=target.key),
-            used_blocks=self._cache.used_blocks(without=target.key),
-            used_gpu_mem=self._cache.used_gpu_mem(without=target.key),
-            holders={kind: self._cache.holders(kind) for kind in ResourceKind},
-            allocations=self._cache.view(),
-        )
 
     def _answer_again(self, kind: ResourceKind, ids: Sequence[str]) -> ContainerEdits | Refused | None:
         """The same answer as before for the IDs of exactly one container; nothing changes."""

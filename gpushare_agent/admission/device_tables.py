@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.ledger import Ledger, Policy, gpu_accounts
+from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
 from gpushare_agent.admission.decisions.offered_devices import withheld
 from gpushare_agent.kubelet.device_table import DeviceTable, device_rows
 from gpushare_agent.model.allocations import Allocation
@@ -52,19 +52,11 @@ class DeviceTables:
     def refresh(self) -> None:
         """Bring every table up to date now."""
         inventory = self._inventory()
-        holders = {kind: self._cache.holders(kind) for kind in ResourceKind}
-        ledger = Ledger(
-            inventory=inventory,
-            used_cores=self._cache.used_cores(),
-            used_blocks=self._cache.used_blocks(),
-            used_gpu_mem=self._cache.used_gpu_mem(),
-            holders=holders,
-            allocations=self._cache.view(),
-        )
+        ledger = self._cache.ledger(inventory)
         gpus = gpu_accounts(None, ledger, Policy(names=self._names))
         no_shares = self._no_shares()
         for kind, table in self.tables.items():
-            kept_back = withheld(kind, gpus, holders, self._names, no_shares=no_shares)
+            kept_back = withheld(kind, gpus, ledger.holders, self._names, no_shares=no_shares)
             table.set_devices(device_rows(inventory, kind, self._names, kept_back))
 
     async def run(self) -> NoReturn:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.explain import Explanation, explain, in_short, with_gpus
 from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
+from gpushare_agent.admission.decisions.ledger import Offer, Policy, free_ids
 from gpushare_agent.admission.decisions.plan import Plan, plan
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -40,14 +40,7 @@ def decide(
     for one in held:
         cache.put(one)
     found = gpus or inventory()
-    ledger = Ledger(
-        inventory=found,
-        used_cores=cache.used_cores(),
-        used_blocks=cache.used_blocks(),
-        used_gpu_mem=cache.used_gpu_mem(),
-        holders={kind: cache.holders(kind) for kind in ResourceKind},
-        allocations=cache.view(),
-    )
+    ledger = cache.ledger(found)
     kind = ResourceKind.GPU_MEM if gpu_mem else ResourceKind.VCORE
     offered = [i for gpu in range(len(found.gpus)) for i in ids(gpu, range((gpu_mem and 24) or 100))]
     offer = Offer(kind=kind, available=offered, must_include=(), size=gpu_mem or cores)

@@ -51,7 +51,7 @@ class ClusterApi(KubeApi):
         """As `patch_pod_annotations`."""
         metadata = {"uid": uid, "labels": dict(sorted(labels.items()))}
         what = f"patch the labels of pod {namespace}/{name}"
-        return await self._patch(what, pod_path(namespace, name), {"metadata": metadata})
+        return await self._send("PATCH", what, pod_path(namespace, name), {"metadata": metadata})
 
     async def bind_pod(self, namespace: str, name: str, uid: PodUid, node: str, resource_version: str) -> None:
         """Bind this very pod in this very version.
