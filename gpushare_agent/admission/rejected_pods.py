@@ -43,7 +43,7 @@ class RejectedPods:
         pods: PodStore,
         resources: Collection[str],
         per_minute: int = 30,
-        metrics: CountsDeletions | None = None,
+        metrics: CountsDeletions,
         period_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -73,8 +73,7 @@ class RejectedPods:
                 await api.delete_pod(pod.namespace, pod.name, pod.uid)
             except (NotFound, Conflict):
                 continue  # deleted already, or another pod has the name now
-            if self._metrics is not None:
-                self._metrics.rejected_pod_deleted()
+            self._metrics.rejected_pod_deleted()
             log.info("rejected_pod_deleted", pod=f"{pod.namespace}/{pod.name}", uid=pod.uid, message=pod.message)
 
     def _may_delete(self) -> bool:

@@ -79,7 +79,7 @@ class Informer:
         kind: str,
         watched: Watched,
         handler: Handler,
-        metrics: CountsInforming | None = None,
+        metrics: CountsInforming,
         backoff: Backoff | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -180,8 +180,7 @@ class Informer:
         self._lists_done = wanted
         self._is_listed.set()
         self.last_message_at = self._clock()
-        if self._metrics is not None:
-            self._metrics.listed(self.kind, self.last_message_at - began_at)
+        self._metrics.listed(self.kind, self.last_message_at - began_at)
         log.info("listed", kind=self.kind, objects=len(listed), kept=len(self._known), version=version)
 
     def _put_listed(self, raw: dict[str, Any]) -> str:
@@ -209,8 +208,7 @@ class Informer:
             else:
                 self._remove(key)
         except Corrupt as e:
-            if self._metrics is not None:
-                self._metrics.unreadable(self.kind)
+            self._metrics.unreadable(self.kind)
             log.warning("object_unreadable", kind=self.kind, error=str(e), then="its last readable state stays")
 
     def _remove(self, key: str) -> None:
@@ -220,8 +218,7 @@ class Informer:
 
     def _report(self, error: AgentError | None, delay_s: float) -> None:
         outcome = "ended" if error is None else type(error).__name__.lower()
-        if self._metrics is not None:
-            self._metrics.watch_ended(self.kind, outcome)
+        self._metrics.watch_ended(self.kind, outcome)
         if error is None:
             log.debug("watch_ended", kind=self.kind, retry_in_s=round(delay_s, 2))
             return

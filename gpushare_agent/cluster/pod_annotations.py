@@ -46,7 +46,7 @@ class PodAnnotations:
         self,
         *,
         pods: PodStore,
-        metrics: CountsPatches | None = None,
+        metrics: CountsPatches,
         backoff: Backoff | None = None,
     ) -> None:
         self._pods = pods
@@ -73,7 +73,7 @@ class PodAnnotations:
         self._requests[pod.uid] = (pod, {**earlier, **wanted})
         if len(self._requests) > QUEUE_LIMIT:
             _, (dropped, _) = self._requests.popitem(last=False)
-            self._count("dropped")
+            self._metrics.pod_annotated("dropped")
             log.warning("pod_annotations_dropped", pod=f"{dropped.namespace}/{dropped.name}", reason="queue is full")
         self._is_wanted.set()
 
@@ -103,24 +103,20 @@ class PodAnnotations:
         try:
             await api.patch_pod_annotations(pod.namespace, pod.name, pod.uid, different)
         except Unavailable as e:
-            self._count("unavailable")
+            self._metrics.pod_annotated("unavailable")
             log.warning("pod_annotations_delayed", pod=f"{pod.namespace}/{pod.name}", error=str(e))
             return False
         except (NotFound, Conflict) as e:
-            self._count("gone")
+            self._metrics.pod_annotated("gone")
             log.info("pod_annotations_needless", pod=f"{pod.namespace}/{pod.name}", error=str(e))
             return True
         except AgentError as e:
-            self._count("refused")
+            self._metrics.pod_annotated("refused")
             log.error("pod_annotations_refused", pod=f"{pod.namespace}/{pod.name}", error=str(e))
             return True
-        self._count("patched")
+        self._metrics.pod_annotated("patched")
         log.debug("pod_annotated", pod=f"{pod.namespace}/{pod.name}", annotations=sorted(different))
         return True
-
-    def _count(self, outcome: str) -> None:
-        if self._metrics is not None:
-            self._metrics.pod_annotated(outcome)
 
 
 def wanted_annotations(pod: Pod, gpu_indexes: Mapping[int, tuple[int, ...]]) -> dict[str, str]:

@@ -62,14 +62,14 @@ class Binder:
         unscheduled: Callable[[PodUid], Pod | None],
         before_reserve: Callable[[Pod], None],
         metrics: ExtenderMetrics,
-        timing: BindTiming | None = None,
+        timing: BindTiming,
     ) -> None:
         self._state = state
         self._writes = writes
         self._unscheduled = unscheduled
         self._before_reserve = before_reserve
         self._metrics = metrics
-        self._timing = timing or BindTiming()
+        self._timing = timing
         self._under_way: set[PodUid] = set()
         self._open: dict[PodUid, Reservation] = {}
         self._filter_reservations: dict[PodUid, Reservation] = {}
