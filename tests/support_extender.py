@@ -11,6 +11,7 @@ import io
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -591,12 +592,17 @@ class Asker:
 
 @asynccontextmanager
 async def running_extender(
-    cluster: FakeCluster, *, is_ready: bool = True, request_s: float = 5.0, **settings: Any
+    cluster: FakeCluster,
+    *,
+    is_ready: bool = True,
+    request_s: float = 5.0,
+    clock: Callable[[], float] = time.monotonic,
+    **settings: Any,
 ) -> AsyncIterator[Asker]:
     """The whole extender over HTTP, without election unless asked for."""
     chosen = {"port": 0, "leader_elect": False, **settings}
     async with opened_api(cluster, request_s=request_s) as api, aiohttp.ClientSession() as session:
-        parts = build(Settings(extender=ExtenderSettings(**chosen)), api)
+        parts = build(Settings(extender=ExtenderSettings(**chosen)), api, clock=clock)
         stop = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             group.create_task(serve(parts, stop))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from gpushare_agent.model.names import CORES_PER_GPU, MEMORY_BLOCK_MIB, GpuUuid
-from gpushare_agent.model.topology import Topology
+from gpushare_agent.model.topology import Link, Topology
 from gpushare_agent.placement import GpuAccount
+from gpushare_agent.placement.link import link_cost
 from gpushare_agent.placement.topology_text import parse_topology
 from gpushare_agent.placement.topology_tree import build_topology
 
@@ -57,3 +58,8 @@ def node(
         gpu(index, cores=left[index][0], blocks=left[index][1]) if index in left else gpu(index)
         for index in range(len(topology.links))
     ]
+
+
+def set_cost(links: Sequence[Sequence[Link]], gpus: Sequence[int]) -> int:
+    """The cost of a set of GPUs: that of all its pairs."""
+    return sum(link_cost(links[a][b]) for n, a in enumerate(gpus) for b in gpus[n + 1 :])

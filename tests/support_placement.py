@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.hints import predicted_gpus
 from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
+from gpushare_agent.admission.decisions.ledger import Offer, Policy, free_ids
 from gpushare_agent.admission.decisions.plan import Plan, check, plan
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -95,7 +95,7 @@ class Node:
         count = self.policy.names.wanted(target.container, kind)
         chosen = self._random.sample(sorted(reusable), min(count, len(reusable)))
         planned: tuple[GpuUuid, ...] = ()
-        ledger = self._ledger(target)
+        ledger = self.cache.ledger(self.found, without=target.key)
         if len(chosen) < count:
             every = [
                 device_id(gpu.uuid, n) for gpu in self.found.gpus for n in range(self.policy.names.units(gpu, kind))
@@ -136,16 +136,6 @@ class Node:
             ).with_ids(kind, frozenset(chosen))  # type: ignore[arg-type]
         )
         return None
-
-    def _ledger(self, target: Target) -> Ledger:
-        return Ledger(
-            inventory=self.found,
-            used_cores=self.cache.used_cores(without=target.key),
-            used_blocks=self.cache.used_blocks(without=target.key),
-            used_gpu_mem=self.cache.used_gpu_mem(without=target.key),
-            holders={kind: self.cache.holders(kind) for kind in ResourceKind},
-            allocations=self.cache.view(),
-        )
 
 
 GPU_MEM = ResourceNames(gpu_mem="aliyun.com/gpu-mem")

@@ -7,6 +7,6 @@ its own periodic loops. Open admission.py first. What happens when the pod is un
 (when a List may be sent: kubelet/pod_resources_gate.py) and the API server, and refuses in doubt. decisions/ is pure.
 
 Others import: admission, allocation_cache, container_starts, decision_log, decisions.container_edits,
-decisions.isolation_choice, decisions.ledger, decisions.memory_share, decisions.reuse, device_tables, garbage_collection,
+decisions.ledger, decisions.reuse, device_tables, garbage_collection,
 identification, outcomes, pending, pod_processes, rejected_pods.
 """

@@ -17,21 +17,22 @@ import structlog
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions import plan as decide
-from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
+from gpushare_agent.admission.decisions.container_edits import EditPolicy, choose_isolation, edits_for
 from gpushare_agent.admission.decisions.explain import Explanation, explain
 from gpushare_agent.admission.decisions.hints import hinted_gpus
 from gpushare_agent.admission.decisions.identity import Call, Target
-from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
 from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
 from gpushare_agent.admission.decisions.plan import Plan
-from gpushare_agent.admission.identification import InsideLister
+from gpushare_agent.admission.identification import Identification, InsideLister
+from gpushare_agent.admission.outcomes import OutcomeReporter
 from gpushare_agent.admission.pending import PendingAdmissions, PendingPlan, RefusedPods
+from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.model.allocations import Allocation, ContainerEdits
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid
-from gpushare_agent.model.pods import ContainerKind, Pod
+from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceKind
 
 RELEASE_WAIT_S = 0.5
@@ -54,27 +55,6 @@ class AdmissionGate(Protocol):
     def allocating(self) -> AbstractContextManager[None]: ...
 
 
-class Identifier(Protocol):
-    async def identify(self, call: Call, inside: InsideLister) -> Target | Refused: ...
-    def successor(self, kind: ResourceKind, ids: Sequence[str]) -> Target | None:
-        """The container of an Allocate without a GetPreferredAllocation: its IDs are an init container's."""
-
-
-class PodsByUid(Protocol):
-    def get(self, uid: PodUid) -> Pod | None: ...
-
-
-class AdmissionObserver(Protocol):
-    """Called with each outcome, synchronously; must not block."""
-
-    def allocated(self, target: Target, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
-        """`why` is None where nothing was decided now: an init container's IDs are passed on, or a further resource of a
-        container is added to those that it has."""
-
-    def refused(self, target: Target | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None: ...
-    def taken_ids_offered(self, kind: ResourceKind, count: int) -> None: ...
-
-
 class Admission:
     """The handler of the device plugins."""
 
@@ -82,15 +62,15 @@ class Admission:
         self,
         *,
         gate: AdmissionGate,
-        identification: Identifier,
+        identification: Identification,
         cache: AllocationCache,
-        pods: PodsByUid,
+        pods: PodStore,
         inventory: Callable[[], GpuInventory],
         policy: Policy,
         edits: Callable[[], EditPolicy],
         node_name: str,
         refused_pods: RefusedPods,
-        observer: AdmissionObserver,
+        observer: OutcomeReporter,
         wait_for_release: Callable[[], Awaitable[bool]],
         daemon_unavailable_reason: Callable[[], str] = lambda: "",
         clock: Callable[[], float],
@@ -172,7 +152,7 @@ class Admission:
     def _plan(self, target: Target, offer: Offer) -> Plan | Refused:
         """Choose GPU and IDs, and keep the outcome for the Allocate."""
         self._pending.begin(target.pod.uid)
-        ledger = self._ledger(target)
+        ledger = self._cache.ledger(self._inventory(), without=target.key)
         free = free_ids(target, offer.kind, offer.available, ledger)
         if len(free) < len(offer.available):
             self._observer.taken_ids_offered(offer.kind, len(offer.available) - len(free))
@@ -234,7 +214,7 @@ class Admission:
         pod = self._pods.get(target.pod.uid)
         if pod is None or pod.is_terminal:
             return self._refuse(target, kind, _deleted(target))
-        ledger = self._ledger(target)
+        ledger = self._cache.ledger(self._inventory(), without=target.key)
         gpus = decide.check(target, kind, ids, ledger, self._policy, planned)
         if isinstance(gpus, Refused):
             return self._refuse(target, kind, gpus, why)
@@ -280,16 +260,6 @@ class Admission:
                 self._refused_pods.add(target.pod.uid)
         self._observer.refused(target, kind, refused, why)
         return refused
-
-    def _ledger(self, target: Target) -> Ledger:
-        return Ledger(
-            inventory=self._inventory(),
-            used_cores=self._cache.used_cores(without=target.key),
-            used_blocks=self._cache.used_blocks(without=target.key),
-            used_gpu_mem=self._cache.used_gpu_mem(without=target.key),
-            holders={kind: self._cache.holders(kind) for kind in ResourceKind},
-            allocations=self._cache.view(),
-        )
 
     def _answer_again(self, kind: ResourceKind, ids: Sequence[str]) -> ContainerEdits | Refused | None:
         """The same answer as before for the IDs of exactly one container; nothing changes."""

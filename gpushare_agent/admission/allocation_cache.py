@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
+from gpushare_agent.admission.decisions.ledger import Ledger
 from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.resources import ResourceKind
 
@@ -114,6 +116,17 @@ class AllocationCache:
             charges = self._charges[gpu]
             _add(used, gpu, -sum(charges[device] == 1 for device in left_out.vmemory_ids))
         return used
+
+    def ledger(self, inventory: GpuInventory, *, without: ContainerKey | None = None) -> Ledger:
+        """What is allocated, less what only `without` has; valid until the next change."""
+        return Ledger(
+            inventory=inventory,
+            used_cores=self.used_cores(without=without),
+            used_blocks=self.used_blocks(without=without),
+            used_gpu_mem=self.used_gpu_mem(without=without),
+            holders=self._holders,
+            allocations=self._allocations,
+        )
 
     def _charge(self, allocation: Allocation, by: int) -> None:
         gpu = _charged_gpu(allocation)

@@ -6,36 +6,22 @@ The kubelet calls it at each start of a container, also long after the admission
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Protocol
 
 import structlog
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.recovery import adopt
-from gpushare_agent.kubelet.records import CheckpointEntry
+from gpushare_agent.admission.outcomes import OutcomeReporter
+from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError, Refused
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import DeviceId, PodUid
-from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.names import DeviceId
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
 log = structlog.get_logger(__name__)
-
-
-class KubeletRecords(Protocol):
-    async def read(self) -> Sequence[CheckpointEntry]:
-        """The kubelet's own checkpoint. Raises Unavailable, Corrupt."""
-
-
-class PodsByUid(Protocol):
-    def get(self, uid: PodUid) -> Pod | None: ...
-
-
-class StartObserver(Protocol):
-    def start_refused(self, target: Target | None, kind: ResourceKind, refused: Refused) -> None:
-        """Called synchronously; must not block."""
 
 
 class ContainerStarts:
@@ -45,12 +31,12 @@ class ContainerStarts:
         self,
         *,
         cache: AllocationCache,
-        pods: PodsByUid,
+        pods: PodStore,
         names: ResourceNames,
         inventory: Callable[[], GpuInventory],
-        records: KubeletRecords,
+        records: KubeletCheckpoint,
         prepare: Callable[[Collection[ContainerKey]], Awaitable[Refused | None]],
-        observer: StartObserver,
+        observer: OutcomeReporter,
         clock: Callable[[], float],
     ) -> None:
         self._cache = cache

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.ledger import Ledger, Policy, gpu_accounts
+from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
 from gpushare_agent.admission.decisions.offered_devices import withheld
 from gpushare_agent.kubelet.device_table import DeviceTable, device_rows
 from gpushare_agent.model.allocations import Allocation
@@ -32,14 +32,12 @@ class DeviceTables:
         inventory: Callable[[], GpuInventory],
         cache: AllocationCache,
         no_shares: Callable[[], bool],
-        pause_s: float = PAUSE_S,
     ) -> None:
         self.tables: Mapping[ResourceKind, DeviceTable] = {kind: DeviceTable() for kind in names.kinds}
         self._names = names
         self._inventory = inventory
         self._cache = cache
         self._no_shares = no_shares
-        self._pause_s = pause_s
         self._is_behind = asyncio.Event()
 
     def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
@@ -54,19 +52,11 @@ class DeviceTables:
     def refresh(self) -> None:
         """Bring every table up to date now."""
         inventory = self._inventory()
-        holders = {kind: self._cache.holders(kind) for kind in ResourceKind}
-        ledger = Ledger(
-            inventory=inventory,
-            used_cores=self._cache.used_cores(),
-            used_blocks=self._cache.used_blocks(),
-            used_gpu_mem=self._cache.used_gpu_mem(),
-            holders=holders,
-            allocations=self._cache.view(),
-        )
+        ledger = self._cache.ledger(inventory)
         gpus = gpu_accounts(None, ledger, Policy(names=self._names))
         no_shares = self._no_shares()
         for kind, table in self.tables.items():
-            kept_back = withheld(kind, gpus, holders, self._names, no_shares=no_shares)
+            kept_back = withheld(kind, gpus, ledger.holders, self._names, no_shares=no_shares)
             table.set_devices(device_rows(inventory, kind, self._names, kept_back))
 
     async def run(self) -> NoReturn:
@@ -75,4 +65,4 @@ class DeviceTables:
             await self._is_behind.wait()
             self._is_behind.clear()
             self.refresh()
-            await asyncio.sleep(self._pause_s)
+            await asyncio.sleep(PAUSE_S)

@@ -20,8 +20,11 @@ import structlog
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.garbage import CorrectionKind, Evidence, Reconciliation, reconcile
 from gpushare_agent.admission.decisions.recovery import Records, rebuild
+from gpushare_agent.admission.pod_processes import PodProcesses
+from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import forever, wait_for
+from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
 from gpushare_agent.kubelet.records import CheckpointEntry, ListedPod
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound, Rejected, Unavailable
@@ -39,19 +42,12 @@ One at a time they take twice the processor time, because each wakes the process
 QUIET_WAIT_S = 10.0
 """How long a reconcile waits for admissions to pause before it leaves it to the next period."""
 DELETED_RETRY_S = 1.0
+RELEASE_WAIT_S = 0.3
 _LONG_AGO = float("-inf")
 """`allocated_at` of what the kubelet's records show: it is only compared with the last moments."""
+TRUST_AFTER_S = 10.0
 FRESH_S = 2.0
 """The kubelet records an allocation shortly after our answer; younger ones are not compared with its records."""
-
-
-class KnownPods(Protocol):
-    """The pod store."""
-
-    @property
-    def is_synced(self) -> bool: ...
-    def get(self, uid: PodUid) -> Pod | None: ...
-    def pods(self) -> tuple[Pod, ...]: ...
 
 
 class Listing(Protocol):
@@ -72,36 +68,27 @@ class PodGets(Protocol):
     async def get_pod(self, namespace: str, name: str, *, timeout_s: float) -> Listing: ...
 
 
-class Checkpoint(Protocol):
-    async def read(self) -> Sequence[CheckpointEntry]: ...
-
-
-class Processes(Protocol):
-    async def are_running(self, uid: PodUid) -> bool | None: ...
-
-
 class GarbageCollection:
     """One per agent, subscribed to the pod store (`pod_changed`) and the allocation cache (`allocation_changed`).
 
     `kubelet_age_s` is how long the kubelet has been up, None where it is down; with one younger than
-    `trust_after_s` nothing is released, for it lists a pod only after it has admitted it again.
+    TRUST_AFTER_S nothing is released, for it lists a pod only after it has admitted it again.
     """
 
     def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
         self,
         *,
         cache: AllocationCache,
-        pods: KnownPods,
+        pods: PodStore,
         gate: QuietLists,
         pod_resources: PodGets,
-        checkpoint: Checkpoint,
-        processes: Processes,
+        checkpoint: KubeletCheckpoint,
+        processes: PodProcesses,
         names: ResourceNames,
         inventory: Callable[[], GpuInventory],
         kubelet_age_s: Callable[[], float | None],
         clock: Callable[[], float],
         period_s: float,
-        trust_after_s: float = 10.0,
         fresh_s: float = FRESH_S,
         on_correction: Callable[[str], None] = lambda kind: None,
     ) -> None:
@@ -116,7 +103,6 @@ class GarbageCollection:
         self._kubelet_age_s = kubelet_age_s
         self._clock = clock
         self._period_s = period_s
-        self._trust_after_s = trust_after_s
         self._fresh_s = fresh_s
         self._on_correction = on_correction
         self._deleted: set[PodUid] = set()
@@ -205,14 +191,14 @@ class GarbageCollection:
             log.info("share_kept", pod_uid=uid, because="processes of the deleted pod still run")
         return bool(has_processes)
 
-    async def wait_for_release(self, at_most_s: float = 0.3) -> bool:
+    async def wait_for_release(self) -> bool:
         """Wait a moment for allocations of pods that are ending; True when one was released."""
         is_ending = any((pod := self._pods.get(a.key.pod_uid)) is None or pod.is_deleting for a in self._cache)
         if not is_ending and not self._deleted:
             return False
         self._has_released.clear()
         self._has_deleted.set()
-        return await wait_for(self._has_released, at_most_s)
+        return await wait_for(self._has_released, RELEASE_WAIT_S)
 
     async def reconcile(self) -> None:
         """Compare the cache with the kubelet and correct it. A kubelet that cannot be asked changes nothing."""
@@ -270,7 +256,7 @@ class GarbageCollection:
             rebuilt=rebuild(records, self._names, self._inventory(), _LONG_AGO),
             pods=None if pods is None else {pod.uid: pod for pod in pods},
             scope=scope,
-            is_trusted=age_s is not None and age_s >= self._trust_after_s,
+            is_trusted=age_s is not None and age_s >= TRUST_AFTER_S,
             missing_before=self._missing,
             fresh={a.key for a in self._cache if self._clock() - a.allocated_at < self._fresh_s},
         )

@@ -14,7 +14,6 @@ import structlog
 
 from gpushare_agent.admission.decisions.identity import (
     Call,
-    Doubt,
     Known,
     ListedDevices,
     Target,
@@ -22,6 +21,7 @@ from gpushare_agent.admission.decisions.identity import (
     identify,
     successor_of,
 )
+from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound, RefusalReason, Refused, Rejected, Unavailable
 from gpushare_agent.model.names import PodUid
@@ -31,9 +31,9 @@ from gpushare_agent.model.resources import ResourceKind, ResourceNames
 log = structlog.get_logger(__name__)
 
 MAX_FETCHES = 16
-"""Pods fetched at once."""
+"""PodStore fetched at once."""
 MAX_FETCHES_IN_ALL = 64
-"""Pods fetched for one call; more than these come by the watch of the API server."""
+"""PodStore fetched for one call; more than these come by the watch of the API server."""
 RETRY_S = 0.1
 """Between two fetches from an API server that does not answer, while there is time left."""
 
@@ -42,14 +42,6 @@ class InsideLister(Protocol):
     """The right to a PodResources List that an open GetPreferredAllocation gives (kubelet/pod_resources_gate.py)."""
 
     async def list_entries(self) -> Sequence[ListedDevices]: ...
-
-
-class Pods(Protocol):
-    @property
-    def version(self) -> int: ...
-    def get(self, uid: PodUid) -> Pod | None: ...
-    def pods(self) -> tuple[Pod, ...]: ...
-    async def wait_change(self, since: int) -> int: ...
 
 
 class PodFetcher(Protocol):
@@ -86,7 +78,7 @@ class Identification:
     def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
         self,
         *,
-        pods: Pods,
+        pods: PodStore,
         fetcher: PodFetcher,
         kubelet: KubeletFacts,
         allocations: Callable[[], Mapping[ContainerKey, Allocation]],
@@ -148,7 +140,8 @@ class Identification:
                 self._on_identified(_method(listed, lookup))
                 return result
             if self._clock() - lookup.started_at >= self._timeouts.poll_again_s:
-                log.warning("pod_not_identified", doubt=result.doubt.value, candidates=_texts(result))
+                doubt = "several" if result.candidates else "none"
+                log.warning("pod_not_identified", doubt=doubt, candidates=_texts(result))
                 return _refusal(result, call, self._names)
             lookup.verified.clear()
             lookup.is_first_poll = False
@@ -287,7 +280,7 @@ def _texts(result: Unresolved) -> list[str]:
 
 def _refusal(result: Unresolved, call: Call, names: ResourceNames) -> Refused:
     resource = names.name(call.kind)
-    if result.doubt is Doubt.SEVERAL:
+    if result.candidates:
         return Refused(
             reason=RefusalReason.POD_AMBIGUOUS,
             detail=f"{call.size} {resource} may be for any of {', '.join(_texts(result))}: they are being admitted at "

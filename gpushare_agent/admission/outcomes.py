@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
+from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.admission.decisions.explain import Explanation, in_short, with_gpus
 from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.cluster.events import MAX_MESSAGE_CHARS
+from gpushare_agent.cluster.events import MAX_MESSAGE_CHARS, PodEvents
+from gpushare_agent.cluster.pod_annotations import PodAnnotations
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.decision_records import DecisionRecord, Outcome
 from gpushare_agent.model.errors import Refused
@@ -29,19 +31,6 @@ class CountsAdmissions(Protocol):
     def taken_ids_offered(self, resource: str, count: int) -> None: ...
 
 
-class Annotates(Protocol):
-    def assigned(self, pod: Pod, gpu_indexes: Mapping[int, tuple[int, ...]]) -> None: ...
-    def memory_assigned(self, pod: Pod, gpu_index: int, now_ns: int) -> None: ...
-
-
-class SendsEvents(Protocol):
-    def refused(self, pod: Pod, refused: Refused) -> None: ...
-
-
-class KeepsDecisions(Protocol):
-    def add(self, record: DecisionRecord) -> DecisionRecord: ...
-
-
 class OutcomeReporter:
     """Every outcome is counted and, unless it only follows an earlier one of its container, recorded. A refusal becomes an
     Event of its pod; an allocation is written into the pod's annotations."""
@@ -50,12 +39,12 @@ class OutcomeReporter:
         self,
         *,
         metrics: CountsAdmissions,
-        annotations: Annotates,
-        events: SendsEvents,
+        annotations: PodAnnotations,
+        events: PodEvents,
         allocations: Callable[[], Mapping[ContainerKey, Allocation]],
         inventory: Callable[[], GpuInventory],
         names: ResourceNames,
-        decisions: KeepsDecisions,
+        decisions: DecisionLog,
         wall_clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._wall_clock_ns = wall_clock_ns
@@ -68,6 +57,8 @@ class OutcomeReporter:
         self._decisions = decisions
 
     def allocated(self, target: Target, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
+        """`why` is None where nothing was decided now: an init container's IDs are passed on, or a further resource of a
+        container is added to those that it has."""
         self._metrics.admission(self._names.name(kind), "allocated", "")
         if why is not None:
             self._record(target, kind, why=with_gpus(why, allocation.gpus), refused=None, gpus=allocation.gpus)

@@ -17,8 +17,9 @@ from typing import NoReturn, Protocol
 
 import structlog
 
+from gpushare_agent.cluster.kube.client import KubeApi
+from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound
-from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod, PodPhase, version_number
 
 log = structlog.get_logger(__name__)
@@ -27,16 +28,6 @@ REPLACING_CONTROLLERS = ("ReplicaSet", "StatefulSet")
 ADMISSION_REASON = "UnexpectedAdmissionError"
 """The kubelet's reason for a pod whose devices it could not get."""
 MINUTE_S = 60.0
-
-
-class DeletesPods(Protocol):
-    async def delete_pod(self, namespace: str, name: str, uid: PodUid) -> None: ...
-
-
-class KnowsPods(Protocol):
-    """The pod store."""
-
-    def pods(self) -> tuple[Pod, ...]: ...
 
 
 class CountsDeletions(Protocol):
@@ -49,10 +40,10 @@ class RejectedPods:
     def __init__(
         self,
         *,
-        pods: KnowsPods,
+        pods: PodStore,
         resources: Collection[str],
         per_minute: int = 30,
-        metrics: CountsDeletions | None = None,
+        metrics: CountsDeletions,
         period_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -64,7 +55,7 @@ class RejectedPods:
         self._clock = clock
         self._deleted_at: deque[float] = deque()
 
-    async def run(self, api: DeletesPods) -> NoReturn:
+    async def run(self, api: KubeApi) -> NoReturn:
         """Clean up until cancelled."""
         while True:
             try:
@@ -73,7 +64,7 @@ class RejectedPods:
                 log.warning("rejected_pods_not_deleted", error=str(e), then="tried again")
             await asyncio.sleep(self._period_s)
 
-    async def _clean(self, api: DeletesPods) -> None:
+    async def _clean(self, api: KubeApi) -> None:
         for pod in plan_deletions(self._pods.pods(), resources=self._resources):
             if not self._may_delete():
                 return
@@ -82,8 +73,7 @@ class RejectedPods:
                 await api.delete_pod(pod.namespace, pod.name, pod.uid)
             except (NotFound, Conflict):
                 continue  # deleted already, or another pod has the name now
-            if self._metrics is not None:
-                self._metrics.rejected_pod_deleted()
+            self._metrics.rejected_pod_deleted()
             log.info("rejected_pod_deleted", pod=f"{pod.namespace}/{pod.name}", uid=pod.uid, message=pod.message)
 
     def _may_delete(self) -> bool:
@@ -92,17 +82,11 @@ class RejectedPods:
         return len(self._deleted_at) < self._per_minute
 
 
-def plan_deletions(
-    pods: Iterable[Pod],
-    *,
-    resources: Collection[str],
-    keep: int = 3,
-    controllers: Collection[str] = REPLACING_CONTROLLERS,
-) -> list[Pod]:
+def plan_deletions(pods: Iterable[Pod], *, resources: Collection[str], keep: int = 3) -> list[Pod]:
     """The rejected pods to delete, the oldest first: all but the newest `keep` of each controller."""
     groups: defaultdict[tuple[str, str, str], list[Pod]] = defaultdict(list)
     for pod in pods:
-        if pod.controller_kind in controllers and is_rejected_over(pod, resources) and not pod.is_deleting:
+        if pod.controller_kind in REPLACING_CONTROLLERS and is_rejected_over(pod, resources) and not pod.is_deleting:
             # A pod's name is its controller's with a suffix, which is all that the group needs.
             groups[pod.namespace, pod.controller_kind, pod.name.rpartition("-")[0]].append(pod)
     spare = [pod for group in groups.values() for pod in sorted(group, key=_age)[: max(len(group) - keep, 0)]]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
+from gpushare_agent.admission.decisions.container_edits import choose_isolation
 from gpushare_agent.agent.state import NodeState
 from gpushare_agent.agent.values import cdi_specs, driver_version, driver_volumes, runtime_client
 from gpushare_agent.cluster.events import PodEvents

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from gpushare_agent import __version__
-from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
+from gpushare_agent.admission.decisions.container_edits import choose_isolation
 from gpushare_agent.agent.state import NodeState
 from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
 from gpushare_agent.cluster.decisions.node_facts import NodeFacts, node_facts

@@ -12,10 +12,11 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import structlog
 
+from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import AgentError, Refused, Unavailable
 from gpushare_agent.model.node_events import NodeEventReason
@@ -34,10 +35,6 @@ COMPONENT = "gpushare-agent"
 NODE_NAMESPACE = "default"
 _TEXT_KEPT = 256
 """Of a text in a key: with RECORDED_LIMIT this bounds the memory."""
-
-
-class CreatesEvents(Protocol):
-    async def create_event(self, raw: dict[str, Any]) -> None: ...
 
 
 class EventRecorder:
@@ -85,7 +82,7 @@ class EventRecorder:
         self._is_wanted.set()
         return True
 
-    async def run(self, api: CreatesEvents) -> NoReturn:
+    async def run(self, api: KubeApi) -> NoReturn:
         """Send the recorded events, in order, until cancelled."""
         credit, spent_at = float(BURST), self._clock()
         while True:
@@ -99,7 +96,7 @@ class EventRecorder:
             credit, spent_at = credit - 1, self._clock()
             await self._send(api, self._queue.popleft())
 
-    async def _send(self, api: CreatesEvents, raw_event: dict[str, Any]) -> None:
+    async def _send(self, api: KubeApi, raw_event: dict[str, Any]) -> None:
         involved = raw_event["involvedObject"]
         about = f"{involved['kind']} {raw_event['metadata']['namespace']}/{involved['name']}"
         for tried in range(1, TRIES + 1):

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import structlog
 
-from gpushare_agent.cluster.kube.lists import Watched
+from gpushare_agent.cluster.kube.lists import KubeLists, Watched
 from gpushare_agent.cluster.kube.pods import resource_version
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, Rejected
@@ -30,16 +29,6 @@ log = structlog.get_logger(__name__)
 
 HEALTHY_S = 10.0
 """A watch that lasted so long proves the connection: the next one starts at once."""
-
-
-class ListsAndWatches(Protocol):
-    """The part of the API server that is needed here (cluster/kube/lists.py)."""
-
-    async def list_all(self, watched: Watched, read: Callable[[dict[str, Any]], str]) -> tuple[list[str], str]: ...
-
-    def watch_all(
-        self, watched: Watched, resource_version: str
-    ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]: ...
 
 
 class Handler(Protocol):
@@ -90,7 +79,7 @@ class Informer:
         kind: str,
         watched: Watched,
         handler: Handler,
-        metrics: CountsInforming | None = None,
+        metrics: CountsInforming,
         backoff: Backoff | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -132,7 +121,7 @@ class Informer:
             self._is_listed.clear()
             await self._is_listed.wait()
 
-    async def run(self, api: ListsAndWatches) -> NoReturn:
+    async def run(self, api: KubeLists) -> NoReturn:
         """List and watch until cancelled."""
         failures = 0
         while True:
@@ -144,7 +133,7 @@ class Informer:
             finally:
                 self._scope = None
 
-    async def _cycle_and_pause(self, api: ListsAndWatches, failures: int) -> int:
+    async def _cycle_and_pause(self, api: KubeLists, failures: int) -> int:
         """How many cycles failed in a row, this one included.
 
         | the watch                          | failures    | pause                       |
@@ -163,7 +152,7 @@ class Informer:
         await asyncio.sleep(delay_s)
         return failures
 
-    async def _run_cycle(self, api: ListsAndWatches, cycle: _Cycle) -> None:
+    async def _run_cycle(self, api: KubeLists, cycle: _Cycle) -> None:
         try:
             if not self._version or self._lists_done < self._lists_wanted:
                 await self._list(api)
@@ -179,7 +168,7 @@ class Informer:
             if isinstance(e, Conflict | Corrupt) or is_version_odd:
                 self._version = ""  # too old, unreadable from here on, or no version at all: only a new list helps
 
-    async def _list(self, api: ListsAndWatches) -> None:
+    async def _list(self, api: KubeLists) -> None:
         wanted, began_at = self._lists_wanted, self._clock()
         self._handler.list_begins()
         keys, version = await api.list_all(self._watched, self._put_listed)
@@ -191,8 +180,7 @@ class Informer:
         self._lists_done = wanted
         self._is_listed.set()
         self.last_message_at = self._clock()
-        if self._metrics is not None:
-            self._metrics.listed(self.kind, self.last_message_at - began_at)
+        self._metrics.listed(self.kind, self.last_message_at - began_at)
         log.info("listed", kind=self.kind, objects=len(listed), kept=len(self._known), version=version)
 
     def _put_listed(self, raw: dict[str, Any]) -> str:
@@ -220,8 +208,7 @@ class Informer:
             else:
                 self._remove(key)
         except Corrupt as e:
-            if self._metrics is not None:
-                self._metrics.unreadable(self.kind)
+            self._metrics.unreadable(self.kind)
             log.warning("object_unreadable", kind=self.kind, error=str(e), then="its last readable state stays")
 
     def _remove(self, key: str) -> None:
@@ -231,8 +218,7 @@ class Informer:
 
     def _report(self, error: AgentError | None, delay_s: float) -> None:
         outcome = "ended" if error is None else type(error).__name__.lower()
-        if self._metrics is not None:
-            self._metrics.watch_ended(self.kind, outcome)
+        self._metrics.watch_ended(self.kind, outcome)
         if error is None:
             log.debug("watch_ended", kind=self.kind, retry_in_s=round(delay_s, 2))
             return

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 import structlog
 
@@ -25,6 +25,7 @@ from gpushare_agent.cluster.decisions.node_patch import (
     plan_capacity_patch,
     plan_facts_patch,
 )
+from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import wait_for
@@ -43,18 +44,6 @@ NOT_KNOWN_S = 0.5
 REPORT_AGAIN_S = 3600.0
 ROLE = "gpushare-agent-node-facts"
 CURE = f"give the agent's account the ClusterRole {ROLE} (manifests/base/rbac.yaml), or set facts.is_written: false"
-
-
-class PatchesNodes(Protocol):
-    """The part of the API server that is needed here (cluster/kube/client.py). Patches return the node as it is then."""
-
-    async def get_node(self, name: str) -> dict[str, Any]: ...
-
-    async def patch_node_metadata(
-        self, name: str, *, labels: Mapping[str, str | None], annotations: Mapping[str, str | None]
-    ) -> dict[str, Any]: ...
-
-    async def patch_node_capacity(self, name: str, capacity: Mapping[str, str]) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +118,7 @@ class NodeFieldsWriter(Generic[T]):
         """What is wanted may be another than before: compare soon."""
         self._is_changed.set()
 
-    async def run(self, api: PatchesNodes) -> NoReturn:
+    async def run(self, api: KubeApi) -> NoReturn:
         """Until cancelled. A missing right is tried again each period, any other failure with back-off."""
         fields, failures = self._fields, 0
         while True:
@@ -147,7 +136,7 @@ class NodeFieldsWriter(Generic[T]):
             await asyncio.sleep(fields.gap_s if is_patched else min(BURST_S, fields.gap_s))
             await wait_for(self._is_changed, fields.period_s if self._wanted() is not None else NOT_KNOWN_S)
 
-    async def _reconcile(self, api: PatchesNodes) -> bool:
+    async def _reconcile(self, api: KubeApi) -> bool:
         """One comparison; whether the node was patched."""
         if self._wanted() is None:
             return False

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from typing import Any, Protocol
+from typing import Any
 
 from gpushare_agent.cluster.informer import Handler
+from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.cluster.kube.pods import parse_pod, pod_uid
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.errors import Conflict, NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
-
-
-class ReadsPods(Protocol):
-    """The part of the API server that is needed here (cluster/kube/client.py)."""
-
-    async def get_pod(self, namespace: str, name: str, *, timeout_s: float) -> dict[str, Any]: ...
 
 
 class NodePods(Handler):
@@ -31,12 +26,12 @@ class NodePods(Handler):
         self._store = store
         self._node_name = node_name
         self._resources = resources
-        self._api: ReadsPods | None = None
+        self._api: KubeApi | None = None
         self._is_attached = asyncio.Event()
         self._listed: dict[str, Pod] | None = None
         """None: no list is under way."""
 
-    def attach(self, api: ReadsPods) -> None:
+    def attach(self, api: KubeApi) -> None:
         self._api = api
         self._is_attached.set()
 

@@ -15,6 +15,8 @@ from typing import NoReturn, Protocol
 
 import structlog
 
+from gpushare_agent.cluster.kube.client import KubeApi
+from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Unavailable
 from gpushare_agent.model.names import (
@@ -33,18 +35,6 @@ QUEUE_LIMIT = 1024
 """More pods than a node can hold; beyond it the oldest request is dropped."""
 
 
-class PatchesPods(Protocol):
-    async def patch_pod_annotations(
-        self, namespace: str, name: str, uid: PodUid, annotations: Mapping[str, str | None]
-    ) -> object: ...
-
-
-class KnowsPods(Protocol):
-    """The pod store."""
-
-    def get(self, uid: PodUid) -> Pod | None: ...
-
-
 class CountsPatches(Protocol):
     def pod_annotated(self, outcome: str) -> None: ...
 
@@ -55,8 +45,8 @@ class PodAnnotations:
     def __init__(
         self,
         *,
-        pods: KnowsPods,
-        metrics: CountsPatches | None = None,
+        pods: PodStore,
+        metrics: CountsPatches,
         backoff: Backoff | None = None,
     ) -> None:
         self._pods = pods
@@ -83,11 +73,11 @@ class PodAnnotations:
         self._requests[pod.uid] = (pod, {**earlier, **wanted})
         if len(self._requests) > QUEUE_LIMIT:
             _, (dropped, _) = self._requests.popitem(last=False)
-            self._count("dropped")
+            self._metrics.pod_annotated("dropped")
             log.warning("pod_annotations_dropped", pod=f"{dropped.namespace}/{dropped.name}", reason="queue is full")
         self._is_wanted.set()
 
-    async def run(self, api: PatchesPods) -> NoReturn:
+    async def run(self, api: KubeApi) -> NoReturn:
         """Patch the pods, the oldest request first, until cancelled."""
         failures = 0
         while True:
@@ -104,7 +94,7 @@ class PodAnnotations:
                 failures += 1
                 await asyncio.sleep(self._backoff.delay_s(failures))
 
-    async def _send(self, api: PatchesPods, pod: Pod, wanted: Mapping[str, str]) -> bool:
+    async def _send(self, api: KubeApi, pod: Pod, wanted: Mapping[str, str]) -> bool:
         """Whether the request is done with: sent, needless, or refused for good."""
         present = (self._pods.get(pod.uid) or pod).annotations
         different = {name: value for name, value in wanted.items() if present.get(name) != value}
@@ -113,24 +103,20 @@ class PodAnnotations:
         try:
             await api.patch_pod_annotations(pod.namespace, pod.name, pod.uid, different)
         except Unavailable as e:
-            self._count("unavailable")
+            self._metrics.pod_annotated("unavailable")
             log.warning("pod_annotations_delayed", pod=f"{pod.namespace}/{pod.name}", error=str(e))
             return False
         except (NotFound, Conflict) as e:
-            self._count("gone")
+            self._metrics.pod_annotated("gone")
             log.info("pod_annotations_needless", pod=f"{pod.namespace}/{pod.name}", error=str(e))
             return True
         except AgentError as e:
-            self._count("refused")
+            self._metrics.pod_annotated("refused")
             log.error("pod_annotations_refused", pod=f"{pod.namespace}/{pod.name}", error=str(e))
             return True
-        self._count("patched")
+        self._metrics.pod_annotated("patched")
         log.debug("pod_annotated", pod=f"{pod.namespace}/{pod.name}", annotations=sorted(different))
         return True
-
-    def _count(self, outcome: str) -> None:
-        if self._metrics is not None:
-            self._metrics.pod_annotated(outcome)
 
 
 def wanted_annotations(pod: Pod, gpu_indexes: Mapping[int, tuple[int, ...]]) -> dict[str, str]:

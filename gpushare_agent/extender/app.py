@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import socket
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
@@ -135,25 +136,25 @@ async def serve(parts: ExtenderParts, stop: asyncio.Event, *, on_listed: Callabl
             task.cancel()
 
 
-def build(settings: Settings, api: ClusterApi) -> ExtenderParts:
-    """The parts, not yet running."""
+def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = time.monotonic) -> ExtenderParts:
+    """The parts, not yet running. `clock` is that of reservations."""
     chosen = with_admission_config(settings.extender)
     names = resource_names(settings)
     metrics, quota, events = ExtenderMetrics(), QuotaState(names), EventRecorder(socket.gethostname())
     policy = ClusterPolicy(names=names, share_policy=settings.placement.share_policy, node_policy=chosen.node_policy)
     state = ClusterState(policy=policy, quota=quota, on_change=quota.reservation_changed)
     election = _election(chosen, api)
-    pods = PodsFeed(state=state, names=names, metrics=metrics, quota=quota, leads=election.leads)
+    pods = PodsFeed(state=state, names=names, metrics=metrics, quota=quota, leads=election.leads, clock=clock)
     binder = Binder(
         state=state,
         writes=PodWrites(api=api, names=names, leads=election.leads),
         unscheduled=pods.unscheduled,
         before_reserve=quota.put_pod,
         metrics=metrics,
-        timing=BindTiming(bind_s=chosen.bind_timeout_s, assume_s=chosen.assume_timeout_s),
+        timing=BindTiming(bind_s=chosen.bind_timeout_s, assume_s=chosen.assume_timeout_s, clock=clock),
     )
     read = partial(read_node, names=names, model_label=chosen.model_label, pool_label=chosen.pool_label)
-    nodes = NodesFeed(state=state, read=read, metrics=metrics, quota=quota, reported=pods.reported)
+    nodes = NodesFeed(state=state, read=read, metrics=metrics, quota=quota, reported=pods.reported, clock=clock)
     quotas = QuotaFeed(state=quota, events=events, metrics=metrics)
     of_quota = config_map(chosen.quota_namespace, chosen.quota_name)
     informers = (
@@ -267,17 +268,10 @@ def _show_state(parts: ExtenderParts, metrics: ExtenderMetrics) -> None:
         ("foreign_predicate_pods", "Pods that have such annotations now.", lambda: len(pods.foreign_predicates)),
     )
     for name, documentation, read in gauges:
-        metrics.show(name, documentation, "", partial(_unlabelled, read))
-    metrics.show(
-        "objects",
-        "Objects of the cluster that count.",
-        "kind",
-        lambda: {one.kind: one.count for one in parts.informers},
-    )
-
-
-def _unlabelled(read: Callable[[], float]) -> Mapping[str, float]:
-    return {"": float(read())}
+        metrics.gauge(name, documentation).set_function(read)
+    objects = metrics.gauge("objects", "Objects of the cluster that count.", "kind")
+    for informer in parts.informers:
+        objects.labels(informer.kind).set_function(partial(getattr, informer, "count"))
 
 
 def request_timeout_s(settings: ExtenderSettings) -> float:

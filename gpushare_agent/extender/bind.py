@@ -10,12 +10,14 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import structlog
 
 from gpushare_agent.cluster.kube.session import MAX_RETRY_AFTER_S, Throttled
+from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.messages import BindArgs
+from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.pod_writes import NOT_LEADING, Bind, ElsewhereError, PodWrites
 from gpushare_agent.extender.values import Reservation, Stage
 from gpushare_agent.kit.backoff import Backoff
@@ -30,28 +32,6 @@ RECONCILE_PERIOD_S = 1.0
 MAX_RECONCILED = 64
 """In one round: an API server that comes back should not get all of it in one moment."""
 MAX_STALE = 1024
-
-
-class Reserves(Protocol):
-    """extender/cluster_state.py."""
-
-    def reserve(self, pod: Pod, node: str, now: float) -> Reservation | Refused: ...
-
-    def undo(self, uid: PodUid) -> None: ...
-
-    def bound(self, uid: PodUid) -> None: ...
-
-    def reservation(self, uid: PodUid) -> Reservation | None: ...
-
-
-class CountsBinds(Protocol):
-    def bind_ended(self, outcome: str) -> None: ...
-
-    def bind_retried(self) -> None: ...
-
-    def bind_resolved(self, outcome: str) -> None: ...
-
-    def reservation_expired(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,19 +57,19 @@ class Binder:
     def __init__(
         self,
         *,
-        state: Reserves,
+        state: ClusterState,
         writes: PodWrites,
         unscheduled: Callable[[PodUid], Pod | None],
         before_reserve: Callable[[Pod], None],
-        metrics: CountsBinds,
-        timing: BindTiming | None = None,
+        metrics: ExtenderMetrics,
+        timing: BindTiming,
     ) -> None:
         self._state = state
         self._writes = writes
         self._unscheduled = unscheduled
         self._before_reserve = before_reserve
         self._metrics = metrics
-        self._timing = timing or BindTiming()
+        self._timing = timing
         self._under_way: set[PodUid] = set()
         self._open: dict[PodUid, Reservation] = {}
         self._filter_reservations: dict[PodUid, Reservation] = {}

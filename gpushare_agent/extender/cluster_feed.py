@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
 from gpushare_agent.cluster.informer import Handler
-from gpushare_agent.cluster.kube.pods import pod_uid
+from gpushare_agent.cluster.kube.pods import object_name, pod_uid
+from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations
+from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.nodes import NodeReading
 from gpushare_agent.extender.pods import asks_for_ours, lean_pod, predicate_annotations
+from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterNode, Reservation, Stage
 from gpushare_agent.kit.report_once import ReportOnce
-from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
@@ -38,46 +40,6 @@ ANNOTATIONS_SHOWN = 8
 CHARS_SHOWN = 80
 
 
-class HoldsCluster(Protocol):
-    """extender/cluster_state.py."""
-
-    def put_node(self, node: ClusterNode, now: float) -> None: ...
-
-    def remove_node(self, name: str) -> None: ...
-
-    def put_pod(self, pod: Pod, now: float) -> None: ...
-
-    def remove_pod(self, uid: PodUid) -> None: ...
-
-    def reservation(self, uid: PodUid) -> Reservation | None: ...
-
-    def reservations(self) -> list[Reservation]: ...
-
-
-class CountsPods(Protocol):
-    """extender/quota_state.py; pods and nodes are put here before they are put into the state."""
-
-    def put_pod(self, pod: Pod) -> None: ...
-
-    def remove_pod(self, uid: PodUid) -> None: ...
-
-
-class CountsNodes(Protocol):
-    """extender/quota_state.py."""
-
-    def put_node(self, node: ClusterNode) -> None: ...
-
-    def remove_node(self, name: str) -> None: ...
-
-
-class CountsOddities(Protocol):
-    def foreign_predicate(self) -> None: ...
-
-    def node_unreadable(self) -> None: ...
-
-    def disagreed(self) -> None: ...
-
-
 class PodsFeed(Handler):
     """The handler of pods. It compares lists with the reservations as well: a bind may have read a pod that the informer
     never listed. A replica that does not lead compares no annotations, for it does not know what the leader has reserved;
@@ -86,10 +48,10 @@ class PodsFeed(Handler):
     def __init__(
         self,
         *,
-        state: HoldsCluster,
+        state: ClusterState,
         names: ResourceNames,
-        metrics: CountsOddities,
-        quota: CountsPods,
+        metrics: ExtenderMetrics,
+        quota: QuotaState,
         leads: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -246,10 +208,10 @@ class NodesFeed(Handler):
     def __init__(
         self,
         *,
-        state: HoldsCluster,
+        state: ClusterState,
         read: Callable[[Mapping[str, Any]], NodeReading],
-        metrics: CountsOddities,
-        quota: CountsNodes,
+        metrics: ExtenderMetrics,
+        quota: QuotaState,
         reported: Callable[[Collection[PodUid]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -264,11 +226,7 @@ class NodesFeed(Handler):
         """By node, the pods to which its agent allocated other GPUs than planned."""
 
     def key(self, raw: dict[str, Any]) -> str:
-        metadata = raw.get("metadata")
-        name = metadata.get("name") if isinstance(metadata, dict) else None
-        if not isinstance(name, str) or not name:
-            raise Corrupt("node: the name is missing")
-        return name
+        return object_name(raw, "node")
 
     def put(self, raw: dict[str, Any]) -> bool:
         reading = self._read(raw)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from gpushare_agent.extender.decisions.free_capacity import (
     Signature,
@@ -28,6 +28,7 @@ from gpushare_agent.extender.decisions.free_capacity import (
 from gpushare_agent.extender.decisions.ledger import ClusterLedger
 from gpushare_agent.extender.decisions.node_ledger import NodeLedger, node_document
 from gpushare_agent.extender.decisions.pod_plan import plan_pod
+from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation, Stage
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import PodUid
@@ -45,21 +46,15 @@ SIGNATURES_KEPT = 32
 _UNKNOWN = "the extender knows no GPUs of this node: does the agent run there?"
 
 
-class QuotaCheck(Protocol):
-    """Why a pod may not go to a node of this model and pool, whatever is free there; None where it may. The answer is the
-    same for nodes that are alike in both."""
-
-    def __call__(self, pod: Pod, *, model: str, pool: str) -> Refused | None: ...
-
-
 @dataclass(slots=True, kw_only=True)
 class Filtered:
     """Of the nodes that were asked about: those where the pod fits, in their order; for the others why not. Where nothing
-    changes by the end of other pods, it is `unresolvable`."""
+    changes by the end of other pods, it is `unresolvable`. `error` is why the request could not be answered."""
 
     fitting: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     unresolvable: dict[str, str] = field(default_factory=dict)
+    error: str = ""
 
 
 class _Verdict(NamedTuple):
@@ -80,7 +75,7 @@ class ClusterState:
         self,
         *,
         policy: ClusterPolicy,
-        quota: QuotaCheck | None = None,
+        quota: QuotaState | None = None,
         on_change: Callable[[Reservation | None, Reservation | None], None] = lambda old, new: None,
     ) -> None:
         self._policy = policy

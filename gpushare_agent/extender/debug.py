@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.observability.http.answers import (
     BadQueryError,
     JsonBody,
@@ -36,20 +37,10 @@ _QUERY: Mapping[str, Number | Word] = {
 }
 
 
-class ShowsNodes(Protocol):
-    """extender/cluster_state.py."""
-
-    def node_names(self) -> Sequence[str]:
-        """Sorted."""
-        ...
-
-    def node_document(self, name: str) -> Mapping[str, Any] | None: ...
-
-
 class StatePages:
     """`head` is what is shown besides the nodes; it is short."""
 
-    def __init__(self, *, head: Callable[[], Mapping[str, Any]], nodes: ShowsNodes) -> None:
+    def __init__(self, *, head: Callable[[], Mapping[str, Any]], nodes: ClusterState) -> None:
         self._head = head
         self._nodes = nodes
         self.show = RequestQueue().one_at_a_time(self._show)

@@ -25,19 +25,19 @@ State owned: how many long bodies are being read.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import NoReturn
 
 import structlog
+from aiohttp import web
 
 from gpushare_agent import __version__
+from gpushare_agent.extender.cluster_state import Filtered
 from gpushare_agent.extender.debug import StatePages
 from gpushare_agent.extender.messages import (
-    FilterAnswer,
     NodesArgs,
     binding_result,
     filter_result,
@@ -47,16 +47,13 @@ from gpushare_agent.extender.messages import (
     parse_preempt_args,
     preemption_result,
 )
+from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.tls import Tls, reload_certificate, tls_context
 from gpushare_agent.extender.verbs import Extender
+from gpushare_agent.kit.http_server import HttpLimits, HttpServer
 from gpushare_agent.kit.tcp_listeners import listen_tcp
 from gpushare_agent.model.errors import Corrupt, StartupError, Unavailable
 from gpushare_agent.model.resources import ResourceNames
-
-if TYPE_CHECKING:
-    from aiohttp import web
-
-    from gpushare_agent.kit.http_server import HttpLimits
 
 log = structlog.get_logger(__name__)
 
@@ -78,12 +75,6 @@ class UnreadError(Exception):
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
-
-
-class CountsRequests(Protocol):
-    def request(self, verb: str, outcome: str, duration_s: float) -> None: ...
-
-    def exposition(self, accept: str) -> tuple[str, bytes]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +116,7 @@ class ExtenderVerbs:
             args = parse_nodes_args(content, self._names)
             answer = await self._extender.filter(args)
         except Corrupt as e:
-            return _Result(filter_result(FilterAnswer(failed={}, unresolvable={}, error=str(e)), None), "bad")
+            return _Result(filter_result(Filtered(error=str(e)), None), "bad")
         return _Result(filter_result(answer, args), "error" if answer.error else "ok")
 
     async def prioritize(self, content: bytes) -> _Result:
@@ -160,7 +151,7 @@ class ExtenderWeb:
         *,
         config: ListenConfig,
         verbs: ExtenderVerbs,
-        metrics: CountsRequests,
+        metrics: ExtenderMetrics,
         ready: Callable[[], Sequence[str]],
         warm: Callable[[], Sequence[str]],
         pages: StatePages,
@@ -186,9 +177,6 @@ class ExtenderWeb:
         Raises:
             StartupError: the address or the certificate cannot be used.
         """
-        await asyncio.to_thread(importlib.import_module, "gpushare_agent.kit.http_server")
-        from gpushare_agent.kit.http_server import HttpServer
-
         config = self._config
         context = tls_context(config.tls) if config.tls is not None else None
         server = HttpServer("extender", self._routes(), limits=self._limits(), tls=context)
@@ -209,8 +197,6 @@ class ExtenderWeb:
         raise AssertionError("unreachable: the server serves until it is cancelled")
 
     def _limits(self) -> HttpLimits:
-        from gpushare_agent.kit.http_server import HttpLimits
-
         config = self._config
         return replace(
             config.limits or HttpLimits(idle_s=IDLE_S),
@@ -220,8 +206,6 @@ class ExtenderWeb:
         )
 
     def _routes(self) -> list[web.AbstractRouteDef]:
-        from aiohttp import web
-
         verbs = self._verbs
         return [
             web.post("/scheduler/filter", self._verb("filter", verbs.filter)),
@@ -238,8 +222,6 @@ class ExtenderWeb:
         ]
 
     def _verb(self, name: str, verb: Verb) -> Callable[[web.Request], Awaitable[web.Response]]:
-        from aiohttp import web
-
         async def answer(request: web.Request) -> web.Response:
             if not self._is_known(request):
                 return web.Response(status=403, text=_UNKNOWN_CLIENT)
@@ -275,8 +257,6 @@ class ExtenderWeb:
             self._long_bodies -= 1
 
     async def _content(self, request: web.Request) -> bytes:
-        from aiohttp import web
-
         try:
             async with asyncio.timeout(self._config.body_s):
                 return await request.read()
@@ -300,36 +280,24 @@ class ExtenderWeb:
         return answer
 
     async def _show_state(self, request: web.Request) -> web.StreamResponse:
-        from aiohttp import web
-
         if not self._is_known(request):
             return web.Response(status=403, text=_UNKNOWN_CLIENT)
         return await self._pages.show(request)
 
     async def _show_version(self, _request: web.Request) -> web.Response:
-        from aiohttp import web
-
         return web.Response(text=json.dumps({"version": __version__}) + "\n", content_type=_JSON)
 
     async def _show_health(self, _request: web.Request) -> web.Response:
-        from aiohttp import web
-
         return web.Response(text="ok\n")
 
     async def _show_readiness(self, _request: web.Request) -> web.Response:
-        from aiohttp import web
-
         reasons = self._warm()
         return _unavailable(reasons) if reasons else web.Response(text="ok\n")
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
-        from aiohttp import web
-
         content_type, text = self._metrics.exposition(request.headers.get("Accept", ""))
         return web.Response(body=text, headers={"Content-Type": content_type})
 
 
 def _unavailable(reasons: Sequence[str]) -> web.Response:
-    from aiohttp import web
-
     return web.Response(status=503, text="".join(f"{reason}\n" for reason in reasons))

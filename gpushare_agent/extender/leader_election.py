@@ -15,13 +15,15 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import structlog
 
+from gpushare_agent.cluster.kube.cluster import ClusterApi
+from gpushare_agent.cluster.kube.pods import mapping_or_empty
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected
 
 log = structlog.get_logger(__name__)
@@ -32,16 +34,6 @@ RELEASE_TIMEOUT_S = 2.0
 SHORTEST_PAUSE_S = 0.01
 RELEASED_S = 1
 """The duration of a released lease."""
-
-
-class KeepsLeases(Protocol):
-    """The part of the API server that is needed here (cluster/kube/cluster.py)."""
-
-    async def get_lease(self, namespace: str, name: str) -> dict[str, Any]: ...
-
-    async def create_lease(self, namespace: str, raw_lease: Mapping[str, Any]) -> dict[str, Any]: ...
-
-    async def replace_lease(self, namespace: str, name: str, raw_lease: Mapping[str, Any]) -> dict[str, Any]: ...
 
 
 def boot_time_s() -> float:
@@ -67,17 +59,15 @@ class LeaderElection:
     def __init__(
         self,
         *,
-        api: KeepsLeases,
+        api: ClusterApi,
         identity: str,
         terms: LeaseTerms,
         clock: Callable[[], float] = boot_time_s,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._api = api
         self._identity = identity
         self._terms = terms
         self._clock = clock
-        self._now = now
         self._seen: tuple[object, ...] = ()
         self._seen_at = float("-inf")
         self._absent_since: float | None = None
@@ -116,7 +106,7 @@ class LeaderElection:
         """Release the lease, so that another replica need not wait for its end. The caller has stopped deciding."""
         if not self.leads() or self._raw is None:
             return
-        self._leads_until = float("-inf")
+        self._stop_leading()
         self.report_transition()
         try:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
@@ -197,11 +187,11 @@ class LeaderElection:
     def _note(self, raw: dict[str, Any]) -> None:
         """The lease as read, and since when it is unchanged."""
         self._raw, self._absent_since = raw, None
-        spec = _mapping(raw.get("spec"))
+        spec = mapping_or_empty(raw.get("spec"))
         holder = spec.get("holderIdentity")
         self.holder = holder if isinstance(holder, str) else ""
         seen = (
-            str(_mapping(raw.get("metadata")).get("uid")),
+            str(mapping_or_empty(raw.get("metadata")).get("uid")),
             self.holder,
             str(spec.get("renewTime")),
             str(spec.get("acquireTime")),
@@ -213,17 +203,20 @@ class LeaderElection:
     def _was_released(self) -> bool:
         """Released in order, as `release` and client-go do it. A holder emptied by hand leaves a leader that does not know
         it yet."""
-        return not self.holder and _mapping((self._raw or {}).get("spec")).get("leaseDurationSeconds") == RELEASED_S
+        return (
+            not self.holder
+            and mapping_or_empty((self._raw or {}).get("spec")).get("leaseDurationSeconds") == RELEASED_S
+        )
 
     def _has_ended(self) -> bool:
-        raw_duration = _mapping((self._raw or {}).get("spec")).get("leaseDurationSeconds")
+        raw_duration = mapping_or_empty((self._raw or {}).get("spec")).get("leaseDurationSeconds")
         theirs_s = float(raw_duration) if isinstance(raw_duration, int) and raw_duration > 0 else 0.0
         return self._clock() - self._seen_at > max(self._terms.duration_s, min(theirs_s, MAX_DURATION_S))
 
     def _record(self, holder: str, duration_s: float | None = None) -> dict[str, Any]:
         """The lease as it should be; its metadata stays as read."""
-        spec = _mapping((self._raw or {}).get("spec"))
-        now = self._now().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        spec = mapping_or_empty((self._raw or {}).get("spec"))
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         transitions = spec.get("leaseTransitions")
         count = transitions if isinstance(transitions, int) else 0
         is_new = holder != spec.get("holderIdentity")
@@ -231,7 +224,7 @@ class LeaderElection:
         return {
             "apiVersion": "coordination.k8s.io/v1",
             "kind": "Lease",
-            "metadata": _mapping((self._raw or {}).get("metadata")) or metadata,
+            "metadata": mapping_or_empty((self._raw or {}).get("metadata")) or metadata,
             "spec": {
                 "holderIdentity": holder,
                 "leaseDurationSeconds": max(1, round(duration_s or self._terms.duration_s)),
@@ -266,7 +259,3 @@ class AlwaysLeads:
     async def wait_change(self, term: int, is_leading: bool) -> None:
         if (term, is_leading) == (self.term, True):
             await asyncio.Event().wait()
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

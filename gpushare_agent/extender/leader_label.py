@@ -8,14 +8,15 @@ that does not lead refuses every request. State owned: whether this process may 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Protocol
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import structlog
 
 from gpushare_agent.cluster.kube.client import pods
-from gpushare_agent.cluster.kube.lists import Watched
-from gpushare_agent.cluster.kube.pods import pod_uid
+from gpushare_agent.cluster.kube.cluster import ClusterApi
+from gpushare_agent.cluster.kube.pods import mapping_or_empty, pod_uid
+from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound
 from gpushare_agent.model.names import PodUid
@@ -32,37 +33,14 @@ WITHDRAW_TIMEOUT_S = 2.0
 _CURE = "POD_NAME and POD_NAMESPACE must name this pod, and the service account needs get, list and patch on pods"
 
 
-class LabelsPods(Protocol):
-    """The part of the API server that is needed here (cluster/kube/cluster.py)."""
-
-    async def get_pod(self, namespace: str, name: str) -> dict[str, Any]: ...
-
-    async def list_all(self, watched: Watched, read: Callable[[dict[str, Any]], str]) -> tuple[list[str], str]: ...
-
-    async def patch_pod_labels(
-        self, namespace: str, name: str, uid: PodUid, labels: Mapping[str, str | None]
-    ) -> dict[str, Any]: ...
-
-
-class Elects(Protocol):
-    """extender/leader_election.py."""
-
-    @property
-    def term(self) -> int: ...
-
-    def leads(self) -> bool: ...
-
-    async def wait_change(self, term: int, is_leading: bool) -> None: ...
-
-
 class LeaderLabel:
     """`run` once; `withdraw` after it has ended. `namespace` and `name` are those of this process's own pod."""
 
     def __init__(
         self,
         *,
-        api: LabelsPods,
-        election: Elects,
+        api: ClusterApi,
+        election: LeaderElection | AlwaysLeads,
         namespace: str,
         name: str,
         backoff: Backoff | None = None,
@@ -107,7 +85,7 @@ class LeaderLabel:
     async def _claim(self) -> None:
         """First from the others, then on our own: a moment without a leader's label costs less than two."""
         own = await self._api.get_pod(self._namespace, self._name)
-        uid, labels = pod_uid(own), _labels(own)
+        uid, labels = pod_uid(own), mapping_or_empty(own["metadata"].get("labels"))
         app = labels.get(APP_LABEL)
         if isinstance(app, str) and app:
             await self._strip_others({APP_LABEL: app, ROLE_LABEL: LEADER})
@@ -141,7 +119,7 @@ class LeaderLabel:
             return
         own = await self._api.get_pod(self._namespace, self._name)
         uid = pod_uid(own)
-        if ROLE_LABEL in _labels(own):
+        if ROLE_LABEL in mapping_or_empty(own["metadata"].get("labels")):
             await self._api.patch_pod_labels(self._namespace, self._name, uid, {ROLE_LABEL: None})
         self._may_be_left = False
 
@@ -155,9 +133,3 @@ class LeaderLabel:
             cure=_CURE,
             retried_in_s=round(pause_s, 1),
         )
-
-
-def _labels(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a pod whose UID could be read."""
-    labels = raw["metadata"].get("labels")
-    return labels if isinstance(labels, Mapping) else {}

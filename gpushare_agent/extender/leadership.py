@@ -6,29 +6,21 @@ State owned: the term in which the cluster was last listed from its beginning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import structlog
 
 from gpushare_agent.cluster.informer import Informer
+from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection
+from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.verbs import in_steps
 from gpushare_agent.model.pods import Pod
 
 log = structlog.get_logger(__name__)
 
 MAX_WARMED_PODS = 8
-
-
-class FiltersPods(Protocol):
-    """extender/cluster_state.py."""
-
-    def filter_steps(self, pod: Pod, names: Sequence[str] | None) -> Generator[None, None, Any]: ...
-
-
-class CountsLeaderships(Protocol):
-    def became_leader(self) -> None: ...
 
 
 class Leadership:
@@ -41,9 +33,9 @@ class Leadership:
         *,
         election: LeaderElection | AlwaysLeads,
         informers: Sequence[Informer],
-        state: FiltersPods,
+        state: ClusterState,
         unscheduled: Callable[[], Sequence[Pod]],
-        metrics: CountsLeaderships,
+        metrics: ExtenderMetrics,
     ) -> None:
         self._election = election
         self._informers = informers

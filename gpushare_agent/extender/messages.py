@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpushare_agent.cluster.kube.pods import mapping_or_empty
+from gpushare_agent.extender.cluster_state import Filtered
 from gpushare_agent.extender.pods import lean_pod
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
@@ -36,16 +38,6 @@ class NodesArgs:
     pod: Pod
     names: Sequence[str]
     raw_nodes: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FilterAnswer:
-    """ExtenderFilterResult, about the nodes that were asked about. `error` empties all else."""
-
-    fitting: Sequence[str] = ()
-    failed: Mapping[str, str]
-    unresolvable: Mapping[str, str]
-    error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +104,7 @@ def parse_preempt_args(content: bytes | bytearray, names: ResourceNames) -> Pree
     return PreemptArgs(pod=pod, victims=victims, violations=violations)
 
 
-def filter_result(answer: FilterAnswer, args: NodesArgs | None) -> bytes:
+def filter_result(answer: Filtered, args: NodesArgs | None) -> bytes:
     """ExtenderFilterResult in the form in which `args` asked: whole nodes, or names."""
     names: Sequence[str] | None = None
     nodes: dict[str, Any] | None = None
@@ -185,8 +177,7 @@ def _names(raw_names: Any) -> list[str]:
 
 
 def _node_name(item: Any, number: int) -> str:
-    metadata = item.get("metadata") if isinstance(item, dict) else None
-    name = metadata.get("name") if isinstance(metadata, dict) else None
+    name = mapping_or_empty(mapping_or_empty(item).get("metadata")).get("name")
     return _name(name, f"ExtenderArgs.Nodes.items[{number}].metadata.name")
 
 

@@ -7,12 +7,10 @@ the first event. State owned: the registry, one per instance.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
-from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
 
 from gpushare_agent import __version__
 
@@ -63,9 +61,9 @@ class ExtenderMetrics:
             [("failed",), ("fits",), ("unresolvable",)],
         )
         self._binds = _counter(registry, "binds", "Binds by outcome.", ("outcome",), [(one,) for one in BINDS])
-        self._retries = _counter(
-            registry, "bind_retries", "Requests of a bind that the API server did not carry out at once.", (), []
-        )
+        self.bind_retried = _counter(
+            registry, "bind_retries", "Requests of a bind that the API server did not carry out at once."
+        ).inc
         self._resolved = _counter(
             registry,
             "binds_settled",
@@ -73,24 +71,22 @@ class ExtenderMetrics:
             ("outcome",),
             [("bound",), ("not-bound",)],
         )
-        self._expired = _counter(
-            registry, "reservations_expired", "Reservations of pods that were never bound.", (), []
-        )
+        self.reservation_expired = _counter(
+            registry, "reservations_expired", "Reservations of pods that were never bound."
+        ).inc
 
     def _count_cluster(self, registry: CollectorRegistry) -> None:
-        self._foreign_predicates = _counter(
+        self.foreign_predicate = _counter(
             registry,
             "foreign_predicates",
             "Pods whose predicate annotations agree with no reservation of this extender: forged, or another's.",
-            (),
-            [],
-        )
-        self._nodes_unreadable = _counter(
-            registry, "node_annotations_unreadable", "Node annotations of the agent that could not be read.", (), []
-        )
-        self._disagreements = _counter(
-            registry, "placement_disagreements", "Pods whose agent gave other GPUs than were planned.", (), []
-        )
+        ).inc
+        self.node_unreadable = _counter(
+            registry, "node_annotations_unreadable", "Node annotations of the agent that could not be read."
+        ).inc
+        self.disagreed = _counter(
+            registry, "placement_disagreements", "Pods whose agent gave other GPUs than were planned."
+        ).inc
         self._lists = Histogram(
             "gpushare_extender_list_duration_seconds",
             "Time that a list of the API server's objects took.",
@@ -117,7 +113,7 @@ class ExtenderMetrics:
             ("outcome",),
             [("absent",), ("good",), ("malformed",)],
         )
-        self._leaderships = _counter(registry, "leaderships", "Times that this replica became the leader.", (), [])
+        self.became_leader = _counter(registry, "leaderships", "Times that this replica became the leader.").inc
 
     # --- requests ---
 
@@ -135,25 +131,10 @@ class ExtenderMetrics:
         """One of BINDS."""
         self._binds.labels(outcome).inc()
 
-    def bind_retried(self) -> None:
-        self._retries.inc()
-
     def bind_resolved(self, outcome: str) -> None:
         self._resolved.labels(outcome).inc()
 
-    def reservation_expired(self) -> None:
-        self._expired.inc()
-
     # --- the cluster ---
-
-    def foreign_predicate(self) -> None:
-        self._foreign_predicates.inc()
-
-    def node_unreadable(self) -> None:
-        self._nodes_unreadable.inc()
-
-    def disagreed(self) -> None:
-        self._disagreements.inc()
 
     def listed(self, kind: str, duration_s: float) -> None:
         self._lists.labels(kind).observe(duration_s)
@@ -167,14 +148,11 @@ class ExtenderMetrics:
     def quota_loaded(self, outcome: str) -> None:
         self._quota_loads.labels(outcome).inc()
 
-    def became_leader(self) -> None:
-        self._leaderships.inc()
-
     # --- the present state ---
 
-    def show(self, name: str, documentation: str, label: str, read: Callable[[], Mapping[str, float]]) -> None:
-        """A gauge read at each scrape: by the values of its one label, or without a label under an empty key."""
-        self.registry.register(_ReadAtScrape(f"gpushare_extender_{name}", documentation, label, read))
+    def gauge(self, name: str, documentation: str, *labels: str) -> Gauge:
+        """For `set_function`, which is called at each scrape."""
+        return Gauge(f"gpushare_extender_{name}", documentation, labels, registry=self.registry)
 
     def exposition(self, accept: str) -> tuple[str, bytes]:
         """Content type and text, in the format that an Accept header asks for."""
@@ -182,29 +160,12 @@ class ExtenderMetrics:
         return content_type, encode(self.registry)
 
 
-class _ReadAtScrape(Collector):
-    def __init__(self, name: str, documentation: str, label: str, read: Callable[[], Mapping[str, float]]) -> None:
-        self._name = name
-        self._documentation = documentation
-        self._labels = [label] if label else []
-        self._read = read
-
-    def describe(self) -> Iterable[Metric]:
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        family = GaugeMetricFamily(self._name, self._documentation, labels=self._labels)
-        for value, number in sorted(self._read().items()):
-            family.add_metric([value] if self._labels else [], number)
-        yield family
-
-
 def _counter(
     registry: CollectorRegistry,
     name: str,
     documentation: str,
-    labels: tuple[str, ...],
-    begin: Iterable[tuple[str, ...]],
+    labels: tuple[str, ...] = (),
+    begin: Iterable[tuple[str, ...]] = (),
 ) -> Counter:
     """`begin` are the label values known from the start."""
     counter = Counter(f"gpushare_extender_{name}", documentation, labels, registry=registry)

@@ -22,6 +22,7 @@ from gpushare_agent.cluster.decisions.node_annotations import (
     parse_document,
     parse_gpus,
 )
+from gpushare_agent.cluster.kube.pods import mapping_or_empty
 from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.extender.values import Charge, ClusterNode, NodeGpu
 from gpushare_agent.model.errors import Corrupt
@@ -55,7 +56,7 @@ class NodeReading:
 
 def read_node(raw: Mapping[str, Any], names: ResourceNames, *, model_label: str, pool_label: str) -> NodeReading:
     """`names` must be those of the node's agent. `model_label` and `pool_label` name the node's labels."""
-    metadata, status = _mapping(raw.get("metadata")), _mapping(raw.get("status"))
+    metadata, status = mapping_or_empty(raw.get("metadata")), mapping_or_empty(raw.get("status"))
     name = metadata.get("name")
     if not isinstance(name, str) or not name:
         return NodeReading(node=None, problem="a node without a name is left out")
@@ -63,7 +64,7 @@ def read_node(raw: Mapping[str, Any], names: ResourceNames, *, model_label: str,
     offered = [counts[resource] for resource in (names.vcore, names.gpu_mem) if resource in counts]
     if not offered:
         return NodeReading(node=None)
-    labels, annotations = _mapping(metadata.get("labels")), _mapping(metadata.get("annotations"))
+    labels, annotations = mapping_or_empty(metadata.get("labels")), mapping_or_empty(metadata.get("annotations"))
     model, pool = _label(labels, model_label), _label(labels, pool_label)
     text = annotations.get(GPUS_ANNOTATION)
     problem = ""
@@ -217,7 +218,7 @@ def _charge(uid: str, key: str, raw: Any, indexes: Mapping[str, int]) -> Charge:
 
 def _counts(status: Mapping[str, Any], names: ResourceNames) -> dict[str, int]:
     """Allocatable of each resource that the node has: without the devices of unhealthy GPUs."""
-    capacity, allocatable = _mapping(status.get("capacity")), _mapping(status.get("allocatable"))
+    capacity, allocatable = mapping_or_empty(status.get("capacity")), mapping_or_empty(status.get("allocatable"))
     reported = {name: allocatable.get(name, capacity.get(name)) for name in names.names}
     return {name: _count(quantity) for name, quantity in reported.items() if quantity is not None}
 
@@ -233,7 +234,3 @@ def _label(labels: Mapping[str, Any], name: str) -> str:
     """Empty where the node has no such label, or one that Kubernetes would not take."""
     value = labels.get(name)
     return sys.intern(value) if isinstance(value, str) and len(value) <= _MAX_LABEL_CHARS else ""
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

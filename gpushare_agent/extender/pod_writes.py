@@ -13,9 +13,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from gpushare_agent.cluster.kube.pods import resource_version
+from gpushare_agent.cluster.kube.cluster import ClusterApi
+from gpushare_agent.cluster.kube.pods import mapping_or_empty, resource_version
 from gpushare_agent.cluster.kube.session import Throttled
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations
 from gpushare_agent.extender.pods import lean_pod
@@ -29,7 +30,6 @@ from gpushare_agent.model.names import (
     PREDICATE_GPU_INDEX_PREFIX,
     PREDICATE_NODE_ANNOTATION,
     PREDICATE_TIME_ANNOTATION,
-    PodUid,
 )
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
@@ -37,18 +37,6 @@ from gpushare_agent.model.resources import ResourceNames
 NOT_LEADING = "this replica of the extender does not lead any more"
 FOREIGN_REMOVED = 64
 """Annotations in one patch. A pod can have thousands, and each patch names them all."""
-
-
-class BindsPods(Protocol):
-    """The part of the API server that is needed here (cluster/kube/cluster.py)."""
-
-    async def patch_pod_annotations(
-        self, namespace: str, name: str, uid: PodUid, annotations: Mapping[str, str | None]
-    ) -> dict[str, Any]: ...
-
-    async def bind_pod(self, namespace: str, name: str, uid: PodUid, node: str, resource_version: str) -> None: ...
-
-    async def get_pod(self, namespace: str, name: str) -> dict[str, Any]: ...
 
 
 @dataclass(slots=True)
@@ -70,7 +58,7 @@ class PodWrites:
     def __init__(
         self,
         *,
-        api: BindsPods,
+        api: ClusterApi,
         names: ResourceNames,
         leads: Callable[[], bool],
         time_ns: Callable[[], int] = time.time_ns,
@@ -218,10 +206,8 @@ def extender_annotations(reservation: Reservation, time_ns: int) -> dict[str, st
 
 def foreign_annotations(raw_pod: Mapping[str, Any] | None, reservation: Reservation) -> list[str]:
     """Names of the pod's annotations that choose GPUs, or state that an extender did, and are not the plan's. Sorted."""
-    metadata = raw_pod.get("metadata") if raw_pod is not None else None
-    present = metadata.get("annotations") if isinstance(metadata, Mapping) else None
-    if not isinstance(present, Mapping):
-        return []
+    metadata = mapping_or_empty(raw_pod.get("metadata")) if raw_pod is not None else {}
+    present = mapping_or_empty(metadata.get("annotations"))
     ours = extender_annotations(reservation, 0)
     return sorted(
         name

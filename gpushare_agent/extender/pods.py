@@ -11,7 +11,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from gpushare_agent.cluster.kube.pods import parse_pod
+from gpushare_agent.cluster.kube.pods import mapping_or_empty, parse_pod
 from gpushare_agent.model.names import (
     PREDICATE_GPU_INDEX_PREFIX,
     PREDICATE_NODE_ANNOTATION,
@@ -65,10 +65,7 @@ def lean_pod(raw: Mapping[str, Any], names: ResourceNames) -> Pod:
 def predicate_annotations(raw: Mapping[str, Any]) -> dict[str, str]:
     """The pod's annotations with an extender's choice: of the node, and of GPUs by container. Only to be compared: any
     tenant can write them."""
-    metadata = raw.get("metadata")
-    annotations = metadata.get("annotations") if isinstance(metadata, dict) else None
-    if not isinstance(annotations, dict):
-        return {}
+    annotations = mapping_or_empty(mapping_or_empty(raw.get("metadata")).get("annotations"))
     return {
         name: value[:_MAX_ANNOTATION_CHARS] if isinstance(value, str) else ""
         for name, value in annotations.items()

@@ -7,14 +7,15 @@ State owned: whether the quota in force was read from a good ConfigMap.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
+from gpushare_agent.cluster.events import EventRecorder
 from gpushare_agent.cluster.informer import Handler
-from gpushare_agent.cluster.kube.pods import resource_version
+from gpushare_agent.cluster.kube.pods import object_name, resource_version
 from gpushare_agent.extender.decisions.quota import QUOTA_KEY, Quota, parse_quota
+from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.model.errors import Corrupt
 
@@ -23,31 +24,17 @@ log = structlog.get_logger(__name__)
 MALFORMED = "QuotaMalformed"
 
 
-class RecordsEvents(Protocol):
-    """cluster/events.py."""
-
-    def record(self, involved: Mapping[str, str], reason: str, message: str, *, key: tuple[str, ...]) -> bool: ...
-
-
-class CountsQuota(Protocol):
-    def quota_loaded(self, outcome: str) -> None: ...
-
-
 class QuotaFeed(Handler):
     """The informer's handler of the one ConfigMap."""
 
-    def __init__(self, *, state: QuotaState, events: RecordsEvents, metrics: CountsQuota) -> None:
+    def __init__(self, *, state: QuotaState, events: EventRecorder, metrics: ExtenderMetrics) -> None:
         self._state = state
         self._events = events
         self._metrics = metrics
         self._was_good = False
 
     def key(self, raw: dict[str, Any]) -> str:
-        metadata = raw.get("metadata")
-        name = metadata.get("name") if isinstance(metadata, dict) else None
-        if not isinstance(name, str) or not name:
-            raise Corrupt("ConfigMap: the name is missing")
-        return name
+        return object_name(raw, "ConfigMap")
 
     def put(self, raw: dict[str, Any]) -> bool:
         raw_data = raw.get("data") or {}

@@ -83,8 +83,6 @@ class PodPlan:
 
     containers: tuple[PlannedContainer, ...]
     charges: tuple[Charge, ...]
-    link_cost: int = 0
-    """Of all the containers with several GPUs, as placement/link.py counts it."""
 
 
 class Stage(StrEnum):

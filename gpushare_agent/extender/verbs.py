@@ -9,53 +9,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from gpushare_agent.extender.messages import BindArgs, FilterAnswer, NodesArgs, PreemptArgs
-from gpushare_agent.extender.values import Reservation, Stage
+from gpushare_agent.extender.bind import Binder
+from gpushare_agent.extender.cluster_state import ClusterState, Filtered
+from gpushare_agent.extender.messages import BindArgs, NodesArgs, PreemptArgs
+from gpushare_agent.extender.metrics import ExtenderMetrics
+from gpushare_agent.extender.values import Stage
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import Pod
 
 A = TypeVar("A")
-
-
-class Answered(Protocol):
-    """extender/cluster_state.py, Filtered."""
-
-    @property
-    def fitting(self) -> list[str]: ...
-
-    @property
-    def failed(self) -> dict[str, str]: ...
-
-    @property
-    def unresolvable(self) -> dict[str, str]: ...
-
-
-class Decides(Protocol):
-    """extender/cluster_state.py."""
-
-    def filter_steps(self, pod: Pod, names: Sequence[str] | None) -> Generator[None, None, Answered]: ...
-
-    def prioritize(self, pod: Pod, names: Sequence[str]) -> list[tuple[str, int]]: ...
-
-    def victims(self, pod: Pod, candidates: Mapping[str, Sequence[PodUid]]) -> dict[str, list[PodUid]]: ...
-
-    def reservation(self, uid: PodUid) -> Reservation | None: ...
-
-
-class Binds(Protocol):
-    """extender/bind.py."""
-
-    async def bind(self, args: BindArgs) -> str: ...
-
-    async def reserve(self, pod: Pod, node: str) -> str: ...
-
-    def release(self, uid: PodUid) -> None: ...
-
-
-class CountsFilters(Protocol):
-    def filtered(self, fitting: int, failed: int, unresolvable: int) -> None: ...
 
 
 class Extender:
@@ -64,9 +27,9 @@ class Extender:
     def __init__(
         self,
         *,
-        state: Decides,
-        binder: Binds,
-        metrics: CountsFilters,
+        state: ClusterState,
+        binder: Binder,
+        metrics: ExtenderMetrics,
         reserves_at_filter: bool = False,
     ) -> None:
         self._state = state
@@ -74,10 +37,10 @@ class Extender:
         self._metrics = metrics
         self._reserves_at_filter = reserves_at_filter
 
-    async def filter(self, args: NodesArgs) -> FilterAnswer:
+    async def filter(self, args: NodesArgs) -> Filtered:
         """Where the pod fits. A pod that asks for nothing of ours fits everywhere."""
         if not args.pod.containers:
-            return FilterAnswer(fitting=args.names, failed={}, unresolvable={})
+            return Filtered(fitting=list(args.names))
         if self._reserves_at_filter:
             return await self._filter_and_reserve(args)
         return await self._judge(args)
@@ -97,27 +60,27 @@ class Extender:
         """Empty when the pod is bound, else why not."""
         return await self._binder.bind(args)
 
-    async def _judge(self, args: NodesArgs) -> FilterAnswer:
+    async def _judge(self, args: NodesArgs) -> Filtered:
         found = await in_steps(self._state.filter_steps(args.pod, args.names))
         self._metrics.filtered(len(found.fitting), len(found.failed), len(found.unresolvable))
-        return FilterAnswer(fitting=found.fitting, failed=found.failed, unresolvable=found.unresolvable)
+        return found
 
-    async def _filter_and_reserve(self, args: NodesArgs) -> FilterAnswer:
+    async def _filter_and_reserve(self, args: NodesArgs) -> Filtered:
         """One node, where the GPUs are reserved."""
         pod = args.pod
         self._binder.release(pod.uid)
         known = self._state.reservation(pod.uid)
         if known is not None and known.stage is not Stage.ASSUMED:
-            return _failed(f"pod {pod.namespace}/{pod.name} is on node {known.node} already")
+            return Filtered(error=f"pod {pod.namespace}/{pod.name} is on node {known.node} already")
         found = await self._judge(args)
         if not found.fitting:
             return found
         best, _ = min(self._state.prioritize(pod, found.fitting), key=lambda one: (-one[1], one[0]))
         error = await self._binder.reserve(pod, best)
         if error:
-            return _failed(f"cannot reserve GPUs of node {best} for pod {pod.namespace}/{pod.name}: {error}")
+            return Filtered(error=f"cannot reserve GPUs of node {best} for pod {pod.namespace}/{pod.name}: {error}")
         others = {name: f"the pod is reserved on node {best}" for name in found.fitting if name != best}
-        return FilterAnswer(fitting=[best], failed={**found.failed, **others}, unresolvable=found.unresolvable)
+        return Filtered(fitting=[best], failed={**found.failed, **others}, unresolvable=found.unresolvable)
 
 
 async def in_steps(steps: Generator[None, None, A]) -> A:
@@ -129,7 +92,3 @@ async def in_steps(steps: Generator[None, None, A]) -> A:
             answer: A = done.value
             return answer
         await asyncio.sleep(0)
-
-
-def _failed(error: str) -> FilterAnswer:
-    return FilterAnswer(failed={}, unresolvable={}, error=error)

@@ -1,7 +1,5 @@
 """Builds the topology tree from a matrix of links, and prints it.
 
-Lives in model because both the drivers (adapters) and placement (decisions) need it. Pure: values in, values out.
-
 A branch exists where its GPUs reach each other more cheaply than GPUs outside it. NVLink cuts across the PCIe tree on
 most machines, so it makes a level only where "has NVLink" is an equivalence relation inside the finest PCIe groups
 (bridged pairs). The links themselves stay in the matrix, which is what whole-GPU placement counts.
@@ -23,7 +21,7 @@ def build_topology(
 ) -> Topology:
     """The tree over a symmetric matrix of links.
 
-    `numa` has one entry per GPU. `pcie` gives the PCIe kind of each pair where it is known besides NVLink (NVML tells
+    `numa` has one entry per GPU. `pcie` gives the PCIe kind of each pair where it is known besides NVLink (NVML reports
     both); without it the PCIe level of NVLink pairs is inferred (`infer_pcie_kinds`).
     """
     kinds = pcie if pcie is not None else infer_pcie_kinds(links, numa)
@@ -120,7 +118,7 @@ def _is_nvlink_a_level(has_nvlink: Callable[[int, int], bool], groups: Sequence[
 
 
 def _branch(gpus: tuple[int, ...], levels: Sequence[_Level]) -> Branch:
-    """The branch over `cards`; levels that do not divide it are skipped, the last of them names its kind."""
+    """The branch over `gpus`; levels that do not divide it are skipped, the last of them names its kind."""
     if len(gpus) == 1:
         return Branch(kind=LinkKind.SELF, gpus=gpus)
     kind = LinkKind.SYS

@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
+from gpushare_agent.admission.decisions.container_edits import choose_isolation
 from gpushare_agent.gpus.simulated.usage import RehearsedProcess, encode_usage
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.model.gpus import Gpu

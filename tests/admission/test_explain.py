@@ -7,7 +7,7 @@ from dataclasses import replace
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.explain import Explanation, explain, in_short, with_gpus
 from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
+from gpushare_agent.admission.decisions.ledger import Offer, Policy, free_ids
 from gpushare_agent.admission.decisions.plan import Plan, plan
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -40,14 +40,7 @@ def decide(
     for one in held:
         cache.put(one)
     found = gpus or inventory()
-    ledger = Ledger(
-        inventory=found,
-        used_cores=cache.used_cores(),
-        used_blocks=cache.used_blocks(),
-        used_gpu_mem=cache.used_gpu_mem(),
-        holders={kind: cache.holders(kind) for kind in ResourceKind},
-        allocations=cache.view(),
-    )
+    ledger = cache.ledger(found)
     kind = ResourceKind.GPU_MEM if gpu_mem else ResourceKind.VCORE
     offered = [i for gpu in range(len(found.gpus)) for i in ids(gpu, range((gpu_mem and 24) or 100))]
     offer = Offer(kind=kind, available=offered, must_include=(), size=gpu_mem or cores)
@@ -230,7 +223,7 @@ def test_the_memory_of_a_gpu_that_is_taken_whole_is_not_free() -> None:
 
 
 def test_equal_gpus_are_not_called_fullest() -> None:
-    """The first one was taken, for nothing tells them apart."""
+    """The first one was taken, for nothing distinguishes them."""
     _, why = decide(30, 10, gpus=inventory(8))
     assert why.why == "GPU 0: the first of 8 fitting GPUs with equal free capacity"
     _, only = decide(30, 10, share("a", 0, range(90), range(5)))

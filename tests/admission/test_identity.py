@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpushare_agent.admission.decisions.identity import Call, Doubt, Target, Unresolved, identify, successor_of
+from gpushare_agent.admission.decisions.identity import Call, Target, Unresolved, identify, successor_of
 from gpushare_agent.model.names import VCORE_RESOURCE as CORE
 from gpushare_agent.model.names import VMEMORY_RESOURCE as MEMORY
 from gpushare_agent.model.pods import ContainerKind, PodPhase
@@ -76,7 +76,7 @@ def test_two_that_fit_are_never_guessed_between() -> None:
     """The answer names both."""
     a, b = pod("a", container(cores=10)), pod("b", container(cores=10))
     result = identify(VCORE_10, [Listing("a", {"main": {}}), Listing("b", {"main": {}})], known(a, b))
-    assert isinstance(result, Unresolved) and result.doubt is Doubt.SEVERAL
+    assert isinstance(result, Unresolved) and result.candidates
     assert [s.pod.name for s in result.candidates] == ["a", "b"]
 
 

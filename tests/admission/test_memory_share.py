@@ -1,4 +1,4 @@
-"""GPUShare's resource: placement and checks of memory shares, and what the kubelet is told to keep back."""
+"""GPUShare's resource: placement and checks of memory shares, and which IDs are withheld from the kubelet."""
 
 from __future__ import annotations
 
@@ -51,14 +51,7 @@ def ledger_of(*held: Allocation, without: ContainerKey | None = None) -> Ledger:
     cache = AllocationCache()
     for one in held:
         cache.put(one)
-    return Ledger(
-        inventory=GPUS,
-        used_cores=cache.used_cores(without=without),
-        used_blocks=cache.used_blocks(without=without),
-        used_gpu_mem=cache.used_gpu_mem(without=without),
-        holders={kind: cache.holders(kind) for kind in ResourceKind},
-        allocations=dict(cache.view()),
-    )
+    return cache.ledger(GPUS, without=without)
 
 
 def planned(

@@ -26,13 +26,7 @@ def ledger(target: Target, *held: Allocation, gpus: GpuInventory | None = None) 
     cache = AllocationCache()
     for one in held:
         cache.put(one)
-    return Ledger(
-        inventory=gpus or inventory(),
-        used_cores=cache.used_cores(without=target.key),
-        used_blocks=cache.used_blocks(without=target.key),
-        holders={kind: cache.holders(kind) for kind in ResourceKind},
-        allocations=cache.view(),
-    )
+    return cache.ledger(gpus or inventory(), without=target.key)
 
 
 def serve(owner: Pod, name: str = "main") -> Target:

@@ -90,7 +90,9 @@ async def informing(
 ) -> AsyncIterator[NodePods]:
     """The pods of the node with a running informer."""
     node_pods = _node_pods(api, store)
-    informer = Informer(kind="pods", watched=pods_of_node(NODE), handler=node_pods, metrics=counted, backoff=backoff)
+    informer = Informer(
+        kind="pods", watched=pods_of_node(NODE), handler=node_pods, metrics=counted or Counted(), backoff=backoff
+    )
     async with running(lambda: informer.run(api)):
         yield node_pods
 

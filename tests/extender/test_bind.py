@@ -65,7 +65,7 @@ async def test_one_fault_is_overcome(fault: str, place: str) -> None:
 
 @pytest.mark.parametrize("fault", ["409", "429", "500", "silent"])
 async def test_a_bind_that_never_works_is_undone(fault: str) -> None:
-    """After a bounded number of tries the scheduler is told, and the GPUs are free for others at once."""
+    """After a bounded number of tries the bind fails, and the GPUs are free for others at once."""
     pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8))]
     async with fake_cluster(raw_node("n1", gpus=1), pods=pods) as cluster, running_replica(cluster) as replica:
         await replica.lead()
@@ -124,7 +124,7 @@ async def test_a_pod_that_is_gone_frees_its_gpus() -> None:
             cluster.faults = [GOOD, "silent", *["500"] * 20]
             assert "stay reserved" in await replica.bind(cluster.pod(name), "n1")
         cluster.faults = []
-        cluster.is_down = True  # so that the informer does not tell first
+        cluster.is_down = True  # so that the informer does not report it first
         cluster.delete("pods", "default/a")
         fresh = raw_pod("b", (30, 4))
         fresh["metadata"]["uid"] = "uid-b-the-second"
@@ -213,7 +213,7 @@ async def test_a_pod_without_such_choices_is_patched_once() -> None:
 
 
 async def test_more_choices_than_are_removed_at_once_refuse_the_bind() -> None:
-    """The first 64 go, the owner is told of the others, and nothing stays set aside; tried again it is bound in the end."""
+    """The first 64 go, the refusal names the others, and nothing stays set aside; tried again it is bound in the end."""
     forged = {f"{PREDICATE_GPU_INDEX_PREFIX}{100 + number}": "1" for number in range(70)}
     pod = raw_pod("a", (60, 8), annotations=forged)
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
@@ -314,7 +314,7 @@ async def test_leadership_is_looked_at_last_before_each_patch(at: int) -> None:
 
 async def test_the_next_leader_takes_over_what_the_last_left() -> None:
     """The leader dies between patch and bind: the next one binds the pod anew, elsewhere if it must, with its own
-    annotations; what the first had bound counts, wherever it may be, until the agent tells."""
+    annotations; what the first had bound counts, wherever it may be, until the agent reports it."""
     pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8)), raw_pod("c", (60, 8))]
     async with fake_cluster(raw_node("n1"), raw_node("n2"), pods=pods) as cluster, running_replica(cluster) as second:
         async with running_replica(cluster) as first:
@@ -326,7 +326,7 @@ async def test_the_next_leader_takes_over_what_the_last_left() -> None:
         cluster.faults = []
         await second.lead()
         assert [r.stage for r in second.state.reservations()] == [Stage.UNPLACED]
-        assert "cores" in await second.bind(pods[1], "n1"), "nobody has told which GPU pod a has"
+        assert "cores" in await second.bind(pods[1], "n1"), "nobody has reported which GPU pod a has"
         assert await second.bind(pods[1], "n2") == ""
         cluster.report_held("n1")
         await eventually(lambda: Stage.CONFIRMED in [r.stage for r in second.state.reservations()])
@@ -336,7 +336,7 @@ async def test_the_next_leader_takes_over_what_the_last_left() -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """One of: bind and blackout (pod, node), wait, switch, crash, report (node), end (pod), late, settle, mute, tell."""
+    """One of bind and blackout (pod, node), wait, switch, crash, report (node), end (pod), late, reconcile, mute, unmute."""
 
     what: str
     pod: int = 0
@@ -352,14 +352,14 @@ BINDS = st.builds(Step, st.just("bind"), PODS, AT)
 OTHERS = st.builds(
     Step,
     st.sampled_from(
-        ["blackout", "wait", "wait", "switch", "crash", "report", "end", "late", "late", "settle", "mute", "tell"]
+        ["blackout", "wait", "wait", "switch", "crash", "report", "end", "late", "late", "reconcile", "mute", "unmute"]
     ),
     PODS,
     AT,
 )
 BLACKOUTS = [[GOOD, fault, *["500"] * 4] for fault in ("late", "silent-done")]
 """A bind whose outcome stays unknown: it is sent, and then nothing works for as long as it is tried."""
-TROUBLES = st.lists(st.sampled_from([GOOD, GOOD, *FAULTS]), max_size=12)
+FAULT_LISTS = st.lists(st.sampled_from([GOOD, GOOD, *FAULTS]), max_size=12)
 
 
 class Rehearsal:
@@ -396,9 +396,9 @@ class Rehearsal:
             cluster.end_pod(key)
         elif step.what == "late":
             cluster.carry_out_late()
-        elif step.what == "settle":
+        elif step.what == "reconcile":
             await self.leader.binder.reconcile()
-        elif step.what in ("mute", "tell"):
+        elif step.what in ("mute", "unmute"):
             cluster.mute(step.what == "mute")
 
     async def wait(self) -> None:
@@ -417,7 +417,7 @@ class Rehearsal:
         await self.leader.lead()
 
     async def finish(self) -> None:
-        """The API server is well again, the agents tell, and what was open is settled."""
+        """The API server is well again, the agents report, and what was open is resolved."""
         await self.wait()
         self.cluster.faults.clear()
         self.cluster.mute(False)
@@ -452,13 +452,13 @@ async def rehearse(requests: Sequence[tuple[int, int]], troubles: Sequence[str],
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     requests=st.lists(st.sampled_from(REQUESTS), min_size=3, max_size=5),
-    troubles=TROUBLES,
+    troubles=FAULT_LISTS,
     steps=st.lists(st.one_of(BINDS, BINDS, OTHERS), min_size=6, max_size=20),
 )
 def test_no_interleaving_gives_a_share_twice_or_loses_one(
     requests: list[tuple[int, int]], troubles: list[str], steps: list[Step]
 ) -> None:
     """Concurrent schedulings, binds that fail in every way, late requests, leaders that change or die between patch and
-    bind, watches that lag, pods that end: every bound pod finds room at its agent, and at the end the ledger says what the
+    bind, watches that lag, pods that end: every bound pod fits at its agent, and at the end the ledger says what the
     agents hold."""
     asyncio.run(rehearse(requests, troubles, steps))

@@ -1,4 +1,4 @@
-"""What the feeds make of lists and of strangers' annotations: no share is lost for ever, and no tenant fills the log."""
+"""What the feeds make of lists and of foreign annotations: no share is lost for ever, and no tenant fills the log."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ BLOCKS = 96
 
 
 def node(name: str = "a", gpus: int = 2, **changes: object) -> ClusterNode:
-    """GPUs of 24 GiB, all PIX apart; its agent tells what it holds."""
+    """GPUs of 24 GiB, all PIX apart; its agent reports its allocations."""
     links = [[Link(kind=LinkKind.SELF if a == b else LinkKind.PIX) for b in range(gpus)] for a in range(gpus)]
     made = ClusterNode(
         name=name,
@@ -131,7 +131,7 @@ def test_the_agents_word_counts_whatever_was_planned() -> None:
 
 
 def test_a_pod_that_nobody_tells_about_may_be_on_every_gpu() -> None:
-    """A leader died between its bind and our start. Nothing may be given twice, until the agent tells."""
+    """A leader died between its bind and our start. Nothing may be given twice, until the agent reports."""
     cluster = state(node())
     cluster.put_pod(on(share("unknown", 60), "a"), 1.0)
     found = cluster.reservation(PodUid("uid-unknown"))

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from gpushare_agent.extender.app import GC_THRESHOLDS
+from gpushare_agent.extender.cluster_state import Filtered
 from gpushare_agent.extender.debug import MOST_NODES, StatePages
 from gpushare_agent.extender.http import LONG_AT_ONCE, SHORT_BYTES, ExtenderVerbs, ExtenderWeb, ListenConfig
-from gpushare_agent.extender.messages import BindArgs, FilterAnswer, NodesArgs, PreemptArgs
+from gpushare_agent.extender.messages import BindArgs, NodesArgs, PreemptArgs
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.tls import Tls
 from gpushare_agent.kit.http_server import HttpLimits
@@ -38,8 +39,8 @@ FILTER = json.dumps({"Pod": {"metadata": {"name": "a", "namespace": "b", "uid": 
 class EverythingFits:
     """The verbs' answers, without a cluster."""
 
-    async def filter(self, args: NodesArgs) -> FilterAnswer:
-        return FilterAnswer(fitting=args.names, failed={}, unresolvable={})
+    async def filter(self, args: NodesArgs) -> Filtered:
+        return Filtered(fitting=list(args.names))
 
     def prioritize(self, args: NodesArgs) -> list[tuple[str, int]]:
         return [(name, 0) for name in args.names]

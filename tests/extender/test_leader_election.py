@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gpushare_agent.cluster.kube.cluster import ClusterApi
 from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaseTerms, boot_time_s
 from gpushare_agent.model.errors import Conflict, NotFound, Unavailable
 from tests.fakes.clock import FakeClock
@@ -147,16 +148,41 @@ async def test_two_that_run_have_one_leader_and_the_other_follows_a_release() ->
 
 async def test_of_two_that_take_an_ended_lease_one_gets_it() -> None:
     """The lease's version decides: the slower one gets a conflict and follows."""
-    async with elections(3) as (_, clock, (first, second, third)):
+    clock = FakeClock(1000.0)
+    async with fake_cluster() as cluster, opened_api(cluster) as api:
+        leases = BothRead(api)
+        first, second, third = (
+            LeaderElection(api=leases, identity=f"r{i}", terms=TERMS, clock=clock)  # type: ignore[arg-type]
+            for i in range(3)
+        )
         await first_to_lead(first, clock)
         await second.try_acquire_or_renew()
         await third.try_acquire_or_renew()
         clock.now += 16.0
+        leases.readers = asyncio.Barrier(2)
         async with asyncio.TaskGroup() as group:
             rounds = [group.create_task(_try(one)) for one in (second, third)]
-        # One that reads the lease after the other has taken it has no conflict, and follows as well.
-        assert any(round_.result() for round_ in rounds)
+        assert sorted(round_.result() for round_ in rounds) == [False, True]
         assert sorted((second.leads(), third.leads())) == [False, True]
+        assert [second.leads(), third.leads()] == [round_.result() for round_ in rounds]
+
+
+class BothRead:
+    """The API server's leases. Once `readers` is set, the next two reads are answered when both have been made: one that
+    reads after the other has written would follow without a conflict."""
+
+    def __init__(self, api: ClusterApi) -> None:
+        self._api = api
+        self.readers: asyncio.Barrier | None = None
+        self.create_lease = api.create_lease
+        self.replace_lease = api.replace_lease
+
+    async def get_lease(self, namespace: str, name: str) -> dict[str, Any]:
+        raw = await self._api.get_lease(namespace, name)
+        if self.readers is not None:
+            await self.readers.wait()
+            self.readers = None
+        return raw
 
 
 async def _try(election: LeaderElection) -> bool:
@@ -258,7 +284,7 @@ async def test_a_conflict_that_cannot_be_looked_into_ends_leadership() -> None:
         cluster.change("leases", "ns/lease", lambda raw: raw["metadata"].update(labels={"a": "b"}))
 
         async def away(namespace: str, name: str) -> dict[str, Any]:
-            raise Unavailable("told to")
+            raise Unavailable("as scripted")
 
         first._api.get_lease = away  # type: ignore[method-assign]
         with pytest.raises(Unavailable):

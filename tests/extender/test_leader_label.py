@@ -113,7 +113,7 @@ async def test_a_follower_touches_no_pod_but_its_own() -> None:
 
 
 async def test_a_label_that_somebody_changed_is_put_right() -> None:
-    """It is looked after as long as the replica leads."""
+    """It is checked as long as the replica leads."""
     pods = [replica("a", APP), replica("b", APP)]
     async with (
         fake_cluster(pods=pods) as cluster,

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare_agent.extender.cluster_state import Filtered
 from gpushare_agent.extender.messages import (
     MAX_NODES,
-    FilterAnswer,
     binding_result,
     filter_result,
     host_priorities,
@@ -47,7 +47,7 @@ def test_args_with_whole_nodes_are_read_and_given_back_untouched() -> None:
     content = read("filter_args_nodes.json")
     args = parse_nodes_args(content, NAMES)
     assert args.names == ["node-a", "node-b"]
-    answer = FilterAnswer(fitting=["node-b"], failed={}, unresolvable={})
+    answer = Filtered(fitting=["node-b"])
     nodes = json.loads(filter_result(answer, args))["Nodes"]
     assert nodes["items"] == [json.loads(content)["Nodes"]["items"][1]]
 
@@ -62,12 +62,12 @@ def test_fields_are_read_in_any_case() -> None:
 def test_results_have_the_fields_of_the_public_types_in_their_order() -> None:
     """Names as in the Go source, whether or not there is something to say."""
     names = parse_nodes_args(read("filter_args_names.json"), NAMES)
-    answer = FilterAnswer(fitting=["n2", "n1"], failed={"b": "y", "a": "x"}, unresolvable={"c": "z"})
+    answer = Filtered(fitting=["n2", "n1"], failed={"b": "y", "a": "x"}, unresolvable={"c": "z"})
     assert filter_result(answer, names) == (
         b'{"Nodes":null,"NodeNames":["n2","n1"],"FailedNodes":{"a":"x","b":"y"},'
         b'"FailedAndUnresolvableNodes":{"c":"z"},"Error":""}'
     )
-    failed = FilterAnswer(failed={}, unresolvable={}, error="why")
+    failed = Filtered(error="why")
     assert filter_result(failed, names) == (
         b'{"Nodes":null,"NodeNames":null,"FailedNodes":{},"FailedAndUnresolvableNodes":{},"Error":"why"}'
     )

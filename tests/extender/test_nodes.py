@@ -88,7 +88,7 @@ def inventory(name: str) -> GpuInventory:
     return GpuInventory(gpus=gpus, topology=build_topology(parsed.links, parsed.numa))
 
 
-# --- what the agent tells ---
+# --- what the agent reports ---
 
 
 @pytest.mark.parametrize("name", TOPOLOGY_NAMES)
@@ -149,7 +149,7 @@ def test_nodes_of_one_build_share_their_topology() -> None:
 
 
 def test_a_gpu_without_a_uuid_gets_one_of_its_own() -> None:
-    """Placement tells GPUs apart by it; one that fell off before it was named has none."""
+    """Placement distinguishes GPUs by it; one that fell off before it was named has none."""
     gpus = node_of(raw_node(gpus_text(raw_gpu(0, uuid=""), raw_gpu(1, uuid="")))).gpus
     assert len({gpu.uuid for gpu in gpus}) == 2
 

@@ -232,7 +232,7 @@ def test_gpushares_memory_counts_as_that_part_of_a_gpu(units: int, gpus: int) ->
 
 
 def test_gpushares_memory_on_gpus_of_unknown_memory_is_not_free() -> None:
-    """A node that tells no memory divides nothing by zero."""
+    """A node that reports no memory divides nothing by zero."""
     assert use_of(pod("p", memory_container(1)), GPU_MEM, gpu_memory_mib=0).gpus >= 100
 
 

@@ -84,8 +84,8 @@ async def test_gpus_that_the_agent_gave_otherwise_are_counted() -> None:
 
 
 async def test_what_the_agent_wrote_of_its_own_choice_is_not_foreign() -> None:
-    """It writes the GPUs that it gave into the pod, often before it tells them of its node: nothing is counted until then,
-    and then the choice as the agent's, not as a stranger's annotation."""
+    """It writes the GPUs that it allocated into the pod, often before it reports them on its node: nothing is counted until
+    then, and then the choice as the agent's, not as a foreign annotation."""
     pod = raw_pod("a", (60, 8))
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
         assert await asker.bind(pod, "n1") == ""
@@ -101,7 +101,7 @@ async def test_what_the_agent_wrote_of_its_own_choice_is_not_foreign() -> None:
 
 
 async def test_gpus_that_neither_we_nor_the_agent_chose_are_foreign() -> None:
-    """Written on a bound pod before its agent told: counted once it tells other GPUs."""
+    """Written on a bound pod before its agent reported: counted once it reports other GPUs."""
     pod = raw_pod("a", (60, 8))
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
         assert await asker.bind(pod, "n1") == ""
@@ -117,8 +117,8 @@ async def test_gpus_that_neither_we_nor_the_agent_chose_are_foreign() -> None:
 
 async def test_a_follower_takes_nobodys_annotations_for_foreign() -> None:
     """It does not know what the leader has reserved; once it leads it compares."""
-    stranger = raw_pod("a", (60, 8), annotations={"tencent.com/predicate-gpu-idx-0": "0"})
-    async with fake_cluster(raw_node("n1"), pods=[stranger]) as cluster:
+    foreign = raw_pod("a", (60, 8), annotations={"tencent.com/predicate-gpu-idx-0": "0"})
+    async with fake_cluster(raw_node("n1"), pods=[foreign]) as cluster:
         cluster.put("leases", foreign_lease())
         async with running_extender(cluster, is_ready=False, leader_elect=True, retry_period_s=0.05) as asker:
             await eventually(lambda: asker.parts.election.holder == "somebody")

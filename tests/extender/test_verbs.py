@@ -18,6 +18,7 @@ from gpushare_agent.model.names import (
     VCORE_RESOURCE,
     VMEMORY_RESOURCE,
 )
+from tests.fakes.clock import FakeClock
 from tests.support_extender import (
     Asker,
     Raw,
@@ -292,12 +293,14 @@ async def test_a_pod_that_is_filtered_twice_gets_an_answer_twice() -> None:
 async def test_what_filter_set_aside_expires_when_the_pod_is_never_bound() -> None:
     """With reserve=filter: after the time of the setting the GPUs are free, and the annotations gone."""
     pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8))]
+    clock = FakeClock()
     async with (
         fake_cluster(raw_node("n1", gpus=1), pods=pods) as cluster,
-        running_extender(cluster, reserve="filter", assume_timeout_s=1) as asker,
+        running_extender(cluster, reserve="filter", assume_timeout_s=1, clock=clock) as asker,
     ):
         assert (await asker.filter(pods[0], ["n1"]))["NodeNames"] == ["n1"]
         assert (await asker.filter(pods[1], ["n1"]))["NodeNames"] == []
+        clock.now += 1
         await eventually(lambda: asker.parts.state.reservations() == [])
         assert (await asker.filter(pods[1], ["n1"]))["NodeNames"] == ["n1"]
         await eventually(lambda: predicted(cluster.pod("a")) == {})

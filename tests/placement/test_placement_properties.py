@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.topology import Link, LinkKind, Topology
 from gpushare_agent.placement import GpuAccount, GpuRequest, Placed, place
-from gpushare_agent.placement.link import set_cost
 from gpushare_agent.placement.request import SharePolicy
 from gpushare_agent.placement.topology_tree import build_topology
-from tests.support_gpus import gpu, indexes_of, read_topology, uuid_of
+from tests.support_gpus import gpu, indexes_of, read_topology, set_cost, uuid_of
 
 POLICIES = st.sampled_from(["binpack", "spread"])
 LINKS = st.sampled_from(

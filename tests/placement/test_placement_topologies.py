@@ -9,8 +9,8 @@ import pytest
 
 from gpushare_agent.model.topology import Link, LinkKind, Topology
 from gpushare_agent.placement import GpuRequest, Placed, place
-from gpushare_agent.placement.link import choose_linked, link_cost, set_cost
-from tests.support_gpus import BLOCKS, TOPOLOGY_NAMES, gpu, indexes_of, node, read_topology
+from gpushare_agent.placement.link import choose_linked, link_cost
+from tests.support_gpus import BLOCKS, TOPOLOGY_NAMES, gpu, indexes_of, node, read_topology, set_cost
 
 
 def whole(topology: Topology, cores: int, *, used: tuple[int, ...] = ()) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ def test_numa_narrows_what_a_path_says() -> None:
 
 
 def test_a_given_pcie_matrix_is_used_instead_of_guessing() -> None:
-    """NVML tells the PCIe kind besides NVLink; then two bridged GPUs of one switch stay in its branch."""
+    """NVML reports the PCIe kind besides NVLink; then two bridged GPUs of one switch stay in its branch."""
     pix, nvlink, same = LinkKind.PIX, Link(kind=LinkKind.NVLINK, nvlinks=2), Link(kind=LinkKind.SELF)
     far = Link(kind=LinkKind.SYS)
     links = [[same, nvlink, far], [nvlink, same, far], [far, far, same]]

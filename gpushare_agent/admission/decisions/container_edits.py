@@ -6,10 +6,9 @@ Source of the names: docs/formats.md, section 1.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpushare_agent.admission.decisions.isolation_choice import choose_isolation
 from gpushare_agent.isolation import ISOLATIONS, IsolationConfig, IsolationRequest
 from gpushare_agent.isolation.decisions.device_lists import DeviceListRequest, NodeDevices, device_edits
 from gpushare_agent.isolation.decisions.vcuda import core_limit
@@ -25,12 +24,14 @@ from gpushare_agent.model.names import (
     ENV_GPUSHARE_INDEX,
     ENV_GPUSHARE_POD,
     ENV_LIBRARY_PATH,
+    ISOLATION_ANNOTATION,
     LIBRARY_DIRECTORY,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
 MIB = 1024 * 1024
+_SHOWN_CHARS = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,25 @@ def edits_for(pod: Pod, container: ContainerSpec, gpus: Sequence[Gpu], policy: E
     if names.wanted(container, ResourceKind.GPU_MEM):
         parts.append(_gpushare(pod, container, gpus[0], names))
     return merged(*parts, isolated)
+
+
+def choose_isolation(
+    annotations: Mapping[str, str], node: IsolationName, allowed: Collection[IsolationName]
+) -> IsolationName | Refused:
+    """An annotation selects only among the isolations that the node's settings allow. Any other value is refused, not
+    ignored: the pod was written for another isolation."""
+    text = annotations.get(ISOLATION_ANNOTATION)
+    if text is None:
+        return node
+    known = sorted({node, *allowed})
+    if text in known:
+        return IsolationName(text)
+    shown = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
+    return Refused(
+        reason=RefusalReason.INVALID_REQUEST,
+        detail=f"the annotation {ISOLATION_ANNOTATION} is {shown!r}, but this node allows {', '.join(known)}. Name one of"
+        f" these, leave the annotation out for {node}, or have the setting isolations_allowed changed.",
+    )
 
 
 def _without_gpus(pod: Pod, container: ContainerSpec) -> Refused:

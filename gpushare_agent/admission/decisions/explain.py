@@ -1,7 +1,7 @@
 """Why a container got this GPU, or none: every GPU of the node with its verdict. Pure, and decides nothing.
 
 Read from the ledger as it was at the decision (admission/decisions/plan.py), so that the explanation cannot
-differ from the decision. State owned: none; admission/admission.py keeps the result in admission/decision_log.py.
+differ from the decision. No state.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -48,16 +47,10 @@ class Target:
         return ContainerKey(self.pod.uid, self.container.name)
 
 
-class Doubt(Enum):
-    NONE = "none"
-    SEVERAL = "several"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unresolved:
     """No container, or several. `unknown` are listed pods to fetch first; `suspects` those to fetch again."""
 
-    doubt: Doubt
     candidates: tuple[Target, ...] = ()
     unknown: tuple[tuple[str, str], ...] = ()
     suspects: tuple[tuple[str, str], ...] = ()
@@ -127,7 +120,6 @@ def identify(call: Call, listed: Sequence[ListedDevices], known: Known) -> Targe
     if len(candidates) == 1 and not unknown:
         return candidates[0]
     return Unresolved(
-        doubt=Doubt.SEVERAL if candidates else Doubt.NONE,
         candidates=tuple(candidates),
         unknown=tuple(sorted(unknown)),
         suspects=tuple(sorted(suspects)) if not candidates else (),

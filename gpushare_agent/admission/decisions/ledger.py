@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from gpushare_agent.admission.decisions.identity import Target, initial_ids
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -37,9 +37,9 @@ class Ledger:
     inventory: GpuInventory
     used_cores: Mapping[GpuUuid, int]
     used_blocks: Mapping[GpuUuid, int]
+    used_gpu_mem: Mapping[GpuUuid, int]
     holders: Mapping[ResourceKind, Mapping[DeviceId, frozenset[ContainerKey]]]
     allocations: Mapping[ContainerKey, Allocation]
-    used_gpu_mem: Mapping[GpuUuid, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, OWN_PREFIX
 from gpushare_agent.cluster.decisions.node_facts import LABEL_NAME, NodeFacts
+from gpushare_agent.cluster.kube.pods import mapping_or_empty
 
 LABELS_ANNOTATION = f"{OWN_PREFIX}/labels"
 """Names of the labels that the agent wrote, comma list, sorted: only these are ever removed. Anybody who may patch the node,
@@ -49,7 +50,7 @@ class NodePatch:
 
 
 def parse_node(raw_node: Mapping[str, Any]) -> NodeObject:
-    metadata, status = _mapping(raw_node.get("metadata")), _mapping(raw_node.get("status"))
+    metadata, status = mapping_or_empty(raw_node.get("metadata")), mapping_or_empty(raw_node.get("status"))
     return NodeObject(
         labels=_texts(metadata.get("labels")),
         annotations=_texts(metadata.get("annotations")),
@@ -110,9 +111,5 @@ def _is_of_kubernetes(name: str) -> bool:
     return bool(slash) and any(domain == known or domain.endswith(f".{known}") for known in _KUBERNETES_DOMAINS)
 
 
-def _mapping(raw: object) -> Mapping[str, Any]:
-    return raw if isinstance(raw, dict) else {}
-
-
 def _texts(raw: object) -> dict[str, str]:
-    return {n: v for n, v in _mapping(raw).items() if isinstance(n, str) and isinstance(v, str)}
+    return {n: v for n, v in mapping_or_empty(raw).items() if isinstance(n, str) and isinstance(v, str)}

@@ -100,14 +100,15 @@ class KubeApi(KubeLists):
         name now."""
         metadata = {"uid": uid, "annotations": dict(sorted(annotations.items()))}
         what = f"patch the annotations of pod {namespace}/{name}"
-        return await self._patch(what, pod_path(namespace, name), {"metadata": metadata})
+        return await self._send("PATCH", what, pod_path(namespace, name), {"metadata": metadata})
 
     async def patch_node_metadata(
         self, name: str, *, labels: Mapping[str, str | None], annotations: Mapping[str, str | None]
     ) -> dict[str, Any]:
         """Set labels and annotations of the node, remove those that are None, leave all others; the node as it is then."""
         metadata = {"labels": dict(sorted(labels.items())), "annotations": dict(sorted(annotations.items()))}
-        return await self._patch(
+        return await self._send(
+            "PATCH",
             f"patch the labels and annotations of node {name}",
             f"/api/v1/nodes/{segment(name)}",
             {"metadata": {key: value for key, value in metadata.items() if value}},
@@ -117,7 +118,9 @@ class KubeApi(KubeLists):
         """Set extended resources in the node's capacity; the kubelet takes them over into what can be allocated. The node
         as it is then."""
         path = f"/api/v1/nodes/{segment(name)}/status"
-        return await self._patch(f"patch the capacity of node {name}", path, {"status": {"capacity": dict(capacity)}})
+        return await self._send(
+            "PATCH", f"patch the capacity of node {name}", path, {"status": {"capacity": dict(capacity)}}
+        )
 
     async def delete_pod(self, namespace: str, name: str, uid: PodUid) -> None:
         """Delete this very pod. Conflict where another pod has the name now."""
@@ -151,12 +154,9 @@ class KubeApi(KubeLists):
         request = Request(what=what, method="GET", path=path)
         return await self._session.fetch_json(request, timeout_s=timeout_s or self._timeouts.request_s)
 
-    async def _patch(self, what: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        request = Request(what=what, method="PATCH", path=path, body=body, content_type=MERGE_PATCH)
-        return await self._session.fetch_json(request, timeout_s=self._timeouts.request_s)
-
     async def _send(self, method: str, what: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        request = Request(what=what, method=method, path=path, body=body)
+        content_type = MERGE_PATCH if method == "PATCH" else "application/json"
+        request = Request(what=what, method=method, path=path, body=body, content_type=content_type)
         return await self._session.fetch_json(request, timeout_s=self._timeouts.request_s)
 
 

@@ -17,6 +17,7 @@ from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
 
 EXTENDER_RIGHTS = "check the extender's service account and its ClusterRole"
+CONNECT_TIMEOUT_S = 5.0
 LIST_TIMEOUT_S = 120.0
 PAGE_SIZES = (200, 50, 5, 1)
 """200 pods of 6 KiB take about ten milliseconds to read, which is what a filter request may have to wait."""
@@ -33,12 +34,10 @@ def config_map(namespace: str, name: str) -> Watched:
 
 
 @asynccontextmanager
-async def open_cluster_api(
-    *, kubeconfig: Path | None, request_s: float, connect_s: float = 5.0
-) -> AsyncIterator[ClusterApi]:
+async def open_cluster_api(*, kubeconfig: Path | None, request_s: float) -> AsyncIterator[ClusterApi]:
     """As open_kube_api. `request_s` bounds each request that is no list and no watch: a leader that has lost its lease must
     have no request under way any more when the next one begins."""
-    timeouts = KubeTimeouts(list_s=LIST_TIMEOUT_S, request_s=request_s, connect_s=min(connect_s, request_s))
+    timeouts = KubeTimeouts(list_s=LIST_TIMEOUT_S, request_s=request_s, connect_s=min(CONNECT_TIMEOUT_S, request_s))
     async with open_kube_session(kubeconfig, timeouts, EXTENDER_RIGHTS) as session:
         yield ClusterApi(session, timeouts, ListLimits(page_sizes=PAGE_SIZES))
 
@@ -52,7 +51,7 @@ class ClusterApi(KubeApi):
         """As `patch_pod_annotations`."""
         metadata = {"uid": uid, "labels": dict(sorted(labels.items()))}
         what = f"patch the labels of pod {namespace}/{name}"
-        return await self._patch(what, pod_path(namespace, name), {"metadata": metadata})
+        return await self._send("PATCH", what, pod_path(namespace, name), {"metadata": metadata})
 
     async def bind_pod(self, namespace: str, name: str, uid: PodUid, node: str, resource_version: str) -> None:
         """Bind this very pod in this very version.

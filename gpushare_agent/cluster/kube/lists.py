@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpushare_agent.cluster.kube.session import KubeSession, Request, TooLong, error_for_status, excerpt, renamed
 from gpushare_agent.model.errors import Conflict, Corrupt, Unavailable
@@ -74,14 +74,6 @@ class Watched:
         return Request(what=f"{verb} {self.what}", method="GET", path=self.path, query=query)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Page(Generic[T]):
-    items: list[T]
-    version: str
-    token: str
-    """Where the next page begins, empty on the last."""
-
-
 class KubeLists:
     """The base of the API clients: what reads many objects."""
 
@@ -100,8 +92,8 @@ class KubeLists:
             whole = replace(request, query=(*request.query, ("resourceVersion", "0")))
             list_s, list_bytes = self._timeouts.list_s, self._limits.list_bytes
             with suppress(TooLong):  # left before going on: the error's frames keep what was read alive
-                page = await self._page(whole, read, timeout_s=list_s, limit_bytes=list_bytes)
-                return page.items, page.version
+                items, version, _ = await self._page(whole, read, timeout_s=list_s, limit_bytes=list_bytes)
+                return items, version
         ends_at = time.monotonic() + self._timeouts.list_s
         for _ in range(PAGED_TRIES - 1):
             with suppress(Conflict):  # the place to go on from is compacted away: start over
@@ -118,20 +110,22 @@ class KubeLists:
             page_request = replace(request, query=(*request.query, *place))
             left_s = max(ends_at - time.monotonic(), 0.0)
             try:
-                page = await self._page(page_request, read, timeout_s=left_s, limit_bytes=self._limits.page_bytes)
+                page, version, token = await self._page(
+                    page_request, read, timeout_s=left_s, limit_bytes=self._limits.page_bytes
+                )
             except TooLong:
                 if len(sizes) == 1:
                     raise
                 del sizes[0]
                 continue
-            items += page.items
-            token = page.token
+            items += page
             if not token:
-                return items, page.version
+                return items, version
 
     async def _page(
         self, request: Request, read: Callable[[dict[str, Any]], T | None], *, timeout_s: float, limit_bytes: int
-    ) -> _Page[T]:
+    ) -> tuple[list[T], str, str]:
+        """The objects, the version, and where the next page begins, empty on the last."""
         raw_list = await self._session.fetch_json(request, timeout_s=timeout_s, limit_bytes=limit_bytes)
         # Servers send null for an empty list at times.
         raw_objects, raw_metadata = raw_list.get("items") or [], raw_list.get("metadata")
@@ -145,7 +139,7 @@ class KubeLists:
         ):
             raise Corrupt(f"cannot {request.what}: the answer is no list with a resourceVersion")
         items = [item for raw in raw_objects if isinstance(raw, dict) and (item := read(raw)) is not None]
-        return _Page(items=items, version=version, token=token)
+        return items, version, token
 
     @asynccontextmanager
     async def watch_all(self, watched: Watched, resource_version: str) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:

@@ -55,7 +55,7 @@ def parse_pod(raw: Mapping[str, Any], *, resources: Collection[str] | None = Non
     if not (uid and name and namespace):
         raise Corrupt(f"{what}: namespace, name or UID is missing")
     spec = _mapping(raw, "spec", what)
-    status = _mapping_or_empty(raw.get("status"))
+    status = mapping_or_empty(raw.get("status"))
     containers = tuple(_containers(spec, what, resources))
     statuses = _items_or_none(status, "initContainerStatuses") + _items_or_none(status, "containerStatuses")
     return Pod(
@@ -71,7 +71,7 @@ def parse_pod(raw: Mapping[str, Any], *, resources: Collection[str] | None = Non
         reason=_cut(_text_or_empty(status, "reason"), MAX_MESSAGE_CHARS),
         message=_cut(_text_or_empty(status, "message"), MAX_MESSAGE_CHARS),
         controller_kind=_controller_kind(metadata),
-        is_static=MIRROR_ANNOTATION in _mapping_or_empty(metadata.get("annotations")),
+        is_static=MIRROR_ANNOTATION in mapping_or_empty(metadata.get("annotations")),
         has_started=any(_has_started(raw_status) for raw_status in statuses),
         running=frozenset(c.name for c in containers) & frozenset(name for name, _ in _running(statuses)),
         container_ids=_container_ids(containers, statuses),
@@ -89,6 +89,14 @@ def pod_uid(raw: Mapping[str, Any]) -> PodUid:
 def resource_version(raw: Mapping[str, Any]) -> str:
     """An object's or a bookmark's resourceVersion, empty where there is none."""
     return _text(_mapping(raw, "metadata", "object"), "resourceVersion", "object")
+
+
+def object_name(raw: Mapping[str, Any], what: str) -> str:
+    """An object's name. Raises Corrupt where there is none."""
+    name = mapping_or_empty(raw.get("metadata")).get("name")
+    if not isinstance(name, str) or not name:
+        raise Corrupt(f"{what}: the name is missing")
+    return name
 
 
 def _containers(spec: Mapping[str, Any], what: str, resources: Collection[str] | None) -> Iterator[ContainerSpec]:
@@ -205,13 +213,14 @@ def _text_or_empty(raw: Mapping[str, Any], field: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _mapping_or_empty(value: Any) -> Mapping[str, Any]:
+def mapping_or_empty(value: Any) -> Mapping[str, Any]:
+    """The object, or an empty one in place of anything else."""
     return value if isinstance(value, Mapping) else {}
 
 
 def _annotations(value: Any) -> dict[str, str]:
     """Those that the agent reads, the pairs of text among them, by name."""
-    raw = _mapping_or_empty(value)
+    raw = mapping_or_empty(value)
     names = [name for name in raw if isinstance(name, str) and _is_kept(name) and isinstance(raw[name], str)]
     names.sort(key=lambda name: (not _is_guarded(name), name))
     return {name: _cut(raw[name], MAX_VALUE_CHARS) for name in sorted(names[:MAX_ANNOTATIONS])}

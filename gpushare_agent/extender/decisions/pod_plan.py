@@ -18,7 +18,6 @@ from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.topology import Topology
 from gpushare_agent.placement import GpuAccount, GpuRequest, memory_share, place, validate_request
-from gpushare_agent.placement.link import set_cost
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,13 +27,10 @@ class _Planning:
     gpus: dict[int, GpuAccount]
     topology: Topology
     policy: ClusterPolicy
-    link_cost: int = 0
 
     def allocate(self, container: ContainerSpec, gpus: Sequence[int]) -> None:
         for index in gpus:
             self.gpus[index] = _allocate(self.gpus[index], container, self.policy.names)
-        if len(gpus) > 1:
-            self.link_cost += set_cost(self.topology.links, gpus)
 
     def must_gpus(self, kind: ResourceKind) -> tuple[GpuUuid, ...]:
         """The GPUs of which the kubelet hands on IDs of this resource: a container that asks for it cannot avoid them."""
@@ -59,7 +55,6 @@ def plan_pod(pod: Pod, gpus: Sequence[GpuAccount], topology: Topology, policy: C
     return PodPlan(
         containers=tuple(planned),
         charges=tuple(charge for charge in charges if charge is not None),
-        link_cost=planning.link_cost,
     )
 
 
