@@ -11,7 +11,7 @@ from pathlib import Path
 
 from grpclib.client import Channel
 
-from gpushare_agent.isolation.decisions.vdevice_format import encode_config
+from gpushare_agent.isolation.decisions.vdevice_format import VDeviceConfig, encode_config
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.isolation.vcuda.server import VDeviceLimits, VDeviceServer
 from gpushare_agent.kit.sockets import connectable_path
@@ -32,7 +32,7 @@ MIB = 1024 * 1024
 
 def share_config(key: ContainerKey = KEY, *, limit: int = 0, cores: int = 20) -> bytes:
     """A share of 2 GiB."""
-    return encode_config(
+    config = VDeviceConfig(
         pod_uid=key.pod_uid,
         container=key.container,
         limit=limit,
@@ -42,6 +42,7 @@ def share_config(key: ContainerKey = KEY, *, limit: int = 0, cores: int = 20) ->
         driver=(535, 161),
         enable=True,
     )
+    return encode_config(config)
 
 
 @dataclass

@@ -20,7 +20,6 @@ import stat
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 
 import structlog
@@ -34,6 +33,7 @@ from gpushare_agent.isolation.decisions.vdevice_format import (
     encode_pids,
     is_container_name,
     is_pod_uid,
+    require_nameable,
 )
 from gpushare_agent.kit.directories import (
     DIRECTORY,
@@ -76,12 +76,13 @@ class VDeviceFiles:
         Raises:
             Rejected: a name that cannot be part of a path.
         """
-        _check(key)
+        require_nameable(key)
         return self.root / key.pod_uid / key.container
 
     def _text_path(self, key: ContainerKey) -> str:
         """As `path`, for what is done for every container every second."""
-        return f"{self._root_text}/{_below_root(key)}"
+        require_nameable(key)
+        return f"{self._root_text}/{key.pod_uid}/{key.container}"
 
     def prepare(self, key: ContainerKey) -> None:
         """Makes the container's directory and clears what a killed agent left half-written in it.
@@ -166,7 +167,7 @@ class VDeviceFiles:
             Rejected: no pod UID, or a foreign entry.
             Unavailable: the file system refuses, or something is mounted in there; what is left is tried again.
         """
-        _check(ContainerKey(uid, "x"))
+        require_nameable(ContainerKey(uid, "x"))
         with self._step("removing", self.root / uid):
             try:
                 with self._open_root() as root:
@@ -271,21 +272,6 @@ class VDeviceFiles:
                 raise Unavailable(
                     f"{verb} {path} failed: {e.strerror or e}; nothing is left half-done and it is tried again: {remedy}"
                 ) from e
-
-
-@lru_cache(maxsize=8192)
-def _below_root(key: ContainerKey) -> str:
-    """Raises Rejected."""
-    _check(key)
-    return f"{key.pod_uid}/{key.container}"
-
-
-def _check(key: ContainerKey) -> None:
-    if not is_pod_uid(key.pod_uid) or not is_container_name(key.container):
-        raise Rejected(
-            f"pod UID {key.pod_uid[:80]!r} and container {key.container[:80]!r} are no names of Kubernetes: "
-            f"no directory is named after them"
-        )
 
 
 def _socket_path(directory: int) -> Path:
