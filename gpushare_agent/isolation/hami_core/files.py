@@ -113,12 +113,8 @@ class HamiCoreFiles:
                     os.close(file)
 
     def remove_pod(self, uid: PodUid) -> bool:
-        """Removes all of a pod; whether there was anything. A link is removed, not what it leads to.
-
-        Raises:
-            Rejected: no pod UID.
-            Unavailable: the file system refuses; what is left is tried again.
-        """
+        """Removes all of a pod; whether there was anything. A link is removed, not what it leads to. Raises Rejected for no
+        pod UID, Unavailable where the file system refuses: what is left is tried again."""
         require_nameable(ContainerKey(uid, "x"))
         try:
             with (

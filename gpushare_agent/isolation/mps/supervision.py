@@ -79,10 +79,6 @@ class MpsSupervision:
         self._bad_starts = 0
         self._failures = 0
 
-    @property
-    def condition(self) -> Condition:
-        return self._condition
-
     async def run(self) -> NoReturn:
         """Until cancelled; the daemon runs on then, for `drain`.
 

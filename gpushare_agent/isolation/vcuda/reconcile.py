@@ -209,12 +209,8 @@ class DirectoryReconciler:
         await self._stop([key for key in self._servers if key not in wanted])
 
     async def remove_pod(self, uid: PodUid, *, is_stale: Callable[[], bool]) -> bool:
-        """Removes a pod's directory if `is_stale` still holds once no reconciliation runs; whether there was one.
-
-        Raises:
-            Rejected: there are entries that the agent never makes.
-            Unavailable: the file system refuses.
-        """
+        """Removes a pod's directory if `is_stale` still holds once no reconciliation runs; whether there was one. Raises as
+        `VDeviceFiles.remove_pod`."""
         async with self._lock:
             return is_stale() and await self._run_blocking(partial(self._files.remove_pod, uid), f"removing {uid}")
 

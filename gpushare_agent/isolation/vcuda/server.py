@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,22 +44,12 @@ _LINES_PER_S, _LINE_BURST = 0.1, 20
 """Log lines of one container: a caller that forks is a new peer each time."""
 
 
-class IdentifyPeer(Protocol):
-    """The container of a process of this node; None where that cannot be known. Raises Unavailable: call again later."""
-
-    async def __call__(self, pid: int) -> PeerIdentity | None: ...
-
-
-class FindContainer(Protocol):
-    """The container of this ID, as the runtime reports it now; None: there is none. Raises Unavailable."""
-
-    async def __call__(self, container_id: str) -> ContainerKey | None: ...
-
-
-class Refresh(Protocol):
-    """Brings the files of a container up to date; with an ID, those in `<container id>/` too. Raises AgentError."""
-
-    async def __call__(self, key: ContainerKey, container_id: str | None) -> None: ...
+IdentifyPeer = Callable[[int], Awaitable[PeerIdentity | None]]
+"""The container of a process of this node; None where that cannot be known. Raises Unavailable: call again later."""
+FindContainer = Callable[[str], Awaitable[ContainerKey | None]]
+"""The container of this ID, as the runtime reports it now; None: there is none. Raises Unavailable."""
+Refresh = Callable[[ContainerKey, str | None], Awaitable[None]]
+"""Brings the files of a container up to date; with an ID, those in `<container id>/` too. Raises AgentError."""
 
 
 class CountsRegistrations(Protocol):
@@ -94,14 +84,14 @@ class VDeviceServer:
         find_container: FindContainer,
         refresh: Refresh,
         metrics: CountsRegistrations,
+        run_blocking: RunsBlocking,
         limits: VDeviceLimits | None = None,
-        run_blocking: RunsBlocking | None = None,
         shared: SharedBudget | None = None,
     ) -> None:
         self.key = key
         self._shared = shared
         self._sockets = sockets
-        self._run_blocking = run_blocking or _run_here
+        self._run_blocking = run_blocking
         self._limits = limits or VDeviceLimits()
         self._identify = identify
         self._find_container = find_container
@@ -286,10 +276,6 @@ class _Binding:
         bound[0].close()
         with suppress(AgentError):  # a socket without a listener: the next start replaces it
             self._sockets.remove_socket(self._key, bound[1])
-
-
-async def _run_here(blocking: Callable[[], T], what: str) -> T:
-    return blocking()
 
 
 class _Mismatch(Exception):  # noqa: N818 - a finding about the peer, answered PERMISSION_DENIED

@@ -131,11 +131,7 @@ class VirtualManager:
             await self._reconciler.close(STOP_TIMEOUT_S)
 
     async def poll(self) -> None:
-        """Reconciles every container that has cores, and stops the servers of all others.
-
-        Raises:
-            Unavailable: the file system does not answer.
-        """
+        """Reconciles every container that has cores, and stops the servers of all others. Raises Unavailable."""
         wanted = self._wanted()
         state: dict[ContainerKey, Any]
         for state in (self._prepared_at, self._refreshes):
