@@ -156,10 +156,10 @@ class CdiWatch:
         gpus = tuple(self._gpus())
         try:
             await self._thread.call(partial(self._specs.ensure, gpus), "checking the CDI specs", CHECK_TIMEOUT_S)
-        except AgentError as e:
-            self._note_failure(str(e))
         except Exception as e:  # noqa: BLE001 - one cycle: an unexpected file in the directory must not end the agent
-            self._note_failure(repr(e))
+            error = str(e) if isinstance(e, AgentError) else repr(e)
+            if self._failure.is_new(error):
+                log.error("cdi_specs_not_ensured", error=error, then="containers of new pods may not start")
         else:
             self._failure.is_over()
 
@@ -169,7 +169,3 @@ class CdiWatch:
             await wait_for(self._has_changed, self._period_s)
             self._has_changed.clear()
             await self.check()
-
-    def _note_failure(self, error: str) -> None:
-        if self._failure.is_new(error):
-            log.error("cdi_specs_not_ensured", error=error, then="containers of new pods may not start")

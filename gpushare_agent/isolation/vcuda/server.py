@@ -103,12 +103,8 @@ class VDeviceServer:
         self._lines = TokenBucket(rate=_LINES_PER_S, burst=_LINE_BURST, clock=clock)
         self._log = log.bind(pod_uid=key.pod_uid, container=key.container)
         self._server: BoundedGrpcServer | None = None
-        self._identity: FileIdentity | None = None
-
-    @property
-    def identity(self) -> FileIdentity | None:
+        self.identity: FileIdentity | None = None
         """Of the socket that it listens on; None while it does not."""
-        return self._identity
 
     @property
     def connections(self) -> int:
@@ -140,7 +136,7 @@ class VDeviceServer:
         except BaseException:
             binding.abandon()
             raise
-        self._server, self._identity = server, identity
+        self._server, self.identity = server, identity
 
     async def stop(self) -> None:
         """Closes the connections and removes the socket if it still is this server's: half a second, and the disk's time.
@@ -149,7 +145,7 @@ class VDeviceServer:
             Unavailable: the connections are closed, the socket could not be removed.
         """
         server, self._server = self._server, None
-        identity, self._identity = self._identity, None
+        identity, self.identity = self.identity, None
         if server is None or identity is None:
             return
         try:
