@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from grpclib.client import Channel
 
-from gpushare_agent.isolation.decisions.vdevice_format import encode_config
+from gpushare_agent.isolation.decisions.vdevice_format import VDeviceConfig, encode_config
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.isolation.vcuda.server import VDeviceLimits, VDeviceServer
 from gpushare_agent.kit.sockets import connectable_path
@@ -28,11 +29,12 @@ OTHER = ContainerKey(OTHER_POD, "cuda")
 ID = "ab" * 32
 OTHER_ID = "cd" * 32
 MIB = 1024 * 1024
+T = TypeVar("T")
 
 
 def share_config(key: ContainerKey = KEY, *, limit: int = 0, cores: int = 20) -> bytes:
     """A share of 2 GiB."""
-    return encode_config(
+    config = VDeviceConfig(
         pod_uid=key.pod_uid,
         container=key.container,
         limit=limit,
@@ -42,6 +44,7 @@ def share_config(key: ContainerKey = KEY, *, limit: int = 0, cores: int = 20) ->
         driver=(535, 161),
         enable=True,
     )
+    return encode_config(config)
 
 
 @dataclass
@@ -89,6 +92,11 @@ class FakeNode:
         self.peers[os.getpid()] = PeerIdentity(pod_uid=pod_uid, container_id=container_id)
 
 
+async def run_here(blocking: Callable[[], T], what: str) -> T:
+    """In the loop's own thread."""
+    return blocking()
+
+
 def server_of(
     files: VDeviceFiles, node: FakeNode, key: ContainerKey = KEY, limits: VDeviceLimits | None = None
 ) -> VDeviceServer:
@@ -99,6 +107,7 @@ def server_of(
         find_container=node.find_container,
         refresh=node.refresh,
         metrics=node,
+        run_blocking=run_here,
         limits=limits,
     )
 

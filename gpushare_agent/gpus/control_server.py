@@ -21,13 +21,14 @@ import os
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 
 from gpushare_agent.gpus.decisions.cordon import gpu_document, select_gpus
 from gpushare_agent.gpus.decisions.values import HealthState
 from gpushare_agent.gpus.inventory import GpuInventoryState
+from gpushare_agent.gpus.state_writer import HealthStateWriter
 from gpushare_agent.kit.peer_credentials import peer_credentials
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, connectable_path, file_identity, remove_socket
@@ -54,16 +55,11 @@ MAX_GPU_CHARS = 100
 STATUS = {Rejected: 400, NotFound: 404, Conflict: 409}
 
 
-class StateWriter(Protocol):
-    async def save_now(self) -> str:
-        """Why the change is lost when the agent ends, empty where it is saved."""
-
-
 class ControlServer:
     """`poll_soon` lets a GPU that an operator put back be polled at once."""
 
     def __init__(
-        self, path: Path, inventory: GpuInventoryState, writer: StateWriter, *, poll_soon: Callable[[], None]
+        self, path: Path, inventory: GpuInventoryState, writer: HealthStateWriter, *, poll_soon: Callable[[], None]
     ) -> None:
         self._path = path
         self._inventory = inventory

@@ -27,7 +27,6 @@ from gpushare_agent.gpus.decisions.health import (
     offered,
     saved_of,
     uncordoned,
-    waiting,
     why_not_offered,
 )
 from gpushare_agent.gpus.decisions.values import NOTHING_SAVED, GpuEvent, GpuHealth, HealthState, SavedHealth
@@ -98,7 +97,7 @@ class GpuInventoryState:
 
     def restore(self, saved: SavedHealth) -> None:
         """Takes over what an earlier agent saved, for GPUs without a known health. Before the first `read`."""
-        healths = {uuid: waiting(cause) for uuid, cause in saved.waits.items()}
+        healths = {uuid: GpuHealth(state=HealthState.NEEDS_RESET, cause=cause) for uuid, cause in saved.waits.items()}
         for uuid, reason in saved.cordons.items():
             healths[uuid] = cordoned(healths.get(uuid, GpuHealth()), reason)
         self._healths = healths | self._healths

@@ -13,7 +13,6 @@ import json
 import os
 import stat
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,6 @@ READ_TIMEOUT_S = 2.0
 WRITE_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Read:
-    saved: SavedHealth
-    boot_id: str
-
-
 class HealthStateFile:
     """`boot_id` is the kernel's file with the identity of this boot."""
 
@@ -51,39 +44,29 @@ class HealthStateFile:
         self._thread = DaemonThread("health-state", advice=f"Check the file system of {path}.")
 
     async def load(self) -> SavedHealth:
-        """What was saved; nothing where there is no file, or one that had to be set aside.
-
-        Raises:
-            Unavailable: the file or its directory cannot be used.
-        """
+        """What was saved; nothing where there is no file, or one that had to be set aside. Raises Unavailable."""
         what = f"reading the GPUs' saved health from {self._path}"
         return await self._thread.call(self._load, what, READ_TIMEOUT_S)
 
     async def save(self, saved: SavedHealth) -> None:
-        """Replace the file, whole and on the disk when this returns.
-
-        Raises:
-            Unavailable: that was not possible, or not in time.
-        """
+        """Replaces the file, whole and on the disk when this returns. Raises Unavailable."""
         what = f"saving the GPUs' health to {self._path}"
         await self._thread.call(partial(self._save, saved), what, WRITE_TIMEOUT_S)
 
     def _load(self) -> SavedHealth:
         try:
             content = _content(self._path)
-            found = _parsed(content) if content is not None else None
+            saved, saved_in = _parsed(content) if content is not None else (NOTHING_SAVED, "")
         except OSError as e:
             raise Unavailable(f"{self._path} cannot be read: {e.strerror or e}") from e
         except Corrupt as e:
             self._set_aside(str(e))
-            found = None
-        if found is None:
             return NOTHING_SAVED
         boot_id = self._this_boot()
-        if not found.saved.waits or not boot_id or found.boot_id in ("", boot_id):
-            return found.saved
-        log.info("health_waits_dropped", gpus=sorted(found.saved.waits), why="the node was rebooted since")
-        return SavedHealth(cordons=found.saved.cordons, waits={})
+        if not saved.waits or not boot_id or saved_in in ("", boot_id):
+            return saved
+        log.info("health_waits_dropped", gpus=sorted(saved.waits), why="the node was rebooted since")
+        return SavedHealth(cordons=saved.cordons, waits={})
 
     def _set_aside(self, why: str) -> None:
         aside = self._path.with_name(self._path.name + ".corrupt")
@@ -136,7 +119,8 @@ def _content(path: Path) -> bytes | None:
     return content
 
 
-def _parsed(content: bytes) -> _Read:
+def _parsed(content: bytes) -> tuple[SavedHealth, str]:
+    """What was saved, and in which boot (empty: not known). Raises Corrupt."""
     try:
         raw = json.loads(content)
     except (ValueError, RecursionError) as e:
@@ -153,7 +137,7 @@ def _parsed(content: bytes) -> _Read:
         for name, found in (("cordoned", cordons), ("waits_for_reset", waits)):
             if (text := _text(raw_gpu, name)) is not None:
                 found[GpuUuid(uuid)] = text
-    return _Read(saved=SavedHealth(cordons=cordons, waits=waits), boot_id=_text(raw, "boot_id") or "")
+    return SavedHealth(cordons=cordons, waits=waits), _text(raw, "boot_id") or ""
 
 
 def _text(raw: Any, name: str) -> str | None:

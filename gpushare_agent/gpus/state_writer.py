@@ -6,12 +6,13 @@ State owned: what is in the file, and why the last write failed.
 from __future__ import annotations
 
 import asyncio
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import structlog
 
-from gpushare_agent.gpus.decisions.values import NOTHING_SAVED, SavedHealth
+from gpushare_agent.gpus.decisions.values import NOTHING_SAVED
 from gpushare_agent.gpus.inventory import GpuInventoryState
+from gpushare_agent.gpus.state_file import HealthStateFile
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.model.errors import Unavailable
@@ -23,19 +24,11 @@ NO_FILE = "health.state_file is empty"
 RETRY = Backoff(base_s=5.0, cap_s=300.0)
 
 
-class StateFile(Protocol):
-    async def load(self) -> SavedHealth:
-        """Raises Unavailable."""
-
-    async def save(self, saved: SavedHealth) -> None:
-        """Raises Unavailable."""
-
-
 class HealthStateWriter:
     """`restore` once, before the GPUs are read; then `run` once. Subscribe `inventory_changed` to the inventory. Without a
     `file` nothing is saved."""
 
-    def __init__(self, inventory: GpuInventoryState, file: StateFile | None, *, backoff: Backoff = RETRY) -> None:
+    def __init__(self, inventory: GpuInventoryState, file: HealthStateFile | None, *, backoff: Backoff = RETRY) -> None:
         self._inventory = inventory
         self._file = file
         self._backoff = backoff

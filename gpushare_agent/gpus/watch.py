@@ -57,12 +57,6 @@ class GpuMetrics(Protocol):
         """`word` is a value of the label `error`: look_failed, events_failed."""
 
 
-class NoMetrics:
-    def gpu_event(self, kind: str, xid: int, is_ignored: bool) -> None: ...
-
-    def driver_error(self, word: str) -> None: ...
-
-
 class GpuWatch:
     """`period_s` between two polls, `event_period_s` between two fetches of events. Polls never overlap."""
 
@@ -72,15 +66,15 @@ class GpuWatch:
         inventory: GpuInventoryState,
         *,
         period_s: float,
+        metrics: GpuMetrics,
         event_period_s: float = 0.5,
-        metrics: GpuMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._driver = driver
         self._inventory = inventory
         self._period_s = period_s
         self._event_period_s = event_period_s
-        self._metrics = metrics or NoMetrics()
+        self._metrics = metrics
         self._clock = clock
         self._poll_lock = asyncio.Lock()
         self._poll_requested = asyncio.Event()

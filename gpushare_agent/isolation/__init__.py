@@ -10,10 +10,10 @@ Called by: admission (edits), agent (services), cli. Open first: decisions/reque
 Who removes vDevice directories: `VirtualManager.remove_stale` in vcuda/virtual_manager.py, once their pod is gone.
 
 Others import: cdi.files, cdi.specs, decisions.cdi_spec, decisions.device_lists, decisions.driver_volume,
-decisions.hami_core, decisions.vcuda, device_nodes, driver_volume.config, driver_volume.directory, driver_volume.libraries,
-driver_volume.mounts, driver_volume.values, hami_core.caches, hami_core.files, mps.control, mps.daemon, mps.supervision,
-mps.watch, vcuda.client, vcuda.config_format, vcuda.configs, vcuda.container_ids, vcuda.container_processes, vcuda.files,
-vcuda.virtual_manager.
+decisions.driver_volume_values, decisions.hami_core, decisions.vcuda, decisions.vdevice_format, device_nodes,
+driver_volume.config, driver_volume.directory, driver_volume.libraries, driver_volume.mounts, hami_core.caches,
+hami_core.files, mps.control, mps.daemon, mps.supervision, mps.watch, vcuda.client, vcuda.configs, vcuda.container_ids,
+vcuda.container_processes, vcuda.files, vcuda.virtual_manager.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ async def kept(
             await asyncio.wait({found.task})
             async with asyncio.timeout(DEADLINE_S):
                 await supervision.drain()
-    assert supervision.condition is Condition.STOPPED
+    assert seen[-1] is Condition.STOPPED
     for pid in place.daemons():
         assert not is_alive(pid), pid
 

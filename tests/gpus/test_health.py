@@ -27,7 +27,6 @@ from gpushare_agent.gpus.decisions.health import (
     offered,
     probe_period_s,
     uncordoned,
-    waiting,
     why_not_offered,
 )
 from gpushare_agent.gpus.decisions.values import GpuEvent, GpuEventKind, GpuHealth, HealthState
@@ -218,7 +217,8 @@ def test_uncordon_ends_a_wait_for_a_reset_and_leaves_the_rest_to_the_probes() ->
 
 def test_a_wait_of_an_earlier_agent_is_one_still() -> None:
     """The restart of the agent is no reset."""
-    assert polled(waiting("Xid 79"), (0, WELL), (1000, WELL)).state is HealthState.NEEDS_RESET
+    waits = GpuHealth(state=HealthState.NEEDS_RESET, cause="Xid 79")
+    assert polled(waits, (0, WELL), (1000, WELL)).state is HealthState.NEEDS_RESET
 
 
 def test_the_reason_has_the_cause_and_the_way_to_recovery() -> None:

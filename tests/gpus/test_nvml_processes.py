@@ -63,7 +63,7 @@ async def test_memory_that_the_driver_does_not_report_is_none(library_directory:
 
 
 async def test_a_list_that_grows_while_it_is_read_is_read_again(library_directory: Path) -> None:
-    """The list was longer than the room for it twice: the third reading has it all and nothing is counted."""
+    """The list was longer than its buffer twice: the third reading has it all and nothing is counted."""
     script = ONE_GPU + TRAINING + "grows compute 0 2\n"
     async with running_probe(library_directory, script) as probe:
         sample = await probe.sample()

@@ -235,7 +235,7 @@ async def test_what_was_in_the_file_at_the_first_poll_is_history(tmp_path: Path,
 
 
 async def test_a_malformed_file_at_the_first_poll_does_not_count(tmp_path: Path) -> None:
-    """What it held is not known; what is read first is history."""
+    """What it contained is not known; what is read first is history."""
     faults = tmp_path / "faults.json"
     faults.write_text("{")
     driver = simulated(faults=faults)

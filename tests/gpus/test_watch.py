@@ -57,7 +57,7 @@ async def test_one_gpu_fails_and_returns() -> None:
     """The other one is not touched; each change is reported once."""
     state, reported, driver = GpuInventoryState(IMMEDIATE), [], ShownDriver()
     state.subscribe(lambda found: reported.append([c.is_healthy for c in found.gpus]))
-    whole, watch = inventory(), GpuWatch(driver, state, period_s=1)
+    whole, watch = inventory(), GpuWatch(driver, state, period_s=1, metrics=Counted())
     await _poll(watch, driver, whole, whole, unhealthy(whole, 1), unhealthy(whole, 1), whole)
     assert reported == [[True, True], [True, False], [True, True]]
 
@@ -78,7 +78,7 @@ async def test_a_gpu_that_is_not_shown_any_more_stays_unhealthy_in_its_place() -
     """Containers may hold its IDs; the topology keeps its rows."""
     state, driver, three = GpuInventoryState(IMMEDIATE), ShownDriver(), inventory(3)
     two = replace(three, gpus=(three.gpus[0], replace(three.gpus[2], index=1)), topology=inventory(2).topology)
-    watch = GpuWatch(driver, state, period_s=1)
+    watch = GpuWatch(driver, state, period_s=1, metrics=Counted())
     await _poll(watch, driver, three, two)
     assert [(c.index, c.uuid, c.is_healthy) for c in state.current.gpus] == [
         (0, "GPU-0", True),
@@ -93,7 +93,7 @@ async def test_a_gpu_that_is_not_shown_any_more_stays_unhealthy_in_its_place() -
 async def test_a_node_without_gpus_waits_for_them() -> None:
     """fail_on_init_error=false: nothing is offered, and they appear later."""
     state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
-    watch = GpuWatch(driver, state, period_s=1)
+    watch = GpuWatch(driver, state, period_s=1, metrics=Counted())
     await _poll(watch, driver, Unavailable("no driver"))
     assert state.current.gpus == ()
     await _poll(watch, driver, inventory())
@@ -103,7 +103,7 @@ async def test_a_node_without_gpus_waits_for_them() -> None:
 async def test_an_event_takes_its_gpu_away_before_the_driver_is_polled() -> None:
     """A GPU that hangs may keep the driver busy for seconds; the other GPU is not touched."""
     state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
-    watch = GpuWatch(driver, state, period_s=3600)
+    watch = GpuWatch(driver, state, period_s=3600, metrics=Counted())
     await watch.poll()
     driver.pending.append([xid(79, 1)])
     await watch.fetch_events()
@@ -113,7 +113,7 @@ async def test_an_event_takes_its_gpu_away_before_the_driver_is_polled() -> None
 async def test_an_event_that_counts_is_followed_by_a_poll_at_once() -> None:
     """Not at the next usual time, which is an hour away; an ignored one is not followed."""
     state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
-    watch = GpuWatch(driver, state, period_s=3600, event_period_s=0.005)
+    watch = GpuWatch(driver, state, period_s=3600, event_period_s=0.005, metrics=Counted())
     await watch.poll()
     async with _running(watch):
         driver.pending.append([xid(13)])
@@ -145,7 +145,7 @@ async def test_a_thousand_events_are_one_change() -> None:
 async def test_a_storm_that_goes_on_does_not_fill_the_log() -> None:
     """After a burst of lines the rest is counted in the next line."""
     state, driver, now = GpuInventoryState(IMMEDIATE), ShownDriver(), [0.0]
-    watch = GpuWatch(driver, state, period_s=1, clock=lambda: now[0])
+    watch = GpuWatch(driver, state, period_s=1, clock=lambda: now[0], metrics=Counted())
     await watch.poll()
     driver.pending.extend([xid(79)] for _ in range(101))
     with capture_logs() as logs:
@@ -160,7 +160,7 @@ async def test_a_storm_that_goes_on_does_not_fill_the_log() -> None:
 async def test_an_event_of_no_gpu_makes_none_unhealthy_and_is_followed_by_a_poll() -> None:
     """And an error in the log."""
     state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
-    watch = GpuWatch(driver, state, period_s=3600, event_period_s=0.005)
+    watch = GpuWatch(driver, state, period_s=3600, event_period_s=0.005, metrics=Counted())
     await watch.poll()
     driver.pending.append([xid(79, None)])
     with capture_logs() as logs:
@@ -198,7 +198,7 @@ async def test_an_unhealthy_gpu_is_polled_when_its_probe_is_due() -> None:
     """The usual poll is an hour away."""
     state = GpuInventoryState(HealthPolicy(recovery_probes=3, recovery_period_s=0.02, recovery_period_max_s=1.0))
     driver = ShownDriver()
-    watch = GpuWatch(driver, state, period_s=3600, event_period_s=3600)
+    watch = GpuWatch(driver, state, period_s=3600, event_period_s=3600, metrics=Counted())
     await watch.poll()
     driver.pending.append([xid(94)])
     await watch.fetch_events()
@@ -218,7 +218,7 @@ async def test_polls_never_overlap() -> None:
             order.append("end")
             return inventory()
 
-    watch = GpuWatch(Slow(), state, period_s=1)
+    watch = GpuWatch(Slow(), state, period_s=1, metrics=Counted())
     async with asyncio.TaskGroup() as group:
         group.create_task(watch.poll())
         group.create_task(watch.poll())

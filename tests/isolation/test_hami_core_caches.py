@@ -50,7 +50,7 @@ class World:
 
 
 class Faulty:
-    """Files that refuse with one text, or block until they are let go."""
+    """Files that refuse with one text, or block until they are released."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error

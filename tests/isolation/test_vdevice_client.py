@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.isolation.decisions.vdevice_format import encode_config
+from gpushare_agent.isolation.decisions.vdevice_format import VDeviceConfig, encode_config
 from gpushare_agent.isolation.vcuda import client as vdevice_client
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.model.allocations import ContainerKey
@@ -205,7 +205,7 @@ async def test_no_registration_reads_only(short_dir: Path) -> None:
 
 async def test_a_whole_gpus_missing_limit_is_explained(short_dir: Path) -> None:
     """`limited no` alone would look like a fault."""
-    whole = encode_config(
+    whole = VDeviceConfig(
         pod_uid=POD,
         container="cuda",
         limit=0,
@@ -215,7 +215,7 @@ async def test_a_whole_gpus_missing_limit_is_explained(short_dir: Path) -> None:
         driver=(535, 161),
         enable=False,
     )
-    code, out, _ = await run_client("--addr", str(prepare(short_dir, whole)), "--no-register")
+    code, out, _ = await run_client("--addr", str(prepare(short_dir, encode_config(whole))), "--no-register")
     assert (code, rows_of(out)["limited"]) == (0, "no: whole GPUs, the library passes every call on unchanged")
 
 
@@ -234,7 +234,8 @@ async def test_the_client_says_why_it_could_not_register(short_dir: Path) -> Non
     assert f"registering through {path} failed" in err
     for wrong in (["--cont-id", "xyz"], ["--watch", "0"], ["--watch=x"], ["--unknown"]):
         assert (await run_client(*wrong))[0] == 2
-    assert VDeviceFiles(short_dir).list_pods() == {POD: ("cuda",)}
+    assert VDeviceFiles(short_dir).pod_names() == (POD,)
+    assert [path.name for path in (short_dir / POD).iterdir()] == ["cuda"]
 
 
 async def test_an_address_that_names_no_socket_is_a_wrong_command_line(short_dir: Path) -> None:

@@ -1,6 +1,4 @@
-"""isolation/decisions/vdevice_format.py and isolation/vcuda/files.py: what a C program reads, and what lies where
-afterwards.
-"""
+"""isolation/decisions/vdevice_format.py and isolation/vcuda/files.py: what a C program reads, and what lies where."""
 
 from __future__ import annotations
 
@@ -94,11 +92,12 @@ def test_a_c_program_reads_every_field_of_vcuda_config(
     """A struct that the compiler lays out from the documented fields holds what was asked for, and has 8,240 bytes."""
     key = ContainerKey(POD, "a" * 63)
     files.prepare(key)
-    content = encode_config(pod_uid=POD, container=key.container, driver=(535, 161), bus_id="0000:3b:00.0", **asked)  # type: ignore[arg-type]
+    names: dict[str, object] = {"pod_uid": POD, "container": key.container, "bus_id": "0000:3b:00.0"}
+    content = encode_config(VDeviceConfig(driver=(535, 161), **names, **asked))  # type: ignore[arg-type]
     files.write_config(key, content)
-    names = {"size": "8240", "pod_uid": POD, "container_name": key.container, "bus_id": "0000:3b:00.0"}
+    texts = {"size": "8240", "pod_uid": POD, "container_name": key.container, "bus_id": "0000:3b:00.0"}
     found = read(reader, "config", str(files.path(key) / "vcuda.config"))
-    assert found == {**names, "driver": "535.161", **fields}
+    assert found == {**texts, "driver": "535.161", **fields}
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 1023, 1024, 1500])
@@ -129,8 +128,7 @@ def test_a_c_program_finds_every_pid_by_bisection(reader: Path, files: VDeviceFi
 )
 def test_a_config_comes_back_as_it_was_written(config: VDeviceConfig) -> None:
     """Decoding undoes encoding for every value, and the size never differs."""
-    fields = {name: getattr(config, name) for name in VDeviceConfig.__slots__}
-    content = encode_config(**fields)
+    content = encode_config(config)
     assert len(content) == 8240
     assert decode_config(content) == config
 
@@ -173,8 +171,9 @@ def test_foreign_bytes_are_corrupt_or_a_config(content: bytes) -> None:
 def test_what_does_not_fit_the_struct_is_refused(wrong: dict[str, object]) -> None:
     """Nothing is cut off or wraps around."""
     fields: dict[str, object] = {"pod_uid": POD, "container": "c", "limit": 0, "memory_bytes": 0, "utilization": 10}
+    fields |= {"hard_limit": True, "driver": (535, 1), "enable": True, **wrong}
     with pytest.raises(ValueError, match=r"vcuda[.]config"):
-        encode_config(**{**fields, "hard_limit": True, "driver": (535, 1), "enable": True, **wrong})  # type: ignore[arg-type]
+        encode_config(VDeviceConfig(**fields))  # type: ignore[arg-type]
 
 
 @given(st.text(max_size=80))

@@ -193,11 +193,6 @@ def uncordoned(health: GpuHealth, policy: HealthPolicy, now: float) -> GpuHealth
     return replace(lifted, state=HealthState.PROBING, passes=0, probe_at=now + probe_period_s(lifted, policy))
 
 
-def waiting(cause: str) -> GpuHealth:
-    """The health of a GPU that waited for a reset when the agent ended."""
-    return GpuHealth(state=HealthState.NEEDS_RESET, cause=cause)
-
-
 def offered(seen: Gpu, health: GpuHealth, policy: HealthPolicy) -> Gpu:
     """The GPU as it is offered to the kubelet and shown to people."""
     reason = why_not_offered(health, policy)

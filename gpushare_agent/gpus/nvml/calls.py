@@ -53,20 +53,8 @@ class GpuLostError(Exception):
     """The GPU does not answer any more; the other GPUs may."""
 
 
-class UnsupportedCalls:
+class UnsupportedCalls(set[object]):
     """What one GPU does not support, from round to round: (function, arguments), a field's key, or a function's name."""
-
-    def __init__(self) -> None:
-        self._calls: set[object] = set()
-
-    def __contains__(self, call: object) -> bool:
-        return call in self._calls
-
-    def add(self, call: object) -> None:
-        self._calls.add(call)
-
-    def clear(self) -> None:
-        self._calls.clear()
 
 
 class NvmlCaller:

@@ -87,10 +87,13 @@ class _Sampler:
 
 
 class NvmlDriver:
-    """The GPUs of this node. Close it when done; a call after that opens NVML again."""
+    """The GPUs of this node. `pci_devices` is where the kernel names each GPU's NUMA node; `timeout_s` bounds one call.
+
+    Calls raise Unavailable where NVML is absent, was lost as a whole, or does not answer in time. Close it when done; a call
+    after that opens NVML again.
+    """
 
     def __init__(self, *, pci_devices: Path = Path("/sys/bus/pci/devices"), timeout_s: float = 10.0) -> None:
-        """`pci_devices` is where the kernel names each GPU's NUMA node; `timeout_s` bounds one call."""
         self._session = NvmlSession()
         self._sampler = _Sampler()
         self._reader = NvmlReader(
@@ -105,26 +108,16 @@ class NvmlDriver:
         """All GPUs of the node as they are now, and how they are connected.
 
         A GPU that NVML lost is Unhealthy in the answer, with the reason. Cancelled, the call goes on in its thread.
-
-        Raises:
-            Unavailable: NVML is absent, was lost as a whole, or does not answer in time.
         """
         return await self._thread.call(self._reader.read, "reading the GPUs through NVML", self._timeout_s)
 
     async def events(self) -> list[GpuEvent]:
-        """Events since the last call, oldest first, at most 1,024. Does not wait for one.
-
-        Raises:
-            Unavailable: NVML cannot be opened, or waiting for events failed (raised once; the next call registers again).
-        """
+        """Events since the last call, oldest first, at most 1,024. Does not wait for one. Where waiting for events fails,
+        Unavailable is raised once; the next call registers again."""
         return await self._thread.call(self._events.take, "taking the GPUs' events from NVML", self._timeout_s)
 
     async def sample(self) -> DriverSample:
-        """What the GPUs that answer and the processes on them use.
-
-        Raises:
-            Unavailable: NVML is absent, was lost as a whole, or does not answer in time.
-        """
+        """What the GPUs that answer and the processes on them use."""
         what = "sampling the GPUs through NVML"
         return await self._sampling_thread.call(self._sampler.sample, what, self._timeout_s)
 

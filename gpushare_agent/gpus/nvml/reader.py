@@ -110,6 +110,7 @@ class NvmlReader:
         index = known.index if known else self._new_index(found.nvml_index, taken)
         try:
             bus_id = canonical_bus_id(text_of(nvml.nvmlDeviceGetPciInfo(handle).busId))
+            capability = self._session.ask("nvmlDeviceGetCudaComputeCapability", handle)
             gpu = Gpu(
                 index=index,
                 minor=nvml.nvmlDeviceGetMinorNumber(handle),
@@ -118,31 +119,16 @@ class NvmlReader:
                 name=text_of(nvml.nvmlDeviceGetName(handle)),
                 memory_mib=nvml.nvmlDeviceGetMemoryInfo(handle).total // _MIB,
                 numa_node=self._numa_node(bus_id),
-                compute_capability=self._compute_capability(nvml, handle),
+                compute_capability=(capability[0], capability[1]) if capability is not None else None,
             )
         except nvml.NVMLError as error:
             self._session.check_driver(error)
             blank = Gpu(index=index, minor=_UNKNOWN_MINOR, uuid=uuid, bus_id="", name="", memory_mib=0)
             return _unhealthy(known or blank, f"NVML: {error}")
         self._answering.add(uuid)
-        reason = _MIG_REASON if self._has_mig(nvml, handle) else _repair_reason(self._session, nvml, handle)
+        mig = self._session.ask("nvmlDeviceGetMigMode", handle)  # None: older GPUs and drivers know no MIG
+        reason = _MIG_REASON if mig is not None and mig[0] else _repair_reason(self._session, nvml, handle)
         return _unhealthy(gpu, reason) if reason else gpu
-
-    def _compute_capability(self, nvml: Any, handle: Any) -> tuple[int, int] | None:
-        try:
-            major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-        except nvml.NVMLError as error:
-            self._session.check_driver(error)
-            return None
-        return major, minor
-
-    def _has_mig(self, nvml: Any, handle: Any) -> bool:
-        try:
-            current, _ = nvml.nvmlDeviceGetMigMode(handle)
-        except nvml.NVMLError as error:  # older GPUs and drivers know no MIG
-            self._session.check_driver(error)
-            return False
-        return bool(current)
 
     def _new_index(self, nvml_index: int, taken: Iterable[int]) -> int:
         """The NVML index, unless a GPU seen before has it."""
@@ -177,19 +163,12 @@ class NvmlReader:
         return GpuInventory(
             gpus=tuple(gpus),
             topology=topology,
-            driver_version=self._driver_version(nvml),
+            driver_version=text_of(self._session.ask("nvmlSystemGetDriverVersion") or ""),
             unreadable=tuple(sorted(unnamed.items())),
         )
 
     def _answers_for_links(self, gpu: Gpu) -> bool:
         return gpu.uuid in self._answering and gpu.unhealthy_reason != _MIG_REASON
-
-    def _driver_version(self, nvml: Any) -> str:
-        try:
-            return text_of(nvml.nvmlSystemGetDriverVersion())
-        except nvml.NVMLError as error:
-            self._session.check_driver(error)
-            return ""
 
 
 def _unhealthy(gpu: Gpu, reason: str) -> Gpu:
@@ -202,26 +181,10 @@ def _repair_reason(session: NvmlSession, nvml: Any, handle: Any) -> str:
     Rows that merely wait to be remapped are no reason: the driver has already taken them out of use, and the remapping
     itself happens at the next reset, whenever that is.
     """
-    action = _recovery_action(session, nvml, handle)
+    asked = session.ask("nvmlDeviceGetFieldValues", handle, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+    action = asked[0].value.uiVal if asked and asked[0].nvmlReturn == nvml.NVML_SUCCESS else None
     for name, request in _ACTIONS.items():
         if action is not None and action == getattr(nvml, f"NVML_GPU_RECOVERY_ACTION_{name}", None):
             return f"the driver asks for {request} (recovery action {name.lower()})"
-    return _REMAPPING_FAILED if _has_remapping_failed(session, nvml, handle) else ""
-
-
-def _recovery_action(session: NvmlSession, nvml: Any, handle: Any) -> int | None:
-    try:
-        [answer] = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
-    except nvml.NVMLError as error:
-        session.check_driver(error)
-        return None
-    return answer.value.uiVal if answer.nvmlReturn == nvml.NVML_SUCCESS else None
-
-
-def _has_remapping_failed(session: NvmlSession, nvml: Any, handle: Any) -> bool:
-    try:
-        *_, failure = nvml.nvmlDeviceGetRemappedRows(handle)
-    except nvml.NVMLError as error:
-        session.check_driver(error)
-        return False
-    return bool(failure)
+    remapped = session.ask("nvmlDeviceGetRemappedRows", handle)
+    return _REMAPPING_FAILED if remapped is not None and remapped[-1] else ""

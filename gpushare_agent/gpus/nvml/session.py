@@ -136,6 +136,14 @@ class NvmlSession:
         if self.error_name(error) in _OF_DRIVER:
             raise DriverLostError from error
 
+    def ask(self, name: str, *arguments: Any) -> Any | None:
+        """What NVML's function of this name returns, None where it fails for one GPU alone. Raises DriverLostError."""
+        try:
+            return getattr(self._pynvml, name)(*arguments)
+        except self._pynvml.NVMLError as error:
+            self.check_driver(error)
+            return None
+
     def error_name(self, error: Exception) -> str:
         """NVML's name of the error without its prefix: `GPU_IS_LOST`."""
         code = getattr(error, "value", None)

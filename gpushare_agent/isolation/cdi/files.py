@@ -71,11 +71,7 @@ class CdiFiles:
             return False
 
     def write(self, content: bytes) -> None:
-        """Puts the agent's own spec in place.
-
-        Raises:
-            Unavailable: the file system refuses; what was there stays.
-        """
+        """Puts the agent's own spec in place. Raises Unavailable; what was there stays then."""
         directory = self.directories[-1]
         try:
             directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
@@ -86,11 +82,7 @@ class CdiFiles:
             raise _refused("writing", self.own_path, e) from e
 
     def remove(self) -> None:
-        """Removes the agent's own spec, if it is there.
-
-        Raises:
-            Unavailable: the file system refuses.
-        """
+        """Removes the agent's own spec, if it is there. Raises Unavailable."""
         try:
             with opened(self.directories[-1], None, _DIRECTORY) as directory:
                 os.unlink(OWN_SPEC_NAME, dir_fd=directory)

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 
@@ -25,26 +24,13 @@ from gpushare_agent.model.cdi import SpecFile
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import Gpu
 
+if TYPE_CHECKING:
+    from gpushare_agent.isolation.cdi.files import CdiFiles  # it imports yaml, which is slow
+
 log = structlog.get_logger(__name__)
 
 PERIOD_S = 10.0
 CHECK_TIMEOUT_S = 5.0
-
-
-class SpecFiles(Protocol):
-    @property
-    def own_path(self) -> Path: ...
-
-    def read(self) -> tuple[SpecFile, ...]: ...
-
-    def holds(self, content: bytes) -> bool:
-        """Whether the agent's own file is exactly so."""
-
-    def write(self, content: bytes) -> None:
-        """Raises Unavailable."""
-
-    def remove(self) -> None:
-        """Raises Unavailable."""
 
 
 class SpecChange(StrEnum):
@@ -75,7 +61,7 @@ class CdiState:
 class CdiSpecs:
     """`nodes` is called at each check, for control nodes come and go."""
 
-    def __init__(self, files: SpecFiles, *, kind: str, nodes: Callable[[], SpecNodes]) -> None:
+    def __init__(self, files: CdiFiles, *, kind: str, nodes: Callable[[], SpecNodes]) -> None:
         self._files = files
         self._kind = kind
         self._nodes = nodes
@@ -151,15 +137,10 @@ def _ambiguity(kind: str, uuid: str, paths: Sequence[str]) -> str:
     )
 
 
-class SpecKeeper(Protocol):
-    def ensure(self, gpus: Sequence[Gpu]) -> object:
-        """Raises AgentError."""
-
-
 class CdiWatch:
     """`check` before the node registers, `run` once, `gpus_changed` at any time."""
 
-    def __init__(self, specs: SpecKeeper, gpus: Callable[[], Sequence[Gpu]], *, period_s: float = PERIOD_S) -> None:
+    def __init__(self, specs: CdiSpecs, gpus: Callable[[], Sequence[Gpu]], *, period_s: float = PERIOD_S) -> None:
         self._specs = specs
         self._gpus = gpus
         self._period_s = period_s
@@ -175,10 +156,10 @@ class CdiWatch:
         gpus = tuple(self._gpus())
         try:
             await self._thread.call(partial(self._specs.ensure, gpus), "checking the CDI specs", CHECK_TIMEOUT_S)
-        except AgentError as e:
-            self._note_failure(str(e))
         except Exception as e:  # noqa: BLE001 - one cycle: an unexpected file in the directory must not end the agent
-            self._note_failure(repr(e))
+            error = str(e) if isinstance(e, AgentError) else repr(e)
+            if self._failure.is_new(error):
+                log.error("cdi_specs_not_ensured", error=error, then="containers of new pods may not start")
         else:
             self._failure.is_over()
 
@@ -188,7 +169,3 @@ class CdiWatch:
             await wait_for(self._has_changed, self._period_s)
             self._has_changed.clear()
             await self.check()
-
-    def _note_failure(self, error: str) -> None:
-        if self._failure.is_new(error):
-            log.error("cdi_specs_not_ensured", error=error, then="containers of new pods may not start")

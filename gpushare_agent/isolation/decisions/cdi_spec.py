@@ -84,11 +84,11 @@ def build_spec(gpus: Sequence[Gpu], kind: str, nodes: SpecNodes) -> dict[str, An
     """
     devices = []
     for gpu in gpus:
-        edits = {"deviceNodes": [_node(f"/dev/nvidia{gpu.minor}")]} if nodes.has_gpu_nodes else {"env": [_VOID]}
+        edits = {"deviceNodes": [{"path": f"/dev/nvidia{gpu.minor}"}]} if nodes.has_gpu_nodes else {"env": [_VOID]}
         devices.append({"name": str(gpu.uuid), "containerEdits": edits})
     common: dict[str, Any] = {"env": [_VOID]}
     if nodes.has_gpu_nodes and nodes.control:
-        common["deviceNodes"] = [_node(path) for path in nodes.control]
+        common["deviceNodes"] = [{"path": path} for path in nodes.control]
     if nodes.driver_directory is not None:
         common["mounts"] = [
             {
@@ -112,7 +112,3 @@ def spec_version(kind: str, names: Iterable[GpuUuid | str]) -> str:
 
 def encode_spec(spec: Mapping[str, Any]) -> bytes:
     return (json.dumps(spec, indent=2, ensure_ascii=True) + "\n").encode()
-
-
-def _node(path: str) -> dict[str, str]:
-    return {"path": path}

@@ -57,11 +57,6 @@ def driver_version_text(names: Iterable[str]) -> str:
     return max(libcudas)[1].removeprefix(f"{LIBCUDA}.") if libcudas else ""
 
 
-def is_listed(name: str, listed: Iterable[str]) -> bool:
-    """Does the soname `name` begin with one of the names of volume.conf?"""
-    return any(name.startswith(beginning) for beginning in listed)
-
-
 def choose_libraries(
     found: Iterable[FoundLibrary], listed: Sequence[str], host_machine: str
 ) -> tuple[FoundLibrary, ...]:
@@ -73,7 +68,7 @@ def choose_libraries(
     machines = MACHINES_OF_HOST.get(host_machine)
     best: dict[tuple[int, str], FoundLibrary] = {}
     for library in found:
-        if (machines and library.machine not in machines) or not is_listed(library.link_name, listed):
+        if (machines and library.machine not in machines) or not library.link_name.startswith(tuple(listed)):
             continue
         slot = (library.elf_class, library.link_name)
         if slot not in best or _rank(library) > _rank(best[slot]):
@@ -113,7 +108,7 @@ def plan_volume(
             layout.files[f"bin/{name}"] = source
     version = driver_version(libcuda.name)
     if version is None:
-        layout.warn(f"the name of {libcuda.path} has no driver version; it must come from NVML")
+        layout.warnings.append(f"the name of {libcuda.path} has no driver version; it must come from NVML")
     layout.warnings += [*_mixed_versions(layout.files), *_missing(volume, libraries, host, layout)]
     return layout.plan(volume.name, version)
 
@@ -125,7 +120,7 @@ def _libcuda_of(
     for library in sorted(cuda, key=lambda library: (library.elf_class, _numbers(library.name)), reverse=True):
         if library.elf_class == 64:
             return library
-    if not is_listed(LIBCUDA, volume.libraries) and not any(name.startswith(LIBCUDA) for name in volume.libraries):
+    if not any(LIBCUDA.startswith(name) or name.startswith(LIBCUDA) for name in volume.libraries):
         return VolumeRefused(
             detail=f"volume {volume.name}: its list of libraries has no {LIBCUDA}, without which no CUDA program starts;"
             " add it to volume.conf"
@@ -194,9 +189,6 @@ class _Layout:
     links: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
-
     def put_controlled(self, libraries: Sequence[FoundLibrary], control: FoundLibrary) -> tuple[FoundLibrary, ...]:
         """Takes the control library in, and those that it stands before; returns the others."""
         directory = DIRECTORY_OF_CLASS[control.elf_class]
@@ -204,7 +196,7 @@ class _Layout:
         controlled = [library for library in libraries if library.link_name.startswith(CONTROLLED)]
         for library in controlled:
             if library.elf_class != control.elf_class:
-                self.warn(
+                self.warnings.append(
                     f"{library.path} ({library.elf_class}-bit) is left out: the control library is"
                     f" {control.elf_class}-bit, and without it the share would have no limits"
                 )
@@ -215,7 +207,8 @@ class _Layout:
             if library.elf_class != control.elf_class:
                 continue
             if len(_numbers(library.name)) < 2 or f"{directory}/{library.name}" in self.links:
-                self.warn(f"{library.path} is left out: a program might load it by that name, which lacks a version")
+                why = "a program might load it by that name, which lacks a version"
+                self.warnings.append(f"{library.path} is left out: {why}")
             else:
                 self.files[f"{directory}/{library.name}"] = library.path
         return tuple(
@@ -226,7 +219,7 @@ class _Layout:
         for library in libraries:
             target = f"{DIRECTORY_OF_CLASS[library.elf_class]}/{library.name}"
             if self.files.setdefault(target, library.path) != library.path:
-                self.warn(f"{library.path} is left out: {self.files[target]} has the same file name")
+                self.warnings.append(f"{library.path} is left out: {self.files[target]} has the same file name")
         for library in libraries:
             self._link(library, library.link_name, library.name)
         newest_first = sorted(libraries, key=lambda library: _numbers(library.link_name), reverse=True)

@@ -22,8 +22,10 @@ import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
-from gpushare_agent.model.errors import Corrupt
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.errors import Corrupt, Rejected
 from gpushare_agent.model.names import PodUid
 
 SOCKET_NAME = "vcuda.sock"
@@ -33,9 +35,6 @@ PIDS_NAME = "pids.config"
 CONFIG_BYTES = 8240
 MAX_PIDS = 1024
 """The library's array holds so many."""
-MAX_POD_UID_BYTES = 47
-MAX_CONTAINER_NAME_BYTES = 63
-MAX_BUS_ID_BYTES = 15
 
 _CONFIG = struct.Struct("<48si4044x4096s16sQiiiii4x")
 _MAX_INT32 = 2**31 - 1
@@ -54,7 +53,7 @@ MAX_DOCKER_NAME_BYTES = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VDeviceConfig:
-    """vcuda.config, read back. `limit` and `utilization` are percent of one GPU."""
+    """The fields of vcuda.config. `limit` and `utilization` are percent of one GPU."""
 
     pod_uid: str
     container: str
@@ -67,45 +66,34 @@ class VDeviceConfig:
     bus_id: str = ""
 
 
-def encode_config(  # noqa: PLR0913 - the fields of the struct, by name
-    *,
-    pod_uid: str,
-    container: str,
-    limit: int,
-    memory_bytes: int,
-    utilization: int,
-    hard_limit: bool,
-    driver: tuple[int, int],
-    enable: bool,
-    bus_id: str = "",
-) -> bytes:
+def encode_config(config: VDeviceConfig) -> bytes:
     """The 8,240 bytes of vcuda.config.
 
     Raises:
         ValueError: a text is no such name, or a number does not fit its field.
     """
     for what, is_valid, value in (
-        ("pod UID", is_pod_uid(pod_uid), pod_uid),
-        ("container name", is_container_name(container), container),
-        ("bus ID", is_bus_id(bus_id), bus_id),
+        ("pod UID", is_pod_uid(config.pod_uid), config.pod_uid),
+        ("container name", is_container_name(config.container), config.container),
+        ("bus ID", is_bus_id(config.bus_id), config.bus_id),
     ):
         if not is_valid:
             raise ValueError(f"{value[:64]!r} is no {what} that vcuda.config can hold")
-    for number in (limit, utilization, *driver):
+    for number in (config.limit, config.utilization, *config.driver):
         if not 0 <= number <= _MAX_INT32:
             raise ValueError(f"{number} does not fit an int32 field of vcuda.config")
-    if not 0 <= memory_bytes < 2**64:
-        raise ValueError(f"{memory_bytes} bytes of memory do not fit vcuda.config")
+    if not 0 <= config.memory_bytes < 2**64:
+        raise ValueError(f"{config.memory_bytes} bytes of memory do not fit vcuda.config")
     return _CONFIG.pack(
-        pod_uid.encode(),
-        limit,
-        container.encode(),
-        bus_id.encode(),
-        memory_bytes,
-        utilization,
-        int(hard_limit),
-        *driver,
-        int(enable),
+        config.pod_uid.encode(),
+        config.limit,
+        config.container.encode(),
+        config.bus_id.encode(),
+        config.memory_bytes,
+        config.utilization,
+        int(config.hard_limit),
+        *config.driver,
+        int(config.enable),
     )
 
 
@@ -160,6 +148,21 @@ def is_pod_uid(text: str) -> bool:
 
 def is_container_name(text: str) -> bool:
     return _CONTAINER_NAME.fullmatch(text) is not None
+
+
+@lru_cache(maxsize=8192)
+def is_nameable(key: ContainerKey) -> bool:
+    """Whether a directory may be named after the pod and the container."""
+    return is_pod_uid(key.pod_uid) and is_container_name(key.container)
+
+
+def require_nameable(key: ContainerKey) -> None:
+    """Raises Rejected."""
+    if not is_nameable(key):
+        raise Rejected(
+            f"pod UID {key.pod_uid[:80]!r} and container {key.container[:80]!r} are no names of Kubernetes: "
+            f"no directory is named after them"
+        )
 
 
 def is_bus_id(text: str) -> bool:

@@ -63,7 +63,11 @@ class Installed:
 
 
 class DriverDirectory:
-    """The versions below one base directory, as volume.conf names it."""
+    """The versions below one base directory, as volume.conf names it.
+
+    Methods raise StartupError where something cannot be done (what was in force stays), and those that change anything
+    Unavailable where another process works here for too long.
+    """
 
     def __init__(self, base: Path, *, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
         self._base = base
@@ -71,11 +75,7 @@ class DriverDirectory:
         self._lock_timeout_s = lock_timeout_s
 
     def is_in_force(self, plan: VolumePlan, progress: Progress) -> bool:
-        """Whether exactly this content is in force; changes nothing.
-
-        Raises:
-            StartupError: a file of the plan cannot be read.
-        """
+        """Whether exactly this content is in force; changes nothing."""
         with _named_errors(f"reading the files for {self._base / plan.name}"):
             contents = read_contents(plan, progress)
             current = self._current(plan.name)
@@ -86,12 +86,7 @@ class DriverDirectory:
             )
 
     def install(self, plan: VolumePlan, progress: Progress) -> Installed:
-        """Puts the plan in force, unless it is. Killed at any moment it leaves what was in force before, whole.
-
-        Raises:
-            StartupError: it cannot be done; what was in force stays.
-            Unavailable: another process works here for too long.
-        """
+        """Puts the plan in force, unless it is. Killed at any moment it leaves what was in force before, whole."""
         with _named_errors(f"making {self._base / plan.name}"):
             make_directory(self._base)
             make_directory(self._versions)
@@ -105,11 +100,7 @@ class DriverDirectory:
                 return Installed(version=version, changed=changed, taken=taken)
 
     def prune(self, name: VolumeName, is_in_use: Callable[[str], bool]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Removes the versions of a volume that are not in force. Returns names removed, and names kept as in use.
-
-        Raises:
-            StartupError, Unavailable: as for install().
-        """
+        """Removes the versions of a volume that are not in force. Returns names removed, and names kept as in use."""
         with _named_errors(f"removing old versions below {self._versions}"):
             if not self._versions.is_dir():
                 return (), ()
@@ -125,11 +116,7 @@ class DriverDirectory:
     def would_prune(
         self, name: VolumeName, is_in_use: Callable[[str], bool]
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What prune() would remove now, and keep as in use; changes nothing.
-
-        Raises:
-            StartupError: the directory cannot be read.
-        """
+        """What prune() would remove now, and keep as in use; changes nothing."""
         with _named_errors(f"listing old versions below {self._versions}"):
             return self._removable(name, is_in_use) if self._versions.is_dir() else ((), ())
 

@@ -19,7 +19,7 @@ from gpushare_agent.isolation.decisions.driver_volume_values import (
     FoundLibrary,
     HostDriver,
 )
-from gpushare_agent.isolation.driver_volume.elf import read_elf, read_loader_cache
+from gpushare_agent.isolation.driver_volume.elf import CacheEntry, read_elf, read_loader_cache
 from gpushare_agent.model.errors import Corrupt, NotFound, StartupError
 
 log = structlog.get_logger(__name__)
@@ -148,52 +148,39 @@ class DriverLibraries:
         cached = self._cached(warnings)
         if cached is not None:
             places.append(self._host.shown(LOADER_CACHE))
-            wanted = [(name, path, hwcap) for name, path, hwcap in cached if name.startswith(listed)]
-            found += self._read_all(wanted)
+            found += self._read_all(entry for entry in cached if entry.name.startswith(listed))
         missing = tuple(name for name in listed if not any(item.link_name.startswith(name) for item in found))
         if missing:
             places += [self._host.shown(place) for place in LIBRARY_DIRECTORIES if self._host.resolve(place)]
             found += self._read_all(self._in_directories(missing))
         return found
 
-    def _cached(self, warnings: list[str]) -> list[tuple[str, str, int]] | None:
+    def _cached(self, warnings: list[str]) -> tuple[CacheEntry, ...] | None:
         path = self._host.file(LOADER_CACHE)
         if path is None:
             return None
         try:
-            entries = read_loader_cache(path)
+            return read_loader_cache(path)
         except Corrupt as error:
             warnings.append(f"{error}; the usual library directories were searched instead")
             return None
-        return None if entries is None else [(entry.name, entry.path, entry.hwcap) for entry in entries]
 
-    def _in_directories(self, beginnings: tuple[str, ...]) -> Iterator[tuple[str, str, int]]:
+    def _in_directories(self, beginnings: tuple[str, ...]) -> Iterator[CacheEntry]:
         for directory in LIBRARY_DIRECTORIES:
             for name in self._host.names_in(directory):
                 if name.startswith(beginnings):
-                    yield name, f"{directory}/{name}", 0
+                    yield CacheEntry(name=name, path=f"{directory}/{name}", hwcap=0)
 
-    def _read_all(self, wanted: Iterable[tuple[str, str, int]]) -> list[FoundLibrary]:
+    def _read_all(self, wanted: Iterable[CacheEntry]) -> list[FoundLibrary]:
         found = []
-        for name, place, hwcap in wanted:
-            path = self._host.file(place)
+        for entry in wanted:
+            path = self._host.file(entry.path)
             if path is None:  # the cache is older than a removal
                 continue
             try:
-                elf = read_elf(path)
+                found.append(_read_library(path, entry.name, is_baseline=not entry.hwcap))
             except (Corrupt, NotFound) as error:  # a linker script is called .so too
                 log.debug("library_skipped", reason=str(error))
-                continue
-            found.append(
-                FoundLibrary(
-                    path=path,
-                    found_as=name,
-                    elf_class=elf.elf_class,
-                    machine=elf.machine,
-                    soname=elf.soname,
-                    is_baseline=not hwcap,
-                )
-            )
         return found
 
     def _program(self, name: str) -> Path | None:
@@ -211,20 +198,25 @@ def read_control_library(path: Path) -> FoundLibrary:
         StartupError: it is not there, or no shared object.
     """
     try:
-        real = path.resolve(strict=True)
-        elf = read_elf(real)
+        return _read_library(path.resolve(strict=True), CONTROL_LIBRARY_NAME)
     except (OSError, RuntimeError, NotFound, Corrupt) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise StartupError(
             f"the control library {path} cannot be used: {reason}. Volume nvidia is not made without it, for shares would"
             f" have no limits; set driver_volume.control_library to the place of {CONTROL_LIBRARY_NAME}"
         ) from error
+
+
+def _read_library(path: Path, found_as: str, *, is_baseline: bool = True) -> FoundLibrary:
+    """Raises NotFound, Corrupt."""
+    elf = read_elf(path)
     return FoundLibrary(
-        path=real,
-        found_as=CONTROL_LIBRARY_NAME,
+        path=path,
+        found_as=found_as,
         elf_class=elf.elf_class,
         machine=elf.machine,
         soname=elf.soname,
+        is_baseline=is_baseline,
     )
 
 

@@ -16,6 +16,7 @@ from typing import NoReturn, Protocol, TypeVar
 
 import structlog
 
+from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -37,22 +38,13 @@ class Pods(Protocol):
     def get(self, uid: PodUid) -> Pod | None: ...
 
 
-class CacheFiles(Protocol):
-    """Blocking. Each raises AgentError."""
-
-    def install(self) -> None: ...
-    def prepare(self, key: ContainerKey) -> None: ...
-    def list_pods(self) -> tuple[PodUid, ...]: ...
-    def remove_pod(self, uid: PodUid) -> bool: ...
-
-
 class PrivateCaches:
     """`install` first, `run` once, `prepare` at any time."""
 
     def __init__(
         self,
         *,
-        files: CacheFiles,
+        files: HamiCoreFiles,
         allocations: Callable[[], Mapping[ContainerKey, Allocation]],
         pods: Pods,
         cleanup_period_s: float = CLEANUP_PERIOD_S,

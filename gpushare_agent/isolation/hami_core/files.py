@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpushare_agent.isolation.decisions.vdevice_format import is_container_name, is_pod_uid
+from gpushare_agent.isolation.decisions.vdevice_format import is_pod_uid, require_nameable
 from gpushare_agent.isolation.driver_volume.elf import read_elf
 from gpushare_agent.kit.directories import (
     DIRECTORY,
@@ -38,7 +38,7 @@ from gpushare_agent.kit.directories import (
     replace_file,
 )
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, Rejected, StartupError, Unavailable
+from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, StartupError, Unavailable
 from gpushare_agent.model.names import PodUid
 
 PRELOAD_NAME = "ld.so.preload"
@@ -85,7 +85,7 @@ class HamiCoreFiles:
 
     def cache_file(self, key: ContainerKey) -> Path:
         """What is mounted into the container. Raises Rejected for a name that cannot be part of a path."""
-        _check(key)
+        require_nameable(key)
         return self.directory / CONTAINERS_NAME / key.pod_uid / key.container / f"{key.container}.cache"
 
     def prepare(self, key: ContainerKey) -> None:
@@ -113,13 +113,9 @@ class HamiCoreFiles:
                     os.close(file)
 
     def remove_pod(self, uid: PodUid) -> bool:
-        """Removes all of a pod; whether there was anything. A link is removed, not what it leads to.
-
-        Raises:
-            Rejected: no pod UID.
-            Unavailable: the file system refuses; what is left is tried again.
-        """
-        _check(ContainerKey(uid, "x"))
+        """Removes all of a pod; whether there was anything. A link is removed, not what it leads to. Raises Rejected for no
+        pod UID, Unavailable where the file system refuses: what is left is tried again."""
+        require_nameable(ContainerKey(uid, "x"))
         try:
             with (
                 self._step("removing", self.directory / CONTAINERS_NAME / uid),
@@ -177,11 +173,3 @@ class HamiCoreFiles:
                 else "check that the agent may write there (setting hami_core.directory)"
             )
             raise Unavailable(f"{verb} {path} failed: {e.strerror or e}; it is tried again: {remedy}") from e
-
-
-def _check(key: ContainerKey) -> None:
-    if not is_pod_uid(key.pod_uid) or not is_container_name(key.container):
-        raise Rejected(
-            f"pod UID {key.pod_uid[:80]!r} and container {key.container[:80]!r} are no names of Kubernetes: "
-            f"no directory is named after them"
-        )

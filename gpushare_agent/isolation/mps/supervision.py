@@ -19,10 +19,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import structlog
 
+from gpushare_agent.isolation.mps.control import MpsControl
+from gpushare_agent.isolation.mps.daemon import MpsDaemonProcess
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import StartupError, Unavailable
 
@@ -43,32 +45,6 @@ class Condition(StrEnum):
     STOPPED = "stopped"
 
 
-class Daemon(Protocol):
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def exit_code(self) -> int | None: ...
-
-    async def start(self) -> list[str]: ...
-
-    async def wait(self) -> int: ...
-
-    async def end(self, *, timeout_s: float = ...) -> None: ...
-
-
-class Control(Protocol):
-    async def get_default_active_thread_percentage(self) -> float: ...
-
-    async def set_default_active_thread_percentage(self, percent: int) -> None: ...
-
-    async def get_server_list(self) -> list[int]: ...
-
-    async def get_client_list(self, server: int) -> list[int]: ...
-
-    async def quit(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
     """`start_s` bounds a start, `most_bad_starts` in a row end the supervisor; `drain_s` is for clients, `end_s` for the
@@ -87,8 +63,8 @@ class MpsSupervision:
 
     def __init__(
         self,
-        daemon: Daemon,
-        control: Control,
+        daemon: MpsDaemonProcess,
+        control: MpsControl,
         *,
         percentage: int,
         timeouts: Timeouts,
@@ -102,10 +78,6 @@ class MpsSupervision:
         self._condition = Condition.STOPPED
         self._bad_starts = 0
         self._failures = 0
-
-    @property
-    def condition(self) -> Condition:
-        return self._condition
 
     async def run(self) -> NoReturn:
         """Until cancelled; the daemon runs on then, for `drain`.

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import structlog
 
+from gpushare_agent.isolation.mps.control import MpsControl
 from gpushare_agent.model.errors import Unavailable
 
 log = structlog.get_logger(__name__)
@@ -19,15 +20,10 @@ log = structlog.get_logger(__name__)
 NOT_POLLED = "the MPS control daemon has not been polled yet"
 
 
-class MpsDaemon(Protocol):
-    async def check(self) -> None:
-        """Bounded. Raises Unavailable with the reason why no client can be served."""
-
-
 class MpsWatch:
     """`period_s` between the end of one poll and the next; polls never overlap."""
 
-    def __init__(self, control: MpsDaemon, *, period_s: float) -> None:
+    def __init__(self, control: MpsControl, *, period_s: float) -> None:
         self._control = control
         self._period_s = period_s
         self._unavailable_reason = NOT_POLLED

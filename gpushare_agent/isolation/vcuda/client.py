@@ -38,7 +38,7 @@ DEFAULT_ADDRESS = Path("/etc/vcuda/vcuda.sock")
 TIMEOUT_S = 15.0
 """Longer than the server takes at most for one call."""
 PEER_TIMEOUT_S = 2.0
-DONE, FAILED, WRONG_USE, AGENT_UNAVAILABLE, INTERRUPTED = 0, 1, 2, 3, 130
+DONE, FAILED, AGENT_UNAVAILABLE, INTERRUPTED = 0, 1, 3, 130
 
 _EXIT_CODES = """\
 exit codes:

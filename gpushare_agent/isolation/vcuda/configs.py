@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from gpushare_agent.isolation.decisions.vcuda import core_limit, driver_numbers, vdevice_share
-from gpushare_agent.isolation.decisions.vdevice_format import encode_config
+from gpushare_agent.isolation.decisions.vdevice_format import VDeviceConfig, encode_config
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.pods import Pod
@@ -51,7 +51,7 @@ class VDeviceConfigs:
         share = vdevice_share(allocation, annotations, self._inventory().by_uuid(), self._names)
         if pod is not None and not allocation.is_whole and (problem := core_limit(annotations, share.cores).problem):
             self._on_problem(pod, problem)
-        return encode_config(
+        config = VDeviceConfig(
             pod_uid=allocation.key.pod_uid,
             container=allocation.key.container,
             limit=share.core_limit,
@@ -61,3 +61,4 @@ class VDeviceConfigs:
             driver=driver_numbers(self._driver_version()),
             enable=share.is_limited,
         )
+        return encode_config(config)

@@ -17,14 +17,9 @@ from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.runtime.cri import RuntimeContainer, RuntimeContainerStatus, RuntimeState
+from gpushare_agent.runtime.cri import RuntimeClient, RuntimeState
 
 log = structlog.get_logger(__name__)
-
-
-class Runtime(Protocol):
-    async def containers(self, *, only_running: bool) -> list[RuntimeContainer]: ...
-    async def status(self, container_id: str) -> RuntimeContainerStatus: ...
 
 
 class Pods(Protocol):
@@ -34,7 +29,7 @@ class Pods(Protocol):
 class ContainerIds:
     """`running` and `owner_of`, each bounded by the runtime client's own time limit."""
 
-    def __init__(self, runtime: Runtime, pods: Pods) -> None:
+    def __init__(self, runtime: RuntimeClient, pods: Pods) -> None:
         self._runtime = runtime
         self._pods = pods
         self._unavailable = ReportOnce()

@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import structlog
 
+from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError
-from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroup_walk import CgroupDir
+from gpushare_agent.runtime.cgroups import Cgroups
 
 log = structlog.get_logger(__name__)
 
@@ -26,21 +26,6 @@ Instance = tuple[ContainerKey, int]
 
 LONG_UNKNOWN_S = 5.0
 """After a restart of the agent a container's existing list is better than its whole pod's, but only for so long."""
-
-
-class Ids(Protocol):
-    """Container IDs; isolation/vcuda/container_ids.py."""
-
-    async def running(self) -> Mapping[ContainerKey, str]: ...
-    async def owner_of(self, container_id: str) -> ContainerKey | None: ...
-
-
-class ContainerCgroups(Protocol):
-    """Every method raises Unavailable where the file system does not answer."""
-
-    async def find_many_in_thread(self, wanted: Iterable[tuple[str, PodUid | None]]) -> Mapping[str, CgroupDir]: ...
-    async def find_pods_in_thread(self, uids: Collection[PodUid]) -> Mapping[PodUid, list[CgroupDir]]: ...
-    async def pids_round_in_thread(self, directories: Iterable[CgroupDir]) -> Mapping[str, list[int] | None]: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +49,7 @@ class Processes:
 class ContainerProcesses:
     """`read` may be overtaken by `begin_instance`: ask `is_current` before using what it gave."""
 
-    def __init__(self, ids: Ids, cgroups: ContainerCgroups, *, clock: Callable[[], float]) -> None:
+    def __init__(self, ids: ContainerIds, cgroups: Cgroups, *, clock: Callable[[], float]) -> None:
         self._source = ids
         self._cgroups = cgroups
         self._clock = clock

@@ -20,7 +20,6 @@ import stat
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 
 import structlog
@@ -34,6 +33,7 @@ from gpushare_agent.isolation.decisions.vdevice_format import (
     encode_pids,
     is_container_name,
     is_pod_uid,
+    require_nameable,
 )
 from gpushare_agent.kit.directories import (
     DIRECTORY,
@@ -63,7 +63,11 @@ _LARGEST_BYTES = max(CONFIG_BYTES, 4 * MAX_PIDS)
 
 
 class VDeviceFiles:
-    """The tree below `root` (the setting virtual_manager_path)."""
+    """The tree below `root` (the setting virtual_manager_path).
+
+    Methods raise Rejected for a name that cannot be part of a path, NotFound where the container's directory is not
+    prepared, and Unavailable where the file system refuses: what was there stays, and it can be tried again.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -71,25 +75,17 @@ class VDeviceFiles:
         self._lock = threading.Lock()
 
     def path(self, key: ContainerKey) -> Path:
-        """What is mounted at /etc/vcuda.
-
-        Raises:
-            Rejected: a name that cannot be part of a path.
-        """
-        _check(key)
+        """What is mounted at /etc/vcuda."""
+        require_nameable(key)
         return self.root / key.pod_uid / key.container
 
     def _text_path(self, key: ContainerKey) -> str:
         """As `path`, for what is done for every container every second."""
-        return f"{self._root_text}/{_below_root(key)}"
+        require_nameable(key)
+        return f"{self._root_text}/{key.pod_uid}/{key.container}"
 
     def prepare(self, key: ContainerKey) -> None:
-        """Makes the container's directory and clears what a killed agent left half-written in it.
-
-        Raises:
-            Rejected: a name that cannot be part of a path.
-            Unavailable: the file system refuses.
-        """
+        """Makes the container's directory and clears what a killed agent left half-written in it."""
         with self._step("preparing", self.path(key)):
             self.root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
             with (
@@ -103,14 +99,7 @@ class VDeviceFiles:
                         _clear_half_written(copy)
 
     def write_config(self, key: ContainerKey, content: bytes) -> bool:
-        """Writes vcuda.config (decisions/vdevice_format.encode_config) where it does not hold `content`; whether it was
-        written.
-
-        Raises:
-            Rejected: a name that cannot be part of a path.
-            NotFound: the container's directory is not there: prepare it first.
-            Unavailable: the file system refuses; the old file stays as it is.
-        """
+        """Writes vcuda.config where it does not hold `content`; whether it was written."""
         return self._write(key, CONFIG_NAME, content)
 
     def write_pids(self, key: ContainerKey, pids: Collection[int]) -> bool:
@@ -128,7 +117,7 @@ class VDeviceFiles:
                 replace_file(directory, PIDS_NAME, b"")
 
     def read_config(self, key: ContainerKey) -> bytes | None:
-        """What vcuda.config holds, None where there is none of the right size. Raises as `write_config` does."""
+        """What vcuda.config holds, None where there is none of the right size."""
         with self._step("reading", self.path(key) / CONFIG_NAME), self._open(key) as directory:
             return _content(directory, CONFIG_NAME, lambda content: len(content) == CONFIG_BYTES)
 
@@ -138,13 +127,7 @@ class VDeviceFiles:
         return file_identity(f"{directory}/{CONFIG_NAME}"), file_identity(f"{directory}/{PIDS_NAME}")
 
     def copy_for_id(self, key: ContainerKey, container_id: str) -> None:
-        """Makes `<container id>/` with the same two files, which later writes update; an earlier instance's is removed.
-
-        Raises:
-            Rejected: a name that cannot be part of a path.
-            NotFound: the container's directory or one of the files is not there.
-            Unavailable: the file system refuses.
-        """
+        """Makes `<container id>/` with the same two files, which later writes update; an earlier instance's is removed."""
         if not is_container_id(container_id):
             raise Rejected(
                 f"{container_id[:80]!r} is no container ID (64 hexadecimal digits): no file is named after it"
@@ -160,13 +143,9 @@ class VDeviceFiles:
 
     def remove_pod(self, uid: PodUid) -> bool:
         """Removes all of a pod; whether there was anything. A link is removed, not its target. A directory with entries
-        that the agent never makes is not the agent's and stays as it is.
-
-        Raises:
-            Rejected: no pod UID, or a foreign entry.
-            Unavailable: the file system refuses, or something is mounted in there; what is left is tried again.
-        """
-        _check(ContainerKey(uid, "x"))
+        that the agent never makes is not the agent's and stays as it is: Rejected. Unavailable also where something is
+        mounted in there."""
+        require_nameable(ContainerKey(uid, "x"))
         with self._step("removing", self.root / uid):
             try:
                 with self._open_root() as root:
@@ -181,7 +160,7 @@ class VDeviceFiles:
         return True
 
     def pod_names(self) -> tuple[PodUid, ...]:
-        """The pods that have an entry, in no order; other names are not listed. Raises Unavailable."""
+        """The pods that have an entry, in no order; other names are not listed."""
         with self._step("listing", self.root):
             try:
                 with self._open_root() as root:
@@ -193,11 +172,6 @@ class VDeviceFiles:
         """Binds vcuda.sock, open to all, in place of whatever lies there; the socket (not listening yet) and its identity.
 
         It is bound through the directory's descriptor: its address is /proc/self/fd/… in `ss`, short enough for any path.
-
-        Raises:
-            Rejected: a name that cannot be part of a path.
-            NotFound: the container's directory is not there: prepare it first.
-            Unavailable: the file system refuses.
         """
         with self._step("binding", self.path(key) / SOCKET_NAME), self._open(key) as directory:
             status = status_of(directory, SOCKET_NAME)
@@ -216,11 +190,7 @@ class VDeviceFiles:
         return file_identity(f"{self._text_path(key)}/{SOCKET_NAME}") == identity
 
     def remove_socket(self, key: ContainerKey, identity: FileIdentity) -> None:
-        """Removes vcuda.sock if it still is this one.
-
-        Raises:
-            Unavailable: the file system refuses.
-        """
+        """Removes vcuda.sock if it still is this one."""
         with suppress(NotFound), self._step("removing", self.path(key) / SOCKET_NAME), self._open(key) as directory:
             path = _socket_path(directory)
             if file_identity(path) == identity:
@@ -271,21 +241,6 @@ class VDeviceFiles:
                 raise Unavailable(
                     f"{verb} {path} failed: {e.strerror or e}; nothing is left half-done and it is tried again: {remedy}"
                 ) from e
-
-
-@lru_cache(maxsize=8192)
-def _below_root(key: ContainerKey) -> str:
-    """Raises Rejected."""
-    _check(key)
-    return f"{key.pod_uid}/{key.container}"
-
-
-def _check(key: ContainerKey) -> None:
-    if not is_pod_uid(key.pod_uid) or not is_container_name(key.container):
-        raise Rejected(
-            f"pod UID {key.pod_uid[:80]!r} and container {key.container[:80]!r} are no names of Kubernetes: "
-            f"no directory is named after them"
-        )
 
 
 def _socket_path(directory: int) -> Path:

@@ -58,6 +58,18 @@ class DesiredDirectory:
     before: Written | None
     socket: FileIdentity | None
 
+    @property
+    def is_as_written(self) -> bool:
+        """Nothing is to be written, provided the files and the socket are still those of before."""
+        before = self.before
+        return (
+            before is not None
+            and self.socket is not None
+            and self.is_config_known
+            and before.config == self.config
+            and (self.pids is None or self.pids == before.pids)
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
@@ -69,39 +81,18 @@ class Result:
     error: AgentError | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnchangedDirectory:
-    """Nothing is to be written, provided the files and the socket are still these."""
-
-    key: ContainerKey
-    stamps: Stamps
-    socket: FileIdentity
-
-
-class DirectoryFiles(Protocol):
-    """Every method raises AgentError."""
-
-    def prepare(self, key: ContainerKey) -> None: ...
-    def stamps(self, key: ContainerKey) -> Stamps: ...
-    def has_socket(self, key: ContainerKey, identity: FileIdentity) -> bool: ...
-    def read_config(self, key: ContainerKey) -> bytes | None: ...
-    def write_config(self, key: ContainerKey, content: bytes) -> bool: ...
-    def write_pids(self, key: ContainerKey, pids: tuple[int, ...]) -> bool: ...
-    def write_pids_if_none(self, key: ContainerKey) -> None: ...
-
-
 class Pods(Protocol):
+    @property
+    def is_synced(self) -> bool: ...
     def get(self, uid: PodUid) -> Pod | None: ...
 
 
-def changed_by_others(files: DirectoryFiles, unchanged: Iterable[UnchangedDirectory]) -> list[ContainerKey]:
+def changed_by_others(files: VDeviceFiles, as_written: Iterable[DesiredDirectory]) -> list[DesiredDirectory]:
     """Those whose files or socket were changed or removed. Runs for most containers each second: three stats each."""
-    return [
-        one.key for one in unchanged if not files.has_socket(one.key, one.socket) or files.stamps(one.key) != one.stamps
-    ]
+    return [one for one in as_written if not _has_socket(files, one) or not _has_stamps(files, one)]
 
 
-def write_directories(files: DirectoryFiles, desired: Iterable[DesiredDirectory]) -> list[Result]:
+def write_directories(files: VDeviceFiles, desired: Iterable[DesiredDirectory]) -> list[Result]:
     """In order; a directory that cannot be written does not stop the others."""
     results = []
     for one in desired:
@@ -112,10 +103,18 @@ def write_directories(files: DirectoryFiles, desired: Iterable[DesiredDirectory]
     return results
 
 
-def _write_directory(files: DirectoryFiles, one: DesiredDirectory) -> Result:
+def _has_socket(files: VDeviceFiles, one: DesiredDirectory) -> bool:
+    return one.socket is not None and files.has_socket(one.key, one.socket)
+
+
+def _has_stamps(files: VDeviceFiles, one: DesiredDirectory) -> bool:
+    return one.before is not None and files.stamps(one.key) == one.before.stamps
+
+
+def _write_directory(files: VDeviceFiles, one: DesiredDirectory) -> Result:
     key, before = one.key, one.before
-    has_socket = one.socket is not None and files.has_socket(key, one.socket)
-    is_untouched = before is not None and has_socket and files.stamps(key) == before.stamps
+    has_socket = _has_socket(files, one)
+    is_untouched = has_socket and _has_stamps(files, one)
     pids = one.pids if one.pids is not None or before is None else before.pids
     if before is not None and is_untouched and (before.config, before.pids) == (one.config, pids):
         return Result(key=key, written=before, has_socket=True)
@@ -189,11 +188,11 @@ class DirectoryReconciler:
         async with self._lock:
             if self._is_closed:
                 raise Unavailable("the agent is shutting down")
-            unchanged, desired = self._sort(wanted, processes)
-            if unchanged:
-                check = partial(changed_by_others, self._files, unchanged)
-                changed = await self._run_blocking(check, f"checking {self._files.root}")
-                desired += [self._desired(wanted[key], self._pids_of(key, processes)) for key in changed]
+            everything = [self._desired(wanted[key], self._pids_of(key, processes)) for key in sorted(wanted)]
+            desired = [one for one in everything if not one.is_as_written]
+            if as_written := [one for one in everything if one.is_as_written]:
+                check = partial(changed_by_others, self._files, as_written)
+                desired += await self._run_blocking(check, f"checking {self._files.root}")
             if not desired:
                 return []
             write = partial(write_directories, self._files, desired)
@@ -210,12 +209,8 @@ class DirectoryReconciler:
         await self._stop([key for key in self._servers if key not in wanted])
 
     async def remove_pod(self, uid: PodUid, *, is_stale: Callable[[], bool]) -> bool:
-        """Removes a pod's directory if `is_stale` still holds once no reconciliation runs; whether there was one.
-
-        Raises:
-            Rejected: there are entries that the agent never makes.
-            Unavailable: the file system refuses.
-        """
+        """Removes a pod's directory if `is_stale` still holds once no reconciliation runs; whether there was one. Raises as
+        `VDeviceFiles.remove_pod`."""
         async with self._lock:
             return is_stale() and await self._run_blocking(partial(self._files.remove_pod, uid), f"removing {uid}")
 
@@ -235,27 +230,6 @@ class DirectoryReconciler:
                 log.warning(
                     "vdevice_not_written", error=str(one.error), pod_uid=one.key.pod_uid, container=one.key.container
                 )
-
-    def _sort(
-        self, wanted: Mapping[ContainerKey, Allocation], processes: Mapping[ContainerKey, Processes] | None
-    ) -> tuple[list[UnchangedDirectory], list[DesiredDirectory]]:
-        """Case 1 of the table, and the others."""
-        unchanged, desired = [], []
-        for key, allocation in sorted(wanted.items()):
-            pids = self._pids_of(key, processes)
-            before, server, pod = self._written.get(key), self._servers.get(key), self._pods.get(key.pod_uid)
-            identity = server.identity if server is not None else None
-            if (
-                before is not None
-                and identity is not None
-                and pod is not None
-                and before.config == self._configs.config(allocation, pod)
-                and (pids is None or pids == before.pids)
-            ):
-                unchanged.append(UnchangedDirectory(key=key, stamps=before.stamps, socket=identity))
-            else:
-                desired.append(self._desired(allocation, pids))
-        return unchanged, desired
 
     def _desired(self, allocation: Allocation, pids: tuple[int, ...] | None) -> DesiredDirectory:
         pod, server = self._pods.get(allocation.key.pod_uid), self._servers.get(allocation.key)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ from grpclib.const import Cardinality, Handler
 from grpclib.server import Stream
 
 from gpushare_agent.isolation.decisions.vdevice_claim import Claim, InvalidClaim, read_claim
+from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.kit.bounded_grpc import BoundedGrpcServer, ServerLimits, SharedBudget
 from gpushare_agent.kit.peer_credentials import peer_credentials
 from gpushare_agent.kit.rate import TokenBucket
@@ -43,22 +44,12 @@ _LINES_PER_S, _LINE_BURST = 0.1, 20
 """Log lines of one container: a caller that forks is a new peer each time."""
 
 
-class IdentifyPeer(Protocol):
-    """The container of a process of this node; None where that cannot be known. Raises Unavailable: call again later."""
-
-    async def __call__(self, pid: int) -> PeerIdentity | None: ...
-
-
-class FindContainer(Protocol):
-    """The container of this ID, as the runtime reports it now; None: there is none. Raises Unavailable."""
-
-    async def __call__(self, container_id: str) -> ContainerKey | None: ...
-
-
-class Refresh(Protocol):
-    """Brings the files of a container up to date; with an ID, those in `<container id>/` too. Raises AgentError."""
-
-    async def __call__(self, key: ContainerKey, container_id: str | None) -> None: ...
+IdentifyPeer = Callable[[int], Awaitable[PeerIdentity | None]]
+"""The container of a process of this node; None where that cannot be known. Raises Unavailable: call again later."""
+FindContainer = Callable[[str], Awaitable[ContainerKey | None]]
+"""The container of this ID, as the runtime reports it now; None: there is none. Raises Unavailable."""
+Refresh = Callable[[ContainerKey, str | None], Awaitable[None]]
+"""Brings the files of a container up to date; with an ID, those in `<container id>/` too. Raises AgentError."""
 
 
 class CountsRegistrations(Protocol):
@@ -69,11 +60,6 @@ class RunsBlocking(Protocol):
     """Runs what may block, somewhere else and bounded; `what` names it. Raises Unavailable where there is no answer."""
 
     async def __call__(self, blocking: Callable[[], T], what: str) -> T: ...
-
-
-class SocketFiles(Protocol):
-    def bind_socket(self, key: ContainerKey) -> tuple[socket.socket, FileIdentity]: ...
-    def remove_socket(self, key: ContainerKey, identity: FileIdentity) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,34 +73,38 @@ class VDeviceLimits:
 
 
 class VDeviceServer:
-    """`start` and `stop` by one caller, in order."""
+    """`start` and `stop` by one caller, in order. Each refusal is logged once for each peer, within a rate."""
 
     def __init__(  # noqa: PLR0913 - the manager hands in every collaborator by name
         self,
         key: ContainerKey,
         *,
-        sockets: SocketFiles,
+        sockets: VDeviceFiles,
         identify: IdentifyPeer,
         find_container: FindContainer,
         refresh: Refresh,
         metrics: CountsRegistrations,
+        run_blocking: RunsBlocking,
         limits: VDeviceLimits | None = None,
-        run_blocking: RunsBlocking | None = None,
         shared: SharedBudget | None = None,
     ) -> None:
         self.key = key
         self._shared = shared
         self._sockets = sockets
-        self._run_blocking = run_blocking or _run_here
+        self._run_blocking = run_blocking
         self._limits = limits or VDeviceLimits()
-        self._registration = _Registration(key, identify, find_container, refresh, metrics, self._limits)
+        self._identify = identify
+        self._find_container = find_container
+        self._refresh = refresh
+        self._metrics = metrics
+        clock = asyncio.get_running_loop().time
+        self._rate = TokenBucket(rate=self._limits.calls_per_s, burst=self._limits.call_burst, clock=clock)
+        self._reported = ReportOnce()
+        self._lines = TokenBucket(rate=_LINES_PER_S, burst=_LINE_BURST, clock=clock)
+        self._log = log.bind(pod_uid=key.pod_uid, container=key.container)
         self._server: BoundedGrpcServer | None = None
-        self._identity: FileIdentity | None = None
-
-    @property
-    def identity(self) -> FileIdentity | None:
+        self.identity: FileIdentity | None = None
         """Of the socket that it listens on; None while it does not."""
-        return self._identity
 
     @property
     def connections(self) -> int:
@@ -129,7 +119,7 @@ class VDeviceServer:
         """
         await self.stop()
         fields = {"pod_uid": self.key.pod_uid, "container": self.key.container}
-        server = BoundedGrpcServer([self._registration], limits=self._limits.server, fields=fields, shared=self._shared)
+        server = BoundedGrpcServer([self], limits=self._limits.server, fields=fields, shared=self._shared)
         binding = _Binding(self._sockets, self.key)
         try:
             sock, identity = await self._run_blocking(binding.bind, f"binding the socket of {self.key.container}")
@@ -146,7 +136,7 @@ class VDeviceServer:
         except BaseException:
             binding.abandon()
             raise
-        self._server, self._identity = server, identity
+        self._server, self.identity = server, identity
 
     async def stop(self) -> None:
         """Closes the connections and removes the socket if it still is this server's: half a second, and the disk's time.
@@ -155,7 +145,7 @@ class VDeviceServer:
             Unavailable: the connections are closed, the socket could not be removed.
         """
         server, self._server = self._server, None
-        identity, self._identity = self._identity, None
+        identity, self.identity = self.identity, None
         if server is None or identity is None:
             return
         try:
@@ -164,67 +154,6 @@ class VDeviceServer:
             await self._run_blocking(
                 partial(self._sockets.remove_socket, self.key, identity), f"removing the socket of {self.key.container}"
             )
-
-
-class _Binding:
-    """A socket that is bound in another thread: where its caller has given up waiting it is closed and removed."""
-
-    def __init__(self, sockets: SocketFiles, key: ContainerKey) -> None:
-        self._sockets = sockets
-        self._key = key
-        self._lock = threading.Lock()
-        self._bound: tuple[socket.socket, FileIdentity] | None = None
-        self._is_abandoned = False
-
-    def bind(self) -> tuple[socket.socket, FileIdentity]:
-        bound = self._sockets.bind_socket(self._key)
-        with self._lock:
-            self._bound = bound
-            is_abandoned = self._is_abandoned
-        if is_abandoned:
-            self._discard(bound)
-        return bound
-
-    def abandon(self) -> None:
-        with self._lock:
-            self._is_abandoned = True
-            bound = self._bound
-        if bound is not None:
-            self._discard(bound)
-
-    def _discard(self, bound: tuple[socket.socket, FileIdentity]) -> None:
-        bound[0].close()
-        with suppress(AgentError):  # a socket without a listener: the next start replaces it
-            self._sockets.remove_socket(self._key, bound[1])
-
-
-async def _run_here(blocking: Callable[[], T], what: str) -> T:
-    return blocking()
-
-
-class _Registration:
-    """The one method. Each refusal is logged once for each peer, within a rate."""
-
-    def __init__(
-        self,
-        key: ContainerKey,
-        identify: IdentifyPeer,
-        find_container: FindContainer,
-        refresh: Refresh,
-        metrics: CountsRegistrations,
-        limits: VDeviceLimits,
-    ) -> None:
-        self._key = key
-        self._identify = identify
-        self._find_container = find_container
-        self._refresh = refresh
-        self._metrics = metrics
-        self._limits = limits
-        clock = asyncio.get_running_loop().time
-        self._rate = TokenBucket(rate=limits.calls_per_s, burst=limits.call_burst, clock=clock)
-        self._reported = ReportOnce()
-        self._lines = TokenBucket(rate=_LINES_PER_S, burst=_LINE_BURST, clock=clock)
-        self._log = log.bind(pod_uid=key.pod_uid, container=key.container)
 
     def __mapping__(self) -> dict[str, Handler]:
         return {METHOD: Handler(self._serve, Cardinality.UNARY_UNARY, VDeviceRequest, VDeviceResponse)}
@@ -262,12 +191,12 @@ class _Registration:
             await self._check(claim, await self._peer(pid))
         except _Mismatch as e:
             text = (
-                f"{e}, but this socket belongs to container {self._key.container} of pod {self._key.pod_uid}: "
+                f"{e}, but this socket belongs to container {self.key.container} of pod {self.key.pod_uid}: "
                 f"nothing is registered; use the socket that is mounted in your own container, and your own names"
             )
             self._warn_once("vdevice_registration_refused", pid, detail=str(e))
             raise GRPCError(Status.PERMISSION_DENIED, text) from e
-        await self._refresh(self._key, claim.container_id)
+        await self._refresh(self.key, claim.container_id)
         await stream.send_message(VDeviceResponse())
 
     async def _peer(self, pid: int) -> PeerIdentity | None:
@@ -283,24 +212,24 @@ class _Registration:
         """
         if peer is not None:
             await self._check_peer(peer)
-        if claim.pod_uids - {self._key.pod_uid}:
-            raise _Mismatch(f"the message names pod {min(claim.pod_uids - {self._key.pod_uid})}")
-        if claim.container is not None and claim.container != self._key.container:
+        if claim.pod_uids - {self.key.pod_uid}:
+            raise _Mismatch(f"the message names pod {min(claim.pod_uids - {self.key.pod_uid})}")
+        if claim.container is not None and claim.container != self.key.container:
             raise _Mismatch(f"the message names container {claim.container!r}")
         if claim.container_id is None:
             return
         if peer is not None and peer.container_id is not None:
             if peer.container_id != claim.container_id:
                 raise _Mismatch(f"the message names container {claim.container_id}, the caller is another one")
-        elif await self._find_container(claim.container_id) != self._key:
+        elif await self._find_container(claim.container_id) != self.key:
             raise _Mismatch(f"the message names container {claim.container_id}, which is not this socket's")
 
     async def _check_peer(self, peer: PeerIdentity) -> None:
         if peer.pod_uid is None and peer.container_id is None:
             raise _Mismatch("the calling process is in no container")
-        if peer.pod_uid is not None and peer.pod_uid != self._key.pod_uid:
+        if peer.pod_uid is not None and peer.pod_uid != self.key.pod_uid:
             raise _Mismatch(f"the calling process is in pod {peer.pod_uid}")
-        if peer.container_id is not None and await self._find_container(peer.container_id) != self._key:
+        if peer.container_id is not None and await self._find_container(peer.container_id) != self.key:
             raise _Mismatch(f"the calling process is in container {peer.container_id}")
 
     def _warn_once(self, event: str, pid: int, **fields: Any) -> None:
@@ -311,6 +240,38 @@ class _Registration:
             self._reported.is_over(subject)  # logged once the rate allows it
             return
         self._log.warning(event, **({"pid": pid} if pid else {}), **fields)
+
+
+class _Binding:
+    """A socket that is bound in another thread: where its caller has given up waiting it is closed and removed."""
+
+    def __init__(self, sockets: VDeviceFiles, key: ContainerKey) -> None:
+        self._sockets = sockets
+        self._key = key
+        self._lock = threading.Lock()
+        self._bound: tuple[socket.socket, FileIdentity] | None = None
+        self._is_abandoned = False
+
+    def bind(self) -> tuple[socket.socket, FileIdentity]:
+        bound = self._sockets.bind_socket(self._key)
+        with self._lock:
+            self._bound = bound
+            is_abandoned = self._is_abandoned
+        if is_abandoned:
+            self._discard(bound)
+        return bound
+
+    def abandon(self) -> None:
+        with self._lock:
+            self._is_abandoned = True
+            bound = self._bound
+        if bound is not None:
+            self._discard(bound)
+
+    def _discard(self, bound: tuple[socket.socket, FileIdentity]) -> None:
+        bound[0].close()
+        with suppress(AgentError):  # a socket without a listener: the next start replaces it
+            self._sockets.remove_socket(self._key, bound[1])
 
 
 class _Mismatch(Exception):  # noqa: N818 - a finding about the peer, answered PERMISSION_DENIED

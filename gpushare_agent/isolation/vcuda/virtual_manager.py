@@ -14,16 +14,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import Any, NoReturn, Protocol, TypeVar
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 import structlog
 
-from gpushare_agent.isolation.decisions.vdevice_format import is_container_name, is_pod_uid
+from gpushare_agent.isolation.decisions.vdevice_format import is_nameable
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses, Instance
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
-from gpushare_agent.isolation.vcuda.reconcile import DirectoryReconciler
+from gpushare_agent.isolation.vcuda.reconcile import DirectoryReconciler, Pods
 from gpushare_agent.isolation.vcuda.server import CountsRegistrations, IdentifyPeer, VDeviceServer
 from gpushare_agent.kit.bounded_grpc import SharedBudget
 from gpushare_agent.kit.daemon_thread import DaemonThread
@@ -32,7 +32,6 @@ from gpushare_agent.kit.supervision import forever, wait_for
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused, Rejected, Unavailable
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import Pod
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -41,12 +40,6 @@ STOP_TIMEOUT_S = 1.0
 """A disk that hangs must not delay the end of the process."""
 FILES_TIMEOUT_S = 5.0
 """One poll of all containers, or the preparation of one pod's; the kubelet waits 30 s for PreStartContainer."""
-
-
-class Pods(Protocol):
-    @property
-    def is_synced(self) -> bool: ...
-    def get(self, uid: PodUid) -> Pod | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +98,7 @@ class VirtualManager:
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         """Makes directory, files and socket of containers that are about to start. The list of processes of an earlier
         instance is emptied."""
-        if invalid := sorted(key for key in keys if not _is_nameable(key)):
+        if invalid := sorted(key for key in keys if not is_nameable(key)):
             return Refused(
                 reason=RefusalReason.NOT_READY,
                 detail=f"no directory can be named after pod {invalid[0].pod_uid!r}, container {invalid[0].container!r}.",
@@ -138,11 +131,7 @@ class VirtualManager:
             await self._reconciler.close(STOP_TIMEOUT_S)
 
     async def poll(self) -> None:
-        """Reconciles every container that has cores, and stops the servers of all others.
-
-        Raises:
-            Unavailable: the file system does not answer.
-        """
+        """Reconciles every container that has cores, and stops the servers of all others. Raises Unavailable."""
         wanted = self._wanted()
         state: dict[ContainerKey, Any]
         for state in (self._prepared_at, self._refreshes):
@@ -253,7 +242,7 @@ class VirtualManager:
         return {
             key: allocation
             for key, allocation in self._allocations().items()
-            if (keys is None or key in keys) and (allocation.vcore_ids or allocation.gpu_mem_ids) and _is_nameable(key)
+            if (keys is None or key in keys) and (allocation.vcore_ids or allocation.gpu_mem_ids) and is_nameable(key)
         }
 
     def _new_server(self, key: ContainerKey) -> VDeviceServer:
@@ -282,8 +271,3 @@ class _Refreshes:
 
     def covers(self, came_at: float, container_id: str | None) -> bool:
         return self.begun_at is not None and self.begun_at >= came_at and self.container_id == container_id
-
-
-@lru_cache(maxsize=8192)
-def _is_nameable(key: ContainerKey) -> bool:
-    return is_pod_uid(key.pod_uid) and is_container_name(key.container)
