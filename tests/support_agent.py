@@ -61,8 +61,8 @@ async def open_agent(node: EmbeddedNode, *flags: str, wait: bool = True) -> Asyn
     """An agent in this process, registered, its pods listed and its devices allocatable, unless `wait` is false."""
     settings = load_settings(arguments(node, *flags), {}).settings
     parts = build(settings, open_driver(settings))
-    parts.state.cache.subscribe(lambda old, new: node.signal.notify())
-    parts.state.store.subscribe(lambda old, new: node.signal.notify())
+    parts.state.cache.subscribe(lambda old, new: node.api.signal.notify())
+    parts.state.store.subscribe(lambda old, new: node.api.signal.notify())
     async with asyncio.TaskGroup() as group:
         agent = InnerAgent(parts, group.create_task(live(parts), name="agent"))
         try:

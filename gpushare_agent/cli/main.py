@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from gpushare_agent.cli.command_line import (
     ALL_SETTINGS,
+    COMPLETION_VARIABLE,
     PROGRAM,
     Command,
     CommandLine,
@@ -33,7 +34,11 @@ _RESOURCE_SETTINGS = ("resources", "gpushare", "placement")
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
     """Runs one command and returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return COMMAND_LINE.main(arguments, os.environ if environ is None else environ)
+    if COMPLETION_VARIABLE in (environ := os.environ if environ is None else environ):
+        from gpushare_agent.cli import completion
+
+        return completion.answer_shell(COMMAND_LINE)
+    return COMMAND_LINE.main(arguments, environ)
 
 
 def _run(call: Invocation) -> int:

@@ -167,7 +167,7 @@ async def test_the_agent_serves_again_in_a_directory_that_was_removed_and_made_a
         await node.kubelet.start()
         await wait_registered(node)
         await wait_until(
-            node, lambda: any(p.name == "before" for p in node.kubelet.listed_pods()), "pods taken up again"
+            node, lambda: any(p.identity.name == "before" for p in node.kubelet.listed_pods()), "pods taken up again"
         )
         collection = collection_of(node, agent, kubelet_age_s=lambda: 60.0)
         for _ in range(2):

@@ -80,15 +80,6 @@ async def test_more_than_a_hundred_calls_a_second_are_refused() -> None:
         assert "rejected by rate limit" in results
 
 
-async def test_allocatable_resources_are_the_healthy_devices() -> None:
-    """GetAllocatableResources has one entry per healthy ID, used or not."""
-    async with open_test_node() as node:
-        plugin = SmallPlugin(FOO, {"foo-0": ("Healthy", 0), "foo-1": ("Unhealthy", 0), "foo-2": ("Healthy", None)})
-        async with open_plugin(node, plugin), pod_resources(node) as stub:
-            answer = await stub.get_allocatable_resources()
-    assert sorted(i for e in answer.devices for i in e.device_ids) == ["foo-0", "foo-2"]
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_get_exists_from_1_34_on(version: str) -> None:
     """Before it is switched off; an unknown pod is an error."""
@@ -166,7 +157,7 @@ async def _admit_two_around(node: EmbeddedNode, plugin: SmallPlugin, *, during: 
     node.kubelet.kill_container("default", "old", "main")
     await wait_phase(node, "old", "Failed")
     await list_pods(node)
-    assert node.kubelet.pod_resources_calls[-1].is_inside_allocate is (during == "Allocate")
+    assert node.kubelet.pod_resources_calls[-1].inside[-1].method == during
     gate.is_shut = False
     gate.opened.set()
     await wait_phase(node, "first", "Running")

@@ -17,13 +17,12 @@ import structlog
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.kit.supervision import wait_for
-from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletBehaviour, KubeletTimes
 from gpushare_agent.sandbox.kubelet.calls import CallLog
 from gpushare_agent.sandbox.kubelet.device_manager import AllocationFailed, DeviceManager
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginEndpoint, RegistrationService
-from gpushare_agent.sandbox.kubelet.pod_resources import ListedPodSpec, PodResourcesService
+from gpushare_agent.sandbox.kubelet.pod_resources import PodResourcesService
 from gpushare_agent.sandbox.kubelet.pod_worker import FORCED_GRACE_S, KnownPod, PodState, PodWorkers
 from gpushare_agent.sandbox.pod_manifest import grace_s, is_terminal, timestamp
 from gpushare_agent.sandbox.runtime.containers import ContainerRuntime
@@ -69,7 +68,8 @@ class KubeletBoot:
             retry_s=times.start_retry_s,
         )  # fmt: skip
         self._pod_resources = PodResourcesService(
-            pods=self,
+            listed=self.listed_pods,
+            find=self._find_listed,
             devices=devices,
             calls=calls,
             rng=rng,
@@ -125,15 +125,13 @@ class KubeletBoot:
     def active_pods(self) -> set[str]:
         return {uid for uid, pod in self._pods.items() if pod.is_active}
 
-    def listed_pods(self) -> list[ListedPodSpec]:
+    def listed_pods(self) -> list[KnownPod]:
         lists_ended = self._behaviour.lists_ended_pods
-        return [_listed(pod) for pod in self._pods.values() if lists_ended or pod.is_active]
+        return [pod for pod in self._pods.values() if lists_ended or pod.is_active]
 
-    def find_listed(self, namespace: str, name: str) -> ListedPodSpec | None:
-        for pod in self._pods.values():
-            if (pod.identity.namespace, pod.identity.name) == (namespace, name):
-                return _listed(pod)
-        return None
+    def _find_listed(self, namespace: str, name: str) -> KnownPod | None:
+        wanted = (namespace, name)
+        return next((p for p in self._pods.values() if (p.identity.namespace, p.identity.name) == wanted), None)
 
     # --- the sync loop ---
 
@@ -251,12 +249,6 @@ class KubeletBoot:
                 "nodeInfo": {"kubeletVersion": self._behaviour.release, "containerRuntimeVersion": "embedded://1"},
             },
         })  # fmt: skip
-
-
-def _listed(pod: KnownPod) -> ListedPodSpec:
-    names = tuple(c.name for c in pod.containers if c.kind is not ContainerKind.INIT)
-    where = pod.identity
-    return ListedPodSpec(uid=where.uid, namespace=where.namespace, name=where.name, containers=names)
 
 
 async def _cancel(tasks: Collection[asyncio.Task[None]]) -> None:

@@ -23,7 +23,7 @@ from gpushare_agent.sandbox.kubelet.boot import KubeletBoot
 from gpushare_agent.sandbox.kubelet.calls import CallLog, OpenCall, PluginCall, PodResourcesCall
 from gpushare_agent.sandbox.kubelet.device_manager import DeviceManager
 from gpushare_agent.sandbox.kubelet.device_records import CHECKPOINT_NAME, DeviceRecord
-from gpushare_agent.sandbox.kubelet.pod_resources import ListedPodSpec
+from gpushare_agent.sandbox.kubelet.pod_worker import KnownPod
 from gpushare_agent.sandbox.runtime.containers import ContainerRuntime
 
 log = structlog.get_logger(__name__)
@@ -181,7 +181,7 @@ class EmbeddedKubelet:
         """The plugin's devices and whether the kubelet holds them for healthy, in the plugin's order."""
         return self._boot.devices.devices(resource) if self._boot is not None else {}
 
-    def listed_pods(self) -> list[ListedPodSpec]:
+    def listed_pods(self) -> list[KnownPod]:
         """What PodResources List would name now."""
         return self._boot.listed_pods() if self._boot is not None else []
 

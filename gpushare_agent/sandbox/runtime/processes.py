@@ -36,7 +36,7 @@ class ContainerProcess:
             self._process = subprocess.Popen(  # noqa: S603 - to run what manifests say is its purpose
                 [*_prefix(), "/bin/sh", "-c", _GATE, "sh", str(os.getpid()), *command],
                 stdin=subprocess.PIPE, stdout=file, stderr=file, env=dict(env), cwd=cwd, start_new_session=True,
-                preexec_fn=None if _SETPRIV else _die_with_parent,  # noqa: PLW1509 - only where setpriv is missing
+                preexec_fn=None if _SETPRIV else end_with_parent,  # noqa: PLW1509 - only where setpriv is missing
             )  # fmt: skip
 
         self._gate = cast(IO[bytes], self._process.stdin)
@@ -120,7 +120,7 @@ def _prefix() -> list[str]:
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
-def _die_with_parent() -> None:
-    """In the child, before exec."""
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """In the child, before exec: the kernel sends it this signal when the sandbox dies."""
     if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _libc.prctl(_PR_SET_PDEATHSIG, number)
