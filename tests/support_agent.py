@@ -238,7 +238,7 @@ def kubelet_held(node: EmbeddedNode) -> Held:
 def given(node: EmbeddedNode) -> Held:
     """What living containers have been given by the answered Allocates, whatever anybody has noted of it."""
     last: dict[tuple[str, str, str], PluginCall] = {}
-    for call in node.kubelet.calls:
+    for call in node.kubelet.log.calls:
         if call.method == "Allocate" and not call.error:
             last[call.pod_uid, call.container, call.resource] = call
     found: dict[tuple[str, str], dict[str, frozenset[str]]] = {}
@@ -273,7 +273,7 @@ def gpus_of(node: EmbeddedNode, name: str, container: str = "main") -> set[str]:
 
 
 def calls_of(node: EmbeddedNode, name: str, method: str = "Allocate") -> list[PluginCall]:
-    return [c for c in node.kubelet.calls if c.subject.pod_name == name and c.method == method]
+    return [c for c in node.kubelet.log.calls if c.subject.pod_name == name and c.method == method]
 
 
 def uuid_of(agent: InnerAgent, index: int) -> str:

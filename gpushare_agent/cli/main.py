@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from gpushare_agent.cli.command_line import (
     ALL_SETTINGS,
@@ -24,9 +23,6 @@ from gpushare_agent.cli.command_line import (
 )
 from gpushare_agent.cli.node_commands import NODE_COMMANDS
 from gpushare_agent.cli.view_commands import view_commands
-
-if TYPE_CHECKING:
-    from gpushare_agent.settings.settings import Settings
 
 _RESOURCE_SETTINGS = ("resources", "gpushare", "placement")
 
@@ -42,13 +38,10 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
 
 
 def _run(call: Invocation) -> int:
-    def reload() -> Settings:
-        return call.settings()
-
-    settings = reload()
+    settings = call.settings()
     from gpushare_agent.agent.agent import run as run_agent
 
-    return run_app(run_agent(settings, reload=reload))
+    return run_app(run_agent(settings, reload=call.settings))
 
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:

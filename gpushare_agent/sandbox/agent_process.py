@@ -34,12 +34,12 @@ _REASON_PREFIX = "gpushare-agent: "
 """How the command line begins the sentence with which it ends."""
 
 
-def last_lines(log_file: Path, count: int = _LAST_LINES) -> str:
+def last_lines(log_file: Path) -> str:
     try:
         lines = log_file.read_text(errors="replace").splitlines()
     except OSError as error:
         return f"(the log {log_file} cannot be read: {error.strerror})"
-    return "\n".join(f"  | {line}" for line in lines[-count:]) or "  | (no output)"
+    return "\n".join(f"  | {line}" for line in lines[-_LAST_LINES:]) or "  | (no output)"
 
 
 def last_reason(log_file: Path, offset: int = 0) -> str | None:

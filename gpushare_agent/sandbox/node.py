@@ -71,7 +71,7 @@ async def open_node_on(
         left.unlink(missing_ok=True)
     write_kubeconfig(paths.kubeconfig, api.url, api.token)
     kubelet = EmbeddedKubelet(
-        directory=paths.state, node_name=node_name, api=api, version=kubelet_version, seed=seed, times=times,
+        paths=paths, node_name=node_name, api=api, version=kubelet_version, seed=seed, times=times,
         cgroups=cgroups,
     )  # fmt: skip
     cri = CriServer(kubelet.runtime, paths.runtime_socket)

@@ -153,11 +153,11 @@ async def _admit_two_around(node: EmbeddedNode, plugin: SmallPlugin, *, during: 
     await wait_phase(node, "old", "Running")
     gate.is_shut = True
     node.api.create_pod(pod("first", limits_of("main", {FOO: 2})))
-    await node.kubelet.wait_for(lambda: any(c.method == during for c in node.kubelet.open_calls))
+    await node.kubelet.wait_for(lambda: any(c.method == during for c in node.kubelet.log.open_calls))
     node.kubelet.kill_container("default", "old", "main")
     await wait_phase(node, "old", "Failed")
     await list_pods(node)
-    assert node.kubelet.pod_resources_calls[-1].inside[-1].method == during
+    assert node.kubelet.log.pod_resources_calls[-1].inside[-1].method == during
     gate.is_shut = False
     gate.opened.set()
     await wait_phase(node, "first", "Running")
@@ -192,7 +192,7 @@ async def test_get_during_an_open_allocate_does_no_harm() -> None:
         await wait_phase(node, "old", "Running")
         gate.is_shut = True
         node.api.create_pod(pod("first", limits_of("main", {FOO: 2})))
-        await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.kubelet.open_calls))
+        await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.kubelet.log.open_calls))
         node.kubelet.kill_container("default", "old", "main")
         await wait_phase(node, "old", "Failed")
         await stub.get(v1.GetPodResourcesRequest(pod_name="first", pod_namespace="default"))

@@ -43,7 +43,7 @@ async def check_hami_core(settings: Settings) -> list[Finding]:
         await asyncio.to_thread(files.check_library)
         await asyncio.to_thread(partial(node_probes.require_writable, hami.directory))
     except AgentError as failure:
-        cure = "docs/isolation.md tells what isolation hami-core needs on the node; without it the agent does not start"
+        cure = "docs/isolation.md lists what isolation hami-core needs on the node; without it the agent does not start"
         return [error("hami-core", str(failure), cure)]
     return [ok("hami-core", f"{hami.library} is a library for this machine, {hami.directory} can be written")]
 
@@ -75,7 +75,7 @@ async def check_list_sizes(settings: Settings) -> list[Finding]:
 
 
 async def _check_cdi(settings: Settings) -> list[Finding]:
-    cure = "see docs/device-lists.md; `gpushare-agent cdi list` tells who names which GPU"
+    cure = "see docs/device-lists.md; `gpushare-agent cdi list` prints who names which GPU"
     try:
         inventory = await read_inventory(settings)
         state = await asyncio.to_thread(cdi_specs(settings).plan, inventory.gpus)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Collection, Coroutine
-from pathlib import Path
 
 import structlog
 
@@ -26,6 +25,7 @@ from gpushare_agent.sandbox.kubelet.pod_resources import PodResourcesService
 from gpushare_agent.sandbox.kubelet.pod_worker import FORCED_GRACE_S, KnownPod, PodState, PodWorkers
 from gpushare_agent.sandbox.pod_manifest import grace_s, is_terminal, timestamp
 from gpushare_agent.sandbox.runtime.containers import ContainerRuntime
+from gpushare_agent.sandbox.state_directory import NodePaths
 
 log = structlog.get_logger(__name__)
 
@@ -63,10 +63,7 @@ class KubeletBoot:
         self._may_admit = asyncio.Event()
         self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._workers = PodWorkers(
-            api=api, runtime=runtime, devices=devices, signal=api.signal, start_delay_s=times.container_start_s,
-            retry_s=times.start_retry_s,
-        )  # fmt: skip
+        self._workers = PodWorkers(api, runtime, devices, times)
         self._pod_resources = PodResourcesService(
             listed=self.listed_pods,
             find=self._find_listed,
@@ -81,13 +78,13 @@ class KubeletBoot:
         """Before the delay is over."""
         self._may_admit.set()
 
-    async def run(self, plugin_directory: Path, pod_resources_socket: Path, *, until: Awaitable[None]) -> None:
-        registration = GrpcServer([RegistrationService(plugin_directory, self._accept)])
+    async def run(self, paths: NodePaths, *, until: Awaitable[None]) -> None:
+        registration = GrpcServer([RegistrationService(paths.device_plugin_path, self._accept)])
         pod_resources = GrpcServer([self._pod_resources])
         try:
             async with self._group:
-                await pod_resources.serve(bind_unix_socket(pod_resources_socket, mode=_SOCKET_MODE))
-                await registration.serve(bind_unix_socket(plugin_directory / "kubelet.sock", mode=_SOCKET_MODE))
+                await pod_resources.serve(bind_unix_socket(paths.pod_resources_socket, mode=_SOCKET_MODE))
+                await registration.serve(bind_unix_socket(paths.device_plugin_path / "kubelet.sock", mode=_SOCKET_MODE))
                 self.is_listening = True
                 self._signal.notify()
                 self._spawn(self._sync_forever(), "kubelet-sync")

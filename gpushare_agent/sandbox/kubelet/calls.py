@@ -15,7 +15,6 @@ class CallSubject:
     """For whom a call is made. Never sent: the device-plugin API names no pod."""
 
     pod_uid: str
-    namespace: str
     pod_name: str
     container: str
     resource: str

@@ -129,7 +129,6 @@ class DeviceManager:
         return {device: device in known.healthy for device in known.devices} if known is not None else {}
 
     def allocated(self, resource: str) -> frozenset[str]:
-        """The IDs that count as allocated: not always those of the records."""
         return frozenset(self._allocated.get(resource, ()))
 
     # --- allocation ---
@@ -313,6 +312,4 @@ class DeviceManager:
 
 
 def _subject(pod: PodIdentity, container: ContainerSpec, resource: str) -> CallSubject:
-    return CallSubject(
-        pod_uid=pod.uid, namespace=pod.namespace, pod_name=pod.name, container=container.name, resource=resource
-    )
+    return CallSubject(pod_uid=pod.uid, pod_name=pod.name, container=container.name, resource=resource)
