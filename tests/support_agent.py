@@ -61,8 +61,8 @@ async def open_agent(node: EmbeddedNode, *flags: str, wait: bool = True) -> Asyn
     """An agent in this process, registered, its pods listed and its devices allocatable, unless `wait` is false."""
     settings = load_settings(arguments(node, *flags), {}).settings
     parts = build(settings, open_driver(settings))
-    parts.state.cache.subscribe(lambda old, new: node.signal.notify())
-    parts.state.store.subscribe(lambda old, new: node.signal.notify())
+    parts.state.cache.subscribe(lambda old, new: node.api.signal.notify())
+    parts.state.store.subscribe(lambda old, new: node.api.signal.notify())
     async with asyncio.TaskGroup() as group:
         agent = InnerAgent(parts, group.create_task(live(parts), name="agent"))
         try:
@@ -238,7 +238,7 @@ def kubelet_held(node: EmbeddedNode) -> Held:
 def given(node: EmbeddedNode) -> Held:
     """What living containers have been given by the answered Allocates, whatever anybody has noted of it."""
     last: dict[tuple[str, str, str], PluginCall] = {}
-    for call in node.kubelet.calls:
+    for call in node.kubelet.log.calls:
         if call.method == "Allocate" and not call.error:
             last[call.pod_uid, call.container, call.resource] = call
     found: dict[tuple[str, str], dict[str, frozenset[str]]] = {}
@@ -273,7 +273,7 @@ def gpus_of(node: EmbeddedNode, name: str, container: str = "main") -> set[str]:
 
 
 def calls_of(node: EmbeddedNode, name: str, method: str = "Allocate") -> list[PluginCall]:
-    return [c for c in node.kubelet.calls if c.subject.pod_name == name and c.method == method]
+    return [c for c in node.kubelet.log.calls if c.subject.pod_name == name and c.method == method]
 
 
 def uuid_of(agent: InnerAgent, index: int) -> str:

@@ -54,7 +54,7 @@ async def open_cluster(
 
 
 async def wait_cluster(cluster: EmbeddedCluster, found: Callable[[], Any], what: str) -> Any:
-    return await cluster.signal.wait_until(found, DEADLINE_S, what)
+    return await cluster.api.signal.wait_until(found, DEADLINE_S, what)
 
 
 async def wait_bound(cluster: EmbeddedCluster, name: str) -> str:

@@ -16,8 +16,11 @@ from grpclib.const import Handler
 
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
-from gpushare_agent.sandbox.node import EmbeddedNode, open_embedded_node
+from gpushare_agent.sandbox.node import EmbeddedNode, open_node_on, running_task
+from gpushare_agent.sandbox.scheduler.node_fit import EmbeddedScheduler
+from gpushare_agent.sandbox.state_directory import prepare_state_directory
 from gpushare_agent.wire import v1
 from gpushare_agent.wire.v1beta1 import (
     AllocateRequest,
@@ -48,6 +51,28 @@ SHORT_TIMES = KubeletTimes(
 )
 HELD_ADMISSIONS = replace(SHORT_TIMES, admission_delay_s=3600.0)
 """A kubelet that is started admits pods after `node.kubelet.begin_admissions()`."""
+
+
+@asynccontextmanager
+async def open_embedded_node(
+    state: Path,
+    *,
+    node_name: str = "sandbox",
+    kubelet_version: str = "1.36",
+    seed: int = 0,
+    times: KubeletTimes | None = None,
+    cgroups: str | None = None,
+) -> AsyncIterator[EmbeddedNode]:
+    """A node with an API server and a scheduler of its own. `cgroups` insists on a kind: v2, v1 or none."""
+    paths = prepare_state_directory(state)
+    async with (
+        EmbeddedApiServer(version=kubelet_version, seed=seed) as api,
+        running_task("scheduler", EmbeddedScheduler(api=api).run),
+        open_node_on(
+            api, paths, node_name=node_name, kubelet_version=kubelet_version, seed=seed, times=times, cgroups=cgroups
+        ) as node,
+    ):
+        yield node
 
 
 @asynccontextmanager

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, Rejected, Unavailable
-from gpushare_agent.settings.settings import Settings
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
@@ -68,10 +67,10 @@ async def read_decisions(
     return found
 
 
-def default_url(settings: Settings) -> str:
-    """Where this host's agent listens, by the settings."""
-    address = _EVERY_ADDRESS.get(settings.web.addr, settings.web.addr)
-    return f"http://{f'[{address}]' if ':' in address else address}:{settings.web.port}"
+def local_url(address: str, port: int) -> str:
+    """Of what listens there on this host; a client connects to localhost where it listens on every address."""
+    address = _EVERY_ADDRESS.get(address, address)
+    return f"http://{f'[{address}]' if ':' in address else address}:{port}"
 
 
 def check_url(url: str) -> str:

@@ -16,7 +16,7 @@ from gpushare_agent.cli.agent_client import (
     AgentClient,
     Query,
     check_url,
-    default_url,
+    local_url,
     open_agent_client,
 )
 from gpushare_agent.cli.cluster_nodes import mapping_of, open_cluster
@@ -47,7 +47,8 @@ async def open_agent(
 ) -> AsyncIterator[AgentClient]:
     """The node is that of `pod`, where one is named, unless `target` names one. Raises AgentError."""
     if target.server or not (target.node or target.is_remote):
-        async with open_agent_client(check_url(target.server) if target.server else default_url(settings)) as agent:
+        url = check_url(target.server) if target.server else local_url(settings.web.addr, settings.web.port)
+        async with open_agent_client(url) as agent:
             yield agent
         return
     async with open_cluster(settings) as api:

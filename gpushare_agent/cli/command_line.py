@@ -26,7 +26,7 @@ from gpushare_agent.settings.sources import split_flags
 
 PROGRAM = "gpushare-agent"
 ALL_SETTINGS = ("*",)
-_COMPLETION_VARIABLE = "_ARGCOMPLETE"
+COMPLETION_VARIABLE = "_ARGCOMPLETE"
 """argcomplete's shell code sets it when it asks the program for completions."""
 _INTERRUPTED = 130
 _UNPRINTABLE = {"\n": "\n", "\t": " "}
@@ -162,10 +162,6 @@ class CommandLine:
         return code
 
     def _dispatch(self, argv: Sequence[str], environ: Mapping[str, str]) -> int:
-        if _COMPLETION_VARIABLE in environ:
-            from gpushare_agent.cli import completion
-
-            return completion.answer_shell(self)
         by_name = {command.name: command for command in self.commands}
         word = argv[0] if argv else ""
         if word in ("-h", "--help", "help"):

@@ -9,42 +9,20 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import count
-from typing import Protocol
 
 from argcomplete.completers import ChoicesCompleter
 from argcomplete.finders import CompletionFinder
 from argcomplete.shell_integration import shellcode
 
+from gpushare_agent.cli.command_line import CommandLine
 from gpushare_agent.settings.reference import all_keys
 
 
-class Command(Protocol):
-    """What completion needs of command_line.Command."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def summary(self) -> str: ...
-    @property
-    def settings(self) -> object | None: ...
-    @property
-    def add_arguments(self) -> Callable[[argparse.ArgumentParser], None]: ...
-
-
-class CommandLine(Protocol):
-    """A program and its commands: command_line.CommandLine."""
-
-    @property
-    def program(self) -> str: ...
-    @property
-    def commands(self) -> Sequence[Command]: ...
-
-
 def script(shell: str, lines: Sequence[CommandLine]) -> str:
-    """What the shell sources. Raises nothing for a shell of SHELLS."""
+    """What the shell sources."""
     return shellcode([line.program.replace(" ", "-") for line in lines], shell=shell)
 
 

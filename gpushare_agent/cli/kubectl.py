@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from gpushare_agent.cli.command_line import CommandLine, print_version
+from gpushare_agent.cli.command_line import COMPLETION_VARIABLE, CommandLine, print_version
 from gpushare_agent.cli.view_commands import KUBECTL, view_commands
 
 _NO_FILES = ":4"
@@ -20,7 +20,11 @@ _NO_FILES = ":4"
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
     """Runs one command and returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return PLUGIN_LINE.main(arguments, os.environ if environ is None else environ)
+    if COMPLETION_VARIABLE in (environ := os.environ if environ is None else environ):
+        from gpushare_agent.cli import completion
+
+        return completion.answer_shell(PLUGIN_LINE)
+    return PLUGIN_LINE.main(arguments, environ)
 
 
 def complete(argv: Sequence[str] | None = None) -> int:

@@ -10,10 +10,10 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from gpushare_agent.cli.command_line import (
     ALL_SETTINGS,
+    COMPLETION_VARIABLE,
     PROGRAM,
     Command,
     CommandLine,
@@ -24,26 +24,24 @@ from gpushare_agent.cli.command_line import (
 from gpushare_agent.cli.node_commands import NODE_COMMANDS
 from gpushare_agent.cli.view_commands import view_commands
 
-if TYPE_CHECKING:
-    from gpushare_agent.settings.settings import Settings
-
 _RESOURCE_SETTINGS = ("resources", "gpushare", "placement")
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
     """Runs one command and returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return COMMAND_LINE.main(arguments, os.environ if environ is None else environ)
+    if COMPLETION_VARIABLE in (environ := os.environ if environ is None else environ):
+        from gpushare_agent.cli import completion
+
+        return completion.answer_shell(COMMAND_LINE)
+    return COMMAND_LINE.main(arguments, environ)
 
 
 def _run(call: Invocation) -> int:
-    def reload() -> Settings:
-        return call.settings()
-
-    settings = reload()
+    settings = call.settings()
     from gpushare_agent.agent.agent import run as run_agent
 
-    return run_app(run_agent(settings, reload=reload))
+    return run_app(run_agent(settings, reload=call.settings))
 
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:

@@ -60,7 +60,7 @@ async def run(settings: Settings) -> int:
             end_s=mps.command_timeout_s,
             backoff=Backoff(base_s=0.5, cap_s=30.0),
         ),
-        on_condition=_tell_service_manager,
+        on_condition=_notify_service_manager,
     )
     stops = _Stops()
     try:
@@ -123,7 +123,7 @@ async def _supervise_and_drain(supervision: MpsSupervision, stops: _Stops) -> No
         raise failed[0]
 
 
-def _tell_service_manager(condition: Condition) -> None:
+def _notify_service_manager(condition: Condition) -> None:
     if condition is Condition.SERVING:
         sd_notify("READY=1", os.environ)
     sd_notify(f"STATUS=MPS control daemon: {condition.value}", os.environ)

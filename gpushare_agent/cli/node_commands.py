@@ -6,6 +6,7 @@ Each imports its module only when it runs: the time from process start to regist
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from gpushare_agent.cli.command_line import PROGRAM, Command, Invocation, run_app
 
@@ -88,14 +89,6 @@ def _uncordon_arguments(parser: argparse.ArgumentParser) -> None:
     cordon.add_arguments(parser)
 
 
-def _cordon(call: Invocation) -> int:
-    return _ask_agent("cordon", call)
-
-
-def _uncordon(call: Invocation) -> int:
-    return _ask_agent("uncordon", call)
-
-
 def _ask_agent(action: str, call: Invocation) -> int:
     settings = call.load().settings
     from gpushare_agent.cli import cordon
@@ -158,7 +151,7 @@ NODE_COMMANDS: tuple[Command, ...] = (
         name="cordon",
         summary="take a GPU out of service; running pods go on",
         description="Takes a GPU out of service: pods that run on it go on, no new pod gets it. Needs root on the node.",
-        run=_cordon,
+        run=partial(_ask_agent, "cordon"),
         examples=("cordon 3 --reason 'fan replaced on Monday'", "cordon --list"),
         add_arguments=_cordon_arguments,
         settings=("control",),
@@ -167,7 +160,7 @@ NODE_COMMANDS: tuple[Command, ...] = (
         name="uncordon",
         summary="put a GPU back in service, and end its wait for a reset",
         description="Puts a GPU back in service, and ends its wait for a reset. Needs root on the node.",
-        run=_uncordon,
+        run=partial(_ask_agent, "uncordon"),
         examples=("uncordon 3",),
         add_arguments=_uncordon_arguments,
         settings=("control",),

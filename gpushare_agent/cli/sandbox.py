@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.cli.sandbox_exec import add_exec_arguments, become, exec_request, split_inner_command
+from gpushare_agent.cli.sandbox_exec import add_exec_arguments, become, split_inner_command
 from gpushare_agent.cli.sandbox_extender import free_port
 from gpushare_agent.sandbox.behaviour import KUBERNETES_VERSIONS
 from gpushare_agent.sandbox.control import Answer, ask
@@ -209,7 +209,7 @@ async def _run_command(args: argparse.Namespace, extra: list[str], inner_command
     if args.command == "exec":
         if not inner_command:
             raise ManifestError("exec: no command: say what to run behind the pod's name, such as `exec POD -- sh`")
-        request = exec_request(args)
+        request |= {"namespace": args.namespace, "pod": args.pod, "container": args.container}
     answer: Answer = await ask(NodePaths(state=args.state_dir.absolute()).control_socket, request)
     if args.command == "status" and answer["ok"]:
         from gpushare_agent.sandbox.report.tables import print_document

@@ -12,8 +12,6 @@ import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 
-from gpushare_agent.sandbox.control import Request
-
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 """As a shell ends where it cannot run a command."""
 
@@ -56,10 +54,6 @@ def _wants_value(word: str) -> bool:
     """Whether the next word belongs to this one: not in `--name=value`, `-cvalue`, `-it`."""
     is_whole = "=" not in word if word.startswith("--") else len(word) == 2
     return word.startswith("-") and is_whole and word not in _LONE_OPTIONS
-
-
-def exec_request(args: argparse.Namespace) -> Request:
-    return {"command": "exec", "namespace": args.namespace, "pod": args.pod, "container": args.container}
 
 
 def become(command: Sequence[str], inside: Mapping[str, str]) -> int:

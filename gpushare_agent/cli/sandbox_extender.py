@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
-from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.sandbox.agent_process import AgentProcess
+from gpushare_agent.sandbox.node import running_task
 from gpushare_agent.sandbox.state_directory import NodePaths
 from gpushare_agent.settings.settings import Settings
 
@@ -50,12 +49,5 @@ def free_port() -> int:
 @asynccontextmanager
 async def running_extender(planned: PlannedExtender | None) -> AsyncIterator[None]:
     """Until the block ends; nothing where there is none."""
-    if planned is None:
+    async with nullcontext() if planned is None else running_task("extender process", planned.process.run):
         yield
-        return
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(forever("extender process", planned.process.run), name="extender-process")
-        try:
-            yield
-        finally:
-            await stop_task(task)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from gpushare_agent.agent.gpu_side import health_policy, open_driver
 from gpushare_agent.agent.values import resource_names
+from gpushare_agent.cli.agent_client import local_url
 from gpushare_agent.cli.sandbox_extender import free_port
 from gpushare_agent.gpus.watch import GpuDriver
 from gpushare_agent.kit.supervision import forever, stop_task
@@ -104,16 +105,10 @@ def addresses_of(settings: Settings) -> dict[str, str]:
     """The agent's addresses on this machine; empty for what a setting has switched off."""
     debug, socket = settings.debug, settings.control.socket
     return {
-        "web": _url(settings.web.addr, settings.web.port),
-        "debug": f"{_url(debug.addr, debug.port)}/debug/" if debug.addr else "",
+        "web": local_url(settings.web.addr, settings.web.port),
+        "debug": f"{local_url(debug.addr, debug.port)}/debug/" if debug.addr else "",
         "control_socket": str(socket.absolute()) if socket is not None else "",
     }
-
-
-def _url(address: str, port: int) -> str:
-    """A client connects to localhost where the agent listens on every address."""
-    host = "localhost" if address in ("0.0.0.0", "::") else address
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def agent_lines(node: RunningNode) -> list[str]:
@@ -171,7 +166,7 @@ async def _fake_mps(node: RunningNode) -> AsyncIterator[None]:
 
 
 async def _watch_gpus(node: RunningNode) -> None:
-    """Why a GPU is not well: the kubelet is only told that it is not. Endless."""
+    """Why a GPU is not well: the kubelet knows only that it is not. Endless."""
     controller = node.controller
     while True:
         try:

@@ -6,6 +6,7 @@ No setting is a secret; one that becomes so must be left out here.
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from typing import Any, Literal
 
 from gpushare_agent.settings.reference import all_keys, markdown, text_of
@@ -29,13 +30,6 @@ def render(loaded: LoadedSettings, output: Literal["table", "json", "yaml", "mar
             return markdown()
 
 
-def _value(loaded: LoadedSettings, name: str) -> Any:
-    value: Any = loaded.settings
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _plain_values(loaded: LoadedSettings) -> dict[str, Any]:
     """Dotted key -> value as JSON has it."""
     tree = loaded.settings.model_dump(mode="json")
@@ -48,7 +42,10 @@ def _plain_values(loaded: LoadedSettings) -> dict[str, Any]:
 
 def _table(loaded: LoadedSettings) -> str:
     rows = [("SETTING", "VALUE", "FROM")]
-    rows += [(key.name, text_of(_value(loaded, key.name)) or "-", loaded.sources[key.name]) for key in all_keys()]
+    rows += [
+        (key.name, text_of(attrgetter(key.name)(loaded.settings)) or "-", loaded.sources[key.name])
+        for key in all_keys()
+    ]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}\n" for name, value, source in rows)
 

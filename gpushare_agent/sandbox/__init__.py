@@ -5,6 +5,6 @@ Owns everything below the state directory and the child processes; each folder n
 scheduler, report. Called by cli/sandbox*.py and tests. Open node.py first, then behaviour.py for what a Kubernetes
 version changes, and controller.py for what people do with a running sandbox.
 
-Others import: agent_process, cluster, control, controller, fake_mps, gpu_faults, kubelet.behaviour, manifests, node,
+Others import: agent_process, behaviour, cluster, control, controller, fake_mps, gpu_faults, manifests, node,
 report.document, report.tables, state_directory, workload_player.
 """

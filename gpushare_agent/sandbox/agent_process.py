@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import sys
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import structlog
 
 import gpushare_agent
 from gpushare_agent.model.errors import StartupError
+from gpushare_agent.sandbox.runtime.processes import end_with_parent
 
 log = structlog.get_logger(__name__)
 
@@ -29,17 +30,16 @@ _QUICK_END_S = 5.0
 _QUICK_ENDS = 3
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.1, 5.0
 _LAST_LINES = 15
-_PR_SET_PDEATHSIG = 1
 _REASON_PREFIX = "gpushare-agent: "
 """How the command line begins the sentence with which it ends."""
 
 
-def last_lines(log_file: Path, count: int = _LAST_LINES) -> str:
+def last_lines(log_file: Path) -> str:
     try:
         lines = log_file.read_text(errors="replace").splitlines()
     except OSError as error:
         return f"(the log {log_file} cannot be read: {error.strerror})"
-    return "\n".join(f"  | {line}" for line in lines[-count:]) or "  | (no output)"
+    return "\n".join(f"  | {line}" for line in lines[-_LAST_LINES:]) or "  | (no output)"
 
 
 def last_reason(log_file: Path, offset: int = 0) -> str | None:
@@ -122,7 +122,7 @@ class AgentProcess:
             self._log_start = output.tell()
             self._process = await asyncio.create_subprocess_exec(
                 *self._command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-                preexec_fn=_end_with_parent, env=_environment(),
+                preexec_fn=partial(end_with_parent, signal.SIGTERM), env=_environment(),
             )  # fmt: skip
         return await self._process.wait()
 
@@ -149,12 +149,3 @@ class AgentProcess:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-
-
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-
-
-def _end_with_parent() -> None:
-    """In the child, before exec: the kernel ends it if the sandbox is killed and cannot do it."""
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -14,8 +14,7 @@ from pathlib import Path
 from gpushare_agent.sandbox.api.access import write_kubeconfig
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
-from gpushare_agent.sandbox.change_signal import ChangeSignal
-from gpushare_agent.sandbox.node import EmbeddedNode, open_node_on, running_scheduler
+from gpushare_agent.sandbox.node import EmbeddedNode, open_node_on, running_task
 from gpushare_agent.sandbox.scheduler.extender_calls import open_extender_calls
 from gpushare_agent.sandbox.scheduler.extender_scheduler import ExtenderScheduler, SchedulerTimes
 from gpushare_agent.sandbox.scheduler.node_fit import EmbeddedScheduler
@@ -32,13 +31,6 @@ class EmbeddedCluster:
     paths: NodePaths
     api: EmbeddedApiServer
     nodes: tuple[EmbeddedNode, ...]
-
-    @property
-    def signal(self) -> ChangeSignal:
-        return self.api.signal
-
-    def node(self, name: str) -> EmbeddedNode | None:
-        return next((node for node in self.nodes if node.name == name), None)
 
 
 def paths_of_node(whole: NodePaths, name: str, count: int) -> NodePaths:
@@ -84,11 +76,11 @@ async def _scheduling(
     api: EmbeddedApiServer, extender_url: str, times: SchedulerTimes | None, seed: int
 ) -> AsyncIterator[None]:
     if not extender_url:
-        async with running_scheduler(EmbeddedScheduler(api=api)):
+        async with running_task("scheduler", EmbeddedScheduler(api=api).run):
             yield
         return
     async with (
         open_extender_calls(extender_url) as extender,
-        running_scheduler(ExtenderScheduler(api=api, extender=extender, times=times, seed=seed)),
+        running_task("scheduler", ExtenderScheduler(api=api, extender=extender, times=times, seed=seed).run),
     ):
         yield

@@ -80,7 +80,7 @@ class NodeController:
         if found != self.shown.fault_reasons:
             self.shown.fault_reasons.clear()
             self.shown.fault_reasons.update(found)
-            self.shown.node.signal.notify()
+            self.shown.node.api.signal.notify()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

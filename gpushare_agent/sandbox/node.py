@@ -1,4 +1,4 @@
-"""The embedded node put together: API server, scheduler and kubelet in one state directory. Several of them: cluster.
+"""One embedded node: kubelet and container runtime in one state directory. API server and scheduler: cluster.py.
 
 The agent itself is not part of it: give `agent_arguments()` to `gpushare-agent run`.
 """
@@ -6,40 +6,28 @@ The agent itself is not part of it: give `agent_arguments()` to `gpushare-agent 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.sandbox.api.access import write_kubeconfig
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
-from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.kubelet.kubelet import EmbeddedKubelet
 from gpushare_agent.sandbox.runtime.cri_server import CriServer
-from gpushare_agent.sandbox.scheduler.node_fit import EmbeddedScheduler
-from gpushare_agent.sandbox.state_directory import NodePaths, prepare_state_directory
-
-
-class Scheduler(Protocol):
-    async def run(self) -> None: ...
+from gpushare_agent.sandbox.state_directory import NodePaths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedNode:
-    """A running node. `signal` wakes up after every change of its API objects, kubelet and containers."""
+    """A running node. `api.signal` wakes up after every change of its API objects, kubelet and containers."""
 
     name: str
     paths: NodePaths
     api: EmbeddedApiServer
     kubelet: EmbeddedKubelet
     cri: CriServer
-
-    @property
-    def signal(self) -> ChangeSignal:
-        return self.api.signal
 
     def agent_arguments(self) -> list[str]:
         """Flags of `gpushare-agent run` for an agent of this node with simulated GPUs."""
@@ -68,32 +56,6 @@ class EmbeddedNode:
 
 
 @asynccontextmanager
-async def open_embedded_node(
-    state: Path,
-    *,
-    node_name: str = "sandbox",
-    kubelet_version: str = "1.36",
-    api_port: int = 0,
-    seed: int = 0,
-    times: KubeletTimes | None = None,
-    cgroups: str | None = None,
-) -> AsyncIterator[EmbeddedNode]:
-    """A node whose kubelet listens; it runs until the block ends, which also ends its containers and their cgroups.
-
-    `cgroups` insists on a kind: v2, v1 or none. Raises StartupError. What the block leaves of files in `state` stays there.
-    """
-    paths = prepare_state_directory(state)
-    async with (
-        EmbeddedApiServer(port=api_port, version=kubelet_version, seed=seed) as api,
-        running_scheduler(EmbeddedScheduler(api=api)),
-        open_node_on(
-            api, paths, node_name=node_name, kubelet_version=kubelet_version, seed=seed, times=times, cgroups=cgroups
-        ) as node,
-    ):
-        yield node
-
-
-@asynccontextmanager
 async def open_node_on(
     api: EmbeddedApiServer,
     paths: NodePaths,
@@ -109,28 +71,25 @@ async def open_node_on(
         left.unlink(missing_ok=True)
     write_kubeconfig(paths.kubeconfig, api.url, api.token)
     kubelet = EmbeddedKubelet(
-        directory=paths.state, node_name=node_name, api=api, version=kubelet_version, seed=seed, times=times,
+        paths=paths, node_name=node_name, api=api, version=kubelet_version, seed=seed, times=times,
         cgroups=cgroups,
     )  # fmt: skip
     cri = CriServer(kubelet.runtime, paths.runtime_socket)
     try:
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(forever("kubelet", kubelet.run), name="kubelet")
-            try:
-                await cri.start()
-                await kubelet.start()
-                yield EmbeddedNode(name=node_name, paths=paths, api=api, kubelet=kubelet, cri=cri)
-            finally:
-                await stop_task(task)
+        async with running_task("kubelet", kubelet.run):
+            await cri.start()
+            await kubelet.start()
+            yield EmbeddedNode(name=node_name, paths=paths, api=api, kubelet=kubelet, cri=cri)
     finally:
         await cri.stop()
         kubelet.runtime.close()
 
 
 @asynccontextmanager
-async def running_scheduler(scheduler: Scheduler) -> AsyncIterator[None]:
+async def running_task(name: str, body: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """An endless body, as a task of that name, until the block ends."""
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(forever("scheduler", scheduler.run), name="scheduler")
+        task = group.create_task(forever(name, body), name=name)
         try:
             yield
         finally:

@@ -17,7 +17,6 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from gpushare_agent.kit.sockets import MAX_ADDRESS_BYTES
@@ -28,97 +27,38 @@ _MADE = "this sandbox made the directory"
 """Second line of the file `owner` where the directory is to go with the sandbox."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NodePaths:
     """Where things are, all below the state directory."""
 
-    state: Path
-
-    @property
-    def device_plugin_path(self) -> Path:
-        return self.state / "device-plugins"
-
-    @property
-    def pod_resources_socket(self) -> Path:
-        return self.state / "pod-resources" / "kubelet.sock"
-
-    @property
-    def virtual_manager(self) -> Path:
-        return self.state / "vm"
-
-    @property
-    def mps_pipe(self) -> Path:
-        """The pipe directory of the fake MPS control daemon, which runs where isolation mps is in use."""
-        return self.state / "mps" / "pipe"
-
-    @property
-    def mps_logs(self) -> Path:
-        return self.state / "mps" / "log"
-
-    @property
-    def mps_control(self) -> Path:
-        """The fake's control program, under the real one's name."""
-        return self.state / "mps" / "nvidia-cuda-mps-control"
-
-    @property
-    def runtime_socket(self) -> Path:
-        """Where the container runtime answers CRI."""
-        return self.state / "containerd.sock"
-
-    @property
-    def logs(self) -> Path:
-        """What containers print: `<namespace>_<pod>_<container>.log`."""
-        return self.state / "logs"
-
-    @property
-    def cdi(self) -> Path:
-        """The only directory where the container runtime looks for CDI specs."""
-        return self.state / "cdi"
-
-    @property
-    def kubeconfig(self) -> Path:
-        """Holds the API server's token: mode 0600."""
-        return self.state / "kubeconfig"
-
-    @property
-    def agent_log(self) -> Path:
-        return self.state / "agent.log"
-
-    @property
-    def control_socket(self) -> Path:
-        return self.state / "control.sock"
-
-    @property
-    def agent_control_socket(self) -> Path:
-        """The agent's own, for `cordon` and `uncordon`."""
-        return self.state / "agent-control.sock"
-
-    @property
-    def display_socket(self) -> Path:
-        return self.state / "gpu-manager.sock"
-
-    @property
-    def health_state(self) -> Path:
-        return self.state / "health.json"
-
-    @property
-    def faults(self) -> Path:
-        """What fails at the simulated GPUs."""
-        return self.state / "faults.json"
-
-    @property
-    def usage(self) -> Path:
-        """What the containers' processes use of the simulated GPUs."""
-        return self.state / "usage.json"
-
-    @property
-    def extender_log(self) -> Path:
-        return self.state / "extender.log"
-
-    @property
-    def owner(self) -> Path:
+    def __init__(self, *, state: Path) -> None:
+        self.state = state
+        self.owner = state / "owner"
         """Locked by the process that runs the node, whose PID it holds."""
-        return self.state / "owner"
+        self.control_socket = state / "control.sock"
+        self.kubeconfig = state / "kubeconfig"
+        """Holds the API server's token: mode 0600."""
+        self.device_plugin_path = state / "device-plugins"
+        self.pod_resources_socket = state / "pod-resources" / "kubelet.sock"
+        self.runtime_socket = state / "containerd.sock"
+        """Where the container runtime answers CRI."""
+        self.cdi = state / "cdi"
+        """The only directory where the container runtime looks for CDI specs."""
+        self.logs = state / "logs"
+        """What containers print: `<namespace>_<pod>_<container>.log`."""
+        self.virtual_manager = state / "vm"
+        self.mps_pipe, self.mps_logs = state / "mps" / "pipe", state / "mps" / "log"
+        """Of the fake MPS control daemon, which runs where isolation mps is in use."""
+        self.mps_control = state / "mps" / "nvidia-cuda-mps-control"
+        """The fake's control program, under the real one's name."""
+        self.agent_log, self.extender_log = state / "agent.log", state / "extender.log"
+        self.agent_control_socket = state / "agent-control.sock"
+        """The agent's own, for `cordon` and `uncordon`."""
+        self.display_socket = state / "gpu-manager.sock"
+        self.health_state = state / "health.json"
+        self.faults = state / "faults.json"
+        """What fails at the simulated GPUs."""
+        self.usage = state / "usage.json"
+        """What the containers' processes use of the simulated GPUs."""
 
 
 def default_state_directory() -> Path:

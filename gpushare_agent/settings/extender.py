@@ -7,15 +7,18 @@ gpushare.* and placement.share_policy. The defaults of address, quota and labels
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from gpushare_agent.model.names import GPU_MODEL_LABEL
-from gpushare_agent.settings.values import Count, OptionalPath, Seconds, Section
+from gpushare_agent.settings.values import DNS_NAME, Count, OptionalPath, Seconds, Section, matches
 
-_OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
-_LABEL = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+_NO_NAME = "is no name of a Kubernetes object (small letters, digits, - and .)"
+_Name = Annotated[str, matches(DNS_NAME, _NO_NAME)]
+_NameOrEmpty = Annotated[str, matches(re.compile(f"({DNS_NAME.pattern})?"), _NO_NAME)]
+_LABEL = re.compile(rf"({DNS_NAME.pattern}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?")
+_Label = Annotated[str, matches(_LABEL, "is no label such as gaia.tencent.com/gpu-model")]
 
 
 class ExtenderSettings(Section):
@@ -41,15 +44,15 @@ class ExtenderSettings(Section):
         description="gpu-admission's configuration file (JSON). Its values replace quota_name, quota_namespace,"
         " model_label and pool_label. Empty: none.",
     )
-    quota_name: str = Field(
+    quota_name: _Name = Field(
         default="gpuquota",
         description="ConfigMap with the quota of each namespace (docs/quota.md). One that does not exist is no quota.",
     )
-    quota_namespace: str = Field(default="kube-system", description="Namespace of that ConfigMap.")
-    model_label: str = Field(
+    quota_namespace: _Name = Field(default="kube-system", description="Namespace of that ConfigMap.")
+    model_label: _Label = Field(
         default=GPU_MODEL_LABEL, description="Node label with the GPUs' model, by which quota counts."
     )
-    pool_label: str = Field(
+    pool_label: _Label = Field(
         default="gaia.tencent.com/gpu-pool", description="Node label with the pool to which a node belongs."
     )
     tls_cert: OptionalPath = Field(
@@ -84,8 +87,8 @@ class ExtenderSettings(Section):
         default=True,
         description="Only the replica that holds the lease answers. false: this one always does, so there must be no other.",
     )
-    lease_name: str = Field(default="gpushare-agent-extender", description="Name of the Lease.")
-    lease_namespace: str = Field(
+    lease_name: _Name = Field(default="gpushare-agent-extender", description="Name of the Lease.")
+    lease_namespace: _NameOrEmpty = Field(
         default="", description="Its namespace. Empty: the pod's own (variable POD_NAMESPACE), else kube-system."
     )
     lease_duration_s: Seconds = Field(
@@ -101,20 +104,6 @@ class ExtenderSettings(Section):
     retry_period_s: Seconds = Field(
         default=2.0, ge=0.05, le=60, description="How often the lease is read or renewed, seconds."
     )
-
-    @field_validator("quota_name", "quota_namespace", "lease_name", "lease_namespace")
-    @classmethod
-    def _is_object_name(cls, value: str, info: ValidationInfo) -> str:
-        if not _OBJECT_NAME.fullmatch(value) and (value or info.field_name != "lease_namespace"):
-            raise ValueError("is no name of a Kubernetes object (small letters, digits, - and .)")
-        return value
-
-    @field_validator("model_label", "pool_label")
-    @classmethod
-    def _is_label(cls, value: str) -> str:
-        if not _LABEL.fullmatch(value):
-            raise ValueError("is no label such as gaia.tencent.com/gpu-model")
-        return value
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

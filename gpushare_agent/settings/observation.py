@@ -5,15 +5,12 @@ Sections of settings/tree.py.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 
-from gpushare_agent.settings.values import Count, OptionalPath, Seconds, Section, comma_list
-
-_LABEL_PREFIX = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+from gpushare_agent.settings.values import DNS_NAME, Count, OptionalPath, Seconds, Section, comma_list, matches
 
 
 def _no_list(value: object) -> object:
@@ -116,18 +113,11 @@ class FactsSettings(Section):
         description="Write labels and one annotation about the GPUs to the node's object. Needs the right to patch nodes."
         " false: the scheduler extender knows nothing of this node.",
     )
-    label_prefix: str = Field(
+    label_prefix: Annotated[str, matches(DNS_NAME, "is no label prefix such as gpushare-agent or nvidia.com")] = Field(
         default="gpushare-agent",
         description="Prefix of the labels gpu.product, gpu.memory, gpu.count and so on. nvidia.com gives the names of"
         " NVIDIA's feature discovery, for clusters that do not run it.",
     )
-
-    @field_validator("label_prefix")
-    @classmethod
-    def _is_prefix(cls, value: str) -> str:
-        if not _LABEL_PREFIX.fullmatch(value):
-            raise ValueError("is no label prefix such as gpushare-agent or nvidia.com")
-        return value
 
 
 class ControlSettings(Section):

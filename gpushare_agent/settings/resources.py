@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from gpushare_agent.model.names import MEMORY_BLOCK_MIB, VCORE_RESOURCE, VMEMORY_RESOURCE
-from gpushare_agent.settings.values import Count, Section, resource_name
+from gpushare_agent.settings.values import Count, ResourceName, Section
 
 
 class ResourceSettings(Section):
     """The extended resources that the node offers."""
 
-    vcore: str = Field(
+    vcore: ResourceName = Field(
         default=VCORE_RESOURCE,
         description="Resource whose unit is 1/100 of a GPU's compute. The default is gpu-manager's, for its manifests.",
     )
-    vmemory: str = Field(
+    vmemory: ResourceName = Field(
         default=VMEMORY_RESOURCE,
         description="Resource whose unit is one memory block. The default is gpu-manager's, for its manifests.",
     )
@@ -27,11 +27,6 @@ class ResourceSettings(Section):
         le=65536,
         description="Size of one memory block, MiB. Smaller blocks mean more device IDs: the kubelet takes 4 MiB of them.",
     )
-
-    @field_validator("vcore", "vmemory")
-    @classmethod
-    def _is_resource_name(cls, value: str) -> str:
-        return resource_name(value)
 
     @model_validator(mode="after")
     def _differ(self) -> Self:
@@ -44,18 +39,13 @@ class GpushareSettings(Section):
     """GPUShare's resource, memory alone, beside vcore and vmemory."""
 
     enabled: bool = Field(default=False, description="Offer GPUShare's resource on this node.")
-    resource: str = Field(
+    resource: ResourceName = Field(
         default="aliyun.com/gpu-mem", description="Resource whose unit is one unit of a GPU's memory. GPUShare's name."
     )
-    count_resource: str = Field(
+    count_resource: ResourceName = Field(
         default="aliyun.com/gpu-count",
         description="Capacity of the node with its number of GPUs. GPUShare's name.",
     )
     unit: Literal["GiB", "MiB"] = Field(
         default="GiB", description="What one unit is. MiB means many device IDs: the kubelet takes 4 MiB of them."
     )
-
-    @field_validator("resource", "count_resource")
-    @classmethod
-    def _is_resource_name(cls, value: str) -> str:
-        return resource_name(value)

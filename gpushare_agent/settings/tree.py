@@ -8,7 +8,6 @@ are `ALIASES` of these names.
 
 from __future__ import annotations
 
-import re
 import socket
 from typing import Annotated, Literal, Self
 
@@ -39,7 +38,7 @@ from gpushare_agent.settings.observation import (
 )
 from gpushare_agent.settings.resources import GpushareSettings, ResourceSettings
 from gpushare_agent.settings.simulated import SimulatedSettings
-from gpushare_agent.settings.values import OptionalPath, Seconds, comma_list, pairs_of
+from gpushare_agent.settings.values import DNS_NAME, OptionalPath, Seconds, comma_list, pairs_of
 
 ALIASES = {
     "hostname-override": "node_name",
@@ -60,8 +59,6 @@ ALIASES = {
     "query-port": "web.port",
 }
 """Flag name -> dotted key, beside the flag that every key has: gpu-manager's and GPUShare's names, and short ones."""
-
-_NODE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
 
 class Settings(BaseSettings):
@@ -168,7 +165,7 @@ class Settings(BaseSettings):
     def _name_this_node(cls, value: str) -> str:
         if not value:
             return socket.gethostname().lower()
-        if not _NODE_NAME.fullmatch(value):
+        if not DNS_NAME.fullmatch(value):
             raise ValueError("is no node name (small letters, digits, - and .)")
         return value
 

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -68,12 +68,26 @@ def pairs_of(value: object) -> object:
     return {key.strip(): item.strip() for key, _, item in pairs}
 
 
+DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+
+
+def matches(pattern: re.Pattern[str], problem: str) -> AfterValidator:
+    """The whole text matches; else the problem, such as "is no node name"."""
+
+    def check(value: str) -> str:
+        if not pattern.fullmatch(value):
+            raise ValueError(problem)
+        return value
+
+    return AfterValidator(check)
+
+
 _RESOURCE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 MAX_RESOURCE_NAME_CHARS = 127
 """Kubernetes allows longer ones; the scanner of the kubelet's answers (kit/wire_scan.py) reads a one-byte length."""
 
 
-def resource_name(value: str) -> str:
+def _resource_name(value: str) -> str:
     """A qualified name. Raises ValueError."""
     if not _RESOURCE_NAME.fullmatch(value):
         raise ValueError("is no resource name such as tencent.com/vcuda-core")
@@ -96,6 +110,7 @@ def _no_empty_path(value: object) -> object:
     return value
 
 
+ResourceName = Annotated[str, AfterValidator(_resource_name)]
 Seconds = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(parse_duration)]
 Count = Annotated[int, BeforeValidator(_no_boolean)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_empty_is_none)]

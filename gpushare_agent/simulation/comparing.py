@@ -9,8 +9,7 @@ from functools import partial
 from random import Random
 
 from gpushare_agent.extender.values import ClusterPolicy
-from gpushare_agent.simulation.fragmentation import typical_shapes
-from gpushare_agent.simulation.meter import Meter
+from gpushare_agent.simulation.meter import Meter, typical_shapes
 from gpushare_agent.simulation.replay import Replay
 from gpushare_agent.simulation.results import PolicyResult
 from gpushare_agent.simulation.schedulers import Policy, Scheduler

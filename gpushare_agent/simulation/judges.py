@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.model.pods import Pod
@@ -12,14 +12,6 @@ from gpushare_agent.simulation.sums import NodeSums
 from gpushare_agent.simulation.workload import Shape
 
 _SHAPES_KEPT = 64
-
-
-class Judge(Protocol):
-    def choose(self, pod: Pod, shape: Shape, names: Sequence[str]) -> Choice:
-        """Judges some nodes for a pod."""
-
-    def changed(self, name: str) -> None:
-        """Something was bound to the node, or ended there."""
 
 
 class Choice(NamedTuple):
@@ -52,6 +44,7 @@ class ExtenderJudge:
         return Choice(fitting, _highest(fitting, [score for score in scores if score is not None]))
 
     def changed(self, name: str) -> None:
+        """Something was bound to the node, or ended there."""
         for scores in self._scores.values():
             scores.pop(name, None)
 

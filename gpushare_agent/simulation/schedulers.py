@@ -21,7 +21,7 @@ from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.simulation.candidates import Ring
-from gpushare_agent.simulation.judges import ExtenderJudge, Judge, SumsJudge
+from gpushare_agent.simulation.judges import ExtenderJudge, SumsJudge
 from gpushare_agent.simulation.sums import NodeSums
 from gpushare_agent.simulation.workload import Cluster, Shape
 
@@ -65,7 +65,7 @@ class Scheduler:
         self.has_extender = policy is not Policy.AGENT_ONLY
         self._state = ClusterState(policy=rules)
         self._sums = NodeSums(cluster.nodes, rules.names.memory_block_mib)
-        self._judge: Judge = ExtenderJudge(self._state) if self.has_extender else SumsJudge(self._sums)
+        self._judge = ExtenderJudge(self._state) if self.has_extender else SumsJudge(self._sums)
         self._nodes = {node.name: node for node in cluster.nodes}
         self._chance = chance
         self._per_try = per_try

@@ -104,10 +104,10 @@ async def test_running_pods_survive_a_kubelet_restart_and_nothing_of_theirs_is_f
         silent = 0
         for _ in range(RESTARTS):
             await node.kubelet.restart()
-            asked = len(node.kubelet.pod_resources_calls)
+            asked = len(node.kubelet.log.pod_resources_calls)
             for _ in range(2):
                 await collection.reconcile()
-            assert len(node.kubelet.pod_resources_calls) > asked
+            assert len(node.kubelet.log.pod_resources_calls) > asked
             silent += not kubelet_held(node)  # on a busy machine it may have admitted its pods by now
             await wait_registered(node)
             await _wait_kubelet_knows(node, "share", "whole")
@@ -167,7 +167,7 @@ async def test_the_agent_serves_again_in_a_directory_that_was_removed_and_made_a
         await node.kubelet.start()
         await wait_registered(node)
         await wait_until(
-            node, lambda: any(p.name == "before" for p in node.kubelet.listed_pods()), "pods taken up again"
+            node, lambda: any(p.identity.name == "before" for p in node.kubelet.listed_pods()), "pods taken up again"
         )
         collection = collection_of(node, agent, kubelet_age_s=lambda: 60.0)
         for _ in range(2):

@@ -123,7 +123,9 @@ async def test_a_kubelet_that_is_too_old_ends_the_agent_with_the_reason() -> Non
         text = node.paths.agent_log.read_text()
         assert "v1.29.14" in text and "1.30" in text and "--kubelet.allow-unsupported=true" in text
         assert "Traceback" not in text
-        assert not node.kubelet.pod_resources_calls or not any(c.inside for c in node.kubelet.pod_resources_calls)
+        assert not node.kubelet.log.pod_resources_calls or not any(
+            c.inside for c in node.kubelet.log.pod_resources_calls
+        )
 
 
 async def test_an_old_kubelet_on_which_the_operator_insists_is_never_asked_inside_an_admission() -> None:
@@ -151,6 +153,6 @@ async def test_an_old_kubelet_on_which_the_operator_insists_is_never_asked_insid
             await wait_settled(node, "twin-2")
             refused = [n for n in ("twin-1", "twin-2") if node.api.pod("default", n)["status"]["phase"] == "Failed"]
             assert refused and "does not guess" in node.api.pod("default", refused[0])["status"]["message"]
-            assert not any(call.inside for call in node.kubelet.pod_resources_calls if call.method == "List")
+            assert not any(call.inside for call in node.kubelet.log.pod_resources_calls if call.method == "List")
             assert len(calls_of(node, "p30")) == 2
             await wait_ledger_equal(node, agent)

@@ -36,7 +36,7 @@ async def test_a_pod_gets_memory_of_one_gpu_with_gpushares_variables_and_annotat
         await wait_allocatable(node, GPU_MEM, 48)
         node.api.create_pod(pod("share", memory(6), memory(2, "side")))
         await wait_running(node, "share")
-        calls = [c for c in node.kubelet.calls if c.method == "Allocate" and c.resource == GPU_MEM]
+        calls = [c for c in node.kubelet.log.calls if c.method == "Allocate" and c.resource == GPU_MEM]
         env = ContainerAllocateResponse.parse(calls[0].response).envs
         uuid = calls[0].device_ids[0].partition("::")[0]
         assert {d.partition("::")[0] for c in calls for d in c.device_ids} == {uuid}  # binpack

@@ -73,6 +73,7 @@ async def test_check_shows_the_spec_and_writes_nothing(command: Command) -> None
     assert json.loads(command.own_path.read_text()) == shown
 
 
+@pytest.mark.slow
 async def test_specs_of_others_are_used_and_ours_goes(command: Command) -> None:
     """Once both GPUs are named by another file, ours is removed; broken files are reported."""
     await command.run("generate")
@@ -100,6 +101,7 @@ async def test_an_ambiguous_name_ends_with_1_and_names_the_files(command: Comman
     assert "written, 1 of 2 GPUs named there" in ended.out
 
 
+@pytest.mark.slow
 async def test_mistakes_are_readable_lines(command: Command, short_dir: Path) -> None:
     """No traceback: a directory that cannot be made, a kind that is none, no action."""
     (short_dir / "file").write_text("")

@@ -115,6 +115,7 @@ async def test_without_the_control_library_only_the_volume_for_shares_fails(host
     assert origin["state"] == "made"
 
 
+@pytest.mark.slow
 async def test_prune_removes_the_versions_before(host: FakeHost) -> None:
     """Or leaves them with a warning, where it cannot be known that no container uses them."""
     first = await run_json(host)
@@ -131,6 +132,7 @@ async def test_prune_removes_the_versions_before(host: FakeHost) -> None:
     assert all(Path(report["version"]).is_dir() for report in second["volumes"])
 
 
+@pytest.mark.slow
 async def test_prune_works_where_a_volume_cannot_be_made_and_check_tells_what_it_would_do(host: FakeHost) -> None:
     """As on a host, which has no control library: exit code 1 for that volume, and the old version goes all the same."""
     old = (await run_json(host))["volumes"][0]
@@ -150,6 +152,7 @@ async def test_prune_works_where_a_volume_cannot_be_made_and_check_tells_what_it
     assert Path(new["version"]).is_dir()
 
 
+@pytest.mark.slow
 async def test_check_and_prune_together_write_nothing(host: FakeHost) -> None:
     """What would go has a line of its own."""
     old = (await run_json(host))["volumes"][0]

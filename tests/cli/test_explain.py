@@ -245,6 +245,7 @@ async def test_a_container_without_a_decision_names_those_that_have_one(capsys: 
         await explained(capsys, [decision()], PodQuery(pod="train", container="x"))
 
 
+@pytest.mark.slow
 async def test_the_command_line_ends_with_1_where_nothing_is_known() -> None:
     """One line, and NAMESPACE/NAME is read as kubectl's users write it."""
     async with json_server(agent_answers(busy_node(), decision())) as agent:

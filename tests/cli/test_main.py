@@ -181,8 +181,8 @@ async def test_an_interrupt_ends_with_130_and_quietly(short_dir: Path) -> None:
         async with asyncio.timeout(DEADLINE_S):
             writer = await asyncio.to_thread(os.open, fifo, os.O_WRONLY)  # returns once the program has opened it
             process.send_signal(signal.SIGINT)
+            os.close(writer)  # a program that was not reading yet would wait for ever: it gets the end of the file
             out, err = await process.communicate()
-            os.close(writer)
     finally:
         if process.returncode is None:
             process.kill()

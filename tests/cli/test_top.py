@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 
 from gpushare_agent.cli import top
-from gpushare_agent.cli.agent_client import MAX_ANSWER_BYTES, check_url, default_url, open_agent_client, read_node
+from gpushare_agent.cli.agent_client import MAX_ANSWER_BYTES, check_url, local_url, open_agent_client, read_node
 from gpushare_agent.cli.agent_pods import AgentTarget
 from gpushare_agent.cli.render_text import Form
 from gpushare_agent.cli.render_top import top_lines, top_table
@@ -248,7 +248,8 @@ def test_a_wrong_url_is_rejected_before_anything_is_asked(url: str) -> None:
 )
 def test_without_a_server_the_settings_tell_where_the_agent_listens(addr: str, url: str) -> None:
     """An address that means all addresses is this host."""
-    assert default_url(load_settings(["--web.addr", addr], {"NODE_NAME": "n1"}).settings) == url
+    web = load_settings(["--web.addr", addr], {"NODE_NAME": "n1"}).settings.web
+    assert local_url(web.addr, web.port) == url
 
 
 @pytest.mark.parametrize("interval", ["0", "-1", "x", "nan", "4000"])

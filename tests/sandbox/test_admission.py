@@ -64,12 +64,12 @@ async def test_containers_come_in_spec_order_and_their_resources_in_random_order
                 )
             for n in range(10):
                 await wait_phase(node, f"p{n}", "Running")
-        calls = [c for c in node.kubelet.calls if c.method == "Allocate"]
+        calls = [c for c in node.kubelet.log.calls if c.method == "Allocate"]
         assert [(c.subject.pod_name, c.container) for c in calls[::2]] == [
             (f"p{n}", c) for n in range(10) for c in ("c1", "c2")
         ]
         assert {c.resource for c in calls[::2]} == {CORE, MEMORY}
-        ordered = sorted(node.kubelet.calls, key=lambda c: c.started_at)
+        ordered = sorted(node.kubelet.log.calls, key=lambda c: c.started_at)
         assert all(a.finished_at <= b.started_at for a, b in itertools.pairwise(ordered))
 
 
@@ -80,8 +80,8 @@ async def test_an_init_containers_ids_are_used_again_and_a_sidecars_are_not() ->
             sidecar = foo("s", 1, restartPolicy="Always")
             node.api.create_pod(pod("chain", foo("m", 3), init=(foo("i", 2), sidecar)))
             await wait_phase(node, "chain", "Running")
-        calls = {(c.method[0], c.container): c for c in node.kubelet.calls}
-        assert [(c.method[0], c.container) for c in node.kubelet.calls] == [
+        calls = {(c.method[0], c.container): c for c in node.kubelet.log.calls}
+        assert [(c.method[0], c.container) for c in node.kubelet.log.calls] == [
             ("G", "i"), ("A", "i"), ("A", "s"), ("G", "m"), ("A", "m"),
         ]  # fmt: skip
         init, side, main = (set(calls["A", name].device_ids) for name in ("i", "s", "m"))
@@ -99,8 +99,8 @@ async def test_a_second_init_container_reuses_the_first_ones_ids() -> None:
         async with open_plugin(node, foo_plugin()):
             node.api.create_pod(pod("p", foo("m", 2), init=(foo("i1", 2), foo("i2", 2))))
             await wait_phase(node, "p", "Running")
-        assert [c.method for c in node.kubelet.calls] == ["GetPreferredAllocation", *["Allocate"] * 3]
-        assert len({frozenset(c.device_ids) for c in node.kubelet.calls[1:]}) == 1
+        assert [c.method for c in node.kubelet.log.calls] == ["GetPreferredAllocation", *["Allocate"] * 3]
+        assert len({frozenset(c.device_ids) for c in node.kubelet.log.calls[1:]}) == 1
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ async def test_without_the_option_the_plugin_is_not_asked() -> None:
         async with open_plugin(node, foo_plugin(prefers=False)):
             node.api.create_pod(pod("p", foo(count=3)))
             await wait_phase(node, "p", "Running")
-        assert [c.method for c in node.kubelet.calls] == ["Allocate"]
+        assert [c.method for c in node.kubelet.log.calls] == ["Allocate"]
 
 
 async def test_asking_for_all_that_is_left_is_asked_too() -> None:
@@ -138,7 +138,7 @@ async def test_asking_for_all_that_is_left_is_asked_too() -> None:
         async with open_plugin(node, foo_plugin()):
             node.api.create_pod(pod("p", foo(count=10)))
             await wait_phase(node, "p", "Running")
-        assert [c.method for c in node.kubelet.calls] == ["GetPreferredAllocation", "Allocate"]
+        assert [c.method for c in node.kubelet.log.calls] == ["GetPreferredAllocation", "Allocate"]
 
 
 async def refuse(*_ids: Any) -> None:
@@ -195,7 +195,7 @@ async def test_an_unknown_resource_does_not_hinder_a_pod_that_the_scheduler_has_
     async with open_test_node() as node:
         node.api.create_pod(bound(pod("p", foo())))
         await wait_phase(node, "p", "Running")
-        assert node.kubelet.calls == []
+        assert node.kubelet.log.calls == []
 
 
 async def test_a_resource_that_became_known_later_is_allocated_at_the_containers_restart() -> None:
@@ -228,7 +228,7 @@ async def test_a_hanging_allocate_holds_up_every_pod_and_deletion() -> None:
             await wait_phase(node, "runs", "Running")
             plugin.on_allocate = hang
             node.api.create_pod(pod("hangs", foo()))
-            await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.kubelet.open_calls))
+            await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.kubelet.log.open_calls))
             node.api.create_pod(pod("plain"))
             node.api.delete_pod("default", "runs")
             await node.kubelet.wait_for(lambda: node.api.pod("default", "plain")["spec"].get("nodeName"))

@@ -42,6 +42,7 @@ async def printed_by(line: str) -> str:
     return out.decode()
 
 
+@pytest.mark.slow
 async def test_the_first_lines_say_how_the_agent_is_asked_and_that_works() -> None:
     """The lines can be used as they stand; the debug pages stay where they are when the agent is started again."""
     with ExitStack() as stack:

@@ -30,6 +30,7 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
+@pytest.mark.slow
 @needs_processes
 async def test_the_fitting_samples_run_and_the_document_is_complete(folder: Path) -> None:
     """--once --format json: exit 0, one document on stdout, nothing left behind."""
@@ -53,6 +54,7 @@ async def test_the_fitting_samples_run_and_the_document_is_complete(folder: Path
     assert not state.exists()
 
 
+@pytest.mark.slow
 async def test_pods_that_do_not_run_make_exit_code_one(folder: Path) -> None:
     """One is refused by the agent, one fits nowhere: both are told with their reasons, in file order."""
     manifest = folder / "pods.yaml"
@@ -157,6 +159,7 @@ async def test_a_topology_file_that_is_absent_is_exit_code_two(folder: Path) -> 
     assert "absent.txt" in done.err
 
 
+@pytest.mark.slow
 async def test_leftovers_of_a_dead_sandbox_go_with_the_next_one(folder: Path) -> None:
     """SIGKILL leaves the directory; --once takes it over and removes it."""
     state = folder / "s"
@@ -169,6 +172,7 @@ async def test_leftovers_of_a_dead_sandbox_go_with_the_next_one(folder: Path) ->
     assert not state.exists()
 
 
+@pytest.mark.slow
 async def test_an_agent_ended_by_sigterm_is_started_again_without_a_complaint(folder: Path) -> None:
     """A short note, and the next agent registers."""
     async with live(folder / "s", "--samples", "fitting") as process:
@@ -182,6 +186,7 @@ async def test_an_agent_ended_by_sigterm_is_started_again_without_a_complaint(fo
         await registered(folder / "s")
 
 
+@pytest.mark.slow
 async def test_an_agent_that_cannot_start_is_reported_with_its_last_lines(folder: Path) -> None:
     """A wrong setting that only the agent meets: exit 1, its own words, and no sandbox left."""
     done = await sandbox("--state-dir", folder / "s", "--once", "--port", "0", "--extra-config", folder / "absent.json")
@@ -190,6 +195,7 @@ async def test_an_agent_that_cannot_start_is_reported_with_its_last_lines(folder
     assert not (folder / "s").exists()
 
 
+@pytest.mark.slow
 async def test_isolation_none_is_said_at_the_start(folder: Path) -> None:
     """Its containers show a dash for a limit; why is not to be guessed."""
     done = await sandbox(
@@ -210,6 +216,7 @@ async def test_a_wait_is_reported_only_where_it_is_long(capsys: pytest.CaptureFi
     assert capsys.readouterr() == ("", "waiting…\n")
 
 
+@pytest.mark.slow
 async def test_a_live_sandbox_obeys_from_another_terminal_and_cleans_up_at_the_end(folder: Path) -> None:
     """apply, delete, kill-agent, restart-kubelet, status; SIGINT ends it with nothing left."""
     state = folder / "s"

@@ -180,6 +180,7 @@ def _is_of(node: Any, record: Any, name: str) -> bool:
 # --- the commands ---
 
 
+@pytest.mark.slow
 @needs_processes
 async def test_fail_gpu_and_heal_gpu_from_another_terminal(folder: Path) -> None:
     """`status` tells what is wrong; the GPU's units leave the node and return; what containers use is shown as well."""

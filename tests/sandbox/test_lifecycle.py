@@ -163,14 +163,14 @@ async def test_running_pods_are_taken_up_again_without_a_call() -> None:
             for name in ("a", "b"):
                 node.api.create_pod(pod(name, foo(count=2)))
                 await wait_phase(node, name, "Running")
-            before, calls = await list_pods(node), len(node.kubelet.calls)
+            before, calls = await list_pods(node), len(node.kubelet.log.calls)
             process = container_of(node, "a")
         await node.kubelet.restart()
         assert await list_pods(node) == {}
         node.kubelet.begin_admissions()
         await node.kubelet.wait_for(lambda: len(node.kubelet.listed_pods()) == 2)
         assert await list_pods(node) == before
-        assert len(node.kubelet.calls) == calls
+        assert len(node.kubelet.log.calls) == calls
         assert container_of(node, "a") is process
         assert process.is_running
         node.kubelet.push_node_status()
@@ -264,7 +264,7 @@ async def test_a_failed_pod_is_not_admitted_again() -> None:
         node.api.create_pod(pod("plain"))
         await wait_phase(node, "plain", "Running")
         assert set(await list_pods(node)) == {"plain/main"}
-        assert node.kubelet.calls == []
+        assert node.kubelet.log.calls == []
 
 
 async def test_a_pod_deleted_while_the_kubelet_was_down_is_ended_at_its_start() -> None:
@@ -296,10 +296,10 @@ async def test_a_kubelet_stop_during_an_open_allocate_ends_the_call() -> None:
         plugin.on_allocate = hang
         async with open_plugin(node, plugin, "foo.sock"):
             node.api.create_pod(pod("p", foo()))
-            await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.kubelet.open_calls))
+            await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.kubelet.log.open_calls))
             await node.kubelet.stop()
-        assert node.kubelet.open_calls == []
-        assert node.kubelet.calls[-1].error
+        assert node.kubelet.log.open_calls == []
+        assert node.kubelet.log.calls[-1].error
         plugin.on_allocate = None
         await node.kubelet.start()
         async with serving(node, plugin, "foo.sock"):

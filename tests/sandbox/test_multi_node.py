@@ -158,6 +158,7 @@ async def test_the_document_of_several_nodes_says_where_each_pod_is(capsys: pyte
         assert document["node"] == document["nodes"][0]
 
 
+@pytest.mark.slow
 async def test_the_whole_command_with_two_nodes_and_the_extender() -> None:
     """What fits by count and on no GPU waits with the extender's reason; the rest runs, and it is said where."""
     folder = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))

@@ -18,7 +18,6 @@ from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
 from gpushare_agent.sandbox.manifests import ManifestError, parse_manifests, read_manifests, sample_manifests
-from gpushare_agent.sandbox.node import open_embedded_node
 from gpushare_agent.sandbox.pod_manifest import containers_of, pod_requests
 from gpushare_agent.sandbox.report.document import ReportedNode, reason_and_message, report
 from gpushare_agent.sandbox.report.tables import gpu_text, pod_line
@@ -31,6 +30,7 @@ from tests.support_sandbox import (
     SmallPlugin,
     container,
     device_ids,
+    open_embedded_node,
     open_plugin,
     open_test_node,
     pod,

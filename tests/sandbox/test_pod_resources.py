@@ -80,15 +80,6 @@ async def test_more_than_a_hundred_calls_a_second_are_refused() -> None:
         assert "rejected by rate limit" in results
 
 
-async def test_allocatable_resources_are_the_healthy_devices() -> None:
-    """GetAllocatableResources has one entry per healthy ID, used or not."""
-    async with open_test_node() as node:
-        plugin = SmallPlugin(FOO, {"foo-0": ("Healthy", 0), "foo-1": ("Unhealthy", 0), "foo-2": ("Healthy", None)})
-        async with open_plugin(node, plugin), pod_resources(node) as stub:
-            answer = await stub.get_allocatable_resources()
-    assert sorted(i for e in answer.devices for i in e.device_ids) == ["foo-0", "foo-2"]
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_get_exists_from_1_34_on(version: str) -> None:
     """Before it is switched off; an unknown pod is an error."""
@@ -162,11 +153,11 @@ async def _admit_two_around(node: EmbeddedNode, plugin: SmallPlugin, *, during: 
     await wait_phase(node, "old", "Running")
     gate.is_shut = True
     node.api.create_pod(pod("first", limits_of("main", {FOO: 2})))
-    await node.kubelet.wait_for(lambda: any(c.method == during for c in node.kubelet.open_calls))
+    await node.kubelet.wait_for(lambda: any(c.method == during for c in node.kubelet.log.open_calls))
     node.kubelet.kill_container("default", "old", "main")
     await wait_phase(node, "old", "Failed")
     await list_pods(node)
-    assert node.kubelet.pod_resources_calls[-1].is_inside_allocate is (during == "Allocate")
+    assert node.kubelet.log.pod_resources_calls[-1].inside[-1].method == during
     gate.is_shut = False
     gate.opened.set()
     await wait_phase(node, "first", "Running")
@@ -201,7 +192,7 @@ async def test_get_during_an_open_allocate_does_no_harm() -> None:
         await wait_phase(node, "old", "Running")
         gate.is_shut = True
         node.api.create_pod(pod("first", limits_of("main", {FOO: 2})))
-        await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.kubelet.open_calls))
+        await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.kubelet.log.open_calls))
         node.kubelet.kill_container("default", "old", "main")
         await wait_phase(node, "old", "Failed")
         await stub.get(v1.GetPodResourcesRequest(pod_name="first", pod_namespace="default"))

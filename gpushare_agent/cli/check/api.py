@@ -62,7 +62,7 @@ def _kubelet_version(raw_node: dict[str, Any], settings: Settings) -> Finding:
     found = _VERSION.match(text)
     if found is None:
         return warning(
-            "kubelet version", f"the node tells none ({text!r})", "make sure that the kubelet is 1.30 or newer"
+            "kubelet version", f"the node has none ({text!r})", "make sure that the kubelet is 1.30 or newer"
         )
     if (int(found[1]), int(found[2])) >= OLDEST_KUBELET:
         return ok("kubelet version", text)

@@ -77,7 +77,7 @@ async def check_processes(settings: Settings) -> list[Finding]:
         detail = (
             "this process has a PID namespace of its own, in which containers' processes have no PIDs: who registers on a"
             " vDevice socket cannot be checked (the socket alone counts), and pids.config stays empty, by which the"
-            " library in a container tells its own use of a GPU from that of others"
+            " library in a container distinguishes its own use of a GPU from that of others"
         )
         cure = "give the agent's pod hostPID: true; isolation none does without"
         return [warning("host processes", detail, cure)]

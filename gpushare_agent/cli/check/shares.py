@@ -11,10 +11,10 @@ from functools import partial
 from gpushare_agent.agent.values import cdi_specs, resource_names
 from gpushare_agent.cli.check.finding import Finding, error, ok, warning
 from gpushare_agent.cli.check.local import read_inventory
+from gpushare_agent.cli.mps_supervisor import control_of
 from gpushare_agent.isolation.decisions.device_lists import strategy_warnings
 from gpushare_agent.isolation.decisions.hami_core import LIBRARY_PATH
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
-from gpushare_agent.isolation.mps.control import MpsControl
 from gpushare_agent.kubelet.device_table import check_size, check_unit_size
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
@@ -24,17 +24,15 @@ from gpushare_agent.settings.settings import Settings
 
 async def check_mps(settings: Settings) -> list[Finding]:
     """The control daemon answers."""
-    mps = settings.mps
-    control = MpsControl(mps.control, mps.pipe_directory, mps.log_directory, timeout_s=mps.command_timeout_s)
     try:
-        await control.check()
+        await control_of(settings).check()
     except Unavailable as failure:
         cure = (
             "start the daemon with this pipe directory, or run `gpushare-agent mps` (docs/mps.md); until it answers no share"
             " is given under isolation mps"
         )
         return [error("mps", str(failure), cure)]
-    return [ok("mps", f"the control daemon of {mps.pipe_directory} answers")]
+    return [ok("mps", f"the control daemon of {settings.mps.pipe_directory} answers")]
 
 
 async def check_hami_core(settings: Settings) -> list[Finding]:
@@ -45,7 +43,7 @@ async def check_hami_core(settings: Settings) -> list[Finding]:
         await asyncio.to_thread(files.check_library)
         await asyncio.to_thread(partial(node_probes.require_writable, hami.directory))
     except AgentError as failure:
-        cure = "docs/isolation.md tells what isolation hami-core needs on the node; without it the agent does not start"
+        cure = "docs/isolation.md lists what isolation hami-core needs on the node; without it the agent does not start"
         return [error("hami-core", str(failure), cure)]
     return [ok("hami-core", f"{hami.library} is a library for this machine, {hami.directory} can be written")]
 
@@ -77,7 +75,7 @@ async def check_list_sizes(settings: Settings) -> list[Finding]:
 
 
 async def _check_cdi(settings: Settings) -> list[Finding]:
-    cure = "see docs/device-lists.md; `gpushare-agent cdi list` tells who names which GPU"
+    cure = "see docs/device-lists.md; `gpushare-agent cdi list` prints who names which GPU"
     try:
         inventory = await read_inventory(settings)
         state = await asyncio.to_thread(cdi_specs(settings).plan, inventory.gpus)

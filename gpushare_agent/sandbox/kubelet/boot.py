@@ -10,23 +10,22 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Collection, Coroutine
-from pathlib import Path
 
 import structlog
 
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.kit.supervision import wait_for
-from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletBehaviour, KubeletTimes
 from gpushare_agent.sandbox.kubelet.calls import CallLog
 from gpushare_agent.sandbox.kubelet.device_manager import AllocationFailed, DeviceManager
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginEndpoint, RegistrationService
-from gpushare_agent.sandbox.kubelet.pod_resources import ListedPodSpec, PodResourcesService
+from gpushare_agent.sandbox.kubelet.pod_resources import PodResourcesService
 from gpushare_agent.sandbox.kubelet.pod_worker import FORCED_GRACE_S, KnownPod, PodState, PodWorkers
 from gpushare_agent.sandbox.pod_manifest import grace_s, is_terminal, timestamp
 from gpushare_agent.sandbox.runtime.containers import ContainerRuntime
+from gpushare_agent.sandbox.state_directory import NodePaths
 
 log = structlog.get_logger(__name__)
 
@@ -64,12 +63,10 @@ class KubeletBoot:
         self._may_admit = asyncio.Event()
         self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._workers = PodWorkers(
-            api=api, runtime=runtime, devices=devices, signal=api.signal, start_delay_s=times.container_start_s,
-            retry_s=times.start_retry_s,
-        )  # fmt: skip
+        self._workers = PodWorkers(api, runtime, devices, times)
         self._pod_resources = PodResourcesService(
-            pods=self,
+            listed=self.listed_pods,
+            find=self._find_listed,
             devices=devices,
             calls=calls,
             rng=rng,
@@ -81,13 +78,13 @@ class KubeletBoot:
         """Before the delay is over."""
         self._may_admit.set()
 
-    async def run(self, plugin_directory: Path, pod_resources_socket: Path, *, until: Awaitable[None]) -> None:
-        registration = GrpcServer([RegistrationService(plugin_directory, self._accept)])
+    async def run(self, paths: NodePaths, *, until: Awaitable[None]) -> None:
+        registration = GrpcServer([RegistrationService(paths.device_plugin_path, self._accept)])
         pod_resources = GrpcServer([self._pod_resources])
         try:
             async with self._group:
-                await pod_resources.serve(bind_unix_socket(pod_resources_socket, mode=_SOCKET_MODE))
-                await registration.serve(bind_unix_socket(plugin_directory / "kubelet.sock", mode=_SOCKET_MODE))
+                await pod_resources.serve(bind_unix_socket(paths.pod_resources_socket, mode=_SOCKET_MODE))
+                await registration.serve(bind_unix_socket(paths.device_plugin_path / "kubelet.sock", mode=_SOCKET_MODE))
                 self.is_listening = True
                 self._signal.notify()
                 self._spawn(self._sync_forever(), "kubelet-sync")
@@ -125,15 +122,13 @@ class KubeletBoot:
     def active_pods(self) -> set[str]:
         return {uid for uid, pod in self._pods.items() if pod.is_active}
 
-    def listed_pods(self) -> list[ListedPodSpec]:
+    def listed_pods(self) -> list[KnownPod]:
         lists_ended = self._behaviour.lists_ended_pods
-        return [_listed(pod) for pod in self._pods.values() if lists_ended or pod.is_active]
+        return [pod for pod in self._pods.values() if lists_ended or pod.is_active]
 
-    def find_listed(self, namespace: str, name: str) -> ListedPodSpec | None:
-        for pod in self._pods.values():
-            if (pod.identity.namespace, pod.identity.name) == (namespace, name):
-                return _listed(pod)
-        return None
+    def _find_listed(self, namespace: str, name: str) -> KnownPod | None:
+        wanted = (namespace, name)
+        return next((p for p in self._pods.values() if (p.identity.namespace, p.identity.name) == wanted), None)
 
     # --- the sync loop ---
 
@@ -251,12 +246,6 @@ class KubeletBoot:
                 "nodeInfo": {"kubeletVersion": self._behaviour.release, "containerRuntimeVersion": "embedded://1"},
             },
         })  # fmt: skip
-
-
-def _listed(pod: KnownPod) -> ListedPodSpec:
-    names = tuple(c.name for c in pod.containers if c.kind is not ContainerKind.INIT)
-    where = pod.identity
-    return ListedPodSpec(uid=where.uid, namespace=where.namespace, name=where.name, containers=names)
 
 
 async def _cancel(tasks: Collection[asyncio.Task[None]]) -> None:

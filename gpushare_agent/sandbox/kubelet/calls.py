@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,7 +15,6 @@ class CallSubject:
     """For whom a call is made. Never sent: the device-plugin API names no pod."""
 
     pod_uid: str
-    namespace: str
     pod_name: str
     container: str
     resource: str
@@ -26,8 +25,8 @@ class PluginCall:
     """One finished call to a device plugin.
 
     `device_ids` are the IDs asked for (Allocate, PreStartContainer) or the available ones (GetPreferredAllocation);
-    `response_ids` the preferred ones; `response` is the raw answer; `error` the failure as the kubelet words it, else
-    empty. Times are seconds on the monotonic clock.
+    `response` is the raw answer; `error` the failure as the kubelet words it, else empty. Times are seconds on the
+    monotonic clock.
     """
 
     method: str
@@ -35,7 +34,6 @@ class PluginCall:
     device_ids: tuple[str, ...]
     must_include: tuple[str, ...] = ()
     size: int = 0
-    response_ids: tuple[str, ...] = ()
     response: bytes = b""
     error: str = ""
     started_at: float
@@ -72,11 +70,6 @@ class PodResourcesCall:
     """By the rate limit."""
     at: float = field(default_factory=time.monotonic)
 
-    @property
-    def is_inside_allocate(self) -> bool:
-        """A List then may lose the IDs in flight; a Get does no harm."""
-        return any(call.method == "Allocate" for call in self.inside)
-
 
 @dataclass(slots=True, kw_only=True)
 class CallLog:
@@ -87,7 +80,15 @@ class CallLog:
     pod_resources_calls: list[PodResourcesCall] = field(default_factory=list)
 
     @contextmanager
-    def opened(self, method: str, subject: CallSubject, request: CallRequest) -> Iterator[CallAnswer]:
+    def opened(
+        self,
+        method: str,
+        subject: CallSubject,
+        device_ids: Sequence[str],
+        *,
+        must_include: Sequence[str] = (),
+        size: int,
+    ) -> Iterator[CallAnswer]:
         """Keeps the call open while the block runs, and then notes its answer or failure."""
         answer, started_at, open_call = CallAnswer(), time.monotonic(), OpenCall(method=method, subject=subject)
         self.open_calls.append(open_call)
@@ -104,10 +105,9 @@ class CallLog:
                 PluginCall(
                     method=method,
                     subject=subject,
-                    device_ids=request.device_ids,
-                    must_include=request.must_include,
-                    size=request.size,
-                    response_ids=answer.ids,
+                    device_ids=tuple(device_ids),
+                    must_include=tuple(must_include),
+                    size=size,
                     response=answer.raw,
                     error=error,
                     started_at=started_at,
@@ -119,16 +119,8 @@ class CallLog:
         return [c for c in self.calls if c.method == method and pod_uid in ("", c.pod_uid)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallRequest:
-    device_ids: tuple[str, ...]
-    must_include: tuple[str, ...] = ()
-    size: int = 0
-
-
 @dataclass(slots=True)
 class CallAnswer:
     """Filled in by the caller before its block ends."""
 
-    ids: tuple[str, ...] = ()
     raw: bytes = b""

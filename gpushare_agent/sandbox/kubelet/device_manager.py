@@ -19,11 +19,11 @@ from pathlib import Path
 
 import structlog
 
-from gpushare_agent.kit.wire_build import bytes_field, string_list
+from gpushare_agent.kit.wire_build import string_list
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
-from gpushare_agent.sandbox.kubelet.calls import CallLog, CallRequest, CallSubject
-from gpushare_agent.sandbox.kubelet.device_records import CHECKPOINT_NAME, DeviceRecords, listed_device, make_record
+from gpushare_agent.sandbox.kubelet.calls import CallLog, CallSubject
+from gpushare_agent.sandbox.kubelet.device_records import CHECKPOINT_NAME, DeviceRecords, make_record
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginCallError, PluginDevice, PluginEndpoint
 
 log = structlog.get_logger(__name__)
@@ -128,17 +128,7 @@ class DeviceManager:
         known = self._resources.get(resource)
         return {device: device in known.healthy for device in known.devices} if known is not None else {}
 
-    def allocatable_message(self) -> bytes:
-        """An AllocatableResourcesResponse."""
-        return b"".join(
-            bytes_field(1, listed_device(name, device.id, device.numa_nodes))
-            for name, resource in sorted(self._resources.items())
-            for device in resource.shuffled
-            if device.id in resource.healthy
-        )
-
     def allocated(self, resource: str) -> frozenset[str]:
-        """The IDs that count as allocated: not always those of the records."""
         return frozenset(self._allocated.get(resource, ()))
 
     # --- allocation ---
@@ -238,24 +228,22 @@ class DeviceManager:
 
     async def _ask_preferred(
         self, subject: CallSubject, free: list[PluginDevice], must_include: list[str], count: int
-    ) -> tuple[str, ...]:
+    ) -> list[str]:
         endpoint = self._resources[subject.resource].endpoint
         if endpoint is None or not endpoint.options.get_preferred_allocation_available:
-            return ()
+            return []
         turn = self._rng.randrange(len(free))
         offered = [*free[turn:], *free[:turn]]
         frames = b"".join([d.frame for d in offered]) + string_list(1, must_include)
         ids = (*(d.id for d in offered), *must_include)
-        request = CallRequest(device_ids=ids, must_include=tuple(must_include), size=count)
         try:
-            with self._calls.opened("GetPreferredAllocation", subject, request) as answer:
+            with self._calls.opened("GetPreferredAllocation", subject, ids, must_include=must_include, size=count):
                 self._notify()
-                answer.ids = tuple(await endpoint.get_preferred_allocation(frames, must_include, count))
+                return await endpoint.get_preferred_allocation(frames, must_include, count)
         except PluginCallError as error:
             raise AllocationFailed(f"device plugin GetPreferredAllocation rpc failed with err: {error}") from error
         finally:
             self._notify()
-        return answer.ids
 
     def _take(self, name: str, ids: list[str]) -> list[str]:
         self._allocated.setdefault(name, set()).update(ids)
@@ -264,11 +252,10 @@ class DeviceManager:
     async def _allocate_ids(self, subject: CallSubject, ids: list[str]) -> None:
         endpoint = self._resources[subject.resource].endpoint
         self._rng.shuffle(ids)
-        request = CallRequest(device_ids=tuple(ids), size=len(ids))
         try:
             if endpoint is None or endpoint.is_stopped:
                 raise PluginCallError(f"endpoint {subject.resource} has been stopped")
-            with self._calls.opened("Allocate", subject, request) as answer:
+            with self._calls.opened("Allocate", subject, ids, size=len(ids)) as answer:
                 self._notify()
                 response = await endpoint.allocate(ids)
                 answer.raw = response or b""
@@ -312,7 +299,7 @@ class DeviceManager:
         try:
             if endpoint.is_stopped:
                 raise PluginCallError(f"endpoint {subject.resource} has been stopped")
-            with self._calls.opened("PreStartContainer", subject, CallRequest(device_ids=tuple(ids), size=len(ids))):
+            with self._calls.opened("PreStartContainer", subject, ids, size=len(ids)):
                 self._notify()
                 await endpoint.pre_start_container(ids)
         except PluginCallError as error:
@@ -325,6 +312,4 @@ class DeviceManager:
 
 
 def _subject(pod: PodIdentity, container: ContainerSpec, resource: str) -> CallSubject:
-    return CallSubject(
-        pod_uid=pod.uid, namespace=pod.namespace, pod_name=pod.name, container=container.name, resource=resource
-    )
+    return CallSubject(pod_uid=pod.uid, pod_name=pod.name, container=container.name, resource=resource)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 import stat
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TypeVar
 
 import structlog
@@ -20,11 +19,12 @@ from gpushare_agent.model.errors import NotFound
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes, behaviour_of
 from gpushare_agent.sandbox.kubelet.boot import KubeletBoot
-from gpushare_agent.sandbox.kubelet.calls import CallLog, OpenCall, PluginCall, PodResourcesCall
+from gpushare_agent.sandbox.kubelet.calls import CallLog
 from gpushare_agent.sandbox.kubelet.device_manager import DeviceManager
 from gpushare_agent.sandbox.kubelet.device_records import CHECKPOINT_NAME, DeviceRecord
-from gpushare_agent.sandbox.kubelet.pod_resources import ListedPodSpec
+from gpushare_agent.sandbox.kubelet.pod_worker import KnownPod
 from gpushare_agent.sandbox.runtime.containers import ContainerRuntime
+from gpushare_agent.sandbox.state_directory import NodePaths
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -33,34 +33,30 @@ _SWITCH_TIMEOUT_S = 30.0
 
 
 class EmbeddedKubelet:
-    """Files below `directory`: `device-plugins/`, `pod-resources/kubelet.sock`, and those of the container runtime.
-
-    `cgroups` insists on a kind of them (cgroup_tree.py). Raises StartupError where it cannot be had.
-    """
+    """`cgroups` insists on a kind of them (cgroup_tree.py). Raises StartupError where it cannot be had."""
 
     def __init__(
         self,
         *,
-        directory: Path,
+        paths: NodePaths,
         node_name: str,
         api: EmbeddedApiServer,
-        version: str = "1.36",
-        seed: int = 0,
-        times: KubeletTimes | None = None,
-        cgroups: str | None = None,
+        version: str,
+        seed: int,
+        times: KubeletTimes | None,
+        cgroups: str | None,
     ) -> None:
         self.behaviour = behaviour_of(version)
         self.node_name = node_name
-        self.device_plugin_path = directory / "device-plugins"
-        self.pod_resources_socket = directory / "pod-resources" / "kubelet.sock"
+        self._paths = paths
         self.signal = api.signal
         self.log = CallLog()
         self._api = api
         self._rng = random.Random(seed)
         self._times = times or KubeletTimes()
-        for path in (self.device_plugin_path, self.pod_resources_socket.parent):
+        for path in (paths.device_plugin_path, paths.pod_resources_socket.parent):
             path.mkdir(parents=True, exist_ok=True)
-        self.runtime = ContainerRuntime(directory, self.signal, cgroups)
+        self.runtime = ContainerRuntime(paths.state, self.signal, cgroups)
         self._boot: KubeletBoot | None = None
         self._is_wanted = False
 
@@ -78,7 +74,7 @@ class EmbeddedKubelet:
     async def _run_boot(self) -> None:
         self._clean_plugin_directory()
         devices = DeviceManager(
-            directory=self.device_plugin_path, calls=self.log, rng=self._rng, active_pods=self._active_pods,
+            directory=self._paths.device_plugin_path, calls=self.log, rng=self._rng, active_pods=self._active_pods,
             is_running=self.runtime.is_running, notify=self.signal.notify,
         )  # fmt: skip
         boot = KubeletBoot(
@@ -87,9 +83,7 @@ class EmbeddedKubelet:
         )  # fmt: skip
         self._boot = boot
         try:
-            await boot.run(
-                self.device_plugin_path, self.pod_resources_socket, until=self.signal_until(lambda: not self._is_wanted)
-            )
+            await boot.run(self._paths, until=self.signal_until(lambda: not self._is_wanted))
         finally:
             self._boot = None
             self.signal.notify()
@@ -135,26 +129,13 @@ class EmbeddedKubelet:
         return self._boot.active_pods() if self._boot is not None else set()
 
     def _clean_plugin_directory(self) -> None:
-        for path in self.device_plugin_path.iterdir():
+        for path in self._paths.device_plugin_path.iterdir():
             mode = path.lstat().st_mode
             is_file = not stat.S_ISDIR(mode) and path.name != CHECKPOINT_NAME
             if stat.S_ISSOCK(mode) or (is_file and self.behaviour.removes_plugin_files):
                 path.unlink()
 
     # --- what happened, for views and tests ---
-
-    @property
-    def calls(self) -> list[PluginCall]:
-        """Finished calls to plugins, oldest first."""
-        return self.log.calls
-
-    @property
-    def open_calls(self) -> list[OpenCall]:
-        return self.log.open_calls
-
-    @property
-    def pod_resources_calls(self) -> list[PodResourcesCall]:
-        return self.log.pod_resources_calls
 
     def records(self) -> list[DeviceRecord]:
         """The allocations on record, entries of ended pods included until they are forgotten."""
@@ -170,7 +151,7 @@ class EmbeddedKubelet:
         return self._boot.devices.records.of_container(pod_uid, container) if self._boot is not None else {}
 
     def allocated(self, resource: str) -> frozenset[str]:
-        """The IDs that the device manager counts as allocated."""
+        """The IDs that the device manager counts as allocated: not always those of the records."""
         return self._boot.devices.allocated(resource) if self._boot is not None else frozenset()
 
     def capacity(self) -> dict[str, tuple[int, int]]:
@@ -181,7 +162,7 @@ class EmbeddedKubelet:
         """The plugin's devices and whether the kubelet holds them for healthy, in the plugin's order."""
         return self._boot.devices.devices(resource) if self._boot is not None else {}
 
-    def listed_pods(self) -> list[ListedPodSpec]:
+    def listed_pods(self) -> list[KnownPod]:
         """What PodResources List would name now."""
         return self._boot.listed_pods() if self._boot is not None else []
 

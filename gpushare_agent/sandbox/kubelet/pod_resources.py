@@ -1,4 +1,4 @@
-"""The embedded kubelet's PodResources API, version v1: List, Get, GetAllocatableResources, and its rate limit.
+"""The embedded kubelet's PodResources API, version v1: List and Get, and its rate limit.
 
 List makes the device manager rebuild its set of allocated devices, as the real one does: see device_manager. Owns the
 token bucket; its answers come from the kubelet.
@@ -9,15 +9,16 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from grpclib import GRPCError, Status
 from grpclib.const import Cardinality, Handler
 
 from gpushare_agent.kit.wire_build import bytes_field
+from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.sandbox.kubelet.calls import CallLog, PodResourcesCall
 from gpushare_agent.sandbox.kubelet.device_manager import DeviceManager
+from gpushare_agent.sandbox.kubelet.pod_worker import KnownPod
 from gpushare_agent.wire.v1 import GetPodResourcesRequest
 
 CALLS_PER_S = 100.0
@@ -25,30 +26,21 @@ BURST = 10.0
 _SERVICE = "/v1.PodResourcesLister"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListedPodSpec:
-    """A pod to be listed, with the containers that List shows: sidecars and main containers in spec order."""
-
-    uid: str
-    namespace: str
-    name: str
-    containers: tuple[str, ...]
-
-
-class PodSource(Protocol):
-    def listed_pods(self) -> list[ListedPodSpec]: ...
-
-    def find_listed(self, namespace: str, name: str) -> ListedPodSpec | None: ...
-
-
 class PodResourcesService:
-    """Answers bytes; `has_get` says whether this version of the kubelet has Get switched on."""
+    """`listed` returns the pods of List, `find` one of Get; `has_get`: this version of the kubelet has Get switched on."""
 
     def __init__(
-        self, *, pods: PodSource, devices: DeviceManager, calls: CallLog, rng: random.Random, has_get: bool,
+        self,
+        *,
+        listed: Callable[[], list[KnownPod]],
+        find: Callable[[str, str], KnownPod | None],
+        devices: DeviceManager,
+        calls: CallLog,
+        rng: random.Random,
+        has_get: bool,
         notify: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self._pods = pods
+    ) -> None:
+        self._listed, self._find = listed, find
         self._devices = devices
         self._calls = calls
         self._rng = rng
@@ -58,7 +50,7 @@ class PodResourcesService:
         self._filled_at = time.monotonic()
 
     def __mapping__(self) -> dict[str, Handler]:
-        methods = {"List": self._list, "Get": self._get, "GetAllocatableResources": self._allocatable}
+        methods = {"List": self._list, "Get": self._get}
         return {f"{_SERVICE}/{name}": self._handler(name, method) for name, method in methods.items()}
 
     def _handler(self, name: str, method: Callable[[bytes], bytes]) -> Handler:
@@ -83,7 +75,7 @@ class PodResourcesService:
         self._tokens -= 1.0
 
     def _list(self, _request: bytes) -> bytes:
-        pods = self._pods.listed_pods()
+        pods = self._listed()
         self._devices.update_allocated()
         self._rng.shuffle(pods)
         return b"".join([bytes_field(1, self._pod_message(pod)) for pod in pods])
@@ -92,18 +84,18 @@ class PodResourcesService:
         if not self._has_get:
             raise GRPCError(Status.UNKNOWN, "PodResources API Get method disabled")
         request = GetPodResourcesRequest.parse(raw_request)
-        pod = self._pods.find_listed(request.pod_namespace, request.pod_name)
+        pod = self._find(request.pod_namespace, request.pod_name)
         if pod is None:
             text = f"pod {request.pod_name} in namespace {request.pod_namespace} not found"
             raise GRPCError(Status.UNKNOWN, text)
         return bytes_field(1, self._pod_message(pod))
 
-    def _allocatable(self, _request: bytes) -> bytes:
-        return self._devices.allocatable_message()
-
-    def _pod_message(self, pod: ListedPodSpec) -> bytes:
-        parts = [bytes_field(1, pod.name.encode()), bytes_field(2, pod.namespace.encode())]
+    def _pod_message(self, pod: KnownPod) -> bytes:
+        """With its main containers and sidecars."""
+        where = pod.identity
+        parts = [bytes_field(1, where.name.encode()), bytes_field(2, where.namespace.encode())]
         for container in pod.containers:
-            message = self._devices.records.container_message(pod.uid, container, self._rng)
-            parts.append(bytes_field(3, message))
+            if container.kind is not ContainerKind.INIT:
+                message = self._devices.records.container_message(where.uid, container.name, self._rng)
+                parts.append(bytes_field(3, message))
         return b"".join(parts)

@@ -16,7 +16,7 @@ from gpushare_agent.model.errors import AgentError, Conflict, NotFound
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.sandbox import pod_manifest
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from gpushare_agent.sandbox.change_signal import ChangeSignal
+from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.kubelet import pod_status
 from gpushare_agent.sandbox.kubelet.container_config import container_config
 from gpushare_agent.sandbox.kubelet.device_manager import AllocationFailed, DeviceManager, PodIdentity
@@ -86,22 +86,13 @@ class PodWorkers:
     """The bodies of the pods' tasks. The kubelet starts and cancels the tasks."""
 
     def __init__(
-        self,
-        *,
-        api: EmbeddedApiServer,
-        runtime: ContainerRuntime,
-        devices: DeviceManager,
-        signal: ChangeSignal,
-        start_delay_s: float,
-        retry_s: float,
+        self, api: EmbeddedApiServer, runtime: ContainerRuntime, devices: DeviceManager, times: KubeletTimes
     ) -> None:
         self._api = api
         self._runtime = runtime
         self._cdi = CdiResolver([runtime.cdi_directory])
         self._devices = devices
-        self._signal = signal
-        self._start_delay_s = start_delay_s
-        self._retry_s = retry_s
+        self._times = times
 
     async def run(self, pod: KnownPod) -> None:
         """Until the pod has ended by itself. Containers that run already are left alone."""
@@ -125,7 +116,7 @@ class PodWorkers:
         await self.stop_processes(pod, grace_s)
         pod.state = PodState.ENDED
         self.report(pod, self._final_phase(pod))
-        self._signal.notify()
+        self._api.signal.notify()
         self._runtime.forget(pod.identity.uid)
         self.confirm_deletion(pod)
 
@@ -177,7 +168,7 @@ class PodWorkers:
         while True:
             try:
                 await self._devices.prepare_start(pod.identity, spec)
-                await asyncio.sleep(self._start_delay_s)
+                await asyncio.sleep(self._times.container_start_s)
                 records = self._devices.records.of_container(pod.identity.uid, spec.name)
                 answers = [records[name].response for name in sorted(records)]
                 config = container_config(pod.raw, spec, answers, self._cdi)
@@ -189,7 +180,7 @@ class PodWorkers:
                 reason = f"CreateContainerError: {error}"
             pod.waiting[spec.name] = reason
             self.report(pod, "Pending" if not self._runtime.living(pod.identity.uid) else "Running")
-            await asyncio.sleep(self._retry_s)
+            await asyncio.sleep(self._times.start_retry_s)
         pod.waiting.pop(spec.name, None)
 
     async def _complete(self, pod: KnownPod, spec: ContainerSpec) -> bool:
@@ -241,7 +232,7 @@ class PodWorkers:
         if known is None or known.container_id != container.id:
             is_stable = container.ended_at - container.created_at >= STABLE_S
             ends = 0 if known is None or is_stable else known.ends + 1
-            delay_s = min(self._retry_s * 2 ** min(ends - 1, 16), LAST_DELAY_S) if ends else 0.0
+            delay_s = min(self._times.start_retry_s * 2 ** min(ends - 1, 16), LAST_DELAY_S) if ends else 0.0
             known = _Delay(container_id=container.id, ends=ends, due_at=time.monotonic() + delay_s)
             pod.delays[container.name] = known
             if delay_s:
@@ -255,7 +246,7 @@ class PodWorkers:
         await self.stop_processes(pod, pod_manifest.grace_s(pod.raw))
         pod.state = PodState.ENDED
         self.report(pod, self._final_phase(pod))
-        self._signal.notify()
+        self._api.signal.notify()
 
     def _final_phase(self, pod: KnownPod) -> str:
         runs = [self._runtime.find(pod.identity.uid, s.name) for s in pod.containers if s.kind is ContainerKind.MAIN]

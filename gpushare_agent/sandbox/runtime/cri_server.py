@@ -10,36 +10,31 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Protocol
 
 from grpclib import GRPCError, Status
 
 import gpushare_agent
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.sandbox.runtime.containers import Container
+from gpushare_agent.sandbox.runtime.containers import Container, ContainerRuntime
 from gpushare_agent.wire.runtime import v1
 
 SOCKET_MODE = 0o600
 _NS_PER_S = 1_000_000_000
 
 
-class ContainerSource(Protocol):
-    def containers(self) -> list[Container]: ...
-
-
 class CriServer:
     """Listens at `path` from `start` to `stop`; both may be called again."""
 
-    def __init__(self, source: ContainerSource, path: Path) -> None:
+    def __init__(self, runtime: ContainerRuntime, path: Path) -> None:
         self.path = path
-        self._source = source
+        self._runtime = runtime
         self._server: GrpcServer | None = None
 
     async def start(self) -> None:
         """Raises OSError where the socket cannot be made."""
         if self._server is None:
-            server = GrpcServer([_RuntimeService(self._source)])
+            server = GrpcServer([_RuntimeService(self._runtime)])
             await server.serve(bind_unix_socket(self.path, mode=SOCKET_MODE))
             self._server = server
 
@@ -52,8 +47,8 @@ class CriServer:
 
 
 class _RuntimeService(v1.RuntimeServiceBase):
-    def __init__(self, source: ContainerSource) -> None:
-        self._source = source
+    def __init__(self, runtime: ContainerRuntime) -> None:
+        self._runtime = runtime
 
     async def version(self, message: v1.VersionRequest) -> v1.VersionResponse:
         return v1.VersionResponse(
@@ -64,12 +59,12 @@ class _RuntimeService(v1.RuntimeServiceBase):
         )
 
     async def list_containers(self, message: v1.ListContainersRequest) -> v1.ListContainersResponse:
-        found = map(_listed, self._source.containers())
+        found = map(_listed, self._runtime.containers())
         wanted = message.filter
         return v1.ListContainersResponse(containers=[c for c in found if wanted is None or _matches(c, wanted)])
 
     async def container_status(self, message: v1.ContainerStatusRequest) -> v1.ContainerStatusResponse:
-        for container in self._source.containers():
+        for container in self._runtime.containers():
             if container.id == message.container_id:
                 info = {"sandboxID": _pod_sandbox_id(container), "pid": container.pid if container.is_running else 0}
                 return v1.ContainerStatusResponse(

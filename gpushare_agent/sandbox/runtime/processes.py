@@ -14,7 +14,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, cast
@@ -25,6 +24,8 @@ _END_TIMEOUT_S = 2.0
 _PR_SET_PDEATHSIG = 1
 _SETPRIV = shutil.which("setpriv")
 """It asks the kernel for the death signal without a fork of this interpreter, which costs four times as much."""
+_PREFIX = [_SETPRIV, "--pdeathsig", "KILL"] if _SETPRIV else []
+_libc = ctypes.CDLL(None)
 
 
 class ContainerProcess:
@@ -34,9 +35,9 @@ class ContainerProcess:
         self._fd: int | None = None
         with output.open("ab") as file:
             self._process = subprocess.Popen(  # noqa: S603 - to run what manifests say is its purpose
-                [*_prefix(), "/bin/sh", "-c", _GATE, "sh", str(os.getpid()), *command],
+                [*_PREFIX, "/bin/sh", "-c", _GATE, "sh", str(os.getpid()), *command],
                 stdin=subprocess.PIPE, stdout=file, stderr=file, env=dict(env), cwd=cwd, start_new_session=True,
-                preexec_fn=None if _SETPRIV else _die_with_parent,  # noqa: PLW1509 - only where setpriv is missing
+                preexec_fn=None if _SETPRIV else end_with_parent,  # noqa: PLW1509 - only where setpriv is missing
             )  # fmt: skip
 
         self._gate = cast(IO[bytes], self._process.stdin)
@@ -113,14 +114,6 @@ def exit_code(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
 
 
-def _prefix() -> list[str]:
-    return [_SETPRIV, "--pdeathsig", "KILL"] if _SETPRIV else []
-
-
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-
-
-def _die_with_parent() -> None:
-    """In the child, before exec."""
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """In the child, before exec: the kernel sends it this signal when the sandbox dies."""
+    _libc.prctl(_PR_SET_PDEATHSIG, number)
