@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 import structlog
+from hypothesis import settings
+
+settings.register_profile("busy", deadline=None)
+settings.load_profile("busy")  # a busy machine takes longer for an example than hypothesis allows
 
 OPEN_FILES = 4096
 """What the floods of the tests need at most, with room to spare. Many systems start a user's programs with 1,024."""

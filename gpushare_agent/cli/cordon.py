@@ -31,7 +31,7 @@ class Answer:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A GPU, or `--list`; and the socket."""
-    one = parser.add_mutually_exclusive_group(required=True)
+    one = parser.add_mutually_exclusive_group()
     one.add_argument(
         "gpu", metavar="GPU", nargs="?", default="", help="the GPU: its index, its UUID, or the beginning of it"
     )
@@ -48,6 +48,11 @@ def run(action: str, options: argparse.Namespace, setting: Path | None) -> int:
         )
     if options.list:
         return _print_gpus(ask(path, "GET", "/cards"))
+    if not options.gpu:
+        write_stderr(
+            f"gpushare-agent: {action}: name a GPU: its index, its UUID or the beginning of it; --list prints the GPUs\n"
+        )
+        return 2
     request = {"gpu": options.gpu} | ({"reason": options.reason} if action == "cordon" else {})
     answer = ask(path, "POST", f"/{action}", request)
     if answer.status in WRONG_NAME:

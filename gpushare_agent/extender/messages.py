@@ -24,9 +24,13 @@ MAX_NAME_CHARS = 253
 MAX_NODES = 20_000
 """In a request; Kubernetes goes to 5,000."""
 FREE_VALUES = 10_000
-BYTES_OF_A_VALUE = 8
+BYTES_OF_A_VALUE = 16
 """Of a longer request, on average and at least: real ones have 20 and more. What is made of small ones only, such as empty
 objects, takes 35 times its size in memory, and is refused before it is decoded."""
+MAX_FIELDS = 64
+"""Of a request's top level, whose names are folded one by one."""
+MAX_CONTAINERS = 256
+"""Of a pod. Far more than a node runs; each takes 60 µs to read."""
 MAX_VIOLATIONS = (1 << 63) - 1
 
 
@@ -154,6 +158,8 @@ def _top(content: bytes | bytearray, what: str) -> dict[str, Any]:
         raw = json.loads(content)
     except (ValueError, RecursionError) as e:
         raise Corrupt(f"{what}: the request is no JSON ({e})") from e
+    if isinstance(raw, dict) and len(raw) > MAX_FIELDS:
+        raise Corrupt(f"{what}: {len(raw)} fields are no scheduler's request")
     return _folded(raw, what)
 
 
@@ -166,7 +172,14 @@ def _folded(raw: Any, what: str) -> dict[str, Any]:
 
 def _pod(raw: Mapping[str, Any], what: str, names: ResourceNames) -> Pod:
     raw_pod = raw.get("pod")
-    return lean_pod(raw_pod, names) if isinstance(raw_pod, dict) else _no(f"{what}.Pod", "an object")
+    if not isinstance(raw_pod, dict):
+        raise Corrupt(f"{what}.Pod: is not an object")
+    raw_spec = mapping_or_empty(raw_pod.get("spec"))
+    raw_lists = (raw_spec.get(name) for name in ("containers", "initContainers"))
+    count = sum(len(raw_list) for raw_list in raw_lists if isinstance(raw_list, list))
+    if count > MAX_CONTAINERS:
+        raise Corrupt(f"{what}.Pod: {count} containers, more than {MAX_CONTAINERS}")
+    return lean_pod(raw_pod, names)
 
 
 def _names(raw_names: Any) -> list[str]:

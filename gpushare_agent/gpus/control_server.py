@@ -156,6 +156,8 @@ class ControlServer:
                 return web.json_response({"error": str(e)}, status=STATUS.get(type(e), 500))
             except TimeoutError:
                 return web.json_response({"error": f"not done within {REQUEST_TIMEOUT_S:g} s"}, status=500)
+            except ConnectionError:  # the caller hung up; the server passes over it
+                raise
             except Exception as e:  # a servicer's edge: one request must not end the agent
                 log.error("control_request_failed", path=request.path, exc_info=e)
                 return web.json_response({"error": f"the agent failed at it: {e!r}; see its log"}, status=500)

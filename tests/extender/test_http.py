@@ -229,6 +229,12 @@ async def test_a_client_that_goes_away_in_a_body_leaves_no_traceback(
     assert caplog.records == []
 
 
+def _pod_of_many_containers() -> bytes:
+    containers = [{"name": f"c{n}", "resources": {"limits": {"tencent.com/vcuda-core": "1"}}} for n in range(12_000)]
+    pod = {"metadata": {"name": "a", "namespace": "b", "uid": "c"}, "spec": {"containers": containers}}
+    return json.dumps({"Pod": pod, "NodeNames": ["n"]}).encode()
+
+
 def _hostile() -> dict[str, bytes]:
     """A MiB of the JSON that takes longest to decode, most of it refused by its number of values before."""
     return {
@@ -240,6 +246,8 @@ def _hostile() -> dict[str, bytes]:
         "floats": b"[" + b"1.234567e8," * (MIB // 11) + b"0]",
         "long numbers": b"[" + (b"9" * 4200 + b",") * (MIB // 4201) + b"0]",
         "keys": b"{" + b",".join(b'"%011x":0' % number for number in range(MIB // 16)) + b"}",
+        "short keys": b"{" + b",".join(b'"%x":0' % number for number in range(MIB // 10)) + b"}",
+        "containers": _pod_of_many_containers(),
         "escapes": b'"' + b"\\u0041" * (MIB // 6) + b'"',
         "deep": b"[" * MIB,
     }

@@ -147,6 +147,7 @@ async def wait_served_again(node: Node) -> None:
                 await register(node.socket, name="cuda")
 
 
+@pytest.mark.usefixtures("many_open_files")
 @pytest.mark.parametrize("content", [b"", OPENING + half_a_call()], ids=["idle", "half a request"])
 async def test_of_1000_connections_the_allowed_ones_stay_until_they_are_idle_too_long(
     short_dir: Path, content: bytes

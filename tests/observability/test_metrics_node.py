@@ -368,3 +368,9 @@ def test_a_reload_counts_on_and_shows_the_new_state_alone() -> None:
         "gpushare_pod_event_age_seconds 8.0"
     ]
     assert not [line for line in lines if line.startswith(("gpushare_mps_serving", "gpushare_container_"))]
+
+
+def test_a_version_that_is_no_number_gets_the_plain_text() -> None:
+    """prometheus_client compares versions as numbers."""
+    content_type, _ = AgentMetrics().exposition("application/openmetrics-text;version=x")
+    assert content_type.startswith("text/plain")

@@ -250,7 +250,10 @@ class AgentMetrics:
 
     def exposition(self, accept: str) -> tuple[str, bytes]:
         """Content type and text, in the format that an Accept header names: Prometheus' text or OpenMetrics."""
-        _, content_type = choose_encoder(accept)
+        try:
+            _, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # it compares versions that are no numbers
+            _, content_type = choose_encoder("")
         is_openmetrics = content_type.startswith("application/openmetrics-text")
         node = self._page.text(is_openmetrics=is_openmetrics) if self._page is not None else b""
         counted = families_text(self.registry.collect(), is_openmetrics=is_openmetrics)
