@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import filecmp
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -44,9 +45,10 @@ def tests(session: nox.Session) -> None:
 
 
 def _pytest(session: nox.Session, marks: str) -> None:
-    """A test file given behind `--` is run alone, whatever its markers."""
+    """A test file given behind `--` is run alone, whatever its markers. Two workers a processor: the tests mostly wait."""
     chosen = session.posargs or ["-m", marks]
-    session.run("python", "-m", "pytest", "-n", "auto", "--dist", "worksteal", *chosen)
+    workers = 2 * (os.cpu_count() or 1)
+    session.run("python", "-m", "pytest", "-n", str(workers), "--dist", "worksteal", *chosen)
 
 
 @nox.session

@@ -24,10 +24,12 @@ from gpushare_agent.isolation.decisions.vdevice_format import VDeviceConfig, dec
 from gpushare_agent.sandbox.kubelet.container_config import HOST_IMAGE
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import poll_until, wait_registered, wait_running, wait_until
-from tests.support_containers import KINDS
+from tests.support_containers import KINDS, needs_processes
 from tests.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod
 from tests.support_settings import clean_environment
 from tests.support_vdevice import MIB, register
+
+pytestmark = needs_processes
 
 SOURCE = Path(__file__).parent.parent / "native" / "vdevice_load.c"
 CONTAINERS, DELETED, KILLS = 50, 8, 100

@@ -30,8 +30,11 @@ from tests.support_agent import (
     wait_settled,
     wait_until,
 )
+from tests.support_containers import needs_processes
 from tests.support_hami_core import fake_library
 from tests.support_sandbox import container, limits_of, open_test_node, pod
+
+pytestmark = needs_processes
 
 EDITS = Path(__file__).parent.parent / "data" / "edits"
 GOLDEN_UID = "5ca1ab1e-0000-4000-8000-00000000cafe"

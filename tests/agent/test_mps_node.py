@@ -23,9 +23,12 @@ from tests.support_agent import (
     wait_settled,
     wait_until,
 )
+from tests.support_containers import needs_processes
 from tests.support_mps import MpsPlace, mps_place
 from tests.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod, wait_phase
 from tests.support_sandbox_cli import DEADLINE_S, document_of, ended, live, read_until, registered, start
+
+pytestmark = needs_processes
 
 GPU_MIB = 24576
 WAITS = ["sh", "-c", "while :; do sleep 600; done"]

@@ -25,7 +25,10 @@ from tests.support_agent import (
     wait_running,
     wait_until,
 )
+from tests.support_containers import needs_processes
 from tests.support_sandbox import container, open_test_node, pod, wait_gone
+
+pytestmark = needs_processes
 
 MIB = 1024 * 1024
 FAST = ("--sample-period-s=0.05",)
