@@ -84,12 +84,10 @@ async def again_rows(node: BenchNode, runs: int) -> list[Row]:
 
 async def idle_rows(node: BenchNode, window_s: float) -> list[Row]:
     """The filled node without any call."""
-    started, before, calls = time.perf_counter(), node.agent.processor_s(), node.kubelet.log.calls
+    started, before, calls = time.perf_counter(), node.agent.processor_s(), node.kubelet.calls
     await asyncio.sleep(window_s)
     share = (node.agent.processor_s() - before) / (time.perf_counter() - started) * 100
-    window = (
-        f"over {window_s:g} s on the filled node, {node.kubelet.log.calls - calls} PodResources calls of the periodic "
-    )
+    window = f"over {window_s:g} s on the filled node, {node.kubelet.calls - calls} PodResources calls of the periodic "
     window += "comparison with the kubelet among it"
     return [
         row("resident memory, idle", [node.agent.resident_mib()], unit="MiB", target_median=_MEMORY_MIB, note="VmRSS"),

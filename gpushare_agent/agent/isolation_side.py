@@ -122,7 +122,7 @@ class IsolationSide:
         return self.mps_watch.unavailable_reason if self.mps_watch is not None else ""
 
     def has_no_shares(self) -> bool:
-        """Where every share needs the daemon, the kubelet is told too; else the admission tells those whom it concerns."""
+        """Where every share needs the daemon the kubelet sees no memory; else admission refuses those whom it concerns."""
         return self.settings.isolation is IsolationName.MPS and bool(self.daemon_unavailable_reason())
 
 
