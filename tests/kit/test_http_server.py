@@ -64,6 +64,7 @@ async def peers() -> AsyncIterator[list[Peer]]:
 # --- connections ---
 
 
+@pytest.mark.usefixtures("many_open_files")
 async def test_health_is_answered_during_a_flood_from_the_same_address(peers: list[Peer]) -> None:
     """Five times as many idle connections as the limit: each newcomer is served, the idle ones are closed."""
     async with serving() as port:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from gpushare_agent.kit.process import ENOUGH_OPEN_FILES, read_open_files_limit
 from tests.support_settings import ROOT, clean_environment
 
@@ -31,6 +33,7 @@ def raised(soft: int, hard: int, enough: int = ENOUGH_OPEN_FILES) -> list[int]:
     return [int(number) for number in ended.stdout.split()]
 
 
+@pytest.mark.usefixtures("many_open_files")
 def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
     """And the numbers that are returned are those in force."""
     assert raised(256, 2048) == [2048, 2048, 2048, 2048]
@@ -41,6 +44,7 @@ def test_a_soft_limit_at_the_hard_one_stays() -> None:
     assert raised(512, 512) == [512, 512, 512, 512]
 
 
+@pytest.mark.usefixtures("many_open_files")
 def test_a_large_hard_limit_is_not_used_up() -> None:
     """A leak of descriptors shall show; a soft limit above is the operator's and stays."""
     assert raised(256, 2048, enough=1024) == [1024, 2048, 1024, 2048]
