@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from gpushare_agent.cli.check.check import check_node
 from gpushare_agent.cli.check.finding import Level
 from tests.support_check import complete_node, node_api, not_ok
 
 
+@pytest.mark.usefixtures("many_open_files")  # else `check` warns of the limit too
 async def test_a_missing_right_to_patch_nodes_is_a_warning_only_where_it_is_used(short_dir: Path) -> None:
     """The agent works without it; the cure names the role and the setting."""
     async with complete_node(short_dir, node_api(forbidden=("patch nodes",))) as node:
