@@ -155,8 +155,10 @@ async def test_while_the_daemon_is_down_shares_are_refused_and_whole_gpus_go(sho
         (place.pipe / "control").rename(away)
         place.program.rename(program_away)
         await wait_shares(node, agent, served=False)
-        assert agent.parts.isolation.mps_watch is not None
-        assert "there is no MPS control socket" in agent.parts.isolation.mps_watch.unavailable_reason
+        watch = agent.parts.isolation.mps_watch
+        assert watch is not None
+        # A poll between the two renames says what the program says; the next one finds both away.
+        await poll_until(lambda: "there is no MPS control socket" in watch.unavailable_reason, "missing socket seen")
         node.api.create_pod(share("whole", cores=100, blocks=0))
         early = share("early")
         early["spec"]["nodeName"] = node.name  # as a scheduler would that has not heard of it

@@ -149,7 +149,7 @@ async def test_a_process_from_outside_joins_a_container_with_its_children(kind: 
     """It ends with the container, as one that was executed in it."""
     async with open_containers(kind) as runtime:
         container = runtime.start(config())
-        with subprocess.Popen(["sh", "-c", "read -r _; sleep 600 & wait"], stdin=subprocess.PIPE) as outsider:
+        with subprocess.Popen(["sh", "-c", "read -r _; sleep 600 & exec sleep 600"], stdin=subprocess.PIPE) as outsider:
             runtime.join(container, outsider.pid)
             cgroups = Cgroups(runtime.cgroup_root, Path("/proc"))
             assert cgroups.identify(outsider.pid) == PeerIdentity(pod_uid=PodUid(UID), container_id=container.id)
