@@ -1,10 +1,15 @@
-"""A library for isolation hami-core: no more than the header of a shared object, which is all that the agent reads."""
+"""For isolation hami-core: a library of no more than a header, a shared region, and where the real source is."""
 
 from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
+
+from gpushare_agent.isolation.decisions import hami_core_region as layout
 
 INSIDE = "/usr/local/vgpu/libvgpu.so"
 MACHINES = {"x86_64": 62, "aarch64": 183}
@@ -17,3 +22,31 @@ def fake_library(path: Path, *, machine: int | None = None) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(identification + struct.pack("<HHIQQQIHHHHHH", 3, number, 1, 0, 0, 0, 0, 64, 0, 0, 0, 0, 0))
     return path
+
+
+SOURCE_VARIABLE = "HAMI_CORE_SOURCE"
+
+
+def require_hami_core_source() -> Path:
+    """The folder with HAMi-core's unpacked source, or the test is skipped with the reason."""
+    given = os.environ.get(SOURCE_VARIABLE)
+    if not given:
+        pytest.skip(f"needs HAMi-core's source: set {SOURCE_VARIABLE} to its unpacked folder")
+    return Path(given)
+
+
+def region_file(
+    *, owner: int = 0, lock: int = 1, postinit_lock: int = 1, slots: Sequence[tuple[int, int, int]] = ()
+) -> bytes:
+    """The content of a cache file; a slot is (PID, host PID, bytes in use on GPU 0)."""
+    raw = bytearray(layout.FILE_BYTES)
+    struct.pack_into("<iII", raw, 0, layout.MAGIC, *layout.VERSION)
+    struct.pack_into("<Q", raw, layout.OWNER_OFFSET, owner)
+    struct.pack_into("<I", raw, layout.LOCK_OFFSET, lock)
+    struct.pack_into("<i", raw, layout.TAIL_OFFSET, len(slots))
+    struct.pack_into("<I", raw, layout.POSTINIT_LOCK_OFFSET, postinit_lock)
+    for number, (pid, host_pid, used) in enumerate(slots):
+        start = layout.SLOTS_OFFSET + number * layout.SLOT_BYTES
+        struct.pack_into("<ii", raw, start, pid, host_pid)
+        struct.pack_into("<Q", raw, start + layout.SLOT_USED_OFFSET + layout.SLOT_USED_TOTAL_OFFSET, used)
+    return bytes(raw)

@@ -3,8 +3,8 @@
     <directory>/ld.so.preload                                  the library's path in the container; mounted read-only
     <directory>/containers/<pod uid>/<container>/<container>.cache    mounted read-write, for that container alone
 
-The tenant owns the cache file from the container's start on: the agent does not open, map or read it, and makes it anew
-before each start, for the library would count processes of an earlier instance, whose PIDs recur, as using the GPU.
+The tenant owns the cache file from the container's start on. The agent makes it anew before each start, for the library
+would count processes of an earlier instance, whose PIDs recur, as using the GPU. region.py reads and edits it.
 Containers run under any user, also of a user namespace, so the file is open to all (0666, as the library itself would make
 it), and `containers`, of mode 0700, keeps other users away: the only access is the mount. The mount is of the file, not of
 its directory, so a tenant cannot place other files there. No sticky bit anywhere: behind one the kernel
@@ -23,11 +23,12 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from gpushare_agent.isolation.decisions.vdevice_format import is_pod_uid, require_nameable
 from gpushare_agent.isolation.driver_volume.elf import read_elf
+from gpushare_agent.isolation.hami_core.region import Region, opened_region
 from gpushare_agent.kit.directories import (
     DIRECTORY,
     DIRECTORY_MODE,
@@ -111,6 +112,24 @@ class HamiCoreFiles:
                     os.fchmod(file, CACHE_MODE)  # whatever the umask says
                 finally:
                     os.close(file)
+
+    @contextmanager
+    def opened_region(self, key: ContainerKey) -> Iterator[Region | None]:
+        """The shared region in a container's cache file; None while none of its processes has called cuInit.
+
+        Raises:
+            Rejected: a name that cannot be part of a path.
+            NotFound: the container was not prepared, or its files are removed.
+            Corrupt: the tenant made something else of the file.
+            Unavailable: the file system refuses.
+        """
+        path = self.cache_file(key)
+        with ExitStack() as stack:
+            with self._step("opening", path):
+                containers = stack.enter_context(self._open_containers(make=False))
+                pod = stack.enter_context(opened(key.pod_uid, containers, DIRECTORY))
+                directory = stack.enter_context(opened(key.container, pod, DIRECTORY))
+            yield stack.enter_context(opened_region(path.name, directory))
 
     def remove_pod(self, uid: PodUid) -> bool:
         """Removes all of a pod; whether there was anything. A link is removed, not what it leads to. Raises Rejected for no

@@ -1,0 +1,105 @@
+"""Reads and edits the shared region in a container's cache file, which the tenant may write at any time.
+
+No link is followed, nothing but a regular file of exactly the region's size is read, each read and write is bounded, and
+the file is never mapped: a tenant that cuts it short would end the agent by a signal. Each edit is eight aligned bytes or
+four, which the processes that have the file mapped see whole. Blocks; call it in a thread. No state.
+The layout: isolation/decisions/hami_core_region.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from gpushare_agent.isolation.decisions.hami_core_region import (
+    FILE_BYTES,
+    HEAD_BYTES,
+    SLOT_BYTES,
+    SLOTS_OFFSET,
+    TAIL_BYTES,
+    TAIL_OFFSET,
+    RegionHead,
+    RegionTail,
+    Slot,
+    core_limit_edit,
+    memory_limit_edit,
+    parse_head,
+    parse_slots,
+    parse_tail,
+)
+from gpushare_agent.model.errors import Corrupt, NotFound, Unavailable
+
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO in its place
+
+
+class Region:
+    """An open cache file. Methods raise Corrupt for what is no region, Unavailable where the file system refuses."""
+
+    def __init__(self, file: int, name: str) -> None:
+        self._file = file
+        self._name = name
+
+    def head(self) -> RegionHead | None:
+        """None where no process of the container has called cuInit since it started."""
+        return parse_head(self._read(HEAD_BYTES, 0))
+
+    def tail(self) -> RegionTail:
+        return parse_tail(self._read(TAIL_BYTES, TAIL_OFFSET))
+
+    def slots(self, count: int) -> tuple[Slot, ...]:
+        """The first ones; as many as `tail` says, at most 1,024."""
+        return parse_slots(self._read(count * SLOT_BYTES, SLOTS_OFFSET))
+
+    def set_memory_limit(self, ordinal: int, limit_bytes: int) -> None:
+        """Of the GPU with this ordinal in the container, from the next allocation on."""
+        self.write(*memory_limit_edit(ordinal, limit_bytes))
+
+    def set_core_limit(self, ordinal: int, percent: int) -> None:
+        """Of the GPU with this ordinal in the container, for processes that start from now on."""
+        self.write(*core_limit_edit(ordinal, percent))
+
+    def write(self, offset: int, content: bytes) -> None:
+        """An edit that isolation/decisions made."""
+        with _renamed(self._name):
+            written = os.pwrite(self._file, content, offset)
+        if written != len(content):
+            raise Unavailable(f"{self._name} took {written} of {len(content)} bytes")
+
+    def _read(self, size: int, offset: int) -> bytes:
+        with _renamed(self._name):
+            content = os.pread(self._file, size, offset)
+        if len(content) != size:
+            raise Corrupt(f"{self._name} became shorter while it was read")
+        return content
+
+
+@contextmanager
+def opened_region(name: str, directory: int) -> Iterator[Region | None]:
+    """The cache file `name` below a directory's descriptor; None while it is empty: no process has called cuInit.
+
+    Raises NotFound, Corrupt for what is no region (a link, another kind or size), Unavailable.
+    """
+    with _renamed(name):
+        file = os.open(name, _FLAGS, dir_fd=directory)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_size not in (0, FILE_BYTES):
+            raise Corrupt(f"{name} is no regular file of {FILE_BYTES} bytes but one of {status.st_size}")
+        yield Region(file, name) if status.st_size else None
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def _renamed(name: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as e:
+        raise NotFound(f"{name} is not there") from e
+    except OSError as e:
+        if e.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise Corrupt(f"{name} is no regular file: {e.strerror}") from e
+        raise Unavailable(f"{name} cannot be used: {e.strerror or e}; it is tried again") from e
