@@ -27,10 +27,10 @@ from gpushare_agent.admission.identification import Identification, InsideLister
 from gpushare_agent.admission.outcomes import OutcomeReporter
 from gpushare_agent.admission.pending import PendingAdmissions, PendingPlan, RefusedPods
 from gpushare_agent.cluster.pod_store import PodStore
-from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.model.allocations import Allocation, ContainerEdits
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu, GpuInventory
+from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceKind
@@ -72,7 +72,7 @@ class Admission:
         refused_pods: RefusedPods,
         observer: OutcomeReporter,
         wait_for_release: Callable[[], Awaitable[bool]],
-        daemon_unavailable_reason: Callable[[], str] = lambda: "",
+        isolation_unavailable_reason: Callable[[IsolationName], str] = lambda _: "",
         clock: Callable[[], float],
     ) -> None:
         self._gate = gate
@@ -86,7 +86,7 @@ class Admission:
         self._refused_pods = refused_pods
         self._observer = observer
         self._wait_for_release = wait_for_release
-        self._daemon_unavailable_reason = daemon_unavailable_reason
+        self._isolation_unavailable_reason = isolation_unavailable_reason
         self._clock = clock
         self._pending = PendingAdmissions()
 
@@ -176,16 +176,16 @@ class Admission:
         is_share = self._policy.names.wanted(target.container, ResourceKind.VCORE) < CORES_PER_GPU
         policy = self._edit_policy()
         name = choose_isolation(target.pod.annotations, policy.isolation, policy.allowed)
-        if not is_share or isinstance(name, Refused) or not ISOLATIONS[name].needs_daemon:
+        if not is_share or isinstance(name, Refused):
             return None
-        reason = self._daemon_unavailable_reason()
+        reason = self._isolation_unavailable_reason(name)
         if not reason:
             return None
         return Refused(
             reason=RefusalReason.NOT_READY,
             detail=f"container {target.container.name} of pod {target.pod.namespace}/{target.pod.name} requests a share "
-            f"under isolation {name}, whose daemon is unavailable: {reason}. Nothing was allocated. Create the pod again "
-            "once the daemon answers.",
+            f"under isolation {name}, which cannot be had on this node now: {reason}. Nothing was allocated. Create the "
+            "pod again once this is cured.",
         )
 
     def _carry_out(self, pending: PendingPlan, ids: Sequence[str]) -> ContainerEdits | Refused:

@@ -148,7 +148,7 @@ async def live(agent: NodeAgent) -> None:
             await agent.kubelet.recover()
             for tasks in (agent.kubelet.tasks(), agent.gpus.tasks(), agent.isolation.tasks()):
                 start_tasks(group, tasks)
-            group.create_task(agent.isolation.log_what_is_not_kept(), name="log what is not kept")
+            group.create_task(agent.isolation.log_cgroup_driver(), name="log cgroup driver")
             await agent.kubelet.wait_registered()
             for tasks in (agent.cluster.late_tasks(), agent.observability.late_tasks(), agent.gpus.late_tasks()):
                 start_tasks(group, tasks)

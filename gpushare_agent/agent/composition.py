@@ -23,6 +23,7 @@ from gpushare_agent.gpus.observer import GpuHealthObserver
 from gpushare_agent.gpus.watch import GpuDriver
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.settings.settings import Settings
@@ -98,9 +99,10 @@ class _Subscriptions:
         self._kubelet.registrar.subscribe(on_registered=self._registered, on_kubelet_restart=self._kubelet_restarted)
         shown.usage.subscribe(shown.usage_history.add)
         shown.usage.subscribe(lambda _round: shown.expire())
-        if (mps_watch := self._isolation.mps_watch) is not None:
-            mps_watch.subscribe(self._kubelet.tables.request_refresh)
-            metrics.show_mps(lambda: not mps_watch.unavailable_reason)
+        for watch in self._isolation.watches.values():
+            watch.subscribe(self._kubelet.tables.request_refresh)
+        if (mps := self._isolation.watches.get(IsolationName.MPS)) is not None:
+            metrics.show_mps(lambda: not mps.unavailable_reason)
         metrics.know_resources(state.names.names)
         metrics.show_node(shown.metrics_page)
         metrics.show_pod_event_age(lambda: _age(self._cluster.informer.last_message_at))

@@ -14,14 +14,15 @@ from gpushare_agent.agent.values import cdi_specs, driver_version, driver_volume
 from gpushare_agent.cluster.events import PodEvents
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.isolation import ISOLATIONS, Preparation
+from gpushare_agent.isolation.availability import AvailabilityWatch
 from gpushare_agent.isolation.cdi.specs import CdiWatch
 from gpushare_agent.isolation.decisions.device_lists import strategy_warnings
 from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName
 from gpushare_agent.isolation.decisions.hami_core import LIBRARY_PATH
+from gpushare_agent.isolation.driver_volume.check import SharedVolumeCheck
 from gpushare_agent.isolation.hami_core.caches import PrivateCaches
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.isolation.mps.control import MpsControl
-from gpushare_agent.isolation.mps.watch import MpsWatch
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
 from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses
@@ -49,38 +50,31 @@ class IsolationSide:
     cgroups: Cgroups
     virtual_manager: VirtualManager | None
     private_caches: PrivateCaches | None
-    mps_watch: MpsWatch | None
+    watches: Mapping[IsolationName, AvailabilityWatch]
+    """Of those in use that need something on the host."""
     cdi_watch: CdiWatch | None
 
     async def start(self) -> None:
         """What must be there before the kubelet hears of devices: files, the daemon's state, the names of CDI."""
-        if self.private_caches is not None:
-            await self.private_caches.install()
-        if self.mps_watch is not None:
-            await self.mps_watch.poll()
+        for watch in self.watches.values():
+            await watch.poll()
         if self.cdi_watch is not None:
             await self.cdi_watch.check()
         self._log_contradictions()
 
     def tasks(self) -> Tasks:
         services: dict[str, Runs | None] = {
-            "mps watch": self.mps_watch,
             "cdi specs": self.cdi_watch,
             "virtual manager": self.virtual_manager,
             "private caches": self.private_caches,
         }
-        return bodies(services)
+        watches: dict[str, Runs | None] = {f"isolation {name}": watch for name, watch in self.watches.items()}
+        return bodies(services | watches)
 
-    async def log_what_is_not_kept(self) -> None:
-        """What keeps shares under vcuda from being real on this node, once, in the log."""
+    async def log_cgroup_driver(self) -> None:
+        """Where the setting contradicts the pods' cgroups, once, in the log."""
         if self.virtual_manager is None:
             return
-        if self.settings.driver == "nvml":
-            missing = [volume.directory for _, volume in sorted(self.volumes.items()) if not volume.directory.is_dir()]
-            if not self.volumes:
-                log.warning("shares_not_enforced", why="volume_config is not set, so no library limits anybody")
-            elif missing:
-                log.error("driver_directory_missing", directories=list(map(str, missing)), cure="run driver-volume")
         try:
             difference = await self.cgroups.check_driver_in_thread(self.settings.runtime.cgroup_driver)
         except Unavailable as e:
@@ -117,17 +111,18 @@ class IsolationSide:
         chosen = choose_isolation(annotations, self.settings.isolation, self.settings.isolations_allowed)
         return not isinstance(chosen, Refused) and ISOLATIONS[chosen].preparation is kind
 
-    def daemon_unavailable_reason(self) -> str:
-        """Why no share can be had of an isolation that needs a daemon, empty where it can."""
-        return self.mps_watch.unavailable_reason if self.mps_watch is not None else ""
+    def unavailable_reason(self, isolation: IsolationName) -> str:
+        """Why no share of this isolation can be had now, and the cure; empty where it can."""
+        watch = self.watches.get(isolation)
+        return watch.unavailable_reason if watch is not None else ""
 
     def has_no_shares(self) -> bool:
-        """Where every share needs the daemon the kubelet sees no memory; else admission refuses those whom it concerns."""
-        return self.settings.isolation is IsolationName.MPS and bool(self.daemon_unavailable_reason())
+        """Where no isolation can be had the kubelet sees no memory; else admission refuses the shares whom it concerns."""
+        return all(self.unavailable_reason(name) for name in self.settings.isolations_in_use)
 
 
 def build_isolation_side(state: NodeState, events: PodEvents) -> IsolationSide:
-    """Raises StartupError where an isolation lacks what it needs on the host."""
+    """Joined, not started. Raises StartupError for settings that contradict each other."""
     settings = state.settings
     in_use = settings.isolations_in_use
     runtime, volumes = runtime_client(settings), driver_volumes(settings)
@@ -149,6 +144,7 @@ def build_isolation_side(state: NodeState, events: PodEvents) -> IsolationSide:
             metrics=state.metrics,
             clock=time.monotonic,
         )
+    private_caches = _private_caches(state) if IsolationName.HAMI_CORE in in_use else None
     return IsolationSide(
         settings=settings,
         store=state.store,
@@ -156,8 +152,8 @@ def build_isolation_side(state: NodeState, events: PodEvents) -> IsolationSide:
         volumes=volumes,
         cgroups=cgroups,
         virtual_manager=virtual_manager,
-        private_caches=_private_caches(state) if IsolationName.HAMI_CORE in in_use else None,
-        mps_watch=_mps_watch(settings) if IsolationName.MPS in in_use else None,
+        private_caches=private_caches,
+        watches=_watches(settings, volumes, private_caches),
         cdi_watch=_cdi_watch(state),
     )
 
@@ -169,15 +165,24 @@ def _cdi_watch(state: NodeState) -> CdiWatch | None:
     return CdiWatch(cdi_specs(state.settings), lambda: state.gpus().gpus)
 
 
-def _mps_watch(settings: Settings) -> MpsWatch:
-    mps = settings.mps
-    control = MpsControl(mps.control, mps.pipe_directory, mps.log_directory, timeout_s=mps.command_timeout_s)
-    return MpsWatch(control, period_s=mps.probe_period_s)
+def _watches(
+    settings: Settings, volumes: Mapping[VolumeName, DriverVolume], private_caches: PrivateCaches | None
+) -> dict[IsolationName, AvailabilityWatch]:
+    """Isolation vcuda needs nothing for simulated GPUs, which have no driver to mount."""
+    in_use, mps = settings.isolations_in_use, settings.mps
+    watches = {}
+    if private_caches is not None:
+        watches[IsolationName.HAMI_CORE] = AvailabilityWatch(IsolationName.HAMI_CORE, private_caches.check)
+    if IsolationName.MPS in in_use:
+        control = MpsControl(mps.control, mps.pipe_directory, mps.log_directory, timeout_s=mps.command_timeout_s)
+        watches[IsolationName.MPS] = AvailabilityWatch(IsolationName.MPS, control.check, period_s=mps.probe_period_s)
+    if IsolationName.VCUDA in in_use and settings.driver == "nvml":
+        shared = SharedVolumeCheck(volumes.get(VolumeName.SHARED))
+        watches[IsolationName.VCUDA] = AvailabilityWatch(IsolationName.VCUDA, shared.check)
+    return watches
 
 
 def _private_caches(state: NodeState) -> PrivateCaches:
-    """Raises StartupError where HAMi-core's library is missing or none."""
     settings = state.settings
     files = HamiCoreFiles(settings.hami_core.library, settings.hami_core.directory, LIBRARY_PATH)
-    files.check_library()
     return PrivateCaches(files=files, allocations=state.cache.view, pods=state.store)

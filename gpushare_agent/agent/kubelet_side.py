@@ -31,6 +31,7 @@ from gpushare_agent.kubelet.pod_resources import PodResourcesClient
 from gpushare_agent.kubelet.pod_resources_gate import PodResourcesGate
 from gpushare_agent.kubelet.registration import KUBELET_SOCKET, Registrar
 from gpushare_agent.kubelet.registration_client import register
+from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import GPU_MEM_SOCKET, VCORE_SOCKET, VMEMORY_SOCKET
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.settings.settings import Settings
@@ -136,13 +137,13 @@ def build_kubelet_side(
         cache=state.cache,
         pods=state.store,
         inventory=state.gpus,
-        policy=_policy(state, isolation),
+        policy=_policy(state),
         edits=edit_policy(settings, state.names, isolation.volumes),
         node_name=settings.node_name,
         refused_pods=refused_pods,
         observer=outcomes,
         wait_for_release=garbage.wait_for_release,
-        daemon_unavailable_reason=isolation.daemon_unavailable_reason,
+        isolation_unavailable_reason=isolation.unavailable_reason,
         clock=time.monotonic,
     )
     starts = ContainerStarts(
@@ -223,13 +224,13 @@ def _build_identification(
     )
 
 
-def _policy(state: NodeState, isolation: IsolationSide) -> Policy:
+def _policy(state: NodeState) -> Policy:
     settings = state.settings
     return Policy(
         names=state.names,
         share_policy=settings.placement.share_policy,
         share_mode=settings.share_mode,
-        max_shares_of_gpu=settings.mps.max_clients if isolation.mps_watch is not None else None,
+        max_shares_of_gpu=settings.mps.max_clients if IsolationName.MPS in settings.isolations_in_use else None,
     )
 
 

@@ -2,18 +2,19 @@
 
 An isolation turns a container's allocation and the node's settings into container edits: one module in decisions/, named
 like its line in model/isolation.py (docs/isolation.md). What must exist on the host before the container starts is made by
-a service: `VirtualManager` (vcuda/), `PrivateCaches` (hami_core/); `MpsWatch` (mps/) only checks the daemon.
+a service: `VirtualManager` (vcuda/), `PrivateCaches` (hami_core/). `AvailabilityWatch` checks what the deployer supplies.
 
 State owned: `VirtualManager`, `DirectoryReconciler`, `ContainerProcesses` (vDevice directories and sockets, the processes in
-them), `CdiWatch` (the CDI spec), `MpsWatch`, `MpsSupervision` (the MPS daemon), `DriverDirectory` (driver volumes on disk).
+them), `CdiWatch` (the CDI spec), `AvailabilityWatch` (why an isolation cannot be had), `MpsSupervision` (the MPS daemon),
+`DriverDirectory` (driver volumes on disk).
 Called by: admission (edits), agent (services), cli. Open first: decisions/request.py.
 Who removes vDevice directories: `VirtualManager.remove_stale` in vcuda/virtual_manager.py, once their pod is gone.
 
-Others import: cdi.files, cdi.specs, decisions.cdi_spec, decisions.device_lists, decisions.driver_volume,
+Others import: availability, cdi.files, cdi.specs, decisions.cdi_spec, decisions.device_lists, decisions.driver_volume,
 decisions.driver_volume_values, decisions.hami_core, decisions.vcuda, decisions.vdevice_format, device_nodes,
-driver_volume.config, driver_volume.directory, driver_volume.libraries, driver_volume.mounts, hami_core.caches,
-hami_core.files, mps.control, mps.daemon, mps.supervision, mps.watch, vcuda.client, vcuda.configs, vcuda.container_ids,
-vcuda.container_processes, vcuda.files, vcuda.virtual_manager.
+driver_volume.check, driver_volume.config, driver_volume.directory, driver_volume.libraries, driver_volume.mounts,
+hami_core.caches, hami_core.files, mps.control, mps.daemon, mps.supervision, vcuda.client, vcuda.configs,
+vcuda.container_ids, vcuda.container_processes, vcuda.files, vcuda.virtual_manager.
 """
 
 from __future__ import annotations

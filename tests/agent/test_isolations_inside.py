@@ -5,26 +5,23 @@ MPS has tests of its own, with its daemon.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shlex
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 from tests.support_agent import (
-    DEADLINE_S,
     InnerAgent,
     calls_of,
     gpus_of,
     open_agent,
-    open_child,
     poll_until,
     wait_running,
     wait_settled,
@@ -32,7 +29,7 @@ from tests.support_agent import (
 )
 from tests.support_containers import needs_processes
 from tests.support_hami_core import fake_library
-from tests.support_sandbox import container, limits_of, open_test_node, pod
+from tests.support_sandbox import CORE, MEMORY, container, limits_of, open_test_node, pod
 
 pytestmark = needs_processes
 
@@ -261,39 +258,57 @@ async def test_an_isolation_that_the_node_does_not_allow_is_refused_with_an_even
             assert agent.held() == {} and not list(node.paths.virtual_manager.iterdir())
 
 
-async def test_a_library_that_is_missing_ends_the_agent_at_its_start() -> None:
-    """Exit code 1 with the path and the cure, also where hami-core is only allowed; the kubelet hears of nothing."""
+async def test_without_its_library_only_shares_of_hami_core_are_refused() -> None:
+    """With the path and the cure. Whole GPUs and shares of other isolations go, and once it is there its own shares too."""
     async with open_test_node() as node:
         host = Host(node)
         host.library.unlink()
-        for flag in ("--isolation=hami-core", "--isolations-allowed=hami-core"):
-            async with open_child(node, flag, *host.flags, wait=False, stderr=subprocess.PIPE) as child:
-                async with asyncio.timeout(DEADLINE_S):
-                    _, said = await child.communicate()
-                assert child.returncode == 1
-                assert str(host.library).encode() in said and b"--hami-core.library" in said
-        assert not node.kubelet.capacity() and not host.hami.exists()
-        fake_library(host.library)
-        async with open_agent(node, "--isolation=hami-core", *host.flags):
+        async with open_agent(node, "--isolation=vcuda", "--isolations-allowed=hami-core", *host.flags) as agent:
+            chooses = {ISOLATION_ANNOTATION: "hami-core"}
+            node.api.create_pod(pod("refused", running(cores=30, blocks=8), annotations=chooses))
+            words = await wait_settled(node, "refused")
+            assert str(host.library) in words and "--hami-core.library" in words and "Nothing was allocated" in words
+            node.api.create_pod(pod("whole", running(cores=100), annotations=chooses))
+            node.api.create_pod(pod("other", running(cores=30, blocks=8)))
+            await wait_running(node, "whole", "other")
+            fake_library(host.library)
+            await agent.parts.isolation.watches[IsolationName.HAMI_CORE].poll()
+            node.api.create_pod(pod("late", running(cores=30, blocks=8), annotations=chooses))
+            await wait_running(node, "late")
             assert (host.hami / "ld.so.preload").is_file()
             assert (host.hami / "containers").stat().st_mode & 0o777 == 0o700
 
 
-async def test_a_container_waits_while_the_library_is_away() -> None:
+async def test_where_every_share_needs_the_library_the_kubelet_sees_no_memory() -> None:
+    """A scheduler then sends none; the cores of whole GPUs are there."""
+    async with open_test_node() as node:
+        host = Host(node)
+        host.library.unlink()
+        async with open_agent(node, "--isolation=hami-core", *host.flags, wait=False) as agent:
+            await wait_until(node, lambda: node.kubelet.capacity().get(CORE, (0, 0))[1] > 0, "cores")
+            assert node.kubelet.capacity()[MEMORY][1] == 0
+            fake_library(host.library)
+            await agent.parts.isolation.watches[IsolationName.HAMI_CORE].poll()
+            await wait_until(node, lambda: node.kubelet.capacity()[MEMORY][1] > 0, "memory once the library is there")
+
+
+async def test_a_container_that_starts_again_waits_while_the_library_is_away() -> None:
     """It does not start without its limits, and starts once the library is back; the pod's status has the reason."""
     async with open_test_node() as node:
         host = Host(node)
-        async with open_agent(node, "--isolation=vcuda", "--isolations-allowed=hami-core", *host.flags):
+        ends = node.paths.state / "ends"
+        until = f"until test -e {shlex.quote(str(ends))}; do sleep 0.02; done"
+        async with open_agent(node, "--isolation=hami-core", *host.flags):
+            node.api.create_pod(pod("waits", running("cuda", "sh", "-c", until, cores=30, blocks=8)))
+            await wait_running(node, "waits")
             host.library.unlink()
-            node.api.create_pod(
-                pod("waits", running(cores=30, blocks=8), annotations={ISOLATION_ANNOTATION: "hami-core"})
-            )
+            ends.touch()
             await wait_until(
                 node,
                 lambda: [c for c in calls_of(node, "waits", "PreStartContainer") if str(host.library) in c.error],
                 "a start that is refused with the library's path",
             )
-            assert node.api.pod("default", "waits")["status"]["phase"] == "Pending"
+            ends.unlink()
             fake_library(host.library)
             await wait_running(node, "waits")
             assert host.cache(node, "waits").is_file()

@@ -10,6 +10,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
@@ -70,10 +71,7 @@ def healthy(node: EmbeddedNode, resource: str) -> int:
 async def wait_shares(node: EmbeddedNode, agent: InnerAgent, *, served: bool) -> None:
     """The kubelet has heard whether memory, and with it shares, can be had."""
     await wait_until(node, lambda: bool(healthy(node, MEMORY)) is served, f"memory healthy: {served}")
-    assert (
-        agent.parts.isolation.mps_watch is not None
-        and bool(agent.parts.isolation.mps_watch.unavailable_reason) is not served
-    )
+    assert bool(agent.parts.isolation.unavailable_reason(IsolationName.MPS)) is not served
 
 
 async def test_a_share_finds_the_deployers_daemon_and_its_own_limits_inside_its_process(short_dir: Path) -> None:
@@ -155,8 +153,7 @@ async def test_while_the_daemon_is_down_shares_are_refused_and_whole_gpus_go(sho
         (place.pipe / "control").rename(away)
         place.program.rename(program_away)
         await wait_shares(node, agent, served=False)
-        watch = agent.parts.isolation.mps_watch
-        assert watch is not None
+        watch = agent.parts.isolation.watches[IsolationName.MPS]
         # A poll between the two renames says what the program says; the next one finds both away.
         await poll_until(lambda: "there is no MPS control socket" in watch.unavailable_reason, "missing socket seen")
         node.api.create_pod(share("whole", cores=100, blocks=0))
@@ -182,8 +179,7 @@ async def test_a_share_without_a_daemon_is_refused_with_the_reason(short_dir: Pa
         open_agent(node, *flags(place), "--isolation=none", "--isolations-allowed=mps") as agent,
     ):
         # Where mps is only one of those that a pod may choose, the memory stays healthy: others need no daemon.
-        watch = agent.parts.isolation.mps_watch
-        assert watch is not None
+        watch = agent.parts.isolation.watches[IsolationName.MPS]
         place.program.write_text("#!/bin/sh\necho the daemon is gone; exit 1\n")
         await poll_until(lambda: watch.unavailable_reason, "failure seen")
         chooses = share("chooses")

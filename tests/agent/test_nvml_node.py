@@ -13,6 +13,7 @@ from tests.support_sandbox import CORE, open_test_node
 
 FLAGS = (
     "--driver=nvml",
+    "--isolation=none",
     "--sample-period-s=0.1",
     "--health.event-period-s=0.05",
     "--health.recovery-probes=1",

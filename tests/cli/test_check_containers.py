@@ -153,13 +153,13 @@ async def driver_directory(short_dir: Path, *flags: str) -> list[Finding]:
     return await node_check_isolation.check_driver_directory(settings)
 
 
-async def test_shares_without_the_control_library_are_reported_as_not_enforced(short_dir: Path) -> None:
-    """Everything would run and nothing would be limited: no file, no volume, or the driver's own libcuda in its place."""
+async def test_shares_without_the_control_library_are_reported_as_refused(short_dir: Path) -> None:
+    """Nothing would limit them: no file, no volume, or the driver's own libcuda in its place."""
     install(short_dir, "nvidia", libcuda="libcuda.so.535.104.05")
     install(short_dir, "origin", libcuda="libcuda.so.535.104.05")
     for flags in ([], [write_volumes(short_dir, "nvidia")], [write_volumes(short_dir, "origin")]):
         (found,) = not_ok(await driver_directory(short_dir, *flags))
-        assert (found.level, "shares are not enforced" in found.detail) == (Level.WARNING, True)
+        assert (found.level, "shares are refused" in found.detail) == (Level.WARNING, True)
         assert "gpushare-agent driver-volume" in found.cure
 
 
@@ -196,7 +196,7 @@ async def test_a_driver_directory_that_is_not_installed_tells_whether_it_can_be(
     (short_dir / "volume.conf").write_text("{")
     (found,) = await driver_directory(short_dir, f"--volume-config={short_dir / 'volume.conf'}")
     assert found.level is Level.ERROR
-    assert "it cannot be left out: without it shares are not enforced" in found.cure
+    assert "it cannot be left out: without it shares are refused" in found.cure
     for flags in ([], [write_volumes(short_dir, "nvidia")]):
         (found,) = await driver_directory(short_dir, "--driver=simulated", *flags)
         assert (found.level, "simulated GPUs" in found.detail) == (Level.OK, True)

@@ -57,6 +57,9 @@ class Faulty:
         self.listed = 0
         self.is_sound = False
 
+    def check_library(self) -> None:
+        return
+
     def install(self) -> None:
         raise self.error
 
@@ -77,7 +80,7 @@ async def test_a_share_that_is_about_to_start_finds_its_cache(short_dir: Path) -
     """A whole GPU gets none, and neither does what holds nothing."""
     world = World(short_dir)
     caches = world.caches()
-    await caches.install()
+    await caches.check()
     unknown = ContainerKey(PodUid("33333333-2222-3333-4444-555555555555"), "cuda")
     assert await caches.prepare([KEY, ContainerKey(WHOLE, "cuda"), unknown]) is None
     assert world.cache.is_file()
@@ -156,11 +159,11 @@ async def test_one_directory_that_cannot_be_removed_does_not_keep_the_others(sho
     assert world.files.list_pods() == (gone[0],)
 
 
-async def test_a_directory_that_cannot_be_made_ends_the_start(short_dir: Path) -> None:
+async def test_a_directory_that_cannot_be_made_is_the_reason(short_dir: Path) -> None:
     """As the adapter words it."""
     caches = PrivateCaches(files=Faulty(StartupError("no room")), allocations=lambda: {}, pods=World(short_dir))
     with pytest.raises(StartupError, match="no room"):
-        await caches.install()
+        await caches.check()
 
 
 async def test_a_disk_that_hangs_is_a_refusal_in_time(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

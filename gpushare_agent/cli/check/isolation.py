@@ -7,12 +7,12 @@ findings show that before a pod does.
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 from gpushare_agent.cli.check.finding import Finding, error, ok, warning
 from gpushare_agent.cli.driver_volume import USUAL_CONFIG, plan_of
 from gpushare_agent.isolation.decisions.driver_volume import LIBCUDA
 from gpushare_agent.isolation.decisions.driver_volume_values import CONTROL_LIBRARY_NAME, DriverVolume, VolumeName
+from gpushare_agent.isolation.driver_volume.check import loaded_libcuda
 from gpushare_agent.isolation.driver_volume.config import read_volume_config
 from gpushare_agent.isolation.driver_volume.directory import installed_driver_text
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
@@ -22,7 +22,7 @@ from gpushare_agent.settings.settings import Settings
 PLAN_TIMEOUT_S = 15.0
 """A driver that is not installed yet is searched in all of the host's libraries."""
 
-_NOT_ENFORCED = "shares are not enforced: a container can use its GPUs wholly"
+_NOT_ENFORCED = "shares are refused: nothing would limit a container"
 _INSTALL = (
     "run `gpushare-agent driver-volume` on this node (as the agent's init container does) after each driver update"
 )
@@ -73,7 +73,7 @@ def _no_config(settings: Settings) -> Finding:
 
 def _volume_finding(settings: Settings, volume: DriverVolume) -> Finding:
     what, name = "driver directory", f"volume {volume.name.value} at {volume.directory}"
-    libcuda = _loaded_libcuda(volume)
+    libcuda = loaded_libcuda(volume)
     if libcuda is None:
         return _not_installed(settings, volume, name)
     version = installed_driver_text(volume) or "of an unknown version"
@@ -93,11 +93,3 @@ def _not_installed(settings: Settings, volume: DriverVolume, name: str) -> Findi
             "driver directory", f"{detail}; nor can it be made from here: {failure}", f"mend that, then {cure}"
         )
     return warning("driver directory", detail, cure)
-
-
-def _loaded_libcuda(volume: DriverVolume) -> Path | None:
-    """The file that a 64-bit program in the container loads; None where there is none."""
-    try:
-        return (volume.directory / "lib64" / f"{LIBCUDA}.1").resolve(strict=True)
-    except (OSError, RuntimeError):  # not there, or links that go in a circle
-        return None

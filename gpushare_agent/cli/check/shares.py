@@ -43,7 +43,7 @@ async def check_hami_core(settings: Settings) -> list[Finding]:
         await asyncio.to_thread(files.check_library)
         await asyncio.to_thread(partial(node_probes.require_writable, hami.directory))
     except AgentError as failure:
-        cure = "docs/isolation.md lists what isolation hami-core needs on the node; without it the agent does not start"
+        cure = "docs/isolation.md lists what isolation hami-core needs on the node; without it every share of it is refused"
         return [error("hami-core", str(failure), cure)]
     return [ok("hami-core", f"{hami.library} is a library for this machine, {hami.directory} can be written")]
 

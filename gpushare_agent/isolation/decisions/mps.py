@@ -104,4 +104,4 @@ def _refused(request: IsolationRequest, why: str) -> Refused:
     )
 
 
-ISOLATION = Isolation(name=IsolationName.MPS, edit=edit_mps, needs_daemon=True)
+ISOLATION = Isolation(name=IsolationName.MPS, edit=edit_mps)

@@ -82,10 +82,8 @@ class Preparation(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isolation:
-    """`edit` is pure: the container's edits, or the refusal. `needs_daemon`: no share is allocated while the daemon of
-    the node does not answer."""
+    """`edit` is pure: the container's edits, or the refusal."""
 
     name: IsolationName
     edit: Callable[[IsolationRequest], ContainerEdits | Refused]
     preparation: Preparation | None = None
-    needs_daemon: bool = False

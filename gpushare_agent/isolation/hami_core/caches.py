@@ -4,7 +4,7 @@ For isolations whose preparation is PRIVATE_CACHE. Every share of the node gets 
 annotation may have changed since Allocate answered the mounts, and the runtime makes a missing mount source an empty
 directory. Level-triggered: each cycle compares the directories with the pods. File access is in a thread, bounded.
 
-State owned: the failure that was logged last.
+State owned: whether the directory was made, and the failure that was logged last.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Pods(Protocol):
 
 
 class PrivateCaches:
-    """`install` first, `run` once, `prepare` at any time."""
+    """`check` first and again, `run` once, `prepare` at any time."""
 
     def __init__(
         self,
@@ -55,10 +55,14 @@ class PrivateCaches:
         self._cleanup_period_s = cleanup_period_s
         self._thread = DaemonThread("private-caches", advice="Check the disk of the setting hami_core.directory.")
         self._failure = ReportOnce()
+        self._is_installed = False
 
-    async def install(self) -> None:
-        """Makes what all containers share. Raises StartupError, or Unavailable where the disk does not answer."""
-        await self._in_thread(self._files.install, "making the directory of private caches")
+    async def check(self) -> None:
+        """The library is there for this machine, and the directory too, made once. Raises AgentError with the cure."""
+        await self._in_thread(self._files.check_library, "reading HAMi-core's library")
+        if not self._is_installed:
+            await self._in_thread(self._files.install, "making the directory of private caches")
+            self._is_installed = True
 
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         """Makes empty files for the shares among containers that are about to start; bounded."""

@@ -1,4 +1,4 @@
-"""The watch on the MPS control daemon: its reason, its subscribers, and its recovery."""
+"""The watch on what an isolation needs on the host: its reason, its subscribers, and its recovery."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 
 from structlog.testing import capture_logs
 
-from gpushare_agent.isolation.mps.watch import NOT_POLLED, MpsWatch
+from gpushare_agent.isolation.availability import AvailabilityWatch
 from gpushare_agent.kit.supervision import stop_task
 from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.isolation import IsolationName
 
 DEADLINE_S = 10.0
 
@@ -44,7 +45,7 @@ class ScriptedDaemon:
 
 
 @asynccontextmanager
-async def running(watch: MpsWatch) -> AsyncIterator[None]:
+async def running(watch: AvailabilityWatch) -> AsyncIterator[None]:
     async with asyncio.TaskGroup() as group:
         task = group.create_task(watch.run())
         try:
@@ -56,12 +57,12 @@ async def running(watch: MpsWatch) -> AsyncIterator[None]:
 async def test_nothing_is_believed_of_a_daemon_that_was_not_polled() -> None:
     """Before the first poll has ended it counts as unavailable."""
     daemon = ScriptedDaemon()
-    watch = MpsWatch(daemon, period_s=0.001)
-    assert watch.unavailable_reason == NOT_POLLED
+    watch = AvailabilityWatch(IsolationName.MPS, daemon.check, period_s=0.001)
+    assert "not been checked yet" in watch.unavailable_reason
     daemon.open.clear()
     async with running(watch):
         await daemon.wait_polled(1)
-        assert watch.unavailable_reason == NOT_POLLED
+        assert "not been checked yet" in watch.unavailable_reason
         daemon.open.set()
         await daemon.wait_polled(daemon.polled + 2)  # the poll before has ended
         assert watch.unavailable_reason == ""
@@ -70,7 +71,7 @@ async def test_nothing_is_believed_of_a_daemon_that_was_not_polled() -> None:
 async def test_a_change_is_reported_once_and_recovery_comes_by_itself() -> None:
     """In the log and to subscribers; polls with the same result are not reported."""
     daemon = ScriptedDaemon()
-    watch = MpsWatch(daemon, period_s=0.001)
+    watch = AvailabilityWatch(IsolationName.MPS, daemon.check, period_s=0.001)
     reported: list[str] = []
     watch.subscribe(lambda: reported.append(watch.unavailable_reason))
     with capture_logs() as logs:
@@ -78,14 +79,14 @@ async def test_a_change_is_reported_once_and_recovery_comes_by_itself() -> None:
             for daemon.reason in ("", "no answer", ""):
                 await daemon.wait_polled(daemon.polled + 3)  # the poll before the last has ended, with this answer
     assert reported == ["", "no answer", ""]
-    assert [line["event"] for line in logs] == ["mps_available", "mps_unavailable", "mps_available"]
-    assert logs[1]["reason"] == "no answer" and logs[1]["log_level"] == "error"
+    assert [line["event"] for line in logs] == ["isolation_available", "isolation_unavailable", "isolation_available"]
+    assert logs[1]["reason"] == "no answer" and logs[1]["log_level"] == "error" and logs[1]["isolation"] == "mps"
 
 
 async def test_another_reason_is_reported_too() -> None:
     """An operator who fixed the first one has to see the second."""
     daemon = ScriptedDaemon()
-    watch = MpsWatch(daemon, period_s=60)
+    watch = AvailabilityWatch(IsolationName.MPS, daemon.check, period_s=60)
     reported: list[str] = []
     watch.subscribe(lambda: reported.append(watch.unavailable_reason))
     for daemon.reason in ("no directory", "no directory", "no answer"):
@@ -96,7 +97,7 @@ async def test_another_reason_is_reported_too() -> None:
 async def test_polls_never_overlap() -> None:
     """A slow daemon is polled again only when it has answered, however short the period."""
     daemon = ScriptedDaemon()
-    async with running(MpsWatch(daemon, period_s=0.0)):
+    async with running(AvailabilityWatch(IsolationName.MPS, daemon.check, period_s=0.0)):
         for _ in range(5):
             daemon.open.clear()
             await daemon.wait_polled(daemon.polled + 1)
