@@ -1,0 +1,180 @@
+"""The fake driver of tests/native: what the real isolation libraries and the agent see of a GPU, between processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.native.build import DRIVER_VERSION, CannotBuildError, build_fake_driver
+from tests.native.fake_driver.host_view import HostView
+from tests.support_nvml import running_probe
+
+PROBE = Path(__file__).parent / "fake_driver_probe.py"
+CONTEXT = 300 << 20
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        return build_fake_driver(tmp_path_factory.mktemp("fake-driver"))
+    except CannotBuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def state(short_dir: Path) -> Path:
+    return short_dir / "state"
+
+
+class Probe:
+    """A process that makes driver calls on command: one line of JSON each way."""
+
+    def __init__(self, driver: Path, state: Path, *prefix: str, **settings: object) -> None:
+        env = {key: value for key, value in os.environ.items() if not key.startswith(("FAKE_GPU_", "CUDA_"))}
+        env |= {f"FAKE_GPU_{key.upper()}": str(value) for key, value in settings.items()}
+        env |= {"LD_LIBRARY_PATH": str(driver), "FAKE_GPU_STATE": str(state)}
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, str(PROBE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
+        )
+
+    def ask(self, name: str, *arguments: object) -> object:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps([name, *arguments]) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def probes(driver: Path, state: Path) -> Iterator[list[Probe]]:
+    started: list[Probe] = []
+    yield started
+    for probe in started:
+        probe.end()
+
+
+def test_memory_is_the_machine_s_and_ends_with_its_process(driver: Path, state: Path, probes: list[Probe]) -> None:
+    """Two processes share one GPU's memory; that of a killed one is free again, without its help."""
+    probes += [Probe(driver, state, memory_mib=4096), Probe(driver, state, memory_mib=4096)]
+    first, second = probes
+    assert first.ask("context", 0) == second.ask("context", 0) == 0
+    assert [first.ask("alloc", GIB) for _ in range(3)] == [0, 0, 0]
+    assert second.ask("alloc", GIB) == 2  # CUDA_ERROR_OUT_OF_MEMORY
+    assert second.ask("used", 0) == 3 * GIB + 2 * CONTEXT
+    first.end()
+    assert second.ask("used", 0) == CONTEXT
+    assert second.ask("alloc", GIB) == 0
+
+
+def test_every_kind_of_memory_is_counted(driver: Path, state: Path, probes: list[Probe]) -> None:
+    """And given back when it is freed."""
+    probes.append(Probe(driver, state))
+    probe = probes[0]
+    probe.ask("context", 0)
+    for kind in ("alloc", "managed", "pitch", "async", "pool", "vmm", "array", "array3d", "mipmapped"):
+        assert probe.ask(kind, GIB) == 0, kind
+        assert probe.ask("used", 0) == GIB + CONTEXT, kind
+        assert probe.ask("free") == 0, kind
+        assert probe.ask("used", 0) == CONTEXT, kind
+
+
+def test_versions_choose_the_variant_of_a_function(driver: Path, state: Path, probes: list[Probe]) -> None:
+    """cuGetProcAddress gives the newest variant that is not newer than asked for, and not newer than the driver."""
+    probes.append(Probe(driver, state, cuda_version=12080))
+    asked = [
+        probes[0].ask("variant", name, version)
+        for name, version in (
+            ("cuMemAlloc", 2000), ("cuMemAlloc", 11080), ("cuCtxCreate", 11080), ("cuCtxCreate", 13000),
+            ("cuGetProcAddress", 11080), ("cuGetProcAddress", 12000), ("cuMemAllocAsync", 11000), ("cuNothing", 13000),
+        )
+    ]  # fmt: skip
+    assert asked == [
+        "cuMemAlloc", "cuMemAlloc_v2", "cuCtxCreate_v3", "cuCtxCreate_v4",
+        "cuGetProcAddress", "cuGetProcAddress_v2", None, None,
+    ]  # fmt: skip
+
+
+def test_settings_come_from_the_file_beside_the_state(driver: Path, state: Path, probes: list[Probe]) -> None:
+    """A program in a container has no variable of ours; one that is there goes before the file."""
+    state.with_name("config").write_text("gpus 3\nmemory_mib 1024\ndriver_version 570.1\n")
+    probes += [Probe(driver, state), Probe(driver, state, gpus=2, devices="1")]
+    assert probes[0].ask("gpus") == [f"GPU-00000000-0000-4000-8000-{minor:012x}" for minor in range(3)]
+    assert probes[0].ask("driver_version") == "570.1"
+    assert probes[1].ask("gpus") == ["GPU-00000000-0000-4000-8000-000000000001"]
+
+
+PIDS = {"host": ("host", "host"), "open": ("own", "host"), "open570": ("own", "own")}
+
+
+@pytest.mark.parametrize("kind", PIDS)
+def test_pids_are_those_of_the_kernel_module(kind: str, driver: Path, state: Path, probes: list[Probe]) -> None:
+    """Of a process in a PID namespace: the host's PID or its own, in the lists of processes and in samples."""
+    unshare = shutil.which("unshare")
+    if unshare is None or os.geteuid() != 0:
+        pytest.skip("needs unshare and root for a PID namespace")
+    view = HostView(state.parent)
+    try:
+        outside = Probe(driver, state, pids=kind)
+        probes.append(outside)
+        inside = Probe(driver, state, unshare, "--pid", "--fork", "--mount-proc", "--kill-child", pids=kind)
+        probes.append(inside)
+        assert inside.ask("context", 0) == outside.ask("context", 0) == 0
+        own = inside.ask("pid")
+        assert own == 1
+        [host] = Path(f"/proc/{inside.process.pid}/task/{inside.process.pid}/children").read_text().split()
+        expected = [{"host": int(host), "own": own}[name] for name in PIDS[kind]]
+        lists, samples = inside.ask("pids", 0)  # type: ignore[misc]
+        assert (expected[0] in lists, expected[1] in samples) == (True, True)
+        assert (outside.process.pid in lists) == (kind == "host")
+        lists, samples = outside.ask("pids", 0)  # type: ignore[misc]
+        assert lists == samples == sorted([outside.process.pid, int(host)])
+    finally:
+        view.close()
+
+
+def test_a_dead_process_is_noticed_from_another_namespace(driver: Path, state: Path, probes: list[Probe]) -> None:
+    """Without a view of the host's /proc: the kernel releases the dead one's lock."""
+    unshare = shutil.which("unshare")
+    if unshare is None or os.geteuid() != 0:
+        pytest.skip("needs unshare and root for a PID namespace")
+    for _ in range(2):
+        probes.append(Probe(driver, state, unshare, "--pid", "--fork", "--mount-proc", "--kill-child"))
+        probes[-1].ask("context", 0)
+        probes[-1].ask("alloc", GIB)
+    assert probes[1].ask("used", 0) == 2 * (GIB + CONTEXT)
+    probes[0].end()
+    assert probes[1].ask("used", 0) == GIB + CONTEXT
+
+
+def test_kernels_keep_the_gpu_busy(driver: Path, state: Path, probes: list[Probe]) -> None:
+    """NVML shows who used it: here one process, all the time."""
+    probes.append(Probe(driver, state, kernel_us=2000))
+    probes[0].ask("context", 0)
+    assert probes[0].ask("kernels", 550) >= 1.1  # type: ignore[operator]
+    assert probes[0].ask("busy", 0) >= 50  # type: ignore[operator]
+
+
+async def test_the_agent_s_driver_reads_its_gpus(driver: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real nvidia-ml-py finds what the agent needs of a GPU, and its processes' use."""
+    monkeypatch.setenv("FAKE_GPU_STATE", str(state))
+    monkeypatch.setenv("FAKE_GPU_GPUS", "2")
+    async with running_probe(driver, "") as probe:
+        inventory = await probe.read()
+        assert inventory["driver_version"] == DRIVER_VERSION and not inventory["unreadable"]
+        assert [(gpu["minor"], gpu["memory_mib"], gpu["unhealthy_reason"]) for gpu in inventory["gpus"]] == [
+            (0, 24576, ""),
+            (1, 24576, ""),
+        ]
+        assert [gpu["processes"] for gpu in (await probe.sample())["gpus"]] == [[], []]
+        assert await probe.events() == []

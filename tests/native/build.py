@@ -1,0 +1,168 @@
+"""Builds what the isolation tests run: the fake driver, and the real isolation libraries from source.
+
+| what | from | by |
+|---|---|---|
+| fake driver | tests/native/fake_driver, NVIDIA's headers | cc |
+| HAMi-core | $GPUSHARE_HAMI_CORE_SOURCE | zig, with native/build_hami_core.py as in the image |
+| vcuda-control | $GPUSHARE_VCUDA_SOURCE | cc |
+
+A source is a directory, a tar archive, or a git URL with `#` and a revision; by default the archive in the folder
+shared/third-party beside the checkout, where there is one. The headers cuda.h and nvml.h are those of NVIDIA's
+wheels, in this Python's environment, or in $GPUSHARE_CUDA_INCLUDE. What is missing raises CannotBuildError with the
+reason.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from native.build_hami_core import CannotBuildError, build_hami_core, opened_source, run
+from tests.native.fake_driver.generate import generate
+
+__all__ = ["CannotBuildError", "build_fake_driver", "build_program", "build_vcuda", "build_vgpu", "cuda_include"]
+
+NATIVE = Path(__file__).parent
+FAKE_DRIVER = NATIVE / "fake_driver"
+DRIVER_VERSION = "580.95.05"
+
+_ARCHIVES = NATIVE.parents[2] / "shared" / "third-party"
+_SOURCES = {"GPUSHARE_HAMI_CORE_SOURCE": "HAMi-core-*.tar.*", "GPUSHARE_VCUDA_SOURCE": "vcuda-controller-*.tar.*"}
+_WARNINGS = ("-Wall", "-Wextra", "-Werror")
+_VCUDA_FILES = ("hijack_call.c", "cuda_originals.c", "nvml_entry.c", "loader.c", "register.c")
+_VDPAU = """\
+/* The four types that vcuda-control's declarations need of libvdpau-dev's header. Source: VDPAU API, vdpau.h. */
+#include <stdint.h>
+typedef uint32_t VdpDevice, VdpVideoSurface, VdpOutputSurface, VdpFuncId;
+typedef int VdpStatus;
+typedef VdpStatus VdpGetProcAddress(VdpDevice device, VdpFuncId function, void **address);
+"""
+
+
+def library_source(variable: str) -> str:
+    """What an environment variable names, or the archive beside the checkout. Raises CannotBuildError."""
+    if given := os.environ.get(variable):
+        return given
+    found = sorted(_ARCHIVES.glob(_SOURCES[variable]))
+    if not found:
+        raise CannotBuildError(f"no source: set {variable} to a directory, a tar archive or a git URL with #REVISION")
+    return str(found[-1])
+
+
+def cuda_include() -> Path:
+    """The directory with cuda.h and nvml.h. Raises CannotBuildError."""
+    found = [Path(given)] if (given := os.environ.get("GPUSHARE_CUDA_INCLUDE")) else []
+    found += [Path(entry) / "nvidia" / "cu13" / "include" for entry in sys.path]
+    for directory in found:
+        if (directory / "cuda.h").exists() and (directory / "nvml.h").exists():
+            return directory
+    raise CannotBuildError(
+        "no cuda.h and nvml.h: install the wheels nvidia-cuda-runtime and nvidia-nvml-dev, or set GPUSHARE_CUDA_INCLUDE"
+    )
+
+
+def _compiler() -> str:
+    if (compiler := shutil.which("cc")) is None:
+        raise CannotBuildError("no C compiler (cc)")
+    return compiler
+
+
+def build_fake_driver(directory: Path) -> Path:
+    """libcuda and libnvidia-ml in `directory`, named and linked as a driver's package does; returns the directory.
+
+    With a source of an isolation library at hand, the functions that it looks for are known too. Raises
+    CannotBuildError.
+    """
+    include, compiler = cuda_include(), _compiler()
+    directory.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        generate(include, directory, [stack.enter_context(opened_source(source)) for source in _known_sources()])
+    common = [str(FAKE_DRIVER / name) for name in ("machine.c", "rest.c")]
+    for stem, source in (("libcuda", "cuda"), ("libnvidia-ml", "nvml")):
+        rest = directory / f"{source}_rest.c"
+        files = [str(FAKE_DRIVER / f"{source}.c"), *common, str(rest)]
+        flags = [*_WARNINGS, "-O1", "-g", "-shared", "-fPIC", "-pthread", f"-I{include}", f"-I{FAKE_DRIVER}"]
+        # A program that links to both libraries must not mix their functions; and a stub's type is not its function's.
+        flags += [f"-Wl,--version-script={FAKE_DRIVER / 'exports.map'}", "-Wno-builtin-declaration-mismatch"]
+        library = directory / f"{stem}.so.{DRIVER_VERSION}"
+        run([compiler, *flags, f"-Wl,-soname,{stem}.so.1", "-o", str(library), *files])
+        rest.unlink()
+        for link, target in ((f"{stem}.so.1", library.name), (f"{stem}.so", f"{stem}.so.1")):
+            (directory / link).unlink(missing_ok=True)
+            (directory / link).symlink_to(target)
+    return directory
+
+
+def _known_sources() -> list[str]:
+    found: list[str] = []
+    for variable in _SOURCES:
+        try:
+            found.append(library_source(variable))
+        except CannotBuildError:
+            continue
+    return found
+
+
+def build_vgpu(output: Path) -> Path:
+    """HAMi-core's libvgpu.so, as the image has it. Raises CannotBuildError."""
+    source = library_source("GPUSHARE_HAMI_CORE_SOURCE")
+    if importlib.util.find_spec("ziglang") is None:
+        raise CannotBuildError("no zig: install the wheel ziglang")
+    build_hami_core(source, include=[cuda_include()], output=output, target=f"{os.uname().machine}-linux-gnu.2.17")
+    return output
+
+
+def build_vcuda(output: Path) -> Path:
+    """vcuda-control's library, with the options of its CMakeLists.txt. Raises CannotBuildError."""
+    compiler = _compiler()
+    with opened_source(library_source("GPUSHARE_VCUDA_SOURCE")) as source:
+        missing = [name for name in _VCUDA_FILES if not (source / "src" / name).exists()]
+        if missing:
+            raise CannotBuildError(f"{source} has no src/{missing[0]}: it is not vcuda-controller's source")
+        header = output.parent / "vdpau" / "vdpau.h"
+        header.parent.mkdir(parents=True, exist_ok=True)
+        header.write_text(_VDPAU, encoding="utf-8")
+        flags = [
+            "-O2",
+            "-g",
+            "-w",
+            "-D_GNU_SOURCE",
+            "-shared",
+            "-fPIC",
+            f"-I{source}",
+            f"-I{output.parent}",
+            "-static-libgcc",
+        ]
+        files = [str(source / "src" / name) for name in _VCUDA_FILES]
+        run([compiler, *flags, "-o", str(output), *files, "-ldl", "-lpthread"])
+        shutil.rmtree(header.parent)
+    return output
+
+
+def build_program(output: Path, source: Path, flags: Sequence[str] = ()) -> Path:
+    """One C file against NVIDIA's headers. Raises CannotBuildError."""
+    command = [
+        _compiler(),
+        *_WARNINGS,
+        "-O1",
+        "-g",
+        "-pthread",
+        f"-I{cuda_include()}",
+        "-o",
+        str(output),
+        str(source),
+        *flags,
+    ]
+    run(command)
+    return output
+
+
+def proc_version(kernel_module: str, version: str = DRIVER_VERSION) -> str:
+    """/proc/driver/nvidia/version as the kernel module `proprietary` or `open` writes it."""
+    name = {"proprietary": "UNIX x86_64 Kernel Module  ", "open": "UNIX Open Kernel Module for x86_64  "}[kernel_module]
+    return f"NVRM version: NVIDIA {name}{version}  Tue Sep 23 10:11:16 UTC 2025\nGCC version:  gcc version 12.2.0\n"

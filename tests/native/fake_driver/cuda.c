@@ -1,0 +1,794 @@
+/* libcuda.so.1 of the fake driver: contexts, memory of every kind, launches of every kind, and the ways to ask for functions.
+ *
+ * Only counts: no memory is behind a pointer, no kernel computes. Every other function that CUDA's headers know is a weak stub,
+ * made by generate.py; what is defined here goes before it. Compiled against NVIDIA's cuda.h, so the types are the driver's.
+ */
+#define _GNU_SOURCE
+#define __CUDA_API_VERSION_INTERNAL /* the functions under their own names: cuMemAlloc is the one of 32 bits */
+#include <cuda.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "machine.h"
+#include "symbols.h"
+
+#define PER_THREAD(function) extern __typeof__(function) function##_ptsz __attribute__((alias(#function)))
+#define QUEUE_NS 100000000ull
+#define FIRST_ADDRESS 0x7f0000000000ull
+#define ALIGNMENT (2ull << 20)
+
+/* --- GPUs: an ordinal of this process is an index into `minors` --- */
+
+static unsigned minors[MAX_GPUS], gpu_count;
+static pthread_once_t enumerated = PTHREAD_ONCE_INIT;
+static int is_initialized;
+static uint64_t busy_until[MAX_GPUS];
+
+static int minor_named(const char *word, const unsigned *seen, unsigned seen_count, unsigned *minor)
+{
+    char uuid[96], *end;
+    if (strncmp(word, "GPU-", 4) == 0) {
+        for (unsigned i = 0; i < seen_count; i++) {
+            gpu_uuid(seen[i], uuid);
+            if (strncmp(uuid, word, strlen(word)) == 0)
+                return *minor = seen[i], 1;
+        }
+        return 0;
+    }
+    unsigned long index = strtoul(word, &end, 10);
+    if (end == word || index >= seen_count)
+        return 0;
+    return *minor = seen[index], 1;
+}
+
+/* CUDA_VISIBLE_DEVICES: up to the first word that names no GPU. */
+static void enumerate(void)
+{
+    unsigned seen[MAX_GPUS], seen_count = visible_gpus(seen);
+    const char *wanted = getenv("CUDA_VISIBLE_DEVICES");
+    char text[2048], *rest = NULL;
+    if (!wanted) {
+        memcpy(minors, seen, sizeof minors);
+        gpu_count = seen_count;
+        return;
+    }
+    snprintf(text, sizeof text, "%s", wanted);
+    for (char *word = strtok_r(text, ",", &rest); word && gpu_count < MAX_GPUS; word = strtok_r(NULL, ",", &rest)) {
+        if (!minor_named(word, seen, seen_count, &minors[gpu_count]))
+            break;
+        gpu_count++;
+    }
+}
+
+static int is_gpu(CUdevice ordinal)
+{
+    pthread_once(&enumerated, enumerate);
+    return ordinal >= 0 && (unsigned)ordinal < gpu_count;
+}
+
+CUresult CUDAAPI cuInit(unsigned int flags)
+{
+    log_call("cuInit");
+    (void)flags;
+    pthread_once(&enumerated, enumerate);
+    is_initialized = 1;
+    return gpu_count ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
+}
+
+CUresult CUDAAPI cuDriverGetVersion(int *version)
+{
+    log_call("cuDriverGetVersion");
+    *version = config()->cuda_version;
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDeviceGetCount(int *count)
+{
+    pthread_once(&enumerated, enumerate);
+    *count = (int)gpu_count;
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDeviceGet(CUdevice *device, int ordinal)
+{
+    *device = ordinal;
+    return is_gpu(ordinal) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+}
+
+CUresult CUDAAPI cuDeviceGetName(char *name, int size, CUdevice device)
+{
+    if (!is_gpu(device))
+        return CUDA_ERROR_INVALID_DEVICE;
+    snprintf(name, (size_t)size, "%s", config()->name);
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDeviceTotalMem_v2(size_t *bytes, CUdevice device)
+{
+    uint64_t used, total;
+    if (!is_gpu(device))
+        return CUDA_ERROR_INVALID_DEVICE;
+    memory_of_caller(minors[device], &total, &used);
+    *bytes = total;
+    return CUDA_SUCCESS;
+}
+
+static unsigned in_32_bits(uint64_t value) { return value > 0xffffffffu ? 0xffffffffu : (unsigned)value; }
+
+CUresult CUDAAPI cuDeviceTotalMem(unsigned int *bytes, CUdevice device)
+{
+    size_t total = 0;
+    CUresult result = cuDeviceTotalMem_v2(&total, device);
+    *bytes = in_32_bits(total);
+    return result;
+}
+
+CUresult CUDAAPI cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device)
+{
+    if (!is_gpu(device))
+        return CUDA_ERROR_INVALID_DEVICE;
+    switch ((int)attribute) {
+    case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK: *value = 1024; break;
+    case CU_DEVICE_ATTRIBUTE_WARP_SIZE: *value = 32; break;
+    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *value = 132; break;
+    case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR: *value = 2048; break;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = 9; break;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *value = 0; break;
+    case CU_DEVICE_ATTRIBUTE_PCI_BUS_ID: *value = 0x10 + (int)minors[device]; break;
+    case CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID:
+    case CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID:
+    case CU_DEVICE_ATTRIBUTE_INTEGRATED: *value = 0; break;
+    default: *value = 1; /* the rest are abilities, and an H100 has them */
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device)
+{
+    char text[96];
+    if (!is_gpu(device))
+        return CUDA_ERROR_INVALID_DEVICE;
+    gpu_uuid(minors[device], text);
+    unsigned place = 0;
+    for (const char *at = text + strlen("GPU-"); *at && place < 32; at++)
+        if (*at != '-') {
+            int digit = *at <= '9' ? *at - '0' : (*at | 0x20) - 'a' + 10;
+            uuid->bytes[place / 2] = (char)(place % 2 ? uuid->bytes[place / 2] | digit : digit << 4);
+            place++;
+        }
+    return CUDA_SUCCESS;
+}
+CUresult CUDAAPI cuDeviceGetUuid(CUuuid *uuid, CUdevice device) { return cuDeviceGetUuid_v2(uuid, device); }
+
+CUresult CUDAAPI cuDeviceGetPCIBusId(char *text, int size, CUdevice device)
+{
+    char bus_id[32];
+    if (!is_gpu(device))
+        return CUDA_ERROR_INVALID_DEVICE;
+    gpu_bus_id(minors[device], bus_id);
+    snprintf(text, (size_t)size, "%s", bus_id + strlen("0000")); /* CUDA's domain has four digits */
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDeviceGetByPCIBusId(CUdevice *device, const char *wanted)
+{
+    char bus_id[32];
+    pthread_once(&enumerated, enumerate);
+    for (*device = 0; is_gpu(*device); ++*device)
+        if (cuDeviceGetPCIBusId(bus_id, sizeof bus_id, *device) == CUDA_SUCCESS && strcasecmp(bus_id, wanted) == 0)
+            return CUDA_SUCCESS;
+    return CUDA_ERROR_INVALID_DEVICE;
+}
+
+/* --- contexts: one handle a GPU --- */
+
+static CUcontext handles[MAX_GPUS + 1];
+static unsigned retained[MAX_GPUS];
+static __thread CUdevice current = -1;
+
+static CUcontext context_of(CUdevice device) { return device < 0 ? NULL : (CUcontext)&handles[device]; }
+static CUdevice device_of(CUcontext context) { return context ? (CUdevice)((CUcontext *)context - handles) : -1; }
+
+static CUresult retain(CUdevice device)
+{
+    if (!is_initialized)
+        return CUDA_ERROR_NOT_INITIALIZED;
+    if (!is_gpu(device))
+        return CUDA_ERROR_INVALID_DEVICE;
+    if (!open_context(minors[device]))
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    __atomic_add_fetch(&retained[device], 1, __ATOMIC_SEQ_CST);
+    return CUDA_SUCCESS;
+}
+
+static CUresult release(CUdevice device)
+{
+    if (!is_gpu(device) || !retained[device])
+        return CUDA_ERROR_INVALID_CONTEXT;
+    __atomic_sub_fetch(&retained[device], 1, __ATOMIC_SEQ_CST);
+    close_context(minors[device]);
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
+{
+    log_call("cuDevicePrimaryCtxRetain");
+    *context = context_of(device);
+    return retain(device);
+}
+
+CUresult CUDAAPI cuDevicePrimaryCtxRelease_v2(CUdevice device) { return release(device); }
+CUresult CUDAAPI cuDevicePrimaryCtxRelease(CUdevice device) { return release(device); }
+
+CUresult CUDAAPI cuDevicePrimaryCtxReset_v2(CUdevice device)
+{
+    while (release(device) == CUDA_SUCCESS)
+        ;
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDevicePrimaryCtxGetState(CUdevice device, unsigned int *flags, int *is_active)
+{
+    *flags = 0;
+    *is_active = is_gpu(device) && retained[device];
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuCtxCreate_v2(CUcontext *context, unsigned int flags, CUdevice device)
+{
+    (void)flags;
+    CUresult result = cuDevicePrimaryCtxRetain(context, device);
+    if (result == CUDA_SUCCESS)
+        current = device;
+    return result;
+}
+
+CUresult CUDAAPI cuCtxCreate(CUcontext *context, unsigned int flags, CUdevice device)
+{
+    return cuCtxCreate_v2(context, flags, device);
+}
+
+CUresult CUDAAPI cuCtxCreate_v3(CUcontext *context, CUexecAffinityParam *affinity, int count, unsigned int flags, CUdevice device)
+{
+    (void)affinity, (void)count;
+    return cuCtxCreate_v2(context, flags, device);
+}
+
+CUresult CUDAAPI cuCtxCreate_v4(CUcontext *context, CUctxCreateParams *parameters, unsigned int flags, CUdevice device)
+{
+    (void)parameters;
+    return cuCtxCreate_v2(context, flags, device);
+}
+
+CUresult CUDAAPI cuCtxDestroy_v2(CUcontext context)
+{
+    if (device_of(context) == current)
+        current = -1;
+    return release(device_of(context));
+}
+
+CUresult CUDAAPI cuCtxSetCurrent(CUcontext context) { return current = device_of(context), CUDA_SUCCESS; }
+CUresult CUDAAPI cuCtxPushCurrent_v2(CUcontext context) { return current = device_of(context), CUDA_SUCCESS; }
+CUresult CUDAAPI cuCtxGetCurrent(CUcontext *context) { return *context = context_of(current), CUDA_SUCCESS; }
+
+CUresult CUDAAPI cuCtxPopCurrent_v2(CUcontext *context)
+{
+    if (context)
+        *context = context_of(current);
+    current = -1;
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuCtxGetDevice(CUdevice *device)
+{
+    *device = current;
+    return current < 0 ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuCtxGetApiVersion(CUcontext context, unsigned int *version)
+{
+    (void)context;
+    return *version = 3020, CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuCtxGetFlags(unsigned int *flags) { return *flags = 0, CUDA_SUCCESS; }
+
+/* --- memory: what this process has, by address --- */
+
+typedef struct { CUdeviceptr address; size_t bytes; CUdevice device; int is_of_pool; } allocation;
+static struct { pthread_mutex_t guard; allocation *all; size_t count, room; CUdeviceptr next; uint64_t pool_used[MAX_GPUS], pool_high[MAX_GPUS]; }
+    memory = {.guard = PTHREAD_MUTEX_INITIALIZER, .next = FIRST_ADDRESS};
+
+static CUresult allocate(CUdeviceptr *address, size_t bytes, CUdevice device, int is_of_pool)
+{
+    if (device < 0)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    if (!is_gpu(device))
+        return CUDA_ERROR_INVALID_DEVICE;
+    if (bytes == 0)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (!take_memory(minors[device], bytes))
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    pthread_mutex_lock(&memory.guard);
+    if (memory.count == memory.room) {
+        memory.room = memory.room ? 2 * memory.room : 64;
+        memory.all = realloc(memory.all, memory.room * sizeof(allocation));
+    }
+    *address = memory.next;
+    memory.next += (bytes + ALIGNMENT - 1) & ~(ALIGNMENT - 1);
+    memory.all[memory.count++] = (allocation){*address, bytes, device, is_of_pool};
+    if (is_of_pool && (memory.pool_used[device] += bytes) > memory.pool_high[device])
+        memory.pool_high[device] = memory.pool_used[device];
+    pthread_mutex_unlock(&memory.guard);
+    return CUDA_SUCCESS;
+}
+
+/* The allocation that an address lies in; with `removes` it is taken out of the list. */
+static int find_allocation(CUdeviceptr address, allocation *found, int removes)
+{
+    int is_found = 0;
+    pthread_mutex_lock(&memory.guard);
+    for (size_t i = memory.count; i-- > 0 && !is_found;) {
+        allocation *at = &memory.all[i];
+        is_found = removes ? at->address == address : address >= at->address && address < at->address + at->bytes;
+        if (is_found)
+            *found = *at;
+        if (is_found && removes) {
+            memory.pool_used[at->device] -= at->is_of_pool ? at->bytes : 0;
+            *at = memory.all[--memory.count];
+        }
+    }
+    pthread_mutex_unlock(&memory.guard);
+    return is_found;
+}
+
+static CUresult free_allocation(CUdeviceptr address)
+{
+    allocation found;
+    if (!address)
+        return CUDA_SUCCESS;
+    if (!find_allocation(address, &found, 1))
+        return CUDA_ERROR_INVALID_VALUE;
+    give_memory(minors[found.device], found.bytes);
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
+{
+    log_call("cuMemAlloc_v2");
+    return allocate(address, bytes, current, 0);
+}
+
+/* As the driver's: a pointer of 32 bits is written. Who wanted cuMemAlloc_v2 has the upper half of whatever was there. */
+CUresult CUDAAPI cuMemAlloc(CUdeviceptr_v1 *address, unsigned int bytes)
+{
+    CUdeviceptr whole = 0;
+    log_call("cuMemAlloc");
+    CUresult result = allocate(&whole, bytes, current, 0);
+    if (result == CUDA_SUCCESS)
+        *address = (CUdeviceptr_v1)whole;
+    return result;
+}
+
+CUresult CUDAAPI cuMemFree_v2(CUdeviceptr address) { return free_allocation(address); }
+
+CUresult CUDAAPI cuMemAllocManaged(CUdeviceptr *address, size_t bytes, unsigned int flags)
+{
+    log_call("cuMemAllocManaged");
+    (void)flags;
+    return allocate(address, bytes, current, 0);
+}
+
+CUresult CUDAAPI cuMemAllocPitch_v2(CUdeviceptr *address, size_t *pitch, size_t width, size_t height, unsigned int element)
+{
+    log_call("cuMemAllocPitch_v2");
+    (void)element;
+    *pitch = (width + 511) & ~(size_t)511;
+    return allocate(address, *pitch * height, current, 0);
+}
+
+CUresult CUDAAPI cuMemGetInfo_v2(size_t *free_bytes, size_t *total)
+{
+    uint64_t used, all;
+    if (current < 0)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    memory_of_caller(minors[current], &all, &used);
+    *total = all;
+    *free_bytes = used < all ? all - used : 0;
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuMemGetInfo(unsigned int *free_bytes, unsigned int *total)
+{
+    size_t wide_free = 0, wide_total = 0;
+    CUresult result = cuMemGetInfo_v2(&wide_free, &wide_total);
+    *free_bytes = in_32_bits(wide_free);
+    *total = in_32_bits(wide_total);
+    return result;
+}
+
+CUresult CUDAAPI cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *size, CUdeviceptr address)
+{
+    allocation found;
+    if (!find_allocation(address, &found, 0))
+        return CUDA_ERROR_INVALID_VALUE;
+    if (base)
+        *base = found.address;
+    if (size)
+        *size = found.bytes;
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdeviceptr address)
+{
+    allocation found;
+    if (!find_allocation(address, &found, 0))
+        return CUDA_ERROR_INVALID_VALUE;
+    switch ((int)attribute) {
+    case CU_POINTER_ATTRIBUTE_CONTEXT: *(CUcontext *)value = context_of(found.device); break;
+    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE: *(unsigned *)value = CU_MEMORYTYPE_DEVICE; break;
+    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER: *(CUdeviceptr *)value = address; break;
+    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *(int *)value = found.device; break;
+    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: *(CUdeviceptr *)value = found.address; break;
+    case CU_POINTER_ATTRIBUTE_RANGE_SIZE: *(size_t *)value = found.bytes; break;
+    default: return CUDA_ERROR_NOT_SUPPORTED;
+    }
+    return CUDA_SUCCESS;
+}
+
+/* Of the host, which is not counted. */
+CUresult CUDAAPI cuMemHostAlloc(void **memory_of_host, size_t bytes, unsigned int flags)
+{
+    (void)flags;
+    return (*memory_of_host = malloc(bytes)) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+CUresult CUDAAPI cuMemAllocHost_v2(void **memory_of_host, size_t bytes) { return cuMemHostAlloc(memory_of_host, bytes, 0); }
+CUresult CUDAAPI cuMemFreeHost(void *memory_of_host) { return free(memory_of_host), CUDA_SUCCESS; }
+
+/* Pools: a handle points to its GPU's number. All of a GPU's share what they have reserved. */
+static int pool_devices[MAX_GPUS];
+
+static CUresult pool_of(CUmemoryPool *pool, CUdevice device)
+{
+    if (!is_gpu(device))
+        return CUDA_ERROR_INVALID_DEVICE;
+    pool_devices[device] = device;
+    *pool = (CUmemoryPool)&pool_devices[device];
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDeviceGetDefaultMemPool(CUmemoryPool *pool, CUdevice device) { return pool_of(pool, device); }
+CUresult CUDAAPI cuDeviceGetMemPool(CUmemoryPool *pool, CUdevice device) { return pool_of(pool, device); }
+
+CUresult CUDAAPI cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *properties)
+{
+    return pool_of(pool, properties->location.id);
+}
+
+CUresult CUDAAPI cuMemPoolGetAttribute(CUmemoryPool pool, CUmemPool_attribute attribute, void *value)
+{
+    int device = *(int *)pool;
+    switch ((int)attribute) {
+    case CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT:
+    case CU_MEMPOOL_ATTR_USED_MEM_CURRENT: *(cuuint64_t *)value = memory.pool_used[device]; break;
+    case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH:
+    case CU_MEMPOOL_ATTR_USED_MEM_HIGH: *(cuuint64_t *)value = memory.pool_high[device]; break;
+    default: *(int *)value = 0;
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuMemAllocFromPoolAsync(CUdeviceptr *address, size_t bytes, CUmemoryPool pool, CUstream stream)
+{
+    log_call("cuMemAllocFromPoolAsync");
+    (void)stream;
+    return allocate(address, bytes, *(int *)pool, 1);
+}
+PER_THREAD(cuMemAllocFromPoolAsync);
+
+CUresult CUDAAPI cuMemAllocAsync(CUdeviceptr *address, size_t bytes, CUstream stream)
+{
+    log_call("cuMemAllocAsync");
+    (void)stream;
+    return allocate(address, bytes, current, 1);
+}
+PER_THREAD(cuMemAllocAsync);
+
+CUresult CUDAAPI cuMemFreeAsync(CUdeviceptr address, CUstream stream)
+{
+    (void)stream;
+    return free_allocation(address);
+}
+PER_THREAD(cuMemFreeAsync);
+
+/* Virtual memory: the memory is the handle's; addresses cost nothing. */
+CUresult CUDAAPI cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *properties,
+                                               CUmemAllocationGranularity_flags option)
+{
+    (void)properties, (void)option;
+    return *bytes = ALIGNMENT, CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *properties,
+                             unsigned long long flags)
+{
+    log_call("cuMemCreate");
+    (void)flags;
+    return allocate(handle, bytes, properties->location.id, 0);
+}
+
+CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle) { return free_allocation(handle); }
+
+CUresult CUDAAPI cuMemAddressReserve(CUdeviceptr *address, size_t bytes, size_t alignment, CUdeviceptr near,
+                                     unsigned long long flags)
+{
+    (void)alignment, (void)near, (void)flags;
+    pthread_mutex_lock(&memory.guard);
+    *address = memory.next;
+    memory.next += (bytes + ALIGNMENT - 1) & ~(ALIGNMENT - 1);
+    pthread_mutex_unlock(&memory.guard);
+    return CUDA_SUCCESS;
+}
+
+/* Arrays */
+static size_t bytes_of_format(CUarray_format format)
+{
+    switch ((int)format) {
+    case CU_AD_FORMAT_UNSIGNED_INT8:
+    case CU_AD_FORMAT_SIGNED_INT8: return 1;
+    case CU_AD_FORMAT_UNSIGNED_INT16:
+    case CU_AD_FORMAT_SIGNED_INT16:
+    case CU_AD_FORMAT_HALF: return 2;
+    default: return 4;
+    }
+}
+
+static size_t bytes_of_array(size_t width, size_t height, size_t depth, CUarray_format format, unsigned channels)
+{
+    return width * (height ? height : 1) * (depth ? depth : 1) * bytes_of_format(format) * channels;
+}
+
+static CUresult make_array(void **array, size_t bytes)
+{
+    CUdeviceptr address = 0;
+    CUresult result = allocate(&address, bytes, current, 0);
+    *array = (void *)(uintptr_t)address;
+    return result;
+}
+
+CUresult CUDAAPI cuArrayCreate_v2(CUarray *array, const CUDA_ARRAY_DESCRIPTOR *of)
+{
+    log_call("cuArrayCreate_v2");
+    return make_array((void **)array, bytes_of_array(of->Width, of->Height, 1, of->Format, of->NumChannels));
+}
+
+CUresult CUDAAPI cuArray3DCreate_v2(CUarray *array, const CUDA_ARRAY3D_DESCRIPTOR *of)
+{
+    log_call("cuArray3DCreate_v2");
+    return make_array((void **)array, bytes_of_array(of->Width, of->Height, of->Depth, of->Format, of->NumChannels));
+}
+
+CUresult CUDAAPI cuMipmappedArrayCreate(CUmipmappedArray *array, const CUDA_ARRAY3D_DESCRIPTOR *of, unsigned int levels)
+{
+    size_t bytes = 0;
+    log_call("cuMipmappedArrayCreate");
+    for (unsigned level = 0; level < (levels ? levels : 1); level++)
+        bytes += bytes_of_array(of->Width >> level, of->Height >> level, of->Depth >> level, of->Format, of->NumChannels);
+    return make_array((void **)array, bytes);
+}
+
+CUresult CUDAAPI cuArrayDestroy(CUarray array) { return free_allocation((uintptr_t)array); }
+CUresult CUDAAPI cuMipmappedArrayDestroy(CUmipmappedArray array) { return free_allocation((uintptr_t)array); }
+
+/* --- modules and launches: a launch returns at once, until the GPU has QUEUE_NS of work before it --- */
+
+static int a_module, a_function, a_stream, an_event;
+
+CUresult CUDAAPI cuModuleLoadData(CUmodule *module, const void *image)
+{
+    (void)image;
+    return *module = (CUmodule)&a_module, CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned int count, CUjit_option *options, void **values)
+{
+    (void)count, (void)options, (void)values;
+    return cuModuleLoadData(module, image);
+}
+
+CUresult CUDAAPI cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name)
+{
+    (void)module, (void)name;
+    return *function = (CUfunction)&a_function, CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuModuleGetLoadingMode(CUmoduleLoadingMode *mode) { return *mode = CU_MODULE_LAZY_LOADING, CUDA_SUCCESS; }
+
+static CUresult run_kernels(unsigned count)
+{
+    if (current < 0)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    uint64_t done_at = run_on_gpu(minors[current], config()->kernel_ns * count);
+    busy_until[current] = done_at;
+    if (done_at > now_ns() + QUEUE_NS)
+        sleep_until(done_at - QUEUE_NS);
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuLaunchKernel(CUfunction function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,
+                                unsigned int block_x, unsigned int block_y, unsigned int block_z, unsigned int shared_bytes,
+                                CUstream stream, void **parameters, void **extra)
+{
+    (void)function, (void)grid_x, (void)grid_y, (void)grid_z, (void)block_x, (void)block_y, (void)block_z;
+    (void)shared_bytes, (void)stream, (void)parameters, (void)extra;
+    return run_kernels(1);
+}
+PER_THREAD(cuLaunchKernel);
+
+CUresult CUDAAPI cuLaunchKernelEx(const CUlaunchConfig *launch, CUfunction function, void **parameters, void **extra)
+{
+    (void)launch, (void)function, (void)parameters, (void)extra;
+    return run_kernels(1);
+}
+PER_THREAD(cuLaunchKernelEx);
+
+CUresult CUDAAPI cuLaunchCooperativeKernel(CUfunction function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,
+                                           unsigned int block_x, unsigned int block_y, unsigned int block_z,
+                                           unsigned int shared_bytes, CUstream stream, void **parameters)
+{
+    (void)function, (void)grid_x, (void)grid_y, (void)grid_z, (void)block_x, (void)block_y, (void)block_z;
+    (void)shared_bytes, (void)stream, (void)parameters;
+    return run_kernels(1);
+}
+PER_THREAD(cuLaunchCooperativeKernel);
+
+CUresult CUDAAPI cuCtxSynchronize(void)
+{
+    if (current < 0)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    sleep_until(busy_until[current]);
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuStreamSynchronize(CUstream stream)
+{
+    (void)stream;
+    return cuCtxSynchronize();
+}
+PER_THREAD(cuStreamSynchronize);
+
+CUresult CUDAAPI cuStreamCreate(CUstream *stream, unsigned int flags)
+{
+    (void)flags;
+    return *stream = (CUstream)&a_stream, CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuStreamCreateWithPriority(CUstream *stream, unsigned int flags, int priority)
+{
+    (void)priority;
+    return cuStreamCreate(stream, flags);
+}
+
+CUresult CUDAAPI cuEventCreate(CUevent *event, unsigned int flags)
+{
+    (void)flags;
+    return *event = (CUevent)&an_event, CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuCtxGetStreamPriorityRange(int *least, int *greatest)
+{
+    *least = 0;
+    *greatest = -5;
+    return CUDA_SUCCESS;
+}
+
+/* Graphs: how many kernels they have. An executable one is a copy. */
+typedef struct { unsigned kernels; } graph;
+
+CUresult CUDAAPI cuGraphCreate(CUgraph *made, unsigned int flags)
+{
+    (void)flags;
+    return (*made = calloc(1, sizeof(graph))) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+static CUresult add_kernel(CUgraphNode *node, CUgraph to)
+{
+    ((graph *)to)->kernels++;
+    return *node = (CUgraphNode)to, CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuGraphAddKernelNode_v2(CUgraphNode *node, CUgraph to, const CUgraphNode *after, size_t count,
+                                         const CUDA_KERNEL_NODE_PARAMS *parameters)
+{
+    (void)after, (void)count, (void)parameters;
+    return add_kernel(node, to);
+}
+
+CUresult CUDAAPI cuGraphAddKernelNode(CUgraphNode *node, CUgraph to, const CUgraphNode *after, size_t count,
+                                      const CUDA_KERNEL_NODE_PARAMS_v1 *parameters)
+{
+    (void)after, (void)count, (void)parameters;
+    return add_kernel(node, to);
+}
+
+CUresult CUDAAPI cuGraphInstantiateWithFlags(CUgraphExec *made, CUgraph from, unsigned long long flags)
+{
+    (void)flags;
+    graph *copy = malloc(sizeof(graph));
+    if (!copy)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    *copy = *(graph *)from;
+    *made = (CUgraphExec)copy;
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuGraphLaunch(CUgraphExec from, CUstream stream)
+{
+    (void)stream;
+    return run_kernels(((graph *)from)->kernels);
+}
+PER_THREAD(cuGraphLaunch);
+
+CUresult CUDAAPI cuGraphDestroy(CUgraph of) { return free(of), CUDA_SUCCESS; }
+CUresult CUDAAPI cuGraphExecDestroy(CUgraphExec of) { return free(of), CUDA_SUCCESS; }
+
+/* --- errors --- */
+
+CUresult CUDAAPI cuGetErrorName(CUresult error, const char **name)
+{
+    switch ((int)error) {
+    case CUDA_SUCCESS: *name = "CUDA_SUCCESS"; break;
+    case CUDA_ERROR_OUT_OF_MEMORY: *name = "CUDA_ERROR_OUT_OF_MEMORY"; break;
+    case CUDA_ERROR_NO_DEVICE: *name = "CUDA_ERROR_NO_DEVICE"; break;
+    default: *name = "CUDA_ERROR_UNKNOWN";
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuGetErrorString(CUresult error, const char **text) { return cuGetErrorName(error, text); }
+
+/* --- asking for functions --- */
+
+/* The newest variant of a function that is not newer than `version`; its per-thread one where the flags want that and there is one. */
+static CUresult find_function(const char *name, void **function, int version, cuuint64_t flags, CUdriverProcAddressQueryResult *status)
+{
+    int wants_per_thread = (flags & CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM) != 0, best = -1, is_known = 0;
+    *function = NULL;
+    for (const driver_symbol *symbol = driver_symbols; symbol->base; symbol++) {
+        if (strcmp(symbol->base, name) != 0 || symbol->is_per_thread > wants_per_thread)
+            continue;
+        is_known = 1;
+        int rank = 2 * symbol->since + symbol->is_per_thread;
+        if (symbol->since <= version && symbol->since <= config()->cuda_version && rank > best) {
+            best = rank;
+            *function = symbol->function;
+        }
+    }
+    *status = *function ? CU_GET_PROC_ADDRESS_SUCCESS
+              : is_known ? CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+    return CUDA_SUCCESS;
+}
+
+/* Up to CUDA 11 what was not found was an error; since CUDA 12 it is a status. */
+CUresult CUDAAPI cuGetProcAddress(const char *name, void **function, int version, cuuint64_t flags)
+{
+    CUdriverProcAddressQueryResult status;
+    CUresult result = find_function(name, function, version, flags, &status);
+    return result == CUDA_SUCCESS && !*function ? CUDA_ERROR_NOT_FOUND : result;
+}
+
+CUresult CUDAAPI cuGetProcAddress_v2(const char *name, void **function, int version, cuuint64_t flags,
+                                     CUdriverProcAddressQueryResult *status)
+{
+    CUdriverProcAddressQueryResult unwanted;
+    return find_function(name, function, version, flags, status ? status : &unwanted);
+}
+
+/* NVIDIA's own libraries ask for tables that are not documented. */
+CUresult CUDAAPI cuGetExportTable(const void **table, const CUuuid *id)
+{
+    (void)id;
+    return *table = NULL, CUDA_ERROR_NOT_FOUND;
+}

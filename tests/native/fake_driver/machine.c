@@ -1,0 +1,469 @@
+#define _GNU_SOURCE
+#include "machine.h"
+
+#include <ctype.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/time.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+#define DEFAULT_STATE "/var/lib/fake-gpu/state"
+#define SECOND_NS 1000000000ull
+#define SLICE_NS 100000000ull
+#define LONGEST_QUEUE_NS (60 * SECOND_NS)
+enum { SLICES = 16, SLICES_SHOWN = 10, LOCK_BASE = 0x40000000 };
+
+typedef struct { uint64_t number, busy_ns; } slice;
+typedef struct {
+    uint64_t memory; /* with that of the context */
+    unsigned contexts;
+    slice slices[SLICES];
+} gpu_use;
+typedef struct {
+    int is_used, pid, host_pid;
+    uint64_t pid_namespace;
+    char cgroup[TEXT];
+    gpu_use gpus[MAX_GPUS];
+} process;
+typedef struct {
+    uint64_t layout;
+    uint64_t busy_until_ns[MAX_GPUS];
+    process processes[MAX_PROCESSES];
+} state;
+
+static const uint64_t LAYOUT = 0xfa4e000000000001ull + sizeof(state);
+
+/* Of this process. A child of fork has none of it: its parent's GPUs are not its own, as with the real driver. */
+static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER;
+static state *machine;
+static int state_file = -1;
+static process *own;
+
+static void fail(const char *what, const char *path)
+{
+    fprintf(stderr, "fake driver: %s %s: %s\n", what, path, strerror(errno));
+    _exit(99);
+}
+
+/* --- settings --- */
+
+static const char *state_path(void)
+{
+    const char *path = getenv("FAKE_GPU_STATE");
+    return path && *path ? path : DEFAULT_STATE;
+}
+
+static void path_beside(const char *name, char path[TEXT])
+{
+    const char *end = strrchr(state_path(), '/');
+    int length = end ? (int)(end - state_path()) : 1;
+    snprintf(path, TEXT, "%.*s/%s", length, end ? state_path() : ".", name);
+}
+
+static void read_setting(const char *file_text, const char *name, const char *fallback, char value[TEXT])
+{
+    char variable[TEXT] = "FAKE_GPU_";
+    for (size_t i = 0, at = strlen(variable); name[i]; i++)
+        variable[at + i] = (char)toupper(name[i]);
+    const char *given = getenv(variable);
+    snprintf(value, TEXT, "%s", given ? given : fallback);
+    size_t length = strlen(name);
+    for (const char *line = given ? NULL : file_text; line && *line; line = strchr(line, '\n'), line += line != NULL)
+        if (strncmp(line, name, length) == 0 && line[length] == ' ')
+            snprintf(value, TEXT, "%.*s", (int)strcspn(line + length + 1, "\n"), line + length + 1);
+}
+
+static uint64_t read_number(const char *file_text, const char *name, const char *fallback)
+{
+    char value[TEXT];
+    read_setting(file_text, name, fallback, value);
+    return strtoull(value, NULL, 10);
+}
+
+static machine_config settings;
+
+static void read_settings(void)
+{
+    char path[TEXT], text[4096] = "", pids[TEXT];
+    path_beside("config", path);
+    FILE *file = fopen(path, "re");
+    if (file) {
+        text[fread(text, 1, sizeof text - 1, file)] = 0;
+        fclose(file);
+    }
+    uint64_t gpus = read_number(text, "gpus", "8");
+    settings.gpus = gpus < MAX_GPUS ? (unsigned)gpus : MAX_GPUS;
+    settings.memory = read_number(text, "memory_mib", "24576") << 20;
+    settings.context = read_number(text, "context_mib", "300") << 20;
+    settings.kernel_ns = read_number(text, "kernel_us", "1000") * 1000;
+    settings.cuda_version = (int)read_number(text, "cuda_version", "13000");
+    settings.logs = (int)read_number(text, "log", "0");
+    read_setting(text, "driver_version", "580.95.05", settings.driver_version);
+    read_setting(text, "name", "NVIDIA H100 80GB HBM3", settings.name);
+    read_setting(text, "uuid_prefix", "GPU-00000000-0000-4000-8000-", settings.uuid_prefix);
+    read_setting(text, "devices", "", settings.devices);
+    read_setting(text, "pids", "host", pids);
+    settings.pids = !strcmp(pids, "open570") ? PIDS_OPEN570 : !strcmp(pids, "open") ? PIDS_OPEN : PIDS_HOST;
+}
+
+const machine_config *config(void)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, read_settings);
+    return &settings;
+}
+
+void log_call(const char *name)
+{
+    if (config()->logs)
+        fprintf(stderr, "[driver] %s\n", name);
+}
+
+/* --- which GPUs --- */
+
+static int has_device_node(unsigned minor)
+{
+    char path[64];
+    snprintf(path, sizeof path, "/dev/nvidia%u", minor);
+    return access(path, F_OK) == 0;
+}
+
+unsigned visible_gpus(unsigned minors[MAX_GPUS])
+{
+    unsigned count = 0;
+    char text[TEXT], *rest = NULL;
+    memcpy(text, config()->devices, sizeof text);
+    for (char *word = strtok_r(text, ",", &rest); word && count < MAX_GPUS; word = strtok_r(NULL, ",", &rest)) {
+        unsigned minor = (unsigned)strtoul(word, NULL, 10);
+        if (minor < config()->gpus)
+            minors[count++] = minor;
+    }
+    for (unsigned minor = 0; !*config()->devices && minor < config()->gpus; minor++)
+        if (has_device_node(minor))
+            minors[count++] = minor;
+    for (unsigned minor = 0; !*config()->devices && !count && minor < config()->gpus; minor++)
+        minors[minor] = minor;
+    return *config()->devices || count ? count : config()->gpus;
+}
+
+void gpu_uuid(unsigned minor, char text[96]) { snprintf(text, 96, "%.70s%012x", config()->uuid_prefix, minor); }
+void gpu_bus_id(unsigned minor, char text[32]) { snprintf(text, 32, "00000000:%02X:00.0", 0x10 + minor); }
+
+/* --- the state file --- */
+
+static void start_anew_in_child(void)
+{
+    guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    if (state_file >= 0)
+        close(state_file);
+    state_file = -1;
+    own = NULL;
+}
+
+static void open_state(void)
+{
+    const char *path = state_path();
+    if (state_file >= 0)
+        return;
+    state_file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    if (state_file < 0)
+        fail("cannot open its state", path);
+    if (fchmod(state_file, 0666) != 0 && errno != EPERM) /* whatever the umask says; only the maker may */
+        fail("cannot open to all its state", path);
+    if (machine)
+        return;
+    static int is_registered;
+    if (!is_registered++)
+        pthread_atfork(NULL, NULL, start_anew_in_child);
+    flock(state_file, LOCK_EX);
+    if (ftruncate(state_file, sizeof(state)) != 0)
+        fail("cannot size its state", path);
+    void *mapped = mmap(NULL, sizeof(state), PROT_READ | PROT_WRITE, MAP_SHARED, state_file, 0);
+    if (mapped == MAP_FAILED)
+        fail("cannot map its state", path);
+    machine = mapped;
+    if (machine->layout != LAYOUT) {
+        memset(machine, 0, sizeof(state));
+        machine->layout = LAYOUT;
+    }
+    flock(state_file, LOCK_UN);
+}
+
+/* A step that no other thread, library or process interrupts. The kernel releases the lock of one that dies. */
+static void begin(void)
+{
+    pthread_mutex_lock(&guard);
+    open_state();
+    while (flock(state_file, LOCK_EX) != 0 && errno == EINTR)
+        ;
+}
+
+static void end(void)
+{
+    flock(state_file, LOCK_UN);
+    pthread_mutex_unlock(&guard);
+}
+
+/* --- processes --- */
+
+static struct flock byte_of(const process *entry)
+{
+    struct flock byte = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_len = 1};
+    byte.l_start = LOCK_BASE + (entry - machine->processes);
+    return byte;
+}
+
+static uint64_t own_pid_namespace(void)
+{
+    struct stat found;
+    return stat("/proc/self/ns/pid", &found) == 0 ? found.st_ino : 0;
+}
+
+static int is_own(const process *entry)
+{
+    return entry == own || (!own && entry->pid == getpid() && entry->pid_namespace == own_pid_namespace());
+}
+
+/* Its PID in the caller's PID namespace, 0 where that has none for it, -1 where the process is dead. A process's own lock does not
+   show to itself, though one of its two libraries, libcuda and libnvidia-ml, holds it. */
+static int pid_seen_by_caller(const process *entry)
+{
+    struct flock byte = byte_of(entry);
+    if (entry == own)
+        return getpid();
+    if (fcntl(state_file, F_GETLK, &byte) != 0)
+        return 0;
+    if (byte.l_type != F_UNLCK)
+        return byte.l_pid > 0 ? byte.l_pid : 0;
+    return is_own(entry) ? getpid() : -1;
+}
+
+static void clear_dead(void)
+{
+    for (process *entry = machine->processes; entry < machine->processes + MAX_PROCESSES; entry++)
+        if (entry->is_used && pid_seen_by_caller(entry) < 0)
+            memset(entry, 0, sizeof *entry);
+}
+
+static void read_own_cgroup(char cgroup[TEXT])
+{
+    char line[TEXT + 16];
+    FILE *file = fopen("/proc/self/cgroup", "re");
+    while (file && fgets(line, sizeof line, file))
+        if (strncmp(line, "0::", 3) == 0)
+            snprintf(cgroup, TEXT, "%.*s", (int)strcspn(line + 3, "\n"), line + 3);
+    if (file)
+        fclose(file);
+}
+
+/* What host_view.py answers: "PID CGROUP". */
+static int ask_host(process *entry)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    struct timeval patience = {.tv_sec = 2};
+    char path[TEXT], answer[TEXT + 16] = "";
+    path_beside("host-view", path);
+    snprintf(address.sun_path, sizeof address.sun_path, "%.107s", path);
+    int server = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (server < 0)
+        return 0;
+    setsockopt(server, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
+    setsockopt(server, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
+    int is_found = connect(server, (struct sockaddr *)&address, sizeof address) == 0 &&
+                   recv(server, answer, sizeof answer - 1, MSG_WAITALL) > 0 &&
+                   sscanf(answer, "%d %255s", &entry->host_pid, entry->cgroup) == 2;
+    close(server);
+    return is_found;
+}
+
+/* The kernel's initial PID namespace has this inode: there a process's PID is the host's. */
+static int is_on_host(void) { return own_pid_namespace() == 0xEFFFFFFCull; }
+
+static process *own_entry(void)
+{
+    process *entry = machine->processes;
+    if (own)
+        return own;
+    clear_dead();
+    while (entry < machine->processes + MAX_PROCESSES && entry->is_used && !is_own(entry))
+        entry++;
+    if (entry == machine->processes + MAX_PROCESSES)
+        return NULL;
+    memset(entry, 0, sizeof *entry); /* one that seems to be our own is of a program that has become this one by exec */
+    struct flock byte = byte_of(entry);
+    if (fcntl(state_file, F_SETLK, &byte) != 0)
+        fail("cannot lock its entry in", state_path());
+    entry->is_used = 1;
+    entry->pid = getpid();
+    entry->pid_namespace = own_pid_namespace();
+    if (!ask_host(entry)) {
+        entry->host_pid = is_on_host() ? getpid() : 0;
+        read_own_cgroup(entry->cgroup);
+    }
+    return own = entry;
+}
+
+/* --- memory --- */
+
+static uint64_t used_on(unsigned minor)
+{
+    uint64_t used = 0;
+    for (const process *entry = machine->processes; entry < machine->processes + MAX_PROCESSES; entry++)
+        used += entry->is_used ? entry->gpus[minor].memory : 0;
+    return used;
+}
+
+/* How much more memory of a GPU a process may take. */
+static uint64_t memory_left(unsigned minor, const process *entry)
+{
+    uint64_t used = used_on(minor);
+    (void)entry;
+    return used < config()->memory ? config()->memory - used : 0;
+}
+
+static int take(unsigned minor, uint64_t bytes)
+{
+    process *entry = own_entry();
+    clear_dead();
+    if (!entry || bytes > memory_left(minor, entry))
+        return 0;
+    entry->gpus[minor].memory += bytes;
+    return 1;
+}
+
+int take_memory(unsigned minor, uint64_t bytes)
+{
+    begin();
+    int is_taken = take(minor, bytes);
+    end();
+    return is_taken;
+}
+
+void give_memory(unsigned minor, uint64_t bytes)
+{
+    begin();
+    if (own)
+        own->gpus[minor].memory -= bytes;
+    end();
+}
+
+int open_context(unsigned minor)
+{
+    begin();
+    process *entry = own_entry();
+    int is_open = entry && (entry->gpus[minor].contexts || take(minor, config()->context));
+    if (is_open)
+        entry->gpus[minor].contexts++;
+    end();
+    return is_open;
+}
+
+void close_context(unsigned minor)
+{
+    begin();
+    if (own && own->gpus[minor].contexts && --own->gpus[minor].contexts == 0)
+        own->gpus[minor].memory -= config()->context;
+    end();
+}
+
+void memory_of_gpu(unsigned minor, uint64_t *total, uint64_t *used)
+{
+    begin();
+    clear_dead();
+    *total = config()->memory;
+    *used = used_on(minor);
+    end();
+}
+
+void memory_of_caller(unsigned minor, uint64_t *total, uint64_t *used) { memory_of_gpu(minor, total, used); }
+
+/* --- time --- */
+
+uint64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * SECOND_NS + (uint64_t)now.tv_nsec;
+}
+
+void sleep_until(uint64_t time_ns)
+{
+    struct timespec end_at = {.tv_sec = (time_t)(time_ns / SECOND_NS), .tv_nsec = (long)(time_ns % SECOND_NS)};
+    while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &end_at, NULL) == EINTR)
+        ;
+}
+
+static void note_busy(gpu_use *use, uint64_t from, uint64_t until)
+{
+    while (from < until) {
+        uint64_t number = from / SLICE_NS, slice_end = (number + 1) * SLICE_NS;
+        uint64_t stop = slice_end < until ? slice_end : until;
+        slice *at = &use->slices[number % SLICES];
+        if (at->number != number)
+            *at = (slice){.number = number};
+        at->busy_ns += stop - from;
+        from = stop;
+    }
+}
+
+static unsigned busy_percent(const gpu_use *use)
+{
+    uint64_t current = now_ns() / SLICE_NS, busy = 0;
+    for (const slice *at = use->slices; at < use->slices + SLICES; at++)
+        if (at->number < current && at->number + SLICES_SHOWN >= current)
+            busy += at->busy_ns;
+    return (unsigned)(busy * 100 / (SLICES_SHOWN * SLICE_NS));
+}
+
+uint64_t run_on_gpu(unsigned minor, uint64_t duration_ns)
+{
+    begin();
+    uint64_t now = now_ns(), *busy_until = &machine->busy_until_ns[minor];
+    int is_queued = *busy_until > now && *busy_until < now + LONGEST_QUEUE_NS; /* else it is of before a reboot */
+    uint64_t from = is_queued ? *busy_until : now, until = from + duration_ns;
+    process *entry = own_entry();
+    *busy_until = until;
+    if (entry)
+        note_busy(&entry->gpus[minor], from, until);
+    end();
+    return until;
+}
+
+/* --- what NVML shows --- */
+
+/* Which PID NVML names for a process that the caller sees as `seen` (0: not in its PID namespace), by the kernel module:
+   PIDS_HOST     the proprietary one: the host's PID, in lists and in samples of utilisation
+   PIDS_OPEN     the open ones, 515 to 565: lists have the caller's namespace alone, samples the host's PIDs
+   PIDS_OPEN570  the open ones from 570: samples are translated too, where the process is in the caller's namespace */
+static void name_pids(const process *entry, int seen, process_view *view)
+{
+    int host = entry->host_pid ? entry->host_pid : seen;
+    view->list_pid = config()->pids == PIDS_HOST ? host : seen;
+    view->sample_pid = config()->pids == PIDS_OPEN570 && seen ? seen : host;
+}
+
+unsigned list_processes(unsigned minor, process_view views[MAX_PROCESSES])
+{
+    unsigned count = 0;
+    begin();
+    clear_dead();
+    for (const process *entry = machine->processes; entry < machine->processes + MAX_PROCESSES; entry++)
+        if (entry->is_used && entry->gpus[minor].contexts) {
+            process_view *view = &views[count++];
+            view->memory = entry->gpus[minor].memory;
+            view->percent = busy_percent(&entry->gpus[minor]);
+            name_pids(entry, pid_seen_by_caller(entry), view);
+        }
+    end();
+    return count;
+}

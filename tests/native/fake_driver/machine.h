@@ -1,0 +1,73 @@
+/* The GPUs of one machine, as every process that loads the fake driver shares them.
+ *
+ * State: one file, mapped by all processes: $FAKE_GPU_STATE, else /var/lib/fake-gpu/state. A container needs its directory mounted
+ * writable at the same path: it is to the fake what the kernel module is to a real driver.
+ *
+ * Settings: lines "NAME VALUE" in the file `config` beside the state, read by each process when it first asks; an environment
+ * variable FAKE_GPU_<NAME in capitals> goes before.
+ *
+ *   gpus            8             how many the machine has
+ *   memory_mib      24576         of each
+ *   context_mib     300           what a process's context takes
+ *   kernel_us       1000          how long a kernel keeps its GPU busy
+ *   driver_version  580.95.05
+ *   cuda_version    13000         the newest CUDA of the driver
+ *   name            NVIDIA H100 80GB HBM3
+ *   uuid_prefix     GPU-00000000-0000-4000-8000-    followed by the minor number in 12 hexadecimal digits
+ *   pids            host          what NVML says of processes, machine.c, pid_seen_by_caller
+ *   devices                       minor numbers that this process sees, by commas; without it those of which /dev has a
+ *                                 nvidia<minor>, and where there is none, all
+ *   log             0             1: every call of the driver on standard error
+ *
+ * A process that dies leaves nothing: it holds a lock on one byte of the state file for its entry, which the kernel releases,
+ * and who next looks at the entry clears it. This works between PID namespaces, and the kernel also translates the holder's PID
+ * for who asks. What a container's process cannot know is its PID and cgroup on the host; a real kernel module knows them. It asks
+ * host_view.py through the socket `host-view` beside the state; without it, its own view of itself is taken.
+ */
+#ifndef FAKE_MACHINE_H
+#define FAKE_MACHINE_H
+
+#include <stdint.h>
+
+enum { MAX_GPUS = 16, MAX_PROCESSES = 1024, MAX_LIMITS = 256, TEXT = 256 };
+
+typedef enum { PIDS_HOST, PIDS_OPEN, PIDS_OPEN570 } pid_kind;
+
+typedef struct {
+    unsigned gpus;
+    uint64_t memory, context, kernel_ns;
+    char driver_version[TEXT], name[TEXT], uuid_prefix[TEXT], devices[TEXT];
+    int cuda_version, logs;
+    pid_kind pids;
+} machine_config;
+
+/* One process on one GPU, as NVML shows it to the caller. PID 0: not to be shown in that list. */
+typedef struct {
+    int list_pid, sample_pid;
+    uint64_t memory;
+    unsigned percent; /* of the last second */
+} process_view;
+
+const machine_config *config(void);
+void log_call(const char *name);
+
+unsigned visible_gpus(unsigned minors[MAX_GPUS]); /* their minor numbers, ascending or as `devices` says */
+void gpu_uuid(unsigned minor, char text[96]);
+void gpu_bus_id(unsigned minor, char text[32]); /* 00000000:10:00.0 */
+
+/* All of these take the GPU's minor number. Memory is taken for the calling process; 0 where there is none left for it. */
+int take_memory(unsigned minor, uint64_t bytes);
+void give_memory(unsigned minor, uint64_t bytes);
+int open_context(unsigned minor);
+void close_context(unsigned minor);
+void memory_of_caller(unsigned minor, uint64_t *total, uint64_t *used); /* as the caller's cgroup may see it */
+void memory_of_gpu(unsigned minor, uint64_t *total, uint64_t *used);
+
+/* Keeps the GPU busy for `duration_ns` behind all that was given to it before; the time (now_ns) at which it will be done. */
+uint64_t run_on_gpu(unsigned minor, uint64_t duration_ns);
+uint64_t now_ns(void);
+void sleep_until(uint64_t time_ns);
+
+unsigned list_processes(unsigned minor, process_view views[MAX_PROCESSES]);
+
+#endif

@@ -1,0 +1,332 @@
+/* libnvidia-ml.so.1 of the fake driver: GPUs, their memory, processes and utilisation, as far as the agent and the isolation libraries
+ * ask. Every other function that nvml.h knows is a weak stub that answers NOT_SUPPORTED, made by generate.py.
+ */
+#define _GNU_SOURCE
+#define NVML_NO_UNVERSIONED_FUNC_DEFS /* nvmlInit and nvmlInit_v2 are two functions */
+#include <nvml.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "machine.h"
+
+#define SLICE_US 100000ull
+
+/* A handle points to the GPU's minor number. */
+static unsigned handles[MAX_GPUS];
+static nvmlDevice_t handle_of(unsigned minor)
+{
+    handles[minor] = minor;
+    return (nvmlDevice_t)&handles[minor];
+}
+static unsigned minor_of(nvmlDevice_t device) { return *(unsigned *)device; }
+
+/* --- the library --- */
+
+nvmlReturn_t nvmlInitWithFlags(unsigned int flags)
+{
+    (void)flags;
+    log_call("nvmlInit");
+    return NVML_SUCCESS;
+}
+nvmlReturn_t nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
+nvmlReturn_t nvmlInit(void) { return nvmlInitWithFlags(0); }
+nvmlReturn_t nvmlShutdown(void) { return NVML_SUCCESS; }
+
+const char *nvmlErrorString(nvmlReturn_t result)
+{
+    switch ((int)result) {
+    case NVML_SUCCESS: return "Success";
+    case NVML_ERROR_INVALID_ARGUMENT: return "Invalid Argument";
+    case NVML_ERROR_NOT_SUPPORTED: return "Not Supported";
+    case NVML_ERROR_NO_PERMISSION: return "Insufficient Permissions";
+    case NVML_ERROR_NOT_FOUND: return "Not Found";
+    case NVML_ERROR_INSUFFICIENT_SIZE: return "Insufficient Size";
+    default: return "Unknown Error";
+    }
+}
+
+static nvmlReturn_t put(char *answer, unsigned size, const char *text)
+{
+    return (unsigned)snprintf(answer, size, "%s", text) < size ? NVML_SUCCESS : NVML_ERROR_INSUFFICIENT_SIZE;
+}
+
+nvmlReturn_t nvmlSystemGetDriverVersion(char *version, unsigned int size) { return put(version, size, config()->driver_version); }
+
+nvmlReturn_t nvmlSystemGetNVMLVersion(char *version, unsigned int size)
+{
+    char text[TEXT + 16];
+    snprintf(text, sizeof text, "%d.%s", config()->cuda_version / 1000, config()->driver_version);
+    return put(version, size, text);
+}
+
+nvmlReturn_t nvmlSystemGetCudaDriverVersion_v2(int *version) { return *version = config()->cuda_version, NVML_SUCCESS; }
+nvmlReturn_t nvmlSystemGetCudaDriverVersion(int *version) { return nvmlSystemGetCudaDriverVersion_v2(version); }
+
+/* --- finding GPUs --- */
+
+nvmlReturn_t nvmlDeviceGetCount_v2(unsigned int *count)
+{
+    unsigned minors[MAX_GPUS];
+    return *count = visible_gpus(minors), NVML_SUCCESS;
+}
+nvmlReturn_t nvmlDeviceGetCount(unsigned int *count) { return nvmlDeviceGetCount_v2(count); }
+
+nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned int index, nvmlDevice_t *device)
+{
+    unsigned minors[MAX_GPUS];
+    if (index >= visible_gpus(minors))
+        return NVML_ERROR_INVALID_ARGUMENT;
+    return *device = handle_of(minors[index]), NVML_SUCCESS;
+}
+nvmlReturn_t nvmlDeviceGetHandleByIndex(unsigned int index, nvmlDevice_t *device)
+{
+    return nvmlDeviceGetHandleByIndex_v2(index, device);
+}
+
+static nvmlReturn_t find_gpu(void (*text_of)(unsigned minor, char *text), const char *wanted, nvmlDevice_t *device)
+{
+    unsigned minors[MAX_GPUS], count = visible_gpus(minors);
+    char text[96];
+    for (unsigned i = 0; i < count; i++) {
+        text_of(minors[i], text);
+        size_t length = strlen(text), given = strlen(wanted);
+        if (given <= length && strcasecmp(text + length - given, wanted) == 0) /* a bus ID may have a shorter domain */
+            return *device = handle_of(minors[i]), NVML_SUCCESS;
+    }
+    return NVML_ERROR_NOT_FOUND;
+}
+
+nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *device)
+{
+    return strlen(uuid) < 32 ? NVML_ERROR_NOT_FOUND : find_gpu(gpu_uuid, uuid, device);
+}
+
+nvmlReturn_t nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, nvmlDevice_t *device)
+{
+    return strlen(bus_id) < 7 ? NVML_ERROR_NOT_FOUND : find_gpu(gpu_bus_id, bus_id, device);
+}
+nvmlReturn_t nvmlDeviceGetHandleByPciBusId(const char *bus_id, nvmlDevice_t *device)
+{
+    return nvmlDeviceGetHandleByPciBusId_v2(bus_id, device);
+}
+
+nvmlReturn_t nvmlDeviceGetIndex(nvmlDevice_t device, unsigned int *index)
+{
+    unsigned minors[MAX_GPUS], count = visible_gpus(minors);
+    for (*index = 0; *index < count; ++*index)
+        if (minors[*index] == minor_of(device))
+            return NVML_SUCCESS;
+    return NVML_ERROR_NOT_FOUND;
+}
+
+/* --- what a GPU is --- */
+
+nvmlReturn_t nvmlDeviceGetMinorNumber(nvmlDevice_t device, unsigned int *minor) { return *minor = minor_of(device), NVML_SUCCESS; }
+nvmlReturn_t nvmlDeviceGetName(nvmlDevice_t device, char *name, unsigned int size)
+{
+    (void)device;
+    return put(name, size, config()->name);
+}
+
+nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t device, char *uuid, unsigned int size)
+{
+    char text[96];
+    gpu_uuid(minor_of(device), text);
+    return put(uuid, size, text);
+}
+
+nvmlReturn_t nvmlDeviceGetPciInfo_v3(nvmlDevice_t device, nvmlPciInfo_t *pci)
+{
+    memset(pci, 0, sizeof *pci);
+    gpu_bus_id(minor_of(device), pci->busId);
+    memcpy(pci->busIdLegacy, pci->busId + strlen("0000"), strlen("0000:10:00.0"));
+    pci->bus = 0x10 + minor_of(device);
+    return NVML_SUCCESS;
+}
+
+/* The older variants have shorter structs, which begin alike: with the legacy bus ID. */
+static nvmlReturn_t pci_of_older(nvmlDevice_t device, void *pci, size_t size)
+{
+    nvmlPciInfo_t whole;
+    nvmlDeviceGetPciInfo_v3(device, &whole);
+    memcpy(pci, &whole, size);
+    return NVML_SUCCESS;
+}
+nvmlReturn_t nvmlDeviceGetPciInfo_v2(nvmlDevice_t device, nvmlPciInfo_t *pci) { return pci_of_older(device, pci, 36); }
+nvmlReturn_t nvmlDeviceGetPciInfo(nvmlDevice_t device, nvmlPciInfo_t *pci) { return pci_of_older(device, pci, 32); }
+
+nvmlReturn_t nvmlDeviceGetCudaComputeCapability(nvmlDevice_t device, int *major, int *minor)
+{
+    (void)device;
+    *major = 9;
+    *minor = 0;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetComputeMode(nvmlDevice_t device, nvmlComputeMode_t *mode)
+{
+    (void)device;
+    return *mode = NVML_COMPUTEMODE_DEFAULT, NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned int *now, unsigned int *pending)
+{
+    (void)device;
+    *now = *pending = NVML_DEVICE_MIG_DISABLE;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetTopologyCommonAncestor(nvmlDevice_t one, nvmlDevice_t other, nvmlGpuTopologyLevel_t *level)
+{
+    (void)one, (void)other;
+    return *level = NVML_TOPOLOGY_NODE, NVML_SUCCESS;
+}
+
+/* --- events: there are none --- */
+
+static int an_event_set;
+nvmlReturn_t nvmlEventSetCreate(nvmlEventSet_t *set) { return *set = (nvmlEventSet_t)&an_event_set, NVML_SUCCESS; }
+
+nvmlReturn_t nvmlDeviceGetSupportedEventTypes(nvmlDevice_t device, unsigned long long *types)
+{
+    (void)device;
+    return *types = nvmlEventTypeXidCriticalError | nvmlEventTypeDoubleBitEccError, NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceRegisterEvents(nvmlDevice_t device, unsigned long long types, nvmlEventSet_t set)
+{
+    (void)device, (void)types, (void)set;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlEventSetWait_v2(nvmlEventSet_t set, nvmlEventData_t *event, unsigned int milliseconds)
+{
+    (void)set, (void)event;
+    sleep_until(now_ns() + milliseconds * 1000000ull);
+    return NVML_ERROR_TIMEOUT;
+}
+
+nvmlReturn_t nvmlEventSetFree(nvmlEventSet_t set)
+{
+    (void)set;
+    return NVML_SUCCESS;
+}
+
+/* --- use --- */
+
+nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory)
+{
+    uint64_t total, used;
+    memory_of_gpu(minor_of(device), &total, &used);
+    *memory = (nvmlMemory_t){.total = total, .free = total - used, .used = used};
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *memory)
+{
+    uint64_t total, used;
+    memory_of_caller(minor_of(device), &total, &used);
+    memory->total = total;
+    memory->reserved = 0;
+    memory->free = used < total ? total - used : 0;
+    memory->used = used;
+    return NVML_SUCCESS;
+}
+
+static process_view *views_of(nvmlDevice_t device, unsigned *count)
+{
+    process_view *views = malloc(MAX_PROCESSES * sizeof *views);
+    *count = views ? list_processes(minor_of(device), views) : 0;
+    return views;
+}
+
+/* Entries of `size` bytes that begin with a nvmlProcessInfo_v1_t; the later members say "no MIG". */
+static nvmlReturn_t list(nvmlDevice_t device, unsigned *room, void *entries, size_t size)
+{
+    unsigned count, listed = 0;
+    process_view *views = views_of(device, &count);
+    for (unsigned i = 0; i < count; i++) {
+        if (views[i].list_pid <= 0)
+            continue;
+        if (entries && listed < *room) {
+            nvmlProcessInfo_v1_t *entry = (nvmlProcessInfo_v1_t *)((char *)entries + listed * size);
+            memset(entry, 0xff, size);
+            entry->pid = (unsigned)views[i].list_pid;
+            entry->usedGpuMemory = views[i].memory;
+        }
+        listed++;
+    }
+    free(views);
+    nvmlReturn_t result = listed > *room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
+    *room = listed;
+    return result;
+}
+
+nvmlReturn_t nvmlDeviceGetComputeRunningProcesses(nvmlDevice_t device, unsigned int *count, nvmlProcessInfo_v1_t *entries)
+{
+    return list(device, count, entries, sizeof *entries);
+}
+nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v2(nvmlDevice_t device, unsigned int *count, nvmlProcessInfo_v2_t *entries)
+{
+    return list(device, count, entries, sizeof *entries);
+}
+nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t device, unsigned int *count, nvmlProcessInfo_t *entries)
+{
+    return list(device, count, entries, sizeof *entries);
+}
+
+#define EMPTY_LIST(function, type)                                                                                              \
+    nvmlReturn_t function(nvmlDevice_t device, unsigned int *count, type *entries)                                              \
+    {                                                                                                                           \
+        (void)device, (void)entries;                                                                                            \
+        return *count = 0, NVML_SUCCESS;                                                                                        \
+    }
+EMPTY_LIST(nvmlDeviceGetGraphicsRunningProcesses, nvmlProcessInfo_v1_t)
+EMPTY_LIST(nvmlDeviceGetGraphicsRunningProcesses_v2, nvmlProcessInfo_v2_t)
+EMPTY_LIST(nvmlDeviceGetGraphicsRunningProcesses_v3, nvmlProcessInfo_t)
+EMPTY_LIST(nvmlDeviceGetMPSComputeRunningProcesses, nvmlProcessInfo_v1_t)
+EMPTY_LIST(nvmlDeviceGetMPSComputeRunningProcesses_v2, nvmlProcessInfo_v2_t)
+EMPTY_LIST(nvmlDeviceGetMPSComputeRunningProcesses_v3, nvmlProcessInfo_t)
+
+static unsigned long long newest_sample_us(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    unsigned long long now_us = (unsigned long long)now.tv_sec * 1000000 + (unsigned long long)now.tv_nsec / 1000;
+    return now_us - now_us % SLICE_US;
+}
+
+/* One sample of each process that has a context, the last tenth of a second's; idle ones with 0. */
+nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device, nvmlProcessUtilizationSample_t *samples, unsigned int *room,
+                                             unsigned long long since_us)
+{
+    unsigned count, listed = 0;
+    unsigned long long newest = newest_sample_us();
+    process_view *views = newest > since_us ? views_of(device, &count) : (count = 0, NULL);
+    for (unsigned i = 0; i < count; i++) {
+        if (views[i].sample_pid <= 0)
+            continue;
+        if (samples && listed < *room)
+            samples[listed] = (nvmlProcessUtilizationSample_t){
+                .pid = (unsigned)views[i].sample_pid, .timeStamp = newest, .smUtil = views[i].percent};
+        listed++;
+    }
+    free(views);
+    nvmlReturn_t result = !listed ? NVML_ERROR_NOT_FOUND
+                          : !samples || listed > *room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
+    *room = listed;
+    return result;
+}
+
+nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device, nvmlUtilization_t *rates)
+{
+    unsigned count, sum = 0;
+    process_view *views = views_of(device, &count);
+    for (unsigned i = 0; i < count; i++)
+        sum += views[i].percent;
+    free(views);
+    *rates = (nvmlUtilization_t){.gpu = sum > 100 ? 100 : sum};
+    return NVML_SUCCESS;
+}
