@@ -51,13 +51,23 @@ def compile_library(path: Path, soname: str | None, *, which: int = REAL, m32: b
     return path
 
 
+def compile_program(path: Path, *flags: str) -> Path:
+    """A static program; it is never run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = flags or ("-static", "-nostdlib", "-Wl,-e,which_library")
+    source = NATIVE / "libdriver.c"
+    subprocess.run([require_cc(), *flags, f"-DWHICH={REAL}", "-o", path, source], check=True, capture_output=True)
+    return path
+
+
 class FakeHost:
-    """A host's file system below `root`, with a driver; `control` is outside of it, as in the agent's image."""
+    """A host's file system below `root`, with a driver; `control` and `client` are outside, as in the agent's image."""
 
     def __init__(self, directory: Path) -> None:
         self.root = directory / "host"
         self.base = directory / "vdriver"
         self.control = compile_library(directory / "image/libcuda-control.so", "libcuda-control.so", which=CONTROL)
+        self.client = compile_program(directory / "image/gpu-client")
         (self.root / "etc").mkdir(parents=True)
         (self.root / "usr/bin").mkdir(parents=True)
         (self.root / "lib").symlink_to("usr/lib")
@@ -129,6 +139,7 @@ class FakeHost:
             f"--volume-config={self.root.parent / 'volume.conf'}",
             f"--driver-volume.root={self.root}",
             f"--driver-volume.control-library={self.control}",
+            f"--driver-volume.gpu-client={self.client}",
         ]
 
 

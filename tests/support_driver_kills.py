@@ -14,15 +14,15 @@ from pathlib import Path
 from gpushare_agent.isolation.decisions.driver_volume import plan_volume
 from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName, VolumePlan
 from gpushare_agent.isolation.driver_volume.directory import DriverDirectory
-from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, host_machine, read_control_library
+from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, host_machine, read_control
 
 EVENTS = ("open", "os.", "shutil.", "fcntl.", "tempfile.", "ctypes.")
 LISTED = ("libcuda.so", "libnvidia-ml.so", "libnvidia-ptxjitcompiler.so")
 
 
-def install(root: Path, base: Path, control: Path) -> None:
+def install(root: Path, base: Path, control: Path, client: Path) -> None:
     volume = DriverVolume(name=VolumeName.SHARED, base=base, binaries=("nvidia-smi",), libraries=LISTED)
-    plan = plan_volume(volume, DriverLibraries(root).find(volume), host_machine(), read_control_library(control))
+    plan = plan_volume(volume, DriverLibraries(root).find(volume), host_machine(), read_control(control, client))
     assert isinstance(plan, VolumePlan), plan
     directory = DriverDirectory(base)
     kill_at(int(sys.argv.pop()))
@@ -43,12 +43,12 @@ def kill_at(step: int) -> None:
 
 
 def main() -> None:
-    root, base, control = (Path(argument) for argument in sys.argv[1:4])
+    root, base, control, client = (Path(argument) for argument in sys.argv[1:5])
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
             sys.argv.append(line.strip())
-            install(root, base, control)
+            install(root, base, control, client)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL

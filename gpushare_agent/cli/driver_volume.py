@@ -20,7 +20,7 @@ from gpushare_agent.isolation.decisions.driver_volume import driver_version_text
 from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName, VolumePlan, VolumeRefused
 from gpushare_agent.isolation.driver_volume.config import read_volume_config
 from gpushare_agent.isolation.driver_volume.directory import DriverDirectory
-from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, host_machine, read_control_library
+from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, host_machine, read_control
 from gpushare_agent.isolation.driver_volume.mounts import read_mounted_directories
 from gpushare_agent.model.errors import AgentError, StartupError
 from gpushare_agent.settings.settings import Settings
@@ -75,10 +75,11 @@ def plan_of(settings: Settings, volume: DriverVolume) -> VolumePlan:
     """What belongs into a volume on this host.
 
     Raises:
-        StartupError: there is no libcuda or no control library; the text names the searched places.
+        StartupError: there is no libcuda, no control library or no gpu-client; the text names the searched places.
     """
-    control = read_control_library(settings.driver_volume.control_library) if volume.name is VolumeName.SHARED else None
-    host = DriverLibraries(settings.driver_volume.root).find(volume)
+    ours = settings.driver_volume
+    control = read_control(ours.control_library, ours.gpu_client) if volume.name is VolumeName.SHARED else None
+    host = DriverLibraries(ours.root).find(volume)
     plan = plan_volume(volume, host, host_machine(), control)
     if isinstance(plan, VolumeRefused):
         raise StartupError(plan.detail)

@@ -34,6 +34,11 @@ class DriverVolumeSettings(Section):
         description="The library that limits shares (vcuda-control), as this process sees it, not below root. The default is"
         " its place in gpu-manager's image.",
     )
+    gpu_client: GivenPath = Field(
+        default=Path("/opt/gpushare-agent/bin/gpu-client"),
+        description="The program that the control library runs at each start of a CUDA program, as this process sees it. The"
+        " default is its place in this project's image; its source is native/gpu-client.c.",
+    )
 
 
 class MpsSettings(Section):

@@ -146,6 +146,8 @@ def install(directory: Path, name: str, libcuda: str) -> None:
         (lib64 / file).touch()
     (lib64 / "libcuda.so.1").unlink(missing_ok=True)
     (lib64 / "libcuda.so.1").symlink_to(libcuda)
+    (lib64.parent / "bin").mkdir(exist_ok=True)
+    (lib64.parent / "bin" / "gpu-client").touch()
 
 
 async def driver_directory(short_dir: Path, *flags: str) -> list[Finding]:
@@ -171,6 +173,15 @@ async def test_an_installed_driver_directory_is_ok_with_its_version(short_dir: P
     assert (shared.level, whole.level) == (Level.OK, Level.OK)
     assert shared.detail.endswith("driver 535.104.05, behind libcuda-control.so")
     assert whole.detail.endswith("driver 535.104.05")
+
+
+async def test_shares_without_gpu_client_are_an_error(short_dir: Path) -> None:
+    """A volume of an earlier version of this agent: every CUDA program in a share would end."""
+    install(short_dir, "nvidia", libcuda="libcuda-control.so")
+    (short_dir / "vdriver/nvidia/bin/gpu-client").unlink()
+    (found,) = await driver_directory(short_dir, write_volumes(short_dir, "nvidia"))
+    assert (found.level, "there is no gpu-client" in found.detail) == (Level.ERROR, True)
+    assert "gpushare-agent driver-volume" in found.cure
 
 
 async def test_what_driver_volume_installs_is_found_ok(short_dir: Path) -> None:

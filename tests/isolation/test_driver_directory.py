@@ -18,7 +18,7 @@ import pytest
 from gpushare_agent.isolation.decisions.driver_volume import plan_volume
 from gpushare_agent.isolation.decisions.driver_volume_values import VolumeName, VolumePlan
 from gpushare_agent.isolation.driver_volume.directory import DriverDirectory, Installed
-from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, host_machine, read_control_library
+from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, host_machine, read_control
 from gpushare_agent.isolation.driver_volume.mounts import read_mounted_directories
 from gpushare_agent.model.errors import StartupError, Unavailable
 from tests.support_driver import CONTROL, NATIVE, REAL, FakeHost, require_cc, tree_of
@@ -46,7 +46,7 @@ def other_device(short_dir: Path) -> Iterator[Path]:
 def plan_of(host: FakeHost, name: str = "nvidia") -> VolumePlan:
     volume = host.volume(name)
     found = DriverLibraries(host.root).find(volume)
-    plan = plan_volume(volume, found, host_machine(), read_control_library(host.control))
+    plan = plan_volume(volume, found, host_machine(), read_control(host.control, host.client))
     assert isinstance(plan, VolumePlan), plan
     return plan
 
@@ -404,7 +404,12 @@ def test_a_planted_lock_link_is_not_followed(host: FakeHost) -> None:
 
 def kills(host: FakeHost) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.support_driver_kills", str(host.root), str(host.base), str(host.control)],
+        [
+            sys.executable,
+            "-m",
+            "tests.support_driver_kills",
+            *map(str, (host.root, host.base, host.control, host.client)),
+        ],
         env=clean_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -12,9 +12,16 @@ from hypothesis import strategies as st
 
 from gpushare_agent.isolation.decisions.driver_volume_values import FoundLibrary
 from gpushare_agent.isolation.driver_volume.elf import read_elf
-from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, HostFiles, read_control_library
+from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, HostFiles, read_control
 from gpushare_agent.model.errors import Corrupt, NotFound, StartupError
-from tests.support_driver import LIBRARY_DIRECTORY, LIBRARY_DIRECTORY_32, FakeHost, compile_library, has_m32
+from tests.support_driver import (
+    LIBRARY_DIRECTORY,
+    LIBRARY_DIRECTORY_32,
+    FakeHost,
+    compile_library,
+    compile_program,
+    has_m32,
+)
 
 
 @pytest.fixture
@@ -133,12 +140,27 @@ def test_a_program_must_be_an_executable_file(host: FakeHost) -> None:
 
 def test_the_control_library_is_read_and_its_absence_names_the_path(host: FakeHost) -> None:
     """A missing file, a directory or a text is a StartupError with the place and the setting."""
-    assert read_control_library(host.control).elf_class == 64
+    assert read_control(host.control, host.client).library.elf_class == 64
     text = host.root.parent / "text.so"
     text.write_text("no library")
     for path in (host.root / "missing.so", host.root, text):
         with pytest.raises(StartupError, match=r"driver_volume\.control_library") as caught:
-            read_control_library(path)
+            read_control(path, host.client)
+        assert str(path) in str(caught.value)
+
+
+def test_gpu_client_is_read_and_its_absence_names_the_path_and_the_cure(host: FakeHost) -> None:
+    """A missing file, a directory, a script, or one without the right to be executed. A dynamic program shows its loader."""
+    found = read_control(host.control, host.client).client
+    assert (found.path, found.elf_class, found.interpreter) == (host.client, 64, "")
+    dynamic = compile_program(host.root.parent / "dynamic", "-nostartfiles", "-Wl,-e,which_library")
+    assert read_control(host.control, dynamic).client.interpreter.startswith("/lib")
+    script = host.add_program("gpu-client")
+    locked = compile_program(host.root.parent / "locked")
+    locked.chmod(0o644)
+    for path in (host.root / "missing", host.root, script, locked):
+        with pytest.raises(StartupError, match=r"driver_volume\.gpu_client") as caught:
+            read_control(host.control, path)
         assert str(path) in str(caught.value)
 
 

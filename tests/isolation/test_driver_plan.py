@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ from gpushare_agent.isolation.decisions.driver_volume import (
     plan_volume,
 )
 from gpushare_agent.isolation.decisions.driver_volume_values import (
+    Control,
     DriverVolume,
     ElfClass,
     FoundLibrary,
+    FoundProgram,
     HostDriver,
     VolumeName,
     VolumePlan,
@@ -41,7 +44,8 @@ def library(
     )
 
 
-CONTROL = library("libcuda-control.so", "libcuda-control.so")
+CLIENT = FoundProgram(path=Path("/opt/gpu-client"), elf_class=64, machine="EM_X86_64")
+CONTROL = Control(library=library("libcuda-control.so", "libcuda-control.so"), client=CLIENT)
 DRIVER = (
     library("libcuda.so.535.104.05", "libcuda.so.1"),
     library("libcuda.so.535.104.05", "libcuda.so.1", 32),
@@ -57,10 +61,11 @@ def plan(
     libraries: tuple[FoundLibrary, ...] = DRIVER,
     *,
     listed: tuple[str, ...] = LISTED,
-    control: FoundLibrary | None = CONTROL,
+    control: Control | None = CONTROL,
+    binaries: tuple[str, ...] = ("nvidia-smi",),
     programs: dict[str, Path] | None = None,
 ) -> VolumePlan | VolumeRefused:
-    volume = DriverVolume(name=name, base=BASE, binaries=("nvidia-smi",), libraries=listed)
+    volume = DriverVolume(name=name, base=BASE, binaries=binaries, libraries=listed)
     host = HostDriver(
         libraries=libraries,
         programs={"nvidia-smi": Path("/usr/bin/nvidia-smi")} if programs is None else programs,
@@ -128,7 +133,7 @@ def test_in_the_volume_for_shares_the_loaded_names_lead_to_the_control_library()
     for name in ("libcuda.so", "libcuda.so.1", "libnvidia-ml.so", "libnvidia-ml.so.1"):
         assert links[f"lib64/{name}"] == "libcuda-control.so"
     files = {file.target: file.source for file in made.files}
-    assert files["lib64/libcuda-control.so"] == CONTROL.path
+    assert files["lib64/libcuda-control.so"] == CONTROL.library.path
     assert {"lib64/libcuda.so.535.104.05", "lib64/libnvidia-ml.so.535.104.05"} < set(files)
     assert links["lib64/libnvcuvid.so.1"] == "libnvcuvid.so.535.104.05"
 
@@ -189,8 +194,28 @@ def test_the_version_for_a_person_is_as_the_file_writes_it() -> None:
 
 def test_a_control_library_for_another_machine_is_refused() -> None:
     """A 32-bit control library in front of a 64-bit libcuda would limit nothing."""
-    assert "32-bit" in refused(VolumeName.SHARED, control=library("libcuda-control.so", "libcuda-control.so", 32))
+    assert "32-bit" in refused(VolumeName.SHARED, control=replace(CONTROL, library=library("c", "c", 32)))
     assert "control_library" in refused(VolumeName.SHARED, control=None)
+
+
+def test_the_volume_for_shares_has_our_gpu_client_whatever_the_host_has() -> None:
+    """Listed or not, and without a warning where the host lacks it. The volume for whole GPUs has the host's."""
+    for listed in ((), ("gpu-client",)):
+        for programs in ({}, {"gpu-client": Path("/usr/bin/gpu-client")}):
+            made = planned(
+                VolumeName.SHARED, DRIVER[2:3] + DRIVER[:1], binaries=listed, programs=programs, listed=LISTED[:2]
+            )
+            assert [file.source for file in made.files if file.target == "bin/gpu-client"] == [CLIENT.path]
+            assert made.warnings == ()
+    assert "bin/gpu-client" not in {file.target for file in planned(VolumeName.ORIGIN).files}
+
+
+def test_a_gpu_client_for_another_machine_is_refused_and_a_dynamic_one_is_a_warning() -> None:
+    """It would run in no container, or in some."""
+    control = replace(CONTROL, client=replace(CLIENT, machine="EM_AARCH64"))
+    assert "driver_volume.gpu_client" in refused(VolumeName.SHARED, control=control)
+    control = replace(CONTROL, client=replace(CLIENT, interpreter="/lib64/ld-linux-x86-64.so.2"))
+    assert any("/lib64/ld-linux-x86-64.so.2" in text for text in planned(VolumeName.SHARED, control=control).warnings)
 
 
 def test_a_libcuda_without_a_version_cannot_stand_behind_the_control_library() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gpushare_agent.cli.check.api import CLEANUP_RIGHT, FACTS_RIGHT, NEEDED_RIGHTS
+from gpushare_agent.isolation.decisions.driver_volume_values import VolumeName
 from gpushare_agent.isolation.driver_volume.config import read_volume_config
 from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
@@ -136,6 +137,16 @@ def test_the_image_has_the_control_library_where_the_settings_look() -> None:
     text = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8")
     assert f"COPY --from=vcuda {path} /control/" in text
     assert f"COPY --from=build /control/ {path.parent}/" in text
+
+
+def test_the_image_has_gpu_client_where_the_settings_look() -> None:
+    """Built from this project's source; both volumes of volume.conf that containers with shares get name it."""
+    text = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8")
+    assert "COPY native/gpu-client.c" in text
+    assert f"COPY --from=gpu-client /gpu-client {deployed().driver_volume.gpu_client}" in text
+    volumes = {volume.name: volume for volume in read_volume_config(MANIFESTS / "base" / "volume.conf")}
+    assert "gpu-client" in volumes[VolumeName.SHARED].binaries
+    assert "gpu-client" not in volumes[VolumeName.ORIGIN].binaries
 
 
 def test_the_agent_sees_the_hosts_processes_and_not_its_network() -> None:

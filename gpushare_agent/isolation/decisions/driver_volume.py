@@ -17,8 +17,11 @@ from pathlib import Path
 from gpushare_agent.isolation.decisions.driver_volume_values import (
     CONTROL_LIBRARY_NAME,
     DIRECTORY_OF_CLASS,
+    GPU_CLIENT_NAME,
+    Control,
     DriverVolume,
     FoundLibrary,
+    FoundProgram,
     HostDriver,
     PlannedFile,
     PlannedLink,
@@ -85,18 +88,21 @@ def _numbers(name: str) -> tuple[int, ...]:
 
 
 def plan_volume(
-    volume: DriverVolume, host: HostDriver, host_machine: str, control: FoundLibrary | None
+    volume: DriverVolume, host: HostDriver, host_machine: str, control: Control | None
 ) -> VolumePlan | VolumeRefused:
-    """The volume's whole content; `control` is the control library, used for the volume of shares only."""
+    """The volume's whole content; `control` is used for the volume of shares only."""
     libraries = choose_libraries(host.libraries, volume.libraries, host_machine)
     libcuda = _libcuda_of(volume, libraries, host)
     if isinstance(libcuda, VolumeRefused):
         return libcuda
     layout = _Layout(warnings=list(host.warnings))
     if volume.name is VolumeName.SHARED:
-        if control is None or control.elf_class != libcuda.elf_class:
-            return _control_refusal(volume, libcuda, control)
-        libraries = layout.put_controlled(libraries, control)
+        if control is None or control.library.elf_class != libcuda.elf_class:
+            return _control_refusal(volume, libcuda, None if control is None else control.library)
+        if control.client.machine not in MACHINES_OF_HOST.get(host_machine, (control.client.machine,)):
+            return _client_refusal(volume, control.client, host_machine)
+        libraries = layout.put_controlled(libraries, control.library)
+        layout.put_client(control.client)
         if f"{DIRECTORY_OF_CLASS[libcuda.elf_class]}/{libcuda.name}" not in layout.files:
             return VolumeRefused(
                 detail=f"volume {volume.name}: {libcuda.path} has the name that programs load, where the control library"
@@ -105,7 +111,7 @@ def plan_volume(
     layout.put_libraries(libraries)
     for name in volume.binaries:
         if (source := host.programs.get(name)) is not None:
-            layout.files[f"bin/{name}"] = source
+            layout.files.setdefault(f"bin/{name}", source)
     version = driver_version(libcuda.name)
     if version is None:
         layout.warnings.append(f"the name of {libcuda.path} has no driver version; it must come from NVML")
@@ -145,10 +151,17 @@ def _control_refusal(volume: DriverVolume, libcuda: FoundLibrary, control: Found
     )
 
 
+def _client_refusal(volume: DriverVolume, client: FoundProgram, host_machine: str) -> VolumeRefused:
+    return VolumeRefused(
+        detail=f"volume {volume.name}: {client.path} is a program for {client.machine}, and this machine is {host_machine};"
+        " set driver_volume.gpu_client to the build for this machine"
+    )
+
+
 def _missing(volume: DriverVolume, libraries: Sequence[FoundLibrary], host: HostDriver, layout: _Layout) -> list[str]:
     names = {library.link_name for library in libraries} | {target.partition("/")[2] for target in layout.files}
     libraries_missing = [listed for listed in volume.libraries if not any(name.startswith(listed) for name in names)]
-    programs_missing = [name for name in volume.binaries if name not in host.programs]
+    programs_missing = [name for name in volume.binaries if f"bin/{name}" not in layout.files]
     warnings = []
     if libraries_missing:
         warnings.append(
@@ -214,6 +227,14 @@ class _Layout:
         return tuple(
             library for library in libraries if library not in controlled and library.link_name != CONTROL_LIBRARY_NAME
         )
+
+    def put_client(self, client: FoundProgram) -> None:
+        """Ours, whatever the host has under its name."""
+        self.files[f"bin/{GPU_CLIENT_NAME}"] = client.path
+        if client.interpreter:
+            self.warnings.append(
+                f"{client.path} is not static: in a container whose image has no {client.interpreter} no CUDA program starts"
+            )
 
     def put_libraries(self, libraries: Sequence[FoundLibrary]) -> None:
         for library in libraries:

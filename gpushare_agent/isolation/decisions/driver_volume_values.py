@@ -16,6 +16,7 @@ DIRECTORY_OF_CLASS = {32: "lib", 64: "lib64"}
 ElfClass = Literal[32, 64]
 
 CONTROL_LIBRARY_NAME = "libcuda-control.so"
+GPU_CLIENT_NAME = "gpu-client"
 
 
 class VolumeName(StrEnum):
@@ -62,6 +63,25 @@ class FoundLibrary:
     def link_name(self) -> str:
         """The name that the dynamic loader asks for."""
         return self.soname or self.path.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundProgram:
+    """`interpreter` is the dynamic loader that it needs, empty where it is static."""
+
+    path: Path
+    elf_class: ElfClass
+    machine: str
+    interpreter: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """What comes with the agent and limits shares: the library that stands before the driver's, and the program that it runs
+    at each start of a CUDA program. Without either no such program runs within limits."""
+
+    library: FoundLibrary
+    client: FoundProgram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpushare_agent.isolation.decisions.driver_volume import LIBCUDA
-from gpushare_agent.isolation.decisions.driver_volume_values import CONTROL_LIBRARY_NAME, DriverVolume, VolumeName
+from gpushare_agent.isolation.decisions.driver_volume_values import (
+    CONTROL_LIBRARY_NAME,
+    GPU_CLIENT_NAME,
+    DriverVolume,
+    VolumeName,
+)
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import Unavailable
 
@@ -20,8 +25,13 @@ def loaded_libcuda(volume: DriverVolume) -> Path | None:
         return None
 
 
+def has_gpu_client(volume: DriverVolume) -> bool:
+    """Whether the control library finds the program that it runs at each start of a CUDA program."""
+    return (volume.directory / "bin" / GPU_CLIENT_NAME).is_file()
+
+
 class SharedVolumeCheck:
-    """Whether containers with a share get the control library from this volume; None where volume.conf names none."""
+    """Whether containers with a share get the control library and gpu-client from this volume; None where volume.conf names none."""
 
     def __init__(self, volume: DriverVolume | None) -> None:
         self._volume = volume
@@ -44,4 +54,9 @@ class SharedVolumeCheck:
             raise Unavailable(
                 f"{self._volume.directory}/lib64/{LIBCUDA}.1 {found} and should be {CONTROL_LIBRARY_NAME}: nothing would "
                 "limit a container. Run `gpushare-agent driver-volume` on this node (as the agent's init container does)"
+            )
+        if not has_gpu_client(self._volume):
+            raise Unavailable(
+                f"{self._volume.directory}/bin/{GPU_CLIENT_NAME} is missing: the control library would end every CUDA "
+                "program. Run `gpushare-agent driver-volume` on this node (as the agent's init container does)"
             )

@@ -23,6 +23,7 @@ from elftools.common.exceptions import ELFError
 from elftools.construct import ConstructError
 from elftools.elf.dynamic import DynamicSegment
 from elftools.elf.elffile import ELFFile
+from elftools.elf.segments import InterpSegment
 
 from gpushare_agent.isolation.decisions.driver_volume_values import ElfClass
 from gpushare_agent.model.errors import Corrupt, NotFound
@@ -47,15 +48,17 @@ _DAMAGED = (ELFError, ConstructError, struct.error, OSError, ValueError, LookupE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElfFile:
-    """`machine` is ELF's name, such as EM_X86_64; `soname` is empty where the file has none."""
+    """`machine` is ELF's name, such as EM_X86_64; `interpreter` the dynamic loader that a program asks for. It and `soname`
+    are empty where the file has none."""
 
     elf_class: ElfClass
     machine: str
     soname: str
+    interpreter: str = ""
 
 
 def read_elf(path: Path) -> ElfFile:
-    """The facts of a shared object.
+    """The facts of a shared object, or a program.
 
     Raises:
         NotFound: there is no readable file.
@@ -86,7 +89,12 @@ def _read_elf(file: IO[bytes]) -> ElfFile:
     soname = sonames[0] if sonames else ""
     if "/" in soname or "\0" in soname or soname in (".", "..") or len(soname.encode()) > 255:
         raise ValueError(f"its soname {soname[:80]!r} is no file name")
-    return ElfFile(elf_class=cast("ElfClass", elf_class), machine=str(machine), soname=soname)
+    interpreter = next(
+        (s.get_interp_name() for s in elf.iter_segments("PT_INTERP") if isinstance(s, InterpSegment)), ""
+    )
+    return ElfFile(
+        elf_class=cast("ElfClass", elf_class), machine=str(machine), soname=soname, interpreter=interpreter[:255]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,10 @@ import structlog
 
 from gpushare_agent.isolation.decisions.driver_volume_values import (
     CONTROL_LIBRARY_NAME,
+    Control,
     DriverVolume,
     FoundLibrary,
+    FoundProgram,
     HostDriver,
 )
 from gpushare_agent.isolation.driver_volume.elf import CacheEntry, read_elf, read_loader_cache
@@ -191,20 +193,43 @@ class DriverLibraries:
         return None
 
 
-def read_control_library(path: Path) -> FoundLibrary:
-    """The control library, which comes with the agent and is not the host's.
+def read_control(library: Path, client: Path) -> Control:
+    """The control library and gpu-client, which come with the agent and are not the host's.
 
     Raises:
-        StartupError: it is not there, or no shared object.
+        StartupError: one of them is not there, or of the wrong kind.
     """
+    return Control(library=read_control_library(library), client=_read_client(client))
+
+
+def read_control_library(path: Path) -> FoundLibrary:
+    """Raises StartupError: it is not there, or no shared object."""
     try:
         return _read_library(path.resolve(strict=True), CONTROL_LIBRARY_NAME)
     except (OSError, RuntimeError, NotFound, Corrupt) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise StartupError(
-            f"the control library {path} cannot be used: {reason}. Volume nvidia is not made without it, for shares would"
-            f" have no limits; set driver_volume.control_library to the place of {CONTROL_LIBRARY_NAME}"
+            f"the control library {path} cannot be used: {_reason(error)}. Volume nvidia is not made without it, for shares"
+            f" would have no limits; set driver_volume.control_library to the place of {CONTROL_LIBRARY_NAME}"
         ) from error
+
+
+def _read_client(path: Path) -> FoundProgram:
+    try:
+        resolved = path.resolve(strict=True)
+        elf = read_elf(resolved)
+        if not resolved.stat().st_mode & 0o111:
+            raise Corrupt(f"{resolved} may not be executed")
+    except (OSError, RuntimeError, NotFound, Corrupt) as error:
+        raise StartupError(
+            f"gpu-client {path} cannot be used: {_reason(error)}. Volume nvidia is not made without it, for the control"
+            " library runs it at each start of a CUDA program, and ends the program where it is missing; set"
+            " driver_volume.gpu_client to its place (this project's image has it; native/gpu-client.c is its source)"
+        ) from error
+    return FoundProgram(path=resolved, elf_class=elf.elf_class, machine=elf.machine, interpreter=elf.interpreter)
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _read_library(path: Path, found_as: str, *, is_baseline: bool = True) -> FoundLibrary:
