@@ -175,12 +175,12 @@ async def test_an_installed_driver_directory_is_ok_with_its_version(short_dir: P
     assert whole.detail.endswith("driver 535.104.05")
 
 
-async def test_shares_without_gpu_client_are_an_error(short_dir: Path) -> None:
+async def test_shares_without_gpu_client_are_reported_as_refused(short_dir: Path) -> None:
     """A volume of an earlier version of this agent: every CUDA program in a share would end."""
     install(short_dir, "nvidia", libcuda="libcuda-control.so")
     (short_dir / "vdriver/nvidia/bin/gpu-client").unlink()
     (found,) = await driver_directory(short_dir, write_volumes(short_dir, "nvidia"))
-    assert (found.level, "there is no gpu-client" in found.detail) == (Level.ERROR, True)
+    assert (found.level, "bin/gpu-client is missing" in found.detail) == (Level.WARNING, True)
     assert "gpushare-agent driver-volume" in found.cure
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from gpushare_agent.cli.driver_volume import configured_volumes
+from gpushare_agent.isolation.driver_volume.check import SharedVolumeCheck
 from gpushare_agent.isolation.driver_volume.directory import installed_driver_version
+from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.settings.settings import load_settings
 from tests.support_driver import FakeHost, tree_of
 from tests.support_settings import Ended, run_program
@@ -113,6 +115,21 @@ async def test_without_the_control_library_only_the_volume_for_shares_fails(host
     assert str(host.control) in shared["error"]
     assert not (host.base / "nvidia").exists()
     assert origin["state"] == "made"
+
+
+async def test_without_gpu_client_shares_have_no_volume_and_are_refused_with_the_cure(host: FakeHost) -> None:
+    """Neither is one made without it, nor is one in force good without it."""
+    await run_json(host)
+    volume = next(v for v in configured_volumes(load_settings(host.arguments()[1:], {}).settings) if v.name == "nvidia")
+    assert (volume.directory / "bin/gpu-client").stat().st_mode & 0o111
+    await SharedVolumeCheck(volume).check()
+    (volume.directory / "bin/gpu-client").unlink()
+    with pytest.raises(Unavailable, match=r"bin/gpu-client is missing.*Run `gpushare-agent driver-volume`"):
+        await SharedVolumeCheck(volume).check()
+    host.client.unlink()
+    shared, origin = (await run_json(host, code=1))["volumes"]
+    assert "driver_volume.gpu_client" in shared["error"]
+    assert (origin["state"], origin["error"]) == ("unchanged", "")
 
 
 @pytest.mark.slow

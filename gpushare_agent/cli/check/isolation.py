@@ -17,7 +17,7 @@ from gpushare_agent.isolation.decisions.driver_volume_values import (
     DriverVolume,
     VolumeName,
 )
-from gpushare_agent.isolation.driver_volume.check import loaded_libcuda
+from gpushare_agent.isolation.driver_volume.check import has_gpu_client, loaded_libcuda
 from gpushare_agent.isolation.driver_volume.config import read_volume_config
 from gpushare_agent.isolation.driver_volume.directory import installed_driver_text
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
@@ -86,11 +86,9 @@ def _volume_finding(settings: Settings, volume: DriverVolume) -> Finding:
     if volume.name is VolumeName.SHARED and not is_controlled:
         detail = f"{name}: {LIBCUDA}.1 is {libcuda.name}, not {CONTROL_LIBRARY_NAME}: {_NOT_ENFORCED}"
         return warning(what, detail, _INSTALL)
-    if is_controlled and not (client := volume.directory / "bin" / GPU_CLIENT_NAME).is_file():
-        detail = (
-            f"{name}: there is no {client.name}, without which the control library ends every CUDA program of a share"
-        )
-        return error(what, detail, _INSTALL)
+    if is_controlled and not has_gpu_client(volume):
+        detail = f"{name}: bin/{GPU_CLIENT_NAME} is missing: shares are refused, for their CUDA programs would all end"
+        return warning(what, detail, _INSTALL)
     return ok(what, f"{name}: driver {version}" + (f", behind {CONTROL_LIBRARY_NAME}" if is_controlled else ""))
 
 

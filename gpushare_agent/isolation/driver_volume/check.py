@@ -31,7 +31,10 @@ def has_gpu_client(volume: DriverVolume) -> bool:
 
 
 class SharedVolumeCheck:
-    """Whether containers with a share get the control library and gpu-client from this volume; None where volume.conf names none."""
+    """Whether containers with a share get the control library and gpu-client from this volume.
+
+    None: volume.conf names none.
+    """
 
     def __init__(self, volume: DriverVolume | None) -> None:
         self._volume = volume
