@@ -8,8 +8,10 @@ from dataclasses import replace
 from gpushare_agent.gpus.decisions.health import HealthPolicy, why_not_offered
 from gpushare_agent.gpus.decisions.values import GpuHealth
 from gpushare_agent.gpus.simulated.driver import default_topology
+from gpushare_agent.isolation.decisions.kept import kept
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
+from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceNames
@@ -113,6 +115,7 @@ def facts(allocated: Allocation, *, core_limit: int = 0, pod: Pod | None = None)
         memory_bytes=memory_mib * MIB,
         core_limit=core_limit,
         isolation="vcuda",
+        kept=kept(IsolationName.VCUDA, is_whole=allocated.is_whole, module=None),
     )
 
 

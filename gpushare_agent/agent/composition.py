@@ -72,7 +72,7 @@ def build(settings: Settings, driver: GpuDriver, *, metrics: AgentMetrics | None
         kubelet=kubelet,
         cluster=cluster,
         isolation=isolation,
-        observability=build_observability_side(state, driver, isolation.runtime, not_ready),
+        observability=build_observability_side(state, driver, isolation, not_ready),
     )
     _Subscriptions(agent).subscribe()
     return agent
@@ -101,6 +101,7 @@ class _Subscriptions:
         shown.usage.subscribe(lambda _round: shown.expire())
         for watch in self._isolation.watches.values():
             watch.subscribe(self._kubelet.tables.request_refresh)
+            watch.subscribe(shown.expire)
         if (mps := self._isolation.watches.get(IsolationName.MPS)) is not None:
             metrics.show_mps(lambda: not mps.unavailable_reason)
         metrics.know_resources(state.names.names)

@@ -19,6 +19,7 @@ from gpushare_agent.isolation.cdi.specs import CdiWatch
 from gpushare_agent.isolation.decisions.device_lists import strategy_warnings
 from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName
 from gpushare_agent.isolation.decisions.hami_core import LIBRARY_PATH
+from gpushare_agent.isolation.decisions.kept import Kept, kept
 from gpushare_agent.isolation.driver_volume.check import SharedVolumeCheck
 from gpushare_agent.isolation.hami_core.caches import PrivateCaches
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
@@ -29,11 +30,16 @@ from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesse
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.isolation.vcuda.virtual_manager import VirtualManager
 from gpushare_agent.kit.supervision import Runs, Tasks, bodies
-from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import Refused, Unavailable
+from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.observability.node_snapshot import IsolationFacts
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.cri import RuntimeClient
+from gpushare_agent.runtime.kernel_module import read_kernel_module
 from gpushare_agent.settings.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -47,6 +53,8 @@ class IsolationSide:
     store: PodStore
     runtime: RuntimeClient
     volumes: Mapping[VolumeName, DriverVolume]
+    kernel_module: KernelModule | None
+    """As it was at the agent's start: after an update of the driver the agent is restarted."""
     cgroups: Cgroups
     virtual_manager: VirtualManager | None
     private_caches: PrivateCaches | None
@@ -106,10 +114,34 @@ class IsolationSide:
         return first
 
     def _needs(self, key: ContainerKey, kind: Preparation) -> bool:
-        pod = self.store.get(key.pod_uid)
+        chosen = self._choose(self.store.get(key.pod_uid))
+        return chosen is not None and ISOLATIONS[chosen].preparation is kind
+
+    def chosen(self, uid: PodUid) -> IsolationName | None:
+        """The pod's isolation; None where the pod is not known, or its annotation names none that the node allows."""
+        pod = self.store.get(uid)
+        return self._choose(pod) if pod is not None else None
+
+    def _choose(self, pod: Pod | None) -> IsolationName | None:
         annotations = pod.annotations if pod is not None else {}
         chosen = choose_isolation(annotations, self.settings.isolation, self.settings.isolations_allowed)
-        return not isinstance(chosen, Refused) and ISOLATIONS[chosen].preparation is kind
+        return None if isinstance(chosen, Refused) else chosen
+
+    def kept(self, allocation: Allocation) -> Kept | None:
+        """What of the container's share is kept, and by whom; None where its isolation is not known."""
+        chosen = self.chosen(allocation.key.pod_uid)
+        return kept(chosen, is_whole=allocation.is_whole, module=self.kernel_module) if chosen is not None else None
+
+    def facts(self) -> tuple[IsolationFacts, ...]:
+        """Of each isolation in use, what a share under it has."""
+        return tuple(
+            IsolationFacts(
+                name=name.value,
+                unavailable_reason=self.unavailable_reason(name),
+                kept=kept(name, is_whole=False, module=self.kernel_module),
+            )
+            for name in sorted(self.settings.isolations_in_use)
+        )
 
     def unavailable_reason(self, isolation: IsolationName) -> str:
         """Why no share of this isolation can be had now, and the cure; empty where it can."""
@@ -150,6 +182,7 @@ def build_isolation_side(state: NodeState, events: PodEvents) -> IsolationSide:
         store=state.store,
         runtime=runtime,
         volumes=volumes,
+        kernel_module=read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None,
         cgroups=cgroups,
         virtual_manager=virtual_manager,
         private_caches=private_caches,

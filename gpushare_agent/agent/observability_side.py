@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from gpushare_agent.agent.isolation_side import IsolationSide
 from gpushare_agent.agent.state import NodeState
 from gpushare_agent.agent.views import node_snapshot
 from gpushare_agent.gpus.watch import GpuDriver
@@ -23,7 +24,6 @@ from gpushare_agent.observability.metrics.text import NodePage
 from gpushare_agent.observability.snapshot_cache import MAX_AGE_S, SnapshotCache
 from gpushare_agent.observability.usage_history import UsageHistory
 from gpushare_agent.observability.usage_sampling import UsageSampling
-from gpushare_agent.runtime.cri import RuntimeClient
 from gpushare_agent.runtime.process_owners import ProcessOwners
 from gpushare_agent.settings.settings import Settings
 
@@ -59,7 +59,7 @@ class ObservabilitySide:
 
 
 def build_observability_side(
-    state: NodeState, driver: GpuDriver, runtime: RuntimeClient, not_ready: Callable[[], Sequence[str]]
+    state: NodeState, driver: GpuDriver, isolation: IsolationSide, not_ready: Callable[[], Sequence[str]]
 ) -> ObservabilitySide:
     """Joined, not started. Raises StartupError where other hosts could read the debug pages without a token."""
     settings, metrics = state.settings, state.metrics
@@ -67,7 +67,7 @@ def build_observability_side(
         driver=driver,
         owners=ProcessOwners(settings.runtime.proc_root),
         pods=state.store,
-        ids=ContainerIds(runtime, state.store),
+        ids=ContainerIds(isolation.runtime, state.store),
         allocations=state.cache.view,
         metrics=metrics,
         period_s=settings.sample_period_s,
@@ -75,7 +75,7 @@ def build_observability_side(
     history = UsageHistory(settings.usage.history_s, settings.usage.history_points, allocations=state.cache.view)
     started_at = time.time()
     snapshots = SnapshotCache(
-        lambda: node_snapshot(state, usage.current, started_at=started_at, not_ready=not_ready()),
+        lambda: node_snapshot(state, isolation, usage.current, started_at=started_at, not_ready=not_ready()),
         max_age_s=min(settings.sample_period_s, MAX_AGE_S),
     )
     live_stream = LiveStream(

@@ -6,13 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 
 from gpushare_agent import __version__
-from gpushare_agent.admission.decisions.container_edits import choose_isolation
+from gpushare_agent.agent.isolation_side import IsolationSide
 from gpushare_agent.agent.state import NodeState
 from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
 from gpushare_agent.cluster.decisions.node_facts import NodeFacts, node_facts
 from gpushare_agent.isolation.decisions.vcuda import vdevice_share
 from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import ContainerKind
@@ -21,7 +20,7 @@ from gpushare_agent.observability.node_snapshot import MIB, AgentFacts, Containe
 
 
 def node_snapshot(
-    state: NodeState, usage: UsageRound | None, *, started_at: float, not_ready: Sequence[str]
+    state: NodeState, isolation: IsolationSide, usage: UsageRound | None, *, started_at: float, not_ready: Sequence[str]
 ) -> NodeSnapshot:
     """Everything that is shown of the node, now. `started_at` is in seconds since the epoch."""
     settings, inventory = state.settings, state.inventory
@@ -36,6 +35,7 @@ def node_snapshot(
             isolation=settings.isolation.value,
             driver=settings.driver,
             sample_period_s=settings.sample_period_s,
+            isolations=isolation.facts(),
         ),
         names=state.names,
         inventory=inventory.current,
@@ -44,7 +44,7 @@ def node_snapshot(
         cores_allocated=state.cache.used_cores(),
         memory_allocated_bytes=_memory_allocated(state),
         containers=[
-            _container(state, allocation, by_uuid)
+            _container(state, isolation, allocation, by_uuid)
             for allocation in state.cache
             if allocation.pod_name and not _is_over(state, allocation)
         ],
@@ -94,16 +94,19 @@ def _memory_allocated(state: NodeState) -> dict[GpuUuid, int]:
     }
 
 
-def _container(state: NodeState, allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> ContainerFacts:
+def _container(
+    state: NodeState, isolation: IsolationSide, allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]
+) -> ContainerFacts:
     pod = state.store.get(allocation.key.pod_uid)
     annotations: Mapping[str, str] = pod.annotations if pod is not None else {}
     share = vdevice_share(allocation, annotations, gpus, state.names)
-    chosen = choose_isolation(annotations, state.settings.isolation, state.settings.isolations_allowed)
+    chosen = isolation.chosen(allocation.key.pod_uid)
     return ContainerFacts(
         allocation=allocation,
         pod=pod,
         cores=share.cores,
         memory_bytes=share.memory_bytes,
         core_limit=share.core_limit,
-        isolation="" if pod is None or isinstance(chosen, Refused) else chosen.value,
+        isolation=chosen.value if chosen is not None else "",
+        kept=isolation.kept(allocation),
     )

@@ -53,6 +53,18 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KernelModule:
+    """NVIDIA's kernel module: its version, such as 570.86.15, and whether it is the open one."""
+
+    version: str
+    is_open: bool
+
+    @property
+    def major(self) -> int:
+        return int(self.version.split(".", 1)[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuInventory:
     """What one poll of the driver found: the GPUs by index and how they are connected.
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from gpushare_agent.isolation.decisions.kept import NOT_KEPT_TEXTS, Kept
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
@@ -30,7 +31,7 @@ _USAGE_FIELDS = tuple(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerFacts:
     """One container's allocation and its limits. `cores` and `memory_bytes` are its limits, on whole GPUs all of
-    them; `core_limit` is the elastic ceiling, 0 without one. `isolation` is empty where the pod is not known."""
+    them; `core_limit` is the elastic ceiling, 0 without one. Without a known pod `isolation` is empty and `kept` None."""
 
     allocation: Allocation
     pod: Pod | None
@@ -38,6 +39,16 @@ class ContainerFacts:
     memory_bytes: int
     core_limit: int
     isolation: str
+    kept: Kept | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IsolationFacts:
+    """An isolation in use: why its shares cannot be had now (empty where they can), and what of a share is kept."""
+
+    name: str
+    unavailable_reason: str
+    kept: Kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +61,7 @@ class AgentFacts:
     isolation: str
     driver: str
     sample_period_s: float
+    isolations: tuple[IsolationFacts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +115,13 @@ def agent_document(snapshot: NodeSnapshot) -> dict[str, Any]:
         "is_ready": not agent.not_ready,
         "not_ready": list(agent.not_ready),
         "isolation": agent.isolation,
+        "isolations": [
+            {"name": one.name, "unavailable_reason": one.unavailable_reason, "kept": _kept(one.kept)}
+            for one in sorted(agent.isolations, key=lambda one: one.name)
+        ],
+        "not_kept_texts": {
+            term.value: NOT_KEPT_TEXTS[term] for term in sorted({t for i in agent.isolations for t in i.kept.not_kept})
+        },
         "driver": agent.driver,
         "driver_version": snapshot.inventory.driver_version,
         "sample_period_seconds": agent.sample_period_s,
@@ -145,6 +164,7 @@ def container_document(facts: ContainerFacts, snapshot: NodeSnapshot) -> dict[st
         "kind": allocation.kind.value,
         "phase": _phase(facts),
         "isolation": facts.isolation,
+        "kept": _kept(facts.kept) if facts.kept is not None else None,
         "is_whole": allocation.is_whole,
         "cores": facts.cores,
         "core_limit": facts.core_limit or None,
@@ -159,6 +179,14 @@ def container_document(facts: ContainerFacts, snapshot: NodeSnapshot) -> dict[st
             }
             for gpu in sorted(gpus, key=lambda gpu: gpu.index)
         ],
+    }
+
+
+def _kept(kept: Kept) -> dict[str, Any]:
+    return {
+        "memory_by": kept.memory_by.value,
+        "compute_by": kept.compute_by.value,
+        "not_kept": [term.value for term in kept.not_kept],
     }
 
 

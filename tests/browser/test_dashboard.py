@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gpushare_agent.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION
 from gpushare_agent.sandbox.report.document import ReportedNode
@@ -182,6 +183,37 @@ async def test_the_page_follows_the_node() -> None:
             "document.querySelector('article.gpu[data-kind=bad] .stats').textContent"
             ".startsWith('No use is known while the GPU is lost')"
         )
+
+
+async def test_each_row_says_who_keeps_the_share_and_what_is_not_kept() -> None:
+    """In words. What nobody keeps stands out; a whole GPU needs no one."""
+    async with open_scene("--isolation=vcuda", "--isolations-allowed=none,mps") as scene:
+        await scene.create("share", cores=30, blocks=8)
+        await scene.create("whole", cores=100)
+        free = pod("free", container(cores=30, blocks=8), annotations={ISOLATION_ANNOTATION: "none"})
+        scene.node.api.create_pod(free)
+        for name in ("share", "whole", "free"):
+            await scene.wait_row(name)
+        reads = """return Object.fromEntries([...document.querySelectorAll('.containers tbody tr')].map((row) => {
+            const cell = row.querySelector('.col-isolation'), by = cell.querySelector('.kept');
+            return [row.querySelector('.col-pod').textContent,
+              [by.textContent, by.dataset.state ?? '', cell.querySelector('details').hidden]];
+        }))"""
+        assert await scene.browser.script(reads) == {
+            "share": ["memory: vcuda, compute: vcuda", "", False],
+            "whole": ["", "", True],
+            "free": ["memory: nobody, compute: nobody", "warn", True],
+        }
+        listed = await scene.browser.script(
+            "return [...document.querySelectorAll('.col-isolation details')].map((one) => one.textContent).join()"
+        )
+        texts = (await scene.document())["agent"]["not_kept_texts"]
+        assert texts["pools"] in listed
+        # Nobody runs an MPS daemon here.
+        notices = await scene.browser.script(
+            "return [...document.querySelectorAll('.notice')].map((one) => [one.dataset.kind, one.textContent])"
+        )
+        assert [(kind, "Shares of isolation mps are refused: " in text) for kind, text in notices] == [("warn", True)]
 
 
 async def test_the_head_has_the_state_of_the_agent() -> None:

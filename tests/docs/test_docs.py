@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpushare_agent import __version__
 from gpushare_agent.cli.main import COMMANDS
 from gpushare_agent.isolation import ISOLATIONS
+from gpushare_agent.isolation.decisions.kept import NOT_KEPT_TEXTS
 from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.model.usage import GpuSample
 from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
@@ -131,6 +132,15 @@ def test_the_metrics_document_names_every_reason_of_a_refusal() -> None:
     """They are labels that somebody alerts on."""
     text = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     assert all(f"`{reason.value}`" in text for reason in RefusalReason)
+
+
+def test_the_isolation_document_has_every_term_of_what_is_not_kept() -> None:
+    """In the words that the agent uses."""
+    text = (ROOT / "docs/isolation.md").read_text(encoding="utf-8")
+    rows = dict(
+        re.findall(r"^\| `([a-z-]+)` \| ([^|]+) \|$", text.split("## What is kept, and by whom")[1], flags=re.M)
+    )
+    assert rows == {term.value: words for term, words in NOT_KEPT_TEXTS.items()}
 
 
 def test_the_isolation_document_has_a_row_for_each_isolation() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,6 +76,21 @@ def test_gpu_managers_four_series_keep_their_names_labels_and_units() -> None:
     assert rows["container_request_gpu_memory"] == [({**LEGACY, "req_of_gpu_memory": "total"}, 2048.0)]
 
 
+def test_who_keeps_a_container_to_its_share_is_one_row_of_one() -> None:
+    """However many GPUs it has, and also where two containers have the same name."""
+    shares = [facts(allocation(key_of(n), (0,), blocks=8)) for n in (1, 2)]
+    namesakes = [replace(one, allocation=replace(one.allocation, pod_name="same")) for one in shares]
+    whole = facts(allocation(key_of(3), (0, 1), cores=200, blocks=0))
+    unknown = replace(facts(allocation(key_of(4))), isolation="", kept=None)
+    rows = rows_of(snapshot(*namesakes, whole, unknown))["gpushare_container_isolation_info"]
+    assert [value for _, value in rows] == [1.0, 1.0]
+    (share,) = [labels for labels, _ in rows if labels["pod"] == "same"]
+    assert (share["isolation"], share["memory_by"], share["compute_by"]) == ("vcuda", "vcuda", "vcuda")
+    assert share["not_kept"] == "async-allocations,bypass,extended-launches,pools,virtual-memory"
+    (of_whole,) = [labels for labels, _ in rows if labels["pod"] != "same"]
+    assert (of_whole["memory_by"], of_whole["compute_by"], of_whole["not_kept"]) == ("whole-gpu", "whole-gpu", "")
+
+
 def test_the_total_of_whole_gpus_is_the_sum_over_them() -> None:
     """Two busy GPUs are up to 200 percent, as gpu-manager counts."""
     allocated = allocation(key_of(1), (0, 1), cores=200, blocks=0)
@@ -95,7 +111,9 @@ def test_our_series_of_a_container_are_in_base_units_for_each_gpu() -> None:
     """Given, limit, used."""
     rows = rows_of(one_share(process(10, memory=300 * MIB, sm=0.1), process(11, memory=212 * MIB, sm=0.15)))
     labels = {**OWN, "uuid": UUIDS[0], "gpu": "0"}
-    assert {name: found for name, found in rows.items() if name.startswith("gpushare_container_")} == {
+    own = {name: found for name, found in rows.items() if name.startswith("gpushare_container_")}
+    del own["gpushare_container_isolation_info"]
+    assert own == {
         "gpushare_container_allocated_cores_ratio": [(labels, 0.4)],
         "gpushare_container_cores_limit_ratio": [(labels, 0.4)],
         "gpushare_container_memory_limit_bytes": [(labels, 2048.0 * MIB)],

@@ -37,6 +37,7 @@ _PROBES: tuple[tuple[str, Probe, float, IsolationName | None], ...] = (
     ("driver directory", isolation.check_driver_directory, isolation.PLAN_TIMEOUT_S, _VCUDA),
     ("mps", shares.check_mps, MPS_TIMEOUT_S, _MPS),
     ("hami-core", shares.check_hami_core, PROBE_TIMEOUT_S, _HAMI_CORE),
+    ("isolation", shares.check_kept, PROBE_TIMEOUT_S, None),
     ("device lists", shares.check_device_lists, local.DRIVER_TIMEOUT_S, None),
     ("list sizes", shares.check_list_sizes, local.DRIVER_TIMEOUT_S, None),
     ("open files", local.check_open_files, PROBE_TIMEOUT_S, _VCUDA),

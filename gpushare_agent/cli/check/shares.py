@@ -14,11 +14,13 @@ from gpushare_agent.cli.check.local import read_inventory
 from gpushare_agent.cli.mps_supervisor import control_of
 from gpushare_agent.isolation.decisions.device_lists import strategy_warnings
 from gpushare_agent.isolation.decisions.hami_core import LIBRARY_PATH
+from gpushare_agent.isolation.decisions.kept import NotKept, kept
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.kubelet.device_table import check_size, check_unit_size
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
 from gpushare_agent.runtime import node_probes
+from gpushare_agent.runtime.kernel_module import read_kernel_module
 from gpushare_agent.settings.settings import Settings
 
 
@@ -46,6 +48,21 @@ async def check_hami_core(settings: Settings) -> list[Finding]:
         cure = "docs/isolation.md lists what isolation hami-core needs on the node; without it every share of it is refused"
         return [error("hami-core", str(failure), cure)]
     return [ok("hami-core", f"{hami.library} is a library for this machine, {hami.directory} can be written")]
+
+
+async def check_kept(settings: Settings) -> list[Finding]:
+    """Of a share under each isolation in use: what is kept, by whom, and what is not."""
+    module = read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None
+    findings = []
+    for name in sorted(settings.isolations_in_use):
+        found = kept(name, is_whole=False, module=module)
+        detail = f"{name}: {found.text}"
+        if NotKept.OPEN_MODULES in found.not_kept:
+            cure = "update the driver to 570 or later, or install its proprietary kernel module; isolation mps does without"
+            findings.append(warning("isolation", detail, cure))
+        else:
+            findings.append(ok("isolation", detail))
+    return findings
 
 
 async def check_device_lists(settings: Settings) -> list[Finding]:

@@ -71,7 +71,7 @@ export class ContainerTable {
   draw(keys, used, hues) {
     const { containers } = this.store;
     for (const key of this.rows.keys()) if (!containers.has(key)) this.rows.delete(key);
-    for (const key of keys ?? containers.keys()) if (containers.has(key)) this.#row(key).draw(containers.get(key), hues.of(key));
+    for (const key of keys ?? containers.keys()) if (containers.has(key)) this.#row(key).draw(containers.get(key), hues.of(key), this.store.node.agent.not_kept_texts ?? {});
     if (keys) for (const key of used) if (this.rows.has(key)) this.rows.get(key).drawUse(containers.get(key));
     if (!keys || keys.size) this.arrange();
     else this.#sortAgain();
@@ -121,6 +121,9 @@ class Row {
     this.element = h("tr", {}, this.cells);
     this.#cell("compute").append(...this.meters.compute.parts);
     this.#cell("used").append(...this.meters.used.parts);
+    this.isolation = { name: h("span"), by: h("span", { class: "quiet kept" }), count: h("summary"), list: h("span") };
+    this.isolation.details = h("details", { class: "quiet" }, this.isolation.count, this.isolation.list);
+    this.#cell("isolation").append(this.isolation.name, this.isolation.by, this.isolation.details);
     this.state = this.#cell("state").appendChild(h("span", { class: "state" }));
   }
 
@@ -128,7 +131,7 @@ class Row {
     return this.cells[COLUMNS.findIndex((column) => column.id === id)];
   }
 
-  draw(container, hue) {
+  draw(container, hue, texts) {
     set(this.element, "class", `hue-${hue}`);
     set(this.element, "data-key", `${container.pod_uid}/${container.container}`);
     write(this.#cell("namespace"), container.namespace);
@@ -138,11 +141,24 @@ class Row {
     write(this.#cell("gpu"), format.gpuNames(container.cards.map((share) => share.index)) || "not on a GPU here");
     write(this.#cell("cores"), container.core_limit ? `${container.cores}, up to ${container.core_limit}` : container.cores);
     write(this.#cell("memory"), format.bytes(container.memory_bytes));
-    write(this.#cell("isolation"), container.is_whole ? "whole GPU" : container.isolation || "not known");
+    this.#drawIsolation(container, texts);
     write(this.state, container.phase);
     set(this.state, "data-state", container.phase);
-    this.text = [container.namespace, container.pod, container.container, this.#cell("gpu").textContent, this.#cell("isolation").textContent, container.phase].join("\n").toLowerCase();
+    this.text = [container.namespace, container.pod, container.container, this.#cell("gpu").textContent, this.isolation.name.textContent, this.isolation.by.textContent, container.phase].join("\n").toLowerCase();
     this.drawUse(container);
+  }
+
+  /** The name, and below it what of the share is kept and by whom. */
+  #drawIsolation({ is_whole: isWhole, isolation, kept }, texts) {
+    write(this.isolation.name, isWhole ? "whole GPU" : isolation || "not known");
+    const hasLimits = kept && !isWhole;
+    const notKept = hasLimits ? kept.not_kept.map((term) => texts[term] ?? term) : [];
+    const by = hasLimits ? `memory: ${kept.memory_by}, compute: ${kept.compute_by}` : "";
+    write(this.isolation.by, by);
+    set(this.isolation.by, "data-state", hasLimits && [kept.memory_by, kept.compute_by].includes("nobody") ? "warn" : null);
+    write(this.isolation.count, notKept.length ? format.count(notKept.length, "gap", "gaps") : "");
+    write(this.isolation.list, notKept.length ? `Not kept: ${notKept.join("; ")}.` : "");
+    this.isolation.details.hidden = !notKept.length;
   }
 
   drawUse(container) {

@@ -30,10 +30,16 @@ export class Summary {
     ready.hidden = false;
     set(ready, "data-state", agent.is_ready ? "good" : "bad");
     write(ready, agent.is_ready ? "✓ Ready" : "✕ Not ready");
-    const texts = agent.not_ready.map((reason) => `Not ready: ${reason}.`);
+    const notReady = agent.not_ready.map((reason) => ["bad", `Not ready: ${reason}.`]);
+    const unavailable = agent.isolations.filter((one) => one.unavailable_reason);
+    const texts = [...notReady, ...unavailable.map((one) => ["warn", `Shares of isolation ${one.name} are refused: ${one.unavailable_reason}.`])];
     const notices = byId("notices");
     while (notices.children.length > texts.length) notices.lastElementChild.remove();
-    texts.forEach((text, place) => write(notices.children[place] ?? notices.appendChild(h("p", { class: "notice", "data-kind": "bad" })), text));
+    texts.forEach(([kind, text], place) => {
+      const notice = notices.children[place] ?? notices.appendChild(h("p", { class: "notice" }));
+      set(notice, "data-kind", kind);
+      write(notice, text);
+    });
   }
 
   /** Live, stale or lost. Also by the clock, for silence is no event. */

@@ -42,6 +42,7 @@ def container_series(snapshot: NodeSnapshot) -> list[Series]:
         *_requested(labelled),
         *_used_as_gpu_manager_shows_it(labelled, shares),
         *_modern([share for own in shares.values() for share in own]),
+        _isolation_info(snapshot, containers),
     ]
     has_namesakes = len({labels for labels, _ in labelled}) < len(labelled)
     return [_summed(one) for one in series] if has_namesakes else series
@@ -169,6 +170,26 @@ _CONTAINER_USES: tuple[tuple[str, str, Callable[[ContainerUse], Number | None]],
     ("decoder_utilization_ratio", "Use of the GPU's decoder by the container.", attrgetter("decoder_ratio")),
     ("processes", "Processes of the container on the GPU.", lambda use: len(use.pids)),
 )
+
+
+def _isolation_info(snapshot: NodeSnapshot, containers: Iterable[ContainerFacts]) -> Series:
+    """Namesakes under the same isolation are one row, and it is 1."""
+    labels = {
+        labels_text(
+            namespace=facts.allocation.namespace,
+            pod=facts.allocation.pod_name,
+            container=facts.allocation.key.container,
+            node=snapshot.node,
+            isolation=facts.isolation,
+            memory_by=facts.kept.memory_by.value,
+            compute_by=facts.kept.compute_by.value,
+            not_kept=",".join(term.value for term in facts.kept.not_kept),
+        ): None
+        for facts in containers
+        if facts.kept is not None
+    }
+    text = "Who keeps the container's memory and compute to its share, and what is known not to be kept; always 1."
+    return Series("gpushare_container_isolation_info", text, rows=[(one, 1) for one in labels])
 
 
 def _modern(shares: Sequence[_Share]) -> Iterator[Series]:

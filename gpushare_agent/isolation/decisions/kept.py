@@ -1,0 +1,125 @@
+"""What of a container's share is kept, by whom, and what is known not to be. Pure.
+
+Every term is measured with the real libraries, or read where the term says so (docs/isolation.md). A share is no security
+boundary under any isolation but the driver's: `BYPASS` says so where the program itself decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gpushare_agent.model.gpus import KernelModule
+from gpushare_agent.model.isolation import IsolationName
+
+
+class Keeper(StrEnum):
+    """Who refuses memory above the share, or holds compute to it. The values are labels and JSON: stable."""
+
+    VCUDA = "vcuda"
+    HAMI_CORE = "hami-core"
+    MPS = "mps"
+    NOBODY = "nobody"
+    WHOLE_GPU = "whole-gpu"
+    """Nobody has to: no other container is on the GPU."""
+
+
+class NotKept(StrEnum):
+    """What goes past the limits. The values are labels and JSON: stable."""
+
+    ARRAYS = "arrays"
+    ASYNC_ALLOCATIONS = "async-allocations"
+    BYPASS = "bypass"
+    COOPERATIVE_LAUNCHES = "cooperative-launches"
+    EXTENDED_LAUNCHES = "extended-launches"
+    GRAPHS = "graphs"
+    MUSL = "musl"
+    OPEN_MODULES = "open-modules"
+    PER_PROCESS = "per-process"
+    POOLS = "pools"
+    VIRTUAL_MEMORY = "virtual-memory"
+
+
+NOT_KEPT_TEXTS: Mapping[NotKept, str] = {
+    NotKept.ARRAYS: "memory of CUDA arrays (2D, 3D, mipmapped)",
+    NotKept.ASYNC_ALLOCATIONS: "memory from cuMemAllocAsync",
+    NotKept.BYPASS: "a program that sets out to pass the limit, for they are kept inside its own process",
+    NotKept.COOPERATIVE_LAUNCHES: "compute of cooperative launches",
+    NotKept.EXTENDED_LAUNCHES: "compute of launches by cuLaunchKernelEx",
+    NotKept.GRAPHS: "compute of CUDA graphs",
+    NotKept.MUSL: "anything in images without glibc (Alpine) and of statically linked programs",
+    NotKept.OPEN_MODULES: "compute, under NVIDIA's open kernel modules before 570",
+    NotKept.PER_PROCESS: "the sum over several processes of a container: each has the whole limit",
+    NotKept.POOLS: "memory from memory pools",
+    NotKept.VIRTUAL_MEMORY: "memory from cuMemCreate",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """`not_kept` is sorted."""
+
+    memory_by: Keeper
+    compute_by: Keeper
+    not_kept: tuple[NotKept, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """For people, without a full stop."""
+        kept = f"memory is kept by {_who(self.memory_by)}, compute by {_who(self.compute_by)}"
+        return f"{kept}; not kept: {'; '.join(NOT_KEPT_TEXTS[one] for one in self.not_kept)}" if self.not_kept else kept
+
+
+_SHARES: Mapping[IsolationName, Kept] = {
+    IsolationName.VCUDA: Kept(
+        memory_by=Keeper.VCUDA,
+        compute_by=Keeper.VCUDA,
+        not_kept=(
+            NotKept.ASYNC_ALLOCATIONS,
+            NotKept.BYPASS,
+            NotKept.EXTENDED_LAUNCHES,
+            NotKept.POOLS,
+            NotKept.VIRTUAL_MEMORY,
+        ),
+    ),
+    IsolationName.HAMI_CORE: Kept(
+        memory_by=Keeper.HAMI_CORE,
+        compute_by=Keeper.HAMI_CORE,
+        not_kept=(
+            NotKept.ARRAYS,
+            NotKept.BYPASS,
+            NotKept.COOPERATIVE_LAUNCHES,
+            NotKept.GRAPHS,
+            NotKept.MUSL,
+            NotKept.POOLS,
+        ),
+    ),
+    IsolationName.MPS: Kept(
+        memory_by=Keeper.MPS, compute_by=Keeper.MPS, not_kept=(NotKept.BYPASS, NotKept.PER_PROCESS)
+    ),
+    IsolationName.NONE: Kept(memory_by=Keeper.NOBODY, compute_by=Keeper.NOBODY),
+}
+
+_OPEN_NAMESPACE_PIDS = range(515, 570)
+"""Majors whose open module names PIDs of the container in process lists and of the host in utilisation samples: HAMi-core
+then finds no sample of its own processes."""
+
+
+def kept(isolation: IsolationName, *, is_whole: bool, module: KernelModule | None) -> Kept:
+    """Of a container under this isolation. `module` is None where the node has no NVIDIA driver, or it is not known."""
+    if is_whole:
+        return Kept(memory_by=Keeper.WHOLE_GPU, compute_by=Keeper.WHOLE_GPU)
+    found = _SHARES[isolation]
+    if found.compute_by is Keeper.HAMI_CORE and module is not None and _is_blind(module):
+        not_kept = tuple(sorted({*found.not_kept, NotKept.OPEN_MODULES}))
+        return Kept(memory_by=found.memory_by, compute_by=Keeper.NOBODY, not_kept=not_kept)
+    return found
+
+
+def _is_blind(module: KernelModule) -> bool:
+    return module.is_open and module.major in _OPEN_NAMESPACE_PIDS
+
+
+def _who(keeper: Keeper) -> str:
+    return "no one else, for the GPU is its own" if keeper is Keeper.WHOLE_GPU else keeper.value
