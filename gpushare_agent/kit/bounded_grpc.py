@@ -42,7 +42,7 @@ _HEADER_BYTES = 8 * 1024
 _READ_BYTES = 256
 """A call that is begun and reset has 32 bytes: at most 8 of them are handled before other sockets are served."""
 _CALL_COST_S = 0.0002
-"""What a call costs besides the reading: its task, and the end of it."""
+"""What a call costs besides the reading: its task, and the end of it. What its handler costs is the handler's to charge."""
 _BACKLOG = 16
 """asyncio accepts so many connections of one socket before it serves the others."""
 _WARNING_INTERVAL_S = 60.0
@@ -59,7 +59,7 @@ class ServerLimits:
     bytes_per_s: float = 64 * 1024
     byte_burst: float = 256 * 1024
     busy_share: float = 0.05
-    busy_burst_s: float = 0.05
+    busy_burst_s: float = 0.3
 
 
 class SharedBudget:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,10 +17,10 @@ from grpclib import GRPCError
 from grpclib.client import Channel
 from h2.events import PingAckReceived
 
-from gpushare_agent.isolation.vcuda.server import VDeviceLimits
+from gpushare_agent.isolation.vcuda.server import HANDLING_COST_S, VDeviceLimits
 from gpushare_agent.kit.bounded_grpc import ServerLimits
 from gpushare_agent.wire.vcuda import VcudaServiceStub, VDeviceRequest
-from tests.support_vdevice import ID, KEY, OTHER, OTHER_ID, OTHER_POD, POD, register
+from tests.support_vdevice import ID, KEY, OTHER, OTHER_ID, OTHER_POD, POD
 from tests.support_vdevice_raw import DEADLINE_S, ENDLESS, NEVER, RawClient, flood, node_with, raw_client
 
 
@@ -107,14 +108,12 @@ async def test_a_link_planted_beside_a_serving_socket_is_never_written_through(
         }
 
 
-async def test_the_rate_is_given_back_with_time(short_dir: Path) -> None:
-    """After a refusal the same client registers again as soon as the rate allows it."""
-    async with node_with(short_dir, VDeviceLimits(calls_per_s=1000.0, call_burst=1)) as node:
-        async with asyncio.timeout(DEADLINE_S):
-            while node.outside.codes.count("OK") < 5 or "RESOURCE_EXHAUSTED" not in node.outside.codes:
-                with suppress(GRPCError):
-                    await register(node.socket, name="cuda")
-                    await flood(node.socket, 10)
+async def test_a_burst_beyond_the_budget_is_delayed_and_none_of_it_is_refused(short_dir: Path) -> None:
+    """A program that starts ends where its registration is refused: 200 calls at the price of 20 are all answered OK."""
+    limits = VDeviceLimits(server=ServerLimits(busy_burst_s=20 * HANDLING_COST_S, busy_share=0.5))
+    async with node_with(short_dir, limits) as node:
+        await flood(node.socket, 200)
+        assert Counter(node.outside.codes) == {"OK": 200}
 
 
 async def test_half_a_request_is_answered_when_its_time_is_up(short_dir: Path) -> None:
@@ -166,8 +165,6 @@ async def test_pings_do_not_keep_a_connection_alive(short_dir: Path) -> None:
 async def test_a_client_that_never_reads_is_not_read_from_and_then_cut_off(short_dir: Path, kind: str) -> None:
     """What it can send is bounded by the kernel's buffers and ours, not by its patience; its connection ends."""
     limits = VDeviceLimits(
-        calls_per_s=ENDLESS,
-        call_burst=ENDLESS,
         server=ServerLimits(bytes_per_s=ENDLESS, byte_burst=ENDLESS, idle_s=1.0),
     )
     async with node_with(short_dir, limits) as node, raw_client(node.socket) as client:

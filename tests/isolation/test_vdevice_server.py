@@ -32,6 +32,7 @@ from tests.support_vdevice import (
     server_of,
     serving,
 )
+from tests.support_vdevice_raw import flood
 
 DOCKER_NAME = f"/k8s_cuda_my-pod_default_{POD}_0"
 
@@ -236,16 +237,52 @@ async def test_a_refresh_that_fails_is_answered_with_what_to_do(
     assert node.codes == [status.name]
 
 
-async def test_a_runtime_that_is_away_makes_a_registration_wait_not_fail_for_good(short_dir: Path) -> None:
-    """UNAVAILABLE: the client tries again; nothing is believed meanwhile."""
+@pytest.mark.parametrize(("pod_uid", "claim"), [(POD, {"container_id": ID}), (None, {"name": "cuda"})])
+async def test_a_runtime_that_is_away_makes_a_registration_wait_not_fail_for_good(
+    short_dir: Path, pod_uid: str | None, claim: dict[str, str]
+) -> None:
+    """UNAVAILABLE: the client tries again; nothing is believed meanwhile, of an ID or of a caller whose pod is unknown."""
     node = FakeNode(runtime_fails=Unavailable("containerd does not answer; try again"))
-    node.we_are(POD, ID)
-    async with serving(short_dir, node) as path:
-        with pytest.raises(GRPCError) as caught:
-            await register(path, name="cuda")
+    node.we_are(pod_uid, ID)
+    async with serving(short_dir, node, limits=VDeviceLimits(question_interval_s=0.0)) as path:
+        with pytest.raises(GRPCError, match="containerd does not answer") as caught:
+            await register(path, **claim)
         assert caught.value.status is Status.UNAVAILABLE
         node.runtime_fails = None
+        await register(path, **claim)
+
+
+async def test_while_the_id_is_unknown_the_callers_pod_is_enough_for_a_registration_by_name(short_dir: Path) -> None:
+    """A program that starts with its container need not wait until somebody knows the ID. Another pod's is refused."""
+    node = FakeNode(runtime_fails=Unavailable("it takes a second or two after the start"))
+    async with serving(short_dir, node) as path:
+        node.we_are(POD, ID)
         await register(path, name="cuda")
+        node.we_are(OTHER_POD, ID)
+        with pytest.raises(GRPCError, match=f"is in pod {OTHER_POD}"):
+            await register(path, name="cuda")
+    assert node.codes == ["OK", "PERMISSION_DENIED"]
+
+
+async def test_the_runtime_is_asked_once_for_all_that_wait(short_dir: Path) -> None:
+    """Whose container this is, for 50 calls, 16 at once: one question; also where there is no answer yet."""
+    questions: list[str] = []
+
+    class Counts(FakeNode):
+        async def find_container(self, container_id: str) -> ContainerKey | None:
+            questions.append(container_id)
+            await asyncio.sleep(0)
+            return await super().find_container(container_id)
+
+    for fails in (None, Unavailable("not known yet")):
+        questions.clear()
+        node = Counts(runtime_fails=fails)
+        node.we_are(POD, ID)
+        limits = VDeviceLimits(question_interval_s=10.0)
+        async with serving(short_dir, node, limits=limits) as path:
+            await flood(path, 50)
+        assert node.codes == ["OK"] * 50
+        assert questions == [ID]
 
 
 async def test_a_refresh_that_hangs_is_answered_deadline_exceeded(short_dir: Path) -> None:

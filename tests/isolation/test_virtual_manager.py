@@ -7,7 +7,9 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -138,8 +140,8 @@ class World:
 class Running:
     """A manager whose servers are stopped at the end, as its `run` does when it is cancelled."""
 
-    def __init__(self, world: World) -> None:
-        self.manager = world.manager()
+    def __init__(self, world: World, manager: VirtualManager | None = None) -> None:
+        self.manager = manager or world.manager()
 
     async def __aenter__(self) -> VirtualManager:
         return self.manager
@@ -247,7 +249,7 @@ async def test_a_new_agent_leaves_what_it_does_not_know_yet_as_it_is(short_dir: 
         await world.processes.read_ids()
         await manager.poll()
         assert (world.pids, world.limit) == ((7, 11), 60)
-        with pytest.raises(GRPCError, match="nobody knows") as refused:
+        with pytest.raises(GRPCError, match="are not known yet") as refused:
             await register(world.directory / "vcuda.sock", name="cuda")
         assert refused.value.status is Status.UNAVAILABLE
         world.known, world.pods[POD] = known, replace(kept, annotations={})
@@ -444,6 +446,33 @@ async def test_of_many_registrations_at_once_two_are_carried_out(short_dir: Path
         world.set_pids(ID, 123)
         await manager.refresh(KEY, None)
         assert world.pids == (123,)
+
+
+async def test_registrations_one_after_the_other_share_refreshes_too(short_dir: Path) -> None:
+    """At most one begins in each interval, however fast the calls come; also where it fails."""
+    world = World(short_dir)
+    manager = world.manager(Intervals(refresh_s=0.05), clock=time.monotonic)
+    async with Running(world, manager):
+        await world.processes.read_ids()
+        await manager.poll()
+        begun: list[float] = []
+
+        async def count() -> None:
+            begun.append(time.monotonic())
+            if len(begun) == 3:
+                raise Unavailable("the disk does not answer")
+
+        world.processes.after_read = count
+
+        async def call_again_and_again() -> None:
+            while len(begun) < 6:
+                with suppress(Unavailable):
+                    await manager.refresh(KEY, None)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(5):
+                group.create_task(call_again_and_again())
+        assert all(later - earlier >= 0.049 for earlier, later in pairwise(begun))
 
 
 async def test_a_registration_of_the_instance_before_is_refused_for_now(short_dir: Path) -> None:

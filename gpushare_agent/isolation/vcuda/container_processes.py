@@ -70,6 +70,13 @@ class ContainerProcesses:
         instance = self._instances.get(key)
         return instance is not None and instance.id is not None
 
+    def is_awaited(self, key: ContainerKey) -> bool:
+        """Its ID is unknown, and not for so long that the whole pod's processes take the place of its own."""
+        instance = self._instances.get(key)
+        if instance is None or instance.id is not None or instance.unknown_since is None:
+            return False
+        return self._clock() - instance.unknown_since < LONG_UNKNOWN_S
+
     def is_current(self, key: ContainerKey, processes: Processes) -> bool:
         return self._instances.get(key) is processes.instance
 

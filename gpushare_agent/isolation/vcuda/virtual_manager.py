@@ -44,12 +44,14 @@ FILES_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intervals:
-    """Seconds between two polls, also of a container prepared less than `recent_for_s` ago; between two reads of container
-    IDs while one is unknown; and between two removals of stale directories."""
+    """Seconds between two polls, also of a container prepared less than `recent_for_s` ago; between two refreshes of a
+    container whose programs register; between two reads of container IDs while one is unknown; and between two removals of
+    stale directories."""
 
     poll_s: float = 1.0
     recent_poll_s: float = 0.2
     recent_for_s: float = 5.0
+    refresh_s: float = 0.1
     ids_s: float = 1.0
     ids_max_periods: int = 32
     cleanup_s: float = 5.0
@@ -158,16 +160,16 @@ class VirtualManager:
 
     async def refresh(self, key: ContainerKey, container_id: str | None) -> None:
         """Brings the files of a container that registers up to date. Of many concurrent calls two are carried out: the one
-        under way, and one that begins after the last of them came. Raises AgentError."""
+        under way, and one that begins after the last of them came, not before `refresh_s` has passed. Raises AgentError."""
         came_at = self._clock()
         refreshes = self._refreshes.setdefault(key, _Refreshes())
         async with refreshes.lock:
             if refreshes.covers(came_at, container_id):
                 return
-            refreshes.begun_at = None
-            begun_at = self._clock()
+            await asyncio.sleep(max(0.0, refreshes.begun_at + self._intervals.refresh_s - self._clock()))
+            refreshes.begun_at, refreshes.is_done = self._clock(), False
             await self._refresh(key, container_id)
-            refreshes.begun_at, refreshes.container_id = begun_at, container_id
+            refreshes.is_done, refreshes.container_id = True, container_id
 
     async def _refresh(self, key: ContainerKey, container_id: str | None) -> None:
         allocation = self._allocations().get(key)
@@ -178,7 +180,10 @@ class VirtualManager:
                 raise Unavailable(f"container {key.container} is being restarted: register again when it runs")
         elif not self._processes.is_known(key):
             await self._processes.read_ids()
-        for one in await self._reconciler.reconcile({key: allocation}, await self._processes.read([key])):
+        processes = await self._processes.read([key])
+        if key not in processes and self._processes.is_awaited(key):
+            raise Unavailable(f"the processes of container {key.container} are not known yet: register again")
+        for one in await self._reconciler.reconcile({key: allocation}, processes):
             if one.error is not None:
                 raise one.error
         if container_id is not None:
@@ -263,11 +268,12 @@ class VirtualManager:
 
 @dataclass(slots=True)
 class _Refreshes:
-    """Of one container: the lock of the one under way, and when the last successful one began, for which ID."""
+    """Of one container: the lock of the one under way, when the last one began, whether it succeeded, and for which ID."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    begun_at: float | None = None
+    begun_at: float = float("-inf")
+    is_done: bool = False
     container_id: str | None = None
 
     def covers(self, came_at: float, container_id: str | None) -> bool:
-        return self.begun_at is not None and self.begun_at >= came_at and self.container_id == container_id
+        return self.is_done and self.begun_at >= came_at and self.container_id == container_id
