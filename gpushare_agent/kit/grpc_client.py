@@ -66,6 +66,12 @@ class UnixChannel(Channel):
             self._path = address
             return await super()._create_connection()
 
+    async def __connect__(self) -> H2Protocol:
+        protocol = await super().__connect__()
+        if protocol.connection.is_closing():  # its first write failed: grpclib would go on to an AttributeError
+            raise ConnectionResetError("connection reset by peer")
+        return protocol
+
     async def connect(self, *, timeout_s: float) -> None:
         """Raises RpcFailed. Calls connect by themselves."""
         with _errors_renamed():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,26 @@ async def test_an_absent_socket_and_a_deadline_are_no_answers(short_dir: Path) -
                 await channel.unary(METHOD, b"", bytes, timeout_s=0.2)
             assert (caught.value.status, caught.value.is_answer) == (status, False)
             channel.close()
+
+
+async def test_a_peer_that_ends_before_it_takes_the_connection_is_no_answer(short_dir: Path) -> None:
+    """UNAVAILABLE: a kubelet that ends between our connect and our first byte, which then cannot be written."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(short_dir / "s"))
+        listener.listen()
+        channel = UnixChannel(short_dir / "s")
+        async with asyncio.TaskGroup() as group:
+            call = group.create_task(_status_of(channel))
+            await asyncio.sleep(0)  # the call's first step connects; the bytes follow in the next turn
+            listener.close()
+        assert call.result() is Status.UNAVAILABLE
+        channel.close()
+
+
+async def _status_of(channel: UnixChannel) -> Status:
+    with pytest.raises(RpcFailed) as caught:
+        await channel.unary(METHOD, b"", bytes)
+    return caught.value.status
 
 
 async def test_an_answer_over_the_limit_is_refused_by_its_prefix() -> None:
