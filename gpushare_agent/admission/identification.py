@@ -64,10 +64,12 @@ class Timeouts:
 
 @dataclass(slots=True, kw_only=True)
 class _Lookup:
-    """How far the identification of one call is. `verified` are the pods fetched since the last List."""
+    """How far the identification of one call is. `verified` are the pods fetched since the last List, `unanswered` is the
+    refusal where the API server did not answer the last fetch."""
 
     started_at: float
     fetches: int = 0
+    unanswered: Refused | None = None
     verified: set[tuple[str, str]] = field(default_factory=set)
     is_first_poll: bool = True
 
@@ -160,11 +162,13 @@ class Identification:
             and (names := _to_fetch(result, lookup.verified))
         ):
             lookup.fetches += len(names)
-            failed = await self._fetch(names, self._left_s(lookup))
-            if failed is not None:
-                return failed
+            lookup.unanswered = await self._fetch(names, self._left_s(lookup))
+            if lookup.unanswered is not None:
+                return lookup.unanswered
             lookup.verified.update(names)
             result = identify(call, listed, self._known(lookup.verified))
+        if isinstance(result, Unresolved) and lookup.unanswered is not None:
+            return lookup.unanswered  # the time was over before it could be asked again: it is still the reason
         return result
 
     def _known(self, verified: Collection[tuple[str, str]] = ()) -> Known:
