@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import resource
 import shutil
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -22,7 +23,12 @@ OPEN_FILES = 4096
 
 
 def pytest_configure() -> None:
-    """Raises the soft limit of open files as far as the hard one allows: one test that runs out of them fails others."""
+    """Raises the soft limit of open files as far as the hard one allows: one test that runs out of them fails others.
+
+    A job in a shell's background has SIGINT ignored, and so have its children: Ctrl-C would not end those of the tests.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
