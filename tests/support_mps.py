@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -11,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpushare_agent.isolation.mps.control import MpsControl
+from tests.support_deadline import DEADLINE_S
 
 ROOT = Path(__file__).parents[1]
-DEADLINE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -72,14 +71,6 @@ def script(path: Path, text: str) -> Path:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
 
 
 async def poll_until(condition: Callable[[], object], what: str) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,9 +22,10 @@ from gpushare_agent.isolation.mps.control import MpsControl
 from gpushare_agent.isolation.mps.daemon import MpsDaemonProcess
 from gpushare_agent.isolation.mps.supervision import Condition, MpsSupervision, Timeouts
 from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.model.errors import StartupError
+from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.sandbox.fake_mps import open_fake_mps
-from tests.support_mps import DEADLINE_S, MpsPlace, is_alive, mps_place, poll_until, script
+from tests.support_containers import is_alive
+from tests.support_mps import DEADLINE_S, MpsPlace, mps_place, poll_until, script
 from tests.support_settings import clean_environment, run_program
 
 STARTING, SERVING, WAITING = Condition.STARTING, Condition.SERVING, Condition.WAITING
@@ -58,12 +61,11 @@ async def kept(
     control: MpsControl | None = None,
     *,
     start_s: float = DEADLINE_S,
-    command_s: float = DEADLINE_S,
     drain_s: float = 0.0,
     end_s: float = 5.0,
 ) -> AsyncIterator[Kept]:
     """A supervision that runs, with short delays; drained at the end."""
-    control = control or place.control(timeout_s=command_s)
+    control = control or place.control()
     daemon, seen = MpsDaemonProcess(control), list[Condition]()
     timeouts = Timeouts(
         start_s=start_s, probe_period_s=0.02, drain_s=drain_s, end_s=end_s, most_bad_starts=3,
@@ -89,11 +91,13 @@ async def kept(
         assert not is_alive(pid), pid
 
 
-async def why_given_up(place: MpsPlace, **timeouts: float) -> tuple[str, list[Condition]]:
+async def why_given_up(
+    place: MpsPlace, control: MpsControl | None = None, **timeouts: float
+) -> tuple[str, list[Condition]]:
     """The error with which the supervision ended by itself."""
     found: Kept | None = None
     with pytest.raises(ExceptionGroup) as raised:
-        async with kept(place, **timeouts) as found:
+        async with kept(place, control, **timeouts) as found:
             assert found.task is not None
             async with asyncio.timeout(DEADLINE_S):
                 await asyncio.wait({found.task})
@@ -188,22 +192,43 @@ async def test_what_lives_on_of_a_dead_daemon_is_left_alone_and_waited_for(place
 
 async def test_a_daemon_that_stops_answering_is_left_alone(place: MpsPlace) -> None:
     """To end it would end its clients; when it answers again it serves again."""
-    async with kept(place, command_s=0.5) as found:
+    control = place.control()
+    async with kept(place, control) as found:
         await found.wait_for(STARTING, SERVING)
         pid = found.daemon.pid
-        place.becomes("hangs")
+        hangs(place, control)
         await found.wait_for(SERVING, Condition.NOT_ANSWERING)
         place.no_longer("hangs")
+        control._timeout_s = DEADLINE_S
         await found.wait_for(Condition.NOT_ANSWERING, SERVING)
         assert found.daemon.pid == pid and place.daemons() == [pid]
-    for line in place.record("hangs "):
-        assert not is_alive(int(line.split()[1]))
+    hung = [int(line.split()[1]) for line in place.record("hangs ")]
+    await poll_until(lambda: not any(map(is_alive, hung)), f"the end of {hung}")
+
+
+def hangs(place: MpsPlace, control: MpsControl) -> None:
+    """From now on the program gets little time: before, it needed as much as a busy machine takes to start it."""
+    control._timeout_s = 0.5
+    place.becomes("hangs")
+
+
+class AnswersAtOnce(MpsControl):
+    """Fails as the program did once: a process for each answer may take longer than the time to start."""
+
+    error = Unavailable("")
+
+    async def get_default_active_thread_percentage(self) -> float:
+        raise self.error
 
 
 async def test_nonsense_at_the_start_is_no_answer(place: MpsPlace) -> None:
     """It counts as a start without success, and the error shows its output."""
     place.becomes("nonsense", "lorem ipsum")
-    words, _ = await why_given_up(place, start_s=0.5)
+    with pytest.raises(Unavailable) as said:
+        await place.control().get_default_active_thread_percentage()
+    control = AnswersAtOnce(place.program, place.pipe, place.logs)
+    control.error = said.value
+    words, _ = await why_given_up(place, control, start_s=0.05)
     assert "is invalid: 'lorem ipsum'" in words
 
 
@@ -256,12 +281,25 @@ async def test_clients_that_stay_are_waited_for_no_longer_than_allowed(place: Mp
     assert line["clients"] == [501]
 
 
-async def test_a_daemon_that_will_not_quit_is_killed(place: MpsPlace) -> None:
+async def test_a_daemon_that_will_not_quit_is_killed(place: MpsPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the command nor SIGTERM ends it; nor does a control program that hangs hold up the end."""
     place.becomes("deaf")
-    async with kept(place, command_s=0.5, drain_s=5.0, end_s=0.1) as found:
+    control, killpg = place.control(), os.killpg
+    async with kept(place, control, drain_s=DEADLINE_S, end_s=0.1) as found:
         await found.wait_for(STARTING, SERVING)
-        place.becomes("hangs")
+        pid, sent = found.daemon.pid, list[int]()
+
+        def kill_once_heard(group: int, number: int) -> None:
+            """A tenth of a second may be over before a busy machine lets the daemon run."""
+            if group == pid:
+                sent.append(number)
+                while number == signal.SIGKILL and "SIGTERM" not in place.record():
+                    time.sleep(0.01)
+            killpg(group, number)
+
+        monkeypatch.setattr(os, "killpg", kill_once_heard)
+        hangs(place, control)
+    assert sent == [signal.SIGTERM, signal.SIGKILL]
     assert "SIGTERM" in place.record() and "quit" not in place.record()
 
 

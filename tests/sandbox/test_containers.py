@@ -138,7 +138,8 @@ async def test_nobody_gets_out_of_a_cgroup_by_leaving_session_and_parent(kind: s
         inner = container.cgroup / "inner" / "most"
         inner.mkdir(parents=True)
         (inner / "cgroup.procs").write_text(str(pid))
-        assert runtime.pids(container) == sorted([container.pid, pid])
+        # setsid has forked, and mv has renamed the file, before they end.
+        await wait_true(lambda: runtime.pids(container) == sorted([container.pid, pid]), "the two that stay")
         runtime.kill(container)
         assert await wait_ended(runtime, container) == 137
         assert not is_alive(pid) and not container.cgroup.exists()
