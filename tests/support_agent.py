@@ -51,16 +51,24 @@ class InnerAgent:
 
 
 def arguments(node: EmbeddedNode, *flags: str) -> list[str]:
-    """Flags of an agent for this node: no fixed port, everything periodic often."""
+    """Flags of an agent for this node: no fixed port, everything periodic often, time for admissions on a busy machine."""
     fast = ["--web.port=0", "--allocation.check-period-s=0.2", "--health.check-period-s=0.05"]
-    return [*node.agent_arguments(), *fast, *flags]
+    return [*node.agent_arguments(), *fast, "--kubelet.pod-lookup-timeout-s=10", *flags]
 
 
 @asynccontextmanager
-async def open_agent(node: EmbeddedNode, *flags: str, wait: bool = True) -> AsyncIterator[InnerAgent]:
-    """An agent in this process, registered, its pods listed and its devices allocatable, unless `wait` is false."""
+async def open_agent(
+    node: EmbeddedNode, *flags: str, wait: bool = True, list_timeout_s: float = DEADLINE_S
+) -> AsyncIterator[InnerAgent]:
+    """An agent in this process, registered, its pods listed, the kubelet's version read and its devices allocatable, unless
+    `wait` is false.
+
+    `list_timeout_s` bounds a PodResources List: a process that holds agents, kubelet and API server may stand still for
+    longer than the second that an agent allows.
+    """
     settings = load_settings(arguments(node, *flags), {}).settings
     parts = build(settings, open_driver(settings))
+    parts.kubelet.gate._list_timeout_s = list_timeout_s
     parts.state.cache.subscribe(lambda old, new: node.api.signal.notify())
     parts.state.store.subscribe(lambda old, new: node.api.signal.notify())
     async with asyncio.TaskGroup() as group:
@@ -69,6 +77,7 @@ async def open_agent(node: EmbeddedNode, *flags: str, wait: bool = True) -> Asyn
             if wait:
                 await wait_registered(node)
                 await wait_synced(parts)
+                await parts.kubelet.facts.wait_lists_inside(timeout_s=DEADLINE_S)
             yield agent
         finally:
             agent.task.cancel()
@@ -79,7 +88,11 @@ async def open_agent(node: EmbeddedNode, *flags: str, wait: bool = True) -> Asyn
 async def open_child(
     node: EmbeddedNode, *flags: str, wait: bool = True, stderr: int | None = None
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """An agent as a process of its own, its log in the node's `agent.log` or `stderr`; killed at the end if it runs."""
+    """An agent as a process of its own, its log in the node's `agent.log` or `stderr`; killed at the end if it runs.
+
+    `wait`: until it is registered and, as far as its log can be read, has listed its pods and read the kubelet's version.
+    """
+    before = {event: len(log_lines(node, event)) for event in ("ready", "kubelet_version") if stderr is None}
     with node.paths.agent_log.open("ab") as log:
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "gpushare_agent", "run", *arguments(node, *flags)),
@@ -91,6 +104,8 @@ async def open_child(
     try:
         if wait:
             await wait_registered(node)
+            for event, count in before.items():
+                await poll_until(lambda: len(log_lines(node, event)) > count, event)  # noqa: B023 - asked in this turn
         yield child
     finally:
         if child.returncode is None:
@@ -101,6 +116,8 @@ async def open_child(
 
 def log_lines(node: EmbeddedNode, event: str) -> list[dict[str, Any]]:
     """What a child said under this name; the line that is being written right now does not count yet."""
+    if not node.paths.agent_log.exists():
+        return []
     whole = node.paths.agent_log.read_text().rpartition("\n")[0]
     lines = (json.loads(line) for line in whole.splitlines() if line.startswith("{"))
     return [line for line in lines if line.get("event") == event]
@@ -193,6 +210,16 @@ async def wait_registered(node: EmbeddedNode) -> None:
         return all(name in healthy and raw.get(name) == healthy[name] for name in (CORE, MEMORY))
 
     await wait_until(node, is_shown, "both resources allocatable")
+
+
+async def wait_healthy_devices(node: EmbeddedNode) -> None:
+    """The kubelet alone has them, of both resources: for a test without an API server."""
+
+    def is_there() -> bool:
+        capacity = node.kubelet.capacity()
+        return all(capacity.get(name, (0, 0))[1] for name in (CORE, MEMORY))
+
+    await wait_until(node, is_there, "healthy devices of both resources")
 
 
 async def wait_synced(parts: NodeAgent) -> None:

@@ -18,6 +18,7 @@ from tests.support_agent import (
     wait_ledger_equal,
     wait_running,
     wait_settled,
+    wait_until,
 )
 from tests.support_sandbox import container, open_test_node, pod
 
@@ -49,7 +50,7 @@ async def test_an_agent_ended_at_any_moment_of_an_admission_comes_back_with_the_
             moments = Moments(node, "during")
             moments.at(number, agent.task.cancel)
             node.api.create_pod(_two_containers("during"))
-            await node.kubelet.wait_for(lambda: len(moments.seen) > number, 10, "the moment to end the agent")
+            await wait_until(node, lambda: len(moments.seen) > number, "the moment to end the agent")
         async with open_agent(node) as agent:
             message = await wait_settled(node, "during")
             phase = node.api.pod("default", "during")["status"]["phase"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from dataclasses import replace
 
 import pytest
 
@@ -28,8 +27,8 @@ from tests.support_agent import (
 from tests.support_reconcile import collection_of
 from tests.support_sandbox import (
     CORE,
+    HELD_ADMISSIONS,
     MEMORY,
-    SHORT_TIMES,
     SmallPlugin,
     container,
     device_ids,
@@ -39,10 +38,6 @@ from tests.support_sandbox import (
 )
 from tests.support_sandbox import register as register_plugin
 
-SLOW_ADMISSION = replace(SHORT_TIMES, admission_delay_s=1.0)
-"""A kubelet that admits pods, and lists any, so long after its start as real ones do (measured)."""
-RESTARTS = 8
-"""At most: those where the test comes too late to a kubelet that lists nothing do not count."""
 ADMISSION = 20
 """Moments of the admission of two containers: see test_faults_agent_killed.py."""
 
@@ -72,7 +67,8 @@ async def _wait_kubelet_knows(node: EmbeddedNode, *names: str) -> None:
 @pytest.mark.parametrize("number", range(ADMISSION))
 async def test_a_kubelet_restarted_at_any_moment_of_an_admission_admits_again_what_it_had_begun(number: int) -> None:
     """The pod under admission comes back to a kubelet that has forgotten half of it; nothing is given twice."""
-    async with open_test_node(seed=number, times=SLOW_ADMISSION) as node, open_agent(node) as agent:
+    async with open_test_node(seed=number, times=HELD_ADMISSIONS) as node, open_agent(node) as agent:
+        node.kubelet.begin_admissions()
         node.api.create_pod(pod("before", container(cores=40, blocks=16)))
         await wait_running(node, "before")
         ids = _container_ids(node, "before")
@@ -82,6 +78,7 @@ async def test_a_kubelet_restarted_at_any_moment_of_an_admission_admits_again_wh
             node.api.create_pod(pod("during", container("a", cores=30, blocks=10), container("b", cores=20, blocks=5)))
             await wait_until(node, lambda: len(moments.seen) > number, "the moment of the restart")
         await wait_registered(node)
+        node.kubelet.begin_admissions()
         message = await wait_settled(node, "during")
         assert node.api.pod("default", "during")["status"]["phase"] == "Running", message
         node.api.create_pod(pod("after", container(cores=50, blocks=20)))
@@ -94,26 +91,23 @@ async def test_a_kubelet_restarted_at_any_moment_of_an_admission_admits_again_wh
 @pytest.mark.parametrize("version", ["1.31", "1.36"])
 async def test_running_pods_survive_a_kubelet_restart_and_nothing_of_theirs_is_freed(version: str) -> None:
     """While the new kubelet lists nothing, the ledger stays; the plugins are back in time, and no container restarts."""
-    async with open_test_node(kubelet_version=version, times=SLOW_ADMISSION) as node, open_agent(node) as agent:
+    async with open_test_node(kubelet_version=version, times=HELD_ADMISSIONS) as node, open_agent(node) as agent:
+        node.kubelet.begin_admissions()
         node.api.create_pod(pod("share", container(cores=30, blocks=10)))
         node.api.create_pod(pod("whole", container(cores=200)))
         await wait_running(node, "share", "whole")
         before, ids = agent.held(), _container_ids(node, "share") + _container_ids(node, "whole")
         freed = _note_releases(agent)
         collection = collection_of(node, agent)
-        silent = 0
-        for _ in range(RESTARTS):
+        for _ in range(2):
             await node.kubelet.restart()
             asked = len(node.kubelet.log.pod_resources_calls)
             for _ in range(2):
                 await collection.reconcile()
-            assert len(node.kubelet.log.pod_resources_calls) > asked
-            silent += not kubelet_held(node)  # on a busy machine it may have admitted its pods by now
+            assert len(node.kubelet.log.pod_resources_calls) > asked and not kubelet_held(node)
             await wait_registered(node)
+            node.kubelet.begin_admissions()
             await _wait_kubelet_knows(node, "share", "whole")
-            if silent == 2:
-                break
-        assert silent == 2, "the kubelet was never asked while it lists nothing"
         assert agent.held() == before and not freed
         assert _container_ids(node, "share") + _container_ids(node, "whole") == ids
         assert len(calls_of(node, "share")) == 2
@@ -125,24 +119,20 @@ async def test_running_pods_survive_a_kubelet_restart_and_nothing_of_theirs_is_f
 
 async def test_an_agent_started_while_the_kubelet_lists_nothing_yet_knows_its_pods_all_the_same() -> None:
     """Both restart at once: the kubelet's checkpoint has what its List has not."""
-    async with open_test_node(times=SLOW_ADMISSION) as node:
+    async with open_test_node(times=HELD_ADMISSIONS) as node:
         async with open_agent(node) as agent:
+            node.kubelet.begin_admissions()
             node.api.create_pod(pod("share", container(cores=30, blocks=10)))
             node.api.create_pod(
                 pod("init", container(cores=60, blocks=10), init=(container("prepare", cores=20, blocks=20),))
             )
             await wait_running(node, "share", "init")
             before = agent.held()
-        is_silent = False
-        for _ in range(RESTARTS):
-            await node.kubelet.restart()
-            async with open_agent(node) as agent:
-                is_silent = not kubelet_held(node)  # on a busy machine it may have admitted its pods by now
-                assert agent.held() == before
-                await _wait_kubelet_knows(node, "share", "init")
-            if is_silent:
-                break
-        assert is_silent, "the agent was never there before the kubelet had admitted its pods"
+        await node.kubelet.restart()
+        async with open_agent(node) as agent:
+            assert agent.held() == before and not kubelet_held(node)
+            node.kubelet.begin_admissions()
+            await _wait_kubelet_knows(node, "share", "init")
         async with open_agent(node) as agent:
             node.api.create_pod(pod("next", container(cores=100)))
             await wait_running(node, "share", "init", "next")
@@ -153,9 +143,10 @@ async def test_an_agent_started_while_the_kubelet_lists_nothing_yet_knows_its_po
 async def test_the_agent_serves_again_in_a_directory_that_was_removed_and_made_anew() -> None:
     """Everything in it is lost, the kubelet's checkpoint too: what runs keeps its GPUs by our ledger."""
     async with (
-        open_test_node(times=SLOW_ADMISSION) as node,
+        open_test_node(times=HELD_ADMISSIONS) as node,
         open_agent(node, "--simulated.cards=1") as agent,
     ):
+        node.kubelet.begin_admissions()
         node.api.create_pod(pod("before", container(cores=60, blocks=40)))
         await wait_running(node, "before")
         before = agent.held()
@@ -166,6 +157,7 @@ async def test_the_agent_serves_again_in_a_directory_that_was_removed_and_made_a
         node.paths.device_plugin_path.mkdir()
         await node.kubelet.start()
         await wait_registered(node)
+        node.kubelet.begin_admissions()
         await wait_until(
             node, lambda: any(p.identity.name == "before" for p in node.kubelet.listed_pods()), "pods taken up again"
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
@@ -25,11 +24,11 @@ from tests.support_agent import (
     wait_ledger_equal,
     wait_until,
 )
-from tests.support_sandbox import SHORT_TIMES, container, limits_of, open_test_node, pod
+from tests.support_sandbox import HELD_ADMISSIONS, container, limits_of, open_test_node, pod
 
 GPUS = 3
-TIMES = replace(SHORT_TIMES, admission_delay_s=1.0)
-"""As real ones do. A kubelet that admits pods before its plugins are registered again kills running pods (measured)."""
+PLUGIN_DOWN = ["error reading from server: EOF", "has been stopped", "no healthy devices present"]
+"""The kubelet's words of a pod that it admits while the agent restarts: in the call, after it, once the devices are gone."""
 
 KINDS: dict[str, dict[str, Any]] = {
     "small": pod("", container(cores=10, blocks=4)),
@@ -100,6 +99,8 @@ class Play:
         else:
             await self.node.kubelet.restart()
             await wait_until(self.node, self._is_registered, "registered with the new kubelet")
+            # A kubelet that admits pods before its plugins are registered again kills running pods (measured).
+            self.node.kubelet.begin_admissions()
 
     async def check(self) -> None:
         await wait_until(self.node, self._is_settled, "every pod settled")
@@ -113,7 +114,7 @@ class Play:
                 # The last is the kubelet's own: the scheduler learns of a pod's end before its devices are free.
                 reasons = ["NotEnough", "Fragmented", "requested number of devices unavailable"]
                 reasons += ["InvalidRequest"] if kind == "bad" else []
-                reasons += ["error reading from server: EOF"] if self._has_restarted_agent else []
+                reasons += PLUGIN_DOWN if self._has_restarted_agent else []
                 assert any(reason in status["message"] for reason in reasons), status["message"]
             else:
                 assert kind != "bad" or status.get("phase") == "Pending", status
@@ -138,9 +139,10 @@ def _is_settled(raw: dict[str, Any]) -> bool:
 
 
 async def play(steps: Sequence[tuple[str, Any]], seed: int, version: str) -> None:
-    async with open_test_node(seed=seed, kubelet_version=version, times=TIMES) as node:
+    async with open_test_node(seed=seed, kubelet_version=version, times=HELD_ADMISSIONS) as node:
         script = Play(node)
         await script.start_agent()
+        node.kubelet.begin_admissions()
         try:
             for name, value in steps:
                 await script.step(name, value)
