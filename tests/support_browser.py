@@ -20,7 +20,8 @@ from typing import Any
 
 from aiohttp import ClientSession, ClientTimeout
 
-DEADLINE_S = 30.0
+from tests.support_deadline import DEADLINE_S
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 CHROMEDRIVER = shutil.which("chromedriver")
 WHY_NOT = (

@@ -23,10 +23,10 @@ from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import ContainerUse, ProcessSample, UsageRound
 from gpushare_agent.observability.http.node_api import decision_document
 from gpushare_agent.observability.node_snapshot import MIB, node_document
+from tests.support_deadline import DEADLINE_S
 from tests.support_settings import clean_environment
 from tests.support_usage import UUIDS, allocation, facts, gpu_sample, inventory, key_of, snapshot
 
-DEADLINE_S = 20.0
 SAMPLED_AT = 999.5
 
 

@@ -35,11 +35,11 @@ from grpclib.exceptions import StreamTerminatedError
 
 from gpushare_agent.kit.wire_scan import scan_fields
 from gpushare_agent.model.names import PodUid
+from tests.support_deadline import DEADLINE_S
 
 PACKAGES = ("containerd", "runc", "busybox-static")
 """Debian's names, for `apt-get install -y --no-install-recommends`."""
 
-DEADLINE_S = 60.0
 IMAGE = "localhost/gpushare-test/busybox:1"
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 

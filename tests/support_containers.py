@@ -18,8 +18,8 @@ from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.kubelet.container_config import HOST_IMAGE
 from gpushare_agent.sandbox.runtime.cgroup_tree import open_cgroup_tree
 from gpushare_agent.sandbox.runtime.containers import Container, ContainerConfig, ContainerRuntime
+from tests.support_deadline import DEADLINE_S
 
-DEADLINE_S = 10.0
 UID = "0e7a3f2c-1b5d-4c3e-9f10-44aa55bb6c77"
 ENV = {"PATH": os.environ["PATH"]}
 

@@ -49,9 +49,9 @@ from gpushare_agent.model.topology import Topology
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.settings import Settings
+from tests.support_deadline import DEADLINE_S
 from tests.support_kube import FAST, write_kubeconfig
 
-DEADLINE_S = 15.0
 GOOD = "good"
 FAULTS = ("409", "429", "500", "500-done", "silent", "silent-done", "late")
 """Not carried out, but for -done; `late` is carried out, by `carry_out_late`, after the client was cut off."""

@@ -24,9 +24,9 @@ from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.scheduler.extender_scheduler import SchedulerTimes
 from gpushare_agent.settings.settings import load_settings
 from tests.support_agent import InnerAgent, open_agent, wait_synced
+from tests.support_deadline import DEADLINE_S
 from tests.support_sandbox import CORE, MEMORY, SHORT_TIMES, SmallPlugin, device_ids, open_plugin
 
-DEADLINE_S = 15.0
 CALM = ("--allocation.check-period-s=5", "--health.check-period-s=5", "--sample-period-s=10")
 QUICK = SchedulerTimes(first_backoff_s=0.05, last_backoff_s=0.5)
 

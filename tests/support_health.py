@@ -15,8 +15,8 @@ from gpushare_agent.model.gpus import GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import DriverSample
 from tests.support_core import inventory
+from tests.support_deadline import DEADLINE_S
 
-DEADLINE_S = 10.0
 IMMEDIATE = HealthPolicy(reset_xids=frozenset({79}), ignored_xids=frozenset({13}))
 """One poll that finds the GPU usable is enough, at any time."""
 

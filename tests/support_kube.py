@@ -24,8 +24,8 @@ from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
+from tests.support_deadline import DEADLINE_S
 
-DEADLINE_S = 10.0
 NODE = "node-1"
 FAST = Backoff(base_s=0.005, cap_s=0.02)
 

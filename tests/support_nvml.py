@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
+from tests.support_deadline import DEADLINE_S
+
 ROOT = Path(__file__).parents[1]
-DEADLINE_S = 30
 
 TWO_PAIRS = """\
 count 4

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gpushare_agent.runtime.cgroup_paths import parse_proc_cgroup
+from tests.support_deadline import DEADLINE_S
 
 ROOT = Path("/sys/fs/cgroup")
-DEADLINE_S = 20.0
 
 
 def hierarchies() -> list[Path]:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from gpushare_agent.sandbox.control import ask
+from tests.support_deadline import DEADLINE_S
 
-DEADLINE_S = 60.0
 ROOT = Path(__file__).parents[1]
 
 

@@ -10,8 +10,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support_deadline import DEADLINE_S
+
 ROOT = Path(__file__).parent.parent
-DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from h2.events import Event, ResponseReceived, StreamEnded, TrailersReceived
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.isolation.vcuda.server import METHOD, VDeviceLimits
 from gpushare_agent.wire.vcuda import VDeviceRequest
+from tests.support_deadline import DEADLINE_S
 from tests.support_vdevice import KEY, OTHER, OTHER_POD, POD, FakeNode, register, server_of, share_config
 
-DEADLINE_S = 20.0
 NEVER = 1e-6
 """A rate that gives nothing back within a test."""
 ENDLESS = 1e12

@@ -11,12 +11,12 @@ from typing import Any
 import aiohttp
 
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from tests.support_deadline import DEADLINE_S
 
 PODS = "/api/v1/namespaces/default/pods"
 MERGE = "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
-DEADLINE_S = 10.0
 
 
 class Client:

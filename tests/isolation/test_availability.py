@@ -12,8 +12,7 @@ from gpushare_agent.isolation.availability import AvailabilityWatch
 from gpushare_agent.kit.supervision import stop_task
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.isolation import IsolationName
-
-DEADLINE_S = 10.0
+from tests.support_deadline import DEADLINE_S
 
 
 class ScriptedDaemon:

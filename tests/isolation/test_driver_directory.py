@@ -21,10 +21,9 @@ from gpushare_agent.isolation.driver_volume.directory import DriverDirectory, In
 from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, host_machine, read_control
 from gpushare_agent.isolation.driver_volume.mounts import read_mounted_directories
 from gpushare_agent.model.errors import StartupError, Unavailable
+from tests.support_deadline import DEADLINE_S
 from tests.support_driver import CONTROL, NATIVE, REAL, FakeHost, require_cc, tree_of
 from tests.support_settings import clean_environment
-
-DEADLINE_S = 30
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ import pytest
 
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import Unavailable
-
-DEADLINE_S = 10.0
+from tests.support_deadline import DEADLINE_S
 
 
 @pytest.fixture

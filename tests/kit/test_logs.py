@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from gpushare_agent.kit.logs import AcceptFailures
+from tests.support_deadline import DEADLINE_S
 from tests.support_settings import clean_environment
 
-DEADLINE_S = 20.0
 PREAMBLE = """
 import logging, sys, threading
 import structlog

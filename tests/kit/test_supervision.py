@@ -21,8 +21,7 @@ from gpushare_agent.kit.log_writer import WRITER
 from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.kit.process import sd_notify
 from gpushare_agent.kit.supervision import EndedUnexpectedlyError, forever, stop_task, wait_for
-
-DEADLINE_S = 10.0
+from tests.support_deadline import DEADLINE_S
 
 
 async def test_a_body_that_returns_is_an_error_that_names_it() -> None:
