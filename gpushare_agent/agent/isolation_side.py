@@ -159,6 +159,7 @@ def build_isolation_side(state: NodeState, events: PodEvents) -> IsolationSide:
     in_use = settings.isolations_in_use
     runtime, volumes = runtime_client(settings), driver_volumes(settings)
     cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
+    module = read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None
     virtual_manager = None
     if IsolationName.VCUDA in in_use:
         virtual_manager = VirtualManager(
@@ -171,7 +172,9 @@ def build_isolation_side(state: NodeState, events: PodEvents) -> IsolationSide:
                 names=state.names,
                 on_problem=lambda pod, text: events.warned(pod, "CoreLimitIgnored", text),
             ),
-            processes=ContainerProcesses(ContainerIds(runtime, state.store), cgroups, clock=time.monotonic),
+            processes=ContainerProcesses(
+                ContainerIds(runtime, state.store), cgroups, clock=time.monotonic, module=module
+            ),
             identify=cgroups.identify_in_thread,
             metrics=state.metrics,
             clock=time.monotonic,
@@ -182,7 +185,7 @@ def build_isolation_side(state: NodeState, events: PodEvents) -> IsolationSide:
         store=state.store,
         runtime=runtime,
         volumes=volumes,
-        kernel_module=read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None,
+        kernel_module=module,
         cgroups=cgroups,
         virtual_manager=virtual_manager,
         private_caches=private_caches,

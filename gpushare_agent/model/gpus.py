@@ -54,7 +54,12 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelModule:
-    """NVIDIA's kernel module: its version, such as 570.86.15, and whether it is the open one."""
+    """NVIDIA's kernel module: its version, such as 570.86.15, and whether it is the open one.
+
+    The proprietary module reports the host's PIDs to every process. The open one reports PIDs of the asking process's PID
+    namespace, and only processes in it: in process lists from 515, in utilisation samples from 570. Source: its
+    os_find_ns_pid.
+    """
 
     version: str
     is_open: bool
@@ -62,6 +67,14 @@ class KernelModule:
     @property
     def major(self) -> int:
         return int(self.version.split(".", 1)[0])
+
+    @property
+    def lists_namespace_pids(self) -> bool:
+        return self.is_open and self.major >= 515
+
+    @property
+    def samples_namespace_pids(self) -> bool:
+        return self.is_open and self.major >= 570
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ import os
 import stat
 import threading
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ CgroupDriver = Literal["cgroupfs", "systemd"]
 MAX_DIRECTORIES_BELOW = 4_096
 """Below one container. A tenant that makes more cgroups in its own can hide processes from its own list only."""
 MAX_PROCS_BYTES = 1024 * 1024
+MAX_STATUS_BYTES = 16 * 1024
 
 _FIRST_CONTROLLERS = ("pids", "memory", "cpu", "cpu,cpuacct", "devices")
 """Runtimes put every container into these; they are searched before others."""
@@ -126,6 +128,15 @@ class Cgroups:
         self._own_text = self._own_text or read_own_text(self._proc)
         return parse_proc_cgroup(text, own_text=self._own_text) or NOBODY
 
+    def namespace_pids(self, pids: Iterable[int]) -> Mapping[int, tuple[int, ...]]:
+        """For host PIDs those in the PID namespaces below the host's, from the outermost to the process's own; none for a
+        process in the host's. Processes that have ended are left out. Source: `NSpid` of /proc/<pid>/status."""
+        found = {}
+        for pid in pids:
+            with suppress(OSError):
+                found[pid] = parse_namespace_pids(_read_bounded(f"{self._proc}/{pid}/status", MAX_STATUS_BYTES))
+        return found
+
     def check_driver(self, setting: str) -> str | None:
         """The text for the user if the setting disagrees with the pods that are there; None if not, or with no pods yet."""
         if not setting:
@@ -148,6 +159,11 @@ class Cgroups:
     async def pids_round_in_thread(self, directories: Iterable[CgroupDir]) -> Mapping[str, list[int] | None]:
         return await self._rounds.call(
             partial(self.pids_round, tuple(directories)), "reading the containers' cgroups", ROUND_TIMEOUT_S
+        )
+
+    async def namespace_pids_in_thread(self, pids: Collection[int]) -> Mapping[int, tuple[int, ...]]:
+        return await self._rounds.call(
+            partial(self.namespace_pids, tuple(pids)), f"reading the status of {len(pids)} processes", ROUND_TIMEOUT_S
         )
 
     async def identify_in_thread(self, pid: int) -> PeerIdentity | None:
@@ -244,6 +260,15 @@ def read_own_text(proc: Path) -> str:
         return read_proc_text(proc / "self" / "cgroup")
     except OSError:
         return ""
+
+
+def parse_namespace_pids(status: bytes) -> tuple[int, ...]:
+    """`NSpid:` names the PID in each namespace from the reader's to the process's own. The kernel escapes line ends in the
+    process's name, so that no process can write such a line."""
+    for line in status.split(b"\n"):
+        if line.startswith(b"NSpid:"):
+            return tuple(int(number) for number in line.split()[2:] if number.isdigit())
+    return ()
 
 
 def _read_bounded(path: str, limit: int) -> bytes:

@@ -101,10 +101,6 @@ _SHARES: Mapping[IsolationName, Kept] = {
     IsolationName.NONE: Kept(memory_by=Keeper.NOBODY, compute_by=Keeper.NOBODY),
 }
 
-_OPEN_NAMESPACE_PIDS = range(515, 570)
-"""Majors whose open module names PIDs of the container in process lists and of the host in utilisation samples: HAMi-core
-then finds no sample of its own processes."""
-
 
 def kept(isolation: IsolationName, *, is_whole: bool, module: KernelModule | None) -> Kept:
     """Of a container under this isolation. `module` is None where the node has no NVIDIA driver, or it is not known."""
@@ -118,7 +114,8 @@ def kept(isolation: IsolationName, *, is_whole: bool, module: KernelModule | Non
 
 
 def _is_blind(module: KernelModule) -> bool:
-    return module.is_open and module.major in _OPEN_NAMESPACE_PIDS
+    """HAMi-core learns its processes' PIDs from the lists, and then finds no sample of them."""
+    return module.lists_namespace_pids and not module.samples_namespace_pids
 
 
 def _who(keeper: Keeper) -> str:

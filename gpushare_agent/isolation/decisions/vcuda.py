@@ -8,12 +8,12 @@ Source: docs/formats.md, the vDevice protocol and the driver directory.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpushare_agent.isolation.decisions.request import Isolation, IsolationRequest, Preparation
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerMount
-from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.gpus import Gpu, KernelModule
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, CORES_PER_GPU, LIBRARY_DIRECTORY, GpuUuid
 from gpushare_agent.model.resources import ResourceNames
@@ -95,6 +95,25 @@ def share_cores(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu], names: Reso
         return allocation.cores
     cores = CORES_PER_GPU * len(allocation.gpu_mem_ids) * names.gpu_mem_unit_mib // gpu.memory_mib
     return min(CORES_PER_GPU, max(1, cores))
+
+
+def reported_pids(host_pid: int, namespace_pids: Sequence[int], module: KernelModule | None) -> tuple[int, ...]:
+    """The PIDs by which the driver in use reports a process to those of its container: pids.config holds these.
+
+    | kernel module | process lists | utilisation samples | here |
+    |---|---|---|---|
+    | proprietary, not known, open before 515 | host | host | the host's PID |
+    | open 515 to 569 | namespace | host | both |
+    | open from 570 | namespace | namespace | the namespaces' |
+
+    `namespace_pids` are those of the container's PID namespace and of those nested in it; none for a process in the host's,
+    which has its host PID there too. With both kinds in one list another container's process is taken for one of this
+    container where its host PID equals a PID of our namespace: its utilisation is then counted as ours, which holds us below
+    our share, never above. Host PIDs that low are the kernel's own at first, so that is left so.
+    """
+    if module is None or not module.lists_namespace_pids or not namespace_pids:
+        return (host_pid,)
+    return tuple(namespace_pids) if module.samples_namespace_pids else (host_pid, *namespace_pids)
 
 
 def driver_numbers(version: str) -> tuple[int, int]:

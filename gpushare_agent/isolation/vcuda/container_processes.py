@@ -2,20 +2,24 @@
 
 The ID becomes known a second or two after the container starts. Until then the list has all processes of its pod that are
 not of another known container: too many rather than too few, for the in-container library counts only processes that are in
-the list, and does not limit others. State owned: the ID and the instance of each container.
+the list, and does not limit others. The PIDs are those that the driver in use reports: the host's, or those of the
+container's PID namespace. State owned: the ID and the instance of each container, and its processes' PIDs in namespaces.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
 
+from gpushare_agent.isolation.decisions.vcuda import reported_pids
+from gpushare_agent.isolation.decisions.vdevice_format import MAX_PIDS
 from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError
+from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.runtime.cgroup_walk import CgroupDir
 from gpushare_agent.runtime.cgroups import Cgroups
 
@@ -36,11 +40,13 @@ class _Instance:
     id: str | None = None
     former: str | None = None
     unknown_since: float | None = None
+    namespace_pids: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """By host PID, of the processes of the last read: a process keeps them, so they are read once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processes:
-    """Host PIDs, with the instance of which they were read."""
+    """PIDs as the driver reports them, with the instance of which they were read."""
 
     pids: tuple[int, ...]
     instance: object
@@ -49,9 +55,12 @@ class Processes:
 class ContainerProcesses:
     """`read` may be overtaken by `begin_instance`: ask `is_current` before using what it gave."""
 
-    def __init__(self, ids: ContainerIds, cgroups: Cgroups, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, ids: ContainerIds, cgroups: Cgroups, *, clock: Callable[[], float], module: KernelModule | None = None
+    ) -> None:
         self._source = ids
         self._cgroups = cgroups
+        self._module = module
         self._clock = clock
         self._instances: dict[ContainerKey, _Instance] = {}
 
@@ -124,14 +133,35 @@ class ContainerProcesses:
         if not cgroups:
             return {}
         read = await self._cgroups.pids_round_in_thread([place for places in cgroups.values() for place in places])
-        found: dict[ContainerKey, Processes] = {}
+        host_pids: dict[ContainerKey, list[int]] = {}
         for key, places in cgroups.items():
             lists = [pids for place in places if (pids := read.get(place.container_id)) is not None]
             if lists:
-                found[key] = Processes(
-                    pids=tuple(sorted({pid for pids in lists for pid in pids})), instance=instances[key]
-                )
-        return found
+                host_pids[key] = sorted({pid for pids in lists for pid in pids})
+        await self._read_namespace_pids(instances, host_pids)
+        return {
+            key: Processes(pids=self._reported(instances[key], pids), instance=instances[key])
+            for key, pids in host_pids.items()
+        }
+
+    def _reported(self, instance: _Instance, host_pids: Sequence[int]) -> tuple[int, ...]:
+        known = instance.namespace_pids
+        return tuple(sorted({n for pid in host_pids for n in reported_pids(pid, known.get(pid, ()), self._module)}))
+
+    async def _read_namespace_pids(
+        self, instances: Mapping[ContainerKey, _Instance], host_pids: Mapping[ContainerKey, Sequence[int]]
+    ) -> None:
+        """Of processes that were not there at the last read. Of each container as many as its list can hold."""
+        if self._module is None or not self._module.lists_namespace_pids:
+            return
+        wanted = {key: [pid for pid in pids if pid > 0][:MAX_PIDS] for key, pids in host_pids.items()}
+        new = {pid for key, pids in wanted.items() for pid in pids if pid not in instances[key].namespace_pids}
+        read = await self._cgroups.namespace_pids_in_thread(new) if new else {}
+        for key, pids in wanted.items():
+            before = instances[key].namespace_pids
+            instances[key].namespace_pids = {
+                pid: known for pid in pids if (known := read.get(pid, before.get(pid))) is not None
+            }
 
     async def _own_cgroups(self, instances: Mapping[ContainerKey, _Instance]) -> dict[ContainerKey, list[CgroupDir]]:
         ids = {key: instance.id for key, instance in instances.items() if instance.id is not None}

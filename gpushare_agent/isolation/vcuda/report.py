@@ -13,7 +13,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VDevice:
-    """A container's limits and the host PIDs of its processes."""
+    """A container's limits, and the PIDs of its processes as the driver reports them."""
 
     config: VDeviceConfig
     pids: tuple[int, ...]
@@ -72,7 +72,7 @@ def _ceiling(config: VDeviceConfig) -> str:
 
 def _own(found: VDevice, own_pid: int | None, is_registered: bool | None) -> str:
     if own_pid is None:
-        return "not to be known: this process is in a PID namespace of its own, and the PIDs above are the host's"
+        return "not to be known: this process is in a PID namespace of its own, and the PIDs above may be the host's"
     if own_pid in found.pids:
         return f"{own_pid}, listed"
     if is_registered:

@@ -1,0 +1,81 @@
+"""Which PIDs pids.config holds: by the kernel module in use, from the processes' own status."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpushare_agent.isolation.decisions.vcuda import reported_pids
+from gpushare_agent.model.gpus import KernelModule
+from gpushare_agent.runtime.cgroups import Cgroups, parse_namespace_pids
+
+
+@pytest.mark.parametrize(
+    ("version", "is_open", "pids"),
+    [
+        ("535.104.05", False, (4711,)),
+        ("580.65.06", False, (4711,)),
+        ("510.39.01", True, (4711,)),
+        ("515.43.04", True, (4711, 7, 1)),
+        ("565.57.01", True, (4711, 7, 1)),
+        ("570.86.15", True, (7, 1)),
+        ("615.71", True, (7, 1)),
+    ],
+)
+def test_the_pids_are_those_that_the_kernel_module_reports(version: str, is_open: bool, pids: tuple[int, ...]) -> None:
+    """The proprietary one the host's, the open one the namespaces': in lists from 515, in samples from 570."""
+    assert reported_pids(4711, (7, 1), KernelModule(version=version, is_open=is_open)) == pids
+
+
+def test_a_process_in_the_hosts_namespace_has_its_host_pid_under_every_module() -> None:
+    """As in a pod with hostPID; and where no module is known."""
+    assert reported_pids(4711, (), KernelModule(version="570.86.15", is_open=True)) == (4711,)
+    assert reported_pids(4711, (7,), None) == (4711,)
+
+
+@pytest.mark.parametrize(
+    ("status", "pids"),
+    [
+        (b"Name:\tx\nPid:\t4711\nNSpid:\t4711\n", ()),
+        (b"Name:\tx\nNSpid:\t4711\t7\t1\nNSpgid:\t1\n", (7, 1)),
+        (b"Name:\ta\\nNSpid:\t1\t2\nNSpid:\t4711\t7\n", (7,)),
+        (b"Name:\tx\nNSpid:\t4711\t-1\n", ()),
+        (b"Name:\tx\n", ()),
+        (b"", ()),
+    ],
+)
+def test_the_status_of_a_process_is_read(status: bytes, pids: tuple[int, ...]) -> None:
+    """A name with an escaped line end is no line of its own."""
+    assert parse_namespace_pids(status) == pids
+
+
+def test_of_real_processes_the_pids_below_this_namespace_are_found() -> None:
+    """A process of ours has none; one in a namespace of its own is 1 there; one that is gone is left out."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    found = Cgroups().namespace_pids([os.getpid(), gone.pid])
+    assert found == {os.getpid(): ()}
+    script = "unshare -p -f sh -c 'echo ready; read line'"
+    with subprocess.Popen(
+        ["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdin is not None
+        if process.stdout.readline() != b"ready\n":
+            process.kill()
+            pytest.skip("no PID namespace can be made here")
+        inner = [int(pid) for pid in descendants(process.pid)]
+        assert (1,) in Cgroups().namespace_pids(inner).values()
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        process.wait(30)
+
+
+def descendants(pid: int) -> list[str]:
+    found = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        found += [child, *descendants(int(child))]
+    return found
