@@ -20,6 +20,7 @@ from gpushare_agent.model.resources import ResourceNames
 
 VDEVICE_DIRECTORY = "/etc/vcuda"
 MIB = 1024 * 1024
+_NUMBER = re.compile(r"[+-]?[0-9]{1,9}")
 _DRIVER = re.compile(r"(\d{1,6})\.(\d{1,6})")
 
 
@@ -53,14 +54,17 @@ class CoreLimit:
 
 
 def core_limit(annotations: Mapping[str, str], cores: int) -> CoreLimit:
-    """Reads the pod's vcuda-core-limit for a container of `cores`. An invalid text is ignored with the reason."""
+    """Reads the pod's vcuda-core-limit for a container of `cores`.
+
+    The numbers that gpu-manager 1.1.5 reads are read alike (Go's Atoi: a sign, leading zeros), and what is above 100 is 100.
+    What would end or starve the container's programs there is ignored here with the reason: docs/migration.md.
+    """
     text = annotations.get(CORE_LIMIT_ANNOTATION)
     if text is None:
         return CoreLimit()
-    shown = text[:16]
-    if not (text.isascii() and text.isdigit() and len(text) <= 3 and int(text) <= CORES_PER_GPU):
-        return CoreLimit(problem=f"{CORE_LIMIT_ANNOTATION} is {shown!r}, but must be a whole number from 0 to 100")
-    limit = int(text)
+    limit = min(int(text), CORES_PER_GPU) if _NUMBER.fullmatch(text) else -1
+    if limit < 0:
+        return CoreLimit(problem=f"{CORE_LIMIT_ANNOTATION} is {text[:16]!r}, but must be a whole number from 0 to 100")
     if limit and limit < cores:
         return CoreLimit(
             problem=f"{CORE_LIMIT_ANNOTATION} is {limit}, below the {cores} cores that the container asks for: it is "

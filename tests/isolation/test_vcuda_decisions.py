@@ -1,4 +1,4 @@
-"""Which PIDs pids.config holds: by the kernel module in use, from the processes' own status."""
+"""The elastic limit of a share, and which PIDs pids.config holds: by the kernel module in use."""
 
 from __future__ import annotations
 
@@ -9,9 +9,39 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.isolation.decisions.vcuda import reported_pids
+from gpushare_agent.isolation.decisions.vcuda import core_limit, reported_pids
 from gpushare_agent.model.gpus import KernelModule
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION
 from gpushare_agent.runtime.cgroups import Cgroups, parse_namespace_pids
+
+
+@pytest.mark.parametrize(
+    ("text", "percent"),
+    [
+        ("60", 60),
+        ("40", 40),
+        ("100", 100),
+        ("150", 100),
+        ("999999999", 100),
+        ("+60", 60),
+        ("0060", 60),
+        ("0", 0),
+        ("-0", 0),
+    ],
+)
+def test_a_core_limit_is_read_as_gpu_manager_reads_it(text: str, percent: int) -> None:
+    """What is above 100 is 100. 0 is the one number of these that differs: no ceiling."""
+    found = core_limit({CORE_LIMIT_ANNOTATION: text}, 40)
+    assert (found.percent, found.problem) == (percent, "")
+
+
+@pytest.mark.parametrize("text", ["", "-1", "39", "60%", "6e1", " 60", "60.0", "\u0666\u0660", "1" * 10, "x" * 10_000])
+def test_a_core_limit_that_would_stop_or_starve_programs_is_ignored_with_the_reason(text: str) -> None:
+    """docs/migration.md lists them: gpu-manager ends the programs, or holds them below their cores."""
+    found = core_limit({CORE_LIMIT_ANNOTATION: text}, 40)
+    assert found.percent == 0
+    assert CORE_LIMIT_ANNOTATION in found.problem
+    assert len(found.problem) < 200
 
 
 @pytest.mark.parametrize(
