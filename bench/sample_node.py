@@ -162,6 +162,8 @@ class SampleNode:
             ),
             cores=SHARE_CORES,
             memory_bytes=SHARE_BLOCKS * 256 * MIB,
+            allocated_cores=SHARE_CORES,
+            allocated_memory_bytes=SHARE_BLOCKS * 256 * MIB,
             core_limit=0,
             isolation="vcuda",
         )

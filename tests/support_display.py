@@ -56,10 +56,19 @@ def snapshot(*, usage: UsageRound | None = None) -> NodeSnapshot:
             cores=30,
             memory_bytes=2048 * MIB,
             core_limit=0,
+            allocated_cores=30,
+            allocated_memory_bytes=2048 * MIB,
             isolation="vcuda",
         ),
         ContainerFacts(
-            allocation=whole_allocation(), pod=None, cores=100, memory_bytes=GPU_MIB * MIB, core_limit=0, isolation=""
+            allocation=whole_allocation(),
+            pod=None,
+            cores=100,
+            memory_bytes=GPU_MIB * MIB,
+            core_limit=0,
+            allocated_cores=100,
+            allocated_memory_bytes=GPU_MIB * MIB,
+            isolation="",
         ),
     ]
     return NodeSnapshot(

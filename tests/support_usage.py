@@ -114,6 +114,8 @@ def facts(allocated: Allocation, *, core_limit: int = 0, pod: Pod | None = None)
         cores=allocated.cores,
         memory_bytes=memory_mib * MIB,
         core_limit=core_limit,
+        allocated_cores=allocated.cores,
+        allocated_memory_bytes=memory_mib * MIB,
         isolation="vcuda",
         kept=kept(IsolationName.VCUDA, is_whole=allocated.is_whole, module=None),
     )

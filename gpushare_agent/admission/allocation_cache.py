@@ -7,15 +7,20 @@ call reads them and a node has thousands of IDs.
 
 The kubelet's records are the truth; this cache is rebuilt from them at start and reconciled with them afterwards. It
 exists because the kubelet may offer an ID that it has forgotten to be taken.
+
+`_resized` has the shares whose size was changed while they run (admission/resizing.py decides and calls). The kubelet's IDs
+stay what they are, so a GPU has two counts: what is booked, which only growth may fill up, and what is used, which new
+containers see: the greater of what is booked and of the IDs that the kubelet has handed out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from gpushare_agent.admission.decisions.ledger import Ledger
-from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.resources import ResourceKind
@@ -32,6 +37,7 @@ class AllocationCache:
         self._holders: dict[ResourceKind, dict[DeviceId, frozenset[ContainerKey]]] = {kind: {} for kind in ResourceKind}
         self._on_gpu: dict[ResourceKind, dict[GpuUuid, int]] = {kind: {} for kind in ResourceKind if kind.binds_gpu}
         self._charges: dict[GpuUuid, dict[DeviceId, int]] = {}
+        self._resized: dict[ContainerKey, ResizedShare] = {}
         self._on_change: list[Callable[[Allocation | None, Allocation | None], None]] = []
         self.version = 0
 
@@ -59,8 +65,20 @@ class AllocationCache:
         """The containers that have each ID; free IDs are absent."""
         return self._holders[kind]
 
+    @property
+    def resized(self) -> Mapping[ContainerKey, ResizedShare]:
+        """By container, also of containers that the kubelet's records do not show (yet); valid until the next change."""
+        return self._resized
+
     def put(self, allocation: Allocation) -> None:
-        """Record a container's allocation in place of the one it had."""
+        """Record a container's allocation in place of the one it had. A resized share stays so on the same GPU."""
+        resized, granted = self._resized.get(allocation.key), None
+        if resized is not None and not _is_of(resized, allocation):
+            del self._resized[allocation.key]
+        elif resized is not None:
+            known = self._allocations.get(allocation.key)
+            granted = known.granted if known is not None else resized.target
+        allocation = replace(allocation, granted=granted)
         old = self._drop(allocation.key)
         self._allocations[allocation.key] = allocation
         self._pods.setdefault(allocation.key.pod_uid, {})[allocation.key] = None
@@ -77,6 +95,7 @@ class AllocationCache:
 
     def release(self, key: ContainerKey) -> Allocation | None:
         """Forget a container; returns its allocation, None where it had none."""
+        self._resized.pop(key, None)
         old = self._drop(key)
         if old is not None:
             self._changed(old, None)
@@ -92,15 +111,46 @@ class AllocationCache:
         for allocation in allocations:
             self.put(allocation)
 
+    def book(self, share: ResizedShare) -> None:
+        """Charge a share's GPU for `share.booked` from now on. What is enforced changes with `grant` alone."""
+        self._resized[share.key] = share
+        self._resized_changed(share.key)
+
+    def grant(self, key: ContainerKey) -> None:
+        """The isolation is to enforce the share's target from now on: its growth is booked, also on the disk."""
+        self._resized_changed(key, is_granted=True)
+
+    def forget_resized(self, key: ContainerKey) -> None:
+        """The share has the size that the kubelet allocated, or the container is gone."""
+        if self._resized.pop(key, None) is not None:
+            self._resized_changed(key)
+
+    def restore_resized(self, shares: Iterable[ResizedShare]) -> None:
+        """What an earlier agent had granted, on top of the kubelet's records. Those that contradict them are left out."""
+        for share in shares:
+            allocation = self._allocations.get(share.key)
+            if allocation is None or _is_of(share, allocation):
+                self._resized[share.key] = share
+                self._resized_changed(share.key, is_granted=True)
+
     def used_cores(self, *, without: ContainerKey | None = None) -> dict[GpuUuid, int]:
-        """Distinct allocated vcore IDs on each GPU, less those that only `without` has."""
-        return self._used(ResourceKind.VCORE, without)
+        """Cores of each GPU that no new container can have: distinct allocated vcore IDs, and what is lent beyond them to
+        shares that have grown; less what only `without` has."""
+        return self._with_lent(self._id_counts(ResourceKind.VCORE, without), ResourceKind.VCORE, without)
 
     def used_gpu_mem(self, *, without: ContainerKey | None = None) -> dict[GpuUuid, int]:
         """The same of gpu-mem units."""
-        return self._used(ResourceKind.GPU_MEM, without)
+        return self._with_lent(self._id_counts(ResourceKind.GPU_MEM, without), ResourceKind.GPU_MEM, without)
 
-    def _used(self, kind: ResourceKind, without: ContainerKey | None) -> dict[GpuUuid, int]:
+    def lent(self, kind: ResourceKind) -> dict[GpuUuid, int]:
+        """Units of each GPU that are booked beyond its allocated IDs: no free ID stands for them."""
+        return {gpu: count for gpu, count in self._net(kind, None).items() if count > 0}
+
+    def extras(self, kind: ResourceKind) -> dict[ContainerKey, int]:
+        """By container, by how much what is booked for it differs from its allocated IDs."""
+        return {key: extra for key, share in self._resized.items() if (extra := self._extra(share, kind))}
+
+    def _id_counts(self, kind: ResourceKind, without: ContainerKey | None) -> dict[GpuUuid, int]:
         used = dict(self._on_gpu[kind])
         left_out = self._allocations.get(without) if without is not None else None
         for device in left_out.ids(kind) if left_out is not None else ():
@@ -109,7 +159,10 @@ class AllocationCache:
         return used
 
     def used_blocks(self, *, without: ContainerKey | None = None) -> dict[GpuUuid, int]:
-        """Memory blocks charged to each GPU that is shared: distinct vmemory IDs of the containers on it."""
+        """The same of memory blocks, which are charged to the GPU of the container's cores; GPUs that are shared only."""
+        return self._with_lent(self._block_counts(without), ResourceKind.VMEMORY, without)
+
+    def _block_counts(self, without: ContainerKey | None) -> dict[GpuUuid, int]:
         used = {gpu: len(charges) for gpu, charges in self._charges.items()}
         left_out = self._allocations.get(without) if without is not None else None
         if left_out is not None and (gpu := _charged_gpu(left_out)) is not None:
@@ -127,6 +180,64 @@ class AllocationCache:
             holders=self._holders,
             allocations=self._allocations,
         )
+
+    def booked_ledger(self, inventory: GpuInventory, *, without: ContainerKey) -> Ledger:
+        """As `ledger`, by what is booked: the part of a GPU that shares have given back counts as free. For growth only, for
+        the kubelet still counts its IDs as taken."""
+        kinds = (ResourceKind.VCORE, ResourceKind.VMEMORY, ResourceKind.GPU_MEM)
+        cores, blocks, units = (self._net(kind, without) for kind in kinds)
+        return replace(
+            self.ledger(inventory, without=without),
+            used_cores=_sum(self._id_counts(ResourceKind.VCORE, without), cores),
+            used_blocks=_sum(self._block_counts(without), blocks),
+            used_gpu_mem=_sum(self._id_counts(ResourceKind.GPU_MEM, without), units),
+        )
+
+    def _with_lent(
+        self, counts: dict[GpuUuid, int], kind: ResourceKind, without: ContainerKey | None
+    ) -> dict[GpuUuid, int]:
+        for gpu, net in self._net(kind, without).items():
+            _add(counts, gpu, max(0, net))
+        return counts
+
+    def _net(self, kind: ResourceKind, without: ContainerKey | None) -> dict[GpuUuid, int]:
+        """By how much what is booked on each GPU differs from its allocated IDs."""
+        net: dict[GpuUuid, int] = {}
+        for key, share in self._resized.items():
+            if key != without:
+                _add(net, share.gpu, self._extra(share, kind))
+        return net
+
+    def _extra(self, share: ResizedShare, kind: ResourceKind) -> int:
+        """Of one share. Two cases in which less is given back than its size says:
+
+        - The kubelet's records do not show the container: another, without a UID yet, has its IDs, and has them whole.
+        - An init container of its pod has the same IDs: it runs again, with its whole share, when the pod's sandbox is made
+          anew.
+        """
+        if kind is not ResourceKind.VCORE and kind is not share.kind:
+            return 0
+        booked, allocated = (
+            (share.booked.cores, share.allocated.cores)
+            if kind is ResourceKind.VCORE
+            else (share.booked.memory, share.allocated.memory)
+        )
+        allocation = self._allocations.get(share.key)
+        if allocation is None:
+            return max(0, booked - allocated)
+        own = allocation.ids(kind)
+        if booked < len(own):
+            booked = max(booked, sum(len(self._holders[kind][device]) > 1 for device in own))
+        return booked - len(own)
+
+    def _resized_changed(self, key: ContainerKey, *, is_granted: bool = False) -> None:
+        """Subscribers hear of it as of a change of the allocation, also where no record shows the container."""
+        allocation, share = self._allocations.get(key), self._resized.get(key)
+        new = allocation
+        if allocation is not None:
+            granted = None if share is None else share.target if is_granted else allocation.granted
+            new = self._allocations[key] = replace(allocation, granted=granted)
+        self._changed(allocation, new)
 
     def _charge(self, allocation: Allocation, by: int) -> None:
         gpu = _charged_gpu(allocation)
@@ -171,6 +282,17 @@ def _ids(allocation: Allocation) -> tuple[tuple[ResourceKind, frozenset[DeviceId
 
 def _gpu(device: DeviceId) -> GpuUuid:
     return GpuUuid(device.partition("::")[0])
+
+
+def _is_of(share: ResizedShare, allocation: Allocation) -> bool:
+    """The share is of these devices, or of a part of them: the kubelet allocates one resource after the other."""
+    return not allocation.is_whole and allocation.gpus[:1] in ((), (share.gpu,))
+
+
+def _sum(counts: dict[GpuUuid, int], more: Mapping[GpuUuid, int]) -> dict[GpuUuid, int]:
+    for gpu, count in more.items():
+        _add(counts, gpu, count)
+    return counts
 
 
 def _charged_gpu(allocation: Allocation) -> GpuUuid | None:

@@ -1,6 +1,7 @@
 """Keeps every resource's device list up to date: the GPUs' health at once, the memory account a moment after a change.
 
-State owned: the tables (kubelet/device_table.py), and whether they are behind the allocation cache. A table that is behind
+State owned: the tables (kubelet/device_table.py), whether they are behind the allocation cache, and whether
+IDs in them are withheld for shares that have grown. A table that is behind
 does no harm: the admission decides by the cache itself.
 """
 
@@ -39,10 +40,12 @@ class DeviceTables:
         self._cache = cache
         self._no_shares = no_shares
         self._is_behind = asyncio.Event()
+        self._has_lent = False
 
     def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
-        """For AllocationCache.subscribe. Only GPUShare's resource makes the lists depend on what is allocated."""
-        if self._names.gpu_mem:
+        """For AllocationCache.subscribe. Only GPUShare's resource, and shares that have grown, make the lists depend on what
+        is allocated."""
+        if self._names.gpu_mem or self._cache.resized or self._has_lent:
             self._is_behind.set()
 
     def request_refresh(self) -> None:
@@ -55,8 +58,11 @@ class DeviceTables:
         ledger = self._cache.ledger(inventory)
         gpus = gpu_accounts(None, ledger, Policy(names=self._names))
         no_shares = self._no_shares()
+        self._has_lent = False
         for kind, table in self.tables.items():
-            kept_back = withheld(kind, gpus, ledger.holders, self._names, no_shares=no_shares)
+            lent = self._cache.lent(kind)
+            kept_back = withheld(kind, gpus, ledger.holders, self._names, no_shares=no_shares, lent=lent)
+            self._has_lent = self._has_lent or bool(lent)
             table.set_devices(device_rows(inventory, kind, self._names, kept_back))
 
     async def run(self) -> NoReturn:

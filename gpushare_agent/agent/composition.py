@@ -113,6 +113,7 @@ class _Subscriptions:
         self._gpus.writer.inventory_changed(inventory)
         self._state.metrics.know_gpus([gpu.uuid for gpu in inventory.gpus])
         self._kubelet.tables.refresh()
+        self._kubelet.resizing.changed()
         if self._isolation.cdi_watch is not None:
             self._isolation.cdi_watch.gpus_changed()
         if self._cluster.node_facts is not None:
@@ -122,6 +123,7 @@ class _Subscriptions:
     def _allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
         self._kubelet.garbage.allocation_changed(old, new)
         self._kubelet.tables.allocation_changed(old, new)
+        self._kubelet.resizing.changed()
         if self._cluster.node_allocations is not None:
             self._cluster.node_allocations.changed()
         self._shown.expire()
@@ -129,6 +131,7 @@ class _Subscriptions:
     def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         self._kubelet.garbage.pod_changed(old, new)
         self._kubelet.refused_pods.pod_changed(old, new)
+        self._kubelet.resizing.changed()
         if self._cluster.node_allocations is not None:
             self._cluster.node_allocations.changed()
         self._shown.expire()

@@ -10,7 +10,7 @@ import structlog
 
 from gpushare_agent.admission.decisions.container_edits import choose_isolation
 from gpushare_agent.agent.state import NodeState
-from gpushare_agent.agent.values import cdi_specs, driver_version, driver_volumes, runtime_client
+from gpushare_agent.agent.values import cdi_specs, driver_version, driver_volumes, hami_core_config, runtime_client
 from gpushare_agent.cluster.events import PodEvents
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.isolation import ISOLATIONS, Preparation
@@ -21,8 +21,10 @@ from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume
 from gpushare_agent.isolation.decisions.hami_core import LIBRARY_PATH
 from gpushare_agent.isolation.decisions.kept import Kept, kept
 from gpushare_agent.isolation.driver_volume.check import SharedVolumeCheck
+from gpushare_agent.isolation.enforcement import ShareEnforcement
 from gpushare_agent.isolation.hami_core.caches import PrivateCaches
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
+from gpushare_agent.isolation.hami_core.limits import RegionLimits
 from gpushare_agent.isolation.mps.control import MpsControl
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
 from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
@@ -35,7 +37,6 @@ from gpushare_agent.model.errors import Refused, Unavailable
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import Pod
 from gpushare_agent.observability.node_snapshot import IsolationFacts
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.cri import RuntimeClient
@@ -60,6 +61,7 @@ class IsolationSide:
     private_caches: PrivateCaches | None
     watches: Mapping[IsolationName, AvailabilityWatch]
     """Of those in use that need something on the host."""
+    region_limits: RegionLimits | None
     cdi_watch: CdiWatch | None
 
     async def start(self) -> None:
@@ -75,6 +77,7 @@ class IsolationSide:
             "cdi specs": self.cdi_watch,
             "virtual manager": self.virtual_manager,
             "private caches": self.private_caches,
+            "region limits": self.region_limits,
         }
         watches: dict[str, Runs | None] = {f"isolation {name}": watch for name, watch in self.watches.items()}
         return bodies(services | watches)
@@ -114,18 +117,14 @@ class IsolationSide:
         return first
 
     def _needs(self, key: ContainerKey, kind: Preparation) -> bool:
-        chosen = self._choose(self.store.get(key.pod_uid))
+        pod = self.store.get(key.pod_uid)
+        chosen = _chosen(self.settings, pod.annotations if pod is not None else {})
         return chosen is not None and ISOLATIONS[chosen].preparation is kind
 
     def chosen(self, uid: PodUid) -> IsolationName | None:
         """The pod's isolation; None where the pod is not known, or its annotation names none that the node allows."""
         pod = self.store.get(uid)
-        return self._choose(pod) if pod is not None else None
-
-    def _choose(self, pod: Pod | None) -> IsolationName | None:
-        annotations = pod.annotations if pod is not None else {}
-        chosen = choose_isolation(annotations, self.settings.isolation, self.settings.isolations_allowed)
-        return None if isinstance(chosen, Refused) else chosen
+        return _chosen(self.settings, pod.annotations) if pod is not None else None
 
     def kept(self, allocation: Allocation) -> Kept | None:
         """What of the container's share is kept, and by whom; None where its isolation is not known."""
@@ -147,6 +146,14 @@ class IsolationSide:
         """Why no share of this isolation can be had now, and the cure; empty where it can."""
         watch = self.watches.get(isolation)
         return watch.unavailable_reason if watch is not None else ""
+
+    def enforcement(self) -> ShareEnforcement:
+        """Of live resizes."""
+        return ShareEnforcement(
+            chosen=lambda pod: _chosen(self.settings, pod.annotations),
+            virtual_manager=self.virtual_manager,
+            region_limits=self.region_limits,
+        )
 
     def has_no_shares(self) -> bool:
         """Where no isolation can be had the kubelet sees no memory; else admission refuses the shares whom it concerns."""
@@ -190,6 +197,7 @@ def build_isolation_side(state: NodeState, events: PodEvents) -> IsolationSide:
         virtual_manager=virtual_manager,
         private_caches=private_caches,
         watches=_watches(settings, volumes, private_caches),
+        region_limits=_region_limits(state) if IsolationName.HAMI_CORE in in_use else None,
         cdi_watch=_cdi_watch(state),
     )
 
@@ -219,6 +227,28 @@ def _watches(
 
 
 def _private_caches(state: NodeState) -> PrivateCaches:
-    settings = state.settings
-    files = HamiCoreFiles(settings.hami_core.library, settings.hami_core.directory, LIBRARY_PATH)
+    files = _hami_core_files(state.settings)
     return PrivateCaches(files=files, allocations=state.cache.view, pods=state.store)
+
+
+def _region_limits(state: NodeState) -> RegionLimits:
+    settings = state.settings
+    return RegionLimits(
+        files=_hami_core_files(settings),
+        config=hami_core_config(settings),
+        names=state.names,
+        inventory=state.gpus,
+        allocations=state.cache.view,
+        pods=state.store,
+        is_in_use=lambda pod: _chosen(settings, pod.annotations) is IsolationName.HAMI_CORE,
+    )
+
+
+def _hami_core_files(settings: Settings) -> HamiCoreFiles:
+    return HamiCoreFiles(settings.hami_core.library, settings.hami_core.directory, LIBRARY_PATH)
+
+
+def _chosen(settings: Settings, annotations: Mapping[str, str]) -> IsolationName | None:
+    """None where the pod's annotation names none that the node allows."""
+    chosen = choose_isolation(annotations, settings.isolation, settings.isolations_allowed)
+    return None if isinstance(chosen, Refused) else chosen

@@ -12,12 +12,15 @@ import structlog
 from gpushare_agent.admission.admission import Admission
 from gpushare_agent.admission.container_starts import ContainerStarts
 from gpushare_agent.admission.decisions.ledger import Policy
+from gpushare_agent.admission.decisions.resize import ResizePolicy
 from gpushare_agent.admission.device_tables import DeviceTables
 from gpushare_agent.admission.garbage_collection import GarbageCollection
 from gpushare_agent.admission.identification import Identification, Timeouts
 from gpushare_agent.admission.outcomes import OutcomeReporter
 from gpushare_agent.admission.pending import RefusedPods
 from gpushare_agent.admission.pod_processes import PodProcesses
+from gpushare_agent.admission.resize_file import ResizeFile
+from gpushare_agent.admission.resizing import ResizeReporter, ShareResizing
 from gpushare_agent.agent.cluster_side import ClusterSide
 from gpushare_agent.agent.isolation_side import IsolationSide
 from gpushare_agent.agent.state import NodeState
@@ -57,13 +60,16 @@ class KubeletSide:
     facts: KubeletFacts
     admission: Admission
     garbage: GarbageCollection
+    resizing: ShareResizing
     refused_pods: RefusedPods
     tables: DeviceTables
     registrar: Registrar
     first_registration: FirstRegistration
 
     async def recover(self) -> None:
+        resized = await self.resizing.load()
         containers = await self.garbage.recover()
+        self.resizing.restore(resized)
         log.info("allocations_recovered", containers=containers)
 
     def tasks(self) -> Tasks:
@@ -71,6 +77,7 @@ class KubeletSide:
             "registration": self.registrar.run,
             "device tables": self.tables.run,
             "garbage collection": self.garbage.run,
+            "live resize": self.resizing.run,
         }
 
     async def wait_registered(self) -> None:
@@ -165,10 +172,25 @@ def build_kubelet_side(
         facts=facts,
         admission=admission,
         garbage=garbage,
+        resizing=_build_resizing(state, cluster, isolation),
         refused_pods=refused_pods,
         tables=tables,
         registrar=_build_registrar(state, admission, starts, tables),
         first_registration=FirstRegistration(state.names.names),
+    )
+
+
+def _build_resizing(state: NodeState, cluster: ClusterSide, isolation: IsolationSide) -> ShareResizing:
+    settings = state.settings.resize
+    return ShareResizing(
+        cache=state.cache,
+        pods=state.store,
+        inventory=state.gpus,
+        policy=ResizePolicy(names=state.names, mode=settings.mode),
+        file=ResizeFile(settings.state_file) if settings.state_file is not None else None,
+        enforcement=isolation.enforcement(),
+        observer=ResizeReporter(cluster.annotations, cluster.pod_events),
+        clock=time.monotonic,
     )
 
 

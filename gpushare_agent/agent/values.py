@@ -74,12 +74,7 @@ def edit_policy(
                 shm_directory=settings.mps.shm_directory,
                 exclusive_process=settings.mps.exclusive_process,
             ),
-            hami_core=HamiCoreConfig(
-                library=settings.hami_core.library,
-                directory=settings.hami_core.directory,
-                memory_scaling=settings.hami_core.memory_scaling,
-                core_scaling=settings.hami_core.core_scaling,
-            ),
+            hami_core=hami_core_config(settings),
         ),
         isolation=settings.isolation,
         allowed=settings.isolations_allowed,
@@ -94,6 +89,15 @@ def edit_policy(
     if not is_real:
         return lambda: policy
     return lambda: replace(policy, devices=replace(policy.devices, control=nodes.present()))
+
+
+def hami_core_config(settings: Settings) -> HamiCoreConfig:
+    return HamiCoreConfig(
+        library=settings.hami_core.library,
+        directory=settings.hami_core.directory,
+        memory_scaling=settings.hami_core.memory_scaling,
+        core_scaling=settings.hami_core.core_scaling,
+    )
 
 
 def driver_version(volumes: Mapping[VolumeName, DriverVolume], inventory: GpuInventoryState) -> Callable[[], str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from gpushare_agent import __version__
 from gpushare_agent.agent.isolation_side import IsolationSide
@@ -72,7 +73,8 @@ def wanted_allocations(state: NodeState) -> str | None:
     gpus = state.gpus().gpus
     if not state.store.is_synced or not gpus:
         return None
-    return allocations_annotation(allocations_by_pod(state.cache, gpus, state.store.get, state.names))
+    extras = {kind: state.cache.extras(kind) for kind in state.names.kinds}
+    return allocations_annotation(allocations_by_pod(state.cache, gpus, state.store.get, state.names, extras))
 
 
 def _is_over(state: NodeState, allocation: Allocation) -> bool:
@@ -100,6 +102,7 @@ def _container(
     pod = state.store.get(allocation.key.pod_uid)
     annotations: Mapping[str, str] = pod.annotations if pod is not None else {}
     share = vdevice_share(allocation, annotations, gpus, state.names)
+    allocated = vdevice_share(replace(allocation, granted=None), annotations, gpus, state.names)
     chosen = isolation.chosen(allocation.key.pod_uid)
     return ContainerFacts(
         allocation=allocation,
@@ -107,6 +110,8 @@ def _container(
         cores=share.cores,
         memory_bytes=share.memory_bytes,
         core_limit=share.core_limit,
+        allocated_cores=allocated.cores,
+        allocated_memory_bytes=allocated.memory_bytes,
         isolation=chosen.value if chosen is not None else "",
         kept=isolation.kept(allocation),
     )

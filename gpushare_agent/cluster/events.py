@@ -131,6 +131,11 @@ class PodEvents(EventRecorder):
         if self.record(_pod(pod), reason, detail, key=(pod.uid, reason, detail[:_TEXT_KEPT])):
             log.warning("pod_warned", pod=f"{pod.namespace}/{pod.name}", reason=reason, detail=detail)
 
+    def noted(self, pod: Pod, reason: str, detail: str) -> None:
+        """What is no warning, once as `warned`."""
+        if self.record(_pod(pod), reason, detail, type_="Normal", key=(pod.uid, reason, detail[:_TEXT_KEPT])):
+            log.info("pod_noted", pod=f"{pod.namespace}/{pod.name}", reason=reason, detail=detail)
+
 
 class NodeEvents(EventRecorder):
     """What became of the GPUs of the node that reports."""

@@ -25,6 +25,7 @@ from gpushare_agent.model.names import (
     GPUSHARE_ASSUME_TIME_ANNOTATION,
     GPUSHARE_INDEX_ANNOTATION,
     PREDICATE_GPU_INDEX_PREFIX,
+    RESIZE_STATUS_ANNOTATION,
     PodUid,
 )
 from gpushare_agent.model.pods import ContainerKind, Pod
@@ -52,7 +53,7 @@ class PodAnnotations:
         self._pods = pods
         self._metrics = metrics
         self._backoff = backoff or Backoff(base_s=0.5, cap_s=30.0)
-        self._requests: OrderedDict[PodUid, tuple[Pod, dict[str, str]]] = OrderedDict()
+        self._requests: OrderedDict[PodUid, tuple[Pod, dict[str, str | None]]] = OrderedDict()
         self._is_wanted = asyncio.Event()
 
     def assigned(self, pod: Pod, gpu_indexes: Mapping[int, tuple[int, ...]]) -> None:
@@ -68,7 +69,11 @@ class PodAnnotations:
             wanted[GPUSHARE_ASSUME_TIME_ANNOTATION] = str(now_ns)
         self._request(pod, wanted)
 
-    def _request(self, pod: Pod, wanted: Mapping[str, str]) -> None:
+    def resize_status(self, pod: Pod, status: str | None) -> None:
+        """Queue what is in force of the pod's annotation `gpushare-agent/resize`; None removes it."""
+        self._request(pod, {RESIZE_STATUS_ANNOTATION: status})
+
+    def _request(self, pod: Pod, wanted: Mapping[str, str | None]) -> None:
         _, earlier = self._requests.get(pod.uid, (pod, {}))
         self._requests[pod.uid] = (pod, {**earlier, **wanted})
         if len(self._requests) > QUEUE_LIMIT:
@@ -94,7 +99,7 @@ class PodAnnotations:
                 failures += 1
                 await asyncio.sleep(self._backoff.delay_s(failures))
 
-    async def _send(self, api: KubeApi, pod: Pod, wanted: Mapping[str, str]) -> bool:
+    async def _send(self, api: KubeApi, pod: Pod, wanted: Mapping[str, str | None]) -> bool:
         """Whether the request is done with: sent, needless, or refused for good."""
         present = (self._pods.get(pod.uid) or pod).annotations
         different = {name: value for name, value in wanted.items() if present.get(name) != value}

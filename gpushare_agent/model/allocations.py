@@ -18,12 +18,26 @@ class ContainerKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShareSize:
+    """How much of one GPU: cores (1/100 of it; 0 where they follow the memory) and memory, in units of the resource that the
+    container asked for: memory blocks, or GPUShare's units."""
+
+    cores: int
+    memory: int
+
+    def at_least(self, other: ShareSize) -> ShareSize:
+        """Of each the greater number."""
+        return ShareSize(cores=max(self.cores, other.cores), memory=max(self.memory, other.memory))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
     """The devices of one container.
 
     The IDs of a resource are empty until the kubelet has allocated it. `gpus` are the GPUs that the vcore or gpu-mem IDs
     name, else the planned ones, in order of index; the memory is charged to them. `is_whole` means whole GPUs: their
-    whole memory is the container's. `allocated_at` is seconds on the monotonic clock.
+    whole memory is the container's. `allocated_at` is seconds on the monotonic clock. `granted` is the size to which a
+    running share was changed, None where it has what the kubelet allocated.
     """
 
     key: ContainerKey
@@ -36,6 +50,7 @@ class Allocation:
     gpu_mem_ids: frozenset[DeviceId] = frozenset()
     is_whole: bool = False
     allocated_at: float = 0.0
+    granted: ShareSize | None = None
 
     def ids(self, kind: ResourceKind) -> frozenset[DeviceId]:
         """Of one resource."""
@@ -63,6 +78,39 @@ class Allocation:
     @property
     def memory_blocks(self) -> int:
         return len(self.vmemory_ids)
+
+    @property
+    def allocated_size(self) -> ShareSize:
+        """By the kubelet's device IDs."""
+        return ShareSize(cores=len(self.vcore_ids), memory=len(self.gpu_mem_ids or self.vmemory_ids))
+
+    @property
+    def size(self) -> ShareSize:
+        """What the isolation is to enforce."""
+        return self.granted or self.allocated_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResizedShare:
+    """A share whose size is, or still is booked as, another than the kubelet allocated (`allocated`).
+
+    `target` is what it is to be. `booked` is what its GPU is charged: at least `target`, and whatever more its processes may
+    still use. `kind` is the resource that its memory counts. `instance` is the runtime's ID of the container that ran when
+    `target` was first enforced, empty where that has not happened.
+    """
+
+    key: ContainerKey
+    gpu: GpuUuid
+    kind: ResourceKind
+    allocated: ShareSize
+    target: ShareSize
+    booked: ShareSize
+    instance: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        """It is what the kubelet allocated, also in the ledger."""
+        return self.allocated == self.target == self.booked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,3 +26,11 @@ class DeviceListStrategy(StrEnum):
     DEVICE_NODES = "device-nodes"
     CDI_ANNOTATIONS = "cdi-annotations"
     CDI_CRI = "cdi-cri"
+
+
+class ResizeMode(StrEnum):
+    """How far the annotation `gpushare-agent/resize` may change a running share."""
+
+    DISABLED = "disabled"
+    WITHIN_REQUEST = "within-request"
+    FREE_CAPACITY = "free-capacity"

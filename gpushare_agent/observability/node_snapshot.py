@@ -31,13 +31,16 @@ _USAGE_FIELDS = tuple(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerFacts:
     """One container's allocation and its limits. `cores` and `memory_bytes` are its limits, on whole GPUs all of
-    them; `core_limit` is the elastic ceiling, 0 without one. Without a known pod `isolation` is empty and `kept` None."""
+    them; `core_limit` is the elastic ceiling, 0 without one. `allocated_cores` and `allocated_memory_bytes` are what the
+    kubelet allocated, from which a live resize differs. Without a known pod `isolation` is empty and `kept` None."""
 
     allocation: Allocation
     pod: Pod | None
     cores: int
     memory_bytes: int
     core_limit: int
+    allocated_cores: int
+    allocated_memory_bytes: int
     isolation: str
     kept: Kept | None = None
 
@@ -169,6 +172,7 @@ def container_document(facts: ContainerFacts, snapshot: NodeSnapshot) -> dict[st
         "cores": facts.cores,
         "core_limit": facts.core_limit or None,
         "memory_bytes": facts.memory_bytes,
+        "allocated": {"cores": facts.allocated_cores, "memory_bytes": facts.allocated_memory_bytes},
         "cards": [
             {
                 "index": gpu.index,

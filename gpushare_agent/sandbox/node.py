@@ -48,6 +48,7 @@ class EmbeddedNode:
             "simulated.faults": self.paths.faults,
             "simulated.usage": self.paths.usage,
             "health.state-file": self.paths.health_state,
+            "resize.state-file": self.paths.resize_state,
             "control.socket": self.paths.agent_control_socket,
             "display.socket": self.paths.display_socket,
             "debug.port": 0,
@@ -67,7 +68,12 @@ async def open_node_on(
     cgroups: str | None,
 ) -> AsyncIterator[EmbeddedNode]:
     """Kubelet and container runtime of one node of this API server. Raises StartupError."""
-    for left in (paths.health_state, paths.faults, paths.usage):  # of an earlier node: this one's GPUs are new
+    for left in (
+        paths.health_state,
+        paths.resize_state,
+        paths.faults,
+        paths.usage,
+    ):  # of an earlier node: this one's GPUs are new
         left.unlink(missing_ok=True)
     write_kubeconfig(paths.kubeconfig, api.url, api.token)
     kubelet = EmbeddedKubelet(

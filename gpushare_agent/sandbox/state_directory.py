@@ -54,7 +54,7 @@ class NodePaths:
         self.agent_control_socket = state / "agent-control.sock"
         """The agent's own, for `cordon` and `uncordon`."""
         self.display_socket = state / "gpu-manager.sock"
-        self.health_state = state / "health.json"
+        self.health_state, self.resize_state = state / "health.json", state / "resize.json"
         self.faults = state / "faults.json"
         """What fails at the simulated GPUs."""
         self.usage = state / "usage.json"

@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from gpushare_agent.settings.values import Count, GivenPath, Seconds, Section
+from gpushare_agent.model.isolation import ResizeMode
+from gpushare_agent.settings.values import Count, GivenPath, OptionalPath, Seconds, Section
 
 
 class PlacementSettings(Section):
@@ -41,4 +42,20 @@ class AllocationSettings(Section):
         ge=1,
         le=6000,
         description="Most rejected pods deleted per minute: a bound on the load of the API server.",
+    )
+
+
+class ResizeSettings(Section):
+    """Live resize: the annotation gpushare-agent/resize of running pods (docs/resize.md)."""
+
+    mode: ResizeMode = Field(
+        default=ResizeMode.DISABLED,
+        description="disabled: shares keep what was allocated, for a tenant who may edit his pods would otherwise escape the"
+        " ResourceQuota. within-request: a share may shrink, and grow back up to its request. free-capacity: it may grow"
+        " as far as its GPU has free capacity; only with an admission policy for the annotation.",
+    )
+    state_file: OptionalPath = Field(
+        default=Path("/var/lib/gpushare-agent/resize.json"),
+        description="File that preserves the resized shares over a restart of the agent. Empty: they have what was allocated"
+        " until the API server answers, and what was lent to them may be allocated again meanwhile.",
     )

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
-from gpushare_agent.settings.admission import AllocationSettings, PlacementSettings
+from gpushare_agent.settings.admission import AllocationSettings, PlacementSettings, ResizeSettings
 from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.isolation import (
     CdiSettings,
@@ -130,6 +130,7 @@ class Settings(BaseSettings):
     kubelet: KubeletSettings = KubeletSettings()
     placement: PlacementSettings = PlacementSettings()
     allocation: AllocationSettings = AllocationSettings()
+    resize: ResizeSettings = ResizeSettings()
     virtual_manager: VirtualManagerSettings = VirtualManagerSettings()
     driver_volume: DriverVolumeSettings = DriverVolumeSettings()
     mps: MpsSettings = MpsSettings()

@@ -197,7 +197,7 @@ def kept_back(kind: ResourceKind, *held: Allocation, no_shares: bool = False) ->
     """How many IDs of each GPU are withheld."""
     ledger = ledger_of(*held)
     gpus = gpu_accounts(None, ledger, POLICY)
-    found = withheld(kind, gpus, ledger.holders, NAMES, no_shares=no_shares)
+    found = withheld(kind, gpus, ledger.holders, NAMES, no_shares=no_shares, lent={})
     assert no_shares or not any(found & one.ids(kind) for one in held)
     counts: dict[str, int] = {}
     for device in found:

@@ -22,6 +22,8 @@ from gpushare_agent.model.names import (
     PREDICATE_GPU_INDEX_PREFIX,
     PREDICATE_NODE_ANNOTATION,
     PREDICATE_TIME_ANNOTATION,
+    RESIZE_ANNOTATION,
+    RESIZE_STATUS_ANNOTATION,
 )
 from gpushare_agent.settings.settings import Settings
 from tests.support_manifests import documents
@@ -29,8 +31,11 @@ from tests.support_manifests import documents
 ANNOTATIONS = "extender/policy-annotations.yaml"
 NODE_NAME = "extender/policy-node-name.yaml"
 SCHEDULER_NAME = "extender/second-scheduler/policy-scheduler-name.yaml"
-FILES = [ANNOTATIONS, NODE_NAME, SCHEDULER_NAME]
-KNOWN = {"object", "oldObject", "request", "variables"}
+RESIZE = "resize/policy-resize.yaml"
+FILES = [ANNOTATIONS, NODE_NAME, SCHEDULER_NAME, RESIZE]
+RIGHT = "authorizer.group('gpushare-agent').resource('shares').namespace(request.namespace).check('resize').allowed()"
+"""Asks the API server's authorizer, which no evaluator of CEL has."""
+KNOWN = {"object", "oldObject", "request", "variables", "authorizer"}
 """What an admission policy's expressions may name, and these here do."""
 LOCALS = {"container", "name"}
 """Of the macros exists and filter."""
@@ -45,8 +50,16 @@ GUARDED = [
     GPUSHARE_ASSIGNED_ANNOTATION,
     GPUSHARE_ASSUME_TIME_ANNOTATION,
     "gpushare-agent/anything",
+    RESIZE_STATUS_ANNOTATION,
 ]
-FREE = [CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, "clusterName", "tencent.com/other", "not-gpushare-agent/x"]
+FREE = [
+    CORE_LIMIT_ANNOTATION,
+    ISOLATION_ANNOTATION,
+    RESIZE_ANNOTATION,
+    "clusterName",
+    "tencent.com/other",
+    "not-gpushare-agent/x",
+]
 TENANT = "somebody"
 
 
@@ -111,7 +124,8 @@ def test_every_annotation_that_agents_follow_is_guarded(variable: str) -> None:
     begins = tuple(re.findall(r"name\.startsWith\('([^']*)'\)", expression))
     named = set(re.findall(r"name == '([^']*)'", expression))
     assert [name for name in GUARDED if name not in named and not name.startswith(begins)] == []
-    assert [name for name in FREE if name in named or name.startswith(begins)] == []
+    excepted = set(re.findall(r"name != '([^']*)'", expression))
+    assert [name for name in FREE if name not in excepted and (name in named or name.startswith(begins))] == []
 
 
 def test_the_writers_are_the_accounts_of_agents_and_extender() -> None:
@@ -149,14 +163,20 @@ class Policy:
             variables=dict.fromkeys(sorted(KNOWN), cel.Type.DYN), extensions=[strings.ExtStrings()]
         )
 
-    def judge(self, raw: dict[str, Any], *, old: dict[str, Any] | None = None, user: str = TENANT) -> Verdict:
+    def judge(
+        self, raw: dict[str, Any], *, old: dict[str, Any] | None = None, user: str = TENANT, may_resize: bool = False
+    ) -> Verdict:
         known = {"object": raw, "oldObject": old, "request": {"userInfo": {"username": user}}, "variables": {}}
         if not all(self._is_true(condition["expression"], known) for condition in self._spec["matchConditions"]):
             return Verdict(is_matched=False)
         for variable in self._spec["variables"]:
             value = self._value(variable["expression"], known)
             known = {**known, "variables": {**known["variables"], variable["name"]: value}}
-        denied = [item for item in self._spec["validations"] if not self._is_true(item["expression"], known)]
+        denied = [
+            item
+            for item in self._spec["validations"]
+            if not self._is_true(item["expression"].replace(RIGHT, str(may_resize).lower()), known)
+        ]
         texts = [
             self._value(item["messageExpression"], known) if "messageExpression" in item else item["message"]
             for item in denied
@@ -244,3 +264,20 @@ def test_a_pod_with_a_share_goes_to_the_second_scheduler() -> None:
     assert policy.judge(pod(asks=asks)).denials
     assert policy.judge(pod(asks=asks, schedulerName=name)) == Verdict(is_matched=False)
     assert policy.judge(pod(schedulerName="default-scheduler")) == Verdict(is_matched=True)
+
+
+def test_the_size_of_a_share_is_written_by_those_with_the_right_to() -> None:
+    """At the pod's creation, later, in a Binding; all else of the pod is not looked at. The right is the role's."""
+    policy, had = Policy(RESIZE), pod({RESIZE_ANNOTATION: "main:cores=50"})
+    other = pod({RESIZE_ANNOTATION: "main:cores=90"})
+    for raw, old in ((had, None), (had, pod()), (other, had), (pod(), had), (pod({}), had)):
+        assert policy.judge(raw, old=old, may_resize=True) == Verdict(is_matched=True)
+        (denial,) = policy.judge(raw, old=old).denials
+        assert RESIZE_ANNOTATION in denial
+    for raw, old in ((had, had), (pod(), None), (pod({"mine": "x"}), pod())):
+        assert policy.judge(raw, old=old) == Verdict(is_matched=False)
+    (rule,) = spec_of(RESIZE)["matchConstraints"]["resourceRules"]
+    assert rule == spec_of(ANNOTATIONS)["matchConstraints"]["resourceRules"][0]
+    (role,) = documents("resize/role.yaml")
+    assert role["rules"] == [{"apiGroups": ["gpushare-agent"], "resources": ["shares"], "verbs": ["resize"]}]
+    assert [item["expression"] for item in spec_of(RESIZE)["validations"]] == [RIGHT]

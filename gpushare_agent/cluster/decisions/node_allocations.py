@@ -11,15 +11,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_SCHEMA
-from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid, split_device_id
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
 MAX_CHARS = 200 * 1024
 """All annotations of an object together may have 256 KiB; the rest is for the GPUs and for others."""
 MAX_PODS = 512
+
+
+Extras = Mapping[ResourceKind, Mapping[ContainerKey, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +40,15 @@ def allocations_by_pod(
     gpus: Sequence[Gpu],
     pod_of: Callable[[PodUid], Pod | None],
     names: ResourceNames,
+    extras: Extras | None = None,
 ) -> list[AllocatedTo]:
     """The pods with allocations whose admission is over, sorted by UID.
 
-    Counts are of distinct device IDs of the pod on the GPU, memory charged as the allocation cache charges it.
+    Counts are of distinct device IDs of the pod on the GPU, memory charged as the allocation cache charges it. `extras` has
+    by resource how much more or less than that is booked for a container that was resized.
     """
+    allocations = list(allocations)
+    shown = {kind: _shown_extras(allocations, by_key) for kind, by_key in (extras or {}).items()}
     of_pod: dict[PodUid, list[Allocation]] = {}
     for allocation in allocations:
         of_pod.setdefault(allocation.key.pod_uid, []).append(allocation)
@@ -50,7 +57,7 @@ def allocations_by_pod(
     for uid, own in sorted(of_pod.items()):
         if not _is_admitted(pod_of(uid), own, names):
             continue
-        gpus_of_pod = _allocated(own, indexes)
+        gpus_of_pod = _allocated(own, indexes, shown)
         if gpus_of_pod:
             found.append(AllocatedTo(pod_uid=uid, gpus=gpus_of_pod, since=max(one.allocated_at for one in own)))
     return found
@@ -86,7 +93,27 @@ def _is_admitted(pod: Pod | None, own: Sequence[Allocation], names: ResourceName
     return True
 
 
-def _allocated(own: Sequence[Allocation], indexes: Mapping[GpuUuid, int]) -> dict[int, tuple[int, ...]]:
+def _shown_extras(allocations: Iterable[Allocation], extras: Mapping[ContainerKey, int]) -> dict[ContainerKey, int]:
+    """What a GPU's shares give back is shown only as far as others there have grown into it: the kubelet still counts the
+    rest as taken, so no scheduler may think it free."""
+    shown: dict[ContainerKey, int] = {}
+    on_gpu: dict[GpuUuid, list[ContainerKey]] = {}
+    for one in allocations:
+        if one.gpus and extras.get(one.key):
+            on_gpu.setdefault(one.gpus[0], []).append(one.key)
+    for keys in on_gpu.values():
+        grown = sum(max(0, extras[key]) for key in keys)
+        for key in sorted(keys):
+            shown[key] = max(extras[key], -grown)
+            grown += min(0, shown[key])
+    return shown
+
+
+def _allocated(
+    own: Sequence[Allocation],
+    indexes: Mapping[GpuUuid, int],
+    extras: Mapping[ResourceKind, Mapping[ContainerKey, int]],
+) -> dict[int, tuple[int, ...]]:
     cores = _by_gpu(device for one in own for device in one.vcore_ids)
     units = _by_gpu(device for one in own for device in one.gpu_mem_ids)
     blocks: dict[GpuUuid, set[DeviceId]] = {}
@@ -94,12 +121,16 @@ def _allocated(own: Sequence[Allocation], indexes: Mapping[GpuUuid, int]) -> dic
         if one.gpus and not one.is_whole:
             blocks.setdefault(one.gpus[0], set()).update(one.vmemory_ids)
     whole = {gpu for one in own if one.is_whole for gpu in one.gpus}
+
+    def more(kind: ResourceKind, gpu: GpuUuid) -> int:
+        return sum(extras.get(kind, {}).get(one.key, 0) for one in own if one.gpus[:1] == (gpu,))
+
     found = {}
     for uuid, index in sorted(indexes.items(), key=lambda item: item[1]):
         counts = [
-            min(len(cores.get(uuid, ())), CORES_PER_GPU),
-            len(blocks.get(uuid, ())),
-            len(units.get(uuid, ())),
+            min(len(cores.get(uuid, ())) + more(ResourceKind.VCORE, uuid), CORES_PER_GPU),
+            len(blocks.get(uuid, ())) + more(ResourceKind.VMEMORY, uuid),
+            len(units.get(uuid, ())) + more(ResourceKind.GPU_MEM, uuid),
             int(uuid in whole),
         ]
         while counts and not counts[-1]:

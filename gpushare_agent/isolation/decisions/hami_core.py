@@ -12,13 +12,17 @@ Whole GPUs get neither library nor limits. The files on the host are made by iso
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from gpushare_agent.isolation.decisions.request import HamiCoreConfig, Isolation, IsolationRequest, Preparation
-from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
+from gpushare_agent.isolation.decisions.request import Follows, HamiCoreConfig, Isolation, IsolationRequest, Preparation
+from gpushare_agent.isolation.decisions.vcuda import MIB, vdevice_share
+from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import IsolationName
-from gpushare_agent.model.names import CORES_PER_GPU
+from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
+from gpushare_agent.model.resources import ResourceNames
 
 LIBRARY_PATH = "/usr/local/vgpu/libvgpu.so"
 """In the container. The library opens itself under this path: it cannot be elsewhere."""
@@ -39,7 +43,7 @@ def edit_hami_core(request: IsolationRequest) -> ContainerEdits | Refused:
     config = request.config.hami_core
     if config is None:
         raise AssertionError("isolation hami-core is in use without its settings")
-    limits = [min(int(request.memory_mib * config.memory_scaling), gpu.memory_mib) for gpu in request.gpus]
+    limits = [_memory_limit_mib(request.memory_mib, gpu, config) for gpu in request.gpus]
     if not limits or min(limits) < 1 or request.cores < 1:
         return _unlimited(request)
     cache = f"{CACHE_DIRECTORY}/{request.container.name}.cache"
@@ -47,7 +51,7 @@ def edit_hami_core(request: IsolationRequest) -> ContainerEdits | Refused:
         env=(
             *((f"{ENV_MEMORY_PREFIX}{ordinal}", f"{mib}m") for ordinal, mib in enumerate(limits)),
             (ENV_CACHE, cache),
-            (ENV_CORES, str(_percent(request, config))),
+            (ENV_CORES, str(_percent(request.cores, request.core_limit, config))),
         ),
         mounts=(
             ContainerMount(host_path=str(config.library), container_path=LIBRARY_PATH),
@@ -66,9 +70,30 @@ def _cache_file(request: IsolationRequest, directory: Path) -> Path:
     return directory / "containers" / request.pod_uid / name / f"{name}.cache"
 
 
-def _percent(request: IsolationRequest, config: HamiCoreConfig) -> int:
+def live_limits(
+    allocation: Allocation,
+    annotations: Mapping[str, str],
+    gpus: Mapping[GpuUuid, Gpu],
+    names: ResourceNames,
+    config: HamiCoreConfig,
+) -> tuple[int, int] | None:
+    """Bytes and percent that the shared region of a running share is to have, of the container's only GPU; None where the
+    inventory has it no longer."""
+    gpu = gpus.get(allocation.gpus[0]) if allocation.gpus else None
+    if gpu is None:
+        return None
+    share = vdevice_share(allocation, annotations, gpus, names)
+    memory_mib = _memory_limit_mib(share.memory_bytes // MIB, gpu, config)
+    return memory_mib * MIB, _percent(share.cores, share.core_limit, config)
+
+
+def _memory_limit_mib(memory_mib: int, gpu: Gpu, config: HamiCoreConfig) -> int:
+    return min(int(memory_mib * config.memory_scaling), gpu.memory_mib)
+
+
+def _percent(cores: int, core_limit: int, config: HamiCoreConfig) -> int:
     """The share times the scaling, or the elastic ceiling where that is higher: the library has no other elasticity."""
-    return min(CORES_PER_GPU, max(int(request.cores * config.core_scaling), request.core_limit))
+    return min(CORES_PER_GPU, max(int(cores * config.core_scaling), core_limit))
 
 
 def _unlimited(request: IsolationRequest) -> Refused:
@@ -81,4 +106,10 @@ def _unlimited(request: IsolationRequest) -> Refused:
     )
 
 
-ISOLATION = Isolation(name=IsolationName.HAMI_CORE, edit=edit_hami_core, preparation=Preparation.PRIVATE_CACHE)
+ISOLATION = Isolation(
+    name=IsolationName.HAMI_CORE,
+    edit=edit_hami_core,
+    preparation=Preparation.PRIVATE_CACHE,
+    cores_follow=Follows.NEW_PROCESSES,  # the library copies this limit once, when it starts its watcher
+    memory_follows=Follows.RUNNING_PROCESSES,
+)

@@ -80,10 +80,29 @@ class Preparation(Enum):
     """A file that the container alone may write."""
 
 
+class Follows(Enum):
+    """Who follows a change of a share's limit after its container was created."""
+
+    NOBODY = auto()
+    NEW_PROCESSES = auto()
+    """Those that start after it. Running ones keep the former limit, or nobody can tell whether they do."""
+    RUNNING_PROCESSES = auto()
+
+    @property
+    def can_change(self) -> bool:
+        return self is not Follows.NOBODY
+
+    @property
+    def is_live(self) -> bool:
+        return self is Follows.RUNNING_PROCESSES
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isolation:
-    """`edit` is pure: the container's edits, or the refusal."""
+    """`edit` is pure: the container's edits, or the refusal. `cores_follow` and `memory_follows` are about a live resize."""
 
     name: IsolationName
     edit: Callable[[IsolationRequest], ContainerEdits | Refused]
     preparation: Preparation | None = None
+    cores_follow: Follows = Follows.NOBODY
+    memory_follows: Follows = Follows.NOBODY

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gpushare_agent.isolation.decisions.request import Isolation, IsolationRequest, Preparation
+from gpushare_agent.isolation.decisions.request import Follows, Isolation, IsolationRequest, Preparation
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerMount
 from gpushare_agent.model.gpus import Gpu, KernelModule
 from gpushare_agent.model.isolation import IsolationName
@@ -81,9 +81,8 @@ def vdevice_share(
         memory_mib = sum(gpus[uuid].memory_mib for uuid in allocation.gpus if uuid in gpus)
         return VDeviceShare(cores=allocation.cores, memory_bytes=memory_mib * MIB, core_limit=0, is_limited=False)
     cores = share_cores(allocation, gpus, names)
-    memory_mib = (
-        allocation.memory_blocks * names.memory_block_mib + len(allocation.gpu_mem_ids) * names.gpu_mem_unit_mib
-    )
+    unit_mib = names.gpu_mem_unit_mib if allocation.gpu_mem_ids else names.memory_block_mib
+    memory_mib = allocation.size.memory * unit_mib
     return VDeviceShare(
         cores=cores,
         memory_bytes=memory_mib * MIB,
@@ -96,8 +95,8 @@ def share_cores(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu], names: Reso
     """Percent of the GPU's compute. A request for memory alone gets the same part of both (GPUShare's rule)."""
     gpu = gpus.get(allocation.gpus[0]) if allocation.gpu_mem_ids and allocation.gpus else None
     if gpu is None:
-        return allocation.cores
-    cores = CORES_PER_GPU * len(allocation.gpu_mem_ids) * names.gpu_mem_unit_mib // gpu.memory_mib
+        return allocation.size.cores
+    cores = CORES_PER_GPU * allocation.size.memory * names.gpu_mem_unit_mib // gpu.memory_mib
     return min(CORES_PER_GPU, max(1, cores))
 
 
@@ -126,4 +125,12 @@ def driver_numbers(version: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
-ISOLATION = Isolation(name=IsolationName.VCUDA, edit=edit_vcuda, preparation=Preparation.VDEVICE)
+ISOLATION = Isolation(
+    name=IsolationName.VCUDA,
+    edit=edit_vcuda,
+    preparation=Preparation.VDEVICE,
+    # The library reads vcuda.config at each cuInit, cuDriverGetVersion, cuGetProcAddress and nvmlInit: a running process
+    # that makes one of these calls follows, and nobody can tell whether it will.
+    cores_follow=Follows.NEW_PROCESSES,
+    memory_follows=Follows.NEW_PROCESSES,
+)

@@ -123,6 +123,12 @@ class VirtualManager:
             detail=f"the container's vDevice directory cannot be prepared: {error}. The kubelet tries again.",
         )
 
+    async def enforce(self, key: ContainerKey) -> None:
+        """Writes vcuda.config of a share whose size was changed; the next poll would do so too. Raises AgentError."""
+        for one in await self._reconciler.reconcile(self._wanted([key]), await self._processes.read([key])):
+            if one.error is not None:
+                raise one.error
+
     async def run(self) -> None:
         """Until cancelled (its tasks are endless); then every server stops. A poll that fails is logged and repeated."""
         try:

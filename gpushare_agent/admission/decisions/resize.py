@@ -1,0 +1,292 @@
+"""What the annotation `gpushare-agent/resize` asks for, and whether a running share may have it. Pure.
+
+    resize    = entry *( ";" entry )                 main:cores=50,memory=24;side:memory=8
+    entry     = container ":" amount *( "," amount )
+    amount    = ( "cores" / "memory" ) "=" number    number: 1 to 9999999, without a leading zero
+
+`cores` are 1/100 of a GPU, `memory` units of the resource that the container asked for: memory blocks, or GPUShare's units.
+What is not named is as the kubelet allocated it. There is no white space, and no container or amount twice. A tenant may be
+able to write it: it is bounded before it is read.
+
+A share stays on its GPU. Whole GPUs and init containers keep what they have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gpushare_agent.isolation import Isolation
+from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
+from gpushare_agent.model.isolation import ResizeMode
+from gpushare_agent.model.names import CORES_PER_GPU, RESIZE_ANNOTATION
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.placement import GpuAccount
+
+MAX_CHARS = 1024
+MAX_ENTRIES = 32
+_SHOWN_CHARS = 60
+_NAME = r"[0-9a-z](?:[0-9a-z-]{0,61}[0-9a-z])?"
+_AMOUNT = r"(?:cores|memory)=[1-9][0-9]{0,6}"
+_ENTRY = re.compile(rf"({_NAME}):({_AMOUNT}(?:,{_AMOUNT})?)")
+_EXAMPLE = "main:cores=50,memory=24;side:memory=8"
+
+
+class ResizeReason(StrEnum):
+    """Why a share keeps its size. The values are in the annotation `gpushare-agent/resize-status`: stable, CamelCase."""
+
+    INVALID_REQUEST = "InvalidRequest"
+    DISABLED = "ResizeDisabled"
+    UNSUPPORTED = "ResizeUnsupported"
+    UNHEALTHY_GPU = "UnhealthyGpu"
+    NOT_ENOUGH_CORES = "NotEnoughCores"
+    NOT_ENOUGH_MEMORY = "NotEnoughMemory"
+    TOO_MANY = "TooManyResized"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResizeRefused:
+    """`detail` has what was asked, what is free, and what to do."""
+
+    reason: ResizeReason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedSize:
+    """Of one container. None: as the kubelet allocated it."""
+
+    cores: int | None = None
+    memory: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResizePolicy:
+    """The node's settings that bear on it."""
+
+    names: ResourceNames
+    mode: ResizeMode = ResizeMode.DISABLED
+
+
+def parse_resize(text: str) -> Mapping[str, WantedSize] | ResizeRefused:
+    """The annotation's sizes by container."""
+    if len(text) > MAX_CHARS:
+        return _unreadable(f"it has {len(text)} characters, more than {MAX_CHARS}")
+    entries = text.split(";")
+    if len(entries) > MAX_ENTRIES:
+        return _unreadable(f"it names {len(entries)} containers, more than {MAX_ENTRIES}")
+    found: dict[str, WantedSize] = {}
+    for entry in entries:
+        match = _ENTRY.fullmatch(entry)
+        if match is None:
+            return _unreadable(f"{entry[:_SHOWN_CHARS]!r} is none of its entries")
+        if match[1] in found:
+            return _unreadable(f"it names the container {match[1]} twice")
+        amounts = [amount.split("=") for amount in match[2].split(",")]
+        if len({name for name, _ in amounts}) < len(amounts):
+            return _unreadable(f"{entry[:_SHOWN_CHARS]!r} has the same amount twice")
+        found[match[1]] = WantedSize(**{name: int(number) for name, number in amounts})
+    return found
+
+
+def unknown_containers(pod: Pod, wanted: Mapping[str, WantedSize]) -> tuple[str, ...]:
+    """The containers that the annotation names and the pod does not have."""
+    return tuple(sorted(wanted.keys() - {container.name for container in pod.containers}))
+
+
+def is_resizable(allocation: Allocation, container: ContainerSpec, names: ResourceNames) -> bool:
+    """A share all of whose devices the kubelet has allocated."""
+    if allocation.is_whole or allocation.kind is ContainerKind.INIT or not allocation.gpus:
+        return False
+    return all(len(allocation.ids(kind)) == names.wanted(container, kind) for kind in names.kinds)
+
+
+def target_of(allocation: Allocation, wanted: WantedSize) -> ShareSize:
+    allocated = allocation.allocated_size
+    return ShareSize(cores=wanted.cores or allocated.cores, memory=wanted.memory or allocated.memory)
+
+
+def mode_refusal(allocation: Allocation, wanted: WantedSize, policy: ResizePolicy) -> ResizeRefused | None:
+    """Why the node's setting does not allow the size. What the kubelet allocated is allowed always."""
+    allocated, target = allocation.allocated_size, target_of(allocation, wanted)
+    if target == allocated or policy.mode is ResizeMode.FREE_CAPACITY:
+        return None
+    if policy.mode is ResizeMode.DISABLED:
+        return ResizeRefused(
+            reason=ResizeReason.DISABLED,
+            detail="this node does not resize running shares. Leave the annotation out, or have the node's setting"
+            " resize.mode changed (docs/resize.md).",
+        )
+    if target.at_least(allocated) == allocated:
+        return None
+    return ResizeRefused(
+        reason=ResizeReason.DISABLED,
+        detail=f"this node's shares may not grow beyond what their pod requests, here {allocated.cores} cores and"
+        f" {allocated.memory} of memory (setting resize.mode). Ask for no more, or create the pod anew with a larger"
+        " request.",
+    )
+
+
+def decide_resize(
+    allocation: Allocation,
+    wanted: WantedSize,
+    known: ResizedShare | None,
+    account: GpuAccount,
+    isolation: Isolation,
+    policy: ResizePolicy,
+) -> ResizedShare | ResizeRefused | None:
+    """The share as it is to be booked, before anything is granted; None where nothing is to change.
+
+    `account` is its GPU as booked for all others. Growth must fit there. What is given back stays booked, until the
+    isolation has enforced it.
+    """
+    allocated, target = allocation.allocated_size, target_of(allocation, wanted)
+    before = known.target if known is not None else allocated
+    if target == before:
+        return None
+    refused = _contradiction(allocation, wanted, target, policy) or _not_possible(before, target, isolation)
+    booked = known.booked if known is not None else allocated
+    refused = refused or _lack(booked, target, allocation, account, policy)
+    if refused is not None:
+        return refused
+    kind = ResourceKind.GPU_MEM if allocation.gpu_mem_ids else ResourceKind.VMEMORY
+    return ResizedShare(
+        key=allocation.key,
+        gpu=allocation.gpus[0],
+        kind=kind,
+        allocated=allocated,
+        target=target,
+        booked=booked.at_least(target),
+    )
+
+
+def enforced(share: ResizedShare, isolation: Isolation, instance: str) -> ResizedShare:
+    """The share once the isolation enforces its target. `instance` is the container that runs now, empty where that is not
+    known. Less is booked of what running processes follow; of the rest when every process is of a later container.
+    """
+    since = share.instance or instance
+    is_anew = bool(since) and bool(instance) and instance != since
+    cores = share.target.cores if is_anew or isolation.cores_follow.is_live else share.booked.cores
+    memory = share.target.memory if is_anew or isolation.memory_follows.is_live else share.booked.memory
+    return ResizedShare(
+        key=share.key,
+        gpu=share.gpu,
+        kind=share.kind,
+        allocated=share.allocated,
+        target=share.target,
+        booked=ShareSize(cores=cores, memory=memory).at_least(share.target),
+        instance=since,
+    )
+
+
+def describe(size: ShareSize, kind: ResourceKind, names: ResourceNames) -> str:
+    """`50 cores and 24 memory blocks (6144 MiB)`."""
+    if kind is ResourceKind.GPU_MEM:
+        return f"{size.memory} {names.gpu_mem} ({size.memory * names.gpu_mem_unit_mib} MiB)"
+    return f"{size.cores} cores and {size.memory} memory blocks ({size.memory * names.memory_block_mib} MiB)"
+
+
+def status_text(
+    allocations: Iterable[Allocation],
+    resized: Mapping[ContainerKey, ResizedShare],
+    refused: Mapping[ContainerKey, str],
+    unenforced: Collection[ContainerKey],
+) -> str | None:
+    """The annotation `gpushare-agent/resize-status` of one pod: `main:cores=50,memory=24,in-force;side:…`, the containers
+    that are resized or refused, with the size that their isolation is told. None where none is.
+
+    | word | the size |
+    |---|---|
+    | in-force | binds every process |
+    | new-processes | binds processes that start from now on; what running ones may use beyond it stays booked |
+    | pending | is not enforced yet |
+    | refused=<reason> | is what it was: the annotation was refused |
+    """
+    entries = []
+    for allocation in sorted(allocations, key=lambda one: one.key):
+        key, share = allocation.key, resized.get(allocation.key)
+        if share is None and key not in refused:
+            continue
+        if key in refused:
+            state = f"refused={refused[key]}"
+        elif share is None or allocation.granted != share.target or key in unenforced:
+            state = "pending"
+        else:
+            state = "new-processes" if share.booked != share.target else "in-force"
+        size = allocation.size
+        cores = f"cores={size.cores}," if size.cores else ""
+        entries.append(f"{key.container}:{cores}memory={size.memory},{state}")
+    while len(";".join(entries)) >= MAX_CHARS:
+        entries.pop()  # the agent reads no more than this of an annotation
+    return ";".join(entries) or None
+
+
+def _contradiction(
+    allocation: Allocation, wanted: WantedSize, target: ShareSize, policy: ResizePolicy
+) -> ResizeRefused | None:
+    """What no node could do."""
+    if allocation.gpu_mem_ids and wanted.cores is not None:
+        return ResizeRefused(
+            reason=ResizeReason.INVALID_REQUEST,
+            detail=f"it asked for {policy.names.gpu_mem}, whose compute follows the memory: leave cores out.",
+        )
+    if target.cores >= CORES_PER_GPU:
+        return ResizeRefused(
+            reason=ResizeReason.INVALID_REQUEST,
+            detail=f"{target.cores} cores are no share of one GPU: at most {CORES_PER_GPU - 1} are. For whole GPUs create"
+            " the pod anew.",
+        )
+    return None
+
+
+def _not_possible(before: ShareSize, target: ShareSize, isolation: Isolation) -> ResizeRefused | None:
+    """By what the isolation can do once the container is created."""
+    for is_changed, follows, what in (
+        (target.cores != before.cores, isolation.cores_follow, "cores"),
+        (target.memory != before.memory, isolation.memory_follows, "memory"),
+    ):
+        if is_changed and not follows.can_change:
+            return ResizeRefused(
+                reason=ResizeReason.UNSUPPORTED,
+                detail=f"isolation {isolation.name} fixes a container's {what} when the container is created. Create the pod"
+                " anew with another request, or use an isolation that can change it (docs/resize.md).",
+            )
+    return None
+
+
+def _lack(
+    booked: ShareSize, target: ShareSize, allocation: Allocation, account: GpuAccount, policy: ResizePolicy
+) -> ResizeRefused | None:
+    """What the GPU lacks. What is booked for the share already needs no free capacity."""
+    if target.at_least(booked) == booked:
+        return None
+    if not account.is_healthy:
+        return ResizeRefused(
+            reason=ResizeReason.UNHEALTHY_GPU,
+            detail=f"GPU {account.index} is unhealthy: no share on it grows. It is tried again.",
+        )
+    if target.cores > booked.cores and account.free_cores < target.cores:
+        return _too_much(ResizeReason.NOT_ENOUGH_CORES, f"{target.cores} cores", account.free_cores, account)
+    is_units = bool(allocation.gpu_mem_ids)
+    free, name = (account.free_units, policy.names.gpu_mem) if is_units else (account.free_blocks, "memory blocks")
+    if target.memory > booked.memory and free < target.memory:
+        return _too_much(ResizeReason.NOT_ENOUGH_MEMORY, f"{target.memory} {name}", free, account)
+    return None
+
+
+def _too_much(reason: ResizeReason, asked: str, free: int, account: GpuAccount) -> ResizeRefused:
+    return ResizeRefused(
+        reason=reason,
+        detail=f"it asks for {asked}, and GPU {account.index} has {free} that no other container has. A share cannot move to"
+        " another GPU. It is granted as soon as other shares there end or shrink; or ask for less.",
+    )
+
+
+def _unreadable(why: str) -> ResizeRefused:
+    return ResizeRefused(
+        reason=ResizeReason.INVALID_REQUEST,
+        detail=f"the annotation {RESIZE_ANNOTATION} cannot be read: {why}. Nothing was changed. Write it like {_EXAMPLE}.",
+    )

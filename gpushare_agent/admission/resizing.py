@@ -1,0 +1,364 @@
+"""Gives running shares the sizes that their pods' annotation `gpushare-agent/resize` asks for.
+
+Level, not edge: each round compares every share with its annotation; a change of a pod, an allocation or a GPU only
+starts one. In a round, in this order:
+
+1. Decide, and book what grows (`AllocationCache.book`), without an await between.
+2. Save what is booked. What cannot be saved is not granted.
+3. Grant: the isolation sees the new size (`Allocation.granted`).
+4. Let the isolations enforce it, each round again: a container that was restarted begins with what Allocate answered.
+5. Book less where what was given back can no longer be used. Then once more from 1: others may grow into it.
+
+State owned: what is in the file, what was reported. The sizes themselves belong to the allocation cache. The annotation's
+grammar and every decision: decisions/resize.py. Who may write the annotation: docs/resize.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NoReturn, Protocol
+
+import structlog
+
+from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
+from gpushare_agent.admission.decisions.resize import (
+    ResizePolicy,
+    ResizeReason,
+    ResizeRefused,
+    WantedSize,
+    decide_resize,
+    describe,
+    enforced,
+    is_resizable,
+    mode_refusal,
+    parse_resize,
+    status_text,
+    target_of,
+    unknown_containers,
+)
+from gpushare_agent.admission.resize_file import MAX_SHARES, ResizeFile
+from gpushare_agent.cluster.events import PodEvents
+from gpushare_agent.cluster.pod_annotations import PodAnnotations
+from gpushare_agent.isolation import Isolation
+from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.supervision import wait_for
+from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare
+from gpushare_agent.model.errors import AgentError
+from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.names import RESIZE_ANNOTATION, RESIZE_STATUS_ANNOTATION, PodUid
+from gpushare_agent.model.pods import Pod
+
+log = structlog.get_logger(__name__)
+
+PERIOD_S = 1.0
+"""Between two rounds while a share is resized: a container that was restarted has its former limits for so long."""
+PAUSE_S = 0.5
+"""Between two rounds in any case: each may write the file."""
+EVENT_PAUSE_S = 5.0
+"""Between two Events of one pod: who may write an annotation may write it often."""
+MAX_REPORTED = 1024
+RESIZED = "ShareResized"
+RESIZE_REFUSED = "ShareResizeRefused"
+
+
+class Pods(Protocol):
+    @property
+    def is_synced(self) -> bool: ...
+    def get(self, uid: PodUid) -> Pod | None: ...
+
+
+class Enforcement(Protocol):
+    """The isolations. `isolation_of` is None where the pod names one that the node does not allow."""
+
+    def isolation_of(self, pod: Pod) -> Isolation | None: ...
+    async def enforce(self, allocation: Allocation, pod: Pod) -> str:
+        """Make the share's limits what they are to be. Why they are not (yet), empty where they are. Raises AgentError."""
+
+
+class Observer(Protocol):
+    def resized(self, pod: Pod, detail: str) -> None: ...
+    def resize_refused(self, pod: Pod, detail: str) -> None: ...
+    def resize_status(self, pod: Pod, status: str | None) -> None: ...
+
+
+class ResizeReporter:
+    """To the pod's Events and annotations."""
+
+    def __init__(self, annotations: PodAnnotations, events: PodEvents) -> None:
+        self._annotations = annotations
+        self._events = events
+
+    def resized(self, pod: Pod, detail: str) -> None:
+        self._events.noted(pod, RESIZED, detail)
+
+    def resize_refused(self, pod: Pod, detail: str) -> None:
+        self._events.warned(pod, RESIZE_REFUSED, detail)
+
+    def resize_status(self, pod: Pod, status: str | None) -> None:
+        self._annotations.resize_status(pod, status)
+
+
+@dataclass(slots=True)
+class _Round:
+    """What one round found: why shares keep their sizes, which are not enforced yet, and containers that annotations name
+    and their pods do not have."""
+
+    refused: dict[ContainerKey, ResizeRefused] = field(default_factory=dict)
+    unknown: dict[PodUid, str] = field(default_factory=dict)
+    unenforced: dict[ContainerKey, str] = field(default_factory=dict)
+
+
+class ShareResizing:
+    """`restore` what was loaded, once the cache is rebuilt and before the kubelet hears of the agent; then `run` once.
+    Subscribe `changed` to pods, allocations and GPUs. Without a `file` the sizes end with the agent."""
+
+    def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
+        self,
+        *,
+        cache: AllocationCache,
+        pods: Pods,
+        inventory: Callable[[], GpuInventory],
+        policy: ResizePolicy,
+        file: ResizeFile | None,
+        enforcement: Enforcement,
+        observer: Observer,
+        clock: Callable[[], float],
+    ) -> None:
+        self._cache = cache
+        self._pods = pods
+        self._inventory = inventory
+        self._policy = policy
+        self._file = file
+        self._enforcement = enforcement
+        self._observer = observer
+        self._clock = clock
+        self._saved: Mapping[ContainerKey, ResizedShare] = {}
+        self._is_due = asyncio.Event()
+        self._has_refused = False
+        self._save_failure = ReportOnce()
+        self._reported_refusals = ReportOnce(MAX_REPORTED)
+        self._reported_sizes = ReportOnce(MAX_REPORTED)
+        self._reported_at: dict[PodUid, float] = {}
+
+    def changed(self) -> None:
+        """A pod, an allocation or a GPU."""
+        self._is_due.set()
+
+    async def load(self) -> tuple[ResizedShare, ...]:
+        """What an earlier agent granted, for `restore`."""
+        if self._file is None:
+            return ()
+        try:
+            return await self._file.load()
+        except AgentError as e:
+            log.error(
+                "resize_state_not_read",
+                error=str(e),
+                then="every share gets what the kubelet allocated; what was lent may be allocated again",
+            )
+            return ()
+
+    def restore(self, shares: tuple[ResizedShare, ...]) -> None:
+        """Counts from now on, before anything is admitted."""
+        self._cache.restore_resized(shares)
+        self._saved = {share.key: share for share in shares}
+        if shares:
+            log.info("resized_shares_restored", count=len(self._cache.resized))
+
+    async def run(self) -> NoReturn:
+        """Until cancelled."""
+        while True:
+            has_any = bool(self._cache.resized or self._saved or self._has_refused)
+            await wait_for(self._is_due, PERIOD_S if has_any else None)
+            self._is_due.clear()
+            await self.reconcile()
+            await asyncio.sleep(PAUSE_S)
+
+    async def reconcile(self) -> None:
+        """One round. A share that cannot be enforced does not stop the others."""
+        self._forget_gone()
+        found = _Round()
+        for _ in range(2):
+            found = self._decide()
+            await self._save_and_grant()
+            if not await self._enforce(found):
+                break
+        await self._save_and_grant()
+        self._has_refused = bool(found.refused or found.unknown)
+        if self._pods.is_synced:
+            self._report(found)
+
+    # --- 1: decide ---
+
+    def _forget_gone(self) -> None:
+        """Of pods that have ended while the agent was away: no allocation of theirs will be released."""
+        if not self._pods.is_synced:
+            return
+        for key in [key for key in self._cache.resized if self._cache.get(key) is None]:
+            pod = self._pods.get(key.pod_uid)
+            if pod is None or pod.is_terminal:
+                self._cache.forget_resized(key)
+
+    def _decide(self) -> _Round:
+        """Books every change that may be; why the others may not. Shares that shrink come first, others may grow then."""
+        found = _Round()
+        candidates: list[tuple[Allocation, Pod, WantedSize]] = []
+        for allocation in self._cache:
+            pod = self._pods.get(allocation.key.pod_uid)
+            if pod is None or pod.is_deleting or pod.is_terminal:
+                continue
+            if (text := pod.annotations.get(RESIZE_ANNOTATION)) is None and allocation.key not in self._cache.resized:
+                continue
+            container = pod.container(allocation.key.container)
+            if container is None or not is_resizable(allocation, container, self._policy.names):
+                continue
+            parsed = parse_resize(text) if text is not None else {}
+            if isinstance(parsed, ResizeRefused):
+                found.refused[allocation.key] = parsed
+                continue
+            if unknown := unknown_containers(pod, parsed):
+                found.unknown[pod.uid] = unknown[0]
+            candidates.append((allocation, pod, parsed.get(allocation.key.container, WantedSize())))
+        for allocation, pod, wanted in sorted(candidates, key=_grows):
+            if (reason := self._decide_one(allocation, pod, wanted)) is not None:
+                found.refused[allocation.key] = reason
+        return found
+
+    def _decide_one(self, allocation: Allocation, pod: Pod, wanted: WantedSize) -> ResizeRefused | None:
+        isolation = self._enforcement.isolation_of(pod)
+        if isolation is None:
+            return None
+        refused = mode_refusal(allocation, wanted, self._policy)
+        if refused is not None:
+            wanted = WantedSize()  # a change that was granted under other settings is taken back
+        key, known = allocation.key, self._cache.resized.get(allocation.key)
+        ledger = self._cache.booked_ledger(self._inventory(), without=key)
+        accounts = gpu_accounts(None, ledger, Policy(names=self._policy.names))
+        account = next((account for account in accounts if account.uuid == allocation.gpus[0]), None)
+        if account is None:
+            return refused
+        outcome = decide_resize(allocation, wanted, known, account, isolation, self._policy)
+        if isinstance(outcome, ResizedShare) and known is None and len(self._cache.resized) >= MAX_SHARES:
+            outcome = ResizeRefused(
+                reason=ResizeReason.TOO_MANY, detail=f"{MAX_SHARES} shares of this node are resized: no more can be."
+            )
+        if isinstance(outcome, ResizedShare):
+            self._cache.book(outcome)
+            return refused
+        return refused or outcome
+
+    # --- 2 and 3: save and grant ---
+
+    async def _save_and_grant(self) -> None:
+        shares = dict(self._cache.resized)
+        if shares != self._saved:
+            try:
+                if self._file is not None:
+                    await self._file.save(shares.values())
+            except AgentError as e:
+                if self._save_failure.is_new("not saved"):
+                    log.error("resize_state_not_saved", error=str(e), then="no share is resized; it is tried again")
+                return
+            self._saved = shares
+            if self._save_failure.is_over():
+                log.info("resize_state_saved_again")
+        for key, share in shares.items():
+            allocation = self._cache.get(key)
+            if allocation is not None and self._cache.resized.get(key) == share and allocation.granted != share.target:
+                self._cache.grant(key)
+
+    # --- 4 and 5: enforce, and book less ---
+
+    async def _enforce(self, found: _Round) -> bool:
+        """Whether less is booked than before."""
+        is_less = False
+        for key in sorted(self._cache.resized):
+            allocation, pod = self._cache.get(key), self._pods.get(key.pod_uid)
+            share = self._cache.resized.get(key)
+            if allocation is None or pod is None or share is None or allocation.granted != share.target:
+                continue
+            isolation = self._enforcement.isolation_of(pod)
+            if isolation is None:
+                continue
+            try:
+                why_not = await self._enforcement.enforce(allocation, pod)
+            except AgentError as e:
+                why_not = str(e)
+            if why_not:
+                found.unenforced[key] = why_not
+            elif self._cache.resized.get(key) is share:
+                is_less |= self._book_less(share, isolation, pod)
+        return is_less
+
+    def _book_less(self, share: ResizedShare, isolation: Isolation, pod: Pod) -> bool:
+        new = enforced(share, isolation, pod.container_ids.get(share.key.container, ""))
+        if new.is_over:
+            self._cache.forget_resized(share.key)
+        elif new != share:
+            self._cache.book(new)
+        return new.booked != share.booked
+
+    # --- reports ---
+
+    def _report(self, found: _Round) -> None:
+        uids = {key.pod_uid for key in (*self._cache.resized, *found.refused)} | found.unknown.keys()
+        for uid in [uid for uid in self._reported_at if self._pods.get(uid) is None]:
+            del self._reported_at[uid]
+        for uid in sorted(uids):
+            if (pod := self._pods.get(uid)) is not None:
+                self._report_pod(pod, found)
+        self._remove_status(uids)
+
+    def _report_pod(self, pod: Pod, found: _Round) -> None:
+        """The status always; an Event for each refusal and each size, once, and not too often."""
+        names = self._policy.names
+        text = pod.annotations.get(RESIZE_ANNOTATION, "")
+        allocations = self._cache.of_pod(pod.uid)
+        status = status_text(
+            allocations, self._cache.resized, {key: one.reason for key, one in found.refused.items()}, found.unenforced
+        )
+        if pod.annotations.get(RESIZE_STATUS_ANNOTATION) != status:
+            self._observer.resize_status(pod, status)
+        if self._clock() - self._reported_at.get(pod.uid, float("-inf")) < EVENT_PAUSE_S:
+            return
+        if (unknown := found.unknown.get(pod.uid)) is not None:
+            detail = f"{RESIZE_ANNOTATION} names a container {unknown}, which the pod does not have."
+            self._event_once(self._reported_refusals, f"{pod.uid}/", text, pod, detail, is_refusal=True)
+        for allocation in allocations:
+            key, subject = allocation.key, f"{pod.uid}/{allocation.key.container}"
+            share = self._cache.resized.get(key)
+            if (refused := found.refused.get(key)) is not None:
+                detail = f"Container {key.container} keeps its share: {refused.detail}"
+                self._event_once(
+                    self._reported_refusals, subject, f"{text} {refused.reason}", pod, detail, is_refusal=True
+                )
+            elif key not in found.unenforced and share is not None:
+                self._reported_refusals.is_over(subject)
+                detail = (
+                    f"Container {key.container} has {describe(allocation.size, share.kind, names)} now; allocated were"
+                )
+                detail = f"{detail} {describe(allocation.allocated_size, share.kind, names)}."
+                self._event_once(self._reported_sizes, subject, detail, pod, detail, is_refusal=False)
+
+    def _event_once(
+        self, reported: ReportOnce, subject: str, what: str, pod: Pod, detail: str, *, is_refusal: bool
+    ) -> None:
+        if not reported.is_new(what, subject):
+            return
+        self._reported_at[pod.uid] = self._clock()
+        (self._observer.resize_refused if is_refusal else self._observer.resized)(pod, detail)
+
+    def _remove_status(self, present: set[PodUid]) -> None:
+        for allocation in self._cache:
+            uid = allocation.key.pod_uid
+            pod = self._pods.get(uid) if uid not in present else None
+            if pod is not None and RESIZE_STATUS_ANNOTATION in pod.annotations:
+                self._observer.resize_status(pod, None)
+
+
+def _grows(candidate: tuple[Allocation, Pod, WantedSize]) -> tuple[bool, ContainerKey]:
+    allocation, _, wanted = candidate
+    return target_of(allocation, wanted).at_least(allocation.size) != allocation.size, allocation.key

@@ -1,0 +1,116 @@
+"""Writes changed limits of running shares into HAMi-core's shared region: a live resize, and the pod's elastic ceiling.
+
+The library follows a new memory limit at its next allocation, and a new compute limit in processes that start from then on.
+Its first process makes the region from the environment, which keeps what Allocate answered: so the limits are compared again
+each period. The tenant can write the region as well; that changes what his own container has, until the next period.
+
+State owned: the elastic shares whose region was written, and the failures that were logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NoReturn, Protocol
+
+import structlog
+
+from gpushare_agent.isolation.decisions.hami_core import live_limits
+from gpushare_agent.isolation.decisions.request import HamiCoreConfig
+from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
+from gpushare_agent.kit.daemon_thread import DaemonThread
+from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.errors import AgentError
+from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, PodUid
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.resources import ResourceNames
+
+log = structlog.get_logger(__name__)
+
+TIMEOUT_S = 5.0
+PERIOD_S = 1.0
+NO_REGION = "no process of the container has called cuInit since it started"
+
+
+class Pods(Protocol):
+    def get(self, uid: PodUid) -> Pod | None: ...
+
+
+class RegionLimits:
+    """`enforce` at any time, `run` once. `is_in_use` is whether the pod's isolation is hami-core."""
+
+    def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
+        self,
+        *,
+        files: HamiCoreFiles,
+        config: HamiCoreConfig,
+        names: ResourceNames,
+        inventory: Callable[[], GpuInventory],
+        allocations: Callable[[], Mapping[ContainerKey, Allocation]],
+        pods: Pods,
+        is_in_use: Callable[[Pod], bool],
+        period_s: float = PERIOD_S,
+    ) -> None:
+        self._files = files
+        self._config = config
+        self._names = names
+        self._inventory = inventory
+        self._allocations = allocations
+        self._pods = pods
+        self._is_in_use = is_in_use
+        self._period_s = period_s
+        self._thread = DaemonThread("region-limits", advice="Check the disk of the setting hami_core.directory.")
+        self._elastic: set[ContainerKey] = set()
+        self._failures = ReportOnce()
+
+    async def enforce(self, allocation: Allocation, pod: Pod) -> str:
+        """Make the region's limits those of the share as it is now; why they are not, empty where they are.
+
+        Raises:
+            Corrupt: the tenant made something else of the file.
+            NotFound, Unavailable: it is not there, or the file system refuses.
+        """
+        limits = live_limits(allocation, pod.annotations, self._inventory().by_uuid(), self._names, self._config)
+        if limits is None:
+            return "its GPU is no longer in the inventory"
+        write = partial(self._write, allocation.key, *limits)
+        return await self._thread.call(write, f"writing the limits of {allocation.key.container}", TIMEOUT_S)
+
+    async def run(self) -> NoReturn:
+        """Until cancelled: keeps the limits of shares with an elastic ceiling, and of those whose ceiling was removed."""
+        while True:
+            for allocation in list(self._allocations().values()):
+                await self._follow_ceiling(allocation)
+            self._elastic &= self._allocations().keys()
+            await asyncio.sleep(self._period_s)
+
+    async def _follow_ceiling(self, allocation: Allocation) -> None:
+        key, pod = allocation.key, self._pods.get(allocation.key.pod_uid)
+        if pod is None or allocation.is_whole or not self._is_in_use(pod):
+            return
+        if CORE_LIMIT_ANNOTATION in pod.annotations:
+            self._elastic.add(key)
+        elif key not in self._elastic:
+            return
+        subject = f"{key.pod_uid}/{key.container}"
+        try:
+            await self.enforce(allocation, pod)
+        except AgentError as e:
+            if self._failures.is_new(str(e), subject):
+                log.warning("region_limits_not_written", pod_uid=key.pod_uid, container=key.container, error=str(e))
+            return
+        self._failures.is_over(subject)
+
+    def _write(self, key: ContainerKey, memory_bytes: int, percent: int) -> str:
+        with self._files.opened_region(key) as region:
+            head = region.head() if region is not None else None
+            if region is None or head is None:
+                return NO_REGION
+            if head.memory_limits[0] != memory_bytes:
+                region.set_memory_limit(0, memory_bytes)
+            if head.core_limits[0] != percent:
+                region.set_core_limit(0, percent)
+        return ""

@@ -1,0 +1,123 @@
+"""The file that remembers resized shares: whole, bounded, and never the end of the agent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpushare_agent.admission.resize_file import MAX_SHARES, ResizeFile
+from gpushare_agent.kit.state_file import MAX_BYTES
+from gpushare_agent.model.allocations import ContainerKey, ResizedShare, ShareSize
+from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.names import GpuUuid, PodUid
+from gpushare_agent.model.resources import ResourceKind
+
+SHARE = ResizedShare(
+    key=ContainerKey(PodUid("11111111-2222-3333-4444-555555555555"), "main"),
+    gpu=GpuUuid("GPU-1"),
+    kind=ResourceKind.VMEMORY,
+    allocated=ShareSize(cores=30, memory=8),
+    target=ShareSize(cores=20, memory=24),
+    booked=ShareSize(cores=30, memory=24),
+    instance="a" * 64,
+)
+RAW = {
+    "pod_uid": "11111111-2222-3333-4444-555555555555",
+    "container": "main",
+    "gpu": "GPU-1",
+    "resource": "vmemory",
+    "allocated": "30,8",
+    "target": "20,24",
+    "booked": "30,24",
+    "instance": "a" * 64,
+}
+
+
+async def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
+    """In the documented format."""
+    path = tmp_path / "state" / "resize.json"
+    await ResizeFile(path).save([SHARE])
+    assert await ResizeFile(path).load() == (SHARE,)
+    assert json.loads(path.read_text()) == {"version": 1, "shares": [RAW]}
+
+
+async def test_without_a_file_nothing_is_resized(tmp_path: Path) -> None:
+    """The first start."""
+    assert await ResizeFile(tmp_path / "resize.json").load() == ()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[" * 100_000,
+        json.dumps({"version": 2, "shares": []}),
+        json.dumps({"version": 1}),
+        json.dumps({"version": 1, "shares": [RAW, RAW]}),
+        json.dumps({"version": 1, "shares": [[]]}),
+        json.dumps({"version": 1, "shares": [RAW | {"container": f"c{n}"} for n in range(MAX_SHARES + 1)]}),
+        " " * (MAX_BYTES + 1),
+        *(
+            json.dumps({"version": 1, "shares": [RAW | {name: value}]})
+            for name, value in (
+                ("pod_uid", "../../etc"),
+                ("container", ""),
+                ("gpu", "x" * 129),
+                ("resource", "vcore"),
+                ("target", "100,24"),
+                ("target", "31,24"),
+                ("target", "20,0"),
+                ("target", "-1,5"),
+                ("target", [20, 24]),
+                ("booked", "20"),
+                ("allocated", None),
+                ("instance", "a"),
+                ("instance", None),
+            )
+        ),
+    ],
+)
+async def test_another_content_is_set_aside_and_reported(tmp_path: Path, content: str) -> None:
+    """Nothing counts as resized then, and the next save works."""
+    path = tmp_path / "resize.json"
+    path.write_text(content)
+    with capture_logs() as logs:
+        assert await ResizeFile(path).load() == ()
+    assert [line["event"] for line in logs] == ["resize_state_corrupt"]
+    assert (tmp_path / "resize.json.corrupt").read_text() == content
+    await ResizeFile(path).save([SHARE])
+    assert await ResizeFile(path).load() == (SHARE,)
+
+
+async def test_the_most_shares_fit_the_bound(tmp_path: Path) -> None:
+    """With the longest names that Kubernetes and a runtime give."""
+    path = tmp_path / "resize.json"
+    uid = "11111111-2222-3333-4444-555555555555"
+    gpu = GpuUuid("GPU-6e1c1b5e-aaaa-bbbb-cccc-ddddddddddddd")
+    many: list[Any] = [
+        ResizedShare(
+            key=ContainerKey(PodUid(uid), f"{n:063}"),
+            gpu=gpu,
+            kind=SHARE.kind,
+            allocated=SHARE.allocated,
+            target=SHARE.target,
+            booked=SHARE.booked,
+            instance=SHARE.instance,
+        )
+        for n in range(MAX_SHARES)
+    ]
+    await ResizeFile(path).save(many)
+    assert len(await ResizeFile(path).load()) == MAX_SHARES
+
+
+async def test_a_directory_in_its_place_is_an_error_with_the_path(tmp_path: Path) -> None:
+    """It cannot be replaced by a file."""
+    path = tmp_path / "resize.json"
+    (path / "x").mkdir(parents=True)
+    with pytest.raises(Unavailable, match=str(path)):
+        await ResizeFile(path).save([SHARE])

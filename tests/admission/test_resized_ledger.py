@@ -1,0 +1,234 @@
+"""The ledger of resized shares: whatever comes, grows, shrinks, restarts and ends, no GPU is promised beyond what it has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
+from gpushare_agent.admission.decisions.offered_devices import withheld
+from gpushare_agent.admission.decisions.resize import ResizePolicy, WantedSize, decide_resize, enforced
+from gpushare_agent.cluster.decisions.node_allocations import allocations_by_pod
+from gpushare_agent.isolation import ISOLATIONS
+from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
+from gpushare_agent.model.isolation import IsolationName, ResizeMode
+from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, device_id
+from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.placement import GpuAccount
+from tests.support_core import NAMES, allocation, container, ids, inventory, pod
+
+BLOCKS = 16
+GPUS = inventory(2, BLOCKS * NAMES.memory_block_mib)
+FREE = ResizePolicy(names=NAMES, mode=ResizeMode.FREE_CAPACITY)
+KINDS = (ResourceKind.VCORE, ResourceKind.VMEMORY)
+
+
+def accounts(cache: AllocationCache, without: ContainerKey | None = None) -> list[GpuAccount]:
+    """As booked without one container; else as new containers see it."""
+    ledger = cache.ledger(GPUS) if without is None else cache.booked_ledger(GPUS, without=without)
+    return gpu_accounts(None, ledger, Policy(names=NAMES))
+
+
+class Node(RuleBasedStateMachine):
+    """The kubelet's IDs, the file on the disk, and what each container's processes may use by their isolation."""
+
+    containers = Bundle("containers")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = AllocationCache()
+        self.saved: dict[ContainerKey, ResizedShare] = {}
+        self.kubelet: dict[ContainerKey, Allocation] = {}
+        self.may_use: dict[ContainerKey, ShareSize] = {}
+        self.instances: dict[ContainerKey, int] = {}
+        self.made = 0
+
+    def healthy_ids(self, kind: ResourceKind) -> list[str]:
+        """Those that ListAndWatch offers and the kubelet has not handed out."""
+        holders = {kind: self.cache.holders(kind) for kind in ResourceKind}
+        kept_back = withheld(kind, accounts(self.cache), holders, NAMES, no_shares=False, lent=self.cache.lent(kind))
+        return [
+            device
+            for gpu in GPUS.gpus
+            for device in (device_id(gpu.uuid, n) for n in range(NAMES.units(gpu, kind)))
+            if device not in kept_back and device not in self.cache.holders(kind)
+        ]
+
+    @rule(target=containers, gpu=st.integers(0, 1), cores=st.integers(1, 60), blocks=st.integers(1, 10))
+    def admit(self, gpu: int, cores: int, blocks: int) -> object:
+        """Where the GPU's account has it free, and the kubelet has healthy IDs."""
+        account = accounts(self.cache)[gpu]
+        offered = [device for device in self.healthy_ids(ResourceKind.VCORE) if device.startswith(f"GPU-{gpu}::")]
+        counters = self.healthy_ids(ResourceKind.VMEMORY)
+        if account.free_cores < cores or account.free_blocks < blocks or len(offered) < cores or len(counters) < blocks:
+            return multiple()
+        self.made += 1
+        name = f"pod-{self.made}"
+        made = allocation(pod(name, container()), "main", offered[:cores], counters[-blocks:])
+        self.cache.put(made)
+        self.kubelet[made.key] = made
+        self.may_use[made.key] = made.allocated_size
+        self.instances[made.key] = 1
+        return made.key
+
+    @rule(key=containers, cores=st.none() | st.integers(1, 110), memory=st.none() | st.integers(1, 20))
+    def book(self, key: ContainerKey, cores: int | None, memory: int | None) -> None:
+        """As the annotation asks; nothing is granted yet."""
+        own, known = self.cache.get(key), self.cache.resized.get(key)
+        if own is None:
+            return
+        account = next(one for one in accounts(self.cache, key) if one.uuid == own.gpus[0])
+        wanted = WantedSize(cores=cores, memory=memory)
+        outcome = decide_resize(own, wanted, known, account, ISOLATIONS[IsolationName.HAMI_CORE], FREE)
+        if isinstance(outcome, ResizedShare):
+            self.cache.book(outcome)
+
+    @rule()
+    def save_and_grant(self) -> None:
+        self.saved = dict(self.cache.resized)
+        for key in self.saved:
+            if self.cache.get(key) is not None:
+                self.cache.grant(key)
+
+    @rule(key=containers)
+    def enforce(self, key: ContainerKey) -> None:
+        """What is granted is enforced: its memory binds running processes, its cores those that start later."""
+        own, share = self.cache.get(key), self.cache.resized.get(key)
+        if own is None:
+            return
+        before = self.may_use[key]
+        self.may_use[key] = ShareSize(cores=max(before.cores, own.size.cores), memory=own.size.memory)
+        if share is None or own.granted != share.target:
+            return
+        instance = str(self.instances[key])
+        new = enforced(share, ISOLATIONS[IsolationName.HAMI_CORE], instance)
+        if new.is_over:
+            self.cache.forget_resized(key)
+        else:
+            self.cache.book(new)
+
+    @rule(key=containers)
+    def restart_container(self, key: ContainerKey) -> None:
+        """Every process is new, and begins with what the isolation has by now."""
+        own = self.cache.get(key)
+        if own is not None:
+            self.instances[key] += 1
+            self.may_use[key] = own.size
+
+    @rule(key=consumes(containers))
+    def end(self, key: ContainerKey) -> None:
+        for of_key in (self.kubelet, self.may_use, self.instances):
+            of_key.pop(key, None)  # type: ignore[attr-defined]
+        self.cache.release(key)
+
+    @rule(is_listed=st.booleans())
+    def restart_agent(self, is_listed: bool) -> None:
+        """Between any two steps, also before the kubelet's records show any pod under its UID."""
+        self.cache = AllocationCache()
+        unnamed = {
+            key: replace(one, key=ContainerKey(f"unnamed:{key.pod_uid}", "main")) for key, one in self.kubelet.items()
+        }  # type: ignore[arg-type]
+        for key, one in self.kubelet.items():
+            self.cache.put(one if is_listed else unnamed[key])
+        self.cache.restore_resized(self.saved.values())
+        self.check()
+        for key, one in self.kubelet.items():
+            self.cache.release(unnamed[key].key)
+            self.cache.put(one)
+        for key in self.saved:
+            if key not in self.kubelet:
+                self.cache.forget_resized(key)
+
+    @invariant()
+    def check(self) -> None:
+        for gpu in GPUS.gpus:
+            here = [key for key, one in self.kubelet.items() if one.gpus == (gpu.uuid,)]
+            assert sum(self.may_use[key].cores for key in here) <= CORES_PER_GPU
+            assert sum(self.may_use[key].memory for key in here) <= BLOCKS
+        for kind, total in zip(KINDS, (CORES_PER_GPU, BLOCKS), strict=True):
+            used = self.cache.used_cores() if kind is ResourceKind.VCORE else self.cache.used_blocks()
+            # A share in the file whose pod has ended counts until the pods are listed: too much, never too little.
+            is_known = self.cache.resized.keys() <= self.kubelet.keys()
+            assert not is_known or all(count <= total for count in used.values())
+            assert len(self.healthy_ids(kind)) <= sum(max(0, total - used.get(gpu.uuid, 0)) for gpu in GPUS.gpus)
+
+    @invariant()
+    def check_reported(self) -> None:
+        """What the node's object says of the pods adds up to what new containers see as used."""
+        if not self.kubelet or any(self.cache.get(key) is None for key in self.kubelet):
+            return
+        extras = {kind: self.cache.extras(kind) for kind in KINDS}
+        pods = allocations_by_pod(self.cache, GPUS.gpus, lambda uid: None, NAMES, extras)
+        for position, used in enumerate((self.cache.used_cores(), self.cache.used_blocks())):
+            for gpu in GPUS.gpus:
+                shown = sum((*one.gpus.get(gpu.index, ()), 0, 0)[position] for one in pods)
+                assert shown == used.get(gpu.uuid, 0)
+
+
+TestNode = Node.TestCase
+TestNode.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+
+
+# --- single cases ---
+
+
+def share(of: Allocation, target: tuple[int, int], booked: tuple[int, int]) -> ResizedShare:
+    return ResizedShare(
+        key=of.key,
+        gpu=of.gpus[0],
+        kind=ResourceKind.VMEMORY,
+        allocated=of.allocated_size,
+        target=ShareSize(cores=target[0], memory=target[1]),
+        booked=ShareSize(cores=booked[0], memory=booked[1]),
+    )
+
+
+ONE, TWO = pod("one", container()), pod("two", container())
+FIRST = allocation(ONE, "main", ids(0, range(60)), ids(0, range(8)))
+SECOND = allocation(TWO, "main", ids(0, range(60, 90)), ids(0, range(8, 12)))
+GPU = GpuUuid("GPU-0")
+
+
+def test_what_a_share_gives_back_is_for_growth_alone() -> None:
+    """The kubelet still counts its IDs as taken: new containers see them as used."""
+    cache = AllocationCache()
+    cache.put(FIRST)
+    cache.put(SECOND)
+    cache.book(share(FIRST, (20, 2), (20, 2)))
+    assert cache.used_cores() == {GPU: 90} and cache.used_blocks() == {GPU: 12}
+    assert cache.booked_ledger(GPUS, without=SECOND.key).used_cores == {GPU: 20}
+    cache.book(share(SECOND, (75, 12), (75, 12)))
+    assert cache.used_cores() == {GPU: 95} and cache.used_blocks() == {GPU: 14}
+    assert cache.lent(ResourceKind.VCORE) == {GPU: 5}
+    cache.release(FIRST.key)
+    assert cache.used_cores() == {GPU: 75} and cache.lent(ResourceKind.VCORE) == {GPU: 45}
+
+
+def test_an_init_container_keeps_its_ids_booked() -> None:
+    """It runs again with its whole share when the pod's sandbox is made anew."""
+    cache = AllocationCache()
+    cache.put(FIRST)
+    cache.put(allocation(ONE, "init", ids(0, range(40)), ids(0, range(8)), ContainerKind.INIT))
+    cache.book(share(FIRST, (20, 2), (20, 2)))
+    assert cache.booked_ledger(GPUS, without=SECOND.key).used_cores == {GPU: 40}
+
+
+def test_a_size_is_lost_with_its_gpu_and_its_container() -> None:
+    """The kubelet's records are the truth: what they show on another GPU is another share."""
+    cache = AllocationCache()
+    cache.put(FIRST)
+    cache.book(share(FIRST, (20, 2), (60, 8)))
+    cache.grant(FIRST.key)
+    cache.put(FIRST)
+    assert (known := cache.get(FIRST.key)) is not None and known.size == ShareSize(cores=20, memory=2)
+    moved = replace(FIRST, gpus=(GpuUuid("GPU-1"),), vcore_ids=frozenset(ids(1, range(60))))  # type: ignore[arg-type]
+    cache.put(moved)
+    assert not cache.resized and (known := cache.get(FIRST.key)) is not None and known.granted is None
+    cache.book(replace(share(moved, (20, 2), (60, 8)), gpu=GpuUuid("GPU-1")))
+    cache.release(FIRST.key)
+    assert not cache.resized

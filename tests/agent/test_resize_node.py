@@ -1,0 +1,243 @@
+"""Live resize on the embedded node: a running pod's annotation, the ledger, what the isolation is told, and who hears."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+
+from gpushare_agent.isolation.decisions.vdevice_format import VDeviceConfig, decode_config
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.sandbox.node import EmbeddedNode
+from tests.support_agent import (
+    InnerAgent,
+    open_agent,
+    poll_until,
+    wait_running,
+    wait_settled,
+    wait_until,
+)
+from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod
+
+RESIZE, STATUS = "gpushare-agent/resize", "gpushare-agent/resize-status"
+MIB = 1024 * 1024
+FLAGS = ("--cards=1", "--isolation=vcuda", "--resize.mode=free-capacity")
+"""One GPU of 100 cores and 96 blocks."""
+
+
+def share(name: str, cores: int = 30, blocks: int = 8, **extra: Any) -> dict[str, Any]:
+    return pod(name, container("main", cores=cores, blocks=blocks), **extra)
+
+
+async def annotate(node: EmbeddedNode, name: str, text: str | None) -> None:
+    url = f"{node.api.url}/api/v1/namespaces/default/pods/{name}"
+    headers = {**node.api.headers, "Content-Type": "application/merge-patch+json"}
+    body = {"metadata": {"annotations": {RESIZE: text}}}
+    async with ClientSession() as session, session.patch(url, json=body, headers=headers) as answer:
+        assert answer.status == 200
+
+
+def config_of(node: EmbeddedNode, name: str) -> VDeviceConfig:
+    uid = node.api.pod("default", name)["metadata"]["uid"]
+    return decode_config((node.paths.virtual_manager / uid / "main" / "vcuda.config").read_bytes())
+
+
+def size_of(node: EmbeddedNode, name: str) -> tuple[int, int]:
+    """Cores and memory blocks that the library is told."""
+    config = config_of(node, name)
+    return config.utilization, config.memory_bytes // (256 * MIB)
+
+
+def status_of(node: EmbeddedNode, name: str) -> str:
+    return str(node.api.pod("default", name)["metadata"].get("annotations", {}).get(STATUS, ""))
+
+
+def events_of(node: EmbeddedNode, name: str) -> list[tuple[str, str]]:
+    return [
+        (event["reason"], event["message"])
+        for event in node.api.events()
+        if event["involvedObject"]["name"] == name and event["reason"].startswith("ShareResize")
+    ]
+
+
+def healthy(node: EmbeddedNode, resource: str) -> int:
+    return node.kubelet.capacity()[resource][1]
+
+
+def held_of(node: EmbeddedNode, name: str) -> list[int]:
+    """Of GPU 0, as the node's object says."""
+    uid = node.api.pod("default", name)["metadata"]["uid"]
+    raw = node.api.node(node.name)
+    held = json.loads(raw["metadata"].get("annotations", {}).get("gpushare-agent/held", '{"held":{}}'))["held"]
+    return list(held.get(uid, {}).get("0", []))
+
+
+@asynccontextmanager
+async def open_world(*flags: str) -> AsyncIterator[tuple[EmbeddedNode, InnerAgent]]:
+    async with open_test_node() as node, open_agent(node, *(flags or FLAGS)) as agent:
+        yield node, agent
+
+
+async def test_a_running_share_grows_and_the_kubelet_offers_no_more_than_is_left() -> None:
+    """Ledger, library, the node's object, the device list and the pod's own status say the same; new pods get the rest."""
+    async with open_world() as (node, agent):
+        node.api.create_pod(share("web"))
+        await wait_running(node, "web")
+        await annotate(node, "web", "main:cores=50,memory=24")
+        await poll_until(lambda: size_of(node, "web") == (50, 24), "the library is told")
+        await wait_until(node, lambda: status_of(node, "web") == "main:cores=50,memory=24,in-force", "status")
+        await wait_until(node, lambda: (healthy(node, CORE), healthy(node, MEMORY)) == (80, 80), "IDs withheld")
+        await wait_until(node, lambda: held_of(node, "web") == [50, 24], "the node's object")
+        await wait_until(node, lambda: [reason for reason, _ in events_of(node, "web")] == ["ShareResized"], "Event")
+        assert agent.parts.state.cache.used_cores() == {agent.parts.state.gpus().gpus[0].uuid: 50}
+        node.api.create_pod(share("rest", 50, 72))
+        await wait_running(node, "rest")
+        node.api.create_pod(share("late", 1, 1))
+        await wait_until(node, lambda: node.api.pod("default", "late")["status"].get("conditions"), "no room for it")
+        assert node.api.pod("default", "late")["status"]["phase"] == "Pending"
+
+
+async def test_a_share_shrinks_and_what_a_running_process_may_use_stays_booked() -> None:
+    """Under vcuda nobody can tell whether a process reads its limits again: others may grow with the next container."""
+    async with open_world() as (node, agent):
+        for name, cores, blocks in (("first", 60, 60), ("second", 30, 30)):
+            node.api.create_pod(share(name, cores, blocks))
+            await wait_running(node, name)
+        await annotate(node, "first", "main:cores=20,memory=10")
+        await poll_until(lambda: size_of(node, "first") == (20, 10), "the library is told")
+        await wait_until(node, lambda: status_of(node, "first") == "main:cores=20,memory=10,new-processes", "status")
+        await annotate(node, "second", "main:cores=70")
+        await wait_until(node, lambda: "refused=NotEnoughCores" in status_of(node, "second"), "refused")
+        key = ContainerKey(node.api.pod("default", "first")["metadata"]["uid"], "main")
+        node.kubelet.kill_container("default", "first", "main")
+        await poll_until(lambda: size_of(node, "second") == (70, 30), "granted once every process is new")
+        await wait_until(node, lambda: held_of(node, "second") == [70, 30], "the node's object")
+        await annotate(node, "first", None)
+        await wait_until(
+            node, lambda: "refused=NotEnoughCores" in status_of(node, "first"), "no room for its own request"
+        )
+        await annotate(node, "second", None)
+        await poll_until(lambda: size_of(node, "second") == (30, 30), "as allocated")
+        assert agent.parts.state.cache.get(key) is not None
+
+
+async def test_what_does_not_fit_is_refused_once_and_granted_when_it_does() -> None:
+    """The Event has reason and cure; the same annotation brings no second one."""
+    async with open_world() as (node, agent):
+        for name, cores, blocks in (("first", 60, 60), ("second", 30, 30)):
+            node.api.create_pod(share(name, cores, blocks))
+            await wait_running(node, name)
+        await annotate(node, "second", "main:memory=40")
+        await wait_until(node, lambda: "refused=NotEnoughMemory" in status_of(node, "second"), "refused")
+        await wait_until(node, lambda: events_of(node, "second"), "Event")
+        assert size_of(node, "second") == (30, 30)
+        await wait_until(node, lambda: held_of(node, "second") == [30, 30], "the node's object")
+        for _ in range(3):
+            await agent.parts.kubelet.resizing.reconcile()
+        ((reason, message),) = events_of(node, "second")
+        assert reason == "ShareResizeRefused" and "GPU 0 has 36" in message and "ask for less" in message
+        node.api.delete_pod("default", "first")
+        await poll_until(lambda: size_of(node, "second") == (30, 40), "granted once there is room")
+        await wait_until(node, lambda: status_of(node, "second") == "main:cores=30,memory=40,in-force", "status")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("main:cores=100", "no share of one GPU"),
+        ("main: cores=50", "cannot be read"),
+        ("mian:cores=50", "which the pod does not have"),
+        ("x" * 5000, "cannot be read"),
+    ],
+)
+async def test_a_wrong_annotation_changes_nothing_and_is_reported(text: str, said: str) -> None:
+    """As an Event, in words."""
+    async with open_world() as (node, _):
+        node.api.create_pod(share("web"))
+        await wait_running(node, "web")
+        await annotate(node, "web", text)
+        await wait_until(node, lambda: any(said in message for _, message in events_of(node, "web")), "Event")
+        assert size_of(node, "web") == (30, 8)
+
+
+async def test_by_default_the_annotation_is_refused() -> None:
+    """Who may edit his pods would otherwise escape the ResourceQuota."""
+    async with open_world("--cards=1", "--isolation=vcuda") as (node, _):
+        node.api.create_pod(share("web", annotations={RESIZE: "main:cores=50"}))
+        await wait_running(node, "web")
+        await wait_until(node, lambda: "refused=ResizeDisabled" in status_of(node, "web"), "refused")
+        assert size_of(node, "web") == (30, 8)
+
+
+async def test_within_its_request_a_share_may_shrink_and_grow_back() -> None:
+    """No quota is exceeded so, whoever writes the annotation."""
+    async with open_world("--cards=1", "--isolation=vcuda", "--resize.mode=within-request") as (node, _):
+        node.api.create_pod(share("web"))
+        await wait_running(node, "web")
+        await annotate(node, "web", "main:cores=10")
+        await poll_until(lambda: size_of(node, "web") == (10, 8), "smaller")
+        await annotate(node, "web", "main:cores=30,memory=8")
+        await poll_until(lambda: size_of(node, "web") == (30, 8), "as requested")
+        await annotate(node, "web", "main:cores=31")
+        await wait_until(node, lambda: "refused=ResizeDisabled" in status_of(node, "web"), "refused")
+        assert size_of(node, "web") == (30, 8)
+
+
+async def test_a_restarted_agent_lends_nothing_twice_before_the_api_server_answers() -> None:
+    """The file has what was granted: device list and account know it before any pod is listed."""
+    async with open_test_node() as node:
+        async with open_agent(node, *FLAGS):
+            node.api.create_pod(share("web"))
+            await wait_running(node, "web")
+            await annotate(node, "web", "main:cores=90,memory=90")
+            await poll_until(lambda: size_of(node, "web") == (90, 90), "the library is told")
+        await node.api.stop_listening()
+        async with open_agent(node, *FLAGS, wait=False) as agent:
+            cache = agent.parts.state.cache
+            await poll_until(lambda: len(cache), "recovered")
+            (allocation,) = cache
+            assert cache.used_cores()[allocation.gpus[0]] == 90 and cache.used_blocks()[allocation.gpus[0]] == 90
+            await wait_until(node, lambda: (healthy(node, CORE), healthy(node, MEMORY)) == (40, 14), "IDs withheld")
+            assert not agent.parts.state.store.is_synced
+
+
+async def test_a_corrupt_file_is_set_aside_and_shares_are_resized_anew() -> None:
+    """Nothing counts as lent, each isolation is told what was allocated, and the annotations say the rest."""
+    async with open_test_node() as node:
+        async with open_agent(node, *FLAGS):
+            node.api.create_pod(share("web"))
+            await wait_running(node, "web")
+            await annotate(node, "web", "main:cores=90,memory=90")
+            await poll_until(lambda: size_of(node, "web") == (90, 90), "the library is told")
+        node.paths.resize_state.write_text('{"version": 1, "shares": [{"pod_uid": "../x"}]}')
+        async with open_agent(node, *FLAGS) as agent:
+            await poll_until(lambda: agent.parts.state.cache.resized, "resized anew")
+            await poll_until(lambda: size_of(node, "web") == (90, 90), "the library is told")
+        assert node.paths.resize_state.with_name("resize.json.corrupt").exists()
+
+
+async def test_where_the_file_cannot_be_written_nothing_is_granted() -> None:
+    """A restart would otherwise give the same capacity to another."""
+    async with open_world(*FLAGS, "--resize.state-file=/proc/nowhere/resize.json") as (node, agent):
+        node.api.create_pod(share("web"))
+        await wait_running(node, "web")
+        await annotate(node, "web", "main:cores=50")
+        await wait_until(node, lambda: status_of(node, "web") == "main:cores=30,memory=8,pending", "pending")
+        await agent.parts.kubelet.resizing.reconcile()
+        assert size_of(node, "web") == (30, 8)
+
+
+async def test_a_refused_pod_does_not_start_on_lent_capacity() -> None:
+    """A pod bound past the scheduler meets the account, not the kubelet's count of IDs."""
+    async with open_world() as (node, _):
+        node.api.create_pod(share("web", 30, 8))
+        await wait_running(node, "web")
+        await annotate(node, "web", "main:cores=95")
+        await poll_until(lambda: size_of(node, "web") == (95, 8), "the library is told")
+        node.api.create_pod(share("bound", 10, 8, nodeName=node.name))
+        message = await wait_settled(node, "bound")
+        assert node.api.pod("default", "bound")["status"]["phase"] == "Failed", message

@@ -1,0 +1,129 @@
+"""Changed limits in HAMi-core's shared region: what is written, when, and what a tenant can make of it."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpushare_agent.isolation import HamiCoreConfig
+from gpushare_agent.isolation.decisions import hami_core_region as layout
+from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
+from gpushare_agent.isolation.hami_core.limits import NO_REGION, RegionLimits
+from gpushare_agent.kit.supervision import forever, stop_task
+from gpushare_agent.model.allocations import Allocation, ContainerKey, ShareSize
+from gpushare_agent.model.errors import Corrupt, NotFound
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, PodUid
+from gpushare_agent.model.pods import Pod
+from tests.support_agent import poll_until
+from tests.support_core import NAMES, allocation, container, ids, inventory, pod
+from tests.support_hami_core import INSIDE, fake_library, region_file
+
+MIB = 1024 * 1024
+UID = PodUid("11111111-2222-3333-4444-555555555555")
+POD = pod("share", container(name="cuda", cores=30, blocks=8), uid=UID)
+SHARE = allocation(POD, "cuda", ids(0, range(30)), ids(0, range(8)))
+GROWN = replace(SHARE, granted=ShareSize(cores=50, memory=24))
+
+
+class World:
+    """One container with a prepared cache file, and its pod."""
+
+    def __init__(self, directory: Path, **scaling: float) -> None:
+        library = fake_library(directory / "libvgpu.so")
+        self.files = HamiCoreFiles(library, directory / "hami", INSIDE)
+        self.files.prepare(SHARE.key)
+        self.cache = self.files.cache_file(SHARE.key)
+        self.pod = POD
+        self.allocations: Mapping[ContainerKey, Allocation] = {SHARE.key: SHARE}
+        self.limits = RegionLimits(
+            files=self.files,
+            config=HamiCoreConfig(library=library, directory=directory / "hami", **scaling),  # type: ignore[arg-type]
+            names=NAMES,
+            inventory=inventory,
+            allocations=lambda: self.allocations,
+            pods=self,
+            is_in_use=lambda pod: True,
+            period_s=0.01,
+        )
+
+    def get(self, uid: PodUid) -> Pod | None:
+        return self.pod
+
+    def start_program(self) -> None:
+        """As its first cuInit does."""
+        self.cache.write_bytes(region_file())
+
+    def written(self) -> tuple[int, int]:
+        """MiB and percent of the first GPU."""
+        raw = self.cache.read_bytes()
+        memory = struct.unpack_from("<Q", raw, layout.LIMITS_OFFSET)[0]
+        return memory // MIB, struct.unpack_from("<Q", raw, layout.CORE_LIMITS_OFFSET)[0]
+
+
+@pytest.fixture
+def world(short_dir: Path) -> World:
+    return World(short_dir)
+
+
+async def test_the_limits_of_a_resized_share_are_written(world: World) -> None:
+    """Those of the GPU that the container sees, and nothing else of the file."""
+    world.start_program()
+    before = world.cache.read_bytes()
+    assert await world.limits.enforce(GROWN, POD) == ""
+    assert world.written() == (24 * 256, 50)
+    after = world.cache.read_bytes()
+    changed = {n for n in range(len(after)) if after[n] != before[n]}
+    places = (layout.LIMITS_OFFSET, layout.CORE_LIMITS_OFFSET)
+    assert changed <= {place + n for place in places for n in range(8)}
+
+
+async def test_scaling_counts_as_in_the_environment(short_dir: Path) -> None:
+    """Oversubscribed memory is bounded by the GPU, compute by 100 percent."""
+    world = World(short_dir, memory_scaling=8.0, core_scaling=4.0)
+    world.start_program()
+    assert await world.limits.enforce(GROWN, POD) == ""
+    assert world.written() == (24 * 1024, 100)
+
+
+async def test_without_a_process_there_is_nothing_to_write(world: World) -> None:
+    """The first one makes the region from the environment: it is written then."""
+    assert await world.limits.enforce(GROWN, POD) == NO_REGION
+    world.start_program()
+    assert await world.limits.enforce(GROWN, POD) == ""
+
+
+async def test_what_a_tenant_makes_of_the_file_is_an_error_of_that_share(world: World) -> None:
+    """A link is not followed, another size or magic is no region."""
+    for content in (b"x", bytes(layout.FILE_BYTES)[:-1] + b"xx", struct.pack("<i", 7) + bytes(layout.FILE_BYTES - 4)):
+        world.cache.write_bytes(content)
+        with pytest.raises(Corrupt):
+            await world.limits.enforce(GROWN, POD)
+    other = world.cache.parent.parent / "other"
+    other.write_bytes(region_file())
+    world.cache.unlink()
+    world.cache.symlink_to(other)
+    with pytest.raises(Corrupt):
+        await world.limits.enforce(GROWN, POD)
+    assert other.read_bytes() == region_file()
+    world.cache.unlink()
+    with pytest.raises(NotFound):
+        await world.limits.enforce(GROWN, POD)
+
+
+async def test_an_elastic_ceiling_is_followed_while_the_container_runs(world: World) -> None:
+    """Also when the region is made anew, and when the annotation goes. Shares without one are left alone."""
+    world.start_program()
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(forever("limits", world.limits.run))
+        world.pod = replace(POD, annotations={CORE_LIMIT_ANNOTATION: "80"})
+        await poll_until(lambda: world.written() == (8 * 256, 80), "the ceiling")
+        world.start_program()
+        await poll_until(lambda: world.written() == (8 * 256, 80), "the ceiling, again")
+        world.pod = POD
+        await poll_until(lambda: world.written() == (8 * 256, 30), "the share")
+        await stop_task(task)
