@@ -41,7 +41,7 @@ def sandbox(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Pass the default tests on the Python that runs nox: all but those of the sessions slow, browser and containers."""
     session.install(".[dev]")
-    _pytest(session, "not slow and not browser and not containers")
+    _pytest(session, "not slow and not browser and not containers and not isolation")
 
 
 def _pytest(session: nox.Session, marks: str) -> None:
@@ -70,6 +70,19 @@ def containers(session: nox.Session) -> None:
     """Pass the tests with real containers (containerd, runc, as root); skipped with the reason without them."""
     session.install(".[dev]")
     _pytest(session, "containers")
+
+
+@nox.session
+def isolation(session: nox.Session) -> None:
+    """Measure what the real isolation libraries keep, on a fake driver, and print the table; `-- --smoke` the few checks of
+    .ci/run, `-- --table FILE` writes it. Skipped with the reason without root, a C compiler or the libraries' sources."""
+    session.install(".[dev,isolation]")
+    # Where zig keeps what it compiled of the C library: half a minute at the first build.
+    cache = str(Path(session.create_tmp()) / "zig")
+    session.run(
+        *("python", "-m", "pytest", "-m", "isolation", "tests/real_isolation", *session.posargs),
+        env={"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache},
+    )
 
 
 @nox.session(name="tests-on", python=["3.11", "3.12", "3.13"])

@@ -3,12 +3,12 @@
 | what | from | by |
 |---|---|---|
 | fake driver | tests/native/fake_driver, NVIDIA's headers | cc |
-| HAMi-core | $GPUSHARE_HAMI_CORE_SOURCE | zig, with native/build_hami_core.py as in the image |
-| vcuda-control | $GPUSHARE_VCUDA_SOURCE | cc |
+| HAMi-core | $HAMI_CORE_SOURCE | zig, with native/build_hami_core.py as in the image |
+| vcuda-control | $VCUDA_SOURCE | cc |
 
 A source is a directory, a tar archive, or a git URL with `#` and a revision; by default the archive in the folder
 shared/third-party beside the checkout, where there is one. The headers cuda.h and nvml.h are those of NVIDIA's
-wheels, in this Python's environment, or in $GPUSHARE_CUDA_INCLUDE. What is missing raises CannotBuildError with the
+wheels, in this Python's environment, or in $CUDA_INCLUDE. What is missing raises CannotBuildError with the
 reason.
 """
 
@@ -32,7 +32,7 @@ FAKE_DRIVER = NATIVE / "fake_driver"
 DRIVER_VERSION = "580.95.05"
 
 _ARCHIVES = NATIVE.parents[2] / "shared" / "third-party"
-_SOURCES = {"GPUSHARE_HAMI_CORE_SOURCE": "HAMi-core-*.tar.*", "GPUSHARE_VCUDA_SOURCE": "vcuda-controller-*.tar.*"}
+_SOURCES = {"HAMI_CORE_SOURCE": "HAMi-core-*.tar.*", "VCUDA_SOURCE": "vcuda-controller-*.tar.*"}
 _WARNINGS = ("-Wall", "-Wextra", "-Werror")
 _VCUDA_FILES = ("hijack_call.c", "cuda_originals.c", "nvml_entry.c", "loader.c", "register.c")
 _VDPAU = """\
@@ -56,13 +56,13 @@ def library_source(variable: str) -> str:
 
 def cuda_include() -> Path:
     """The directory with cuda.h and nvml.h. Raises CannotBuildError."""
-    found = [Path(given)] if (given := os.environ.get("GPUSHARE_CUDA_INCLUDE")) else []
+    found = [Path(given)] if (given := os.environ.get("CUDA_INCLUDE")) else []
     found += [Path(entry) / "nvidia" / "cu13" / "include" for entry in sys.path]
     for directory in found:
         if (directory / "cuda.h").exists() and (directory / "nvml.h").exists():
             return directory
     raise CannotBuildError(
-        "no cuda.h and nvml.h: install the wheels nvidia-cuda-runtime and nvidia-nvml-dev, or set GPUSHARE_CUDA_INCLUDE"
+        "no cuda.h and nvml.h: install the wheels nvidia-cuda-runtime and nvidia-nvml-dev, or set CUDA_INCLUDE"
     )
 
 
@@ -110,7 +110,7 @@ def _known_sources() -> list[str]:
 
 def build_vgpu(output: Path) -> Path:
     """HAMi-core's libvgpu.so, as the image has it. Raises CannotBuildError."""
-    source = library_source("GPUSHARE_HAMI_CORE_SOURCE")
+    source = library_source("HAMI_CORE_SOURCE")
     if importlib.util.find_spec("ziglang") is None:
         raise CannotBuildError("no zig: install the wheel ziglang")
     build_hami_core(source, include=[cuda_include()], output=output, target=f"{os.uname().machine}-linux-gnu.2.17")
@@ -120,7 +120,7 @@ def build_vgpu(output: Path) -> Path:
 def build_vcuda(output: Path) -> Path:
     """vcuda-control's library, with the options of its CMakeLists.txt. Raises CannotBuildError."""
     compiler = _compiler()
-    with opened_source(library_source("GPUSHARE_VCUDA_SOURCE")) as source:
+    with opened_source(library_source("VCUDA_SOURCE")) as source:
         missing = [name for name in _VCUDA_FILES if not (source / "src" / name).exists()]
         if missing:
             raise CannotBuildError(f"{source} has no src/{missing[0]}: it is not vcuda-controller's source")
@@ -137,6 +137,7 @@ def build_vcuda(output: Path) -> Path:
             f"-I{source}",
             f"-I{output.parent}",
             "-static-libgcc",
+            f"-fmacro-prefix-map={source}/=",
         ]
         files = [str(source / "src" / name) for name in _VCUDA_FILES]
         run([compiler, *flags, "-o", str(output), *files, "-ldl", "-lpthread"])

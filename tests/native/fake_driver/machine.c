@@ -19,9 +19,9 @@
 
 #define DEFAULT_STATE "/var/lib/fake-gpu/state"
 #define SECOND_NS 1000000000ull
-#define SLICE_NS 100000000ull
+#define SLICE_NS 20000000ull
 #define LONGEST_QUEUE_NS (60 * SECOND_NS)
-enum { SLICES = 16, SLICES_SHOWN = 10, LOCK_BASE = 0x40000000 };
+enum { SLICES = 64, LOCK_BASE = 0x40000000 };
 
 typedef struct { uint64_t number, busy_ns; } slice;
 typedef struct {
@@ -106,6 +106,7 @@ static void read_settings(void)
     settings.memory = read_number(text, "memory_mib", "24576") << 20;
     settings.context = read_number(text, "context_mib", "300") << 20;
     settings.kernel_ns = read_number(text, "kernel_us", "1000") * 1000;
+    settings.sample_ns = read_number(text, "sample_ms", "1000") * 1000000;
     settings.cuda_version = (int)read_number(text, "cuda_version", "13000");
     settings.logs = (int)read_number(text, "log", "0");
     read_setting(text, "driver_version", "580.95.05", settings.driver_version);
@@ -418,11 +419,11 @@ static void note_busy(gpu_use *use, uint64_t from, uint64_t until)
 
 static unsigned busy_percent(const gpu_use *use)
 {
-    uint64_t current = now_ns() / SLICE_NS, busy = 0;
+    uint64_t current = now_ns() / SLICE_NS, shown = config()->sample_ns / SLICE_NS, busy = 0;
     for (const slice *at = use->slices; at < use->slices + SLICES; at++)
-        if (at->number < current && at->number + SLICES_SHOWN >= current)
+        if (at->number < current && at->number + shown >= current)
             busy += at->busy_ns;
-    return (unsigned)(busy * 100 / (SLICES_SHOWN * SLICE_NS));
+    return (unsigned)(busy * 100 / (shown * SLICE_NS));
 }
 
 uint64_t run_on_gpu(unsigned minor, uint64_t duration_ns)

@@ -10,6 +10,7 @@
  *   memory_mib      24576         of each
  *   context_mib     300           what a process's context takes
  *   kernel_us       1000          how long a kernel keeps its GPU busy
+ *   sample_ms       1000          what utilisation is measured over: up to a second, by NVML's reference
  *   driver_version  580.95.05
  *   cuda_version    13000         the newest CUDA of the driver
  *   name            NVIDIA H100 80GB HBM3
@@ -35,7 +36,7 @@ typedef enum { PIDS_HOST, PIDS_OPEN, PIDS_OPEN570 } pid_kind;
 
 typedef struct {
     unsigned gpus;
-    uint64_t memory, context, kernel_ns;
+    uint64_t memory, context, kernel_ns, sample_ns;
     char driver_version[TEXT], name[TEXT], uuid_prefix[TEXT], devices[TEXT];
     int cuda_version, logs;
     pid_kind pids;
@@ -45,7 +46,7 @@ typedef struct {
 typedef struct {
     int list_pid, sample_pid;
     uint64_t memory;
-    unsigned percent; /* of the last second */
+    unsigned percent; /* of the sampling period */
 } process_view;
 
 const machine_config *config(void);

@@ -298,7 +298,7 @@ static unsigned long long newest_sample_us(void)
     return now_us - now_us % SLICE_US;
 }
 
-/* One sample of each process that has a context, the last tenth of a second's; idle ones with 0. */
+/* One sample of each process that has a context, idle ones with 0; a new one every tenth of a second. */
 nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device, nvmlProcessUtilizationSample_t *samples, unsigned int *room,
                                              unsigned long long since_us)
 {

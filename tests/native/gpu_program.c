@@ -1,0 +1,351 @@
+/* A CUDA program for the isolation tests: asks for the driver's functions in one of the ways in which real programs do, and then does
+ * what its arguments say.
+ *
+ *   gpu_program WAY VERSION ACTION...
+ *
+ * WAY: `link` (linked to libcuda.so.1, calls its symbols), `dlsym`, `cuGetProcAddress` (as CUDA 11's runtime), `cuGetProcAddress_v2` (as
+ * CUDA 12's and 13's). VERSION is what the latter two ask for, 12080 for CUDA 12.8. `link` needs -DLINKED and -lcuda.
+ *
+ *   gpu:INDEX                 goes on with another GPU; a program begins with 0
+ *   info                      what cuMemGetInfo and cuDeviceTotalMem say
+ *   alloc:KIND:MIB:COUNT      takes memory, COUNT times MIB or until it is refused; KIND: alloc, managed, pitch, async, pool, vmm,
+ *                             array, array3d, mipmapped
+ *   free                      gives all of it back
+ *   launch:KIND:SECONDS[:GRID]   launches one after the other, with GRID blocks of 256 threads (16384); KIND: kernel, ex, cooperative,
+ *                             graph (ten kernels each)
+ *   wait                      until a line comes on standard input, or its end
+ *   exit                      ends without giving anything back
+ *
+ * Each step writes one line of JSON to standard output. "result" is the driver's CUresult; -2: the function was not found. The exit code
+ * is 0 where cuInit and the context worked.
+ */
+#define _GNU_SOURCE
+#define __CUDA_API_VERSION_INTERNAL /* functions under their own names */
+#include <cuda.h>
+#include <cudaTypedefs.h>
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { NOT_FOUND = -2, MOST_KEPT = 4096, GRAPH_KERNELS = 10, BLOCK = 256 };
+
+/* name as cuGetProcAddress takes it, symbol, type */
+#define FUNCTIONS(F)                                                                                                            \
+    F(cuInit, cuInit, PFN_cuInit_v2000)                                                                                         \
+    F(cuDriverGetVersion, cuDriverGetVersion, PFN_cuDriverGetVersion_v2020)                                                     \
+    F(cuDeviceGetCount, cuDeviceGetCount, PFN_cuDeviceGetCount_v2000)                                                           \
+    F(cuDeviceGet, cuDeviceGet, PFN_cuDeviceGet_v2000)                                                                          \
+    F(cuDeviceTotalMem, cuDeviceTotalMem_v2, PFN_cuDeviceTotalMem_v3020)                                                        \
+    F(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, PFN_cuDevicePrimaryCtxRetain_v7000)                                   \
+    F(cuCtxSetCurrent, cuCtxSetCurrent, PFN_cuCtxSetCurrent_v4000)                                                              \
+    F(cuCtxSynchronize, cuCtxSynchronize, PFN_cuCtxSynchronize_v2000)                                                           \
+    F(cuMemGetInfo, cuMemGetInfo_v2, PFN_cuMemGetInfo_v3020)                                                                    \
+    F(cuMemAlloc, cuMemAlloc_v2, PFN_cuMemAlloc_v3020)                                                                          \
+    F(cuMemFree, cuMemFree_v2, PFN_cuMemFree_v3020)                                                                             \
+    F(cuMemAllocManaged, cuMemAllocManaged, PFN_cuMemAllocManaged_v6000)                                                        \
+    F(cuMemAllocPitch, cuMemAllocPitch_v2, PFN_cuMemAllocPitch_v3020)                                                           \
+    F(cuMemAllocAsync, cuMemAllocAsync, PFN_cuMemAllocAsync_v11020)                                                             \
+    F(cuMemFreeAsync, cuMemFreeAsync, PFN_cuMemFreeAsync_v11020)                                                                \
+    F(cuMemPoolCreate, cuMemPoolCreate, PFN_cuMemPoolCreate_v11020)                                                             \
+    F(cuMemAllocFromPoolAsync, cuMemAllocFromPoolAsync, PFN_cuMemAllocFromPoolAsync_v11020)                                     \
+    F(cuMemCreate, cuMemCreate, PFN_cuMemCreate_v10020)                                                                         \
+    F(cuMemRelease, cuMemRelease, PFN_cuMemRelease_v10020)                                                                      \
+    F(cuArrayCreate, cuArrayCreate_v2, PFN_cuArrayCreate_v3020)                                                                 \
+    F(cuArray3DCreate, cuArray3DCreate_v2, PFN_cuArray3DCreate_v3020)                                                           \
+    F(cuArrayDestroy, cuArrayDestroy, PFN_cuArrayDestroy_v2000)                                                                 \
+    F(cuMipmappedArrayCreate, cuMipmappedArrayCreate, PFN_cuMipmappedArrayCreate_v5000)                                         \
+    F(cuMipmappedArrayDestroy, cuMipmappedArrayDestroy, PFN_cuMipmappedArrayDestroy_v5000)                                      \
+    F(cuModuleLoadData, cuModuleLoadData, PFN_cuModuleLoadData_v2000)                                                           \
+    F(cuModuleGetFunction, cuModuleGetFunction, PFN_cuModuleGetFunction_v2000)                                                  \
+    F(cuLaunchKernel, cuLaunchKernel, PFN_cuLaunchKernel_v4000)                                                                 \
+    F(cuLaunchKernelEx, cuLaunchKernelEx, PFN_cuLaunchKernelEx_v11060)                                                          \
+    F(cuLaunchCooperativeKernel, cuLaunchCooperativeKernel, PFN_cuLaunchCooperativeKernel_v9000)                                \
+    F(cuGraphCreate, cuGraphCreate, PFN_cuGraphCreate_v10000)                                                                   \
+    F(cuGraphAddKernelNode, cuGraphAddKernelNode_v2, PFN_cuGraphAddKernelNode_v12000)                                           \
+    F(cuGraphInstantiateWithFlags, cuGraphInstantiateWithFlags, PFN_cuGraphInstantiateWithFlags_v11040)                         \
+    F(cuGraphLaunch, cuGraphLaunch, PFN_cuGraphLaunch_v10000)
+
+#define POINTER(name, symbol, type) static type p_##name;
+FUNCTIONS(POINTER)
+
+#define CALL(name, ...) (p_##name ? (int)p_##name(__VA_ARGS__) : NOT_FOUND)
+
+/* --- finding the functions --- */
+
+static PFN_cuGetProcAddress_v11030 ask_v1;
+static PFN_cuGetProcAddress_v12000 ask_v2;
+static void *driver;
+
+static void *ask(const char *name, const char *symbol, int version)
+{
+    void *function = NULL;
+    CUdriverProcAddressQueryResult status;
+    if (ask_v2)
+        return ask_v2(name, &function, version, CU_GET_PROC_ADDRESS_DEFAULT, &status) == CUDA_SUCCESS ? function : NULL;
+    if (ask_v1)
+        return ask_v1(name, &function, version, CU_GET_PROC_ADDRESS_DEFAULT) == CUDA_SUCCESS ? function : NULL;
+    return dlsym(driver, symbol);
+}
+
+#ifdef LINKED
+#define WEAK(text) _Pragma(#text)
+#define IS_WEAK(name, symbol, type) WEAK(weak symbol)
+FUNCTIONS(IS_WEAK)
+#define FIND(name, symbol, type) p_##name = (type)symbol;
+#else
+#define FIND(name, symbol, type) p_##name = (type)ask(#name, #symbol, version);
+#endif
+
+static int say_missing(const char *what)
+{
+    printf("{\"action\": \"find\", \"missing\": \"%s\"}\n", what);
+    return 10;
+}
+
+static int find_functions(const char *way, int version)
+{
+    (void)version;
+    if (strcmp(way, "link") != 0) {
+        driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+        if (!driver)
+            return say_missing("libcuda.so.1");
+        if (strcmp(way, "cuGetProcAddress") == 0 && !(ask_v1 = (PFN_cuGetProcAddress_v11030)dlsym(driver, way)))
+            return say_missing(way);
+        if (strcmp(way, "cuGetProcAddress_v2") == 0 && !(ask_v2 = (PFN_cuGetProcAddress_v12000)dlsym(driver, way)))
+            return say_missing(way);
+    }
+    FUNCTIONS(FIND)
+    (void)ask;
+    return 0;
+}
+
+/* --- memory --- */
+
+static CUdevice device;
+static struct { char kind[16]; CUdeviceptr pointer; } kept[MOST_KEPT];
+static int kept_count;
+
+static int take_from_pool(CUdeviceptr *pointer, size_t bytes)
+{
+    static CUmemoryPool pool;
+    CUmemPoolProps properties = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED,
+                                 .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}};
+    int result = pool ? 0 : CALL(cuMemPoolCreate, &pool, &properties);
+    return result ? result : CALL(cuMemAllocFromPoolAsync, pointer, bytes, pool, NULL);
+}
+
+static int take(const char *kind, CUdeviceptr *pointer, size_t bytes)
+{
+    enum { WIDTH = 1 << 16 }; /* elements of 4 bytes: rows of 256 KiB */
+    size_t pitch, rows = bytes / (4 * WIDTH);
+    CUmemAllocationProp on_gpu = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
+                                  .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}};
+    CUDA_ARRAY_DESCRIPTOR flat = {.Width = WIDTH, .Height = rows, .Format = CU_AD_FORMAT_FLOAT, .NumChannels = 1};
+    CUDA_ARRAY3D_DESCRIPTOR deep = {.Width = WIDTH, .Height = rows, .Format = CU_AD_FORMAT_FLOAT, .NumChannels = 1};
+    if (strcmp(kind, "alloc") == 0)
+        return CALL(cuMemAlloc, pointer, bytes);
+    if (strcmp(kind, "managed") == 0)
+        return CALL(cuMemAllocManaged, pointer, bytes, CU_MEM_ATTACH_GLOBAL);
+    if (strcmp(kind, "pitch") == 0)
+        return CALL(cuMemAllocPitch, pointer, &pitch, (size_t)4 * WIDTH, rows, 4);
+    if (strcmp(kind, "async") == 0)
+        return CALL(cuMemAllocAsync, pointer, bytes, NULL);
+    if (strcmp(kind, "pool") == 0)
+        return take_from_pool(pointer, bytes);
+    if (strcmp(kind, "vmm") == 0)
+        return CALL(cuMemCreate, pointer, bytes, &on_gpu, 0);
+    if (strcmp(kind, "array") == 0)
+        return CALL(cuArrayCreate, (CUarray *)pointer, &flat);
+    if (strcmp(kind, "array3d") == 0)
+        return CALL(cuArray3DCreate, (CUarray *)pointer, &deep);
+    if (strcmp(kind, "mipmapped") == 0)
+        return CALL(cuMipmappedArrayCreate, (CUmipmappedArray *)pointer, &deep, 1);
+    return NOT_FOUND;
+}
+
+static int give(const char *kind, CUdeviceptr pointer)
+{
+    if (strcmp(kind, "async") == 0 || strcmp(kind, "pool") == 0)
+        return CALL(cuMemFreeAsync, pointer, NULL);
+    if (strcmp(kind, "vmm") == 0)
+        return CALL(cuMemRelease, pointer);
+    if (strcmp(kind, "mipmapped") == 0)
+        return CALL(cuMipmappedArrayDestroy, (CUmipmappedArray)pointer);
+    if (strncmp(kind, "array", 5) == 0)
+        return CALL(cuArrayDestroy, (CUarray)pointer);
+    return CALL(cuMemFree, pointer);
+}
+
+static void allocate(const char *arguments)
+{
+    char kind[16] = "";
+    size_t mib = 256;
+    int most = 1, blocks = 0, result = 0;
+    sscanf(arguments, "%15[a-z0-9]:%zu:%d", kind, &mib, &most);
+    while (blocks < most && kept_count < MOST_KEPT) {
+        CUdeviceptr pointer = 0;
+        result = take(kind, &pointer, mib << 20);
+        if (result != 0)
+            break;
+        snprintf(kept[kept_count].kind, sizeof kept->kind, "%s", kind);
+        kept[kept_count++].pointer = pointer;
+        blocks++;
+    }
+    printf("{\"action\": \"alloc\", \"kind\": \"%s\", \"block_mib\": %zu, \"asked\": %d, \"blocks\": %d, \"result\": %d}\n", kind,
+           mib, most, blocks, result);
+}
+
+static void free_all(void)
+{
+    int result = 0;
+    while (kept_count > 0 && result == 0) {
+        kept_count--;
+        result = give(kept[kept_count].kind, kept[kept_count].pointer);
+    }
+    printf("{\"action\": \"free\", \"result\": %d}\n", result);
+}
+
+static void inform(void)
+{
+    size_t free_bytes = 0, total = 0, of_device = 0;
+    int result = CALL(cuMemGetInfo, &free_bytes, &total);
+    int device_result = CALL(cuDeviceTotalMem, &of_device, device);
+    printf("{\"action\": \"info\", \"result\": %d, \"free_mib\": %zu, \"total_mib\": %zu, \"device_result\": %d, "
+           "\"device_total_mib\": %zu}\n",
+           result, free_bytes >> 20, total >> 20, device_result, of_device >> 20);
+}
+
+/* --- launches --- */
+
+static unsigned grid = 16384; /* blocks of a launch: what keeps a large GPU busy for a millisecond has more than a thousand at a time */
+
+static double now_s(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+static CUgraphExec ten_kernels(CUfunction function, int *result)
+{
+    CUgraph graph = NULL;
+    CUgraphExec executable = NULL;
+    CUgraphNode node;
+    CUDA_KERNEL_NODE_PARAMS kernel = {.func = function, .gridDimX = grid, .gridDimY = 1, .gridDimZ = 1, .blockDimX = BLOCK,
+                                      .blockDimY = 1, .blockDimZ = 1};
+    *result = CALL(cuGraphCreate, &graph, 0);
+    for (int i = 0; i < GRAPH_KERNELS && *result == 0; i++)
+        *result = CALL(cuGraphAddKernelNode, &node, graph, NULL, 0, &kernel);
+    if (*result == 0)
+        *result = CALL(cuGraphInstantiateWithFlags, &executable, graph, 0);
+    return executable;
+}
+
+static int launch_once(const char *kind, CUfunction function, CUgraphExec graph)
+{
+    CUlaunchConfig launch = {.gridDimX = grid, .gridDimY = 1, .gridDimZ = 1, .blockDimX = BLOCK, .blockDimY = 1, .blockDimZ = 1};
+    if (strcmp(kind, "kernel") == 0)
+        return CALL(cuLaunchKernel, function, grid, 1, 1, BLOCK, 1, 1, 0, NULL, NULL, NULL);
+    if (strcmp(kind, "ex") == 0)
+        return CALL(cuLaunchKernelEx, &launch, function, NULL, NULL);
+    if (strcmp(kind, "cooperative") == 0)
+        return CALL(cuLaunchCooperativeKernel, function, grid, 1, 1, BLOCK, 1, 1, 0, NULL, NULL);
+    if (strcmp(kind, "graph") == 0)
+        return CALL(cuGraphLaunch, graph, NULL);
+    return NOT_FOUND;
+}
+
+static void launch(const char *arguments)
+{
+    char kind[16] = "";
+    double seconds = 1, began;
+    CUmodule module;
+    CUfunction function = NULL;
+    CUgraphExec graph = NULL;
+    long launches = 0;
+    sscanf(arguments, "%15[a-z]:%lf:%u", kind, &seconds, &grid);
+    int result = CALL(cuModuleLoadData, &module, "");
+    if (result == 0)
+        result = CALL(cuModuleGetFunction, &function, module, "kernel");
+    int is_graph = strcmp(kind, "graph") == 0;
+    if (result == 0 && is_graph)
+        graph = ten_kernels(function, &result);
+    for (began = now_s(); result == 0 && now_s() - began < seconds; launches++)
+        result = launch_once(kind, function, graph);
+    if (result == 0)
+        result = CALL(cuCtxSynchronize);
+    double took = now_s() - began;
+    long kernels = launches * (is_graph ? GRAPH_KERNELS : 1);
+    printf("{\"action\": \"launch\", \"kind\": \"%s\", \"kernels\": %ld, \"seconds\": %.3f, \"rate\": %.1f, \"result\": %d}\n", kind,
+           kernels, took, took > 0 ? (double)kernels / took : 0, result);
+}
+
+/* --- the program --- */
+
+static int use_gpu(int index)
+{
+    CUcontext context = NULL;
+    int result = CALL(cuDeviceGet, &device, index);
+    if (result == 0)
+        result = CALL(cuDevicePrimaryCtxRetain, &context, device);
+    if (result == 0)
+        result = CALL(cuCtxSetCurrent, context);
+    printf("{\"action\": \"gpu\", \"index\": %d, \"result\": %d}\n", index, result);
+    return result;
+}
+
+static int start(void)
+{
+    int version = 0, count = 0, result = CALL(cuInit, 0);
+    if (result == 0)
+        result = CALL(cuDriverGetVersion, &version);
+    if (result == 0)
+        result = CALL(cuDeviceGetCount, &count);
+    printf("{\"action\": \"init\", \"result\": %d, \"version\": %d, \"gpus\": %d, \"pid\": %d, \"uid\": %d}\n", result, version, count,
+           getpid(), getuid());
+    return result ? result : use_gpu(0);
+}
+
+static void wait_for_line(void)
+{
+    char line[64];
+    printf("{\"action\": \"wait\"}\n");
+    if (!fgets(line, sizeof line, stdin))
+        clearerr(stdin);
+}
+
+int main(int count, char **words)
+{
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    if (count < 3) {
+        fprintf(stderr, "usage: %s WAY VERSION ACTION...\n", words[0]);
+        return 2;
+    }
+    int code = find_functions(words[1], atoi(words[2]));
+    if (code != 0)
+        return code;
+    if (start() != 0)
+        return 11;
+    for (int i = 3; i < count; i++) {
+        const char *word = words[i], *colon = strchr(word, ':'), *arguments = colon ? colon + 1 : "";
+        size_t length = colon ? (size_t)(colon - word) : strlen(word);
+        if (strncmp(word, "gpu", length) == 0)
+            use_gpu(atoi(arguments));
+        else if (strncmp(word, "info", length) == 0)
+            inform();
+        else if (strncmp(word, "alloc", length) == 0)
+            allocate(arguments);
+        else if (strncmp(word, "free", length) == 0)
+            free_all();
+        else if (strncmp(word, "launch", length) == 0)
+            launch(arguments);
+        else if (strncmp(word, "wait", length) == 0)
+            wait_for_line();
+        else if (strncmp(word, "exit", length) == 0)
+            _exit(0);
+    }
+    return 0;
+}

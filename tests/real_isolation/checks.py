@@ -1,0 +1,113 @@
+"""What is checked of each isolation, and what it is expected to keep: the table that `nox -s isolation` measures.
+
+One `Check` is a row; `expected` has a column for each isolation that is measured in it. A share is of 30 cores and
+2,560 MiB. A program takes up to 20 blocks of 256 MiB beside its context of 300 MiB, so 8 fit; or it launches kernels of
+a millisecond each, 1,000 a second without a limit. To add a row, add a Check; to add an isolation, add its column here
+and what it needs in support_isolation.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+SHARE_CORES, SHARE_BLOCKS, BLOCK_MIB = 30, 10, 256
+ASKED_BLOCKS = 20
+KERNELS_PER_S = 1000
+"""Without a limit: kernel_us of the fake driver."""
+
+
+class Verdict(StrEnum):
+    HELD = "held"
+    """Memory: the program gets something, and no more than its share."""
+    THROTTLED = "throttled"
+    """Compute: under half of what it reaches without a limit, at a promise of 30 %."""
+    BYPASSED = "bypassed"
+    """It gets more than the share."""
+    NO_START = "does not start"
+    """A function is missing, cuInit or the context fails, or the program ends before."""
+    FAILED = "fails"
+    """It starts, and gets nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """Either `memory`, a kind of allocation, or `launch`, a kind of launch, as gpu_program.c names them.
+
+    `version` is 0 where the way of asking has none. `after_restart`: the agent is killed and starts again while the
+    program runs, before it takes anything. `neighbour_cores` are those of a second share on the same GPU, whose program
+    does the same at the same time. `smoke`: also with `--smoke`.
+    """
+
+    expected: Mapping[str, Verdict]
+    memory: str = ""
+    launch: str = ""
+    blocks_of_launch: int = 16384
+    way: str = "dlsym"
+    version: int = 0
+    uid: int = 0
+    pids: str = "host"
+    after_restart: bool = False
+    neighbour_cores: int = 0
+    smoke: bool = False
+
+    @property
+    def name(self) -> str:
+        words = [f"memory: {self.memory}" if self.memory else f"compute: {self.launch}"]
+        words += [f"{self.blocks_of_launch} blocks each"] if self.blocks_of_launch != 16384 else []
+        words += [f"by {self.way}"] if self.way != "dlsym" else []
+        words += [f"CUDA {self.version // 1000}.{self.version % 1000 // 10}"] if self.version else []
+        words += [f"user {self.uid}"] if self.uid else []
+        words += [f"PIDs {self.pids}"] if self.pids != "host" else []
+        words += ["after an agent restart"] if self.after_restart else []
+        words += [f"beside a share of {self.neighbour_cores}"] if self.neighbour_cores else []
+        return ", ".join(words)
+
+
+def _all(hami_core: Verdict, vcuda: Verdict = Verdict.NO_START) -> dict[str, Verdict]:
+    """The libraries alone. vcuda-control registers at the start of each program with gpu-client, which is not there."""
+    return {"hami-core": hami_core, "vcuda": vcuda}
+
+
+HELD, THROTTLED, BYPASSED = Verdict.HELD, Verdict.THROTTLED, Verdict.BYPASSED
+_GPA_V1, _GPA_V2 = "cuGetProcAddress", "cuGetProcAddress_v2"
+
+CHECKS = (
+    # Without an isolation: what the verdicts compare with.
+    Check(memory="alloc", smoke=True, expected={"none": BYPASSED, **_all(HELD)}),
+    Check(launch="kernel", smoke=True, expected={"none": BYPASSED, **_all(THROTTLED)}),
+    # Every kind of memory and of launch.
+    Check(memory="managed", expected=_all(HELD)),
+    Check(memory="pitch", expected=_all(HELD)),
+    Check(memory="async", expected=_all(HELD)),
+    Check(memory="pool", expected=_all(BYPASSED)),
+    Check(memory="vmm", expected=_all(HELD)),
+    Check(memory="array", expected=_all(BYPASSED)),
+    Check(memory="array3d", expected=_all(BYPASSED)),
+    Check(memory="mipmapped", expected=_all(BYPASSED)),
+    Check(launch="ex", expected=_all(THROTTLED)),
+    Check(launch="cooperative", expected=_all(BYPASSED)),
+    Check(launch="graph", expected=_all(BYPASSED)),
+    Check(launch="kernel", blocks_of_launch=1024, expected=_all(BYPASSED)),
+    # Every way to ask for a function, for the functions of three versions.
+    *(
+        Check(**what, way=way, version=version, expected=_all(verdict))  # type: ignore[arg-type]
+        for what, verdict in (({"memory": "alloc"}, HELD), ({"launch": "kernel"}, THROTTLED))
+        for way, version in (("link", 0), (_GPA_V1, 11080), (_GPA_V2, 11080), (_GPA_V2, 12080), (_GPA_V2, 13000))
+    ),
+    # Not as root.
+    Check(memory="alloc", uid=1000, expected=_all(HELD)),
+    Check(launch="kernel", uid=1000, expected=_all(THROTTLED)),
+    Check(memory="alloc", uid=1000, way=_GPA_V2, version=13000, expected=_all(HELD)),
+    # The PIDs of NVIDIA's open kernel modules.
+    Check(memory="alloc", pids="open", expected=_all(HELD)),
+    Check(launch="kernel", pids="open", expected=_all(BYPASSED)),
+    Check(memory="alloc", pids="open570", expected=_all(HELD)),
+    Check(launch="kernel", pids="open570", expected=_all(THROTTLED)),
+    # Two containers, and an agent that comes and goes.
+    Check(memory="alloc", neighbour_cores=60, expected=_all(HELD)),
+    Check(launch="kernel", neighbour_cores=60, expected=_all(THROTTLED)),
+    Check(memory="alloc", after_restart=True, expected=_all(HELD)),
+    Check(launch="kernel", after_restart=True, expected=_all(THROTTLED)),
+)

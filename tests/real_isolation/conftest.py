@@ -1,0 +1,93 @@
+"""The options and the table of `nox -s isolation`; the node of each check, which checks of the same isolation share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.native.build import CannotBuildError
+from tests.real_isolation.measure import MEASURED, Measured
+from tests.support_isolation import Built, IsolationNode, build_all, open_node, why_not
+
+NodeOf = Callable[[str, str], IsolationNode]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("isolation")
+    group.addoption(
+        "--smoke", action="store_true", help="the few checks that show whether the default isolation keeps anything"
+    )
+    group.addoption("--table", metavar="FILE", type=Path, help="write the measured table to FILE, as Markdown")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[MEASURED] = {}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--smoke"):
+        left_out = [
+            item for item in items if item.get_closest_marker("isolation") and not item.get_closest_marker("smoke")
+        ]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    if reason := why_not():
+        pytest.skip(reason)
+    try:
+        return build_all(tmp_path_factory.mktemp("isolation"))
+    except CannotBuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def node_of(built: Built) -> Iterator[NodeOf]:
+    """A node of an isolation and a PID behaviour; the one before is closed, so checks of one node stand together."""
+    open_now: dict[tuple[str, str], IsolationNode] = {}
+    with ExitStack() as stack:
+
+        def node_of(isolation: str, pids: str) -> IsolationNode:
+            library = {"hami-core": built.vgpu, "vcuda": built.vcuda}.get(isolation)
+            if isinstance(library, str):
+                pytest.skip(library)
+            if (isolation, pids) not in open_now:
+                stack.pop_all().close()
+                open_now.clear()
+                open_now[isolation, pids] = stack.enter_context(open_node(built, isolation, pids=pids))
+            return open_now[isolation, pids]
+
+        yield node_of
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    table = _table(config.stash[MEASURED])
+    if not table:
+        return
+    terminalreporter.section("what each isolation keeps")
+    for line in table:
+        terminalreporter.write_line(line)
+    path: Path | None = config.getoption("--table")
+    if path is not None:
+        path.write_text("\n".join(table) + "\n", encoding="utf-8")
+
+
+def _table(measured: dict[tuple[str, str], Measured]) -> list[str]:
+    """Rows in the order of the checks' first measurement by name, a column for each isolation."""
+    isolations = sorted({isolation for _, isolation in measured})
+    cells = {key: f"{one.verdict} ({one.number})" for key, one in measured.items()}
+    rows = [
+        [check, *(cells.get((check, isolation), "") for isolation in isolations)]
+        for check in sorted({c for c, _ in measured})
+    ]
+    if not rows:
+        return []
+    whole = [["", *isolations], *rows]
+    widths = [max(len(row[column]) for row in whole) for column in range(len(whole[0]))]
+    lines = [f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |" for row in whole]
+    return [lines[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *lines[1:]]

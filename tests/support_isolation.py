@@ -1,0 +1,400 @@
+"""A node with the fake driver's GPUs and the real isolation libraries, and programs in its containers.
+
+The node is `gpushare-agent sandbox` with the agent on the driver nvml; a program gets exactly the environment,
+devices and mounts that the agent answered (native/enter_container.py). Everything ends with the `with` block:
+programs, node, files. Needs root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpushare_agent.model.errors import StartupError, Unavailable
+from gpushare_agent.sandbox.control import ask
+from gpushare_agent.sandbox.runtime.cgroup_tree import open_cgroup_tree
+from tests.native.build import (
+    NATIVE,
+    CannotBuildError,
+    build_fake_driver,
+    build_program,
+    build_vcuda,
+    build_vgpu,
+    proc_version,
+)
+from tests.native.fake_driver.host_view import HostView
+
+ROOT = Path(__file__).parents[1]
+DEADLINE_S = 120.0
+"""For anything that a loaded machine may take long for; a program's own time comes on top."""
+GPU_MEMORY_MIB, CONTEXT_MIB = 24576, 300
+WAYS = ("link", "dlsym", "cuGetProcAddress", "cuGetProcAddress_v2")
+_MODULES = {"host": "proprietary", "open": "open", "open570": "open"}
+"""The kernel module of each PID behaviour of the fake driver."""
+_POLL_S = 0.05
+
+
+def why_not() -> str:
+    """Why no container can be made here; empty where one can."""
+    if os.geteuid() != 0:
+        return "containers with mounts and PID namespaces need root"
+    if shutil.which("ldconfig", path="/usr/sbin:/sbin") is None:
+        return "no ldconfig"
+    try:
+        kind, tree = open_cgroup_tree()
+        tree.close()
+    except StartupError as error:
+        return str(error)
+    if kind == "none":
+        return "no cgroups can be made for containers"
+    done = subprocess.run(
+        ["unshare", "--mount", "--pid", "--fork", "true"], check=False, capture_output=True, text=True
+    )
+    return "" if done.returncode == 0 else f"no mount and PID namespaces: {done.stderr.strip()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """What is run. A library that could not be built is the reason instead."""
+
+    driver: Path
+    programs: Path
+    vgpu: Path | str
+    vcuda: Path | str
+
+
+def build_all(directory: Path) -> Built:
+    """Raises CannotBuildError where there is no driver or no program: then nothing can be run."""
+    driver, programs = build_fake_driver(directory / "driver"), directory / "programs"
+    programs.mkdir()
+    source = NATIVE / "gpu_program.c"
+    build_program(programs / "gpu_program", source, ["-ldl"])
+    # Every symbol is a weak one, so the linker must not leave the library out.
+    build_program(programs / "gpu_program_linked", source, ["-DLINKED", f"-L{driver}", "-Wl,--no-as-needed", "-lcuda"])
+    return Built(
+        driver=driver,
+        programs=programs,
+        vgpu=_or_reason(build_vgpu, directory / "libvgpu.so"),
+        vcuda=_or_reason(build_vcuda, directory / "libcuda-control.so"),
+    )
+
+
+def _or_reason(build: Callable[[Path], Path], output: Path) -> Path | str:
+    try:
+        return build(output)
+    except CannotBuildError as error:
+        return str(error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a program wrote: its steps, its exit code, and standard error."""
+
+    steps: list[dict[str, Any]]
+    code: int
+    error: str
+
+    def step(self, action: str) -> dict[str, Any]:
+        """The last one of that name; empty where the program did not come so far."""
+        return next((step for step in reversed(self.steps) if step["action"] == action), {})
+
+
+class Program:
+    """One that runs in a container. It writes into files, so that it never waits for who reads."""
+
+    def __init__(self, command: Sequence[str], directory: Path) -> None:
+        self._output, self._error = directory / "output", directory / "error"
+        self._steps: list[dict[str, Any]] = []
+        self._waited = 0  # so many of them `wait_for` has passed
+        with self._output.open("wb") as output, self._error.open("wb") as error:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, stderr=error, text=True, env=_environment()
+            )
+
+    @property
+    def error(self) -> str:
+        return self._error.read_text(errors="replace")
+
+    def wait_for(self, action: str, timeout_s: float = DEADLINE_S) -> bool:
+        """Whether the next step of that name comes, before the program's end. AssertionError at the timeout."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            has_ended = self._process.poll() is not None
+            self._read()
+            while self._waited < len(self._steps):
+                self._waited += 1
+                if self._steps[self._waited - 1]["action"] == action:
+                    return True
+            if has_ended:
+                return False
+            assert time.monotonic() < deadline, f"after {timeout_s:g} s: no step {action!r}, but {self._steps}"
+            time.sleep(_POLL_S)
+
+    def go_on(self) -> None:
+        """Past its next `wait`; nothing where it has ended."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+
+    def outcome(self, timeout_s: float = DEADLINE_S) -> Outcome:
+        """Waits for its end. AssertionError at the timeout."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._read()
+            raise AssertionError(f"the program did not end; {self._steps}") from None
+        self._read()
+        return Outcome(steps=list(self._steps), code=self._process.returncode, error=self.error)
+
+    def _read(self) -> None:
+        text = self._output.read_text(errors="replace")
+        self._steps = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line.startswith("{")]
+
+    def end(self) -> None:
+        """As a runtime kills a container: the end of its PID 1 is the end of all its processes."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(DEADLINE_S)
+        self._process.kill()
+        self._process.communicate()
+
+
+@dataclass(slots=True, kw_only=True)
+class IsolationNode:
+    """A running node, and the programs that run in its containers."""
+
+    built: Built
+    directory: Path
+    programs: list[Program] = field(default_factory=list)
+
+    @property
+    def state(self) -> Path:
+        return self.directory / "node"
+
+    def configure_driver(self, **settings: object) -> None:
+        """For processes that ask the driver for the first time from now on."""
+        lines = "".join(f"{name} {value}\n" for name, value in settings.items())
+        fresh = self.directory / "gpu" / "config.new"
+        fresh.write_text(lines)
+        fresh.replace(fresh.with_name("config"))
+
+    def apply(self, name: str, *, cores: int, blocks: int, **pod: Any) -> None:
+        """A pod with one container `main`, of whose end nothing is waited for but its start. `pod` may have
+        `annotations`.
+        """
+        limits = {"tencent.com/vcuda-core": cores, "tencent.com/vcuda-memory": blocks}
+        main = {"name": "main", "image": "program", "resources": {"limits": {k: v for k, v in limits.items() if v}}}
+        manifest = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, **pod},
+            "spec": {"containers": [main]},
+        }
+        self.ask("apply", pods=[manifest])
+        self.wait_until(lambda: self.pod(name)["phase"] == "Running", f"pod {name} running")
+
+    def delete(self, name: str) -> None:
+        self.ask("delete", names=[name], namespace="default")
+        self.wait_until(lambda: not [pod for pod in self.status()["pods"] if pod["name"] == name], f"pod {name} gone")
+
+    def kill_agent(self) -> None:
+        """SIGKILL; returns when another one serves."""
+        before = self.log_lines("registered")
+        self.ask("kill-agent")
+        self.wait_until(lambda: self.log_lines("registered") > before and self.is_ready(), "the agent again")
+
+    def log_lines(self, event: str) -> int:
+        return (self.state / "agent.log").read_text().count(event)
+
+    def is_ready(self) -> bool:
+        try:
+            node = self.status()["node"]
+        except (AssertionError, Unavailable):
+            return False
+        return bool(node["capacity"]) and {gpu["health"] for gpu in node["cards"]} == {"Healthy"}
+
+    def pod(self, name: str) -> dict[str, Any]:
+        [found] = [pod for pod in self.status()["pods"] if pod["name"] == name]
+        return dict(found)
+
+    def container(self, name: str) -> dict[str, Any]:
+        [found] = self.pod(name)["containers"]
+        return dict(found)
+
+    def status(self) -> dict[str, Any]:
+        """The document of `gpushare-agent sandbox status --format json`."""
+        document: dict[str, Any] = self.ask("status")["document"]
+        return document
+
+    def ask(self, command: str, **request: Any) -> dict[str, Any]:
+        """A command of `gpushare-agent sandbox` for a running node, without the time that the program takes to start.
+        AssertionError where it fails."""
+        answer = asyncio.run(ask(self.state / "control.sock", {"command": command, **request}))
+        assert answer["ok"], answer["errors"]
+        return answer
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"after {DEADLINE_S:g} s: {what} did not come about"
+            time.sleep(_POLL_S)  # another process: it can only be asked again
+
+    def start(
+        self,
+        pod: str,
+        *actions: str,
+        way: str = "dlsym",
+        version: int = 12080,
+        uid: int = 0,
+        env: Mapping[str, str] | None = None,
+    ) -> Program:
+        """gpu_program with these actions, as user `uid`. `env` is what the pod's manifest would set over the answered
+        one.
+        """
+        program = "gpu_program_linked" if way == "link" else "gpu_program"
+        return self.start_command(pod, [f"/opt/programs/{program}", way, str(version), *actions], uid=uid, env=env)
+
+    def start_command(
+        self, pod: str, command: Sequence[str], *, uid: int = 0, env: Mapping[str, str] | None = None
+    ) -> Program:
+        container = self.container(pod)
+        spec = {
+            **{"pod": pod, "container": container["name"], "control": str(self.state / "control.sock")},
+            **{"mounts": container["mounts"], "devices": container["devices"], "uid": uid, "env": dict(env or {})},
+            **{"root": str(self.directory / "root"), "state": str(self.directory / "gpu")},
+            **{"proc_driver": str(self.directory / "proc"), "programs": str(self.built.programs)},
+            "libraries": str(self.built.driver),
+        }
+        words = [sys.executable, str(NATIVE / "enter_container.py"), json.dumps(spec), *command]
+        scratch = Path(tempfile.mkdtemp(dir=self.directory / "programs"))
+        program = Program(words, scratch)
+        self.programs.append(program)
+        return program
+
+    def run(self, pod: str, *actions: str, timeout_s: float = DEADLINE_S, **how: Any) -> Outcome:
+        """As `start`, to its end."""
+        program = self.start(pod, *actions, **how)
+        try:
+            return program.outcome(timeout_s)
+        finally:
+            self.end(program)
+
+    def end(self, program: Program) -> None:
+        program.end()
+        self.programs.remove(program)
+
+
+_SANDBOX = (sys.executable, "-P", "-m", "gpushare_agent", "sandbox")
+
+
+def _environment(**more: str) -> dict[str, str]:
+    own = {key: value for key, value in os.environ.items() if not key.startswith(("FAKE_GPU_", "CUDA_", "GPUSHARE_"))}
+    return {**own, "PYTHONPATH": str(ROOT), **more}
+
+
+@contextmanager
+def open_node(
+    built: Built, isolation: str, *flags: str, pids: str = "host", gpus: int = 2, **driver: object
+) -> Iterator[IsolationNode]:
+    """A node whose agent keeps shares by `isolation`; `pids` and `driver` are the fake driver's settings."""
+    directory = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
+    node = IsolationNode(built=built, directory=directory)
+    try:
+        directory.chmod(0o755)  # user 1000 gets at the mounts through it
+        for name in ("gpu", "root", "programs", "proc/nvidia"):
+            (directory / name).mkdir(parents=True)
+        (directory / "proc/nvidia/version").write_text(proc_version(_MODULES[pids]))
+        node.configure_driver(pids=pids, gpus=gpus, memory_mib=GPU_MEMORY_MIB, context_mib=CONTEXT_MIB, **driver)
+        (directory / "gpu").chmod(0o777)
+        view = HostView(directory / "gpu")
+        try:
+            with _sandbox(node, isolation, flags):
+                yield node
+        finally:
+            view.close()
+    finally:
+        for program in node.programs:
+            program.end()
+        shutil.rmtree(directory)
+
+
+@contextmanager
+def _sandbox(node: IsolationNode, isolation: str, flags: Sequence[str]) -> Iterator[None]:
+    directory = node.directory
+    arguments = [
+        "--state-dir",
+        str(node.state),
+        "--port",
+        "0",
+        "--samples",
+        "none",
+        "--driver=nvml",
+        f"--isolation={isolation}",
+    ]
+    arguments += _settings_of(node, isolation)
+    env = _environment(LD_LIBRARY_PATH=str(node.built.driver), FAKE_GPU_STATE=str(directory / "gpu" / "state"))
+    with (directory / "sandbox.log").open("wb") as log:
+        process = subprocess.Popen([*_SANDBOX, *arguments, *flags], stdout=log, stderr=log, env=env)
+    try:
+        node.wait_until(
+            lambda: process.poll() is not None or ((node.state / "control.sock").exists() and node.is_ready()),
+            "the node",
+        )
+        assert process.poll() is None, f"the sandbox ended: {(directory / 'sandbox.log').read_text()}"
+        yield
+    finally:
+        for program in node.programs:
+            program.end()
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _settings_of(node: IsolationNode, isolation: str) -> list[str]:
+    """Where the isolation finds its library. AssertionError where there is none."""
+    directory = node.directory
+    if isolation == "hami-core":
+        return [f"--hami-core.library={node.built.vgpu}", f"--hami-core.directory={directory / 'hami'}"]
+    if isolation == "vcuda":
+        config = directory / "volume.conf"
+        _fill_driver_volume(node, config)
+        return [f"--volume-config={config}", f"--virtual-manager-path={directory / 'vm'}"]
+    return []
+
+
+def _fill_driver_volume(node: IsolationNode, config: Path) -> None:
+    """With the agent's own command, from a host whose only driver is the fake one."""
+    assert isinstance(node.built.vcuda, Path), node.built.vcuda
+    host = node.directory / "host"
+    (host / "etc").mkdir(parents=True)
+    shutil.copytree(node.built.driver, host / "usr/lib64", symlinks=True)
+    (host / "etc/ld.so.conf").write_text("/usr/lib64\n")
+    subprocess.run(["ldconfig", "-r", str(host)], check=True, env={"PATH": "/usr/sbin:/sbin"})
+    components = {"binaries": [], "libraries": ["libcuda.so", "libnvidia-ml.so"]}
+    volumes = [
+        {"name": name, "base": str(node.directory / "vdriver"), "mode": "ro", "components": components}
+        for name in ("nvidia", "origin")
+    ]
+    config.write_text(json.dumps({"volume": volumes}))
+    words = [sys.executable, "-P", "-m", "gpushare_agent", "driver-volume", f"--volume-config={config}"]
+    words += [f"--driver-volume.root={host}", f"--driver-volume.control-library={node.built.vcuda}"]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=DEADLINE_S, env=_environment())
+    assert done.returncode == 0, f"driver-volume: {done.stderr}"
