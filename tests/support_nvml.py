@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,8 +87,11 @@ class Probe:
 
 
 @asynccontextmanager
-async def running_probe(library: Path | None, script: str, *, timeout_s: float = 10.0) -> AsyncIterator[Probe]:
-    """A probe on this machine; without a library on one that has no NVML. It must end by itself in the end."""
+async def running_probe(
+    library: Path | None, script: str, *, timeout_s: float = 10.0, wrapper: Sequence[str] = ()
+) -> AsyncIterator[Probe]:
+    """A probe on this machine; without a library on one that has no NVML. `wrapper` starts it. It must end by itself in the
+    end."""
     directory = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     environment |= {"PYTHONPATH": str(ROOT), "FAKE_NVML_SCRIPT": str(directory / "script")}
@@ -97,7 +100,7 @@ async def running_probe(library: Path | None, script: str, *, timeout_s: float =
     try:
         async with asyncio.timeout(DEADLINE_S):
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-W", "error", str(ROOT / "tests" / "support_nvml_probe.py")),
+                *(*wrapper, sys.executable, "-W", "error", str(ROOT / "tests" / "support_nvml_probe.py")),
                 *(str(directory / "pci"), str(timeout_s)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

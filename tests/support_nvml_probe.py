@@ -2,7 +2,8 @@
 
 Started by tests/support_nvml.py. Each line on stdin is a command, each answer one line of JSON: `read` answers the
 inventory, `sample` what is used (`sample_600` after 600 rounds more), `events` what happened, each of them the error
-instead; `threads` the number of NVML threads alive, `logged` the log's events so far, `close` nothing.
+instead; `check_limits PATH MAY_SET` and `keep_limit UUID PATH MIB MAY_SET` (0 or 1) ask for a cgroup's memory limit;
+`threads` the number of NVML threads alive, `logged` the log's events so far, `close` nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import structlog
 from structlog.testing import LogCapture
 
 from gpushare_agent.gpus.nvml.driver import NvmlDriver
-from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.errors import Rejected, Unavailable
+from gpushare_agent.model.memory_limits import MemoryLimit
+from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.placement.topology_tree import render_tree
 
 
@@ -31,6 +34,8 @@ async def answer(driver: NvmlDriver, log: LogCapture, command: str) -> object:
     if command == "close":
         await driver.close()
         return None
+    if command.startswith(("check_limits ", "keep_limit ")):
+        return await limits(driver, command.split())
     call = {"read": read, "sample": sample, "sample_600": sample_600, "events": events}[command]
     before = set(threading.enumerate())
     try:
@@ -61,6 +66,19 @@ async def sample_600(driver: NvmlDriver) -> dict[str, Any]:
     for _ in range(600):
         await driver.sample()
     return await sample(driver)
+
+
+async def limits(driver: NvmlDriver, words: list[str]) -> dict[str, Any] | None:
+    may_set = words[-1] == "1"
+    try:
+        if words[0] == "check_limits":
+            await driver.check_memory_limits(Path(words[1]), may_set=may_set)
+            return None
+        wanted = MemoryLimit(gpu=GpuUuid(words[1]), cgroup=Path(words[2]), limit_bytes=int(words[3]) << 20)
+        [outcome] = await driver.keep_memory_limits([wanted], may_set=may_set)
+    except (Rejected, Unavailable) as error:
+        return {type(error).__name__.lower(): str(error)}
+    return dataclasses.asdict(outcome)
 
 
 async def events(driver: NvmlDriver) -> list[dict[str, Any]]:

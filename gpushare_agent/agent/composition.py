@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.agent.cluster_side import ClusterSide, build_cluster_side
-from gpushare_agent.agent.gpu_side import GpuSide, build_gpu_side, health_policy
+from gpushare_agent.agent.gpu_side import GpuSide, NodeDriver, build_gpu_side, health_policy
 from gpushare_agent.agent.isolation_side import IsolationSide, build_isolation_side
 from gpushare_agent.agent.kubelet_side import KubeletSide, build_kubelet_facts, build_kubelet_side
 from gpushare_agent.agent.observability_side import ObservabilitySide, build_observability_side
@@ -20,7 +20,6 @@ from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.gpus.observer import GpuHealthObserver
-from gpushare_agent.gpus.watch import GpuDriver
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.isolation import IsolationName
@@ -47,7 +46,7 @@ class NodeAgent:
         self.observability.usage_history.take_over(earlier.observability.usage_history)
 
 
-def build(settings: Settings, driver: GpuDriver, *, metrics: AgentMetrics | None = None) -> NodeAgent:
+def build(settings: Settings, driver: NodeDriver, *, metrics: AgentMetrics | None = None) -> NodeAgent:
     """The sides, joined but not started. `metrics` are those of an earlier life, which count on. Raises StartupError."""
     state = NodeState(
         settings=settings,
@@ -60,7 +59,7 @@ def build(settings: Settings, driver: GpuDriver, *, metrics: AgentMetrics | None
     )
     facts = build_kubelet_facts(settings)
     cluster = build_cluster_side(state, facts)
-    isolation = build_isolation_side(state, cluster.pod_events)
+    isolation = build_isolation_side(state, cluster.pod_events, driver)
     kubelet = build_kubelet_side(state, facts, cluster, isolation)
 
     def not_ready() -> list[str]:

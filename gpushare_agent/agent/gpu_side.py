@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 
@@ -15,6 +16,7 @@ from gpushare_agent.gpus.simulated.driver import SimulatedDriver
 from gpushare_agent.gpus.state_file import HealthStateFile
 from gpushare_agent.gpus.state_writer import HealthStateWriter
 from gpushare_agent.gpus.watch import GpuDriver, GpuWatch
+from gpushare_agent.isolation.driver_limits.limits import MemoryLimiter
 from gpushare_agent.kit.supervision import Tasks
 from gpushare_agent.kubelet.device_table import check_size, check_unit_size
 from gpushare_agent.model.errors import AgentError, Corrupt, StartupError
@@ -23,6 +25,10 @@ from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.settings.settings import Settings
 
 log = structlog.get_logger(__name__)
+
+
+class NodeDriver(GpuDriver, MemoryLimiter, Protocol):
+    """All that the sides ask of the GPUs' driver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +114,7 @@ def health_policy(settings: Settings) -> HealthPolicy:
     )
 
 
-def open_driver(settings: Settings) -> GpuDriver:
+def open_driver(settings: Settings) -> NodeDriver:
     """The driver that the settings name. Raises StartupError for a topology file that cannot be used."""
     if settings.driver == "nvml":
         from gpushare_agent.gpus.nvml.driver import NvmlDriver

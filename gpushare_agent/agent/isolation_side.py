@@ -20,6 +20,8 @@ from gpushare_agent.isolation.decisions.device_lists import strategy_warnings
 from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName
 from gpushare_agent.isolation.decisions.hami_core import LIBRARY_PATH
 from gpushare_agent.isolation.decisions.kept import Kept, kept
+from gpushare_agent.isolation.decisions.vcuda import vdevice_share
+from gpushare_agent.isolation.driver_limits.limits import DriverLimits, MemoryLimiter, ShareOfMemory
 from gpushare_agent.isolation.driver_volume.check import SharedVolumeCheck
 from gpushare_agent.isolation.enforcement import ShareEnforcement
 from gpushare_agent.isolation.hami_core.caches import PrivateCaches
@@ -37,6 +39,7 @@ from gpushare_agent.model.errors import Refused, Unavailable
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
 from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import Pod
 from gpushare_agent.observability.node_snapshot import IsolationFacts
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.cri import RuntimeClient
@@ -59,6 +62,7 @@ class IsolationSide:
     cgroups: Cgroups
     virtual_manager: VirtualManager | None
     private_caches: PrivateCaches | None
+    driver_limits: DriverLimits | None
     watches: Mapping[IsolationName, AvailabilityWatch]
     """Of those in use that need something on the host."""
     region_limits: RegionLimits | None
@@ -78,6 +82,7 @@ class IsolationSide:
             "virtual manager": self.virtual_manager,
             "private caches": self.private_caches,
             "region limits": self.region_limits,
+            "driver limits": self.driver_limits,
         }
         watches: dict[str, Runs | None] = {f"isolation {name}": watch for name, watch in self.watches.items()}
         return bodies(services | watches)
@@ -109,6 +114,7 @@ class IsolationSide:
         for kind, part in (
             (Preparation.VDEVICE, self.virtual_manager),
             (Preparation.PRIVATE_CACHE, self.private_caches),
+            (Preparation.MEMORY_LIMIT, self.driver_limits),
         ):
             if part is None or (refused := await part.prepare(keys)) is None:
                 continue
@@ -119,7 +125,7 @@ class IsolationSide:
     def _needs(self, key: ContainerKey, kind: Preparation) -> bool:
         pod = self.store.get(key.pod_uid)
         chosen = _chosen(self.settings, pod.annotations if pod is not None else {})
-        return chosen is not None and ISOLATIONS[chosen].preparation is kind
+        return chosen is not None and kind in ISOLATIONS[chosen].preparations
 
     def chosen(self, uid: PodUid) -> IsolationName | None:
         """The pod's isolation; None where the pod is not known, or its annotation names none that the node allows."""
@@ -129,7 +135,10 @@ class IsolationSide:
     def kept(self, allocation: Allocation) -> Kept | None:
         """What of the container's share is kept, and by whom; None where its isolation is not known."""
         chosen = self.chosen(allocation.key.pod_uid)
-        return kept(chosen, is_whole=allocation.is_whole, module=self.kernel_module) if chosen is not None else None
+        if chosen is None:
+            return None
+        is_missing = self.driver_limits is not None and bool(self.driver_limits.problem(allocation.key))
+        return kept(chosen, is_whole=allocation.is_whole, module=self.kernel_module, has_driver_limit=not is_missing)
 
     def facts(self) -> tuple[IsolationFacts, ...]:
         """Of each isolation in use, what a share under it has."""
@@ -144,8 +153,10 @@ class IsolationSide:
 
     def unavailable_reason(self, isolation: IsolationName) -> str:
         """Why no share of this isolation can be had now, and the cure; empty where it can."""
-        watch = self.watches.get(isolation)
-        return watch.unavailable_reason if watch is not None else ""
+        reasons = [
+            watch.unavailable_reason for part in isolation.parts if (watch := self.watches.get(part)) is not None
+        ]
+        return "; ".join(reason for reason in reasons if reason)
 
     def enforcement(self) -> ShareEnforcement:
         """Of live resizes."""
@@ -153,6 +164,7 @@ class IsolationSide:
             chosen=lambda pod: _chosen(self.settings, pod.annotations),
             virtual_manager=self.virtual_manager,
             region_limits=self.region_limits,
+            driver_limits=self.driver_limits,
         )
 
     def has_no_shares(self) -> bool:
@@ -160,10 +172,10 @@ class IsolationSide:
         return all(self.unavailable_reason(name) for name in self.settings.isolations_in_use)
 
 
-def build_isolation_side(state: NodeState, events: PodEvents) -> IsolationSide:
+def build_isolation_side(state: NodeState, events: PodEvents, driver: MemoryLimiter) -> IsolationSide:
     """Joined, not started. Raises StartupError for settings that contradict each other."""
     settings = state.settings
-    in_use = settings.isolations_in_use
+    in_use = settings.isolation_parts_in_use
     runtime, volumes = runtime_client(settings), driver_volumes(settings)
     cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
     module = read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None
@@ -187,6 +199,9 @@ def build_isolation_side(state: NodeState, events: PodEvents) -> IsolationSide:
             clock=time.monotonic,
         )
     private_caches = _private_caches(state) if IsolationName.HAMI_CORE in in_use else None
+    driver_limits = None
+    if IsolationName.DRIVER in in_use:
+        driver_limits = _driver_limits(state, events, driver, cgroups, ContainerIds(runtime, state.store))
     return IsolationSide(
         settings=settings,
         store=state.store,
@@ -196,7 +211,8 @@ def build_isolation_side(state: NodeState, events: PodEvents) -> IsolationSide:
         cgroups=cgroups,
         virtual_manager=virtual_manager,
         private_caches=private_caches,
-        watches=_watches(settings, volumes, private_caches),
+        driver_limits=driver_limits,
+        watches=_watches(settings, volumes, private_caches, driver_limits),
         region_limits=_region_limits(state) if IsolationName.HAMI_CORE in in_use else None,
         cdi_watch=_cdi_watch(state),
     )
@@ -210,13 +226,18 @@ def _cdi_watch(state: NodeState) -> CdiWatch | None:
 
 
 def _watches(
-    settings: Settings, volumes: Mapping[VolumeName, DriverVolume], private_caches: PrivateCaches | None
+    settings: Settings,
+    volumes: Mapping[VolumeName, DriverVolume],
+    private_caches: PrivateCaches | None,
+    driver_limits: DriverLimits | None,
 ) -> dict[IsolationName, AvailabilityWatch]:
     """Isolation vcuda needs nothing for simulated GPUs, which have no driver to mount."""
-    in_use, mps = settings.isolations_in_use, settings.mps
+    in_use, mps = settings.isolation_parts_in_use, settings.mps
     watches = {}
     if private_caches is not None:
         watches[IsolationName.HAMI_CORE] = AvailabilityWatch(IsolationName.HAMI_CORE, private_caches.check)
+    if driver_limits is not None:
+        watches[IsolationName.DRIVER] = AvailabilityWatch(IsolationName.DRIVER, driver_limits.check)
     if IsolationName.MPS in in_use:
         control = MpsControl(mps.control, mps.pipe_directory, mps.log_directory, timeout_s=mps.command_timeout_s)
         watches[IsolationName.MPS] = AvailabilityWatch(IsolationName.MPS, control.check, period_s=mps.probe_period_s)
@@ -224,6 +245,37 @@ def _watches(
         shared = SharedVolumeCheck(volumes.get(VolumeName.SHARED))
         watches[IsolationName.VCUDA] = AvailabilityWatch(IsolationName.VCUDA, shared.check)
     return watches
+
+
+def _driver_limits(
+    state: NodeState, events: PodEvents, driver: MemoryLimiter, cgroups: Cgroups, containers: ContainerIds
+) -> DriverLimits:
+    settings = state.settings
+
+    def shares() -> dict[ContainerKey, ShareOfMemory]:
+        gpus = state.inventory.current.by_uuid()
+        found = {}
+        for key, allocation in state.cache.view().items():
+            pod = state.store.get(key.pod_uid)
+            if pod is None or allocation.is_whole or not allocation.gpus:
+                continue
+            if _uses(settings, pod, IsolationName.DRIVER):
+                share = vdevice_share(allocation, pod.annotations, gpus, state.names)
+                found[key] = ShareOfMemory(gpu=allocation.gpus[0], limit_bytes=share.memory_bytes, kind=allocation.kind)
+        return found
+
+    def missing(key: ContainerKey, why: str) -> None:
+        if (pod := state.store.get(key.pod_uid)) is not None:
+            events.warned(pod, "MemoryLimitMissing", f"container {key.container} runs without its memory limit: {why}")
+
+    return DriverLimits(
+        driver=driver,
+        cgroups=cgroups,
+        containers=containers,
+        shares=shares,
+        may_set=settings.driver_limits.set_by_agent,
+        on_missing=missing,
+    )
 
 
 def _private_caches(state: NodeState) -> PrivateCaches:
@@ -240,7 +292,7 @@ def _region_limits(state: NodeState) -> RegionLimits:
         inventory=state.gpus,
         allocations=state.cache.view,
         pods=state.store,
-        is_in_use=lambda pod: _chosen(settings, pod.annotations) is IsolationName.HAMI_CORE,
+        is_in_use=lambda pod: _uses(settings, pod, IsolationName.HAMI_CORE),
     )
 
 
@@ -252,3 +304,8 @@ def _chosen(settings: Settings, annotations: Mapping[str, str]) -> IsolationName
     """None where the pod's annotation names none that the node allows."""
     chosen = choose_isolation(annotations, settings.isolation, settings.isolations_allowed)
     return None if isinstance(chosen, Refused) else chosen
+
+
+def _uses(settings: Settings, pod: Pod, part: IsolationName) -> bool:
+    chosen = _chosen(settings, pod.annotations)
+    return chosen is not None and part in chosen.parts

@@ -252,7 +252,7 @@ def _policy(state: NodeState) -> Policy:
         names=state.names,
         share_policy=settings.placement.share_policy,
         share_mode=settings.share_mode,
-        max_shares_of_gpu=settings.mps.max_clients if IsolationName.MPS in settings.isolations_in_use else None,
+        max_shares_of_gpu=settings.mps.max_clients if IsolationName.MPS in settings.isolation_parts_in_use else None,
     )
 
 

@@ -157,7 +157,7 @@ async def running(nodes: Sequence[RunningNode]) -> AsyncIterator[None]:
 async def _fake_mps(node: RunningNode) -> AsyncIterator[None]:
     """A daemon for isolation mps, unless a person has named the directory of one."""
     settings, paths = node.settings, node.controller.shown.node.paths
-    is_used = IsolationName.MPS in (settings.isolation, *settings.isolations_allowed)
+    is_used = IsolationName.MPS in settings.isolation_parts_in_use
     if not is_used or settings.mps.pipe_directory != paths.mps_pipe:
         yield
         return

@@ -2,7 +2,8 @@
 
 An isolation turns a container's allocation and the node's settings into container edits: one module in decisions/, named
 like its line in model/isolation.py (docs/isolation.md). What must exist on the host before the container starts is made by
-a service: `VirtualManager` (vcuda/), `PrivateCaches` (hami_core/). `AvailabilityWatch` checks what the deployer supplies.
+a service: `VirtualManager` (vcuda/), `PrivateCaches` (hami_core/), `DriverLimits` (driver_limits/).
+`AvailabilityWatch` checks what the deployer supplies.
 
 State owned: `VirtualManager`, `DirectoryReconciler`, `ContainerProcesses` (vDevice directories and sockets, the processes in
 them), `CdiWatch` (the CDI spec), `AvailabilityWatch` (why an isolation cannot be had), `MpsSupervision` (the MPS daemon),
@@ -12,10 +13,10 @@ Who removes vDevice directories: `VirtualManager.remove_stale` in vcuda/virtual_
 
 Others import: availability, cdi.files, cdi.specs, decisions.cdi_spec, decisions.device_lists, decisions.driver_volume,
 decisions.driver_volume_values, decisions.hami_core, decisions.kept, decisions.vcuda, decisions.vdevice_format,
-device_nodes, driver_volume.check, driver_volume.config, driver_volume.directory, driver_volume.libraries,
-driver_volume.mounts, enforcement, hami_core.caches, hami_core.files, hami_core.limits, mps.control, mps.daemon,
-mps.supervision, vcuda.client, vcuda.configs, vcuda.container_ids, vcuda.container_processes, vcuda.files,
-vcuda.virtual_manager.
+device_nodes, driver_limits.limits, driver_volume.check, driver_volume.config, driver_volume.directory,
+driver_volume.libraries, driver_volume.mounts, enforcement, hami_core.caches, hami_core.files, hami_core.limits,
+mps.control, mps.daemon, mps.supervision, vcuda.client, vcuda.configs, vcuda.container_ids, vcuda.container_processes,
+vcuda.files, vcuda.virtual_manager.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ from gpushare_agent.isolation.decisions.request import (
     IsolationRequest,
     MpsConfig,
     Preparation,
+    combined,
 )
 from gpushare_agent.model.isolation import IsolationName
 
 
 def _load(name: IsolationName) -> Isolation:
+    if len(name.parts) > 1:
+        return combined(name, [_load(part) for part in name.parts])
     found: Isolation = import_module(f"{__name__}.decisions.{name.replace('-', '_')}").ISOLATION
     return found
 

@@ -10,12 +10,20 @@ from enum import StrEnum
 
 
 class IsolationName(StrEnum):
-    """What makes a share real inside a container."""
+    """What makes a share real inside a container. `A+driver` is A for compute, with the driver's own limit of memory."""
 
     VCUDA = "vcuda"
     MPS = "mps"
     HAMI_CORE = "hami-core"
+    DRIVER = "driver"
+    HAMI_CORE_DRIVER = "hami-core+driver"
+    MPS_DRIVER = "mps+driver"
     NONE = "none"
+
+    @property
+    def parts(self) -> tuple[IsolationName, ...]:
+        """The two of a combination, else itself alone."""
+        return tuple(map(IsolationName, self.value.split("+")))
 
 
 class DeviceListStrategy(StrEnum):

@@ -67,7 +67,7 @@ class Cgroups:
     """`root` is where the host's hierarchies are mounted, `proc` its /proc."""
 
     def __init__(self, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> None:
-        self._root = root
+        self.root = root
         self._proc = proc
         self._own_text = ""
         self._known: Mapping[str, CgroupDir] = {}
@@ -93,6 +93,18 @@ class Cgroups:
             for place in CgroupWalk(hierarchy).containers():
                 if place.pod_uid is not None and place.pod_uid in uids:
                     found.setdefault(place.pod_uid, []).append(place)
+            if found:
+                return found
+        return {}
+
+    def find_pod_directories(self, uids: Collection[PodUid]) -> Mapping[PodUid, Path]:
+        """The pods' own directories, of those that have one, in the first hierarchy that has any."""
+        for hierarchy in self._hierarchies():
+            found = {
+                place.pod_uid: Path(place.path)
+                for place in CgroupWalk(hierarchy).places()
+                if place.pod_uid in uids and place.pod_uid is not None and place.container_id is None
+            }
             if found:
                 return found
         return {}
@@ -141,11 +153,11 @@ class Cgroups:
         """The text for the user if the setting disagrees with the pods that are there; None if not, or with no pods yet."""
         if not setting:
             return None
-        seen = sorted({_driver_of(place) for place in CgroupWalk(self._root).places() if place.pod_uid is not None})
+        seen = sorted({_driver_of(place) for place in CgroupWalk(self.root).places() if place.pod_uid is not None})
         if not seen or setting in seen:
             return None
         return (
-            f"cgroup-driver is set to {setting}, but the pods below {self._root} have names of {seen[0]}:"
+            f"cgroup-driver is set to {setting}, but the pods below {self.root} have names of {seen[0]}:"
             " containers are found by their IDs all the same; remove or correct the setting"
         )
 
@@ -155,6 +167,13 @@ class Cgroups:
 
     async def find_pods_in_thread(self, uids: Collection[PodUid]) -> Mapping[PodUid, list[CgroupDir]]:
         return await self._rounds.call(partial(self.find_pods, uids), "searching pods' cgroups", ROUND_TIMEOUT_S)
+
+    async def find_pod_directories_in_thread(self, uids: Collection[PodUid]) -> Mapping[PodUid, Path]:
+        search = partial(self.find_pod_directories, frozenset(uids))
+        return await self._rounds.call(search, "searching pods' cgroups", ROUND_TIMEOUT_S)
+
+    async def version_in_thread(self) -> CgroupVersion:
+        return await self._rounds.call(partial(cgroup_version, self.root), "reading the cgroups", ROUND_TIMEOUT_S)
 
     async def pids_round_in_thread(self, directories: Iterable[CgroupDir]) -> Mapping[str, list[int] | None]:
         return await self._rounds.call(
@@ -189,14 +208,14 @@ class Cgroups:
 
     def _hierarchies(self) -> list[Path]:
         try:
-            if cgroup_version(self._root) is CgroupVersion.V2:
-                return [self._root]
+            if cgroup_version(self.root) is CgroupVersion.V2:
+                return [self.root]
         except Unavailable:
             return []
-        names = set(subdirectories(str(self._root)))
+        names = set(subdirectories(str(self.root)))
         first = [name for name in _FIRST_CONTROLLERS if name in names]
         last = [name for name in ("systemd", "unified") if name in names]
-        return [self._root / name for name in (*first, *sorted(names - {*first, *last}), *last)]
+        return [self.root / name for name in (*first, *sorted(names - {*first, *last}), *last)]
 
     def _is_proc_there(self) -> bool:
         return (self._proc / "self").is_symlink() or (self._proc / "1").is_dir()

@@ -111,6 +111,17 @@ class HamiCoreSettings(Section):
     )  # fmt: skip
 
 
+class DriverLimitsSettings(Section):
+    """The driver's own memory limits (isolation driver, also in hami-core+driver and mps+driver)."""
+
+    set_by_agent: bool = Field(
+        default=False,
+        description="The agent sets the limits itself, which takes root, SYS_ADMIN and the host's cgroups writable"
+        " (manifests/components/driver-limits). false: NVIDIA's container toolkit 1.20.1 or later does, and the agent"
+        " checks that it did.",
+    )
+
+
 class CdiSettings(Section):
     """Container Device Interface (strategies cdi-annotations and cdi-cri, command cdi)."""
 

@@ -19,6 +19,7 @@ from gpushare_agent.settings.admission import AllocationSettings, PlacementSetti
 from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.isolation import (
     CdiSettings,
+    DriverLimitsSettings,
     DriverVolumeSettings,
     HamiCoreSettings,
     MpsSettings,
@@ -135,6 +136,7 @@ class Settings(BaseSettings):
     driver_volume: DriverVolumeSettings = DriverVolumeSettings()
     mps: MpsSettings = MpsSettings()
     hami_core: HamiCoreSettings = HamiCoreSettings()
+    driver_limits: DriverLimitsSettings = DriverLimitsSettings()
     cdi: CdiSettings = CdiSettings()
     gpushare: GpushareSettings = GpushareSettings()
     runtime: RuntimeSettings = RuntimeSettings()
@@ -153,6 +155,11 @@ class Settings(BaseSettings):
     def isolations_in_use(self) -> frozenset[IsolationName]:
         """The node's own, and those that pods may choose."""
         return frozenset({self.isolation, *self.isolations_allowed})
+
+    @property
+    def isolation_parts_in_use(self) -> frozenset[IsolationName]:
+        """The same, with the parts in the place of combinations."""
+        return frozenset(part for name in self.isolations_in_use for part in name.parts)
 
     @model_validator(mode="after")
     def _resources_differ(self) -> Self:

@@ -62,3 +62,31 @@ def test_mps_has_no_trouble_with_them() -> None:
     """Its limits are the driver's own."""
     found = kept(IsolationName.MPS, is_whole=False, module=module("550.54.14", is_open=True))
     assert found == kept(IsolationName.MPS, is_whole=False, module=None)
+
+
+@pytest.mark.parametrize(
+    ("isolation", "compute_by"),
+    [
+        (IsolationName.DRIVER, Keeper.NOBODY),
+        (IsolationName.HAMI_CORE_DRIVER, Keeper.HAMI_CORE),
+        (IsolationName.MPS_DRIVER, Keeper.MPS),
+    ],
+)
+def test_the_driver_keeps_memory_and_the_other_part_compute(isolation: IsolationName, compute_by: Keeper) -> None:
+    """What the library lets past of memory the driver does not."""
+    found = kept(isolation, is_whole=False, module=None)
+    assert (found.memory_by, found.compute_by) == (Keeper.DRIVER, compute_by)
+    assert NotKept.MANAGED_MEMORY in found.not_kept and NotKept.POOLS not in found.not_kept
+
+
+def test_without_the_drivers_limit_the_other_part_keeps_what_it_can() -> None:
+    """And under the driver alone nobody does."""
+    bare = kept(IsolationName.HAMI_CORE_DRIVER, is_whole=False, module=None, has_driver_limit=False)
+    assert bare == kept(IsolationName.HAMI_CORE, is_whole=False, module=None)
+    alone = kept(IsolationName.DRIVER, is_whole=False, module=None, has_driver_limit=False)
+    assert (alone.memory_by, alone.compute_by, alone.not_kept) == (Keeper.NOBODY, Keeper.NOBODY, ())
+
+
+def test_an_open_module_blinds_hami_core_in_a_combination_too() -> None:
+    found = kept(IsolationName.HAMI_CORE_DRIVER, is_whole=False, module=module("565.57.01", is_open=True))
+    assert (found.memory_by, found.compute_by) == (Keeper.DRIVER, Keeper.NOBODY)

@@ -120,4 +120,4 @@ def test_what_mps_cannot_keep_is_refused(changes: dict[str, Any], words: str) ->
 
 def test_shares_need_the_daemon() -> None:
     """So that none is given while it is down."""
-    assert ISOLATIONS[IsolationName.MPS].preparation is None
+    assert ISOLATIONS[IsolationName.MPS].preparations == ()

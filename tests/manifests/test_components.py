@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from gpushare_agent.cli.check.api import CLEANUP_RIGHT, FACTS_RIGHT
+from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
 from gpushare_agent.settings.settings import load_settings
 from tests.support_manifests import (
@@ -33,6 +34,7 @@ COMPONENTS = {
     "cgroup-v1",
     "display-socket",
     "driver-container",
+    "driver-limits",
     "gpushare",
     "hami-core",
     "isolation-none",
@@ -197,6 +199,18 @@ def test_the_component_hami_core_mounts_what_its_settings_name_and_takes_vcuda_a
     assert library["readOnly"] and library["host"] == str(settings.hami_core.library.parent)
     assert not own.get("readOnly") and own["host"] == str(settings.hami_core.directory)
     assert [path for path in mounts if path.is_relative_to("/etc/gpu-manager")] == [settings.hami_core.directory]
+
+
+def test_the_component_driver_limits_gives_the_right_and_the_cgroups_together() -> None:
+    """One without the other would be a share that is refused; nothing else of the pod's rights changes."""
+    spec = patched("components/driver-limits/driver-limits.yaml")
+    settings = effective_settings(spec)
+    assert settings.driver_limits.set_by_agent and IsolationName.DRIVER in settings.isolation.parts
+    (agent,) = spec["containers"]
+    assert agent["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["SYS_ADMIN"]}
+    mount = host_mounts(agent, spec)[settings.runtime.cgroup_root]
+    assert mount["host"] == "/sys/fs/cgroup" and not mount.get("readOnly")
+    assert volumes_are_those_mounted(spec)
 
 
 def test_the_component_mps_mounts_the_daemons_directory_and_takes_vcuda_away() -> None:

@@ -56,7 +56,7 @@ def edits_for(pod: Pod, container: ContainerSpec, gpus: Sequence[Gpu], policy: E
     names = policy.names
     if not gpus:
         return _without_gpus(pod, container)
-    if pod.is_static and ISOLATIONS[name].preparation is not None:
+    if pod.is_static and ISOLATIONS[name].preparations:
         return _static(pod, name)
     cores = names.wanted(container, ResourceKind.VCORE) or _cores_of_memory(container, gpus, names)
     is_whole = cores >= CORES_PER_GPU and not names.wanted(container, ResourceKind.GPU_MEM)

@@ -37,6 +37,7 @@ _PROBES: tuple[tuple[str, Probe, float, IsolationName | None], ...] = (
     ("driver directory", isolation.check_driver_directory, isolation.PLAN_TIMEOUT_S, _VCUDA),
     ("mps", shares.check_mps, MPS_TIMEOUT_S, _MPS),
     ("hami-core", shares.check_hami_core, PROBE_TIMEOUT_S, _HAMI_CORE),
+    ("driver limits", shares.check_driver_limits, local.DRIVER_TIMEOUT_S, IsolationName.DRIVER),
     ("isolation", shares.check_kept, PROBE_TIMEOUT_S, None),
     ("device lists", shares.check_device_lists, local.DRIVER_TIMEOUT_S, None),
     ("list sizes", shares.check_list_sizes, local.DRIVER_TIMEOUT_S, None),
@@ -60,7 +61,7 @@ async def check_node(settings: Settings) -> list[Finding]:
         tasks = [
             group.create_task(_bounded(name, probe, settings, timeout_s), name=f"check {name}")
             for name, probe, timeout_s, needed_by in _PROBES
-            if needed_by is None or needed_by in settings.isolations_in_use
+            if needed_by is None or needed_by in settings.isolation_parts_in_use
         ]
     return [finding for task in tasks for finding in task.result()]
 

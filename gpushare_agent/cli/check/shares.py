@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
+from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.agent.values import cdi_specs, resource_names
 from gpushare_agent.cli.check.finding import Finding, error, ok, warning
 from gpushare_agent.cli.check.local import read_inventory
@@ -20,6 +21,7 @@ from gpushare_agent.kubelet.device_table import check_size, check_unit_size
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
 from gpushare_agent.runtime import node_probes
+from gpushare_agent.runtime.cgroups import CgroupVersion, cgroup_version
 from gpushare_agent.runtime.kernel_module import read_kernel_module
 from gpushare_agent.settings.settings import Settings
 
@@ -63,6 +65,27 @@ async def check_kept(settings: Settings) -> list[Finding]:
         else:
             findings.append(ok("isolation", detail))
     return findings
+
+
+async def check_driver_limits(settings: Settings) -> list[Finding]:
+    """Cgroup v2, a driver that limits its cgroups' memory, and the right to set that where the agent is to."""
+    root, driver = settings.runtime.cgroup_root, open_driver(settings)
+    may_set = settings.driver_limits.set_by_agent
+    try:
+        version = await asyncio.to_thread(cgroup_version, root)
+        if version is not CgroupVersion.V2:
+            cure = "move the node to cgroup v2, or choose another isolation"
+            return [
+                error("driver limits", f"{root} has cgroup {version}, and the driver limits cgroups of v2 alone", cure)
+            ]
+        await driver.check_memory_limits(root, may_set=may_set)
+    except AgentError as failure:
+        cure = "docs/isolation.md lists what isolation driver needs; without it every share of it is refused"
+        return [error("driver limits", str(failure), cure)]
+    finally:
+        await driver.close()
+    who = "the agent sets them" if may_set else "NVIDIA's container toolkit has to set them, and the agent checks it"
+    return [ok("driver limits", f"the driver limits the memory of cgroups; {who}")]
 
 
 async def check_device_lists(settings: Settings) -> list[Finding]:

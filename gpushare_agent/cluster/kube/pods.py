@@ -13,6 +13,8 @@ from typing import Any
 from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import (
+    ENV_GPU_MEMORY_LIMIT,
+    ENV_GPU_MEMORY_REQUEST,
     GPUSHARE_ASSIGNED_ANNOTATION,
     GPUSHARE_ASSUME_TIME_ANNOTATION,
     GPUSHARE_INDEX_ANNOTATION,
@@ -34,7 +36,7 @@ KEPT_ANNOTATIONS = (
     GPUSHARE_ASSUME_TIME_ANNOTATION,
 )
 MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
-KEPT_ENV = ("compat32", "SUBMITTER")
+KEPT_ENV = ("compat32", "SUBMITTER", ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST)
 MAX_ANNOTATIONS = 64
 MAX_CONTAINERS = 1000
 """Containers beyond this count only where they ask for something."""
@@ -134,12 +136,12 @@ def _is_extended(name: str) -> bool:
 
 
 def _literal_env(raw: Mapping[str, Any]) -> dict[str, str]:
-    """The literal values that the agent reads, by name; a later entry wins, as in the kubelet."""
+    """The values that the agent reads, by name, empty where one is not literal; a later entry wins, as in the kubelet."""
     pairs = ((entry.get("name"), entry.get("value")) for entry in _items_or_none(raw, "env"))
     return {
-        name: _cut(value, MAX_VALUE_CHARS)
+        name: _cut(value, MAX_VALUE_CHARS) if isinstance(value, str) else ""
         for name, value in pairs
-        if isinstance(name, str) and name in KEPT_ENV and isinstance(value, str)
+        if isinstance(name, str) and name in KEPT_ENV
     }
 
 

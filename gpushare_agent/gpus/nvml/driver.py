@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import structlog
 
 from gpushare_agent.gpus.decisions.values import GpuEvent
 from gpushare_agent.gpus.nvml.events import NvmlEvents
+from gpushare_agent.gpus.nvml.memory_limits import NvmlMemoryLimits
 from gpushare_agent.gpus.nvml.reader import NvmlReader
 from gpushare_agent.gpus.nvml.session import NvmlSession
 from gpushare_agent.gpus.nvml.usage import NvmlUsage
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.memory_limits import LimitOutcome, MemoryLimit
 from gpushare_agent.model.usage import DriverSample
 
 log = structlog.get_logger(__name__)
@@ -100,6 +103,7 @@ class NvmlDriver:
             self._session, pci_devices=pci_devices, close_others=self._sampler.close, on_read=self._sampler.note_read
         )
         self._events = NvmlEvents(self._session)
+        self._limits = NvmlMemoryLimits(self._session)
         self._timeout_s = timeout_s
         self._thread = DaemonThread("nvml", advice=_READ_HANGS)
         self._sampling_thread = DaemonThread("nvml-sampling", advice=_SAMPLE_HANGS)
@@ -120,6 +124,16 @@ class NvmlDriver:
         """What the GPUs that answer and the processes on them use."""
         what = "sampling the GPUs through NVML"
         return await self._sampling_thread.call(self._sampler.sample, what, self._timeout_s)
+
+    async def check_memory_limits(self, cgroup: Path, *, may_set: bool) -> None:
+        """Whether the driver limits the memory of cgroups. Raises Rejected with the cure."""
+        check = partial(self._limits.check, cgroup, may_set=may_set)
+        await self._thread.call(check, "asking NVML for memory limits", self._timeout_s)
+
+    async def keep_memory_limits(self, wanted: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
+        """Reads the limits of cgroups, and sets those that differ where `may_set`; one outcome for each of `wanted`."""
+        keep = partial(self._limits.keep, wanted, may_set=may_set)
+        return await self._thread.call(keep, "keeping memory limits through NVML", self._timeout_s)
 
     async def close(self) -> None:
         """Shuts NVML down, if it answers within a second; it ends with the process anyway."""

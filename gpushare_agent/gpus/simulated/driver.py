@@ -4,7 +4,7 @@ It answers as the NVML driver does, from settings and files instead of hardware.
 are made from the seed (the node's name) and the index. Usage and faults come from two files that are written while the
 agent runs: their formats are in gpus/simulated/usage.py and gpus/simulated/faults.py.
 
-State owned: which events and resets of the faults file were reported.
+State owned: which events and resets of the faults file were reported, and the memory limits of cgroups.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from gpushare_agent.gpus.simulated.input import SimulatedInput
 from gpushare_agent.gpus.simulated.usage import Usage, gpu_samples, parse_usage
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health, NvLink
+from gpushare_agent.model.memory_limits import LimitOutcome, MemoryLimit
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.topology import Link, LinkKind
 from gpushare_agent.model.usage import DriverSample
@@ -75,6 +76,7 @@ class SimulatedDriver:
         self._faults_file = faults_file
         self._faults = SimulatedInput(faults_file, name="faults", parse=parse_faults, default=Faults())
         self._usage: SimulatedInput[Usage] = SimulatedInput(usage_file, name="usage", parse=parse_usage, default=())
+        self._limits: dict[tuple[GpuUuid, Path], int] = {}
         self._reported_event: int | None = None
         self._reported_reset: int | None = None
 
@@ -108,6 +110,22 @@ class SimulatedDriver:
         there = [gpu for gpu in self._inventory.gpus if gpu.index not in faults.lost]
         lost = len(self._inventory.gpus) - len(there)
         return DriverSample(gpus=gpu_samples(there, usage), errors={"gpu_is_lost": lost} if lost else {})
+
+    async def check_memory_limits(self, cgroup: Path, *, may_set: bool) -> None:
+        """Simulated GPUs take limits, and no program has memory of them."""
+
+    async def keep_memory_limits(self, wanted: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
+        """As the NVML driver does; nobody else sets limits here."""
+        self._limits = {place: found for place, found in self._limits.items() if place[1].is_dir()}
+        if may_set:
+            self._limits |= {(one.gpu, one.cgroup): one.limit_bytes for one in wanted if one.cgroup.is_dir()}
+        return [
+            LimitOutcome(
+                problem="" if self._limits.get((one.gpu, one.cgroup)) == one.limit_bytes else "no limit is set",
+                is_gone=not one.cgroup.is_dir(),
+            )
+            for one in wanted
+        ]
 
     async def close(self) -> None:
         """Nothing is open."""

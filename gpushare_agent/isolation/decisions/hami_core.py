@@ -109,7 +109,7 @@ def _unlimited(request: IsolationRequest) -> Refused:
 ISOLATION = Isolation(
     name=IsolationName.HAMI_CORE,
     edit=edit_hami_core,
-    preparation=Preparation.PRIVATE_CACHE,
+    preparations=(Preparation.PRIVATE_CACHE,),
     cores_follow=Follows.NEW_PROCESSES,  # the library copies this limit once, when it starts its watcher
     memory_follows=Follows.RUNNING_PROCESSES,
 )

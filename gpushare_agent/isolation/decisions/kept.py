@@ -18,6 +18,8 @@ class Keeper(StrEnum):
     """Who refuses memory above the share, or holds compute to it. The values are labels and JSON: stable."""
 
     VCUDA = "vcuda"
+    DRIVER = "driver"
+    """NVIDIA's driver itself, for a whole cgroup."""
     HAMI_CORE = "hami-core"
     MPS = "mps"
     NOBODY = "nobody"
@@ -34,6 +36,7 @@ class NotKept(StrEnum):
     COOPERATIVE_LAUNCHES = "cooperative-launches"
     EXTENDED_LAUNCHES = "extended-launches"
     GRAPHS = "graphs"
+    MANAGED_MEMORY = "managed-memory"
     MUSL = "musl"
     OPEN_MODULES = "open-modules"
     PER_PROCESS = "per-process"
@@ -44,13 +47,14 @@ class NotKept(StrEnum):
 NOT_KEPT_TEXTS: Mapping[NotKept, str] = {
     NotKept.ARRAYS: "memory of CUDA arrays (2D, 3D, mipmapped)",
     NotKept.ASYNC_ALLOCATIONS: "memory from cuMemAllocAsync",
-    NotKept.BYPASS: "a program that sets out to pass the limit, for they are kept inside its own process",
+    NotKept.BYPASS: "a program that sets out to pass what is kept inside its own process",
     NotKept.COOPERATIVE_LAUNCHES: "compute of cooperative launches",
     NotKept.EXTENDED_LAUNCHES: "compute of launches by cuLaunchKernelEx",
     NotKept.GRAPHS: "compute of CUDA graphs",
-    NotKept.MUSL: "anything in images without glibc (Alpine) and of statically linked programs",
+    NotKept.MANAGED_MEMORY: "memory from cuMemAllocManaged (NVIDIA's own words, not measured)",
+    NotKept.MUSL: "what the library keeps, in images without glibc (Alpine) and in statically linked programs",
     NotKept.OPEN_MODULES: "compute, under NVIDIA's open kernel modules before 570",
-    NotKept.PER_PROCESS: "the sum over several processes of a container: each has the whole limit",
+    NotKept.PER_PROCESS: "the sum over several processes of a container: MPS gives each the whole limit",
     NotKept.POOLS: "memory from memory pools",
     NotKept.VIRTUAL_MEMORY: "memory from cuMemCreate",
 }
@@ -98,15 +102,31 @@ _SHARES: Mapping[IsolationName, Kept] = {
     IsolationName.MPS: Kept(
         memory_by=Keeper.MPS, compute_by=Keeper.MPS, not_kept=(NotKept.BYPASS, NotKept.PER_PROCESS)
     ),
+    IsolationName.DRIVER: Kept(memory_by=Keeper.DRIVER, compute_by=Keeper.NOBODY, not_kept=(NotKept.MANAGED_MEMORY,)),
     IsolationName.NONE: Kept(memory_by=Keeper.NOBODY, compute_by=Keeper.NOBODY),
 }
 
 
-def kept(isolation: IsolationName, *, is_whole: bool, module: KernelModule | None) -> Kept:
-    """Of a container under this isolation. `module` is None where the node has no NVIDIA driver, or it is not known."""
+_OF_MEMORY = frozenset(
+    {NotKept.ARRAYS, NotKept.ASYNC_ALLOCATIONS, NotKept.MANAGED_MEMORY, NotKept.POOLS, NotKept.VIRTUAL_MEMORY}
+)
+"""The other terms are of compute, or of both."""
+
+
+def kept(
+    isolation: IsolationName, *, is_whole: bool, module: KernelModule | None, has_driver_limit: bool = True
+) -> Kept:
+    """Of a container under this isolation. `module` is None where the node has no NVIDIA driver, or it is not known;
+    `has_driver_limit` is False where the container was found to run without the driver's limit."""
     if is_whole:
         return Kept(memory_by=Keeper.WHOLE_GPU, compute_by=Keeper.WHOLE_GPU)
-    found = _SHARES[isolation]
+    has_driver_limit = has_driver_limit and IsolationName.DRIVER in isolation.parts
+    others = [_SHARES[part] for part in isolation.parts if part is not IsolationName.DRIVER]
+    found = others[0] if others else Kept(memory_by=Keeper.NOBODY, compute_by=Keeper.NOBODY)
+    if has_driver_limit:
+        limit = _SHARES[IsolationName.DRIVER]
+        terms = {*(set(found.not_kept) - _OF_MEMORY), *limit.not_kept}
+        found = Kept(memory_by=limit.memory_by, compute_by=found.compute_by, not_kept=tuple(sorted(terms)))
     if found.compute_by is Keeper.HAMI_CORE and module is not None and _is_blind(module):
         not_kept = tuple(sorted({*found.not_kept, NotKept.OPEN_MODULES}))
         return Kept(memory_by=found.memory_by, compute_by=Keeper.NOBODY, not_kept=not_kept)

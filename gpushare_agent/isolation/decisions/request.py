@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 
-from gpushare_agent.model.allocations import ContainerEdits
+from gpushare_agent.model.allocations import ContainerEdits, merged
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import IsolationName
@@ -78,10 +78,12 @@ class Preparation(Enum):
     """The virtual manager's directory and socket."""
     PRIVATE_CACHE = auto()
     """A file that the container alone may write."""
+    MEMORY_LIMIT = auto()
+    """The driver's limit of the pod's cgroup."""
 
 
 class Follows(Enum):
-    """Who follows a change of a share's limit after its container was created."""
+    """Who follows a change of a share's limit after its container was created; in the order of how many do."""
 
     NOBODY = auto()
     NEW_PROCESSES = auto()
@@ -103,6 +105,27 @@ class Isolation:
 
     name: IsolationName
     edit: Callable[[IsolationRequest], ContainerEdits | Refused]
-    preparation: Preparation | None = None
+    preparations: tuple[Preparation, ...] = ()
     cores_follow: Follows = Follows.NOBODY
     memory_follows: Follows = Follows.NOBODY
+
+
+def combined(name: IsolationName, parts: Sequence[Isolation]) -> Isolation:
+    """What all of them add; refused where one refuses. The first limits compute, every one memory."""
+
+    def edit(request: IsolationRequest) -> ContainerEdits | Refused:
+        found: list[ContainerEdits] = []
+        for part in parts:
+            edits = part.edit(request)
+            if isinstance(edits, Refused):
+                return edits
+            found.append(edits)
+        return merged(*found)
+
+    return Isolation(
+        name=name,
+        edit=edit,
+        preparations=tuple(one for part in parts for one in part.preparations),
+        cores_follow=parts[0].cores_follow,
+        memory_follows=min((part.memory_follows for part in parts), key=lambda follows: follows.value),
+    )

@@ -128,7 +128,7 @@ def driver_numbers(version: str) -> tuple[int, int]:
 ISOLATION = Isolation(
     name=IsolationName.VCUDA,
     edit=edit_vcuda,
-    preparation=Preparation.VDEVICE,
+    preparations=(Preparation.VDEVICE,),
     # The library reads vcuda.config at each cuInit, cuDriverGetVersion, cuGetProcAddress and nvmlInit: a running process
     # that makes one of these calls follows, and nobody can tell whether it will.
     cores_follow=Follows.NEW_PROCESSES,

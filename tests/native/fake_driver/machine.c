@@ -36,12 +36,18 @@ typedef struct {
     gpu_use gpus[MAX_GPUS];
 } process;
 typedef struct {
+    char directory[2 * TEXT]; /* empty: no limit */
+    unsigned minor;
+    uint64_t inode, soft, hard;
+} cgroup_limit;
+typedef struct {
     uint64_t layout;
     uint64_t busy_until_ns[MAX_GPUS];
     process processes[MAX_PROCESSES];
+    cgroup_limit limits[MAX_LIMITS];
 } state;
 
-static const uint64_t LAYOUT = 0xfa4e000000000001ull + sizeof(state);
+static const uint64_t LAYOUT = 0xfa4e000000000002ull + sizeof(state);
 
 /* Of this process. A child of fork has none of it: its parent's GPUs are not its own, as with the real driver. */
 static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER;
@@ -324,12 +330,51 @@ static uint64_t used_on(unsigned minor)
     return used;
 }
 
+/* Whether the directory is that of this cgroup or of one above it. */
+static int is_within(const char *cgroup, const char *directory)
+{
+    size_t have = strlen(directory);
+    for (size_t length = strlen(cgroup); length > 1; length--)
+        if ((cgroup[length] == '/' || cgroup[length] == 0) && length <= have &&
+            strncmp(directory + have - length, cgroup, length) == 0)
+            return 1;
+    return 0;
+}
+
+static uint64_t used_within(const cgroup_limit *limit)
+{
+    uint64_t used = 0;
+    for (const process *entry = machine->processes; entry < machine->processes + MAX_PROCESSES; entry++)
+        if (entry->is_used && is_within(entry->cgroup, limit->directory))
+            used += entry->gpus[limit->minor].memory;
+    return used;
+}
+
+static uint64_t less(uint64_t one, uint64_t other) { return one > other ? one - other : 0; }
+
+/* What a process may see of a GPU: the tightest limit over it, or the GPU as a whole. */
+static void view_of(unsigned minor, const process *entry, uint64_t *total, uint64_t *used)
+{
+    *total = config()->memory;
+    *used = used_on(minor);
+    for (const cgroup_limit *limit = machine->limits; entry && limit < machine->limits + MAX_LIMITS; limit++) {
+        uint64_t within;
+        if (!limit->directory[0] || limit->minor != minor || !is_within(entry->cgroup, limit->directory))
+            continue;
+        within = used_within(limit);
+        if (less(limit->hard, within) < less(*total, *used)) {
+            *total = limit->hard;
+            *used = within;
+        }
+    }
+}
+
 /* How much more memory of a GPU a process may take. */
 static uint64_t memory_left(unsigned minor, const process *entry)
 {
-    uint64_t used = used_on(minor);
-    (void)entry;
-    return used < config()->memory ? config()->memory - used : 0;
+    uint64_t total, used;
+    view_of(minor, entry, &total, &used);
+    return less(total, used);
 }
 
 static int take(unsigned minor, uint64_t bytes)
@@ -386,7 +431,70 @@ void memory_of_gpu(unsigned minor, uint64_t *total, uint64_t *used)
     end();
 }
 
-void memory_of_caller(unsigned minor, uint64_t *total, uint64_t *used) { memory_of_gpu(minor, total, used); }
+void memory_of_caller(unsigned minor, uint64_t *total, uint64_t *used)
+{
+    begin();
+    clear_dead();
+    view_of(minor, own_entry(), total, used);
+    end();
+}
+
+/* --- limits of cgroups --- */
+
+static cgroup_limit *find_limit(unsigned minor, const char *directory)
+{
+    for (cgroup_limit *limit = machine->limits; limit < machine->limits + MAX_LIMITS; limit++)
+        if (strcmp(limit->directory, directory) == 0 && (!directory[0] || limit->minor == minor))
+            return limit;
+    return NULL;
+}
+
+static uint64_t inode_of(const char *directory)
+{
+    struct stat found;
+    return stat(directory, &found) == 0 ? found.st_ino : 0;
+}
+
+/* For who sees the directories; a container does not. */
+static void clear_removed(void)
+{
+    for (cgroup_limit *limit = machine->limits; limit < machine->limits + MAX_LIMITS; limit++)
+        if (limit->directory[0] && inode_of(limit->directory) != limit->inode)
+            memset(limit, 0, sizeof *limit);
+}
+
+int set_memory_limit(unsigned minor, const char *directory, uint64_t soft, uint64_t hard)
+{
+    begin();
+    clear_removed();
+    cgroup_limit *limit = find_limit(minor, directory);
+    if (!limit)
+        limit = find_limit(minor, "");
+    if (limit && strlen(directory) < sizeof limit->directory) {
+        strcpy(limit->directory, directory);
+        limit->minor = minor;
+        limit->inode = inode_of(directory);
+        limit->soft = soft;
+        limit->hard = hard;
+    } else {
+        limit = NULL;
+    }
+    end();
+    return limit != NULL;
+}
+
+int get_memory_limit(unsigned minor, const char *directory, memory_limit *found)
+{
+    begin();
+    clear_dead();
+    const cgroup_limit *limit = find_limit(minor, directory);
+    if (limit && limit->inode != inode_of(directory)) /* it is another cgroup of that name */
+        limit = NULL;
+    if (limit)
+        *found = (memory_limit){.soft = limit->soft, .hard = limit->hard, .used = used_within(limit)};
+    end();
+    return limit != NULL;
+}
 
 /* --- time --- */
 

@@ -69,6 +69,14 @@ uint64_t run_on_gpu(unsigned minor, uint64_t duration_ns);
 uint64_t now_ns(void);
 void sleep_until(uint64_t time_ns);
 
+/* Limits of the memory that the processes of a cgroup and of those below it have together, from driver 615 on. A cgroup is named by
+   its directory, wherever the caller has its hierarchy mounted: a process is in it where the directory's path ends like the
+   process's own cgroup, or like one above that. One that is removed takes its limit with it. */
+enum { FIRST_DRIVER_WITH_LIMITS = 615 };
+typedef struct { uint64_t soft, hard, used; } memory_limit;
+int set_memory_limit(unsigned minor, const char *directory, uint64_t soft, uint64_t hard); /* 0: too many, or too long a name */
+int get_memory_limit(unsigned minor, const char *directory, memory_limit *limit);          /* 0: it has none */
+
 unsigned list_processes(unsigned minor, process_view views[MAX_PROCESSES]);
 
 #endif

@@ -3,11 +3,16 @@
  */
 #define _GNU_SOURCE
 #define NVML_NO_UNVERSIONED_FUNC_DEFS /* nvmlInit and nvmlInit_v2 are two functions */
+#include <linux/capability.h>
+#include <linux/magic.h>
 #include <nvml.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "machine.h"
 
@@ -42,6 +47,8 @@ const char *nvmlErrorString(nvmlReturn_t result)
     case NVML_ERROR_NOT_SUPPORTED: return "Not Supported";
     case NVML_ERROR_NO_PERMISSION: return "Insufficient Permissions";
     case NVML_ERROR_NOT_FOUND: return "Not Found";
+    case NVML_ERROR_FUNCTION_NOT_FOUND: return "Function Not Found";
+    case NVML_ERROR_OPERATING_SYSTEM: return "The operating system has blocked the request";
     case NVML_ERROR_INSUFFICIENT_SIZE: return "Insufficient Size";
     default: return "Unknown Error";
     }
@@ -234,6 +241,56 @@ nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *me
     memory->used = used;
     return NVML_SUCCESS;
 }
+
+/* --- limits of cgroups: root with CAP_SYS_ADMIN, cgroup v2, driver 615 --- */
+
+static nvmlReturn_t check_cgroup(const char *directory)
+{
+    struct statfs found;
+    if (atoi(config()->driver_version) < FIRST_DRIVER_WITH_LIMITS)
+        return NVML_ERROR_FUNCTION_NOT_FOUND; /* a real libnvidia-ml of then has no such symbol, and nvidia-ml-py says the same */
+    if (!directory || !*directory)
+        return NVML_ERROR_INVALID_ARGUMENT;
+    return statfs(directory, &found) == 0 && found.f_type == CGROUP2_SUPER_MAGIC ? NVML_SUCCESS : NVML_ERROR_OPERATING_SYSTEM;
+}
+
+static int is_administrator(void)
+{
+    struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
+    struct __user_cap_data_struct data[2];
+    return syscall(SYS_capget, &header, data) == 0 && (data[0].effective >> CAP_SYS_ADMIN & 1);
+}
+
+nvmlReturn_t nvmlDeviceSetMemoryLimits_v1(nvmlDevice_t device, nvmlSetMemoryLimits_v1_t *limits)
+{
+    log_call("nvmlDeviceSetMemoryLimits_v1");
+    nvmlReturn_t result = limits ? check_cgroup(limits->nameSpace) : NVML_ERROR_INVALID_ARGUMENT;
+    if (result != NVML_SUCCESS)
+        return result;
+    if (!is_administrator())
+        return NVML_ERROR_NO_PERMISSION;
+    int is_limited = limits->hardLimit != NVML_DEVICE_MEMORY_LIMIT_MAX;
+    if (limits->softLimit > limits->hardLimit || (is_limited && limits->hardLimit > config()->memory))
+        return NVML_ERROR_INVALID_ARGUMENT;
+    return set_memory_limit(minor_of(device), limits->nameSpace, limits->softLimit, limits->hardLimit) ? NVML_SUCCESS
+                                                                                                       : NVML_ERROR_UNKNOWN;
+}
+
+nvmlReturn_t nvmlDeviceGetMemoryLimits_v1(nvmlDevice_t device, nvmlGetMemoryLimits_v1_t *limits)
+{
+    memory_limit found;
+    nvmlReturn_t result = limits ? check_cgroup(limits->nameSpace) : NVML_ERROR_INVALID_ARGUMENT;
+    if (result != NVML_SUCCESS)
+        return result;
+    if (!get_memory_limit(minor_of(device), limits->nameSpace, &found))
+        return NVML_ERROR_NOT_FOUND;
+    limits->softLimit = found.soft;
+    limits->hardLimit = found.hard;
+    limits->currentUsed = found.used;
+    return NVML_SUCCESS;
+}
+
+/* --- processes --- */
 
 static process_view *views_of(nvmlDevice_t device, unsigned *count)
 {

@@ -1,0 +1,228 @@
+"""Keeps the driver's memory limit on the cgroup of every container with a share under isolation driver.
+
+Level-triggered: each round compares the containers that run with the limits that the driver has, so what was set before a
+restart of the agent, by NVIDIA's container toolkit, or by nobody, is treated alike. Where the agent may set limits
+(driver_limits.set_by_agent) it sets what differs; else it only reads, and says which container runs without.
+
+A container's cgroup is made after PreStartContainer, and found a moment later. So the agent limits the pod's cgroup too,
+which is there before, to the sum of the pod's shares: with one share in the pod it holds from the first instruction on.
+
+State owned: the IDs of the containers, which of them run without their limit and why, and which use more than it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+import structlog
+
+from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.supervision import wait_for
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.errors import AgentError, RefusalReason, Refused, Unavailable
+from gpushare_agent.model.memory_limits import LimitOutcome, MemoryLimit
+from gpushare_agent.model.names import GpuUuid, PodUid
+from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.runtime.cgroup_walk import CgroupDir
+from gpushare_agent.runtime.cgroups import Cgroups, CgroupVersion
+
+log = structlog.get_logger(__name__)
+
+PERIOD_S = 5.0
+NEW_PERIOD_S = 0.5
+"""While a container with a share is not known to run yet."""
+
+
+class MemoryLimiter(Protocol):
+    """The GPUs' driver."""
+
+    async def check_memory_limits(self, cgroup: Path, *, may_set: bool) -> None:
+        """Raises AgentError with the cure where limits cannot be had here."""
+
+    async def keep_memory_limits(self, wanted: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
+        """Reads, sets what differs where `may_set`; one outcome for each of `wanted`. Raises Unavailable."""
+
+
+class RunningContainers(Protocol):
+    async def running(self) -> Mapping[ContainerKey, str]:
+        """Their IDs. Raises AgentError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareOfMemory:
+    """A container's share under this isolation. An init container's ends before the pod's others begin."""
+
+    gpu: GpuUuid
+    limit_bytes: int
+    kind: ContainerKind
+
+
+class DriverLimits:
+    """`check` first, `prepare` at any time, `run` once. `on_missing` hears of a container that runs without its limit."""
+
+    def __init__(
+        self,
+        *,
+        driver: MemoryLimiter,
+        cgroups: Cgroups,
+        containers: RunningContainers,
+        shares: Callable[[], Mapping[ContainerKey, ShareOfMemory]],
+        may_set: bool,
+        on_missing: Callable[[ContainerKey, str], None],
+    ) -> None:
+        self._driver = driver
+        self._cgroups = cgroups
+        self._containers = containers
+        self._shares = shares
+        self._may_set = may_set
+        self._on_missing = on_missing
+        self._ids: dict[ContainerKey, str] = {}
+        self._problems: dict[ContainerKey, str] = {}
+        self._excess_bytes: dict[ContainerKey, int] = {}
+        self._one_round = asyncio.Lock()
+        self._is_new = asyncio.Event()
+        self._failure = ReportOnce()
+
+    @property
+    def may_set(self) -> bool:
+        return self._may_set
+
+    def problem(self, key: ContainerKey) -> str:
+        """Why the container runs without its limit; empty where it has it, or does not run."""
+        return self._problems.get(key, "")
+
+    async def check(self) -> None:
+        """What the isolation needs on this node is there. Raises AgentError with the cure."""
+        version = await self._cgroups.version_in_thread()
+        if version is not CgroupVersion.V2:
+            raise Unavailable(
+                f"{self._cgroups.root} has cgroup {version}, and the driver limits cgroups of v2 alone: move the node to "
+                "cgroup v2, or choose another isolation"
+            )
+        await self._driver.check_memory_limits(self._cgroups.root, may_set=self._may_set)
+
+    async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
+        """Limits the pods' cgroups of containers that are about to start, where the agent may."""
+        shares = self._shares()
+        uids = {key.pod_uid for key in keys if key in shares}
+        if not uids:
+            return None
+        self._is_new.set()
+        if not self._may_set:
+            return None
+        try:
+            limits = await self._pod_limits(shares, uids)
+            outcomes = await self._driver.keep_memory_limits(limits, may_set=True) if limits else []
+        except AgentError as e:
+            return _not_set(str(e))
+        problem = next((one.problem for one in outcomes if one.problem and not one.has_no_controller), "")
+        return _not_set(problem) if problem else None
+
+    async def run(self) -> NoReturn:
+        """Until cancelled. A round that fails is logged, once for each error, and repeated."""
+        while True:
+            try:
+                await self.reconcile()
+                if self._failure.is_over():
+                    log.info("memory_limits_read_again")
+            except AgentError as e:
+                if self._failure.is_new(str(e)):
+                    log.warning("memory_limits_not_read", error=str(e), then="the next round tries again")
+            has_unknown = any(key not in self._ids for key in self._shares())
+            await wait_for(self._is_new, NEW_PERIOD_S if has_unknown else PERIOD_S)
+            self._is_new.clear()
+
+    async def enforce(self, key: ContainerKey) -> str:
+        """After a resize: why the container has not its limit of now, or still uses more; empty where all is well. Raises
+        AgentError."""
+        await self.reconcile()
+        if key not in self._ids:
+            return "the container is not known to run yet"
+        if excess := self._excess_bytes.get(key, 0):
+            return f"its processes still have {excess >> 20} MiB more"
+        return self.problem(key)
+
+    async def reconcile(self) -> None:
+        """One round over all containers with a share. Raises AgentError."""
+        async with self._one_round:
+            await self._reconcile()
+
+    async def _reconcile(self) -> None:
+        shares = self._shares()
+        places = await self._find(shares)
+        keys = sorted(places)
+        wanted = [_limit(shares[key], places[key].path) for key in keys]
+        pods = await self._pod_limits(shares, {key.pod_uid for key in keys}) if self._may_set else []
+        outcomes = await self._driver.keep_memory_limits([*pods, *wanted], may_set=self._may_set) if wanted else []
+        for key in self._problems.keys() - places.keys():
+            del self._problems[key]
+        self._excess_bytes = {}
+        for key, outcome in zip(keys, outcomes[len(pods) :], strict=True):
+            if (excess := outcome.used_bytes - shares[key].limit_bytes) > 0:
+                self._excess_bytes[key] = excess
+            self._note(key, "" if outcome.is_gone else outcome.problem)
+
+    def _note(self, key: ContainerKey, problem: str) -> None:
+        before = self._problems.pop(key, "")
+        if problem:
+            self._problems[key] = problem
+        if problem == before:
+            return
+        if problem:
+            log.error("memory_limit_missing", pod_uid=key.pod_uid, container=key.container, why=problem)
+            self._on_missing(key, problem)
+        else:
+            log.info("memory_limit_set", pod_uid=key.pod_uid, container=key.container)
+
+    async def _find(self, shares: Mapping[ContainerKey, ShareOfMemory]) -> dict[ContainerKey, CgroupDir]:
+        """The cgroups of those that run now. The runtime is asked while one of them is not known."""
+        self._ids = {key: id_ for key, id_ in self._ids.items() if key in shares}
+        if any(key not in self._ids for key in shares):
+            running = await self._containers.running()
+            self._ids |= {key: id_ for key, id_ in running.items() if key in shares}
+        if not self._ids:
+            return {}
+        found = await self._cgroups.find_many_in_thread([(id_, key.pod_uid) for key, id_ in self._ids.items()])
+        self._ids = {key: id_ for key, id_ in self._ids.items() if id_ in found}  # the others have ended
+        return {key: found[id_] for key, id_ in self._ids.items()}
+
+    async def _pod_limits(
+        self, shares: Mapping[ContainerKey, ShareOfMemory], uids: Collection[PodUid]
+    ) -> list[MemoryLimit]:
+        """Of those of these pods that have a cgroup. Raises Unavailable."""
+        if not uids:
+            return []
+        directories = await self._cgroups.find_pod_directories_in_thread(uids)
+        return [
+            MemoryLimit(gpu=gpu, cgroup=directories[uid], limit_bytes=limit_bytes)
+            for uid in sorted(directories)
+            for gpu, limit_bytes in sorted(pod_memory([s for key, s in shares.items() if key.pod_uid == uid]).items())
+        ]
+
+
+def pod_memory(shares: Iterable[ShareOfMemory]) -> dict[GpuUuid, int]:
+    """What a pod's containers may have together of each GPU, bytes. Init containers run one by one, the others at the same
+    time."""
+    together: dict[GpuUuid, int] = {}
+    alone: dict[GpuUuid, int] = {}
+    for share in shares:
+        if share.kind is ContainerKind.INIT:
+            alone[share.gpu] = max(alone.get(share.gpu, 0), share.limit_bytes)
+        else:
+            together[share.gpu] = together.get(share.gpu, 0) + share.limit_bytes
+    return {gpu: max(together.get(gpu, 0), alone.get(gpu, 0)) for gpu in together.keys() | alone.keys()}
+
+
+def _limit(share: ShareOfMemory, cgroup: Path) -> MemoryLimit:
+    return MemoryLimit(gpu=share.gpu, cgroup=cgroup, limit_bytes=share.limit_bytes)
+
+
+def _not_set(why: str) -> Refused:
+    return Refused(
+        reason=RefusalReason.NOT_READY,
+        detail=f"the driver's memory limit of the pod's cgroup cannot be set: {why}. The kubelet tries again.",
+    )

@@ -1,0 +1,29 @@
+"""The driver's own limits of a cgroup's GPU memory, as values. Source: nvml.h of CUDA 13.4, `nvmlSetMemoryLimits_v1_t`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpushare_agent.model.names import GpuUuid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimit:
+    """What the processes in a cgroup and below may have of one GPU. `cgroup` is its directory, in cgroup v2."""
+
+    gpu: GpuUuid
+    cgroup: Path
+    limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitOutcome:
+    """`problem` says why the limit is not in force and what to do, empty where it is. `is_gone`: the cgroup has ended.
+    `has_no_controller`: the kernel's dmem controller is not enabled for this cgroup, so the driver takes no limit for it.
+    `used_bytes` is what its processes have; a limit below it takes nothing from them."""
+
+    problem: str = ""
+    used_bytes: int = 0
+    is_gone: bool = False
+    has_no_controller: bool = False

@@ -1,0 +1,94 @@
+"""Isolation driver: the variables that NVIDIA's container toolkit sets the limit by, alone and with another isolation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpushare_agent.isolation import (
+    ISOLATIONS,
+    HamiCoreConfig,
+    IsolationConfig,
+    IsolationRequest,
+    MpsConfig,
+    Preparation,
+)
+from gpushare_agent.model.allocations import ContainerEdits
+from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.names import ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST, PodUid
+from tests.support_core import container, inventory
+
+GPUS = inventory(memory_mib=24 * 1024).gpus
+CONFIG = IsolationConfig(
+    virtual_manager=Path("/vm"),
+    hami_core=HamiCoreConfig(library=Path("/lib/libvgpu.so"), directory=Path("/hami")),
+    mps=MpsConfig(pipe_directory=Path("/pipe"), shm_directory=Path("/dev/shm")),
+)
+WITH_DRIVER = [name for name in IsolationName if IsolationName.DRIVER in name.parts]
+
+
+def request(**changes: object) -> IsolationRequest:
+    made = IsolationRequest(
+        pod_uid=PodUid("11111111-2222-3333-4444-555555555555"),
+        container=container("cuda"),
+        gpus=GPUS[:1],
+        cores=30,
+        memory_mib=6144,
+        is_whole=False,
+        config=CONFIG,
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", WITH_DRIVER)
+def test_a_share_gets_request_and_limit_in_mib(name: IsolationName) -> None:
+    """Whole numbers without a unit, both: the toolkit's hook does nothing where one is missing."""
+    edits = ISOLATIONS[name].edit(request())
+    assert isinstance(edits, ContainerEdits)
+    assert {key: value for key, value in edits.env if key.startswith("NVIDIA_GPU")} == {
+        "NVIDIA_GPU_MEMORY_REQUEST": "6144",
+        "NVIDIA_GPU_MEMORY_LIMIT": "6144",
+    }
+
+
+@pytest.mark.parametrize("name", WITH_DRIVER)
+def test_a_combination_adds_to_what_the_other_gives(name: IsolationName) -> None:
+    """Everything of both: limits of compute, mounts, what is prepared on the host."""
+    edits = ISOLATIONS[name].edit(request())
+    assert isinstance(edits, ContainerEdits)
+    for part in name.parts:
+        own = ISOLATIONS[part].edit(request())
+        assert isinstance(own, ContainerEdits)
+        assert set(own.env) <= set(edits.env) and set(own.mounts) <= set(edits.mounts)
+        assert set(ISOLATIONS[part].preparations) <= set(ISOLATIONS[name].preparations)
+    assert Preparation.MEMORY_LIMIT in ISOLATIONS[name].preparations
+
+
+@pytest.mark.parametrize("name", WITH_DRIVER)
+def test_whole_gpus_are_not_limited(name: IsolationName) -> None:
+    assert ISOLATIONS[name].edit(request(gpus=GPUS[:2], cores=200, memory_mib=0, is_whole=True)) == ContainerEdits()
+
+
+@pytest.mark.parametrize("name", WITH_DRIVER)
+@pytest.mark.parametrize("variable", [ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST])
+def test_a_spec_that_sets_a_limit_of_its_own_is_refused(name: IsolationName, variable: str) -> None:
+    """It would go before the agent's, and the toolkit would set that."""
+    own = replace(container("cuda"), env={variable: "999999"})
+    refused = ISOLATIONS[name].edit(request(container=own))
+    assert isinstance(refused, Refused) and refused.reason is RefusalReason.INVALID_REQUEST
+    assert variable in refused.detail and "Nothing was allocated" in refused.detail
+
+
+@pytest.mark.parametrize("name", WITH_DRIVER)
+def test_a_share_without_memory_is_refused(name: IsolationName) -> None:
+    """A limit of 0 would let no program start."""
+    assert isinstance(ISOLATIONS[name].edit(request(memory_mib=0)), Refused)
+
+
+def test_the_parts_of_a_name() -> None:
+    """In the order of the name; what is no combination is its own part."""
+    assert IsolationName.HAMI_CORE_DRIVER.parts == (IsolationName.HAMI_CORE, IsolationName.DRIVER)
+    assert IsolationName.NONE.parts == (IsolationName.NONE,)

@@ -1,0 +1,233 @@
+"""Keeping the driver's memory limits: on which cgroups, when again, and what is said of a container without."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpushare_agent.isolation.driver_limits.limits import DriverLimits, ShareOfMemory, pod_memory
+from gpushare_agent.kit.supervision import forever, stop_task
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.errors import Refused, Rejected, Unavailable
+from gpushare_agent.model.memory_limits import LimitOutcome, MemoryLimit
+from gpushare_agent.model.names import GpuUuid, PodUid
+from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.runtime.cgroups import Cgroups
+from tests.support_agent import poll_until
+
+UID = PodUid("11111111-2222-3333-4444-555555555555")
+GPU, OTHER_GPU = GpuUuid("GPU-a"), GpuUuid("GPU-b")
+MAIN, SECOND = ContainerKey(UID, "main"), ContainerKey(UID, "second")
+IDS = {MAIN: "a" * 64, SECOND: "b" * 64}
+GIB = 1 << 30
+
+
+def share(gib: int, *, gpu: GpuUuid = GPU, kind: ContainerKind = ContainerKind.MAIN) -> ShareOfMemory:
+    return ShareOfMemory(gpu=gpu, limit_bytes=gib * GIB, kind=kind)
+
+
+class World:
+    """A cgroup tree as the kubelet makes it, a driver that remembers limits, and a runtime that knows IDs."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        (root / "cgroup.controllers").touch()
+        self.pod = root / "kubepods" / f"pod{UID}"
+        self.shares: dict[ContainerKey, ShareOfMemory] = {MAIN: share(4)}
+        self.ids: dict[ContainerKey, str] = {}
+        self.limits: dict[tuple[GpuUuid, Path], int] = {}
+        self.problem = LimitOutcome()
+        self.error: Exception | None = None
+        self.missing: list[tuple[ContainerKey, str]] = []
+        self.asked_for_ids = 0
+        self.used_bytes = 0
+
+    def limiter(self, *, may_set: bool = True) -> DriverLimits:
+        return DriverLimits(
+            driver=self,
+            cgroups=Cgroups(self.root, self.root),
+            containers=self,
+            shares=lambda: self.shares,
+            may_set=may_set,
+            on_missing=lambda key, why: self.missing.append((key, why)),
+        )
+
+    def start(self, key: ContainerKey) -> Path:
+        (self.pod / IDS[key]).mkdir(parents=True, exist_ok=True)
+        self.ids[key] = IDS[key]
+        return self.pod / IDS[key]
+
+    async def running(self) -> Mapping[ContainerKey, str]:
+        self.asked_for_ids += 1
+        return dict(self.ids)
+
+    async def check_memory_limits(self, cgroup: Path, *, may_set: bool) -> None:
+        if self.error is not None:
+            raise self.error
+
+    async def keep_memory_limits(self, wanted: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
+        if self.error is not None:
+            raise self.error
+        if self.problem.problem:
+            return [self.problem] * len(wanted)
+        if may_set:
+            self.limits |= {(one.gpu, one.cgroup): one.limit_bytes for one in wanted}
+        return [
+            LimitOutcome(used_bytes=self.used_bytes)
+            if self.limits.get((one.gpu, one.cgroup)) == one.limit_bytes
+            else LimitOutcome(problem="none")
+            for one in wanted
+        ]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+async def test_the_pods_cgroup_is_limited_before_the_container_starts(world: World) -> None:
+    """To the sum of its shares: the container's own cgroup is not there yet."""
+    world.shares[SECOND] = share(2)
+    world.pod.mkdir(parents=True)
+    assert await world.limiter().prepare([MAIN]) is None
+    assert world.limits == {(GPU, world.pod): 6 * GIB}
+
+
+async def test_a_pod_without_a_cgroup_of_its_own_starts_all_the_same(world: World) -> None:
+    """A kubelet without cgroups per QoS makes none; the container's is limited when it is there."""
+    assert await world.limiter().prepare([MAIN]) is None
+    assert world.limits == {}
+
+
+async def test_a_limit_that_cannot_be_set_keeps_the_container_from_starting(world: World) -> None:
+    """With the driver's reason. A pod's cgroup that the kernel's controller leaves out does not."""
+    world.pod.mkdir(parents=True)
+    world.problem = LimitOutcome(problem="no right")
+    refused = await world.limiter().prepare([MAIN])
+    assert isinstance(refused, Refused) and "no right" in refused.detail
+    world.problem = LimitOutcome(problem="no dmem files", has_no_controller=True)
+    assert await world.limiter().prepare([MAIN]) is None
+    world.error = Unavailable("hangs")
+    refused = await world.limiter().prepare([MAIN])
+    assert isinstance(refused, Refused) and "hangs" in refused.detail
+
+
+async def test_who_may_not_set_limits_prepares_nothing(world: World) -> None:
+    world.pod.mkdir(parents=True)
+    world.error = Unavailable("is not asked")
+    assert await world.limiter(may_set=False).prepare([MAIN]) is None
+
+
+async def test_a_container_that_runs_gets_its_limit_and_its_pod_too(world: World) -> None:
+    """Also what another agent, or nobody, left: each round compares."""
+    limiter = world.limiter()
+    await limiter.reconcile()
+    assert world.limits == {}
+    own = world.start(MAIN)
+    await limiter.reconcile()
+    assert world.limits == {(GPU, world.pod): 4 * GIB, (GPU, own): 4 * GIB}
+    world.shares[MAIN] = share(8)
+    await limiter.reconcile()
+    assert world.limits == {(GPU, world.pod): 8 * GIB, (GPU, own): 8 * GIB}
+    world.limits.clear()
+    await world.limiter().reconcile()
+    assert world.limits == {(GPU, world.pod): 8 * GIB, (GPU, own): 8 * GIB}
+
+
+async def test_the_runtime_is_asked_only_while_a_container_is_not_known(world: World) -> None:
+    """One that ended is asked for again: it may come back with another ID."""
+    limiter = world.limiter()
+    own = world.start(MAIN)
+    for _ in range(3):
+        await limiter.reconcile()
+    assert world.asked_for_ids == 1
+    own.rmdir()
+    world.ids.clear()
+    await limiter.reconcile()
+    await limiter.reconcile()
+    assert world.asked_for_ids == 2
+
+
+async def test_a_container_without_its_limit_is_named_once_and_again_when_it_has_it(world: World) -> None:
+    """In the log, to whoever tells the pod, and as long as it runs to whoever asks."""
+    limiter = world.limiter(may_set=False)
+    own = world.start(MAIN)
+    with capture_logs() as lines:
+        await limiter.reconcile()
+        await limiter.reconcile()
+        assert limiter.problem(MAIN) == "none" and world.missing == [(MAIN, "none")]
+        world.limits[GPU, own] = 4 * GIB  # as NVIDIA's toolkit would
+        await limiter.reconcile()
+        assert limiter.problem(MAIN) == ""
+    assert [line["event"] for line in lines] == ["memory_limit_missing", "memory_limit_set"]
+
+
+async def test_a_container_that_has_ended_is_no_container_without_a_limit(world: World) -> None:
+    """Nor is one whose cgroup goes between two steps."""
+    limiter = world.limiter(may_set=False)
+    own = world.start(MAIN)
+    await limiter.reconcile()
+    own.rmdir()
+    await limiter.reconcile()
+    assert limiter.problem(MAIN) == ""
+    world.start(MAIN)
+    world.problem = LimitOutcome(problem="gone", is_gone=True)
+    await limiter.reconcile()
+    assert limiter.problem(MAIN) == ""
+
+
+async def test_what_runs_is_kept_by_itself_and_a_round_that_fails_is_reported_once(world: World) -> None:
+    """The next one tries again."""
+    world.error = Unavailable("hangs")
+    own = world.start(MAIN)
+    limiter = world.limiter()
+    with capture_logs() as lines:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(forever("driver limits", limiter.run), name="driver limits")
+            await poll_until(lambda: bool(lines), "a round that failed")
+            world.error = None
+            await limiter.prepare([MAIN])
+            await poll_until(lambda: (GPU, own) in world.limits, "the limit")
+            await stop_task(task)
+    assert [line["event"] for line in lines] == ["memory_limits_not_read", "memory_limits_read_again"]
+
+
+async def test_the_check_names_what_the_node_lacks(world: World) -> None:
+    """Cgroup v2, and a driver that has such limits."""
+    await world.limiter().check()
+    world.error = Rejected("the driver 580 has none")
+    with pytest.raises(Rejected, match="580"):
+        await world.limiter().check()
+    (world.root / "cgroup.controllers").unlink()
+    (world.root / "pids").mkdir()
+    (world.root / "pids" / "cgroup.procs").touch()
+    with pytest.raises(Unavailable, match="cgroup v1"):
+        await world.limiter().check()
+
+
+async def test_a_resize_is_enforced_once_its_processes_have_no_more(world: World) -> None:
+    """What a process has stays its own; a container that does not run yet has no limit to change."""
+    limiter = world.limiter()
+    assert "not known to run yet" in await limiter.enforce(MAIN)
+    own = world.start(MAIN)
+    world.used_bytes = 4 * GIB
+    assert await limiter.enforce(MAIN) == ""
+    world.shares[MAIN] = share(1)
+    assert await limiter.enforce(MAIN) == "its processes still have 3072 MiB more"
+    assert world.limits[GPU, own] == GIB
+    world.used_bytes = GIB
+    assert await limiter.enforce(MAIN) == ""
+
+
+def test_init_containers_do_not_add_up() -> None:
+    """The largest of them runs alone; the others, sidecars too, run together; each GPU by itself."""
+    init, sidecar = ContainerKind.INIT, ContainerKind.SIDECAR
+    found = pod_memory(
+        [share(6, kind=init), share(5, kind=init), share(2), share(3, kind=sidecar), share(1, gpu=OTHER_GPU)]
+    )
+    assert found == {GPU: 6 * GIB, OTHER_GPU: GIB}
+    assert pod_memory([share(6), share(6, kind=init)]) == {GPU: 6 * GIB}
