@@ -6,6 +6,7 @@ import difflib
 import filecmp
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -155,3 +156,13 @@ def bench(session: nox.Session) -> None:
     """Measure against the targets; prints a table."""
     session.install(".[dev]")
     session.run("python", "-m", "bench", *session.posargs)
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """Measure on a real GPU what the isolations keep; before, where there is a network, `-- --pack build/gpu`."""
+    if "--pack" in session.posargs:
+        session.install(".[isolation]", "pip")
+        session.run("python", "-m", "bench.gpu", *session.posargs)
+    else:  # with the machine's own Python, for nothing can be downloaded there
+        session.run(sys.executable, "-m", "bench.gpu", *session.posargs, external=True)

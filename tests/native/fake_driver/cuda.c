@@ -504,6 +504,12 @@ CUresult CUDAAPI cuMemFreeAsync(CUdeviceptr address, CUstream stream)
 PER_THREAD(cuMemFreeAsync);
 
 /* Virtual memory: the memory is the handle's; addresses cost nothing. */
+CUresult CUDAAPI cuMemsetD32Async(CUdeviceptr address, unsigned int value, size_t count, CUstream stream)
+{
+    (void)address, (void)value, (void)count, (void)stream;
+    return CUDA_SUCCESS;
+}
+
 CUresult CUDAAPI cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *properties,
                                                CUmemAllocationGranularity_flags option)
 {
@@ -606,10 +612,16 @@ CUresult CUDAAPI cuModuleGetFunction(CUfunction *function, CUmodule module, cons
 
 CUresult CUDAAPI cuModuleGetLoadingMode(CUmoduleLoadingMode *mode) { return *mode = CU_MODULE_LAZY_LOADING, CUDA_SUCCESS; }
 
+/* Graphs: how many kernels they have. An executable one is a copy. While one is captured, launches only add to it. */
+typedef struct { unsigned kernels; } graph;
+static graph *captured;
+
 static CUresult run_kernels(unsigned count)
 {
     if (current < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
+    if (captured)
+        return captured->kernels += count, CUDA_SUCCESS;
     uint64_t done_at = run_on_gpu(minors[current], config()->kernel_ns * count);
     busy_until[current] = done_at;
     if (done_at > now_ns() + QUEUE_NS)
@@ -684,13 +696,26 @@ CUresult CUDAAPI cuCtxGetStreamPriorityRange(int *least, int *greatest)
     return CUDA_SUCCESS;
 }
 
-/* Graphs: how many kernels they have. An executable one is a copy. */
-typedef struct { unsigned kernels; } graph;
-
 CUresult CUDAAPI cuGraphCreate(CUgraph *made, unsigned int flags)
 {
     (void)flags;
     return (*made = calloc(1, sizeof(graph))) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+CUresult CUDAAPI cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode)
+{
+    (void)stream, (void)mode;
+    return captured ? CUDA_ERROR_ILLEGAL_STATE : cuGraphCreate((CUgraph *)&captured, 0);
+}
+
+CUresult CUDAAPI cuStreamEndCapture(CUstream stream, CUgraph *made)
+{
+    (void)stream;
+    if (!captured)
+        return CUDA_ERROR_ILLEGAL_STATE;
+    *made = (CUgraph)captured;
+    captured = NULL;
+    return CUDA_SUCCESS;
 }
 
 static CUresult add_kernel(CUgraphNode *node, CUgraph to)

@@ -1,0 +1,298 @@
+"""The results of a run as Markdown. Pure: the same results give the same text.
+
+`results` is results.json: `machine`, `package`, `plan`, and `steps`, each with `isolation` ("bare" for the machine itself),
+`step`, `state` (done, failed, skipped), `reason`, `seconds` and `found`, which is what the functions of steps.py return.
+What a step did not find is an empty cell, and why is in the last table.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Found = Mapping[str, Any]
+
+_UNITS = {"launch": "launch", "launch_and_wait": "launch and wait", "alloc_and_free": "cuMemAlloc and free",
+          "alloc_async_and_free": "cuMemAllocAsync and free", "mem_get_info": "cuMemGetInfo"}  # fmt: skip
+_BARE = "bare"
+
+
+def render(results: Mapping[str, Any]) -> str:
+    """The whole report; also of a run that has not ended."""
+    steps = {(step["isolation"], step["step"]): step for step in results["steps"]}
+    names = list(dict.fromkeys(step["isolation"] for step in results["steps"] if step["isolation"] != _BARE))
+    measured = [name for name in names if _found(steps, name, "pods") is not None]
+    parts = [
+        _head(results),
+        _machine(results, _found(steps, _BARE, "facts")),
+        _memory(steps, measured, results["plan"]["share_mib"]),
+        _compute(steps, measured, results["plan"]["cores"]),
+        _launches(steps, measured),
+        _overhead(steps, measured),
+        _usage(steps, measured),
+        _faults(steps, measured),
+        _torch(steps, measured),
+        _wiring(steps, measured),
+        _not_done(results["steps"]),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _found(steps: Mapping[tuple[str, str], Found], isolation: str, step: str) -> Any:
+    return steps.get((isolation, step), {}).get("found")
+
+
+def _head(results: Mapping[str, Any]) -> str:
+    took = f", {results['took_s']:g} s" if "took_s" in results else ", not ended"
+    namespaces = (
+        "Programs ran in mount and PID namespaces with the environment, mounts and device nodes that the agent answered."
+        if not results["namespaces"]
+        else f"No namespaces here ({results['namespaces']}): libraries were preloaded and paths set by hand."
+    )
+    commit = results["package"]["commit"][:12]
+    return f"# What the isolations keep on a real GPU\n\n{results['started']}{took}. Agent {commit}. {namespaces}"
+
+
+def _machine(results: Mapping[str, Any], bare: Found | None) -> str:
+    machine = results["machine"]
+    rows = [
+        ("GPU", f"{machine['gpu']}, {machine['memory_mib']} MiB; {machine['gpus']} on the machine"),
+        ("driver", f"{machine['driver']}, CUDA {machine['cuda']}"),
+        ("kernel module", machine["kernel_module"]),
+        ("kernel, cgroups", f"{machine['kernel']}, {machine['cgroups']}"),
+        ("PyTorch", machine["torch"] or "none"),
+        ("MPS control", machine["mps_control"] or "none"),
+        ("NVML's memory limits for cgroups", "yes" if machine["has_memory_limits"] else "no"),
+        ("libraries", ", ".join(results["package"]["libraries"]) or "none"),
+        *((f"no {name}", reason) for name, reason in results["package"]["missing"].items()),
+    ]
+    if bare is not None:
+        rows.append(("compute capability", f"{bare['capability']}, {bare['multiprocessors']} multiprocessors"))
+        rows.append(("a context alone", f"{_mib(bare['context_mib'])} of the GPU, {bare['start_s']:.2f} s to start"))
+    return "## Machine\n\n" + _table(("", ""), rows)
+
+
+def _memory(steps: Mapping[tuple[str, str], Found], names: Sequence[str], share_mib: int) -> str:
+    kinds = _steps_named(steps, "memory ")
+    if not kinds:
+        return ""
+    views = [(name, _found(steps, name, "view")) for name in names]
+    shown = [
+        f"{name}: CUDA says {view['total_mib']} MiB, cuMemGetInfo {view['info_total_mib']} MiB, nvidia-smi "
+        f"{'?' if view['nvidia_smi_total_mib'] is None else view['nvidia_smi_total_mib']} MiB"
+        for name, view in views
+        if view is not None
+    ]
+    rows = [(kind, *(_memory_cell(_found(steps, name, f"memory {kind}")) for name in names)) for kind in kinds]
+    text = (
+        f"## Memory: a share of {share_mib} MiB\n\nAllocated until refused, and in brackets what the GPU had in use more "
+        "than before, the context included. Exact is a bracket at or below the share.\n\n"
+    )
+    return (
+        text
+        + _table(("allocation", *names), rows)
+        + ("\n\nShown to the program: " + "; ".join(shown) + "." if shown else "")
+    )
+
+
+def _memory_cell(found: Found | None) -> str:
+    if found is None:
+        return ""
+    used = "" if found["gpu_mib"] is None else f" ({found['gpu_mib']:g})"
+    if not found["code"]:
+        return f"**{found['got_mib']}{used}, no limit met**"
+    over = found["gpu_mib"] is not None and found["gpu_mib"] > found["share_mib"]
+    by = f", **{found['gpu_mib'] - found['share_mib']:g} over**" if over else ""
+    return f"{found['got_mib']}{used}{by}, {found['error']}"
+
+
+def _compute(steps: Mapping[tuple[str, str], Found], names: Sequence[str], cores: Sequence[int]) -> str:
+    small, large = cores[0], cores[1]
+    if not _steps_named(steps, "compute "):
+        return ""
+    rows = []
+    for name in names:
+        alone = {pod: _found(steps, name, f"compute {count}") or {} for pod, count in (("a", small), ("b", large))}
+        both = _found(steps, name, f"compute {small}+{large}") or {}
+        cells = [alone["a"].get("a"), alone["b"].get("b"), both.get("a"), both.get("b")]
+        rows.append((name, *map(_share_cell, cells)))
+    head = ("isolation", f"{small} alone", f"{large} alone", f"{small} beside {large}", f"{large} beside {small}")
+    return (
+        "## Compute: launches of 1 ms\n\nPercent of what the bare machine does; in brackets the tenth and ninetieth "
+        "percentile of windows of half a second.\n\n" + _table(head, rows)
+    )
+
+
+def _share_cell(found: Found | None) -> str:
+    if found is None:
+        return ""
+    if found["error"]:
+        return str(found["error"])
+    if found["of_bare"] is None:
+        return f"{found['launches_per_s']:g}/s"
+    windows = sorted(found["windows"])
+    spread = f" ({_percent(_quantile(windows, 0.1))}–{_percent(_quantile(windows, 0.9))})" if len(windows) > 1 else ""
+    return f"{_percent(found['of_bare'])} %{spread}"
+
+
+def _launches(steps: Mapping[tuple[str, str], Found], names: Sequence[str]) -> str:
+    kinds = _steps_named(steps, "launch ")
+    if not kinds:
+        return ""
+    bare = _found(steps, _BARE, "launches") or {}
+    rows = []
+    for kind in kinds:
+        own = bare.get(kind)
+        own_cell = "" if own is None else own["error"] or f"{own['launches_per_s']:g}/s"
+        rows.append((kind, own_cell, *(_share_cell(_found(steps, name, f"launch {kind}")) for name in names)))
+    return (
+        "## Compute: other ways to launch, in the share of 30\n\nPercent of the bare machine's rate of the same kind.\n\n"
+        + _table(("launch", "bare machine", *names), rows)
+    )
+
+
+def _overhead(steps: Mapping[tuple[str, str], Found], names: Sequence[str]) -> str:
+    columns = [(name, found) for name in (_BARE, *names) if (found := _found(steps, name, "overhead")) is not None]
+    if not columns:
+        return ""
+    rows: list[tuple[str, ...]] = [
+        (f"{text}, µs", *(_quantiles_cell(found["latency_us"].get(call)) for _, found in columns))
+        for call, text in _UNITS.items()
+    ]
+    rows.append(("one of the mix, µs", *(_quantiles_cell(found["mix_us"]) for _, found in columns)))
+    rows.append(("mixes a second", *(found["error"] or f"{found['mix_per_s']:g}" for _, found in columns)))
+    return (
+        "## Overhead: a share of 99 cores beside the bare machine\n\nMedian; in brackets the tenth and ninetieth "
+        "percentile. The mix: ten kernels of 0.1 ms, a copy of 32 MiB, setting 32 MiB.\n\n"
+        + _table(("", *(name for name, _ in columns)), rows)
+    )
+
+
+def _quantiles_cell(found: Found | None) -> str:
+    if not found:
+        return ""
+    if "error" in found:
+        return str(found["error"])
+    return f"{found['median']:.1f} ({found['p10']:.1f}–{found['p90']:.1f})"
+
+
+def _usage(steps: Mapping[tuple[str, str], Found], names: Sequence[str]) -> str:
+    rows = []
+    for name in names:
+        found = _found(steps, name, "usage")
+        if found is None:
+            continue
+        cells = [
+            found.get(key) for key in ("agent_percent", "driver_percent", "gpu_percent", "agent_mib", "driver_mib")
+        ]
+        rows.append((name, f"{found['busy_percent']:g} %", *("?" if cell is None else f"{cell:g}" for cell in cells)))
+    if not rows:
+        return ""
+    head = (
+        "isolation",
+        "kernels ran",
+        "agent, % SM",
+        "driver's processes, %",
+        "driver's GPU, %",
+        "agent, MiB",
+        "driver, MiB",
+    )
+    return "## Usage: the agent's metrics beside the driver's numbers\n\nMedians of some seconds.\n\n" + _table(
+        head, rows
+    )
+
+
+def _faults(steps: Mapping[tuple[str, str], Found], names: Sequence[str]) -> str:
+    rows = []
+    for name in names:
+        found = _found(steps, name, "fault")
+        if found is None:
+            continue
+        xids = ", ".join(map(str, found["driver_xids"])) or "none"
+        events = "; ".join(event.removeprefix("gpushare_gpu_events_total") for event in found["agent_events"]) or "none"
+        health = found["gpu_health"] + (f": {found['gpu_health_reason']}" if found["gpu_health_reason"] else "")
+        rows.append((name, found["error"] or "no error", xids, events.replace("|", "/"), health, found["neighbour"]))
+    if not rows:
+        return ""
+    head = ("isolation", "the program got", "Xids", "the agent counted", "the GPU is", "the neighbour")
+    return "## An illegal address in one container\n\n" + _table(head, rows)
+
+
+def _torch(steps: Mapping[tuple[str, str], Found], names: Sequence[str]) -> str:
+    rows = []
+    for name in (_BARE, *names):
+        found = _found(steps, name, "torch")
+        if found is None:
+            continue
+        own, got, matmul, graph = (found.get(key) or {} for key in ("torch", "allocate", "matmul", "graph"))
+        rows.append((
+            name, f"{own.get('import_s', '?')} + {own.get('init_s', '?')}", f"{own.get('total_mib', '?')}",
+            f"{got.get('got_mib', '?')}" + (f", {got['error']}" if got.get("error") else ""),
+            f"{matmul.get('tflops', '?')}", f"{graph.get('tflops', '?')}", found["ended"],
+        ))  # fmt: skip
+    if not rows:
+        return ""
+    head = (
+        "isolation",
+        "import and start, s",
+        "memory shown, MiB",
+        "allocated, MiB",
+        "matmul, TFLOP/s",
+        "in a graph",
+        "ended by",
+    )
+    return "## PyTorch, in a share of 99 cores\n\n" + _table(head, rows)
+
+
+def _wiring(steps: Mapping[tuple[str, str], Found], names: Sequence[str]) -> str:
+    lines = []
+    for name in names:
+        found = _found(steps, name, "pods")
+        container = found["a"]
+        variables = " ".join(f"{key}={value}" for key, value in sorted(container["env"].items()))
+        mounts = " ".join(sorted(container["mounts"])) or "none"
+        devices = " ".join(container["devices"]) or "none"
+        lines.append(f"- **{name}**: environment `{variables}`; mounts {mounts}; devices {devices}")
+    return "## What the agent answered for the share of 30\n\n" + "\n".join(lines) if lines else ""
+
+
+def _not_done(steps: Iterable[Found]) -> str:
+    rows = [
+        (step["isolation"], step["step"], step["state"], _one_line(step["reason"]))
+        for step in steps
+        if step["state"] != "done"
+    ]
+    return "## Not measured\n\n" + _table(("isolation", "step", "", "why"), rows) if rows else ""
+
+
+# --- text ---
+
+
+def _steps_named(steps: Mapping[tuple[str, str], Found], prefix: str) -> list[str]:
+    """The rest of the names of the steps that begin so, in their order."""
+    return list(dict.fromkeys(name.removeprefix(prefix) for _, name in steps if name.startswith(prefix)))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("\n", " ") for cell in line) + " |" for line in lines)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "/")[:400]
+
+
+def _mib(value: float | None) -> str:
+    return "? MiB" if value is None else f"{value:g} MiB"
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * ratio:.0f}" if ratio >= 0.1 else f"{100 * ratio:.1f}"
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """The nearest of the ordered values; their median where there are fewer than three."""
+    if len(ordered) < 3:
+        return statistics.median(ordered)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,0 +1,437 @@
+"""The steps of a measurement: each runs programs and returns what it found, as JSON values.
+
+On the bare machine first, then in the containers of a sandbox under one isolation. A step that cannot be carried out raises
+StepFailed. Units: MiB, seconds, microseconds; `work` is launches × blocks × rounds in millions, and a rate is work a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.machine import Nvml, smi_memory_mib, torch_python
+from bench.gpu.programs import Line, Outcome, Program, StepFailed, run_program
+from bench.gpu.sandbox import BLOCK_MIB, PodShare, Sandbox, Surroundings, sample_of
+
+MEMORY_KINDS = ("plain", "pitch", "managed", "async", "pool", "vmm", "array", "array3d", "mipmap")
+LAUNCH_KINDS = ("plain", "ex", "graph", "cooperative")
+KERNEL_US = 1000
+SMALL, LARGE, NEARLY_ALL = 30, 60, 99
+"""Cores of the three shares. 100 would be a whole GPU, which no isolation limits."""
+
+_MOST_SHARE_MIB = 4096
+_OVER = 1.5
+"""What the memory step asks for at most, in shares: more is known to be unlimited."""
+_START_S = 10.0
+"""Of a program: the agent's `exec`, namespaces, cuInit and compiling the kernels."""
+_DUTY_BUSY_MS, _DUTY_PERIOD_MS = 20, 50
+_XID_S = 3.0
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durations:
+    """How long each thing is measured. `settle_s` is what the agent's and the driver's means of use look back."""
+
+    bare_s: float = 3.0
+    warm_up_s: float = 3.0
+    compute_s: float = 8.0
+    kind_s: float = 4.0
+    mix_s: float = 4.0
+    latency_runs: int = 2000
+    settle_s: float = 3.0
+    usage_s: float = 5.0
+    neighbour_s: float = 6.0
+    torch_s: float = 4.0
+
+
+QUICK = Durations(
+    bare_s=0.6, warm_up_s=0.6, compute_s=1.2, kind_s=0.6, mix_s=0.5, latency_runs=100, settle_s=2.5, usage_s=1.5,
+    neighbour_s=3.0, torch_s=1.0,
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Bare:
+    """What the bare machine gave, which later steps compare with."""
+
+    rounds: int = 0
+    grid: int = 0
+    rates: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The GPU, the program, and where they run. `environment` is that of programs on the bare machine."""
+
+    nvml: Nvml
+    probe: str
+    environment: Mapping[str, str]
+    around: Surroundings
+    memory_mib: int
+    uuid: str
+    durations: Durations = Durations()
+    bare: Bare = field(default_factory=Bare)
+
+    @property
+    def share_mib(self) -> int:
+        """Memory of each share: a quarter of the GPU, 4 GiB at most, in whole blocks."""
+        return max(BLOCK_MIB, min(_MOST_SHARE_MIB, self.memory_mib // 4) // BLOCK_MIB * BLOCK_MIB)
+
+    def probe_bare(
+        self, *actions: str, timeout_s: float = 30.0, at_wait: Callable[[int], None] | None = None
+    ) -> Outcome:
+        command = [self.probe, *actions]
+        return run_program(command, env=self.environment, timeout_s=timeout_s, at_wait=at_wait)
+
+
+def rate_of(line: Line) -> float:
+    """Work a second, in millions. Raises StepFailed where the launches failed."""
+    if line["code"]:
+        raise StepFailed(f"{line['kind']}: {line['error']}")
+    return float(line["work"]) / float(line["seconds"])
+
+
+# --- the bare machine ---
+
+
+def bare_facts(machine: Machine) -> Values:
+    """What CUDA says of the GPU, the memory that a program without allocations takes, and the size of a kernel of 1 ms."""
+    before, at_start = machine.nvml.used_mib(), []
+    outcome = machine.probe_bare(
+        "facts", "wait", f"work-for:{KERNEL_US}", at_wait=lambda _: at_start.append(machine.nvml.used_mib())
+    )
+    work = outcome.first("work-for")
+    machine.bare.rounds, machine.bare.grid = work["rounds"], work["grid"]
+    return {
+        **_without_action(outcome.first("facts")),
+        "start_s": outcome.first("start")["seconds"],
+        "context_mib": _difference(at_start[0] if at_start else None, before),
+        "kernel_us": KERNEL_US,
+        "rounds": work["rounds"],
+        "grid": work["grid"],
+    }
+
+
+def bare_launches(machine: Machine) -> Values:
+    outcome = machine.probe_bare(
+        *(_launch(machine, kind, machine.durations.bare_s) for kind in LAUNCH_KINDS), timeout_s=30.0
+    )
+    found: Values = {}
+    for line in outcome.of("launch"):
+        with contextlib.suppress(StepFailed):
+            machine.bare.rates[line["kind"]] = rate_of(line)
+        found[line["kind"]] = _rate_values(machine, line)
+    if "plain" not in machine.bare.rates:
+        raise StepFailed(f"no launches on the bare machine: {outcome.why()}")
+    return found
+
+
+def bare_overhead(machine: Machine) -> Values:
+    return _overhead_values(machine.probe_bare(*_overhead_actions(machine), timeout_s=30.0))
+
+
+def bare_torch(machine: Machine) -> Values:
+    command = _torch_command(machine)
+    return _torch_values(run_program(command, env=machine.environment, timeout_s=60.0))
+
+
+# --- in containers ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pods:
+    """A running sandbox with the containers of its pods, by the pods' names."""
+
+    machine: Machine
+    sandbox: Sandbox
+    containers: Mapping[str, Mapping[str, Any]]
+
+    def probe(
+        self, pod: str, *actions: str, timeout_s: float = 30.0, at_wait: Callable[[int], None] | None = None
+    ) -> Outcome:
+        return self.sandbox.run(pod, self.containers[pod], [self.machine.probe, *actions], timeout_s, at_wait)
+
+    def start_probe(self, pod: str, *actions: str) -> Program:
+        return self.sandbox.program(pod, self.containers[pod], [self.machine.probe, *actions])
+
+
+def start_pods(machine: Machine, sandbox: Sandbox, cores: Mapping[str, int]) -> Pods:
+    shares = [PodShare(name=name, cores=count, memory_mib=machine.share_mib) for name, count in cores.items()]
+    return Pods(machine=machine, sandbox=sandbox, containers=sandbox.run_pods(shares))
+
+
+def answered(pods: Pods) -> Values:
+    """What the agent answered, so that the report shows under which wiring it was measured."""
+    return {
+        name: {
+            "env": container["env"],
+            "mounts": {mount["container_path"]: mount["host_path"] for mount in container["mounts"]},
+            "devices": sorted(device["container_path"] for device in container["devices"]),
+        }
+        for name, container in sorted(pods.containers.items())
+    }
+
+
+def view(pods: Pods, pod: str) -> Values:
+    """What a program in the container is shown of the GPU."""
+    seen = pods.probe(pod, "facts")
+    smi = None
+    if shutil.which("nvidia-smi", path=pods.machine.environment["PATH"]):
+        smi = _smi_in(pods, pod)
+    return {
+        **_without_action(seen.first("facts")),
+        "start_s": seen.first("start")["seconds"],
+        "nvidia_smi_total_mib": smi,
+    }
+
+
+def memory(pods: Pods, pod: str, kind: str) -> Values:
+    """How much of one kind of allocation a share gives. `gpu_mib` is what the whole GPU had in use more than before."""
+    nvml, share = pods.machine.nvml, pods.machine.share_mib
+    used: list[float | None] = []
+    before = nvml.used_mib()
+    processes: dict[int, float | None] = {}
+
+    def at_wait(_: int) -> None:
+        used.append(nvml.used_mib())
+        processes.update(nvml.processes())
+
+    outcome = pods.probe(pod, f"memory:{kind}:{int(share * _OVER)}", "wait", at_wait=at_wait, timeout_s=_START_S + 15)
+    return {
+        **_without_action(outcome.first("memory")),
+        "share_mib": share,
+        "gpu_mib": _difference(used[0] if used else None, before),
+        "processes_mib": processes,
+    }
+
+
+def compute(pods: Pods, names: Sequence[str]) -> Values:
+    """Plain launches of 1 ms in each of these pods, at the same time."""
+    durations = pods.machine.durations
+    actions = ("wait", *_launches(pods.machine, "plain", durations.compute_s))
+    programs = [pods.start_probe(name, *actions) for name in names]
+    outcomes: list[Outcome] = []
+    try:
+        ready = [program.until_wait(_START_S) for program in programs]
+        for program in programs:
+            program.go()
+    finally:
+        outcomes = [program.finish(durations.warm_up_s + durations.compute_s + _START_S) for program in programs]
+    if not all(ready):
+        raise StepFailed("; ".join(outcome.why() for outcome in outcomes))
+    return {name: _kept(pods.machine, outcome) for name, outcome in zip(names, outcomes, strict=True)}
+
+
+def launch_kind(pods: Pods, pod: str, kind: str) -> Values:
+    durations = pods.machine.durations
+    actions = _launches(pods.machine, kind, durations.kind_s)
+    return _kept(pods.machine, pods.probe(pod, *actions, timeout_s=_START_S + durations.warm_up_s + durations.kind_s))
+
+
+def overhead(pods: Pods, pod: str) -> Values:
+    return _overhead_values(pods.probe(pod, *_overhead_actions(pods.machine), timeout_s=_START_S + 20))
+
+
+def usage(pods: Pods, pod: str) -> Values:
+    """A program that holds memory and computes two fifths of the time: the agent's metrics beside the driver's numbers."""
+    held_mib = pods.machine.share_mib // 4
+    durations = pods.machine.durations
+    lasts_s = durations.settle_s + durations.usage_s
+    program = pods.start_probe(
+        pod, f"memory:plain:{held_mib}", "wait", f"duty:{_DUTY_BUSY_MS}:{_DUTY_PERIOD_MS}:{lasts_s:g}"
+    )
+    samples: list[Values] = []
+    try:
+        if program.until_wait(_START_S):
+            program.go()
+            end = time.monotonic() + lasts_s - 0.3
+            time.sleep(durations.settle_s)
+            while time.monotonic() < end:
+                samples.append(_usage_sample(pods, pod))
+                time.sleep(0.5)
+    finally:
+        outcome = program.finish(_START_S)
+    duty = outcome.first("duty")
+    return {
+        "held_mib": held_mib,
+        "busy_percent": round(100 * duty["busy_ratio"], 1),
+        "error": duty["error"],
+        "samples": samples,
+        **{name: _median(sample[name] for sample in samples) for name in (samples[0] if samples else ())},
+    }
+
+
+def fault(pods: Pods, pod: str, neighbour: str) -> Values:
+    """An illegal address in one pod: what the driver reports, what the agent makes of it, and how the neighbour fares."""
+    machine = pods.machine
+    other = pods.start_probe(neighbour, "wait", _launch(machine, "plain", machine.durations.neighbour_s))
+    try:
+        if other.until_wait(_START_S):
+            other.go()
+        machine.nvml.watch_xids()
+        own = pods.probe(pod, "fault", timeout_s=_START_S + 5)
+        xids = machine.nvml.xids(_XID_S)
+        events = _wait_for_events(pods)
+    finally:
+        outcome = other.finish(_START_S + machine.durations.neighbour_s)
+    line = own.first("fault")
+    gpu = next(gpu for gpu in pods.sandbox.status()["node"]["cards"] if gpu["uuid"] == machine.uuid)
+    neighbours = outcome.of("launch")
+    return {
+        "code": line["code"],
+        "error": line["error"],
+        "driver_xids": xids,
+        "agent_events": events,
+        "agent_log": pods.sandbox.agent_log("(?i)xid"),
+        "gpu_health": gpu["health"],
+        "gpu_health_reason": gpu["health_reason"],
+        "neighbour": neighbours[0]["error"] or "went on" if neighbours else outcome.why(),
+    }
+
+
+def torch(pods: Pods, pod: str) -> Values:
+    command = _torch_command(pods.machine)
+    return _torch_values(pods.sandbox.run(pod, pods.containers[pod], command, timeout_s=_START_S + 50))
+
+
+# --- parts ---
+
+
+def _launch(machine: Machine, kind: str, seconds: float) -> str:
+    bare = machine.bare
+    if not bare.rounds:
+        raise StepFailed("the bare machine gave no size of a kernel to compare with")
+    return f"launch:{kind}:{seconds:g}:{bare.rounds}:{bare.grid}"
+
+
+def _launches(machine: Machine, kind: str, seconds: float) -> tuple[str, str]:
+    """Plain launches first: HAMi-core lets 8,650,752 blocks pass on an H100 before it limits anything (measured)."""
+    return _launch(machine, "plain", machine.durations.warm_up_s), _launch(machine, kind, seconds)
+
+
+def _kept(machine: Machine, outcome: Outcome) -> Values:
+    """Of the launches behind the first ones, whose rate is `at_first`."""
+    lines = [line for line in outcome.of("launch") if "failed" not in line]
+    if len(lines) != 2:
+        raise StepFailed(outcome.why())
+    at_first = _rate_values(machine, lines[0])
+    return {**_rate_values(machine, lines[1]), "at_first": at_first.get("of_bare"), "error_at_first": at_first["error"]}
+
+
+def _rate_values(machine: Machine, line: Line) -> Values:
+    """`of_bare` is the rate beside the bare machine's of the same kind; `windows` likewise, of half a second each."""
+    if line["code"]:
+        return {"error": line["error"], "code": line["code"]}
+    rate, bare = rate_of(line), machine.bare.rates.get(line["kind"], 0.0)
+    window_work = 2 * 1e-6 * line["grid"] * line["rounds"]
+    windows = [round(count * window_work / bare, 4) for count in line["windows"]] if bare else []
+    return {
+        "error": "",
+        "rate": round(rate, 3),
+        "launches_per_s": round(line["launches"] / line["seconds"], 1),
+        "of_bare": round(rate / bare, 4) if bare else None,
+        "windows": windows,
+    }
+
+
+def _overhead_actions(machine: Machine) -> tuple[str, ...]:
+    bare, durations = machine.bare, machine.durations
+    return (f"latency:{durations.latency_runs}", f"mix:{durations.mix_s:g}:{max(1, bare.rounds // 10)}:{bare.grid}")
+
+
+def _overhead_values(outcome: Outcome) -> Values:
+    latency, mix = _without_action(outcome.first("latency")), _without_action(outcome.first("mix"))
+    latency.pop("unit", None)
+    return {"latency_us": latency, "mix_us": mix.get("each"), "mix_per_s": _per_s(mix), "error": mix["error"]}
+
+
+def _per_s(mix: Line) -> float | None:
+    return round(mix["count"] / mix["seconds"], 2) if mix["seconds"] and not mix["code"] else None
+
+
+def _torch_command(machine: Machine) -> list[str]:
+    python = torch_python(dict(machine.environment))
+    if python is None:
+        raise StepFailed("no Python with PyTorch is here")
+    script = str(Path(__file__).with_name("torch_program.py"))
+    return [python, script, str(int(machine.share_mib * _OVER)), str(machine.durations.torch_s)]
+
+
+def _torch_values(outcome: Outcome) -> Values:
+    found = {
+        action: _without_action(line)
+        for action in ("torch", "allocate", "matmul", "graph")
+        for line in outcome.of(action)
+    }
+    if "torch" not in found:
+        raise StepFailed(outcome.why())
+    return {**found, "ended": "" if outcome.code == 0 else outcome.why()}
+
+
+def _usage_sample(pods: Pods, pod: str) -> Values:
+    metrics = ""
+    with contextlib.suppress(OSError):
+        metrics = pods.sandbox.metrics()
+    sm = sample_of(metrics, "gpushare_container_sm_utilization_ratio", pod=pod)
+    held = sample_of(metrics, "gpushare_container_memory_used_bytes", pod=pod)
+    nvml = pods.machine.nvml
+    memory_of = [size for size in nvml.processes().values() if size is not None]
+    busy = nvml.process_utilization(1.0)
+    return {
+        "agent_percent": None if sm is None else round(100 * sm, 1),
+        "agent_mib": None if held is None else round(held / (1 << 20), 1),
+        "driver_percent": round(sum(busy.values()), 1) if busy else None,
+        "driver_mib": round(sum(memory_of), 1) if memory_of else None,
+        "gpu_percent": nvml.utilization(),
+    }
+
+
+def _wait_for_events(pods: Pods) -> list[str]:
+    """The agent's counters of the driver's events, without its comments; waits for the first one."""
+    deadline = time.monotonic() + _XID_S
+    while True:
+        with contextlib.suppress(OSError):
+            lines = [
+                line for line in pods.sandbox.metrics().splitlines() if line.startswith("gpushare_gpu_events_total{")
+            ]
+            if lines or time.monotonic() > deadline:
+                return lines
+        if time.monotonic() > deadline:
+            return []
+        time.sleep(0.2)
+
+
+def _smi_in(pods: Pods, pod: str) -> int | None:
+    """The GPU's memory as `nvidia-smi` shows it in the container."""
+    program = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    command = pods.sandbox.command_inside(pod, pods.containers[pod], program)
+    try:
+        done = subprocess.run(  # noqa: S603 - our own program
+            command, capture_output=True, text=True, timeout=_START_S, check=False, stdin=subprocess.DEVNULL,
+            env=dict(pods.machine.around.agent_environment),
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return None
+    return smi_memory_mib(done.stdout)
+
+
+def _without_action(line: Line) -> Values:
+    return {name: value for name, value in line.items() if name != "action"}
+
+
+def _difference(after: float | None, before: float | None) -> float | None:
+    return None if after is None or before is None else round(after - before, 1)
+
+
+def _median(values: Any) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(statistics.median(known), 1) if known else None

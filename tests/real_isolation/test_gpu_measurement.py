@@ -1,0 +1,71 @@
+"""The measurement for a GPU, on the fake driver: that every step runs; the numbers mean nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.gpu.pack import MANIFEST, build_probe, manifest_of
+from tests.native.fake_driver.host_view import HostView
+from tests.support_isolation import Built
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 500.0
+
+
+def package_of(built: Built, folder: Path) -> Path:
+    """As `nox -s gpu -- --pack` makes it, with the library that is built already, and this Python's packages for wheels."""
+    (folder / "lib").mkdir(parents=True)
+    (folder / "bin").mkdir()
+    shutil.copy(built.vgpu, folder / "lib" / "libvgpu.so")
+    build_probe(folder / "bin" / "gpu-probe")
+    manifest = manifest_of(
+        folder, {}, {"libcuda-control.so": "not packed"}, commit="unknown", machine=os.uname().machine
+    )
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    return folder
+
+
+def measure(built: Built, directory: Path) -> dict[str, Any]:
+    """results.json of a quick run under hami-core, with a report beside it."""
+    state, out = directory / "state", directory / "out"
+    state.mkdir()
+    (state / "config").write_text("gpus 1\n")
+    view = HostView(state)
+    command = [
+        sys.executable, "-m", "bench.gpu", "--quick", "--isolations", "hami-core,vcuda", "--out", str(out),
+        "--from", str(package_of(built, directory / "package")), "--driver-libraries", str(built.driver),
+        "--env", f"FAKE_GPU_STATE={state / 'state'}",
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    finally:
+        view.close()
+    assert done.returncode == 0, done.stderr
+    assert "# What the isolations keep on a real GPU" in (out / "report.md").read_text()
+    results: dict[str, Any] = json.loads((out / "results.json").read_text())
+    return results
+
+
+@pytest.mark.isolation
+def test_every_step_of_the_measurement_runs(built: Built, tmp_path: Path) -> None:
+    """With the real library of HAMi-core, whose limit of memory the driver's own count shows; what is missing is skipped."""
+    if isinstance(built.vgpu, str):
+        pytest.skip(built.vgpu)
+    steps = {(step["isolation"], step["step"]): step for step in measure(built, tmp_path)["steps"]}
+    not_done = {name: step["reason"] for name, step in steps.items() if step["state"] != "done"}
+    assert list(not_done) == [("vcuda", "start")], not_done
+    memory = steps["hami-core", "memory plain"]["found"]
+    assert memory["error"] == "CUDA_ERROR_OUT_OF_MEMORY"
+    assert 0 < memory["gpu_mib"] <= memory["share_mib"]
+    usage = steps["hami-core", "usage"]["found"]
+    assert usage["agent_mib"] == usage["driver_mib"]
+    assert steps["hami-core", "fault"]["found"]["gpu_health"] == "Healthy"
+    assert {name for isolation, name in steps if isolation == "bare"} >= {"facts", "launches", "overhead"}
