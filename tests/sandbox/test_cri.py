@@ -14,16 +14,15 @@ from gpushare_agent.runtime.cri import RuntimeState, open_runtime
 from gpushare_agent.sandbox.runtime.cri_server import CriServer
 from gpushare_agent.wire.runtime import v1
 from tests.support_containers import config, needs_processes, open_containers, wait_ended
+from tests.support_deadline import DEADLINE_S
 from tests.support_sandbox import container, open_test_node, pod, wait_phase
 
 pytestmark = needs_processes
 
-TIMEOUT_S = 5.0
-
 
 async def test_the_agents_client_finds_every_container_and_its_process() -> None:
     """Names, attempt, state and PID, for what runs and for what has ended."""
-    async with open_test_node() as node, open_runtime(str(node.paths.runtime_socket), timeout_s=TIMEOUT_S) as client:
+    async with open_test_node() as node, open_runtime(str(node.paths.runtime_socket), timeout_s=DEADLINE_S) as client:
         version = await client.version()
         assert (version.name, version.endpoint) == ("gpushare-sandbox", str(node.paths.runtime_socket))
         assert await client.containers() == []
@@ -46,7 +45,7 @@ async def test_the_agents_client_finds_every_container_and_its_process() -> None
 
 async def test_the_ids_are_those_of_the_pods_status() -> None:
     """`containerd://<id>`; a restarted container has a new one and the next attempt."""
-    async with open_test_node() as node, open_runtime(str(node.paths.runtime_socket), timeout_s=TIMEOUT_S) as client:
+    async with open_test_node() as node, open_runtime(str(node.paths.runtime_socket), timeout_s=DEADLINE_S) as client:
         node.api.create_pod(pod("train"))
         await wait_phase(node, "train", "Running")
 
@@ -67,7 +66,7 @@ async def test_the_runtime_can_be_away_while_the_containers_run(short_dir: Path)
     """Its socket has gone and comes back; nobody else may use it."""
     async with open_containers() as runtime:
         server = CriServer(runtime, short_dir / "c.sock")
-        async with open_runtime(str(server.path), timeout_s=TIMEOUT_S) as client:
+        async with open_runtime(str(server.path), timeout_s=DEADLINE_S) as client:
             await server.start()
             assert stat.S_IMODE(server.path.stat().st_mode) == 0o600
             started = runtime.start(config())
@@ -99,7 +98,7 @@ async def test_another_implementation_may_ask_with_filters(short_dir: Path) -> N
 
                 def call(method: str, message: v1.ListContainersRequest | v1.ContainerStatusRequest) -> bytes:
                     return channel.unary_unary(f"/runtime.v1.RuntimeService/{method}")(
-                        bytes(message), timeout=TIMEOUT_S
+                        bytes(message), timeout=DEADLINE_S
                     )
 
                 state = v1.ContainerStateValue(state=v1.ContainerState.CONTAINER_RUNNING)
