@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,17 +24,11 @@ from gpushare_agent.sandbox.scheduler.extender_scheduler import SchedulerTimes
 from gpushare_agent.settings.settings import load_settings
 from tests.support_agent import InnerAgent, open_agent, wait_synced
 from tests.support_deadline import DEADLINE_S
+from tests.support_http import free_port
 from tests.support_sandbox import CORE, MEMORY, SHORT_TIMES, SmallPlugin, device_ids, open_plugin
 
 CALM = ("--allocation.check-period-s=5", "--health.check-period-s=5", "--sample-period-s=10")
 QUICK = SchedulerTimes(first_backoff_s=0.05, last_backoff_s=0.5)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @asynccontextmanager

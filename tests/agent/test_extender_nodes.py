@@ -13,7 +13,6 @@ from gpushare_agent.sandbox.cluster import EmbeddedCluster
 from tests.support_agent import InnerAgent, gpus_of
 from tests.support_extender_nodes import (
     condition_of,
-    free_port,
     node_of,
     open_agents,
     open_cluster,
@@ -21,6 +20,7 @@ from tests.support_extender_nodes import (
     wait_bound,
     wait_cluster,
 )
+from tests.support_http import free_port
 from tests.support_sandbox import container, pod, wait_phase
 
 CALM_TIMES = KubeletTimes(

@@ -14,6 +14,7 @@ from bench.sample_node import SampleNode, uid_of, uuid_of
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.observability.node_snapshot import NodeSnapshot
 from tests.support_browser import WHY_NOT, Browser, open_browser
+from tests.support_http import free_port
 from tests.support_web import FakeHistory, ServedNode, served_node
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
@@ -330,8 +331,8 @@ async def test_a_lost_connection_is_reported_and_mended() -> None:
     """The page shows it while the agent is away, and shows the new agent's node once it is back."""
     node = varied_node(containers=4)
     async with open_browser() as browser:
-        async with served_node(node) as served:
-            port = int(served.url.rpartition(":")[2])
+        port = free_port()
+        async with served_node(node, port=port) as served:
             await browser.open(served.url)
             await drawn(browser)
             await browser.wait("document.querySelector('#live').dataset.state === 'good'")

@@ -17,6 +17,7 @@ from gpushare_agent.settings.observation import DebugSettings
 from tests.support_agent import poll_until
 from tests.support_debug import ask, serving, sources
 from tests.support_display import SECRET
+from tests.support_http import free_port
 from tests.support_kube import running
 
 JSON_PAGES = ["/debug/allocations", "/debug/log", "/debug/pods", "/debug/settings", "/debug/topology"]
@@ -130,8 +131,8 @@ async def test_a_failing_page_is_an_answer_and_a_traceback_in_the_log() -> None:
 
 async def test_a_taken_port_costs_the_pages_and_is_tried_again() -> None:
     """A warning once, then the pages once the other program has ended."""
-    other = socket.create_server(("127.0.0.1", 0))
-    port = other.getsockname()[1]
+    port = free_port()
+    other = socket.create_server(("127.0.0.1", port))
     server = DebugServer(DebugSettings(addr="127.0.0.1", port=port), sources(), retry_s=0.01)
     with structlog.testing.capture_logs() as logged:
         async with running(server.run):
