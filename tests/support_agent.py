@@ -64,11 +64,13 @@ async def open_agent(
     `wait` is false.
 
     `list_timeout_s` bounds a PodResources List: a process that holds agents, kubelet and API server may stand still for
-    longer than the second that an agent allows.
+    longer than the second that an agent allows, and than the five of an admission.
     """
     settings = load_settings(arguments(node, *flags), {}).settings
     parts = build(settings, open_driver(settings))
     parts.kubelet.gate._list_timeout_s = list_timeout_s
+    for resource in parts.kubelet.registrar._resources:
+        resource.endpoint.plugin._call_timeout_s = DEADLINE_S
     parts.state.cache.subscribe(lambda old, new: node.api.signal.notify())
     parts.state.store.subscribe(lambda old, new: node.api.signal.notify())
     async with asyncio.TaskGroup() as group:

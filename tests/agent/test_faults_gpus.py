@@ -24,6 +24,7 @@ from tests.support_agent import (
     wait_until,
     write_faults,
 )
+from tests.support_deadline import DEADLINE_S
 from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod, wait_phase
 
 ONE_LOOK = ("--health.recovery-probes=1", "--health.recovery-period-s=0.05")
@@ -134,7 +135,7 @@ async def test_without_a_driver_the_agent_ends_with_the_reason() -> None:
     async with open_test_node() as node:
         write_faults(node.paths.state / "faults.json", all_lost="driver not loaded")
         async with open_child(node, _faults(node), wait=False) as child:
-            async with asyncio.timeout(15):
+            async with asyncio.timeout(DEADLINE_S):
                 assert await child.wait() == 1
         text = node.paths.agent_log.read_text()
         assert "driver not loaded" in text and "--fail-on-init-error=false" in text

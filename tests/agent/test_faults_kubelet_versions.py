@@ -24,6 +24,7 @@ from tests.support_agent import (
     wait_synced,
     wait_until,
 )
+from tests.support_deadline import DEADLINE_S
 from tests.support_kube import pod_named
 from tests.support_sandbox import CORE, MEMORY, SHORT_TIMES, container, limits_of, open_test_node, pod, wait_gone
 
@@ -118,7 +119,7 @@ async def test_a_kubelet_that_is_too_old_ends_the_agent_with_the_reason() -> Non
     async with open_test_node(times=SILENT) as node:
         await _make_old(node)
         async with open_child(node, wait=False) as child:
-            async with asyncio.timeout(15):
+            async with asyncio.timeout(DEADLINE_S):
                 assert await child.wait() == 1
         text = node.paths.agent_log.read_text()
         assert "v1.29.14" in text and "1.30" in text and "--kubelet.allow-unsupported=true" in text

@@ -27,6 +27,8 @@ from tests.support_agent import (
 from tests.support_sandbox import HELD_ADMISSIONS, container, limits_of, open_test_node, pod
 
 GPUS = 3
+QUIET_S = 0.5
+"""The kubelet's calls for one pod are closer together than this also where the machine is busy."""
 PLUGIN_DOWN = ["error reading from server: EOF", "has been stopped", "no healthy devices present"]
 """The kubelet's words of a pod that it admits while the agent restarts: in the call, after it, once the devices are gone."""
 
@@ -77,6 +79,7 @@ class Play:
         self._stack = AsyncExitStack()
         flags = ("--cards", str(GPUS), "--allocation.cleanup-rejected-pods=false")
         self.agent = await self._stack.enter_async_context(open_agent(self.node, *flags))
+        self.agent.parts.kubelet.gate._quiet_s = QUIET_S
 
     async def end(self) -> None:
         await self._stack.aclose()

@@ -24,6 +24,7 @@ from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.settings.settings import load_settings
 from tests.support_agent import open_agent
 from tests.support_cli import agent_answers, busy_node, candidate, decision, json_server, raw_agent_pod, raw_list
+from tests.support_deadline import DEADLINE_S
 from tests.support_kube import raw_pod, write_kubeconfig
 from tests.support_sandbox import container, open_test_node, pod, wait_phase
 from tests.support_settings import run_program
@@ -118,7 +119,7 @@ async def test_fragmentation_and_ill_gpus_are_explained(capsys: pytest.CaptureFi
 async def _wait_sick(parts: Any) -> None:
     changed = asyncio.Event()
     parts.state.inventory.subscribe(lambda _: changed.set())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE_S):
         while any(gpu.is_healthy for gpu in parts.state.inventory.current.gpus):
             changed.clear()
             await changed.wait()

@@ -11,6 +11,7 @@ from gpushare_agent.cluster.pod_store import GONE_KEPT, GONE_KEPT_S, PodStore
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod, PodPhase
 from tests.fakes.clock import FakeClock
+from tests.support_deadline import DEADLINE_S
 from tests.support_kube import pod
 
 
@@ -107,7 +108,7 @@ async def test_wait_change_returns_at_once_or_at_the_next_change() -> None:
     store = PodStore()
     since = store.version
     store.upsert(pod("a"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(DEADLINE_S):
         assert await store.wait_change(since) == store.version
         async with asyncio.TaskGroup() as group:
             waiter = group.create_task(store.wait_change(store.version))

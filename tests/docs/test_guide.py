@@ -15,6 +15,7 @@ from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.model.usage import ContainerUse, UsageRound
 from gpushare_agent.observability.usage_history import UsageHistory
 from gpushare_agent.settings.reference import all_keys
+from tests.support_deadline import DEADLINE_S
 from tests.support_usage import UUIDS, allocation, key_of
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +98,7 @@ async def test_the_guides_question_of_the_api_names_the_pod_that_uses_most(short
     child = await asyncio.create_subprocess_exec(
         *(jq, "-c", "--arg", "GPU", UUIDS[0], program, str(document)), stdout=asyncio.subprocess.PIPE
     )
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE_S):
         out, _ = await child.communicate()
     assert [(one["namespace"], one["pod"], one["container"], round(one["sm"], 3)) for one in json.loads(out)] == [
         ("default", "busy", "main", 0.6),

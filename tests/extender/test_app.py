@@ -150,7 +150,7 @@ async def test_who_is_refused_by_a_follower_connects_anew() -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", asker.parts.web.bound_port)
             head = f"POST /scheduler/filter HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
             writer.write(head.encode() + b"{}".ljust(size))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(DEADLINE_S):
                 await writer.drain()
                 status = (await reader.readline()).split()[1]
                 headers = (await reader.readuntil(b"\r\n\r\n")).lower()

@@ -15,6 +15,7 @@ from gpushare_agent.cluster.kube.cluster import ClusterApi
 from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaseTerms, boot_time_s
 from gpushare_agent.model.errors import Conflict, NotFound, Unavailable
 from tests.fakes.clock import FakeClock
+from tests.support_deadline import DEADLINE_S
 from tests.support_extender import FakeCluster, eventually, fake_cluster, opened_api
 
 TERMS = LeaseTerms(namespace="ns", name="lease", duration_s=15.0, renew_deadline_s=10.0, retry_s=2.0)
@@ -114,7 +115,7 @@ async def test_an_api_server_that_is_down_ends_leadership_at_the_deadline() -> N
         election = LeaderElection(api=api, identity="r0", terms=QUICK)
         async with asyncio.TaskGroup() as group:
             task = group.create_task(election.run())
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(DEADLINE_S):
                 await election.wait_change(0, False)
                 assert election.term == 1
                 cluster.is_down = True
@@ -216,7 +217,7 @@ async def test_one_replica_alone_always_leads() -> None:
     """Without an election there is nothing to wait for."""
     alone = AlwaysLeads()
     assert alone.leads()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE_S):
         await alone.wait_change(0, False)
 
 

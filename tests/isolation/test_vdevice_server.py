@@ -21,6 +21,7 @@ from gpushare_agent.kit.peer_credentials import PeerCredentials, peer_credential
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.wire.vcuda import VDeviceRequest
+from tests.support_deadline import DEADLINE_S
 from tests.support_vdevice import (
     ID,
     KEY,
@@ -55,7 +56,7 @@ async def with_grpcio(grpc: Any, path: Path, **fields: str) -> tuple[str, str]:
         with grpc.insecure_channel(f"unix:{path}", options=options) as channel:
             method = channel.unary_unary(METHOD, request_serializer=bytes, response_deserializer=bytes)
             try:
-                assert method(bytes(VDeviceRequest(**fields)), timeout=10) == b""
+                assert method(bytes(VDeviceRequest(**fields)), timeout=DEADLINE_S) == b""
             except grpc.RpcError as error:
                 return error.code().name, error.details()
             return "OK", ""
@@ -342,7 +343,7 @@ async def test_a_client_that_stays_connected_does_not_hold_up_stop(short_dir: Pa
     node = FakeNode()
     async with serving(short_dir, node) as path:
         reader, writer = await asyncio.open_unix_connection(str(path))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE_S):
         while await reader.read(4096):
             pass
     writer.close()
@@ -360,7 +361,7 @@ async def test_the_kernel_says_who_is_at_the_other_end(short_dir: Path) -> None:
 
     async def connect(opening: Callable[..., Any], *where: Any) -> PeerCredentials | None:
         _, writer = await opening(*where)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             credentials = await found.get()
         writer.transport.abort()
         return credentials

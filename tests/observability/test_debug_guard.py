@@ -16,6 +16,7 @@ from gpushare_agent.observability.http import debug_guard
 from gpushare_agent.observability.http.debug_guard import Guard, check_debug_settings, is_for_this_host
 from gpushare_agent.observability.http.debug_server import DebugServer
 from gpushare_agent.settings.observation import DebugSettings
+from tests.support_deadline import DEADLINE_S
 from tests.support_debug import TOKEN, ask, send_raw, serving, sources
 
 HOST = b"Host: localhost\r\n"
@@ -238,7 +239,7 @@ async def test_oversized_and_foreign_requests_are_refused(request_bytes: bytes) 
 
 async def test_a_caller_that_sends_its_headers_byte_by_byte_is_cut_off() -> None:
     """The time runs from the connection on, and bytes do not lengthen it."""
-    async with serving(limits=HttpLimits(headers_s=0.2)) as port, asyncio.timeout(10):
+    async with serving(limits=HttpLimits(headers_s=0.2)) as port, asyncio.timeout(DEADLINE_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         ended = False
 

@@ -11,6 +11,7 @@ import pytest
 from grpclib import GRPCError, Status
 
 from gpushare_agent.sandbox.node import EmbeddedNode
+from tests.support_deadline import DEADLINE_S
 from tests.support_sandbox import (
     CORE,
     MEMORY,
@@ -318,7 +319,7 @@ async def test_the_end_of_a_replaced_plugin_changes_nothing() -> None:
         first = await until_replaced.enter_async_context(open_plugin(node, foo_plugin(10), "one.sock"))
         async with open_plugin(node, foo_plugin(4), "two.sock"):
             await until_replaced.aclose()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(DEADLINE_S):
                 await first.streams_ended.wait()
             node.api.create_pod(pod("p", foo(count=4)))
             await wait_phase(node, "p", "Running")
@@ -344,6 +345,6 @@ async def test_a_device_list_beyond_four_mebibytes_ends_the_stream() -> None:
         async with serving(node, plugin, "foo.sock"):
             await register(node, plugin, "foo.sock")
             await wait_allocatable(node, FOO, 0)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(DEADLINE_S):
                 await plugin.streams_ended.wait()
         assert node.kubelet.capacity() == {FOO: (0, 0)}

@@ -19,6 +19,7 @@ import yaml
 from gpushare_agent.cli import sandbox as app
 from gpushare_agent.cli.sandbox_modes import reported_after
 from tests.support_containers import needs_processes
+from tests.support_deadline import DEADLINE_S
 from tests.support_sandbox import container, pod
 from tests.support_sandbox_cli import ROOT, ended, live, read_until, registered, sandbox
 
@@ -211,7 +212,7 @@ async def test_a_wait_is_reported_only_where_it_is_long(capsys: pytest.CaptureFi
     async with reported_after(0, "waiting…"):
         due = asyncio.Event()
         asyncio.get_running_loop().call_later(0, due.set)  # behind the one that tells
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             await due.wait()
     assert capsys.readouterr() == ("", "waiting…\n")
 

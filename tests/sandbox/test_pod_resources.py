@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from grpclib import GRPCError, Status
 
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire import v1
+from tests.fakes.clock import FakeClock
 from tests.support_sandbox import (
     CORE,
     MEMORY,
@@ -60,8 +63,10 @@ async def test_plain_pods_are_listed_without_devices_and_init_containers_not_at_
         assert await list_pods(node) == {"p/s": {FOO: {"foo-0"}}, "p/m": {}}
 
 
-async def test_more_than_a_hundred_calls_a_second_are_refused() -> None:
-    """The bucket holds ten: of thirty calls at once some are RESOURCE_EXHAUSTED, with the measured text."""
+async def test_more_than_a_hundred_calls_a_second_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bucket holds ten, and fills with time alone: the rest is RESOURCE_EXHAUSTED, with the measured text."""
+    clock = FakeClock(0.0)
+    monkeypatch.setattr("gpushare_agent.sandbox.kubelet.pod_resources.time", SimpleNamespace(monotonic=clock))
     async with open_test_node() as node, pod_resources(node) as stub:
         results: list[str] = []
 
@@ -73,11 +78,13 @@ async def test_more_than_a_hundred_calls_a_second_are_refused() -> None:
                 assert error.status is Status.RESOURCE_EXHAUSTED
                 results.append(str(error.message))
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(60):
-                group.create_task(call())
-        assert results.count("ok") >= 10
-        assert "rejected by rate limit" in results
+        for expected in (10, 5):
+            results.clear()
+            async with asyncio.TaskGroup() as group:
+                for _ in range(60):
+                    group.create_task(call())
+            assert Counter(results) == {"ok": expected, "rejected by rate limit": 60 - expected}
+            clock.now += 0.05
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -23,6 +23,7 @@ from gpushare_agent.sandbox.report.document import ReportedNode, report
 from gpushare_agent.sandbox.workload import PERIOD_S, PlayedContainer, memory_load, played_usage, sm_load
 from gpushare_agent.sandbox.workload_player import WorkloadPlayer
 from tests.support_containers import needs_processes
+from tests.support_deadline import DEADLINE_S
 from tests.support_sandbox import (
     CORE,
     MEMORY,
@@ -185,7 +186,7 @@ async def test_all_processes_of_a_container_have_a_part() -> None:
     async with open_played() as (node, player, _):
         twins = limits_of("main", {CORE: 40, MEMORY: 8}, command=["sh", "-c", "sleep 600 & sleep 600"])
         uid = await run_pod(node, "a", {**twins, "image": "sandbox/host"}, annotations=HALF)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while len(usage := written_now(node, player)) < 3:
                 await asyncio.sleep(0.05)  # another process starts its children in its own time
         run = node.kubelet.runtime.find(uid, "main")
