@@ -370,14 +370,15 @@ def _sandbox(node: IsolationNode, isolation: str, flags: Sequence[str]) -> Itera
 
 def _settings_of(node: IsolationNode, isolation: str) -> list[str]:
     """Where the isolation finds its library. AssertionError where there is none."""
-    directory = node.directory
-    if isolation == "hami-core":
-        return [f"--hami-core.library={node.built.vgpu}", f"--hami-core.directory={directory / 'hami'}"]
+    directory, parts = node.directory, isolation.split("+")
+    settings = ["--driver-limits.set-by-agent=true"] if "driver" in parts else []
+    if "hami-core" in parts:
+        return [*settings, f"--hami-core.library={node.built.vgpu}", f"--hami-core.directory={directory / 'hami'}"]
     if isolation == "vcuda":
         config = directory / "volume.conf"
         _fill_driver_volume(node, config)
         return [f"--volume-config={config}", f"--virtual-manager-path={directory / 'vm'}"]
-    return []
+    return settings
 
 
 def _fill_driver_volume(node: IsolationNode, config: Path) -> None:

@@ -76,7 +76,9 @@ def test_the_driver_keeps_memory_and_the_other_part_compute(isolation: Isolation
     """What the library lets past of memory the driver does not."""
     found = kept(isolation, is_whole=False, module=None)
     assert (found.memory_by, found.compute_by) == (Keeper.DRIVER, compute_by)
-    assert NotKept.MANAGED_MEMORY in found.not_kept and NotKept.POOLS not in found.not_kept
+    assert NotKept.POOLS not in found.not_kept
+    # Measured: HAMi-core keeps what the driver does not count.
+    assert (NotKept.MANAGED_MEMORY in found.not_kept) is (compute_by is not Keeper.HAMI_CORE)
 
 
 def test_without_the_drivers_limit_the_other_part_keeps_what_it_can() -> None:

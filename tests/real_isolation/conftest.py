@@ -53,16 +53,23 @@ def node_of(built: Built) -> Iterator[NodeOf]:
     with ExitStack() as stack:
 
         def node_of(isolation: str, pids: str) -> IsolationNode:
-            library = {"hami-core": built.vgpu, "vcuda": built.vcuda}.get(isolation)
+            library = {"hami-core": built.vgpu, "vcuda": built.vcuda}.get(isolation.split("+", maxsplit=1)[0])
             if isinstance(library, str):
                 pytest.skip(library)
             if (isolation, pids) not in open_now:
                 stack.pop_all().close()
                 open_now.clear()
-                open_now[isolation, pids] = stack.enter_context(open_node(built, isolation, pids=pids))
+                open_now[isolation, pids] = stack.enter_context(
+                    open_node(built, isolation, pids=pids, **_driver_of(isolation))
+                )
             return open_now[isolation, pids]
 
         yield node_of
+
+
+def _driver_of(isolation: str) -> dict[str, object]:
+    """The fake driver's settings: one that has limits of memory, where they are measured."""
+    return {"driver_version": "615.71", "cuda_version": 13040} if "driver" in isolation.split("+") else {}
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -41,6 +41,7 @@ class NotKept(StrEnum):
     OPEN_MODULES = "open-modules"
     PER_PROCESS = "per-process"
     POOLS = "pools"
+    SMALL_LAUNCHES = "small-launches"
     VIRTUAL_MEMORY = "virtual-memory"
 
 
@@ -56,6 +57,7 @@ NOT_KEPT_TEXTS: Mapping[NotKept, str] = {
     NotKept.OPEN_MODULES: "compute, under NVIDIA's open kernel modules before 570",
     NotKept.PER_PROCESS: "the sum over several processes of a container: MPS gives each the whole limit",
     NotKept.POOLS: "memory from memory pools",
+    NotKept.SMALL_LAUNCHES: "compute of kernels with few thread blocks",
     NotKept.VIRTUAL_MEMORY: "memory from cuMemCreate",
 }
 
@@ -97,6 +99,7 @@ _SHARES: Mapping[IsolationName, Kept] = {
             NotKept.GRAPHS,
             NotKept.MUSL,
             NotKept.POOLS,
+            NotKept.SMALL_LAUNCHES,
         ),
     ),
     IsolationName.MPS: Kept(
@@ -125,7 +128,9 @@ def kept(
     found = others[0] if others else Kept(memory_by=Keeper.NOBODY, compute_by=Keeper.NOBODY)
     if has_driver_limit:
         limit = _SHARES[IsolationName.DRIVER]
-        terms = {*(set(found.not_kept) - _OF_MEMORY), *limit.not_kept}
+        # HAMi-core keeps managed memory (measured), the one kind that the driver does not count.
+        own = () if found.memory_by is Keeper.HAMI_CORE else limit.not_kept
+        terms = {*(set(found.not_kept) - _OF_MEMORY), *own}
         found = Kept(memory_by=limit.memory_by, compute_by=found.compute_by, not_kept=tuple(sorted(terms)))
     if found.compute_by is Keeper.HAMI_CORE and module is not None and _is_blind(module):
         not_kept = tuple(sorted({*found.not_kept, NotKept.OPEN_MODULES}))

@@ -297,11 +297,12 @@ CUresult CUDAAPI cuCtxGetFlags(unsigned int *flags) { return *flags = 0, CUDA_SU
 
 /* --- memory: what this process has, by address --- */
 
-typedef struct { CUdeviceptr address; size_t bytes; CUdevice device; int is_of_pool; } allocation;
+typedef enum { PLAIN, OF_POOL, MANAGED } memory_kind;
+typedef struct { CUdeviceptr address; size_t bytes; CUdevice device; memory_kind kind; } allocation;
 static struct { pthread_mutex_t guard; allocation *all; size_t count, room; CUdeviceptr next; uint64_t pool_used[MAX_GPUS], pool_high[MAX_GPUS]; }
     memory = {.guard = PTHREAD_MUTEX_INITIALIZER, .next = FIRST_ADDRESS};
 
-static CUresult allocate(CUdeviceptr *address, size_t bytes, CUdevice device, int is_of_pool)
+static CUresult allocate(CUdeviceptr *address, size_t bytes, CUdevice device, memory_kind kind)
 {
     if (device < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
@@ -309,7 +310,7 @@ static CUresult allocate(CUdeviceptr *address, size_t bytes, CUdevice device, in
         return CUDA_ERROR_INVALID_DEVICE;
     if (bytes == 0)
         return CUDA_ERROR_INVALID_VALUE;
-    if (!take_memory(minors[device], bytes))
+    if (!take_memory(minors[device], bytes, kind == MANAGED))
         return CUDA_ERROR_OUT_OF_MEMORY;
     pthread_mutex_lock(&memory.guard);
     if (memory.count == memory.room) {
@@ -318,8 +319,8 @@ static CUresult allocate(CUdeviceptr *address, size_t bytes, CUdevice device, in
     }
     *address = memory.next;
     memory.next += (bytes + ALIGNMENT - 1) & ~(ALIGNMENT - 1);
-    memory.all[memory.count++] = (allocation){*address, bytes, device, is_of_pool};
-    if (is_of_pool && (memory.pool_used[device] += bytes) > memory.pool_high[device])
+    memory.all[memory.count++] = (allocation){*address, bytes, device, kind};
+    if (kind == OF_POOL && (memory.pool_used[device] += bytes) > memory.pool_high[device])
         memory.pool_high[device] = memory.pool_used[device];
     pthread_mutex_unlock(&memory.guard);
     return CUDA_SUCCESS;
@@ -336,7 +337,7 @@ static int find_allocation(CUdeviceptr address, allocation *found, int removes)
         if (is_found)
             *found = *at;
         if (is_found && removes) {
-            memory.pool_used[at->device] -= at->is_of_pool ? at->bytes : 0;
+            memory.pool_used[at->device] -= at->kind == OF_POOL ? at->bytes : 0;
             *at = memory.all[--memory.count];
         }
     }
@@ -351,14 +352,14 @@ static CUresult free_allocation(CUdeviceptr address)
         return CUDA_SUCCESS;
     if (!find_allocation(address, &found, 1))
         return CUDA_ERROR_INVALID_VALUE;
-    give_memory(minors[found.device], found.bytes);
+    give_memory(minors[found.device], found.bytes, found.kind == MANAGED);
     return CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
 {
     log_call("cuMemAlloc_v2");
-    return allocate(address, bytes, current, 0);
+    return allocate(address, bytes, current, PLAIN);
 }
 
 /* As the driver's: a pointer of 32 bits is written. Who wanted cuMemAlloc_v2 has the upper half of whatever was there. */
@@ -366,7 +367,7 @@ CUresult CUDAAPI cuMemAlloc(CUdeviceptr_v1 *address, unsigned int bytes)
 {
     CUdeviceptr whole = 0;
     log_call("cuMemAlloc");
-    CUresult result = allocate(&whole, bytes, current, 0);
+    CUresult result = allocate(&whole, bytes, current, PLAIN);
     if (result == CUDA_SUCCESS)
         *address = (CUdeviceptr_v1)whole;
     return result;
@@ -378,7 +379,7 @@ CUresult CUDAAPI cuMemAllocManaged(CUdeviceptr *address, size_t bytes, unsigned 
 {
     log_call("cuMemAllocManaged");
     (void)flags;
-    return allocate(address, bytes, current, 0);
+    return allocate(address, bytes, current, MANAGED);
 }
 
 CUresult CUDAAPI cuMemAllocPitch_v2(CUdeviceptr *address, size_t *pitch, size_t width, size_t height, unsigned int element)
@@ -386,7 +387,7 @@ CUresult CUDAAPI cuMemAllocPitch_v2(CUdeviceptr *address, size_t *pitch, size_t 
     log_call("cuMemAllocPitch_v2");
     (void)element;
     *pitch = (width + 511) & ~(size_t)511;
-    return allocate(address, *pitch * height, current, 0);
+    return allocate(address, *pitch * height, current, PLAIN);
 }
 
 CUresult CUDAAPI cuMemGetInfo_v2(size_t *free_bytes, size_t *total)
@@ -484,7 +485,7 @@ CUresult CUDAAPI cuMemAllocFromPoolAsync(CUdeviceptr *address, size_t bytes, CUm
 {
     log_call("cuMemAllocFromPoolAsync");
     (void)stream;
-    return allocate(address, bytes, *(int *)pool, 1);
+    return allocate(address, bytes, *(int *)pool, OF_POOL);
 }
 PER_THREAD(cuMemAllocFromPoolAsync);
 
@@ -492,7 +493,7 @@ CUresult CUDAAPI cuMemAllocAsync(CUdeviceptr *address, size_t bytes, CUstream st
 {
     log_call("cuMemAllocAsync");
     (void)stream;
-    return allocate(address, bytes, current, 1);
+    return allocate(address, bytes, current, OF_POOL);
 }
 PER_THREAD(cuMemAllocAsync);
 
@@ -522,7 +523,7 @@ CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes,
 {
     log_call("cuMemCreate");
     (void)flags;
-    return allocate(handle, bytes, properties->location.id, 0);
+    return allocate(handle, bytes, properties->location.id, PLAIN);
 }
 
 CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle) { return free_allocation(handle); }
@@ -559,7 +560,7 @@ static size_t bytes_of_array(size_t width, size_t height, size_t depth, CUarray_
 static CUresult make_array(void **array, size_t bytes)
 {
     CUdeviceptr address = 0;
-    CUresult result = allocate(&address, bytes, current, 0);
+    CUresult result = allocate(&address, bytes, current, PLAIN);
     *array = (void *)(uintptr_t)address;
     return result;
 }

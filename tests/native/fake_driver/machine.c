@@ -25,7 +25,8 @@ enum { SLICES = 64, LOCK_BASE = 0x40000000 };
 
 typedef struct { uint64_t number, busy_ns; } slice;
 typedef struct {
-    uint64_t memory; /* with that of the context */
+    uint64_t memory; /* with that of the context, and with what is managed */
+    uint64_t managed;
     unsigned contexts;
     slice slices[SLICES];
 } gpu_use;
@@ -47,7 +48,7 @@ typedef struct {
     cgroup_limit limits[MAX_LIMITS];
 } state;
 
-static const uint64_t LAYOUT = 0xfa4e000000000002ull + sizeof(state);
+static const uint64_t LAYOUT = 0xfa4e000000000003ull + sizeof(state);
 
 /* Of this process. A child of fork has none of it: its parent's GPUs are not its own, as with the real driver. */
 static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER;
@@ -346,7 +347,7 @@ static uint64_t used_within(const cgroup_limit *limit)
     uint64_t used = 0;
     for (const process *entry = machine->processes; entry < machine->processes + MAX_PROCESSES; entry++)
         if (entry->is_used && is_within(entry->cgroup, limit->directory))
-            used += entry->gpus[limit->minor].memory;
+            used += entry->gpus[limit->minor].memory - entry->gpus[limit->minor].managed;
     return used;
 }
 
@@ -369,7 +370,7 @@ static void view_of(unsigned minor, const process *entry, uint64_t *total, uint6
     }
 }
 
-/* How much more memory of a GPU a process may take. */
+/* How much more memory of a GPU a process may take; without one, how much the GPU has. */
 static uint64_t memory_left(unsigned minor, const process *entry)
 {
     uint64_t total, used;
@@ -377,29 +378,32 @@ static uint64_t memory_left(unsigned minor, const process *entry)
     return less(total, used);
 }
 
-static int take(unsigned minor, uint64_t bytes)
+static int take(unsigned minor, uint64_t bytes, int is_managed)
 {
     process *entry = own_entry();
     clear_dead();
-    if (!entry || bytes > memory_left(minor, entry))
+    if (!entry || bytes > memory_left(minor, is_managed ? NULL : entry))
         return 0;
     entry->gpus[minor].memory += bytes;
+    entry->gpus[minor].managed += is_managed ? bytes : 0;
     return 1;
 }
 
-int take_memory(unsigned minor, uint64_t bytes)
+int take_memory(unsigned minor, uint64_t bytes, int is_managed)
 {
     begin();
-    int is_taken = take(minor, bytes);
+    int is_taken = take(minor, bytes, is_managed);
     end();
     return is_taken;
 }
 
-void give_memory(unsigned minor, uint64_t bytes)
+void give_memory(unsigned minor, uint64_t bytes, int is_managed)
 {
     begin();
-    if (own)
+    if (own) {
         own->gpus[minor].memory -= bytes;
+        own->gpus[minor].managed -= is_managed ? bytes : 0;
+    }
     end();
 }
 
@@ -407,7 +411,7 @@ int open_context(unsigned minor)
 {
     begin();
     process *entry = own_entry();
-    int is_open = entry && (entry->gpus[minor].contexts || take(minor, config()->context));
+    int is_open = entry && (entry->gpus[minor].contexts || take(minor, config()->context, 0));
     if (is_open)
         entry->gpus[minor].contexts++;
     end();

@@ -57,8 +57,8 @@ void gpu_uuid(unsigned minor, char text[96]);
 void gpu_bus_id(unsigned minor, char text[32]); /* 00000000:10:00.0 */
 
 /* All of these take the GPU's minor number. Memory is taken for the calling process; 0 where there is none left for it. */
-int take_memory(unsigned minor, uint64_t bytes);
-void give_memory(unsigned minor, uint64_t bytes);
+int take_memory(unsigned minor, uint64_t bytes, int is_managed);
+void give_memory(unsigned minor, uint64_t bytes, int is_managed);
 int open_context(unsigned minor);
 void close_context(unsigned minor);
 void memory_of_caller(unsigned minor, uint64_t *total, uint64_t *used); /* as the caller's cgroup may see it */
@@ -71,7 +71,8 @@ void sleep_until(uint64_t time_ns);
 
 /* Limits of the memory that the processes of a cgroup and of those below it have together, from driver 615 on. A cgroup is named by
    its directory, wherever the caller has its hierarchy mounted: a process is in it where the directory's path ends like the
-   process's own cgroup, or like one above that. One that is removed takes its limit with it. */
+   process's own cgroup, or like one above that. One that is removed takes its limit with it. Managed memory does not count, as
+   NVIDIA's guide says. */
 enum { FIRST_DRIVER_WITH_LIMITS = 615 };
 typedef struct { uint64_t soft, hard, used; } memory_limit;
 int set_memory_limit(unsigned minor, const char *directory, uint64_t soft, uint64_t hard); /* 0: too many, or too long a name */
