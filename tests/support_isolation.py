@@ -397,5 +397,8 @@ def _fill_driver_volume(node: IsolationNode, config: Path) -> None:
     config.write_text(json.dumps({"volume": volumes}))
     words = [sys.executable, "-P", "-m", "gpushare_agent", "driver-volume", f"--volume-config={config}"]
     words += [f"--driver-volume.root={host}", f"--driver-volume.control-library={node.built.vcuda}"]
+    client = node.directory / "gpu-client"
+    subprocess.run(["cc", "-O2", "-static", "-D_GNU_SOURCE", "-o", client, ROOT / "native/gpu-client.c"], check=True)
+    words += [f"--driver-volume.gpu-client={client}"]
     done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=DEADLINE_S, env=_environment())
     assert done.returncode == 0, f"driver-volume: {done.stderr}"

@@ -7,15 +7,16 @@ starts one. In a round, in this order:
 2. Save what is booked. What cannot be saved is not granted.
 3. Grant: the isolation sees the new size (`Allocation.granted`).
 4. Let the isolations enforce it, each round again: a container that was restarted begins with what Allocate answered.
-5. Book less where what was given back can no longer be used. Then once more from 1: others may grow into it.
+5. Book less where what was given back is neither in use nor can be used. Then once more from 1: others may grow into it.
 
-State owned: what is in the file, what was reported. The sizes themselves belong to the allocation cache. The annotation's
-grammar and every decision: decisions/resize.py. Who may write the annotation: docs/resize.md.
+State owned: what is in the file, since when each target is enforced, what was reported. The sizes themselves belong to the
+allocation cache. The annotation's grammar and every decision: decisions/resize.py. Who may write it: docs/resize.md.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
@@ -45,11 +46,12 @@ from gpushare_agent.cluster.pod_annotations import PodAnnotations
 from gpushare_agent.isolation import Isolation
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import wait_for
-from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare
+from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import RESIZE_ANNOTATION, RESIZE_STATUS_ANNOTATION, PodUid
 from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.usage import UsageRound
 
 log = structlog.get_logger(__name__)
 
@@ -57,6 +59,8 @@ PERIOD_S = 1.0
 """Between two rounds while a share is resized: a container that was restarted has its former limits for so long."""
 PAUSE_S = 0.5
 """Between two rounds in any case: each may write the file."""
+SETTLED_S = 1.0
+"""An allocation that a library allowed a moment before its limit was lowered is in the driver's numbers after that."""
 EVENT_PAUSE_S = 5.0
 """Between two Events of one pod: who may write an annotation may write it often."""
 MAX_REPORTED = 1024
@@ -126,6 +130,7 @@ class ShareResizing:
         enforcement: Enforcement,
         observer: Observer,
         clock: Callable[[], float],
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._cache = cache
         self._pods = pods
@@ -135,13 +140,20 @@ class ShareResizing:
         self._enforcement = enforcement
         self._observer = observer
         self._clock = clock
+        self._wall_clock = wall_clock
         self._saved: Mapping[ContainerKey, ResizedShare] = {}
+        self._usage: UsageRound | None = None
+        self._enforced_at: dict[ContainerKey, tuple[ShareSize, float]] = {}
         self._is_due = asyncio.Event()
         self._has_refused = False
         self._save_failure = ReportOnce()
         self._reported_refusals = ReportOnce(MAX_REPORTED)
         self._reported_sizes = ReportOnce(MAX_REPORTED)
         self._reported_at: dict[PodUid, float] = {}
+
+    def usage_sampled(self, usage: UsageRound | None) -> None:
+        """For UsageSampling.subscribe."""
+        self._usage = usage
 
     def changed(self) -> None:
         """A pod, an allocation or a GPU."""
@@ -197,6 +209,8 @@ class ShareResizing:
         """Of pods that have ended while the agent was away: no allocation of theirs will be released."""
         if not self._pods.is_synced:
             return
+        for key in self._enforced_at.keys() - self._cache.resized.keys():
+            del self._enforced_at[key]
         for key in [key for key in self._cache.resized if self._cache.get(key) is None]:
             pod = self._pods.get(key.pod_uid)
             if pod is None or pod.is_terminal:
@@ -291,15 +305,36 @@ class ShareResizing:
                 found.unenforced[key] = why_not
             elif self._cache.resized.get(key) is share:
                 is_less |= self._book_less(share, isolation, pod)
+            if why_not:
+                self._enforced_at.pop(key, None)
         return is_less
 
     def _book_less(self, share: ResizedShare, isolation: Isolation, pod: Pod) -> bool:
-        new = enforced(share, isolation, pod.container_ids.get(share.key.container, ""))
+        instance = pod.container_ids.get(share.key.container, "")
+        new = enforced(share, isolation, instance, uses_no_more=self._uses_no_more(share))
         if new.is_over:
             self._cache.forget_resized(share.key)
         elif new != share:
             self._cache.book(new)
         return new.booked != share.booked
+
+    def _uses_no_more(self, share: ResizedShare) -> bool:
+        """By the driver, and by a sample taken after the target was enforced: not by what a container says of itself."""
+        target, since = self._enforced_at.setdefault(share.key, (share.target, self._wall_clock()))
+        if target != share.target:
+            self._enforced_at[share.key] = (share.target, self._wall_clock())
+            return False
+        usage = self._usage
+        if usage is None or usage.sampled_at < since + SETTLED_S:
+            return False
+        gpu = usage.gpus.get(share.gpu)
+        if gpu is None or gpu.processes is None:
+            return False
+        use = usage.containers.get((share.key, share.gpu))
+        unit_mib = self._policy.names.unit_mib(share.kind)
+        return use is None or (
+            use.memory_bytes is not None and use.memory_bytes <= (share.target.memory * unit_mib) << 20
+        )
 
     # --- reports ---
 

@@ -98,6 +98,7 @@ class _Subscriptions:
         self._kubelet.registrar.subscribe(on_registered=self._registered, on_kubelet_restart=self._kubelet_restarted)
         shown.usage.subscribe(shown.usage_history.add)
         shown.usage.subscribe(lambda _round: shown.expire())
+        shown.usage.subscribe(self._kubelet.resizing.usage_sampled)
         for watch in self._isolation.watches.values():
             watch.subscribe(self._kubelet.tables.request_refresh)
             watch.subscribe(shown.expire)

@@ -79,6 +79,10 @@ class ResourceNames:
             case ResourceKind.GPU_MEM:
                 return gpu.memory_mib // self.gpu_mem_unit_mib
 
+    def unit_mib(self, kind: ResourceKind) -> int:
+        """Of a unit of memory."""
+        return self.gpu_mem_unit_mib if kind is ResourceKind.GPU_MEM else self.memory_block_mib
+
     def memory_mib(self, container: ContainerSpec) -> int:
         """The memory that the container asks for, by whichever resource."""
         blocks = self.wanted(container, ResourceKind.VMEMORY) * self.memory_block_mib

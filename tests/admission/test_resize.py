@@ -248,28 +248,37 @@ def test_hami_core_gives_back_memory_at_once_and_cores_with_the_next_container()
     """Its running processes follow a new memory limit, and keep the compute limit that they have copied."""
     share = decided(cores=10, memory=4)
     assert isinstance(share, ResizedShare)
-    now = enforced(share, HAMI, "a" * 64)
+    now = enforced(share, HAMI, "a" * 64, uses_no_more=True)
     assert now.booked == ShareSize(cores=30, memory=4) and now.instance == "a" * 64
-    assert enforced(now, HAMI, "a" * 64) == now
-    assert enforced(now, HAMI, "") == now
-    assert enforced(now, HAMI, "b" * 64).booked == share.target
+    assert enforced(now, HAMI, "a" * 64, uses_no_more=True) == now
+    assert enforced(now, HAMI, "", uses_no_more=True) == now
+    assert enforced(now, HAMI, "b" * 64, uses_no_more=False).booked == share.target
+
+
+def test_memory_in_use_stays_booked() -> None:
+    """A limit takes nothing away from a process that has it."""
+    share = decided(memory=4)
+    assert isinstance(share, ResizedShare)
+    now = enforced(share, HAMI, "a" * 64, uses_no_more=False)
+    assert now.booked == share.booked
+    assert enforced(now, HAMI, "a" * 64, uses_no_more=True).booked == share.target
 
 
 def test_vcuda_gives_back_nothing_before_the_next_container() -> None:
     """Nobody can tell whether a running process will read its file again."""
     share = decided(cores=10, memory=4)
     assert isinstance(share, ResizedShare)
-    now = enforced(share, VCUDA, "a" * 64)
+    now = enforced(share, VCUDA, "a" * 64, uses_no_more=True)
     assert now.booked == share.booked
-    assert enforced(now, VCUDA, "b" * 64).booked == share.target
+    assert enforced(now, VCUDA, "b" * 64, uses_no_more=True).booked == share.target
 
 
 def test_a_container_that_does_not_run_gives_back_nothing_new() -> None:
     """The next one to start counts as one whose processes may have begun before."""
     share = decided(cores=10)
     assert isinstance(share, ResizedShare)
-    assert enforced(share, VCUDA, "") == share
-    assert enforced(enforced(share, VCUDA, ""), VCUDA, "a" * 64).booked == share.booked
+    assert enforced(share, VCUDA, "", uses_no_more=True) == share
+    assert enforced(share, VCUDA, "a" * 64, uses_no_more=True).booked == share.booked
 
 
 # --- the status ---
@@ -290,7 +299,7 @@ def test_the_status_says_what_is_in_force() -> None:
     assert status_text([granted], resized, {}, [MAIN.key]) == "main:cores=50,memory=8,pending"
     assert status_text([MAIN], resized, {}, ()) == "main:cores=30,memory=8,pending"
     kept = {MAIN.key: replace(share, booked=ShareSize(cores=60, memory=8))}
-    assert status_text([granted], kept, {}, ()) == "main:cores=50,memory=8,new-processes"
+    assert status_text([granted], kept, {}, ()) == "main:cores=50,memory=8,shrinking"
     assert status_text([MAIN, side], {}, {}, ()) is None
 
 

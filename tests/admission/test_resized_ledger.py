@@ -95,18 +95,20 @@ class Node(RuleBasedStateMachine):
             if self.cache.get(key) is not None:
                 self.cache.grant(key)
 
-    @rule(key=containers)
-    def enforce(self, key: ContainerKey) -> None:
-        """What is granted is enforced: its memory binds running processes, its cores those that start later."""
+    @rule(key=containers, uses_no_more=st.booleans())
+    def enforce(self, key: ContainerKey, uses_no_more: bool) -> None:
+        """What is granted is enforced: its memory binds running processes, its cores those that start later. Memory that
+        they have by then stays theirs."""
         own, share = self.cache.get(key), self.cache.resized.get(key)
         if own is None:
             return
         before = self.may_use[key]
-        self.may_use[key] = ShareSize(cores=max(before.cores, own.size.cores), memory=own.size.memory)
+        memory = own.size.memory if uses_no_more else max(before.memory, own.size.memory)
+        self.may_use[key] = ShareSize(cores=max(before.cores, own.size.cores), memory=memory)
         if share is None or own.granted != share.target:
             return
         instance = str(self.instances[key])
-        new = enforced(share, ISOLATIONS[IsolationName.HAMI_CORE], instance)
+        new = enforced(share, ISOLATIONS[IsolationName.HAMI_CORE], instance, uses_no_more=uses_no_more)
         if new.is_over:
             self.cache.forget_resized(key)
         else:
@@ -171,7 +173,7 @@ class Node(RuleBasedStateMachine):
 
 
 TestNode = Node.TestCase
-TestNode.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestNode.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
 # --- single cases ---

@@ -7,6 +7,7 @@
  * CUDA 12's and 13's). VERSION is what the latter two ask for, 12080 for CUDA 12.8. `link` needs -DLINKED and -lcuda.
  *
  *   gpu:INDEX                 goes on with another GPU; a program begins with 0
+ *   version                   calls cuDriverGetVersion once more
  *   info                      what cuMemGetInfo and cuDeviceTotalMem say
  *   alloc:KIND:MIB:COUNT      takes memory, COUNT times MIB or until it is refused; KIND: alloc, managed, pitch, async, pool, vmm,
  *                             array, array3d, mipmapped
@@ -309,6 +310,12 @@ static int start(void)
     return result ? result : use_gpu(0);
 }
 
+static void ask_version(void)
+{
+    int version = 0, result = CALL(cuDriverGetVersion, &version);
+    printf("{\"action\": \"version\", \"result\": %d, \"version\": %d}\n", result, version);
+}
+
 static void wait_for_line(void)
 {
     char line[64];
@@ -334,6 +341,8 @@ int main(int count, char **words)
         size_t length = colon ? (size_t)(colon - word) : strlen(word);
         if (strncmp(word, "gpu", length) == 0)
             use_gpu(atoi(arguments));
+        else if (strncmp(word, "version", length) == 0)
+            ask_version();
         else if (strncmp(word, "info", length) == 0)
             inform();
         else if (strncmp(word, "alloc", length) == 0)

@@ -163,14 +163,18 @@ def decide_resize(
     )
 
 
-def enforced(share: ResizedShare, isolation: Isolation, instance: str) -> ResizedShare:
+def enforced(share: ResizedShare, isolation: Isolation, instance: str, *, uses_no_more: bool) -> ResizedShare:
     """The share once the isolation enforces its target. `instance` is the container that runs now, empty where that is not
-    known. Less is booked of what running processes follow; of the rest when every process is of a later container.
+    known; `uses_no_more`: its processes were seen to have no more memory than the target since.
+
+    Less is booked of what running processes follow; of the rest when every process is of a later container. Memory that
+    they have allocated stays theirs, whatever the limit, and so it stays booked.
     """
     since = share.instance or instance
     is_anew = bool(since) and bool(instance) and instance != since
     cores = share.target.cores if is_anew or isolation.cores_follow.is_live else share.booked.cores
-    memory = share.target.memory if is_anew or isolation.memory_follows.is_live else share.booked.memory
+    is_within = isolation.memory_follows.is_live and uses_no_more
+    memory = share.target.memory if is_anew or is_within else share.booked.memory
     return ResizedShare(
         key=share.key,
         gpu=share.gpu,
@@ -200,8 +204,8 @@ def status_text(
 
     | word | the size |
     |---|---|
-    | in-force | binds every process |
-    | new-processes | binds processes that start from now on; what running ones may use beyond it stays booked |
+    | in-force | is what the isolation enforces |
+    | shrinking | the same, and what running processes have or may use beyond it stays booked |
     | pending | is not enforced yet |
     | refused=<reason> | is what it was: the annotation was refused |
     """
@@ -215,7 +219,7 @@ def status_text(
         elif share is None or allocation.granted != share.target or key in unenforced:
             state = "pending"
         else:
-            state = "new-processes" if share.booked != share.target else "in-force"
+            state = "shrinking" if share.booked != share.target else "in-force"
         size = allocation.size
         cores = f"cores={size.cores}," if size.cores else ""
         entries.append(f"{key.container}:{cores}memory={size.memory},{state}")
