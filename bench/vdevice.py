@@ -34,7 +34,7 @@ from gpushare_agent.wire.vcuda import VDeviceRequest
 _PRE_START_MS, _REGISTER_MS, _ROUND_MS, _SERVERS_MIB = 10.0, 5.0, 20.0, 20.0
 _SEEN_S, _FREED_S = 0.03, 0.05
 _BETWEEN_CALLS_S = 0.11
-"""A container may register 10 times a second."""
+"""Longer than lies between two refreshes of one container."""
 _KNOWN_S, _SERVED_S = 5.0, 15.0
 _PROCESSES, _SHARES, _SERVERS = 20, 100, 200
 _FIRST_PID = 100_000
