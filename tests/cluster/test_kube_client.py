@@ -19,6 +19,7 @@ from gpushare_agent.cluster.kube.session import KubeSession
 from gpushare_agent.model.errors import Conflict, Corrupt, NotFound, Rejected, StartupError, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from tests.support_deadline import DEADLINE_S
 from tests.support_kube import (
     DATA,
     NODE,
@@ -101,7 +102,7 @@ async def test_the_servers_own_words_are_in_the_error() -> None:
     refusal = raw_status(403, 'pods "p" is forbidden: User cannot get')
     async with fake_api(others=[answers(403, refusal)]) as server, opened(server.url) as api:
         with pytest.raises(Rejected, match=r"answered 403: .* is forbidden: User cannot get.*ClusterRole"):
-            await api.get_pod("default", "p", timeout_s=5)
+            await api.get_pod("default", "p", timeout_s=DEADLINE_S)
 
 
 async def test_an_endless_answer_is_cut_off() -> None:
@@ -109,7 +110,7 @@ async def test_an_endless_answer_is_cut_off() -> None:
     huge = json.dumps({"x": "y" * (5 << 20)}).encode()
     async with fake_api(others=[answers(200, huge)]) as server, opened(server.url) as api:
         with pytest.raises(Corrupt, match="longer than"):
-            await api.get_pod("default", "p", timeout_s=5)
+            await api.get_pod("default", "p", timeout_s=DEADLINE_S)
 
 
 async def test_no_server_is_unavailable() -> None:
@@ -280,7 +281,7 @@ async def test_names_are_quoted_in_paths() -> None:
     """A name with separators stays one element of the path."""
     async with fake_api(others=[answers(404, raw_status(404))]) as server, opened(server.url) as api:
         with pytest.raises(NotFound):
-            await api.get_pod("default", "a/b?c=d#e", timeout_s=5)
+            await api.get_pod("default", "a/b?c=d#e", timeout_s=DEADLINE_S)
     assert server.requests[0].path == "/api/v1/namespaces/default/pods/a/b?c=d#e"
     assert server.requests[0].query == {}
 
@@ -290,7 +291,7 @@ async def test_what_cannot_be_a_name_is_not_sent(name: str) -> None:
     """An empty or dotted name would address something else, so nothing is asked."""
     async with fake_api() as server, opened(server.url) as api:
         with pytest.raises(Rejected):
-            await api.get_pod("default", name, timeout_s=5)
+            await api.get_pod("default", name, timeout_s=DEADLINE_S)
     assert server.requests == []
 
 
@@ -319,9 +320,9 @@ async def test_a_refused_token_is_read_again(tmp_path: Path, monkeypatch: pytest
 
     async with fake_api(others=[only_new]) as server, opened(server.url, user={"tokenFile": str(token)}) as api:
         with pytest.raises(Rejected):
-            await api.get_pod("default", "p", timeout_s=5)
+            await api.get_pod("default", "p", timeout_s=DEADLINE_S)
         token.write_text("new\n")
-        await api.get_pod("default", "p", timeout_s=5)
+        await api.get_pod("default", "p", timeout_s=DEADLINE_S)
     assert [r.headers["authorization"].removeprefix("Bearer ") for r in server.requests] == ["old", "old", "old", "new"]
 
 
@@ -499,7 +500,7 @@ async def test_the_client_and_the_embedded_api_server_agree() -> None:
         assert (await api.list_all(pods(fields="status.phase!=Pending"), whole))[0] == []
         assert (await api.list_all(ALL_NODES, whole))[0] == []
         await api.patch_pod_annotations("default", "p", uid, {"a": "1"})
-        assert (await api.get_pod("default", "p", timeout_s=5))["metadata"]["annotations"] == {"a": "1"}
+        assert (await api.get_pod("default", "p", timeout_s=DEADLINE_S))["metadata"]["annotations"] == {"a": "1"}
         await _conflicts(lambda: api.patch_pod_annotations("default", "p", PodUid("other"), {"a": "2"}))
         await _conflicts(lambda: api.delete_pod("default", "p", PodUid("other")))
         await api.create_event({"metadata": {"name": "e", "namespace": "default"}, "reason": "R"})
@@ -509,7 +510,7 @@ async def test_the_client_and_the_embedded_api_server_agree() -> None:
         async with api.watch_all(pods_of_node(NODE), version) as events:
             assert [(await anext(events))["type"] for _ in range(3)] == ["MODIFIED", "MODIFIED", "DELETED"]
         with pytest.raises(NotFound):
-            await api.get_pod("default", "p", timeout_s=5)
+            await api.get_pod("default", "p", timeout_s=DEADLINE_S)
         with pytest.raises(NotFound):
             await api.get_node("absent")
         assert await api.can_i("list", "pods")

@@ -268,7 +268,7 @@ async def test_fetch_puts_the_pod_into_the_store() -> None:
     """A pod that the watch has not reported yet is read by name, stored and returned."""
     async with fake_api(others=[answers(200, raw_pod("a"))]) as server, opened(server.url) as api:
         store = PodStore()
-        fetched = await _node_pods(api, store).fetch("default", "a", timeout_s=2)
+        fetched = await _node_pods(api, store).fetch("default", "a", timeout_s=DEADLINE_S)
     assert fetched is not None and store.get(fetched.uid) == fetched
 
 
@@ -279,7 +279,7 @@ async def test_fetch_of_a_pod_that_is_not_here_is_none(behaviour: Behaviour) -> 
     """An absent pod, and one of that name on another node, are not this node's pod."""
     async with fake_api(others=[behaviour]) as server, opened(server.url) as api:
         store = PodStore()
-        assert await _node_pods(api, store).fetch("default", "a", timeout_s=2) is None
+        assert await _node_pods(api, store).fetch("default", "a", timeout_s=DEADLINE_S) is None
         assert store.pods() == ()
 
 
@@ -366,7 +366,7 @@ async def test_fetch_does_not_revive_a_pod_whose_deletion_was_reported() -> None
     async with fake_api(others=[answers(200, raw_pod("a"))]) as server, opened(server.url) as api:
         store = PodStore()
         store.remove(PodUid("uid-a"))
-        assert await _node_pods(api, store).fetch("default", "a", timeout_s=2) is None
+        assert await _node_pods(api, store).fetch("default", "a", timeout_s=DEADLINE_S) is None
 
 
 async def test_the_informer_follows_the_embedded_api_server() -> None:
@@ -388,5 +388,5 @@ async def test_the_informer_follows_the_embedded_api_server() -> None:
             server.faults.expire_watches()
             server.delete_pod("default", "a", grace_period_s=0)
             await wait_store(store, lambda store: list(_phases(store)) == ["b"])
-            fetched = await node_pods.fetch("default", "b", timeout_s=2)
+            fetched = await node_pods.fetch("default", "b", timeout_s=DEADLINE_S)
             assert fetched is not None and fetched.node_name == NODE

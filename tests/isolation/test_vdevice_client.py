@@ -286,7 +286,9 @@ async def watching(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]
 
 async def line_of(stream: asyncio.StreamReader | None) -> str:
     assert stream is not None
-    return (await stream.readline()).decode().strip()
+    line = (await stream.readline()).decode()
+    assert line, "it has ended"
+    return line.strip()
 
 
 async def test_a_watch_prints_what_changed(short_dir: Path) -> None:

@@ -48,10 +48,15 @@ async def running(code: str) -> AsyncIterator[asyncio.subprocess.Process]:
 
 async def resumed(child: asyncio.subprocess.Process) -> None:
     """Waits for the line that `pause` prints, then lets the program go on."""
-    assert child.stdout is not None and child.stdin is not None
-    while await child.stdout.read(1) != b"\n":
-        pass
+    await paused(child)
+    assert child.stdin is not None
     child.stdin.write(b"\n")
+
+
+async def paused(child: asyncio.subprocess.Process) -> None:
+    assert child.stdout is not None
+    while (byte := await child.stdout.read(1)) != b"\n":
+        assert byte, "it has ended"
 
 
 async def test_a_program_whose_log_nobody_reads_goes_on_and_ends() -> None:
@@ -68,12 +73,12 @@ async def test_lines_that_found_no_room_are_counted_once_the_log_moves_again() -
     """What was read and what was dropped are together what was logged."""
     code = "for n in range(3 * MAX_LINES): log.info('line', n=n)\npause('on')"
     async with running(code) as child:
-        assert child.stdout is not None and child.stderr is not None and child.stdin is not None
-        while await child.stdout.read(1) != b"\n":
-            pass
+        assert child.stderr is not None and child.stdin is not None
+        await paused(child)
         text = b""
         while b"log_lines_dropped" not in text or not text.endswith(b"\n"):
-            text += await child.stderr.read(65536)
+            text += (piece := await child.stderr.read(65536))
+            assert piece, "it has ended"
         child.stdin.write(b"\n")
     entries = [json.loads(line) for line in text.splitlines()]
     dropped = [entry for entry in entries if entry["event"] == "log_lines_dropped"]

@@ -17,6 +17,7 @@ from gpushare_agent.kubelet.pod_resources import PodResourcesClient
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.wire import v1
+from tests.support_deadline import DEADLINE_S
 
 Answer = Callable[[], Awaitable[bytes]]
 
@@ -78,7 +79,7 @@ async def two_pods() -> bytes:
 async def test_a_list_names_pods_and_counts_their_ids(short_dir: Path) -> None:
     """Entries of one resource are merged when they are read."""
     async with serving(short_dir, Scripted(list_=two_pods)) as client:
-        a, b = await client.list_entries(timeout_s=5)
+        a, b = await client.list_entries(timeout_s=DEADLINE_S)
         assert (a.namespace, a.name, a.count_ids(VCORE_RESOURCE)) == ("default", "a", 3)
         assert a.count_by_container(VCORE_RESOURCE) == {"main": 3} and a.count_by_container(VMEMORY_RESOURCE) == {}
         assert (b.count_ids(VCORE_RESOURCE), b.count_by_container(VCORE_RESOURCE)) == (0, {})
@@ -96,7 +97,7 @@ async def test_the_rate_limit_is_waited_out(short_dir: Path) -> None:
 
     scripted = Scripted(list_=limited)
     async with serving(short_dir, scripted) as client:
-        assert len(await client.list_entries(timeout_s=5)) == 2
+        assert len(await client.list_entries(timeout_s=DEADLINE_S)) == 2
         assert scripted.calls == ["List"] * 4
 
 
@@ -104,7 +105,7 @@ async def test_an_absent_or_stalling_server_is_unavailable(short_dir: Path) -> N
     """Bounded, and the text names the socket."""
     client = PodResourcesClient(short_dir / "none.sock")
     with pytest.raises(Unavailable, match=r"none\.sock"):
-        await client.list_entries(timeout_s=5)
+        await client.list_entries(timeout_s=DEADLINE_S)
 
     async def stall() -> bytes:
         await asyncio.Event().wait()
@@ -118,11 +119,11 @@ async def test_an_absent_or_stalling_server_is_unavailable(short_dir: Path) -> N
 async def test_a_server_that_comes_back_is_used_again(short_dir: Path) -> None:
     """After a kubelet restart the next call connects anew."""
     async with serving(short_dir, Scripted(list_=two_pods)) as client:
-        await client.list_entries(timeout_s=5)
+        await client.list_entries(timeout_s=DEADLINE_S)
     with pytest.raises(Unavailable):
-        await client.list_entries(timeout_s=5)
+        await client.list_entries(timeout_s=DEADLINE_S)
     async with serving(short_dir, Scripted(list_=two_pods)):
-        assert len(await client.list_entries(timeout_s=5)) == 2
+        assert len(await client.list_entries(timeout_s=DEADLINE_S)) == 2
         client.close()
 
 
@@ -139,9 +140,9 @@ async def test_garbage_is_corrupt(short_dir: Path) -> None:
 
     async with serving(short_dir, Scripted(list_=cut)) as client:
         with pytest.raises(Corrupt):
-            await client.list_entries(timeout_s=5)
+            await client.list_entries(timeout_s=DEADLINE_S)
     async with serving(short_dir, Scripted(list_=bad_inside)) as client:
-        (entry,) = await client.list_entries(timeout_s=5)
+        (entry,) = await client.list_entries(timeout_s=DEADLINE_S)
         with pytest.raises(Corrupt, match="default/a"):
             entry.count_by_container(VCORE_RESOURCE)
 
@@ -154,7 +155,7 @@ async def test_get_answers_one_pod(short_dir: Path) -> None:
 
     async with serving(short_dir, Scripted(get=answer)) as client:
         assert client.has_get is None
-        entry = await client.get_pod("default", "a", timeout_s=5)
+        entry = await client.get_pod("default", "a", timeout_s=DEADLINE_S)
         assert entry.count_by_container(VCORE_RESOURCE) == {"main": 2} and client.has_get is True
         client.forget()
         assert client.has_get is None
@@ -179,5 +180,5 @@ async def test_get_errors_are_reported_apart(
 
     async with serving(short_dir, Scripted(get=fail)) as client:
         with pytest.raises(error):
-            await client.get_pod("default", "a", timeout_s=5)
+            await client.get_pod("default", "a", timeout_s=DEADLINE_S)
         assert client.has_get is (False if error is Rejected else None if error is Unavailable else client.has_get)

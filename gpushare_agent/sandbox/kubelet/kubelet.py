@@ -166,7 +166,7 @@ class EmbeddedKubelet:
         """What PodResources List would name now."""
         return self._boot.listed_pods() if self._boot is not None else []
 
-    async def wait_for(self, found: Callable[[], T], deadline_s: float = 10.0, what: str = "") -> T:
+    async def wait_for(self, found: Callable[[], T], deadline_s: float = 60.0, what: str = "") -> T:
         """The first true value of `found`; raises TimeoutError naming `what`."""
         return await self.signal.wait_until(found, deadline_s, what)
 
