@@ -36,7 +36,7 @@ _KINDS: tuple[CgroupTreeKind, ...] = ("v2", "v1", "none")
 _V1_CONTROLLERS = ("pids", "freezer", "memory", "cpu", "blkio", "devices", "name=systemd")
 """`pids` is mounted nearly everywhere; cpuset is left out, as it takes no process before it has been set up."""
 _NAME = re.compile(r"gpushare-sandbox-(\d+)-([0-9a-f]+)-[0-9a-f]{8}")
-_REMOVE_TIMEOUT_S = 0.5
+_REMOVE_TIMEOUT_S = 5.0
 _PROBE = ("/bin/sh", "-c", "read -r _")
 
 

@@ -36,7 +36,7 @@ KILLED = 137
 MAX_LOG_BYTES = 10 * 1024 * 1024
 """A container's log that has grown over this begins anew when the container starts again."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.001, 0.05
-_CLOSE_TIMEOUT_S = 2.0
+_CLOSE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

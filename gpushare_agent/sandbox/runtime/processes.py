@@ -20,7 +20,7 @@ from typing import IO, cast
 
 _GATE = '[ "$PPID" = "$1" ] || exit 1; shift; read -r _ || exit 1; exec "$@" </dev/null'
 """A parent that has died before the kernel was asked for the death signal is no longer the parent: nothing then runs on."""
-_END_TIMEOUT_S = 2.0
+_END_TIMEOUT_S = 10.0
 _PR_SET_PDEATHSIG = 1
 _SETPRIV = shutil.which("setpriv")
 """It asks the kernel for the death signal without a fork of this interpreter, which costs four times as much."""
