@@ -77,6 +77,8 @@ async def open_agent(
         agent = InnerAgent(parts, group.create_task(live(parts), name="agent"))
         try:
             if wait:
+                # What the kubelet shows may be of an agent that has just ended.
+                await poll_until(lambda: not parts.kubelet.not_ready(), "both resources registered")
                 await wait_registered(node)
                 await wait_synced(parts)
                 await parts.kubelet.facts.wait_lists_inside(timeout_s=DEADLINE_S)

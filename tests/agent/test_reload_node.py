@@ -42,6 +42,8 @@ async def test_a_reload_keeps_counters_decisions_and_history() -> None:
             await asyncio.sleep(0.05)
         child.send_signal(signal.SIGHUP)
         url = await _life(node, 2)
+        # The kubelet may not have seen the end of the first life's streams yet: what it shows counts once both came anew.
+        await poll_until(lambda: len(log_lines(node, "device_plugin_registered")) >= 4, "both registered again")
         await wait_registered(node)
         assert await _admitted(url) == admitted
         assert (await _get(f"{url}/api/v1/history?only=cards"))["at"] >= history["at"]
