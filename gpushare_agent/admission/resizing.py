@@ -6,10 +6,10 @@ starts one. In a round, in this order:
 1. Decide, and book what grows (`AllocationCache.book`), without an await between.
 2. Save what is booked. What cannot be saved is not granted.
 3. Grant: the isolation sees the new size (`Allocation.granted`).
-4. Let the isolations enforce it, each round again: a container that was restarted begins with what Allocate answered.
+4. Let the isolations enforce it, again in each new container: it begins with what Allocate answered.
 5. Book less where what was given back is neither in use nor can be used. Then once more from 1: others may grow into it.
 
-State owned: what is in the file, since when each target is enforced, what was reported. The sizes themselves belong to the
+State owned: what is in the file, what is enforced since when, what was reported. The sizes themselves belong to the
 allocation cache. The annotation's grammar and every decision: decisions/resize.py. Who may write it: docs/resize.md.
 """
 
@@ -105,6 +105,15 @@ class ResizeReporter:
         self._annotations.resize_status(pod, status)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Enforced:
+    """What the isolation enforces in which container, and since when, in seconds since the epoch."""
+
+    target: ShareSize
+    instance: str
+    since: float
+
+
 @dataclass(slots=True)
 class _Round:
     """What one round found: why shares keep their sizes, which are not enforced yet, and containers that annotations name
@@ -143,7 +152,7 @@ class ShareResizing:
         self._wall_clock = wall_clock
         self._saved: Mapping[ContainerKey, ResizedShare] = {}
         self._usage: UsageRound | None = None
-        self._enforced_at: dict[ContainerKey, tuple[ShareSize, float]] = {}
+        self._enforced: dict[ContainerKey, _Enforced] = {}
         self._is_due = asyncio.Event()
         self._has_refused = False
         self._save_failure = ReportOnce()
@@ -209,8 +218,8 @@ class ShareResizing:
         """Of pods that have ended while the agent was away: no allocation of theirs will be released."""
         if not self._pods.is_synced:
             return
-        for key in self._enforced_at.keys() - self._cache.resized.keys():
-            del self._enforced_at[key]
+        for key in self._enforced.keys() - self._cache.resized.keys():
+            del self._enforced[key]
         for key in [key for key in self._cache.resized if self._cache.get(key) is None]:
             pod = self._pods.get(key.pod_uid)
             if pod is None or pod.is_terminal:
@@ -287,7 +296,8 @@ class ShareResizing:
     # --- 4 and 5: enforce, and book less ---
 
     async def _enforce(self, found: _Round) -> bool:
-        """Whether less is booked than before."""
+        """Whether less is booked than before. What is enforced in the container that runs now, and booked as it is, is left
+        alone."""
         is_less = False
         for key in sorted(self._cache.resized):
             allocation, pod = self._cache.get(key), self._pods.get(key.pod_uid)
@@ -297,21 +307,27 @@ class ShareResizing:
             isolation = self._enforcement.isolation_of(pod)
             if isolation is None:
                 continue
+            instance, known = pod.container_ids.get(key.container, ""), self._enforced.get(key)
+            is_enforced = known is not None and (known.target, known.instance) == (share.target, instance)
+            if is_enforced and instance and share.booked == share.target:
+                continue
             try:
                 why_not = await self._enforcement.enforce(allocation, pod)
             except AgentError as e:
                 why_not = str(e)
             if why_not:
                 found.unenforced[key] = why_not
-            elif self._cache.resized.get(key) is share:
-                is_less |= self._book_less(share, isolation, pod)
-            if why_not:
-                self._enforced_at.pop(key, None)
+                self._enforced.pop(key, None)
+                continue
+            if not is_enforced:
+                now = self._wall_clock()
+                self._enforced[key] = _Enforced(target=share.target, instance=instance, since=now)
+            if self._cache.resized.get(key) is share:
+                is_less |= self._book_less(share, isolation, instance)
         return is_less
 
-    def _book_less(self, share: ResizedShare, isolation: Isolation, pod: Pod) -> bool:
-        instance = pod.container_ids.get(share.key.container, "")
-        new = enforced(share, isolation, instance, uses_no_more=self._uses_no_more(share))
+    def _book_less(self, share: ResizedShare, isolation: Isolation, instance: str) -> bool:
+        new = enforced(share, isolation, instance, uses_no_more=bool(instance) and self._uses_no_more(share))
         if new.is_over:
             self._cache.forget_resized(share.key)
         elif new != share:
@@ -320,21 +336,14 @@ class ShareResizing:
 
     def _uses_no_more(self, share: ResizedShare) -> bool:
         """By the driver, and by a sample taken after the target was enforced: not by what a container says of itself."""
-        target, since = self._enforced_at.setdefault(share.key, (share.target, self._wall_clock()))
-        if target != share.target:
-            self._enforced_at[share.key] = (share.target, self._wall_clock())
-            return False
-        usage = self._usage
-        if usage is None or usage.sampled_at < since + SETTLED_S:
+        usage, known = self._usage, self._enforced.get(share.key)
+        if usage is None or known is None or usage.sampled_at < known.since + SETTLED_S:
             return False
         gpu = usage.gpus.get(share.gpu)
-        if gpu is None or gpu.processes is None:
-            return False
         use = usage.containers.get((share.key, share.gpu))
-        unit_mib = self._policy.names.unit_mib(share.kind)
-        return use is None or (
-            use.memory_bytes is not None and use.memory_bytes <= (share.target.memory * unit_mib) << 20
-        )
+        if gpu is None or gpu.processes is None or use is None or use.memory_bytes is None:
+            return False
+        return use.memory_bytes <= (share.target.memory * self._policy.names.unit_mib(share.kind)) << 20
 
     # --- reports ---
 

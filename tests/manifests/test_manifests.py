@@ -52,11 +52,12 @@ def test_every_path_that_the_agent_uses_is_mounted_from_the_host() -> None:
     (container,) = pod_spec()["containers"]
     settings, mounts = deployed(), host_mounts(container, pod_spec())
     driver = {volume.directory for volume in read_volume_config(in_sources(settings.volume_config))}
-    assert settings.health.state_file is not None
+    assert settings.health.state_file is not None and settings.resize.state_file is not None
     writable = {
         settings.kubelet.device_plugin_path,
         settings.virtual_manager.path,
         settings.health.state_file.parent,
+        settings.resize.state_file.parent,
     }
     only_read = {settings.kubelet.pod_resources_socket, settings.runtime.cgroup_root, *driver}
     assert all(not mount_of(path, mounts).get("readOnly") for path in writable)
