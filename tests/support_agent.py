@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpushare_agent.agent.agent import live
+from gpushare_agent.agent.auto_isolation import resolve_isolation
 from gpushare_agent.agent.composition import NodeAgent, build
 from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.model.resources import ResourceKind
@@ -66,8 +67,8 @@ async def open_agent(
     `list_timeout_s` bounds a PodResources List: a process that holds agents, kubelet and API server may stand still for
     longer than the second that an agent allows, and than the five of an admission.
     """
-    settings = load_settings(arguments(node, *flags), {}).settings
-    parts = build(settings, open_driver(settings))
+    found = await resolve_isolation(load_settings(arguments(node, *flags), {}).settings)
+    parts = build(found.settings, open_driver(found.settings), isolation_reason=found.isolation_reason)
     parts.kubelet.gate._list_timeout_s = list_timeout_s
     for resource in parts.kubelet.registrar._resources:
         resource.endpoint.plugin._call_timeout_s = DEADLINE_S

@@ -4,5 +4,5 @@ Open composition.py first: `build` joins the sides (kubelet, GPUs, API server, o
 `_Subscriptions` lists who hears of what. agent.py has the order of start, the signals (SIGHUP starts a new life with new
 settings) and the end. state.py names the states that several sides read. Called by `gpushare-agent run` alone.
 
-Others import: agent, values, gpu_side.
+Others import: agent, auto_isolation, gpu_side, values.
 """

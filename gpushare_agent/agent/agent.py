@@ -17,6 +17,7 @@ from enum import Enum
 
 import structlog
 
+from gpushare_agent.agent.auto_isolation import NodeSettings, resolve_isolation
 from gpushare_agent.agent.composition import NodeAgent, build
 from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.cluster.kube.configuration import find_configuration
@@ -39,7 +40,7 @@ class _End(Enum):
 class _Ended(Exception):  # noqa: N818 - not an error
     """A signal ends this life; `settings` are those of the next one, None to end the process."""
 
-    def __init__(self, settings: Settings | None) -> None:
+    def __init__(self, settings: NodeSettings | None) -> None:
         super().__init__("reload" if settings is not None else "stop")
         self.settings = settings
 
@@ -81,13 +82,10 @@ async def run(settings: Settings, *, reload: Callable[[], Settings]) -> int:
     log.debug("open_files", most=soft, hard=hard)
     signals = _Signals()
     agent: NodeAgent | None = None
-    upcoming: Settings | None = settings
     try:
+        upcoming: NodeSettings | None = await resolve_isolation(settings)
         while upcoming is not None:
-            earlier, agent = (
-                agent,
-                build(upcoming, open_driver(upcoming), metrics=agent.state.metrics if agent is not None else None),
-            )
+            earlier, agent = agent, _build(upcoming, agent)
             if earlier is not None:
                 agent.take_over(earlier)
             upcoming = await _run_until_signal(agent, reload, signals)
@@ -96,7 +94,17 @@ async def run(settings: Settings, *, reload: Callable[[], Settings]) -> int:
         signals.close()
 
 
-async def _run_until_signal(agent: NodeAgent, reload: Callable[[], Settings], signals: _Signals) -> Settings | None:
+def _build(node: NodeSettings, earlier: NodeAgent | None = None) -> NodeAgent:
+    """`earlier` is the life before a reload, whose metrics count on. Raises StartupError."""
+    return build(
+        node.settings,
+        open_driver(node.settings),
+        metrics=earlier.state.metrics if earlier is not None else None,
+        isolation_reason=node.isolation_reason,
+    )
+
+
+async def _run_until_signal(agent: NodeAgent, reload: Callable[[], Settings], signals: _Signals) -> NodeSettings | None:
     """One life; the settings of the next one, None to end the process."""
     error: BaseException | None = None
     ends: list[_Ended] = []
@@ -120,9 +128,9 @@ async def _obey(agent: NodeAgent, reload: Callable[[], Settings], signals: _Sign
             log.info("stopping")
             raise _Ended(None)
         try:
-            settings = reload()
+            settings = await resolve_isolation(reload())
             # Files that the settings name are read here: a bad one changes nothing.
-            build(settings, open_driver(settings))
+            _build(settings)
         except AgentError as e:
             problems = list(e.problems) if isinstance(e, SettingsError) else [str(e)]
             log.error("settings_not_reloaded", problems=problems, then="the old ones stay in force")

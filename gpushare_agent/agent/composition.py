@@ -46,10 +46,14 @@ class NodeAgent:
         self.observability.usage_history.take_over(earlier.observability.usage_history)
 
 
-def build(settings: Settings, driver: NodeDriver, *, metrics: AgentMetrics | None = None) -> NodeAgent:
-    """The sides, joined but not started. `metrics` are those of an earlier life, which count on. Raises StartupError."""
+def build(
+    settings: Settings, driver: NodeDriver, *, metrics: AgentMetrics | None = None, isolation_reason: str = ""
+) -> NodeAgent:
+    """The sides, joined but not started. `metrics` are those of an earlier life, which count on; `isolation_reason` is
+    why the isolation was chosen, where the setting was auto. Raises StartupError."""
     state = NodeState(
         settings=settings,
+        isolation_reason=isolation_reason,
         names=resource_names(settings),
         metrics=metrics.begin_anew() if metrics is not None else AgentMetrics(),
         inventory=GpuInventoryState(health_policy(settings)),

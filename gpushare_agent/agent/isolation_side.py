@@ -10,7 +10,15 @@ import structlog
 
 from gpushare_agent.admission.decisions.container_edits import choose_isolation
 from gpushare_agent.agent.state import NodeState
-from gpushare_agent.agent.values import cdi_specs, driver_version, driver_volumes, hami_core_config, runtime_client
+from gpushare_agent.agent.values import (
+    cdi_specs,
+    driver_version,
+    driver_volumes,
+    hami_core_config,
+    hami_core_files,
+    mps_control,
+    runtime_client,
+)
 from gpushare_agent.cluster.events import PodEvents
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.isolation import ISOLATIONS, Preparation
@@ -18,16 +26,13 @@ from gpushare_agent.isolation.availability import AvailabilityWatch
 from gpushare_agent.isolation.cdi.specs import CdiWatch
 from gpushare_agent.isolation.decisions.device_lists import strategy_warnings
 from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName
-from gpushare_agent.isolation.decisions.hami_core import LIBRARY_PATH
 from gpushare_agent.isolation.decisions.kept import Kept, kept
 from gpushare_agent.isolation.decisions.vcuda import vdevice_share
 from gpushare_agent.isolation.driver_limits.limits import DriverLimits, MemoryLimiter, ShareOfMemory
 from gpushare_agent.isolation.driver_volume.check import SharedVolumeCheck
 from gpushare_agent.isolation.enforcement import ShareEnforcement
 from gpushare_agent.isolation.hami_core.caches import PrivateCaches
-from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.isolation.hami_core.limits import RegionLimits
-from gpushare_agent.isolation.mps.control import MpsControl
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
 from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses
@@ -232,15 +237,15 @@ def _watches(
     driver_limits: DriverLimits | None,
 ) -> dict[IsolationName, AvailabilityWatch]:
     """Isolation vcuda needs nothing for simulated GPUs, which have no driver to mount."""
-    in_use, mps = settings.isolation_parts_in_use, settings.mps
+    in_use = settings.isolation_parts_in_use
     watches = {}
     if private_caches is not None:
         watches[IsolationName.HAMI_CORE] = AvailabilityWatch(IsolationName.HAMI_CORE, private_caches.check)
     if driver_limits is not None:
         watches[IsolationName.DRIVER] = AvailabilityWatch(IsolationName.DRIVER, driver_limits.check)
     if IsolationName.MPS in in_use:
-        control = MpsControl(mps.control, mps.pipe_directory, mps.log_directory, timeout_s=mps.command_timeout_s)
-        watches[IsolationName.MPS] = AvailabilityWatch(IsolationName.MPS, control.check, period_s=mps.probe_period_s)
+        check, period_s = mps_control(settings).check, settings.mps.probe_period_s
+        watches[IsolationName.MPS] = AvailabilityWatch(IsolationName.MPS, check, period_s=period_s)
     if IsolationName.VCUDA in in_use and settings.driver == "nvml":
         shared = SharedVolumeCheck(volumes.get(VolumeName.SHARED))
         watches[IsolationName.VCUDA] = AvailabilityWatch(IsolationName.VCUDA, shared.check)
@@ -279,14 +284,14 @@ def _driver_limits(
 
 
 def _private_caches(state: NodeState) -> PrivateCaches:
-    files = _hami_core_files(state.settings)
+    files = hami_core_files(state.settings)
     return PrivateCaches(files=files, allocations=state.cache.view, pods=state.store)
 
 
 def _region_limits(state: NodeState) -> RegionLimits:
     settings = state.settings
     return RegionLimits(
-        files=_hami_core_files(settings),
+        files=hami_core_files(settings),
         config=hami_core_config(settings),
         names=state.names,
         inventory=state.gpus,
@@ -294,10 +299,6 @@ def _region_limits(state: NodeState) -> RegionLimits:
         pods=state.store,
         is_in_use=lambda pod: _uses(settings, pod, IsolationName.HAMI_CORE),
     )
-
-
-def _hami_core_files(settings: Settings) -> HamiCoreFiles:
-    return HamiCoreFiles(settings.hami_core.library, settings.hami_core.directory, LIBRARY_PATH)
 
 
 def _chosen(settings: Settings, annotations: Mapping[str, str]) -> IsolationName | None:

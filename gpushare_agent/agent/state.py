@@ -20,6 +20,8 @@ from gpushare_agent.settings.settings import Settings
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
     settings: Settings
+    isolation_reason: str
+    """Why the isolation was chosen, empty where the setting names it."""
     names: ResourceNames
     metrics: AgentMetrics
     inventory: GpuInventoryState

@@ -14,9 +14,12 @@ from gpushare_agent.isolation.cdi.specs import CdiSpecs
 from gpushare_agent.isolation.decisions.cdi_spec import SPEC_CONTROL_NODES, SpecNodes
 from gpushare_agent.isolation.decisions.device_lists import CONTROL_NODES, NodeDevices
 from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName
+from gpushare_agent.isolation.decisions.hami_core import LIBRARY_PATH
 from gpushare_agent.isolation.device_nodes import ControlNodes, read_extra_devices
 from gpushare_agent.isolation.driver_volume.config import read_volume_config
 from gpushare_agent.isolation.driver_volume.directory import installed_driver_version
+from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
+from gpushare_agent.isolation.mps.control import MpsControl
 from gpushare_agent.model.errors import Rejected, StartupError
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.resources import ResourceNames
@@ -47,10 +50,19 @@ def runtime_client(settings: Settings) -> RuntimeClient:
     return RuntimeClient(endpoints, timeout_s=settings.runtime.request_timeout_s)
 
 
+def mps_control(settings: Settings) -> MpsControl:
+    mps = settings.mps
+    return MpsControl(mps.control, mps.pipe_directory, mps.log_directory, timeout_s=mps.command_timeout_s)
+
+
+def hami_core_files(settings: Settings) -> HamiCoreFiles:
+    return HamiCoreFiles(settings.hami_core.library, settings.hami_core.directory, LIBRARY_PATH)
+
+
 def driver_volumes(settings: Settings) -> Mapping[VolumeName, DriverVolume]:
     """The driver volumes of volume.conf, at its usual place without the setting; none where there is none there, and none
     are mounted then."""
-    if IsolationName.VCUDA not in settings.isolations_in_use:
+    if not {IsolationName.VCUDA, IsolationName.AUTO} & settings.isolations_in_use:
         return {}
     if settings.volume_config is None and (settings.driver != "nvml" or not USUAL_VOLUME_CONFIG.exists()):
         return {}

@@ -37,6 +37,7 @@ def node_snapshot(
             driver=settings.driver,
             sample_period_s=settings.sample_period_s,
             isolations=isolation.facts(),
+            isolation_reason=state.isolation_reason,
         ),
         names=state.names,
         inventory=inventory.current,

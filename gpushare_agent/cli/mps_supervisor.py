@@ -13,8 +13,8 @@ from pathlib import Path
 
 import structlog
 
+from gpushare_agent.agent.values import mps_control
 from gpushare_agent.gpus.nvml.compute_mode import ComputeModes
-from gpushare_agent.isolation.mps.control import MpsControl
 from gpushare_agent.isolation.mps.daemon import MpsDaemonProcess
 from gpushare_agent.isolation.mps.supervision import Condition, MpsSupervision, Timeouts
 from gpushare_agent.kit.backoff import Backoff
@@ -29,15 +29,10 @@ START_COMMANDS = 4
 HOST_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the host's own, which is neither created nor labelled here
 
 
-def control_of(settings: Settings) -> MpsControl:
-    mps = settings.mps
-    return MpsControl(mps.control, mps.pipe_directory, mps.log_directory, timeout_s=mps.command_timeout_s)
-
-
 async def check(settings: Settings) -> int:
     """Probes the daemon once, whoever runs it, and prints the result; 0 when it serves, else 1."""
     try:
-        await control_of(settings).check()
+        await mps_control(settings).check()
     except Unavailable as error:
         print(error)
         return 1
@@ -47,7 +42,7 @@ async def check(settings: Settings) -> int:
 
 async def run(settings: Settings) -> int:
     """Until SIGTERM or SIGINT; a second one ends the waiting for clients. Raises StartupError."""
-    control, modes, mps = control_of(settings), ComputeModes(), settings.mps
+    control, modes, mps = mps_control(settings), ComputeModes(), settings.mps
     control.files.make(shared_memory=mps.shm_directory if mps.shm_directory != HOST_SHARED_MEMORY else None)
     supervision = MpsSupervision(
         MpsDaemonProcess(control),

@@ -11,12 +11,12 @@ them), `CdiWatch` (the CDI spec), `AvailabilityWatch` (why an isolation cannot b
 Called by: admission (edits), agent (services), cli. Open first: decisions/request.py.
 Who removes vDevice directories: `VirtualManager.remove_stale` in vcuda/virtual_manager.py, once their pod is gone.
 
-Others import: availability, cdi.files, cdi.specs, decisions.cdi_spec, decisions.device_lists, decisions.driver_volume,
-decisions.driver_volume_values, decisions.hami_core, decisions.kept, decisions.vcuda, decisions.vdevice_format,
-device_nodes, driver_limits.limits, driver_volume.check, driver_volume.config, driver_volume.directory,
-driver_volume.libraries, driver_volume.mounts, enforcement, hami_core.caches, hami_core.files, hami_core.limits,
-mps.control, mps.daemon, mps.supervision, vcuda.client, vcuda.configs, vcuda.container_ids, vcuda.container_processes,
-vcuda.files, vcuda.virtual_manager.
+Others import: availability, cdi.files, cdi.specs, decisions.cdi_spec, decisions.choice, decisions.device_lists,
+decisions.driver_volume, decisions.driver_volume_values, decisions.hami_core, decisions.kept, decisions.vcuda,
+decisions.vdevice_format, device_nodes, driver_limits.limits, driver_volume.check, driver_volume.config,
+driver_volume.directory, driver_volume.libraries, driver_volume.mounts, enforcement, hami_core.caches, hami_core.files,
+hami_core.limits, mps.control, mps.daemon, mps.supervision, vcuda.client, vcuda.configs, vcuda.container_ids,
+vcuda.container_processes, vcuda.files, vcuda.virtual_manager.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def _load(name: IsolationName) -> Isolation:
     return found
 
 
-ISOLATIONS: Mapping[IsolationName, Isolation] = {name: _load(name) for name in IsolationName}
+ISOLATIONS: Mapping[IsolationName, Isolation] = {
+    name: _load(name) for name in IsolationName if name is not IsolationName.AUTO
+}
 
 __all__ = [
     "ISOLATIONS",

@@ -31,7 +31,8 @@ class Gpu:
     `index` is the driver's (NVML) index when the GPU was first seen, and the row in the topology; it does not change
     while the agent runs. `minor` is the n of `/dev/nvidia<n>` and need not equal it. `memory_mib` is the whole GPU's
     memory. `numa_node` is None where the host reports none, `compute_capability` (major, minor) where the driver does not.
-    `unhealthy_reason` is empty while the GPU is healthy.
+    `is_exclusive_process` is the compute mode in which one process alone may open the GPU. `unhealthy_reason` is empty while
+    the GPU is healthy.
     An unhealthy GPU of which the driver reported the UUID alone has minor -1 and 0 MiB.
     """
 
@@ -44,6 +45,7 @@ class Gpu:
     numa_node: int | None = None
     nvlinks: tuple[NvLink, ...] = ()
     compute_capability: tuple[int, int] | None = None
+    is_exclusive_process: bool = False
     health: Health = Health.HEALTHY
     unhealthy_reason: str = ""
 

@@ -19,6 +19,8 @@ class IsolationName(StrEnum):
     HAMI_CORE_DRIVER = "hami-core+driver"
     MPS_DRIVER = "mps+driver"
     NONE = "none"
+    AUTO = "auto"
+    """A value of the node's setting alone: the agent puts another one in its place at its start."""
 
     @property
     def parts(self) -> tuple[IsolationName, ...]:

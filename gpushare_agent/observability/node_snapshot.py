@@ -65,6 +65,8 @@ class AgentFacts:
     driver: str
     sample_period_s: float
     isolations: tuple[IsolationFacts, ...] = ()
+    isolation_reason: str = ""
+    """Why the agent chose it, empty where its setting names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +120,7 @@ def agent_document(snapshot: NodeSnapshot) -> dict[str, Any]:
         "is_ready": not agent.not_ready,
         "not_ready": list(agent.not_ready),
         "isolation": agent.isolation,
+        "isolation_reason": agent.isolation_reason,
         "isolations": [
             {"name": one.name, "unavailable_reason": one.unavailable_reason, "kept": _kept(one.kept)}
             for one in sorted(agent.isolations, key=lambda one: one.name)

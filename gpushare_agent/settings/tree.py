@@ -84,13 +84,14 @@ class Settings(BaseSettings):
     isolation: IsolationName = Field(
         default=IsolationName.VCUDA,
         description="What limits a container to its share (docs/isolation.md). vcuda: TKEStack's library in the driver"
-        " directory, which reads its limits from /etc/vcuda. mps: NVIDIA MPS. hami-core: HAMi-core's library. none: nothing,"
-        " containers see their GPUs and are trusted.",
+        " directory, which reads its limits from /etc/vcuda. mps: NVIDIA MPS. hami-core: HAMi-core's library. driver:"
+        " NVIDIA's driver limits memory, nothing limits compute; hami-core+driver, mps+driver: both. none: nothing,"
+        " containers see their GPUs and are trusted. auto: the agent chooses at its start by what it finds on the node.",
     )
     isolations_allowed: Annotated[tuple[IsolationName, ...], BeforeValidator(comma_list)] = Field(
         default=(),
         description="Further isolations that a pod may choose with the annotation tencent.com/gpu-isolation, comma list."
-        " Empty: none but the node's own.",
+        " Empty: none but the node's own. auto is none of them.",
     )
     device_list_strategy: Annotated[tuple[DeviceListStrategy, ...], BeforeValidator(comma_list)] = Field(
         default=(DeviceListStrategy.ENVVAR, DeviceListStrategy.DEVICE_NODES),
@@ -160,6 +161,13 @@ class Settings(BaseSettings):
     def isolation_parts_in_use(self) -> frozenset[IsolationName]:
         """The same, with the parts in the place of combinations."""
         return frozenset(part for name in self.isolations_in_use for part in name.parts)
+
+    @field_validator("isolations_allowed")
+    @classmethod
+    def _pods_choose_themselves(cls, value: tuple[IsolationName, ...]) -> tuple[IsolationName, ...]:
+        if IsolationName.AUTO in value:
+            raise ValueError("may not have auto, which is for the setting isolation alone")
+        return value
 
     @model_validator(mode="after")
     def _resources_differ(self) -> Self:

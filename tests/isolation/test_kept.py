@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.decisions.kept import NOT_KEPT_TEXTS, Keeper, NotKept, kept
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import IsolationName
@@ -13,7 +14,7 @@ def module(version: str, *, is_open: bool) -> KernelModule:
     return KernelModule(version=version, is_open=is_open)
 
 
-@pytest.mark.parametrize("isolation", IsolationName)
+@pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_a_whole_gpu_needs_nobody(isolation: IsolationName) -> None:
     """Under every isolation: no other container is on it."""
     found = kept(isolation, is_whole=True, module=None)
@@ -21,7 +22,7 @@ def test_a_whole_gpu_needs_nobody(isolation: IsolationName) -> None:
     assert "the GPU is its own" in found.text
 
 
-@pytest.mark.parametrize("isolation", IsolationName)
+@pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_every_isolation_has_its_row_in_order(isolation: IsolationName) -> None:
     """Terms are sorted, once each, and every one has its words."""
     found = kept(isolation, is_whole=False, module=None)

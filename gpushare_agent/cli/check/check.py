@@ -11,8 +11,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
+from gpushare_agent.agent.auto_isolation import resolve_isolation
 from gpushare_agent.cli.check import api, containers, isolation, local, shares
-from gpushare_agent.cli.check.finding import Finding, Level, as_json, as_text, error
+from gpushare_agent.cli.check.finding import Finding, Level, as_json, as_text, error, ok
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.settings.settings import Settings
 
@@ -57,13 +58,16 @@ async def run(settings: Settings, *, output: Literal["text", "json"]) -> int:
 
 async def check_node(settings: Settings) -> list[Finding]:
     """Every finding, in the order of the probes."""
+    node = await resolve_isolation(settings)
+    settings = node.settings
+    chosen = [ok("isolation", f"auto chooses {settings.isolation}: {node.isolation_reason}")]
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(_bounded(name, probe, settings, timeout_s), name=f"check {name}")
             for name, probe, timeout_s, needed_by in _PROBES
             if needed_by is None or needed_by in settings.isolation_parts_in_use
         ]
-    return [finding for task in tasks for finding in task.result()]
+    return [*(chosen if node.isolation_reason else ()), *(finding for task in tasks for finding in task.result())]
 
 
 async def _bounded(name: str, probe: Probe, settings: Settings, timeout_s: float) -> list[Finding]:

@@ -9,19 +9,19 @@ import asyncio
 from functools import partial
 
 from gpushare_agent.agent.gpu_side import open_driver
-from gpushare_agent.agent.values import cdi_specs, resource_names
+from gpushare_agent.agent.values import cdi_specs, mps_control, resource_names
 from gpushare_agent.cli.check.finding import Finding, error, ok, warning
 from gpushare_agent.cli.check.local import read_inventory
-from gpushare_agent.cli.mps_supervisor import control_of
 from gpushare_agent.isolation.decisions.device_lists import strategy_warnings
 from gpushare_agent.isolation.decisions.hami_core import LIBRARY_PATH
 from gpushare_agent.isolation.decisions.kept import NotKept, kept
+from gpushare_agent.isolation.driver_limits import limits
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.kubelet.device_table import check_size, check_unit_size
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
 from gpushare_agent.runtime import node_probes
-from gpushare_agent.runtime.cgroups import CgroupVersion, cgroup_version
+from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.kernel_module import read_kernel_module
 from gpushare_agent.settings.settings import Settings
 
@@ -29,7 +29,7 @@ from gpushare_agent.settings.settings import Settings
 async def check_mps(settings: Settings) -> list[Finding]:
     """The control daemon answers."""
     try:
-        await control_of(settings).check()
+        await mps_control(settings).check()
     except Unavailable as failure:
         cure = (
             "start the daemon with this pipe directory, or run `gpushare-agent mps` (docs/mps.md); until it answers no share"
@@ -69,16 +69,10 @@ async def check_kept(settings: Settings) -> list[Finding]:
 
 async def check_driver_limits(settings: Settings) -> list[Finding]:
     """Cgroup v2, a driver that limits its cgroups' memory, and the right to set that where the agent is to."""
-    root, driver = settings.runtime.cgroup_root, open_driver(settings)
-    may_set = settings.driver_limits.set_by_agent
+    driver, may_set = open_driver(settings), settings.driver_limits.set_by_agent
+    cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
     try:
-        version = await asyncio.to_thread(cgroup_version, root)
-        if version is not CgroupVersion.V2:
-            cure = "move the node to cgroup v2, or choose another isolation"
-            return [
-                error("driver limits", f"{root} has cgroup {version}, and the driver limits cgroups of v2 alone", cure)
-            ]
-        await driver.check_memory_limits(root, may_set=may_set)
+        await limits.check_driver_limits(driver, cgroups, may_set=may_set)
     except AgentError as failure:
         cure = "docs/isolation.md lists what isolation driver needs; without it every share of it is refused"
         return [error("driver limits", str(failure), cure)]

@@ -111,6 +111,7 @@ class NvmlReader:
         try:
             bus_id = canonical_bus_id(text_of(nvml.nvmlDeviceGetPciInfo(handle).busId))
             capability = self._session.ask("nvmlDeviceGetCudaComputeCapability", handle)
+            mode = self._session.ask("nvmlDeviceGetComputeMode", handle)
             gpu = Gpu(
                 index=index,
                 minor=nvml.nvmlDeviceGetMinorNumber(handle),
@@ -120,6 +121,7 @@ class NvmlReader:
                 memory_mib=nvml.nvmlDeviceGetMemoryInfo(handle).total // _MIB,
                 numa_node=self._numa_node(bus_id),
                 compute_capability=(capability[0], capability[1]) if capability is not None else None,
+                is_exclusive_process=mode == nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
             )
         except nvml.NVMLError as error:
             self._session.check_driver(error)

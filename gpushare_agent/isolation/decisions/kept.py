@@ -132,13 +132,13 @@ def kept(
         own = () if found.memory_by is Keeper.HAMI_CORE else limit.not_kept
         terms = {*(set(found.not_kept) - _OF_MEMORY), *own}
         found = Kept(memory_by=limit.memory_by, compute_by=found.compute_by, not_kept=tuple(sorted(terms)))
-    if found.compute_by is Keeper.HAMI_CORE and module is not None and _is_blind(module):
+    if found.compute_by is Keeper.HAMI_CORE and module is not None and is_blind_for_hami_core(module):
         not_kept = tuple(sorted({*found.not_kept, NotKept.OPEN_MODULES}))
         return Kept(memory_by=found.memory_by, compute_by=Keeper.NOBODY, not_kept=not_kept)
     return found
 
 
-def _is_blind(module: KernelModule) -> bool:
+def is_blind_for_hami_core(module: KernelModule) -> bool:
     """HAMi-core learns its processes' PIDs from the lists, and then finds no sample of them."""
     return module.lists_namespace_pids and not module.samples_namespace_pids
 

@@ -52,6 +52,18 @@ class RunningContainers(Protocol):
         """Their IDs. Raises AgentError."""
 
 
+async def check_driver_limits(driver: MemoryLimiter, cgroups: Cgroups, *, may_set: bool) -> None:
+    """Cgroup v2, a driver that limits its cgroups' memory, and the right to set that where the agent `may_set` it. Raises
+    AgentError with the cure."""
+    version = await cgroups.version_in_thread()
+    if version is not CgroupVersion.V2:
+        raise Unavailable(
+            f"{cgroups.root} has cgroup {version}, and the driver limits cgroups of v2 alone: move the node to cgroup v2, "
+            "or choose another isolation"
+        )
+    await driver.check_memory_limits(cgroups.root, may_set=may_set)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareOfMemory:
     """A container's share under this isolation. An init container's ends before the pod's others begin."""
@@ -97,13 +109,7 @@ class DriverLimits:
 
     async def check(self) -> None:
         """What the isolation needs on this node is there. Raises AgentError with the cure."""
-        version = await self._cgroups.version_in_thread()
-        if version is not CgroupVersion.V2:
-            raise Unavailable(
-                f"{self._cgroups.root} has cgroup {version}, and the driver limits cgroups of v2 alone: move the node to "
-                "cgroup v2, or choose another isolation"
-            )
-        await self._driver.check_memory_limits(self._cgroups.root, may_set=self._may_set)
+        await check_driver_limits(self._driver, self._cgroups, may_set=self._may_set)
 
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         """Limits the pods' cgroups of containers that are about to start, where the agent may."""

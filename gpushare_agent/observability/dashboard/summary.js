@@ -16,7 +16,7 @@ export class Summary {
     const { agent } = node;
     write(byId("node-name"), node.node);
     const driver = agent.driver_version ? `driver ${agent.driver_version}` : "driver version not known";
-    const facts = [`gpushare-agent ${agent.version}`, agent.driver === "simulated" ? `${driver} (simulated GPUs)` : driver, `isolation ${agent.isolation}`];
+    const facts = [`gpushare-agent ${agent.version}`, agent.driver === "simulated" ? `${driver} (simulated GPUs)` : driver, `isolation ${agent.isolation}${agent.isolation_reason ? ` (chosen: ${agent.isolation_reason})` : ""}`];
     write(byId("node-facts"), facts.join(" · "));
     const bad = [...this.store.gpus.values()].filter(isIll).length;
     document.title = `${bad ? `(${bad} unhealthy) ` : ""}${node.node}: GPUs`;

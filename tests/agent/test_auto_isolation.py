@@ -1,0 +1,99 @@
+"""Isolation auto on the embedded node: what is on the node decides, at the start, and says so wherever one looks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpushare_agent.agent.auto_isolation import resolve_isolation
+from gpushare_agent.cli.check.check import check_node
+from gpushare_agent.isolation.vcuda.files import VDeviceFiles
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.observability.node_snapshot import node_document
+from gpushare_agent.settings.settings import Settings, SettingsError, load_settings
+from tests.support_agent import open_agent
+from tests.support_hami_core import fake_library
+from tests.support_sandbox import open_test_node
+
+UID = PodUid("11111111-2222-3333-4444-555555555555")
+
+
+def settings_of(root: Path, *flags: str) -> Settings:
+    """A node with nothing on it: no library, no daemon, no driver volume, no container."""
+    (root / "cgroup").mkdir(exist_ok=True)
+    (root / "cgroup" / "cgroup.controllers").touch()
+    places = {
+        "hami-core.library": root / "libvgpu.so",
+        "hami-core.directory": root / "hami",
+        "mps.pipe-directory": root / "pipe",
+        "mps.control": root / "nvidia-cuda-mps-control",
+        "virtual-manager.path": root / "vm",
+        "runtime.cgroup-root": root / "cgroup",
+    }
+    fixed = [f"--{name}={path}" for name, path in places.items()]
+    return load_settings(["--isolation=auto", "--driver=simulated", *fixed, *flags], {}).settings
+
+
+async def test_another_setting_is_left_alone(short_dir: Path) -> None:
+    """And has no reason of the agent's."""
+    settings = settings_of(short_dir, "--isolation=none")
+    found = await resolve_isolation(settings)
+    assert found.settings is settings and found.isolation_reason == ""
+
+
+async def test_a_library_that_is_there_is_used(short_dir: Path) -> None:
+    """Only the isolation of the settings changes; the log has the reason."""
+    settings = settings_of(short_dir)
+    fake_library(settings.hami_core.library)
+    with capture_logs() as lines:
+        found = await resolve_isolation(settings)
+    assert found.settings == settings.model_copy(update={"isolation": IsolationName.HAMI_CORE})
+    (line,) = [line for line in lines if line["event"] == "isolation_chosen"]
+    assert (line["isolation"], line["reason"]) == ("hami-core", found.isolation_reason)
+
+
+async def test_with_nothing_on_the_node_shares_will_be_refused(short_dir: Path) -> None:
+    """By the isolation that is chosen all the same; the reason has the missing path."""
+    found = await resolve_isolation(settings_of(short_dir))
+    assert found.settings.isolation is IsolationName.HAMI_CORE
+    assert "no isolation can be had" in found.isolation_reason and "libvgpu.so" in found.isolation_reason
+
+
+async def test_the_driver_limits_memory_beside_it_where_the_agent_sets_that(short_dir: Path) -> None:
+    settings = settings_of(short_dir, "--driver-limits.set-by-agent=true")
+    fake_library(settings.hami_core.library)
+    assert (await resolve_isolation(settings)).settings.isolation is IsolationName.HAMI_CORE_DRIVER
+
+
+async def test_containers_that_run_keep_their_library(short_dir: Path) -> None:
+    """Those whose pod still has a cgroup; what a pod of long ago left does not count."""
+    settings = settings_of(short_dir)
+    fake_library(settings.hami_core.library)
+    VDeviceFiles(settings.virtual_manager.path).prepare(ContainerKey(UID, "cuda"))
+    assert (await resolve_isolation(settings)).settings.isolation is IsolationName.HAMI_CORE
+    (settings.runtime.cgroup_root / "kubepods" / f"pod{UID}").mkdir(parents=True)
+    found = await resolve_isolation(settings)
+    assert found.settings.isolation is IsolationName.VCUDA and "containers run" in found.isolation_reason
+
+
+async def test_document_and_check_have_the_choice_and_its_reason(short_dir: Path) -> None:
+    """The document names the isolation, never auto."""
+    library = fake_library(short_dir / "libvgpu.so")
+    async with open_test_node() as node:
+        flags = ("--isolation=auto", f"--hami-core.library={library}", f"--hami-core.directory={short_dir / 'hami'}")
+        async with open_agent(node, *flags) as agent:
+            document = node_document(agent.parts.observability.snapshots.current())["agent"]
+    assert document["isolation"] == "hami-core" and "library" in document["isolation_reason"]
+    assert [one["name"] for one in document["isolations"]] == ["hami-core"]
+    findings = await check_node(settings_of(short_dir))
+    assert any(one.what == "isolation" and one.detail.startswith("auto chooses hami-core: ") for one in findings)
+
+
+def test_a_pod_may_not_choose_it() -> None:
+    """The annotation names what the pod was written for."""
+    with pytest.raises(SettingsError, match=r"isolations.allowed"):
+        load_settings(["--isolations-allowed=auto"], {})
