@@ -1,12 +1,13 @@
 """An API server for a few nodes: pods, nodes, events and config maps of core/v1, and leases, on a real TCP port.
 
 The kubelet and the scheduler of the embedded node, and tests, use its methods in process (objects.py); the agent speaks HTTP
-to it (handlers.py) and needs the server's token (access.py). State owned: the listener. Not for admission plugins,
-authorization of single verbs, other resources, label selectors or paged lists.
+to it (handlers.py) and needs the server's token (access.py). State owned: the listener and its port. Not for admission
+plugins, authorization of single verbs, other resources, label selectors or paged lists.
 """
 
 from __future__ import annotations
 
+import socket
 from types import TracebackType
 from typing import Any, Self
 
@@ -45,6 +46,8 @@ class EmbeddedApiServer(ApiObjects):
         watches = Watches(self.store, self.faults, bookmark_interval_s=bookmark_interval_s)
         self._handlers = ApiHandlers(self, watches)
         self._runner: web.AppRunner | None = None
+        self._port_holder: socket.socket | None = None
+        """Bound and never listening: while the server does not listen, nobody else gets the port."""
 
     @property
     def url(self) -> str:
@@ -67,6 +70,8 @@ class EmbeddedApiServer(ApiObjects):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.stop_listening()
+        if self._port_holder is not None:
+            self._port_holder.close()
 
     async def start_listening(self) -> None:
         """On the port of the first start. Raises StartupError where the port is in use."""
@@ -76,14 +81,24 @@ class EmbeddedApiServer(ApiObjects):
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2)
         await runner.setup()
         try:
+            self._hold_port()
             await web.TCPSite(runner, HOST, self.port, reuse_address=True).start()
         except OSError as error:
             await runner.cleanup()
+            if self._port_holder is not None:
+                self._port_holder.close()
             raise StartupError(
                 f"the embedded API server cannot listen on {HOST}:{self.port}: {error}; choose another port"
             ) from error
         self._runner = runner
-        self.port = runner.addresses[0][1]
+
+    def _hold_port(self) -> None:
+        """Raises OSError where it is in use."""
+        if self._port_holder is None:
+            self._port_holder = socket.socket()
+            self._port_holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._port_holder.bind((HOST, self.port))
+            self.port = self._port_holder.getsockname()[1]
 
     async def stop_listening(self) -> None:
         """Closes the port and every connection; objects and versions stay."""
