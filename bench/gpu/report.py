@@ -89,11 +89,10 @@ def _memory(steps: Mapping[tuple[str, str], Found], names: Sequence[str], share_
         f"## Memory: a share of {share_mib} MiB\n\nAllocated until refused, and in brackets what the GPU had in use more "
         "than before, the context included. Exact is a bracket at or below the share.\n\n"
     )
-    return (
-        text
-        + _table(("allocation", *names), rows)
-        + ("\n\nShown to the program: " + "; ".join(shown) + "." if shown else "")
-    )
+    warned = [f"{name}: {text}" for name, view in views if view is not None for text in view["agent_warned"]]
+    below = [("Shown to the program", shown), ("The agent warned", list(dict.fromkeys(warned)))]
+    lines = [f"{what}: {'; '.join(texts)}." for what, texts in below if texts]
+    return "\n\n".join([text + _table(("allocation", *names), rows), *lines])
 
 
 def _memory_cell(found: Found | None) -> str:
@@ -119,8 +118,8 @@ def _compute(steps: Mapping[tuple[str, str], Found], names: Sequence[str], cores
         rows.append((name, *map(_share_cell, cells)))
     head = ("isolation", f"{small} alone", f"{large} alone", f"{small} beside {large}", f"{large} beside {small}")
     return (
-        "## Compute: launches of 1 ms\n\nPercent of what the bare machine does; in brackets the tenth and ninetieth "
-        "percentile of windows of half a second.\n\n" + _table(head, rows)
+        "## Compute: launches of 1 ms\n\nPercent of what the bare machine does, behind the first seconds; in brackets the "
+        "tenth and ninetieth percentile of windows of half a second.\n\n" + _table(head, rows)
     )
 
 

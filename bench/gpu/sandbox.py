@@ -173,6 +173,11 @@ class Sandbox:
             return []
         return [line[:400] for line in lines if re.search(pattern, line)][-5:]
 
+    def agent_warnings(self) -> list[str]:
+        """What it said in Events to the pods' owners."""
+        lines = self.agent_log('"pod_warned"')
+        return [line.split('"detail": "', 1)[-1].split('", "event"', 1)[0] for line in lines]
+
     def command_inside(self, pod: str, container: Mapping[str, Any], command: Sequence[str]) -> list[str]:
         around = self._around
         staging = around.work / "staging"
@@ -184,9 +189,13 @@ class Sandbox:
         }  # fmt: skip
         path = around.work / f"{self.state.name}-{pod}.json"
         path.write_text(json.dumps(spec))
+        passed = [f"{name}={value}" for name, value in around.passed.items()]
+        if container["pid"] is None:  # no cgroups can be made here, so there is nothing that a program could join
+            start = ["env", "-i", *(f"{name}={value}" for name, value in container["env"].items()), *passed]
+        else:
+            start = [*self._agent(), "exec", pod, "--", "env", *passed]
         return [
-            *self._agent(), "exec", pod, "--", "env", *(f"{name}={value}" for name, value in around.passed.items()),
-            *(_UNSHARE if has_namespaces else ()),
+            *start, *(_UNSHARE if has_namespaces else ()),
             around.python, str(Path(__file__).with_name("container.py")), str(path), "--", *command,
         ]  # fmt: skip
 

@@ -182,7 +182,7 @@ def answered(pods: Pods) -> Values:
 
 
 def view(pods: Pods, pod: str) -> Values:
-    """What a program in the container is shown of the GPU."""
+    """What a program in the container is shown of the GPU, and what the agent warned of."""
     seen = pods.probe(pod, "facts")
     smi = None
     if shutil.which("nvidia-smi", path=pods.machine.environment["PATH"]):
@@ -191,6 +191,7 @@ def view(pods: Pods, pod: str) -> Values:
         **_without_action(seen.first("facts")),
         "start_s": seen.first("start")["seconds"],
         "nvidia_smi_total_mib": smi,
+        "agent_warned": pods.sandbox.agent_warnings(),
     }
 
 

@@ -41,6 +41,14 @@ def test_what_exceeds_the_share_is_named() -> None:
     assert row_of(render(results), "plain", "Memory")[1] == "3794 (4608), **512 over**, CUDA_ERROR_OUT_OF_MEMORY"
 
 
+def test_what_the_agent_warned_of_stands_below() -> None:
+    """Such as a limit that the driver did not take."""
+    results = recorded()
+    step = next(s for s in results["steps"] if (s["isolation"], s["step"]) == ("hami-core", "view"))
+    step["found"]["agent_warned"] = ["container main runs without its memory limit"]
+    assert "The agent warned: hami-core: container main runs without its memory limit." in render(results)
+
+
 def test_compute_is_shown_against_the_bare_machine() -> None:
     """A percentage and the spread of its windows, for each share alone and beside the other."""
     results = recorded()
