@@ -296,6 +296,7 @@ def _region_limits(state: NodeState) -> RegionLimits:
         names=state.names,
         inventory=state.gpus,
         allocations=state.cache.view,
+        resized=lambda: state.cache.resized,
         pods=state.store,
         is_in_use=lambda pod: _uses(settings, pod, IsolationName.HAMI_CORE),
     )

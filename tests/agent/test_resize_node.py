@@ -231,6 +231,31 @@ async def test_where_the_file_cannot_be_written_nothing_is_granted() -> None:
         assert size_of(node, "web") == (30, 8)
 
 
+async def test_an_isolation_that_limits_nothing_is_not_resized() -> None:
+    """The ledger would say what nobody enforces."""
+    flags = ("--cards=1", "--isolation=none", "--resize.mode=free-capacity")
+    async with open_world(*flags) as (node, agent):
+        node.api.create_pod(share("web"))
+        await wait_running(node, "web")
+        await annotate(node, "web", "main:cores=50")
+        await wait_until(node, lambda: "refused=ResizeUnsupported" in status_of(node, "web"), "refused")
+        assert not agent.parts.state.cache.resized
+
+
+async def test_whoever_flips_the_annotation_writes_few_events_and_files() -> None:
+    """A round takes what is there by then, and an Event of a pod waits for the one before."""
+    async with open_world() as (node, agent):
+        node.api.create_pod(share("web"))
+        await wait_running(node, "web")
+        for number in range(40):
+            await annotate(node, "web", f"main:cores={101 + number}")
+        await poll_until(lambda: agent.parts.state.store.pods()[0].annotations[RESIZE] == "main:cores=140", "the last")
+        await agent.parts.kubelet.resizing.reconcile()
+        assert len(events_of(node, "web")) <= 2
+        await annotate(node, "web", "main:cores=40")
+        await poll_until(lambda: size_of(node, "web") == (40, 8), "the last counts")
+
+
 async def test_a_refused_pod_does_not_start_on_lent_capacity() -> None:
     """A pod bound past the scheduler meets the account, not the kubelet's count of IDs."""
     async with open_world() as (node, _):

@@ -15,10 +15,11 @@ from gpushare_agent.isolation.decisions import hami_core_region as layout
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.isolation.hami_core.limits import NO_REGION, RegionLimits
 from gpushare_agent.kit.supervision import forever, stop_task
-from gpushare_agent.model.allocations import Allocation, ContainerKey, ShareSize
+from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
 from gpushare_agent.model.errors import Corrupt, NotFound
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, PodUid
 from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.resources import ResourceKind
 from tests.support_agent import poll_until
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 from tests.support_hami_core import INSIDE, fake_library, region_file
@@ -40,12 +41,14 @@ class World:
         self.cache = self.files.cache_file(SHARE.key)
         self.pod = POD
         self.allocations: Mapping[ContainerKey, Allocation] = {SHARE.key: SHARE}
+        self.resized: Mapping[ContainerKey, ResizedShare] = {}
         self.limits = RegionLimits(
             files=self.files,
             config=HamiCoreConfig(library=library, directory=directory / "hami", **scaling),  # type: ignore[arg-type]
             names=NAMES,
             inventory=inventory,
             allocations=lambda: self.allocations,
+            resized=lambda: self.resized,
             pods=self,
             is_in_use=lambda pod: True,
             period_s=0.01,
@@ -54,9 +57,9 @@ class World:
     def get(self, uid: PodUid) -> Pod | None:
         return self.pod
 
-    def start_program(self) -> None:
+    def start_program(self, used_mib: int = 0) -> None:
         """As its first cuInit does."""
-        self.cache.write_bytes(region_file())
+        self.cache.write_bytes(region_file(slots=[(1, 4711, used_mib * MIB)]))
 
     def written(self) -> tuple[int, int]:
         """MiB and percent of the first GPU."""
@@ -88,6 +91,30 @@ async def test_scaling_counts_as_in_the_environment(short_dir: Path) -> None:
     world.start_program()
     assert await world.limits.enforce(GROWN, POD) == ""
     assert world.written() == (24 * 1024, 100)
+
+
+async def test_a_limit_is_lowered_no_further_than_to_what_is_in_use(world: World) -> None:
+    """Below it the library answers cuMemGetInfo with an error. What is booked is the most, whatever the region says."""
+    shrunk = replace(SHARE, granted=ShareSize(cores=30, memory=4))
+    allocated = SHARE.allocated_size
+    world.resized = {
+        SHARE.key: ResizedShare(
+            key=SHARE.key,
+            gpu=SHARE.gpus[0],
+            kind=ResourceKind.VMEMORY,
+            allocated=allocated,
+            target=ShareSize(cores=30, memory=4),
+            booked=allocated,
+        )
+    }
+    for used_mib, limit_mib in ((1500, 1500), (1 << 20, 8 * 256), (1025, 1025)):
+        world.start_program(used_mib)
+        why_not = await world.limits.enforce(shrunk, POD)
+        assert why_not == f"its processes still have {limit_mib - 1024} MiB more"
+        assert world.written() == (limit_mib, 30)
+    world.start_program(1024)
+    assert await world.limits.enforce(shrunk, POD) == ""
+    assert world.written() == (1024, 30)
 
 
 async def test_without_a_process_there_is_nothing_to_write(world: World) -> None:

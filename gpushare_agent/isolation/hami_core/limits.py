@@ -1,6 +1,9 @@
 """Writes changed limits of running shares into HAMi-core's shared region: a live resize, and the pod's elastic ceiling.
 
 The library follows a new memory limit at its next allocation, and a new compute limit in processes that start from then on.
+Under a limit below what its processes have, cuMemGetInfo fails with CUDA_ERROR_INVALID_VALUE, which programs do not expect
+(HAMi-core 8f3a89c, src/cuda/memory.c). So a memory limit is lowered no further than to what they have, again and again.
+
 Its first process makes the region from the environment, which keeps what Allocate answered: so the limits are compared again
 each period. The tenant can write the region as well; that changes what his own container has, until the next period.
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn, Protocol
 
@@ -21,7 +25,7 @@ from gpushare_agent.isolation.decisions.request import HamiCoreConfig
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.report_once import ReportOnce
-from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, PodUid
@@ -50,6 +54,7 @@ class RegionLimits:
         names: ResourceNames,
         inventory: Callable[[], GpuInventory],
         allocations: Callable[[], Mapping[ContainerKey, Allocation]],
+        resized: Callable[[], Mapping[ContainerKey, ResizedShare]],
         pods: Pods,
         is_in_use: Callable[[Pod], bool],
         period_s: float = PERIOD_S,
@@ -59,6 +64,7 @@ class RegionLimits:
         self._names = names
         self._inventory = inventory
         self._allocations = allocations
+        self._resized = resized
         self._pods = pods
         self._is_in_use = is_in_use
         self._period_s = period_s
@@ -73,10 +79,14 @@ class RegionLimits:
             Corrupt: the tenant made something else of the file.
             NotFound, Unavailable: it is not there, or the file system refuses.
         """
-        limits = live_limits(allocation, pod.annotations, self._inventory().by_uuid(), self._names, self._config)
-        if limits is None:
+        gpus = self._inventory().by_uuid()
+        limits = live_limits(allocation, pod.annotations, gpus, self._names, self._config)
+        share = self._resized().get(allocation.key)
+        booked = allocation if share is None else replace(allocation, granted=share.booked)
+        most = live_limits(booked, pod.annotations, gpus, self._names, self._config)
+        if limits is None or most is None:
             return "its GPU is no longer in the inventory"
-        write = partial(self._write, allocation.key, *limits)
+        write = partial(self._write, allocation.key, *limits, most[0])
         return await self._thread.call(write, f"writing the limits of {allocation.key.container}", TIMEOUT_S)
 
     async def run(self) -> NoReturn:
@@ -104,13 +114,16 @@ class RegionLimits:
             return
         self._failures.is_over(subject)
 
-    def _write(self, key: ContainerKey, memory_bytes: int, percent: int) -> str:
+    def _write(self, key: ContainerKey, memory_bytes: int, percent: int, most_bytes: int) -> str:
+        """`most_bytes` is what is booked for the share, and so the most that its processes can have."""
         with self._files.opened_region(key) as region:
             head = region.head() if region is not None else None
             if region is None or head is None:
                 return NO_REGION
-            if head.memory_limits[0] != memory_bytes:
-                region.set_memory_limit(0, memory_bytes)
             if head.core_limits[0] != percent:
                 region.set_core_limit(0, percent)
-        return ""
+            used = sum(slot.used_bytes[0] for slot in region.slots(region.tail().slots))
+            limit = max(memory_bytes, min(used, most_bytes))
+            if head.memory_limits[0] != limit:
+                region.set_memory_limit(0, limit)
+        return f"its processes still have {limit - memory_bytes >> 20} MiB more" if limit > memory_bytes else ""
