@@ -30,7 +30,7 @@ class ContainerSpec:
     """One container. `position` counts within spec.containers resp. spec.initContainers.
 
     `requests` holds the limits of extended resources (limits equal requests for them), by resource name, whole numbers.
-    `env` holds the values that the agent reads, empty where one is not literal.
+    `env` holds only literal values, and the names of limits that are set in another way.
     """
 
     name: str

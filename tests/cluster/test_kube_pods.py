@@ -68,6 +68,13 @@ def test_every_part_that_the_agent_needs_is_read() -> None:
     assert read.is_deleting and read.has_started and read.resource_version == "17" and read.node_name == "node-1"
 
 
+def test_a_limit_of_memory_that_is_not_literal_is_known_to_be_set() -> None:
+    """Its value is not, but the agent must refuse the pod all the same."""
+    raw = copy.deepcopy(FULL)
+    raw["spec"]["containers"][0]["env"] = [{"name": "NVIDIA_GPU_MEMORY_LIMIT", "valueFrom": {"configMapKeyRef": {}}}]
+    assert parse_pod(raw).containers[2].env == {"NVIDIA_GPU_MEMORY_LIMIT": ""}
+
+
 def test_only_the_named_resources_are_read() -> None:
     """Garbage in another plugin's limit does not matter where only ours are asked for."""
     raw = copy.deepcopy(FULL)

@@ -37,6 +37,7 @@ KEPT_ANNOTATIONS = (
 )
 MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
 KEPT_ENV = ("compat32", "SUBMITTER", ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST)
+_LIMITS = (ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST)
 MAX_ANNOTATIONS = 64
 MAX_CONTAINERS = 1000
 """Containers beyond this count only where they ask for something."""
@@ -136,12 +137,13 @@ def _is_extended(name: str) -> bool:
 
 
 def _literal_env(raw: Mapping[str, Any]) -> dict[str, str]:
-    """The values that the agent reads, by name, empty where one is not literal; a later entry wins, as in the kubelet."""
+    """The values that the agent reads, by name; a later entry wins, as in the kubelet. Only literal ones, but of the limits
+    of memory it matters that they are set at all: empty where the value is not literal."""
     pairs = ((entry.get("name"), entry.get("value")) for entry in _items_or_none(raw, "env"))
     return {
         name: _cut(value, MAX_VALUE_CHARS) if isinstance(value, str) else ""
         for name, value in pairs
-        if isinstance(name, str) and name in KEPT_ENV
+        if isinstance(name, str) and name in KEPT_ENV and (isinstance(value, str) or name in _LIMITS)
     }
 
 
