@@ -1,12 +1,15 @@
 """Builds HAMi-core's libvgpu.so from source, without CUDA, a GPU or the host's C library:
 
-    python native/build_hami_core.py SOURCE --include DIR --output libvgpu.so [--target x86_64-linux-gnu.2.17]
+    python native/build_hami_core.py SOURCE --include DIR --output libvgpu.so [--target …] [--sha256 DIGEST]
 
 SOURCE is a directory, a tar archive, or a git URL with `#` and a full commit or a tag. The include directories are
 those of cuda.h and nvml.h: NVIDIA's wheels nvidia-cuda-runtime and nvidia-nvml-dev have them under
 nvidia/cu13/include. The compiler is zig, of the wheel `ziglang`: it links against the C library version named in the
 target, whatever this machine has. With 2.17 the library loads in CentOS 7 and
 whatever is newer; with Debian 12's own compiler it needs 2.34 and does not load in ubuntu:20.04 or ubi8 (measured).
+
+The digest is of the files below src, by name, whatever they came in: an archive of the same commit may differ from one
+day to the next. COMMIT and SHA256 are those that the image is built from.
 
 The options are those of HAMi-core's build.sh. Standard library alone: the image's build stage runs it, and so do the
 tests.
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import os
 import shutil
 import subprocess
@@ -25,6 +29,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+COMMIT = "8f3a89c67b037d8fdfe6c4cd4d8c4f0cd6504811"
+"""Of Project-HAMi/HAMi-core, June 2026; the agent knows this version's shared region."""
+SHA256 = "d43a7f3dd44d9ac6211646b697a900a295952c2af339c6d0f9cf08303f82f25a"
 TARGETS = ("x86_64-linux-gnu.2.17", "aarch64-linux-gnu.2.17")
 
 _TIMEOUT_S = 600
@@ -102,10 +109,25 @@ def run(command: Sequence[str], env: dict[str, str] | None = None) -> None:
         raise CannotBuildError(f"`{' '.join(command[:6])} …` failed:\n{done.stderr[-4000:]}")
 
 
-def build_hami_core(source: str, *, include: Sequence[Path], output: Path, target: str = TARGETS[0]) -> None:
-    """Writes the library to `output`. Raises CannotBuildError."""
+def source_digest(directory: Path) -> str:
+    """SHA-256 of each file's path below `directory`, size and content, in order of the paths."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in (directory / "src").rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(directory).as_posix()}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def build_hami_core(
+    source: str, *, include: Sequence[Path], output: Path, target: str = TARGETS[0], sha256: str = ""
+) -> None:
+    """Writes the library to `output`; `sha256`, where given, must be the source's. Raises CannotBuildError."""
     with opened_source(source) as directory, tempfile.TemporaryDirectory(prefix="gpushare-hami-core-") as name:
         scratch = Path(name)
+        if sha256 and (found := source_digest(directory)) != sha256:
+            raise CannotBuildError(
+                f"the source of {source} has the digest {found}, not {sha256}: it is another version"
+            )
         files = [
             str(path)
             for path in sorted((directory / "src").rglob("*.c"))
@@ -116,6 +138,8 @@ def build_hami_core(source: str, *, include: Sequence[Path], output: Path, targe
         (scratch / "static_config.h").write_text(_STATIC_CONFIG, encoding="utf-8")
         includes = [f"-I{path}" for path in (directory / "src", scratch, *include)]
         command = [sys.executable, "-m", "ziglang", "cc", "-target", target, "-shared", "-fPIC", "-O2", "-D_GNU_SOURCE"]
+        # A process that waits for the lock of cuInit looks each second whether it was freed from outside, and not every 30.
+        command += ["-DSEM_WAIT_TIME_POSTINIT=1", "-DSEM_WAIT_RETRY_TIMES_POSTINIT=330"]
         command += [*includes, *files, "-o", str(scratch / "libvgpu.so"), "-lpthread", "-ldl", "-lrt"]
         # zig keeps what it compiled of the C library; without a place of the caller's it goes with the rest.
         caches = {"ZIG_GLOBAL_CACHE_DIR": str(scratch / "zig"), "ZIG_LOCAL_CACHE_DIR": str(scratch / "zig")}
@@ -133,10 +157,15 @@ def main() -> int:
     )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--target", choices=TARGETS, default=TARGETS[0])
+    parser.add_argument("--sha256", default="", help="digest that the source must have")
     arguments = parser.parse_args()
     try:
         build_hami_core(
-            arguments.source, include=arguments.include, output=arguments.output.absolute(), target=arguments.target
+            arguments.source,
+            include=arguments.include,
+            output=arguments.output.absolute(),
+            target=arguments.target,
+            sha256=arguments.sha256,
         )
     except CannotBuildError as error:
         print(f"build_hami_core: {error}", file=sys.stderr)

@@ -54,6 +54,7 @@ class Node:
         return [
             f"--node-name={NODE}",
             "--driver=simulated",
+            "--isolation=vcuda",  # that with the most to check
             f"--device-plugin-path={self.kubelet.path.parent}",
             f"--kubelet.pod-resources-socket={self.pod_resources.path}",
             f"--container-runtime-endpoint=unix://{self.runtime}",

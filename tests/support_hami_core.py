@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from gpushare_agent.isolation.decisions import hami_core_region as layout
+from native.build_hami_core import CannotBuildError, opened_source
+from tests.native.build import library_source
 
 INSIDE = "/usr/local/vgpu/libvgpu.so"
 MACHINES = {"x86_64": 62, "aarch64": 183}
@@ -24,15 +27,15 @@ def fake_library(path: Path, *, machine: int | None = None) -> Path:
     return path
 
 
-SOURCE_VARIABLE = "HAMI_CORE_SOURCE"
-
-
-def require_hami_core_source() -> Path:
-    """The folder with HAMi-core's unpacked source, or the test is skipped with the reason."""
-    given = os.environ.get(SOURCE_VARIABLE)
-    if not given:
-        pytest.skip(f"needs HAMi-core's source: set {SOURCE_VARIABLE} to its unpacked folder")
-    return Path(given)
+@contextmanager
+def hami_core_source() -> Iterator[Path]:
+    """The directory of HAMi-core's source (found by tests/native/build.py), or the test is skipped with the reason."""
+    try:
+        source = library_source("HAMI_CORE_SOURCE")
+    except CannotBuildError as error:
+        pytest.skip(str(error))
+    with opened_source(source) as directory:
+        yield directory
 
 
 def region_file(

@@ -61,7 +61,7 @@ async def _find(settings: Settings, driver: NodeDriver) -> NodeFindings:
     files, is_real = hami_core_files(settings), settings.driver == "nvml"
     cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
     may_set = settings.driver_limits.set_by_agent
-    checks: dict[IsolationName, Callable[[], Awaitable[None]]] = {
+    checks: dict[IsolationName, Callable[[], Awaitable[object]]] = {
         IsolationName.HAMI_CORE: lambda: _bounded(files.check_library),
         IsolationName.MPS: mps_control(settings).check,
         IsolationName.VCUDA: SharedVolumeCheck(driver_volumes(settings).get(VolumeName.SHARED)).check,
@@ -76,7 +76,7 @@ async def _find(settings: Settings, driver: NodeDriver) -> NodeFindings:
     )
 
 
-async def _problem(check: Callable[[], Awaitable[None]]) -> str:
+async def _problem(check: Callable[[], Awaitable[object]]) -> str:
     try:
         await check()
     except AgentError as e:

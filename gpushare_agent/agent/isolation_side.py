@@ -26,6 +26,7 @@ from gpushare_agent.isolation.availability import AvailabilityWatch
 from gpushare_agent.isolation.cdi.specs import CdiWatch
 from gpushare_agent.isolation.decisions.device_lists import strategy_warnings
 from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName
+from gpushare_agent.isolation.decisions.hami_core import lifts_cores, opts_out
 from gpushare_agent.isolation.decisions.kept import Kept, kept
 from gpushare_agent.isolation.decisions.vcuda import vdevice_share
 from gpushare_agent.isolation.driver_limits.limits import DriverLimits, MemoryLimiter, ShareOfMemory
@@ -33,6 +34,7 @@ from gpushare_agent.isolation.driver_volume.check import SharedVolumeCheck
 from gpushare_agent.isolation.enforcement import ShareEnforcement
 from gpushare_agent.isolation.hami_core.caches import PrivateCaches
 from gpushare_agent.isolation.hami_core.limits import RegionLimits
+from gpushare_agent.isolation.hami_core.locks import LockWatch
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
 from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses
@@ -71,6 +73,7 @@ class IsolationSide:
     watches: Mapping[IsolationName, AvailabilityWatch]
     """Of those in use that need something on the host."""
     region_limits: RegionLimits | None
+    region_locks: LockWatch | None
     cdi_watch: CdiWatch | None
 
     async def start(self) -> None:
@@ -87,6 +90,7 @@ class IsolationSide:
             "virtual manager": self.virtual_manager,
             "private caches": self.private_caches,
             "region limits": self.region_limits,
+            "region locks": self.region_locks,
             "driver limits": self.driver_limits,
         }
         watches: dict[str, Runs | None] = {f"isolation {name}": watch for name, watch in self.watches.items()}
@@ -143,7 +147,16 @@ class IsolationSide:
         if chosen is None:
             return None
         is_missing = self.driver_limits is not None and bool(self.driver_limits.problem(allocation.key))
-        return kept(chosen, is_whole=allocation.is_whole, module=self.kernel_module, has_driver_limit=not is_missing)
+        pod, config = self.store.get(allocation.key.pod_uid), hami_core_config(self.settings)
+        container = pod.container(allocation.key.container) if pod is not None else None
+        return kept(
+            chosen,
+            is_whole=allocation.is_whole,
+            module=self.kernel_module,
+            has_driver_limit=not is_missing,
+            has_library=container is None or not opts_out(container, config),
+            has_core_limit=not lifts_cores(container, config),
+        )
 
     def facts(self) -> tuple[IsolationFacts, ...]:
         """Of each isolation in use, what a share under it has."""
@@ -151,7 +164,12 @@ class IsolationSide:
             IsolationFacts(
                 name=name.value,
                 unavailable_reason=self.unavailable_reason(name),
-                kept=kept(name, is_whole=False, module=self.kernel_module),
+                kept=kept(
+                    name,
+                    is_whole=False,
+                    module=self.kernel_module,
+                    has_core_limit=not lifts_cores(None, hami_core_config(self.settings)),
+                ),
             )
             for name in sorted(self.settings.isolations_in_use)
         )
@@ -219,6 +237,7 @@ def build_isolation_side(state: NodeState, events: PodEvents, driver: MemoryLimi
         driver_limits=driver_limits,
         watches=_watches(settings, volumes, private_caches, driver_limits),
         region_limits=_region_limits(state) if IsolationName.HAMI_CORE in in_use else None,
+        region_locks=_region_locks(state, cgroups) if IsolationName.HAMI_CORE in in_use else None,
         cdi_watch=_cdi_watch(state),
     )
 
@@ -299,6 +318,18 @@ def _region_limits(state: NodeState) -> RegionLimits:
         resized=lambda: state.cache.resized,
         pods=state.store,
         is_in_use=lambda pod: _uses(settings, pod, IsolationName.HAMI_CORE),
+    )
+
+
+def _region_locks(state: NodeState, cgroups: Cgroups) -> LockWatch:
+    settings = state.settings
+    return LockWatch(
+        files=hami_core_files(settings),
+        allocations=state.cache.view,
+        pods=state.store,
+        is_in_use=lambda pod: _uses(settings, pod, IsolationName.HAMI_CORE),
+        cgroups=cgroups,
+        clock=time.monotonic,
     )
 
 

@@ -105,10 +105,11 @@ def edit_policy(
 
 def hami_core_config(settings: Settings) -> HamiCoreConfig:
     return HamiCoreConfig(
-        library=settings.hami_core.library,
         directory=settings.hami_core.directory,
         memory_scaling=settings.hami_core.memory_scaling,
         core_scaling=settings.hami_core.core_scaling,
+        core_policy=settings.hami_core.core_policy,
+        is_opt_out_allowed=settings.hami_core.allow_opt_out,
     )
 
 

@@ -75,7 +75,7 @@ async def build_node(
     """The node's parts, not yet running. `flags` are those of the command line; they win over the sandbox's own, except for
     the name, and for a port that the first node has."""
     own = (f"--node-name={node.name}", f"--debug.port={debug_port(flags, is_first=is_first)}")
-    arguments = [*node.agent_arguments(), *flags, *own]
+    arguments = [*node.agent_arguments(), *named_isolation(flags), *flags, *own]
     settings = load_settings(arguments, os.environ).settings
     resources, names = settings.resources, resource_names(settings)
     inventory = await driver.read()
@@ -99,6 +99,13 @@ def debug_port(flags: Sequence[str], *, is_first: bool) -> int:
     loaded = load_settings(flags, os.environ)
     is_set = is_first and loaded.sources["debug.port"] != "default"
     return (loaded.settings.debug.port if is_set else 0) or free_port()
+
+
+def named_isolation(flags: Sequence[str]) -> tuple[str, ...]:
+    """The isolation of flags, variables or file: a flag of the sandbox's own would win over the latter two."""
+    loaded = load_settings(flags, os.environ)
+    is_named = loaded.sources["isolation"] != "default"
+    return (f"--isolation={loaded.settings.isolation}",) if is_named else ()
 
 
 def addresses_of(settings: Settings) -> dict[str, str]:

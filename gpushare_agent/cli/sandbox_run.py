@@ -18,7 +18,15 @@ from typing import Any
 
 from gpushare_agent.cli.sandbox_extender import PlannedExtender, plan_extender, running_extender
 from gpushare_agent.cli.sandbox_modes import Session, run_live, run_once
-from gpushare_agent.cli.sandbox_nodes import RunningNode, agent_lines, build_node, check_driver, node_names, running
+from gpushare_agent.cli.sandbox_nodes import (
+    RunningNode,
+    agent_lines,
+    build_node,
+    check_driver,
+    named_isolation,
+    node_names,
+    running,
+)
 from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.model.isolation import IsolationName
@@ -114,7 +122,7 @@ def _introduce(
     places = f"web {webs}{debug}  API server {cluster.api.url}  agent's log {logs}{asked}"
     what = f"embedded node {first.name}" if len(nodes) == 1 else f"{len(nodes)} embedded nodes"
     notify(f"{what}, kubelet {plan.kubelet_version}, in {cluster.paths.state}")
-    notify(f"{settings.driver} GPUs; {_containers_text(first.shown.node)}{_isolation_text(settings)}")
+    notify(f"{settings.driver} GPUs; {_containers_text(first.shown.node)}{_isolation_text(settings, plan.flags)}")
     if not plan.is_once:  # gone when the prompt is back
         notify(places)
     where = "" if plan.state == default_state_directory() else f" --state-dir {plan.state}"
@@ -139,11 +147,16 @@ def _agents_text(nodes: Sequence[RunningNode]) -> str:
     return f"the agent of {nodes[0].controller.name} (`status` has every node's web, debug and control socket):"
 
 
-def _isolation_text(settings: Settings) -> str:
-    """Only where a share is not limited."""
-    if settings.isolation != IsolationName.NONE:
+def _isolation_text(settings: Settings, flags: Sequence[str]) -> str:
+    """Where a share is not limited, and where the sandbox chose another isolation than an agent would."""
+    if settings.isolation == IsolationName.NONE:
+        return "\nisolation none: shares are allocated and not enforced; containers get no limit"
+    if named_isolation(flags):
         return ""
-    return "\nisolation none: shares are allocated and not enforced; containers get no limit"
+    return (
+        f"\nisolation {settings.isolation}, the sandbox's own default: it shows each container's limits without a library or"
+        f" a driver; an agent's is {Settings.model_fields['isolation'].default} (--isolation)"
+    )
 
 
 def _check_port(host: str, port: int) -> None:

@@ -59,8 +59,9 @@ def clear_path(directory: int, name: str) -> None:
     remove_tree(directory, name)
 
 
-def replace_file(directory: int, name: str, content: bytes) -> bool:
-    """Puts `content` at `name` by rename; False where it already is there."""
+def replace_file(directory: int, name: str, content: bytes, *, is_synced: bool = False) -> bool:
+    """Puts `content` at `name` by rename; False where it already is there. `is_synced`: after a loss of power the name has
+    the old content or the new one, never none."""
     status = status_of(directory, name)
     if status is not None and stat.S_ISREG(status.st_mode) and _holds(directory, name, content):
         return False
@@ -74,6 +75,8 @@ def replace_file(directory: int, name: str, content: bytes) -> bool:
             if os.write(file, content) != len(content):
                 # a file takes part of a write only when it is full
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if is_synced:
+                os.fsync(file)
         finally:
             os.close(file)
         os.rename(new, name, src_dir_fd=directory, dst_dir_fd=directory)

@@ -7,6 +7,7 @@ one line here.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 
 class IsolationName(StrEnum):
@@ -36,6 +37,10 @@ class DeviceListStrategy(StrEnum):
     DEVICE_NODES = "device-nodes"
     CDI_ANNOTATIONS = "cdi-annotations"
     CDI_CRI = "cdi-cri"
+
+
+CorePolicy = Literal["default", "force", "disable"]
+"""Whether HAMi-core limits compute, in its own words: isolation/decisions/hami_core.py."""
 
 
 class ResizeMode(StrEnum):

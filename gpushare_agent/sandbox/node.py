@@ -39,6 +39,8 @@ class EmbeddedNode:
             "kubelet.device-plugin-path": self.paths.device_plugin_path,
             "kubelet.pod-resources-socket": self.paths.pod_resources_socket,
             "virtual-manager.path": self.paths.virtual_manager,
+            "isolation": "vcuda",  # of those that limit, the one that needs neither a library nor a daemon
+            "hami-core.directory": self.paths.hami_core,
             "mps.pipe-directory": self.paths.mps_pipe,
             "mps.log-directory": self.paths.mps_logs,
             "mps.control": self.paths.mps_control,

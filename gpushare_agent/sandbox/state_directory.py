@@ -46,6 +46,8 @@ class NodePaths:
         self.logs = state / "logs"
         """What containers print: `<namespace>_<pod>_<container>.log`."""
         self.virtual_manager = state / "vm"
+        self.hami_core = state / "hami-core"
+        """The cache files of isolation hami-core."""
         self.mps_pipe, self.mps_logs = state / "mps" / "pipe", state / "mps" / "log"
         """Of the fake MPS control daemon, which runs where isolation mps is in use."""
         self.mps_control = state / "mps" / "nvidia-cuda-mps-control"

@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, field_validator
 
 from gpushare_agent.model.cdi import is_kind
+from gpushare_agent.model.isolation import CorePolicy
 from gpushare_agent.settings.values import Count, GivenPath, Seconds, Section, comma_list
 
 
@@ -93,11 +94,13 @@ class HamiCoreSettings(Section):
 
     library: GivenPath = Field(
         default=Path("/usr/local/vgpu/libvgpu.so"),
-        description="The library on the host, mounted into sharing containers.",
+        description="Where the library comes from, as this process sees it; the default is its place in the agent's image."
+        " It is copied to hami_core.directory, from which sharing containers get it.",
     )
     directory: GivenPath = Field(
         default=Path("/etc/gpu-manager/hami-core"),
-        description="Directory of the preload file and of each container's own cache directory.",
+        description="Directory on the host of the library's copy, the preload file and each container's own cache directory."
+        " Not on a file system mounted noexec.",
     )
     memory_scaling: float = Field(
         default=1.0, ge=1.0, le=16.0, allow_inf_nan=False,
@@ -109,6 +112,17 @@ class HamiCoreSettings(Section):
         description="What a container may compute is its share times this, at most 100 percent. Above 1 compute is"
         " oversubscribed.",
     )  # fmt: skip
+    core_policy: CorePolicy = Field(
+        default="default",
+        description="Whether compute is limited, HAMi's GPU_CORE_UTILIZATION_POLICY. default: yes. force: yes, even where a"
+        " container's processes switched it off in their cache file. disable: memory alone is limited.",
+    )
+    allow_opt_out: bool = Field(
+        default=False,
+        description="Let a container with a share go without the library and its limits by CUDA_DISABLE_CONTROL=true in its"
+        " spec, and without the limit of compute by GPU_CORE_UTILIZATION_POLICY=disable, as under HAMi. Off: the first"
+        " changes nothing, and the second is refused.",
+    )
 
 
 class DriverLimitsSettings(Section):

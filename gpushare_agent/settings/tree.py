@@ -82,11 +82,12 @@ class Settings(BaseSettings):
         description="Where GPUs come from: NVML (also called nvidia), or simulated for nodes without any.",
     )
     isolation: IsolationName = Field(
-        default=IsolationName.VCUDA,
-        description="What limits a container to its share (docs/isolation.md). vcuda: TKEStack's library in the driver"
-        " directory, which reads its limits from /etc/vcuda. mps: NVIDIA MPS. hami-core: HAMi-core's library. driver:"
-        " NVIDIA's driver limits memory, nothing limits compute; hami-core+driver, mps+driver: both. none: nothing,"
-        " containers see their GPUs and are trusted. auto: the agent chooses at its start by what it finds on the node.",
+        default=IsolationName.HAMI_CORE,
+        description="What limits a container to its share (docs/isolation.md). hami-core: HAMi-core's library in"
+        " every process. vcuda: TKEStack's library in the driver directory, which reads its limits from /etc/vcuda, for CUDA"
+        " up to 11.5. mps: NVIDIA MPS. driver: NVIDIA's driver limits memory, nothing limits compute; hami-core+driver,"
+        " mps+driver: both. none: nothing, containers see their GPUs and are trusted. auto: the agent chooses at its start"
+        " by what it finds on the node.",
     )
     isolations_allowed: Annotated[tuple[IsolationName, ...], BeforeValidator(comma_list)] = Field(
         default=(),

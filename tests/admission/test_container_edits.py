@@ -30,7 +30,7 @@ def edits_of(wanted: ContainerSpec, gpus: int = 1, policy: EditPolicy = POLICY, 
 def test_a_share_gets_its_gpu_by_minor_number() -> None:
     """/dev/nvidia<n> is the minor number, which need not be the index."""
     edits = edits_of(container(cores=30, blocks=10))
-    assert dict(edits.env) == {"NVIDIA_VISIBLE_DEVICES": "GPU-0", "LD_LIBRARY_PATH": "/usr/local/nvidia/lib64"}
+    assert dict(edits.env) == {"NVIDIA_VISIBLE_DEVICES": "GPU-0"}
     assert [d.host_path for d in edits.devices] == ["/dev/nvidia4", "/dev/nvidiactl", "/dev/nvidia-uvm"]
     assert {d.permissions for d in edits.devices} == {"rwm"}
     assert dict(edits.annotations) == {
@@ -49,10 +49,17 @@ def test_whole_gpus_are_listed_in_order_of_index() -> None:
     assert edits.devices[-1].host_path == "/dev/nvidia-modeset"
 
 
-def test_a_32_bit_container_gets_both_library_directories() -> None:
-    """Requested by the variable compat32."""
-    edits = edits_of(replace(container(cores=30, blocks=1), env={"compat32": "true"}))
-    assert dict(edits.env)["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64:/usr/local/nvidia/lib"
+def test_the_search_path_is_set_where_the_driver_directory_is_mounted_and_nowhere_else() -> None:
+    """It takes the place of the image's own. 32-bit programs, requested by the variable compat32, get theirs too."""
+    config = IsolationConfig(virtual_manager=Path("/vm"), shared_driver=Path("/vdriver/nvidia"))
+    vcuda = replace(POLICY, config=config, isolation=IsolationName.VCUDA)
+    share = container(cores=30, blocks=1)
+    assert dict(edits_of(share, 1, vcuda).env)["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64"
+    both = edits_of(replace(share, env={"compat32": "true"}), 1, vcuda)
+    assert dict(both.env)["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64:/usr/local/nvidia/lib"
+    without = replace(vcuda, config=replace(config, shared_driver=None))
+    assert "LD_LIBRARY_PATH" not in dict(edits_of(share, 1, without).env)
+    assert "LD_LIBRARY_PATH" not in dict(edits_of(share, 1, replace(vcuda, isolation=IsolationName.NONE)).env)
 
 
 def test_simulated_gpus_have_no_device_nodes_on_a_real_node() -> None:

@@ -42,7 +42,7 @@ CONFIG = IsolationConfig(
     shared_driver=Path("/etc/gpu-manager/vdriver/nvidia"),
     whole_driver=Path("/etc/gpu-manager/vdriver/origin"),
     mps=MpsConfig(pipe_directory=Path("/run/gpushare-mps/pipe"), shm_directory=Path("/dev/shm")),
-    hami_core=HamiCoreConfig(library=Path("/usr/local/vgpu/libvgpu.so"), directory=Path("/etc/gpu-manager/hami-core")),
+    hami_core=HamiCoreConfig(directory=Path("/etc/gpu-manager/hami-core")),
 )
 STRATEGIES: tuple[tuple[DeviceListStrategy, ...], ...] = (
     *((strategy,) for strategy in DeviceListStrategy),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from gpushare_agent.cli.check.shares import (
     check_list_sizes,
     check_mps,
 )
+from gpushare_agent.isolation.driver_volume.elf import read_interface
 from gpushare_agent.settings.settings import Settings, SettingsError, load_settings
+from tests.support_driver import require_cc
 from tests.support_hami_core import fake_library
 
 
@@ -46,8 +49,25 @@ async def test_hami_core_needs_its_library(tmp_path: Path) -> None:
     (finding,) = await check_hami_core(settings_of(*flags))
     assert finding.level is Level.ERROR and str(library) in finding.detail
     fake_library(library)
-    (finding,) = await check_hami_core(settings_of(*flags))
-    assert finding.level is Level.OK
+    found = await check_hami_core(settings_of(*flags))
+    assert [finding.level for finding in found] == [Level.OK, Level.ERROR]
+    assert "not HAMi-core's" in found[-1].detail
+
+
+async def test_the_glibc_that_the_library_needs_is_named(tmp_path: Path) -> None:
+    """A library of this machine's compiler: the newest version of a symbol that it uses. A warning where that is too new."""
+    library, source = tmp_path / "libvgpu.so", tmp_path / "vgpu.c"
+    source.write_text(
+        'const char *variable = "CUDA_DEVICE_MEMORY_SHARED_CACHE";\n'
+        "double log2(double); extern int __libc_start_main();\n"
+        "void *dlsym(void *a, const char *b) { return a == b ? (void *)__libc_start_main : (void *)(long)log2(*b); }\n"
+    )
+    subprocess.run([require_cc(), "-w", "-shared", "-fPIC", "-o", str(library), str(source), "-lm"], check=True)
+    flags = ("--isolation=hami-core", f"--hami-core.library={library}", f"--hami-core.directory={tmp_path / 'hami'}")
+    found = await check_hami_core(settings_of(*flags))
+    needed = read_interface(library).glibc
+    assert len(needed) >= 2 and f"glibc {'.'.join(map(str, needed))} or newer" in found[-1].detail
+    assert found[-1].level is (Level.WARNING if needed > (2, 28) else Level.OK)
 
 
 async def test_strategies_that_contradict_each_other_and_gpus_without_a_name_are_reported(tmp_path: Path) -> None:

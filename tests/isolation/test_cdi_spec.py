@@ -56,7 +56,8 @@ def test_every_spec_satisfies_the_published_schema_and_resolves(nodes: SpecNodes
         edits = CdiResolver([tmp_path]).resolve([f"{KIND}={gpu.uuid}"])
         own = (f"/dev/nvidia{gpu.minor}",) if nodes.has_gpu_nodes else ()
         assert set(edits.device_nodes) == {*own, *(nodes.control if nodes.has_gpu_nodes else ())}
-        assert dict(edits.env) == {"NVIDIA_VISIBLE_DEVICES": "void"}
+        path = {"LD_LIBRARY_PATH": "/usr/local/nvidia/lib64"} if nodes.driver_directory else {}
+        assert dict(edits.env) == {"NVIDIA_VISIBLE_DEVICES": "void"} | path
         assert dict(edits.mounts) == ({str(DRIVER): "/usr/local/nvidia"} if nodes.driver_directory else {})
 
 
@@ -80,7 +81,8 @@ def test_the_spec_is_this() -> None:
   ],
   "containerEdits": {
     "env": [
-      "NVIDIA_VISIBLE_DEVICES=void"
+      "NVIDIA_VISIBLE_DEVICES=void",
+      "LD_LIBRARY_PATH=/usr/local/nvidia/lib64"
     ],
     "deviceNodes": [
       {

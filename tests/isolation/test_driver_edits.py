@@ -24,7 +24,7 @@ from tests.support_core import container, inventory
 GPUS = inventory(memory_mib=24 * 1024).gpus
 CONFIG = IsolationConfig(
     virtual_manager=Path("/vm"),
-    hami_core=HamiCoreConfig(library=Path("/lib/libvgpu.so"), directory=Path("/hami")),
+    hami_core=HamiCoreConfig(directory=Path("/hami")),
     mps=MpsConfig(pipe_directory=Path("/pipe"), shm_directory=Path("/dev/shm")),
 )
 WITH_DRIVER = [name for name in IsolationName if IsolationName.DRIVER in name.parts]

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpushare_agent.isolation.hami_core.caches import PrivateCaches
-from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
+from gpushare_agent.isolation.hami_core.files import HamiCoreFiles, LibraryStamp
 from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused, StartupError, Unavailable
@@ -57,8 +57,8 @@ class Faulty:
         self.listed = 0
         self.is_sound = False
 
-    def check_library(self) -> None:
-        return
+    def check_library(self) -> LibraryStamp:
+        return (1, 2, 3)
 
     def install(self) -> None:
         raise self.error
@@ -85,6 +85,22 @@ async def test_a_share_that_is_about_to_start_finds_its_cache(short_dir: Path) -
     assert await caches.prepare([KEY, ContainerKey(WHOLE, "cuda"), unknown]) is None
     assert world.cache.is_file()
     assert world.files.list_pods() == (UID,)
+
+
+async def test_a_library_that_was_replaced_is_installed_by_the_next_check(short_dir: Path) -> None:
+    """And one that was not is not read again."""
+    world = World(short_dir)
+    caches = world.caches()
+    await caches.check()
+    installed = world.files.directory / "libvgpu.so"
+    installed.unlink()
+    await caches.check()
+    assert not installed.exists()
+    newer = world.files.library.with_name("newer.so")
+    newer.write_bytes(world.files.library.read_bytes() + b"newer")
+    newer.rename(world.files.library)
+    await caches.check()
+    assert installed.read_bytes() == world.files.library.read_bytes()
 
 
 async def test_what_cannot_be_prepared_is_refused_with_the_reason(short_dir: Path) -> None:

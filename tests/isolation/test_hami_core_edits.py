@@ -14,17 +14,19 @@ from gpushare_agent.isolation.decisions.hami_core import LIBRARY_PATH, edit_hami
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.model.allocations import ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.isolation import CorePolicy, IsolationName
 from gpushare_agent.model.names import PodUid
 from tests.support_core import container, inventory
+from tests.support_hami_core import fake_library
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")
 GPUS = inventory(memory_mib=24 * 1024).gpus
-HAMI = HamiCoreConfig(library=Path("/lib/libvgpu.so"), directory=Path("/hami"))
+HAMI = HamiCoreConfig(directory=Path("/hami"))
 
 
 def request(cores: int = 30, memory_mib: int = 6144, gpus: int = 1, **changes: object) -> IsolationRequest:
-    config = replace(HAMI, **{k: changes.pop(k) for k in ("memory_scaling", "core_scaling") if k in changes})
+    own = ("memory_scaling", "core_scaling", "core_policy", "is_opt_out_allowed")
+    config = replace(HAMI, **{k: changes.pop(k) for k in own if k in changes})
     made = IsolationRequest(
         pod_uid=UID,
         container=container("cuda"),
@@ -49,6 +51,7 @@ def test_a_share_gets_its_limits_in_the_librarys_units() -> None:
         "CUDA_DEVICE_MEMORY_LIMIT_0": "6144m",
         "CUDA_DEVICE_SM_LIMIT": "30",
         "CUDA_DEVICE_MEMORY_SHARED_CACHE": "/usr/local/vgpu/cache/cuda.cache",
+        "LIBCUDA_LOG_LEVEL": "1",
     }
 
 
@@ -57,19 +60,70 @@ def test_only_its_own_cache_is_writable() -> None:
     edits = edit_hami_core(request())
     assert isinstance(edits, ContainerEdits)
     assert {(m.host_path, m.container_path, m.read_only) for m in edits.mounts} == {
-        ("/lib/libvgpu.so", "/usr/local/vgpu/libvgpu.so", True),
+        ("/hami/libvgpu.so", "/usr/local/vgpu/libvgpu.so", True),
         ("/hami/ld.so.preload", "/etc/ld.so.preload", True),
         (f"/hami/containers/{UID}/cuda/cuda.cache", "/usr/local/vgpu/cache/cuda.cache", False),
     }
     assert (edits.devices, edits.annotations, edits.cdi_devices) == ((), (), ())
 
 
-def test_the_mounts_name_the_files_that_the_adapter_makes() -> None:
-    """Two places say where the cache lies; they must agree."""
-    files = HamiCoreFiles(HAMI.library, HAMI.directory, LIBRARY_PATH)
-    edits = edit_hami_core(request())
+def test_the_mounts_name_the_files_that_the_adapter_makes(short_dir: Path) -> None:
+    """Two places name library, preload file and cache; they must agree."""
+    files = HamiCoreFiles(fake_library(short_dir / "source.so"), short_dir / "hami", LIBRARY_PATH)
+    files.install()
+    files.prepare(ContainerKey(UID, "cuda"))
+    wanted = request()
+    config = replace(wanted.config, hami_core=replace(HAMI, directory=files.directory))
+    edits = edit_hami_core(replace(wanted, config=config))
     assert isinstance(edits, ContainerEdits)
-    assert str(files.cache_file(ContainerKey(UID, "cuda"))) in {mount.host_path for mount in edits.mounts}
+    assert len(edits.mounts) == 3 and all(Path(mount.host_path).is_file() for mount in edits.mounts)
+
+
+@pytest.mark.parametrize("policy", ["force", "disable"])
+def test_the_policy_of_cores_is_handed_to_the_library(policy: CorePolicy) -> None:
+    """The default is the library's own, and sets nothing."""
+    assert env_of(request(core_policy=policy))["GPU_CORE_UTILIZATION_POLICY"] == policy
+    assert "GPU_CORE_UTILIZATION_POLICY" not in env_of(request())
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "CUDA_DEVICE_MEMORY_LIMIT_0=80g",
+        "CUDA_DEVICE_SM_LIMIT=100",
+        "CUDA_DEVICE_SM_LIMIT_0=100",
+        "CUDA_DEVICE_MEMORY_SHARED_CACHE=/tmp/mine",
+        "GPU_CORE_UTILIZATION_POLICY=Disable",
+    ],
+)
+def test_a_spec_that_would_lift_a_limit_is_refused(variable: str) -> None:
+    """The kubelet appends the spec's variables to the agent's, so they win."""
+    name, _, value = variable.partition("=")
+    refused = edit_hami_core(request(container=replace(container("cuda"), env={name: value})))
+    assert isinstance(refused, Refused) and refused.reason is RefusalReason.INVALID_REQUEST
+    assert name in refused.detail and "Remove the variable" in refused.detail
+
+
+def test_a_spec_may_tighten_what_the_agent_leaves_open() -> None:
+    """HAMi's own users write GPU_CORE_UTILIZATION_POLICY=force."""
+    forced = replace(container("cuda"), env={"GPU_CORE_UTILIZATION_POLICY": "force"})
+    assert env_of(request(container=forced)) == env_of(request())
+
+
+@pytest.mark.parametrize("value", ["true", "1", "T"])
+def test_a_container_opts_out_only_where_the_node_allows_it(value: str) -> None:
+    """Then it has neither library nor limits; else the variable changes nothing."""
+    asks = replace(container("cuda"), env={"CUDA_DISABLE_CONTROL": value})
+    assert edit_hami_core(request(container=asks, is_opt_out_allowed=True)) == ContainerEdits()
+    assert env_of(request(container=asks)) == env_of(request())
+    no = replace(container("cuda"), env={"CUDA_DISABLE_CONTROL": "false"})
+    assert env_of(request(container=no, is_opt_out_allowed=True)) == env_of(request())
+
+
+def test_where_opting_out_is_allowed_cores_may_be_lifted_alone() -> None:
+    """Memory stays limited."""
+    asks = replace(container("cuda"), env={"GPU_CORE_UTILIZATION_POLICY": "disable"})
+    assert "CUDA_DEVICE_MEMORY_LIMIT_0" in env_of(request(container=asks, is_opt_out_allowed=True))
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

@@ -38,7 +38,23 @@ def test_the_preload_file_names_the_library_in_the_container(files: HamiCoreFile
     preload = files.directory / "ld.so.preload"
     assert preload.read_text() == f"{INSIDE}\n"
     assert (mode(preload), mode(files.directory / "containers")) == (0o644, 0o700)
-    assert sorted(path.name for path in files.directory.iterdir()) == ["containers", "ld.so.preload"]
+    assert sorted(path.name for path in files.directory.iterdir()) == ["containers", "ld.so.preload", "libvgpu.so"]
+
+
+def test_a_new_library_takes_the_name_and_leaves_the_old_file_to_those_who_have_it(files: HamiCoreFiles) -> None:
+    """A container's mount is of the file, as is an open descriptor. The same content is not copied again."""
+    files.install()
+    installed = files.directory / "libvgpu.so"
+    assert installed.read_bytes() == files.library.read_bytes() and mode(installed) == 0o644
+    first = installed.stat().st_ino
+    files.install()
+    assert installed.stat().st_ino == first
+    with installed.open("rb") as old:
+        before = files.library.read_bytes()
+        files.library.write_bytes(before + b"newer")
+        files.install()
+        assert old.read() == before
+    assert installed.read_bytes() == before + b"newer"
 
 
 def test_the_preload_file_is_replaced_in_one_step(files: HamiCoreFiles) -> None:
@@ -175,6 +191,18 @@ def test_a_link_to_the_library_is_as_good_as_the_library(short_dir: Path) -> Non
     link = short_dir / "libvgpu.so"
     link.symlink_to("libvgpu.so.2")
     HamiCoreFiles(link, short_dir / "hami", INSIDE).check_library()
+
+
+def test_a_library_that_was_removed_is_put_back(files: HamiCoreFiles) -> None:
+    """From the image, when the next container starts; where it is in its place the image's is not read."""
+    files.prepare(KEY)
+    installed = files.directory / "libvgpu.so"
+    content = installed.read_bytes()
+    installed.unlink()
+    files.prepare(KEY)
+    assert installed.read_bytes() == content
+    files.library.unlink()
+    files.prepare(KEY)
 
 
 def test_without_the_library_no_container_is_prepared(files: HamiCoreFiles) -> None:

@@ -44,7 +44,7 @@ class World:
         self.resized: Mapping[ContainerKey, ResizedShare] = {}
         self.limits = RegionLimits(
             files=self.files,
-            config=HamiCoreConfig(library=library, directory=directory / "hami", **scaling),  # type: ignore[arg-type]
+            config=HamiCoreConfig(directory=directory / "hami", **scaling),  # type: ignore[arg-type]
             names=NAMES,
             inventory=inventory,
             allocations=lambda: self.allocations,

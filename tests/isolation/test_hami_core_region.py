@@ -15,7 +15,7 @@ from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import Corrupt, NotFound
 from gpushare_agent.model.names import PodUid
 from tests.support_driver import NATIVE, require_cc
-from tests.support_hami_core import INSIDE, fake_library, region_file, require_hami_core_source
+from tests.support_hami_core import INSIDE, fake_library, hami_core_source, region_file
 
 KEY = ContainerKey(PodUid("11111111-2222-3333-4444-555555555555"), "cuda")
 MIB = 1024 * 1024
@@ -30,20 +30,12 @@ def files(short_dir: Path) -> HamiCoreFiles:
 
 def test_the_layout_is_that_of_the_librarys_header(tmp_path: Path) -> None:
     """Every offset and size that is used, printed by a program that includes the header."""
-    source = require_hami_core_source() / "src"
     (tmp_path / "cuda.h").write_text("typedef struct context *CUcontext;\n")
     (tmp_path / "static_config.h").write_text("")
-    program = tmp_path / "layout"
-    command = [
-        require_cc(),
-        "-w",
-        "-o",
-        str(program),
-        f"-I{tmp_path}",
-        f"-I{source}",
-        str(NATIVE / "hami_core_layout.c"),
-    ]
-    subprocess.run(command, check=True)
+    program, source = tmp_path / "layout", str(NATIVE / "hami_core_layout.c")
+    with hami_core_source() as directory:
+        command = [require_cc(), "-w", "-o", str(program), f"-I{tmp_path}", f"-I{directory / 'src'}", source]
+        subprocess.run(command, check=True)
     printed = subprocess.run([program], check=True, capture_output=True, text=True).stdout
     assert {name: int(number) for name, number in map(str.split, printed.splitlines())} == {
         "initialized_flag": 0,

@@ -93,3 +93,16 @@ def test_without_the_drivers_limit_the_other_part_keeps_what_it_can() -> None:
 def test_an_open_module_blinds_hami_core_in_a_combination_too() -> None:
     found = kept(IsolationName.HAMI_CORE_DRIVER, is_whole=False, module=module("565.57.01", is_open=True))
     assert (found.memory_by, found.compute_by) == (Keeper.DRIVER, Keeper.NOBODY)
+
+
+def test_what_was_opted_out_of_is_kept_by_nobody() -> None:
+    """The library as a whole, or its limit of compute. The driver's own limit stays; other isolations have no part in it."""
+    hami, both = IsolationName.HAMI_CORE, IsolationName.HAMI_CORE_DRIVER
+    without = kept(hami, is_whole=False, module=None, has_library=False)
+    assert (without.memory_by, without.compute_by, without.not_kept) == (Keeper.NOBODY, Keeper.NOBODY, ())
+    assert kept(both, is_whole=False, module=None, has_library=False).memory_by is Keeper.DRIVER
+    memory = kept(hami, is_whole=False, module=None, has_core_limit=False)
+    assert (memory.memory_by, memory.compute_by) == (Keeper.HAMI_CORE, Keeper.NOBODY)
+    assert NotKept.POOLS in memory.not_kept and NotKept.GRAPHS not in memory.not_kept
+    mps = kept(IsolationName.MPS, is_whole=False, module=None)
+    assert mps == kept(IsolationName.MPS, is_whole=False, module=None, has_library=False, has_core_limit=False)

@@ -11,16 +11,19 @@ import pytest
 import yaml
 
 from gpushare_agent.cli.check.api import CLEANUP_RIGHT, FACTS_RIGHT
+from gpushare_agent.isolation.driver_volume.config import read_volume_config
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
 from gpushare_agent.settings.settings import load_settings
 from tests.support_manifests import (
     MANIFESTS,
+    SETTINGS_DIRECTORY,
     by_name,
     daemon_set,
     documents,
     effective_settings,
     host_mounts,
+    in_sources,
     merged,
     mount_of,
     patched,
@@ -29,6 +32,7 @@ from tests.support_manifests import (
     volumes_are_those_mounted,
 )
 
+VCUDA = "components/vcuda/vcuda.yaml"
 COMPONENTS = {
     "cdi",
     "cgroup-v1",
@@ -36,14 +40,15 @@ COMPONENTS = {
     "driver-container",
     "driver-limits",
     "gpushare",
-    "hami-core",
     "isolation-none",
     "mps",
     "prometheus-operator",
     "prune-driver-volume",
     "runtime-socket",
+    "vcuda",
     "whole-kubelet-directory",
     "without-cleanup",
+    "without-host-pid",
     "without-node-facts",
 }
 
@@ -127,7 +132,7 @@ def test_the_component_prometheus_operator_scrapes_the_port_that_the_pods_have_o
     [
         ("vcuda", "vcuda", ("envvar", "device-nodes"), "nvml"),
         ("mps", "mps", ("envvar", "device-nodes"), "nvml"),
-        ("cdi", "vcuda", ("cdi-cri",), "nvml"),
+        ("cdi", "hami-core", ("cdi-cri",), "nvml"),
         ("simulated", "vcuda", ("envvar", "device-nodes"), "simulated"),
     ],
 )
@@ -167,15 +172,15 @@ def test_every_volume_is_mounted_and_every_mount_has_its_volume() -> None:
     for file in sorted(path.relative_to(MANIFESTS) for path in MANIFESTS.glob("components/*/*.yaml")):
         found = documents(str(file))[0]
         if found["kind"] == "DaemonSet":
-            assert volumes_are_those_mounted(patched(str(file))), file
+            before = (VCUDA,) if file.parent.name in ("driver-container", "prune-driver-volume") else ()
+            assert volumes_are_those_mounted(patched(*before, str(file))), file
 
 
 def test_the_component_isolation_none_takes_away_all_that_isolation_brought() -> None:
-    """The setting, the host's PID namespace, /etc/gpu-manager, the init container and the host's directories."""
+    """The setting, the host's PID namespace and /etc/gpu-manager."""
     spec = patched("components/isolation-none/none.yaml")
     assert effective_settings(spec).isolation == "none"
     assert "hostPID" not in spec
-    assert spec["initContainers"] == []
     assert volumes_are_those_mounted(spec)
     mounts = host_mounts(spec["containers"][0], spec)
     assert not [path for path in mounts if path.is_relative_to("/etc/gpu-manager")]
@@ -187,18 +192,24 @@ def test_the_component_isolation_none_takes_away_all_that_isolation_brought() ->
     }
 
 
-def test_the_component_hami_core_mounts_what_its_settings_name_and_takes_vcuda_away() -> None:
-    """The library for reading, the caches for writing, both under the host's paths, which Allocate answers name."""
-    spec = patched("components/hami-core/hami-core.yaml")
+def test_the_component_vcuda_mounts_what_its_settings_name_and_takes_hami_core_away() -> None:
+    """The containers' directories for writing, the driver directory for reading, both under the host's paths, which Allocate
+    answers name."""
+    spec = patched(VCUDA)
     settings = effective_settings(spec)
-    assert settings.isolation == "hami-core"
-    assert "hostPID" not in spec and spec["initContainers"] == []
+    assert settings.isolation == "vcuda" and settings.volume_config is not None
+    assert spec["hostPID"] is True
     assert volumes_are_those_mounted(spec)
     mounts = host_mounts(spec["containers"][0], spec)
-    library, own = mount_of(settings.hami_core.library, mounts), mounts[settings.hami_core.directory]
-    assert library["readOnly"] and library["host"] == str(settings.hami_core.library.parent)
-    assert not own.get("readOnly") and own["host"] == str(settings.hami_core.directory)
-    assert [path for path in mounts if path.is_relative_to("/etc/gpu-manager")] == [settings.hami_core.directory]
+    assert not mount_of(settings.virtual_manager.path, mounts).get("readOnly")
+    directories = [volume.directory for volume in read_volume_config(in_sources(settings.volume_config))]
+    assert all(mount_of(path, mounts)["readOnly"] for path in directories)
+    for container in (*spec["initContainers"], *spec["containers"]):
+        mounts = host_mounts(container, spec)
+        paths = [settings.virtual_manager.path, *directories]
+        for mount in (mounts[parent] for path in paths for parent in path.parents if parent in mounts):
+            assert mount["host"] == mount["mountPath"]
+    assert settings.hami_core.directory not in mounts
 
 
 def test_the_component_driver_limits_gives_the_right_and_the_cgroups_together() -> None:
@@ -213,12 +224,41 @@ def test_the_component_driver_limits_gives_the_right_and_the_cgroups_together() 
     assert volumes_are_those_mounted(spec)
 
 
-def test_the_component_mps_mounts_the_daemons_directory_and_takes_vcuda_away() -> None:
+def test_the_init_container_of_vcuda_makes_every_driver_volume_from_the_hosts_files() -> None:
+    """It runs the command with the agent's settings; what it reads is below driver_volume.root, what it writes is not."""
+    spec = patched(VCUDA)
+    (container,) = spec["initContainers"]
+    environ = variables(container) | {"GPUSHARE_CONFIG": str(MANIFESTS / "base/settings.yaml")}
+    settings, mounts = load_settings([], environ).settings, host_mounts(container, spec)
+    assert container["command"] == ["gpushare-agent", "driver-volume"]
+    assert variables(container)["GPUSHARE_CONFIG"] == str(SETTINGS_DIRECTORY / "settings.yaml")
+    assert settings.volume_config == effective_settings(spec).volume_config
+    for volume in read_volume_config(in_sources(settings.volume_config)):
+        assert not mount_of(volume.directory, mounts).get("readOnly")
+    below = {path for path in mounts if path.is_relative_to(settings.driver_volume.root)}
+    assert all(mounts[path]["readOnly"] for path in below)
+    assert all(path == settings.driver_volume.root / mounts[path]["host"].lstrip("/") for path in below)
+    assert settings.driver_volume.root / "etc" not in mounts, "root reads keys and passwords there"
+    assert len(mounts) == len(below) + 1
+    assert "NVIDIA_VISIBLE_DEVICES" not in variables(container), "NVIDIA's runtime would add a second driver"
+    (agent,) = spec["containers"]
+    assert container["securityContext"] == agent["securityContext"]
+    (component,), (base,) = documents("components/vcuda/kustomization.yaml"), documents("base/kustomization.yaml")
+    assert component["images"] == base["images"]
+
+
+def test_the_component_without_host_pid_changes_nothing_else() -> None:
+    """Shares are kept all the same."""
+    spec = patched("components/without-host-pid/no-host-pid.yaml")
+    assert spec == {key: value for key, value in pod_spec().items() if key != "hostPID"}
+
+
+def test_the_component_mps_mounts_the_daemons_directory_and_takes_hami_core_away() -> None:
     """Under the host's path, which Allocate answers name."""
     spec = patched("components/mps/mps.yaml")
     settings = effective_settings(spec)
     assert settings.isolation == "mps"
-    assert "hostPID" not in spec and spec["initContainers"] == []
+    assert "hostPID" not in spec
     assert volumes_are_those_mounted(spec)
     mounts = host_mounts(spec["containers"][0], spec)
     directory = settings.mps.pipe_directory.parent
@@ -248,7 +288,7 @@ def test_the_mps_daemon_is_at_the_place_where_the_component_looks_for_it() -> No
 
 def test_the_component_driver_container_collects_from_the_drivers_own_root() -> None:
     """The init container's setting names the only place of the host that it still reads; the agent is as before."""
-    spec = patched("components/driver-container/driver-root.yaml")
+    spec = patched(VCUDA, "components/driver-container/driver-root.yaml")
     assert volumes_are_those_mounted(spec)
     (init,), (agent,) = spec["initContainers"], spec["containers"]
     environ = variables(init) | {"GPUSHARE_CONFIG": str(MANIFESTS / "base/settings.yaml")}
@@ -256,14 +296,13 @@ def test_the_component_driver_container_collects_from_the_drivers_own_root() -> 
     mounts = host_mounts(init, spec)
     assert set(mounts) == {root, Path("/etc/gpu-manager/vdriver")}
     assert (mounts[root]["host"], mounts[root]["readOnly"]) == ("/run/nvidia/driver", True)
-    assert agent == pod_spec()["containers"][0]
+    assert agent == patched(VCUDA)["containers"][0]
 
 
 def test_the_component_cgroup_v1_gives_the_host_pids_back_behind_isolation_none() -> None:
     """Under cgroup v1 a force-deleted pod's processes are seen in no other way."""
     spec = patched("components/isolation-none/none.yaml", "components/cgroup-v1/host-pid.yaml")
     assert spec["hostPID"] is True
-    assert spec["initContainers"] == []
 
 
 def test_the_component_runtime_socket_mounts_the_directory_of_a_socket_that_the_agent_knows() -> None:
@@ -283,16 +322,16 @@ def test_the_component_runtime_socket_mounts_the_directory_of_a_socket_that_the_
 
 def test_the_component_prune_gives_one_capability_to_the_init_container_alone() -> None:
     """The agent, which lives long and listens, has none."""
-    spec = patched("components/prune-driver-volume/prune.yaml")
+    spec = patched(VCUDA, "components/prune-driver-volume/prune.yaml")
     (init,), (agent,) = spec["initContainers"], spec["containers"]
     assert init["command"] == ["gpushare-agent", "driver-volume", "--prune"]
     assert init["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["SYS_PTRACE"]}
-    assert agent == pod_spec()["containers"][0]
+    assert agent == patched(VCUDA)["containers"][0]
 
 
 def test_the_simulated_overlay_needs_no_driver() -> None:
     """It sets the simulated driver on the same container, without NVIDIA's runtime, a driver directory or what makes one."""
-    spec = patched("overlays/simulated/simulated.yaml")
+    spec = patched(VCUDA, "overlays/simulated/simulated.yaml")
     settings = effective_settings(spec)
     assert (settings.driver, settings.isolation, settings.volume_config) == ("simulated", "vcuda", None)
     assert "runtimeClassName" not in spec
@@ -312,8 +351,8 @@ def test_the_simulated_overlay_needs_no_driver() -> None:
     [
         (),
         ("isolation-none", "cgroup-v1"),
-        ("runtime-socket", "prune-driver-volume"),
-        ("driver-container", "prune-driver-volume"),
+        ("vcuda", "runtime-socket", "prune-driver-volume"),
+        ("vcuda", "driver-container", "prune-driver-volume"),
     ],
 )
 def test_kustomize_makes_the_pod_that_these_tests_looked_at(components: tuple[str, ...], tmp_path: Path) -> None:
@@ -344,7 +383,7 @@ def without_order(spec: dict[str, Any], *, is_rendered: bool) -> dict[str, Any]:
     """kustomize orders lists in its own way, gives images their tag and ConfigMaps their hash."""
     tag = documents("base/kustomization.yaml")[0]["images"][0]["newTag"]
     result = spec | {"volumes": by_name(spec["volumes"])}
-    for kind in ("initContainers", "containers"):
+    for kind in {"initContainers", "containers"} & spec.keys():
         result[kind] = by_name(
             container
             | {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,14 @@ from gpushare_agent.isolation.driver_volume.config import read_volume_config
 from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
 from gpushare_agent.settings.settings import Settings, load_settings
+from native.build_hami_core import COMMIT
 from tests.support_manifests import (
     MANIFESTS,
-    SETTINGS_DIRECTORY,
     by_name,
     daemon_set,
     deployed,
     documents,
     host_mounts,
-    in_sources,
     mount_of,
     pod_spec,
     variables,
@@ -51,15 +51,14 @@ def test_every_path_that_the_agent_uses_is_mounted_from_the_host() -> None:
     """Each directory of the settings lies below a host path, writable where the agent writes, and no other is mounted."""
     (container,) = pod_spec()["containers"]
     settings, mounts = deployed(), host_mounts(container, pod_spec())
-    driver = {volume.directory for volume in read_volume_config(in_sources(settings.volume_config))}
     assert settings.health.state_file is not None and settings.resize.state_file is not None
     writable = {
         settings.kubelet.device_plugin_path,
-        settings.virtual_manager.path,
+        settings.hami_core.directory,
         settings.health.state_file.parent,
         settings.resize.state_file.parent,
     }
-    only_read = {settings.kubelet.pod_resources_socket, settings.runtime.cgroup_root, *driver}
+    only_read = {settings.kubelet.pod_resources_socket, settings.runtime.cgroup_root}
     assert all(not mount_of(path, mounts).get("readOnly") for path in writable)
     assert all(mount_of(path, mounts)["readOnly"] for path in only_read)
     used = {mount_of(path, mounts)["mountPath"] for path in writable | only_read}
@@ -98,7 +97,7 @@ def test_the_service_finds_the_pods_and_their_port_and_has_no_address() -> None:
 
 def test_no_base_container_can_reach_the_runtimes_socket() -> None:
     """Whoever can is root on the node; the component runtime-socket is for who wants it."""
-    for container in (*pod_spec()["initContainers"], *pod_spec()["containers"]):
+    for container in (*pod_spec().get("initContainers", []), *pod_spec()["containers"]):
         for mount in host_mounts(container, pod_spec()).values():
             reached = [socket for socket in RUNTIME_SOCKETS if socket.is_relative_to(mount["host"])]
             assert not reached, f"{mount['host']} holds {reached}"
@@ -107,36 +106,35 @@ def test_no_base_container_can_reach_the_runtimes_socket() -> None:
 def test_what_containers_get_mounted_has_the_same_path_inside_and_outside() -> None:
     """The answer to an Allocate names the host's paths, but the agent makes what lies there."""
     settings = deployed()
-    assert settings.isolation == "vcuda"
-    paths = [settings.virtual_manager.path]
-    paths += [volume.directory for volume in read_volume_config(in_sources(settings.volume_config))]
-    for container in (*pod_spec()["initContainers"], *pod_spec()["containers"]):
-        mounts = host_mounts(container, pod_spec())
-        for mount in (mounts[parent] for path in paths for parent in path.parents if parent in mounts):
-            assert mount["host"] == mount["mountPath"]
+    assert settings.isolation == "hami-core"
+    (container,) = pod_spec()["containers"]
+    mount = host_mounts(container, pod_spec())[settings.hami_core.directory]
+    assert mount["host"] == mount["mountPath"]
 
 
-def test_the_init_container_makes_every_driver_volume_from_the_hosts_files() -> None:
-    """It runs the command with the agent's settings; what it reads is below driver_volume.root, what it writes is not."""
-    (container,) = pod_spec()["initContainers"]
-    settings, mounts = deployed(), host_mounts(container, pod_spec())
-    assert container["command"] == ["gpushare-agent", "driver-volume"]
-    assert variables(container)["GPUSHARE_CONFIG"] == str(SETTINGS_DIRECTORY / "settings.yaml")
-    for volume in read_volume_config(in_sources(settings.volume_config)):
-        assert not mount_of(volume.directory, mounts).get("readOnly")
-    below = {path for path in mounts if path.is_relative_to(settings.driver_volume.root)}
-    assert all(mounts[path]["readOnly"] for path in below)
-    assert all(path == settings.driver_volume.root / mounts[path]["host"].lstrip("/") for path in below)
-    assert settings.driver_volume.root / "etc" not in mounts, "root reads keys and passwords there"
-    assert len(mounts) == len(below) + 1
-    assert "NVIDIA_VISIBLE_DEVICES" not in variables(container), "NVIDIA's runtime would add a second driver"
+def test_the_image_has_hami_cores_library_where_the_settings_look() -> None:
+    """Built from the commit whose source's digest is checked; and without a source from nowhere."""
+    text = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8")
+    assert f"COPY --from=hami-core /hami-core/ {deployed().hami_core.library.parent}/" in text
+    assert f"/hami-core/{deployed().hami_core.library.name}" in text
+    assert f"ARG HAMI_CORE_SOURCE=https://github.com/Project-HAMi/HAMi-core#{COMMIT}\n" in text
+    assert "RUN pip install --no-cache-dir --require-hashes" in text
+    assert '--sha256 "$sha256"' in (MANIFESTS.parent / "native/hami_core_for_image.sh").read_text(encoding="utf-8")
+
+
+def test_the_images_compiler_is_the_tests_compiler() -> None:
+    """Another version may compile other code."""
+    root = MANIFESTS.parent
+    pinned = re.findall(r"^(\S+==\S+)", (root / "native/requirements.txt").read_text(encoding="utf-8"), flags=re.M)
+    assert len(pinned) == 3
+    assert not [pin for pin in pinned if f'"{pin}"' not in (root / "pyproject.toml").read_text(encoding="utf-8")]
 
 
 def test_the_image_has_the_control_library_where_the_settings_look() -> None:
     """The Containerfile takes it from the same place of the image that it is given, and puts it there."""
     path = deployed().driver_volume.control_library
     text = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8")
-    assert f"COPY --from=vcuda {path} /control/" in text
+    assert f"COPY --from=vcuda {path}* /control/" in text
     assert f"COPY --from=build /control/ {path.parent}/" in text
 
 
@@ -151,7 +149,7 @@ def test_the_image_has_gpu_client_where_the_settings_look() -> None:
 
 
 def test_the_agent_sees_the_hosts_processes_and_not_its_network() -> None:
-    """pids.config holds host PIDs, and SO_PEERCRED tells the caller's."""
+    """NVML and the cgroups name processes by host PIDs."""
     assert pod_spec()["hostPID"] is True
     assert not {"hostNetwork", "hostIPC"} & pod_spec().keys()
     assert deployed().runtime.proc_root == Path("/proc")
@@ -159,7 +157,7 @@ def test_the_agent_sees_the_hosts_processes_and_not_its_network() -> None:
 
 def test_the_containers_are_not_privileged_and_have_no_capability() -> None:
     """Root is needed for the kubelet's files, nothing beyond."""
-    for container in (*pod_spec()["initContainers"], *pod_spec()["containers"]):
+    for container in (*pod_spec().get("initContainers", []), *pod_spec()["containers"]):
         context = container["securityContext"]
         assert not context.get("privileged")
         assert context["capabilities"] == {"drop": ["ALL"]}
@@ -207,15 +205,15 @@ def test_every_file_of_the_base_and_the_overlay_is_listed() -> None:
 
 
 def test_the_check_job_is_the_daemon_sets_pod() -> None:
-    """What it finds holds for the agent: same account, runtime, rights, settings, and the mounts of both containers."""
+    """What it finds holds for the agent: same account, runtime, rights, settings, and mounts."""
     (job,) = documents("check/job.yaml")
     spec = job["spec"]["template"]["spec"]
-    (checker,), (agent,), (init,) = spec["containers"], pod_spec()["containers"], pod_spec()["initContainers"]
+    (checker,), (agent,) = spec["containers"], pod_spec()["containers"]
     for name in ("serviceAccountName", "runtimeClassName", "tolerations", "enableServiceLinks", "hostPID"):
         assert spec[name] == pod_spec()[name]
     assert (checker["image"], checker["securityContext"]) == (agent["image"], agent["securityContext"])
     assert checker["env"] == agent["env"]
-    expected = {m["mountPath"]: m for m in (*init["volumeMounts"], *agent["volumeMounts"])}
+    expected = {m["mountPath"]: m for m in agent["volumeMounts"]}
     assert {m["mountPath"]: m for m in checker["volumeMounts"]} == expected
     assert checker["command"] == ["gpushare-agent", "check"]
     volumes, deployed_volumes = by_name(spec["volumes"]), by_name(pod_spec()["volumes"])
@@ -237,7 +235,7 @@ def test_a_sample_is_a_pod_that_fits_the_default_simulated_node(path: Path) -> N
     blocks_per_gpu = settings.simulated.card_memory_mib[0] // settings.resources.memory_block_mib
     for pod in documents(f"samples/{path.name}"):
         assert pod["kind"] == "Pod"
-        assert "runtimeClassName" not in pod["spec"], "it would add a libcuda without limits to the container"
+        assert "runtimeClassName" not in pod["spec"], "a node without GPUs has no such class"
         for container in pod["spec"]["containers"]:
             limits = container["resources"]["limits"]
             cores = limits[VCORE_RESOURCE]

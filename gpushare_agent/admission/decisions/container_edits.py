@@ -23,9 +23,7 @@ from gpushare_agent.model.names import (
     ENV_GPUSHARE_GPU,
     ENV_GPUSHARE_INDEX,
     ENV_GPUSHARE_POD,
-    ENV_LIBRARY_PATH,
     ISOLATION_ANNOTATION,
-    LIBRARY_DIRECTORY,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
@@ -40,7 +38,7 @@ class EditPolicy:
 
     names: ResourceNames
     config: IsolationConfig
-    isolation: IsolationName = IsolationName.VCUDA
+    isolation: IsolationName
     allowed: tuple[IsolationName, ...] = ()
     strategies: tuple[DeviceListStrategy, ...] = (DeviceListStrategy.ENVVAR, DeviceListStrategy.DEVICE_NODES)
     devices: NodeDevices = field(default_factory=NodeDevices)
@@ -141,13 +139,9 @@ def _gpushare(pod: Pod, container: ContainerSpec, gpu: Gpu, names: ResourceNames
 
 
 def _base(container: ContainerSpec, gpus: Sequence[Gpu], names: ResourceNames) -> ContainerEdits:
-    """gpu-manager's annotations, which its tools read, and the search path of the driver's libraries."""
-    libraries = [f"{LIBRARY_DIRECTORY}/lib64"]
-    if container.env.get("compat32", "").lower() == "true":
-        libraries.append(f"{LIBRARY_DIRECTORY}/lib")
+    """gpu-manager's annotations, which its tools read."""
     blocks = names.wanted(container, ResourceKind.VMEMORY)
     return ContainerEdits(
-        env=((ENV_LIBRARY_PATH, ":".join(libraries)),),
         annotations=(
             (names.vcore, str(names.wanted(container, ResourceKind.VCORE))),
             (names.vmemory, str(blocks * names.memory_block_mib * MIB)),

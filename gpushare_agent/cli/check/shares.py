@@ -7,23 +7,31 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from pathlib import Path
 
 from gpushare_agent.agent.gpu_side import open_driver
-from gpushare_agent.agent.values import cdi_specs, mps_control, resource_names
+from gpushare_agent.agent.values import cdi_specs, hami_core_config, mps_control, resource_names
 from gpushare_agent.cli.check.finding import Finding, error, ok, warning
 from gpushare_agent.cli.check.local import read_inventory
 from gpushare_agent.isolation.decisions.device_lists import strategy_warnings
-from gpushare_agent.isolation.decisions.hami_core import LIBRARY_PATH
+from gpushare_agent.isolation.decisions.hami_core import LIBRARY_PATH, lifts_cores
 from gpushare_agent.isolation.decisions.kept import NotKept, kept
 from gpushare_agent.isolation.driver_limits import limits
+from gpushare_agent.isolation.driver_volume.elf import read_interface
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.kubelet.device_table import check_size, check_unit_size
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
+from gpushare_agent.model.names import ENV_HAMI_CORE_CACHE
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.kernel_module import read_kernel_module
 from gpushare_agent.settings.settings import Settings
+
+_HOOK = "dlsym"
+"""HAMi-core's own takes the driver's functions over; it reads the variable too."""
+_USUAL_GLIBC = (2, 28)
+"""Of the oldest images that NVIDIA publishes CUDA 12 and 13 for (ubi8)."""
 
 
 async def check_mps(settings: Settings) -> list[Finding]:
@@ -49,7 +57,22 @@ async def check_hami_core(settings: Settings) -> list[Finding]:
     except AgentError as failure:
         cure = "docs/isolation.md lists what isolation hami-core needs on the node; without it every share of it is refused"
         return [error("hami-core", str(failure), cure)]
-    return [ok("hami-core", f"{hami.library} is a library for this machine, {hami.directory} can be written")]
+    text = f"{hami.library} is a library for this machine, {hami.directory} can be written"
+    return [ok("hami-core", text), await asyncio.to_thread(_library_finding, hami.library)]
+
+
+def _library_finding(library: Path) -> Finding:
+    """Whether it is HAMi-core's, and in which images it loads."""
+    build = "build it with native/build_hami_core.py, as the Containerfile does"
+    try:
+        found = read_interface(library)
+    except AgentError as failure:
+        return warning("hami-core", str(failure), build)
+    if _HOOK not in found.defined or ENV_HAMI_CORE_CACHE.encode() not in library.read_bytes():
+        return error("hami-core", f"{library} is not HAMi-core's: it would limit nobody", build)
+    needed = ".".join(map(str, found.glibc)) or "of any version"
+    text = f"it loads in images with glibc {needed} or newer; in others programs print a line and run without limits"
+    return warning("hami-core", text, build) if found.glibc > _USUAL_GLIBC else ok("hami-core", text)
 
 
 async def check_kept(settings: Settings) -> list[Finding]:
@@ -57,7 +80,8 @@ async def check_kept(settings: Settings) -> list[Finding]:
     module = read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None
     findings = []
     for name in sorted(settings.isolations_in_use):
-        found = kept(name, is_whole=False, module=module)
+        has_core_limit = not lifts_cores(None, hami_core_config(settings))
+        found = kept(name, is_whole=False, module=module, has_core_limit=has_core_limit)
         detail = f"{name}: {found.text}"
         if NotKept.OPEN_MODULES in found.not_kept:
             cure = "update the driver to 570 or later, or install its proprietary kernel module; isolation mps does without"

@@ -17,7 +17,7 @@ from typing import Any
 
 from gpushare_agent.model.cdi import SpecFile
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import ENV_VISIBLE_DEVICES, LIBRARY_DIRECTORY, GpuUuid
+from gpushare_agent.model.names import ENV_LIBRARY_PATH, ENV_VISIBLE_DEVICES, LIBRARY_DIRECTORY, GpuUuid
 
 SPEC_CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
 """All that CUDA and graphics may want. Those that the host lacks are left out: a runtime would not start the container."""
@@ -90,6 +90,7 @@ def build_spec(gpus: Sequence[Gpu], kind: str, nodes: SpecNodes) -> dict[str, An
     if nodes.has_gpu_nodes and nodes.control:
         common["deviceNodes"] = [{"path": path} for path in nodes.control]
     if nodes.driver_directory is not None:
+        common["env"].append(f"{ENV_LIBRARY_PATH}={LIBRARY_DIRECTORY}/lib64")
         common["mounts"] = [
             {
                 "hostPath": str(nodes.driver_directory),

@@ -6,8 +6,13 @@ Whole GPUs get neither library nor limits. The files on the host are made by iso
 | variable | meaning to the library |
 |---|---|
 | `CUDA_DEVICE_MEMORY_LIMIT_<i>` | `<MiB>m` for the i-th GPU that the container sees; 0 or no number: no limit |
-| `CUDA_DEVICE_SM_LIMIT` | percent of every GPU; 0, 100 and more, or no number: no limit |
+| `CUDA_DEVICE_SM_LIMIT` | percent of every GPU; 0, 100 and more, or no number: no limit. With `_<i>`: of one GPU, and wins |
 | `CUDA_DEVICE_MEMORY_SHARED_CACHE` | the file that its processes share their usage in; without it they end |
+| `GPU_CORE_UTILIZATION_POLICY` | `disable`: cores are not limited; `force`: they are, whatever the cache file says |
+| `LIBCUDA_LOG_LEVEL` | 1: errors alone. The library's own default, 2, prints some lines to standard error of every process |
+
+The kubelet appends the variables of the pod's spec to the agent's, so of one name the spec's counts
+(`GenerateRunContainerOptions` in pkg/kubelet/kubelet_pods.go). A spec that sets one that lifts a limit is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +26,16 @@ from gpushare_agent.model.allocations import Allocation, ContainerEdits, Contain
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import IsolationName
-from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
+from gpushare_agent.model.names import (
+    CORES_PER_GPU,
+    ENV_HAMI_CORE_CACHE,
+    ENV_HAMI_CORE_CORES,
+    ENV_HAMI_CORE_DISABLE,
+    ENV_HAMI_CORE_MEMORY,
+    ENV_HAMI_CORE_POLICY,
+    GpuUuid,
+)
+from gpushare_agent.model.pods import ContainerSpec
 from gpushare_agent.model.resources import ResourceNames
 
 LIBRARY_PATH = "/usr/local/vgpu/libvgpu.so"
@@ -30,31 +44,39 @@ PRELOAD_PATH = "/etc/ld.so.preload"
 CACHE_DIRECTORY = "/usr/local/vgpu/cache"
 """In the container: the directory of the file that its processes share."""
 
-ENV_MEMORY_PREFIX = "CUDA_DEVICE_MEMORY_LIMIT_"
-ENV_CORES = "CUDA_DEVICE_SM_LIMIT"
-ENV_CACHE = "CUDA_DEVICE_MEMORY_SHARED_CACHE"
+ENV_LOG_LEVEL = "LIBCUDA_LOG_LEVEL"
+_DISABLED = "disable"
+_TRUE = ("1", "t", "T", "TRUE", "true", "True")
+"""What HAMi's device plugin takes for true (Go's ParseBool)."""
 
 
 def edit_hami_core(request: IsolationRequest) -> ContainerEdits | Refused:
     """Environment and mounts from the container's own share; refused where a limit would be 0, which the library takes for
-    no limit."""
+    no limit, or the pod's spec would lift it."""
     if request.is_whole:
         return ContainerEdits()
     config = request.config.hami_core
     if config is None:
         raise AssertionError("isolation hami-core is in use without its settings")
+    if opts_out(request.container, config):
+        return ContainerEdits()
     limits = [_memory_limit_mib(request.memory_mib, gpu, config) for gpu in request.gpus]
     if not limits or min(limits) < 1 or request.cores < 1:
         return _unlimited(request)
+    if (refused := _overridden(request.container, len(limits), config)) is not None:
+        return refused
     cache = f"{CACHE_DIRECTORY}/{request.container.name}.cache"
+    policy = () if config.core_policy == "default" else ((ENV_HAMI_CORE_POLICY, config.core_policy),)
     return ContainerEdits(
         env=(
-            *((f"{ENV_MEMORY_PREFIX}{ordinal}", f"{mib}m") for ordinal, mib in enumerate(limits)),
-            (ENV_CACHE, cache),
-            (ENV_CORES, str(_percent(request.cores, request.core_limit, config))),
+            *((f"{ENV_HAMI_CORE_MEMORY}_{ordinal}", f"{mib}m") for ordinal, mib in enumerate(limits)),
+            (ENV_HAMI_CORE_CACHE, cache),
+            (ENV_HAMI_CORE_CORES, str(_percent(request.cores, request.core_limit, config))),
+            (ENV_LOG_LEVEL, "1"),
+            *policy,
         ),
         mounts=(
-            ContainerMount(host_path=str(config.library), container_path=LIBRARY_PATH),
+            ContainerMount(host_path=str(config.directory / "libvgpu.so"), container_path=LIBRARY_PATH),
             ContainerMount(host_path=str(config.directory / "ld.so.preload"), container_path=PRELOAD_PATH),
             # The file and not its directory: in a directory the tenant could make trees that the agent, which has no
             # capability, may not remove.
@@ -62,6 +84,34 @@ def edit_hami_core(request: IsolationRequest) -> ContainerEdits | Refused:
                 host_path=str(_cache_file(request, config.directory)), container_path=cache, read_only=False
             ),
         ),
+    )
+
+
+def opts_out(container: ContainerSpec, config: HamiCoreConfig) -> bool:
+    """The container goes without the library and its limits, where the node lets it: HAMi's variable in the spec."""
+    return config.is_opt_out_allowed and container.env.get(ENV_HAMI_CORE_DISABLE, "") in _TRUE
+
+
+def lifts_cores(container: ContainerSpec | None, config: HamiCoreConfig) -> bool:
+    """Compute is not limited: for all of the node, or for a container that says so where it may. None: any container."""
+    asks = container is not None and container.env.get(ENV_HAMI_CORE_POLICY, "").lower() == _DISABLED
+    return config.core_policy == _DISABLED or (asks and config.is_opt_out_allowed)
+
+
+def _overridden(container: ContainerSpec, gpus: int, config: HamiCoreConfig) -> Refused | None:
+    """Refuses a spec whose own variable would win over one that limits."""
+    limits = [ENV_HAMI_CORE_CACHE, ENV_HAMI_CORE_CORES]
+    limits += [f"{name}_{gpu}" for name in (ENV_HAMI_CORE_MEMORY, ENV_HAMI_CORE_CORES) for gpu in range(gpus)]
+    found = [name for name in limits if name in container.env]
+    if container.env.get(ENV_HAMI_CORE_POLICY, "").lower() == _DISABLED and not lifts_cores(container, config):
+        found.append(f"{ENV_HAMI_CORE_POLICY}={_DISABLED}")
+    if not found:
+        return None
+    return Refused(
+        reason=RefusalReason.INVALID_REQUEST,
+        detail=f"container {container.name} sets {', '.join(sorted(found))} in its spec, which would win over the limit of"
+        f" its share under isolation {IsolationName.HAMI_CORE}. Nothing was allocated. Remove the variable: the agent sets"
+        " what the library reads.",
     )
 
 

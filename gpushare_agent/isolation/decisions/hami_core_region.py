@@ -133,6 +133,11 @@ def core_limit_edit(ordinal: int, percent: int) -> tuple[int, bytes]:
     return _edit(CORE_LIMITS_OFFSET, ordinal, percent)
 
 
+def free_lock_edit(*, is_postinit: bool) -> tuple[int, bytes]:
+    """Where and what to write into a semaphore that nobody holds: the value alone, for the count of waiters is theirs."""
+    return POSTINIT_LOCK_OFFSET if is_postinit else LOCK_OFFSET, _COUNT.pack(1)
+
+
 def _edit(array: int, ordinal: int, value: int) -> tuple[int, bytes]:
     if not (0 <= ordinal < MAX_GPUS and value >= 1):
         raise AssertionError(f"no limit: {value} for GPU {ordinal}")

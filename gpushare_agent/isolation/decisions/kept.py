@@ -7,7 +7,7 @@ boundary under any isolation but the driver's: `BYPASS` says so where the progra
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from gpushare_agent.model.gpus import KernelModule
@@ -113,19 +113,31 @@ _SHARES: Mapping[IsolationName, Kept] = {
 _OF_MEMORY = frozenset(
     {NotKept.ARRAYS, NotKept.ASYNC_ALLOCATIONS, NotKept.MANAGED_MEMORY, NotKept.POOLS, NotKept.VIRTUAL_MEMORY}
 )
-"""The other terms are of compute, or of both."""
+_OF_COMPUTE = frozenset({NotKept.COOPERATIVE_LAUNCHES, NotKept.EXTENDED_LAUNCHES, NotKept.GRAPHS, NotKept.OPEN_MODULES})
+"""The other terms are of both."""
 
 
 def kept(
-    isolation: IsolationName, *, is_whole: bool, module: KernelModule | None, has_driver_limit: bool = True
+    isolation: IsolationName,
+    *,
+    is_whole: bool,
+    module: KernelModule | None,
+    has_driver_limit: bool = True,
+    has_library: bool = True,
+    has_core_limit: bool = True,
 ) -> Kept:
     """Of a container under this isolation. `module` is None where the node has no NVIDIA driver, or it is not known;
-    `has_driver_limit` is False where the container was found to run without the driver's limit."""
+    `has_driver_limit` is False where the container was found to run without the driver's limit; `has_library` and
+    `has_core_limit` where HAMi-core, or its limit of compute, was left out by the node or the pod."""
     if is_whole:
         return Kept(memory_by=Keeper.WHOLE_GPU, compute_by=Keeper.WHOLE_GPU)
     has_driver_limit = has_driver_limit and IsolationName.DRIVER in isolation.parts
     others = [_SHARES[part] for part in isolation.parts if part is not IsolationName.DRIVER]
     found = others[0] if others else Kept(memory_by=Keeper.NOBODY, compute_by=Keeper.NOBODY)
+    if found.compute_by is Keeper.HAMI_CORE and not has_library:
+        found = _SHARES[IsolationName.NONE]
+    elif found.compute_by is Keeper.HAMI_CORE and not has_core_limit:
+        found = replace(found, compute_by=Keeper.NOBODY, not_kept=tuple(sorted(set(found.not_kept) - _OF_COMPUTE)))
     if has_driver_limit:
         limit = _SHARES[IsolationName.DRIVER]
         # HAMi-core keeps managed memory (measured), the one kind that the driver does not count.

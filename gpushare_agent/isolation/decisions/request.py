@@ -10,7 +10,7 @@ from pathlib import Path
 from gpushare_agent.model.allocations import ContainerEdits, merged
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.isolation import CorePolicy, IsolationName
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerSpec
 
@@ -26,12 +26,14 @@ class MpsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HamiCoreConfig:
-    """The library and the agent's own directory on the host; factors by which a share is multiplied."""
+    """The directory on the host; factors by which a share is multiplied; whether cores are limited (`disable`: no); and
+    whether a pod's spec may lift limits."""
 
-    library: Path
     directory: Path
     memory_scaling: float = 1.0
     core_scaling: float = 1.0
+    core_policy: CorePolicy = "default"
+    is_opt_out_allowed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,13 @@ from gpushare_agent.isolation.decisions.request import Follows, Isolation, Isola
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerMount
 from gpushare_agent.model.gpus import Gpu, KernelModule
 from gpushare_agent.model.isolation import IsolationName
-from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, CORES_PER_GPU, LIBRARY_DIRECTORY, GpuUuid
+from gpushare_agent.model.names import (
+    CORE_LIMIT_ANNOTATION,
+    CORES_PER_GPU,
+    ENV_LIBRARY_PATH,
+    LIBRARY_DIRECTORY,
+    GpuUuid,
+)
 from gpushare_agent.model.resources import ResourceNames
 
 VDEVICE_DIRECTORY = "/etc/vcuda"
@@ -25,14 +31,19 @@ _DRIVER = re.compile(r"(\d{1,6})\.(\d{1,6})")
 
 
 def edit_vcuda(request: IsolationRequest) -> ContainerEdits:
-    """The container's own vDevice directory, and the driver directory where one is configured."""
+    """The container's own vDevice directory; the driver directory, where one is configured, and the search path to it: by it
+    the control library is found before a libcuda of the image or of NVIDIA's runtime."""
     own = request.config.virtual_manager / request.pod_uid / request.container.name
-    mounts = [ContainerMount(host_path=str(own), container_path=VDEVICE_DIRECTORY)]
+    vdevice = ContainerMount(host_path=str(own), container_path=VDEVICE_DIRECTORY)
     driver = request.config.whole_driver if request.is_whole else request.config.shared_driver
-    if driver is not None:
-        # The link to the version in force, not its target: the kubelet keeps this answer for restarts.
-        mounts.append(ContainerMount(host_path=str(driver), container_path=LIBRARY_DIRECTORY))
-    return ContainerEdits(mounts=tuple(mounts))
+    if driver is None:
+        return ContainerEdits(mounts=(vdevice,))
+    libraries = [f"{LIBRARY_DIRECTORY}/lib64"]
+    if request.container.env.get("compat32", "").lower() == "true":
+        libraries.append(f"{LIBRARY_DIRECTORY}/lib")
+    # The link to the version in force, not its target: the kubelet keeps this answer for restarts.
+    mount = ContainerMount(host_path=str(driver), container_path=LIBRARY_DIRECTORY)
+    return ContainerEdits(env=((ENV_LIBRARY_PATH, ":".join(libraries)),), mounts=(vdevice, mount))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,8 @@ from elftools.common.exceptions import ELFError
 from elftools.construct import ConstructError
 from elftools.elf.dynamic import DynamicSegment
 from elftools.elf.elffile import ELFFile
+from elftools.elf.gnuversions import GNUVerNeedSection
+from elftools.elf.sections import SymbolTableSection
 from elftools.elf.segments import InterpSegment
 
 from gpushare_agent.isolation.decisions.driver_volume_values import ElfClass
@@ -95,6 +97,43 @@ def _read_elf(file: IO[bytes]) -> ElfFile:
     return ElfFile(
         elf_class=cast("ElfClass", elf_class), machine=str(machine), soname=soname, interpreter=interpreter[:255]
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interface:
+    """`glibc` is the highest version that the file needs of the C library, such as (2, 17), empty where it names none;
+    `defined` are the names of its dynamic symbols that others can use."""
+
+    glibc: tuple[int, ...]
+    defined: frozenset[str]
+
+
+def read_interface(path: Path) -> Interface:
+    """What a shared object needs and gives, from its sections .gnu.version_r and .dynsym. Raises as `read_elf` does."""
+    try:
+        with path.open("rb") as file:
+            return _read_interface(ELFFile(file))
+    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        raise NotFound(f"{path} cannot be read: {error.strerror}") from error
+    except _DAMAGED as error:
+        raise Corrupt(f"{path} is no shared object that can be read: {error}") from error
+
+
+def _read_interface(elf: ELFFile) -> Interface:
+    needs, symbols = elf.get_section_by_name(".gnu.version_r"), elf.get_section_by_name(".dynsym")
+    names = (
+        [str(version.name) for _, versions in needs.iter_versions() for version in versions]
+        if isinstance(needs, GNUVerNeedSection)
+        else []
+    )
+    numbers = [name.removeprefix("GLIBC_").split(".") for name in names if name.startswith("GLIBC_")]
+    glibc = max((tuple(map(int, parts)) for parts in numbers if all(part.isdecimal() for part in parts)), default=())
+    defined = (
+        frozenset(symbol.name for symbol in symbols.iter_symbols() if symbol["st_shndx"] != "SHN_UNDEF")
+        if isinstance(symbols, SymbolTableSection)
+        else frozenset()
+    )
+    return Interface(glibc=glibc, defined=defined)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

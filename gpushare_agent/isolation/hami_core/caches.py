@@ -4,7 +4,7 @@ For isolations whose preparation is PRIVATE_CACHE. Every share of the node gets 
 annotation may have changed since Allocate answered the mounts, and the runtime makes a missing mount source an empty
 directory. Level-triggered: each cycle compares the directories with the pods. File access is in a thread, bounded.
 
-State owned: whether the directory was made, and the failure that was logged last.
+State owned: which library was installed last, and the failure that was logged last.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NoReturn, Protocol, TypeVar
 
 import structlog
 
-from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
+from gpushare_agent.isolation.hami_core.files import HamiCoreFiles, LibraryStamp
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -55,14 +55,18 @@ class PrivateCaches:
         self._cleanup_period_s = cleanup_period_s
         self._thread = DaemonThread("private-caches", advice="Check the disk of the setting hami_core.directory.")
         self._failure = ReportOnce()
-        self._is_installed = False
+        self._installed: LibraryStamp | None = None
 
     async def check(self) -> None:
-        """The library is there for this machine, and the directory too, made once. Raises AgentError with the cure."""
-        await self._in_thread(self._files.check_library, "reading HAMi-core's library")
-        if not self._is_installed:
-            await self._in_thread(self._files.install, "making the directory of private caches")
-            self._is_installed = True
+        """The library is there for this machine, and in its place for containers, with what goes with it. A library that
+        was replaced is put there anew. Raises AgentError with the cure."""
+        stamp = await self._in_thread(self._files.check_library, "reading HAMi-core's library")
+        if stamp != self._installed:
+            await self._in_thread(self._files.install, "installing HAMi-core's library")
+            log.info(
+                "hami_core_library_installed", library=str(self._files.library), directory=str(self._files.directory)
+            )
+            self._installed = stamp
 
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         """Makes empty files for the shares among containers that are about to start; bounded."""

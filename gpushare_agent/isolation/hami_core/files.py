@@ -1,7 +1,12 @@
 """What isolation hami-core needs on the host: the library, the preload file, and one cache file per container.
 
+    <directory>/libvgpu.so                                     the library, copied from where the setting names it
     <directory>/ld.so.preload                                  the library's path in the container; mounted read-only
     <directory>/containers/<pod uid>/<container>/<container>.cache    mounted read-write, for that container alone
+
+Both are written whole under another name and renamed. A container's mount is of the file that had the name when it started:
+running containers keep their library until they end, the kernel keeps the file for them, and a container that starts again
+gets the present one, for the kubelet keeps the path.
 
 The tenant owns the cache file from the container's start on. The agent makes it anew before each start, for the library
 would count processes of an earlier instance, whose PIDs recur, as using the GPU. region.py reads and edits it.
@@ -43,44 +48,63 @@ from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, StartupEr
 from gpushare_agent.model.names import PodUid
 
 PRELOAD_NAME = "ld.so.preload"
+LIBRARY_NAME = "libvgpu.so"
+MAX_LIBRARY_BYTES = 64 * 1024 * 1024
+"""It has one MiB; with debugging information several."""
 CONTAINERS_NAME = "containers"
 CONTAINERS_MODE = 0o700
 CACHE_MODE = 0o666
 
+_CURE = (
+    "This image was built without HAMi-core: build it with its source (docs/isolation.md), mount a libvgpu.so at the path"
+    " that --hami-core.library names, or choose another isolation"
+)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
+LibraryStamp = tuple[int, int, int]
+"""Inode, size, and time of change in nanoseconds."""
+
+
 class HamiCoreFiles:
-    """The settings hami_core.library and hami_core.directory; `path_in_container` is what the preload file names."""
+    """`library` is where the library comes from, `directory` what containers get it from (the settings of these names);
+    `path_in_container` is what the preload file names."""
 
     def __init__(self, library: Path, directory: Path, path_in_container: str) -> None:
         self.library = library
         self.directory = directory
         self._preload = f"{path_in_container}\n".encode()
 
-    def check_library(self) -> None:
-        """Reads only. Raises StartupError where the file is no library, or one for another machine."""
-        remedy = (
-            "Put HAMi-core's libvgpu.so there (in the agent's pod: mount it under the same path), name it by"
-            " --hami-core.library, or choose another isolation"
-        )
+    def check_library(self) -> LibraryStamp:
+        """Reads only; tells one file from another that took its place. Raises StartupError where there is no library, one
+        for another machine, or a place that programs cannot load it from."""
         try:
-            self._require_library()
+            status = self._library_status()
             found, own = read_elf(self.library), read_elf(Path("/proc/self/exe"))
         except (NotFound, Corrupt, Unavailable) as e:
-            raise StartupError(f"isolation hami-core has no library: {e}. {remedy}") from e
+            raise StartupError(f"isolation hami-core has no library: {e}. {_CURE}") from e
         if (found.elf_class, found.machine) != (own.elf_class, own.machine):
             raise StartupError(
                 f"isolation hami-core: {self.library} is a {found.elf_class}-bit library for {found.machine}, and this"
-                f" node's programs are {own.elf_class}-bit for {own.machine}. {remedy}"
+                f" node's programs are {own.elf_class}-bit for {own.machine}. {_CURE}"
             )
+        place = next(path for path in (self.directory, *self.directory.parents) if path.exists())
+        if os.statvfs(place).f_flag & os.ST_NOEXEC:
+            raise StartupError(
+                f"isolation hami-core: {place} is on a file system mounted noexec, from which no program can load the"
+                " library. Mount it without noexec (its directory containers, which the tenants write, may have it), or set"
+                " hami_core.directory to another place"
+            )
+        return status.st_ino, status.st_size, status.st_mtime_ns
 
     def install(self) -> None:
-        """Makes the directory and the preload file. Raises StartupError."""
+        """Makes the directory, and library and preload file as they are now. Raises StartupError."""
         try:
-            with self._step("preparing", self.directory), self._open_containers(make=True):
-                pass
+            with self._step("preparing", self.directory):
+                content = self._library_content()
+                with self._open_containers(make=True, library=content):
+                    pass
         except AgentError as e:
             raise StartupError(f"isolation hami-core cannot keep its files: {e}") from e
 
@@ -90,18 +114,18 @@ class HamiCoreFiles:
         return self.directory / CONTAINERS_NAME / key.pod_uid / key.container / f"{key.container}.cache"
 
     def prepare(self, key: ContainerKey) -> None:
-        """An empty cache file in place of what an earlier instance left; preload file and library are checked.
+        """An empty cache file in place of what an earlier instance left; preload file and library are put back if need be.
 
         Raises:
             Rejected: a name that cannot be part of a path.
-            Unavailable: the file system refuses, or the library is missing: the runtime would make a directory
-                in its place.
+            Unavailable: the file system refuses, or the library is gone from both places: the runtime would make a
+                directory in its place.
         """
         path = self.cache_file(key)
         with self._step("making", path):
-            self._require_library()
+            library = None if self._is_installed() else self._library_content()
             with (
-                self._open_containers(make=True) as containers,
+                self._open_containers(make=True, library=library) as containers,
                 made_directory(containers, key.pod_uid) as pod,
                 made_directory(pod, key.container) as directory,
             ):
@@ -157,26 +181,48 @@ class HamiCoreFiles:
             return ()
 
     @contextmanager
-    def _open_containers(self, *, make: bool) -> Iterator[int]:
-        """The directory of all cache files; `make` creates it and the preload file beside it."""
+    def _open_containers(self, *, make: bool, library: bytes | None = None) -> Iterator[int]:
+        """The directory of all cache files; `make` creates it and the preload file beside it, and the library if given."""
         if make:
             self.directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
         with opened(self.directory, None, DIRECTORY & ~os.O_NOFOLLOW) as root:  # the operator's choice may be a link
             if make:
+                if library is not None:
+                    replace_file(root, LIBRARY_NAME, library, is_synced=True)
                 replace_file(root, PRELOAD_NAME, self._preload)
                 with made_directory(root, CONTAINERS_NAME, CONTAINERS_MODE):
                     pass
             with opened(CONTAINERS_NAME, root, DIRECTORY) as containers:
                 yield containers
 
-    def _require_library(self) -> None:
+    def _is_installed(self) -> bool:
+        try:
+            status = (self.directory / LIBRARY_NAME).lstat()
+        except FileNotFoundError:
+            return False
+        return stat.S_ISREG(status.st_mode) and status.st_size > 0
+
+    def _library_status(self) -> os.stat_result:
         """Raises Unavailable."""
         try:
-            mode = self.library.stat().st_mode
+            status = self.library.stat()
         except OSError as e:
             raise Unavailable(f"{self.library} cannot be used: {e.strerror or e}") from e
-        if not stat.S_ISREG(mode):
+        if not stat.S_ISREG(status.st_mode):
             raise Unavailable(f"{self.library} cannot be used: it is no regular file")
+        return status
+
+    def _library_content(self) -> bytes:
+        """Raises Unavailable."""
+        self._library_status()
+        try:
+            with self.library.open("rb") as file:
+                content = file.read(MAX_LIBRARY_BYTES + 1)
+        except OSError as e:
+            raise Unavailable(f"{self.library} cannot be used: {e.strerror or e}") from e
+        if not 0 < len(content) <= MAX_LIBRARY_BYTES:
+            raise Unavailable(f"{self.library} cannot be used: it has not between 1 and {MAX_LIBRARY_BYTES} bytes")
+        return content
 
     @contextmanager
     def _step(self, verb: str, path: Path) -> Iterator[None]:

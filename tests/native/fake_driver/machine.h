@@ -19,6 +19,7 @@
  *   devices                       minor numbers that this process sees, by commas; without it those of which /dev has a
  *                                 nvidia<minor>, and where there is none, all
  *   log             0             1: every call of the driver on standard error
+ *   dies_in                       the name of a call in which the process is killed, as the kernel's OOM killer may
  *
  * A process that dies leaves nothing: it holds a lock on one byte of the state file for its entry, which the kernel releases,
  * and who next looks at the entry clears it. This works between PID namespaces, and the kernel also translates the holder's PID
@@ -37,7 +38,7 @@ typedef enum { PIDS_HOST, PIDS_OPEN, PIDS_OPEN570 } pid_kind;
 typedef struct {
     unsigned gpus;
     uint64_t memory, context, kernel_ns, sample_ns;
-    char driver_version[TEXT], name[TEXT], uuid_prefix[TEXT], devices[TEXT];
+    char driver_version[TEXT], name[TEXT], uuid_prefix[TEXT], devices[TEXT], dies_in[TEXT];
     int cuda_version, logs;
     pid_kind pids;
 } machine_config;

@@ -1,0 +1,87 @@
+"""Which lock of HAMi-core's shared region nobody alive can hold. Pure.
+
+A process that is killed while it holds one leaves it taken, and the container's next processes wait in cuInit:
+
+| lock | is held for | by whom | a holder that died |
+|---|---|---|---|
+| slots | microseconds, to enter or leave the process slots | `owner_pid` | the library's next process frees it after 10 s, but not where the owner's number was not written yet or no longer |
+| postinit | seconds, the end of cuInit: a context is made to find the process's host PID | not written | each next process waits 330 s and then goes on without its host PID: its compute is not limited |
+
+The region is the tenant's: its PIDs are compared with the kernel's, and the worst that a false region brings is that two
+processes of its own container count each other's use as their own. Source: HAMi-core 8f3a89c, `lock_shrreg` and `lock_postinit` in
+src/multiprocess/multiprocess_memory_limit.c, `postInit` in src/libvgpu.c.
+"""  # noqa: E501 - a table
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from gpushare_agent.isolation.decisions.hami_core_region import RegionHead, RegionTail, Slot
+
+SLOTS_S = 10.0
+"""Without an owner the lock is taken for the time of two instructions."""
+CONFIRM_S = 1.0
+"""One more poll: whoever the first one missed has a slot and is in the cgroup by the second."""
+WAITING_S = 5.0
+"""The count of waiters is too high by those that were killed while they waited, so it is not believed at once."""
+POSTINIT_S = 30.0
+"""Longer than a context takes on a GPU whose driver was not loaded."""
+
+
+class LockName(StrEnum):
+    SLOTS = "slots"
+    POSTINIT = "postinit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A lock that was taken at each poll since `since`, seconds, while `sign` did not change: no process got on. `suspects`
+    are the PIDs, in the container, that were in cuInit at the first of these polls: the holder is among them. `in_init` are
+    those that are there now, `waiters` how many say that they wait for the lock."""
+
+    since: float
+    sign: Hashable = None
+    suspects: frozenset[int] = frozenset()
+    in_init: frozenset[int] = frozenset()
+    waiters: int = 0
+
+
+def held_locks(
+    head: RegionHead, tail: RegionTail, slots: Sequence[Slot], before: Mapping[LockName, Held], now: float
+) -> dict[LockName, Held]:
+    """The locks that are taken. `slots` were read after the others: a process has its slot before it takes the postinit
+    lock, and writes its host PID there before it gives the lock back."""
+    found: dict[LockName, Held] = {}
+    if head.lock.value == 0 and head.owner_pid == 0:
+        found[LockName.SLOTS] = Held(since=now)
+    if tail.postinit_lock.value == 0:
+        in_init = frozenset(slot.pid for slot in slots if not slot.host_pid)
+        found[LockName.POSTINIT] = Held(
+            since=now,
+            sign=frozenset((slot.pid, slot.host_pid) for slot in slots if slot.host_pid),
+            suspects=in_init,
+            in_init=in_init,
+            waiters=tail.postinit_lock.waiters,
+        )
+    return {name: _continued(held, before.get(name)) for name, held in found.items()}
+
+
+def _continued(held: Held, before: Held | None) -> Held:
+    if before is None or before.sign != held.sign:
+        return held
+    return replace(held, since=before.since, suspects=before.suspects)
+
+
+def is_left(name: LockName, held: Held, now: float, alive: Collection[int] | None) -> bool:
+    """Whether nobody holds it. `alive` are the PIDs, in any namespace, of the container's processes as the kernel has them;
+    None where they are not known."""
+    age = now - held.since
+    if name is LockName.SLOTS:
+        return age >= SLOTS_S
+    if alive is not None and held.suspects.isdisjoint(alive):
+        return age >= CONFIRM_S
+    if alive is not None and held.waiters >= len(held.in_init.intersection(alive)):
+        return age >= WAITING_S
+    return age >= POSTINIT_S
