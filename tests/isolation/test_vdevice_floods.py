@@ -12,6 +12,7 @@ from time import monotonic
 import pytest
 import structlog
 from grpclib import GRPCError
+from grpclib.exceptions import StreamTerminatedError
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 
@@ -37,6 +38,8 @@ pytestmark = pytest.mark.slow
 
 REGISTRATIONS = 10_000
 CONNECTIONS = 1_000
+FLOODS_CODES = {"OK", "CANCELLED", "DEADLINE_EXCEEDED"}
+"""Of what a flood asks: delayed to its share, a call may wait longer than its ten seconds."""
 GROWTH_MIB = 48
 """Far more than is seen, and far less than the floods would take where nothing bounds them."""
 
@@ -81,7 +84,7 @@ async def test_registrations_in_a_row_are_delayed_to_their_share_and_fill_no_log
                     task.cancel()
             handled, spent_s = len(node.outside.codes), monotonic() - started
     assert handled <= allowed_calls(spent_s) < REGISTRATIONS
-    assert set(node.outside.codes) <= {"OK", "CANCELLED"}
+    assert set(node.outside.codes) <= FLOODS_CODES
     assert Counter(entry["event"] for entry in logs if entry["pod_uid"] == POD) == {"vdevice_peer_unknown": 1}
     assert resident_mib() - before < GROWTH_MIB
 
@@ -107,7 +110,7 @@ async def test_10000_registrations_in_one_second_meet_the_default_bounds(short_d
         await node.wait_empty()
         codes = Counter(node.outside.codes)
         assert codes["OK"] <= allowed_calls(monotonic() - started)
-        assert set(codes) <= {"OK", "CANCELLED"}
+        assert set(codes) <= FLOODS_CODES
         await wait_served_again(node)
 
 
@@ -144,7 +147,7 @@ async def wait_served_again(node: Node) -> None:
     before = node.outside.codes.count("OK")
     async with asyncio.timeout(DEADLINE_S):
         while node.outside.codes.count("OK") == before:
-            with suppress(GRPCError):
+            with suppress(GRPCError, StreamTerminatedError):  # idle too long while it was delayed
                 await register(node.socket, name="cuda")
 
 
@@ -168,4 +171,4 @@ async def test_of_1000_connections_the_allowed_ones_stay_until_they_are_idle_too
         finally:
             for sock in opened:
                 sock.close()
-        await register(node.socket, name="cuda")
+        await wait_served_again(node)
