@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,9 +31,11 @@ from tests.native.build import (
     NATIVE,
     CannotBuildError,
     build_fake_driver,
+    build_gpu_client,
     build_program,
     build_vcuda,
     build_vgpu,
+    install_driver,
     proc_version,
 )
 from tests.native.fake_driver.host_view import HostView
@@ -42,8 +45,12 @@ DEADLINE_S = 120.0
 """For anything that a loaded machine may take long for; a program's own time comes on top."""
 GPU_MEMORY_MIB, CONTEXT_MIB = 24576, 300
 WAYS = ("link", "dlsym", "cuGetProcAddress", "cuGetProcAddress_v2")
-_MODULES = {"host": "proprietary", "open": "open", "open570": "open"}
-"""The kernel module of each PID behaviour of the fake driver."""
+_MODULES = {
+    "host": ("proprietary", "580.95.05"),
+    "open": ("open", "550.163.01"),
+    "open570": ("open", "580.95.05"),
+}
+"""The kernel module of each PID behaviour of the fake driver, and a version that behaves so."""
 _POLL_S = 0.05
 
 
@@ -74,22 +81,35 @@ class Built:
     programs: Path
     vgpu: Path | str
     vcuda: Path | str
+    gpu_client: Path | str
+
+    def why_not(self, isolation: str) -> str:
+        """Why this isolation cannot be had, empty where it can."""
+        parts = {"hami-core": [self.vgpu], "vcuda": [self.vcuda, self.gpu_client]}
+        needed = [library for part in isolation.split("+") for library in parts.get(part, [])]
+        return "; ".join(reason for reason in needed if isinstance(reason, str))
 
 
 def build_all(directory: Path) -> Built:
     """Raises CannotBuildError where there is no driver or no program: then nothing can be run."""
-    driver, programs = build_fake_driver(directory / "driver"), directory / "programs"
-    programs.mkdir()
-    source = NATIVE / "gpu_program.c"
-    build_program(programs / "gpu_program", source, ["-ldl"])
-    # Every symbol is a weak one, so the linker must not leave the library out.
-    build_program(programs / "gpu_program_linked", source, ["-DLINKED", f"-L{driver}", "-Wl,--no-as-needed", "-lcuda"])
-    return Built(
-        driver=driver,
-        programs=programs,
-        vgpu=_or_reason(build_vgpu, directory / "libvgpu.so"),
-        vcuda=_or_reason(build_vcuda, directory / "libcuda-control.so"),
-    )
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:  # each build is a compiler's process
+        libraries = {
+            name: threads.submit(_or_reason, build, directory / file)
+            for name, build, file in (
+                ("vgpu", build_vgpu, "libvgpu.so"),
+                ("vcuda", build_vcuda, "libcuda-control.so"),
+                ("gpu_client", build_gpu_client, "gpu-client"),
+            )
+        }
+        driver, programs = build_fake_driver(directory / "driver"), directory / "programs"
+        programs.mkdir()
+        source = NATIVE / "gpu_program.c"
+        build_program(programs / "gpu_program", source, ["-ldl"])
+        # Every symbol is a weak one, so the linker must not leave the library out.
+        build_program(
+            programs / "gpu_program_linked", source, ["-DLINKED", f"-L{driver}", "-Wl,--no-as-needed", "-lcuda"]
+        )
+        return Built(driver=driver, programs=programs, **{name: built.result() for name, built in libraries.items()})
 
 
 def _or_reason(build: Callable[[Path], Path], output: Path) -> Path | str:
@@ -206,11 +226,15 @@ class IsolationNode:
             "spec": {"containers": [main]},
         }
         self.ask("apply", pods=[manifest])
-        self.wait_until(lambda: self.pod(name)["phase"] == "Running", f"pod {name} running")
+        self.wait_until(lambda: self.pod(name)["phase"] != "Pending", f"pod {name} running")
+        pod = self.pod(name)
+        assert pod["phase"] == "Running", f"{pod['reason']}: {pod['message']}"
 
-    def delete(self, name: str) -> None:
-        self.ask("delete", names=[name], namespace="default")
-        self.wait_until(lambda: not [pod for pod in self.status()["pods"] if pod["name"] == name], f"pod {name} gone")
+    def delete_all(self) -> None:
+        """Every pod; returns when they are gone."""
+        if names := [pod["name"] for pod in self.status()["pods"]]:
+            self.ask("delete", names=names, namespace="default")
+        self.wait_until(lambda: not self.status()["pods"], "no pod left")
 
     def kill_agent(self) -> None:
         """SIGKILL; returns when another one serves."""
@@ -251,8 +275,19 @@ class IsolationNode:
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
-            assert time.monotonic() < deadline, f"after {DEADLINE_S:g} s: {what} did not come about"
+            assert time.monotonic() < deadline, (
+                f"after {DEADLINE_S:g} s: {what} did not come about; {self._state_of_things()}"
+            )
             time.sleep(_POLL_S)  # another process: it can only be asked again
+
+    def _state_of_things(self) -> str:
+        """For a failure: the pods' reasons, and the end of the agent's log."""
+        try:
+            pods = [(pod["name"], pod["phase"], pod["reason"], pod["message"]) for pod in self.status()["pods"]]
+        except (AssertionError, Unavailable) as error:
+            pods = [error]
+        log = self.state / "agent.log"
+        return f"pods: {pods}; the agent's log ends with {log.read_text()[-2000:] if log.exists() else 'nothing'}"
 
     def start(
         self,
@@ -278,7 +313,7 @@ class IsolationNode:
             **{"mounts": container["mounts"], "devices": container["devices"], "uid": uid, "env": dict(env or {})},
             **{"root": str(self.directory / "root"), "state": str(self.directory / "gpu")},
             **{"proc_driver": str(self.directory / "proc"), "programs": str(self.built.programs)},
-            "libraries": str(self.built.driver),
+            "libraries": str(self.directory / "driver"),
         }
         words = [sys.executable, str(NATIVE / "enter_container.py"), json.dumps(spec), *command]
         scratch = Path(tempfile.mkdtemp(dir=self.directory / "programs"))
@@ -309,17 +344,21 @@ def _environment(**more: str) -> dict[str, str]:
 
 @contextmanager
 def open_node(
-    built: Built, isolation: str, *flags: str, pids: str = "host", gpus: int = 2, **driver: object
+    built: Built, isolation: str, *flags: str, pids: str = "host", gpus: int = 2, **driver: Any
 ) -> Iterator[IsolationNode]:
-    """A node whose agent keeps shares by `isolation`; `pids` and `driver` are the fake driver's settings."""
+    """A node whose agent keeps shares by `isolation`; `pids` and `driver` are the fake driver's settings
+    (fake_driver/machine.h), the driver's version among them where it is not to be that of `pids`."""
     directory = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
     node = IsolationNode(built=built, directory=directory)
     try:
         directory.chmod(0o755)  # user 1000 gets at the mounts through it
         for name in ("gpu", "root", "programs", "proc/nvidia"):
             (directory / name).mkdir(parents=True)
-        (directory / "proc/nvidia/version").write_text(proc_version(_MODULES[pids]))
-        node.configure_driver(pids=pids, gpus=gpus, memory_mib=GPU_MEMORY_MIB, context_mib=CONTEXT_MIB, **driver)
+        module, version = _MODULES[pids]
+        settings = {"pids": pids, "gpus": gpus, "driver_version": version, "memory_mib": GPU_MEMORY_MIB, **driver}
+        (directory / "proc/nvidia/version").write_text(proc_version(module, settings["driver_version"]))
+        install_driver(built.driver, directory / "driver", settings["driver_version"])
+        node.configure_driver(**settings, context_mib=CONTEXT_MIB)
         (directory / "gpu").chmod(0o777)
         view = HostView(directory / "gpu")
         try:
@@ -347,9 +386,19 @@ def _sandbox(node: IsolationNode, isolation: str, flags: Sequence[str]) -> Itera
         f"--isolation={isolation}",
     ]
     arguments += _settings_of(node, isolation)
-    env = _environment(LD_LIBRARY_PATH=str(node.built.driver), FAKE_GPU_STATE=str(directory / "gpu" / "state"))
+    env = _environment(LD_LIBRARY_PATH=str(directory / "driver"), FAKE_GPU_STATE=str(directory / "gpu" / "state"))
+    env["FAKE_GPU_DEVICES"] = "all"  # whatever GPUs this machine has; in the containers those that have a node
+    # The agent reads what the kernel module writes into /proc: in a mount namespace of the node that is the fake one's.
+    in_namespace = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        'mount --bind "$0" /proc/driver && exec "$@"',
+        str(directory / "proc"),
+    ]
     with (directory / "sandbox.log").open("wb") as log:
-        process = subprocess.Popen([*_SANDBOX, *arguments, *flags], stdout=log, stderr=log, env=env)
+        process = subprocess.Popen([*in_namespace, *_SANDBOX, *arguments, *flags], stdout=log, stderr=log, env=env)
     try:
         node.wait_until(
             lambda: process.poll() is not None or ((node.state / "control.sock").exists() and node.is_ready()),
@@ -383,10 +432,10 @@ def _settings_of(node: IsolationNode, isolation: str) -> list[str]:
 
 def _fill_driver_volume(node: IsolationNode, config: Path) -> None:
     """With the agent's own command, from a host whose only driver is the fake one."""
-    assert isinstance(node.built.vcuda, Path), node.built.vcuda
     host = node.directory / "host"
     (host / "etc").mkdir(parents=True)
-    shutil.copytree(node.built.driver, host / "usr/lib64", symlinks=True)
+    (host / "usr").mkdir()
+    shutil.copytree(node.directory / "driver", host / "usr/lib64", symlinks=True)
     (host / "etc/ld.so.conf").write_text("/usr/lib64\n")
     subprocess.run(["ldconfig", "-r", str(host)], check=True, env={"PATH": "/usr/sbin:/sbin"})
     components = {"binaries": [], "libraries": ["libcuda.so", "libnvidia-ml.so"]}
@@ -397,8 +446,6 @@ def _fill_driver_volume(node: IsolationNode, config: Path) -> None:
     config.write_text(json.dumps({"volume": volumes}))
     words = [sys.executable, "-P", "-m", "gpushare_agent", "driver-volume", f"--volume-config={config}"]
     words += [f"--driver-volume.root={host}", f"--driver-volume.control-library={node.built.vcuda}"]
-    client = node.directory / "gpu-client"
-    subprocess.run(["cc", "-O2", "-static", "-D_GNU_SOURCE", "-o", client, ROOT / "native/gpu-client.c"], check=True)
-    words += [f"--driver-volume.gpu-client={client}"]
+    words += [f"--driver-volume.gpu-client={node.built.gpu_client}"]
     done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=DEADLINE_S, env=_environment())
-    assert done.returncode == 0, f"driver-volume: {done.stderr}"
+    assert done.returncode == 0, f"driver-volume: {done.stdout}{done.stderr}"

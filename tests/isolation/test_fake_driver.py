@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.native.build import DRIVER_VERSION, CannotBuildError, build_fake_driver
+from tests.native.build import CannotBuildError, build_fake_driver
 from tests.native.fake_driver.host_view import HostView
 from tests.support_nvml import running_probe
 
@@ -39,6 +39,7 @@ class Probe:
 
     def __init__(self, driver: Path, state: Path, *prefix: str, **settings: object) -> None:
         env = {key: value for key, value in os.environ.items() if not key.startswith(("FAKE_GPU_", "CUDA_"))}
+        settings = {"devices": "all"} | settings  # whatever GPUs this machine has
         env |= {f"FAKE_GPU_{key.upper()}": str(value) for key, value in settings.items()}
         env |= {"LD_LIBRARY_PATH": str(driver), "FAKE_GPU_STATE": str(state)}
         self.process = subprocess.Popen(
@@ -169,9 +170,10 @@ async def test_the_agent_s_driver_reads_its_gpus(driver: Path, state: Path, monk
     """The real nvidia-ml-py finds what the agent needs of a GPU, and its processes' use."""
     monkeypatch.setenv("FAKE_GPU_STATE", str(state))
     monkeypatch.setenv("FAKE_GPU_GPUS", "2")
+    monkeypatch.setenv("FAKE_GPU_DEVICES", "all")
     async with running_probe(driver, "") as probe:
         inventory = await probe.read()
-        assert inventory["driver_version"] == DRIVER_VERSION and not inventory["unreadable"]
+        assert inventory["driver_version"] == "580.95.05" and not inventory["unreadable"]
         assert [(gpu["minor"], gpu["memory_mib"], gpu["unhealthy_reason"]) for gpu in inventory["gpus"]] == [
             (0, 24576, ""),
             (1, 24576, ""),

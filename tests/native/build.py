@@ -5,6 +5,7 @@
 | fake driver | tests/native/fake_driver, NVIDIA's headers | cc |
 | HAMi-core | $HAMI_CORE_SOURCE | zig, with native/build_hami_core.py as in the image |
 | vcuda-control | $VCUDA_SOURCE | cc |
+| gpu-client | native/gpu-client.c | cc |
 
 A source is a directory, a tar archive, or a git URL with `#` and a revision; by default the archive in the folder
 shared/third-party beside the checkout, where there is one. The headers cuda.h and nvml.h are those of NVIDIA's
@@ -25,11 +26,18 @@ from pathlib import Path
 from native.build_hami_core import CannotBuildError, build_hami_core, opened_source, run
 from tests.native.fake_driver.generate import generate
 
-__all__ = ["CannotBuildError", "build_fake_driver", "build_program", "build_vcuda", "build_vgpu", "cuda_include"]
+__all__ = [
+    "CannotBuildError",
+    "build_fake_driver",
+    "build_gpu_client",
+    "build_program",
+    "build_vcuda",
+    "build_vgpu",
+    "cuda_include",
+]
 
 NATIVE = Path(__file__).parent
 FAKE_DRIVER = NATIVE / "fake_driver"
-DRIVER_VERSION = "580.95.05"
 
 _ARCHIVES = NATIVE.parents[2] / "shared" / "third-party"
 _SOURCES = {"HAMI_CORE_SOURCE": "HAMi-core-*.tar.*", "VCUDA_SOURCE": "vcuda-controller-*.tar.*"}
@@ -73,7 +81,7 @@ def _compiler() -> str:
 
 
 def build_fake_driver(directory: Path) -> Path:
-    """libcuda and libnvidia-ml in `directory`, named and linked as a driver's package does; returns the directory.
+    """libcuda.so.1 and libnvidia-ml.so.1 in `directory`, which is returned.
 
     With a source of an isolation library at hand, the functions that it looks for are known too. Raises
     CannotBuildError.
@@ -89,12 +97,12 @@ def build_fake_driver(directory: Path) -> Path:
         flags = [*_WARNINGS, "-O1", "-g", "-shared", "-fPIC", "-pthread", f"-I{include}", f"-I{FAKE_DRIVER}"]
         # A program that links to both libraries must not mix their functions; and a stub's type is not its function's.
         flags += [f"-Wl,--version-script={FAKE_DRIVER / 'exports.map'}", "-Wno-builtin-declaration-mismatch"]
-        library = directory / f"{stem}.so.{DRIVER_VERSION}"
+        library = directory / f"{stem}.so"
         run([compiler, *flags, f"-Wl,-soname,{stem}.so.1", "-o", str(library), *files])
         rest.unlink()
-        for link, target in ((f"{stem}.so.1", library.name), (f"{stem}.so", f"{stem}.so.1")):
-            (directory / link).unlink(missing_ok=True)
-            (directory / link).symlink_to(target)
+        link = directory / f"{stem}.so.1"
+        link.unlink(missing_ok=True)
+        link.symlink_to(library.name)
     return directory
 
 
@@ -114,6 +122,14 @@ def build_vgpu(output: Path) -> Path:
     if importlib.util.find_spec("ziglang") is None:
         raise CannotBuildError("no zig: install the wheel ziglang")
     build_hami_core(source, include=[cuda_include()], output=output, target=f"{os.uname().machine}-linux-gnu.2.17")
+    return output
+
+
+def build_gpu_client(output: Path) -> Path:
+    """The static program that vcuda-control runs to register. The image's is zig's with musl, which takes 28 s of processor
+    time to compile; the machine's own C library does for this machine. Raises CannotBuildError."""
+    flags = ["-static", "-O2", "-std=c11", "-D_GNU_SOURCE", *_WARNINGS]
+    run([_compiler(), *flags, "-o", str(output), str(NATIVE.parents[1] / "native/gpu-client.c")])
     return output
 
 
@@ -163,7 +179,18 @@ def build_program(output: Path, source: Path, flags: Sequence[str] = ()) -> Path
     return output
 
 
-def proc_version(kernel_module: str, version: str = DRIVER_VERSION) -> str:
+def install_driver(built: Path, directory: Path, version: str) -> Path:
+    """The fake driver's libraries as a package of driver `version` names and links them; returns the directory."""
+    directory.mkdir(parents=True)
+    for stem in ("libcuda", "libnvidia-ml"):
+        name = f"{stem}.so.{version}"
+        shutil.copyfile(built / f"{stem}.so", directory / name)
+        for link, target in ((f"{stem}.so.1", name), (f"{stem}.so", f"{stem}.so.1")):
+            (directory / link).symlink_to(target)
+    return directory
+
+
+def proc_version(kernel_module: str, version: str) -> str:
     """/proc/driver/nvidia/version as the kernel module `proprietary` or `open` writes it."""
     name = {"proprietary": "UNIX x86_64 Kernel Module  ", "open": "UNIX Open Kernel Module for x86_64  "}[kernel_module]
     return f"NVRM version: NVIDIA {name}{version}  Tue Sep 23 10:11:16 UTC 2025\nGCC version:  gcc version 12.2.0\n"

@@ -145,7 +145,8 @@ static int take(const char *kind, CUdeviceptr *pointer, size_t bytes)
     CUmemAllocationProp on_gpu = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
                                   .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}};
     CUDA_ARRAY_DESCRIPTOR flat = {.Width = WIDTH, .Height = rows, .Format = CU_AD_FORMAT_FLOAT, .NumChannels = 1};
-    CUDA_ARRAY3D_DESCRIPTOR deep = {.Width = WIDTH, .Height = rows, .Format = CU_AD_FORMAT_FLOAT, .NumChannels = 1};
+    CUDA_ARRAY3D_DESCRIPTOR mips = {.Width = WIDTH, .Height = rows, .Format = CU_AD_FORMAT_FLOAT, .NumChannels = 1};
+    CUDA_ARRAY3D_DESCRIPTOR deep = {.Width = WIDTH, .Height = rows / 8, .Depth = 8, .Format = CU_AD_FORMAT_FLOAT, .NumChannels = 1};
     if (strcmp(kind, "alloc") == 0)
         return CALL(cuMemAlloc, pointer, bytes);
     if (strcmp(kind, "managed") == 0)
@@ -163,7 +164,7 @@ static int take(const char *kind, CUdeviceptr *pointer, size_t bytes)
     if (strcmp(kind, "array3d") == 0)
         return CALL(cuArray3DCreate, (CUarray *)pointer, &deep);
     if (strcmp(kind, "mipmapped") == 0)
-        return CALL(cuMipmappedArrayCreate, (CUmipmappedArray *)pointer, &deep, 1);
+        return CALL(cuMipmappedArrayCreate, (CUmipmappedArray *)pointer, &mips, 1);
     return NOT_FOUND;
 }
 
@@ -184,7 +185,7 @@ static void allocate(const char *arguments)
 {
     char kind[16] = "";
     size_t mib = 256;
-    int most = 1, blocks = 0, result = 0;
+    int most = 1, blocks = 0, short_pointers = 0, result = 0;
     sscanf(arguments, "%15[a-z0-9]:%zu:%d", kind, &mib, &most);
     while (blocks < most && kept_count < MOST_KEPT) {
         CUdeviceptr pointer = 0;
@@ -193,10 +194,12 @@ static void allocate(const char *arguments)
             break;
         snprintf(kept[kept_count].kind, sizeof kept->kind, "%s", kind);
         kept[kept_count++].pointer = pointer;
+        short_pointers += pointer >> 32 == 0; /* what an allocation of 32 bits leaves; the driver's addresses are longer */
         blocks++;
     }
-    printf("{\"action\": \"alloc\", \"kind\": \"%s\", \"block_mib\": %zu, \"asked\": %d, \"blocks\": %d, \"result\": %d}\n", kind,
-           mib, most, blocks, result);
+    printf("{\"action\": \"alloc\", \"kind\": \"%s\", \"block_mib\": %zu, \"asked\": %d, \"blocks\": %d, "
+           "\"short_pointers\": %d, \"result\": %d}\n",
+           kind, mib, most, blocks, short_pointers, result);
 }
 
 static void free_all(void)
@@ -274,7 +277,7 @@ static void launch(const char *arguments)
     int is_graph = strcmp(kind, "graph") == 0;
     if (result == 0 && is_graph)
         graph = ten_kernels(function, &result);
-    for (began = now_s(); result == 0 && now_s() - began < seconds; launches++)
+    for (began = now_s(); result == 0 && now_s() - began < seconds; launches += result == 0)
         result = launch_once(kind, function, graph);
     if (result == 0)
         result = CALL(cuCtxSynchronize);

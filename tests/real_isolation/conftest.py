@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.native.build import CannotBuildError
+from tests.real_isolation.checks import CHECKS
 from tests.real_isolation.measure import MEASURED, Measured
 from tests.support_isolation import Built, IsolationNode, build_all, open_node, why_not
 
@@ -53,9 +54,8 @@ def node_of(built: Built) -> Iterator[NodeOf]:
     with ExitStack() as stack:
 
         def node_of(isolation: str, pids: str) -> IsolationNode:
-            library = {"hami-core": built.vgpu, "vcuda": built.vcuda}.get(isolation.split("+", maxsplit=1)[0])
-            if isinstance(library, str):
-                pytest.skip(library)
+            if reason := built.why_not(isolation):
+                pytest.skip(reason)
             if (isolation, pids) not in open_now:
                 stack.pop_all().close()
                 open_now.clear()
@@ -85,13 +85,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _table(measured: dict[tuple[str, str], Measured]) -> list[str]:
-    """Rows in the order of the checks' first measurement by name, a column for each isolation."""
+    """Rows in the order of checks.py, a column for each isolation."""
     isolations = sorted({isolation for _, isolation in measured})
     cells = {key: f"{one.verdict} ({one.number})" for key, one in measured.items()}
-    rows = [
-        [check, *(cells.get((check, isolation), "") for isolation in isolations)]
-        for check in sorted({c for c, _ in measured})
-    ]
+    names = [name for name in dict.fromkeys(check.name for check in CHECKS) if name in {name for name, _ in measured}]
+    rows = [[name, *(cells.get((name, isolation), "") for isolation in isolations)] for name in names]
     if not rows:
         return []
     whole = [["", *isolations], *rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -37,10 +38,10 @@ MEASURED = pytest.StashKey[dict[tuple[str, str], Measured]]()
 def measure(node: IsolationNode, check: Check) -> Measured:
     """In pods of its own, which are deleted behind it."""
     pods = {"first": SHARE_CORES} | ({"second": check.neighbour_cores} if check.neighbour_cores else {})
-    for name, cores in pods.items():
-        node.apply(name, cores=cores, blocks=SHARE_BLOCKS)
     programs: list[Program] = []
     try:
+        for name, cores in pods.items():
+            node.apply(name, cores=cores, blocks=SHARE_BLOCKS)
         programs += [_start(node, name, check) for name in pods]
         is_waiting = [program.wait_for("wait") for program in programs]  # all of them have their contexts
         if check.after_restart and all(is_waiting):
@@ -51,8 +52,7 @@ def measure(node: IsolationNode, check: Check) -> Measured:
     finally:
         for program in programs:
             node.end(program)
-        for name in pods:
-            node.delete(name)
+        node.delete_all()
     return judge(check, outcomes)
 
 
@@ -75,9 +75,9 @@ def judge(check: Check, outcomes: list[Outcome]) -> Measured:
 
 def _judge_memory(steps: list[dict[str, int]]) -> tuple[Verdict, str]:
     blocks = max(step["blocks"] for step in steps)
-    number = (
-        f"{' and '.join(str(step['blocks']) for step in steps)} of {ASKED_BLOCKS} blocks, then {steps[0]['result']}"
-    )
+    number = f"{' and '.join(str(step['blocks']) for step in steps)} of {ASKED_BLOCKS}{_result(steps)}"
+    if any(step["short_pointers"] for step in steps):
+        return Verdict.FAILED, f"{number}, pointers of 32 bits"
     if not min(step["blocks"] for step in steps):
         return Verdict.FAILED, number
     is_held = blocks * BLOCK_MIB + CONTEXT_MIB <= SHARE_BLOCKS * BLOCK_MIB
@@ -86,9 +86,18 @@ def _judge_memory(steps: list[dict[str, int]]) -> tuple[Verdict, str]:
 
 def _judge_rates(steps: list[dict[str, float]]) -> tuple[Verdict, str]:
     rates = [step["rate"] for step in steps]
-    number = f"{' and '.join(f'{rate:.0f}' for rate in rates)}/s"
-    if steps[0]["result"] != 0 or rates[0] == 0:
+    number = f"{' and '.join(f'{rate:.0f}' for rate in rates)}/s{_result(steps)}"
+    if any(step["result"] != 0 for step in steps):
         return Verdict.FAILED, number
     # Two programs without a limit share the GPU evenly: with one, the larger share gets clearly more.
     is_ordered = len(rates) == 1 or rates[1] > 1.2 * rates[0]
     return Verdict.THROTTLED if rates[0] < KERNELS_PER_S / 2 and is_ordered else Verdict.BYPASSED, number
+
+
+_RESULTS = {0: "", -2: ", no such function", 2: ""}
+"""Of the driver, as gpu_program.c has them; 2 is the one that ends an allocation: out of memory."""
+
+
+def _result(steps: Sequence[Mapping[str, float]]) -> str:
+    result = int(steps[0]["result"])
+    return _RESULTS.get(result, f", error {result}")

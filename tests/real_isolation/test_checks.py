@@ -17,7 +17,7 @@ def _cases() -> list[object]:
             isolation,
             check,
             id=f"{isolation}: {check.name}",
-            marks=[pytest.mark.isolation, *([pytest.mark.smoke] if check.smoke else [])],
+            marks=[pytest.mark.isolation, *([pytest.mark.smoke] if isolation in check.smoke else [])],
         )
         for isolation, check in sorted(cases, key=lambda case: (case[0], case[1].pids))
     ]

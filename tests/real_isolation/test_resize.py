@@ -24,9 +24,8 @@ RESIZE = "gpushare-agent/resize"
 
 @pytest.fixture(params=["hami-core", "vcuda", "driver"])
 def node(built: Built, request: pytest.FixtureRequest) -> Iterator[IsolationNode]:
-    library = {"hami-core": built.vgpu, "vcuda": built.vcuda}.get(request.param)
-    if isinstance(library, str):
-        pytest.skip(library)
+    if reason := built.why_not(request.param):
+        pytest.skip(reason)
     flags, driver = ["--resize.mode=free-capacity"], {}
     if request.param == "driver":
         flags, driver = [*flags, "--driver-limits.set-by-agent=true"], {"driver_version": "615.12.01"}

@@ -150,22 +150,27 @@ static int has_device_node(unsigned minor)
     return access(path, F_OK) == 0;
 }
 
+static int is_listed(const char *devices, unsigned minor)
+{
+    char wanted[16];
+    snprintf(wanted, sizeof wanted, "%u", minor);
+    for (const char *word = devices; *word; word += strcspn(word, ","), word += *word == ',')
+        if (strcspn(word, ",") == strlen(wanted) && strncmp(word, wanted, strlen(wanted)) == 0)
+            return 1;
+    return 0;
+}
+
 unsigned visible_gpus(unsigned minors[MAX_GPUS])
 {
-    unsigned count = 0;
-    char text[TEXT], *rest = NULL;
-    memcpy(text, config()->devices, sizeof text);
-    for (char *word = strtok_r(text, ",", &rest); word && count < MAX_GPUS; word = strtok_r(NULL, ",", &rest)) {
-        unsigned minor = (unsigned)strtoul(word, NULL, 10);
-        if (minor < config()->gpus)
+    const char *devices = config()->devices;
+    unsigned count = 0, nodes = 0;
+    for (unsigned minor = 0; minor < config()->gpus; minor++)
+        nodes += has_device_node(minor);
+    int shows_all = strcmp(devices, "all") == 0 || (!*devices && !nodes);
+    for (unsigned minor = 0; minor < config()->gpus; minor++)
+        if (shows_all || (*devices ? is_listed(devices, minor) : has_device_node(minor)))
             minors[count++] = minor;
-    }
-    for (unsigned minor = 0; !*config()->devices && minor < config()->gpus; minor++)
-        if (has_device_node(minor))
-            minors[count++] = minor;
-    for (unsigned minor = 0; !*config()->devices && !count && minor < config()->gpus; minor++)
-        minors[minor] = minor;
-    return *config()->devices || count ? count : config()->gpus;
+    return count;
 }
 
 void gpu_uuid(unsigned minor, char text[96]) { snprintf(text, 96, "%.70s%012x", config()->uuid_prefix, minor); }

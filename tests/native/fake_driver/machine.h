@@ -16,8 +16,8 @@
  *   name            NVIDIA H100 80GB HBM3
  *   uuid_prefix     GPU-00000000-0000-4000-8000-    followed by the minor number in 12 hexadecimal digits
  *   pids            host          what NVML says of processes, machine.c, pid_seen_by_caller
- *   devices                       minor numbers that this process sees, by commas; without it those of which /dev has a
- *                                 nvidia<minor>, and where there is none, all
+ *   devices                       minor numbers that this process sees, by commas, or `all`; without it those of which /dev
+ *                                 has a nvidia<minor>, and where there is none, all
  *   log             0             1: every call of the driver on standard error
  *   dies_in                       the name of a call in which the process is killed, as the kernel's OOM killer may
  *
@@ -53,7 +53,7 @@ typedef struct {
 const machine_config *config(void);
 void log_call(const char *name);
 
-unsigned visible_gpus(unsigned minors[MAX_GPUS]); /* their minor numbers, ascending or as `devices` says */
+unsigned visible_gpus(unsigned minors[MAX_GPUS]); /* their minor numbers, ascending */
 void gpu_uuid(unsigned minor, char text[96]);
 void gpu_bus_id(unsigned minor, char text[32]); /* 00000000:10:00.0 */
 
