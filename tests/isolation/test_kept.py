@@ -8,6 +8,7 @@ from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.decisions.kept import NOT_KEPT_TEXTS, Keeper, NotKept, kept
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import IsolationName
+from tests.real_isolation.checks import CHECKS, Verdict
 
 
 def module(version: str, *, is_open: bool) -> KernelModule:
@@ -106,3 +107,30 @@ def test_what_was_opted_out_of_is_kept_by_nobody() -> None:
     assert NotKept.POOLS in memory.not_kept and NotKept.GRAPHS not in memory.not_kept
     mps = kept(IsolationName.MPS, is_whole=False, module=None)
     assert mps == kept(IsolationName.MPS, is_whole=False, module=None, has_library=False, has_core_limit=False)
+
+
+_TERMS = {
+    "managed": NotKept.MANAGED_MEMORY,
+    "async": NotKept.ASYNC_ALLOCATIONS,
+    "pool": NotKept.POOLS,
+    "vmm": NotKept.VIRTUAL_MEMORY,
+    "array": NotKept.ARRAYS,
+    "array3d": NotKept.ARRAYS,
+    "ex": NotKept.EXTENDED_LAUNCHES,
+    "cooperative": NotKept.COOPERATIVE_LAUNCHES,
+    "graph": NotKept.GRAPHS,
+}
+"""Of a check's kind of memory or of launch."""
+
+
+@pytest.mark.parametrize("isolation", ["hami-core", "vcuda", "driver", "hami-core+driver"])
+def test_what_is_said_is_what_was_measured(isolation: str) -> None:
+    """The table of `nox -s isolation` and this one cannot differ: what goes past there is a term here, and the other way."""
+    found = kept(IsolationName(isolation), is_whole=False, module=None)
+    passes: dict[NotKept, bool] = {}
+    for check in CHECKS:
+        term = NotKept.SMALL_LAUNCHES if check.blocks_of_launch == 1024 else _TERMS.get(check.memory or check.launch)
+        verdict = check.expected.get(isolation)
+        if term is not None and verdict in (Verdict.HELD, Verdict.THROTTLED, Verdict.BYPASSED):
+            passes[term] = passes.get(term, False) or verdict is Verdict.BYPASSED
+    assert {term for term, is_past in passes.items() if is_past} == {t for t in found.not_kept if t in passes}
