@@ -7,6 +7,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
+
 from gpushare_agent.extender.values import Stage
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.cluster import EmbeddedCluster
@@ -179,6 +181,7 @@ def share(name: str, rng: random.Random) -> dict[str, Any]:
     return container(name, cores=rng.choice([5, 10, 25, 30, 40, 60, 75]), blocks=rng.choice([1, 4, 8, 16, 40, 60]))
 
 
+@pytest.mark.slow
 async def test_five_hundred_pods_on_twenty_nodes_of_mixed_gpus_are_never_rejected_and_land_where_planned() -> None:
     """They come and go in a full cluster; the agent's GPU is the extender's for every container."""
     port = free_port()
