@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
-from gpushare_agent.isolation import HamiCoreConfig, IsolationConfig, MpsConfig
+from gpushare_agent.isolation import ISOLATIONS, HamiCoreConfig, IsolationConfig, MpsConfig
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
@@ -77,7 +77,7 @@ def edits_of(owner: Pod, gpus: int, isolation: IsolationName, strategies: tuple[
 
 
 @pytest.mark.parametrize("strategies", STRATEGIES, ids="+".join)
-@pytest.mark.parametrize("isolation", list(IsolationName))
+@pytest.mark.parametrize("isolation", list(ISOLATIONS))
 def test_the_edits_are_those_that_were_read(
     isolation: IsolationName, strategies: tuple[DeviceListStrategy, ...]
 ) -> None:
@@ -93,7 +93,7 @@ def test_the_edits_are_those_that_were_read(
 
 def test_there_is_no_golden_file_that_nothing_is_compared_with() -> None:
     """A strategy that was renamed leaves none behind."""
-    wanted = {golden_path(isolation, strategies) for isolation in IsolationName for strategies in STRATEGIES}
+    wanted = {golden_path(isolation, strategies) for isolation in ISOLATIONS for strategies in STRATEGIES}
     assert set(DIRECTORY.rglob("*.json")) == wanted
 
 
@@ -113,5 +113,5 @@ def test_isolation_and_device_list_do_not_meddle_with_each_other() -> None:
             edits["mounts"] = [mount for mount in edits["mounts"] if mount not in listed["mounts"]]
             by_strategy.setdefault((path.stem, case), set()).add(json.dumps(listed, sort_keys=True))
             by_isolation.setdefault((path.parent.name, case), set()).add(json.dumps(edits, sort_keys=True))
-    assert len(by_isolation) == len(IsolationName) * len(CASES) and len(by_strategy) == len(STRATEGIES) * len(CASES)
+    assert len(by_isolation) == len(ISOLATIONS) * len(CASES) and len(by_strategy) == len(STRATEGIES) * len(CASES)
     assert all(len(found) == 1 for found in (*by_isolation.values(), *by_strategy.values()))
