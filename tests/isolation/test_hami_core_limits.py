@@ -40,13 +40,14 @@ class World:
         self.files.prepare(SHARE.key)
         self.cache = self.files.cache_file(SHARE.key)
         self.pod = POD
+        self.inventory = inventory()
         self.allocations: Mapping[ContainerKey, Allocation] = {SHARE.key: SHARE}
         self.resized: Mapping[ContainerKey, ResizedShare] = {}
         self.limits = RegionLimits(
             files=self.files,
             config=HamiCoreConfig(directory=directory / "hami", **scaling),  # type: ignore[arg-type]
             names=NAMES,
-            inventory=inventory,
+            inventory=lambda: self.inventory,
             allocations=lambda: self.allocations,
             resized=lambda: self.resized,
             pods=self,
@@ -154,3 +155,14 @@ async def test_an_elastic_ceiling_is_followed_while_the_container_runs(world: Wo
         world.pod = POD
         await poll_until(lambda: world.written() == (8 * 256, 30), "the share")
         await stop_task(task)
+
+
+async def test_nothing_is_written_while_the_driver_does_not_report_the_gpus_memory(world: World) -> None:
+    """Of such a GPU it reports the UUID alone, with 0 MiB. A limit of 0 would be none."""
+    world.start_program()
+    await world.limits.enforce(SHARE, POD)
+    before = world.cache.read_bytes()
+    gpus = tuple(replace(gpu, memory_mib=0) for gpu in world.inventory.gpus)
+    world.inventory = replace(world.inventory, gpus=gpus)
+    assert await world.limits.enforce(SHARE, POD) == "the driver does not report its GPU"
+    assert world.cache.read_bytes() == before

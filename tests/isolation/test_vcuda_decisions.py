@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gpushare_agent.isolation.decisions.vcuda import core_limit, reported_pids
+from gpushare_agent.isolation.decisions.vcuda import core_limit, reported_pids, share_cores
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION
 from gpushare_agent.runtime.cgroups import Cgroups, parse_namespace_pids
+from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 
 
 @pytest.mark.parametrize(
@@ -109,3 +111,12 @@ def descendants(pid: int) -> list[str]:
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         found += [child, *descendants(int(child))]
     return found
+
+
+@pytest.mark.parametrize(("memory_mib", "cores"), [(24 * 1024, 16), (0, 0)])
+def test_memory_alone_gets_the_same_part_of_compute_where_the_gpus_memory_is_known(memory_mib: int, cores: int) -> None:
+    """An unhealthy GPU of which the driver reports the UUID alone has 0 MiB."""
+    share = replace(allocation(pod("share", container()), "main", (), ()), gpu_mem_ids=frozenset(ids(0, range(4))))
+    gpus = inventory(memory_mib=memory_mib).by_uuid()
+    share = replace(share, gpus=(next(iter(gpus)),))
+    assert share_cores(share, gpus, NAMES) == cores

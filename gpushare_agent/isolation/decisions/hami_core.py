@@ -128,9 +128,9 @@ def live_limits(
     config: HamiCoreConfig,
 ) -> tuple[int, int] | None:
     """Bytes and percent that the shared region of a running share is to have, of the container's only GPU; None where the
-    inventory has it no longer."""
+    inventory has it no longer, or the driver does not report its memory: a limit of 0 would be none."""
     gpu = gpus.get(allocation.gpus[0]) if allocation.gpus else None
-    if gpu is None:
+    if gpu is None or gpu.memory_mib < 1:
         return None
     share = vdevice_share(allocation, annotations, gpus, names)
     memory_mib = _memory_limit_mib(share.memory_bytes // MIB, gpu, config)
