@@ -104,7 +104,8 @@ def test_what_was_opted_out_of_is_kept_by_nobody() -> None:
     assert kept(both, is_whole=False, module=None, has_library=False).memory_by is Keeper.DRIVER
     memory = kept(hami, is_whole=False, module=None, has_core_limit=False)
     assert (memory.memory_by, memory.compute_by) == (Keeper.HAMI_CORE, Keeper.NOBODY)
-    assert NotKept.POOLS in memory.not_kept and NotKept.GRAPHS not in memory.not_kept
+    assert NotKept.POOLS in memory.not_kept
+    assert not {NotKept.GRAPHS, NotKept.SMALL_LAUNCHES} & set(memory.not_kept)
     mps = kept(IsolationName.MPS, is_whole=False, module=None)
     assert mps == kept(IsolationName.MPS, is_whole=False, module=None, has_library=False, has_core_limit=False)
 

@@ -115,7 +115,15 @@ _SHARES: Mapping[IsolationName, Kept] = {
 _OF_MEMORY = frozenset(
     {NotKept.ARRAYS, NotKept.ASYNC_ALLOCATIONS, NotKept.MANAGED_MEMORY, NotKept.POOLS, NotKept.VIRTUAL_MEMORY}
 )
-_OF_COMPUTE = frozenset({NotKept.COOPERATIVE_LAUNCHES, NotKept.EXTENDED_LAUNCHES, NotKept.GRAPHS, NotKept.OPEN_MODULES})
+_OF_COMPUTE = frozenset(
+    {
+        NotKept.COOPERATIVE_LAUNCHES,
+        NotKept.EXTENDED_LAUNCHES,
+        NotKept.GRAPHS,
+        NotKept.OPEN_MODULES,
+        NotKept.SMALL_LAUNCHES,
+    }
+)
 """The other terms are of both."""
 
 
@@ -146,14 +154,14 @@ def kept(
         own = () if found.memory_by is Keeper.HAMI_CORE else limit.not_kept
         terms = {*(set(found.not_kept) - _OF_MEMORY), *own}
         found = Kept(memory_by=limit.memory_by, compute_by=found.compute_by, not_kept=tuple(sorted(terms)))
-    if found.compute_by is Keeper.HAMI_CORE and module is not None and is_blind_for_hami_core(module):
+    if found.compute_by is Keeper.HAMI_CORE and module is not None and hides_compute_from_hami_core(module):
         not_kept = tuple(sorted({*found.not_kept, NotKept.OPEN_MODULES}))
         return Kept(memory_by=found.memory_by, compute_by=Keeper.NOBODY, not_kept=not_kept)
     return found
 
 
-def is_blind_for_hami_core(module: KernelModule) -> bool:
-    """HAMi-core learns its processes' PIDs from the lists, and then finds no sample of them."""
+def hides_compute_from_hami_core(module: KernelModule) -> bool:
+    """HAMi-core learns its processes' PIDs from the driver's process lists, and finds no utilisation sample with them."""
     return module.lists_namespace_pids and not module.samples_namespace_pids
 
 
