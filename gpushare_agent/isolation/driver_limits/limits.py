@@ -35,6 +35,9 @@ log = structlog.get_logger(__name__)
 PERIOD_S = 5.0
 NEW_PERIOD_S = 0.5
 """While a container with a share is not known to run yet."""
+NEW_FOR_S = 60.0
+"""After the last start of a container or the agent. One that is not known for longer, such as an init container that has
+ended, is looked for at each PERIOD_S alone."""
 
 
 class MemoryLimiter(Protocol):
@@ -97,6 +100,7 @@ class DriverLimits:
         self._excess_bytes: dict[ContainerKey, int] = {}
         self._one_round = asyncio.Lock()
         self._is_new = asyncio.Event()
+        self._new_until = float("-inf")
         self._failure = ReportOnce()
 
     @property
@@ -117,6 +121,7 @@ class DriverLimits:
         uids = {key.pod_uid for key in keys if key in shares}
         if not uids:
             return None
+        self._expect_new()
         self._is_new.set()
         if not self._may_set:
             return None
@@ -130,6 +135,7 @@ class DriverLimits:
 
     async def run(self) -> NoReturn:
         """Until cancelled. A round that fails is logged, once for each error, and repeated."""
+        self._expect_new()
         while True:
             try:
                 await self.reconcile()
@@ -138,9 +144,15 @@ class DriverLimits:
             except AgentError as e:
                 if self._failure.is_new(str(e)):
                     log.warning("memory_limits_not_read", error=str(e), then="the next round tries again")
-            has_unknown = any(key not in self._ids for key in self._shares())
-            await wait_for(self._is_new, NEW_PERIOD_S if has_unknown else PERIOD_S)
+            await wait_for(self._is_new, self._period_s())
             self._is_new.clear()
+
+    def _expect_new(self) -> None:
+        self._new_until = asyncio.get_running_loop().time() + NEW_FOR_S
+
+    def _period_s(self) -> float:
+        has_unknown = any(key not in self._ids for key in self._shares())
+        return NEW_PERIOD_S if has_unknown and asyncio.get_running_loop().time() < self._new_until else PERIOD_S
 
     async def enforce(self, key: ContainerKey) -> str:
         """After a resize: why the container has not its limit of now, or still uses more; empty where all is well. Raises
