@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 from gpushare_agent.gpus.decisions.values import NOTHING_SAVED, SavedHealth
-from gpushare_agent.kit.state_file import MAX_BYTES, StateFile
+from gpushare_agent.kit.state_file import StateFile
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import GpuUuid
 
@@ -103,6 +103,3 @@ def _document(saved: SavedHealth, boot_id: str) -> dict[str, Any]:
                 gpu[name] = texts[uuid][:MAX_TEXT_CHARS]
         gpus.append(gpu)
     return {"version": VERSION, "boot_id": boot_id, "cards": gpus}
-
-
-__all__ = ["BOOT_ID", "MAX_BYTES", "HealthStateFile"]

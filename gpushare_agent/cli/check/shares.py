@@ -10,15 +10,14 @@ from functools import partial
 from pathlib import Path
 
 from gpushare_agent.agent.gpu_side import open_driver
-from gpushare_agent.agent.values import cdi_specs, hami_core_config, mps_control, resource_names
+from gpushare_agent.agent.values import cdi_specs, hami_core_config, hami_core_files, mps_control, resource_names
 from gpushare_agent.cli.check.finding import Finding, error, ok, warning
 from gpushare_agent.cli.check.local import read_inventory
 from gpushare_agent.isolation.decisions.device_lists import strategy_warnings
-from gpushare_agent.isolation.decisions.hami_core import LIBRARY_PATH, lifts_cores
+from gpushare_agent.isolation.decisions.hami_core import lifts_cores
 from gpushare_agent.isolation.decisions.kept import NotKept, kept
 from gpushare_agent.isolation.driver_limits import limits
 from gpushare_agent.isolation.driver_volume.elf import read_interface
-from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.kubelet.device_table import check_size, check_unit_size
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
@@ -50,9 +49,8 @@ async def check_mps(settings: Settings) -> list[Finding]:
 async def check_hami_core(settings: Settings) -> list[Finding]:
     """The library is there for this machine, and the agent's own directory can be written."""
     hami = settings.hami_core
-    files = HamiCoreFiles(hami.library, hami.directory, LIBRARY_PATH)
     try:
-        await asyncio.to_thread(files.check_library)
+        await asyncio.to_thread(hami_core_files(settings).check_library)
         await asyncio.to_thread(partial(node_probes.require_writable, hami.directory))
     except AgentError as failure:
         cure = "docs/isolation.md lists what isolation hami-core needs on the node; without it every share of it is refused"

@@ -89,8 +89,12 @@ class HamiCoreFiles:
                 f"isolation hami-core: {self.library} is a {found.elf_class}-bit library for {found.machine}, and this"
                 f" node's programs are {own.elf_class}-bit for {own.machine}. {_CURE}"
             )
-        place = next(path for path in (self.directory, *self.directory.parents) if path.exists())
-        if os.statvfs(place).f_flag & os.ST_NOEXEC:
+        try:
+            place = next(path for path in (self.directory, *self.directory.parents) if path.exists())
+            is_noexec = bool(os.statvfs(place).f_flag & os.ST_NOEXEC)
+        except OSError as e:
+            raise StartupError(f"isolation hami-core: {self.directory} cannot be read: {e.strerror or e}") from e
+        if is_noexec:
             raise StartupError(
                 f"isolation hami-core: {place} is on a file system mounted noexec, from which no program can load the"
                 " library. Mount it without noexec (its directory containers, which the tenants write, may have it), or set"
