@@ -164,5 +164,16 @@ async def test_nothing_is_written_while_the_driver_does_not_report_the_gpus_memo
     before = world.cache.read_bytes()
     gpus = tuple(replace(gpu, memory_mib=0) for gpu in world.inventory.gpus)
     world.inventory = replace(world.inventory, gpus=gpus)
-    assert await world.limits.enforce(SHARE, POD) == "the driver does not report its GPU"
+    assert "memory is not known" in await world.limits.enforce(SHARE, POD)
+    assert world.cache.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["vcore_ids", "vmemory_ids"])
+async def test_nothing_is_written_between_the_allocates_of_two_resources(world: World, name: str) -> None:
+    """A container that is admitted again has the region of before, and for a moment one resource alone."""
+    world.start_program()
+    await world.limits.enforce(SHARE, POD)
+    before = world.cache.read_bytes()
+    half = replace(SHARE, **{name: frozenset()})  # type: ignore[arg-type]
+    assert "not wholly allocated" in await world.limits.enforce(half, POD)
     assert world.cache.read_bytes() == before

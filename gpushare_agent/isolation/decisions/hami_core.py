@@ -127,14 +127,16 @@ def live_limits(
     names: ResourceNames,
     config: HamiCoreConfig,
 ) -> tuple[int, int] | None:
-    """Bytes and percent that the shared region of a running share is to have, of the container's only GPU; None where the
-    inventory has it no longer, or the driver does not report its memory: a limit of 0 would be none."""
+    """Bytes and percent that the shared region of a running share is to have, of the container's only GPU. None where one
+    would be 0, which is no limit: the GPU is not in the inventory, the driver does not report its memory, or the kubelet has
+    not allocated both resources yet."""
     gpu = gpus.get(allocation.gpus[0]) if allocation.gpus else None
-    if gpu is None or gpu.memory_mib < 1:
+    if gpu is None:
         return None
     share = vdevice_share(allocation, annotations, gpus, names)
     memory_mib = _memory_limit_mib(share.memory_bytes // MIB, gpu, config)
-    return memory_mib * MIB, _percent(share.cores, share.core_limit, config)
+    percent = _percent(share.cores, share.core_limit, config)
+    return (memory_mib * MIB, percent) if memory_mib >= 1 and percent >= 1 else None
 
 
 def _memory_limit_mib(memory_mib: int, gpu: Gpu, config: HamiCoreConfig) -> int:

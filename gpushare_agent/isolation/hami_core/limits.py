@@ -85,7 +85,7 @@ class RegionLimits:
         booked = allocation if share is None else replace(allocation, granted=share.booked)
         most = live_limits(booked, pod.annotations, gpus, self._names, self._config)
         if limits is None or most is None:
-            return "the driver does not report its GPU"
+            return "its GPU's memory is not known, or it is not wholly allocated yet"
         write = partial(self._write, allocation.key, *limits, most[0])
         return await self._thread.call(write, f"writing the limits of {allocation.key.container}", TIMEOUT_S)
 
