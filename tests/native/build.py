@@ -126,8 +126,8 @@ def build_vgpu(output: Path) -> Path:
 
 
 def build_gpu_client(output: Path) -> Path:
-    """The static program that vcuda-control runs to register. The image's is built with musl; the machine's own C library does
-    for this machine. Raises CannotBuildError."""
+    """The static program that vcuda-control runs to register, with the machine's own C library; the image's is built with
+    musl. Raises CannotBuildError."""
     flags = ["-static", "-O2", "-std=c11", "-D_GNU_SOURCE", *_WARNINGS]
     run([_compiler(), *flags, "-o", str(output), str(NATIVE.parents[1] / "native/gpu-client.c")])
     return output
