@@ -34,6 +34,7 @@ from gpushare_agent.admission.decisions.resize import (
     describe,
     enforced,
     is_resizable,
+    kept_size,
     mode_refusal,
     parse_resize,
     status_text,
@@ -241,10 +242,12 @@ class ShareResizing:
             parsed = parse_resize(text) if text is not None else {}
             if isinstance(parsed, ResizeRefused):
                 found.refused[allocation.key] = parsed
-                continue
-            if unknown := unknown_containers(pod, parsed):
-                found.unknown[pod.uid] = unknown[0]
-            candidates.append((allocation, pod, parsed.get(allocation.key.container, WantedSize())))
+                wanted = kept_size(allocation, self._cache.resized.get(allocation.key), self._policy)
+            else:
+                wanted = parsed.get(allocation.key.container, WantedSize())
+                if unknown := unknown_containers(pod, parsed):
+                    found.unknown[pod.uid] = unknown[0]
+            candidates.append((allocation, pod, wanted))
         for allocation, pod, wanted in sorted(candidates, key=_grows):
             if (reason := self._decide_one(allocation, pod, wanted)) is not None:
                 found.refused[allocation.key] = reason
@@ -254,10 +257,10 @@ class ShareResizing:
         isolation = self._enforcement.isolation_of(pod)
         if isolation is None:
             return None
+        key, known = allocation.key, self._cache.resized.get(allocation.key)
         refused = mode_refusal(allocation, wanted, self._policy)
         if refused is not None:
-            wanted = WantedSize()  # a change that was granted under other settings is taken back
-        key, known = allocation.key, self._cache.resized.get(allocation.key)
+            wanted = kept_size(allocation, known, self._policy)
         ledger = self._cache.booked_ledger(self._inventory(), without=key)
         accounts = gpu_accounts(None, ledger, Policy(names=self._policy.names))
         account = next((account for account in accounts if account.uuid == allocation.gpus[0]), None)

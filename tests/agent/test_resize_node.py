@@ -185,6 +185,26 @@ async def test_within_its_request_a_share_may_shrink_and_grow_back() -> None:
         await annotate(node, "web", "main:cores=31")
         await wait_until(node, lambda: "refused=ResizeDisabled" in status_of(node, "web"), "refused")
         assert size_of(node, "web") == (30, 8)
+        await annotate(node, "web", "main:cores=10")
+        await poll_until(lambda: size_of(node, "web") == (10, 8), "smaller again")
+        await annotate(node, "web", "main:cores=31")
+        await wait_until(node, lambda: "main:cores=10,memory=8,refused" in status_of(node, "web"), "refused as it is")
+        assert size_of(node, "web") == (10, 8)
+
+
+async def test_an_unreadable_annotation_keeps_no_size_that_the_setting_takes_back() -> None:
+    """Under the setting that granted the size it does."""
+    async with open_test_node() as node:
+        async with open_agent(node, *FLAGS):
+            node.api.create_pod(share("web"))
+            await wait_running(node, "web")
+            await annotate(node, "web", "main:cores=50,memory=24")
+            await poll_until(lambda: size_of(node, "web") == (50, 24), "the library is told")
+            await annotate(node, "web", "as much as there is")
+            await wait_until(node, lambda: "refused=InvalidRequest" in status_of(node, "web"), "refused")
+            assert size_of(node, "web") == (50, 24)
+        async with open_agent(node, "--cards=1", "--isolation=vcuda", "--resize.mode=within-request"):
+            await poll_until(lambda: size_of(node, "web") == (30, 8), "taken back")
 
 
 async def test_a_restarted_agent_lends_nothing_twice_before_the_api_server_answers() -> None:

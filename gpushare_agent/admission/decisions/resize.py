@@ -130,6 +130,15 @@ def mode_refusal(allocation: Allocation, wanted: WantedSize, policy: ResizePolic
     )
 
 
+def kept_size(allocation: Allocation, known: ResizedShare | None, policy: ResizePolicy) -> WantedSize:
+    """Of a share whose annotation is refused: as it is now. As the kubelet allocated it where the node's setting, which may
+    have been another when the size was granted, does not allow that."""
+    if known is None:
+        return WantedSize()
+    kept = WantedSize(cores=known.target.cores or None, memory=known.target.memory)
+    return kept if mode_refusal(allocation, kept, policy) is None else WantedSize()
+
+
 def decide_resize(
     allocation: Allocation,
     wanted: WantedSize,
