@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from gpushare_agent.isolation import HamiCoreConfig
 from gpushare_agent.isolation.decisions import hami_core_region as layout
@@ -41,6 +42,7 @@ class World:
         self.cache = self.files.cache_file(SHARE.key)
         self.pod = POD
         self.inventory = inventory()
+        self.polls = 0
         self.allocations: Mapping[ContainerKey, Allocation] = {SHARE.key: SHARE}
         self.resized: Mapping[ContainerKey, ResizedShare] = {}
         self.limits = RegionLimits(
@@ -56,6 +58,7 @@ class World:
         )
 
     def get(self, uid: PodUid) -> Pod | None:
+        self.polls += 1
         return self.pod
 
     def start_program(self, used_mib: int = 0) -> None:
@@ -177,3 +180,19 @@ async def test_nothing_is_written_between_the_allocates_of_two_resources(world: 
     half = replace(SHARE, **{name: frozenset()})  # type: ignore[arg-type]
     assert "not wholly allocated" in await world.limits.enforce(half, POD)
     assert world.cache.read_bytes() == before
+
+
+async def test_a_tenant_cannot_fill_the_log_by_its_region(world: World) -> None:
+    """Each poll finds another version there, and sometimes a good one: that is one line."""
+    world.pod = replace(POD, annotations={CORE_LIMIT_ANNOTATION: "80"})
+    with capture_logs() as lines:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(forever("limits", world.limits.run))
+            for version in range(3):
+                world.cache.write_bytes(struct.pack("<ii", 7, version) + bytes(layout.FILE_BYTES - 8))
+                end = world.polls + 3
+                await poll_until(lambda end=end: world.polls >= end, "a whole poll")  # type: ignore[misc]
+                world.start_program()
+                await poll_until(lambda: world.written() == (8 * 256, 80), "the ceiling")
+            await stop_task(task)
+    assert [line["event"] for line in lines] == ["region_limits_not_written"]

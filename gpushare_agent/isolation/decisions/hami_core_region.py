@@ -55,9 +55,12 @@ SLOT_SEQLOCK_OFFSET = 1936
 _HEAD = struct.Struct("<iII4xQII")
 _LIMITS = struct.Struct(f"<{MAX_GPUS}Q")
 _LOCK = struct.Struct("<II")
-_PIDS = struct.Struct("<ii")
 _COUNT = struct.Struct("<i")
 _UINT64 = struct.Struct("<Q")
+_USED = f"{SLOT_USED_TOTAL_OFFSET}xQ{SLOT_USED_BYTES - SLOT_USED_TOTAL_OFFSET - _UINT64.size}x"
+_BEFORE_SEQLOCK = SLOT_SEQLOCK_OFFSET - SLOT_USED_OFFSET - MAX_GPUS * SLOT_USED_BYTES
+_AFTER_SEQLOCK = SLOT_BYTES - SLOT_SEQLOCK_OFFSET - _UINT64.size
+_SLOT = struct.Struct(f"<ii{MAX_GPUS * _USED}{_BEFORE_SEQLOCK}xQ{_AFTER_SEQLOCK}x")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +123,11 @@ def parse_tail(raw: bytes) -> RegionTail:
 
 def parse_slots(raw: bytes) -> tuple[Slot, ...]:
     """Whole slots of SLOT_BYTES each."""
-    return tuple(_slot(raw, start) for start in range(0, len(raw) - SLOT_BYTES + 1, SLOT_BYTES))
+    whole = len(raw) // SLOT_BYTES * SLOT_BYTES
+    return tuple(
+        Slot(pid=pid, host_pid=host_pid, used_bytes=tuple(used), seqlock=seqlock)
+        for pid, host_pid, *used, seqlock in _SLOT.iter_unpack(raw[:whole])
+    )
 
 
 def memory_limit_edit(ordinal: int, limit_bytes: int) -> tuple[int, bytes]:
@@ -142,13 +149,3 @@ def _edit(array: int, ordinal: int, value: int) -> tuple[int, bytes]:
     if not (0 <= ordinal < MAX_GPUS and value >= 1):
         raise AssertionError(f"no limit: {value} for GPU {ordinal}")
     return array + ordinal * _UINT64.size, _UINT64.pack(value)
-
-
-def _slot(raw: bytes, start: int) -> Slot:
-    pid, host_pid = _PIDS.unpack_from(raw, start)
-    (seqlock,) = _UINT64.unpack_from(raw, start + SLOT_SEQLOCK_OFFSET)
-    totals = range(
-        SLOT_USED_OFFSET + SLOT_USED_TOTAL_OFFSET, SLOT_USED_OFFSET + MAX_GPUS * SLOT_USED_BYTES, SLOT_USED_BYTES
-    )
-    used = tuple(int(_UINT64.unpack_from(raw, start + place)[0]) for place in totals)
-    return Slot(pid=pid, host_pid=host_pid, seqlock=seqlock, used_bytes=used)

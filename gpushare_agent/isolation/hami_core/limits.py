@@ -7,7 +7,7 @@ Under a limit below what its processes have, cuMemGetInfo fails with CUDA_ERROR_
 Its first process makes the region from the environment, which keeps what Allocate answered: so the limits are compared again
 each period. The tenant can write the region as well; that changes what his own container has, until the next period.
 
-State owned: the elastic shares whose region was written, and the failures that were logged.
+State owned: the elastic shares whose region was written, and those whose failure was logged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from gpushare_agent.isolation.decisions.hami_core import live_limits
 from gpushare_agent.isolation.decisions.request import HamiCoreConfig
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.kit.daemon_thread import DaemonThread
-from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import GpuInventory
@@ -70,7 +69,7 @@ class RegionLimits:
         self._period_s = period_s
         self._thread = DaemonThread("region-limits", advice="Check the disk of the setting hami_core.directory.")
         self._elastic: set[ContainerKey] = set()
-        self._failures = ReportOnce()
+        self._logged: set[ContainerKey] = set()
 
     async def enforce(self, allocation: Allocation, pod: Pod) -> str:
         """Make the region's limits those of the share as it is now; why they are not, empty where they are.
@@ -95,6 +94,7 @@ class RegionLimits:
             for allocation in list(self._allocations().values()):
                 await self._follow_ceiling(allocation)
             self._elastic &= self._allocations().keys()
+            self._logged &= self._allocations().keys()
             await asyncio.sleep(self._period_s)
 
     async def _follow_ceiling(self, allocation: Allocation) -> None:
@@ -105,14 +105,15 @@ class RegionLimits:
             self._elastic.add(key)
         elif key not in self._elastic:
             return
-        subject = f"{key.pod_uid}/{key.container}"
         try:
             await self.enforce(allocation, pod)
         except AgentError as e:
-            if self._failures.is_new(str(e), subject):
-                log.warning("region_limits_not_written", pod_uid=key.pod_uid, container=key.container, error=str(e))
-            return
-        self._failures.is_over(subject)
+            if key not in self._logged:  # once: the tenant can write what is in the text, and make it come and go
+                self._logged.add(key)
+                log.warning(
+                    "region_limits_not_written", pod_uid=key.pod_uid, container=key.container, error=str(e),
+                    then="it is tried again, and not logged again for it",
+                )  # fmt: skip
 
     def _write(self, key: ContainerKey, memory_bytes: int, percent: int, most_bytes: int) -> str:
         """`most_bytes` is what is booked for the share, and so the most that its processes can have."""
