@@ -94,6 +94,9 @@ def test_the_policy_of_cores_is_handed_to_the_library(policy: CorePolicy) -> Non
         "CUDA_DEVICE_SM_LIMIT_0=100",
         "CUDA_DEVICE_MEMORY_SHARED_CACHE=/tmp/mine",
         "GPU_CORE_UTILIZATION_POLICY=Disable",
+        "CUDA_REDIRECT=libcuda.so.1",
+        "NVIDIA_VISIBLE_DEVICES=all",
+        "NVIDIA_VISIBLE_DEVICES=",
     ],
 )
 def test_a_spec_that_would_lift_a_limit_is_refused(variable: str) -> None:
@@ -105,9 +108,9 @@ def test_a_spec_that_would_lift_a_limit_is_refused(variable: str) -> None:
 
 
 def test_a_spec_may_tighten_what_the_agent_leaves_open() -> None:
-    """HAMi's own users write GPU_CORE_UTILIZATION_POLICY=force."""
-    forced = replace(container("cuda"), env={"GPU_CORE_UTILIZATION_POLICY": "force"})
-    assert env_of(request(container=forced)) == env_of(request())
+    """HAMi's own users write GPU_CORE_UTILIZATION_POLICY=force; where GPUs come by CDI NVIDIA's runtime may be sent away."""
+    for env in ({"GPU_CORE_UTILIZATION_POLICY": "force"}, {"NVIDIA_VISIBLE_DEVICES": "void"}):
+        assert env_of(request(container=replace(container("cuda"), env=env))) == env_of(request())
 
 
 @pytest.mark.parametrize("value", ["true", "1", "T"])

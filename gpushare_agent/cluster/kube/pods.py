@@ -18,8 +18,10 @@ from gpushare_agent.model.names import (
     ENV_HAMI_CORE_CACHE,
     ENV_HAMI_CORE_CORES,
     ENV_HAMI_CORE_DISABLE,
+    ENV_HAMI_CORE_LIBRARY,
     ENV_HAMI_CORE_MEMORY,
     ENV_HAMI_CORE_POLICY,
+    ENV_VISIBLE_DEVICES,
     GPUSHARE_ASSIGNED_ANNOTATION,
     GPUSHARE_ASSUME_TIME_ANNOTATION,
     GPUSHARE_INDEX_ANNOTATION,
@@ -43,6 +45,7 @@ KEPT_ANNOTATIONS = (
 MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
 _LIMITS = (
     *(ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST, ENV_HAMI_CORE_CACHE, ENV_HAMI_CORE_CORES),
+    *(ENV_HAMI_CORE_LIBRARY, ENV_VISIBLE_DEVICES),  # whose functions are found, and to which GPUs the limits belong
     *(f"{name}_0" for name in (ENV_HAMI_CORE_MEMORY, ENV_HAMI_CORE_CORES)),  # a share is on one GPU
 )
 KEPT_ENV = ("compat32", "SUBMITTER", ENV_HAMI_CORE_DISABLE, ENV_HAMI_CORE_POLICY, *_LIMITS)
@@ -145,8 +148,8 @@ def _is_extended(name: str) -> bool:
 
 
 def _literal_env(raw: Mapping[str, Any]) -> dict[str, str]:
-    """The values that the agent reads, by name; a later entry wins, as in the kubelet. Only literal ones, but of the limits
-    of memory it matters that they are set at all: empty where the value is not literal."""
+    """The values that the agent reads, by name; a later entry wins, as in the kubelet. Only literal ones, but of what limits
+    a share it matters that it is set at all: empty where the value is not literal."""
     pairs = ((entry.get("name"), entry.get("value")) for entry in _items_or_none(raw, "env"))
     return {
         name: _cut(value, MAX_VALUE_CHARS) if isinstance(value, str) else ""

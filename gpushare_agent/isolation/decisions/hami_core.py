@@ -9,11 +9,13 @@ Whole GPUs get neither library nor limits. The files on the host are made by iso
 | `CUDA_DEVICE_SM_LIMIT` | percent of every GPU; 0, 100 and more, or no number: no limit. With `_<i>`: of one GPU, and wins |
 | `CUDA_DEVICE_MEMORY_SHARED_CACHE` | the file that its processes share their usage in; without it they end |
 | `GPU_CORE_UTILIZATION_POLICY` | `disable`: cores are not limited; `force`: they are, whatever the cache file says |
+| `CUDA_REDIRECT` | the library in which dlsym finds the driver's functions in the place of itself: that may be libcuda, without limits |
 | `LIBCUDA_LOG_LEVEL` | 1: errors alone. The library's own default, 2, prints some lines to standard error of every process |
 
 The kubelet appends the variables of the pod's spec to the agent's, so of one name the spec's counts
-(`GenerateRunContainerOptions` in pkg/kubelet/kubelet_pods.go). A spec that sets one that lifts a limit is refused.
-"""
+(`GenerateRunContainerOptions` in pkg/kubelet/kubelet_pods.go). A spec that sets one that lifts a limit is refused; so is
+NVIDIA_VISIBLE_DEVICES, by which NVIDIA's runtime would add GPUs that the limits are not about.
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ from gpushare_agent.model.names import (
     ENV_HAMI_CORE_CACHE,
     ENV_HAMI_CORE_CORES,
     ENV_HAMI_CORE_DISABLE,
+    ENV_HAMI_CORE_LIBRARY,
     ENV_HAMI_CORE_MEMORY,
     ENV_HAMI_CORE_POLICY,
+    ENV_VISIBLE_DEVICES,
     GpuUuid,
 )
 from gpushare_agent.model.pods import ContainerSpec
@@ -46,6 +50,8 @@ CACHE_DIRECTORY = "/usr/local/vgpu/cache"
 
 ENV_LOG_LEVEL = "LIBCUDA_LOG_LEVEL"
 _DISABLED = "disable"
+_NO_GPUS = ("void", "none")
+"""NVIDIA_VISIBLE_DEVICES by which NVIDIA's runtime adds no GPU: where they come by CDI a spec may say so."""
 _TRUE = ("1", "t", "T", "TRUE", "true", "True")
 """What HAMi's device plugin takes for true (Go's ParseBool)."""
 
@@ -100,9 +106,11 @@ def lifts_cores(container: ContainerSpec | None, config: HamiCoreConfig) -> bool
 
 def _overridden(container: ContainerSpec, gpus: int, config: HamiCoreConfig) -> Refused | None:
     """Refuses a spec whose own variable would win over one that limits."""
-    limits = [ENV_HAMI_CORE_CACHE, ENV_HAMI_CORE_CORES]
+    limits = [ENV_HAMI_CORE_CACHE, ENV_HAMI_CORE_CORES, ENV_HAMI_CORE_LIBRARY]
     limits += [f"{name}_{gpu}" for name in (ENV_HAMI_CORE_MEMORY, ENV_HAMI_CORE_CORES) for gpu in range(gpus)]
     found = [name for name in limits if name in container.env]
+    if container.env.get(ENV_VISIBLE_DEVICES, _NO_GPUS[0]) not in _NO_GPUS:
+        found.append(ENV_VISIBLE_DEVICES)
     if container.env.get(ENV_HAMI_CORE_POLICY, "").lower() == _DISABLED and not lifts_cores(container, config):
         found.append(f"{ENV_HAMI_CORE_POLICY}={_DISABLED}")
     if not found:
@@ -111,7 +119,7 @@ def _overridden(container: ContainerSpec, gpus: int, config: HamiCoreConfig) -> 
         reason=RefusalReason.INVALID_REQUEST,
         detail=f"container {container.name} sets {', '.join(sorted(found))} in its spec, which would win over the limit of"
         f" its share under isolation {IsolationName.HAMI_CORE}. Nothing was allocated. Remove the variable: the agent sets"
-        " what the library reads.",
+        " what the library and NVIDIA's runtime read.",
     )
 
 
