@@ -261,6 +261,8 @@ class ShareResizing:
         refused = mode_refusal(allocation, wanted, self._policy)
         if refused is not None:
             wanted = kept_size(allocation, known, self._policy)
+        if target_of(allocation, wanted) == (known.target if known is not None else allocation.allocated_size):
+            return refused  # in every round the case of most: a ledger takes a millisecond
         ledger = self._cache.booked_ledger(self._inventory(), without=key)
         accounts = gpu_accounts(None, ledger, Policy(names=self._policy.names))
         account = next((account for account in accounts if account.uuid == allocation.gpus[0]), None)
