@@ -21,7 +21,11 @@ from tests.support_real_cgroups import hierarchies, why_not
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
 FINE: dict[str, Any] = {"problem": "", "used_bytes": 0, "is_gone": False, "has_no_controller": False}
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = [
+    pytest.mark.isolation,  # it needs the headers of that session
+    pytest.mark.smoke,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
 
 
 @pytest.fixture(scope="module")

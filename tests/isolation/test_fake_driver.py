@@ -16,6 +16,8 @@ from tests.native.build import CannotBuildError, build_fake_driver
 from tests.native.fake_driver.host_view import HostView
 from tests.support_nvml import running_probe
 
+pytestmark = [pytest.mark.isolation, pytest.mark.smoke]  # it needs the headers of that session
+
 PROBE = Path(__file__).parent / "fake_driver_probe.py"
 CONTEXT = 300 << 20
 GIB = 1 << 30
