@@ -230,6 +230,11 @@ class IsolationNode:
         pod = self.pod(name)
         assert pod["phase"] == "Running", f"{pod['reason']}: {pod['message']}"
 
+    def delete(self, name: str) -> None:
+        """Returns when the pod is gone."""
+        self.ask("delete", names=[name], namespace="default")
+        self.wait_until(lambda: not [pod for pod in self.status()["pods"] if pod["name"] == name], f"pod {name} gone")
+
     def delete_all(self) -> None:
         """Every pod; returns when they are gone."""
         if names := [pod["name"] for pod in self.status()["pods"]]:

@@ -168,7 +168,7 @@ def test_kernels_keep_the_gpu_busy(driver: Path, state: Path, probes: list[Probe
     assert probes[0].ask("busy", 0) >= 50  # type: ignore[operator]
 
 
-async def test_the_agent_s_driver_reads_its_gpus(driver: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_agents_driver_reads_its_gpus(driver: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real nvidia-ml-py finds what the agent needs of a GPU, and its processes' use."""
     monkeypatch.setenv("FAKE_GPU_STATE", str(state))
     monkeypatch.setenv("FAKE_GPU_GPUS", "2")

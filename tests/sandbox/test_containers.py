@@ -295,3 +295,20 @@ async def test_without_cgroups_no_command_runs_and_nobody_joins() -> None:
             runtime.start(shell("exit 0"))
         with pytest.raises(Unavailable, match="this user can create no cgroups"):
             runtime.join(runtime.start(config()), os.getppid())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_pods_cgroup_is_there_before_its_first_container_and_goes_with_the_pod(kind: str) -> None:
+    """As a kubelet makes it before it calls PreStartContainer, so that limits can be set on it."""
+    async with open_containers(kind) as runtime:
+        pod = runtime.cgroup_root / "kubepods" / "burstable" / f"pod{UID}"
+        runtime.make_pod_cgroup(UID)
+        runtime.make_pod_cgroup(UID)  # before each container
+        assert pod.is_dir()
+        container = runtime.start(config("sleep", "600"))
+        assert container.cgroup.parent == pod
+        runtime.kill(container)
+        await wait_ended(runtime, container)
+        runtime.make_pod_cgroup(UID)
+        runtime.forget(UID)
+        assert not pod.exists()

@@ -167,6 +167,7 @@ class PodWorkers:
     async def _start(self, pod: KnownPod, spec: ContainerSpec) -> None:
         while True:
             try:
+                self._runtime.make_pod_cgroup(pod.identity.uid)
                 await self._devices.prepare_start(pod.identity, spec)
                 await asyncio.sleep(self._times.container_start_s)
                 records = self._devices.records.of_container(pod.identity.uid, spec.name)

@@ -45,6 +45,9 @@ class NoCgroups:
 
     root = Path("/sys/fs/cgroup")
 
+    def add_pod(self, pod_uid: str) -> None:
+        pass
+
     def add(self, pod_uid: str, container_id: str) -> Path:
         return self.root / PODS / f"pod{pod_uid}" / container_id
 
@@ -60,6 +63,9 @@ class NoCgroups:
 
     def remove(self, cgroup: Path) -> bool:
         return True
+
+    def remove_pod(self, pod_uid: str) -> None:
+        pass
 
     def close(self) -> bool:
         return True
@@ -80,6 +86,10 @@ class KernelCgroups:
         except OSError:
             _remove_soon(self.root)
             raise
+
+    def add_pod(self, pod_uid: str) -> None:
+        """Creates the pod's cgroup, as the kubelet does before the first container's. Raises OSError."""
+        (self.root / PODS / f"pod{pod_uid}").mkdir(exist_ok=True)
 
     def add(self, pod_uid: str, container_id: str) -> Path:
         """Creates the container's cgroup. Raises OSError."""
@@ -106,6 +116,11 @@ class KernelCgroups:
         with contextlib.suppress(OSError):  # other containers of the pod are in it
             cgroup.parent.rmdir()
         return True
+
+    def remove_pod(self, pod_uid: str) -> None:
+        """Of a pod whose containers are gone."""
+        with contextlib.suppress(OSError):  # it went with the last container, or one is left
+            (self.root / PODS / f"pod{pod_uid}").rmdir()
 
     def close(self) -> bool:
         """Whether everything is gone. Kills what is left in it."""

@@ -163,6 +163,13 @@ class ContainerRuntime:
 
     # --- starting and ending ---
 
+    def make_pod_cgroup(self, pod_uid: str) -> None:
+        """What a kubelet does before it prepares the first container. Raises Unavailable."""
+        try:
+            self._tree.add_pod(pod_uid)
+        except OSError as error:
+            raise Unavailable(f"no cgroup can be made for pod {pod_uid}: {error.strerror or error}") from error
+
     def start(self, config: ContainerConfig) -> Container:
         """Raises Unavailable where the machine gives no process or no cgroup, and where no process can have such an argument
         or variable."""
@@ -248,6 +255,7 @@ class ContainerRuntime:
         else:
             self._forgotten.discard(pod_uid)
             self._pod_signals.pop(pod_uid, None)
+            self._tree.remove_pod(pod_uid)
 
     def close(self) -> None:
         """Ends everything, blocking for the moment that killed processes need. A second call does nothing."""
