@@ -21,7 +21,7 @@ from gpushare_agent.agent.values import (
 )
 from gpushare_agent.cluster.events import PodEvents
 from gpushare_agent.cluster.pod_store import PodStore
-from gpushare_agent.isolation import ISOLATIONS, Preparation
+from gpushare_agent.isolation import ISOLATIONS, HamiCoreConfig, Preparation
 from gpushare_agent.isolation.availability import AvailabilityWatch
 from gpushare_agent.isolation.cdi.specs import CdiWatch
 from gpushare_agent.isolation.decisions.device_lists import strategy_warnings
@@ -61,6 +61,7 @@ class IsolationSide:
     """A part is None where nothing on this node needs it."""
 
     settings: Settings
+    hami_core: HamiCoreConfig
     store: PodStore
     runtime: RuntimeClient
     volumes: Mapping[VolumeName, DriverVolume]
@@ -147,7 +148,7 @@ class IsolationSide:
         if chosen is None:
             return None
         is_missing = self.driver_limits is not None and bool(self.driver_limits.problem(allocation.key))
-        pod, config = self.store.get(allocation.key.pod_uid), hami_core_config(self.settings)
+        pod, config = self.store.get(allocation.key.pod_uid), self.hami_core
         container = pod.container(allocation.key.container) if pod is not None else None
         return kept(
             chosen,
@@ -168,7 +169,7 @@ class IsolationSide:
                     name,
                     is_whole=False,
                     module=self.kernel_module,
-                    has_core_limit=not lifts_cores(None, hami_core_config(self.settings)),
+                    has_core_limit=not lifts_cores(None, self.hami_core),
                 ),
             )
             for name in sorted(self.settings.isolations_in_use)
@@ -227,6 +228,7 @@ def build_isolation_side(state: NodeState, events: PodEvents, driver: MemoryLimi
         driver_limits = _driver_limits(state, events, driver, cgroups, ContainerIds(runtime, state.store))
     return IsolationSide(
         settings=settings,
+        hami_core=hami_core_config(settings),
         store=state.store,
         runtime=runtime,
         volumes=volumes,

@@ -103,7 +103,9 @@ def _container(
     pod = state.store.get(allocation.key.pod_uid)
     annotations: Mapping[str, str] = pod.annotations if pod is not None else {}
     share = vdevice_share(allocation, annotations, gpus, state.names)
-    allocated = vdevice_share(replace(allocation, granted=None), annotations, gpus, state.names)
+    allocated = share
+    if allocation.granted is not None:
+        allocated = vdevice_share(replace(allocation, granted=None), annotations, gpus, state.names)
     chosen = isolation.chosen(allocation.key.pod_uid)
     return ContainerFacts(
         allocation=allocation,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import IsolationName
@@ -127,6 +128,7 @@ _OF_COMPUTE = frozenset(
 """The other terms are of both."""
 
 
+@lru_cache(maxsize=64)  # asked for every container at each scrape; a node has a few combinations
 def kept(
     isolation: IsolationName,
     *,
