@@ -209,7 +209,7 @@ def status_text(
     unenforced: Collection[ContainerKey],
 ) -> str | None:
     """The annotation `gpushare-agent/resize-status` of one pod: `main:cores=50,memory=24,in-force;side:…`, the containers
-    that are resized or refused, with the size that their isolation is told. None where none is.
+    that are resized or refused, with the size that their isolation is to enforce. None where none is.
 
     | word | the size |
     |---|---|

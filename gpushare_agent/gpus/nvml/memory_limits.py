@@ -55,7 +55,7 @@ class NvmlMemoryLimits:
                     f"the driver {version} has no memory limits of cgroups: they come with NVIDIA's driver 615 (CUDA 13.4). "
                     "Update the driver, or choose another isolation"
                 ) from error
-            raise Unavailable(f"NVML does not tell memory limits: {error}") from error
+            raise Unavailable(f"NVML does not report memory limits: {error}") from error
         except DriverLostError as error:
             self._session.close()
             raise Unavailable(f"NVML does not answer: {error.__cause__}. {CHECKLIST}") from error

@@ -73,7 +73,7 @@ class Lock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """A process that has called cuInit; PIDs as it and the driver told them."""
+    """A process that has called cuInit; PIDs as it and the driver reported them."""
 
     pid: int
     host_pid: int
