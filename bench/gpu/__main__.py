@@ -28,7 +28,7 @@ def main() -> int:
     add("--from", type=Path, dest="package", default=packed, metavar="DIR", help="what was packed (%(default)s)")
     add("--out", type=Path, default=Path("build/gpu-report"), metavar="DIR", help="where the report goes (%(default)s)")
     add("--quick", action="store_true", help="a fraction of the seconds: to try the command, the numbers mean little")
-    add("--limit-s", type=float, default=420.0, help="for which no further step is begun behind (%(default)s)")
+    add("--limit-s", type=float, default=420.0, help="seconds after which no further step begins (%(default)s)")
     add("--isolations", default=",".join(ISOLATIONS), help="comma list (%(default)s)")
     add(
         "--driver-libraries",

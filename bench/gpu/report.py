@@ -118,7 +118,7 @@ def _compute(steps: Mapping[tuple[str, str], Found], names: Sequence[str], cores
         rows.append((name, *map(_share_cell, cells)))
     head = ("isolation", f"{small} alone", f"{large} alone", f"{small} beside {large}", f"{large} beside {small}")
     return (
-        "## Compute: launches of 1 ms\n\nPercent of what the bare machine does, behind the first seconds; in brackets the "
+        "## Compute: launches of 1 ms\n\nPercent of what the bare machine does, without the first seconds; in brackets the "
         "tenth and ninetieth percentile of windows of half a second.\n\n" + _table(head, rows)
     )
 

@@ -320,7 +320,7 @@ def _launches(machine: Machine, kind: str, seconds: float) -> tuple[str, str]:
 
 
 def _kept(machine: Machine, outcome: Outcome) -> Values:
-    """Of the launches behind the first ones, whose rate is `at_first`."""
+    """Of the launches after the first ones, whose rate is `at_first`."""
     lines = [line for line in outcome.of("launch") if "failed" not in line]
     if len(lines) != 2:
         raise StepFailed(outcome.why())

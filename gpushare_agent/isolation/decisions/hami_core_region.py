@@ -31,7 +31,7 @@ from gpushare_agent.model.errors import Corrupt
 
 REGION_BYTES = 2_008_952
 FILE_BYTES = REGION_BYTES + 1
-"""The library writes one byte behind the region to give the file its size."""
+"""The library writes one byte after the region to give the file its size."""
 MAGIC = 19_920_718
 VERSION = (1, 2)
 MAX_GPUS = 16
@@ -93,7 +93,7 @@ class RegionHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionTail:
-    """What lies behind the slots. `slots` is within the array, whatever the file says."""
+    """What follows the slots. `slots` is within the array, whatever the file says."""
 
     slots: int
     postinit_lock: Lock
