@@ -8,12 +8,13 @@ import os
 import shutil
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 import nox
 
 nox.needs_version = ">=2025.2"
-nox.options.sessions = ["tests", "lint", "types", "protos"]
+nox.options.sessions = ["tests", "lint", "types", "protos", "lock"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = False  # tests-3.13 passes over a machine that has only 3.11
 
@@ -22,9 +23,11 @@ IMPORT_LINTER = "import-linter>=2.16,<3"
 MYPY = "mypy>=2.4,<3"
 YAML_TYPES = "types-PyYAML>=6.0.12,<7"
 GRPC_TOOLS = "grpcio-tools==1.85.1"
+UV = "uv>=0.13,<0.14"
 BETTERPROTO_COMPILER = "betterproto2-compiler==0.10.1"  # its minor must be the library's
 
 ROOT = Path(__file__).parent
+REQUIREMENTS = ROOT / "requirements"
 WIRE = ROOT / "gpushare_agent" / "wire"
 SAMPLES = ROOT / "manifests" / "samples"
 
@@ -129,6 +132,40 @@ def protos(session: nox.Session) -> None:
             session.error(
                 "gpushare_agent/wire is not what protos/ generate; run `nox -s protos -- --write`\n" + differences
             )
+
+
+@nox.session
+def lock(session: nox.Session) -> None:
+    """Compare requirements/ with pyproject.toml; `-- --write` takes over what changed there, `-- --upgrade` all newer versions."""
+    session.install(UV)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    locked = {
+        "agent.txt": project["project"]["dependencies"],
+        "build.txt": project["build-system"]["requires"] + project["dependency-groups"]["image"],
+        "compiler.txt": project["project"]["optional-dependencies"]["isolation"],
+    }
+    with tempfile.TemporaryDirectory(prefix="gpushare-lock-") as directory:
+        made = Path(directory)
+        for name, requirements in locked.items():
+            wanted, output = made / f"{name}.in", made / name
+            wanted.write_text("\n".join(requirements), encoding="utf-8")
+            if (REQUIREMENTS / name).exists() and "--upgrade" not in session.posargs:
+                shutil.copy(REQUIREMENTS / name, output)  # uv keeps the versions that it finds there
+            session.run(
+                *("uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11", "--generate-hashes"),
+                *("--no-header", "--no-annotate", "--output-file", str(output), str(wanted)),
+            )
+            wanted.unlink()
+        if {"--write", "--upgrade"} & set(session.posargs):
+            shutil.copytree(made, REQUIREMENTS, dirs_exist_ok=True)
+        elif differs := [name for name in locked if _versions(made / name) != _versions(REQUIREMENTS / name)]:
+            session.error(f"{', '.join(differs)}: not what pyproject.toml asks for; run `nox -s lock -- --write`")
+
+
+def _versions(lock_file: Path) -> list[str]:
+    """Without the hashes: more of them appear when wheels of the same version are added."""
+    lines = lock_file.read_text(encoding="utf-8").splitlines() if lock_file.exists() else []
+    return [line.removesuffix(" \\") for line in lines if "==" in line]
 
 
 def _differences(made: Path, committed: Path) -> str:

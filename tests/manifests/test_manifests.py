@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,17 +119,38 @@ def test_what_containers_get_mounted_has_the_same_path_inside_and_outside() -> N
 def test_the_image_has_hami_cores_library_where_the_settings_look() -> None:
     """Built from the commit whose source's digest is checked; and without a source from nowhere."""
     text = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8")
-    assert f"COPY --from=hami-core /hami-core/ {deployed().hami_core.library.parent}/" in text
+    assert f"COPY --from=hami-core /hami-core/ /parts{deployed().hami_core.library.parent}/" in text
     assert f"/hami-core/{deployed().hami_core.library.name}" in text
     assert f"ARG HAMI_CORE_SOURCE=https://github.com/Project-HAMi/HAMi-core#{COMMIT}\n" in text
-    assert "RUN pip install --no-cache-dir --require-hashes" in text
     assert '--sha256 "$sha256"' in (MANIFESTS.parent / "native/hami_core_for_image.sh").read_text(encoding="utf-8")
+
+
+def test_every_package_of_the_image_is_installed_by_its_hash() -> None:
+    """Or from the wheel that the stage has just made, with no index to look into."""
+    text = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8")
+    installs = re.findall(r"pip install .*", text)
+    assert len(installs) == 4
+    assert all("--require-hashes" in command or "--no-index --no-deps" in command for command in installs)
+
+
+def test_what_is_no_python_package_is_in_the_list_of_the_images_parts(tmp_path: Path) -> None:
+    """With its digest; what an image was built without is left out."""
+    library = tmp_path / "root/usr/local/vgpu/libvgpu.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"library")
+    (tmp_path / "python.json").write_text('{"bomFormat": "CycloneDX", "components": [{"name": "aiohttp"}]}')
+    script = MANIFESTS.parent / "native/sbom.py"
+    arguments = [tmp_path / "python.json", tmp_path / "root", tmp_path / "share/parts.json"]
+    subprocess.run([sys.executable, script, *arguments], check=True, timeout=60)
+    parts = json.loads((tmp_path / "share/parts.json").read_text())["components"]
+    assert [(part["name"], part.get("version")) for part in parts] == [("aiohttp", None), ("HAMi-core", COMMIT)]
+    assert parts[1]["hashes"] == [{"alg": "SHA-256", "content": hashlib.sha256(b"library").hexdigest()}]
 
 
 def test_the_images_compiler_is_the_tests_compiler() -> None:
     """Another version may compile other code."""
     root = MANIFESTS.parent
-    pinned = re.findall(r"^(\S+==\S+)", (root / "native/requirements.txt").read_text(encoding="utf-8"), flags=re.M)
+    pinned = re.findall(r"^(\S+==\S+)", (root / "requirements/compiler.txt").read_text(encoding="utf-8"), flags=re.M)
     assert len(pinned) == 3
     assert not [pin for pin in pinned if f'"{pin}"' not in (root / "pyproject.toml").read_text(encoding="utf-8")]
 
@@ -134,15 +159,15 @@ def test_the_image_has_the_control_library_where_the_settings_look() -> None:
     """The Containerfile takes it from the same place of the image that it is given, and puts it there."""
     path = deployed().driver_volume.control_library
     text = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8")
-    assert f"COPY --from=vcuda {path}* /control/" in text
-    assert f"COPY --from=build /control/ {path.parent}/" in text
+    assert f"COPY --from=vcuda {path}* /parts{path.parent}/" in text
+    assert "COPY --from=build /parts/ /\n" in text
 
 
 def test_the_image_has_gpu_client_where_the_settings_look() -> None:
     """Built from this project's source; both volumes of volume.conf that containers with shares get name it."""
     text = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8")
     assert "COPY native/gpu-client.c" in text
-    assert f"COPY --from=gpu-client /gpu-client {deployed().driver_volume.gpu_client}" in text
+    assert f"COPY --from=gpu-client /gpu-client /parts{deployed().driver_volume.gpu_client}" in text
     volumes = {volume.name: volume for volume in read_volume_config(MANIFESTS / "base" / "volume.conf")}
     assert "gpu-client" in volumes[VolumeName.SHARED].binaries
     assert "gpu-client" not in volumes[VolumeName.ORIGIN].binaries

@@ -1,0 +1,44 @@
+"""Completes the list of the image's parts with those that are no Python packages:
+
+    python native/sbom.py PYTHON.json ROOT OUTPUT.json
+
+PYTHON.json is a CycloneDX document of the Python environment, ROOT the tree of files that are added to the image. What of it
+this project builds or copies is added with its digest. The image's build stage runs it: standard library alone.
+Format: https://cyclonedx.org/docs/1.6/json/
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+from build_hami_core import COMMIT
+
+_PARTS = {  # path in the image: name, and where known version and package URL
+    "usr/local/vgpu/libvgpu.so": ("HAMi-core", COMMIT, f"pkg:github/Project-HAMi/HAMi-core@{COMMIT}"),
+    "usr/lib64/libcuda-control.so": ("vcuda-controller", None, "pkg:github/tkestack/vcuda-controller"),
+    "opt/gpushare-agent/bin/gpu-client": ("gpu-client", None, None),
+}
+
+
+def part(path: Path, name: str, version: str | None, package_url: str | None) -> dict[str, object]:
+    """A CycloneDX component."""
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    known = {"version": version, "purl": package_url}
+    component = {"type": "library", "bom-ref": name, "name": name, "hashes": [{"alg": "SHA-256", "content": digest}]}
+    return component | {key: value for key, value in known.items() if value}
+
+
+def main(python_json: str, root: str, output: str) -> None:
+    document = json.loads(Path(python_json).read_text(encoding="utf-8"))
+    for path, (name, version, package_url) in _PARTS.items():
+        if (Path(root) / path).exists():
+            document["components"].append(part(Path(root) / path, name, version, package_url))
+    Path(output).parent.mkdir(parents=True, exist_ok=True)
+    Path(output).write_text(json.dumps(document, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
