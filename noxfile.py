@@ -136,7 +136,7 @@ def protos(session: nox.Session) -> None:
 
 @nox.session
 def lock(session: nox.Session) -> None:
-    """Compare requirements/ with pyproject.toml; `-- --write` takes over what changed there, `-- --upgrade` all newer versions."""
+    """Compare requirements/ with pyproject.toml; `-- --write` takes over what changed, `-- --upgrade` newer versions too."""
     session.install(UV)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     locked = {
