@@ -43,9 +43,9 @@ def sandbox(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Pass the default tests on the Python that runs nox: all but those of the sessions slow, browser and containers."""
+    """Pass the default tests on the Python that runs nox: all but those of slow, browser, containers, isolation and e2e."""
     session.install(".[dev]")
-    _pytest(session, "not slow and not browser and not containers and not isolation")
+    _pytest(session, "not slow and not browser and not containers and not isolation and not e2e")
 
 
 def _pytest(session: nox.Session, marks: str) -> None:
@@ -88,6 +88,14 @@ def isolation(session: nox.Session) -> None:
         *("python", "-m", "pytest", "-m", "isolation", "tests/real_isolation", *fake_driver, *session.posargs),
         env={"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache},
     )
+
+
+@nox.session
+def e2e(session: nox.Session) -> None:
+    """Install the product on the cluster that KUBECONFIG names, and try it there; `-- -m smoke` the few tests of .ci/run,
+    more options in docs/guide/test-your-cluster.md. Skipped with the reason without a cluster."""
+    session.install(".[dev]")
+    session.run("python", "-m", "pytest", "-m", "e2e", "tests/e2e", *session.posargs)
 
 
 @nox.session(name="tests-on", python=["3.11", "3.12", "3.13"])

@@ -1,0 +1,201 @@
+"""The product as a user installs it: `kubectl apply -k` of a kustomization of his own, as docs/guide/install.md has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpushare_agent.model.names import split_device_id
+from tests.e2e.cluster import CORE, MEMORY, Cluster, KubectlError, Object
+
+MANIFESTS = Path(__file__).parents[2] / "manifests"
+SYSTEM = "gpushare-system"
+NODE_LABEL = "nvidia-device-enable"
+SELECTOR = ("-n", SYSTEM, "-l", "app.kubernetes.io/name=gpushare-agent")
+CHECKPOINT = "/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint"
+
+SIGNAL_PROGRAM = """
+import os, pathlib, sys
+own = pathlib.Path("/proc/self/cgroup").read_text()
+for process in pathlib.Path("/proc").glob("[0-9]*"):
+    try:
+        words = (process / "cmdline").read_bytes().split(b"\\0")
+        ours = (process / "cgroup").read_text() == own
+    except OSError:
+        continue
+    if ours and b"run" in words and any(word.endswith(b"gpushare-agent") for word in words[:2]):
+        os.kill(int(process.name), int(sys.argv[1]))
+"""
+"""Runs in the agent's container: a signal to the agent itself, which the host's PID namespace shows."""
+
+
+class Installation:
+    """What is installed now; `install` and `remove` change it."""
+
+    def __init__(self, cluster: Cluster, *, folder: Path, overlay: str, image: str) -> None:
+        self.cluster = cluster
+        self.overlay = overlay
+        self.image = image
+        self._folder = folder
+        self._installed: str | None = None
+
+    def kustomization(
+        self,
+        *resources: str,
+        components: Sequence[str] = (),
+        patches: Sequence[Object] = (),
+        image: str | None = None,
+    ) -> str:
+        """The text of a user's kustomization of folders below manifests/, limited to the node of the run."""
+        name, _, tag = (image or self.image).rpartition(":")
+        above = Path(os.path.relpath(MANIFESTS, self._folder))
+        document = {
+            "apiVersion": "kustomize.config.k8s.io/v1beta1",
+            "kind": "Kustomization",
+            "resources": [str(above / one) for one in resources or (self.overlay,)],
+            "components": [str(above / one) for one in components],
+            "images": [{"name": "gpushare-agent", "newName": name, "newTag": tag}],
+            "patches": [self._only_this_node(), *patches],
+        }
+        return yaml.safe_dump(document)
+
+    def _only_this_node(self) -> Object:
+        path = "/spec/template/spec/nodeSelector/kubernetes.io~1hostname"
+        patch = [{"op": "add", "path": path, "value": self.cluster.hostname}]
+        return {"target": {"kind": "DaemonSet", "name": "gpushare-agent"}, "patch": json.dumps(patch)}
+
+    def install(self, *resources: str, **more: Any) -> None:
+        """Applies a kustomization and waits until the node offers both resources. Another one is removed before; the same
+        one stays where it serves."""
+        text = self.kustomization(*resources, **more)
+        if text == self._installed and self._serves():
+            return
+        self.remove()
+        self.apply(text)
+
+    def change(self, *resources: str, **more: Any) -> None:
+        """As a user changes or upgrades what is there: apply without a removal before."""
+        self.apply(self.kustomization(*resources, **more))
+
+    def apply(self, text: str) -> None:
+        (self._folder / "kustomization.yaml").write_text(text, encoding="utf-8")
+        self._installed = text
+        self.cluster.run("label", "node", self.cluster.node, f"{NODE_LABEL}=enable", "--overwrite")
+        self.cluster.run("apply", "-k", str(self._folder))
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Until the rollout is complete and the node offers the resources."""
+        self.cluster.run("-n", SYSTEM, "rollout", "status", "daemonset/gpushare-agent", "--timeout=180s", timeout_s=190)
+        self.cluster.wait_for("the node offers both resources", lambda: all(self.offered().values()))
+
+    def offered(self) -> dict[str, int]:
+        """What the kubelet says is allocatable."""
+        shown = self.cluster.get("node", self.cluster.node)["status"]["allocatable"]
+        return {resource: int(shown.get(resource, "0")) for resource in (CORE, MEMORY)}
+
+    def _serves(self) -> bool:
+        pods = self.cluster.items("pods", *SELECTOR)
+        return len(pods) == 1 and "deletionTimestamp" not in pods[0]["metadata"] and all(self.offered().values())
+
+    def remove(self) -> None:
+        """The steps 1 and 2 of docs/guide/uninstall.md."""
+        if self._installed is None:
+            return
+        take_off_node(self.cluster)
+        self.cluster.run("delete", "--ignore-not-found", "-k", str(self._folder), timeout_s=180)
+        self._installed = None
+
+    def agent(self) -> str:
+        """The name of the agent's pod that is ready."""
+
+        def look() -> str | None:
+            for pod in self.cluster.items("pods", *SELECTOR):
+                ready = any(one["type"] == "Ready" and one["status"] == "True" for one in pod["status"]["conditions"])
+                if ready and "deletionTimestamp" not in pod["metadata"]:
+                    return str(pod["metadata"]["name"])
+            return None
+
+        return self.cluster.wait_for("an agent that is ready", look)
+
+    def exec(self, *command: str, timeout_s: float = 60.0) -> str:
+        """Standard output of a command in the agent's container."""
+        return self.cluster.run("-n", SYSTEM, "exec", self.agent(), "-c", "agent", "--", *command, timeout_s=timeout_s)
+
+    def signal(self, number: int = signal.SIGKILL) -> None:
+        """A signal to the agent's process; the container starts again after a kill. Skips where its PIDs are its own."""
+        spec = self.cluster.get("daemonset", "gpushare-agent", "-n", SYSTEM)["spec"]["template"]["spec"]
+        if not spec.get("hostPID"):
+            pytest.skip("without the host's PID namespace the agent is PID 1, which nothing in its container can kill")
+        self.exec("python", "-c", SIGNAL_PROGRAM, str(int(number)))
+
+    def view(self, path: str = "node") -> Object:
+        """The agent's answer at /api/v1/<path>."""
+        base = f"/api/v1/namespaces/{SYSTEM}/pods/{self.agent()}:5678/proxy/api/v1/"
+        answer: Object = json.loads(self.cluster.run("get", "--raw", base + path))
+        return answer
+
+    def ledger(self) -> dict[str, tuple[int, int, tuple[int, ...]]]:
+        """namespace/pod/container -> hundredths, bytes, indexes of the GPUs: what the agent has allocated."""
+        return {
+            f"{one['namespace']}/{one['pod']}/{one['container']}": (
+                one["cores"],
+                one["memory_bytes"],
+                tuple(gpu["index"] for gpu in one["cards"]),
+            )
+            for one in self.view()["containers"]
+        }
+
+    def wait_ledger(self, namespace: str, number: int) -> dict[str, tuple[int, int, tuple[int, ...]]]:
+        """The ledger's entries of a namespace, as soon as there are that many."""
+
+        def look() -> dict[str, tuple[int, int, tuple[int, ...]]] | None:
+            found = {key: one for key, one in self.ledger().items() if key.startswith(namespace + "/")}
+            return found | {"": (0, 0, ())} if len(found) == number else None
+
+        return {key: one for key, one in self.cluster.wait_for(f"{number} in the ledger", look).items() if key}
+
+    def kubelet_records(self, uids: set[str]) -> dict[str, dict[str, list[str]]]:
+        """pod UID -> resource -> GPU of each device ID, from the kubelet's checkpoint. Of these pods alone, for it keeps
+        entries of pods that have ended until the next Allocate."""
+        found: dict[str, dict[str, list[str]]] = {}
+        for entry in json.loads(self.exec("cat", CHECKPOINT))["Data"]["PodDeviceEntries"] or []:
+            if entry["PodUID"] not in uids:
+                continue
+            ids = [one for of_numa in entry["DeviceIDs"].values() for one in of_numa]
+            split = [split_device_id(one) for one in ids]
+            gpus = found.setdefault(entry["PodUID"], {}).setdefault(entry["ResourceName"], [])
+            gpus += [one[0] if one else "" for one in split]
+        return found
+
+
+def take_off_node(cluster: Cluster) -> None:
+    """The labels and annotations that the agent wrote, by the record of them; the label that lets it run goes first."""
+    cluster.run("label", "node", cluster.node, f"{NODE_LABEL}-")
+    try:
+        cluster.run("-n", SYSTEM, "wait", "--for=delete", "pod", *SELECTOR[2:], "--timeout=60s", timeout_s=70)
+    except KubectlError as error:
+        if "no matching resources" not in str(error):
+            raise
+    written = cluster.get("node", cluster.node)["metadata"].get("annotations", {})
+    if labels := written.get("gpushare-agent/labels"):
+        cluster.run("label", "node", cluster.node, *(f"{label}-" for label in labels.split(",")))
+    ours = [name for name in written if name.startswith("gpushare-agent/")]
+    if ours:
+        cluster.run("annotate", "node", cluster.node, *(f"{name}-" for name in ours))
+
+
+def found_installed(cluster: Cluster) -> str:
+    """What of the product, or of another that offers its resources, is there already; empty where nothing is."""
+    for kind, name in (("namespace", SYSTEM), ("clusterrole", "gpushare-agent")):
+        if cluster.run("get", kind, name, "--ignore-not-found", "-o", "name"):
+            return f"{kind} {name}"
+    offered = cluster.get("node", cluster.node)["status"].get("allocatable", {}).get(CORE, "0")
+    return "" if offered == "0" else f"node {cluster.node} offers {offered} {CORE}"
