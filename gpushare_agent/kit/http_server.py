@@ -272,7 +272,7 @@ class _Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._wire = cast("asyncio.Transport", transport)  # aiohttp forgets its own before the last bytes are sent
-        self._timer = self._loop.call_later(self._headers_s, self._wire.abort)
+        self._timer = self._loop.call_later(self._headers_s, self.cut)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.note_request()
@@ -296,12 +296,14 @@ class _Connection(web.RequestHandler):
         self._user.log_failure(error if isinstance(error, BaseException) else None)
 
     def cut(self) -> None:
-        """During a handshake only asyncio has the transport: the end of the socket makes it give up."""
+        """During a handshake only asyncio has the transport: the end of the socket makes it give up. So it does
+        where a TLS transport was closed twice, as aiohttp does after `Connection: close`: Python 3.11.2's cannot abort then."""
         if self._wire is not None:
-            self._wire.abort()
-        else:
-            with contextlib.suppress(OSError):
-                self.sock.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(AttributeError):
+                self._wire.abort()
+                return
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     def close_unused(self, _task: asyncio.Task[None]) -> None:
         """For a task that was cancelled before it began."""

@@ -213,6 +213,20 @@ async def test_handshakes_count_as_connections(peers: list[Peer]) -> None:
         assert all([await peer.ended() for peer in silent])
 
 
+async def test_a_peer_that_asks_for_the_end_ends_its_own_connection_alone() -> None:
+    """As a kubelet's probe does. asyncio of Python 3.11.2 (Debian 12's) fails to abort such a connection, which is closed
+    already: the server ended with it."""
+    client = ssl.create_default_context(cafile=str(CA))
+    client.check_hostname = False
+    async with serving(tls=_server_tls()) as port:
+        for _ in range(2):
+            probe = await Peer.open(port, tls=client)
+            probe.send(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert (await probe.answer())[0] == 200
+            assert await probe.ended()
+            probe.close()
+
+
 # --- bodies, and the time that they take of the loop ---
 
 
