@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from gpushare_agent.settings.settings import Settings, load_settings
@@ -17,6 +21,20 @@ Merge = dict[str, Any]
 
 def documents(path: str) -> list[dict[str, Any]]:
     return [item for item in yaml.safe_load_all((MANIFESTS / path).read_text(encoding="utf-8")) if item]
+
+
+def rendered(path: Path | str) -> list[dict[str, Any]]:
+    """The objects that `kubectl apply -k` sends. Skips the test where kubectl is not installed."""
+    return [item for item in yaml.safe_load_all(_rendered_text(MANIFESTS / path)) if item]
+
+
+@cache
+def _rendered_text(directory: Path) -> bytes:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl, which has kustomize in it, is not installed")
+    found = subprocess.run(["kubectl", "kustomize", str(directory)], capture_output=True, timeout=60, check=False)
+    assert found.returncode == 0, found.stderr.decode()
+    return found.stdout
 
 
 def daemon_set() -> dict[str, Any]:

@@ -296,8 +296,8 @@ class _Connection(web.RequestHandler):
         self._user.log_failure(error if isinstance(error, BaseException) else None)
 
     def cut(self) -> None:
-        """During a handshake only asyncio has the transport: the end of the socket makes it give up. So it does
-        where a TLS transport was closed twice, as aiohttp does after `Connection: close`: Python 3.11.2's cannot abort then."""
+        """During a handshake only asyncio has the transport: the end of the socket makes it give up. So it does where a
+        TLS transport was closed twice, as aiohttp does after `Connection: close`: Python 3.11.2 cannot abort it then."""
         if self._wire is not None:
             with contextlib.suppress(AttributeError):
                 self._wire.abort()

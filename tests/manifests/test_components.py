@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from tests.support_manifests import (
     mount_of,
     patched,
     pod_spec,
+    rendered,
     variables,
     volumes_are_those_mounted,
 )
@@ -345,7 +345,6 @@ def test_the_simulated_overlay_needs_no_driver() -> None:
     assert not [path for path in mounts if path.is_relative_to("/etc/gpu-manager/vdriver")]
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl, which has kustomize in it, is not installed")
 @pytest.mark.parametrize(
     "components",
     [
@@ -362,21 +361,15 @@ def test_kustomize_makes_the_pod_that_these_tests_looked_at(components: tuple[st
     own.mkdir()
     named = [f"../components/{name}" for name in components]
     (own / "kustomization.yaml").write_text(yaml.safe_dump({"resources": ["../base"], "components": named}))
-    made = subprocess.run(
-        ["kubectl", "kustomize", str(own)],
-        capture_output=True,
-        check=True,
-        timeout=60,
-    )
-    (found,) = [item for item in yaml.safe_load_all(made.stdout) if item["kind"] == "DaemonSet"]
+    (found,) = [item for item in rendered(own) if item["kind"] == "DaemonSet"]
     patches = [
         f"components/{name}/{patch['path']}"
         for name in components
         for patch in documents(f"components/{name}/kustomization.yaml")[0]["patches"]
     ]
     expected = patched(*patches)
-    rendered = found["spec"]["template"]["spec"]
-    assert without_order(rendered, is_rendered=True) == without_order(expected, is_rendered=False)
+    spec = found["spec"]["template"]["spec"]
+    assert without_order(spec, is_rendered=True) == without_order(expected, is_rendered=False)
 
 
 def without_order(spec: dict[str, Any], *, is_rendered: bool) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,14 @@ from tests.support_manifests import (
     host_mounts,
     mount_of,
     pod_spec,
+    rendered,
     variables,
+)
+
+KUSTOMIZATIONS = sorted(
+    str(path.parent.relative_to(MANIFESTS))
+    for path in MANIFESTS.rglob("kustomization.yaml")
+    if "components" not in path.parts
 )
 
 
@@ -227,6 +235,32 @@ def test_every_file_of_the_base_and_the_overlay_is_listed() -> None:
             assert (directory / component / "kustomization.yaml").exists()
     (volume,) = [v for v in pod_spec()["volumes"] if v["name"] == "settings"]
     assert volume["configMap"]["name"] == base["configMapGenerator"][0]["name"]
+
+
+@pytest.mark.parametrize("directory", KUSTOMIZATIONS)
+def test_kustomize_renames_nothing_but_references_to_what_it_generates(directory: str) -> None:
+    """It adds a hash to a generated ConfigMap's name, and to the same name wherever a ConfigMap could be meant: a Role's
+    resourceNames among them, though they name a Lease."""
+    found = rendered(directory)
+    hashed = {
+        item["metadata"]["name"]
+        for item in found
+        if item["kind"] in ("ConfigMap", "Secret") and re.search(r"-[a-z0-9]{10}$", item["metadata"]["name"])
+    }
+    places = {(path, text) for item in found for path, text in _texts(item) if text in hashed}
+    assert {text for path, text in places if path[-2:] == ("configMap", "name")} == hashed, "each is mounted"
+    assert {path[-2:] for path, _ in places} <= {("metadata", "name"), ("configMap", "name")}
+
+
+def _texts(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _texts(inner, (*path, name))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner, path)
+    elif isinstance(value, str):
+        yield path, value
 
 
 def test_the_check_job_is_the_daemon_sets_pod() -> None:
