@@ -44,7 +44,7 @@ OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS_FRAME,
 """What a client begins its connection with."""
 
 
-def _frame(kind: int, flags: int, stream_id: int, content: bytes) -> bytes:
+def frame(kind: int, flags: int, stream_id: int, content: bytes) -> bytes:
     return struct.pack(">I", len(content))[1:] + struct.pack(">BBI", kind, flags, stream_id) + content
 
 
@@ -52,14 +52,14 @@ def canned_calls(numbers: Iterable[int], message: bytes = REQUEST) -> bytes:
     """One whole call for each number, which is the connection's how many-th call it is, from 0."""
     content = struct.pack(">BI", 0, len(message)) + message
     return b"".join(
-        _frame(_HEADERS_FRAME, _END_HEADERS, 2 * n + 1, _BLOCK) + _frame(_DATA_FRAME, _END_STREAM, 2 * n + 1, content)
+        frame(_HEADERS_FRAME, _END_HEADERS, 2 * n + 1, _BLOCK) + frame(_DATA_FRAME, _END_STREAM, 2 * n + 1, content)
         for n in numbers
     )
 
 
-def half_a_call() -> bytes:
+def half_a_call(stream_id: int = 1) -> bytes:
     """Its headers, and no message."""
-    return _frame(_HEADERS_FRAME, _END_HEADERS, 1, _BLOCK)
+    return frame(_HEADERS_FRAME, _END_HEADERS, stream_id, _BLOCK)
 
 
 class EndsCounter:

@@ -3,14 +3,16 @@
 | attack | bound |
 |---|---|
 | many connections, idle or half-open | `max_connections`, more are closed at accept; `idle_s` without a call cuts off |
+| connections opened and closed in a loop | charged as reading is; over its budget nothing of a socket is accepted |
 | floods of pings or settings | `bytes_per_s` for all connections of the socket together, read in small pieces |
-| whatever costs time (calls begun and reset) | `busy_share` of the processor for the socket, and of `SharedBudget` for all |
+| whatever costs time (calls begun and reset, faults) | `busy_share` of a processor for a socket; `SharedBudget` for all |
 | peers that send and never read | nothing is read from a peer while answers to it wait |
 | large requests, many calls at once | windows of 64 KiB, 16 calls a connection, 8 KiB of headers, `max_request_bytes` |
 
 The answers must be small: a handler that sends more than a window waits for a peer that may not come. Limits of calls are
-the handler's business. It uses private names of grpclib and h2, as kit/grpc_server.py does. State owned: the
-connections and the byte budget of one server.
+the handler's business. Time is the thread's processor time: a busy node costs nobody his budget. It uses private names of
+grpclib and h2, as kit/grpc_server.py does, and one of asyncio: its server accepts without a limit and cannot be paused.
+State owned: the connections and the byte budget of one server.
 """
 
 from __future__ import annotations
@@ -43,8 +45,12 @@ _READ_BYTES = 256
 """A call that is begun and reset has 32 bytes: at most 8 of them are handled before other sockets are served."""
 _CALL_COST_S = 0.0002
 """What a call costs besides the reading: its task, and the end of it. What its handler costs is the handler's to charge."""
+_CONNECTION_COST_S = 0.0002
+"""What a connection costs besides what is measured: the loop's turns for accept, begin and end, and the kernel's close."""
 _BACKLOG = 16
-"""asyncio accepts so many connections of one socket before it serves the others."""
+"""So many connections of one socket may wait to be accepted; one is accepted at a time."""
+_ACCEPT_RETRY_S = 1.0
+"""After one could not be accepted, as without a free descriptor."""
 _WARNING_INTERVAL_S = 60.0
 
 
@@ -98,7 +104,49 @@ class BoundedGrpcServer(GrpcServer):
 
     async def serve(self, sock: socket.socket) -> None:
         """As GrpcServer.serve."""
-        await self._listen(sock, lambda: _Bounded(self), backlog=_BACKLOG)
+        await self._listen(sock, asyncio.Protocol, start_serving=False)  # it closes the socket, and accepts nothing
+        sock.listen(_BACKLOG)
+        self._watch_listener()
+
+    def _watch_listener(self) -> None:
+        sock = self._listener
+        if sock is not None and sock.fileno() >= 0 and not self._is_stopping:
+            asyncio.get_running_loop().add_reader(sock.fileno(), self._accept, sock)
+
+    def _leave_listener(self) -> None:
+        if self._listener is not None and self._listener.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+
+    def _accept(self, listener: socket.socket) -> None:
+        started_at = time.thread_time()
+        loop = asyncio.get_running_loop()
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as e:
+            self._leave_listener()
+            loop.call_later(_ACCEPT_RETRY_S, self._watch_listener)
+            if self._warnings.take():
+                log.warning("grpc_accept_failed", error=e.strerror, retry_after_s=_ACCEPT_RETRY_S, **self._fields)
+            return
+        protocol = self._admitted()
+        if protocol is None:
+            sock.close()
+        else:
+            sock.setblocking(False)
+            loop._make_socket_transport(sock, protocol)  # type: ignore[attr-defined]
+        self.charge(0, time.thread_time() - started_at + _CONNECTION_COST_S)
+
+    def _admitted(self) -> _Bounded | None:
+        """What handles one more connection; None where it is one too many."""
+        if len(self._bounded) < self.limits.max_connections:
+            return _Bounded(self, self._protocol_factory())
+        self._refused += 1
+        if self._warnings.take():
+            log.warning("grpc_connections_refused", refused=self._refused, open=len(self._bounded), **self._fields)
+            self._refused = 0
+        return None
 
     @property
     def is_paused(self) -> bool:
@@ -111,22 +159,38 @@ class BoundedGrpcServer(GrpcServer):
         self._bounded.discard(connection)
 
     def charge(self, nbytes: int, seconds: float) -> None:
-        """Counts the cost of one reading. A socket over its budget is read from on no connection until it has refilled."""
+        """Counts the cost of one reading or connection. A socket over its budget reads nothing and accepts nothing until it
+        has refilled."""
+        wait_s = self._owe(nbytes, seconds)
+        if wait_s > 0 and self._pause is None and not self._is_stopping:
+            started_at = time.thread_time()
+            self._pause = asyncio.get_running_loop().call_later(wait_s, self._resume)
+            self._leave_listener()
+            self._set_reading(started_at)
+
+    def _owe(self, nbytes: int, seconds: float) -> float:
+        """Until when nothing may be read, in seconds from now."""
         wait_s = max(self._bytes.owe(nbytes), self._busy.owe(seconds))
         if self._shared is not None:
             shared_s = self._shared.busy.owe(seconds)
             if self._busy.level < self.limits.busy_burst_s / 2:
                 wait_s = max(wait_s, shared_s)
-        if wait_s <= 0 or self._pause is not None or self._is_stopping:
-            return
-        self._pause = asyncio.get_running_loop().call_later(wait_s, self._resume)
-        for connection in self._bounded:
-            connection.set_reading()
+        return wait_s
 
     def _resume(self) -> None:
+        wait_s = self._owe(0, 0.0)
+        if wait_s > 0:  # connections that ended meanwhile were charged too
+            self._pause = asyncio.get_running_loop().call_later(wait_s, self._resume)
+            return
+        started_at = time.thread_time()
         self._pause = None
+        self._watch_listener()
+        self._set_reading(started_at)
+
+    def _set_reading(self, started_at: float) -> None:
         for connection in self._bounded:
             connection.set_reading()
+        self._owe(0, time.thread_time() - started_at)
 
     async def stop(self, grace_s: float = 0.5) -> None:
         """As GrpcServer.stop."""
@@ -135,77 +199,65 @@ class BoundedGrpcServer(GrpcServer):
             self._pause = None
         await super().stop(grace_s)
 
-    def admit(self) -> H2Protocol | None:
-        """What handles one more connection; None where it is one too many, or was accepted while the server stopped."""
-        if self._is_stopping:
-            return None
-        if self.connections < self.limits.max_connections:
-            return self._protocol_factory()
-        self._refused += 1
-        if self._warnings.take():
-            log.warning("grpc_connections_refused", refused=self._refused, open=self.connections, **self._fields)
-            self._refused = 0
-        return None
-
 
 class _Bounded(asyncio.BufferedProtocol):
     """Between a transport and the connection that handles it: reads little, and only within the budget."""
 
-    _inner: H2Protocol
-    _transport: asyncio.Transport
-
-    def __init__(self, server: BoundedGrpcServer) -> None:
+    def __init__(self, server: BoundedGrpcServer, inner: H2Protocol) -> None:
         self._server = server
+        self._inner = inner
         self._loop = asyncio.get_running_loop()
         self._made_at = self._loop.time()
-        self._buffer = bytearray()
-        self._is_admitted = False
+        self._buffer = bytearray(_READ_BYTES)
         self._idle: asyncio.TimerHandle | None = None
         self._is_write_paused = False
+        self._transport: asyncio.Transport | None = None
+        server.register(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        started_at = time.thread_time()
         self._transport = cast(asyncio.Transport, transport)
-        started_at = time.perf_counter()
-        inner = self._server.admit()
-        if inner is None:
-            self._transport.abort()
-            return
-        self._is_admitted = True
-        self._buffer = bytearray(_READ_BYTES)
-        self._inner = inner
-        inner.connection_made(transport)
-        h2 = inner.connection._connection
+        self._inner.connection_made(transport)
+        if not transport.is_closing():  # the server stops
+            self._begin()
+        self._server.charge(0, time.thread_time() - started_at)
+
+    def _begin(self) -> None:
+        connection = self._inner.connection
+        h2 = connection._connection
         h2.decoder.max_header_list_size = _HEADER_BYTES
         h2.update_settings({SettingCodes.MAX_CONCURRENT_STREAMS: _CALLS_PER_CONNECTION})
         h2.local_settings.acknowledge()  # in force from the start: a hostile peer would never acknowledge
-        inner.connection.flush()
+        connection.flush()
         self._watch(self._server.limits.idle_s)
-        self._server.register(self)
         if self._server.is_paused:
-            asyncio.get_running_loop().call_soon(self.set_reading)  # the transport begins to read after this call
-        self._server.charge(0, time.perf_counter() - started_at)
+            self._loop.call_soon(self.set_reading)  # the transport begins to read after this call
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        started_at = time.thread_time()
         if self._idle is not None:
             self._idle.cancel()
         self._server.forget(self)
-        if self._is_admitted:
-            self._inner.connection_lost(cast(Exception | None, exc))
+        self._inner.connection_lost(cast(Exception | None, exc))
+        self._server.charge(0, time.thread_time() - started_at)
 
     def get_buffer(self, sizehint: int) -> bytearray:
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        started_at, calls = time.perf_counter(), self._calls
-        self._inner.data_received(bytes(memoryview(self._buffer)[:nbytes]))
-        self._server.charge(nbytes, time.perf_counter() - started_at + (self._calls - calls) * _CALL_COST_S)
+        started_at, calls = time.thread_time(), self._calls
+        try:
+            self._inner.data_received(bytes(memoryview(self._buffer)[:nbytes]))
+        finally:
+            spent_s = time.thread_time() - started_at + (self._calls - calls) * _CALL_COST_S
+            self._server.charge(nbytes, spent_s)
 
     @property
     def _calls(self) -> int:
         return cast(int, self._inner.handler.accepted)  # type: ignore[attr-defined]  # kit/grpc_server.py's handler
 
     def eof_received(self) -> bool | None:
-        return self._inner.eof_received() if self._is_admitted else None
+        return self._inner.eof_received()
 
     def pause_writing(self) -> None:
         self._is_write_paused = True
@@ -219,7 +271,7 @@ class _Bounded(asyncio.BufferedProtocol):
 
     def set_reading(self) -> None:
         """Reads, or not, as the answers' way out and the socket's budget allow."""
-        if self._transport.is_closing():
+        if self._transport is None or self._transport.is_closing():
             return
         if self._is_write_paused or self._server.is_paused:
             self._transport.pause_reading()
@@ -236,5 +288,5 @@ class _Bounded(asyncio.BufferedProtocol):
         left_s = last + self._server.limits.idle_s - self._loop.time()
         if left_s > 0:
             self._watch(left_s)
-        else:
+        elif self._transport is not None:
             self._transport.abort()  # not close(): it would wait for a peer that does not read

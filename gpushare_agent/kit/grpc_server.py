@@ -9,6 +9,8 @@ private to grpclib: hence `grpclib<0.5` in pyproject.toml.
 | an unknown method is answered without content-type | the client reads UNKNOWN, not UNIMPLEMENTED |
 | close() leaves connections open | on Python 3.12 wait_closed() hangs while a client stays |
 | a request has no size limit, and faults in it are "Internal Server Error" | memory grows; the peer gets no reason |
+| an unknown frame, or a header that is no text, raises out of the protocol | a traceback in the log for each |
+| a breach of the protocol closes the connection without the GOAWAY that h2 prepared | the peer gets no reason |
 
 State owned: the open connections of one server.
 """
@@ -20,6 +22,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import structlog
@@ -32,7 +35,10 @@ from grpclib.protocol import Buffer, H2Protocol
 from grpclib.protocol import Stream as H2Stream
 from grpclib.server import Handler, Server, Stream
 from h2.config import H2Configuration
+from h2.errors import ErrorCodes
+from h2.events import UnknownFrameReceived
 from h2.exceptions import ProtocolError as H2ProtocolError
+from hpack.exceptions import HPACKError, OversizedHeaderListError
 
 from gpushare_agent.kit.grpc_codec import Decoder, StrictCodec
 from gpushare_agent.kit.wire_scan import MalformedMessageError
@@ -155,6 +161,28 @@ class _Connection(H2Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._registry.add(self)
         super().connection_made(transport)
+        self.processor.processors[UnknownFrameReceived] = _ignore  # RFC 9113, 5.5
+
+    def data_received(self, data: bytes) -> None:
+        """A breach of the protocol ends the connection with GOAWAY; raised, each would be a traceback in asyncio's log."""
+        try:
+            events = self.connection.feed(data)
+            self.connection.flush()
+            for event in events:
+                self.processor.process(event)
+            if not self.connection.is_closing():
+                self.connection.flush()
+        except (H2ProtocolError, UnicodeDecodeError) as e:
+            self._end(e)
+
+    def _end(self, error: Exception) -> None:
+        """Sends GOAWAY in place of what h2 prepared since, and closes once that has left."""
+        if not self.connection.is_closing():
+            h2 = self.connection._connection
+            h2.clear_outbound_data_buffer()
+            h2.close_connection(_error_code(error))
+            self.connection.flush()
+        self.processor.close("Protocol error")
 
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._transport is None:
@@ -180,6 +208,19 @@ class _Connection(H2Protocol):
             self._transport.abort()
 
 
+def _ignore(_event: object) -> None:
+    """An event that needs no answer."""
+
+
+def _error_code(error: Exception) -> ErrorCodes:
+    """RFC 9113, 4.3: a header block that cannot be decoded is a COMPRESSION_ERROR; h2 calls it PROTOCOL_ERROR."""
+    cause = error.__cause__
+    if isinstance(cause, HPACKError) and not isinstance(cause, OversizedHeaderListError):
+        return ErrorCodes.COMPRESSION_ERROR
+    code = getattr(error, "error_code", None)
+    return code if isinstance(code, ErrorCodes) else ErrorCodes.PROTOCOL_ERROR
+
+
 class _Calls(Handler):
     """The calls of one connection."""
 
@@ -201,6 +242,13 @@ class _Calls(Handler):
         stream.buffer = _RequestBuffer(stream.buffer._ack_callback, self.max_request_bytes, needs_message=needs_message)
         super().accept(stream, headers, release_once)
         self._tasks[stream].add_done_callback(release_once)
+        self._tasks[stream].add_done_callback(partial(_reset_unanswered, stream))
+
+
+def _reset_unanswered(stream: H2Stream, _task: object) -> None:
+    """grpclib gives some calls no answer at all, as one with metadata that is not base64."""
+    if not stream.connection.is_closing() and stream.closable:
+        stream.reset_nowait(ErrorCodes.INTERNAL_ERROR)
 
 
 class _RequestBuffer(Buffer):

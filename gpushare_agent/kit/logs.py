@@ -10,7 +10,9 @@ import logging
 import sys
 import time
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -25,13 +27,15 @@ if TYPE_CHECKING:
 _LIBRARY_LEVELS = {
     "aiohttp.access": logging.WARNING,
     "asyncio": logging.WARNING,
-    "grpclib.server": logging.INFO,
+    "grpclib.server": logging.WARNING,  # at INFO each call that its peer resets has a line
     "hpack": logging.WARNING,
     "kubernetes_asyncio": logging.WARNING,
 }
 """Libraries whose debug lines are louder than the agent's own."""
-_ACCEPT_FAILED = "socket.accept() out of system resource"
+_REPEATING_LIBRARIES = ("asyncio", "grpclib.server")
+"""They log what a peer causes, as often as he does."""
 _REPEAT_AFTER_S = 60.0
+_MAX_KINDS = 100
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -60,7 +64,8 @@ def setup_logging(level: str = "info", format: str = "auto") -> None:
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     for name, least in _LIBRARY_LEVELS.items():
         logging.getLogger(name).setLevel(least)
-    logging.getLogger("asyncio").addFilter(_FILTER)  # a second time changes nothing
+    for name in _REPEATING_LIBRARIES:
+        logging.getLogger(name).addFilter(_FILTER)  # a second time changes nothing
     logging.captureWarnings(True)
     sys.excepthook = _write_uncaught
     structlog.configure(
@@ -88,30 +93,41 @@ def set_log_level(level: str) -> str:
     return old
 
 
-class AcceptFailures(logging.Filter):
-    """Lets one line a minute through about connections that could not be accepted, with how many lines it stands for.
+class RepeatedLines(logging.Filter):
+    """Lets one line a minute through of each template and class of error, with how many it stands for.
 
-    While descriptors are used up asyncio's servers fail a hundred thousand times a minute, each time with a traceback.
+    What a library logs for each input or failure has no limit of its own: while descriptors are used up, asyncio's servers
+    fail a hundred thousand times a minute, each time with a traceback.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._lines = TokenBucket(rate=1 / _REPEAT_AFTER_S, burst=1, clock=clock)
-        self._left_out = 0
+        self._clock = clock
+        self._kinds: OrderedDict[tuple[str, str, object], _Kind] = OrderedDict()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if not str(record.msg).startswith(_ACCEPT_FAILED):
-            return True
-        if not self._lines.take():
-            self._left_out += 1
+        key = (record.name, str(record.msg).partition("\n")[0][:100], record.exc_info and record.exc_info[0])
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = _Kind(TokenBucket(rate=1 / _REPEAT_AFTER_S, burst=1, clock=self._clock))
+            if len(self._kinds) > _MAX_KINDS:
+                self._kinds.popitem(last=False)
+        if not kind.lines.take():
+            kind.left_out += 1
             return False
-        if self._left_out:
-            record.msg = f"{record.msg} ({self._left_out} more of these were left out)"
-        self._left_out = 0
+        if kind.left_out:
+            record.msg = f"{record.msg} ({kind.left_out} more of these were left out)"
+        kind.left_out = 0
         return True
 
 
-_FILTER = AcceptFailures()
+@dataclass(slots=True)
+class _Kind:
+    lines: TokenBucket
+    left_out: int = 0
+
+
+_FILTER = RepeatedLines()
 
 
 def _write_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import struct
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 
 import pytest
 from grpclib import GRPCError
@@ -21,11 +23,25 @@ from gpushare_agent.isolation.vcuda.server import HANDLING_COST_S, VDeviceLimits
 from gpushare_agent.kit.bounded_grpc import ServerLimits
 from gpushare_agent.wire.vcuda import VcudaServiceStub, VDeviceRequest
 from tests.support_vdevice import ID, KEY, OTHER, OTHER_ID, OTHER_POD, POD
-from tests.support_vdevice_raw import DEADLINE_S, ENDLESS, NEVER, RawClient, flood, node_with, raw_client
+from tests.support_vdevice_raw import (
+    DEADLINE_S,
+    ENDLESS,
+    NEVER,
+    OPENING,
+    RawClient,
+    canned_calls,
+    connect_many,
+    flood,
+    frame,
+    half_a_call,
+    node_with,
+    raw_client,
+)
 
 
 async def fill(client: RawClient, content: bytes, up_to: int) -> int:
-    """Writes `content` again and again until the kernel takes no more for a while, or `up_to` bytes are written."""
+    """Writes `content` again and again until the kernel takes no more for a while, the server cuts the connection off, or
+    `up_to` bytes are written."""
     sock = client.writer.get_extra_info("socket")
     written, refused = 0, 0
     while refused < 200 and written < up_to:
@@ -34,6 +50,8 @@ async def fill(client: RawClient, content: bytes, up_to: int) -> int:
             refused = 0
         except BlockingIOError:
             refused += 1
+        except ConnectionError:
+            break
         await asyncio.sleep(0)
     return written
 
@@ -201,6 +219,101 @@ async def test_what_a_socket_reads_is_bounded_by_bytes_and_shared_by_its_connect
                 answered += sum(isinstance(event, PingAckReceived) for event in client.events)
     # each connection reads once, at most 4 KiB, before it learns that the budget is spent; a ping has 17 bytes
     assert 8 * 1024 / 17 / 2 < answered < (8 + 4 + 4 * 4) * 1024 / 17
+
+
+async def churn(path: Path, content: bytes, attempts: int) -> int:
+    """Connects, sends `content` and hangs up, again and again; how often before the socket took no more."""
+    for done in range(attempts):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
+            try:
+                sock.connect(str(path))
+                sock.send(content)
+            except BlockingIOError:
+                return done
+        await asyncio.sleep(0)  # one connection is accepted in each turn
+    return attempts
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", OPENING[:11], OPENING + frame(7, 0, 0, bytes(8)), OPENING + frame(1, 4, 1, b"\xff" * 5), b"no HTTP/2" * 9],
+    ids=["nothing", "half a preface", "GOAWAY", "no headers", "no HTTP/2"],
+)
+async def test_connections_opened_and_closed_in_a_loop_are_charged(short_dir: Path, content: bytes) -> None:
+    """Over its budget none of this socket's connections is accepted; the neighbour's are."""
+    limits = VDeviceLimits(server=ServerLimits(busy_share=NEVER, busy_burst_s=0.01))
+    async with node_with(short_dir, limits) as node:
+        assert await churn(node.socket, content, 1000) < 100  # 0.2 ms each at least, and those that wait in the socket
+        await node.neighbour_is_served()
+        assert node.attacked.connections <= 64
+
+
+async def test_after_a_loop_of_connections_the_container_is_served_again(short_dir: Path) -> None:
+    """Its connections wait in the socket until what the loop took is given back."""
+    limits = VDeviceLimits(server=ServerLimits(busy_share=0.5, busy_burst_s=0.01))
+    async with node_with(short_dir, limits) as node:
+        await churn(node.socket, b"", 1000)
+        (opened,) = await asyncio.to_thread(connect_many, node.socket, 1, OPENING + canned_calls(range(1)))
+        with opened:
+            async with asyncio.timeout(DEADLINE_S):
+                while not node.outside.codes:
+                    await asyncio.sleep(0.01)  # the server has no event for the end of a call
+    assert node.outside.codes == ["OK"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_no_mutated_session_raises_out_of_the_server(short_dir: Path, seed: int) -> None:
+    """Bytes of valid sessions flipped, left out, doubled: each ends in an answer or the end of its connection, none in a
+    traceback, and the neighbour is served."""
+    random = Random(seed)
+    raised: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: raised.append(context))
+    limits = VDeviceLimits(call_s=0.05, server=ServerLimits(busy_share=1.0, bytes_per_s=ENDLESS))
+    async with node_with(short_dir, limits) as node:
+        for _ in range(50):
+            async with raw_client(node.socket) as client:
+                client.writer.write(OPENING + mutated(random, SESSION))
+                client.writer.write_eof()
+                async with asyncio.timeout(DEADLINE_S):
+                    with suppress(ConnectionError):
+                        await client.reader.read()
+        await node.neighbour_is_served()
+        await node.wait_empty()
+    assert raised == []
+
+
+SESSION = b"".join(
+    (
+        canned_calls(range(2)),
+        frame(6, 0, 0, b"12345678"),
+        frame(8, 0, 0, b"\0\0\1\0"),
+        frame(4, 0, 0, b"\0\4\0\1\0\0"),
+        frame(2, 0, 5, bytes(5)),
+        half_a_call(5),
+        frame(3, 0, 5, b"\0\0\0\x08"),
+        frame(0xEE, 0, 0, b"unknown"),
+        canned_calls(range(4, 6)),
+    )
+)
+
+
+def mutated(random: Random, content: bytes) -> bytes:
+    """With one to eight places changed, each by one of five ways."""
+    out = bytearray(content)
+    for _ in range(random.randint(1, 8)):
+        at = random.randrange(len(out))
+        length = random.randint(1, 40)
+        piece = out[at : at + length]
+        out[at : at + length] = random.choice(
+            (
+                bytes([out[at] ^ 1 << random.randrange(8)]) + piece[1:],
+                b"",
+                piece + piece,
+                random.randbytes(length),
+                piece[::-1],
+            )
+        )
+    return bytes(out)
 
 
 async def test_more_calls_at_once_than_allowed_end_the_connection(short_dir: Path) -> None:

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import hpack
 import pytest
 from grpclib import GRPCError, Status
 from grpclib.client import Channel
@@ -20,7 +21,15 @@ from grpclib.const import Cardinality, Handler
 from grpclib.encoding.base import CodecBase
 from h2.config import H2Configuration
 from h2.connection import H2Connection
-from h2.events import ConnectionTerminated, Event, ResponseReceived, StreamEnded, TrailersReceived
+from h2.errors import ErrorCodes
+from h2.events import (
+    ConnectionTerminated,
+    Event,
+    ResponseReceived,
+    StreamEnded,
+    StreamReset,
+    TrailersReceived,
+)
 
 from gpushare_agent.kit.grpc_codec import StrictCodec, decode_generated
 from gpushare_agent.kit.grpc_server import GrpcServer
@@ -33,6 +42,18 @@ from tests.support_plugin import DEADLINE_S, Recorder, serving, short_directory
 ECHO = "/test.Echo/Echo"
 FAIL = "/test.Echo/Fail"
 WAIT = "/test.Echo/Wait"
+
+
+REQUEST_HEADERS = hpack.Encoder().encode(
+    [
+        hpack.NeverIndexedHeaderTuple(*field)
+        for field in ((":method", "POST"), (":scheme", "http"), (":path", ECHO), (":authority", "x"))
+    ]
+)
+
+
+def frame(kind: int, flags: int, stream_id: int, content: bytes) -> bytes:
+    return struct.pack(">I", len(content))[1:] + struct.pack(">BBI", kind, flags, stream_id) + content
 
 
 class Echo:
@@ -116,7 +137,10 @@ class RawClient:
         return stream_id
 
     def flush(self) -> None:
-        self._writer.write(self.h2.data_to_send())
+        self.write(self.h2.data_to_send())
+
+    def write(self, content: bytes) -> None:
+        self._writer.write(content)
 
     async def read(self) -> None:
         """Reads what is there and answers settings and pings."""
@@ -233,6 +257,48 @@ async def test_a_broken_frame_is_answered_with_what_is_wrong(data: bytes, status
         client.flush()
         headers = await client.headers_of(stream_id)
         assert (headers[b"grpc-status"], headers[b"grpc-message"]) == (status, says)
+
+
+async def test_an_unknown_frame_is_ignored() -> None:
+    """As HTTP/2 has it (RFC 9113, 5.5): the call after it is answered on the same connection."""
+    async with serving(Echo()) as path, raw_client(path) as client:
+        client.flush()
+        client.write(frame(0xEE, 0, 0, b"content") + frame(0xEE, 0xFF, 5, b""))
+        stream_id = client.begin(ECHO)
+        client.h2.send_data(stream_id, struct.pack(">BI", 0, 0), end_stream=True)
+        client.flush()
+        assert (await client.headers_of(stream_id))[b"grpc-status"] == b"0"
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"\xff\xff\xff\xff\xff", ErrorCodes.COMPRESSION_ERROR),
+        (b"\x10\x03x-a\x02\xff\xfe", ErrorCodes.PROTOCOL_ERROR),
+    ],
+    ids=["no HPACK", "no text"],
+)
+async def test_headers_that_cannot_be_read_end_the_connection_with_goaway(content: bytes, code: ErrorCodes) -> None:
+    """And nothing is raised: asyncio would log each with a traceback."""
+    raised: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: raised.append(context))
+    async with serving(Echo()) as path, raw_client(path) as client:
+        client.flush()
+        client.write(frame(1, 4, 1, REQUEST_HEADERS + content))
+        while not any(isinstance(event, ConnectionTerminated) for event in client.events):
+            await client.read()
+        assert await call(path, ECHO, b"") == b""
+    assert [event.error_code for event in client.events if isinstance(event, ConnectionTerminated)] == [code]
+    assert raised == []
+
+
+async def test_a_call_whose_metadata_is_no_base64_is_reset() -> None:
+    """grpclib would leave it without an answer, and the place that it takes."""
+    async with serving(Echo()) as path, raw_client(path) as client:
+        stream_id = client.begin(ECHO, [("x-bin", "a")])
+        client.flush()
+        while not any(isinstance(event, StreamReset) and event.stream_id == stream_id for event in client.events):
+            await client.read()
 
 
 @pytest.mark.parametrize("data", [b"\x0a\x7fshort", b"\x08\x01", b"\x0a\x02\xff\xfe", b"\xff" * 12, b"\x0b"])

@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from gpushare_agent.kit.logs import AcceptFailures
+from gpushare_agent.kit.logs import RepeatedLines
 from tests.support_deadline import DEADLINE_S
 from tests.support_settings import clean_environment
 
@@ -126,8 +126,8 @@ print(sorted(t.name for t in threading.enumerate()), len(logging.getLogger().han
     assert [json.loads(line)["event"] for line in err.splitlines()] == ["first", *["shown"] * 5]
 
 
-async def test_a_server_without_descriptors_does_not_fill_the_log() -> None:
-    """asyncio says at each attempt that it cannot accept; one line a minute is enough, other lines of it stay."""
+async def test_what_a_library_logs_for_each_input_does_not_fill_the_log() -> None:
+    """asyncio at each attempt to accept, grpclib at each call that it cannot read: one line a minute is enough."""
     code = """
 import asyncio
 asyncio_log = logging.getLogger("asyncio")
@@ -136,6 +136,12 @@ for _ in range(2):
 for _ in range(1000):
     asyncio_log.error("socket.accept() out of system resource\\nsocket: <...>")
 asyncio_log.error("something else")
+for n in range(1000):
+    logging.getLogger("grpclib.server").info("Request was cancelled: %s", n)
+    try:
+        raise KeyError(n) if n else ValueError
+    except Exception:
+        logging.getLogger("grpclib.server").exception("Server error")
 """
     async with running(code) as child:
         _, err = await child.communicate()
@@ -143,13 +149,15 @@ asyncio_log.error("something else")
     assert [event.partition("\n")[0] for event in events] == [
         "socket.accept() out of system resource",
         "something else",
+        "Server error",
+        "Server error",
     ]
 
 
 def test_the_next_line_tells_how_many_were_left_out() -> None:
     """After its minute."""
     now = 0.0
-    keeps = AcceptFailures(clock=lambda: now).filter
+    keeps = RepeatedLines(clock=lambda: now).filter
 
     def record() -> logging.LogRecord:
         text = "socket.accept() out of system resource"
