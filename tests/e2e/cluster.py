@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import secrets
 import shlex
+import socket
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+import urllib.parse
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,8 +20,8 @@ from typing import Any, TypeVar
 import pytest
 
 CORE, MEMORY = "tencent.com/vcuda-core", "tencent.com/vcuda-memory"
-DEADLINE_S = 120.0
-"""Of every wait: the slowest thing waited for is the kubelet's node status, up to ten seconds on an idle machine."""
+DEADLINE_S = 300.0
+"""Of every wait, which costs nothing where it succeeds. The node's status is the slowest: ten seconds on an idle machine."""
 RUN_LABEL = "gpushare-e2e"
 """On each namespace of a run, with the run's suffix."""
 
@@ -34,13 +39,15 @@ class DeadlineError(AssertionError):
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """`node`: the one that is used. `hooks`: the commands and folders that the user gave for what kubectl cannot do."""
+    """`node`: the one that is used. `hooks`: the commands and paths that the user gave for what kubectl cannot do."""
 
     node: str
     hostname: str
     pod_image: str
     runtime_class: str | None
     hooks: dict[str, str | None]
+    api: Path
+    """The socket of `kubectl proxy`: what is polled is read there, for a kubectl a poll is most of a core."""
     suffix: str = field(default_factory=lambda: secrets.token_hex(3))
 
     def run(self, *arguments: str, stdin: str | None = None, timeout_s: float = 60.0) -> str:
@@ -54,6 +61,14 @@ class Cluster:
 
     def items(self, *arguments: str) -> list[Object]:
         return list(self.get(*arguments)["items"])
+
+    def read(self, path: str) -> Object:
+        """The API server's answer to a GET. Raises: KubectlError."""
+        answer: Object = json.loads(read_unix(self.api, path))
+        return answer
+
+    def node_object(self) -> Object:
+        return self.read(f"/api/v1/nodes/{self.node}")
 
     def apply(self, *objects: Object, namespace: str | None = None) -> None:
         """Raises: KubectlError, also for an object that admission refuses."""
@@ -69,11 +84,12 @@ class Cluster:
                 return found
             if time.monotonic() > until:
                 raise DeadlineError(f"not within {deadline_s:.0f} s: {what}; last seen: {found!r}")
-            time.sleep(0.3)
+            time.sleep(0.2)
 
-    def pods(self, namespace: str, *arguments: str) -> dict[str, Object]:
+    def pods(self, namespace: str, *, selector: str = "") -> dict[str, Object]:
         """By name."""
-        return {pod["metadata"]["name"]: pod for pod in self.items("pods", "-n", namespace, *arguments)}
+        path = f"/api/v1/namespaces/{namespace}/pods?labelSelector={urllib.parse.quote(selector)}"
+        return {pod["metadata"]["name"]: pod for pod in self.read(path)["items"]}
 
     def wait_phase(self, namespace: str, *names: str, phase: str = "Running", deadline_s: float = DEADLINE_S) -> None:
         """Until each pod has the phase. Raises: DeadlineError, at once where a pod ended in another phase."""
@@ -87,6 +103,11 @@ class Cluster:
             return all(status.get("phase") == phase for status in states.values())
 
         self.wait_for(f"{', '.join(names)} {phase} in {namespace}", look, deadline_s=deadline_s)
+
+    def free_pods(self) -> int:
+        """How many more pods the kubelet of the node would run."""
+        taken = self.items("pods", "-A", "--field-selector", f"spec.nodeName={self.node}")
+        return int(self.node_object()["status"]["allocatable"]["pods"]) - len(taken)
 
     def start(self, namespace: str, *pods: Object) -> None:
         """Creates pods and waits until they run."""
@@ -143,21 +164,21 @@ class Cluster:
             "spec": self.pod_spec(*containers, **more),
         }
 
-    def hook(self, name: str, *, timeout_s: float = 120.0) -> None:
+    def hook(self, name: str, *, timeout_s: float = DEADLINE_S) -> None:
         """Runs the command that the user gave as `--<name>`; skips the test where there is none."""
         done = subprocess.run(
             ["bash", "-c", self._given(name)], capture_output=True, text=True, timeout=timeout_s, check=False
         )
         assert done.returncode == 0, f"--{name} ended with {done.returncode}: {done.stdout}{done.stderr}"
 
-    def folder(self, name: str) -> Path:
-        """The folder that the user gave as `--<name>`; skips the test where there is none."""
+    def path(self, name: str) -> Path:
+        """The file or folder that the user gave as `--<name>`; skips the test where there is none."""
         return Path(self._given(name))
 
     def _given(self, name: str) -> str:
         given = self.hooks[name]
         if given is None:
-            pytest.skip(f"needs the node's own processes: --{name} is not given")
+            pytest.skip(f"needs what kubectl cannot do: --{name} is not given")
         return given
 
 
@@ -178,6 +199,50 @@ def kubectl(*arguments: str, stdin: str | None = None, timeout_s: float = 60.0) 
     if done.returncode:
         raise KubectlError(f"{shown}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
+
+
+@contextmanager
+def open_proxy() -> Iterator[Path]:
+    """`kubectl proxy` on a socket that this user alone can reach."""
+    with tempfile.TemporaryDirectory(prefix="gs", dir="/tmp") as directory:
+        path = Path(directory) / "api"
+        process = subprocess.Popen(["kubectl", "proxy", f"--unix-socket={path}"], stdout=subprocess.DEVNULL)
+        try:
+            until = time.monotonic() + DEADLINE_S
+            while not path.exists():
+                assert process.poll() is None and time.monotonic() < until, "kubectl proxy does not serve"
+                time.sleep(0.05)
+            yield path
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=60)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(60)
+        self.sock.connect(str(self._path))
+
+
+def read_unix(socket_path: Path, path: str) -> bytes:
+    """The body of a GET. Raises: KubectlError."""
+    connection = _UnixConnection(socket_path)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        body = answer.read()
+    except OSError as error:
+        raise KubectlError(f"GET {path}: {error}") from error
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise KubectlError(f"GET {path}: {answer.status} {body[:500]!r}")
+    return body
 
 
 def message_of(pod: Object) -> str:

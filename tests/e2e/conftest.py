@@ -7,7 +7,7 @@ To add a test: a file tests/e2e/test_<topic>.py with `pytestmark = pytest.mark.e
   `change(…)` in place, `remove()`; and `exec`, `signal`, `view`, `ledger`, `kubelet_records`. The next test that takes
   `installed` gets the default one again. What `install` did not make, the test removes.
 - `namespace`: one of its own, removed with all that is in it. Objects without one: with `cluster.suffix` in their name.
-- What kubectl cannot do: `cluster.hook("restart-kubelet")`, `cluster.folder("static-pods")`; they skip where none was given.
+- What kubectl cannot do: `cluster.hook("restart-kubelet")`, `cluster.path("static-pods")`; they skip where none was given.
 A test skips, with the reason, what a cluster lacks. Poll with `cluster.wait_for`; no sleeps, no timings.
 """
 
@@ -18,19 +18,20 @@ import os
 import secrets
 import shutil
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 
 from gpushare_agent import __version__
-from tests.e2e.cluster import DEADLINE_S, RUN_LABEL, Cluster, KubectlError, Object, kubectl, names_of
-from tests.e2e.installation import MANIFESTS, NODE_LABEL, SYSTEM, Installation, found_installed, take_off_node
+from tests.e2e.cluster import DEADLINE_S, RUN_LABEL, Cluster, KubectlError, Object, kubectl, names_of, open_proxy
+from tests.e2e.installation import LABEL, MANIFESTS, NODE_LABEL, SYSTEM, Installation, found_installed, take_off_node
 
 CLUSTER = pytest.StashKey[Cluster]()
-AGENTS = ("-l", "app.kubernetes.io/name=gpushare-agent")
 MOST_SHOWN = 20_000
 """Characters of one command's output in the report of a failure: its end."""
 HOOKS = {
     "restart-kubelet": "COMMAND that restarts the kubelet of the node and ends when it runs again",
+    "audit-log": "FILE that is the API server's audit log, of level Metadata at least for the agent's service account",
     "static-pods": "DIR that is the node's static pod path",
 }
 
@@ -48,12 +49,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """The user's cluster, on which the product is not installed."""
+def api() -> Iterator[Path]:
+    """`kubectl proxy`, where there is a cluster."""
     if not os.environ.get("KUBECONFIG"):
         pytest.skip("KUBECONFIG names no cluster; a default one is not taken, for the tests install a system component")
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not on the PATH")
+    with open_proxy() as path:
+        yield path
+
+
+@pytest.fixture(scope="session")
+def cluster(request: pytest.FixtureRequest, api: Path) -> Iterator[Cluster]:
+    """The user's cluster, on which the product is not installed."""
     option = request.config.getoption
     node = _chosen_node(option("--node"))
     labels = node["metadata"].get("labels", {})
@@ -63,6 +71,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         pod_image=option("--pod-image"),
         runtime_class=option("--runtime-class"),
         hooks={name: option(f"--{name}") for name in HOOKS},
+        api=api,
     )
     request.config.stash[CLUSTER] = cluster
     if found := found_installed(cluster):
@@ -82,7 +91,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 def _chosen_node(name: str | None) -> Object:
     """The named node, else the only one with the label, else the only one."""
-    nodes = json.loads(kubectl("get", "nodes", "-o", "json"))["items"]
+    nodes: list[Object] = json.loads(kubectl("get", "nodes", "-o", "json"))["items"]
     labelled = [node for node in nodes if NODE_LABEL in node["metadata"].get("labels", {})]
     chosen = [node for node in nodes if node["metadata"]["name"] == name] if name else labelled or nodes
     if len(chosen) != 1:
@@ -135,6 +144,8 @@ def namespace(cluster: Cluster) -> Iterator[str]:
             "metadata": {"name": name, "labels": {RUN_LABEL: cluster.suffix}},
         }
     )
+    accounts = f"/api/v1/namespaces/{name}/serviceaccounts"
+    cluster.wait_for("the service account of pods", lambda: cluster.read(accounts)["items"])
     yield name
     owners = "deployments,statefulsets,daemonsets,replicasets,jobs,cronjobs"
     cluster.run("delete", owners, "--all", "-n", name, "--cascade=background", "--wait=false")
@@ -167,8 +178,8 @@ def _seen(cluster: Cluster, namespace: str) -> Iterator[tuple[str, str]]:
     }
     if namespace == SYSTEM:
         what |= {
-            "agent's log": ("logs", *AGENTS, "--all-containers", "--tail=60"),
-            "agent's log before": ("logs", *AGENTS, "--all-containers", "--tail=60", "--previous"),
+            "agent's log": ("logs", "-l", LABEL, "--all-containers", "--tail=60"),
+            "agent's log before": ("logs", "-l", LABEL, "--all-containers", "--tail=60", "--previous"),
         }
     for title, arguments in what.items():
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,17 @@ import pytest
 import yaml
 
 from gpushare_agent.model.names import split_device_id
-from tests.e2e.cluster import CORE, MEMORY, Cluster, KubectlError, Object
+from tests.e2e.cluster import CORE, DEADLINE_S, MEMORY, Cluster, Object
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
 SYSTEM = "gpushare-system"
 NODE_LABEL = "nvidia-device-enable"
-SELECTOR = ("-n", SYSTEM, "-l", "app.kubernetes.io/name=gpushare-agent")
+LABEL = "app.kubernetes.io/name=gpushare-agent"
+BLOCK_BYTES = 256 * 1024 * 1024
 CHECKPOINT = "/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint"
+
+Ledger = dict[str, tuple[int, int, tuple[int, ...]]]
+"""namespace/pod/container -> hundredths of a GPU, bytes, indexes of the GPUs."""
 
 SIGNAL_PROGRAM = """
 import os, pathlib, sys
@@ -43,7 +47,7 @@ class Installation:
         self.cluster = cluster
         self.overlay = overlay
         self.image = image
-        self._folder = folder
+        self.folder = folder
         self._installed: str | None = None
 
     def kustomization(
@@ -55,7 +59,7 @@ class Installation:
     ) -> str:
         """The text of a user's kustomization of folders below manifests/, limited to the node of the run."""
         name, _, tag = (image or self.image).rpartition(":")
-        above = Path(os.path.relpath(MANIFESTS, self._folder))
+        above = Path(os.path.relpath(MANIFESTS, self.folder))
         document = {
             "apiVersion": "kustomize.config.k8s.io/v1beta1",
             "kind": "Kustomization",
@@ -80,29 +84,40 @@ class Installation:
         self.remove()
         self.apply(text)
 
+    def render(self, *resources: str, **more: Any) -> str:
+        """The objects of such a kustomization, which is not installed."""
+        folder = self.folder.with_name(f"{self.folder.name}-rendered")
+        folder.mkdir(exist_ok=True)
+        (folder / "kustomization.yaml").write_text(self.kustomization(*resources, **more), encoding="utf-8")
+        return self.cluster.run("kustomize", str(folder))
+
     def change(self, *resources: str, **more: Any) -> None:
         """As a user changes or upgrades what is there: apply without a removal before."""
         self.apply(self.kustomization(*resources, **more))
 
     def apply(self, text: str) -> None:
-        (self._folder / "kustomization.yaml").write_text(text, encoding="utf-8")
+        (self.folder / "kustomization.yaml").write_text(text, encoding="utf-8")
         self._installed = text
         self.cluster.run("label", "node", self.cluster.node, f"{NODE_LABEL}=enable", "--overwrite")
-        self.cluster.run("apply", "-k", str(self._folder))
+        self.cluster.run("apply", "-k", str(self.folder))
         self.wait_ready()
 
     def wait_ready(self) -> None:
         """Until the rollout is complete and the node offers the resources."""
-        self.cluster.run("-n", SYSTEM, "rollout", "status", "daemonset/gpushare-agent", "--timeout=180s", timeout_s=190)
+        self.cluster.run("-n", SYSTEM, "rollout", "status", "daemonset/gpushare-agent", timeout_s=2 * DEADLINE_S)
         self.cluster.wait_for("the node offers both resources", lambda: all(self.offered().values()))
 
     def offered(self) -> dict[str, int]:
         """What the kubelet says is allocatable."""
-        shown = self.cluster.get("node", self.cluster.node)["status"]["allocatable"]
+        shown = self.cluster.node_object()["status"]["allocatable"]
         return {resource: int(shown.get(resource, "0")) for resource in (CORE, MEMORY)}
 
+    def gpus(self) -> int:
+        """How many the node offers, a hundred units of cores each."""
+        return self.offered()[CORE] // 100
+
     def _serves(self) -> bool:
-        pods = self.cluster.items("pods", *SELECTOR)
+        pods = list(self.agents().values())
         return len(pods) == 1 and "deletionTimestamp" not in pods[0]["metadata"] and all(self.offered().values())
 
     def remove(self) -> None:
@@ -110,17 +125,22 @@ class Installation:
         if self._installed is None:
             return
         take_off_node(self.cluster)
-        self.cluster.run("delete", "--ignore-not-found", "-k", str(self._folder), timeout_s=180)
+        self.cluster.run("delete", "--ignore-not-found", "-k", str(self.folder), timeout_s=DEADLINE_S)
         self._installed = None
+
+    def agents(self) -> dict[str, Object]:
+        """The agent's pods by name: one, but for the moment of an update."""
+        return self.cluster.pods(SYSTEM, selector=LABEL)
 
     def agent(self) -> str:
         """The name of the agent's pod that is ready."""
 
         def look() -> str | None:
-            for pod in self.cluster.items("pods", *SELECTOR):
-                ready = any(one["type"] == "Ready" and one["status"] == "True" for one in pod["status"]["conditions"])
+            for name, pod in self.agents().items():
+                conditions = pod["status"].get("conditions", [])
+                ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
                 if ready and "deletionTimestamp" not in pod["metadata"]:
-                    return str(pod["metadata"]["name"])
+                    return name
             return None
 
         return self.cluster.wait_for("an agent that is ready", look)
@@ -139,11 +159,10 @@ class Installation:
     def view(self, path: str = "node") -> Object:
         """The agent's answer at /api/v1/<path>."""
         base = f"/api/v1/namespaces/{SYSTEM}/pods/{self.agent()}:5678/proxy/api/v1/"
-        answer: Object = json.loads(self.cluster.run("get", "--raw", base + path))
-        return answer
+        return self.cluster.read(base + path)
 
-    def ledger(self) -> dict[str, tuple[int, int, tuple[int, ...]]]:
-        """namespace/pod/container -> hundredths, bytes, indexes of the GPUs: what the agent has allocated."""
+    def ledger(self) -> Ledger:
+        """What the agent has allocated."""
         return {
             f"{one['namespace']}/{one['pod']}/{one['container']}": (
                 one["cores"],
@@ -153,18 +172,23 @@ class Installation:
             for one in self.view()["containers"]
         }
 
-    def wait_ledger(self, namespace: str, number: int) -> dict[str, tuple[int, int, tuple[int, ...]]]:
+    def wait_ledger(self, namespace: str, number: int) -> Ledger:
         """The ledger's entries of a namespace, as soon as there are that many."""
 
-        def look() -> dict[str, tuple[int, int, tuple[int, ...]]] | None:
-            found = {key: one for key, one in self.ledger().items() if key.startswith(namespace + "/")}
-            return found | {"": (0, 0, ())} if len(found) == number else None
+        found: Ledger = {}
 
-        return {key: one for key, one in self.cluster.wait_for(f"{number} in the ledger", look).items() if key}
+        def look() -> bool:
+            found.clear()
+            found.update({key: one for key, one in self.ledger().items() if key.startswith(f"{namespace}/")})
+            return len(found) == number
 
-    def kubelet_records(self, uids: set[str]) -> dict[str, dict[str, list[str]]]:
+        self.cluster.wait_for(f"{number} containers of {namespace} in the ledger", look)
+        return found
+
+    def kubelet_records(self, pods: Iterable[Object]) -> dict[str, dict[str, list[str]]]:
         """pod UID -> resource -> GPU of each device ID, from the kubelet's checkpoint. Of these pods alone, for it keeps
         entries of pods that have ended until the next Allocate."""
+        uids = {pod["metadata"]["uid"] for pod in pods}
         found: dict[str, dict[str, list[str]]] = {}
         for entry in json.loads(self.exec("cat", CHECKPOINT))["Data"]["PodDeviceEntries"] or []:
             if entry["PodUID"] not in uids:
@@ -179,12 +203,8 @@ class Installation:
 def take_off_node(cluster: Cluster) -> None:
     """The labels and annotations that the agent wrote, by the record of them; the label that lets it run goes first."""
     cluster.run("label", "node", cluster.node, f"{NODE_LABEL}-")
-    try:
-        cluster.run("-n", SYSTEM, "wait", "--for=delete", "pod", *SELECTOR[2:], "--timeout=60s", timeout_s=70)
-    except KubectlError as error:
-        if "no matching resources" not in str(error):
-            raise
-    written = cluster.get("node", cluster.node)["metadata"].get("annotations", {})
+    cluster.wait_for("the agent's pod is gone", lambda: not cluster.pods(SYSTEM, selector=LABEL))
+    written = cluster.node_object()["metadata"].get("annotations", {})
     if labels := written.get("gpushare-agent/labels"):
         cluster.run("label", "node", cluster.node, *(f"{label}-" for label in labels.split(",")))
     ours = [name for name in written if name.startswith("gpushare-agent/")]
@@ -197,5 +217,5 @@ def found_installed(cluster: Cluster) -> str:
     for kind, name in (("namespace", SYSTEM), ("clusterrole", "gpushare-agent")):
         if cluster.run("get", kind, name, "--ignore-not-found", "-o", "name"):
             return f"{kind} {name}"
-    offered = cluster.get("node", cluster.node)["status"].get("allocatable", {}).get(CORE, "0")
+    offered = cluster.node_object()["status"].get("allocatable", {}).get(CORE, "0")
     return "" if offered == "0" else f"node {cluster.node} offers {offered} {CORE}"

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# on_rig.sh RIG [ARGUMENT…]: `nox -s e2e -- ARGUMENT…` on a one-node cluster that the program RIG makes on this machine, and
+# that is wiped at the end, however that comes. RIG has the commands up, down, wipe, build, image, kubeconfig; root, Debian 12.
+# Variables: HAMI_CORE_SOURCE, an archive or a folder of HAMi-core (else the Containerfile fetches it); IMAGE_TAR, the agent's image
+# where it is built already; E2E, the command that runs the tests in the place of nox.
+set -euo pipefail
+rig=$(readlink -f "$1")
+shift
+here=$(cd "$(dirname "$0")/../.." && pwd)
+version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$here/gpushare_agent/__init__.py")
+export RIG_DIR=${RIG_DIR:-${TMPDIR:-/tmp}/rig}
+export PATH=$RIG_DIR/bin:$PATH
+
+work=$(mktemp -d)
+cleanup() {
+  trap - EXIT INT TERM
+  "$rig" wipe >/dev/null 2>&1 || true
+  rm -rf "$work"
+}
+trap cleanup EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# What an earlier run left, if it was killed.
+"$rig" wipe >/dev/null 2>&1 || true
+
+# The API server's audit log shows which rights are used: names of requests alone, no bodies.
+mkdir -p "$work/audit"
+cat >"$work/audit/policy.yaml" <<'POLICY'
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+  - level: Metadata
+    users: ["system:serviceaccount:gpushare-system:gpushare-agent"]
+  - level: None
+POLICY
+export RIG_APISERVER_ARGS="--audit-policy-file=$work/audit/policy.yaml --audit-log-path=$work/audit/log"
+
+"$rig" up
+if [[ -n ${IMAGE_TAR:-} ]]; then
+  "$rig" image "$IMAGE_TAR"
+else
+  # A copy of the tree: the checkout stays as it is.
+  mkdir "$work/tree"
+  git -C "$here" ls-files -z --cached --others --exclude-standard | (cd "$here" && xargs -0 cp --parents -t "$work/tree" 2>/dev/null) || true
+  source=${HAMI_CORE_SOURCE:-}
+  if [[ -d $source ]]; then
+    cp -r "$source" "$work/tree/native/sources/HAMi-core"
+  elif [[ -n $source ]]; then
+    mkdir "$work/tree/native/sources/HAMi-core" && tar -xf "$source" -C "$work/tree/native/sources/HAMi-core" --strip-components=1
+  fi
+  "$rig" build "$work/tree" "gpushare-agent:$version"
+fi
+
+export KUBECONFIG
+node_is_ready() { kubectl get nodes -o 'jsonpath={.items[*].status.conditions[?(@.type=="Ready")].status}' | grep -q True; }
+KUBECONFIG=$("$rig" kubeconfig admin)
+for _ in $(seq 300); do node_is_ready && break; sleep 1; done
+restart="$rig down -9 kubelet; $rig up kubelet"
+cd "$here"
+${E2E:-.venv/bin/nox -s e2e --} --image "gpushare-agent:$version" --static-pods "$RIG_DIR/etc/static" --audit-log "$work/audit/log" \
+  --restart-kubelet "$restart" "$@"

@@ -1,0 +1,162 @@
+"""The agent's rights are those that it needs, and it needs those that it has."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.cluster import Cluster, Object
+from tests.e2e.installation import SYSTEM, Installation
+
+pytestmark = pytest.mark.e2e
+USER = f"system:serviceaccount:{SYSTEM}:gpushare-agent"
+FORBIDDEN = [
+    *(("get", one) for one in ("secrets", "configmaps", "services", "nodes/proxy", "leases.coordination.k8s.io")),
+    *(("create", one) for one in ("pods", "pods/exec", "pods/binding", "serviceaccounts/token", "pods/eviction")),
+    *(("update", one) for one in ("pods", "nodes", "pods/status", "nodes/status")),
+    ("delete", "nodes"),
+    ("impersonate", "users"),
+    ("escalate", "clusterroles.rbac.authorization.k8s.io"),
+    ("bind", "clusterroles.rbac.authorization.k8s.io"),
+]
+"""Ways to other rights, or to other people's objects."""
+Right = tuple[str, str]
+"""A verb, and a resource with its subresource."""
+
+
+def granted(cluster: Cluster) -> set[Right]:
+    """By the ClusterRoles that are bound to the agent's service account."""
+    rules = [rule for name in _bound_roles(cluster) for rule in cluster.get("clusterrole", name)["rules"]]
+    return {right for rule in rules for right in itertools.product(rule["verbs"], rule["resources"])}
+
+
+def _bound_roles(cluster: Cluster) -> list[str]:
+    return [
+        binding["roleRef"]["name"]
+        for binding in cluster.items("clusterrolebindings")
+        for one in binding.get("subjects", [])
+        if (one.get("namespace"), one["name"]) == (SYSTEM, "gpushare-agent")
+    ]
+
+
+def test_the_agent_has_no_right_that_leads_to_others(cluster: Cluster, installed: Installation) -> None:
+    """What the API server says to the service account, whatever else of the cluster grants to all of them."""
+    allowed = [one for one in FORBIDDEN if _may(cluster, *one)]
+    assert not allowed
+    assert _may(cluster, "patch", "pods")
+
+
+def _may(cluster: Cluster, verb: str, resource: str) -> bool:
+    name, _, sub = resource.partition("/")
+    group = name.partition(".")[2]
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SubjectAccessReview",
+        "spec": {
+            "user": USER,
+            "groups": ["system:serviceaccounts", f"system:serviceaccounts:{SYSTEM}", "system:authenticated"],
+            "resourceAttributes": {
+                "verb": verb,
+                "resource": name.partition(".")[0],
+                "group": group,
+                "subresource": sub,
+            },
+        },
+    }
+    answer = json.loads(cluster.run("create", "-f", "-", "-o", "json", stdin=json.dumps(review)))
+    return bool(answer["status"]["allowed"])
+
+
+def test_what_the_agent_asks_of_the_api_server_is_what_it_may(
+    cluster: Cluster, installed: Installation, namespace: str
+) -> None:
+    """By the API server's audit log: nothing was forbidden, and each right that is granted was used."""
+    log = cluster.path("audit-log")
+    cluster.start(namespace, cluster.pod("share", 10, 1))
+    # A pod of a controller that the agent refuses has an Event and is deleted: two more rights.
+    cluster.apply(_refused(cluster), namespace=namespace)
+
+    def audited() -> tuple[set[Right], list[str]]:
+        used: set[Right] = set()
+        forbidden: list[str] = []
+        for line in log.read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            if entry["user"]["username"] != USER or "objectRef" not in entry:
+                continue
+            target = entry["objectRef"]
+            resource = "/".join(filter(None, (target["resource"], target.get("subresource"))))
+            used.add((entry["verb"], resource))
+            if entry.get("responseStatus", {}).get("code") == 403:
+                forbidden.append(f"{entry['verb']} {resource}: {entry['requestURI']}")
+        return used, forbidden
+
+    rights = granted(cluster) - SELDOM
+    try:
+        cluster.wait_for(f"each of {sorted(rights)} in the audit log", lambda: rights <= audited()[0])
+    finally:  # its pods come back ten times a second
+        cluster.run("delete", "replicaset", "refused", "-n", namespace)
+    used, forbidden = audited()
+    assert not forbidden
+    assert used <= granted(cluster)
+
+
+SELDOM = {("get", "pods")}
+"""Where a pod's call comes before the watch has its pod: happens in bursts, and cannot be provoked."""
+
+
+def _refused(cluster: Cluster) -> Object:
+    """A ReplicaSet of one pod with a share without memory, which the agent refuses."""
+    labels = {"app": "refused"}
+    template = {"metadata": {"labels": labels}, "spec": cluster.pod_spec(cluster.container(1))}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "ReplicaSet",
+        "metadata": {"name": "refused"},
+        "spec": {"replicas": 1, "selector": {"matchLabels": labels}, "template": template},
+    }
+
+
+@pytest.fixture
+def roles(cluster: Cluster, installed: Installation) -> Iterator[dict[str, Object]]:
+    """The agent's ClusterRoles by name, which are as before afterwards."""
+    found = {}
+    for name in _bound_roles(cluster):
+        found[name] = cluster.get("clusterrole", name)
+        found[name]["metadata"] = {"name": name, "annotations": found[name]["metadata"].get("annotations", {})}
+    yield found
+    for role in found.values():
+        cluster.run("replace", "-f", "-", stdin=json.dumps(role))
+
+
+def test_check_names_each_right_that_is_missing(
+    cluster: Cluster, installed: Installation, roles: dict[str, Object]
+) -> None:
+    """One right after the other is taken away: `gpushare-agent check` names it. With all of them it names none."""
+    assert "not allowed" not in _check(installed)
+    unseen = []
+    for role in roles.values():
+        for rule in role["rules"]:
+            for verb, resource in itertools.product(rule["verbs"], rule["resources"]):
+                cluster.run("replace", "-f", "-", stdin=json.dumps(_without(role, verb, resource)))
+                # The node itself cannot be read without `get nodes`, and the server's own answer says so.
+                named = rf"not allowed: .*\b{verb} {resource}\b|cannot {verb} resource \W*{resource}\b"
+                if not re.search(named, _check(installed)):
+                    unseen.append((verb, resource))
+        cluster.run("replace", "-f", "-", stdin=json.dumps(role))
+    assert not unseen
+
+
+def _check(installed: Installation) -> str:
+    return installed.exec("sh", "-c", "gpushare-agent check || true", timeout_s=120)
+
+
+def _without(role: Object, verb: str, resource: str) -> Object:
+    rules = [
+        {**rule, "verbs": [one for one in rule["verbs"] if one != verb or resource not in rule["resources"]]}
+        for rule in role["rules"]
+    ]
+    return {**role, "rules": [rule for rule in rules if rule["verbs"]]}
