@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # on_rig.sh RIG [ARGUMENT…]: `nox -s e2e -- ARGUMENT…` on a one-node cluster that the program RIG makes on this machine, and
-# that is wiped at the end, however that comes. RIG has the commands up, down, wipe, build, image, kubeconfig; root, Debian 12.
+# that is wiped before and after: not for a machine that is a node. RIG has the commands up, down, wipe, build, image, kubeconfig; root, Debian 12.
 # Variables: HAMI_CORE_SOURCE, an archive or a folder of HAMi-core (else the Containerfile fetches it); IMAGE_TAR, the agent's image
 # where it is built already; E2E, the command that runs the tests in the place of nox.
 set -euo pipefail
@@ -11,15 +11,24 @@ version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$here/gpushare_agent/__init_
 export RIG_DIR=${RIG_DIR:-${TMPDIR:-/tmp}/rig}
 export PATH=$RIG_DIR/bin:$PATH
 
-work=$(mktemp -d)
+work=$(mktemp -d) child='' made=()
+# What the agent leaves on its node by design (docs/guide/uninstall.md): this machine is the node.
+for folder in /etc/gpu-manager /var/lib/gpushare-agent; do [[ -e $folder ]] || made+=("$folder"); done
 cleanup() {
-  trap - EXIT INT TERM
+  trap - EXIT
+  [[ -z $child ]] || kill "$child" 2>/dev/null || true
   "$rig" wipe >/dev/null 2>&1 || true
-  rm -rf "$work"
+  rm -rf "$work" "${made[@]}"
 }
 trap cleanup EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
+interruptible() { # in the background, for a trap waits for what is in the foreground
+  "$@" &
+  child=$!
+  wait "$child"
+  child=''
+}
 
 # What an earlier run left, if it was killed.
 "$rig" wipe >/dev/null 2>&1 || true
@@ -37,7 +46,7 @@ rules:
 POLICY
 export RIG_APISERVER_ARGS="--audit-policy-file=$work/audit/policy.yaml --audit-log-path=$work/audit/log"
 
-"$rig" up
+interruptible "$rig" up
 if [[ -n ${IMAGE_TAR:-} ]]; then
   "$rig" image "$IMAGE_TAR"
 else
@@ -50,7 +59,7 @@ else
   elif [[ -n $source ]]; then
     mkdir "$work/tree/native/sources/HAMi-core" && tar -xf "$source" -C "$work/tree/native/sources/HAMi-core" --strip-components=1
   fi
-  "$rig" build "$work/tree" "gpushare-agent:$version"
+  interruptible timeout 900 "$rig" build "$work/tree" "gpushare-agent:$version"
 fi
 
 export KUBECONFIG
@@ -59,5 +68,5 @@ KUBECONFIG=$("$rig" kubeconfig admin)
 for _ in $(seq 300); do node_is_ready && break; sleep 1; done
 restart="$rig down -9 kubelet; $rig up kubelet"
 cd "$here"
-${E2E:-.venv/bin/nox -s e2e --} --image "gpushare-agent:$version" --static-pods "$RIG_DIR/etc/static" --audit-log "$work/audit/log" \
+interruptible ${E2E:-.venv/bin/nox -s e2e --} --image "gpushare-agent:$version" --static-pods "$RIG_DIR/etc/static" --audit-log "$work/audit/log" \
   --restart-kubelet "$restart" "$@"

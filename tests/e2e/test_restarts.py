@@ -49,8 +49,10 @@ def _restarts(installed: Installation) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
-@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.smoke), pytest.param(signal.SIGTERM, id="ended")],
+)
 def test_an_agent_that_is_killed_has_the_same_ledger_after(
     cluster: Cluster, installed: Installation, running: str, number: signal.Signals
 ) -> None:
