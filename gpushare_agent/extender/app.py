@@ -40,6 +40,7 @@ from gpushare_agent.extender.nodes import read_node
 from gpushare_agent.extender.pod_writes import PodWrites
 from gpushare_agent.extender.quota_config import read_admission_config
 from gpushare_agent.extender.quota_state import QuotaState
+from gpushare_agent.extender.quota_waiters import QuotaWaiters
 from gpushare_agent.extender.quota_watch import QuotaFeed
 from gpushare_agent.extender.tls import Tls
 from gpushare_agent.extender.values import ClusterPolicy
@@ -74,6 +75,7 @@ class ExtenderParts:
     informers: tuple[Informer, ...]
     pods: PodsFeed
     binder: Binder
+    quota_waiters: QuotaWaiters
     events: EventRecorder
     web: ExtenderWeb
 
@@ -108,6 +110,7 @@ async def serve(parts: ExtenderParts, stop: asyncio.Event, *, on_listed: Callabl
         web = group.create_task(forever("extender web", parts.web.run), name="extender web")
         tasks = [
             group.create_task(forever("binds", parts.binder.run), name="binds"),
+            group.create_task(forever("quota waiters", parts.quota_waiters.run), name="quota waiters"),
             group.create_task(forever("events", lambda: parts.events.run(parts.api)), name="events"),
             group.create_task(forever("leadership", lambda: parts.leadership.run(on_listed)), name="leadership"),
             *(
@@ -145,9 +148,10 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     state = ClusterState(policy=policy, quota=quota, on_change=quota.reservation_changed)
     election = _election(chosen, api)
     pods = PodsFeed(state=state, names=names, metrics=metrics, quota=quota, leads=election.leads, clock=clock)
+    writes = PodWrites(api=api, names=names, leads=election.leads)
     binder = Binder(
         state=state,
-        writes=PodWrites(api=api, names=names, leads=election.leads),
+        writes=writes,
         unscheduled=pods.unscheduled,
         before_reserve=quota.put_pod,
         metrics=metrics,
@@ -165,7 +169,15 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     leadership = Leadership(
         election=election, informers=informers, state=state, unscheduled=pods.unscheduled_pods, metrics=metrics
     )
-    extender = Extender(state=state, binder=binder, metrics=metrics, reserves_at_filter=chosen.reserve == "filter")
+    waiters = QuotaWaiters(quota=quota, writes=writes, unscheduled=pods.unscheduled, metrics=metrics)
+    quota.on_gain = waiters.gained
+    extender = Extender(
+        state=state,
+        binder=binder,
+        metrics=metrics,
+        quota_waiters=waiters,
+        reserves_at_filter=chosen.reserve == "filter",
+    )
     web = ExtenderWeb(
         config=_listen_config(chosen),
         verbs=ExtenderVerbs(extender, names),
@@ -183,6 +195,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
         informers=informers,
         pods=pods,
         binder=binder,
+        quota_waiters=waiters,
         events=events,
         web=web,
     )

@@ -55,6 +55,8 @@ class Filtered:
     failed: dict[str, str] = field(default_factory=dict)
     unresolvable: dict[str, str] = field(default_factory=dict)
     error: str = ""
+    over_quota: set[tuple[str, str]] = field(default_factory=set)
+    """Models and pools of the nodes that a quota refused."""
 
 
 class _Verdict(NamedTuple):
@@ -147,6 +149,7 @@ class ClusterState:
                 continue
             if has_quota and (over := self._over_quota(pod, ledger, quotas)):
                 answer.unresolvable[name] = over
+                answer.over_quota.add((ledger.node.model, ledger.node.pool))
                 continue
             verdict = verdicts.get(name)
             if verdict is None or verdict.version != ledger.version:

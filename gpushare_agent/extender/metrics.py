@@ -113,6 +113,9 @@ class ExtenderMetrics:
             ("outcome",),
             [("absent",), ("good",), ("malformed",)],
         )
+        self.quota_retried = _counter(
+            registry, "quota_retries", "Waiting pods that the scheduler was made to try again: a quota allows them now."
+        ).inc
         self.became_leader = _counter(registry, "leaderships", "Times that this replica became the leader.").inc
 
     # --- requests ---

@@ -30,6 +30,7 @@ from gpushare_agent.model.names import (
     PREDICATE_GPU_INDEX_PREFIX,
     PREDICATE_NODE_ANNOTATION,
     PREDICATE_TIME_ANNOTATION,
+    QUOTA_RETRY_ANNOTATION,
 )
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
@@ -79,6 +80,12 @@ class PodWrites:
         """A pod that asks for nothing of ours: one try, for no reservation depends on it."""
         self._check_leads()
         await self._api.bind_pod(pod.namespace, pod.name, pod.uid, node, pod.resource_version)
+
+    async def ask_for_retry(self, pod: Pod) -> None:
+        """An annotation that only makes a new version of the pod: the scheduler tries a pod again that was updated."""
+        self._check_leads()
+        written = {QUOTA_RETRY_ANNOTATION: str(self._time_ns())}
+        await self._api.patch_pod_annotations(pod.namespace, pod.name, pod.uid, written)
 
     async def bind_once(self, bind: Bind) -> AgentError | None:
         """None when the pod is bound; an error that another try may cure. Raises the other errors."""

@@ -7,6 +7,7 @@ computed from. docs/quota.md has the rules; decisions/quota.py and decisions/quo
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from gpushare_agent.extender.decisions.quota import Quota, check_quota
 from gpushare_agent.extender.decisions.quota_use import QuotaUse, use_of
@@ -31,11 +32,12 @@ class Usage:
         self._pods[uid] = namespace, model, use
         self._add(namespace, model, use, 1)
 
-    def remove(self, uid: PodUid) -> None:
-        """The pod has ended, or is not bound after all."""
+    def remove(self, uid: PodUid) -> bool:
+        """The pod has ended, or is not bound after all. Whether it counted."""
         old = self._pods.pop(uid, None)
         if old is not None:
             self._add(*old, -1)
+        return old is not None
 
     def of(self, namespace: str, model: str, *, without: PodUid | None = None) -> QuotaUse:
         """The namespace's GPUs of the model, and its totals over all models; as if `without` were not there."""
@@ -80,8 +82,19 @@ class QuotaState:
         """The reverse, for a node whose model changes."""
         self._memories: dict[str, Counter[int]] = {}
         """By model, the GPU memory sizes that nodes have now, and how many nodes have each."""
-        self.quota: Quota | None = Quota()
+        self._quota: Quota | None = Quota()
+        self.on_gain: Callable[[], None] = lambda: None
+        """Called where a quota may allow more than before: it was read again, or a pod counts no more."""
+
+    @property
+    def quota(self) -> Quota | None:
         """In force now; None: the ConfigMap was never readable."""
+        return self._quota
+
+    @quota.setter
+    def quota(self, quota: Quota | None) -> None:
+        self._quota = quota
+        self.on_gain()
 
     def __call__(self, pod: Pod, *, model: str, pool: str) -> Refused | None:
         if self.quota is None:
@@ -154,4 +167,5 @@ class QuotaState:
             on_node.pop(uid, None)
             if not on_node:
                 del self._pods_of[node]
-        self._usage.remove(uid)
+        if self._usage.remove(uid):
+            self.on_gain()

@@ -15,6 +15,7 @@ from gpushare_agent.extender.bind import Binder
 from gpushare_agent.extender.cluster_state import ClusterState, Filtered
 from gpushare_agent.extender.messages import BindArgs, NodesArgs, PreemptArgs
 from gpushare_agent.extender.metrics import ExtenderMetrics
+from gpushare_agent.extender.quota_waiters import QuotaWaiters
 from gpushare_agent.extender.values import Stage
 from gpushare_agent.model.names import PodUid
 
@@ -30,11 +31,13 @@ class Extender:
         state: ClusterState,
         binder: Binder,
         metrics: ExtenderMetrics,
+        quota_waiters: QuotaWaiters,
         reserves_at_filter: bool = False,
     ) -> None:
         self._state = state
         self._binder = binder
         self._metrics = metrics
+        self._quota_waiters = quota_waiters
         self._reserves_at_filter = reserves_at_filter
 
     async def filter(self, args: NodesArgs) -> Filtered:
@@ -62,6 +65,7 @@ class Extender:
 
     async def _judge(self, args: NodesArgs) -> Filtered:
         found = await in_steps(self._state.filter_steps(args.pod, args.names))
+        self._quota_waiters.answered(args.pod.uid, () if found.fitting else found.over_quota)
         self._metrics.filtered(len(found.fitting), len(found.failed), len(found.unresolvable))
         return found
 

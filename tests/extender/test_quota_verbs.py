@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,14 +21,19 @@ from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.quota_watch import MALFORMED, QuotaFeed
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation
 from gpushare_agent.model.errors import RefusalReason
+from gpushare_agent.model.names import QUOTA_RETRY_ANNOTATION
 from gpushare_agent.model.pods import Pod
+from tests.support_deadline import DEADLINE_S
 from tests.support_extender import (
     MODEL_LABEL,
     NAMES,
     POOL_LABEL,
+    Asker,
+    FakeCluster,
     Raw,
     eventually,
     fake_cluster,
+    put_quota,
     raw_node,
     raw_pod,
     running_extender,
@@ -223,3 +229,49 @@ async def test_a_malformed_config_map_becomes_an_event_of_the_api_server() -> No
             assert (event["type"], event["reason"]) == ("Warning", MALFORMED)
             answer = await asker.filter(pod, ["n1"])
             assert "pool" in answer["FailedAndUnresolvableNodes"]["n1"]
+
+
+def retried_at(cluster: FakeCluster, name: str) -> str:
+    return str(cluster.pod(name, "team")["metadata"].get("annotations", {}).get(QUOTA_RETRY_ANNOTATION, ""))
+
+
+async def refused(asker: Asker, pod: Raw) -> None:
+    """Waits until filter refuses the pod for its quota."""
+    async with asyncio.timeout(DEADLINE_S):
+        while "quota" not in (await asker.filter(pod, ["n1"]))["FailedAndUnresolvableNodes"].get("n1", ""):
+            await asyncio.sleep(0.005)
+
+
+async def test_a_pod_that_waits_for_quota_is_updated_once_the_quota_allows_it() -> None:
+    """So that the scheduler tries it at once. One that a raise does not help is left alone, and so is one that was never
+    refused."""
+    small, large, other = (
+        raw_pod(name, (cores, 4), namespace="team") for name, cores in (("a", 60), ("b", 90), ("c", 10))
+    )
+    async with fake_cluster(raw_node("n1"), pods=[large, small, other]) as cluster:
+        put_quota(cluster, {"team": {"vcore": 0}})
+        async with running_extender(cluster) as asker:
+            for pod in (large, small):
+                await refused(asker, pod)
+            put_quota(cluster, {"team": {"vcore": 60}})
+            await eventually(lambda: bool(retried_at(cluster, "a")))
+            assert (await asker.filter(small, ["n1"]))["NodeNames"] == ["n1"]
+            assert not retried_at(cluster, "b")
+            assert not retried_at(cluster, "c")
+
+
+async def test_a_pod_that_waits_for_quota_is_updated_when_another_one_ends() -> None:
+    """And again after it was refused once more: each refusal is answered by one update."""
+    held, waiting = (raw_pod(name, (60, 4), namespace="team") for name in ("a", "b"))
+    async with fake_cluster(raw_node("n1"), pods=[held, waiting]) as cluster:
+        put_quota(cluster, {"team": {"vcore": 60}})
+        async with running_extender(cluster) as asker:
+            assert await asker.bind(held, "n1") == ""
+            await refused(asker, waiting)
+            cluster.end_pod("team/a")
+            await eventually(lambda: bool(retried_at(cluster, "b")))
+            first = retried_at(cluster, "b")
+            put_quota(cluster, {"team": {"vcore": 0}})
+            await refused(asker, waiting)
+            put_quota(cluster, {"team": {"vcore": 60}})
+            await eventually(lambda: retried_at(cluster, "b") != first)

@@ -1,0 +1,113 @@
+"""Pods that a quota refused: once it allows them, kube-scheduler is made to try them again.
+
+A scheduler tries a pod that an extender refused again after an event of a node or pod, else after five minutes: it does not
+hear of quotas. An update of the waiting pod is such an event, in every version since 1.23 (Kubernetes 1.36,
+pkg/scheduler/framework/events.go: any update of an unscheduled pod; a scheduler with extenders registers all events). So the
+leader writes an annotation into the pod. The cheapest one: it moves this pod alone, and needs no further right.
+
+State owned: the waiting pods, with the kinds of nodes that the quota closes to them, MAX_WAITING at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from typing import NoReturn
+
+import structlog
+
+from gpushare_agent.extender.metrics import ExtenderMetrics
+from gpushare_agent.extender.pod_writes import PodWrites
+from gpushare_agent.extender.quota_state import QuotaState
+from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.model.errors import AgentError, Unavailable
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import Pod
+
+log = structlog.get_logger(__name__)
+
+NodeKind = tuple[str, str]
+"""Model and pool."""
+MAX_WAITING = 4096
+GRACE_S = 0.1
+"""From a gain to the first look: where a pod has ended, the scheduler may have seen it too, and ask by itself."""
+PACE_S = 0.05
+"""Between two writes. A pod that is bound meanwhile counts, so a small gain does not move a thousand pods."""
+RETRY_S = 1.0
+CHECKED_AT_ONCE = 64
+
+
+class QuotaWaiters:
+    """`answered` is called by the verbs, `gained` by QuotaState; `run` once. `unscheduled` finds a pod
+    without a node."""
+
+    def __init__(
+        self,
+        *,
+        quota: QuotaState,
+        writes: PodWrites,
+        unscheduled: Callable[[PodUid], Pod | None],
+        metrics: ExtenderMetrics,
+        pace_s: float = PACE_S,
+    ) -> None:
+        self._quota = quota
+        self._writes = writes
+        self._unscheduled = unscheduled
+        self._metrics = metrics
+        self._pace_s = pace_s
+        self._waiting: dict[PodUid, tuple[NodeKind, ...]] = {}
+        self._gained = asyncio.Event()
+        self._problems = ReportOnce()
+
+    def answered(self, uid: PodUid, closed: Collection[NodeKind]) -> None:
+        """Filter has answered about the pod; `closed` are the kinds of nodes that only the quota refused it, none where it
+        fits somewhere."""
+        self._waiting.pop(uid, None)
+        if closed:
+            self._waiting[uid] = tuple(closed)
+            while len(self._waiting) > MAX_WAITING:
+                del self._waiting[next(iter(self._waiting))]
+
+    def gained(self) -> None:
+        """A quota may allow more than before."""
+        self._gained.set()
+
+    async def run(self) -> NoReturn:
+        """Until cancelled."""
+        while True:
+            await self._gained.wait()
+            await asyncio.sleep(GRACE_S)
+            self._gained.clear()
+            for number, uid in enumerate(list(self._waiting)):
+                if number % CHECKED_AT_ONCE == CHECKED_AT_ONCE - 1:
+                    await asyncio.sleep(0)
+                if self._is_allowed(uid) and not await self._try_again(uid):
+                    self._gained.set()
+                    await asyncio.sleep(RETRY_S)
+                    break
+
+    def _is_allowed(self, uid: PodUid) -> bool:
+        kinds, pod = self._waiting.get(uid, ()), self._unscheduled(uid)
+        if pod is None:
+            self._waiting.pop(uid, None)
+            return False
+        return any(self._quota(pod, model=model, pool=pool) is None for model, pool in kinds)
+
+    async def _try_again(self, uid: PodUid) -> bool:
+        """Each pod once for each refusal. False where the API server did not answer."""
+        kinds, pod = self._waiting.pop(uid), self._unscheduled(uid)
+        if pod is None or not self._writes.leads():
+            return True
+        try:
+            await self._writes.ask_for_retry(pod)
+        except Unavailable as e:
+            self._waiting.setdefault(uid, kinds)
+            if self._problems.is_new(str(e)):
+                log.warning("quota_retry_not_written", error=str(e), then="tried again", retried_in_s=RETRY_S)
+            return False
+        except AgentError:  # gone or another version, or no right: the scheduler's own time is left
+            return True
+        self._problems.is_over()
+        self._metrics.quota_retried()
+        await asyncio.sleep(self._pace_s)
+        return True
