@@ -16,8 +16,7 @@ A verb's request, in the order of the checks:
 | the body does not come within `body_s`, or not to its end | 408, 400 |
 | the body is no request of this verb | the verb's own error |
 
-Decoding is not in a thread: json.loads holds the interpreter, so a thread would not free the loop. messages.py bounds it by
-the number of values: 1 MiB of the costliest that is accepted takes 30 ms.
+A body is decoded in steps of some milliseconds, of any length that is accepted (messages.py).
 
 State owned: how many long bodies are being read.
 """
@@ -49,7 +48,7 @@ from gpushare_agent.extender.messages import (
 )
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.tls import Tls, reload_certificate, tls_context
-from gpushare_agent.extender.verbs import Extender
+from gpushare_agent.extender.verbs import Extender, in_steps
 from gpushare_agent.kit.http_server import HttpLimits, HttpServer
 from gpushare_agent.kit.tcp_listeners import listen_tcp
 from gpushare_agent.model.errors import Corrupt, StartupError, Unavailable
@@ -113,7 +112,7 @@ class ExtenderVerbs:
     async def filter(self, content: bytes) -> _Result:
         args: NodesArgs | None = None
         try:
-            args = parse_nodes_args(content, self._names)
+            args = await in_steps(parse_nodes_args(content, self._names))
             answer = await self._extender.filter(args)
         except Corrupt as e:
             return _Result(filter_result(Filtered(error=str(e)), None), "bad")
@@ -122,7 +121,8 @@ class ExtenderVerbs:
     async def prioritize(self, content: bytes) -> _Result:
         """HostPriorityList has no place for an error."""
         try:
-            return _Result(host_priorities(self._extender.prioritize(parse_nodes_args(content, self._names))))
+            args = await in_steps(parse_nodes_args(content, self._names))
+            return _Result(host_priorities(self._extender.prioritize(args)))
         except Corrupt as e:
             return _Result(f"{e}\n".encode(), "bad", 400)
 
@@ -136,7 +136,7 @@ class ExtenderVerbs:
     async def preempt(self, content: bytes) -> _Result:
         """ExtenderPreemptionResult has no place for an error."""
         try:
-            args = parse_preempt_args(content, self._names)
+            args = await in_steps(parse_preempt_args(content, self._names))
         except Corrupt as e:
             return _Result(f"{e}\n".encode(), "bad", 400)
         return _Result(preemption_result(self._extender.preempt(args), args.violations))

@@ -3,13 +3,19 @@
 Format: k8s.io/kube-scheduler/extender/v1 (its Go types have no JSON tags: fields are written as they are named there, and
 read in any case, as Go does). Any client may reach the port: whatever does not fit the format raises Corrupt.
 The pod's annotations are not read. No state.
+
+A request is decoded in steps, between which the event loop may run other tasks (`verbs.in_steps`): field by field, and nodes
+and victims one by one. What is decoded at once is PART_CHARS at most, so it does not depend on a request's length how long
+the loop waits. A thread would not help: Python's decoder holds the interpreter.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from json.decoder import scanstring  # type: ignore[attr-defined]  # undocumented, in C
 from typing import Any
 
 from gpushare_agent.cluster.kube.pods import mapping_or_empty
@@ -27,6 +33,15 @@ FREE_VALUES = 10_000
 BYTES_OF_A_VALUE = 16
 """Of a longer request, on average and at least: real ones have 20 and more. What is made of small ones only, such as empty
 objects, takes 35 times its size in memory, and is refused before it is decoded."""
+PART_CHARS = 1024 * 1024
+"""Of a pod, a node, or the list of names: 20,000 names of 50 characters, 256 containers of 4 KiB each. The costliest takes
+40 ms to decode."""
+TRIED_CHARS = (2 * 1024, 32 * 1024, PART_CHARS)
+"""So much is given to Python's decoder, which cannot be told where to end, until the value is complete in it."""
+STEP_CHARS = 32 * 1024
+"""Decoded in one step, where parts are small; some milliseconds."""
+BIND_BYTES = 16 * 1024
+"""Of a bind's request: four names."""
 MAX_FIELDS = 64
 """Of a request's top level, whose names are folded one by one."""
 MAX_CONTAINERS = 256
@@ -36,12 +51,12 @@ MAX_VIOLATIONS = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesArgs:
-    """ExtenderArgs. `names` are the nodes in the order given; `raw_nodes` has their objects by name where the scheduler
-    sent whole nodes (nodeCacheCapable false), else None."""
+    """ExtenderArgs. `names` are the nodes in the order given; `raw_nodes` has their JSON by name where the scheduler sent
+    whole nodes (nodeCacheCapable false), else None."""
 
     pod: Pod
     names: Sequence[str]
-    raw_nodes: Mapping[str, Any] | None = None
+    raw_nodes: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,69 +78,128 @@ class PreemptArgs:
     violations: Mapping[str, int]
 
 
-def parse_nodes_args(content: bytes | bytearray, names: ResourceNames) -> NodesArgs:
-    raw = _top(content, "ExtenderArgs")
+def parse_nodes_args(content: bytes, names: ResourceNames) -> Generator[None, None, NodesArgs]:
+    """In steps. Raises Corrupt."""
+    reader, raw = _Reader(content, "ExtenderArgs"), dict[str, Any]()
+    for field in reader.fields():
+        if field == "nodes" and reader.next_char() == "{":
+            raw[field] = yield from _read_nodes(reader)
+        else:
+            raw[field] = reader.part()
+            yield
+    reader.end()
     pod = _pod(raw, "ExtenderArgs", names)
-    raw_names, raw_nodes = raw.get("nodenames"), raw.get("nodes")
-    if raw_names is not None:
-        return NodesArgs(pod=pod, names=_names(raw_names))
-    if raw_nodes is None:
+    if raw.get("nodenames") is not None:
+        return NodesArgs(pod=pod, names=_names(raw["nodenames"]))
+    if raw.get("nodes") is None:
         raise Corrupt("ExtenderArgs: neither Nodes nor NodeNames is there")
-    raw_items = raw_nodes.get("items") if isinstance(raw_nodes, dict) else _no("ExtenderArgs.Nodes", "an object")
-    items = _few(_list(raw_items, "ExtenderArgs.Nodes.items"), "ExtenderArgs.Nodes.items")
-    by_name = {_node_name(item, number): item for number, item in enumerate(items)}
+    by_name: dict[str, str] = raw["nodes"] if isinstance(raw["nodes"], dict) else _no("ExtenderArgs.Nodes", "an object")
     return NodesArgs(pod=pod, names=list(by_name), raw_nodes=by_name)
 
 
-def parse_bind_args(content: bytes | bytearray) -> BindArgs:
-    raw = _top(content, "ExtenderBindingArgs")
+def _read_nodes(reader: _Reader) -> Generator[None, None, dict[str, str]]:
+    """The JSON of each node of a NodeList by the node's name."""
+    by_name: dict[str, str] = {}
+    for field in reader.fields():
+        if field != "items" or reader.next_char() != "[":
+            if reader.part() is not None and field == "items":
+                _no("ExtenderArgs.Nodes.items", "a list")
+            continue
+        for number in reader.elements():
+            node, text = reader.part_and_text()
+            by_name[_node_name(node, number)] = text
+            if len(by_name) > MAX_NODES:
+                _no("ExtenderArgs.Nodes.items", f"of at most {MAX_NODES} nodes")
+            if reader.is_step():
+                yield
+    return by_name
+
+
+def parse_bind_args(content: bytes) -> BindArgs:
+    """Raises Corrupt."""
+    what = "ExtenderBindingArgs"
+    if len(content) > BIND_BYTES:
+        raise Corrupt(f"{what}: {len(content)} bytes are no scheduler's request")
+    reader = _Reader(content, what)
+    raw = {field: reader.part() for field in reader.fields()}
+    reader.end()
     return BindArgs(
-        namespace=_name(raw.get("podnamespace"), "ExtenderBindingArgs.PodNamespace"),
-        pod=_name(raw.get("podname"), "ExtenderBindingArgs.PodName"),
-        uid=PodUid(_name(raw.get("poduid"), "ExtenderBindingArgs.PodUID")),
-        node=_name(raw.get("node"), "ExtenderBindingArgs.Node"),
+        namespace=_name(raw.get("podnamespace"), f"{what}.PodNamespace"),
+        pod=_name(raw.get("podname"), f"{what}.PodName"),
+        uid=PodUid(_name(raw.get("poduid"), f"{what}.PodUID")),
+        node=_name(raw.get("node"), f"{what}.Node"),
     )
 
 
-def parse_preempt_args(content: bytes | bytearray, names: ResourceNames) -> PreemptArgs:
+def parse_preempt_args(content: bytes, names: ResourceNames) -> Generator[None, None, PreemptArgs]:
+    """In steps. Raises Corrupt."""
     what = "ExtenderPreemptionArgs"
-    raw = _top(content, what)
-    pod = _pod(raw, what, names)
-    victims: dict[str, Sequence[PodUid]] = {}
-    violations: dict[str, int] = {}
-    for field in ("NodeNameToVictims", "NodeNameToMetaVictims"):
-        by_node = raw.get(field.lower())
-        if by_node is None:
-            continue
-        if not isinstance(by_node, dict):
-            _no(f"{what}.{field}", "an object")
-        for node, raw_victims in _few(by_node, f"{what}.{field}").items():
-            where = f"{what}.{field}[{node[:MAX_NAME_CHARS]}]"
-            found = _folded(raw_victims if raw_victims is not None else {}, where)
-            pods = _list(found.get("pods"), f"{where}.Pods")
-            victims[node] = [_victim(item, f"{where}.Pods[{number}]") for number, item in enumerate(pods)]
-            violations[node] = _violations(found.get("numpdbviolations", 0), f"{where}.NumPDBViolations")
-    return PreemptArgs(pod=pod, victims=victims, violations=violations)
+    reader, raw = _Reader(content, what), dict[str, Any]()
+    by_node = dict[str, tuple[list[PodUid], int]]()
+    for field in reader.fields():
+        if field in _VICTIMS and reader.next_char() == "{":
+            yield from _read_victims(reader, f"{what}.{_VICTIMS[field]}", by_node)
+        elif field in _VICTIMS:
+            if reader.part() is not None:
+                _no(f"{what}.{_VICTIMS[field]}", "an object")
+        else:
+            raw[field] = reader.part()
+            yield
+    reader.end()
+    return PreemptArgs(
+        pod=_pod(raw, what, names),
+        victims={node: uids for node, (uids, _) in by_node.items()},
+        violations={node: number for node, (_, number) in by_node.items()},
+    )
+
+
+def _read_victims(
+    reader: _Reader, what: str, by_node: dict[str, tuple[list[PodUid], int]]
+) -> Generator[None, None, None]:
+    """Victims, or MetaVictims, of each node."""
+    for node in reader.entries():
+        where = f"{what}[{node[:MAX_NAME_CHARS]}]"
+        uids, number = list[PodUid](), 0
+        if reader.next_char() != "{":
+            _ = None if reader.part() is None else _no(where, "an object")
+        else:
+            for field in reader.fields():
+                if field == "pods" and reader.next_char() == "[":
+                    for position in reader.elements():
+                        uids.append(_victim(reader.part(), f"{where}.Pods[{position}]"))
+                        if reader.is_step():
+                            yield
+                    continue
+                value = reader.part()
+                if field == "pods":
+                    _list(value, f"{where}.Pods")
+                elif field == "numpdbviolations":
+                    number = _violations(value, f"{where}.NumPDBViolations")
+        by_node[node] = uids, number
+        if len(by_node) > MAX_NODES:
+            _no(what, f"of at most {MAX_NODES} nodes")
+        if reader.is_step():
+            yield
 
 
 def filter_result(answer: Filtered, args: NodesArgs | None) -> bytes:
     """ExtenderFilterResult in the form in which `args` asked: whole nodes, or names."""
     names: Sequence[str] | None = None
-    nodes: dict[str, Any] | None = None
+    nodes = "null"
     if args is not None and not answer.error:
         if args.raw_nodes is None:
             names = list(answer.fitting)
         else:
-            nodes = {"metadata": {}, "items": [args.raw_nodes[name] for name in answer.fitting]}
-    return _encoded(
+            nodes = f'{{"metadata":{{}},"items":[{",".join(args.raw_nodes[name] for name in answer.fitting)}]}}'
+    others = _encoded(
         {
-            "Nodes": nodes,
             "NodeNames": names,
             "FailedNodes": dict(sorted(answer.failed.items())),
             "FailedAndUnresolvableNodes": dict(sorted(answer.unresolvable.items())),
             "Error": answer.error,
         }
     )
+    return b'{"Nodes":' + nodes.encode("utf-8") + b"," + others[1:]
 
 
 def host_priorities(scores: Sequence[tuple[str, int]]) -> bytes:
@@ -150,17 +224,111 @@ def preemption_result(victims: Mapping[str, Sequence[PodUid]], violations: Mappi
     )
 
 
-def _top(content: bytes | bytearray, what: str) -> dict[str, Any]:
-    values = sum(map(content.count, (b",", b"{", b"[")))  # at least so many, and those in texts
-    if values > FREE_VALUES + len(content) // BYTES_OF_A_VALUE:
-        raise Corrupt(f"{what}: {values} values in {len(content)} bytes are no scheduler's request")
-    try:
-        raw = json.loads(content)
-    except (ValueError, RecursionError) as e:
-        raise Corrupt(f"{what}: the request is no JSON ({e})") from e
-    if isinstance(raw, dict) and len(raw) > MAX_FIELDS:
-        raise Corrupt(f"{what}: {len(raw)} fields are no scheduler's request")
-    return _folded(raw, what)
+class _Reader:
+    """Reads the JSON of one request from its beginning to its end. `what` names it in errors; all raise Corrupt."""
+
+    def __init__(self, content: bytes, what: str) -> None:
+        values = sum(map(content.count, (b",", b"{", b"[")))  # at least so many, and those in texts
+        if values > FREE_VALUES + len(content) // BYTES_OF_A_VALUE:
+            raise Corrupt(f"{what}: {values} values in {len(content)} bytes are no scheduler's request")
+        self._what = what
+        try:
+            self._text = content.decode("utf-8")
+        except UnicodeDecodeError as e:
+            raise self._malformed(str(e)) from e
+        self._at = self._step_began = 0
+
+    def fields(self) -> Iterator[str]:
+        """The names of an object's fields in small letters; the caller reads the value of each before the next."""
+        for number, key in enumerate(self.entries(), start=1):
+            if number > MAX_FIELDS:
+                raise Corrupt(f"{self._what}: more than {MAX_FIELDS} fields are no scheduler's request")
+            yield key.lower()
+
+    def entries(self) -> Iterator[str]:
+        """As `fields`, as they are."""
+        if self.next_char() != "{":
+            self.part()
+            _no(self._what, "an object")
+        for _ in self._members("}"):
+            key = self.part()
+            if not isinstance(key, str) or self.next_char() != ":":
+                raise self._malformed(f"a field is expected at {self._at}")
+            self._at += 1
+            yield key
+
+    def elements(self) -> Iterator[int]:
+        """Positions in a list; the caller reads the value of each before the next."""
+        return self._members("]")
+
+    def _members(self, closing: str) -> Iterator[int]:
+        self._at += 1
+        if self.next_char() == closing:
+            self._at += 1
+            return
+        number = 0
+        while True:
+            yield number
+            number += 1
+            char = self.next_char()
+            if char not in ("," + closing) or not char:
+                raise self._malformed(f"{closing} or a comma is expected at {self._at}")
+            self._at += 1
+            if char == closing:
+                return
+
+    def part(self) -> Any:
+        """One value of at most PART_CHARS."""
+        return self.part_and_text()[0]
+
+    def part_and_text(self) -> tuple[Any, str]:
+        """The JSON too, but of a text."""
+        if self.next_char() == '"':  # a text needs no bound: a mebibyte of escapes takes 3 ms
+            return self._string(), ""
+        for most in TRIED_CHARS:
+            text = self._text[self._at : self._at + most]
+            try:
+                value, end = _DECODER.raw_decode(text)
+            except (ValueError, RecursionError) as e:
+                if len(text) < most or isinstance(e, RecursionError):
+                    raise self._malformed(str(e)) from e
+                continue
+            self._at += end
+            return value, text[:end]
+        raise Corrupt(f"{self._what}: one value at {self._at} is longer than {PART_CHARS} characters, or malformed")
+
+    def _string(self) -> str:
+        value: str
+        try:
+            value, self._at = scanstring(self._text, self._at + 1)
+        except ValueError as e:
+            raise self._malformed(str(e)) from e
+        return value
+
+    def next_char(self) -> str:
+        """The next character that is no blank; empty at the end."""
+        found = _BLANKS.match(self._text, self._at)
+        self._at = found.end() if found else self._at
+        return self._text[self._at : self._at + 1]
+
+    def end(self) -> None:
+        if self.next_char():
+            raise self._malformed(f"more follows at {self._at}")
+
+    def is_step(self) -> bool:
+        """Whether enough was read since the last step."""
+        if self._at - self._step_began < STEP_CHARS:
+            return False
+        self._step_began = self._at
+        return True
+
+    def _malformed(self, error: str) -> Corrupt:
+        return Corrupt(f"{self._what}: the request is no JSON ({error})")
+
+
+_VICTIMS = {name.lower(): name for name in ("NodeNameToVictims", "NodeNameToMetaVictims")}
+_DECODER = json.JSONDecoder()
+_BLANKS = re.compile(r"[ \t\r\n]*")
 
 
 def _folded(raw: Any, what: str) -> dict[str, Any]:
@@ -183,7 +351,9 @@ def _pod(raw: Mapping[str, Any], what: str, names: ResourceNames) -> Pod:
 
 
 def _names(raw_names: Any) -> list[str]:
-    names: list[str] = _few(_list(raw_names, "ExtenderArgs.NodeNames"), "ExtenderArgs.NodeNames")
+    names: list[str] = _list(raw_names, "ExtenderArgs.NodeNames")
+    if len(names) > MAX_NODES:
+        _no("ExtenderArgs.NodeNames", f"of at most {MAX_NODES} nodes")
     if not all(type(name) is str and len(name) <= MAX_NAME_CHARS for name in names):
         _no("ExtenderArgs.NodeNames", "a list of names")
     return names
@@ -213,10 +383,6 @@ def _violations(value: Any, where: str) -> int:
     if type(value) is not int or not 0 <= value <= MAX_VIOLATIONS:
         _no(where, "a whole number of 0 and more")
     return int(value)
-
-
-def _few(values: Any, where: str) -> Any:
-    return values if len(values) <= MAX_NODES else _no(where, f"of at most {MAX_NODES} nodes")
 
 
 def _list(value: Any, where: str) -> list[Any]:

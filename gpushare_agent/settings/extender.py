@@ -68,8 +68,8 @@ class ExtenderSettings(Section):
         default=8,
         ge=1,
         le=512,
-        description="Longest request, MiB. Names of 5,000 nodes are 0.2 MiB; whole node objects 10 to 20 KiB each. Nothing"
-        " else is answered while one is decoded, which takes up to 20 ms for each MiB.",
+        description="Longest request, MiB. Names of 5,000 nodes are 0.2 MiB; whole node objects 10 to 20 KiB each. It is"
+        " decoded in steps, between which others are answered.",
     )
     bind_timeout_s: Seconds = Field(
         default=4.0,

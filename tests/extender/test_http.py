@@ -92,9 +92,9 @@ def post(peer: Peer, body: bytes = FILTER, *, length: int | None = None, header:
     peer.send(post_bytes(body, length=length, header=header))
 
 
-def post_bytes(body: bytes, *, length: int | None = None, header: str = "") -> bytes:
+def post_bytes(body: bytes, verb: str = "filter", *, length: int | None = None, header: str = "") -> bytes:
     size = len(body) if length is None else length
-    head = f"POST /scheduler/filter HTTP/1.1\r\nHost: x\r\n{header}Content-Length: {size}\r\n\r\n"
+    head = f"POST /scheduler/{verb} HTTP/1.1\r\nHost: x\r\n{header}Content-Length: {size}\r\n\r\n"
     return head.encode() + body
 
 
@@ -270,6 +270,28 @@ async def test_no_mebibyte_of_json_keeps_the_loop_for_long(body: bytes) -> None:
     """Whatever is in it: binds and probes go on."""
     async with served() as port:
         longest_s, _ = await loop_time_s(port, post_bytes(body))
+        assert longest_s < 0.05
+
+
+def _long() -> dict[str, bytes]:
+    """As long as a request may be: what takes longest, what was found to, and what a scheduler sends."""
+    nodes = [{"metadata": {"name": f"node-{n}", "labels": {f"l{m}": "v" * 50 for m in range(200)}}} for n in range(550)]
+    pod = {"metadata": {"name": "a", "namespace": "b", "uid": "c"}, "spec": {"containers": []}}
+    return {
+        "keys": b"{" + b",".join(b'"%014x":0' % number for number in range(7 * MIB // 20)) + b"}",
+        "victims": b'{"NodeNameToVictims":{' + b",".join(b'"%019x":null' % n for n in range(7 * MIB // 27)) + b"}}",
+        "whole nodes": json.dumps({"Pod": pod, "Nodes": {"items": nodes}}).encode(),
+    }
+
+
+@pytest.mark.usefixtures("collector_of_the_extender")
+@pytest.mark.parametrize("verb", ["filter", "bind", "preemption"])
+@pytest.mark.parametrize("body", _long().values(), ids=_long())
+async def test_no_request_however_long_keeps_the_loop_for_long(body: bytes, verb: str) -> None:
+    """It is decoded in steps, a part of it at a time."""
+    assert 6 * MIB < len(body) < 8 * MIB
+    async with served() as port:
+        longest_s, _ = await loop_time_s(port, post_bytes(body, verb))
         assert longest_s < 0.05
 
 
