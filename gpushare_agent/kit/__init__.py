@@ -4,8 +4,8 @@ Tasks: supervision (rules for tasks in a TaskGroup), daemon_thread (blocking cal
 the operating system).
 Times: backoff (delays between tries), rate (a token bucket), report_once (a repeated condition is logged once).
 Logs: logs (the set-up), log_writer (the thread that writes them).
-Files: directories (by descriptors, no links followed), watch_path (changes of one directory), sockets (unix sockets in the
-file system).
+Files: directories (by descriptors, no links followed), regular_file (whole files, never a pipe), watch_path (changes of one
+directory), sockets (unix sockets in the file system).
 Servers: grpc_server (corrected grpclib), bounded_grpc (the same for hostile peers), http_server (bounded aiohttp),
 tcp_listeners, peer_credentials and pid_namespaces (who connects).
 gRPC messages: grpc_client (calls over a unix socket), grpc_codec (strict decoding), wire_scan and wire_build (the large

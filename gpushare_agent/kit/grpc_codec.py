@@ -12,7 +12,7 @@ from typing import Any
 import betterproto2
 from grpclib.encoding.base import CodecBase
 
-from gpushare_agent.kit.wire_scan import MalformedMessageError, scan_fields
+from gpushare_agent.kit.wire_scan import Fields, MalformedMessageError, scan_fields
 
 Decoder = Callable[[bytes], Any]
 
@@ -23,15 +23,19 @@ _WIRE_TYPES = (
     | dict.fromkeys(betterproto2.WIRE_FIXED_32_TYPES, 5)
 )
 _MAX_DEPTH = 100
+_ANY_NUMBER = 2**31
+"""Of fields in an answer: a runtime's list of containers has tens of thousands."""
 
 
 class StrictCodec(CodecBase):
-    """Encodes and decodes for `GrpcServer`. `decoders` maps a generated message class to what decodes it instead."""
+    """Encodes and decodes for `GrpcServer`. `decoders` maps a generated message class to what decodes it instead; others
+    have at most `max_fields`, those of messages in them included."""
 
     __content_subtype__ = "proto"
 
-    def __init__(self, decoders: Mapping[type, Decoder] | None = None) -> None:
+    def __init__(self, decoders: Mapping[type, Decoder] | None = None, *, max_fields: int = _ANY_NUMBER) -> None:
         self._decoders = dict(decoders or {})
+        self._max_fields = max_fields
 
     def encode(self, message: Any, message_type: Any) -> bytes:
         """Bytes pass through: the caller has encoded them (cached frames)."""
@@ -47,23 +51,28 @@ class StrictCodec(CodecBase):
             return data
         decoder = self._decoders.get(message_type)
         try:
-            return decoder(data) if decoder is not None else decode_generated(data, message_type)
+            if decoder is not None:
+                return decoder(data)
+            return decode_generated(data, message_type, max_fields=self._max_fields)
         except MalformedMessageError as e:
             raise MalformedMessageError(f"malformed {message_type.__name__} of {len(data)} bytes: {e}") from e
 
 
-def decode_generated(data: bytes, message_type: type[betterproto2.Message]) -> betterproto2.Message:
+def decode_generated(
+    data: bytes, message_type: type[betterproto2.Message], *, max_fields: int = _ANY_NUMBER
+) -> betterproto2.Message:
     """Decodes with a generated class after checking what the class does not.
 
     Raises:
         MalformedMessageError: cut off, a known field of the wrong wire type, text that is not UTF-8, nested too deep.
     """
+    fields = Fields(max_fields)
     pending: list[tuple[type[betterproto2.Message], int, int, int]] = [(message_type, 0, len(data), 0)]
     while pending:
         cls, start, stop, depth = pending.pop()
         if depth > _MAX_DEPTH:
             raise MalformedMessageError(f"messages are nested more than {_MAX_DEPTH} deep")
-        for nested, nested_start, nested_stop in _check_fields(data, cls, start, stop):
+        for nested, nested_start, nested_stop in _check_fields(data, cls, start, stop, fields):
             pending.append((nested, nested_start, nested_stop, depth + 1))
     try:
         return message_type.parse(data)
@@ -72,12 +81,12 @@ def decode_generated(data: bytes, message_type: type[betterproto2.Message]) -> b
 
 
 def _check_fields(
-    data: bytes, cls: type[betterproto2.Message], start: int, stop: int
+    data: bytes, cls: type[betterproto2.Message], start: int, stop: int, fields: Fields
 ) -> list[tuple[type[betterproto2.Message], int, int]]:
     """Checks one message's own fields; returns the submessages in it that are left to check."""
     description = cls._betterproto  # type: ignore[arg-type]  # betterproto2 types its class property for Never
     nested = []
-    for key, _, content, content_stop in scan_fields(data, start, stop):
+    for key, _, content, content_stop in scan_fields(data, start, stop, fields):
         name = description.field_name_by_number.get(key >> 3)
         if name is None:
             continue

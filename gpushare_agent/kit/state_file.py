@@ -1,13 +1,13 @@
-"""One small JSON file that outlives the agent: read whole and bounded, replaced whole and synced, set aside where it is not
-what it should be (as `<name>.corrupt`). Every step is in a daemon thread and bounded in time. Owns the file, no state in
-memory.
+"""One small JSON file that outlives the agent: read whole and bounded, replaced whole and synced, set aside (as
+`<name>.corrupt`) where it is not what it should be or somebody else may have written it. Every step is in a daemon thread
+and bounded in time. Owns the file, no state in memory.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import stat
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gpushare_agent.kit.daemon_thread import DaemonThread
+from gpushare_agent.kit.regular_file import read_regular
 from gpushare_agent.model.errors import Corrupt, Unavailable
 
 T = TypeVar("T")
@@ -22,6 +23,7 @@ T = TypeVar("T")
 MAX_BYTES = 1 << 20
 READ_TIMEOUT_S = 2.0
 WRITE_TIMEOUT_S = 5.0
+_CURE = "if its content is right: chown root, chmod go-w, give it its name again, restart the agent"
 
 
 class StateFile:
@@ -78,17 +80,15 @@ class StateFile:
 
 
 def _content(path: Path) -> bytes | None:
-    """None where there is no file. Raises Corrupt where it is too large or no file at all."""
+    """None where there is no file. Raises Corrupt where it is too large, no file at all, or not the agent's own."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        content = read_regular(path, MAX_BYTES + 1, is_own=True)
     except FileNotFoundError:
         return None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise Corrupt("it is no regular file")
-        content = os.read(descriptor, MAX_BYTES + 1)
-    finally:
-        os.close(descriptor)
+    except OSError as e:
+        if e.errno in (errno.EPERM, errno.EINVAL, errno.ELOOP):
+            raise Corrupt(f"{e.strerror}; {_CURE}" if e.errno == errno.EPERM else e.strerror) from e
+        raise
     if len(content) > MAX_BYTES:
         raise Corrupt(f"it has more than {MAX_BYTES} bytes")
     return content

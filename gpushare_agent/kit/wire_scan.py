@@ -4,9 +4,10 @@ The generated classes need about 20 µs per listed device; a node lists thousand
 for the answer. These functions know the few messages that matter and read them straight from the bytes. They are not a
 general decoder: other messages go through the generated classes.
 
-Strict means: whatever the bytes are, the result is a value or `MalformedMessageError`, in time linear in the length. A
-known field of the wrong wire type is malformed; an unknown field is skipped by its wire type; groups (wire types 3 and
-4, gone since proto3) are malformed. There is no recursion. No state.
+Strict means: whatever the bytes are, the result is a value or `MalformedMessageError`, in time linear in the length, below
+50 ms a megabyte: at most MAX_FIELDS are read one by one, the rest in runs of strings and devices as long as real ones. A
+known field of the wrong wire type is malformed; an unknown field is skipped by its wire type; groups (wire types 3 and 4,
+gone since proto3) are malformed. There is no recursion. No state.
 
 Formats: protos/deviceplugin.proto and protos/podresources.proto; the encoding is protobuf's own.
 """
@@ -18,6 +19,11 @@ from dataclasses import dataclass
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """More is refused unread. A List answer has about 95 bytes per device ID: this is room for 170,000 of them."""
+
+MAX_FIELDS = 16_384
+"""Of one message and those in it, besides the runs: a kubelet's List has two or three for a pod and two for a container."""
+_MIN_ID_BYTES, _MIN_DEVICE_BYTES = 3, 12
+"""Of what is read in a run: a device has a resource's qualified name and an ID. Shorter ones are read one by one."""
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_FIELD_NUMBER = (1 << 29) - 1
@@ -59,36 +65,46 @@ ContainerDevices = tuple[str, dict[str, frozenset[str]]]
 
 def decode_preferred_allocation(data: bytes) -> list[PreferredContainer]:
     """Decodes a PreferredAllocationRequest: its container requests, in order."""
-    return [_preferred_container(data, start, stop) for start, stop in _messages(data, "PreferredAllocationRequest")]
+    fields = Fields()
+    return [_preferred_container(data, *span, fields) for span in _messages(data, "PreferredAllocationRequest", fields)]
 
 
 def decode_allocate(data: bytes) -> list[list[str]]:
     """Decodes an AllocateRequest: the device IDs of each container request, in order."""
-    return [_device_ids(data, start, stop) for start, stop in _messages(data, "AllocateRequest")]
+    fields = Fields()
+    return [_device_ids(data, start, stop, fields) for start, stop in _messages(data, "AllocateRequest", fields)]
 
 
 def decode_pre_start(data: bytes) -> list[str]:
     """Decodes a PreStartContainerRequest: the container's device IDs."""
     _check_size(data, "PreStartContainerRequest")
-    return _device_ids(data, 0, len(data))
+    return _device_ids(data, 0, len(data), Fields())
 
 
 def scan_pod_entries(data: bytes) -> list[PodEntry]:
     """Splits a ListPodResourcesResponse into its pods without decoding their devices, in the order of the message. A
     fault inside a container is found by `decode_pod_containers` only."""
-    return [scan_pod_entry(data[start:stop]) for start, stop in _messages(data, "ListPodResourcesResponse")]
+    fields = Fields()
+    return [_pod_entry(data[start:stop], fields) for start, stop in _messages(data, "ListPodResourcesResponse", fields)]
 
 
 def scan_single_pod(data: bytes) -> PodEntry | None:
     """The pod of a GetPodResourcesResponse, None where the message holds none."""
-    entries = [scan_pod_entry(data[start:stop]) for start, stop in _messages(data, "GetPodResourcesResponse")]
+    fields = Fields()
+    entries = [
+        _pod_entry(data[start:stop], fields) for start, stop in _messages(data, "GetPodResourcesResponse", fields)
+    ]
     return entries[-1] if entries else None
 
 
 def scan_pod_entry(body: bytes) -> PodEntry:
     """Reads namespace and name of one encoded PodResources message."""
+    return _pod_entry(body, Fields())
+
+
+def _pod_entry(body: bytes, fields: Fields) -> PodEntry:
     name = namespace = ""
-    for key, _, start, stop in scan_fields(body, 0, len(body)):
+    for key, _, start, stop in scan_fields(body, 0, len(body), fields):
         if key == _FIELD_1_BYTES:
             name = _text(body, start, stop)
         elif key == _FIELD_2_BYTES:
@@ -104,26 +120,28 @@ def decode_pod_containers(body: bytes, resources: Collection[str] | None = None)
     `resources` names the resources to keep, None keeps all. A resource without any ID is kept as an empty set."""
     _check_size(body, "PodResources")
     containers = []
-    for key, _, start, stop in scan_fields(body, 0, len(body)):
+    fields = Fields()
+    for key, _, start, stop in scan_fields(body, 0, len(body), fields):
         if key == _FIELD_3_BYTES:
-            containers.append(_container(body, start, stop, resources))
+            containers.append(_container(body, start, stop, resources, fields))
         else:
             _refuse_known(key, 3, _FIELD_1_BYTES, _FIELD_2_BYTES)
     return containers
 
 
-def _container(data: bytes, pos: int, stop: int, resources: Collection[str] | None) -> ContainerDevices:
+def _container(data: bytes, pos: int, stop: int, resources: Collection[str] | None, fields: Fields) -> ContainerDevices:
     name = ""
     found: dict[str, list[str]] = {}
     while pos < stop:
         pos = _plain_devices(data, pos, stop, resources, found)
         if pos == stop:
             break
+        fields.take()
         key, _, start, pos = _field(data, pos, stop)
         if key == _FIELD_1_BYTES:
             name = _text(data, start, pos)
         elif key == _FIELD_2_BYTES:
-            _any_devices(data, start, pos, resources, found)
+            _any_devices(data, start, pos, resources, found, fields)
         else:
             _refuse_known(key, 2)
     return name, {resource: frozenset(ids) for resource, ids in found.items()}
@@ -143,7 +161,11 @@ def _plain_devices(
         if entry_stop > stop or id_key + 2 > entry_stop or data[id_key] != _FIELD_2_BYTES:
             break
         id_stop = id_key + 2 + data[id_key + 1]
-        if (data[pos + 1] | data[pos + 3] | data[id_key + 1]) > 127 or id_stop > entry_stop:
+        if (
+            (data[pos + 1] | data[pos + 3] | data[id_key + 1]) > 127
+            or id_stop > entry_stop
+            or data[pos + 1] < _MIN_DEVICE_BYTES
+        ):
             break
         if id_stop != entry_stop and (
             entry_stop - id_stop < 2
@@ -163,11 +185,11 @@ def _plain_devices(
 
 
 def _any_devices(
-    data: bytes, start: int, stop: int, resources: Collection[str] | None, found: dict[str, list[str]]
+    data: bytes, start: int, stop: int, resources: Collection[str] | None, found: dict[str, list[str]], fields: Fields
 ) -> None:
     resource = ""
     ids = []
-    for key, _, content, content_stop in scan_fields(data, start, stop):
+    for key, _, content, content_stop in scan_fields(data, start, stop, fields):
         if key == _FIELD_1_BYTES:
             resource = _text(data, content, content_stop)
         elif key == _FIELD_2_BYTES:
@@ -178,14 +200,16 @@ def _any_devices(
         found.setdefault(resource, []).extend(ids)
 
 
-def _preferred_container(data: bytes, pos: int, stop: int) -> PreferredContainer:
+def _preferred_container(data: bytes, pos: int, stop: int, fields: Fields) -> PreferredContainer:
     available: list[str] = []
     must_include: list[str] = []
     size = 0
     while pos < stop:
         pos = _short_strings(data, pos, stop, _FIELD_1_BYTES, available)
+        pos = _short_strings(data, pos, stop, _FIELD_2_BYTES, must_include)
         if pos == stop:
             break
+        fields.take()
         key, value, start, pos = _field(data, pos, stop)
         if key == _FIELD_1_BYTES:
             available.append(_text(data, start, pos))
@@ -198,12 +222,13 @@ def _preferred_container(data: bytes, pos: int, stop: int) -> PreferredContainer
     return PreferredContainer(available=available, must_include=must_include, size=size)
 
 
-def _device_ids(data: bytes, pos: int, stop: int) -> list[str]:
+def _device_ids(data: bytes, pos: int, stop: int, fields: Fields) -> list[str]:
     ids: list[str] = []
     while pos < stop:
         pos = _short_strings(data, pos, stop, _FIELD_1_BYTES, ids)
         if pos == stop:
             break
+        fields.take()
         key, _, start, pos = _field(data, pos, stop)
         if key == _FIELD_1_BYTES:
             ids.append(_text(data, start, pos))
@@ -213,14 +238,14 @@ def _device_ids(data: bytes, pos: int, stop: int) -> list[str]:
 
 
 def _short_strings(data: bytes, pos: int, stop: int, key: int, out: list[str]) -> int:
-    """Reads the run of strings below 128 bytes in field `key` at `pos` into `out`; returns where the run ends."""
+    """Reads the run of strings of 3 to 127 bytes in field `key` at `pos` into `out`; returns where the run ends."""
     last = stop - 1
     append = out.append
     try:
         while pos < last and data[pos] == key:
             length = data[pos + 1]
             end = pos + 2 + length
-            if length > 127 or end > stop:
+            if not _MIN_ID_BYTES <= length <= 127 or end > stop:
                 break
             append(data[pos + 2 : end].decode())
             pos = end
@@ -229,11 +254,11 @@ def _short_strings(data: bytes, pos: int, stop: int, key: int, out: list[str]) -
     return pos
 
 
-def _messages(data: bytes, message: str) -> list[tuple[int, int]]:
+def _messages(data: bytes, message: str, fields: Fields) -> list[tuple[int, int]]:
     """Where the submessages in field 1 lie, for messages that have no other known field."""
     _check_size(data, message)
     found = []
-    for key, _, start, stop in scan_fields(data, 0, len(data)):
+    for key, _, start, stop in scan_fields(data, 0, len(data), fields):
         if key == _FIELD_1_BYTES:
             found.append((start, stop))
         else:
@@ -241,9 +266,25 @@ def _messages(data: bytes, message: str) -> list[tuple[int, int]]:
     return found
 
 
-def scan_fields(data: bytes, pos: int, stop: int) -> Iterator[Field]:
+class Fields:
+    """How many fields of one message, and of those in it, are still read one by one."""
+
+    __slots__ = ("_left", "_limit")
+
+    def __init__(self, limit: int = MAX_FIELDS) -> None:
+        self._left = self._limit = limit
+
+    def take(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise MalformedMessageError(f"it has more than {self._limit} fields besides device IDs")
+
+
+def scan_fields(data: bytes, pos: int, stop: int, fields: Fields | None = None) -> Iterator[Field]:
     """The fields of one message, which lies in `data` from `pos` to `stop`, checked for their framing only."""
+    fields = fields or Fields()
     while pos < stop:
+        fields.take()
         field = _field(data, pos, stop)
         pos = field[3]
         yield field

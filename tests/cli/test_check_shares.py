@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from gpushare_agent.cli.check.finding import Level
 from gpushare_agent.cli.check.shares import (
     check_device_lists,
     check_hami_core,
+    check_kept,
     check_list_sizes,
     check_mps,
 )
@@ -52,6 +54,27 @@ async def test_hami_core_needs_its_library(tmp_path: Path) -> None:
     found = await check_hami_core(settings_of(*flags))
     assert [finding.level for finding in found] == [Level.OK, Level.ERROR]
     assert "not HAMi-core's" in found[-1].detail
+
+
+async def test_no_report_says_that_a_missing_library_keeps_memory(tmp_path: Path) -> None:
+    """Below the error that it is missing there is no line that hami-core keeps shares."""
+    library = tmp_path / "libvgpu.so"
+    flags = ("--isolation=hami-core", f"--hami-core.library={library}", f"--hami-core.directory={tmp_path / 'hami'}")
+    settings = settings_of(*flags, f"--kubeconfig={tmp_path / 'none'}")
+    findings = await check_node(settings)
+    assert Level.ERROR in {finding.level for finding in findings if finding.what == "hami-core"}
+    assert not [finding for finding in findings if "memory is kept" in finding.detail]
+    assert [finding for finding in await check_kept(settings) if "memory is kept by hami-core" in finding.detail]
+
+
+async def test_a_library_that_is_too_large_is_an_error_and_not_read(tmp_path: Path) -> None:
+    """A sparse file of 10 GiB with a library's head."""
+    library = tmp_path / "libvgpu.so"
+    fake_library(library)
+    os.truncate(library, 10 * 2**30)
+    flags = ("--isolation=hami-core", f"--hami-core.library={library}", f"--hami-core.directory={tmp_path / 'hami'}")
+    (finding,) = await check_hami_core(settings_of(*flags))
+    assert finding.level is Level.ERROR and "bytes" in finding.detail
 
 
 async def test_the_glibc_that_the_library_needs_is_named(tmp_path: Path) -> None:

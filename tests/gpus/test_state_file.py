@@ -103,6 +103,35 @@ async def test_a_file_that_is_not_the_format_is_set_aside_for_a_person(
     assert await file.load() == SAVED
 
 
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+async def test_a_file_that_others_may_write_is_not_believed(tmp_path: Path, boot: Path, mode: int) -> None:
+    """Whoever may write it could cordon every GPU of the node: it is set aside, with the reason and the cure in the log."""
+    path = tmp_path / "health.json"
+    file = HealthStateFile(path, boot_id=boot)
+    await file.save(SAVED)
+    path.chmod(mode)
+    with capture_logs() as logs:
+        assert await file.load() == NOTHING_SAVED
+    assert f"mode {mode:04o}" in logs[0]["why"] and "chmod go-w" in logs[0]["why"]
+    assert (tmp_path / "health.json.corrupt").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
+async def test_a_file_of_another_user_is_not_believed(tmp_path: Path, boot: Path) -> None:
+    """Nor is a link, whosever file it leads to."""
+    path = tmp_path / "health.json"
+    file = HealthStateFile(path, boot_id=boot)
+    await file.save(SAVED)
+    os.chown(path, 1000, 1000)
+    with capture_logs() as logs:
+        assert await file.load() == NOTHING_SAVED
+    assert "UID 1000" in logs[0]["why"] and "chown root" in logs[0]["why"]
+    await file.save(SAVED)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert await file.load() == NOTHING_SAVED
+
+
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
 async def test_what_is_no_file_is_set_aside_too(tmp_path: Path, boot: Path, make: object) -> None:
     """A pipe in its place would keep its reader for ever."""

@@ -20,7 +20,7 @@ from gpushare_agent.isolation.decisions.vdevice_format import VDeviceConfig, enc
 from gpushare_agent.isolation.vcuda import client as vdevice_client
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.errors import NotFound, Unavailable
 from tests.support_settings import DEADLINE_S, ROOT, clean_environment, run_program
 from tests.support_vdevice import ID, KEY, POD, FakeNode, serving, share_config
 
@@ -186,6 +186,18 @@ async def test_without_an_agent_the_files_are_shown_all_the_same(short_dir: Path
     (short_dir / "kept").rename(path)
     code, _, err = await run_client("--addr", str(path))
     assert (code, f"registering through {path} failed: no process listens there" in err) == (3, True)
+
+
+@pytest.mark.parametrize("name", ["vcuda.config", "pids.config"])
+def test_what_is_no_file_is_an_error_and_holds_nobody(tmp_path: Path, name: str) -> None:
+    """A pipe without a writer, and a link."""
+    (tmp_path / "vcuda.config").write_bytes(share_config(KEY))
+    (tmp_path / "pids.config").write_bytes(b"")
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        (tmp_path / name).unlink()
+        make(tmp_path / name)
+        with pytest.raises(NotFound, match=f"reading .*{name} failed"):
+            vdevice_client.read_vdevice(tmp_path)
 
 
 async def test_no_registration_reads_only(short_dir: Path) -> None:

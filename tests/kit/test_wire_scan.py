@@ -226,6 +226,41 @@ def test_what_is_wrong_is_named(data: bytes, says: str) -> None:
         decode_pre_start(data)
 
 
+_TINY = 2**19
+
+
+@pytest.mark.parametrize(
+    ("decode", "data"),
+    [
+        (decode_preferred_allocation, b"\x0a\x00" * _TINY),
+        (decode_preferred_allocation, bytes_field(1, b"\x0a\x00\x12\x00" * (_TINY // 2))),
+        (decode_allocate, b"\x0a\x00" * _TINY),
+        (decode_allocate, bytes_field(1, b"\x0a\x00" * _TINY)),
+        (decode_pre_start, b"\x78\x01" * _TINY),
+        (scan_pod_entries, b"\x0a\x00" * _TINY),
+        (scan_pod_entries, bytes_field(1, b"\x78\x01" * _TINY)),
+        (scan_single_pod, b"\x0a\x00" * _TINY),
+        (decode_pod_containers, b"\x1a\x02\x12\x00" * (_TINY // 2)),
+        (decode_pod_containers, bytes_field(3, b"\x12\x00" * _TINY)),
+        (decode_pod_containers, bytes_field(3, bytes_field(2, b"\x12\x00" * _TINY))),
+        (decode_pod_containers, bytes_field(3, b"\x12\x04\x0a\x00\x12\x00" * (_TINY // 3))),
+    ],
+)
+def test_a_megabyte_of_tiny_fields_is_malformed(decode: Callable[[bytes], Any], data: bytes) -> None:
+    """Half a million of them would hold the loop for a second."""
+    with pytest.raises(MalformedMessageError, match="more than 16384 fields"):
+        decode(data)
+
+
+def test_a_megabyte_of_device_ids_is_read() -> None:
+    """As long as real ones, and further fields besides."""
+    ids = [f"GPU-{n:04}::{n}" for n in range(60_000)]
+    data = string_list(1, ids) + string_list(2, ids[:30_000]) + integer_field(3, 5)
+    assert decode_preferred_allocation(bytes_field(1, data)) == [
+        wire_scan.PreferredContainer(available=ids, must_include=ids[:30_000], size=5)
+    ]
+
+
 def test_a_message_over_the_size_limit_is_refused_unread() -> None:
     """The limit holds for every entry."""
     data = bytes(wire_scan.MAX_MESSAGE_BYTES + 1)

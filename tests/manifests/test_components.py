@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ COMPONENTS = {
     "gpushare",
     "isolation-none",
     "mps",
+    "network-policy",
     "prometheus-operator",
     "prune-driver-volume",
     "runtime-socket",
@@ -65,7 +67,7 @@ def test_every_file_of_a_component_is_listed_and_patches_what_the_base_has() -> 
     for directory in components:
         (component,) = documents(f"components/{directory.name}/kustomization.yaml")
         assert component["kind"] == "Component"
-        files = {patch["path"] for patch in component["patches"]}
+        files = {patch["path"] for patch in component.get("patches", ())}
         added = set(component.get("resources", ()))
         assert files | added | {"kustomization.yaml"} == {path.name for path in directory.iterdir()}
         for file in files:
@@ -112,6 +114,24 @@ def test_the_component_display_socket_opens_a_directory_of_its_own_on_the_host()
     mount = mount_of(socket, host_mounts(spec["containers"][0], spec))
     assert mount["host"] == mount["mountPath"] == str(socket.parent)
     assert not [runtime for runtime in RUNTIME_SOCKETS if runtime.is_relative_to(mount["host"])]
+
+
+def test_the_component_network_policy_selects_the_agents_and_their_port(tmp_path: Path) -> None:
+    """Of what kustomize renders: the pods' labels, a port that they name, Ingress alone, and nobody but one namespace."""
+    path = os.path.relpath(MANIFESTS, tmp_path)
+    text = f"resources: [{path}/base]\ncomponents: [{path}/components/network-policy]\n"
+    (tmp_path / "kustomization.yaml").write_text(text)
+    (policy,) = (item for item in rendered(tmp_path) if item["kind"] == "NetworkPolicy")
+    template = daemon_set()["spec"]["template"]
+    spec = policy["spec"]
+    assert policy["metadata"]["namespace"] == daemon_set()["metadata"]["namespace"]
+    assert spec["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert spec["policyTypes"] == ["Ingress"]
+    (rule,) = spec["ingress"]
+    assert [list(peer) for peer in rule["from"]] == [["namespaceSelector"]]
+    assert {port["port"] for port in rule["ports"]} == {
+        port["name"] for container in template["spec"]["containers"] for port in container["ports"]
+    }
 
 
 def test_the_component_prometheus_operator_scrapes_the_port_that_the_pods_have_once() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Literal
 
 from gpushare_agent.agent.auto_isolation import resolve_isolation
@@ -39,7 +40,6 @@ _PROBES: tuple[tuple[str, Probe, float, IsolationName | None], ...] = (
     ("mps", shares.check_mps, MPS_TIMEOUT_S, _MPS),
     ("hami-core", shares.check_hami_core, PROBE_TIMEOUT_S, _HAMI_CORE),
     ("driver limits", shares.check_driver_limits, local.DRIVER_TIMEOUT_S, IsolationName.DRIVER),
-    ("isolation", shares.check_kept, PROBE_TIMEOUT_S, None),
     ("device lists", shares.check_device_lists, local.DRIVER_TIMEOUT_S, None),
     ("list sizes", shares.check_list_sizes, local.DRIVER_TIMEOUT_S, None),
     ("open files", local.check_open_files, PROBE_TIMEOUT_S, _VCUDA),
@@ -57,17 +57,20 @@ async def run(settings: Settings, *, output: Literal["text", "json"]) -> int:
 
 
 async def check_node(settings: Settings) -> list[Finding]:
-    """Every finding, in the order of the probes."""
+    """Every finding, in the order of the probes, then what each isolation without an error keeps."""
     node = await resolve_isolation(settings)
     settings = node.settings
     chosen = [ok("isolation", f"auto chooses {settings.isolation}: {node.isolation_reason}")]
     async with asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(_bounded(name, probe, settings, timeout_s), name=f"check {name}")
+            (group.create_task(_bounded(name, probe, settings, timeout_s), name=f"check {name}"), needed_by)
             for name, probe, timeout_s, needed_by in _PROBES
             if needed_by is None or needed_by in settings.isolation_parts_in_use
         ]
-    return [*(chosen if node.isolation_reason else ()), *(finding for task in tasks for finding in task.result())]
+    failed = {part for task, part in tasks if part and any(one.level is Level.ERROR for one in task.result())}
+    kept = await _bounded("isolation", partial(shares.check_kept, failed=failed), settings, PROBE_TIMEOUT_S)
+    found = (finding for task, _ in tasks for finding in task.result())
+    return [*(chosen if node.isolation_reason else ()), *found, *kept]
 
 
 async def _bounded(name: str, probe: Probe, settings: Settings, timeout_s: float) -> list[Finding]:

@@ -6,6 +6,7 @@ What the node does not use is not probed.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
@@ -50,34 +51,36 @@ async def check_hami_core(settings: Settings) -> list[Finding]:
     """The library is there for this machine, and the agent's own directory can be written."""
     hami = settings.hami_core
     try:
-        await asyncio.to_thread(hami_core_files(settings).check_library)
+        files = hami_core_files(settings)
+        await asyncio.to_thread(files.check_library)
+        content = await asyncio.to_thread(files.library_content)
         await asyncio.to_thread(partial(node_probes.require_writable, hami.directory))
     except AgentError as failure:
         cure = "docs/isolation.md lists what isolation hami-core needs on the node; without it every share of it is refused"
         return [error("hami-core", str(failure), cure)]
     text = f"{hami.library} is a library for this machine, {hami.directory} can be written"
-    return [ok("hami-core", text), await asyncio.to_thread(_library_finding, hami.library)]
+    return [ok("hami-core", text), await asyncio.to_thread(_library_finding, hami.library, content)]
 
 
-def _library_finding(library: Path) -> Finding:
+def _library_finding(library: Path, content: bytes) -> Finding:
     """Whether it is HAMi-core's, and in which images it loads."""
     build = "build it with native/build_hami_core.py, as the Containerfile does"
     try:
         found = read_interface(library)
     except AgentError as failure:
         return warning("hami-core", str(failure), build)
-    if _HOOK not in found.defined or ENV_HAMI_CORE_CACHE.encode() not in library.read_bytes():
+    if _HOOK not in found.defined or ENV_HAMI_CORE_CACHE.encode() not in content:
         return error("hami-core", f"{library} is not HAMi-core's: it would limit nobody", build)
     needed = ".".join(map(str, found.glibc)) or "of any version"
     text = f"it loads in images with glibc {needed} or newer; in others programs print a line and run without limits"
     return warning("hami-core", text, build) if found.glibc > _USUAL_GLIBC else ok("hami-core", text)
 
 
-async def check_kept(settings: Settings) -> list[Finding]:
-    """Of a share under each isolation in use: what is kept, by whom, and what is not."""
+async def check_kept(settings: Settings, failed: Collection[IsolationName] = ()) -> list[Finding]:
+    """Of a share under each isolation in use: what is kept, by whom, and what is not. Nothing of those that `failed`."""
     module = read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None
     findings = []
-    for name in sorted(settings.isolations_in_use):
+    for name in sorted(settings.isolations_in_use - frozenset(failed)):
         has_core_limit = not lifts_cores(None, hami_core_config(settings))
         found = kept(name, is_whole=False, module=module, has_core_limit=has_core_limit)
         detail = f"{name}: {found.text}"

@@ -7,14 +7,13 @@ warning that was logged last. The formats are in faults.py and usage.py.
 from __future__ import annotations
 
 import asyncio
-import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import structlog
 
+from gpushare_agent.kit import regular_file
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.model.errors import Unavailable
 
@@ -66,10 +65,7 @@ class SimulatedInput(Generic[T]):
 def read_regular(path: Path) -> str:
     """The file's text. Raises OSError, also for a pipe, which would block its reader for ever; ValueError for what is too
     large or no text."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{path} is no regular file")
-        content = file.read(MAX_FILE_BYTES + 1)
+    content = regular_file.read_regular(path, MAX_FILE_BYTES + 1, follow=True)  # a ConfigMap's files are links
     if len(content) > MAX_FILE_BYTES:
         raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes")
     return content.decode()

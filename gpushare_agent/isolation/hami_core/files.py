@@ -106,7 +106,7 @@ class HamiCoreFiles:
         """Makes the directory, and library and preload file as they are now. Raises StartupError."""
         try:
             with self._step("preparing", self.directory):
-                content = self._library_content()
+                content = self.library_content()
                 with self._open_containers(make=True, library=content):
                     pass
         except AgentError as e:
@@ -127,7 +127,7 @@ class HamiCoreFiles:
         """
         path = self.cache_file(key)
         with self._step("making", path):
-            library = None if self._is_installed() else self._library_content()
+            library = None if self._is_installed() else self.library_content()
             with (
                 self._open_containers(make=True, library=library) as containers,
                 made_directory(containers, key.pod_uid) as pod,
@@ -216,8 +216,8 @@ class HamiCoreFiles:
             raise Unavailable(f"{self.library} cannot be used: it is no regular file")
         return status
 
-    def _library_content(self) -> bytes:
-        """Raises Unavailable."""
+    def library_content(self) -> bytes:
+        """The library, at most MAX_LIBRARY_BYTES. Raises Unavailable."""
         self._library_status()
         try:
             with self.library.open("rb") as file:

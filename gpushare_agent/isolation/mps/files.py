@@ -25,6 +25,7 @@ from pathlib import Path
 
 import structlog
 
+from gpushare_agent.kit.regular_file import read_regular
 from gpushare_agent.kit.sockets import MAX_ADDRESS_BYTES, connectable_path
 from gpushare_agent.model.errors import StartupError
 
@@ -111,8 +112,7 @@ class MpsFiles:
     def daemon_pid(self) -> int | None:
         """The PID in the PID file, None where there is none or it is invalid."""
         try:
-            with (self.pipe / PID_FILE).open("rb") as file:
-                text = file.read(32).strip()
+            text = read_regular(self.pipe / PID_FILE, 32).strip()  # clients may write in this directory
         except OSError:
             return None
         return int(text) if text.isdigit() and 0 < int(text) < 2**31 else None

@@ -28,6 +28,7 @@ from gpushare_agent.isolation.decisions.vdevice_format import (
 )
 from gpushare_agent.isolation.vcuda.report import VDevice, as_json, as_text, changes_as_text
 from gpushare_agent.kit.pid_namespaces import is_host_pid_namespace, pid_namespace_of
+from gpushare_agent.kit.regular_file import read_regular
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.sockets import connectable_path
 from gpushare_agent.model.errors import AgentError, NotFound, Rejected, Unavailable
@@ -311,8 +312,7 @@ def _read_config(directory: Path) -> VDeviceConfig:
 
 def _read(path: Path, limit: int) -> bytes:
     try:
-        with path.open("rb") as file:
-            return file.read(limit)
+        return read_regular(path, limit)
     except OSError as e:
         raise NotFound(f"reading {path} failed: {e.strerror}; is it the directory of a container with a share?") from e
 

@@ -1,0 +1,47 @@
+"""Reads whole files that somebody else may have put in place: never a pipe, never without a bound. No state."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+_OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def read_regular(path: Path, limit: int, *, follow: bool = False, is_own: bool = False) -> bytes:
+    """The first `limit` bytes of the file at `path`. A link is an error unless `follow` is set.
+
+    `is_own`: the file must be root's or this process's, and nobody else's to write.
+
+    Raises:
+        OSError: it cannot be read; it is a link, or no regular file (a pipe would hold its reader for ever).
+        PermissionError: it is not own.
+    """
+    file = os.open(path, _OPEN | (0 if follow else os.O_NOFOLLOW))
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        if is_own and (why := _not_own(status)):
+            raise PermissionError(errno.EPERM, why)
+        return _read(file, limit)
+    finally:
+        os.close(file)
+
+
+def _read(file: int, limit: int) -> bytes:
+    parts, left = [], limit
+    while left > 0 and (part := os.read(file, left)):
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def _not_own(status: os.stat_result) -> str:
+    if status.st_uid not in (0, os.geteuid()):
+        return f"it belongs to UID {status.st_uid}, not to root or the agent's user {os.geteuid()}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write it (mode {stat.S_IMODE(status.st_mode):04o})"
+    return ""
