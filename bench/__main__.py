@@ -1,4 +1,4 @@
-"""`python -m bench [--quick] [--extender] [--json FILE]`: measures, and prints the table.
+"""`python -m bench [--quick] [--extender | --cluster] [--json FILE]`: measures, and prints the table.
 
 Exit code 0, also where a target is missed: the table says so. 1 where something could not be measured.
 """
@@ -22,6 +22,7 @@ from bench.lifecycle import again_rows, idle_rows, start_rows
 from bench.node import PODS, open_node
 from bench.observation import sampling_rows, scrape_rows
 from bench.pure import list_rows, placement_rows
+from bench.real_cluster import cluster_rows
 from bench.results import Row, as_json, print_table, row
 from bench.stream import stream_rows
 from bench.vdevice import memory_rows, pre_start_rows, register_rows, round_rows, wait_sockets
@@ -46,13 +47,15 @@ class Extent:
     extender_nodes: int = 5_000
     extender_pods: int = 400
     extender_resyncs: int = 3
+    cluster_pods: int = 30
+    cluster_burst: int = 100
     idle_s: float = 33.0
     """A period of the comparison with the kubelet, and the comparison itself."""
 
 
 _QUICK = Extent(
     starts=3, restarts=8, filled=40, empty=15, bursts=1, pure=20, idle_s=5.0, rounds=10, pre_starts=20, registrations=20,
-    scrapes=4, samplings=10, extender_nodes=500, extender_pods=60, extender_resyncs=1,
+    scrapes=4, samplings=10, extender_nodes=500, extender_pods=60, extender_resyncs=1, cluster_pods=5, cluster_burst=20,
 )  # fmt: skip
 
 
@@ -62,12 +65,16 @@ def main() -> int:
     parser.add_argument(
         "--extender", action="store_true", help="measure the scheduler extender instead, on 5,000 nodes"
     )
+    parser.add_argument(
+        "--cluster", action="store_true", help="measure the agent of a real cluster instead, named by KUBECONFIG"
+    )
+    parser.add_argument("--node", help="of the cluster, where several have an agent")
+    parser.add_argument("--pod-image", default="busybox:1.35", help="of the cluster's pods: with sleep (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the measurements there")
     options = parser.parse_args()
     load_before = os.getloadavg()[0]
     try:
-        measure = _measure_extender if options.extender else _measure
-        rows = asyncio.run(measure(_QUICK if options.quick else Extent()))
+        rows = asyncio.run(_chosen(options, _QUICK if options.quick else Extent()))
     except (OSError, RuntimeError, TimeoutError, ExceptionGroup) as error:
         _say(f"could not measure: {_reason(error)}")
         return 1
@@ -78,6 +85,14 @@ def main() -> int:
     if options.json is not None:
         options.json.write_text(as_json(rows, machine))
     return 0
+
+
+async def _chosen(options: argparse.Namespace, extent: Extent) -> list[Row]:
+    if options.extender:
+        return await _measure_extender(extent)
+    if options.cluster:
+        return await _measure_cluster(extent, options.node, options.pod_image)
+    return await _measure(extent)
 
 
 async def _measure(extent: Extent) -> list[Row]:
@@ -139,6 +154,13 @@ async def _measure_extender(extent: Extent) -> list[Row]:
         return await extender_rows(
             Path(state), nodes=extent.extender_nodes, pods=extent.extender_pods, resyncs=extent.extender_resyncs
         )
+
+
+async def _measure_cluster(extent: Extent, node: str | None, image: str) -> list[Row]:
+    _say(f"{extent.cluster_pods} pods one after the other, then {extent.cluster_burst} at once")
+    node, rows = await cluster_rows(node=node, image=image, singles=extent.cluster_pods, burst=extent.cluster_burst)
+    _say(f"measured on node {node}")
+    return rows
 
 
 def _reason(error: BaseException) -> str:

@@ -166,6 +166,7 @@ def _arguments(state: Path, kubelet: BenchKubelet, others: Mapping[str, object])
         "runtime.proc-root": state / "proc",
         "runtime.endpoint": state / "no-runtime.sock",
         "simulated.usage": state / "usage.json",
+        "display.socket": state / "display.sock",
         "web.port": 0,
         **others,
     }
