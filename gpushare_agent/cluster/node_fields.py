@@ -3,7 +3,7 @@
 Level, not edge: what is wanted is worked out anew after each change and each `period_s`, and only what differs is patched;
 what somebody undid comes back. No admission waits for it. What is wanted and the patches are decisions/node_facts.py,
 node_allocations.py and node_patch.py. The mutable state of a writer is: the node as it was last read, whether something
-changed, and what was reported last.
+changed, whether what is wanted was known, and what was reported last.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ class NodeFieldsWriter(Generic[T]):
         self._backoff = backoff or Backoff(base_s=1.0, cap_s=fields.retry_cap_s)
         self._clock = clock
         self._is_changed = asyncio.Event()
+        self._is_known = False
         self._node: NodeObject | None = None
         self._read_at = float("-inf")
         self._labels_reported = ReportOnce()
@@ -134,18 +135,18 @@ class NodeFieldsWriter(Generic[T]):
                 continue
             failures, self._failure_reported = 0, ("", float("-inf"))
             await asyncio.sleep(fields.gap_s if is_patched else min(BURST_S, fields.gap_s))
-            await wait_for(self._is_changed, fields.period_s if self._wanted() is not None else NOT_KNOWN_S)
+            await wait_for(self._is_changed, fields.period_s if self._is_known else NOT_KNOWN_S)
 
     async def _reconcile(self, api: KubeApi) -> bool:
         """One comparison; whether the node was patched."""
-        if self._wanted() is None:
-            return False
+        wanted = self._wanted()
         node = self._node
-        if node is None or not self._fields.change_often or self._clock() - self._read_at >= self._fields.period_s:
+        if wanted is not None and (node is None or not self._fields.change_often or self._is_read_due()):
             node = self._node = parse_node(await api.get_node(self._node_name))
             self._read_at = self._clock()
-        wanted = self._wanted()  # the newest: the node may have taken a while to read
-        if wanted is None:
+            wanted = self._wanted()  # the newest: the node may have taken a while to read
+        self._is_known = wanted is not None
+        if wanted is None or node is None:
             return False
         patch = self._fields.plan(node, wanted)
         self._report_labels(patch)
@@ -160,6 +161,9 @@ class NodeFieldsWriter(Generic[T]):
         self._node = parse_node(raw_node)
         self._report_written(patch)
         return True
+
+    def _is_read_due(self) -> bool:
+        return self._clock() - self._read_at >= self._fields.period_s
 
     def _report_written(self, patch: NodePatch) -> None:
         (log.debug if self._fields.change_often else log.info)(

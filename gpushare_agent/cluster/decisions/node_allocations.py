@@ -114,8 +114,8 @@ def _allocated(
     indexes: Mapping[GpuUuid, int],
     extras: Mapping[ResourceKind, Mapping[ContainerKey, int]],
 ) -> dict[int, tuple[int, ...]]:
-    cores = _by_gpu(device for one in own for device in one.vcore_ids)
-    units = _by_gpu(device for one in own for device in one.gpu_mem_ids)
+    cores = _by_gpu((one.gpus, one.vcore_ids) for one in own)
+    units = _by_gpu((one.gpus, one.gpu_mem_ids) for one in own)
     blocks: dict[GpuUuid, set[DeviceId]] = {}
     for one in own:
         if one.gpus and not one.is_whole:
@@ -126,7 +126,8 @@ def _allocated(
         return sum(extras.get(kind, {}).get(one.key, 0) for one in own if one.gpus[:1] == (gpu,))
 
     found = {}
-    for uuid, index in sorted(indexes.items(), key=lambda item: item[1]):
+    named = {*cores, *units, *blocks, *whole, *(one.gpus[0] for one in own if one.gpus)}
+    for uuid, index in sorted((uuid, indexes[uuid]) for uuid in named if uuid in indexes):
         counts = [
             min(len(cores.get(uuid, ())) + more(ResourceKind.VCORE, uuid), CORES_PER_GPU),
             len(blocks.get(uuid, ())) + more(ResourceKind.VMEMORY, uuid),
@@ -140,12 +141,16 @@ def _allocated(
     return found
 
 
-def _by_gpu(devices: Iterable[DeviceId]) -> dict[GpuUuid, set[DeviceId]]:
+def _by_gpu(allocated: Iterable[tuple[Sequence[GpuUuid], frozenset[DeviceId]]]) -> dict[GpuUuid, set[DeviceId]]:
+    """`allocated` are the GPUs and the IDs of each container; those of one GPU need no splitting, and are most."""
     found: dict[GpuUuid, set[DeviceId]] = {}
-    for device in devices:
-        parts = split_device_id(device)
-        if parts is not None:
-            found.setdefault(parts[0], set()).add(device)
+    for gpus, devices in allocated:
+        if len(gpus) == 1 and devices:
+            found.setdefault(gpus[0], set()).update(devices)
+            continue
+        for device in devices:
+            if (parts := split_device_id(device)) is not None:
+                found.setdefault(parts[0], set()).add(device)
     return found
 
 
