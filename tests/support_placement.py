@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.hints import predicted_gpus
 from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import Offer, Policy, free_ids
+from gpushare_agent.admission.decisions.ledger import Offer, Policy, free_ids, offer_accounts
 from gpushare_agent.admission.decisions.plan import Plan, check, plan
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -107,7 +107,8 @@ class Node:
             offer = Offer(kind=kind, available=available, must_include=chosen, size=count)
             free = free_ids(target, kind, available, ledger)
             hint = predicted_gpus(target.pod.annotations, target.container, "node")
-            outcome = plan(target, offer, free, ledger, self.policy, hint)
+            gpus = offer_accounts(target, offer, free, ledger, self.policy)
+            outcome = plan(target, offer, free, ledger, self.policy, hint, gpus)
             if isinstance(outcome, Refused):
                 return outcome
             assert isinstance(outcome, Plan)

@@ -4,7 +4,8 @@ Decides and commits without an await between, so two Allocates can never allocat
 has two writers, never at once: this service during calls, garbage collection between them.
 
 State owned, by admission/pending.py: the plans whose Allocate has not come yet, the containers that the pod under
-admission has got so far, and the pods that were refused. PreStartContainer is served by admission/container_starts.py.
+admission has got so far, and the pods that were refused; here the edits of the last container. PreStartContainer is served
+by admission/container_starts.py.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from gpushare_agent.admission.decisions.container_edits import EditPolicy, choos
 from gpushare_agent.admission.decisions.explain import Explanation, explain
 from gpushare_agent.admission.decisions.hints import hinted_gpus
 from gpushare_agent.admission.decisions.identity import Call, Target
-from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
+from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids, offer_accounts
 from gpushare_agent.admission.decisions.plan import Plan
 from gpushare_agent.admission.identification import Identification, InsideLister
 from gpushare_agent.admission.outcomes import OutcomeReporter
 from gpushare_agent.admission.pending import PendingAdmissions, PendingPlan, RefusedPods
 from gpushare_agent.cluster.pod_store import PodStore
-from gpushare_agent.model.allocations import Allocation, ContainerEdits
+from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.isolation import IsolationName
@@ -46,6 +47,9 @@ _CURED_BY_A_RELEASE = frozenset(
         RefusalReason.NOT_ENOUGH_MEMORY,
     }
 )
+
+
+_EditsQuestion = tuple[Target, tuple[Gpu, ...], EditPolicy]
 
 
 class AdmissionGate(Protocol):
@@ -72,6 +76,7 @@ class Admission:
         refused_pods: RefusedPods,
         observer: OutcomeReporter,
         wait_for_release: Callable[[], Awaitable[bool]],
+        prepare_ahead: Callable[[ContainerKey], None] = lambda _: None,
         isolation_unavailable_reason: Callable[[IsolationName], str] = lambda _: "",
         clock: Callable[[], float],
     ) -> None:
@@ -86,9 +91,11 @@ class Admission:
         self._refused_pods = refused_pods
         self._observer = observer
         self._wait_for_release = wait_for_release
+        self._prepare_ahead = prepare_ahead
         self._isolation_unavailable_reason = isolation_unavailable_reason
         self._clock = clock
         self._pending = PendingAdmissions()
+        self._last_edits: tuple[_EditsQuestion, ContainerEdits | Refused] | None = None
 
     async def preferred(
         self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
@@ -158,10 +165,11 @@ class Admission:
             self._observer.taken_ids_offered(offer.kind, len(offer.available) - len(free))
         is_gpu_mem = self._policy.names.wanted(target.container, ResourceKind.GPU_MEM) > 0
         hint = hinted_gpus(target.pod.annotations, target.container, self._node_name, is_gpu_mem=is_gpu_mem)
-        outcome: Plan | Refused = decide.plan(target, offer, free, ledger, self._policy, hint)
+        gpus = offer_accounts(target, offer, free, ledger, self._policy)
+        outcome: Plan | Refused = decide.plan(target, offer, free, ledger, self._policy, hint, gpus)
         if isinstance(outcome, Plan):
             outcome = self._obstacle(target, outcome, ledger) or outcome
-        why = explain(target, offer, free, ledger, self._policy, hint, outcome)
+        why = explain(target, offer, ledger, self._policy, hint, gpus, outcome)
         plan = PendingPlan(
             kind=offer.kind, size=offer.size, target=target, outcome=outcome, planned_at=self._clock(), why=why
         )
@@ -225,6 +233,7 @@ class Admission:
         allocation = self._allocation(target, kind, ids, gpus)
         self._cache.put(allocation)
         self._pending.add_allocated(target.key)
+        self._prepare_ahead(target.key)
         self._observer.allocated(target, allocation, kind, why if is_first else None)
         return edits if kind.binds_gpu else ContainerEdits()
 
@@ -246,7 +255,11 @@ class Admission:
         ).with_ids(kind, frozenset(DeviceId(device) for device in ids))
 
     def _edits(self, target: Target, gpus: Sequence[GpuUuid], known: Mapping[GpuUuid, Gpu]) -> ContainerEdits | Refused:
-        return edits_for(target.pod, target.container, [known[gpu] for gpu in gpus], self._edit_policy())
+        """The calls of one container ask for the same thing up to four times, so the last answer is kept."""
+        question = (target, tuple(known[gpu] for gpu in gpus), self._edit_policy())
+        if self._last_edits is None or self._last_edits[0] != question:
+            self._last_edits = question, edits_for(target.pod, target.container, *question[1:])
+        return self._last_edits[1]
 
     def _refuse(
         self, target: Target | None, kind: ResourceKind, refused: Refused, why: Explanation | None = None

@@ -132,6 +132,11 @@ class IsolationSide:
                 first = refused
         return first
 
+    def prepare_ahead(self, key: ContainerKey) -> None:
+        """The container was allocated a moment ago and starts soon: what takes time on the disk begins now."""
+        if self.private_caches is not None:
+            self.private_caches.prepare_ahead(key)
+
     def _needs(self, key: ContainerKey, kind: Preparation) -> bool:
         pod = self.store.get(key.pod_uid)
         chosen = _chosen(self.settings, pod.annotations if pod is not None else {})

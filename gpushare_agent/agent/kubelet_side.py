@@ -150,6 +150,7 @@ def build_kubelet_side(
         refused_pods=refused_pods,
         observer=outcomes,
         wait_for_release=garbage.wait_for_release,
+        prepare_ahead=isolation.prepare_ahead,
         isolation_unavailable_reason=isolation.unavailable_reason,
         clock=time.monotonic,
     )

@@ -85,24 +85,25 @@ def scan_pod_entries(data: bytes) -> list[PodEntry]:
     """Splits a ListPodResourcesResponse into its pods without decoding their devices, in the order of the message. A
     fault inside a container is found by `decode_pod_containers` only."""
     fields = Fields()
-    return [_pod_entry(data[start:stop], fields) for start, stop in _messages(data, "ListPodResourcesResponse", fields)]
+    return [scan_pod_entry(body, fields) for body in scan_pod_bodies(data, fields)]
+
+
+def scan_pod_bodies(data: bytes, fields: Fields) -> list[bytes]:
+    """As `scan_pod_entries`, with no pod read."""
+    return [data[start:stop] for start, stop in _messages(data, "ListPodResourcesResponse", fields)]
 
 
 def scan_single_pod(data: bytes) -> PodEntry | None:
     """The pod of a GetPodResourcesResponse, None where the message holds none."""
     fields = Fields()
     entries = [
-        _pod_entry(data[start:stop], fields) for start, stop in _messages(data, "GetPodResourcesResponse", fields)
+        scan_pod_entry(data[start:stop], fields) for start, stop in _messages(data, "GetPodResourcesResponse", fields)
     ]
     return entries[-1] if entries else None
 
 
-def scan_pod_entry(body: bytes) -> PodEntry:
-    """Reads namespace and name of one encoded PodResources message."""
-    return _pod_entry(body, Fields())
-
-
-def _pod_entry(body: bytes, fields: Fields) -> PodEntry:
+def scan_pod_entry(body: bytes, fields: Fields | None = None) -> PodEntry:
+    """Reads namespace and name of one encoded PodResources message. `fields` are those left of the message that it is in."""
     name = namespace = ""
     for key, _, start, stop in scan_fields(body, 0, len(body), fields):
         if key == _FIELD_1_BYTES:

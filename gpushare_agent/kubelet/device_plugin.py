@@ -157,7 +157,7 @@ class DevicePlugin:
         for container in containers:
             ids, code = await self._prefer(container, deadline)
             answers.append(bytes_field(1, string_list(1, ids)))
-        await stream.send_message(b"".join(answers))
+        await _answer(stream, b"".join(answers))
         self._metrics.rpc_finished(self.resource, "GetPreferredAllocation", code, time.perf_counter() - started)
 
     async def _prefer(self, container: PreferredContainer, deadline: float) -> tuple[Sequence[str], str]:
@@ -180,7 +180,7 @@ class DevicePlugin:
         containers: list[list[str]] = await _request(stream)
         async with self._answering("Allocate", containers, self._call_timeout_s):
             answers = [await self._allocate(ids) for ids in containers]
-        await stream.send_message(v1beta1.AllocateResponse(container_responses=answers))
+            await _answer(stream, v1beta1.AllocateResponse(container_responses=answers))
 
     async def _allocate(self, ids: Sequence[str]) -> v1beta1.ContainerAllocateResponse:
         outcome = await self._handler.allocate(self.resource, ids)
@@ -193,7 +193,7 @@ class DevicePlugin:
         async with self._answering("PreStartContainer", [ids], PRE_START_TIMEOUT_S):
             if self._pre_start is not None and (refused := await self._pre_start(self.resource, ids)) is not None:
                 raise _error_of(refused)
-        await stream.send_message(v1beta1.PreStartContainerResponse())
+            await _answer(stream, v1beta1.PreStartContainerResponse())
 
     @asynccontextmanager
     async def _answering(
@@ -249,6 +249,12 @@ def _renamed_faults(method: str, resource: str, timeout_s: float) -> Iterator[No
 async def _request(stream: Stream[Any, Any]) -> Any:
     """The request as FAST_DECODERS left it; a call without one never gets here (kit/grpc_server.py)."""
     return await stream.recv_message()
+
+
+async def _answer(stream: Stream[Any, Any], message: Any) -> None:
+    """The whole answer, before the log line and the metric: the kubelet admits no other pod until it has the status."""
+    await stream.send_message(message)
+    await stream.send_trailing_metadata()
 
 
 def _gpus(containers: Sequence[Sequence[str]]) -> list[str]:

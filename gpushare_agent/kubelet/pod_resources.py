@@ -4,7 +4,8 @@ Only kubelet/pod_resources_gate.py may call `list_entries`: a List while an Allo
 IDs in flight and give them to a second pod (measured). `get_pod` is free of this; kubelets have it from 1.34 on.
 
 A List answer has about 95 bytes per device ID and is read inside admissions, so it is kept as bytes and only what a
-decision needs is decoded (`PodListing`).
+decision needs is decoded (`PodListing`), once for as long as a pod's bytes stay the same. State owned: the connections, and
+the pods of the last List.
 Format: protos/podresources.proto, read by kit/wire_scan.py.
 """
 
@@ -18,10 +19,11 @@ from grpclib import Status
 
 from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
 from gpushare_agent.kit.wire_scan import (
+    Fields,
     MalformedMessageError,
     PodEntry,
     decode_pod_containers,
-    scan_pod_entries,
+    scan_pod_bodies,
     scan_pod_entry,
     scan_single_pod,
 )
@@ -47,17 +49,21 @@ def decode_pod_entry(body: bytes) -> ListedPod:
 class PodListing:
     """One pod of a List answer, decoded as far as it is asked about. Raises Corrupt where the bytes are no message."""
 
-    __slots__ = ("_body", "_decoded", "name", "namespace")
+    __slots__ = ("_counts", "_decoded", "body", "name", "namespace")
 
     def __init__(self, entry: PodEntry) -> None:
         self.namespace = entry.namespace
         self.name = entry.name
-        self._body = entry.body
+        self.body = entry.body
+        self._counts: dict[str, int] = {}
         self._decoded: ListedPod | None = None
 
     def count_ids(self, resource: str) -> int:
         """The number of ContainerDevices entries of the resource: measured kubelets make one for each ID."""
-        return self._body.count(b"\n" + bytes((len(resource),)) + resource.encode())
+        count = self._counts.get(resource)
+        if count is None:
+            count = self._counts[resource] = self.body.count(b"\n" + bytes((len(resource),)) + resource.encode())
+        return count
 
     def count_by_container(self, resource: str) -> Mapping[str, int]:
         return {c.name: len(ids) for c in self.decoded().containers if (ids := c.devices.get(resource))}
@@ -65,7 +71,7 @@ class PodListing:
     def decoded(self) -> ListedPod:
         if self._decoded is None:
             try:
-                self._decoded = decode_pod_entry(self._body)
+                self._decoded = decode_pod_entry(self.body)
             except MalformedMessageError as e:
                 raise Corrupt(f"PodResources answer, pod {self.namespace}/{self.name}: {e}") from e
         return self._decoded
@@ -77,6 +83,7 @@ class PodResourcesClient:
     def __init__(self, socket_path: Path) -> None:
         self._path = socket_path
         self._channels: dict[str, UnixChannel] = {}
+        self._listed: dict[bytes, PodListing] = {}
         self._has_get: bool | None = None
 
     @property
@@ -92,7 +99,7 @@ class PodResourcesClient:
         """
         data = await self._call("List", b"", timeout_s)
         try:
-            return [PodListing(entry) for entry in scan_pod_entries(data)]
+            return self._listings(data)
         except MalformedMessageError as e:
             raise Corrupt(f"PodResources List at {self._path} answered no valid message: {e}") from e
 
@@ -121,6 +128,19 @@ class PodResourcesClient:
     def close(self) -> None:
         for method in list(self._channels):
             self._drop(method)
+
+    def _listings(self, data: bytes) -> list[PodListing]:
+        """A pod whose bytes are those of the last List is not read again: between two admissions few change."""
+        before, self._listed = self._listed, {}
+        found, fields = [], Fields()
+        for body in scan_pod_bodies(data, fields):
+            name = body[: 2 + body[1]] if len(body) > 1 else body  # as kubelets begin it: key, length and name
+            listing = before.get(name)
+            if listing is None or listing.body != body:
+                listing = PodListing(scan_pod_entry(body, fields))
+            self._listed[name] = listing
+            found.append(listing)
+        return found
 
     def _drop(self, method: str) -> None:
         channel = self._channels.pop(method, None)

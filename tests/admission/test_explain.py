@@ -7,7 +7,7 @@ from dataclasses import replace
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.explain import Explanation, explain, in_short, with_gpus
 from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import Offer, Policy, free_ids
+from gpushare_agent.admission.decisions.ledger import Offer, Policy, free_ids, offer_accounts
 from gpushare_agent.admission.decisions.plan import Plan, plan
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -45,8 +45,9 @@ def decide(
     offered = [i for gpu in range(len(found.gpus)) for i in ids(gpu, range((gpu_mem and 24) or 100))]
     offer = Offer(kind=kind, available=offered, must_include=(), size=gpu_mem or cores)
     free = free_ids(target, kind, offered, ledger)
-    outcome = plan(target, offer, free, ledger, policy, hint)
-    return outcome, explain(target, offer, free, ledger, policy, hint, outcome)
+    gpus = offer_accounts(target, offer, free, ledger, policy)
+    outcome = plan(target, offer, free, ledger, policy, hint, gpus)
+    return outcome, explain(target, offer, ledger, policy, hint, gpus, outcome)
 
 
 def share(name: str, gpu: int, cores: range, blocks: range) -> Allocation:

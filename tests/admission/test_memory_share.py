@@ -9,7 +9,7 @@ import pytest
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids, gpu_accounts
+from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids, gpu_accounts, offer_accounts
 from gpushare_agent.admission.decisions.offered_devices import withheld
 from gpushare_agent.admission.decisions.plan import Plan, check, plan
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -68,7 +68,8 @@ def planned(
     target = Target(pod=owner, container=spec)
     everything = sorted(units_of(0, range(24)) | units_of(1, range(24)))
     offer = Offer(kind=ResourceKind.GPU_MEM, available=everything, must_include=must, size=spec.requests[GPU_MEM])
-    return plan(target, offer, free_ids(target, offer.kind, everything, ledger), ledger, policy, hint)
+    free = free_ids(target, offer.kind, everything, ledger)
+    return plan(target, offer, free, ledger, policy, hint, offer_accounts(target, offer, free, ledger, policy))
 
 
 def test_the_fullest_gpu_that_fits_is_taken_and_its_ids_are_preferred() -> None:
@@ -110,14 +111,17 @@ def test_vcuda_shares_and_whole_gpus_see_what_gpu_mem_has_taken() -> None:
         (container(cores=100), RefusalReason.NOT_ENOUGH_CORES),
     ):
         target = Target(pod=pod("v", spec), container=spec)
-        free = ids(0, range(100)) + ids(1, range(100))
+        free = [DeviceId(d) for d in ids(0, range(100)) + ids(1, range(100))]
         offer = Offer(kind=ResourceKind.VCORE, available=free, must_include=(), size=len(free))
-        outcome = plan(target, offer, [DeviceId(d) for d in free], ledger, POLICY, ())
+        gpus = offer_accounts(target, offer, free, ledger, POLICY)
+        outcome = plan(target, offer, free, ledger, POLICY, (), gpus)
         assert isinstance(outcome, Refused), (spec, reason)
     fits = container(cores=30, blocks=16)
     target = Target(pod=pod("v", fits), container=fits)
     offer = Offer(kind=ResourceKind.VCORE, available=ids(0, range(100)), must_include=(), size=30)
-    assert isinstance(plan(target, offer, [DeviceId(d) for d in ids(0, range(100))], ledger, POLICY, ()), Plan)
+    free = [DeviceId(d) for d in ids(0, range(100))]
+    gpus = offer_accounts(target, offer, free, ledger, POLICY)
+    assert isinstance(plan(target, offer, free, ledger, POLICY, (), gpus), Plan)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids
+from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids, offer_accounts
 from gpushare_agent.admission.decisions.plan import Plan, check, plan
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -40,7 +40,8 @@ def planned(
 ) -> Plan | Refused:
     size = NAMES.wanted(target.container, kind)
     offer = Offer(kind=kind, available=available, must_include=must, size=size)
-    return plan(target, offer, free_ids(target, kind, available, facts), facts, POLICY, ())
+    free = free_ids(target, kind, available, facts)
+    return plan(target, offer, free, facts, POLICY, (), offer_accounts(target, offer, free, facts, POLICY))
 
 
 def all_ids(gpus: int = 2, count: int = 100) -> list[str]:
@@ -231,7 +232,8 @@ def test_a_gpu_with_as_many_shares_as_one_can_serve_takes_no_more() -> None:
     def place(facts: Ledger, which: Target = target) -> Plan | Refused:
         size = NAMES.wanted(which.container, CORES)
         offer = Offer(kind=CORES, available=all_ids(), must_include=(), size=size)
-        return plan(which, offer, free_ids(which, CORES, all_ids(), facts), facts, policy, ())
+        free = free_ids(which, CORES, all_ids(), facts)
+        return plan(which, offer, free, facts, policy, (), offer_accounts(which, offer, free, facts, policy))
 
     found = place(ledger(target, *held, init))
     assert isinstance(found, Plan) and found.gpus == (GpuUuid("GPU-1"),)

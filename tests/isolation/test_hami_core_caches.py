@@ -199,3 +199,64 @@ async def test_a_disk_that_hangs_is_a_refusal_in_time(short_dir: Path, monkeypat
         assert isinstance(refused, Refused) and "no answer" in refused.detail
     finally:
         let_go.set()
+
+
+class Counted:
+    """Real files that say how often a cache was prepared, and wait at it while `is_held`."""
+
+    def __init__(self, files: HamiCoreFiles) -> None:
+        self._files = files
+        self.prepared = 0
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def prepare(self, key: ContainerKey) -> None:
+        self.begun.set()
+        assert self.go_on.wait(10)
+        self._files.prepare(key)
+        self.prepared += 1
+
+    def list_pods(self) -> tuple[PodUid, ...]:
+        return self._files.list_pods()
+
+    def remove_pod(self, uid: PodUid) -> bool:
+        return self._files.remove_pod(uid)
+
+
+async def test_a_cache_made_ahead_serves_one_start(short_dir: Path) -> None:
+    """The first start finds the file that was made when the container was allocated, each later one gets another."""
+    world = World(short_dir)
+    files = Counted(world.files)
+    caches = PrivateCaches(files=files, allocations=lambda: world.allocations, pods=world)  # type: ignore[arg-type]
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(forever("private caches", caches.run), name="private caches")
+        caches.prepare_ahead(ContainerKey(WHOLE, "cuda"))
+        caches.prepare_ahead(KEY)
+        await poll_until(lambda: caches.made_ahead == {KEY}, "the share's file made ahead")
+        assert await caches.prepare([KEY]) is None
+        assert (files.prepared, world.cache.is_file()) == (1, True)
+        world.cache.write_bytes(b"of the first instance")
+        assert await caches.prepare([KEY]) is None
+        assert (files.prepared, world.cache.read_bytes()) == (2, b"")
+        await stop_task(task)
+
+
+async def test_a_start_that_overtakes_the_file_made_ahead_leaves_none_behind(short_dir: Path) -> None:
+    """It waits for its own file, and the one that was being made serves no later start."""
+    world = World(short_dir)
+    files = Counted(world.files)
+    files.go_on.clear()
+    caches = PrivateCaches(files=files, allocations=lambda: world.allocations, pods=world)  # type: ignore[arg-type]
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(forever("private caches", caches.run), name="private caches")
+        caches.prepare_ahead(KEY)
+        await poll_until(files.begun.is_set, "the file being made")
+        start = group.create_task(caches.prepare([KEY]), name="start")
+        await asyncio.sleep(0)  # it has begun to wait
+        files.go_on.set()
+        assert await start is None
+        assert (files.prepared, caches.made_ahead) == (2, frozenset())
+        assert await caches.prepare([KEY]) is None
+        assert files.prepared == 3
+        await stop_task(task)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,30 @@ async def test_a_list_names_pods_and_counts_their_ids(short_dir: Path) -> None:
         assert (a.namespace, a.name, a.count_ids(VCORE_RESOURCE)) == ("default", "a", 3)
         assert a.count_by_container(VCORE_RESOURCE) == {"main": 3} and a.count_by_container(VMEMORY_RESOURCE) == {}
         assert (b.count_ids(VCORE_RESOURCE), b.count_by_container(VCORE_RESOURCE)) == (0, {})
+
+
+async def test_a_pod_is_read_again_when_it_changed_and_only_then(short_dir: Path) -> None:
+    """Also one of the same name in another namespace, which begins with the same bytes."""
+    lists = [
+        [pod_message("a", 3), pod_message("b", 1)],
+        [pod_message("b", 1), pod_message("a", 4)],
+        [replace(pod_message("b", 2), namespace="other"), pod_message("b", 1)],
+        [],
+    ]
+
+    async def answer() -> bytes:
+        return bytes(v1.ListPodResourcesResponse(pod_resources=lists.pop(0)))
+
+    async with serving(short_dir, Scripted(list_=answer)) as client:
+        found = [await client.list_entries(timeout_s=DEADLINE_S) for _ in range(4)]
+    shown = [[(e.namespace, e.name, e.count_ids(VCORE_RESOURCE)) for e in entries] for entries in found]
+    assert shown == [
+        [("default", "a", 3), ("default", "b", 1)],
+        [("default", "b", 1), ("default", "a", 4)],
+        [("other", "b", 2), ("default", "b", 1)],
+        [],
+    ]
+    assert found[0][1] is found[1][0]
 
 
 async def test_the_rate_limit_is_waited_out(short_dir: Path) -> None:

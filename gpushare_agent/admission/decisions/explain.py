@@ -14,14 +14,13 @@ from gpushare_agent.admission.decisions.ledger import (
     Ledger,
     Offer,
     Policy,
-    gpu_accounts,
     must_gpus,
 )
 from gpushare_agent.admission.decisions.plan import Plan
 from gpushare_agent.admission.decisions.reuse import effective_request
 from gpushare_agent.model.decision_records import Asked, Candidate
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid
+from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.placement import GpuAccount, memory_share
 
@@ -60,16 +59,14 @@ class _Need:
 def explain(
     target: Target,
     offer: Offer,
-    free: Sequence[DeviceId],
     ledger: Ledger,
     policy: Policy,
     hint: tuple[int, ...],
+    gpus: Sequence[GpuAccount],
     outcome: Plan | Refused,
 ) -> Explanation:
-    """The verdict on every GPU, in order of index; none where the request makes no sense on any GPU."""
+    """The verdict on every one of `gpus`, in order of index; none where the request makes no sense on any GPU."""
     need = _need(target, policy.names)
-    offered = free if offer.kind is ResourceKind.VCORE else None
-    gpus = gpu_accounts(target, ledger, policy, offered=offered)
     chosen = outcome.gpus if isinstance(outcome, Plan) else ()
     reasons = {gpu.uuid: gpu.unhealthy_reason for gpu in ledger.inventory.gpus}
     bound_by = (

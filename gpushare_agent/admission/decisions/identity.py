@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.names import DeviceId, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
@@ -98,13 +98,14 @@ def identify(call: Call, listed: Sequence[ListedDevices], known: Known) -> Targe
     candidates: list[Target] = []
     unknown: list[tuple[str, str]] = []
     suspects: list[tuple[str, str]] = []
+    resource = known.names.name(call.kind)
     for entry in listed:
         pod = known.pods.get((entry.namespace, entry.name))
         if pod is None:
-            if not entry.count_ids(known.names.name(call.kind)):
+            if not entry.count_ids(resource):
                 unknown.append((entry.namespace, entry.name))
             continue
-        if _is_explained(pod, entry, call, known):
+        if _is_explained(pod, entry, resource, call, known):
             continue
         if _is_out(pod, known):
             suspects.append((entry.namespace, entry.name))
@@ -151,7 +152,7 @@ def successor_of(
     if len(owners) != 1:
         return None
     pod = pod_of(next(iter(owners)))
-    if pod is None or not wanted <= initial_ids(pod.uid, kind, known.allocations):
+    if pod is None or not wanted <= initial_ids(pod, kind, known.allocations):
         return None
     container = next((c for c in pod.containers if lacks(pod, c, kind, known)), None)
     if container is None or known.names.wanted(container, kind) != len(wanted):
@@ -159,19 +160,24 @@ def successor_of(
     return Target(pod=pod, container=container)
 
 
-def initial_ids(uid: PodUid, kind: ResourceKind, allocations: Mapping[ContainerKey, Allocation]) -> frozenset[str]:
+def initial_ids(pod: Pod, kind: ResourceKind, allocations: Mapping[ContainerKey, Allocation]) -> frozenset[DeviceId]:
     """The IDs allocated to the pod's ordinary init containers: the kubelet passes them on to its later containers."""
-    return frozenset(
-        device
-        for key, allocation in allocations.items()
-        if key.pod_uid == uid and allocation.kind is ContainerKind.INIT
-        for device in allocation.ids(kind)
-    )
+    return frozenset(device for allocation in initial_allocations(pod, allocations) for device in allocation.ids(kind))
 
 
-def _is_explained(pod: Pod, entry: ListedDevices, call: Call, known: Known) -> bool:
+def initial_allocations(pod: Pod, allocations: Mapping[ContainerKey, Allocation]) -> list[Allocation]:
+    """Those of the pod's ordinary init containers."""
+    return [
+        allocation
+        for container in pod.containers
+        if container.kind is ContainerKind.INIT
+        and (allocation := allocations.get(ContainerKey(pod.uid, container.name))) is not None
+        and allocation.kind is ContainerKind.INIT
+    ]
+
+
+def _is_explained(pod: Pod, entry: ListedDevices, resource: str, call: Call, known: Known) -> bool:
     """The pod has everything of this resource that it requests. Cheap: most pods of a node end here."""
-    resource = known.names.name(call.kind)
     is_wanted = False
     expected = 0
     for container in pod.containers:
@@ -225,5 +231,5 @@ def _narrow(candidates: list[Target], call: Call, known: Known) -> list[Target]:
     """IDs that must be included are an init container's: they identify its pod."""
     if len(candidates) < 2 or not call.must_include:
         return candidates
-    owners = [c for c in candidates if call.must_include <= initial_ids(c.pod.uid, call.kind, known.allocations)]
+    owners = [c for c in candidates if call.must_include <= initial_ids(c.pod, call.kind, known.allocations)]
     return owners or candidates

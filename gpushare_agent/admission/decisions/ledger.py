@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
-from gpushare_agent.admission.decisions.identity import Target, initial_ids
+from gpushare_agent.admission.decisions.identity import Target, initial_allocations, initial_ids
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, split_device_id
@@ -60,19 +61,21 @@ def gpu_accounts(
     `offered`, where not None, are the vcore IDs that the kubelet can hand out: a GPU has no more free cores than that.
     """
     names = policy.names
-    per_gpu = Counter(_gpu_of(device) for device in offered) if offered is not None else None
+    per_gpu = Counter(_gpus_of(offered)) if offered is not None else None
     cores = _reusable_ids(target, ResourceKind.VCORE, ledger)
     units = _reusable_ids(target, ResourceKind.GPU_MEM, ledger)
     blocks = _reusable_blocks(target, ledger)
-    wholes = {key: allocation for key, allocation in ledger.allocations.items() if allocation.is_whole}
-    whole = {gpu for allocation in wholes.values() for gpu in allocation.gpus}
-    whole_of_others = {
-        gpu
-        for key, allocation in wholes.items()
-        if target is None or not may_take_over(target, frozenset({key}), ledger)
-        for gpu in allocation.gpus
-    }
-    shares = _shares(target, ledger)
+    shares: Counter[GpuUuid] = Counter()
+    whole: set[GpuUuid] = set()
+    whole_of_others: set[GpuUuid] = set()
+    own_key = target.key if target is not None else None
+    for key, allocation in ledger.allocations.items():  # once: every admission call of the node does this
+        if allocation.is_whole:
+            whole.update(allocation.gpus)
+            if target is None or not may_take_over(target, frozenset({key}), ledger):
+                whole_of_others.update(allocation.gpus)
+        elif allocation.kind is not ContainerKind.INIT and key != own_key and allocation.gpus:
+            shares[allocation.gpus[0]] += 1  # init containers end before the others start
     is_whole_wanted = target is not None and names.wanted(target.container, ResourceKind.VCORE) >= CORES_PER_GPU
     return [
         replace(
@@ -93,17 +96,21 @@ def gpu_accounts(
     ]
 
 
+def offer_accounts(
+    target: Target, offer: Offer, free: Collection[DeviceId], ledger: Ledger, policy: Policy
+) -> list[GpuAccount]:
+    """Each GPU as `target` may use it in this call; `free` are the offer's IDs that nobody else has."""
+    return gpu_accounts(target, ledger, policy, offered=free if offer.kind is ResourceKind.VCORE else None)
+
+
 def free_ids(target: Target, kind: ResourceKind, available: Sequence[str], ledger: Ledger) -> list[DeviceId]:
     """The offered IDs that no other container has by our ledger.
 
     The rest of the offer is allocated: the kubelet forgot a container, which is the fault that this check exists to catch.
     """
     holders = ledger.holders[kind]
-    return [
-        DeviceId(device)
-        for device in available
-        if (keys := holders.get(DeviceId(device))) is None or may_take_over(target, keys, ledger)
-    ]
+    offered = cast(Sequence[DeviceId], available)
+    return [d for d in offered if d not in holders or may_take_over(target, holders[d], ledger)]
 
 
 def must_gpus(
@@ -121,24 +128,12 @@ def must_gpus(
         holders = ledger.holders[kind]
         ids |= {
             device
-            for device in initial_ids(target.pod.uid, kind, ledger.allocations)
-            if may_take_over(target, holders.get(DeviceId(device), frozenset()), ledger)
+            for device in initial_ids(target.pod, kind, ledger.allocations)
+            if may_take_over(target, holders.get(device, frozenset()), ledger)
         }
     known = ledger.inventory.by_uuid()
     found = {split[0] for device in ids if (split := split_device_id(device)) is not None and split[0] in known}
     return tuple(sorted(found, key=lambda uuid: known[uuid].index))
-
-
-def _shares(target: Target | None, ledger: Ledger) -> Counter[GpuUuid]:
-    """Other sharing containers of each GPU. Init containers end before the others start."""
-    return Counter(
-        gpu
-        for key, allocation in ledger.allocations.items()
-        if not allocation.is_whole
-        and allocation.kind is not ContainerKind.INIT
-        and (target is None or key != target.key)
-        for gpu in allocation.gpus[:1]
-    )
 
 
 def _reusable_ids(target: Target | None, kind: ResourceKind, ledger: Ledger) -> Counter[GpuUuid]:
@@ -146,8 +141,8 @@ def _reusable_ids(target: Target | None, kind: ResourceKind, ledger: Ledger) -> 
     found: Counter[GpuUuid] = Counter()
     if target is None:
         return found
-    for device in initial_ids(target.pod.uid, kind, ledger.allocations):
-        keys = ledger.holders[kind].get(DeviceId(device), frozenset())
+    for device in initial_ids(target.pod, kind, ledger.allocations):
+        keys = ledger.holders[kind].get(device, frozenset())
         if keys != {target.key} and may_take_over(target, keys, ledger):
             found[_gpu_of(device)] += 1
     return found
@@ -158,8 +153,8 @@ def _reusable_blocks(target: Target | None, ledger: Ledger) -> Counter[GpuUuid]:
     found: dict[GpuUuid, set[DeviceId]] = {}
     if target is None:
         return Counter()
-    for key, allocation in ledger.allocations.items():
-        if key.pod_uid != target.pod.uid or allocation.kind is not ContainerKind.INIT or key == target.key:
+    for allocation in initial_allocations(target.pod, ledger.allocations):
+        if allocation.key == target.key:
             continue
         for device in allocation.vmemory_ids if allocation.gpus and not allocation.is_whole else ():
             if may_take_over(target, ledger.holders[ResourceKind.VMEMORY].get(device, frozenset()), ledger):
@@ -169,6 +164,10 @@ def _reusable_blocks(target: Target | None, ledger: Ledger) -> Counter[GpuUuid]:
 
 def _gpu_of(device: str) -> GpuUuid:
     return GpuUuid(device.partition("::")[0])
+
+
+def _gpus_of(devices: Collection[DeviceId]) -> list[GpuUuid]:
+    return [cast(GpuUuid, device.partition("::")[0]) for device in devices]
 
 
 def may_take_over(target: Target, keys: frozenset[ContainerKey], ledger: Ledger) -> bool:

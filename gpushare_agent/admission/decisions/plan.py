@@ -52,11 +52,18 @@ class Plan:
 
 
 def plan(
-    target: Target, offer: Offer, free: Sequence[DeviceId], ledger: Ledger, policy: Policy, hint: tuple[int, ...]
+    target: Target,
+    offer: Offer,
+    free: Sequence[DeviceId],
+    ledger: Ledger,
+    policy: Policy,
+    hint: tuple[int, ...],
+    gpus: Sequence[GpuAccount],
 ) -> Plan | Refused:
-    """Place the container and choose the IDs of the offered resource from `free` (see `free_ids`)."""
+    """Place the container on one of `gpus` (`offer_accounts`) and choose the IDs of the offered resource from `free`
+    (`free_ids`)."""
     if policy.names.wanted(target.container, ResourceKind.GPU_MEM):
-        return _plan_memory(target, offer, free, ledger, policy, hint)
+        return _plan_memory(target, offer, free, ledger, policy, hint, gpus)
     cores = policy.names.wanted(target.container, ResourceKind.VCORE)
     blocks = policy.names.wanted(target.container, ResourceKind.VMEMORY)
     refused = validate_request(
@@ -67,7 +74,6 @@ def plan(
     effective = effective_request(target.pod, target.container, policy.names)
     if isinstance(effective, Refused):
         return effective
-    gpus = gpu_accounts(target, ledger, policy, offered=free if offer.kind is ResourceKind.VCORE else None)
     request = GpuRequest(
         cores=effective.cores, blocks=effective.blocks, hint=hint, must_gpus=must_gpus(target, offer, ledger)
     )
@@ -132,10 +138,15 @@ def _with_absent_gpus(refused: Refused, gpus: Sequence[GpuAccount], ledger: Ledg
 
 
 def _plan_memory(
-    target: Target, offer: Offer, free: Sequence[DeviceId], ledger: Ledger, policy: Policy, hint: tuple[int, ...]
+    target: Target,
+    offer: Offer,
+    free: Sequence[DeviceId],
+    ledger: Ledger,
+    policy: Policy,
+    hint: tuple[int, ...],
+    gpus: Sequence[GpuAccount],
 ) -> Plan | Refused:
     names = policy.names
-    gpus = gpu_accounts(target, ledger, policy)
     refused = memory_share.validate(target.container, names, gpus, share_mode=policy.share_mode)
     if refused is not None:
         return _named(target, refused, names)
@@ -195,15 +206,12 @@ def _choose(offer: Offer, free: Sequence[DeviceId], gpus: tuple[GpuUuid, ...]) -
 
 
 def _fill(chosen: dict[DeviceId, None], size: int, ids: Sequence[DeviceId]) -> None:
-    for device in sorted(ids, key=lambda d: (_number(d), d)):
+    if len(chosen) >= size:
+        return
+    for device in sorted(sorted(ids), key=len):  # by number: the IDs of one GPU differ in nothing else
         if len(chosen) >= size:
             return
         chosen[device] = None
-
-
-def _number(device: str) -> int:
-    number = device.rpartition("::")[2]
-    return int(number) if number.isascii() and number.isdigit() and len(number) <= 6 else 0
 
 
 def _too_few(target: Target, offer: Offer, found: int) -> Refused:

@@ -4,7 +4,11 @@ For isolations whose preparation is PRIVATE_CACHE. Every share of the node gets 
 annotation may have changed since Allocate answered the mounts, and the runtime makes a missing mount source an empty
 directory. Level-triggered: each cycle compares the directories with the pods. File access is in a thread, bounded.
 
-State owned: which library was installed last, and the failure that was logged last.
+The file of a container that was allocated now is made at once, while the kubelet makes its sandbox: in a burst of pods disk
+and processors are busy, and PreStartContainer, which the container's start waits for, finds it there. One such file serves
+one start; each later one gets another.
+
+State owned: which library was installed last, the failure that was logged last, and the files that are made ahead.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import structlog
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles, LibraryStamp
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.supervision import forever
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused
 from gpushare_agent.model.names import PodUid
@@ -56,6 +61,10 @@ class PrivateCaches:
         self._thread = DaemonThread("private-caches", advice="Check the disk of the setting hami_core.directory.")
         self._failure = ReportOnce()
         self._installed: LibraryStamp | None = None
+        self._to_make: dict[ContainerKey, None] = {}
+        self._being_made: ContainerKey | None = None
+        self._made: set[ContainerKey] = set()
+        self._is_new = asyncio.Event()
 
     async def check(self) -> None:
         """The library is there for this machine, and in its place for containers, with what goes with it. A library that
@@ -68,12 +77,24 @@ class PrivateCaches:
             )
             self._installed = stamp
 
+    def prepare_ahead(self, key: ContainerKey) -> None:
+        """For a container that was allocated now and has not started yet. A failure is left to `prepare`."""
+        self._to_make[key] = None
+        self._is_new.set()
+
+    @property
+    def made_ahead(self) -> frozenset[ContainerKey]:
+        """Containers whose file is there and which have not started yet."""
+        return frozenset(self._made)
+
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         """Makes empty files for the shares among containers that are about to start; bounded."""
         allocations = self._allocations()
         shares = [key for key in sorted(keys) if key in allocations and not allocations[key].is_whole]
         try:
             for key in shares:
+                if self._take_made(key):
+                    continue
                 await self._in_thread(partial(self._files.prepare, key), f"preparing the cache of {key.container}")
         except AgentError as e:
             log.error("private_cache_not_prepared", error=str(e))
@@ -85,16 +106,51 @@ class PrivateCaches:
 
     async def run(self) -> NoReturn:
         """Until cancelled. A cycle that fails is logged, once for each error, and repeated."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(forever("private caches ahead", self._make_ahead), name="private caches ahead")
+            while True:
+                if self._pods.is_synced:
+                    await self._remove_stale_and_report()
+                await asyncio.sleep(self._cleanup_period_s)
+
+    async def _make_ahead(self) -> NoReturn:
         while True:
-            if self._pods.is_synced:
-                await self._remove_stale_and_report()
-            await asyncio.sleep(self._cleanup_period_s)
+            while self._to_make:
+                await self._make_one_ahead(next(iter(self._to_make)))
+            self._is_new.clear()
+            await self._is_new.wait()
+
+    async def _make_one_ahead(self, key: ContainerKey) -> None:
+        del self._to_make[key]
+        allocation = self._allocations().get(key)
+        if allocation is None or allocation.is_whole:
+            return
+        self._being_made = key
+        try:
+            await self._in_thread(partial(self._files.prepare, key), f"preparing the cache of {key.container}")
+        except AgentError:
+            return
+        finally:
+            is_untaken, self._being_made = self._being_made == key, None
+        if is_untaken and key not in self._to_make:
+            self._made.add(key)
+
+    def _take_made(self, key: ContainerKey) -> bool:
+        """Whether the file was made ahead; from now on it is the container's, and no other is made ahead for it."""
+        self._to_make.pop(key, None)
+        if self._being_made == key:
+            self._being_made = None
+        if key not in self._made:
+            return False
+        self._made.remove(key)
+        return True
 
     async def remove_stale(self) -> None:
         """Removes the files of pods that the pod store no longer has. A pod whose files cannot be removed does not stop the
         others; its error is raised at the end. Raises AgentError."""
         present = await self._in_thread(self._files.list_pods, "listing private caches")
         living = {key.pod_uid for key in self._allocations()}
+        self._made = {key for key in self._made if key.pod_uid in living}
         failed: AgentError | None = None
         for uid in present:
             if uid in living or self._pods.get(uid) is not None:
