@@ -79,7 +79,9 @@ class RealCluster:
         self.node, metadata = agents.popitem()
         self._agent_path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}:{_PORT}/proxy/metrics"
         status = (await self._get("get the node", f"/api/v1/nodes/{self.node}"))["status"]["allocatable"]
-        gpus = int(status[VCORE_RESOURCE]) // CORES_PER_GPU
+        gpus = int(status.get(VCORE_RESOURCE, "0")) // CORES_PER_GPU
+        if not gpus:
+            raise RuntimeError(f"node {self.node} offers no {VCORE_RESOURCE} now; see `gpushare-agent check` there")
         shares = -(-self._most_pods // gpus)
         self._limits = {
             VCORE_RESOURCE: str(max(1, CORES_PER_GPU // shares)),

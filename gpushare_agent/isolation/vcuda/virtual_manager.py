@@ -38,6 +38,9 @@ T = TypeVar("T")
 
 STOP_TIMEOUT_S = 1.0
 """A disk that hangs must not delay the end of the process."""
+POLLED_SHARE = 5
+"""In a burst of starts the polls of the recent ones take at most one part in so many of the time: PreStartContainer waits
+for the one under way."""
 FILES_TIMEOUT_S = 5.0
 """One poll of all containers, or the preparation of one pod's; the kubelet waits 30 s for PreStartContainer."""
 
@@ -208,12 +211,16 @@ class VirtualManager:
         """Until the next poll of all: polls those that were prepared recently more often, for the in-container library
         counts only processes that are in the list."""
         until = self._clock() + self._intervals.poll_s
+        took_s = 0.0
         while (left_s := until - self._clock()) > 0:
             now, recent_for_s = self._clock(), self._intervals.recent_for_s
             recent = [key for key, prepared_at in self._prepared_at.items() if now - prepared_at < recent_for_s]
             if recent:
-                await asyncio.sleep(min(left_s, self._intervals.recent_poll_s))
+                pause_s = max(self._intervals.recent_poll_s, (POLLED_SHARE - 1) * took_s)
+                await asyncio.sleep(min(left_s, pause_s))
+                begun_at = self._clock()
                 await self._try(partial(self._poll_containers, recent))
+                took_s = self._clock() - begun_at
                 continue
             self._prepared_at.clear()
             self._has_recent.clear()
