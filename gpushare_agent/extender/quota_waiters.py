@@ -20,7 +20,7 @@ from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.pod_writes import PodWrites
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.kit.report_once import ReportOnce
-from gpushare_agent.model.errors import AgentError, Unavailable
+from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 
@@ -100,13 +100,16 @@ class QuotaWaiters:
             return True
         try:
             await self._writes.ask_for_retry(pod)
-        except Unavailable as e:
-            self._waiting.setdefault(uid, kinds)
-            if self._problems.is_new(str(e)):
-                log.warning("quota_retry_not_written", error=str(e), then="tried again", retried_in_s=RETRY_S)
-            return False
-        except AgentError:  # gone or another version, or no right: the scheduler's own time is left
+        except (NotFound, Conflict):  # gone, or another pod by now
             return True
+        except AgentError as e:
+            is_retried = isinstance(e, Unavailable)
+            if self._problems.is_new(type(e).__name__):  # not for each pod
+                then = "tried again" if is_retried else "it waits for the scheduler's next event"
+                log.warning("quota_retry_not_written", error=str(e), then=then)
+            if is_retried:
+                self._waiting.setdefault(uid, kinds)
+            return not is_retried
         self._problems.is_over()
         self._metrics.quota_retried()
         await asyncio.sleep(self._pace_s)
